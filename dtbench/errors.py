@@ -1,0 +1,52 @@
+"""The errors a user of dtbench can meet, and the exit code of each.
+
+    DtbenchError                a mistake or a fault that has a one-line explanation   exit 2
+    +-- UsageError              options that cannot be followed                        exit 2
+    +-- UnreadableRunError      a file that is not ours, too new, or damaged           exit 2
+    +-- OutputError             a place that cannot be written (full, forbidden, taken) exit 2
+    +-- NothingToCompareError   two runs without a case in common                      exit 4
+    +-- WorldBrokenError        a rank died or hung: the run cannot go on              exit 5
+
+Every message says what was got, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+# Exit codes of the command line. 0 and 1 follow every comparison tool; 2 is click's for bad usage.
+EXIT_OK = 0
+EXIT_REGRESSION = 1
+EXIT_USAGE = 2
+EXIT_INCONCLUSIVE = 3
+EXIT_NOTHING = 4
+EXIT_CASE_FAILED = 5
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, the shell's convention
+
+
+class DtbenchError(Exception):
+    """A fault that one line explains; the command line prints it without a traceback."""
+
+    exit_code = EXIT_USAGE
+
+
+class UsageError(DtbenchError):
+    """Options that cannot be followed."""
+
+
+class UnreadableRunError(DtbenchError):
+    """A file that is not a dtbench run, is of a newer schema, or is damaged before its end."""
+
+
+class OutputError(DtbenchError):
+    """A place that cannot be written: no permission, no space, or taken by another file."""
+
+
+class NothingToCompareError(DtbenchError):
+    """Two runs that have no case in common."""
+
+    exit_code = EXIT_NOTHING
+
+
+class WorldBrokenError(DtbenchError):
+    """A rank died or hung, so the remaining cases cannot be measured in this world."""
+
+    exit_code = EXIT_CASE_FAILED

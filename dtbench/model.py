@@ -1,0 +1,160 @@
+"""What dtbench measures and what comes out: plan, case, result, run. Plain data, no torch.
+
+Units stand in the names: `time_s` seconds, `size_bytes` bytes, `algbw_Bps` bytes per second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+SCHEMA = 1
+
+Param = str | int | float | bool
+Status = Literal["ok", "failed", "skipped", "wrong"]
+STATUSES: tuple[Status, ...] = ("ok", "failed", "skipped", "wrong")
+
+# What `--impl` chooses between. Every other impl (local, c10d, unbucketed, limit) is a reference
+# that stands beside them and is always measured.
+CHOOSABLE_IMPLS = ("core", "torch")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure: the options of one run, validated. Suites derive their cases from it."""
+
+    mesh: tuple[tuple[str, int], ...]  # (dim name, size), outermost first
+    sizes_bytes: tuple[int, ...]  # of the size sweeps
+    dtypes: tuple[str, ...] = ("float32",)
+    device_type: Literal["cpu", "cuda"] = "cpu"
+    impls: tuple[str, ...] = CHOOSABLE_IMPLS
+    quick: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(size for _, size in self.mesh)
+
+    def wants(self, impl: str) -> bool:
+        """Whether `impl` is to be measured; references always are."""
+        return impl not in CHOOSABLE_IMPLS or impl in self.impls
+
+
+@dataclass
+class Workload:
+    """One impl of a case, set up on one rank and ready to be timed.
+
+    `run` is the timed call. `before` (untimed) readies the next sample. `check` (untimed, after the
+    warm-up) returns what is wrong with the data, or None. `counters` is read once, at the end.
+    `participates` is False on a rank that only waits: its times do not count. `close` frees.
+    """
+
+    run: Callable[[], object]
+    before: Callable[[], None] | None = None
+    check: Callable[[], str | None] | None = None
+    counters: Callable[[], Mapping[str, float]] | None = None
+    participates: bool = True
+    close: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question to measure, answered by several impls that are sampled in turn.
+
+    build: impl name -> function of the live `World`, giving this rank's `Workload`. Raising
+        `Skip` from it records the impl as skipped, with the reason.
+    size_bytes: the size the bandwidth counts (nccl-tests' S for collectives), or None.
+    busbw_factor: bus bandwidth = algorithm bandwidth x this; None where there is no bus bandwidth.
+    clock: "host" times the calling thread (dispatch latency); "device" times the work itself.
+    calls_per_sample: calls between the two clock readings; the sample is their mean. More than one
+        means back to back, without a barrier between.
+    samples: fixed number of samples, or None to let the sampler choose within its budget.
+    warmup_calls: at least so many calls are thrown away.
+    """
+
+    name: str
+    params: Mapping[str, Param]
+    build: Mapping[str, Callable[[Any], Workload]]
+    size_bytes: int | None = None
+    busbw_factor: float | None = None
+    clock: Literal["host", "device"] = "device"
+    calls_per_sample: int = 1
+    samples: int | None = None
+    warmup_calls: int = 3
+
+
+class Skip(Exception):  # noqa: N818 - it is a signal of a builder, not an error
+    """Raised by a builder whose impl does not apply here; the message is the reason recorded."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Order statistics of the samples, seconds per call."""
+
+    min: float
+    p25: float
+    median: float
+    p75: float
+    p95: float
+    max: float
+    mean: float
+    n: int
+
+
+ResultKey = tuple[str, str, str, tuple[tuple[str, Param], ...], int]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One impl of one case in one launch: a line of the run file.
+
+    samples_s: per sample, the max over the participating ranks. rank_samples_s: rank (as text) ->
+    that rank's own samples. rank: the rank that failed, where one did.
+    """
+
+    suite: str
+    name: str
+    impl: str
+    params: Mapping[str, Param]
+    status: Status
+    reason: str = ""
+    rank: int | None = None
+    size_bytes: int | None = None
+    time_s: Timing | None = None
+    samples_s: tuple[float, ...] = ()
+    rank_samples_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    algbw_Bps: float | None = None  # noqa: N815 - bytes per second, as the file spells it
+    busbw_Bps: float | None = None  # noqa: N815
+    counters: Mapping[str, float] = field(default_factory=dict)
+    launch: int = 0
+
+    @property
+    def case_key(self) -> tuple[str, str, str, tuple[tuple[str, Param], ...]]:
+        """Names the case and impl across launches and runs."""
+        return (self.suite, self.name, self.impl, tuple(sorted(self.params.items())))
+
+    @property
+    def key(self) -> ResultKey:
+        """Names the result within a run."""
+        return (*self.case_key, self.launch)
+
+    def to_json(self) -> dict[str, Any]:
+        """The line as a dict, `kind` first."""
+        return {"kind": "result", **dataclasses.asdict(self)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run file, read. `header` is its first line; `complete` is whether its end line is there."""
+
+    path: Path
+    header: Mapping[str, Any]
+    results: tuple[Result, ...]
+    complete: bool
+
+    def ok(self, suite: str) -> list[Result]:
+        """The suite's results that hold a time one may believe."""
+        return [r for r in self.results if r.suite == suite and r.status == "ok" and r.time_s is not None]

@@ -1,0 +1,109 @@
+"""What a suite is, and how suites are found: ours by name, a user's by the path of a file.
+
+A suite is a function of the plan that yields cases:
+
+    @suite("hello", world="ranks", help="one all-reduce per size")
+    def hello(plan: Plan) -> Iterator[Case]:
+        for size in plan.sizes_bytes:
+            yield Case("all_reduce", {"n": size}, build={"c10d": lambda world, size=size: ...})
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from dtbench.errors import UsageError
+from dtbench.model import Case, Plan
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+# The package whose modules register the built-in suites. Named, not imported: it loads torch.
+BUILTIN_PACKAGE = "dtbench_suites"
+
+WorldKind = Literal["ranks", "simulated"]
+
+
+class World(Protocol):
+    """What a case's builder is given: this rank's place in a live process group.
+
+    In a "ranks" suite the group is real and `mesh` is the run's mesh. In a "simulated" suite it is
+    torch's fake group of 8 ranks seen from rank 0, and `mesh` is one-dimensional.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    def mesh_of(self, shape: tuple[int, ...]) -> DeviceMesh:
+        """A mesh of all ranks in another shape, made once per world."""
+        ...
+
+
+@dataclass(frozen=True)
+class Suite:
+    name: str
+    cases: Callable[[Plan], Iterator[Case]]
+    world: WorldKind
+    help: str
+
+
+_registered: dict[str, Suite] = {}
+
+
+def suite(name: str, *, world: WorldKind, help: str) -> Callable[[Callable[[Plan], Iterator[Case]]], Suite]:  # noqa: A002 - the word click uses
+    """Registers a generator of cases as the suite `name`."""
+
+    def register(cases: Callable[[Plan], Iterator[Case]]) -> Suite:
+        made = Suite(name, cases, world, help)
+        _registered[name] = made
+        return made
+
+    return register
+
+
+def load(names: Iterable[str] = ()) -> list[Suite]:
+    """The suites asked for, in the order of the question; all built-in ones when none is named.
+
+    A name that ends in .py or holds a path separator is a user's file.
+
+    Raises:
+        UsageError: a name that no suite has, a file that cannot be loaded or that registers nothing.
+    """
+    importlib.import_module(BUILTIN_PACKAGE)
+    builtin = list(_registered.values())
+    chosen: list[Suite] = []
+    for name in names:
+        if name.endswith(".py") or "/" in name:
+            chosen += _load_file(Path(name))
+        elif name in _registered:
+            chosen.append(_registered[name])
+        else:
+            known = ", ".join(s.name for s in builtin)
+            raise UsageError(f"no suite is called {name!r}: the suites are {known}, or give the path of a .py file")
+    return chosen or builtin
+
+
+def _load_file(path: Path) -> list[Suite]:
+    before = dict(_registered)
+    spec = importlib.util.spec_from_file_location(f"dtbench_user_suite_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise UsageError(f"no suite file at {path}: expected a Python file that uses @dtbench.registry.suite")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UsageError(f"the suite file {path} failed to load: {type(error).__name__}: {error}") from error
+    new = [s for name, s in _registered.items() if before.get(name) is not s]
+    if not new:
+        raise UsageError(f"{path} registers no suite: decorate a function of the plan with @dtbench.registry.suite")
+    return new
