@@ -1,0 +1,1 @@
+"""A complete distributed-tensor library in pure Python on `torch.distributed`."""
