@@ -1,0 +1,321 @@
+"""Persistent worlds of real gloo processes that execute a test's function on every rank.
+
+A world is started once and serves many calls, because starting four processes that import torch costs
+seconds while a small collective costs milliseconds. A call that leaves the ranks in doubt (one hangs,
+dies, or fails while others do not) throws the world away; the next call starts a fresh one.
+
+Each rank is `python -c "... serve()"` with one end of a pipe. Functions travel by module name, file and
+qualified name; arguments and results by plain pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+WORLD_SIZE = 4
+CALL_TIMEOUT_S = 60.0
+# Below the call's timeout, so that a collective without its peers raises where it stands.
+GROUP_TIMEOUT_S = 45.0
+# What the other ranks get to finish in once one rank has failed.
+GRACE_S = 3.0
+STDERR_TAIL = 4000  # characters of a rank's stderr shown with its failure
+
+
+class RankError(Exception):
+    """A rank raised, hung or died. `failures`: rank -> what is known of it."""
+
+    def __init__(self, message: str, failures: dict[int, str]) -> None:
+        super().__init__(message)
+        self.failures = failures
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function by name, loadable in a process that never saw the test session."""
+
+    module: str
+    file: str
+    qualname: str
+    filters: tuple[tuple[Any, ...], ...]  # warnings.filters of the test in progress
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any]) -> Call:
+        qualname = getattr(fn, "__qualname__", repr(fn))
+        file = inspect.getsourcefile(fn) if inspect.isfunction(fn) else None
+        if file is None or "<" in qualname:
+            raise TypeError(
+                f"got {qualname}, expected a function defined at module level: "
+                "the ranks find it by its name, so move it out and pass what it captured as arguments"
+            )
+        return cls(fn.__module__, str(Path(file).resolve()), qualname, tuple(warnings.filters))
+
+    def load(self) -> Callable[..., Any]:
+        found: Any = load_module(self.module, Path(self.file))
+        for name in self.qualname.split("."):
+            found = getattr(found, name)
+        return inspect.unwrap(found)
+
+
+def load_module(name: str, file: Path) -> ModuleType:
+    """The module `name` if the path leads to `file`, else the file itself under that name."""
+    if name not in sys.modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    module = sys.modules.get(name)
+    if module is not None and module.__file__ is not None and Path(module.__file__).resolve() == file:
+        return module
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before execution, and for pickling what the module defines
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- the rank's side -------------------------------------------------------------------------------
+
+
+def serve(fd: int, rank: int, world_size: int, store: str) -> None:
+    """Joins the world and executes calls until the pipe closes."""
+    import torch
+    import torch.distributed as dist
+
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    torch.set_num_threads(1)
+    connection = Connection(fd)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S),
+    )
+    while True:
+        try:
+            call, payload = pickle.loads(connection.recv_bytes())
+        except EOFError:  # the session is over
+            break
+        connection.send_bytes(_answer(call, payload))
+    os._exit(0)  # peers may be gone already: no orderly farewell to wait for
+
+
+def _answer(call: Call, payload: bytes) -> bytes:
+    try:
+        with warnings.catch_warnings():
+            _apply_filters(call.filters)
+            fn = call.load()
+            args, kwargs = pickle.loads(payload)
+            return pickle.dumps((True, fn(*args, **kwargs)))
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        try:
+            carried = pickle.dumps(error)
+            pickle.loads(carried)  # some exceptions pickle and cannot be read back
+        except Exception:
+            carried = None
+        return pickle.dumps((False, (summary, text, carried)))
+
+
+def _apply_filters(filters: Sequence[tuple[Any, ...]]) -> None:
+    warnings.resetwarnings()
+    for action, message, category, module, lineno in reversed(filters):
+        pattern = message.pattern if isinstance(message, re.Pattern) else message or ""
+        where = module.pattern if isinstance(module, re.Pattern) else module or ""
+        warnings.filterwarnings(action, pattern, category, where, lineno)
+
+
+@functools.cache
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> Any:
+    """On a rank: the mesh of the first ranks in this shape, made once per world (its groups are costly).
+
+    Every rank of the world must ask for the same meshes in the same order.
+    """
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    count = int(torch.tensor(shape).prod())
+    return DeviceMesh("cpu", torch.arange(count).reshape(shape), mesh_dim_names=names)
+
+
+# --- the test's side -------------------------------------------------------------------------------
+
+
+class _Rank:
+    """One process: its pipe, and a file for its stderr."""
+
+    def __init__(self, rank: int, world_size: int, folder: Path) -> None:
+        self.rank = rank
+        self.stderr_path = folder / f"stderr{rank}"
+        self.connection, theirs = Pipe()
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(p or str(Path.cwd()) for p in sys.path),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",
+        }
+        if sys.platform == "linux":
+            # The name of the machine need not resolve to an address that reaches it.
+            env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        code = (
+            f"import sys; from pathlib import Path; import importlib.util as u\n"
+            f"s = u.spec_from_file_location({__name__!r}, {__file__!r}); m = u.module_from_spec(s)\n"
+            f"sys.modules[{__name__!r}] = m; s.loader.exec_module(m)\n"
+            f"m.serve({theirs.fileno()}, {rank}, {world_size}, {str(folder / 'store')!r})"
+        )
+        with self.stderr_path.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                env=env,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=stderr,
+                stderr=stderr,
+            )
+        theirs.close()
+
+    def stderr_tail(self) -> str:
+        return self.stderr_path.read_text(errors="replace")[-STDERR_TAIL:]
+
+    def describe_hang(self) -> str:
+        """Where the rank stands, by asking it for its stacks."""
+        self.process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        return f"did not answer in time; its stacks and stderr:\n{self.stderr_tail()}"
+
+
+class World:
+    """`size` gloo ranks on this machine, executing one call at a time."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory(prefix="gloo_world_")
+        self._ranks = [_Rank(r, size, Path(self._folder.name)) for r in range(size)]
+        self.healthy = True
+
+    @property
+    def pids(self) -> list[int]:
+        return [r.process.pid for r in self._ranks]
+
+    def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float) -> list[Any]:
+        message = pickle.dumps((Call.of(fn), pickle.dumps((args, kwargs))))
+        failures: dict[int, str] = {}
+        self.healthy = False  # until every rank has answered
+        for rank in self._ranks:
+            with contextlib.suppress(BrokenPipeError):  # dead already: told below
+                rank.connection.send_bytes(message)
+        answers = self._collect(time.monotonic() + timeout_s, failures)
+        for rank in self._ranks:
+            if rank.rank not in answers and rank.rank not in failures and rank.process.poll() is None:
+                failures[rank.rank] = rank.describe_hang()
+        errors = {r: value for r, (ok, value) in answers.items() if not ok}
+        # All failing alike is a verdict on the code; anything else may have left collectives half done.
+        same = len({summary.split(":")[0] for summary, _, _ in errors.values()}) == 1
+        self.healthy = not failures and (not errors or (len(errors) == self.size and same))
+        if failures or errors:
+            raise _error(fn, errors, failures)
+        return [answers[r][1] for r in range(self.size)]
+
+    def _collect(self, deadline: float, failures: dict[int, str]) -> dict[int, tuple[bool, Any]]:
+        """Answers by rank, until all are in, or the time (shortened by the first failure) is over."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        waiting = {r.connection: r for r in self._ranks}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for ready in wait(list(waiting), timeout=left):
+                rank = waiting.pop(ready)  # type: ignore[index, arg-type]
+                try:
+                    answers[rank.rank] = pickle.loads(rank.connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        rank.process.wait(1)
+                    failures[rank.rank] = f"died (exit {rank.process.poll()}):\n{rank.stderr_tail()}"
+                if rank.rank in failures or not answers[rank.rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return answers
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.connection.close()
+        for rank in self._ranks:
+            if self.healthy:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    rank.process.wait(5)
+            rank.process.kill()
+            rank.process.wait()
+        self._folder.cleanup()
+
+
+def _error(
+    fn: Callable[..., Any], errors: dict[int, tuple[str, str, bytes | None]], failures: dict[int, str]
+) -> RankError:
+    known = {**failures, **{r: text for r, (_, text, _) in errors.items()}}
+    # A death explains its peers' errors, an error explains its peers' hanging: told in this order.
+    order = sorted(known, key=lambda r: (0 if known[r].startswith("died") else 1 if r in errors else 2, r))
+    first = errors.get(order[0])
+    headline = first[0] if first else known[order[0]].splitlines()[0]
+    parts = [f"rank {order[0]} in {fn.__qualname__}: {headline}"]
+    parts += [f"--- rank {r}: {known[r].rstrip()}" for r in order]
+    error = RankError("\n".join(parts), known)
+    if first and first[2]:
+        error.__cause__ = pickle.loads(first[2])
+    return error
+
+
+class Worlds:
+    """The worlds of a test session, one per size, started when first asked for."""
+
+    def __init__(self) -> None:
+        self._worlds: dict[int, World] = {}
+
+    def __call__(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        world_size: int = WORLD_SIZE,
+        timeout_s: float = CALL_TIMEOUT_S,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Executes `fn(*args, **kwargs)` on every rank and returns the results by rank.
+
+        Raises:
+            RankError: a rank raised (its exception is the cause), died, or took longer than `timeout_s`.
+        """
+        world = self._worlds.get(world_size)
+        if world is None:
+            world = self._worlds[world_size] = World(world_size)
+        try:
+            return world.call(fn, args, kwargs, timeout_s)
+        finally:
+            if not world.healthy:
+                del self._worlds[world_size]
+                world.close()
+
+    def pids(self, world_size: int = WORLD_SIZE) -> list[int]:
+        return self._worlds[world_size].pids if world_size in self._worlds else []
+
+    def close(self) -> None:
+        for world in self._worlds.values():
+            world.close()
+        self._worlds.clear()
