@@ -1,0 +1,40 @@
+"""The errors of the core. Each message says what was got, what was expected and what to do.
+
+CoreError
++-- PlacementError   (ValueError)           a placement that cannot hold for this tensor or mesh
++-- MeshError        (ValueError)           tensors of different meshes, a rank outside its mesh
++-- LayoutError      (ValueError)           a local shard that contradicts the global shape
++-- MixedTensorError (RuntimeError)         a plain tensor given where a DTensor is expected
++-- NoRuleError      (NotImplementedError)  an op, or its placements, that no rule covers
++-- ArgumentError    (RuntimeError)         an argument of the public API that cannot be followed
+"""
+
+from __future__ import annotations
+
+
+class CoreError(Exception):
+    """Base of every error that the core raises on purpose."""
+
+
+class PlacementError(CoreError, ValueError):
+    """A placement that cannot hold for this tensor or mesh."""
+
+
+class MeshError(CoreError, ValueError):
+    """Tensors of different meshes in one op, or a rank outside the mesh it uses."""
+
+
+class LayoutError(CoreError, ValueError):
+    """A local shard that contradicts the global shape and placements."""
+
+
+class MixedTensorError(CoreError, RuntimeError):
+    """A plain tensor given to an op together with a DTensor."""
+
+
+class NoRuleError(CoreError, NotImplementedError):
+    """An op that no rule covers, or covers only for other placements."""
+
+
+class ArgumentError(CoreError, RuntimeError):
+    """An argument of the public API that cannot be followed."""

@@ -1,0 +1,93 @@
+"""What the hot path needs to know of a torch DeviceMesh, looked up once per mesh.
+
+The mesh itself is torch's. `MeshInfo` holds its sizes, this rank's coordinate and its process
+groups in plain tuples, because DeviceMesh answers each of these through Python in microseconds.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtbench_core.errors import MeshError
+
+
+class MeshInfo:
+    """One per mesh of a live world; equal meshes on the same process groups share it.
+
+    Compared by identity. `coordinate` is None on a rank outside the mesh.
+    """
+
+    __slots__ = ("__weakref__", "coordinate", "device_type", "groups", "mesh", "ndim", "sizes")
+
+    def __init__(self, mesh: DeviceMesh, groups: tuple[dist.ProcessGroup, ...]) -> None:
+        self.mesh = mesh
+        self.groups = groups
+        self.ndim: int = mesh.ndim
+        self.sizes: tuple[int, ...] = tuple(mesh.shape)
+        coordinate = mesh.get_coordinate()
+        self.coordinate: tuple[int, ...] | None = None if coordinate is None else tuple(coordinate)
+        self.device_type: str = mesh.device_type
+
+    def my_coordinate(self) -> tuple[int, ...]:
+        """This rank's coordinate.
+
+        Raises:
+            MeshError: this rank is not part of the mesh.
+        """
+        if self.coordinate is None:
+            raise MeshError(
+                f"rank {dist.get_rank()} is not in the mesh {self.mesh}: got an op on a rank outside it, "
+                "expected only its members; guard the call with `mesh.get_coordinate() is not None`"
+            )
+        return self.coordinate
+
+    def __repr__(self) -> str:
+        names = self.mesh.mesh_dim_names
+        return f"{'x'.join(map(str, self.sizes))} {self.device_type} mesh" + (f" {names}" if names else "")
+
+
+# Two lookups: by object, which is what every call pays, and by value, so that `mesh["tp"]` taken
+# twice is one mesh. A world that was destroyed and made again compares equal to its successor: the
+# process groups tell them apart.
+_by_object: dict[int, tuple[weakref.ref[DeviceMesh], MeshInfo]] = {}
+_by_value: dict[DeviceMesh, MeshInfo] = {}
+
+
+def mesh_info(mesh: DeviceMesh) -> MeshInfo:
+    """The shared `MeshInfo` of `mesh`."""
+    found = _by_object.get(id(mesh))
+    if found is not None and found[0]() is mesh:
+        return found[1]
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(
+            f"got {type(mesh).__name__} as device_mesh, expected a torch DeviceMesh: make one with "
+            "torch.distributed.device_mesh.init_device_mesh(device_type, shape)"
+        )
+    info = _shared_info(mesh)
+    key = id(mesh)
+
+    def forget(_: Any) -> None:
+        _by_object.pop(key, None)
+
+    _by_object[key] = (weakref.ref(mesh, forget), info)
+    return info
+
+
+def _shared_info(mesh: DeviceMesh) -> MeshInfo:
+    inside = mesh.get_coordinate() is not None
+    groups = tuple(mesh.get_all_groups()) if inside else ()
+    known = _by_value.get(mesh)
+    if (
+        known is not None
+        and len(known.groups) == len(groups)
+        and all(old is new for old, new in zip(known.groups, groups, strict=True))
+    ):
+        return known
+    # pop first: assigning under an equal key would keep the dead mesh as the key.
+    _by_value.pop(mesh, None)
+    made = _by_value[mesh] = MeshInfo(mesh, groups)
+    return made
