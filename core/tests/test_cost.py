@@ -1,0 +1,308 @@
+"""The cost model against hand-computed values and against torch's own functions on the same meshes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as torch_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import _collective_utils as torch_cost
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as TorchSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta as TorchMeta
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dtbench_core import cost
+from dtbench_core.cost import MeshTopoInfo, TopologyError
+from dtbench_core.placement import Partial, Placement, Replicate, Shard
+from dtbench_core.spec import DTensorSpec
+
+SHAPE = (64, 32, 16)
+R, P = Replicate(), Partial()
+
+
+@pytest.fixture(autouse=True)
+def fake_world() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def builtin_constants() -> Iterator[None]:
+    MeshTopoInfo.build_from_mesh.cache_clear()  # type: ignore[attr-defined]
+    torch_cost.MeshTopoInfo.build_from_mesh.cache_clear()  # type: ignore[attr-defined]
+    yield
+    cost.use_topology(None)
+    MeshTopoInfo.build_from_mesh.cache_clear()  # type: ignore[attr-defined]
+    torch_cost.MeshTopoInfo.build_from_mesh.cache_clear()  # type: ignore[attr-defined]
+
+
+def dp_tp() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+
+
+def spec(mesh: DeviceMesh, *placements: Placement, dtype: torch.dtype = torch.float32) -> DTensorSpec:
+    return DTensorSpec.of(mesh, placements, SHAPE, torch.empty(SHAPE).stride(), dtype)
+
+
+def torch_spec(mesh: DeviceMesh, *placements: Placement, dtype: torch.dtype = torch.float32) -> TorchSpec:
+    twins = {Replicate: lambda p: torch_tensor.Replicate(), Shard: lambda p: torch_tensor.Shard(p.dim)}
+    made = tuple(twins.get(type(p), lambda p: torch_tensor.Partial(p.reduce_op))(p) for p in placements)
+    return TorchSpec(mesh, made, TorchMeta(torch.Size(SHAPE), torch.empty(SHAPE).stride(), dtype))
+
+
+def topology(**changes: Any) -> dict[str, Any]:
+    """A valid topology of dp=2, tp=4; `dp__ranks=3` changes a field of a dim, `schema=2` one of the file."""
+    dims = {
+        "dp": {"name": "dp", "ranks": 2, "bandwidth_GiBps": 0.5, "latency_us_per_hop": 40},
+        "tp": {"name": "tp", "ranks": 4, "bandwidth_GiBps": 2.0, "latency_us_per_hop": 10.0},
+    }
+    made: dict[str, Any] = {
+        "kind": "topology",
+        "schema": 1,
+        "device_type": "cpu",
+        "base_latency_us": 6.6,
+        "dims": list(dims.values()),
+    }
+    for key, value in changes.items():
+        dim, _, field = key.partition("__")
+        if field:
+            dims[dim][field] = value
+        else:
+            made[key] = value
+    return made
+
+
+# --- the built-in constants ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_host", [1, 2, 4, 8])
+@pytest.mark.parametrize("shape", [(8,), (2, 4), (2, 2, 2), (8, 1)])
+def test_builtin_constants_are_those_of_torch(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], per_host: int
+) -> None:
+    monkeypatch.setattr(torch.cpu, "device_count", lambda: per_host)
+    mesh = init_device_mesh("cpu", shape)
+    ours, theirs = MeshTopoInfo.build_from_mesh(mesh), torch_cost.MeshTopoInfo.build_from_mesh(mesh)
+    assert list(ours.mesh_dim_devices) == theirs.mesh_dim_devices
+    assert list(ours.mesh_dim_bandwidth) == theirs.mesh_dim_bandwidth
+    assert list(ours.mesh_dim_latency) == theirs.mesh_dim_latency
+    assert (ours.base_latency_us, ours.source) == (6.6, "built-in")
+
+
+def test_constants_inside_and_across_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "device_count", lambda: 4)
+    info = MeshTopoInfo.build_from_mesh(dp_tp())
+    assert info.mesh_dim_bandwidth == (pytest.approx(87.7 * 0.22), 87.7)
+    assert info.mesh_dim_latency == (2.7, 0.6)
+
+
+def test_info_is_built_once_per_mesh() -> None:
+    mesh = dp_tp()
+    assert MeshTopoInfo.build_from_mesh(mesh) is MeshTopoInfo.build_from_mesh(mesh)
+    assert MeshTopoInfo.build_from_mesh(mesh) is not MeshTopoInfo.build_from_mesh(mesh["tp"])
+
+
+# --- collectives -----------------------------------------------------------------------------------
+
+
+def test_hand_computed_collectives() -> None:
+    # 4 ranks, 2 GiB/s, 10 us per hop; 1 GiB = half a second at full bandwidth.
+    info = MeshTopoInfo(dp_tp(), (2, 4), (0.5, 2.0), (40.0, 10.0))
+    one_trip = 6.6 + 3 * 10 + 0.75 * 0.5e6
+    assert cost.allgather_cost(1.0, info, 1) == pytest.approx(one_trip)
+    assert cost.reduce_scatter_cost(1.0, info, 1) == pytest.approx(one_trip)
+    assert cost.all_to_all_cost(1.0, info, 1) == pytest.approx(one_trip)
+    assert cost.allreduce_cost(1.0, info, 1) == pytest.approx(6.6 + 6 * 10 + 1.5 * 0.5e6)
+    assert cost.allgather_cost(0.0, info, 0) == pytest.approx(46.6)
+
+
+@pytest.mark.parametrize("name", ["allgather_cost", "allreduce_cost", "reduce_scatter_cost"])
+@pytest.mark.parametrize("gib", [0.0, 1e-6, 0.25, 3.0])
+def test_collectives_equal_torch(name: str, gib: float) -> None:
+    mesh = dp_tp()
+    theirs = torch_cost.MeshTopoInfo(mesh, [2, 4], [0.7, 11.0], [35.0, 1.5])
+    ours = MeshTopoInfo(mesh, [2, 4], [0.7, 11.0], [35.0, 1.5])
+    for dim in (0, 1):
+        assert getattr(cost, name)(gib, ours, dim) == getattr(torch_cost, name)(gib, theirs, dim)
+
+
+# --- redistribution --------------------------------------------------------------------------------
+
+PAIRS = list(itertools.product([R, P, Shard(0), Shard(1)], repeat=2))
+
+
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_redistribution_on_one_dim_equals_torch(src: Placement, dst: Placement, dtype: torch.dtype) -> None:
+    mesh = init_device_mesh("cpu", (8,))
+    ours = cost.redistribute_cost(spec(mesh, src, dtype=dtype), spec(mesh, dst, dtype=dtype))
+    theirs = torch_cost.redistribute_cost(
+        torch_spec(mesh, src, dtype=dtype), torch_spec(mesh, dst, dtype=dtype)
+    )
+    assert ours == pytest.approx(theirs, rel=1e-12)
+
+
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
+@pytest.mark.parametrize(("changed", "other"), [(0, R), (1, R), (0, P), (1, P), (0, Shard(2)), (1, Shard(2))])
+def test_redistribution_of_one_of_two_dims_equals_torch(
+    src: Placement, dst: Placement, changed: int, other: Placement
+) -> None:
+    mesh = dp_tp()
+    before, after = ([src, other], [dst, other]) if changed == 0 else ([other, src], [other, dst])
+    ours = cost.redistribute_cost(spec(mesh, *before), spec(mesh, *after))
+    if src.is_shard() and dst.is_partial():
+        assert ours == math.inf  # torch prices some of these as a detour through Replicate
+        return
+    theirs = torch_cost.redistribute_cost(torch_spec(mesh, *before), torch_spec(mesh, *after))
+    assert ours == pytest.approx(theirs, rel=1e-12)
+
+
+def test_bytes_follow_the_steps() -> None:
+    mesh = dp_tp()
+    info = MeshTopoInfo.build_from_mesh(mesh)
+    whole = math.prod(SHAPE) * 4 / cost.GIB
+    gathered = cost.redistribute_cost(spec(mesh, Shard(0), Shard(1)), spec(mesh, R, R))
+    assert gathered == pytest.approx(
+        cost.allgather_cost(whole / 4, info, 0) + cost.allgather_cost(whole, info, 1)
+    )
+    scattered = cost.redistribute_cost(spec(mesh, P, P), spec(mesh, Shard(0), R))
+    assert scattered == pytest.approx(
+        cost.reduce_scatter_cost(whole, info, 0) + cost.allreduce_cost(whole / 2, info, 1)
+    )
+    sliced = cost.redistribute_cost(spec(mesh, R, P), spec(mesh, Shard(0), R))
+    assert sliced == pytest.approx(cost.allreduce_cost(whole / 2, info, 1))
+
+
+def test_no_way_and_no_cost() -> None:
+    mesh, line = dp_tp(), init_device_mesh("cpu", (8,))
+    assert cost.redistribute_cost(spec(mesh, R, Shard(0)), spec(mesh, R, P)) == math.inf
+    assert cost.redistribute_cost(spec(mesh, P, R), spec(mesh, Partial("max"), R)) == math.inf
+    assert cost.redistribute_cost(spec(line, R), spec(mesh["tp"], R)) == math.inf
+    assert cost.redistribute_cost(spec(mesh, Shard(0), P), spec(mesh, Shard(0), P)) == 0.0
+    assert cost.redistribute_cost(spec(mesh, R, R), spec(mesh, Shard(0), P)) == 0.0
+
+
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
+def test_one_transition_is_what_a_one_dim_redistribution_costs(src: Placement, dst: Placement) -> None:
+    mesh = init_device_mesh("cpu", (8,))
+    local = cost.spec_to_bytes(spec(mesh, src)) / (8 if src.is_shard() else 1) / cost.GIB
+    priced = cost.transition_cost(src, dst, local, cost.topology_of(mesh), 0)
+    assert priced == cost.redistribute_cost(spec(mesh, src), spec(mesh, dst))
+    after = cost.spec_to_bytes(spec(mesh, dst)) / (8 if dst.is_shard() else 1) / cost.GIB
+    assert cost.bytes_after(src, dst, local, 8) == after
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool])
+def test_bytes_of_a_spec(dtype: torch.dtype) -> None:
+    mesh = dp_tp()
+    expected = torch.empty(SHAPE, dtype=dtype).untyped_storage().nbytes()
+    assert cost.spec_to_bytes(spec(mesh, Shard(0), P, dtype=dtype)) == expected
+
+
+def test_bytes_of_a_spec_without_metadata() -> None:
+    class Bare:
+        mesh, placements, shape, tensor_meta = None, (Shard(0), R), SHAPE, None
+
+    with pytest.raises(cost.CoreError, match=r"got a spec without tensor_meta .*expected .*take the spec"):
+        cost.spec_to_bytes(Bare())  # type: ignore[arg-type]
+
+
+# --- measured constants ----------------------------------------------------------------------------
+
+
+def test_topology_by_name_and_size(tmp_path: Path) -> None:
+    mesh = dp_tp()
+    path = tmp_path / "topology.json"
+    path.write_text(json.dumps(topology()))
+    info = MeshTopoInfo.from_topology(path, mesh)
+    assert info == MeshTopoInfo(mesh, (2, 4), (0.5, 2.0), (40.0, 10.0), 6.6, str(path))
+    swapped = init_device_mesh("cpu", (4, 2), mesh_dim_names=("tp", "dp"))
+    assert MeshTopoInfo.from_topology(topology(), swapped).mesh_dim_bandwidth == (2.0, 0.5)
+    assert MeshTopoInfo.from_topology(topology(), mesh["tp"]).mesh_dim_devices == (4,)
+
+
+def test_topology_prices_redistributions_until_undone() -> None:
+    mesh = dp_tp()
+    pair = spec(mesh, R, Shard(0)), spec(mesh, R, R)
+    builtin = cost.redistribute_cost(*pair)
+    gib = math.prod(SHAPE) * 4 / cost.GIB
+    changes: list[object] = []
+    cost.on_topology_change(lambda: changes.append(cost.topology_in_use()))
+    with cost.use_topology(topology()):
+        assert cost.topology_in_use() is not None
+        assert cost.redistribute_cost(*pair) == pytest.approx(6.6 + 30 + gib * 0.75 / 2.0 * 1e6)
+        inner = cost.use_topology(topology(tp__latency_us_per_hop=100.0, base_latency_us=0))
+        assert cost.redistribute_cost(*pair) == pytest.approx(300 + gib * 0.75 / 2.0 * 1e6)
+        inner.restore()
+        inner.restore()
+        assert cost.topology_of(mesh).mesh_dim_latency == (40.0, 10.0)
+    assert cost.topology_in_use() is None
+    assert cost.redistribute_cost(*pair) == builtin
+    assert [c is None for c in changes] == [False, False, False, True]
+
+
+def test_mesh_outside_the_topology_falls_back_with_one_warning() -> None:
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))
+    cost.use_topology(topology())
+    with pytest.warns(UserWarning, match="holds dp=2, tp=4, not the mesh dim world=8.*built-in constants"):
+        assert cost.topology_of(mesh) is MeshTopoInfo.build_from_mesh(mesh)
+    cost.topology_of(mesh)  # warnings are errors here: a second one would raise
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (topology(kind="run"), "got kind 'run', expected 'topology'"),
+        (topology(schema=2), "got schema 2, expected 1"),
+        (topology(dims=[]), r"got dims \[\], expected a list of mesh dims"),
+        (topology(dims=[3]), r"dims\[0\]: got int, expected an object"),
+        (topology(base_latency_us=-1), "base_latency_us: got -1, expected a finite number at least 0"),
+        (topology(dp__name="tp"), "expected each name once"),
+        (topology(dp__name=""), r"dims\[0\]\.name: got ''"),
+        (topology(tp__ranks=0), r"dims\[1\]\.ranks: got 0, expected a count of at least 1"),
+        (topology(tp__ranks=True), r"dims\[1\]\.ranks: got True"),
+        (topology(tp__bandwidth_GiBps=0), "bandwidth_GiBps: got 0, expected a finite number above 0"),
+        (topology(tp__bandwidth_GiBps=math.inf), "bandwidth_GiBps: got inf"),
+        (topology(dp__latency_us_per_hop="3"), r"dims\[0\]\.latency_us_per_hop: got '3'"),
+        (topology(dp__latency_us_per_hop=math.nan), "latency_us_per_hop: got nan"),
+        (topology(device_type="cuda"), "measured on 'cuda', the mesh is on 'cpu'"),
+        (topology(tp__ranks=8), "holds dp=2, tp=8, not the mesh dim tp=4"),
+    ],
+)
+def test_bad_topology_is_refused(content: dict[str, Any], told: str) -> None:
+    with pytest.raises(TopologyError, match=told):
+        MeshTopoInfo.from_topology(content, dp_tp())
+
+
+def test_mesh_without_names_is_refused() -> None:
+    with pytest.raises(TopologyError, match=r"shape \(2, 4\) has no dim names, expected .*mesh_dim_names"):
+        MeshTopoInfo.from_topology(topology(), init_device_mesh("cpu", (2, 4)))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (b"{", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[1]", "got kind 'list'"),
+        (None, "cannot read the topology .*No such file"),
+    ],
+)
+def test_unreadable_file_changes_nothing(tmp_path: Path, text: bytes | None, told: str) -> None:
+    path = tmp_path / "topology.json"
+    if text is not None:
+        path.write_bytes(text)
+    before = cost.use_topology(topology())
+    with pytest.raises(TopologyError, match=told):
+        cost.use_topology(path)
+    assert cost.topology_in_use() is not None
+    before.restore()
