@@ -1,0 +1,319 @@
+"""Two sides, base and new: what became slower, and what cannot be said.
+
+Almost all variance of a host latency lies between processes, so a launch counts as one observation
+however many samples it holds: with one launch per side, 32% of identical pairs differ by 5% in
+their means. Hence no verdict of slower or faster below five launches on each side (the fewest for
+which the exact rank test can reach p < .01: 1/252), and `same` only where an interval shows it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dtbench import errors
+from dtbench.model import Param, Result, Run
+from dtbench.stats import hodges_lehmann_ratio, rank_test
+
+Verdict = Literal["slower", "faster", "same", "inconclusive", "missing", "new", "failed"]
+VERDICTS: tuple[Verdict, ...] = ("slower", "failed", "missing", "inconclusive", "faster", "same", "new")
+CaseKey = tuple[str, str, str, tuple[tuple[str, Param], ...]]
+
+MIN_LAUNCHES = 5
+MAX_P = 0.01
+# Measured on 80 processes of one build: without a floor, 1.0% of identical pairs pass the test at
+# p < .01; with 2% fewer than 0.1% do, and a true 5% is still found every time.
+MIN_CHANGE = 0.02
+# A clock read and a call of Python cost about 0.1 us; a difference below twice that is no finding.
+MIN_CHANGE_S = 0.2e-6
+SAME_WITHIN = 0.05
+SAME_CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case and impl on both sides.
+
+    base_s, new_s: the median over launches of each launch's estimate (`estimator`), seconds.
+    ratio: new / base, Hodges-Lehmann over launches. low, high: its interval, which covers
+    `confidence`. p_slower, p_faster: one-sided exact rank test.
+    """
+
+    key: CaseKey
+    verdict: Verdict
+    reason: str = ""
+    size_bytes: int | None = None
+    estimator: str = ""
+    base_launches: int = 0
+    new_launches: int = 0
+    base_s: float | None = None
+    new_s: float | None = None
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    confidence: float | None = None
+    p_slower: float | None = None
+    p_faster: float | None = None
+    was_ok: bool = False  # the base holds a good time of this case
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as a dict of JSON values; the key is spelled out."""
+        suite, name, impl, params = self.key
+        fields = dataclasses.asdict(self)
+        del fields["key"]
+        return {"suite": suite, "name": name, "impl": impl, "params": dict(params), **fields}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All rows, in the order of the base's file, and notes on what weakens them."""
+
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+
+    def count(self, verdict: Verdict) -> int:
+        """How many rows have this verdict."""
+        return sum(row.verdict == verdict for row in self.rows)
+
+    @property
+    def exit_code(self) -> int:
+        """1 a regression, 4 nothing comparable, 3 something undecided, 0 all decided and none slower."""
+        if any(r.verdict == "slower" or (r.verdict == "failed" and r.was_ok) for r in self.rows):
+            return errors.EXIT_REGRESSION
+        if not any(r.verdict in ("slower", "faster", "same", "inconclusive") for r in self.rows):
+            return errors.EXIT_NOTHING
+        if any(r.verdict in ("inconclusive", "missing", "failed") for r in self.rows):
+            return errors.EXIT_INCONCLUSIVE
+        return errors.EXIT_OK
+
+    def to_json(self) -> dict[str, Any]:
+        """The comparison as a dict of JSON values."""
+        return {
+            "kind": "comparison",
+            "exit_code": self.exit_code,
+            "notes": list(self.notes),
+            "counts": {v: self.count(v) for v in VERDICTS},
+            "rows": [row.to_json() for row in self.rows],
+        }
+
+
+def estimator_of(suite: str) -> str:
+    """Which order statistic stands for a launch: the steady ones, never the mean.
+
+    The minimum is the steadiest for a host latency, whose noise only adds; a collective's fastest
+    call is a lucky meeting of ranks, so the lower quartile stands for it.
+    """
+    return "min" if suite == "dispatch" else "p25"
+
+
+def compare(base: Sequence[Run], new: Sequence[Run]) -> Comparison:
+    """Every case and impl of either side with a verdict.
+
+    base, new: the files of each side; all launches of all files of a side count as its launches.
+    """
+    old, fresh = _by_case(base), _by_case(new)
+    keys = [*old, *(k for k in fresh if k not in old)]
+    skipped = [k for k in keys if all(r.status == "skipped" for r in [*old.get(k, ()), *fresh.get(k, ())])]
+    rows = tuple(_row(k, old.get(k), fresh.get(k)) for k in keys if k not in set(skipped))
+    notes = _notes(base, new, rows)
+    if skipped:
+        notes.append(f"{len(skipped)} case(s) were skipped on each side that has them, and are left out")
+    return Comparison(rows, tuple(notes))
+
+
+def _by_case(runs: Sequence[Run]) -> dict[CaseKey, list[Result]]:
+    cases: dict[CaseKey, list[Result]] = {}
+    for run in runs:
+        for result in run.results:
+            cases.setdefault(result.case_key, []).append(result)
+    return cases
+
+
+def _row(key: CaseKey, base: list[Result] | None, new: list[Result] | None) -> Row:
+    size = next((r.size_bytes for r in [*(new or []), *(base or [])]), None)
+    old_times, new_times = _launch_times(base), _launch_times(new)
+    estimator = estimator_of(key[0])
+    row = Row(
+        key,
+        "inconclusive",
+        size_bytes=size,
+        estimator=estimator,
+        base_launches=len(old_times),
+        new_launches=len(new_times),
+        base_s=_median(old_times),
+        new_s=_median(new_times),
+        was_ok=bool(old_times),
+    )
+    to = _replacer(row)
+    bad = _bad(new)
+    if bad is not None:
+        return to("failed", reason=_why(bad))
+    if base is None:
+        return to("new")
+    if not old_times:
+        broken = _bad(base)
+        if broken is not None and new_times:
+            return to("new", reason=f"no good time in base: {_why(broken)}")
+        if new_times:
+            return to("new", reason="skipped in base")
+        return to("missing", reason="not timed in base, nor in new")
+    if not new_times:
+        skipped = next((r for r in new or [] if r.status == "skipped"), None)
+        return to("missing", reason=_why(skipped) if skipped else "not measured in new")
+    if min(*old_times, *new_times) <= 0:
+        return to("inconclusive", reason="a launch measured 0 s: below what the clock resolves")
+    return _judged(row, old_times, new_times)
+
+
+def _replacer(row: Row) -> Callable[..., Row]:
+    return lambda verdict, **fields: dataclasses.replace(row, verdict=verdict, **fields)
+
+
+def _judged(row: Row, base: list[float], new: list[float]) -> Row:
+    estimate = hodges_lehmann_ratio(base, new)
+    test = rank_test(base, new)
+    row = dataclasses.replace(
+        row,
+        ratio=estimate.ratio,
+        low=estimate.low,
+        high=estimate.high,
+        confidence=estimate.confidence,
+        p_slower=test.p_slower,
+        p_faster=test.p_faster,
+    )
+    assert row.base_s is not None
+    enough = min(len(base), len(new)) >= MIN_LAUNCHES
+    change = max(estimate.ratio, 1 / estimate.ratio) - 1
+    matters = change > MIN_CHANGE and abs(estimate.ratio - 1) * row.base_s > MIN_CHANGE_S
+    verdict: Verdict = "inconclusive"
+    reason = ""
+    if enough and matters and test.p_slower < MAX_P and estimate.ratio > 1:
+        verdict = "slower"
+    elif enough and matters and test.p_faster < MAX_P and estimate.ratio < 1:
+        verdict = "faster"
+    elif _within(estimate.low, estimate.high, estimate.confidence):
+        verdict = "same"
+    elif not enough:
+        reason = f"{len(base)} and {len(new)} launches: a verdict needs {MIN_LAUNCHES} on each side"
+    else:
+        reason = "neither a change beyond 2% and 0.2 µs nor sameness within 5% is shown"
+    return dataclasses.replace(row, verdict=verdict, reason=reason)
+
+
+def _within(low: float | None, high: float | None, confidence: float | None) -> bool:
+    """Whether the interval shows sameness; one that covers less than 95% shows nothing."""
+    if low is None or high is None or confidence is None or confidence < SAME_CONFIDENCE:
+        return False
+    return low >= 1 - SAME_WITHIN and high <= 1 + SAME_WITHIN
+
+
+def _launch_times(results: list[Result] | None) -> list[float]:
+    good = [r for r in results or [] if r.status == "ok" and r.time_s is not None]
+    return [getattr(r.time_s, estimator_of(r.suite)) for r in good]
+
+
+def _median(values: list[float]) -> float | None:
+    if not values:
+        return None
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
+def _bad(results: list[Result] | None) -> Result | None:
+    return next((r for r in results or [] if r.status in ("failed", "wrong")), None)
+
+
+def _why(result: Result) -> str:
+    return f"{result.status}: {result.reason}" if result.reason else result.status
+
+
+# ------------------------------------------------------------------------------------ notes
+
+
+def _notes(base: Sequence[Run], new: Sequence[Run], rows: Sequence[Row]) -> list[str]:
+    notes = [f"{run.path} is incomplete: it has no end line" for run in [*base, *new] if not run.complete]
+    few = [min(r.base_launches, r.new_launches) for r in rows if r.ratio is not None]
+    if few and min(few) < MIN_LAUNCHES:
+        notes.append(
+            f"as few as {min(few)} launch(es) per side: almost all variance lies between launches, so no "
+            f"case with fewer than {MIN_LAUNCHES} on each side is called slower or faster; "
+            f"measure with --launches {MIN_LAUNCHES}, better 10"
+        )
+    if {run.header["run_id"] for run in base} & {run.header["run_id"] for run in new}:
+        notes.append("the same run is on both sides")
+    for title, facts_of in _FACTS.items():
+        old, fresh = _facts(base, facts_of), _facts(new, facts_of)
+        if len(old | fresh) > 1:
+            notes.append(f"{title}: {_listed(old)} in base, {_listed(fresh)} in new")
+    notes += _environment_notes(base, new)
+    return notes
+
+
+def _facts(runs: Sequence[Run], facts_of: Callable[[Mapping[str, Any]], str]) -> frozenset[str]:
+    return frozenset(facts_of(run.header) for run in runs)
+
+
+def _listed(facts: frozenset[str]) -> str:
+    text = " and ".join(sorted(fact or "unknown" for fact in facts)) or "nothing"
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _environment_notes(base: Sequence[Run], new: Sequence[Run]) -> list[str]:
+    names = sorted({name for run in [*base, *new] for name in run.header["env"]})
+    notes: list[str] = []
+    for name in names:
+        sides = [frozenset(str(run.header["env"].get(name, "unset")) for run in side) for side in (base, new)]
+        if len(sides[0] | sides[1]) > 1:
+            notes.append(f"{name} differs: {_listed(sides[0])} in base, {_listed(sides[1])} in new")
+    return notes
+
+
+def _mesh(header: Mapping[str, Any]) -> str:
+    mesh = header["mesh"]
+    return ", ".join(f"{n}={s}" for n, s in zip(mesh["dim_names"], mesh["shape"], strict=True))
+
+
+def _versions(header: Mapping[str, Any]) -> str:
+    versions = header["versions"]
+    names = ("torch", "python", "backend", "nccl")
+    return ", ".join(f"{n} {versions[n]}" for n in names if versions.get(n))
+
+
+def _hosts(header: Mapping[str, Any]) -> str:
+    return ", ".join(sorted({str(r.get("host")) for r in header["ranks"]}))
+
+
+def _cpu(header: Mapping[str, Any]) -> str:
+    cpu = header["machine"]["cpu"]
+    facts = (cpu.get("model"), cpu.get("usable_cores"), cpu.get("governor"))
+    return ", ".join(
+        f"{fact} cores" if isinstance(fact, int) else str(fact) for fact in facts if fact is not None
+    )
+
+
+def _gpus(header: Mapping[str, Any]) -> str:
+    gpus = header["machine"]["gpus"]
+    return ", ".join(sorted({f"{gpu.get('name')} at {gpu.get('power_limit_W')} W" for gpu in gpus}))
+
+
+def _dtypes(header: Mapping[str, Any]) -> str:
+    dtypes = header["plan"].get("dtypes")
+    return ", ".join(map(str, dtypes)) if isinstance(dtypes, list) else ""
+
+
+def _quick(header: Mapping[str, Any]) -> str:
+    return "--quick" if header["plan"].get("quick") else "full"
+
+
+# What should agree between two sides, or the difference may lie there.
+_FACTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "the hosts differ": _hosts,
+    "the CPU differs": _cpu,
+    "the GPUs differ": _gpus,
+    "the versions differ": _versions,
+    "the mesh differs": _mesh,
+    "the dtypes differ": _dtypes,
+    "one side measured less": _quick,
+}

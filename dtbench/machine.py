@@ -1,0 +1,433 @@
+"""Where a run happened: the header of the run file, and what NVML says of a GPU.
+
+Nothing here may fail: a fact that cannot be found out is None. The environment is recorded by an
+allow-list of names that change what is measured, never whole: run files are passed around.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import dtbench
+from dtbench.model import SCHEMA, Plan
+
+# Whole families whose members tune transport, threads or the process group.
+_ENV_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "KMP_", "GOMP_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_FR_")
+# Single names that change a measured time: thread counts, device choice and order, synchronous
+# launches, allocators, checks that torch.distributed adds to each collective, logging, hash seed.
+# TORCHELASTIC_* stays out: it holds ids and paths of the launch, and none changes a time.
+_ENV_NAMES = frozenset(
+    {
+        "MKL_NUM_THREADS",
+        "MKL_DYNAMIC",
+        "OPENBLAS_NUM_THREADS",
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_DEVICE_ORDER",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "CUDA_LAUNCH_BLOCKING",
+        "CUDA_MODULE_LOADING",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "TORCH_CPP_LOG_LEVEL",
+        "TORCH_DISTRIBUTED_DEBUG",
+        "TORCH_SHOW_CPP_STACKTRACES",
+        "LD_PRELOAD",
+        "MALLOC_CONF",
+        "MALLOC_ARENA_MAX",
+        "PYTHONHASHSEED",
+        "PYTHONOPTIMIZE",
+        "PYTHONDEVMODE",
+    }
+)
+_SECRET = re.compile(r"(?i)token|secret|passw|credential|api[-_]?key|access[-_]?key|private[-_]?key|auth")
+_USER_IN_URL = re.compile(r"://[^/@\s]+@")
+_MAX_VALUE = 200  # characters of one variable or argument
+_MAX_ARGS = 200
+_GIT_TIMEOUT_S = 5.0
+
+# Why a GPU's clock is where it is. Source: NVML API reference, nvmlClocksEventReasons.
+_CLOCK_REASONS = {
+    0x1: "gpu_idle",
+    0x2: "applications_clocks_setting",
+    0x4: "sw_power_cap",
+    0x8: "hw_slowdown",
+    0x10: "sync_boost",
+    0x20: "sw_thermal_slowdown",
+    0x40: "hw_thermal_slowdown",
+    0x80: "hw_power_brake_slowdown",
+    0x100: "display_clock_setting",
+    0x200: "board_limit",
+    0x400: "reliability",
+}
+# Settings and idleness are no throttling: the clock is where its owner put it.
+_NOT_THROTTLING = frozenset({"gpu_idle", "applications_clocks_setting", "display_clock_setting"})
+
+
+# ------------------------------------------------------------------------------- the header
+
+
+def provenance(
+    *,
+    argv: Sequence[str],
+    plan: Plan,
+    suites: Sequence[str],
+    mesh: Sequence[tuple[str, int]] | None,
+    ranks: Sequence[Mapping[str, Any]],
+    backend: str | None,
+    launches: int,
+) -> dict[str, Any]:
+    """The header line of a run file (schema 1).
+
+    mesh: (dim name, size), outermost first; None takes the plan's. ranks: what `local_rank_info`
+    said on each rank, in rank order. backend: "gloo", "nccl", or None where no group was made.
+    """
+    mesh = plan.mesh if mesh is None else mesh
+    return {
+        "kind": "run",
+        "schema": SCHEMA,
+        "run_id": uuid.uuid4().hex,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "argv": redact(argv),
+        "versions": _versions(backend),
+        "git": {**_checkout(Path.cwd()), "dtbench": _own_checkout()},
+        "machine": {
+            "cpu": cpu(),
+            "gpus": gpus(),
+            "driver": driver_version(),
+            "memory_bytes": _memory_bytes(Path("/")),
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        },
+        "ranks": [{**r, "rank": i} for i, r in enumerate(ranks)],
+        "mesh": {"dim_names": [name for name, _ in mesh], "shape": [size for _, size in mesh]},
+        "env": environment(os.environ),
+        "plan": dataclasses.asdict(plan),
+        "suites": list(suites),
+        "launches": launches,
+    }
+
+
+def local_rank_info(device: str | None = None) -> dict[str, Any]:
+    """What this process tells the others about itself, for the header's `ranks`.
+
+    device: as torch spells it ("cpu", "cuda:1"); None asks torch, where it is loaded and has
+    initialised CUDA. `boot_id` names the running kernel: it tells hosts of one name apart.
+    """
+    return {
+        "rank": _env_int("RANK"),
+        "host": socket.gethostname(),
+        "boot_id": _read(Path("/proc/sys/kernel/random/boot_id")),
+        "local_rank": _env_int("LOCAL_RANK"),
+        "device": device or _current_device(),
+        "pid": os.getpid(),
+    }
+
+
+def environment(env: Mapping[str, str]) -> dict[str, str]:
+    """The allowed part of an environment, values cut to 200 characters."""
+    return {
+        name: redact([value])[0]
+        for name, value in sorted(env.items())
+        if (name in _ENV_NAMES or name.startswith(_ENV_PREFIXES)) and not _SECRET.search(name)
+    }
+
+
+def redact(argv: Sequence[str]) -> list[str]:
+    """Arguments without what looks like a secret: values of options or variables so named, users in URLs."""
+    shown: list[str] = []
+    hide_next = False
+    for arg in list(argv)[:_MAX_ARGS]:
+        name, equals, _ = arg.partition("=")
+        if hide_next:
+            arg, hide_next = "***", False
+        elif equals and _SECRET.search(name):
+            arg = f"{name}=***"
+        elif arg.startswith("-") and _SECRET.search(arg):
+            hide_next = True
+        arg = _USER_IN_URL.sub("://***@", arg)
+        shown.append(arg if len(arg) <= _MAX_VALUE else arg[: _MAX_VALUE - 3] + "...")
+    return shown
+
+
+def _env_int(name: str) -> int:
+    value = os.environ.get(name, "")
+    return int(value) if value.isascii() and value.isdigit() else 0
+
+
+def _current_device() -> str:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return f"cuda:{torch.cuda.current_device()}"
+    return "cpu"
+
+
+def _versions(backend: str | None) -> dict[str, str | None]:
+    torch = sys.modules.get("torch")
+    nccl = None
+    if backend == "nccl":
+        with contextlib.suppress(Exception):  # a build without NCCL raises what it likes
+            from torch.cuda import nccl as torch_nccl
+
+            nccl = ".".join(str(part) for part in torch_nccl.version())  # type: ignore[no-untyped-call]
+    return {
+        "dtbench": dtbench.__version__,
+        "torch": str(torch.__version__) if torch is not None else _installed("torch"),
+        "python": platform.python_version(),
+        "backend": backend,
+        "nccl": nccl,
+        "cuda": None if torch is None else torch.version.cuda,
+    }
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# ---------------------------------------------------------------------------------- git
+
+
+def _checkout(folder: Path) -> dict[str, Any]:
+    """Commit and dirty flag of the checkout around `folder`; untracked files do not make it dirty."""
+    commit = _git(folder, "rev-parse", "--verify", "HEAD")
+    if commit is None:
+        return {"commit": None, "dirty": None}
+    status = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if status is None else status != ""}
+
+
+def _own_checkout() -> dict[str, Any] | None:
+    """The checkout that dtbench runs from; None when it was installed from a wheel.
+
+    A virtual environment may lie inside somebody's checkout: only a tracked file counts.
+    """
+    package = Path(dtbench.__file__).parent
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    return _checkout(package)
+
+
+def _git(folder: Path, *args: str) -> str | None:
+    # No optional locks: a measurement must not get in the way of the user's own git. No fsmonitor:
+    # it would start a program that the checkout names.
+    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), *args]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError, UnicodeError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+# ---------------------------------------------------------------------------------- the CPU
+
+
+def cpu(root: Path = Path("/")) -> dict[str, Any]:
+    """Model, cores (logical, physical, usable by this process), governor and NUMA nodes."""
+    info = _read(root / "proc/cpuinfo") or ""
+    governors = {_read(p) for p in root.glob("sys/devices/system/cpu/cpu*/cpufreq/scaling_governor")}
+    return {
+        "model": _cpu_model(info),
+        "logical_cores": os.cpu_count(),
+        "physical_cores": _physical_cores(info),
+        "usable_cores": usable_cores(),
+        "governor": "+".join(sorted(g for g in governors if g)) or None,
+        "numa_nodes": len(list(root.glob("sys/devices/system/node/node[0-9]*"))) or None,
+    }
+
+
+def usable_cores() -> int:
+    """The cores this process may run on: fewer than the machine's under taskset or a cpuset."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_model(cpuinfo: str) -> str | None:
+    for name in ("model name", "Model", "Hardware", "cpu model"):
+        if found := re.search(rf"^{name}\s*:\s*(.+)$", cpuinfo, re.MULTILINE):
+            return found[1].strip()
+    return platform.processor() or platform.machine() or None
+
+
+def _physical_cores(cpuinfo: str) -> int | None:
+    cores: set[tuple[str, str]] = set()
+    for block in cpuinfo.split("\n\n"):
+        fields = dict(re.findall(r"^([^\t:]+?)\s*:\s*(.*)$", block, re.MULTILINE))
+        if "core id" in fields:
+            cores.add((fields.get("physical id", "0"), fields["core id"]))
+    return len(cores) or None
+
+
+def _memory_bytes(root: Path) -> int | None:
+    found = re.search(r"^MemTotal:\s*(\d+) kB", _read(root / "proc/meminfo") or "", re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+# ---------------------------------------------------------------------------------- GPUs
+
+
+@lru_cache(maxsize=1)
+def nvml() -> Any | None:
+    """The NVML bindings, initialised; None where they or the driver's library are missing or broken."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # an absent, too old or broken library shows in many ways; none is an error
+        return None
+    return pynvml
+
+
+def ask(query: Callable[..., Any] | None, *args: Any) -> Any | None:
+    """What NVML answers, or None: an old driver lacks queries, a virtual GPU forbids some."""
+    if query is None:
+        return None
+    try:
+        answer = query(*args)
+    except Exception:  # NVMLError has a subclass per fault; ctypes adds its own
+        return None
+    return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
+
+
+def query_of(library: Any, name: str) -> Callable[..., Any] | None:
+    """A function of the bindings, or None where this version of them lacks it."""
+    found: Callable[..., Any] | None = getattr(library, name, None)
+    return found
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version, or None."""
+    library = nvml()
+    return None if library is None else ask(query_of(library, "nvmlSystemGetDriverVersion"))
+
+
+def gpus() -> list[dict[str, Any]]:
+    """All GPUs of this host as NVML numbers them (PCI order), whether visible to CUDA or not."""
+    library = nvml()
+    if library is None:
+        return []
+    found: list[dict[str, Any]] = []
+    for index in range(ask(library.nvmlDeviceGetCount) or 0):
+        handle = ask(library.nvmlDeviceGetHandleByIndex, index)
+        if handle is not None:
+            found.append({"index": index, **_gpu(library, handle)})
+    return found
+
+
+def _gpu(library: Any, handle: Any) -> dict[str, Any]:
+    def of(name: str, *args: Any) -> Any | None:
+        return ask(query_of(library, name), handle, *args)
+
+    memory = of("nvmlDeviceGetMemoryInfo")
+    power = of("nvmlDeviceGetEnforcedPowerLimit")
+    mig = of("nvmlDeviceGetMigMode")
+    return {
+        "name": of("nvmlDeviceGetName"),
+        "memory_bytes": None if memory is None else int(memory.total),
+        "sm_clock_MHz": of("nvmlDeviceGetClockInfo", library.NVML_CLOCK_SM),
+        "sm_clock_max_MHz": of("nvmlDeviceGetMaxClockInfo", library.NVML_CLOCK_SM),
+        "memory_clock_MHz": of("nvmlDeviceGetClockInfo", library.NVML_CLOCK_MEM),
+        "memory_clock_max_MHz": of("nvmlDeviceGetMaxClockInfo", library.NVML_CLOCK_MEM),
+        "power_limit_W": None if power is None else power / 1000,
+        "persistence": None if (p := of("nvmlDeviceGetPersistenceMode")) is None else bool(p),
+        "mig": None if mig is None else bool(mig[0]),
+        "nvlink": _nvlink(library, of),
+    }
+
+
+def _nvlink(library: Any, of: Callable[..., Any | None]) -> dict[str, Any] | None:
+    """Links that are up, of those the GPU has; None where NVML knows of none."""
+    states = [of("nvmlDeviceGetNvLinkState", i) for i in range(getattr(library, "NVML_NVLINK_MAX_LINKS", 18))]
+    known = [s for s in states if s is not None]
+    if not known:
+        return None
+    return {
+        "links": len(known),
+        "active_links": sum(bool(s) for s in known),
+        "version": of("nvmlDeviceGetNvLinkVersion", next(i for i, s in enumerate(states) if s is not None)),
+    }
+
+
+def gpu_state(index: int) -> dict[str, Any] | None:
+    """Clocks, temperature, power and what holds the clock down, right now.
+
+    index: as torch numbers CUDA devices in this process. `reasons` names all that NVML gives for
+    the present clock; `throttled_by` only those that slow the GPU against its setting: a result
+    whose reading before or after names one was throttled.
+
+    Returns None without NVML.
+    """
+    library = nvml()
+    handle = None if library is None else _handle_of(library, index)
+    if library is None or handle is None:
+        return None
+
+    def of(name: str, *args: Any) -> Any | None:
+        return ask(query_of(library, name), handle, *args)
+
+    mask = of("nvmlDeviceGetCurrentClocksEventReasons")
+    if mask is None:  # the name before driver 535
+        mask = of("nvmlDeviceGetCurrentClocksThrottleReasons")
+    reasons = clock_reasons(mask or 0)
+    power = of("nvmlDeviceGetPowerUsage")
+    return {
+        "sm_clock_MHz": of("nvmlDeviceGetClockInfo", library.NVML_CLOCK_SM),
+        "memory_clock_MHz": of("nvmlDeviceGetClockInfo", library.NVML_CLOCK_MEM),
+        "temperature_C": of("nvmlDeviceGetTemperature", library.NVML_TEMPERATURE_GPU),
+        "power_W": None if power is None else power / 1000,
+        "reasons": None if mask is None else reasons,
+        "throttled_by": throttling(reasons),
+    }
+
+
+def clock_reasons(mask: int) -> list[str]:
+    """The names in NVML's mask of clock event reasons; an unknown bit shows as its number."""
+    names = [name for bit, name in _CLOCK_REASONS.items() if mask & bit]
+    unknown = mask & ~sum(_CLOCK_REASONS)
+    return names + ([f"unknown_{unknown:#x}"] if unknown else [])
+
+
+def throttling(reasons: Sequence[str]) -> list[str]:
+    """Those of the reasons that slow a GPU against its setting."""
+    return [r for r in reasons if r not in _NOT_THROTTLING]
+
+
+def _handle_of(library: Any, index: int) -> Any | None:
+    """NVML's handle of a CUDA device: CUDA_VISIBLE_DEVICES renumbers, and CUDA may sort otherwise."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        device_id = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+        for text in (f"GPU-{device_id}", f"MIG-{device_id}") if device_id is not None else ():
+            handle = ask(query_of(library, "nvmlDeviceGetHandleByUUID"), text)
+            if handle is not None:
+                return handle
+    visible = [v.strip() for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v.strip()]
+    if not visible:
+        return ask(library.nvmlDeviceGetHandleByIndex, index)
+    if index >= len(visible):
+        return None
+    if visible[index].isdigit():
+        return ask(library.nvmlDeviceGetHandleByIndex, int(visible[index]))
+    return ask(query_of(library, "nvmlDeviceGetHandleByUUID"), visible[index])
