@@ -1,0 +1,55 @@
+"""Writing a file whole or not at all, and never over somebody else's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from dtbench.errors import OutputError
+
+# How much of an existing file is read to tell whose it is.
+HEAD_BYTES = 4096
+
+
+def write_atomically(path: Path, text: str, is_ours: Callable[[str], bool], kind: str) -> None:
+    """Writes `text` to a temporary neighbour and renames it to `path`.
+
+    is_ours: says, from the first 4096 bytes of a file that already stands at `path`, whether it
+        may be replaced. An empty file may.
+    kind: what `path` is to hold, in words, for the message.
+
+    Raises:
+        OutputError: the place cannot be written, or holds a file of another kind.
+    """
+    target = Path(os.path.realpath(path))  # a link stays a link: what it points to is replaced
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        _refuse_foreign(target, path, is_ours, kind)
+        with partial.open("x", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {path}: {error.strerror or error}; "
+            "give -o a path in a folder that exists, may be written and has space"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+
+
+def _refuse_foreign(target: Path, path: Path, is_ours: Callable[[str], bool], kind: str) -> None:
+    if not target.exists():
+        return
+    if not target.is_file():
+        raise OutputError(f"cannot write {path}: it is not a regular file; give -o the path of a file")
+    with target.open("rb") as file:
+        head = file.read(HEAD_BYTES).decode("utf-8", "replace")
+    if head and not is_ours(head):
+        raise OutputError(
+            f"{path} exists and is not a {kind}: it is left as it was; give -o another path, or remove it"
+        )

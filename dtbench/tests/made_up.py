@@ -1,0 +1,259 @@
+"""Run files with made-up numbers of a plausible shape, for tests only: nothing here was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dtbench.model import Param, Result, Run, Timing
+
+KIB, MIB = 1024, 1024**2
+SIZES = tuple(KIB * 4**k for k in range(8))  # 1 KiB to 16 MiB
+# What the collectives are made of: dim -> (GiB/s, us per hop). Calibration has to find these again.
+TRUTH = {"dp": (0.4, 250.0), "tp": (1.6, 90.0)}
+BUSBW_FACTOR = {"all_reduce": lambda n: 2 * (n - 1) / n, "broadcast": lambda n: 1.0}
+
+
+def timing(samples: Sequence[float]) -> Timing:
+    low, p25, median, p75, p95, high = (float(np.quantile(samples, q)) for q in (0, 0.25, 0.5, 0.75, 0.95, 1))
+    return Timing(
+        low, p25, median, p75, p95, high, min(max(float(np.mean(samples)), low), high), len(samples)
+    )
+
+
+def result(
+    suite: str,
+    name: str,
+    impl: str,
+    params: Mapping[str, Param],
+    samples: Sequence[float],
+    *,
+    rank_samples: Mapping[str, Sequence[float]] | None = None,
+    size_bytes: int | None = None,
+    factor: float | None = None,
+    counters: Mapping[str, float] | None = None,
+    launch: int = 0,
+) -> Result:
+    times = timing(samples)
+    algbw = size_bytes / times.median if size_bytes else None
+    return Result(
+        suite,
+        name,
+        impl,
+        dict(params),
+        "ok",
+        size_bytes=size_bytes,
+        time_s=times,
+        samples_s=tuple(samples),
+        rank_samples_s={k: tuple(v) for k, v in (rank_samples or {}).items()},
+        algbw_Bps=algbw,
+        busbw_Bps=algbw * factor if algbw and factor else None,
+        counters=dict(counters or {}),
+        launch=launch,
+    )
+
+
+def header(
+    mesh: Mapping[str, int] = {"dp": 2, "tp": 2},
+    hosts: Sequence[str] = ("node-a", "node-a", "node-b", "node-b"),
+    **changes: Any,
+) -> dict[str, Any]:
+    return {
+        "kind": "run",
+        "schema": 1,
+        "run_id": "20260101-120000-abcd",
+        "started": "2026-01-01T12:00:00+00:00",
+        "argv": ["dtbench", "run", "--mesh", ",".join(f"{k}={v}" for k, v in mesh.items())],
+        "versions": {
+            "dtbench": "0.1.0",
+            "torch": "2.13.0+cpu",
+            "python": "3.11.7",
+            "backend": "gloo",
+            "nccl": None,
+        },
+        "git": {"commit": "0123456789abcdef0123456789abcdef01234567", "dirty": False},
+        "machine": {"cpu": {"model": "Made-up CPU @ 2.00GHz", "logical": 4}, "gpus": []},
+        "ranks": [
+            {"rank": i, "host": host, "local_rank": i % 2, "device": "cpu", "pid": 100 + i}
+            for i, host in enumerate(hosts)
+        ],
+        "mesh": {"dim_names": list(mesh), "shape": list(mesh.values())},
+        "env": {"OMP_NUM_THREADS": "1"},
+        "plan": {"device_type": "cpu", "dtypes": ["float32"]},
+        "suites": ["dispatch", "redistribute", "collectives", "bucketer", "tensor_parallel"],
+        "launches": 1,
+    } | changes
+
+
+def run(results: Sequence[Result], path: str = "made-up.jsonl", complete: bool = True, **changes: Any) -> Run:
+    return Run(Path(path), header(**changes), tuple(results), complete)
+
+
+def ring_us(name: str, size: int, ranks: int, bandwidth: float, latency: float) -> float:
+    """torch's formula, written a second time on purpose: the tests compare with it."""
+    steps = (2 if name == "all_reduce" else 1) * (ranks - 1)
+    return 6.6 + steps * latency + size / 1024**3 * steps / ranks / bandwidth * 1e6
+
+
+def collectives(
+    seed: int = 0,
+    *,
+    mesh: Mapping[str, int] = {"dp": 2, "tp": 2},
+    truth: Mapping[str, tuple[float, float]] = TRUTH,
+    names: Sequence[str] = (
+        "all_gather",
+        "all_reduce",
+        "all_to_all",
+        "broadcast",
+        "reduce_scatter",
+        "scatter",
+    ),
+    sizes: Sequence[int] = SIZES,
+    modes: Sequence[str] = ("alone", "together"),
+    noise: float = 0.05,
+    samples: int = 40,
+    launch: int = 0,
+    launch_factor: float = 1.0,
+) -> Iterator[Result]:
+    """Collectives that follow torch's formula (twice as fast alone), with noise and late ranks.
+
+    Every sample has one rank that arrived last and reads the true time; the others read more.
+    """
+    rng = np.random.default_rng(seed)
+    world = math.prod(mesh.values())
+    for dim, ranks in mesh.items():
+        bandwidth, latency = truth[dim]
+        for groups in modes:
+            for name in names:
+                for size in sizes:
+                    alone = 2.0 if groups == "alone" else 1.0
+                    true_s = ring_us(name, size, ranks, bandwidth * alone, latency) * 1e-6 * launch_factor
+                    exact = true_s * np.exp(rng.normal(0, noise, samples))
+                    late = rng.exponential(0.3 * true_s, (world, samples))
+                    grid = np.arange(world).reshape(tuple(mesh.values()))
+                    for group in np.moveaxis(grid, list(mesh).index(dim), -1).reshape(-1, ranks):
+                        late[rng.choice(group, samples), np.arange(samples)] = 0.0
+                    by_rank = {str(r): exact + late[r] for r in range(world)}
+                    yield result(
+                        "collectives",
+                        name,
+                        "c10d",
+                        {
+                            "mesh_dim": dim,
+                            "ranks": ranks,
+                            "groups": groups,
+                            "mode": "isolated",
+                            "dtype": "float32",
+                            "size": size,
+                        },
+                        np.max(list(by_rank.values()), axis=0).tolist(),
+                        rank_samples={k: v.tolist() for k, v in by_rank.items()},
+                        size_bytes=size,
+                        factor=BUSBW_FACTOR.get(name, lambda n: (n - 1) / n)(ranks),
+                        launch=launch,
+                    )
+
+
+OPS = (
+    ("add", "S(0),S(0)", 8.4, 5.1),
+    ("add", "R,R", 8.1, 4.9),
+    ("mul_scalar", "S(0)", 7.9, 4.6),
+    ("view", "S(0)", 9.2, 7.0),
+    ("transpose", "S(1)", 7.5, 6.8),
+    ("matmul", "S(0),R", 12.3, 9.6),
+    ("addmm", "R,S(0),R", 14.0, 11.8),
+    ("linear_3d", "S(0),R", 31.2, 26.9),
+    ("sum", "S(0)", 10.1, 9.0),
+    ("softmax", "S(0)", 11.7, 9.9),
+    ("layer_norm", "S(0)", 22.9, 24.8),
+    ("cat", "S(0),S(0)", 16.8, 12.1),
+    ("split", "S(0)", 21.0, 15.2),
+    ("slice", "S(0)", 9.9, 8.2),
+    ("add_", "S(0),S(0)", 8.0, 4.4),
+    ("from_local", "S(0)", 19.5, 9.8),
+    ("to_local", "S(0)", 1.3, 1.1),
+    ("detach", "S(0)", 6.1, 4.0),
+)
+
+
+def dispatch(seed: int = 1) -> Iterator[Result]:
+    rng = np.random.default_rng(seed)
+    for mesh, slower in (("8", 1.0), ("2x4", 1.15)):
+        for direction, factor in (("forward", 1.0), ("forward+backward", 3.4)):
+            for name, placements, torch_us, core_us in OPS:
+                for impl, us in (("core", core_us), ("torch", torch_us), ("local", 0.14 * torch_us + 0.5)):
+                    scale = 1e-6 * factor * (1.0 if impl == "local" else slower)
+                    for call, more, count in (("cached", 1.0, 60), ("first", 28.0, 3)):
+                        if call == "first" and impl == "local":
+                            continue
+                        params = {"placements": placements, "mesh": mesh, "pass": direction, "call": call}
+                        samples = us * scale * more * np.exp(rng.normal(0, 0.04, count))
+                        yield result("dispatch", name, impl, params, samples.tolist())
+
+
+def redistribute(seed: int = 2) -> Iterator[Result]:
+    rng = np.random.default_rng(seed)
+    steps = {"S(0)->R": 1.0, "S(1)->R": 1.4, "P->R": 2.0, "P->S(0)": 1.1, "S(0)->S(1)": 0.9, "R->S(0)": 0.05}
+    for dim, (bandwidth, latency) in TRUTH.items():
+        for size in (64 * KIB, MIB, 16 * MIB):
+            for name, work in steps.items():
+                for impl, host_us in (("core", 60.0), ("torch", 104.0)):
+                    us = host_us + work * ring_us("all_gather", size, 2, bandwidth, latency)
+                    samples = 1e-6 * us * np.exp(rng.normal(0, 0.05, 20))
+                    params = {"mesh_dim": dim, "ranks": 2, "dtype": "float32", "size": size}
+                    yield result("redistribute", name, impl, params, samples.tolist(), size_bytes=size)
+
+
+def bucketer(seed: int = 3) -> Iterator[Result]:
+    rng = np.random.default_rng(seed)
+    total = 64 * MIB
+    for tensor in (16 * KIB, 256 * KIB):
+        for bucket in (MIB, 4 * MIB, 16 * MIB, 64 * MIB):
+            limit_s = ring_us("reduce_scatter", total, 2, 1.6, 90) * 1e-6
+            times = {
+                "core": limit_s * (1.1 + 0.02 * 64 * MIB / bucket / 4 + 40 * KIB / tensor / 8),
+                "unbucketed": total / tensor * ring_us("reduce_scatter", tensor, 2, 1.6, 90) * 1e-6,
+                "limit": limit_s,
+            }
+            params = {
+                "mesh_dim": "dp",
+                "ranks": 2,
+                "dtype": "float32",
+                "tensor_bytes": tensor,
+                "bucket_bytes": bucket,
+                "total_bytes": total,
+            }
+            for impl, seconds in times.items():
+                calls = {"core": total // bucket, "unbucketed": total // tensor, "limit": 1}[impl]
+                samples = (seconds * np.exp(rng.normal(0, 0.05, 12))).tolist()
+                counters = {"collectives": calls, "bytes_copied": total, "peak_bytes": bucket * 2}
+                yield result(
+                    "bucketer",
+                    "reduce_scatter",
+                    impl,
+                    params,
+                    samples,
+                    size_bytes=total,
+                    factor=0.5,
+                    counters=counters,
+                )
+
+
+def tensor_parallel(seed: int = 4) -> Iterator[Result]:
+    rng = np.random.default_rng(seed)
+    for name, work in (("mlp", 1.0), ("attention", 1.7)):
+        for direction, factor in (("forward", 1.0), ("forward+backward", 2.9)):
+            for impl, ms in (("core", 2.6), ("torch", 3.1), ("local", 1.9)):
+                samples = 1e-3 * ms * work * factor * np.exp(rng.normal(0, 0.06, 20))
+                params = {"mesh_dim": "tp", "ranks": 2, "pass": direction, "dtype": "float32", "hidden": 512}
+                yield result("tensor_parallel", name, impl, params, samples.tolist())
+
+
+def everything(**changes: Any) -> Run:
+    """A complete run of all five suites."""
+    made = [*dispatch(), *redistribute(), *collectives(), *bucketer(), *tensor_parallel()]
+    return run(made, **changes)
