@@ -184,7 +184,7 @@ def _versions(backend: str | None) -> dict[str, str | None]:
             nccl = ".".join(str(part) for part in torch_nccl.version())  # type: ignore[no-untyped-call]
     return {
         "dtbench": dtbench.__version__,
-        "torch": str(torch.__version__) if torch is not None else _installed("torch"),
+        "torch": str(torch.__version__) if torch is not None else installed("torch"),
         "python": platform.python_version(),
         "backend": backend,
         "nccl": nccl,
@@ -192,7 +192,8 @@ def _versions(backend: str | None) -> dict[str, str | None]:
     }
 
 
-def _installed(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """The version of an installed distribution, without importing it; None where there is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
