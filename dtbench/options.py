@@ -1,0 +1,300 @@
+"""The options of a run, parsed and validated once, before anything is measured. Pure: no torch.
+
+Everything here raises `UsageError` with what was got, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dtbench.errors import UsageError
+from dtbench.model import CHOOSABLE_IMPLS, Case, Plan, ResultKey
+from dtbench.registry import Suite
+
+Mesh = tuple[tuple[str, int], ...]
+DeviceType = Literal["cpu", "cuda"]
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
+_DIM = re.compile(r"([A-Za-z_]\w*)=(\d+)")
+_MAX_SIZE_BYTES = 2**40  # 1 TiB: beyond any device's memory, so a typing error
+_MAX_SIZES = 200
+
+# The floating types that both gloo and NCCL reduce.
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+
+# Sweeps when --size is not given. From where latency rules to where bandwidth does: gloo on one
+# machine is flat from about 1 MiB, NVLink from about 256 MiB.
+_DEFAULT_SIZES: Mapping[tuple[DeviceType, bool], str] = {
+    ("cpu", False): "1KiB:16MiB:4x",
+    ("cpu", True): "4KiB:1MiB:16x",
+    ("cuda", False): "1KiB:1GiB:4x",
+    ("cuda", True): "64KiB:64MiB:32x",
+}
+DEFAULT_CPU_RANKS = 4
+DEFAULT_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """`dtbench run`, validated as far as is possible without knowing the machine."""
+
+    suites: tuple[str, ...] = ()
+    impls: tuple[str, ...] = CHOOSABLE_IMPLS
+    mesh: Mesh | None = None
+    nproc: int | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    sizes_bytes: tuple[int, ...] | None = None
+    dtypes: tuple[str, ...] = ("float32",)
+    filter: str = ""
+    quick: bool = False
+    launches: int = 1
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    resume: bool = False
+    output: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.resume and self.output is None:
+            raise UsageError("--resume needs -o FILE: the run to go on with")
+        if self.launches < 1:
+            raise UsageError(f"--launches {self.launches}: expected 1 or more")
+        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
+            raise UsageError(f"--timeout {self.timeout_s}: expected seconds above 0")
+        if self.nproc is not None and self.nproc < 1:
+            raise UsageError(f"--nproc {self.nproc}: expected 1 or more")
+        if self.mesh is not None and self.nproc not in (None, ranks_of(self.mesh)):
+            raise UsageError(
+                f"--mesh {format_mesh(self.mesh)} has {ranks_of(self.mesh)} ranks, --nproc asks for "
+                f"{self.nproc}: make them agree, or leave --nproc out"
+            )
+
+    def plan(self, device_type: DeviceType, world_size: int) -> Plan:
+        """The plan for a world of `world_size` ranks.
+
+        Raises:
+            UsageError: the mesh asked for has another number of ranks.
+        """
+        mesh = self.mesh or default_mesh(world_size)
+        if ranks_of(mesh) != world_size:
+            raise UsageError(
+                f"--mesh {format_mesh(mesh)} has {ranks_of(mesh)} ranks, the world has {world_size}: "
+                f"give a mesh of {world_size}, for example --mesh {format_mesh(default_mesh(world_size))}"
+            )
+        sizes = self.sizes_bytes or parse_sizes(_DEFAULT_SIZES[device_type, self.quick])
+        return Plan(mesh, sizes, self.dtypes, device_type, self.impls, self.quick)
+
+
+# --------------------------------------------------------------------------------- parsing
+
+
+def parse_size(text: str) -> int:
+    """`64KiB` -> 65536 bytes. Units: B (or none), KiB, MiB, GiB."""
+    match = _SIZE.fullmatch(text.strip())
+    factor = _UNITS.get(match[2].upper()) if match else None
+    if match is None or factor is None:
+        raise UsageError(
+            f"{text!r} is not a size: expected a number with B, KiB, MiB or GiB, such as 64KiB "
+            f"(1 KiB = 1024 bytes)"
+        )
+    size = float(match[1]) * factor
+    if size != int(size) or not 1 <= size <= _MAX_SIZE_BYTES:
+        raise UsageError(f"{text!r} is {size:g} bytes: expected a whole number of bytes from 1 to 2^40")
+    return int(size)
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """`1KiB:16MiB:4x` (first, last, factor), `64KiB`, or a comma list of either; ascending, in bytes."""
+    sizes: set[int] = set()
+    for part in text.split(","):
+        sizes.update(_sweep(part) if ":" in part else [parse_size(part)])
+        if len(sizes) > _MAX_SIZES:
+            raise UsageError(f"--size {text} gives more than {_MAX_SIZES} sizes: take a larger factor")
+    return tuple(sorted(sizes))
+
+
+def _sweep(text: str) -> Iterator[int]:
+    bounds = text.split(":")
+    if len(bounds) not in (2, 3):
+        raise UsageError(
+            f"{text!r} is not a sweep of sizes: expected FIRST:LAST:FACTORx, such as 1KiB:16MiB:4x"
+        )
+    first, last = parse_size(bounds[0]), parse_size(bounds[1])
+    step = bounds[2].strip() if len(bounds) == 3 else "2x"
+    factor = re.fullmatch(r"(\d+)x", step)
+    if factor is None or int(factor[1]) < 2:
+        raise UsageError(f"{step!r} in --size {text} is not a factor: expected 2x or more, such as 4x")
+    if first > last:
+        raise UsageError(f"--size {text}: the first size is above the last; swap them")
+    size = first
+    while size <= last:
+        yield size
+        size *= int(factor[1])
+
+
+def parse_mesh(text: str) -> Mesh:
+    """`dp=2,tp=2` -> (("dp", 2), ("tp", 2)), outermost first."""
+    dims: list[tuple[str, int]] = []
+    for part in text.split(","):
+        match = _DIM.fullmatch(part.strip())
+        if match is None or int(match[2]) < 1:
+            raise UsageError(
+                f"{part.strip()!r} in --mesh {text} is not a mesh dim: "
+                f"expected NAME=RANKS, such as --mesh dp=2,tp=2"
+                f"expected NAME=RANKS, such as --mesh dp=2,tp=2"
+            )
+        dims.append((match[1], int(match[2])))
+    names = [name for name, _ in dims]
+    if len(set(names)) < len(names):
+        raise UsageError(f"--mesh {text} gives a mesh dim twice: expected every name once")
+    return tuple(dims)
+
+
+def parse_list(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:
+    """A comma list of names that must all be in `known`; each once, in the order given."""
+    names = [part.strip() for part in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise UsageError(
+                f"{option} {text}: {name!r} is not known; expected one or more of {', '.join(known)}"
+            )
+    return tuple(dict.fromkeys(names))
+
+
+# --------------------------------------------------------------------------------- meshes
+
+
+def ranks_of(mesh: Mesh) -> int:
+    """How many ranks the mesh holds."""
+    return math.prod(size for _, size in mesh)
+
+
+def format_mesh(mesh: Iterable[Sequence[Any]]) -> str:
+    """(("dp", 2), ("tp", 2)) -> `dp=2,tp=2`, as --mesh reads it."""
+    return ",".join(f"{name}={size}" for name, size in mesh)
+
+
+def default_mesh(world_size: int) -> Mesh:
+    """The most square dp x tp of the world, the larger dim inside; one dim `tp` when it is prime."""
+    for outer in range(math.isqrt(world_size), 1, -1):
+        if world_size % outer == 0:
+            return (("dp", outer), ("tp", world_size // outer))
+    return (("tp", world_size),)
+
+
+# --------------------------------------------------------------------------------- what there is to do
+
+
+@dataclass(frozen=True)
+class Task:
+    """A case of a suite and those of its impls that are wanted and still to be measured."""
+
+    suite: Suite
+    case: Case
+    impls: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """`collectives all_reduce mesh_dim=tp size=1024`: what --filter searches and people read."""
+        return label_of(self.suite.name, self.case)
+
+    def key(self, impl: str, launch: int) -> ResultKey:
+        """The key its result has in the run file."""
+        params = tuple(sorted(self.case.params.items()))
+        return (self.suite.name, self.case.name, impl, params, launch)
+
+
+def label_of(suite: str, case: Case) -> str:
+    """The case in one line, params as key=value."""
+    return " ".join([suite, case.name, *(f"{key}={value}" for key, value in case.params.items())])
+
+
+def list_tasks(suites: Sequence[Suite], plan: Plan, text: str = "") -> list[Task]:
+    """Every case of the suites under the plan, simulated worlds first, with the impls it is to be
+    measured with; those only whose label holds `text`, in any case of letters.
+
+    Raises:
+        UsageError: a suite that cannot list its cases or lists one twice, or nothing that matches.
+    """
+    found: list[Task] = []
+    total = 0
+    for suite in sorted(suites, key=lambda s: s.world != "simulated"):
+        seen: set[tuple[Any, ...]] = set()
+        for case in _cases_of(suite, plan):
+            key = (case.name, *sorted(case.params.items()))
+            if key in seen:
+                raise UsageError(
+                    f"the suite {suite.name} has the case {label_of(suite.name, case)!r} twice: "
+                    f"expected params that tell its cases apart"
+                )
+            seen.add(key)
+            impls = tuple(impl for impl in case.build if plan.wants(impl))
+            if not impls:
+                continue
+            total += 1
+            task = Task(suite, case, impls)
+            if text.lower() in task.label.lower():
+                found.append(task)
+    if not found:
+        names = ", ".join(s.name for s in suites)
+        why = (
+            f"--filter {text!r} matches none of their {total} cases"
+            if text
+            else "they have no case for these options"
+        )
+        raise UsageError(f"nothing to measure in {names}: {why}; `dtbench list SUITE` shows the cases")
+    return found
+
+
+def _cases_of(suite: Suite, plan: Plan) -> Iterator[Case]:
+    try:
+        yield from suite.cases(plan)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"the suite {suite.name} failed to list its cases: {type(error).__name__}: {error}; "
+            f"correct the suite or leave it out"
+        ) from error
+
+
+def remaining(tasks: Iterable[Task], done: frozenset[ResultKey], launch: int) -> list[Task]:
+    """The tasks less the impls whose results are there already."""
+    left: list[Task] = []
+    for task in tasks:
+        impls = tuple(impl for impl in task.impls if task.key(impl, launch) not in done)
+        if impls:
+            left.append(dataclasses.replace(task, impls=impls))
+    return left
+
+
+def refuse_other_run(
+    header: Mapping[str, Any], plan: Plan, suites: Sequence[str], launches: int, path: Path
+) -> None:
+    """Checks that the run to resume asks for the same as the options do.
+
+    Raises:
+        UsageError: with the first difference, as the file has it and as the options have it.
+    """
+    was: dict[str, Any] = dict(header.get("plan") or {})
+    now: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(plan)))
+    was |= {"suites": header.get("suites"), "launches": header.get("launches")}
+    now |= {"suites": list(suites), "launches": launches}
+    for name in now:
+        if was.get(name) != now[name]:
+            raise UsageError(
+                f"cannot resume {path}: its {name} is {_shown(name, was.get(name))}, the options ask for "
+                f"{_shown(name, now[name])}; give the options of the first run, or another -o"
+            )
+
+
+def _shown(name: str, value: Any) -> str:
+    if name == "mesh" and value:
+        return format_mesh(value)
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
