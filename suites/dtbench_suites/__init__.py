@@ -1,1 +1,8 @@
-"""The built-in benchmark suites."""
+"""The built-in benchmark suites: importing them registers them.
+
+Reading order: `data` (what all share), then any suite; each stands alone.
+"""
+
+from dtbench_suites import collectives
+
+__all__ = ["collectives"]

@@ -1,0 +1,173 @@
+"""Time and bandwidth of torch.distributed's collectives, per dim of the device mesh.
+
+    group of 4 ranks        send         receive      S (size_bytes)
+    all_reduce              S            S            the buffer
+    all_gather              S/4          S            the gathered buffer
+    reduce_scatter          S            S/4          the buffer to be reduced
+    all_to_all              S            S            the buffer, S/4 of it for each rank
+    broadcast               S (rank 0)   S            the buffer
+    scatter                 S (rank 0)   S/4          the buffer on rank 0
+
+S is counted as nccl-tests counts it. Each dim is measured **alone** (one group works, the others
+wait) and **together** (all its groups at once, as in training, where they share the links).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from dtbench.model import Case, Param, Plan, Workload
+from dtbench.registry import World, suite
+from dtbench_core.torch_compat import all_gather_single, reduce_scatter_single
+from dtbench_suites.data import mismatch, moved_values, shared_dims, sum_of_values, summed_values, torch_dtype
+
+# Calls between two clock readings when back to back. nccl-tests launches 20 (`-n`, common.cu); half of
+# it keeps a 16 MiB all-reduce of gloo below a second per sample.
+BACK_TO_BACK_CALLS = 10
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What a collective needs to know on one rank of a group of `n`. count: elements in S."""
+
+    group: dist.ProcessGroup
+    rank: int  # in the group
+    n: int
+    count: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, count: int) -> torch.Tensor:  # (count,)
+        return torch.empty(count, dtype=self.dtype, device=self.device)
+
+    def moved(self, rank: int, parts: int = 1) -> torch.Tensor:  # (count / parts,) what `rank` sends
+        return moved_values(rank, self.count // parts, self.dtype, self.device)
+
+    def summed(self) -> torch.Tensor:  # (count,) what this rank adds
+        return summed_values(self.rank, self.n, self.count, self.dtype, self.device)
+
+    def sum(self) -> torch.Tensor:  # (count,)
+        return sum_of_values(self.n, self.count, self.dtype, self.device)
+
+    def mine(self, full: torch.Tensor) -> torch.Tensor:  # (count,) -> (count / n,)
+        return full.chunk(self.n)[self.rank]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective with its buffers. reset: makes `result` wrong and the input right again."""
+
+    run: Callable[[], object]
+    reset: Callable[[], object]
+    result: torch.Tensor
+    expected: Callable[[], torch.Tensor]
+
+    def check(self) -> str | None:
+        """Calls once on fresh data; all ranks of the group together."""
+        self.reset()
+        self.run()
+        return mismatch(self.result, self.expected())
+
+
+def all_reduce(b: Buffers) -> Call:
+    data = b.summed()
+    run = partial(dist.all_reduce, data, group=b.group)
+    return Call(run, lambda: data.copy_(b.summed()), data, b.sum)
+
+
+def all_gather(b: Buffers) -> Call:
+    full, part = b.empty(b.count), b.moved(b.rank, parts=b.n)
+    run = partial(all_gather_single, full, part, group=b.group)
+    return Call(run, full.zero_, full, lambda: torch.cat([b.moved(r, parts=b.n) for r in range(b.n)]))
+
+
+def reduce_scatter(b: Buffers) -> Call:
+    part, full = b.empty(b.count // b.n), b.summed()
+    run = partial(reduce_scatter_single, part, full, group=b.group)
+    return Call(run, part.zero_, part, lambda: b.mine(b.sum()))
+
+
+def all_to_all(b: Buffers) -> Call:
+    received, sent = b.empty(b.count), b.moved(b.rank)
+    run = partial(dist.all_to_all_single, received, sent, group=b.group)
+    return Call(run, received.zero_, received, lambda: torch.cat([b.mine(b.moved(r)) for r in range(b.n)]))
+
+
+def broadcast(b: Buffers) -> Call:
+    data = b.moved(b.rank)
+    run = partial(dist.broadcast, data, group=b.group, group_src=0)
+    return Call(run, lambda: data.copy_(b.moved(b.rank)), data, partial(b.moved, 0))
+
+
+def scatter(b: Buffers) -> Call:
+    part = b.empty(b.count // b.n)
+    parts = list(b.moved(0).chunk(b.n)) if b.rank == 0 else None
+    run = partial(dist.scatter, part, parts, group=b.group, group_src=0)
+    return Call(run, part.zero_, part, lambda: b.mine(b.moved(0)))
+
+
+COLLECTIVES = {
+    f.__name__: f for f in (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, scatter)
+}
+WHOLE_BUFFER = ("all_reduce", "broadcast")  # their S need not divide by the number of ranks
+
+
+def busbw_factor(collective: str, n: int) -> float | None:
+    """Bus bandwidth / algorithm bandwidth among n ranks; None for n = 1, which uses no bus.
+
+    From nccl-tests, doc/PERFORMANCE.md, "Bus bandwidth".
+    """
+    if n == 1:
+        return None
+    return {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0}.get(collective, (n - 1) / n)
+
+
+def build(
+    collective: str, mesh_dim: str, groups: str, dtype: torch.dtype, size_bytes: int, world: World
+) -> Workload:
+    group = world.mesh.get_group(mesh_dim)
+    if groups == "alone" and 0 not in dist.get_process_group_ranks(group):
+        return Workload(run=lambda: None, participates=False)
+    count = size_bytes // dtype.itemsize
+    buffers = Buffers(group, group.rank(), group.size(), count, dtype, world.device)
+    call = COLLECTIVES[collective](buffers)
+    return Workload(run=call.run, check=call.check)
+
+
+def trimmed(collective: str, size_bytes: int, n: int, itemsize: int) -> int:
+    """S in bytes: whole elements, the same number for each rank, at least one."""
+    step = itemsize if collective in WHOLE_BUFFER else itemsize * n
+    return max(size_bytes // step, 1) * step
+
+
+@suite("collectives", world="ranks", help="time and bandwidth of six collectives per mesh dim")
+def collectives(plan: Plan) -> Iterator[Case]:
+    for mesh_dim, n in shared_dims(plan) or plan.mesh[-1:]:
+        # One group spans the world: alone and together are the same.
+        layouts = ("together",) if n == plan.world_size else ("alone", "together")
+        for dtype_name in plan.dtypes:
+            dtype = torch_dtype(dtype_name)
+            for collective in COLLECTIVES:
+                sizes = dict.fromkeys(trimmed(collective, s, n, dtype.itemsize) for s in plan.sizes_bytes)
+                for groups in layouts:
+                    for mode, calls in ("isolated", 1), ("back_to_back", BACK_TO_BACK_CALLS):
+                        for size in sizes:
+                            where: dict[str, Param] = {
+                                "mesh_dim": mesh_dim,
+                                "ranks": n,
+                                "groups": groups,
+                                "mode": mode,
+                            }
+                            yield Case(
+                                name=collective,
+                                params=where | {"dtype": dtype_name, "size": size},
+                                build={"c10d": partial(build, collective, mesh_dim, groups, dtype, size)},
+                                size_bytes=size,
+                                busbw_factor=busbw_factor(collective, n),
+                                calls_per_sample=calls,
+                            )

@@ -1,0 +1,98 @@
+"""What the suites share: which mesh dims to measure, test data that every dtype holds exactly, comparing.
+
+Test data are small integers. A reduction of them has one right answer in every dtype and in every
+order of adding, so a result is compared bit by bit and a wrong one cannot hide in a tolerance.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from dtbench.model import Plan, Skip
+
+# The two libraries that offer the DTensor API, by impl name.
+DTENSOR_MODULES = {"core": "dtbench_core", "torch": "torch.distributed.tensor"}
+
+# 101 is prime and fits int8: parts of a buffer that start anywhere but a multiple of 101 apart differ.
+MOVED_VALUES = 101
+SUMMED_VALUES = 5
+
+
+def dtensor_api(impl: str) -> Any:
+    """The module of `impl` ("core" or "torch") that holds DTensor, Shard, Replicate, Partial, ..."""
+    return importlib.import_module(DTENSOR_MODULES[impl])
+
+
+def shared_dims(plan: Plan) -> list[tuple[str, int]]:
+    """The mesh dims with more than one rank: (name, ranks)."""
+    return [(name, ranks) for name, ranks in plan.mesh if ranks > 1]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """`float32` -> torch.float32.
+
+    Raises:
+        ValueError: torch has no dtype of that name.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"got the dtype {name!r}, expected a name of torch such as float32 or bfloat16")
+    return dtype
+
+
+def moved_values(rank: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """(count,) what `rank` sends in a collective that only moves data: differs from its neighbours'."""
+    index = torch.arange(31 * rank, 31 * rank + count, device=device)
+    return (index % MOVED_VALUES).to(dtype)
+
+
+def summed_values(
+    rank: int, ranks: int, count: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """(count,) what `rank` adds to a sum over `ranks` that `dtype` holds exactly; see `sum_of_values`.
+
+    Raises:
+        Skip: so many ranks that even the smallest sum that tells them apart overflows the dtype.
+    """
+    if ranks * SUMMED_VALUES > largest_exact(dtype):
+        raise Skip(
+            f"{dtype} counts exactly to {largest_exact(dtype)}: too few for a sum over {ranks} ranks; "
+            f"take a wider --dtype"
+        )
+    index = torch.arange(count, device=device)
+    return (index % SUMMED_VALUES + rank % 2).to(dtype)
+
+
+def sum_of_values(ranks: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """(count,) the sum of `summed_values` over all ranks, in closed form."""
+    index = torch.arange(count, device=device)
+    return (ranks * (index % SUMMED_VALUES) + ranks // 2).to(dtype)
+
+
+def largest_exact(dtype: torch.dtype) -> int:
+    """Up to here the dtype holds every integer: 2^(significand bits), or the largest int."""
+    return round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def mismatch(
+    got: torch.Tensor, want: torch.Tensor, what: str = "the result", rtol: float = 0.0
+) -> str | None:
+    """What is wrong with `got`, in one line, or None. rtol: relative to the largest value of `want`."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return f"{what} is {tuple(got.shape)} {got.dtype}, expected {tuple(want.shape)} {want.dtype}"
+    if got.numel() == 0:
+        return None
+    limit = rtol * float(want.abs().max()) if rtol else 0.0
+    # Written so that NaN counts as wrong.
+    bad = ~((got - want).abs() <= limit) if rtol else got != want
+    count = int(bad.sum())
+    if not count:
+        return None
+    first = int(bad.flatten().nonzero()[0])
+    return (
+        f"{count} of {got.numel()} elements of {what} are wrong, the first at {first}: "
+        f"got {got.flatten()[first].item():g}, expected {want.flatten()[first].item():g}"
+    )
