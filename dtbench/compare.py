@@ -196,9 +196,9 @@ def _judged(row: Row, base: list[float], new: list[float]) -> Row:
     elif _within(estimate.low, estimate.high, estimate.confidence):
         verdict = "same"
     elif not enough:
-        reason = f"{len(base)} and {len(new)} launches: a verdict needs {MIN_LAUNCHES} on each side"
+        reason = f"fewer than {MIN_LAUNCHES} launches"
     else:
-        reason = "neither a change beyond 2% and 0.2 µs nor sameness within 5% is shown"
+        reason = "neither a change of 2% and 0.2 µs nor sameness within 5% is shown"
     return dataclasses.replace(row, verdict=verdict, reason=reason)
 
 

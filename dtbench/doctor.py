@@ -218,11 +218,12 @@ def _quota_cores(here: Surroundings) -> float | None:
 
 
 def _swap(here: Surroundings) -> Iterator[Finding]:
-    info = dict(re.findall(r"^(\w+):\s*(\d+) kB", here.read("proc/meminfo") or "", re.MULTILINE))
-    if "SwapTotal" not in info:
+    found = re.findall(r"^(Swap\w+):\s*(\d+) kB", here.read("proc/meminfo") or "", re.MULTILINE)
+    kib = {str(name): int(amount) for name, amount in found}
+    if "SwapTotal" not in kib or "SwapFree" not in kib:
         yield Finding("swap", None, "unknown: no /proc/meminfo")
         return
-    used = (int(info["SwapTotal"]) - int(info.get("SwapFree", info["SwapTotal"]))) * 1024
+    used = (kib["SwapTotal"] - kib["SwapFree"]) * 1024
     if used <= 0:
         yield Finding("swap", True, "not in use")
     else:
