@@ -1,0 +1,467 @@
+"""The bucketer: its layout alone, then against plain sums on real gloo ranks."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from core.tests.gloo_world import RankError, Worlds, mesh_of
+from dtbench_core import bucketer as module
+from dtbench_core.bucketer import BucketError, BucketLayout, ReduceScatterBucketer, Slot, shard_capacity
+
+# What gloo sums in torch 2.13; it refuses bool, int16 and complex types.
+GLOO_DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+]
+MIB = 2**20
+
+
+# --- layout ----------------------------------------------------------------------------------------
+
+
+def slots(numels: Sequence[int], capacity: int) -> list[Slot]:
+    layout = BucketLayout(capacity)
+    return [layout.place(n) for n in numels]
+
+
+def test_layout_by_hand() -> None:
+    assert slots([3, 4, 11, 4, 0, 10, 1], 10) == [
+        Slot(0, 0),
+        Slot(0, 3),
+        Slot(None, 0),  # larger than a bucket: passes the ones that wait
+        Slot(1, 0),
+        Slot(1, 4),
+        Slot(2, 0),
+        Slot(3, 0),
+    ]
+    assert slots([1, 0], 0) == [Slot(None, 0), Slot(None, 0)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 40)), st.integers(0, 30))
+def test_layout_never_overlaps_and_wastes_no_bucket(numels: list[int], capacity: int) -> None:
+    placed = slots(numels, capacity)
+    assert len(placed) == len(numels)
+    filled: dict[int, int] = {}
+    previous = -1
+    for numel, slot in zip(numels, placed, strict=True):
+        if slot.bucket is None:
+            assert numel > capacity or capacity == 0
+            continue
+        if slot.bucket != previous:
+            assert slot.bucket == previous + 1
+            assert previous < 0 or filled[previous] + numel > capacity
+            previous = slot.bucket
+        assert slot.offset == filled.get(slot.bucket, 0)
+        filled[slot.bucket] = slot.offset + numel
+        assert filled[slot.bucket] <= capacity
+
+
+def test_closing_starts_the_next_bucket() -> None:
+    layout = BucketLayout(10)
+    layout.place(4)
+    layout.close()
+    assert layout.place(4) == Slot(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("cap", "itemsize", "world", "expected"),
+    [(25, 4, 4, 25 * MIB // 16), (1, 2, 3, MIB // 6), (0, 4, 4, 0), (-1, 4, 4, 0), (0.5, 8, 1, MIB // 16)],
+)
+def test_capacity(cap: float, itemsize: int, world: int, expected: int) -> None:
+    assert shard_capacity(cap, itemsize, world) == expected
+
+
+# --- real ranks: values ----------------------------------------------------------------------------
+
+
+def _inputs(rank: int, shape: Sequence[int], world: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
+    """What `rank` hands over: small whole numbers, so that sums are exact in every dtype."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return [torch.randint(0, 7, tuple(shape), generator=generator).to(dtype) for _ in range(world)]
+
+
+def _expected(me: int, shape: Sequence[int], world: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return sum((_inputs(r, shape, world, dtype, seed)[me] for r in range(world)), torch.zeros(()).to(dtype))
+
+
+def _reduces_like_plain_sums(
+    shapes: list[tuple[int, ...]], dtypes: list[torch.dtype], cap_mb: float
+) -> tuple[int, int]:
+    me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    bucketer = ReduceScatterBucketer(cap_mb)
+    results: dict[int, Tensor] = {}
+    dtype_of = {seed: dtypes[seed % len(dtypes)] for seed in range(len(shapes))}
+    for seed, shape in enumerate(shapes):
+        given_inputs = _inputs(me, shape, world, dtype_of[seed], seed)
+        bucketer.reduce_scatter_async(
+            given_inputs, group, lambda result, seed=seed: results.__setitem__(seed, result)
+        )
+        for tensor in given_inputs:
+            tensor.fill_(1)  # the caller may reuse its tensors at once
+    bucketer.flush()
+    assert sorted(results) == list(range(len(shapes)))
+    for seed, shape in enumerate(shapes):
+        expected = _expected(me, shape, world, dtype_of[seed], seed)
+        torch.testing.assert_close(results[seed], expected, rtol=0, atol=0)
+    bucketer.teardown()
+    assert bucketer.counters.held_bytes == 0
+    return bucketer.counters.collectives, len(bucketer.buckets)
+
+
+@pytest.mark.parametrize("cap_mb", [25, 0.001, 0])
+def test_sums_in_every_dtype_gloo_reduces(ranks: Worlds, cap_mb: float) -> None:
+    shapes = [(5,), (2, 3), (), (0,), (70, 2), (3, 0), (1, 1, 4), (200,)] * len(GLOO_DTYPES)
+    shapes = sorted(shapes)  # neighbours alike in shape then differ in dtype: all dtypes meet all shapes
+    for collectives, buckets in ranks(_reduces_like_plain_sums, shapes, GLOO_DTYPES, cap_mb):
+        assert buckets == len(GLOO_DTYPES)
+        if cap_mb == 25:
+            assert collectives == len(GLOO_DTYPES)
+        if cap_mb == 0:
+            assert collectives == sum(1 for shape in shapes if 0 not in shape)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=12),
+    st.integers(0, 60),
+    st.integers(0, 2),
+)
+def test_packing_is_exact_for_any_shapes(shapes: list[tuple[int, ...]], capacity: int, rank: int) -> None:
+    """Without transport: a reduction that returns part `rank` of what is sent gives that input back."""
+    world = 3
+
+    def send_back(output: Tensor, flat: Tensor, group: object) -> None:
+        output.copy_(flat.view(world, -1)[rank])
+
+    results: dict[int, Tensor] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.comm, "reduce_scatter", send_back)
+        patch.setattr(module.ProcessGroup, "size", lambda self: world)
+        bucketer = ReduceScatterBucketer(capacity * world * 4 / MIB)
+        for seed, shape in enumerate(shapes):
+            bucketer.reduce_scatter_async(
+                _inputs(0, shape, world, torch.float32, seed),
+                dist.ProcessGroup(0, 1),
+                lambda result, seed=seed: results.__setitem__(seed, result),
+            )
+        bucketer.flush()
+    assert len(results) == len(shapes)
+    for seed, shape in enumerate(shapes):
+        mine = _inputs(0, shape, world, torch.float32, seed)[rank]
+        torch.testing.assert_close(results[seed], mine, rtol=0, atol=0)
+
+
+def _two_groups() -> None:
+    mesh, me = mesh_of((2, 2), ("dp", "tp")), dist.get_rank()
+    groups = [mesh.get_group("dp"), mesh.get_group("tp"), dist.group.WORLD]
+    bucketer = ReduceScatterBucketer()
+    got: list[tuple[int, Tensor]] = []
+    for seed in range(6):
+        which = seed % 3
+        members = dist.get_process_group_ranks(groups[which])
+        inputs = _inputs(me, (4,), len(members), torch.float32, seed)
+        bucketer.reduce_scatter_async(inputs, groups[which], lambda r, seed=seed: got.append((seed, r)))
+    assert len(bucketer.buckets) == 3
+    assert [bucket.pending for bucket in bucketer.buckets.values()] == [2, 2, 2]
+    bucketer.flush()
+    assert [seed for seed, _ in got] == [0, 3, 1, 4, 2, 5]  # bucket by bucket, each in order of arrival
+    for seed, result in got:
+        members = dist.get_process_group_ranks(groups[seed % 3])
+        mine = members.index(me)
+        expected = sum(_inputs(r, (4,), len(members), torch.float32, seed)[mine] for r in members)
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+def test_groups_do_not_mix(ranks: Worlds) -> None:
+    ranks(_two_groups)
+
+
+def _strided_inputs() -> None:
+    me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    whole = [torch.arange(24.0).reshape(4, 6).add(r) for r in range(world)]
+    total = sum(whole)
+    results: list[Tensor] = []
+    for cap in (25, 0):
+        bucketer = ReduceScatterBucketer(cap)
+        # Columns of a matrix (not contiguous), and chunks of one gradient (contiguous, one storage).
+        bucketer.reduce_scatter_async([whole[me].T[r] for r in range(world)], group, results.append)
+        bucketer.reduce_scatter_async(list(whole[me].chunk(world)), group, results.append)
+        with torch.enable_grad():
+            leaf = whole[me].clone().requires_grad_()
+            bucketer.reduce_scatter_async(list((leaf * 2).chunk(world)), group, results.append)
+        bucketer.flush()
+    for columns, rows, doubled in (results[:3], results[3:]):
+        torch.testing.assert_close(columns, total.T[me], rtol=0, atol=0)
+        torch.testing.assert_close(rows, total.chunk(world)[me], rtol=0, atol=0)
+        torch.testing.assert_close(doubled, 2 * total.chunk(world)[me], rtol=0, atol=0)
+        assert not doubled.requires_grad
+
+
+def test_strides_and_gradients_of_inputs(ranks: Worlds) -> None:
+    ranks(_strided_inputs)
+
+
+# --- real ranks: order and errors ------------------------------------------------------------------
+
+
+def _order_of_callbacks() -> list[str]:
+    group, world = dist.group.WORLD, dist.get_world_size()
+    called: list[str] = []
+    bucketer = ReduceScatterBucketer(bucket_cap_mb=4 * world * 10 / MIB)  # 10 floats per shard
+
+    def hand_over(name: str, numel: int) -> None:
+        bucketer.reduce_scatter_async([torch.ones(numel)] * world, group, lambda _: called.append(name))
+
+    hand_over("small", 4)
+    hand_over("large", 11)
+    hand_over("none", 0)
+    called.append("|")
+    hand_over("pushes", 7)
+    called.append("|")
+    bucketer.flush()
+    bucketer.flush()
+    return called
+
+
+def test_callbacks_come_in_the_documented_order(ranks: Worlds) -> None:
+    expected = ["large", "|", "small", "none", "|", "pushes"]
+    assert ranks(_order_of_callbacks, world_size=2) == [expected] * 2
+
+
+def _failing_callbacks() -> None:
+    group, world = dist.group.WORLD, dist.get_world_size()
+    mesh_group = mesh_of((world,)).get_group()
+    called: list[str] = []
+    cap = 4 * world * 10 / MIB
+    bucketer = ReduceScatterBucketer(cap)
+
+    def hand_over(name: str, numel: int = 4, error: Exception | None = None, to: object = group) -> None:
+        def callback(result: Tensor) -> None:
+            called.append(name)
+            assert torch.equal(result, torch.full((numel,), float(world)))
+            if error is not None:
+                raise error
+
+        bucketer.reduce_scatter_async([torch.ones(numel)] * world, to, callback)  # type: ignore[arg-type]
+
+    # Only rank 0 fails: its collectives must stay in step with those of the others.
+    mine = dist.get_rank() == 0
+    hand_over("a", error=KeyError("one") if mine else None)
+    hand_over("b")
+    if mine:
+        with pytest.raises(KeyError, match="one"):
+            hand_over("c", 7)
+    else:
+        hand_over("c", 7)
+    assert called == ["a", "b"]
+    bucketer.flush()
+    assert called == ["a", "b", "c"]
+
+    hand_over("d", error=ValueError("two") if mine else None)
+    hand_over("e", error=OSError("three") if mine else None, to=mesh_group)
+    bucketer.reduce_scatter_async(
+        [torch.ones(1, dtype=torch.float64)] * world, group, lambda _: called.append("f")
+    )
+    if mine:
+        with pytest.raises(ExceptionGroup, match=r"2 callbacks .* raised") as caught:
+            bucketer.flush()
+        assert sorted(type(e).__name__ for e in caught.value.exceptions) == ["OSError", "ValueError"]
+    else:
+        bucketer.flush()
+    assert called[3:] == ["d", "e", "f"]
+    bucketer.teardown()
+
+
+def test_a_failing_callback_loses_no_other(ranks: Worlds) -> None:
+    ranks(_failing_callbacks, world_size=2)
+
+
+def _callback_hands_over_more() -> None:
+    group, world = dist.group.WORLD, dist.get_world_size()
+    bucketer = ReduceScatterBucketer()
+    got: list[Tensor] = []
+
+    def again(result: Tensor) -> None:
+        got.append(result)
+        bucketer.reduce_scatter_async([result * (r + 1) for r in range(world)], group, got.append)
+        bucketer.flush()
+
+    bucketer.reduce_scatter_async([torch.ones(3)] * world, group, again)
+    bucketer.reduce_scatter_async([torch.full((2,), 5.0)] * world, group, got.append)
+    bucketer.flush()
+    first, nested, second = got
+    assert torch.equal(first, torch.full((3,), float(world)))
+    assert torch.equal(nested, torch.full((3,), float(world * world * (dist.get_rank() + 1))))
+    assert torch.equal(second, torch.full((2,), 5.0 * world))
+
+
+def test_callback_may_use_the_bucketer(ranks: Worlds) -> None:
+    ranks(_callback_hands_over_more, world_size=2)
+
+
+def _counts_collectives() -> None:
+    from dtbench_core import comm
+
+    group, world = dist.group.WORLD, dist.get_world_size()
+    bucketer = ReduceScatterBucketer()
+    with comm.count_collectives() as count:
+        for _ in range(50):
+            bucketer.reduce_scatter_async([torch.ones(8)] * world, group)
+        bucketer.flush()
+    assert (count.calls["reduce_scatter"], count.bytes["reduce_scatter"]) == (1, 50 * 8 * 4 * world)
+    assert bucketer.counters.collectives == 1
+
+
+def test_all_collectives_go_through_comm(ranks: Worlds) -> None:
+    ranks(_counts_collectives, world_size=2)
+
+
+# --- one process, fake group: memory, errors -------------------------------------------------------
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield dist.group.WORLD  # type: ignore[misc]
+    dist.destroy_process_group()
+
+
+def test_runs_on_the_fake_group(group: dist.ProcessGroup) -> None:
+    called: list[torch.Size] = []
+    for cap in (25, 0):
+        bucketer = ReduceScatterBucketer(cap)
+        bucketer.reduce_scatter_async([torch.ones(2, 3)] * 8, group, lambda r: called.append(r.shape))
+        bucketer.flush()
+    assert called == [torch.Size([2, 3])] * 2
+
+
+def test_small_inputs_take_little_memory(group: dist.ProcessGroup) -> None:
+    bucketer = ReduceScatterBucketer(25)
+    bucketer.reduce_scatter_async([torch.ones(8)] * 8, group)
+    bucketer.flush()
+    assert 0 < bucketer.counters.peak_bytes <= 4 * 4096 * 4
+    (bucket,) = bucketer.buckets.values()
+    buffers = bucket._staged, bucket._packed, bucket._output
+    assert sum(b.untyped_storage().nbytes() for b in buffers) == bucketer.counters.held_bytes
+
+
+def test_memory_is_bounded_and_given_back(group: dist.ProcessGroup) -> None:
+    bucketer = ReduceScatterBucketer(1)
+    for _ in range(3):
+        for _ in range(100):
+            bucketer.reduce_scatter_async([torch.ones(1000)] * 8, group)
+        bucketer.flush()
+        (bucket,) = bucketer.buckets.values()
+        held = sum(b.untyped_storage().nbytes() for b in (bucket._staged, bucket._packed, bucket._output))
+        assert held == bucketer.counters.held_bytes <= (2 + 1 / 8) * MIB
+        bucketer.teardown()
+        assert bucketer.counters.held_bytes == 0
+        assert bucket._staged.untyped_storage().nbytes() == 0
+    # The second round allocates at once what the first needed, so it copies less.
+    bucket.setup()
+    assert bucket._staged.nbytes == 1000 * 4 * 8 * 32  # 32 inputs of 32000 bytes fit in 1 MiB
+
+
+def test_a_kept_result_keeps_only_itself(group: dist.ProcessGroup) -> None:
+    bucketer, kept = ReduceScatterBucketer(), []
+    bucketer.reduce_scatter_async([torch.ones(4)] * 8, group, kept.append)
+    bucketer.reduce_scatter_async([torch.ones(100_000)] * 8, group, lambda _: None)
+    bucketer.flush()
+    assert kept[0].untyped_storage().nbytes() == 16
+
+
+@pytest.mark.parametrize("cap", [25, 0])
+def test_inputs_are_not_kept_alive(group: dist.ProcessGroup, cap: float) -> None:
+    bucketer = ReduceScatterBucketer(cap)
+    inputs = [torch.ones(4) for _ in range(8)]
+    seen = [weakref.ref(t) for t in inputs]
+    bucketer.reduce_scatter_async(inputs, group, lambda _: None)
+    del inputs
+    gc.collect()
+    assert [ref() for ref in seen] == [None] * 8
+
+
+def test_large_chunks_of_one_tensor_are_not_copied(group: dist.ProcessGroup) -> None:
+    bucketer, whole = ReduceScatterBucketer(0), torch.arange(80.0)
+    bucketer.reduce_scatter_async(list(whole.chunk(8)), group)
+    assert bucketer.counters.bytes_copied == 0
+    bucketer.reduce_scatter_async(list(whole.chunk(8))[::-1], group)
+    assert bucketer.counters.bytes_copied == whole.nbytes
+
+
+def test_teardown_with_pending_inputs(group: dist.ProcessGroup) -> None:
+    bucketer = ReduceScatterBucketer()
+    bucketer.reduce_scatter_async([torch.ones(3)] * 8, group)
+    for teardown in (bucketer.teardown, *(b.teardown for b in bucketer.buckets.values())):
+        with pytest.raises(BucketError, match=r"got teardown with 1 inputs .*expected none: call flush\(\)"):
+            teardown()
+    bucketer.flush()
+    bucketer.teardown()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "told"),
+    [
+        ([torch.ones(3)] * 7, r"received 7 inputs, expected group.size\(\) \(8\): pass one tensor"),
+        ([], "received 0 inputs"),
+        (
+            [torch.ones(3)] * 7 + [torch.ones(4)],
+            r"got input 7 of float32\[4\] .* beside input 0 of float32\[3\]",
+        ),
+        ([torch.ones(3)] * 7 + [torch.ones(3).double()], r"got input 7 of float64\[3\]"),
+        ([torch.ones(3, device="meta")] + [torch.ones(3)] * 7, r"got input 1 of float32\[3\] on cpu"),
+    ],
+)
+def test_inputs_that_cannot_be_reduced(group: dist.ProcessGroup, inputs: list[Tensor], told: str) -> None:
+    bucketer = ReduceScatterBucketer()
+    with pytest.raises(BucketError, match=told):
+        bucketer.reduce_scatter_async(inputs, group)
+    assert not bucketer.buckets
+
+
+@pytest.mark.parametrize("cap", [float("nan"), float("inf"), "25", None])
+def test_cap_must_be_a_number(cap: object) -> None:
+    with pytest.raises(BucketError, match=r"got bucket_cap_mb=.*, expected a finite number"):
+        ReduceScatterBucketer(cap)  # type: ignore[arg-type]
+
+
+def _not_a_member() -> None:
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        ReduceScatterBucketer().reduce_scatter_async([torch.ones(1)], group)
+    else:
+        with pytest.raises(BucketError, match="expected a process group that this rank belongs to"):
+            ReduceScatterBucketer().reduce_scatter_async([torch.ones(1)], group)
+
+
+def test_group_of_others(ranks: Worlds) -> None:
+    ranks(_not_a_member, world_size=2)
+
+
+def _unreducible_dtype() -> None:
+    bucketer = ReduceScatterBucketer()
+    world = dist.get_world_size()
+    bucketer.reduce_scatter_async([torch.ones(2, dtype=torch.int16)] * world, dist.group.WORLD)
+    bucketer.flush()
+
+
+def test_transport_errors_reach_the_caller(ranks: Worlds) -> None:
+    with pytest.raises(RankError, match=r"_unreducible_dtype.*(Invalid|Unsupported|unsupported)"):
+        ranks(_unreducible_dtype, world_size=2)
