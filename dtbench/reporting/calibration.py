@@ -1,0 +1,247 @@
+"""The report's section on the cost model: measured times, the fitted constants, torch's built-in ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dtbench.costmodel import GIB, RING_COLLECTIVES, predict_us
+from dtbench.reporting import tables as t
+from dtbench.reporting.figures import (
+    Axis,
+    Panel,
+    Series,
+    Style,
+    legend,
+    line_panel,
+    seconds_tick,
+    size_axis,
+    value_axis,
+)
+from dtbench.reporting.sections import MAX_PANELS, Figure, Section, capped
+from dtbench.units import format_size, significant
+
+MEASURED, FITTED = Style("ink", "o", None, hollow=True), Style("s0", "")
+BUILTIN, OWN_LINE = Style("s1", "", (5, 2)), Style("s3", "", (1.5, 1.5))
+STYLES = {
+    "measured": MEASURED,
+    "fitted, one bandwidth per dim": FITTED,
+    "fitted, the collective’s own line": OWN_LINE,
+    "PyTorch’s built-in constants": BUILTIN,
+}
+
+
+def calibration(topology: Mapping[str, Any] | None, has_collectives: bool) -> Section:
+    section = Section("calibration", "Cost model")
+    if topology is None:
+        run = "" if has_collectives else "dtbench run collectives -o RUN.jsonl, "
+        section.missing = (
+            f"{run}dtbench calibrate RUN.jsonl -o TOPOLOGY.json, then report with --topology TOPOLOGY.json"
+        )
+        return section
+    section.lead = (
+        "DTensor chooses redistributions by a model of a ring: a base latency of "
+        f"{topology['base_latency_us']:g} µs, a latency per hop, and the bytes over one bandwidth per mesh dim. "
+        "Here its two constants are fitted to the measured times; bandwidths are in GiB/s (1024³ bytes), the unit "
+        "of PyTorch’s model. The built-in constants are those for the layout that the ranks’ hosts show."
+    )
+    section.figures = [_figure(section, topology)]
+    section.tables = [_constants(topology), *_left_out(topology), _residuals(topology), _own_lines(topology)]
+    return section
+
+
+# ------------------------------------------------------------------------------------------ figure
+
+
+def _figure(section: Section, topology: Mapping[str, Any]) -> Figure:
+    wanted = [
+        (dim, name)
+        for dim in topology["dims"]
+        for name in RING_COLLECTIVES
+        if any(p["collective"] == name for p in dim["residuals"]["points"])
+    ]
+    chosen = capped(section, wanted, MAX_PANELS, "panels")
+    points = [p for dim, name in chosen for p in dim["residuals"]["points"] if p["collective"] == name]
+    x = size_axis([p["size_bytes"] for p in points])
+    curves = [_curves(dim, name) for dim, name in chosen]
+    values = [v for series in curves for one in series for v in one.y]
+    y = value_axis(values, seconds_tick, log=True, most=6)
+    panels = [
+        _panel(dim, name, series, x, y, i)
+        for i, ((dim, name), series) in enumerate(zip(chosen, curves, strict=True))
+    ]
+    return Figure(
+        "Time over tensor size, both axes logarithmic and common to all panels. "
+        "A point is the lower quartile of the samples, from the last arrival of a rank on.",
+        legend(STYLES, prefix="fitL"),
+        panels,
+        3,
+    )
+
+
+def _panel(
+    dim: Mapping[str, Any], name: str, series: Sequence[Series], x: Axis, y: Axis, index: int
+) -> Panel:
+    ratio = dim["residuals"]["geometric_mean_ratio"]
+    desc = (
+        f"Measured times and the fitted line; over the dim the fit is off by {ratio:.2f} times in the mean."
+    )
+    title = f"{name} over {dim['name']}, {dim['ranks']} ranks"
+    return line_panel(title, series, x, y, prefix=f"fit{index}", desc=desc)
+
+
+def _curves(dim: Mapping[str, Any], name: str) -> list[Series]:
+    """The lines first, so that the points lie on top. Nothing is drawn beyond the measured sizes."""
+    points = [p for p in dim["residuals"]["points"] if p["collective"] == name]
+    ends = [p["size_bytes"] for p in points]
+    sizes = [float(s) for s in np.geomspace(min(ends), max(ends), 33)]
+
+    def ring(constants: Mapping[str, Any]) -> list[float]:
+        return [
+            1e-6
+            * predict_us(
+                name,
+                size,
+                dim["ranks"],
+                bandwidth_GiBps=constants["bandwidth_GiBps"],
+                latency_us_per_hop=constants["latency_us_per_hop"],
+            )
+            for size in sizes
+        ]
+
+    series = []
+    if dim["builtin"] is not None:
+        series.append(Series("built-in", BUILTIN, sizes, ring(dim["builtin"])))
+    series.append(Series("fitted", FITTED, sizes, ring(dim)))
+    own = dim["collectives"].get(name)
+    if own and own["beta_GiBps"]:
+        line = [own["alpha_us"] * 1e-6 + size / GIB / own["beta_GiBps"] for size in sizes]
+        series.append(Series("own line", OWN_LINE, sizes, line))
+    series.append(Series("measured", MEASURED, ends, [p["measured_s"] for p in points]))
+    return series
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+
+def _interval(pair: Sequence[float]) -> str:
+    return f"{significant(pair[0], 3)} – {significant(pair[1], 3)}"
+
+
+def _constants(topology: Mapping[str, Any]) -> t.Table:
+    dims = topology["dims"]
+    builtin = [dim["builtin"] or {} for dim in dims]
+
+    def bandwidth(dim: Mapping[str, Any]) -> str:
+        return ("≥ " if dim.get("bandwidth_is_lower_bound") else "") + significant(dim["bandwidth_GiBps"], 3)
+
+    def ours(name: str) -> list[str]:
+        return [significant(b[name], 3) if name in b else t.MISSING for b in builtin]
+
+    intervals = sorted({dim.get("intervals", "") for dim in dims} - {""})
+    return t.Table(
+        "Fitted constants beside PyTorch’s built-in ones",
+        [
+            t.text("Mesh dim", [dim["name"] for dim in dims]),
+            t.counts("Ranks", [dim["ranks"] for dim in dims]),
+            t.text("Layout", [b.get("layout", "unknown") for b in builtin]),
+            t.text("Groups", [dim["groups_sharing"] for dim in dims]),
+            t.Column("Bandwidth", [bandwidth(dim) for dim in dims], True, "GiB/s"),
+            t.Column("90 % interval", [_interval(dim["bandwidth_interval"]) for dim in dims], True, "GiB/s"),
+            t.Column("built-in", ours("bandwidth_GiBps"), True, "GiB/s"),
+            t.Column(
+                "Latency per hop", [significant(dim["latency_us_per_hop"], 3) for dim in dims], True, "µs"
+            ),
+            t.Column("90 % interval", [_interval(dim["latency_interval"]) for dim in dims], True, "µs"),
+            t.Column("built-in", ours("latency_us_per_hop"), True, "µs"),
+            t.ratios("Fit off by, mean", [dim["residuals"]["geometric_mean_ratio"] for dim in dims]),
+            t.ratios("worst", [dim["residuals"]["worst_ratio"] for dim in dims]),
+            t.ratios("Built-in off by, mean", [b.get("geometric_mean_ratio") for b in builtin]),
+            t.Column(
+                "Sizes",
+                [" – ".join(format_size(s) for s in dim["fitted_on"]["size_bytes"]) for dim in dims],
+                True,
+            ),
+        ],
+        note=(f"Intervals: {'; '.join(intervals)}. " if intervals else "")
+        + "“Off by” is the geometric mean of predicted over measured time, whichever is larger over the other; 1 is perfect.",
+    )
+
+
+def _left_out(topology: Mapping[str, Any]) -> list[t.Table]:
+    left_out = topology.get("left_out") or []
+    if not left_out:
+        return []
+    return [
+        t.Table(
+            "Mesh dims without constants",
+            [
+                t.text("Mesh dim", [dim["name"] for dim in left_out]),
+                t.counts("Ranks", [dim["ranks"] for dim in left_out]),
+                t.text("Why", [dim["reason"] for dim in left_out]),
+            ],
+        )
+    ]
+
+
+def _residuals(topology: Mapping[str, Any]) -> t.Table:
+    rows = [(dim, p) for dim in topology["dims"] for p in dim["residuals"]["points"]]
+
+    def builtin(dim: Mapping[str, Any], point: Mapping[str, Any]) -> float | None:
+        constants = dim["builtin"]
+        if constants is None or point["collective"] not in RING_COLLECTIVES:
+            return None
+        return 1e-6 * predict_us(
+            point["collective"],
+            point["size_bytes"],
+            dim["ranks"],
+            bandwidth_GiBps=constants["bandwidth_GiBps"],
+            latency_us_per_hop=constants["latency_us_per_hop"],
+        )
+
+    predicted = [builtin(dim, p) for dim, p in rows]
+    return t.Table(
+        "Every point: measured, fitted, built-in",
+        [
+            t.text("Mesh dim", [dim["name"] for dim, _ in rows]),
+            t.text("Collective", [p["collective"] for _, p in rows]),
+            t.sizes("Size", [format_size(p["size_bytes"]) for _, p in rows]),
+            *t.times(
+                [
+                    ("measured", [p["measured_s"] for _, p in rows]),
+                    ("fitted", [p["predicted_s"] for _, p in rows]),
+                    ("built-in", predicted),
+                ]
+            ),
+            t.ratios("fitted / measured", [p["predicted_s"] / p["measured_s"] for _, p in rows]),
+            t.factors(
+                "built-in / measured",
+                [
+                    None if v is None else v / p["measured_s"]
+                    for v, (_, p) in zip(predicted, rows, strict=True)
+                ],
+            ),
+        ],
+        folded=True,
+    )
+
+
+def _own_lines(topology: Mapping[str, Any]) -> t.Table:
+    rows = [(dim, name, line) for dim in topology["dims"] for name, line in dim["collectives"].items()]
+    return t.Table(
+        "A line of its own for every collective: time = α + size / β",
+        [
+            t.text("Mesh dim", [dim["name"] for dim, _, _ in rows]),
+            t.text("Collective", [name for _, name, _ in rows]),
+            t.Column("α", t.aligned([line["alpha_us"] for _, _, line in rows]), True, "µs"),
+            t.Column("β", t.aligned([line["beta_GiBps"] for _, _, line in rows]), True, "GiB/s"),
+            t.ratios("off by, mean", [line["geometric_mean_ratio"] for _, _, line in rows]),
+            t.counts("Points", [line["points"] for _, _, line in rows]),
+            t.Column(
+                "Sizes", [" – ".join(format_size(s) for s in line["size_bytes"]) for _, _, line in rows], True
+            ),
+        ],
+        folded=True,
+    )

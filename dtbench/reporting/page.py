@@ -1,0 +1,376 @@
+"""Builds the page: one HTML file that needs no network and no script."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from dtbench.calibrate import check_same_setup
+from dtbench.files import write_atomically
+from dtbench.model import Result, Run
+from dtbench.reporting import sections as s
+from dtbench.reporting import tables as t
+from dtbench.reporting.calibration import calibration
+from dtbench.reporting.cases import Case, collect, geometric_mean, group
+from dtbench.reporting.svg import printable
+from dtbench.units import format_bandwidth, format_size
+
+GENERATOR = "dtbench report"
+BUDGET_BYTES = 2_000_000
+# What is given up, in this order, to stay within the budget: (embed the raw data, rows per table).
+ECONOMIES = ((True, 2000), (False, 2000), (False, 500), (False, 100), (False, 20))
+TEMPLATES = Path(__file__).parent
+OWN_SUITES = ("dispatch", "redistribute", "collectives", "bucketer", "tensor_parallel")
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The most telling figures: a number and what it says, with the section that shows more."""
+
+    figure: str
+    words: str
+    section: str
+
+
+def write_report(runs: Sequence[Run], topology: Mapping[str, Any] | None, path: str | Path) -> None:
+    """Writes the report of one or several launches of one setup.
+
+    topology: what `calibrate.read_topology` gives, or None to leave the cost model out.
+
+    Raises:
+        UsageError: no runs, or runs of different machines, meshes or backends.
+        OutputError: the place cannot be written, or holds a file that is no report.
+    """
+    write_atomically(Path(path), render(runs, topology), _is_report, "report of dtbench")
+
+
+def render(runs: Sequence[Run], topology: Mapping[str, Any] | None = None) -> str:
+    """The page as text; the same inputs give the same bytes."""
+    check_same_setup(runs)
+    suites = collect(runs)
+    sections = _sections(suites, topology)
+    context = {
+        "title": _title(runs[0].header),
+        "summary": _summary(runs, suites),
+        "warnings": _warnings(runs, topology),
+        "headlines": _headlines(suites, topology),
+        "provenance": _provenance(runs),
+        "environment": sorted(runs[0].header["env"].items()),
+        "sections": sections,
+        "failures": _failures(runs),
+        "generator": GENERATOR,
+    }
+    page = ""
+    for embed, rows in ECONOMIES:
+        cuts = _cuts(embed, rows, sections)
+        page = _fill(
+            {**context, "raw": _raw(runs, topology) if embed else None, "max_rows": rows, "cuts": cuts}
+        )
+        if len(page.encode()) <= BUDGET_BYTES:
+            break
+    return page
+
+
+def _fill(context: Mapping[str, Any]) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_visible,
+    )
+    css = (TEMPLATES / "page.css").read_text("utf-8")
+    return environment.get_template("page.html.j2").render(**context, css=Markup(css))
+
+
+def _visible(value: Any) -> Any:
+    """Control characters and marks that turn the reading direction become visible."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return value if value.isprintable() else printable(value)
+    return value
+
+
+def _is_report(head: str) -> bool:
+    return f'<meta name="generator" content="{GENERATOR}">' in head
+
+
+def _cuts(embed: bool, rows: int, sections: Sequence[s.Section]) -> list[str]:
+    cuts = []
+    if not embed:
+        cuts.append(f"The raw data are left out to keep the page below {BUDGET_BYTES // 1_000_000} MB.")
+    longest = max((table.total_rows for section in sections for table in section.tables), default=0)
+    if longest > rows:
+        cuts.append(
+            f"Tables are cut after {rows} rows; the longest has {longest}. The run file has them all."
+        )
+    return cuts
+
+
+def _raw(runs: Sequence[Run], topology: Mapping[str, Any] | None) -> Markup:
+    """Headers, results without their samples, and the topology, as JSON that cannot end its element."""
+    data = {
+        "runs": [
+            {"header": dict(run.header), "complete": run.complete, "results": [_line(r) for r in run.results]}
+            for run in runs
+        ],
+        "topology": topology,
+    }
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+def _line(result: Result) -> dict[str, Any]:
+    line = dataclasses.asdict(dataclasses.replace(result, samples_s=(), rank_samples_s={}))
+    return {k: v for k, v in line.items() if v not in (None, "", (), {})}
+
+
+# ------------------------------------------------------------------------------------------- words
+
+
+def _mesh(header: Mapping[str, Any]) -> str:
+    mesh = header["mesh"]
+    return " × ".join(f"{name} = {size}" for name, size in zip(mesh["dim_names"], mesh["shape"], strict=True))
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _hosts(header: Mapping[str, Any]) -> list[str]:
+    return sorted({rank["host"] for rank in header["ranks"] if rank.get("host")})
+
+
+def _hardware(header: Mapping[str, Any]) -> str:
+    machine = header["machine"]
+    gpus: dict[str, int] = {}
+    for gpu in machine["gpus"]:
+        name = str(gpu.get("name") or "GPU")
+        gpus[name] = gpus.get(name, 0) + 1
+    named = [f"{count} × {name}" for name, count in gpus.items()]
+    return ", ".join([*named, str(machine["cpu"].get("model") or "unknown CPU")])
+
+
+def _title(header: Mapping[str, Any]) -> str:
+    mesh = _mesh(header)
+    backend = header["versions"].get("backend") or "no backend"
+    ranks = len(header["ranks"])
+    where = f" on {_plural(len(_hosts(header)), 'host')}" if _hosts(header) else ""
+    return f"Mesh {mesh or 'unknown'} over {backend}, {_plural(ranks, 'rank')}{where}"
+
+
+def _summary(runs: Sequence[Run], suites: Mapping[str, Sequence[Case]]) -> str:
+    header = runs[0].header
+    count = sum(len(cases) for cases in suites.values())
+    launches = len({(run.header["run_id"], r.launch) for run in runs for r in run.results})
+    names = ", ".join(suites) or "no suite"
+    return (
+        f"{_plural(count, 'case')} of {_plural(len(suites), 'suite')} ({names}) measured in "
+        f"{_plural(launches, 'launch').replace('launchs', 'launches')} on {_hardware(header)} with "
+        f"torch {header['versions'].get('torch') or 'unknown'}. "
+        "dtbench’s own core and torch.distributed.tensor ran the same cases in turn."
+    )
+
+
+def _warnings(runs: Sequence[Run], topology: Mapping[str, Any] | None) -> list[str]:
+    """What a reader has to know before believing a figure; the gravest first."""
+    found = []
+    cut = [run.path.name for run in runs if not run.complete]
+    if cut:
+        found.append(
+            f"Incomplete: {', '.join(cut)} has no end line; cases are missing. `dtbench run --resume` goes on."
+        )
+    tally: dict[str, int] = {}
+    for run in runs:
+        for result in run.results:
+            tally[result.status] = tally.get(result.status, 0) + 1
+    if tally.get("wrong"):
+        found.append(
+            f"{_plural(tally['wrong'], 'result')} held wrong data: see Failures. No time of theirs is shown."
+        )
+    if tally.get("failed"):
+        found.append(f"{_plural(tally['failed'], 'result')} failed: see Failures.")
+    if any(run.header["plan"].get("quick") for run in runs):
+        found.append("Measured with --quick: few samples, so small differences mean nothing.")
+    if topology is not None:
+        known = {run.header["run_id"] for run in runs}
+        strangers = sorted(r["run_id"] for r in topology["runs"] if r["run_id"] not in known)
+        if strangers:
+            found.append(
+                f"The topology was fitted to another run ({', '.join(strangers)}): its points are not those here."
+            )
+        found += topology.get("warnings") or []
+        found += [
+            f"Cost model, mesh dim {dim['name']}: {w}."
+            for dim in topology["dims"]
+            for w in dim.get("warnings", [])
+        ]
+    return found
+
+
+def _headlines(suites: Mapping[str, Sequence[Case]], topology: Mapping[str, Any] | None) -> list[Headline]:
+    found = []
+    for suite, what in (
+        ("dispatch", "cached dispatch"),
+        ("redistribute", "redistribute"),
+        ("tensor_parallel", "block"),
+    ):
+        cases = [c for c in suites.get(suite, ()) if c.get("call") != "first"]
+        ratios = [r for c in cases if (r := c.ratio("core", "torch")) is not None]
+        mean = geometric_mean(ratios)
+        if mean is not None:
+            words = (
+                f"core over torch, time per {what}: geometric mean of {_plural(len(ratios), 'case')}, "
+                f"from {min(ratios):.2f}× to {max(ratios):.2f}×"
+            )
+            found.append(Headline(f"{mean:.2f}×", words, suite))
+    found += _bandwidth_headlines(suites.get("collectives", ()))
+    found += _bucket_headline(suites.get("bucketer", ()))
+    for dim in (topology or {"dims": []})["dims"]:
+        if dim["builtin"] and "geometric_mean_ratio" in dim["builtin"]:
+            off, fit = dim["builtin"]["geometric_mean_ratio"], dim["residuals"]["geometric_mean_ratio"]
+            words = f"PyTorch’s built-in constants are off by this much over {dim['name']}; fitted ones by {fit:.2f}×"
+            found.append(Headline(f"{off:.3g}×", words, "calibration"))
+    return found
+
+
+def _bandwidth_headlines(cases: Sequence[Case]) -> list[Headline]:
+    """The all_reduce of each dim at its best, all groups together where that was measured."""
+    found = []
+    reduces = [c for c in cases if c.name == "all_reduce"]
+    for dim, members in group(reduces, lambda c: c.get("mesh_dim")).items():
+        together = [c for c in members if c.get("groups") == "together"] or members
+        best = max(
+            (m for c in together for m in c.impls.values() if m.busbw_Bps),
+            key=lambda m: m.busbw_Bps or 0,
+            default=None,
+        )
+        if best is not None:
+            groups = best.params.get("groups", "")
+            words = f"bus bandwidth of all_reduce over {dim} at its best, {format_size(best.size_bytes)}, groups {groups}"
+            found.append(Headline(format_bandwidth(best.busbw_Bps), words, "collectives"))
+    return found
+
+
+def _bucket_headline(cases: Sequence[Case]) -> list[Headline]:
+    ratios = [(r, c) for c in cases if (r := c.ratio("unbucketed", "core")) is not None]
+    if not ratios:
+        return []
+    ratio, case = max(ratios, key=lambda pair: pair[0])
+    tensor, bucket = format_size(case.number("tensor_bytes")), format_size(case.number("bucket_bytes"))
+    words = f"unbucketed over bucketed time at the best: tensors of {tensor} in buckets of {bucket}"
+    limit = case.ratio("limit", "core")
+    if limit is not None:
+        words += f", {limit:.0%} of the limit"
+    return [Headline(f"{ratio:.2f}×", words, "bucketer")]
+
+
+# ---------------------------------------------------------------------------------------- sections
+
+
+def _sections(suites: Mapping[str, list[Case]], topology: Mapping[str, Any] | None) -> list[s.Section]:
+    made = [
+        s.dispatch(suites.get("dispatch", [])),
+        s.collectives(suites.get("collectives", [])),
+        calibration(topology, bool(suites.get("collectives"))),
+        s.redistribute(suites.get("redistribute", [])),
+        s.bucketer(suites.get("bucketer", [])),
+        s.tensor_parallel(suites.get("tensor_parallel", [])),
+        s.other_suites({name: cases for name, cases in suites.items() if name not in OWN_SUITES}),
+    ]
+    return [section for section in made if section is not None]
+
+
+def _provenance(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    header = runs[0].header
+    machine = header["machine"]
+    known = {"cpu", "gpus"}
+    facts = [("Command", " ".join(str(arg) for arg in run.header["argv"])) for run in runs]
+    facts += [
+        (
+            "Run",
+            f"{run.header['run_id']}, started {run.header['started'] or 'at an unknown time'}, "
+            f"{'complete' if run.complete else 'incomplete'}, file {run.path.name}",
+        )
+        for run in runs
+    ]
+    facts += [
+        ("Mesh", _mesh(header)),
+        ("Ranks", _placement(header)),
+        ("Versions", ", ".join(f"{k} {v}" for k, v in header["versions"].items() if v is not None)),
+        ("Checkout", _checkout(header["git"])),
+        ("CPU", _described(machine["cpu"])),
+        *[("GPU", _described(gpu)) for gpu in machine["gpus"]],
+        *[(k.replace("_", " ").capitalize(), _described(v)) for k, v in machine.items() if k not in known],
+        ("Suites", ", ".join(header["suites"])),
+        ("Plan", _described(header["plan"])),
+    ]
+    return [(name, value) for name, value in facts if value]
+
+
+def _placement(header: Mapping[str, Any]) -> str:
+    by_host: dict[str, list[str]] = {}
+    for rank in header["ranks"]:
+        place = f"{rank['rank']} ({rank.get('device') or 'unknown device'})"
+        by_host.setdefault(rank.get("host") or "unknown host", []).append(place)
+    return "; ".join(f"{host}: {', '.join(places)}" for host, places in by_host.items())
+
+
+def _checkout(git: Mapping[str, Any]) -> str:
+    if not git.get("commit"):
+        return ""
+    state = {True: ", with uncommitted changes", False: ", clean"}.get(git.get("dirty"), "")  # type: ignore[arg-type]
+    return f"{git['commit']}{state}"
+
+
+def _described(value: Any) -> str:
+    """A fact of the header in words; its shape is the machine's and not known here."""
+    if isinstance(value, Mapping):
+        return ", ".join(
+            f"{str(k).replace('_', ' ')} {_described(v)}"
+            for k, v in value.items()
+            if v not in (None, "", [], {})
+        )
+    if isinstance(value, list | tuple):
+        return " ".join(_described(v) for v in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else str(value)
+
+
+def _failures(runs: Sequence[Run]) -> list[t.Table]:
+    tables = []
+    for status, caption in (
+        ("wrong", "Wrong data: timed, but the result was not what it should be"),
+        ("failed", "Failed"),
+        ("skipped", "Skipped, with the reason"),
+    ):
+        rows = [r for run in runs for r in run.results if r.status == status]
+        if rows:
+            tables.append(
+                t.Table(
+                    caption,
+                    [
+                        t.text("Suite", [r.suite for r in rows]),
+                        t.text("Case", [r.name for r in rows]),
+                        t.text("Impl", [r.impl for r in rows]),
+                        t.text(
+                            "Parameters", [", ".join(f"{k}={v}" for k, v in r.params.items()) for r in rows]
+                        ),
+                        t.text("Rank", [r.rank for r in rows]),
+                        t.counts("Launch", [r.launch for r in rows]),
+                        t.text("Reason", [r.reason for r in rows]),
+                    ],
+                    folded=status == "skipped",
+                )
+            )
+    return tables

@@ -1,0 +1,109 @@
+"""From a matplotlib figure to SVG that belongs to the page: its colours, its font, its ids.
+
+matplotlib knows neither CSS variables nor a second figure in the same document. So figures are
+drawn in stand-in colours that are replaced by `var(--name)`, which lets dark mode and print restyle
+them, and every id gets the figure's own prefix.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+import warnings
+from collections.abc import Callable
+
+import matplotlib
+from markupsafe import Markup
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+# CSS variable -> stand-in. No stand-in may be a colour that anything else is drawn in.
+_NAMES = ("ink", "muted", "rule", "surface", "s0", "s1", "s2", "s3", "s4", "s5")
+STAND_IN = {name: f"#0a0b{0x10 + i:02x}" for i, name in enumerate(_NAMES)}
+
+FONT_PX = 10.0
+_RC = {
+    "svg.fonttype": "none",  # text stays text: small, selectable, read aloud
+    "svg.hashsalt": "dtbench",  # ids do not depend on the moment
+    "text.parse_math": False,  # a dollar in a name is a dollar
+    "font.size": FONT_PX,
+    "axes.unicode_minus": False,
+    "path.simplify": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
+    "axes.edgecolor": STAND_IN["rule"],
+    "axes.labelcolor": STAND_IN["muted"],
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": STAND_IN["rule"],
+    "grid.linewidth": 0.7,
+    "xtick.color": STAND_IN["rule"],
+    "ytick.color": STAND_IN["rule"],
+    "xtick.labelcolor": STAND_IN["muted"],
+    "ytick.labelcolor": STAND_IN["muted"],
+    "xtick.minor.visible": False,
+    "ytick.minor.visible": False,
+    "text.color": STAND_IN["ink"],
+}
+
+
+def draw(
+    width_px: float, height_px: float, paint: Callable[[Figure], None], *, prefix: str, title: str, desc: str
+) -> Markup:
+    """The SVG that `paint` draws on a figure of this size; one unit is one CSS pixel.
+
+    prefix: unique in the page, letters and digits. title, desc: what a screen reader says.
+    """
+    # rcdefaults first: a user's matplotlibrc is no input of a report.
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        # A name may hold letters that matplotlib's font lacks; the browser has its own.
+        warnings.filterwarnings("ignore", message=r"(?s).*Glyph .* missing from")
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_RC)
+        figure = Figure(figsize=(width_px / 72, height_px / 72))
+        FigureCanvasSVG(figure)
+        paint(figure)
+        buffer = io.StringIO()
+        figure.savefig(
+            buffer,
+            format="svg",
+            transparent=True,
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+        )
+    return Markup(_adopt(buffer.getvalue(), width_px, height_px, prefix, title, desc))
+
+
+def printable(text: str) -> str:
+    """`text` without characters that XML forbids or that would turn the reading direction."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _adopt(svg: str, width: float, height: float, prefix: str, title: str, desc: str) -> str:
+    body = svg[svg.index("<g id=") : svg.rindex("</svg>")]
+    # matplotlib's own style element would speak to the whole page.
+    body = re.sub(r"<style\b.*?</style>", "", body, flags=re.DOTALL)
+    body = re.sub(r'\bid="([^"]*)"', rf'id="{prefix}-\1"', body)
+    body = re.sub(r'\bxlink:href="#([^"]*)"', rf'href="#{prefix}-\1"', body)
+    body = re.sub(r"url\(#([^)]*)\)", rf"url(#{prefix}-\1)", body)
+    body = re.sub(r"font-family: [^;\"]*;? ?", "", body)
+    body = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", body)
+    body = re.sub(r'(?<= )(d|x|y|transform)="[^"]*"', lambda m: _shorten(m[0]), body)
+    body = re.sub(r">\s+<", "><", body)
+    for name, stand_in in STAND_IN.items():
+        body = body.replace(stand_in, f"var(--{name})")
+    return (
+        f'<svg class="plot" role="img" viewBox="0 0 {width:g} {height:g}" '
+        f'aria-labelledby="{prefix}-t {prefix}-d">'
+        f'<title id="{prefix}-t">{html.escape(printable(title))}</title>'
+        f'<desc id="{prefix}-d">{html.escape(printable(desc))}</desc>{body}</svg>'
+    )
+
+
+def _shorten(attribute: str) -> str:
+    """A hundredth of a pixel is fine enough."""
+    attribute = re.sub(r"(\.\d\d)\d+", r"\1", attribute)
+    return re.sub(r"\s+", " ", attribute)

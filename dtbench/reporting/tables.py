@@ -1,0 +1,94 @@
+"""Tables of the report: one unit per column in its header, figures of a column aligned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dtbench.units import bandwidth_unit, significant, time_unit
+
+MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Column:
+    header: str
+    cells: Sequence[str]
+    numeric: bool = False
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """caption: what it holds, in words. folded: shown behind its caption. total_rows: before a cut."""
+
+    caption: str
+    columns: Sequence[Column]
+    folded: bool = False
+    note: str = ""
+
+    @property
+    def total_rows(self) -> int:
+        return len(self.columns[0].cells) if self.columns else 0
+
+    def rows(self, most: int) -> list[list[str]]:
+        """At most so many rows of cells, as the template writes them."""
+        return [list(row) for row in zip(*(c.cells[:most] for c in self.columns), strict=True)]
+
+
+def text(header: str, cells: Sequence[object]) -> Column:
+    return Column(header, [str(cell) if cell not in ("", None) else MISSING for cell in cells])
+
+
+def sizes(header: str, cells: Sequence[str]) -> Column:
+    """Sizes that name a case, each in its own unit, right-aligned."""
+    return Column(header, cells, numeric=True)
+
+
+def times(columns: Sequence[tuple[str, Sequence[float | None]]]) -> list[Column]:
+    """Columns of seconds that are compared with each other: all in the unit that fits them together."""
+    unit = time_unit([v for _, values in columns for v in values if v is not None])
+    return [Column(header, aligned(values, unit.scale), True, unit.name) for header, values in columns]
+
+
+def bandwidths(columns: Sequence[tuple[str, Sequence[float | None]]]) -> list[Column]:
+    """Columns of bytes per second, all in one unit of 10^3, 10^6 or 10^9 bytes per second."""
+    unit = bandwidth_unit([v for _, values in columns for v in values if v is not None])
+    return [Column(header, aligned(values, unit.scale), True, unit.name) for header, values in columns]
+
+
+def ratios(header: str, values: Sequence[float | None], *, mark_above: float | None = None) -> Column:
+    """Factors with two decimals. mark_above: what lies above it bears a mark, not only a figure."""
+    cells = []
+    for value in values:
+        cell = MISSING if value is None else f"{value:.2f}" if value < 100 else significant(value, 3)
+        cells.append(
+            f"▲ {cell}" if value is not None and mark_above is not None and value > mark_above else cell
+        )
+    return Column(header, cells, True, "×")
+
+
+def factors(header: str, values: Sequence[float | None]) -> Column:
+    """Factors that may lie far below 1, with two significant digits."""
+    return Column(header, [MISSING if v is None else significant(v, 2) for v in values], True, "×")
+
+
+def counts(header: str, values: Sequence[float | None]) -> Column:
+    return Column(
+        header, [MISSING if v is None else f"{v:,.0f}".replace(",", "\u202f") for v in values], True
+    )
+
+
+def aligned(values: Sequence[float | None], scale: float = 1.0) -> list[str]:
+    """The values over `scale`, all with the same number of decimals (0 to 4), so that the points align.
+
+    The decimals give the lower quartile three significant digits: a sweep over sizes spans decades,
+    and its largest value needs none.
+    """
+    there = sorted(abs(v) / scale for v in values if v)
+    if not there:
+        return [MISSING if v is None else "0" for v in values]
+    typical = there[len(there) // 4]
+    decimals = min(max(2 - math.floor(math.log10(typical)), 0), 4)
+    return [MISSING if v is None else f"{v / scale:.{decimals}f}" for v in values]
