@@ -26,6 +26,21 @@ def dtensor_api(impl: str) -> Any:
     return importlib.import_module(DTENSOR_MODULES[impl])
 
 
+def placement(api: Any, text: str) -> Any:
+    """`S(0)`, `R`, `P` or `P(avg)` -> the placement of that library."""
+    kind, _, argument = text.rstrip(")").partition("(")
+    if kind == "S":
+        return api.Shard(int(argument))
+    return api.Partial(argument or "sum") if kind == "P" else api.Replicate()
+
+
+def shard_of(full: torch.Tensor, text: str, rank: int, ranks: int) -> torch.Tensor:
+    """What `rank` holds of `full` when it is placed as `text` says: a shard, or (R) all of it."""
+    if not text.startswith("S"):
+        return full
+    return full.chunk(ranks, dim=int(text[2:-1]))[rank].contiguous()
+
+
 def shared_dims(plan: Plan) -> list[tuple[str, int]]:
     """The mesh dims with more than one rank: (name, ranks)."""
     return [(name, ranks) for name, ranks in plan.mesh if ranks > 1]
@@ -50,9 +65,11 @@ def moved_values(rank: int, count: int, dtype: torch.dtype, device: torch.device
 
 
 def summed_values(
-    rank: int, ranks: int, count: int, dtype: torch.dtype, device: torch.device
+    rank: int, ranks: int, count: int, dtype: torch.dtype, device: torch.device, start: int = 0
 ) -> torch.Tensor:
     """(count,) what `rank` adds to a sum over `ranks` that `dtype` holds exactly; see `sum_of_values`.
+
+    start: the index of the first value, so that tensors of one case differ.
 
     Raises:
         Skip: so many ranks that even the smallest sum that tells them apart overflows the dtype.
@@ -62,13 +79,15 @@ def summed_values(
             f"{dtype} counts exactly to {largest_exact(dtype)}: too few for a sum over {ranks} ranks; "
             f"take a wider --dtype"
         )
-    index = torch.arange(count, device=device)
+    index = torch.arange(start, start + count, device=device)
     return (index % SUMMED_VALUES + rank % 2).to(dtype)
 
 
-def sum_of_values(ranks: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def sum_of_values(
+    ranks: int, count: int, dtype: torch.dtype, device: torch.device, start: int = 0
+) -> torch.Tensor:
     """(count,) the sum of `summed_values` over all ranks, in closed form."""
-    index = torch.arange(count, device=device)
+    index = torch.arange(start, start + count, device=device)
     return (ranks * (index % SUMMED_VALUES) + ranks // 2).to(dtype)
 
 
@@ -85,6 +104,7 @@ def mismatch(
         return f"{what} is {tuple(got.shape)} {got.dtype}, expected {tuple(want.shape)} {want.dtype}"
     if got.numel() == 0:
         return None
+    got, want = got.detach(), want.detach()
     limit = rtol * float(want.abs().max()) if rtol else 0.0
     # Written so that NaN counts as wrong.
     bad = ~((got - want).abs() <= limit) if rtol else got != want

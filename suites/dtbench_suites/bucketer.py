@@ -1,0 +1,166 @@
+"""Reduce-scatter of many small tensors: what bundling them into buckets gains, and at which size.
+
+    core         dtbench_core.ReduceScatterBucketer, buckets of bucket_bytes
+    unbucketed   one collective for each tensor: what bucketing has to beat
+    limit        one collective over all bytes at once, nothing copied: what it cannot beat
+
+Counters, per pass over all tensors: collectives issued, bytes_copied on this rank, and peak_bytes of
+buffers besides the inputs and the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+import dtbench_core
+from dtbench.model import Case, Plan, Workload
+from dtbench.registry import World, suite
+from dtbench_core.torch_compat import reduce_scatter_single
+from dtbench_suites.data import mismatch, shared_dims, sum_of_values, summed_values, torch_dtype
+
+KIB, MIB = 2**10, 2**20
+# Bytes of all tensors, of one tensor, of a bucket. 25 MiB is the bucketers' default (DDP and fairscale);
+# tensors of 16 KiB are biases and norms of a large model, 256 KiB small matrices. On a CPU a collective
+# costs about a millisecond however small it is, so there are fewer of them.
+SWEEPS = {
+    "cpu": (2 * MIB, (16 * KIB, 256 * KIB), (256 * KIB, 1 * MIB, 25 * MIB)),
+    "cuda": (64 * MIB, (16 * KIB, 256 * KIB, 4 * MIB), (1 * MIB, 8 * MIB, 25 * MIB)),
+}
+QUICK = (256 * KIB, (16 * KIB,), (64 * KIB, 25 * MIB))
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The tensors of one rank, and what is to come out. Tensor k holds other values than its neighbours."""
+
+    group: dist.ProcessGroup
+    tensors: list[torch.Tensor]  # each (count,)
+
+    @classmethod
+    def make(
+        cls, group: dist.ProcessGroup, number: int, count: int, dtype: torch.dtype, device: torch.device
+    ) -> Gradients:
+        rank, n = group.rank(), group.size()
+        return cls(group, [summed_values(rank, n, count, dtype, device, start=k) for k in range(number)])
+
+    def check(self, results: list[torch.Tensor | None]) -> str | None:
+        """results: for tensor k its reduced shard, (count / n,); None where none came."""
+        n, first = self.group.size(), self.tensors[0]
+        for k, result in enumerate(results):
+            if result is None:
+                return f"tensor {k} of {len(results)} was never reduced"
+            whole = sum_of_values(n, first.numel(), first.dtype, first.device, start=k)
+            wrong = mismatch(result, whole.chunk(n)[self.group.rank()], f"the shard of tensor {k}")
+            if wrong:
+                return wrong
+        return None
+
+
+def core(gradients: Gradients, bucket_bytes: int) -> Workload:
+    group = gradients.group
+    shards = [list(t.chunk(group.size())) for t in gradients.tensors]  # each n of (count / n,)
+    bucketer = dtbench_core.ReduceScatterBucketer(bucket_cap_mb=bucket_bytes / MIB)
+    results: list[torch.Tensor | None] = [None] * len(shards)
+    keep = [partial(results.__setitem__, k) for k in range(len(shards))]
+
+    def run() -> None:
+        for parts, callback in zip(shards, keep, strict=True):
+            bucketer.reduce_scatter_async(parts, group, callback)
+        bucketer.flush()
+
+    def check() -> str | None:
+        results[:] = [None] * len(shards)
+        run()
+        return gradients.check(results)
+
+    def counters() -> dict[str, float]:
+        """Of one more pass; all ranks together."""
+        before = bucketer.counters.collectives, bucketer.counters.bytes_copied
+        run()
+        now = bucketer.counters
+        return {
+            "collectives": now.collectives - before[0],
+            "bytes_copied": now.bytes_copied - before[1],
+            "peak_bytes": now.peak_bytes,
+        }
+
+    return Workload(run=run, check=check, counters=counters, close=bucketer.teardown)
+
+
+def unbucketed(gradients: Gradients, bucket_bytes: int) -> Workload:
+    group = gradients.group
+    outputs = [torch.empty_like(t.chunk(group.size())[0]) for t in gradients.tensors]
+    calls = [
+        partial(reduce_scatter_single, output, tensor, group=group)
+        for output, tensor in zip(outputs, gradients.tensors, strict=True)
+    ]
+    return plain(calls, outputs, lambda: gradients.check([*outputs]))
+
+
+def limit(gradients: Gradients, bucket_bytes: int) -> Workload:
+    group, number = gradients.group, len(gradients.tensors)
+    n, count = group.size(), gradients.tensors[0].numel()
+    # As a bucket would lie at its best: all shards for rank 0, all for rank 1, ...
+    sent = torch.stack(gradients.tensors).view(number, n, count // n).transpose(0, 1).flatten()
+    output = sent.new_empty(number, count // n)
+    calls = [partial(reduce_scatter_single, output.view(-1), sent, group=group)]
+    return plain(calls, [output], lambda: gradients.check([*output]))
+
+
+def plain(
+    calls: Sequence[Callable[[], object]], outputs: list[torch.Tensor], compare: Callable[[], str | None]
+) -> Workload:
+    """Collectives straight from the inputs into the results: nothing copied, nothing held."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    def check() -> str | None:
+        for output in outputs:
+            output.zero_()
+        run()
+        return compare()
+
+    counters = {"collectives": float(len(calls)), "bytes_copied": 0.0, "peak_bytes": 0.0}
+    return Workload(run=run, check=check, counters=lambda: counters)
+
+
+IMPLS = {"core": core, "unbucketed": unbucketed, "limit": limit}
+
+
+@suite("bucketer", world="ranks", help="bucketed reduce-scatter of many small tensors")
+def bucketer(plan: Plan) -> Iterator[Case]:
+    total_bytes, tensor_sizes, bucket_sizes = QUICK if plan.quick else SWEEPS[plan.device_type]
+    for mesh_dim, n in shared_dims(plan):
+        for dtype_name in plan.dtypes:
+            dtype = torch_dtype(dtype_name)
+            for tensor_bytes in tensor_sizes:
+                count = tensor_bytes // dtype.itemsize // n * n  # even shards
+                number = total_bytes // tensor_bytes
+                for bucket_bytes in bucket_sizes:
+                    sizes = {
+                        "tensor_bytes": count * dtype.itemsize,
+                        "bucket_bytes": bucket_bytes,
+                        "total_bytes": number * count * dtype.itemsize,
+                    }
+                    build = partial(build_impl, mesh_dim, number, count, dtype, bucket_bytes)
+                    yield Case(
+                        name="reduce_scatter",
+                        params={"mesh_dim": mesh_dim, "ranks": n, "dtype": dtype_name, **sizes},
+                        build={impl: partial(build, impl) for impl in IMPLS},
+                        size_bytes=sizes["total_bytes"],
+                        busbw_factor=(n - 1) / n,  # as of one reduce-scatter; see collectives.busbw_factor
+                    )
+
+
+def build_impl(
+    mesh_dim: str, number: int, count: int, dtype: torch.dtype, bucket_bytes: int, impl: str, world: World
+) -> Workload:
+    group = world.mesh.get_group(mesh_dim)
+    return IMPLS[impl](Gradients.make(group, number, count, dtype, world.device), bucket_bytes)
