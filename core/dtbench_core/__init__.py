@@ -1,1 +1,59 @@
-"""A complete distributed-tensor library in pure Python on `torch.distributed`."""
+"""A complete distributed-tensor library in pure Python on `torch.distributed`.
+
+Names and signatures are those of torch.distributed.tensor: code written for it runs here by
+changing the import. `dtbench_core.parallel` holds tensor parallelism, `dtbench_core.cost` the cost
+model.
+
+Reading order, from the idea to the machine:
+
+    placement     how one mesh dim holds a tensor, and the arithmetic of shards
+    spec          mesh + placements + global metadata, interned
+    tensor        DTensor: making one, leaving, moving
+    dispatch      op -> cached plan -> local op -> wrapped result
+    plan          making a plan
+    rules         which placements an op can run with, a file per family of ops
+    redistribute  from one placement to another, by cost
+    cost          what a collective costs, built in or calibrated
+    comm          the only file that calls collectives
+    bucketer      many small reduce-scatters as few large ones
+"""
+
+from dtbench_core.bucketer import ReduceScatterBucketer
+from dtbench_core.comm import CommCount, count_collectives
+from dtbench_core.dispatch import cache_info, clear_caches
+from dtbench_core.errors import (
+    ArgumentError,
+    CoreError,
+    LayoutError,
+    MeshError,
+    MixedTensorError,
+    NoRuleError,
+    PlacementError,
+)
+from dtbench_core.placement import Partial, Placement, Replicate, Shard
+from dtbench_core.spec import DTensorSpec, TensorMeta
+from dtbench_core.tensor import DTensor, distribute_module, distribute_tensor
+
+__all__ = [
+    "ArgumentError",
+    "CommCount",
+    "CoreError",
+    "DTensor",
+    "DTensorSpec",
+    "LayoutError",
+    "MeshError",
+    "MixedTensorError",
+    "NoRuleError",
+    "Partial",
+    "Placement",
+    "PlacementError",
+    "ReduceScatterBucketer",
+    "Replicate",
+    "Shard",
+    "TensorMeta",
+    "cache_info",
+    "clear_caches",
+    "count_collectives",
+    "distribute_module",
+    "distribute_tensor",
+]

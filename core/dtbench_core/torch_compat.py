@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 # c10d, public functions under the name this torch does not warn about.
 all_gather_single = cast(
@@ -24,6 +26,7 @@ reduce_scatter_single = cast(
 # that take tenths of a microsecond, against microseconds for their public wrappers.
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 any_requires_grad = cast("Callable[..., bool]", torch._C._any_requires_grad)  # type: ignore[attr-defined]
+any_autocast = cast("Callable[[], bool]", torch._C._is_any_autocast_enabled)
 dispatch_modes_active = cast("Callable[[], int]", torch._C._len_torch_dispatch_stack)
 functorch_level = cast("Callable[[], object]", torch._C._functorch.peek_interpreter_stack)
 make_wrapper = cast("Callable[..., torch.Tensor]", torch.Tensor._make_wrapper_subclass)
@@ -32,3 +35,8 @@ make_wrapper = cast("Callable[..., torch.Tensor]", torch.Tensor._make_wrapper_su
 def kernel_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """The C entry of `op`, without OpOverload's Python `__call__` (0.3 us)."""
     return cast("Callable[..., Any]", op._op)
+
+
+def current_mesh() -> DeviceMesh:
+    """The mesh of the enclosing `with mesh:`; RuntimeError when there is none."""
+    return cast("DeviceMesh", device_mesh._mesh_resources.get_current_mesh())  # type: ignore[attr-defined]

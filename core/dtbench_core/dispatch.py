@@ -1,0 +1,260 @@
+"""How an op on DTensors runs: op -> cached plan -> local op -> wrapped result.
+
+1. `torch_function` sees every call a user makes. Where neither autograd nor a mode has a say, and the
+   call is known to be one functional op, it runs that op's plan at once (Note [Fast calls]).
+2. Otherwise torch runs its own machinery and comes back in `torch_dispatch`, below autograd, once per
+   aten op.
+3. Either way the plan is found in a dict, by op, specs (by identity) and static arguments. On a miss
+   plan.py makes one: the op's rule lists the possible placements, the cheapest row is chosen per mesh
+   dim, and the op runs on meta tensors to learn the result's global shape, stride and dtype.
+4. `Plan.run` moves the inputs that must move, runs the op on the shards and wraps what comes out.
+
+Note [Fast calls]: a call is learnt by watching it. If a Python-level function, called without
+autograd, arrives in `torch_dispatch` as exactly one op that got just the function's tensors and
+numbers, and that op neither writes nor aliases its inputs (views and writes need torch's view and
+version tracking), its plan is remembered for the function too.
+
+Note [Plain tensors]: a plain tensor that the user gives beside a DTensor is refused, because nobody
+knows where it belongs. One that an op or an autograd formula makes on the way counts as replicated;
+so does a single element, which torch treats as a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
+
+from dtbench_core import cost, redistribute
+from dtbench_core.errors import MixedTensorError, NoRuleError
+from dtbench_core.plan import OpInfo, Plan, build, verify
+from dtbench_core.rules.pointwise import is_pointwise
+from dtbench_core.torch_compat import (
+    DisableTorchFunction,
+    any_autocast,
+    any_requires_grad,
+    dispatch_modes_active,
+    functorch_level,
+)
+from dtbench_core.wrapper import Wrapper
+
+# A plan is about 1 KB; the bound keeps a program that never repeats a shape at some megabytes.
+MAX_PLANS = 8192
+
+
+# ---- caches ----
+
+_infos: dict[OpOverload, OpInfo] = {}
+_plans: dict[tuple[Any, ...], Plan] = {}
+_fast: dict[tuple[Any, ...], Plan] = {}
+# What torch_dispatch has run since torch_function began to watch, or None when nobody watches.
+_watched: list[tuple[Plan, Sequence[Any], dict[str, Any], Any]] | None = None
+# The default dtype decides what an integer tensor times a float gives, so plans hold for one.
+_default_dtype = torch.get_default_dtype()
+
+
+def clear_caches() -> None:
+    """Forgets all plans, of ops and of redistributions."""
+    _plans.clear()
+    _fast.clear()
+    redistribute.clear_plans()
+
+
+cost.on_topology_change(clear_caches)
+
+
+def cache_info() -> dict[str, int]:
+    """How many plans are held, per op and per Python function, and the bound of each."""
+    return {"plans": len(_plans), "fast": len(_fast), "bound": MAX_PLANS}
+
+
+def _store(cache: dict[tuple[Any, ...], Plan], key: tuple[Any, ...], plan: Plan) -> None:
+    while len(cache) >= MAX_PLANS:
+        del cache[next(iter(cache))]  # the oldest
+    cache[key] = plan
+
+
+def _key_of(
+    cls: type[Wrapper], head: Any, by_type: bool, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], list[Any], dict[str, Any]]:
+    """(cache key, local arguments, local keyword arguments) in one walk over the arguments."""
+    key, locals_ = [head], []
+    for a in args:
+        kind = a.__class__
+        if kind is cls:
+            key.append(a._spec)
+            locals_.append(a._local_tensor)
+            continue
+        local = a
+        if kind is float or kind is int or kind is bool:
+            # The type too: 1, 1.0 and True are equal and hash alike.
+            key.append(kind if by_type else (kind, a))
+        elif kind is list or kind is tuple or kind is torch.Size:
+            part, local, _ = _key_of(cls, list, by_type, a, {})
+            key.append(part)
+        elif isinstance(a, torch.Tensor):
+            key.append((torch.Tensor, a.shape, a.stride(), a.dtype))
+        else:
+            key.append(a)
+        locals_.append(local)
+    if not kwargs:
+        return tuple(key), locals_, kwargs
+    names = sorted(kwargs)
+    part, values, _ = _key_of(cls, dict, by_type, [kwargs[n] for n in names], {})
+    return (*key, *names, part), locals_, dict(zip(names, values, strict=True))
+
+
+# ---- the two entries ----
+
+
+def torch_function(
+    cls: type[Wrapper], func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+) -> Any:
+    """`DTensor.__torch_function__`: a user's call, above autograd."""
+    kwargs = kwargs or {}
+    if (
+        func in _never_fast
+        or (torch.is_grad_enabled() and any_requires_grad(*args, **kwargs))
+        or dispatch_modes_active()
+        or any_autocast()
+        or functorch_level() is not None
+        or forward_ad._current_level >= 0
+    ):
+        _refuse_plain(cls, func, args, kwargs)
+        with DisableTorchFunction():
+            return func(*args, **kwargs)
+    key, locals_, local_kwargs = _key_of(cls, func, func in _elementwise, args, kwargs)
+    try:
+        plan = _fast.get(key)
+    except TypeError:  # an argument that cannot be hashed: not a call to remember
+        plan, key = None, ()
+    if plan is not None and _default_dtype is torch.get_default_dtype():
+        return plan.run(cls, func, args, locals_, local_kwargs)
+    _refuse_plain(cls, func, args, kwargs)
+    return _watch(func, key, args, kwargs)
+
+
+def torch_dispatch(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`DTensor.__torch_dispatch__`: one aten op, below autograd."""
+    info = _infos.get(op)
+    if info is None:
+        info = _infos[op] = OpInfo(op)
+    if _default_dtype is not torch.get_default_dtype():
+        _follow_default_dtype()
+    key, locals_, local_kwargs = _key_of(cls, info, info.numbers_by_type, args, kwargs)
+    try:
+        plan = _plans.get(key)
+    except TypeError as error:
+        raise NoRuleError(
+            f"{op} got an argument that cannot be hashed ({error}), so it cannot be planned"
+        ) from error
+    if plan is None:
+        plan = build(info, args, kwargs)
+        result = plan.run(cls, plan.kernel, args, locals_, local_kwargs)
+        verify(op, plan, result)
+        _store(_plans, key, plan)
+    else:
+        result = plan.run(cls, plan.kernel, args, locals_, local_kwargs)
+    if _watched is not None:
+        _watched.append((plan, args, kwargs, result))
+    return result
+
+
+# ---- learning fast calls ----
+
+# Functions that write, alias or compute nothing: they always need torch's own path.
+_never_fast: set[Callable[..., Any]] = set()
+# Functions whose every op is elementwise: numbers stand in their keys by type. And those looked at.
+_elementwise: set[Callable[..., Any]] = set()
+_judged: set[Callable[..., Any]] = set()
+
+
+def _watch(
+    func: Callable[..., Any], key: tuple[Any, ...], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Runs the call through torch and remembers it, if it can. See Note [Fast calls]."""
+    global _watched
+    outer, _watched = _watched, []
+    try:
+        with DisableTorchFunction():
+            result = func(*args, **kwargs)
+        seen = _watched
+    finally:
+        _watched = outer
+    if not seen or any(plan.info.mutated or plan.info.aliases for plan, *_ in seen):
+        _never_fast.add(func)
+        return result
+    plan, op_args, op_kwargs, op_result = seen[0]
+    if len(seen) != 1 or not key or not plan.functional or result is not op_result:
+        return result
+    if not _accounts_for(args, kwargs, op_args, op_kwargs, plan.info.op):
+        return result
+    if func not in _judged:
+        _judged.add(func)
+        if _all_elementwise(func):
+            _elementwise.add(func)
+            return result  # the key at hand holds numbers by value: remember the next call
+    _store(_fast, key, plan)
+    return result
+
+
+def _all_elementwise(func: Callable[..., Any]) -> bool:
+    """Whether every aten op of the function's name is elementwise: `torch.max` also has one with a dim."""
+    name = getattr(func, "__name__", "").strip("_")
+    packet = getattr(torch.ops.aten, name, None) if name else None
+    return packet is not None and all(is_pointwise(getattr(packet, o)) for o in packet.overloads())
+
+
+def _accounts_for(
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    op_args: Sequence[Any],
+    op_kwargs: dict[str, Any],
+    op: OpOverload,
+) -> bool:
+    """Whether the op got just the function's tensors, in order, and no number but the function's own.
+
+    A number of another origin may come from the global shape, and would be wrong for a shard.
+    """
+    given = tree_leaves((list(args), dict(sorted(kwargs.items()))))
+    used = tree_leaves((list(op_args), dict(sorted(op_kwargs.items()))))
+    tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+    op_tensors = [leaf for leaf in used if isinstance(leaf, torch.Tensor)]
+    if len(tensors) != len(op_tensors) or any(a is not b for a, b in zip(tensors, op_tensors, strict=True)):
+        return False
+    numbers = [leaf for leaf in given if type(leaf) in (int, float)]
+    numbers += [a.default_value for a in op._schema.arguments if type(a.default_value) in (int, float)]
+    return all(leaf in numbers for leaf in used if type(leaf) in (int, float))
+
+
+# ---- plain tensors ----
+
+
+def _refuse_plain(
+    cls: type[Wrapper], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    """See Note [Plain tensors]. Getters, setters and backward() take plain tensors rightly."""
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        kind = a.__class__
+        if kind is cls or kind is int or kind is float:
+            continue
+        for item in a if kind is list or kind is tuple else (a,):
+            if isinstance(item, torch.Tensor) and not isinstance(item, Wrapper) and item.numel() != 1:
+                name = getattr(func, "__name__", str(func))
+                if name in ("__get__", "__set__", "backward"):
+                    return
+                raise MixedTensorError(
+                    f"{name} got a plain torch.Tensor of shape {list(item.shape)} together with a DTensor, expected "
+                    "DTensors only: place it with distribute_tensor(tensor, mesh, placements), or wrap every rank's "
+                    "shard with DTensor.from_local(...), or take the DTensor's own shard with .to_local()"
+                )
+
+
+def _follow_default_dtype() -> None:
+    global _default_dtype
+    _default_dtype = torch.get_default_dtype()
+    clear_caches()

@@ -1,0 +1,252 @@
+"""Making a plan: what an op on given specs does, worked out once and kept (see dispatch.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dtbench_core import redistribute, rules
+from dtbench_core.errors import CoreError, MeshError, NoRuleError, PlacementError
+from dtbench_core.mesh import MeshInfo
+from dtbench_core.placement import REPLICATE, describe
+from dtbench_core.rules.base import OpCall, Strategy
+from dtbench_core.spec import DTensorSpec, TensorMeta
+from dtbench_core.torch_compat import kernel_of
+from dtbench_core.wrapper import Wrapper, wrap
+
+
+class OpInfo:
+    """What dispatch knows of an op before any call of it."""
+
+    __slots__ = ("aliases", "functional", "kernel", "mutated", "numbers_by_type", "op")
+
+    def __init__(self, op: OpOverload) -> None:
+        arguments, returns = op._schema.arguments, op._schema.returns
+        written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+        self.op = op
+        self.kernel = kernel_of(op)
+        # The value of a number cannot change where an elementwise result is placed, so all values
+        # of a type share one plan.
+        self.numbers_by_type = rules.pointwise.is_pointwise(op)
+        self.mutated = tuple(written)
+        self.aliases = not written and any(r.alias_info is not None for r in returns)
+        self.functional = not written and not self.aliases
+
+
+class Plan:
+    """How one op runs for one combination of specs and static arguments.
+
+    moves: (index among the tensors, steps, mesh) of the inputs that must be placed otherwise.
+    replaced: (argument position, local value) of global shapes made local.
+    out: a spec, a list of specs and Nones, or None for a Python value.
+    returns_input: the written argument, which is the result.
+    """
+
+    __slots__ = ("functional", "info", "kernel", "moves", "out", "replaced", "returns_input")
+
+    def __init__(
+        self,
+        info: OpInfo,
+        strategy: Strategy,
+        moves: tuple[tuple[int, tuple[redistribute.Step, ...], MeshInfo], ...],
+        replaced: tuple[tuple[int, Any], ...],
+        out: Any,
+    ) -> None:
+        self.kernel = strategy.local_op or info.kernel
+        self.moves, self.replaced, self.out = moves, replaced, out
+        self.returns_input = info.mutated[0] if info.mutated else None
+        self.info = info
+        self.functional = info.functional and strategy.local_op is None and not replaced
+
+    def run(
+        self,
+        cls: type[Wrapper],
+        call: Callable[..., Any],
+        args: Sequence[Any],
+        locals_: list[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """`call` (the op, or the function that became it) on the shards; the result as `cls`."""
+        if self.returns_input is not None:
+            written = args[self.returns_input]
+            if written._detached_view:
+                raise _lost_write(written)
+            call(*locals_ if not self.moves else self._moved(locals_, kwargs)[0], **kwargs)
+            return written
+        if self.moves:
+            locals_, kwargs = self._moved(locals_, kwargs)
+        for position, value in self.replaced:
+            locals_[position] = value
+        result = call(*locals_, **kwargs) if kwargs else call(*locals_)
+        out = self.out
+        if out.__class__ is DTensorSpec:
+            made: Any = wrap(cls, result, out)
+        elif out is None:
+            return result
+        else:
+            made = [None if spec is None else wrap(cls, r, spec) for r, spec in zip(result, out, strict=True)]
+            made = made if isinstance(result, list) else tuple(made)
+        if self.info.aliases and (self.moves or getattr(args[0], "_detached_view", False)):
+            for view in made if isinstance(made, (list, tuple)) else (made,):
+                view._detached_view = True
+        return made
+
+    def _moved(self, locals_: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        leaves, tree = tree_flatten((locals_, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        for index, steps, info in self.moves:
+            leaves[places[index]] = redistribute.apply(leaves[places[index]], steps, info)
+        moved: tuple[list[Any], dict[str, Any]] = tree_unflatten(leaves, tree)
+        return moved
+
+
+# ---- building ----
+
+
+def build(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
+    """The plan of `info.op` for these arguments. Every rank builds the same one, or raises alike.
+
+    Raises:
+        NoRuleError: no rule, or none of its rows can be reached from these placements.
+        MeshError: the DTensors live on different meshes.
+    """
+    call = _describe(info, args, kwargs)
+    find = rules.find(info.op)
+    if find is None:
+        raise NoRuleError(
+            f"no sharding rule covers {call.describe()}: compute it on plain tensors (x.full_tensor() or "
+            "x.to_local()), or write it with ops that have a rule"
+        )
+    call.outputs, structure = _global_results(info, call)
+    strategy = find(call)
+    fixed = _mutated_input(info, call)
+    rows = rules.choose(call, strategy, fixed)
+    if rows is None:
+        raise _no_row(call, strategy, fixed)
+    mesh = call.inputs[0].info
+    moves = []
+    for index, spec in enumerate(call.inputs):
+        wanted = tuple(row.inputs[index] for row in rows)
+        if wanted != spec.placements:
+            moves.append((index, redistribute.plan(spec, wanted), mesh))
+    specs = [
+        None if meta is None else DTensorSpec.of(mesh, tuple(row.outputs[i] for row in rows), *meta)
+        for i, meta in enumerate(call.outputs)
+    ]
+    out: Any = None
+    if structure == "tensor":
+        out = specs[0]
+    elif structure == "list":
+        out = specs
+    replaced = tuple(
+        (position, list(specs[0].local_shape)) for position in strategy.local_shape_args if specs[0]
+    )
+    return Plan(info, strategy, tuple(moves), replaced, out)
+
+
+def _describe(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> OpCall:
+    """The call with specs in the place of tensors; plain tensors count as replicated."""
+    leaves, tree = tree_flatten((list(args), {name: kwargs[name] for name in sorted(kwargs)}))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    mesh = next(t._spec.info for t in tensors if isinstance(t, Wrapper))
+    specs = []
+    for tensor in tensors:
+        if isinstance(tensor, Wrapper):
+            if tensor._spec.info is not mesh:
+                raise MeshError(
+                    f"{info.op} got DTensors on different meshes, {mesh} and {tensor._spec.info}; expected one mesh: "
+                    "move one with to_local() or full_tensor() and distribute_tensor on the other's mesh"
+                )
+            specs.append(tensor._spec)
+        else:
+            replicated = (REPLICATE,) * mesh.ndim
+            specs.append(DTensorSpec.of(mesh, replicated, tensor.shape, tensor.stride(), tensor.dtype))
+    remaining = iter(specs)
+    described = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    spec_args, spec_kwargs = tree_unflatten(described, tree)
+    return OpCall(info.op, tuple(spec_args), spec_kwargs, tuple(specs))
+
+
+def _global_results(info: OpInfo, call: OpCall) -> tuple[tuple[TensorMeta | None, ...], str]:
+    """(metadata of each tensor result, "tensor" | "list" | "value"), from the op on meta tensors."""
+    if not any(_is_tensor_type(str(r.type)) for r in info.op._schema.returns):
+        return (), "value"
+    leaves, tree = tree_flatten((list(call.args), call.kwargs), is_leaf=lambda x: isinstance(x, DTensorSpec))
+    meta_args, meta_kwargs = tree_unflatten([_as_meta(leaf) for leaf in leaves], tree)
+    result = info.op(*meta_args, **meta_kwargs)
+    several = isinstance(result, (list, tuple))
+    listed = result if several else [result]
+    metas = tuple(None if t is None else TensorMeta(t.shape, t.stride(), t.dtype) for t in listed)
+    return metas, "list" if several else "tensor"
+
+
+def _is_tensor_type(name: str) -> bool:
+    return "Tensor" in name
+
+
+def _as_meta(leaf: Any) -> Any:
+    if isinstance(leaf, DTensorSpec):
+        return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
+    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+
+def _mutated_input(info: OpInfo, call: OpCall) -> int | None:
+    """Index among the tensor inputs of the one that is written, which must stay where it is."""
+    if not info.mutated:
+        return None
+    first = info.mutated[0]
+    written = call.args[first] if first < len(call.args) else None
+    meta = call.outputs[0] if call.outputs else None
+    if (
+        len(info.mutated) > 1
+        or not isinstance(written, DTensorSpec)
+        or meta is None
+        or meta != written.tensor_meta
+    ):
+        raise NoRuleError(
+            f"{call.describe()} writes to an argument in a way no rule covers (out=, several arguments, or a new "
+            "shape or dtype): use the functional form and assign its result"
+        )
+    return next(i for i, spec in enumerate(call.inputs) if spec is written)
+
+
+def _no_row(call: OpCall, strategy: Strategy, fixed: int | None) -> CoreError:
+    given = "; ".join(describe(spec.placements) for spec in call.inputs)
+    if fixed is not None:
+        return PlacementError(
+            f"{call.describe()} would have to move the tensor it writes to, which is {call.inputs[fixed]}: "
+            "redistribute it before, or use the functional form"
+        )
+    can = sorted({" x ".join(str(p) for p in row.inputs) for row in strategy.rows})
+    return NoRuleError(
+        f"{call.describe()} cannot run with the placements {given}: per mesh dim it takes "
+        f"{' or '.join([*can, 'all R'])}; redistribute its inputs to one of these"
+    )
+
+
+def _lost_write(written: Wrapper) -> PlacementError:
+    return PlacementError(
+        f"got an in-place write to a view of {written._spec}, whose sharded dim had to be gathered before it could be "
+        "cut: the view is a copy and the write would be lost; redistribute the tensor so that the dim is whole, "
+        "then take the view"
+    )
+
+
+def verify(op: OpOverload, plan: Plan, result: Any) -> None:
+    """Checks a new plan's first result: a rule that misjudges a shape must not pass silently.
+
+    Raises:
+        CoreError: a local result that is not the shard its spec says.
+    """
+    for one in result if isinstance(result, (list, tuple)) else (result,):
+        if isinstance(one, Wrapper):
+            local, spec = one._local_tensor, one._spec
+            if tuple(local.shape) != spec.local_shape or local.dtype != spec.dtype:
+                raise CoreError(
+                    f"the rule of {op} is wrong: the local result is {local.dtype} {list(local.shape)}, but "
+                    f"{spec} has {spec.dtype} {list(spec.local_shape)} on this rank; please report it"
+                )

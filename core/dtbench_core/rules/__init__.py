@@ -1,0 +1,42 @@
+"""Sharding rules, one file per family of ops; importing the package registers them all.
+
+base      what a rule is (Row, Strategy, OpCall) and the table of rules
+choose    picks one row per mesh dim
+pointwise elementwise ops, copies, casts, *_like
+matmul    products with contracted dims, by einsum labels
+reduce    sums, means, extrema, norms
+view      dims split, joined, moved, cut, stacked
+norm      softmax, layer norm, scans: one dim whole, the rest a batch
+index     embedding, gather
+attention scaled dot-product attention
+compare   ops that answer with a Python value
+"""
+
+from dtbench_core.rules import attention, compare, index, matmul, norm, pointwise, reduce, view
+from dtbench_core.rules.base import OpCall, Row, Rule, Strategy, rule, rule_of
+from dtbench_core.rules.choose import choose
+
+__all__ = [
+    "OpCall",
+    "Row",
+    "Rule",
+    "Strategy",
+    "attention",
+    "choose",
+    "compare",
+    "find",
+    "index",
+    "matmul",
+    "norm",
+    "pointwise",
+    "reduce",
+    "rule",
+    "rule_of",
+    "view",
+]
+
+
+def find(op):  # type: ignore[no-untyped-def]
+    """The rule for `op`: its own, else the pointwise one where torch tags it so, else None."""
+    own = rule_of(op)
+    return own if own is not None or not pointwise.is_pointwise(op) else pointwise.pointwise

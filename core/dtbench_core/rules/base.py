@@ -1,0 +1,135 @@
+"""What a rule is: for one op and its global inputs, the ways it may run on one mesh dim.
+
+A rule never sees the mesh. It lists `Row`s, each saying: if the inputs are placed so on a mesh dim,
+running the op on the local shards gives outputs placed so. `choose` (choose.py) picks one row per
+mesh dim. That keeps the work linear in mesh dims, and a rule a short table one can check by eye.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from dtbench_core.placement import REPLICATE, Partial, Placement, Shard
+from dtbench_core.spec import DTensorSpec, TensorMeta
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to run an op on one mesh dim: placements of all tensor inputs and outputs, in order.
+
+    even, nonempty: tensor dims that every rank must hold equally much, or some, of. As pairs
+    (input index, dim); an output counts from -1 downwards (-1 is the first).
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    even: tuple[tuple[int, int], ...] = ()
+    nonempty: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A rule's answer. The all-Replicate row is understood and need not be listed.
+
+    local_shape_args: positions of arguments that hold the output's global shape (as `view` does),
+        to be replaced by the local one. input_shape_args: position -> input index, likewise for the
+        shape of an input's counterpart, with the *output's* placements (as slice_backward does).
+    local_op: run on the shards instead of the op, where the local computation differs.
+    """
+
+    rows: Sequence[Row]
+    local_shape_args: tuple[int, ...] = ()
+    local_op: Callable[..., Any] | None = None
+
+
+@dataclass
+class OpCall:
+    """An op about to be planned: its arguments with specs in the place of tensors."""
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[DTensorSpec, ...]  # the tensor arguments, flattened, in order
+    outputs: tuple[TensorMeta | None, ...] = ()  # global metadata of the tensor results
+    _bound: dict[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        """The argument called `name` in the op's schema, or its default."""
+        if not self._bound:
+            for index, argument in enumerate(self.op._schema.arguments):
+                if index < len(self.args):
+                    self._bound[argument.name] = self.args[index]
+                else:
+                    self._bound[argument.name] = self.kwargs.get(argument.name, argument.default_value)
+        return self._bound[name]
+
+    def dim(self, name: str = "dim", ndim: int | None = None) -> int:
+        """The argument `name` as a non-negative tensor dim of the first input (or of `ndim` dims)."""
+        count = self.inputs[0].ndim if ndim is None else ndim
+        dim: int = self[name]
+        return dim + count if dim < 0 else dim
+
+    def dims(self, name: str = "dim") -> tuple[int, ...]:
+        """The argument `name` as non-negative dims of the first input; all of them for None or []."""
+        ndim = self.inputs[0].ndim
+        given = self[name]
+        if given is None or given == []:
+            return tuple(range(ndim))
+        listed = given if isinstance(given, (list, tuple)) else [given]
+        return tuple(sorted(d + ndim if d < 0 else d for d in listed))
+
+    def describe(self) -> str:
+        """`aten.add.Tensor(float32[4] S(0) on ..., 2)` for messages."""
+        parts = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.kwargs.items()]
+        return f"{self.op}({', '.join(parts)})"
+
+
+Rule = Callable[[OpCall], Strategy]
+
+_rules: dict[OpOverload, Rule] = {}
+
+
+def rule(*ops: OpOverload) -> Callable[[Rule], Rule]:
+    """Registers the decorated rule for `ops`."""
+
+    def register(function: Rule) -> Rule:
+        for op in ops:
+            _rules[op] = function
+        return function
+
+    return register
+
+
+def rule_of(op: OpOverload) -> Rule | None:
+    """The rule registered for `op` itself, or None."""
+    return _rules.get(op)
+
+
+def ops_with_rules() -> Iterable[OpOverload]:
+    return _rules.keys()
+
+
+def along(dims: Iterable[int], ins: int, outs: int) -> list[Row]:
+    """Rows for ops that treat each of `dims` pointwise: all inputs and outputs Shard(d) alike."""
+    return [Row((Shard(d),) * ins, (Shard(d),) * outs) for d in dims]
+
+
+def linear_rows(call: OpCall, ins: int, outs: int = 1, ops: tuple[str, ...] = ("sum", "avg")) -> list[Row]:
+    """Rows for ops that commute with the pending reductions `ops` of all their inputs."""
+    return [Row((Partial(op),) * ins, (Partial(op),) * outs) for op in ops if pending(call, op)]
+
+
+def pending(call: OpCall, reduce_op: str) -> bool:
+    """Whether an input is Partial(reduce_op) on some mesh dim: else the rows need not be listed."""
+    return any(p.is_partial(reduce_op) for spec in call.inputs for p in spec.placements)
+
+
+def replicated_row(call: OpCall) -> Row:
+    return Row((REPLICATE,) * len(call.inputs), (REPLICATE,) * len(call.outputs))

@@ -1,0 +1,116 @@
+"""Picks one row per mesh dim: one that fits the placements as they are, else the cheapest to reach."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from dtbench_core import cost
+from dtbench_core.placement import Placement, Placements, Shard, chunk_extent
+from dtbench_core.rules.base import OpCall, Row, Strategy, replicated_row
+
+BYTES_PER_GIB = 1024**3
+
+
+def choose(call: OpCall, strategy: Strategy, fixed_input: int | None) -> list[Row] | None:
+    """One row per mesh dim, outermost first, or None when no row is possible.
+
+    fixed_input: index of the input that is mutated, which must keep its placements, shared with
+        the first output.
+    """
+    info = call.inputs[0].info
+    candidates = [*strategy.rows, replicated_row(call)]
+    held = _Lengths(call)
+    chosen: list[Row] = []
+    for mesh_dim in range(info.ndim):
+        given = tuple(spec.placements[mesh_dim] for spec in call.inputs)
+        row = _best(call, candidates, given, mesh_dim, held, fixed_input)
+        if row is None:
+            return None
+        held.split(row, info.sizes[mesh_dim])
+        chosen.append(row)
+    return chosen
+
+
+def _best(
+    call: OpCall,
+    candidates: Sequence[Row],
+    given: Placements,
+    mesh_dim: int,
+    held: _Lengths,
+    fixed_input: int | None,
+) -> Row | None:
+    info = call.inputs[0].info
+    parts = info.sizes[mesh_dim]
+    allowed = [
+        row
+        for row in candidates
+        if held.allow(row, parts)
+        and (fixed_input is None or row.inputs[fixed_input] == given[fixed_input] == row.outputs[0])
+    ]
+    for row in allowed:
+        if row.inputs == given:
+            return row
+    topology = cost.topology_of(info.mesh)
+    best, lowest = None, math.inf
+    for row in allowed:
+        price = sum(
+            cost.transition_cost(have, want, _local_gib(call, index), topology, mesh_dim)
+            if _reachable(have, want)
+            else math.inf
+            for index, (have, want) in enumerate(zip(given, row.inputs, strict=True))
+        )
+        if price < lowest:
+            best, lowest = row, price
+    return best
+
+
+def _reachable(have: Placement, want: Placement) -> bool:
+    """Into a Partial only from itself or, for those that Replicate can stand for, from Replicate."""
+    return have == want or not want.is_partial() or (have.is_replicate() and not want.is_partial("product"))
+
+
+def _local_gib(call: OpCall, index: int) -> float:
+    """GiB per rank of input `index` as it comes, ranks taken as equal."""
+    spec = call.inputs[index]
+    elements = float(math.prod(spec.shape))
+    for placement, parts in zip(spec.placements, spec.info.sizes, strict=True):
+        if isinstance(placement, Shard):
+            elements /= parts
+    return elements * spec.dtype.itemsize / BYTES_PER_GIB
+
+
+class _Lengths:
+    """The largest and smallest length any rank holds of each tensor dim, as outer mesh dims cut it."""
+
+    def __init__(self, call: OpCall) -> None:
+        inputs = [[(n, n) for n in spec.shape] for spec in call.inputs]
+        outputs = [[(n, n) for n in meta.shape] if meta is not None else [] for meta in call.outputs]
+        self._dims = (inputs, outputs)
+
+    def _tensor(self, index: int) -> list[tuple[int, int]]:
+        inputs, outputs = self._dims
+        return inputs[index] if index >= 0 else outputs[-1 - index]
+
+    def allow(self, row: Row, parts: int) -> bool:
+        """Whether the row's conditions hold when `parts` ranks split its shards."""
+        for index, dim in row.even:
+            most, least = self._tensor(index)[dim]
+            if most != least or most % parts:
+                return False
+        for index, dim in row.nonempty:
+            if self._smallest(self._tensor(index)[dim][1], parts) == 0:
+                return False
+        return True
+
+    @staticmethod
+    def _smallest(length: int, parts: int) -> int:
+        return chunk_extent(length, parts, parts - 1)[0]
+
+    def split(self, row: Row, parts: int) -> None:
+        """Applies the row's shards."""
+        for tensors, placements in zip(self._dims, (row.inputs, row.outputs), strict=True):
+            for lengths, placement in zip(tensors, placements, strict=True):
+                if isinstance(placement, Shard):
+                    most, least = lengths[placement.dim]
+                    lengths[placement.dim] = (-(-most // parts), self._smallest(least, parts))

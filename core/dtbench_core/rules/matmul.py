@@ -1,0 +1,75 @@
+"""Products with contracted dims, told by einsum labels: `mk,kn->mn`.
+
+A label shards every tensor that has it. A contracted label (not in the output) leaves a pending sum.
+"""
+
+from __future__ import annotations
+
+from dtbench_core.placement import REPLICATE, Partial, Placement, Shard
+from dtbench_core.rules.base import OpCall, Row, Strategy, aten, pending, rule
+
+
+def einsum_rows(call: OpCall, inputs: tuple[str, ...], output: str) -> list[Row]:
+    """Rows of a product of tensors whose dims are labelled by `inputs`, giving `output`."""
+    rows = []
+    for label in dict.fromkeys("".join(inputs)):
+        placed: Placement = Shard(output.index(label)) if label in output else Partial()
+        wanted = tuple(Shard(labels.index(label)) if label in labels else REPLICATE for labels in inputs)
+        rows.append(Row(wanted, (placed,)))
+    # Linear in each factor: one may be a pending sum if the others are whole.
+    for op in ("sum", "avg"):
+        if pending(call, op):
+            for index in range(len(inputs)):
+                wanted = tuple(Partial(op) if i == index else REPLICATE for i in range(len(inputs)))
+                rows.append(Row(wanted, (Partial(op),)))
+    return rows
+
+
+@rule(aten.mm.default)
+def mm(call: OpCall) -> Strategy:
+    return Strategy(einsum_rows(call, ("mk", "kn"), "mn"))
+
+
+@rule(aten.bmm.default)
+def bmm(call: OpCall) -> Strategy:
+    return Strategy(einsum_rows(call, ("bmk", "bkn"), "bmn"))
+
+
+@rule(aten.mv.default)
+def mv(call: OpCall) -> Strategy:
+    return Strategy(einsum_rows(call, ("mk", "k"), "m"))
+
+
+@rule(aten.dot.default)
+def dot(call: OpCall) -> Strategy:
+    return Strategy(einsum_rows(call, ("k", "k"), ""))
+
+
+@rule(aten.addmm.default)
+def addmm(call: OpCall) -> Strategy:
+    return _added(call, ("mk", "kn"), "mn")
+
+
+@rule(aten.baddbmm.default)
+def baddbmm(call: OpCall) -> Strategy:
+    return _added(call, ("bmk", "bkn"), "bmn")
+
+
+@rule(aten.addmv.default)
+def addmv(call: OpCall) -> Strategy:
+    return _added(call, ("mk", "k"), "m")
+
+
+def _added(call: OpCall, factors: tuple[str, str], output: str) -> Strategy:
+    """beta * bias + alpha * product: the bias broadcasts to the output, and takes part in a pending
+    sum as one term of it."""
+    bias, shape = call.inputs[0], call.outputs[0].shape if call.outputs[0] is not None else ()
+    rows = []
+    for row in einsum_rows(call, factors, output):
+        (placed,) = row.outputs
+        wanted = placed
+        if isinstance(placed, Shard):
+            own = placed.dim - (len(shape) - bias.ndim)
+            wanted = Shard(own) if own >= 0 and bias.shape[own] == shape[placed.dim] else REPLICATE
+        rows.append(Row((wanted, *row.inputs), row.outputs))
+    return Strategy(rows)
