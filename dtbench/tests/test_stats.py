@@ -1,0 +1,245 @@
+"""The statistics against scipy, numpy and values worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtbench import stats
+from dtbench.stats import bootstrap_interval, geometric_mean, hodges_lehmann_ratio, rank_test, summarize
+
+times = st.floats(1e-9, 1e3)
+sides = st.lists(times, min_size=1, max_size=7)
+# Few different values, so that most draws have ties.
+tied_sides = st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=2, max_size=6)
+
+
+# ------------------------------------------------------------------------------- summaries
+
+
+def test_summary_of_known_samples() -> None:
+    t = summarize([4.0, 1.0, 3.0, 2.0, 5.0])
+    assert (t.min, t.p25, t.median, t.p75, t.max, t.mean, t.n) == (1, 2, 3, 4, 5, 3, 5)
+    assert t.p95 == pytest.approx(4.8)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 1e300), min_size=1, max_size=30))
+def test_a_summary_is_in_order_and_agrees_with_numpy(samples: list[float]) -> None:
+    t = summarize(samples)
+    assert t.min <= t.p25 <= t.median <= t.p75 <= t.p95 <= t.max
+    assert (t.min, t.max, t.n) == (min(samples), max(samples), len(samples))
+    assert t.median == pytest.approx(float(np.median(samples)))
+    assert t.mean == pytest.approx(float(np.mean(samples)))
+
+
+@pytest.mark.parametrize("samples", [[], [1.0, -1.0], [math.nan], [math.inf, 1.0]])
+def test_samples_that_are_no_times(samples: list[float]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        summarize(samples)
+
+
+@settings(deadline=None)
+@given(st.lists(times, min_size=1, max_size=20))
+def test_geometric_mean_agrees_with_scipy(values: list[float]) -> None:
+    assert geometric_mean(values) == pytest.approx(float(scipy.stats.gmean(values)))
+
+
+@pytest.mark.parametrize("values", [[], [1.0, 0.0], [-1.0], [math.inf]])
+def test_geometric_mean_needs_positive_values(values: list[float]) -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        geometric_mean(values)
+
+
+# ----------------------------------------------------------------------------------- ratios
+
+
+def test_ratio_by_hand() -> None:
+    # The pairwise ratios are 2, 3, 4 and 1, 1.5, 2: their middle is 2.
+    estimate = hodges_lehmann_ratio([1.0, 2.0], [2.0, 3.0, 4.0])
+    assert estimate.ratio == pytest.approx(2.0)
+    assert (estimate.low, estimate.high) == (pytest.approx(1.0), pytest.approx(4.0))
+    assert estimate.confidence == pytest.approx(1 - 2 / 10)  # of 5 over 2 orders, two are extreme
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    # The largest k with P(U <= k - 1) <= 2.5% in the table of critical values (Mann & Whitney): the
+    # two-sided 5% critical value of U, plus one.
+    [(4, 4, 1), (5, 5, 3), (6, 6, 6), (8, 8, 14), (10, 10, 24), (5, 8, 7), (20, 20, 128)],
+)
+def test_the_interval_is_that_of_the_table(m: int, n: int, k: int) -> None:
+    rng = np.random.default_rng(m * n)
+    base, new = rng.lognormal(size=m).tolist(), rng.lognormal(size=n).tolist()
+    ratios = sorted(b / a for a, b in product(base, new))
+    estimate = hodges_lehmann_ratio(base, new)
+    assert estimate.low == pytest.approx(ratios[k - 1])
+    assert estimate.high == pytest.approx(ratios[-k])
+    assert estimate.confidence is not None
+    assert estimate.confidence >= 0.95
+
+
+def test_few_launches_say_how_little_their_interval_covers() -> None:
+    assert hodges_lehmann_ratio([1.0], [2.0]) == stats.RatioEstimate(2.0, None, None, None)
+    assert hodges_lehmann_ratio([1.0], [2.0, 2.0]).low is None
+    assert hodges_lehmann_ratio([1.0, 1.1], [2.0, 2.2]).confidence == pytest.approx(2 / 3)
+    assert hodges_lehmann_ratio([1.0, 1.1, 1.2], [2.0, 2.2, 2.3]).confidence == pytest.approx(0.9)
+
+
+@settings(deadline=None)
+@given(sides, sides, st.floats(1e-3, 1e3))
+def test_a_ratio_turns_with_its_sides_and_scales(base: list[float], new: list[float], factor: float) -> None:
+    estimate = hodges_lehmann_ratio(base, new)
+    turned = hodges_lehmann_ratio(new, base)
+    assert turned.ratio == pytest.approx(1 / estimate.ratio)
+    assert hodges_lehmann_ratio(base, [v * factor for v in new]).ratio == pytest.approx(
+        estimate.ratio * factor
+    )
+    if estimate.low is not None and estimate.high is not None:
+        assert estimate.low * (1 - 1e-12) <= estimate.ratio <= estimate.high * (1 + 1e-12)
+        assert turned.low == pytest.approx(1 / estimate.high)
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(7)
+    covered = 0
+    for _ in range(600):
+        estimate = hodges_lehmann_ratio(
+            rng.lognormal(0, 0.1, 6).tolist(), (1.3 * rng.lognormal(0, 0.1, 6)).tolist()
+        )
+        assert estimate.low is not None
+        assert estimate.high is not None
+        covered += estimate.low <= 1.3 <= estimate.high
+    # 95.9% is what 6 against 6 reach; three standard errors of 600 trials are 2.4%.
+    assert 0.935 <= covered / 600 <= 0.983
+
+
+@pytest.mark.parametrize(("base", "new"), [([], [1.0]), ([1.0], []), ([0.0], [1.0]), ([1.0], [math.nan])])
+def test_a_ratio_needs_positive_times(base: list[float], new: list[float]) -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        hodges_lehmann_ratio(base, new)
+
+
+# -------------------------------------------------------------------------------- rank test
+
+
+def test_five_against_five_can_reach_one_percent() -> None:
+    slower = rank_test([1, 2, 3, 4, 5], [6, 7, 8, 9, 10])
+    assert slower.p_slower == pytest.approx(1 / 252)
+    assert slower.p_faster == 1
+    assert rank_test([1, 2, 3, 4], [5, 6, 7, 8]).p_slower == pytest.approx(1 / 70)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 10**6), min_size=2, max_size=14, unique=True), st.data())
+def test_without_ties_it_is_scipys_exact_test(values: list[int], data: st.DataObject) -> None:
+    cut = data.draw(st.integers(1, len(values) - 1))
+    base, new = values[:cut], values[cut:]
+    p = rank_test(base, new)
+    for alternative, mine in (("greater", p.p_slower), ("less", p.p_faster)):
+        theirs = scipy.stats.mannwhitneyu(new, base, alternative=alternative, method="exact").pvalue
+        assert mine == pytest.approx(theirs)
+
+
+@settings(deadline=None, max_examples=40)
+@given(tied_sides, tied_sides)
+def test_with_ties_it_is_the_exact_permutation_test(base: list[float], new: list[float]) -> None:
+    def rank_sum(x: list[float], y: list[float]) -> float:
+        return float(scipy.stats.rankdata([*x, *y])[: len(x)].sum())
+
+    p = rank_test(base, new)
+    for alternative, mine in (("greater", p.p_slower), ("less", p.p_faster)):
+        theirs = scipy.stats.permutation_test(
+            (new, base), rank_sum, alternative=alternative, n_resamples=np.inf, vectorized=False
+        ).pvalue
+        assert mine == pytest.approx(theirs)
+
+
+@settings(deadline=None)
+@given(tied_sides, tied_sides)
+def test_turning_the_sides_turns_the_p_values(base: list[float], new: list[float]) -> None:
+    p, turned = rank_test(base, new), rank_test(new, base)
+    assert p.p_slower == pytest.approx(turned.p_faster)
+    assert p.p_slower + p.p_faster >= 1
+
+
+def test_identical_values_show_nothing() -> None:
+    for n in (5, 50):
+        p = rank_test([1.0] * n, [1.0] * n)
+        assert (p.p_slower, p.p_faster) == (1, 1)
+
+
+@pytest.mark.parametrize("values", [list(range(60)), [i // 3 for i in range(60)]])
+def test_many_launches_use_scipys_approximation(values: list[int]) -> None:
+    rng = np.random.default_rng(3)
+    mixed = rng.permutation(values)
+    base, new = mixed[:25].tolist(), (mixed[25:] + 4).tolist()
+    p = rank_test(base, new)
+    for alternative, mine in (("greater", p.p_slower), ("less", p.p_faster)):
+        theirs = scipy.stats.mannwhitneyu(new, base, alternative=alternative, method="asymptotic").pvalue
+        assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def test_the_interval_of_many_launches_is_near_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    base, new = rng.lognormal(size=20).tolist(), rng.lognormal(size=20).tolist()
+    exact = hodges_lehmann_ratio(base, new)
+    monkeypatch.setattr(stats, "_EXACT_UP_TO", 10)
+    stats._rank_sum_tails.cache_clear()
+    near = hodges_lehmann_ratio(base, new)
+    stats._rank_sum_tails.cache_clear()
+    assert near.confidence == pytest.approx(exact.confidence, abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("base", "new"), [([], [1.0]), ([1.0], []), ([math.nan], [1.0]), ([1.0], [math.inf])]
+)
+def test_a_rank_test_needs_values(base: list[float], new: list[float]) -> None:
+    with pytest.raises(ValueError, match="at least one value"):
+        rank_test(base, new)
+
+
+# -------------------------------------------------------------------------------- bootstrap
+
+
+def test_bootstrap_agrees_with_scipy() -> None:
+    values = np.random.default_rng(1).lognormal(0, 0.5, 40)
+    low, high = bootstrap_interval(values.tolist(), lambda v: float(np.median(v)), resamples=4000)
+    theirs = scipy.stats.bootstrap(
+        (values,), np.median, method="percentile", n_resamples=4000, rng=np.random.default_rng(2)
+    ).confidence_interval
+    assert (low, high) == (pytest.approx(theirs.low, rel=0.03), pytest.approx(theirs.high, rel=0.03))
+
+
+def test_bootstrap_repeats_itself_and_follows_its_seed() -> None:
+    values = [1.0, 2.0, 4.0, 9.0, 3.0]
+    first = bootstrap_interval(values, geometric_mean, seed=3)
+    assert first == bootstrap_interval(values, geometric_mean, seed=3)
+    assert first != bootstrap_interval(values, geometric_mean, seed=4)
+    assert first[0] <= geometric_mean(values) <= first[1]
+    narrow = bootstrap_interval(values, geometric_mean, confidence=0.5, seed=3)
+    assert first[0] < narrow[0] < narrow[1] < first[1]
+
+
+def test_bootstrap_draws_whole_units() -> None:
+    pairs = [("a", 1.0), ("b", 2.0), ("c", 3.0)]
+    low, high = bootstrap_interval(pairs, lambda drawn: sum(v for _, v in drawn) / len(drawn))
+    assert 1 <= low < 2 < high <= 3
+
+
+def test_bootstrap_leaves_out_resamples_without_an_estimate() -> None:
+    def spread(values: object) -> float:
+        assert isinstance(values, list)
+        return 1 / (max(values) - min(values))  # not there where all draws are equal
+
+    assert bootstrap_interval([1.0, 2.0, 3.0, 5.0], spread)[0] == pytest.approx(0.25)
+    with pytest.raises(ValueError, match="no interval"):
+        bootstrap_interval([1.0, 1.0], spread)
+    with pytest.raises(ValueError, match="at least 2"):
+        bootstrap_interval([1.0], spread)

@@ -1,0 +1,558 @@
+"""The run file: what is written can be read, a cut file too, and a foreign one gives one clear line."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dtbench import store
+from dtbench.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.model import STATUSES, Result, Timing
+from dtbench.stats import summarize
+from dtbench.store import RunWriter, read_header, read_run
+
+HEADER: dict[str, Any] = {
+    "kind": "run",
+    "schema": 1,
+    "run_id": "r1",
+    "started": "2026-01-01T00:00:00+00:00",
+    "argv": ["dtbench", "run"],
+    "versions": {"torch": "2.13.0", "nccl": None},
+    "git": {"commit": None, "dirty": None},
+    "machine": {"cpu": {"model": "x"}, "gpus": []},
+    "ranks": [{"rank": 0, "host": "h", "local_rank": 0, "device": "cpu", "pid": 1}],
+    "mesh": {"dim_names": ["dp", "tp"], "shape": [2, 2]},
+    "env": {"OMP_NUM_THREADS": "1"},
+    "plan": {"quick": True},
+    "suites": ["dispatch"],
+    "launches": 1,
+}
+
+
+def good(name: str = "add", launch: int = 0, **params: Any) -> Result:
+    times = (1e-6, 2e-6, 4e-6)
+    return Result(
+        "dispatch",
+        name,
+        "core",
+        params,
+        "ok",
+        size_bytes=64,
+        time_s=summarize(times),
+        samples_s=times,
+        rank_samples_s={"0": times, "11": times},
+        algbw_Bps=3.2e7,
+        counters={"collectives": 3},
+        launch=launch,
+    )
+
+
+def line_of(**changes: Any) -> str:
+    """A result line with some fields changed; a change to `...` leaves the field out."""
+    fields = {**json.loads(json.dumps(good().to_json())), **changes}
+    return json.dumps({k: v for k, v in fields.items() if v is not ...})
+
+
+def written(path: Path, *lines: str, header: dict[str, Any] | None = None) -> Path:
+    path.write_text("".join(f"{line}\n" for line in (json.dumps(header or HEADER), *lines)))
+    return path
+
+
+# ------------------------------------------------------------------------------- round trip
+
+amounts = st.floats(0, 1e12)
+scalars = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    st.integers(-(2**62), 2**62),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.booleans(),
+)
+words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+
+
+@st.composite
+def results(draw: st.DrawFn) -> Result:
+    samples = draw(st.lists(amounts, min_size=1, max_size=8))
+    return Result(
+        draw(words),
+        draw(words),
+        draw(words),
+        draw(st.dictionaries(words, scalars, max_size=4)),
+        draw(st.sampled_from(STATUSES)),
+        reason=draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=20)),
+        rank=draw(st.none() | st.integers(0, 10**6)),
+        size_bytes=draw(st.none() | st.integers(0, 2**50)),
+        time_s=draw(st.none() | st.just(summarize(samples))),
+        samples_s=tuple(samples),
+        rank_samples_s={str(k): tuple(samples) for k in draw(st.sets(st.integers(0, 99), max_size=3))},
+        algbw_Bps=draw(st.none() | amounts),
+        busbw_Bps=draw(st.none() | amounts),
+        counters=draw(st.dictionaries(words, st.integers(-(2**60), 2**60), max_size=3)),
+        launch=draw(st.integers(0, 99)),
+    )
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(results(), max_size=5, unique_by=lambda r: r.key))
+def test_what_is_written_is_read_back(tmp_path: Path, made: list[Result]) -> None:
+    path = tmp_path / "x.jsonl"
+    path.unlink(missing_ok=True)
+    with RunWriter.create(path, HEADER) as writer:
+        assert [writer.append(r) for r in made] == made
+        assert writer.done == {r.key for r in made}
+        writer.end()
+    run = read_run(path)
+    assert run.header == HEADER == read_header(path)
+    assert list(run.results) == made
+    assert run.complete
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+
+
+def test_a_file_cut_at_any_byte_can_be_read_and_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "whole.jsonl"
+    made = [good(size=2**k) for k in range(3)]
+    with RunWriter.create(path, HEADER) as writer:
+        for r in made:
+            writer.append(r)
+        writer.end()
+    whole = path.read_bytes()
+    first = whole.index(b"\n")
+    ends = [i for i, byte in enumerate(whole) if byte == ord("\n")][1:-1]  # of the results' lines
+    cut = tmp_path / "cut.jsonl"
+    for length in range(len(whole)):
+        cut.write_bytes(whole[:length])
+        if length < first:
+            with pytest.raises(UnreadableRunError):
+                read_run(cut)
+            continue
+        run = read_run(cut)
+        # A line that lacks nothing but its newline is whole.
+        expected = sum(end <= length for end in ends)
+        assert list(run.results) == made[:expected], length
+        assert run.complete == (length == len(whole) - 1)
+        with RunWriter.resume(cut, {"argv": ["again"]}) as writer:
+            assert writer.done == {r.key for r in made[:expected]}
+            for r in made[expected:]:
+                writer.append(r)
+            assert not read_run(cut).complete
+            writer.end()
+        again = read_run(cut)
+        assert list(again.results) == made
+        assert again.complete
+        assert [json.loads(s)["kind"] for s in cut.read_text().splitlines()].count("resume") == 1
+
+
+def test_a_further_launch_needs_no_resume_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    RunWriter.create(path, HEADER).close()
+    with RunWriter.resume(path) as writer:
+        writer.append(good(launch=1))
+    assert [json.loads(s)["kind"] for s in path.read_text().splitlines()] == ["run", "result"]
+
+
+def test_end_counts_what_failed(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    with RunWriter.create(path, HEADER) as writer:
+        writer.append(good())
+        writer.append(Result("s", "a", "core", {}, "failed", "boom", rank=3))
+        writer.append(Result("s", "b", "core", {}, "wrong", "sum off"))
+        writer.end()
+    end = json.loads(path.read_text().splitlines()[-1])
+    assert (end["kind"], end["failed"]) == ("end", 1)
+    assert end["counts"] == {"ok": 1, "failed": 1, "skipped": 0, "wrong": 1}
+
+
+def test_the_last_line_about_a_result_counts(tmp_path: Path) -> None:
+    path = written(tmp_path / "x.jsonl", line_of(status="failed", time_s=None), line_of())
+    (result,) = read_run(path).results
+    assert result.status == "ok"
+
+
+def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    with RunWriter.create(path, HEADER) as writer:
+
+        def work(thread: int) -> None:
+            for i in range(20):
+                writer.append(good(thread=thread, i=i))
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(read_run(path).results) == 80
+
+
+# ------------------------------------------------------------------------- what JSON cannot hold
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_a_result_that_cannot_be_read_back_is_recorded_as_failed(tmp_path: Path, value: float) -> None:
+    path = tmp_path / "x.jsonl"
+    bad = Result("s", "n", "core", {"size": 1}, "ok", algbw_Bps=value, launch=2)
+    with RunWriter.create(path, HEADER) as writer:
+        recorded = writer.append(bad)
+    assert recorded.status == "failed"
+    assert "cannot be recorded" in recorded.reason
+    assert recorded.key == bad.key
+    assert read_run(path).results == (recorded,)
+    assert b"NaN" not in path.read_bytes()
+    assert b"Infinity" not in path.read_bytes()
+
+
+def test_a_result_beyond_the_limit_of_a_line_is_recorded_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "MAX_LINE_BYTES", 600)
+    with RunWriter.create(tmp_path / "x.jsonl", HEADER | {"argv": []}) as writer:
+        samples = (1.0,) * 300
+        recorded = writer.append(Result("s", "n", "core", {}, "ok", samples_s=samples))
+    assert recorded.status == "failed"
+    assert "the limit is 600" in recorded.reason
+
+
+@pytest.mark.parametrize("value", [(2, 2), None, math.nan, [1], 2**70, b"x"])
+def test_a_param_that_is_no_scalar_is_refused(tmp_path: Path, value: Any) -> None:
+    with RunWriter.create(tmp_path / "x.jsonl", HEADER) as writer:
+        with pytest.raises(UsageError, match="shape="):
+            writer.append(good(shape=value))
+        writer.append(good())
+    assert len(read_run(tmp_path / "x.jsonl").results) == 1
+
+
+def test_text_that_is_no_text_is_spelled_out(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    name = b"caf\xe9.py".decode("utf-8", "surrogateescape")  # as Python hands over a Latin-1 argument
+    with RunWriter.create(path, HEADER | {"argv": [name], "plan": {"x": math.inf}}) as writer:
+        writer.append(Result("s", "n", "core", {}, "failed", reason=name))
+    run = read_run(path)
+    assert run.header["argv"] == ["caf\\udce9.py"]
+    assert run.header["plan"] == {"x": None}
+    assert run.results[0].reason == "caf\\udce9.py"
+
+
+def test_a_malformed_header_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="run_id"):
+        RunWriter.create(tmp_path / "x.jsonl", {"mesh": {"dim_names": [], "shape": []}})
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------ where to write
+
+
+def test_an_existing_file_is_not_touched(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("dear diary")
+    with pytest.raises(OutputError, match=r"give another -o, or --resume"):
+        RunWriter.create(path, HEADER)
+    with pytest.raises(UnreadableRunError):
+        RunWriter.resume(path, {})
+    assert path.read_text() == "dear diary"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("missing/x.jsonl", "mkdir -p"),
+        (".", "is a folder"),
+        ("/sys/dtbench.jsonl", "cannot make /sys/dtbench.jsonl: "),
+        ("x" * 300, "too long"),
+    ],
+)
+def test_a_place_that_cannot_be_written(tmp_path: Path, path: str, message: str) -> None:
+    with pytest.raises(OutputError, match=message):
+        RunWriter.create(tmp_path / path, HEADER)
+
+
+def test_two_writers_of_one_file_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    with RunWriter.create(path, HEADER) as writer:
+        with pytest.raises(OutputError, match="another dtbench"):
+            RunWriter.resume(path, {})
+        writer.append(good())
+    RunWriter.resume(path, {}).close()
+    assert len(read_run(path).results) == 1
+
+
+def test_a_closed_writer_says_so(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "x.jsonl", HEADER)
+    writer.close()
+    writer.close()
+    with pytest.raises(ValueError, match="closed"):
+        writer.append(good())
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
+    """A real limit of the kernel on the file's size, met in the middle of a line."""
+    script = """
+        import resource, sys
+        from dtbench.errors import OutputError
+        from dtbench.model import Result
+        from dtbench.store import RunWriter
+        writer = RunWriter.create(sys.argv[1], {"run_id": "r"})
+        writer.append(Result("s", "first", "core", {}, "ok"))
+        size = writer.path.stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 50, resource.RLIM_INFINITY))
+        try:
+            writer.append(Result("s", "second", "core", {}, "ok"))
+        except OutputError as error:
+            print(error)
+        assert writer.path.stat().st_size == size
+        assert len(writer.done) == 1
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        writer.append(Result("s", "third", "core", {}, "ok"))
+    """
+    path = tmp_path / "x.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(path)], capture_output=True, text=True, check=True
+    )
+    assert (
+        done.stdout
+        == f"cannot write to {path}: file too large; what was measured before is kept, go on with --resume\n"
+    )
+    assert [r.name for r in read_run(path).results] == ["first", "third"]
+
+
+def test_an_interrupt_inside_a_line_leaves_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.jsonl"
+    with RunWriter.create(path, HEADER) as writer:
+        real = store.os.write
+
+        def half(fd: int, data: memoryview) -> int:
+            real(fd, data[: len(data) // 2])
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store.os, "write", half)
+            with pytest.raises(KeyboardInterrupt):
+                writer.append(good())
+        writer.end()
+    run = read_run(path)
+    assert run.complete
+    assert run.results == ()
+
+
+# ---------------------------------------------------------------------------- foreign files
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"\n", "first line is not a JSON object"),
+        (b"hello\n", "first line is not a JSON object"),
+        (b"\x89PNG\r\n\x1a\n", "not UTF-8"),
+        (b"[1, 2]\n", "expected a JSON object"),
+        (b"{}\n", 'kind missing, expected "run"'),
+        (b'{"kind":"topology"}\n', "kind 'topology'"),
+        (b'{"kind":"run","schema":2,"run_id":"x"}\n', "newer dtbench .schema 2.*upgrade"),
+        (b'{"kind":"run","schema":"1","run_id":"x"}\n', "schema is '1'"),
+        (b'{"kind":"run","schema":0,"run_id":"x"}\n', "schema is 0"),
+        (b'{"kind":"run","schema":true,"run_id":"x"}\n', "schema is True"),
+        (b'{"kind":"run","schema":1}\n', "run_id is missing"),
+        (b'{"kind":"run","schema":1,"run_id":"x","run_id":"y"}\n', "'run_id' appears twice"),
+        (b'{"kind":"run","schema":1,"run_id":"x","a":NaN}\n', "NaN is not JSON"),
+        (b'{"kind":"run","schema":1,"run_id":"x","a":1e999}\n', "out of range"),
+        (b'{"kind":"run","schema":1,"run_id":"x","a":' + b"9" * 5000 + b"}\n", "out of range"),
+        (b'{"kind":"run","schema":1,"run_id":"x","a":"\\ud800"}\n', "not UTF-8"),
+        (b'{"kind":"run","schema":1,"run_id":"x","a":' + b"[" * 100_000 + b"\n", "JSON"),
+        (b'{"kind":"run","schema":1,"run_id":"x","a":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", "deep"),
+    ],
+)
+def test_a_file_that_is_no_run(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(content)
+    for read in (read_run, read_header):
+        with pytest.raises(UnreadableRunError, match=message) as caught:
+            read(path)
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 400
+
+
+def test_a_path_that_is_no_file(tmp_path: Path) -> None:
+    for path, message in (
+        (tmp_path / "no.jsonl", "there is no file"),
+        (tmp_path, "is a folder"),
+        (Path("/dev/null"), "not a regular file"),
+        (Path("a\0b"), "not the path of a file"),
+    ):
+        with pytest.raises(UnreadableRunError, match=message):
+            read_run(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("started", 3),
+        ("argv", "dtbench run"),
+        ("argv", [1]),
+        ("versions", {"torch": 2}),
+        ("versions", []),
+        ("git", None),
+        ("machine", {"gpus": {}}),
+        ("machine", {"cpu": "fast"}),
+        ("ranks", [{}]),
+        ("ranks", [{"rank": -1}]),
+        ("ranks", [{"rank": 0, "host": 3}]),
+        ("mesh", {"dim_names": ["dp"], "shape": [2, 2]}),
+        ("mesh", {"dim_names": ["dp"], "shape": [0]}),
+        ("mesh", {}),
+        ("env", {"A": 1}),
+        ("plan", []),
+        ("suites", "dispatch"),
+        ("launches", 0),
+    ],
+)
+def test_a_header_with_a_bad_field(tmp_path: Path, field: str, value: Any) -> None:
+    path = written(tmp_path / "x", header=HEADER | {field: value})
+    with pytest.raises(UnreadableRunError, match=rf"line 1 is damaged: {field}"):
+        read_run(path)
+
+
+def test_a_short_header_reads_as_empty_fields(tmp_path: Path) -> None:
+    header = read_header(written(tmp_path / "x", header={"kind": "run", "schema": 1, "run_id": "x"}))
+    assert header["machine"] == {"cpu": {}, "gpus": []}
+    assert header["mesh"] == {"dim_names": [], "shape": []}
+    assert header["ranks"] == []
+
+
+TIMING = {"min": 1.0, "p25": 1.0, "median": 1.0, "p75": 1.0, "p95": 1.0, "max": 1.0, "mean": 1.0, "n": 1}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("suite", ""),
+        ("suite", ...),
+        ("name", 3),
+        ("impl", None),
+        ("params", []),
+        ("params", {"a": [1]}),
+        ("params", {"a": None}),
+        ("status", "fine"),
+        ("status", []),
+        ("status", ...),
+        ("reason", None),
+        ("rank", -1),
+        ("rank", 1.5),
+        ("rank", True),
+        ("size_bytes", "64"),
+        ("size_bytes", -1),
+        ("time_s", 3),
+        ("time_s", {}),
+        ("time_s", TIMING | {"n": 0}),
+        ("time_s", TIMING | {"min": -1.0}),
+        ("time_s", TIMING | {"min": 2.0}),
+        ("time_s", TIMING | {"mean": 2.0}),
+        ("time_s", TIMING | {"max": "1"}),
+        ("samples_s", [1, -1]),
+        ("samples_s", {"0": 1}),
+        ("samples_s", [None]),
+        ("rank_samples_s", {"a": [1]}),
+        ("rank_samples_s", {"0": 1}),
+        ("algbw_Bps", -1),
+        ("busbw_Bps", "fast"),
+        ("counters", {"a": "1"}),
+        ("counters", {"a": True}),
+        ("launch", -1),
+    ],
+)
+def test_a_result_with_a_bad_field(tmp_path: Path, field: str, value: Any) -> None:
+    path = written(tmp_path / "x", line_of(), line_of(**{field: value}), line_of(name="later"))
+    with pytest.raises(UnreadableRunError, match=rf"line 3 is damaged: {field}"):
+        read_run(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not JSON"),
+        ("3", "expected a JSON object"),
+        ("{}", "kind is missing"),
+        ('{"kind":["result"]}', "expected a string"),
+        ('{"kind":"result","kind":"end"}', "appears twice"),
+        (json.dumps(HEADER), "two runs were joined"),
+    ],
+)
+def test_a_damaged_line_before_the_end(tmp_path: Path, line: str, message: str) -> None:
+    path = written(tmp_path / "x", line, '{"kind":"end"}')
+    with pytest.raises(UnreadableRunError, match=f"line 2 is damaged: .*{message}"):
+        read_run(path)
+
+
+def test_what_a_later_version_adds_is_ignored(tmp_path: Path) -> None:
+    path = written(
+        tmp_path / "x",
+        '{"kind":"weather","rain":true}',
+        line_of(colour="red", time_s=TIMING | {"p99": 1.0}),
+        "",
+    )
+    (result,) = read_run(path).results
+    assert result.time_s == Timing(1, 1, 1, 1, 1, 1, 1, 1)
+
+
+def test_limits_of_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path / "x", line_of())
+    monkeypatch.setattr(store, "MAX_LINE_BYTES", 100)
+    with pytest.raises(UnreadableRunError, match="line 1 is longer than 100 bytes"):
+        read_run(path)
+    monkeypatch.setattr(store, "MAX_FILE_BYTES", 200)
+    with pytest.raises(UnreadableRunError, match="at most 200"):
+        read_run(path)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(sorted(good().to_json())), json_values, st.sampled_from(sorted(HEADER)), json_values)
+def test_any_value_anywhere_reads_or_is_refused_in_one_line(
+    tmp_path: Path, field: str, value: Any, header_field: str, header_value: Any
+) -> None:
+    path = tmp_path / "x"
+    for header in (HEADER, HEADER | {header_field: header_value}):
+        written(path, line_of(**{field: value}), '{"kind":"end"}', header=header)
+        try:
+            run = read_run(path)
+        except UnreadableRunError as error:
+            assert str(error).isprintable()
+            continue
+        # What was accepted can be written again and reads the same.
+        copy = tmp_path / "copy"
+        copy.unlink(missing_ok=True)
+        with RunWriter.create(copy, run.header) as writer:
+            assert [writer.append(r) for r in run.results] == list(run.results)
+        assert read_run(copy).results == run.results
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=60), st.integers(0, 3))
+def test_any_bytes_are_refused_in_one_line(tmp_path: Path, junk: bytes, lines_before: int) -> None:
+    path = written(tmp_path / "x", line_of(), line_of(name="b"))
+    lines = path.read_bytes().splitlines(keepends=True)[:lines_before]
+    path.write_bytes(b"".join(lines) + junk)
+    try:
+        run = read_run(path)
+    except UnreadableRunError as error:
+        assert "\n" not in str(error)
+    else:
+        assert lines_before > 0
+        assert len(run.results) == lines_before - 1
