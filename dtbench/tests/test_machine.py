@@ -1,0 +1,314 @@
+"""Provenance: complete, without secrets, and never a reason to fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dtbench import machine
+from dtbench.model import Plan, Result
+from dtbench.store import RunWriter, read_run
+
+PLAN = Plan((("dp", 2), ("tp", 2)), (1024, 4096), quick=True)
+
+
+def header(**changes: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "argv": ["dtbench", "run"],
+        "plan": PLAN,
+        "suites": ["dispatch"],
+        "mesh": None,
+        "ranks": [machine.local_rank_info("cpu")] * 4,
+        "backend": "gloo",
+        "launches": 2,
+    }
+    return machine.provenance(**facts | changes)
+
+
+class FakeNvml:
+    """Two GPUs; like the real bindings, a query that a GPU does not support raises."""
+
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU, NVML_NVLINK_MAX_LINKS = 1, 2, 0, 4
+
+    def __init__(self, reasons: int = 0) -> None:
+        self.reasons = reasons
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802 - NVML's spelling
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
+        return f"handle-{range(2)[index]}"
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+        return f"handle-of-{uuid}"
+
+    def nvmlSystemGetDriverVersion(self) -> bytes:  # noqa: N802 - old bindings answer in bytes
+        return b"570.1"
+
+    def nvmlDeviceGetName(self, handle: str) -> str:  # noqa: N802
+        return f"Fake of {handle}"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(total=80 * 2**30)
+
+    def nvmlDeviceGetClockInfo(self, handle: str, which: int) -> int:  # noqa: N802
+        return {1: 1500, 2: 2600}[which]
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: str, which: int) -> int:  # noqa: N802
+        return {1: 1980, 2: 2619}[which]
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: str) -> int:  # noqa: N802
+        return 700_000
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:  # noqa: N802
+        return 345_678
+
+    def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:  # noqa: N802
+        return 61
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: str) -> int:  # noqa: N802
+        return self.reasons
+
+    def nvmlDeviceGetMigMode(self, handle: str) -> tuple[int, int]:  # noqa: N802
+        raise RuntimeError("Not Supported")
+
+    def nvmlDeviceGetNvLinkState(self, handle: str, link: int) -> int:  # noqa: N802
+        if link > 2:
+            raise RuntimeError("Invalid Argument")
+        return [1, 0, 1][link]
+
+    def nvmlDeviceGetNvLinkVersion(self, handle: str, link: int) -> int:  # noqa: N802
+        return 4
+
+
+@pytest.fixture
+def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
+    fake = FakeNvml()
+    monkeypatch.setattr(machine, "nvml", lambda: fake)
+    yield fake
+
+
+# ------------------------------------------------------------------------------- the header
+
+
+def test_the_header_is_one_that_the_store_reads_back(tmp_path: Path) -> None:
+    made = header()
+    with RunWriter.create(tmp_path / "x.jsonl", made) as writer:
+        writer.append(Result("s", "n", "core", {}, "ok"))
+    read = read_run(tmp_path / "x.jsonl").header
+    assert read["run_id"] == made["run_id"]
+    assert read["mesh"] == {"dim_names": ["dp", "tp"], "shape": [2, 2]}
+    assert [r["rank"] for r in read["ranks"]] == [0, 1, 2, 3]
+    assert read["plan"]["sizes_bytes"] == [1024, 4096]
+    assert read["versions"]["backend"] == "gloo"
+    assert read["versions"]["nccl"] is None
+    assert read["versions"]["torch"]
+    assert read["started"].endswith("+00:00")
+    assert read["machine"]["cpu"]["usable_cores"] == len(os.sched_getaffinity(0))
+    assert read["launches"] == 2
+
+
+def test_each_run_has_its_own_id_and_may_have_another_mesh() -> None:
+    assert header()["run_id"] != header()["run_id"]
+    assert header(mesh=[("world", 8)])["mesh"] == {"dim_names": ["world"], "shape": [8]}
+
+
+def test_this_module_does_not_load_torch() -> None:
+    code = "import sys, dtbench.machine, dtbench.doctor, dtbench.tables; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_rank_tells_where_it_sits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("RANK", "11")
+    info = machine.local_rank_info("cuda:3")
+    assert (info["rank"], info["local_rank"], info["device"]) == (11, 3, "cuda:3")
+    assert info["pid"] == os.getpid()
+    assert info["host"]
+    monkeypatch.setenv("LOCAL_RANK", "none")
+    assert machine.local_rank_info("cpu")["local_rank"] == 0
+
+
+# ------------------------------------------------------------------------------ no secrets
+
+
+def test_the_environment_is_recorded_by_an_allow_list() -> None:
+    env = {
+        "NCCL_DEBUG": "INFO",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_NCCL_BLOCKING_WAIT": "1",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "NCCL_LONG": "x" * 1000,
+        "AWS_SECRET_ACCESS_KEY": "leak",
+        "HF_TOKEN": "leak",
+        "HOME": "/home/leak",
+        "PATH": "/leak",
+        "TORCHELASTIC_ERROR_FILE": "/leak",
+        "NCCL_API_TOKEN": "leak",
+        "XOMP_": "leak",
+    }
+    kept = machine.environment(env)
+    assert set(kept) == {
+        "NCCL_DEBUG",
+        "GLOO_SOCKET_IFNAME",
+        "OMP_NUM_THREADS",
+        "TORCH_NCCL_BLOCKING_WAIT",
+        "CUDA_VISIBLE_DEVICES",
+        "NCCL_LONG",
+    }
+    assert "leak" not in str(kept)
+    assert len(kept["NCCL_LONG"]) == 200
+
+
+@pytest.mark.parametrize(
+    ("argv", "shown"),
+    [
+        (["run", "-o", "x.jsonl"], ["run", "-o", "x.jsonl"]),
+        (["--token", "leak", "run"], ["--token", "***", "run"]),
+        (["--api-key=leak"], ["--api-key=***"]),
+        (["WANDB_API_KEY=leak"], ["WANDB_API_KEY=***"]),
+        (["https://me:leak@host/x"], ["https://***@host/x"]),
+        (["a" * 500], ["a" * 197 + "..."]),
+    ],
+)
+def test_arguments_lose_their_secrets(argv: list[str], shown: list[str]) -> None:
+    assert machine.redact(argv) == shown
+
+
+def test_a_run_of_arguments_is_limited() -> None:
+    assert len(machine.redact(["x"] * 10_000)) == 200
+
+
+# -------------------------------------------------------------------------------------- git
+
+
+def git(folder: Path, *args: str) -> None:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run(["git", *identity, *args], cwd=folder, check=True, capture_output=True)
+
+
+def test_the_commit_and_whether_it_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert header()["git"]["commit"] is None
+    git(tmp_path, "init", "-q")
+    assert header()["git"]["commit"] is None  # no commit yet
+    (tmp_path / "a").write_text("1")
+    git(tmp_path, "add", "a")
+    git(tmp_path, "commit", "-qm", "first")
+    (tmp_path / "untracked").write_text("1")
+    clean = header()["git"]
+    assert len(clean["commit"]) == 40
+    assert clean["dirty"] is False
+    (tmp_path / "a").write_text("2")
+    assert header()["git"] == clean | {"dirty": True}
+
+
+def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert header()["git"] == {"commit": None, "dirty": None, "dtbench": None}
+
+
+# -------------------------------------------------------------------------------------- CPU
+
+
+def test_the_cpu_of_a_foreign_machine(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    blocks = [
+        f"processor\t: {i}\nmodel name\t: Some CPU @ 3 GHz\nphysical id\t: {i // 4}\ncore id\t\t: {i % 2}\n"
+        for i in range(8)
+    ]
+    (tmp_path / "proc/cpuinfo").write_text("\n".join(blocks))
+    for i in range(2):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{i}/cpufreq"
+        folder.mkdir(parents=True)
+        (folder / "scaling_governor").write_text("powersave\n")
+        (tmp_path / f"sys/devices/system/node/node{i}").mkdir(parents=True)
+    cpu = machine.cpu(tmp_path)
+    assert cpu["model"] == "Some CPU @ 3 GHz"
+    assert cpu["physical_cores"] == 4
+    assert cpu["governor"] == "powersave"
+    assert cpu["numa_nodes"] == 2
+
+
+def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
+    cpu = machine.cpu(tmp_path)
+    assert (cpu["governor"], cpu["numa_nodes"], cpu["physical_cores"]) == (None, None, None)
+
+
+# ------------------------------------------------------------------------------------- GPUs
+
+
+def test_gpus_as_nvml_tells_them(fake_nvml: FakeNvml) -> None:
+    found = machine.gpus()
+    assert [gpu["index"] for gpu in found] == [0, 1]
+    assert found[1]["name"] == "Fake of handle-1"
+    assert found[0]["memory_bytes"] == 80 * 2**30
+    assert (found[0]["sm_clock_MHz"], found[0]["sm_clock_max_MHz"]) == (1500, 1980)
+    assert found[0]["power_limit_W"] == 700
+    assert found[0]["nvlink"] == {"links": 3, "active_links": 2, "version": 4}
+    assert found[0]["mig"] is None  # raises
+    assert found[0]["persistence"] is None  # not in these bindings
+    assert machine.driver_version() == "570.1"
+    assert header()["machine"]["gpus"] == found
+
+
+def test_a_throttled_gpu_says_why(fake_nvml: FakeNvml) -> None:
+    state = machine.gpu_state(0)
+    assert state is not None
+    assert state["throttled_by"] == []
+    assert (state["temperature_C"], state["power_W"]) == (61, 345.678)
+    fake_nvml.reasons = 0x1 | 0x4 | 0x40 | 0x1000
+    state = machine.gpu_state(0)
+    assert state is not None
+    assert state["reasons"] == ["gpu_idle", "sw_power_cap", "hw_thermal_slowdown", "unknown_0x1000"]
+    assert state["throttled_by"] == ["sw_power_cap", "hw_thermal_slowdown", "unknown_0x1000"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "index", "handle"),
+    [
+        ("", 1, "handle-1"),
+        ("1,0", 0, "handle-1"),
+        ("1", 1, None),
+        ("GPU-abc", 0, "handle-of-GPU-abc"),
+        ("", 7, None),
+    ],
+)
+def test_a_cuda_device_is_found_behind_visible_devices(
+    fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, visible: str, index: int, handle: str | None
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machine._handle_of(fake_nvml, index) == handle
+    assert (machine.gpu_state(index) is None) == (handle is None)
+
+
+def test_a_broken_library_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise OSError("libnvidia-ml.so.1: file too short")
+
+    machine.nvml.cache_clear()
+    monkeypatch.setattr("pynvml.nvmlInit", broken)
+    try:
+        assert machine.nvml() is None
+        assert machine.gpus() == []
+        assert machine.gpu_state(0) is None
+        assert machine.driver_version() is None
+    finally:
+        machine.nvml.cache_clear()
+
+
+def test_missing_bindings_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.nvml.cache_clear()
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    try:
+        assert machine.nvml() is None
+    finally:
+        machine.nvml.cache_clear()
