@@ -79,8 +79,12 @@ class RunOptions:
         """The plan for a world of `world_size` ranks.
 
         Raises:
-            UsageError: the mesh asked for has another number of ranks.
+            UsageError: another number of ranks is asked for.
         """
+        if self.nproc not in (None, world_size):
+            raise UsageError(
+                f"--nproc {self.nproc}: the launcher has started {world_size} ranks already; leave --nproc out"
+            )
         mesh = self.mesh or default_mesh(world_size)
         if ranks_of(mesh) != world_size:
             raise UsageError(

@@ -21,7 +21,7 @@ from dtbench.options import Mesh
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
     from torch.distributed.device_mesh import DeviceMesh
 
 SIMULATED_RANKS = 8
@@ -50,6 +50,7 @@ class Place:
     port: int
     agent_store: bool
     launcher: str
+    attempt: int = 0  # torchrun may start the ranks again, on the same store
 
     @property
     def one_host(self) -> bool:
@@ -91,6 +92,7 @@ def _torchrun_place(environ: Mapping[str, str]) -> Place:
         port=_number("MASTER_PORT", environ["MASTER_PORT"]),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         launcher="torchrun",
+        attempt=_number("TORCHELASTIC_RESTART_COUNT", environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
 
 
@@ -147,10 +149,10 @@ def store_of(place: Place, launch: int) -> Callable[[bool], Store]:
     """
 
     def connect(first: bool) -> Store:
-        import torch.distributed as dist
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         serve = first and place.rank == 0 and not place.agent_store
-        store = dist.TCPStore(
+        store = TCPStore(
             place.address,
             place.port + (0 if place.agent_store else launch),
             None,
@@ -159,7 +161,7 @@ def store_of(place: Place, launch: int) -> Callable[[bool], Store]:
             wait_for_workers=False,
         )
         store.set_timeout(_FOREVER)
-        return dist.PrefixStore(f"dtbench/{launch}", store)
+        return PrefixStore(f"dtbench/{place.attempt}/{launch}", store)
 
     return connect
 
@@ -274,12 +276,13 @@ def real_world(
 ) -> Iterator[LiveWorld]:
     """The world of all ranks: NCCL on GPUs, gloo on CPUs."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
 
     if device.type == "cpu" and place.one_host:
         _bind_gloo_to_loopback_if_needed()
     dist.init_process_group(
         backend_of(device.type),
-        store=dist.PrefixStore("group", store),
+        store=PrefixStore("group", store),
         rank=place.rank,
         world_size=place.world_size,
         timeout=timedelta(seconds=timeout_s + GROUP_GRACE_S),

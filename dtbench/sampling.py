@@ -62,7 +62,8 @@ class Now:
     impls: tuple[str, ...] = ()
     impl: str | None = None
     launch: int = 0
-    step: int = 0  # samples begun; the rank with the fewest is the one the others wait for
+    case: int = 0  # cases begun
+    step: int = 0  # samples begun in the case; the others wait for the rank with the fewest
     raised: str | None = None
 
     @property

@@ -1,0 +1,241 @@
+"""The command line. Each command parses its options and hands them to the part that does the work,
+which is imported only then: `dtbench --help` must not wait for torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+import dtbench
+from dtbench import options as opts
+from dtbench.errors import EXIT_INTERRUPTED, EXIT_OK, DtbenchError
+from dtbench.model import CHOOSABLE_IMPLS
+
+_T = TypeVar("_T")
+_RUN_FILE = click.Path(path_type=Path)
+
+
+def _parsed(parse: Callable[[str], _T]) -> Callable[[Any, Any, str | None], _T | None]:
+    """The callback of an option that a function of `options` parses."""
+    return lambda _context, _option, text: None if text is None else parse(text)
+
+
+def main() -> NoReturn:
+    """The program. An error that one line explains is printed as one line, with its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = cli.main(prog_name="dtbench", standalone_mode=False)
+    except DtbenchError as error:
+        code = _refuse(str(error), error.exit_code)
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "dtbench"
+        message = error.format_message().rstrip(".")
+        code = _refuse(f"{message}; `{command} --help` shows what there is", error.exit_code)
+    except click.ClickException as error:
+        code = _refuse(error.format_message(), error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        code = _refuse("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:  # whoever read our output has gone
+        code = EXIT_OK
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code if isinstance(code, int) else EXIT_OK)
+
+
+def _refuse(text: str, code: int) -> int:
+    """One line on stderr, from one rank: in a launched world all ranks come here alike."""
+    from dtbench.ranks import find_place
+    from dtbench.session import LET_RANK_0_SPEAK_S
+
+    try:
+        place = find_place()
+    except DtbenchError:
+        place = None
+    if place is not None and place.rank != 0:
+        time.sleep(LET_RANK_0_SPEAK_S)
+    else:
+        click.echo("dtbench: " + " ".join(text.split()), err=True)
+    return code
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
+@click.version_option(dtbench.__version__, prog_name="dtbench")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Measures what distributed tensors cost, and turns the measurements into decisions.
+
+    \b
+    Exit codes: 0 done, 1 regression, 2 usage or unreadable input, 3 inconclusive,
+    4 nothing comparable, 5 a case failed.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+@cli.command("list")
+@click.argument("suite", required=False)
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def list_(suite: str | None, as_json: bool) -> None:
+    """The suites, or the cases of one (as 4 CPU ranks would measure them)."""
+    from dtbench import registry
+    from dtbench.session import quiet_torch
+
+    quiet_torch()
+    suites = registry.load([suite] if suite else [])
+    plan = opts.RunOptions().plan("cpu", opts.DEFAULT_CPU_RANKS)
+    tasks = opts.list_tasks(suites, plan)
+    if as_json:
+        click.echo(json.dumps(_listing(suites, tasks, with_cases=suite is not None), indent=2))
+        return
+    if suite is None:
+        width = max(len(s.name) for s in suites)
+        for s in suites:
+            click.echo(f"{s.name:{width}}  {s.help} ({sum(t.suite is s for t in tasks)} cases)")
+        return
+    for task in tasks:
+        click.echo(f"{task.label}  [{', '.join(task.impls)}]")
+
+
+def _listing(suites: list[Any], tasks: list[opts.Task], *, with_cases: bool) -> list[dict[str, Any]]:
+    listing: list[dict[str, Any]] = []
+    for suite in suites:
+        own = [task for task in tasks if task.suite is suite]
+        entry: dict[str, Any] = {
+            "suite": suite.name,
+            "world": suite.world,
+            "help": suite.help,
+            "cases": len(own),
+        }
+        if with_cases:
+            entry["cases"] = [
+                {"name": t.case.name, "params": dict(t.case.params), "impls": list(t.impls)} for t in own
+            ]
+        listing.append(entry)
+    return listing
+
+
+@cli.command()
+@click.argument("suites", nargs=-1, metavar="[SUITE]...")
+@click.option(
+    "--impl",
+    "impls",
+    default=",".join(CHOOSABLE_IMPLS),
+    show_default=True,
+    metavar="LIST",
+    callback=_parsed(lambda text: opts.parse_list(text, CHOOSABLE_IMPLS, "--impl")),
+    help="Which implementations; the references beside them are always measured.",
+)
+@click.option(
+    "--mesh", metavar="DIMS", callback=_parsed(opts.parse_mesh), help="Mesh dims, outermost first: dp=2,tp=2."
+)
+@click.option("--nproc", type=int, help="Ranks to start here [default: one per GPU, else 4].")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--size",
+    "sizes",
+    metavar="SIZES",
+    callback=_parsed(opts.parse_sizes),
+    help="Sizes of the sweeps: 1KiB:16MiB:4x (first, last, factor), 64KiB, or a comma list.",
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    default="float32",
+    show_default=True,
+    metavar="LIST",
+    callback=_parsed(lambda text: opts.parse_list(text, opts.DTYPES, "--dtype")),
+)
+@click.option(
+    "--filter", "text", default="", metavar="TEXT", help="Only cases whose line in `list` holds TEXT."
+)
+@click.option("--quick", is_flag=True, help="Fewer sizes and samples.")
+@click.option(
+    "--launches", default=1, show_default=True, metavar="K", help="Repeat everything in K fresh worlds."
+)
+@click.option(
+    "--timeout", "timeout_s", default=opts.DEFAULT_TIMEOUT_S, show_default=True, help="Seconds per case."
+)
+@click.option("--resume", is_flag=True, help="Go on with the run in -o FILE.")
+@click.option("-o", "--output", type=_RUN_FILE, help="The run file to write [default: run-TIME.jsonl].")
+def run(text: str, sizes: Any, suites: tuple[str, ...], **given: Any) -> int:
+    """Measures the suites (names or paths of .py files; all when none is named).
+
+    Starts its own ranks, or joins the world of torchrun or Slurm when started by them.
+    """
+    from dtbench.run import run as run_suites
+
+    options = opts.RunOptions(suites=suites, sizes_bytes=sizes, filter=text, **given)
+    return run_suites(options, sys.argv[1:])
+
+
+@cli.command()
+@click.argument("runs", nargs=-1, required=True, type=_RUN_FILE, metavar="RUN...")
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def show(runs: tuple[Path, ...], as_json: bool) -> None:
+    """Tables of the results in run files."""
+    from dtbench.store import read_run
+    from dtbench.tables import print_runs
+
+    print_runs([read_run(path) for path in runs], as_json)
+
+
+@cli.command()
+@click.argument("base", type=_RUN_FILE)
+@click.argument("new", type=_RUN_FILE)
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def compare(base: Path, new: Path, as_json: bool) -> int:
+    """What became slower or faster from BASE to NEW. Exit code 1 if anything became slower."""
+    from dtbench.compare import compare as compare_runs
+    from dtbench.store import read_run
+    from dtbench.tables import print_comparison
+
+    comparison = compare_runs([read_run(base)], [read_run(new)])
+    print_comparison(comparison, as_json)
+    return comparison.exit_code
+
+
+@cli.command()
+@click.argument("runs", nargs=-1, required=True, type=_RUN_FILE, metavar="RUN...")
+@click.option("-o", "--output", required=True, type=_RUN_FILE, help="The topology file to write.")
+def calibrate(runs: tuple[Path, ...], output: Path) -> None:
+    """Fits the cost model's constants to the collectives measured in run files."""
+    from dtbench.calibrate import calibrate as fit
+    from dtbench.store import read_run
+    from dtbench.topology import write_topology
+
+    write_topology(fit([read_run(path) for path in runs]), output)
+    click.echo(f"the topology is in {output}")
+
+
+@cli.command()
+@click.argument("runs", nargs=-1, required=True, type=_RUN_FILE, metavar="RUN...")
+@click.option("--topology", type=_RUN_FILE, help="A calibrated topology, drawn over the measurements.")
+@click.option("-o", "--output", required=True, type=_RUN_FILE, help="The page to write.")
+def report(runs: tuple[Path, ...], topology: Path | None, output: Path) -> None:
+    """One HTML page with the figures and tables of run files."""
+    from dtbench.reporting.page import write_report
+    from dtbench.store import read_run
+    from dtbench.topology import read_topology
+
+    fitted = read_topology(topology) if topology is not None else None
+    write_report([read_run(path) for path in runs], fitted, output)
+    click.echo(f"the report is in {output}")
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def doctor(as_json: bool) -> None:
+    """What will disturb a measurement on this machine, each finding with its remedy."""
+    from dtbench.doctor import examine
+    from dtbench.tables import print_findings
+
+    print_findings(examine(), as_json)

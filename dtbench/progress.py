@@ -1,0 +1,119 @@
+"""What rank 0 shows while a run goes on: a bar on a terminal, a line per result otherwise."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, Protocol
+
+from dtbench.model import STATUSES, Result
+from dtbench.units import format_bandwidth, format_seconds, format_size
+
+
+class Progress(Protocol):
+    """Where rank 0 reports to."""
+
+    def begin(self, headline: str, total: int) -> None:
+        """So many results are to come."""
+        ...
+
+    def result(self, result: Result) -> None: ...
+
+    def close(self) -> None:
+        """Leaves the terminal in order; may be called twice, and from another thread."""
+        ...
+
+
+class Lines:
+    """A line per result on stdout, for logs and pipes."""
+
+    def begin(self, headline: str, total: int) -> None:
+        say(headline)
+
+    def result(self, result: Result) -> None:
+        say(line_of(result))
+
+    def close(self) -> None:
+        pass
+
+
+class Bar:
+    """A bar with the time left on stderr; only what went wrong gets a line."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        columns: list[Any] = [
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        ]
+        # Drawn when a result comes and not between: nothing may beat while times are taken.
+        self._bar = RichProgress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
+        self._task: Any = None
+
+    def begin(self, headline: str, total: int) -> None:
+        self._print(headline)
+        self._bar.start()
+        self._task = self._bar.add_task("", total=total)
+        self._bar.refresh()
+
+    def result(self, result: Result) -> None:
+        if result.status in ("failed", "wrong"):
+            self._print(line_of(result))
+        words = f"{result.suite} {result.name} {result.impl}"
+        self._bar.update(self._task, advance=1, description=words, refresh=True)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+    def _print(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False)
+
+
+def make_progress() -> Progress:
+    """A bar where somebody watches, lines otherwise."""
+    return Bar() if sys.stderr.isatty() and sys.stdout.isatty() else Lines()
+
+
+def say(text: str) -> None:
+    """A line on stdout. A reader that has gone away (`| head`) does not end the run."""
+    with suppress(OSError, ValueError):
+        encoding = sys.stdout.encoding or "utf-8"
+        print(text.encode(encoding, "replace").decode(encoding), flush=True)  # noqa: T201
+
+
+def complain(text: str) -> None:
+    """The program's own line on stderr."""
+    with suppress(OSError, ValueError):
+        print(f"dtbench: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def line_of(result: Result) -> str:
+    """`collectives all_reduce mesh_dim=tp size=64 KiB | c10d  312 µs  0.21 GB/s`."""
+    params = " ".join(
+        f"{k}={format_size(v) if k == 'size' and isinstance(v, int) else v}" for k, v in result.params.items()
+    )
+    words = [f"{result.suite} {result.name} {params}".rstrip(), "|", result.impl]
+    if result.status == "ok" and result.time_s is not None:
+        words.append(format_seconds(result.time_s.median))
+        bandwidth = result.busbw_Bps if result.busbw_Bps is not None else result.algbw_Bps
+        if bandwidth is not None:
+            words.append(format_bandwidth(bandwidth))
+    else:
+        where = "" if result.rank is None else f" on rank {result.rank}"
+        words.append(f"{result.status}{where}")
+    if result.reason:
+        words.append(f"({result.reason})")
+    return "  ".join(words).replace("  |  ", " | ")
+
+
+def summary_of(results: Iterable[Result]) -> str:
+    """`118 ok, 1 failed`: how many results have which status."""
+    counts = Counter(result.status for result in results)
+    return ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status]) or "no results"
