@@ -1,0 +1,270 @@
+"""Host latency of one op on a DTensor: what finding, running and wrapping it costs the calling thread.
+
+The world has 8 ranks of which 7 are simulated (torch's fake process group), so no time passes in
+communication, and a local tensor holds 16 values, so none passes in arithmetic.
+
+    core    dtbench_core
+    torch   torch.distributed.tensor
+    local   the same op on the plain local tensors: the floor
+
+**cached** calls find the decision of the call before; a **first** call sees shapes that were never seen,
+so the decision has to be made. On the 2x4 mesh both mesh dims hold a tensor the same way: S(0) there
+means [Shard(0), Shard(0)], and the local tensors are those of the 1-D mesh of 8.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtbench.model import Case, Param, Plan, Workload
+from dtbench.registry import World, suite
+from dtbench_suites.data import dtensor_api, mismatch, placement, shard_of
+
+WORLD = 8  # of the simulated process group
+MESHES = ((8,), (2, 4))
+ROWS = 4  # of the local tensor, cached calls; its other dim has 4 too
+# A sample has to outlast the clock's reading (0.05 us) and stay below what the scheduler interrupts
+# (milliseconds): 0.1 to 0.5 ms at the 5 to 50 us that a cached call takes, 20 to 200 us with its backward.
+CALLS_PER_SAMPLE = {"forward": 10, "forward+backward": 4}
+# Python, the allocator and torch's own caches are steady after about 10 calls.
+WARMUP_CALLS = 20
+# A first call costs milliseconds and its shape can be used once only.
+FIRST_SAMPLES, FIRST_SAMPLES_QUICK, FIRST_WARMUP_CALLS = 15, 5, 3
+# Of the results' largest value; the same arithmetic on both sides, in float32.
+RTOL = 1e-5
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op and the placements of its inputs.
+
+    placements: of each input; "0-dim" is a plain tensor without dims. shapes: of the full inputs, for
+    local tensors of k rows. result: the placement of what comes out. floor: the placements whose local
+    tensors the plain op takes, where they are others.
+    """
+
+    name: str
+    placements: str
+    shapes: Callable[[int], Shapes]
+    fn: Callable[..., Any]
+    result: str
+    floor: str = ""
+    backward: bool = True
+
+    def sources(self, impl: str) -> list[str]:
+        """The placement of each input, as `impl` takes it."""
+        return ((self.floor if impl == "local" else "") or self.placements).split(",")
+
+
+def rows(inputs: int = 1) -> Callable[[int], Shapes]:
+    """So many inputs of (8k, 4)."""
+    return lambda k: ((WORLD * k, 4),) * inputs
+
+
+def normed(k: int) -> Shapes:  # x, weight, bias
+    return (WORLD * k, 4), (4,), (4,)
+
+
+OPS = (
+    Op("add", "S(0),S(0)", rows(2), torch.add, "S(0)"),
+    Op("add", "S(0),R", rows(2), torch.add, "S(0)", floor="S(0),S(0)"),
+    Op("relu", "S(0)", rows(), torch.relu, "S(0)"),
+    Op("mul_scalar", "S(0)", rows(), lambda x: x * 2.0, "S(0)"),
+    Op("add_0dim", "S(0),0-dim", lambda k: ((WORLD * k, 4), ()), torch.add, "S(0)"),
+    Op("view", "S(0)", rows(), lambda x: x.view(-1, 2, 2), "S(0)"),
+    Op("transpose", "S(0)", rows(), lambda x: x.transpose(0, 1), "S(1)"),
+    Op("slice", "S(0)", rows(), lambda x: x[:, 1:3], "S(0)"),
+    Op("mm", "R,S(1)", lambda k: ((k, 4), (4, WORLD * 4)), torch.mm, "S(1)"),
+    Op("mm", "S(1),S(0)", lambda k: ((k, WORLD * 4), (WORLD * 4, 4)), torch.mm, "P"),
+    # bias, x, weight
+    Op("addmm", "R,S(0),R", lambda k: ((4,), (WORLD * k, 4), (4, 4)), torch.addmm, "S(0)"),
+    # x, weight, bias: shared by batch, as in data parallelism; by output features, as Colwise does
+    Op("linear_3d", "S(0),R,R", lambda k: ((WORLD * k, 2, 4), (4, 4), (4,)), F.linear, "S(0)"),
+    Op("linear_3d", "R,S(0),S(0)", lambda k: ((k, 2, 4), (WORLD * 4, 4), (WORLD * 4,)), F.linear, "S(2)"),
+    Op("sum_dim0", "S(0)", rows(), lambda x: x.sum(0), "P"),
+    Op("sum_dim1", "S(0)", rows(), lambda x: x.sum(1), "S(0)"),
+    Op("mean_dim0", "S(0)", rows(), lambda x: x.mean(0), "P(avg)"),
+    Op("mean_dim1", "S(0)", rows(), lambda x: x.mean(1), "S(0)"),
+    Op("softmax", "S(0)", rows(), lambda x: torch.softmax(x, 1), "S(0)"),
+    Op("layer_norm", "S(0),R,R", normed, lambda x, w, b: F.layer_norm(x, (4,), w, b), "S(0)"),
+    Op("cat", "S(0),S(0)", rows(2), lambda x, y: torch.cat((x, y), 1), "S(0)"),
+    Op("split", "S(0)", rows(), lambda x: torch.split(x, 2, 1), "S(0)"),
+    Op("add_", "S(0),S(0)", rows(2), lambda x, y: x.add_(y), "S(0)", backward=False),
+    Op("detach", "S(0)", rows(), lambda x: x.detach(), "S(0)", backward=False),
+    # The way in and out. Their floor is another view of the same tensor.
+    Op("from_local", "S(0)", rows(), lambda x: x.view_as(x), "S(0)"),
+    Op("to_local", "S(0)", rows(), lambda x: x.view_as(x), "S(0)"),
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An op ready to be called by one impl on rank 0 of a mesh."""
+
+    op: Op
+    impl: str
+    mesh: DeviceMesh
+    backward: bool
+    device: torch.device
+
+    def place(self, full: Tensor, text: str) -> Any:
+        """Rank 0's part of `full`: a DTensor, or the local tensor for the floor."""
+        local = full.detach() if full.ndim == 0 else shard_of(full.detach(), text, 0, WORLD).clone()
+        if self.impl == "local" or text == "0-dim":
+            return local
+        api = dtensor_api(self.impl)
+        return api.DTensor.from_local(local, self.mesh, self.on_all(placement(api, text)), run_check=False)
+
+    def on_all(self, one: Any) -> list[Any]:
+        """The placement on every mesh dim."""
+        return [one] * self.mesh.ndim
+
+    def function(self) -> Callable[..., Any]:
+        """What is timed; the inputs are its arguments."""
+        if self.impl == "local" or self.op.name not in ("from_local", "to_local"):
+            return self.op.fn
+        if self.op.name == "to_local":
+            return lambda x: x.to_local()
+        api = dtensor_api(self.impl)
+        from_local, placed = api.DTensor.from_local, self.on_all(api.Shard(0))
+        return lambda x: from_local(x, self.mesh, placed, run_check=False)
+
+    def full_inputs(self, k: int) -> list[Tensor]:
+        """Small whole numbers, another run of them for each input."""
+        made = []
+        for i, shape in enumerate(self.op.shapes(k)):
+            count = int(torch.Size(shape).numel())
+            values = torch.arange(i, i + count, device=self.device, dtype=torch.float32) % 7 - 3
+            made.append(values.view(shape))
+        return made
+
+    def call(self, k: int) -> Callable[[], Any]:
+        """One call on inputs of its own, for local tensors of k rows; gives outputs, or (outputs, gradients)."""
+        full = self.full_inputs(k)
+        inputs = [self.place(t, text) for t, text in zip(full, self.op.sources(self.impl), strict=True)]
+        if self.op.name == "from_local" and self.impl != "local":
+            inputs = [x.to_local() for x in inputs]
+        function = self.function()
+        if not self.backward:
+            return partial(function, *inputs)
+        wanted = [x.requires_grad_() for x in inputs if x.ndim]
+        # An op whose result is Partial passes the gradient of the whole to each of its terms.
+        text = "R" if self.op.result.startswith("P") else self.op.result
+        like = [torch.ones_like(t) for t in as_tuple(self.op.fn(*full))]
+        cotangents = [self.place(t, text) for t in like]
+        if self.op.name == "to_local" and self.impl != "local":
+            cotangents = [c.to_local() for c in cotangents]
+
+        def forward_backward() -> tuple[Any, Any]:
+            out = function(*inputs)
+            return out, torch.autograd.grad(out, wanted, cotangents)
+
+        return forward_backward
+
+    def check(self) -> str | None:
+        """Compares rank 0's part of one call's results and gradients with plain torch on the full tensors."""
+        called: Any = self.call(ROWS)()
+        got, gradients = called if self.backward else (called, ())
+        inputs = [t.requires_grad_(self.backward and t.ndim > 0) for t in self.full_inputs(ROWS)]
+        # An in-place op must not write to the leaf that its gradient would be asked of.
+        want = as_tuple(self.op.fn(*inputs))
+        terms: Sequence[Tensor] = ()  # of a Partial, rank 0's is the op on its local tensors
+        if self.op.result.startswith("P"):
+            sources = self.op.sources("local")
+            parts = [shard_of(t, text, 0, WORLD) for t, text in zip(inputs, sources, strict=True)]
+            terms = as_tuple(self.op.fn(*parts))
+        for i, (g, w) in enumerate(zip(as_tuple(got), want, strict=True)):
+            local = terms[i] if terms else shard_of(w, self.op.result, 0, WORLD)
+            wrong = self.compare(g, w, local, self.op.result, f"output {i}")
+            if wrong:
+                return wrong
+        if self.backward:
+            wanted = [t for t in inputs if t.requires_grad]
+            expected = torch.autograd.grad(want, wanted, [torch.ones_like(w) for w in want])
+            return self.check_gradients(gradients, expected)
+        return None
+
+    def check_gradients(self, got: Sequence[Any], want: Sequence[Tensor]) -> str | None:
+        for i, (g, w) in enumerate(zip(got, want, strict=True)):
+            text = self.op.sources(self.impl)[i]
+            if hasattr(g, "placements"):
+                # A gradient may be placed otherwise than its tensor; a Partial one is not known by rank 0.
+                first = g.placements[0]
+                if any(p != first for p in g.placements) or first.is_partial():
+                    continue
+                text = f"S({first.dim})" if first.is_shard() else "R"
+            elif self.impl == "local" and self.op.result.startswith("P"):
+                continue  # the floor's gradient is that of its own small problem
+            elif self.impl == "local" and text == "R":
+                continue  # likewise: without the other ranks' terms
+            wrong = self.compare(g, w, shard_of(w, text, 0, WORLD), text, f"gradient {i}")
+            if wrong:
+                return wrong
+        return None
+
+    def compare(self, got: Any, full: Tensor, local: Tensor, text: str, what: str) -> str | None:
+        """Placements and global shape of a DTensor, and its local values."""
+        if hasattr(got, "placements"):
+            want = self.on_all(placement(dtensor_api(self.impl), text))
+            if list(got.placements) != want or got.shape != full.shape:
+                return f"{what} is {got.placements} {tuple(got.shape)}, expected {want} {tuple(full.shape)}"
+            got = got.to_local()
+        elif self.impl != "local" and self.op.name not in ("to_local", "from_local"):
+            return f"{what} is a plain {type(got).__name__}, expected a DTensor"
+        return mismatch(got, local, what, RTOL)
+
+
+def as_tuple(out: Any) -> tuple[Any, ...]:
+    return tuple(out) if isinstance(out, tuple | list) else (out,)
+
+
+# Rows of first calls, by impl and mesh: odd, so that flattening (k, 2, 4) to (2k, 4) meets no other op's.
+_fresh: defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(
+    lambda: itertools.count(ROWS + 1, 2)
+)
+
+
+def build_impl(op: Op, shape: tuple[int, ...], passes: str, call: str, impl: str, world: World) -> Workload:
+    setup = Setup(op, impl, world.mesh_of(shape), passes == "forward+backward", world.device)
+    if call == "cached":
+        return Workload(run=setup.call(ROWS), check=setup.check)
+    ready = setup.call(ROWS)
+
+    def before() -> None:
+        nonlocal ready
+        ready = setup.call(next(_fresh[impl, shape]))
+
+    return Workload(run=lambda: ready(), before=before, check=setup.check)
+
+
+@suite("dispatch", world="simulated", help="host latency of an op on a DTensor, by op and placements")
+def dispatch(plan: Plan) -> Iterator[Case]:
+    first_samples = FIRST_SAMPLES_QUICK if plan.quick else FIRST_SAMPLES
+    for shape in MESHES:
+        for op in OPS:
+            for passes in ("forward", "forward+backward")[: 1 + op.backward]:
+                for call in "cached", "first":
+                    first = call == "first"
+                    where: dict[str, Param] = {"mesh": "x".join(map(str, shape)), "pass": passes}
+                    build = partial(build_impl, op, shape, passes, call)
+                    yield Case(
+                        name=op.name,
+                        params={"placements": op.placements, **where, "call": call},
+                        build={i: partial(build, i) for i in ("core", "torch", "local")[: 2 if first else 3]},
+                        clock="host",
+                        calls_per_sample=1 if first else CALLS_PER_SAMPLE[passes],
+                        samples=first_samples if first else None,
+                        warmup_calls=FIRST_WARMUP_CALLS if first else WARMUP_CALLS,
+                    )
