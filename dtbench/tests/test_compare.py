@@ -1,0 +1,253 @@
+"""Verdicts on made-up launches whose difference is known, and no verdict where none can be had."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dtbench.compare import Comparison, Row, compare
+from dtbench.model import Result, Run
+from dtbench.schema import check_header
+from dtbench.stats import summarize
+
+
+def result(
+    seconds: float, launch: int = 0, suite: str = "dispatch", name: str = "add", **changes: Any
+) -> Result:
+    """A launch whose minimum is `seconds` and whose p25 is 10% more."""
+    samples = [seconds, *[1.1 * seconds] * 3, 4 * seconds]
+    fields: dict[str, Any] = {"params": {"mesh": "8"}, "status": "ok", "time_s": summarize(samples)}
+    return Result(suite, name, "core", launch=launch, **fields | changes)
+
+
+def run(*results: Result, path: str = "run.jsonl", complete: bool = True, **header: Any) -> Run:
+    fields = {"kind": "run", "schema": 1, "run_id": path, **header}
+    return Run(Path(path), check_header(fields), results, complete)
+
+
+def launches(seconds: Sequence[float], path: str = "run.jsonl", **changes: Any) -> Run:
+    return run(*(result(s, i, **changes) for i, s in enumerate(seconds)), path=path)
+
+
+def spread(n: int, centre: float = 8e-6, width: float = 0.005) -> list[float]:
+    """n launches evenly spread around a centre."""
+    return [centre * (1 + width * (2 * i / (n - 1) - 1)) for i in range(n)]
+
+
+def only(comparison: Comparison) -> Row:
+    (row,) = comparison.rows
+    return row
+
+
+def verdict(base: Sequence[float], new: Sequence[float], **changes: Any) -> tuple[str, int]:
+    comparison = compare([launches(base, "base", **changes)], [launches(new, "new", **changes)])
+    return only(comparison).verdict, comparison.exit_code
+
+
+# --------------------------------------------------------------------------------- verdicts
+
+
+@pytest.mark.parametrize("n", [5, 10, 30])
+def test_a_change_of_five_percent_is_found_both_ways(n: int) -> None:
+    assert verdict(spread(n), spread(n, 8.4e-6)) == ("slower", 1)
+    assert verdict(spread(n, 8.4e-6), spread(n)) == ("faster", 0)
+
+
+def test_the_row_holds_the_figures() -> None:
+    row = only(compare([launches(spread(5), "base")], [launches(spread(5, 8.8e-6), "new")]))
+    assert row.ratio == pytest.approx(1.1)
+    assert row.low is not None
+    assert row.high is not None
+    assert row.low < 1.1 < row.high
+    assert row.confidence == pytest.approx(1 - 2 * 4 / 252)
+    assert row.p_slower == pytest.approx(1 / 252)
+    assert (row.base_s, row.new_s) == (pytest.approx(8e-6), pytest.approx(8.8e-6))
+    assert (row.base_launches, row.new_launches, row.estimator) == (5, 5, "min")
+
+
+def test_four_launches_cannot_decide_however_large_the_change() -> None:
+    assert verdict(spread(4), spread(4, 80e-6)) == ("inconclusive", 3)
+    assert verdict(spread(10), spread(4, 80e-6)) == ("inconclusive", 3)
+
+
+def test_one_launch_says_nothing_and_a_note_says_why() -> None:
+    comparison = compare([launches([8e-6], "base")], [launches([8e-6], "new")])
+    row = only(comparison)
+    assert (row.verdict, row.ratio, row.low, row.confidence) == ("inconclusive", 1.0, None, None)
+    assert comparison.exit_code == 3
+    assert any("as few as 1 launch" in note and "--launches 5" in note for note in comparison.notes)
+    enough = compare([launches(spread(5), "base")], [launches(spread(5), "new")])
+    assert not any("launch(es)" in note for note in enough.notes)
+
+
+def test_sameness_has_to_be_shown() -> None:
+    assert verdict(spread(5), spread(5)) == ("same", 0)
+    assert verdict(spread(4), spread(4)) == ("same", 0)  # an interval of 97%
+    assert verdict(spread(3), spread(3)) == ("inconclusive", 3)  # one of 90% shows nothing
+    assert verdict(spread(5, width=0.2), spread(5, width=0.2)) == ("inconclusive", 3)
+
+
+def test_a_change_below_two_percent_is_no_finding() -> None:
+    assert verdict(spread(10), spread(10, 8e-6 * 1.015)) == ("same", 0)
+
+
+def test_a_change_below_a_clock_reading_is_no_finding() -> None:
+    assert verdict(spread(10, 1e-6), spread(10, 1.15e-6))[0] == "inconclusive"  # 15%, but 0.15 us
+    assert verdict(spread(10, 1e-6), spread(10, 1.25e-6))[0] == "slower"
+    assert verdict(spread(10, 1.25e-6), spread(10, 1e-6))[0] == "faster"
+
+
+def test_overlapping_launches_are_not_called_slower() -> None:
+    base = [8.0e-6, 8.1e-6, 8.2e-6, 8.3e-6, 9.5e-6]
+    new = [8.2e-6, 8.4e-6, 8.5e-6, 8.6e-6, 8.9e-6]
+    assert verdict(base, new) == ("inconclusive", 3)
+
+
+def test_identical_launches_are_rarely_called_different() -> None:
+    """The rule on noise between launches of 2%: at most 1% false alarms, and 10% is always found."""
+    rng = np.random.default_rng(11)
+
+    def side(factor: float = 1.0) -> list[float]:
+        return (8e-6 * factor * rng.lognormal(0, 0.02, 10)).tolist()
+
+    alarms = sum(verdict(side(), side())[0] in ("slower", "faster") for _ in range(300))
+    assert alarms <= 6
+    assert all(verdict(side(), side(1.1))[0] == "slower" for _ in range(50))
+
+
+def test_a_launch_is_its_minimum_for_dispatch_and_its_lower_quartile_elsewhere() -> None:
+    for suite, estimator, seconds in (("dispatch", "min", 8e-6), ("collectives", "p25", 8.8e-6)):
+        row = only(compare([launches(spread(5), "b", suite=suite)], [launches(spread(5), "n", suite=suite)]))
+        assert row.estimator == estimator
+        assert row.base_s == pytest.approx(seconds)
+
+
+def test_launches_of_several_files_count_together() -> None:
+    base = [launches([s], f"b{i}") for i, s in enumerate(spread(5))]
+    new = [launches([s], f"n{i}") for i, s in enumerate(spread(5, 9e-6))]
+    assert only(compare(base, new)).verdict == "slower"
+
+
+def test_a_time_of_zero_is_no_time() -> None:
+    row = only(compare([launches([0.0] * 5, "base")], [launches(spread(5), "new")]))
+    assert row.verdict == "inconclusive"
+    assert "0 s" in row.reason
+
+
+# ---------------------------------------------------------------------- missing and failed
+
+
+def failed(status: str = "failed", launch: int = 0) -> Result:
+    return result(8e-6, launch, status=status, reason="boom", time_s=None)
+
+
+def good(launch: int = 0, **changes: Any) -> Result:
+    return result(8e-6, launch, **changes)
+
+
+@pytest.mark.parametrize(
+    ("base", "new", "expected", "reason", "code"),
+    [
+        ([good()], [failed()], "failed", "failed: boom", 1),
+        ([good()], [failed("wrong")], "failed", "wrong: boom", 1),
+        ([good()], [good(), failed(launch=1)], "failed", "failed: boom", 1),
+        ([good()], [], "missing", "not measured in new", 4),
+        ([good()], [failed("skipped")], "missing", "skipped: boom", 4),
+        ([failed()], [good()], "new", "no good time in base: failed: boom", 4),
+        ([failed()], [failed()], "failed", "failed: boom", 4),
+        ([failed()], [], "missing", "not timed in base, nor in new", 4),
+        ([failed("skipped")], [good()], "new", "skipped in base", 4),
+        ([], [good()], "new", "", 4),
+        ([], [failed()], "failed", "failed: boom", 4),
+    ],
+)
+def test_a_case_that_is_not_on_both_sides(
+    base: list[Result], new: list[Result], expected: str, reason: str, code: int
+) -> None:
+    comparison = compare([run(*base, path="base")], [run(*new, path="new")])
+    row = only(comparison)
+    assert (row.verdict, row.reason) == (expected, reason)
+    assert comparison.exit_code == code
+    # Beside a case that is the same, what cannot be decided is inconclusive and not "nothing".
+    same = [result(s, i, name="same") for i, s in enumerate(spread(5))]
+    beside = compare([run(*base, *same, path="base")], [run(*new, *same, path="new")])
+    assert beside.exit_code == (1 if code == 1 else 0 if expected == "new" else 3)
+
+
+def test_a_case_skipped_on_both_sides_is_told_in_a_note() -> None:
+    comparison = compare([run(failed("skipped"), path="a")], [run(failed("skipped"), path="b")])
+    assert comparison.rows == ()
+    assert comparison.exit_code == 4
+    assert any("1 case(s) were skipped" in note for note in comparison.notes)
+
+
+def test_cases_are_matched_by_impl_and_params() -> None:
+    base = [good(), good(params={"mesh": "2x4"}), dataclasses.replace(good(), impl="torch")]
+    comparison = compare([run(*base, path="a")], [run(good(), path="b")])
+    assert [row.verdict for row in comparison.rows] == ["inconclusive", "missing", "missing"]
+    assert [row.key for row in comparison.rows] == [r.case_key for r in base]
+
+
+def test_nothing_on_either_side() -> None:
+    assert compare([run(path="a")], [run(path="b")]).exit_code == 4
+
+
+# ------------------------------------------------------------------------------------ notes
+
+
+def test_equal_machines_need_no_note() -> None:
+    assert compare([launches(spread(5), "base")], [launches(spread(5), "new")]).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"ranks": [{"rank": 0, "host": "b"}]}, "the hosts differ: unknown in base, b in new"),
+        (
+            {"machine": {"cpu": {"model": "Fast", "usable_cores": 4}}},
+            "the CPU differs: unknown in base, Fast, 4 cores",
+        ),
+        (
+            {"machine": {"gpus": [{"name": "H", "power_limit_W": 350}]}},
+            "the GPUs differ: unknown in base, H at 350 W",
+        ),
+        ({"versions": {"torch": "2.11.0"}}, "the versions differ: unknown in base, torch 2.11.0 in new"),
+        ({"mesh": {"dim_names": ["dp"], "shape": [4]}}, "the mesh differs: unknown in base, dp=4 in new"),
+        ({"plan": {"dtypes": ["bfloat16"]}}, "the dtypes differ: unknown in base, bfloat16 in new"),
+        ({"plan": {"quick": True}}, "one side measured less: full in base, --quick in new"),
+        ({"env": {"NCCL_ALGO": "Ring"}}, "NCCL_ALGO differs: unset in base, Ring in new"),
+    ],
+)
+def test_a_difference_in_provenance_is_noted(changes: dict[str, Any], note: str) -> None:
+    same = [result(s, i) for i, s in enumerate(spread(5))]
+    notes = compare([run(*same, path="a")], [run(*same, path="b", **changes)]).notes
+    assert [n for n in notes if n.startswith(note)] == list(notes)
+    assert len(notes) == 1
+
+
+def test_an_incomplete_run_and_a_run_against_itself_are_noted() -> None:
+    one = run(good(), complete=False)
+    notes = compare([one], [one]).notes
+    assert sum("is incomplete" in note for note in notes) == 2
+    assert "the same run is on both sides" in notes
+
+
+def test_the_json_form_is_strict_and_whole() -> None:
+    comparison = compare([launches(spread(5), "a")], [launches(spread(5, 9e-6), "b")])
+    made = json.loads(json.dumps(comparison.to_json(), allow_nan=False))
+    (row,) = made["rows"]
+    assert (row["suite"], row["name"], row["impl"], row["params"]) == (
+        "dispatch",
+        "add",
+        "core",
+        {"mesh": "8"},
+    )
+    assert (row["verdict"], made["exit_code"], made["counts"]["slower"]) == ("slower", 1, 1)
+    assert math.isclose(row["ratio"], 1.125)

@@ -1,0 +1,278 @@
+"""The doctor in front of made-up machines: what disturbs is found, what cannot be known is not called good."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dtbench import doctor
+from dtbench.doctor import Finding, Surroundings, examine
+
+CPU = "sys/devices/system/cpu"
+GOOD_FILES = {
+    f"{CPU}/cpu0/cpufreq/scaling_governor": "performance\n",
+    f"{CPU}/cpu1/cpufreq/scaling_governor": "performance\n",
+    f"{CPU}/intel_pstate/no_turbo": "1\n",
+    f"{CPU}/online": "0-7\n",
+    "sys/devices/system/node/node0/cpulist": "0-7\n",
+    "sys/devices/system/clocksource/clocksource0/current_clocksource": "tsc\n",
+    "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+    "proc/loadavg": "0.10 0.20 0.30 1/100 1234\n",
+    "proc/meminfo": "MemTotal: 1000 kB\nSwapTotal: 100 kB\nSwapFree: 100 kB\n",
+    "proc/self/cgroup": "0::/job\n",
+    "sys/fs/cgroup/job/cpu.max": "max 100000\n",
+    "proc/sys/kernel/randomize_va_space": "2\n",
+    "proc/sys/kernel/hostname": "box\n",
+}
+NOTHING = "no such file"
+
+
+def here(tmp_path: Path, files: Mapping[str, str] = {}, **changes: Any) -> Surroundings:
+    """A machine on which nothing disturbs, but for the changes; a file of NOTHING is left out."""
+    root = tmp_path / "root"
+    for name, text in {**GOOD_FILES, **files}.items():
+        if text != NOTHING:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
+    good = Surroundings(
+        root=root,
+        env={"OMP_NUM_THREADS": "2"},
+        folder=tmp_path,
+        usable_cores=8,
+        ranks=4,
+        nvml=lambda: None,
+        resolve=lambda name: "10.0.0.7",
+        torch_version=lambda: "2.12.1+cu128",
+    )
+    return dataclasses.replace(good, **changes)
+
+
+def finding(surroundings: Surroundings, check: str) -> Finding:
+    (found,) = [f for f in examine(surroundings) if f.check == check]
+    return found
+
+
+def test_a_quiet_machine_has_nothing_to_remedy(tmp_path: Path) -> None:
+    assert [f for f in examine(here(tmp_path)) if f.ok is not True] == []
+
+
+def test_a_machine_without_proc_and_sys_is_unknown_and_not_good(tmp_path: Path) -> None:
+    surroundings = here(tmp_path, dict.fromkeys(GOOD_FILES, NOTHING))
+    unknown = {f.check for f in examine(surroundings) if f.ok is None}
+    assert unknown == {
+        "CPU frequency governor",
+        "CPU turbo",
+        "load average",
+        "NUMA nodes",
+        "swap",
+        "transparent huge pages",
+        "address randomisation",
+        "clock source",
+    }
+
+
+def test_this_machine_can_be_examined() -> None:
+    findings = examine()
+    assert len(findings) >= len(doctor._CHECKS)
+    assert all(f.got for f in findings)
+
+
+@pytest.mark.parametrize(
+    ("check", "files", "changes", "got", "remedy"),
+    [
+        (
+            "CPU frequency governor",
+            {f"{CPU}/cpu1/cpufreq/scaling_governor": "powersave"},
+            {},
+            "performance, powersave",
+            "cpupower",
+        ),
+        ("CPU turbo", {f"{CPU}/intel_pstate/no_turbo": "0"}, {}, "on", "intel_pstate/no_turbo"),
+        (
+            "CPU turbo",
+            {f"{CPU}/intel_pstate/no_turbo": NOTHING, f"{CPU}/cpufreq/boost": "1"},
+            {},
+            "on",
+            "boost",
+        ),
+        ("load average", {"proc/loadavg": "6.50 1 1 1/2 3"}, {}, "6.5 on 8 usable cores", "top"),
+        ("OMP_NUM_THREADS", {}, {"env": {}}, "not set: 8 threads in each of 4 ranks", "OMP_NUM_THREADS=2"),
+        (
+            "OMP_NUM_THREADS",
+            {},
+            {"env": {"OMP_NUM_THREADS": "4"}},
+            "4 with 4 ranks on 8",
+            "OMP_NUM_THREADS=2",
+        ),
+        ("OMP_NUM_THREADS", {}, {"env": {"OMP_NUM_THREADS": "4,2"}}, "4,2 with 4 ranks", "OMP_NUM_THREADS=2"),
+        ("OMP_NUM_THREADS", {}, {"env": {"OMP_NUM_THREADS": "many"}}, "'many'", "OMP_NUM_THREADS=2"),
+        ("OMP_NUM_THREADS", {}, {"env": {"OMP_NUM_THREADS": "0"}}, "'0'", "OMP_NUM_THREADS=2"),
+        ("MKL_NUM_THREADS", {}, {"env": {"MKL_NUM_THREADS": "8"}}, "8 with 4 ranks", "MKL_NUM_THREADS=2"),
+        ("cores for the ranks", {}, {"ranks": 16}, "16 ranks on 8 usable cores", "--nproc 8"),
+        (
+            "NUMA nodes",
+            {"sys/devices/system/node/node1/cpulist": "4-7"},
+            {},
+            "2, and the ranks are bound to none",
+            "numactl",
+        ),
+        ("cgroup CPU quota", {"sys/fs/cgroup/job/cpu.max": "150000 100000"}, {}, "1.5 cores", "cpuset"),
+        ("cgroup CPU quota", {"sys/fs/cgroup/cpu.max": "400000 100000"}, {}, "4 cores", "cpuset"),
+        (
+            "cgroup CPU quota",
+            {
+                "proc/self/cgroup": "4:memory:/m\n3:cpu,cpuacct:/job/inner\n",
+                "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "200000",
+                "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000",
+                "sys/fs/cgroup/cpu,cpuacct/job/inner/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu,cpuacct/job/inner/cpu.cfs_period_us": "100000",
+            },
+            {},
+            "2 cores",
+            "cpuset",
+        ),
+        (
+            "swap",
+            {"proc/meminfo": "SwapTotal: 4096 kB\nSwapFree: 1024 kB\n"},
+            {},
+            "3.000 MiB in use",
+            "swapoff",
+        ),
+        (
+            "clock source",
+            {"sys/devices/system/clocksource/clocksource0/current_clocksource": "hpet"},
+            {},
+            "hpet",
+            "clocksource=tsc",
+        ),
+        ("NVML", {"dev/nvidia0": "", "dev/nvidiactl": ""}, {}, "there is nvidia0", "nvidia-ml-py"),
+        ("torch", {}, {"torch_version": lambda: None}, "not installed", "pip install"),
+        ("torch", {}, {"torch_version": lambda: "2.10.0"}, "2.10.0, at least 2.11", "pip install"),
+    ],
+)
+def test_what_disturbs_is_found_with_its_remedy(
+    tmp_path: Path, check: str, files: dict[str, str], changes: dict[str, Any], got: str, remedy: str
+) -> None:
+    found = finding(here(tmp_path, files, **changes), check)
+    assert found.ok is False
+    assert got in found.got
+    assert found.effect
+    assert remedy in found.remedy
+
+
+def test_a_name_that_does_not_resolve(tmp_path: Path) -> None:
+    def fail(name: str) -> str:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    found = finding(here(tmp_path, resolve=fail), "host name")
+    assert found.ok is False
+    assert found.got == "box does not resolve (Name or service not known)"
+    assert "/etc/hosts" in found.remedy
+    told = finding(here(tmp_path, resolve=fail, env={"GLOO_SOCKET_IFNAME": "eth0"}), "host name")
+    assert told.ok is True
+    loopback = finding(here(tmp_path, resolve=lambda name: "127.0.1.1"), "host name")
+    assert (loopback.ok, loopback.got) == (True, "box is 127.0.1.1")
+    assert "other hosts cannot connect" in loopback.effect
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=5 * 2**20))
+    found = finding(here(tmp_path), "space for results")
+    assert found.ok is False
+    assert found.got.startswith("5.000 MiB free in ")
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.os, "access", lambda folder, mode: False)  # the mode bits do not stop root
+    found = finding(here(tmp_path), "space for results")
+    assert (found.ok, found.got) == (False, f"{tmp_path} cannot be written")
+    assert finding(here(tmp_path, folder=tmp_path / "gone"), "space for results").ok is None
+
+
+@pytest.mark.parametrize(
+    ("files", "changes", "ranks"),
+    [
+        ({}, {}, 4),
+        ({"dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidiactl": ""}, {}, 2),
+        ({}, {"env": {"LOCAL_WORLD_SIZE": "6"}}, 6),
+        ({}, {"ranks": 3}, 3),
+    ],
+)
+def test_how_many_ranks_are_to_come(
+    tmp_path: Path, files: dict[str, str], changes: dict[str, Any], ranks: int
+) -> None:
+    surroundings = here(tmp_path, files, **{"ranks": None, "env": {}} | changes)
+    assert finding(surroundings, "cores for the ranks").got == f"{ranks} ranks on 8 usable cores"
+
+
+def test_ranks_bound_to_a_node_are_in_order(tmp_path: Path) -> None:
+    files = {"sys/devices/system/node/node1/cpulist": "4-7", f"{CPU}/online": "0-7,10,16-22"}
+    assert finding(here(tmp_path, files), "NUMA nodes").got == "2, bound to 8 of 16 CPUs"
+
+
+def test_a_newer_torch_is_told_but_not_blamed(tmp_path: Path) -> None:
+    found = finding(here(tmp_path, torch_version=lambda: "2.14.0a0+git1"), "torch")
+    assert found.ok is True
+    assert "newer than 2.13" in found.effect
+
+
+class FakeNvml:
+    NVML_CLOCK_SM = 1
+
+    def __init__(self, reasons: int = 0, persistent: int = 1, pids: tuple[int, ...] = ()) -> None:
+        self.reasons, self.persistent, self.pids = reasons, persistent, pids
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802 - NVML's spelling
+        return 1
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: int) -> int:  # noqa: N802
+        if self.reasons < 0:
+            raise RuntimeError("Not Supported")
+        return self.reasons
+
+    def nvmlDeviceGetClockInfo(self, handle: int, which: int) -> int:  # noqa: N802
+        return 1200
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: int, which: int) -> int:  # noqa: N802
+        return 1980
+
+    def nvmlDeviceGetPersistenceMode(self, handle: int) -> int:  # noqa: N802
+        return self.persistent
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:  # noqa: N802
+        return [SimpleNamespace(pid=pid) for pid in self.pids]
+
+
+def test_gpus_in_order(tmp_path: Path) -> None:
+    findings = [f for f in examine(here(tmp_path, nvml=FakeNvml)) if "GPU" in f.check]
+    assert [(f.check, f.ok) for f in findings] == [
+        ("GPU 0 clocks", True),
+        ("GPU 0 persistence mode", True),
+        ("GPU 0 other processes", True),
+    ]
+
+
+def test_gpus_that_disturb(tmp_path: Path) -> None:
+    surroundings = here(
+        tmp_path, nvml=lambda: FakeNvml(0x1 | 0x40, persistent=0, pids=(2**22 + 1, 2**22 + 2))
+    )
+    clocks = finding(surroundings, "GPU 0 clocks")
+    assert clocks.ok is False
+    assert clocks.got == "SM 1200 MHz of at most 1980 MHz; slowed by hw_thermal_slowdown"
+    assert finding(surroundings, "GPU 0 persistence mode").remedy == "sudo nvidia-smi -pm 1"
+    assert finding(surroundings, "GPU 0 other processes").got == "2 (pid 4194305, 4194306)"
+
+
+def test_a_gpu_that_does_not_tell(tmp_path: Path) -> None:
+    found = finding(here(tmp_path, nvml=lambda: FakeNvml(-1)), "GPU 0 clocks")
+    assert found.ok is None
+    assert "throttling unknown" in found.got
