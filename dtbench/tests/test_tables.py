@@ -1,0 +1,295 @@
+"""What the terminal shows: every figure whole, foreign text harmless, JSON strict."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtbench.compare import compare
+from dtbench.doctor import Finding
+from dtbench.model import Result, Run
+from dtbench.schema import check_header
+from dtbench.stats import summarize
+from dtbench.tables import print_comparison, print_findings, print_runs
+
+Capture = pytest.CaptureFixture[str]
+
+
+def result(suite: str, name: str, impl: str, seconds: float, launch: int = 0, **changes: Any) -> Result:
+    """Minimum `seconds`, median twice that."""
+    fields: dict[str, Any] = {
+        "params": {},
+        "status": "ok",
+        "time_s": summarize([seconds, 2 * seconds, 3 * seconds]),
+    }
+    return Result(suite, name, impl, launch=launch, **fields | changes)
+
+
+def run(*results: Result, complete: bool = True, **header: Any) -> Run:
+    fields: dict[str, Any] = {
+        "kind": "run",
+        "schema": 1,
+        "run_id": "r",
+        "started": "2026-01-01T00:00:00+00:00",
+        "versions": {"torch": "2.13.0", "nccl": None},
+        "git": {"commit": "abc123", "dirty": True},
+        "machine": {
+            "cpu": {"model": "Fast CPU", "usable_cores": 8},
+            "gpus": [{"name": "G1"}, {"name": "G1"}],
+        },
+        "ranks": [{"rank": i, "host": f"node{i // 2}"} for i in range(4)],
+        "mesh": {"dim_names": ["dp", "tp"], "shape": [2, 2]},
+    }
+    return Run(Path("run.jsonl"), check_header(fields | header), results, complete)
+
+
+def table_of(text: str, start: str) -> list[dict[str, str]]:
+    """The plain table below the line that begins with `start`, as rows of title -> cell."""
+    lines = text.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith(start)) + 1
+    titles = re.split(r"  +", lines[first].strip())
+    rows = []
+    for line in lines[first + 1 :]:
+        if not line.strip():
+            break
+        cells = re.split(r"  +", line.strip())
+        assert len(cells) in (len(titles), len(titles) - 1)  # an empty last cell leaves nothing
+        rows.append(dict(zip_longest(titles, cells, fillvalue="")))
+    return rows
+
+
+def test_the_impls_stand_side_by_side(capsys: Capture) -> None:
+    params = {"placements": "S(0),S(0)", "mesh": "8", "pass": "forward"}
+    other = params | {"placements": "R,R"}
+    print_runs(
+        [
+            run(
+                result("dispatch", "add", "torch", 8e-6, params=params),
+                result("dispatch", "add", "core", 4e-6, params=params),
+                result("dispatch", "add", "local", 1e-6, params=params),
+                result("dispatch", "add", "core", 5e-6, params=other),
+            )
+        ]
+    )
+    out = capsys.readouterr().out
+    assert table_of(out, "dispatch: min of the samples; mesh=8, pass=forward") == [
+        {
+            "case": "add",
+            "placements": "S(0),S(0)",
+            "core [µs]": "4.000",
+            "torch [µs]": "8.000",
+            "floor (local) [µs]": "1.000",
+            "core/torch": "0.500x",
+        },
+        {
+            "case": "add",
+            "placements": "R,R",
+            "core [µs]": "5.000",
+            "torch [µs]": "-",
+            "floor (local) [µs]": "-",
+            "core/torch": "-",
+        },
+    ]
+    assert out.endswith("\n4 x ok\n")
+
+
+def test_bandwidths_have_a_unit_of_their_own(capsys: Capture) -> None:
+    results = [
+        result(
+            "collectives", "all_reduce", "c10d", 1e-4, params={"size": size}, algbw_Bps=bw, busbw_Bps=bw / 2
+        )
+        for size, bw in ((65536, 2e9), (65537, 3e9))
+    ]
+    print_runs([run(*results)])
+    rows = table_of(capsys.readouterr().out, "collectives: median of the samples")
+    assert [row["size"] for row in rows] == ["64 KiB", "65537 B"]
+    assert [row["c10d [µs]"] for row in rows] == ["200.0", "200.0"]
+    assert [row["algbw [GB/s]"] for row in rows] == ["2.000", "3.000"]
+    assert [row["busbw [GB/s]"] for row in rows] == ["1.000", "1.500"]
+
+
+def test_bandwidths_of_several_impls_are_told_apart(capsys: Capture) -> None:
+    results = [
+        result("bucketer", "reduce_scatter", i, 1e-3, algbw_Bps=b) for i, b in (("core", 1e9), ("limit", 4e9))
+    ]
+    print_runs([run(*results)])
+    (row,) = table_of(capsys.readouterr().out, "bucketer")
+    assert (row["core algbw [GB/s]"], row["limit algbw [GB/s]"]) == ("1.000", "4.000")
+
+
+def test_launches_are_drawn_together(capsys: Capture) -> None:
+    print_runs([run(*(result("dispatch", "add", "core", s * 1e-6, i) for i, s in enumerate((4, 5, 9))))])
+    (row,) = table_of(capsys.readouterr().out, "dispatch: min of the samples, median over 3 launches")
+    assert row["core [µs]"] == "5.000"
+
+
+def test_the_head_tells_where_it_was_measured(capsys: Capture) -> None:
+    print_runs([run(complete=False)])
+    out = capsys.readouterr().out
+    for expected in (
+        "run.jsonl  INCOMPLETE",
+        "--resume",
+        "torch 2.13.0",
+        "abc123 with changes",
+        "Fast CPU, 8 cores usable",
+        "2 x G1",
+        "4 on node0, node1",
+        "dp=2, tp=2",
+        "no results",
+    ):
+        assert expected in out
+    assert "nccl" not in out
+    print_runs([run()])
+    assert "INCOMPLETE" not in capsys.readouterr().out
+
+
+def test_what_is_not_ok_is_listed_with_its_reason(capsys: Capture) -> None:
+    print_runs(
+        [
+            run(
+                result("s", "a", "core", 1.0),
+                result("s", "a", "torch", 1.0, status="wrong", reason="sum off by 1", time_s=None),
+                result("s", "b", "core", 1.0, status="failed", time_s=None),
+                *(
+                    result("s", f"c{i}", "torch", 1.0, status="skipped", reason="no such op", time_s=None)
+                    for i in range(7)
+                ),
+            )
+        ]
+    )
+    out = capsys.readouterr().out
+    rows = {row["case"]: row for row in table_of(out, "s: median")}
+    assert (rows["a"]["torch [s]"], rows["b"]["core [s]"], rows["c6"]["torch [s]"]) == (
+        "wrong",
+        "failed",
+        "skipped",
+    )
+    assert "wrong: s/torch: sum off by 1 (a)\n" in out
+    assert "failed: s/core: no reason given (b)\n" in out
+    assert "skipped: s/torch: no such op (c0; c1; c2; c3; c4; and 2 more)\n" in out
+    assert out.endswith("1 x ok, 1 x wrong, 1 x failed, 7 x skipped\n")
+
+
+@pytest.mark.parametrize("columns", ["20", "80", "200"])
+def test_no_terminal_is_so_narrow_that_a_figure_is_cut(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich's way to be told of a terminal
+    monkeypatch.setenv("COLUMNS", columns)
+    params = {"placements": "S(0),S(1),Partial", "dtype": "bfloat16"}
+    base = run(
+        result("dispatch", "addmm", "core", 123.4567e-6, params=params),
+        result("dispatch", "addmm", "torch", 9876.543e-6, params=params),
+        result("dispatch", "add", "core", 1e-6, params=params | {"placements": "R"}),
+    )
+    print_runs([base])
+    print_comparison(compare([base], [base]))
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    lines = [line.split() for line in out.splitlines()]
+    assert ["addmm", "S(0),S(1),Partial", "123.5", "9877", "0.0125x"] in lines
+    assert (
+        sum(line[:5] == ["inconclusive", "addmm", "core", "S(0),S(1),Partial", "123.5"] for line in lines)
+        == 1
+    )
+    assert "…" not in out
+    assert "core/torch" in out
+    assert "launches" in out
+
+
+def test_text_from_a_file_can_not_steer_the_terminal(capsys: Capture) -> None:
+    evil = "\x1b[2J\x1b]0;owned\x07[red]x[/red]\u202e\r\nnext"
+    bad = result("s", evil, "core", 1.0, status="failed", reason=evil, params={evil: evil}, time_s=None)
+    one = run(
+        bad,
+        started=evil,
+        versions={"torch": evil},
+        machine={"cpu": {"model": evil}, "gpus": [{"name": evil}]},
+    )
+    print_runs([one])
+    print_comparison(compare([one], [one]))
+    print_findings([Finding(evil, False, evil, evil, evil)])
+    out = capsys.readouterr().out
+    assert not set("\x1b\x07\u202e\r") & set(out)
+    assert "[red]x[/red]" in out  # shown, and not taken as markup
+    assert "\\x1b[2J" in out
+
+
+def test_a_terminal_that_cannot_spell_micro(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    print_runs([run(result("dispatch", "añadir", "core", 4e-6))])
+    sys.stdout.flush()
+    text = raw.getvalue().decode("ascii")
+    assert "core [us]" in text
+    assert "a\\xf1adir" in text
+
+
+def test_a_comparison_shows_the_worst_first_and_its_notes(capsys: Capture) -> None:
+    def side(factor: float, *more: Result) -> Run:
+        launches = [(i, 1e-5 * (1 + i / 1000)) for i in range(5)]
+        slow = [result("dispatch", "slow", "core", s * factor, i) for i, s in launches]
+        same = [result("dispatch", "same", "core", s, i) for i, s in launches]
+        return run(*same, *slow, *more)
+
+    print_comparison(compare([side(1, result("dispatch", "gone", "core", 1e-5))], [side(1.5)]))
+    out = capsys.readouterr().out
+    rows = table_of(out, "dispatch: min of each launch, median over launches")
+    assert [(row["verdict"], row["case"]) for row in rows] == [
+        ("slower", "slow"),
+        ("missing", "gone"),
+        ("same", "same"),
+    ]
+    assert rows[0]["base [µs]"] == "10.02"
+    assert rows[0]["new [µs]"] == "15.03"
+    assert rows[0]["new/base"] == "1.50x"
+    assert rows[0]["interval"].endswith("(97%)")
+    assert rows[0]["p"] == "0.004"
+    assert rows[0]["launches"] == "5/5"
+    assert rows[1]["why"] == "not measured in new"
+    assert "note: the same run is on both sides\n" in out
+    assert out.endswith("\n1 slower, 1 missing, 1 same\n")
+
+
+def test_two_sides_without_a_case(capsys: Capture) -> None:
+    print_comparison(compare([run()], [run()]))
+    assert capsys.readouterr().out.endswith("nothing to compare: the two sides have no case in common\n")
+
+
+def test_findings_name_effect_and_remedy(capsys: Capture) -> None:
+    print_findings(
+        [
+            Finding("governor", False, "powersave", "slow start", "cpupower"),
+            Finding("swap", True, "none"),
+            Finding("turbo", None, "unknown: no switch"),
+        ]
+    )
+    out = capsys.readouterr().out
+    assert re.search(r"^DISTURBS +governor +powersave", out, re.MULTILINE)
+    assert re.search(r"^ok +swap +none", out, re.MULTILINE)
+    assert re.search(r"^unknown +turbo +unknown: no switch", out, re.MULTILINE)
+    assert "    effect: slow start\n    remedy: cpupower\n" in out
+    assert out.endswith("1 of 3 checks found something that disturbs a measurement\n")
+
+
+def test_json_is_strict_and_alone_on_stdout(capsys: Capture) -> None:
+    def load() -> Any:
+        return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+
+    one = run(result("s", "a", "core", 1.0, samples_s=(1.0,), rank_samples_s={"0": (1.0,)}))
+    print_runs([one], as_json=True)
+    (made,) = load()
+    assert (made["path"], made["complete"], made["header"]["run_id"]) == ("run.jsonl", True, "r")
+    (shown,) = made["results"]
+    assert shown["time_s"]["median"] == 2.0
+    assert "samples_s" not in shown
+    print_comparison(compare([one], [one]), as_json=True)
+    assert load()["rows"][0]["verdict"] == "inconclusive"
+    print_findings([Finding("a", None, "b")], as_json=True)
+    assert load() == [{"check": "a", "ok": None, "got": "b", "effect": "", "remedy": ""}]
