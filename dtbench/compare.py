@@ -243,6 +243,11 @@ def _notes(base: Sequence[Run], new: Sequence[Run], rows: Sequence[Row]) -> list
         )
     if {run.header["run_id"] for run in base} & {run.header["run_id"] for run in new}:
         notes.append("the same run is on both sides")
+    doubtful = sum(r.status == "ok" and bool(r.reason) for run in [*base, *new] for r in run.results)
+    if doubtful:
+        notes.append(
+            f"{doubtful} good result(s) have a reservation, such as a throttled GPU: see dtbench show"
+        )
     for title, facts_of in _FACTS.items():
         old, fresh = _facts(base, facts_of), _facts(new, facts_of)
         if len(old | fresh) > 1:

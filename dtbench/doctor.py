@@ -137,13 +137,7 @@ def _threads(here: Surroundings) -> Iterator[Finding]:
         text = here.env.get(name)
         if text is None:
             if name == "OMP_NUM_THREADS":  # MKL follows it
-                yield Finding(
-                    name,
-                    cores == 1,
-                    f"not set: {cores} threads in each of {ranks} ranks, unless the launcher sets 1",
-                    "runs started in different ways use different thread counts and cannot be compared",
-                    remedy,
-                )
+                yield _unset_threads(here, remedy)
             continue
         threads = _positive_int(text.split(",")[0])  # one number per nesting level
         got = f"{text} with {ranks} ranks on {cores} usable cores"
@@ -156,6 +150,14 @@ def _threads(here: Surroundings) -> Iterator[Finding]:
                 f"{threads * ranks} threads share {cores} cores: they wait for each other in every operation"
             )
             yield Finding(name, False, got, effect, f"export {name}={max(1, cores // ranks)}")
+
+
+def _unset_threads(here: Surroundings, remedy: str) -> Finding:
+    if "SLURM_JOB_ID" not in here.env or here.usable_cores == 1:
+        return Finding("OMP_NUM_THREADS", True, "not set: dtbench run and torchrun give each rank 1")
+    got = f"not set under Slurm: {here.usable_cores} threads in each of {here.local_ranks} ranks"
+    effect = "the ranks' threads share the cores and wait for each other in every operation"
+    return Finding("OMP_NUM_THREADS", False, got, effect, remedy)
 
 
 def _cores(here: Surroundings) -> Iterator[Finding]:

@@ -254,7 +254,7 @@ def _param(name: str, value: Param | None) -> str:
 def _print_not_ok(console: Console, run: Run) -> None:
     groups: dict[tuple[str, str, str, str], list[Result]] = {}
     for r in run.results:
-        if r.status != "ok":
+        if r.status != "ok" or r.reason:  # a good time with a reservation: its GPU was throttled
             groups.setdefault((r.status, r.suite, r.impl, r.reason), []).append(r)
     _line(console, "")
     for (status, suite, impl, reason), results in groups.items():

@@ -239,6 +239,14 @@ def test_an_incomplete_run_and_a_run_against_itself_are_noted() -> None:
     assert "the same run is on both sides" in notes
 
 
+def test_a_throttled_result_is_noted() -> None:
+    slowed = good(reason="the GPU of rank 1 was throttled: sw_power_cap")
+    (note, *_) = [
+        n for n in compare([run(good(), path="a")], [run(slowed, path="b")]).notes if "throttled" in n
+    ]
+    assert note.startswith("1 good result(s) have a reservation")
+
+
 def test_the_json_form_is_strict_and_whole() -> None:
     comparison = compare([launches(spread(5), "a")], [launches(spread(5, 9e-6), "b")])
     made = json.loads(json.dumps(comparison.to_json(), allow_nan=False))

@@ -102,7 +102,13 @@ def test_this_machine_can_be_examined() -> None:
             "boost",
         ),
         ("load average", {"proc/loadavg": "6.50 1 1 1/2 3"}, {}, "6.5 on 8 usable cores", "top"),
-        ("OMP_NUM_THREADS", {}, {"env": {}}, "not set: 8 threads in each of 4 ranks", "OMP_NUM_THREADS=2"),
+        (
+            "OMP_NUM_THREADS",
+            {},
+            {"env": {"SLURM_JOB_ID": "1"}},
+            "8 threads in each of 4 ranks",
+            "OMP_NUM_THREADS=2",
+        ),
         (
             "OMP_NUM_THREADS",
             {},
@@ -214,6 +220,12 @@ def test_how_many_ranks_are_to_come(
 def test_ranks_bound_to_a_node_are_in_order(tmp_path: Path) -> None:
     files = {"sys/devices/system/node/node1/cpulist": "4-7", f"{CPU}/online": "0-7,10,16-22"}
     assert finding(here(tmp_path, files), "NUMA nodes").got == "2, bound to 8 of 16 CPUs"
+
+
+def test_the_launchers_choose_a_thread_count_where_none_is_set(tmp_path: Path) -> None:
+    found = finding(here(tmp_path, env={}), "OMP_NUM_THREADS")
+    assert found.ok is True
+    assert "give each rank 1" in found.got
 
 
 def test_a_newer_torch_is_told_but_not_blamed(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_what_is_not_ok_is_listed_with_its_reason(capsys: Capture) -> None:
     print_runs(
         [
             run(
-                result("s", "a", "core", 1.0),
+                result("s", "a", "core", 1.0, reason="GPU throttled"),
                 result("s", "a", "torch", 1.0, status="wrong", reason="sum off by 1", time_s=None),
                 result("s", "b", "core", 1.0, status="failed", time_s=None),
                 *(
@@ -172,6 +172,7 @@ def test_what_is_not_ok_is_listed_with_its_reason(capsys: Capture) -> None:
         "skipped",
     )
     assert "wrong: s/torch: sum off by 1 (a)\n" in out
+    assert "ok: s/core: GPU throttled (a)\n" in out
     assert "failed: s/core: no reason given (b)\n" in out
     assert "skipped: s/torch: no such op (c0; c1; c2; c3; c4; and 2 more)\n" in out
     assert out.endswith("1 x ok, 1 x wrong, 1 x failed, 7 x skipped\n")
