@@ -120,7 +120,7 @@ def compare(base: Sequence[Run], new: Sequence[Run]) -> Comparison:
     notes = _notes(base, new, rows)
     if skipped:
         notes.append(f"{len(skipped)} case(s) were skipped on each side that has them, and are left out")
-    return Comparison(rows, tuple(notes))
+    return Comparison(rows, tuple(dict.fromkeys(notes)))
 
 
 def _by_case(runs: Sequence[Run]) -> dict[CaseKey, list[Result]]:

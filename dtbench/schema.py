@@ -200,7 +200,7 @@ def _name(name: str, value: Any) -> str:
     return value
 
 
-def is_scalar(value: Any) -> bool:
+def _is_scalar(value: Any) -> bool:
     """Whether a param may have this value: a string, a bool, a finite number of at most 64 bits."""
     if isinstance(value, float):
         return math.isfinite(value)
@@ -208,7 +208,7 @@ def is_scalar(value: Any) -> bool:
 
 
 def _scalar(name: str, value: Any) -> Param:
-    if not is_scalar(value):
+    if not _is_scalar(value):
         raise BadFieldError(f"{name} is {shown(value)}, expected a string, a number or a bool")
     scalar: Param = value
     return scalar

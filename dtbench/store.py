@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.model import SCHEMA, STATUSES, Result, ResultKey, Run
-from dtbench.schema import BadFieldError, check_header, is_scalar, loads, result_of, shown
+from dtbench.schema import BadFieldError, check_header, loads, result_of, shown
 
 # A line holds every rank's samples: 1024 ranks x 1000 samples x 22 characters are 22 MiB. Beyond
 # these limits a file is not a run, and reading it would only fill the memory.
@@ -252,32 +252,34 @@ def _text(text: str) -> str:
 
 def _representable(result: Result) -> Result:
     """`result` if what it says can be read back, else a failed one with the reason."""
-    for name, value in result.params.items():
-        if not isinstance(name, str) or not is_scalar(value):
-            raise UsageError(
-                f"the case {result.suite}/{result.name} has the param {name}={value!r}: expected a string, "
-                f"a bool or a finite number, so that the case can be found again in the file"
-            )
-    reason = _text(result.reason)
-    if reason != result.reason:
-        result = dataclasses.replace(result, reason=reason)
+    named = Result(result.suite, result.name, result.impl, result.params, "failed", launch=result.launch)
+    try:  # a case without a name in the file could never be found again
+        result_of(loads(_encode(named.to_json())))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"the case {result.suite}/{result.name} [{result.impl}] cannot be named in a run file: "
+            f"{_fault(named, error)}; expected names and, as params, strings, bools and finite numbers"
+        ) from error
+    result = dataclasses.replace(result, reason=_text(result.reason))
     try:
         line = _encode(result.to_json())
         if len(line) > MAX_LINE_BYTES:
             raise BadFieldError(f"the line has {len(line)} bytes, the limit is {MAX_LINE_BYTES}")
         result_of(loads(line))
     except (TypeError, ValueError) as error:
-        return Result(
-            result.suite,
-            result.name,
-            result.impl,
-            result.params,
-            "failed",
-            reason=f"the result cannot be recorded: {error}",
-            rank=result.rank,
-            launch=result.launch,
-        )
+        reason = f"the result cannot be recorded: {_fault(result, error)}"
+        return dataclasses.replace(named, reason=_text(reason), rank=result.rank)
     return result
+
+
+def _fault(result: Result, error: Exception) -> str:
+    """What is wrong with a result that JSON cannot hold; the encoder itself does not name the field."""
+    for name, value in result.to_json().items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            return f"{name} holds {shown(value)}, which JSON cannot"
+    return str(error)
 
 
 # --------------------------------------------------------------------------------- reading

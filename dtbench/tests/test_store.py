@@ -205,7 +205,7 @@ def test_a_result_that_cannot_be_read_back_is_recorded_as_failed(tmp_path: Path,
     with RunWriter.create(path, HEADER) as writer:
         recorded = writer.append(bad)
     assert recorded.status == "failed"
-    assert "cannot be recorded" in recorded.reason
+    assert recorded.reason.startswith("the result cannot be recorded: algbw_Bps ")
     assert recorded.key == bad.key
     assert read_run(path).results == (recorded,)
     assert b"NaN" not in path.read_bytes()
@@ -223,11 +223,13 @@ def test_a_result_beyond_the_limit_of_a_line_is_recorded_as_failed(
     assert "the limit is 600" in recorded.reason
 
 
-@pytest.mark.parametrize("value", [(2, 2), None, math.nan, [1], 2**70, b"x"])
+@pytest.mark.parametrize("value", [(2, 2), None, math.nan, [1], 2**70, b"x", "\ud800"])
 def test_a_param_that_is_no_scalar_is_refused(tmp_path: Path, value: Any) -> None:
     with RunWriter.create(tmp_path / "x.jsonl", HEADER) as writer:
-        with pytest.raises(UsageError, match="shape="):
+        with pytest.raises(UsageError, match=r"the case dispatch/add \[core\] cannot be named"):
             writer.append(good(shape=value))
+        with pytest.raises(UsageError, match="name is ''"):
+            writer.append(good(name=""))
         writer.append(good())
     assert len(read_run(tmp_path / "x.jsonl").results) == 1
 
