@@ -1,0 +1,136 @@
+"""`parallelize_module`: finds the submodules a plan names and applies its styles to them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtbench_core.errors import ArgumentError, CoreError, MeshError
+from dtbench_core.parallel.style import ParallelStyle, left_behind
+from dtbench_core.torch_compat import current_mesh
+
+Plan = ParallelStyle | Mapping[str, "Plan"]
+
+
+class PlanError(CoreError, TypeError):
+    """A plan that is neither a style nor a mapping of names to styles."""
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: Plan | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Makes a module tensor parallel, in place: modules and their names stay, parameters become DTensors.
+
+    Args:
+        device_mesh: 1-D; the mesh of the enclosing `with mesh:` when not given.
+        parallelize_plan: a style for `module` itself, or a mapping of fully qualified names to styles.
+            Each part of a name between dots is a shell pattern ("layers.*.w[13]"); "" is the module
+            itself. A name that matches nothing warns. None warns and does nothing.
+        src_data_rank: the rank in the mesh whose parameter values count. None: every rank keeps its own
+            part of its own values and nothing is sent.
+
+    Returns:
+        The same module.
+
+    Raises:
+        MeshError: a mesh of more than one dim. ArgumentError: no mesh given, and none current.
+        PlanError: a plan, or a part of it, of another type; nothing has been changed then.
+        UnsupportedModuleError: a module that the style chosen for it cannot shard.
+    """
+    if parallelize_plan is None:
+        warnings.warn(
+            "parallelize_module got no parallelize_plan and changes nothing: "
+            "pass a style, or a dict of submodule names to styles",
+            stacklevel=2,
+        )
+        return module
+    mesh = _one_dim(device_mesh if device_mesh is not None else _current())
+    unmatched: list[str] = []
+    for target, style in list(_resolve(module, parallelize_plan, "", unmatched)):
+        style.src_data_rank = src_data_rank
+        style._apply(target, mesh)
+    if tied := left_behind(module):
+        warnings.warn(
+            f"the parameters {', '.join(tied)} were tied to ones that are sharded now, and will go their own "
+            "way: name their modules in the plan too",
+            stacklevel=2,
+        )
+    for name in unmatched:
+        warnings.warn(
+            f"the plan's key {name!r} matches no submodule and is skipped; the submodules here are "
+            f"{_names(module)}: correct the key, or drop it",
+            stacklevel=2,
+        )
+    return module
+
+
+def _current() -> DeviceMesh:
+    try:
+        return current_mesh()
+    except RuntimeError as error:
+        raise ArgumentError(
+            "parallelize_module got no device_mesh and there is no current one: "
+            "pass one, or call inside `with mesh:`"
+        ) from error
+
+
+def _one_dim(mesh: DeviceMesh) -> DeviceMesh:
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        choose = f'mesh["{names[-1]}"]' if names else 'mesh["tp"], after naming its dims'
+        raise MeshError(
+            f"parallelize_module got a mesh of shape {tuple(mesh.shape)}, expected one dim: "
+            f"pass the dim to shard over, as {choose}"
+        )
+    return mesh
+
+
+def _resolve(
+    module: nn.Module, plan: object, prefix: str, unmatched: list[str]
+) -> Iterator[tuple[nn.Module, ParallelStyle]]:
+    """Pairs of module and style in the plan's order; keys without a match go to `unmatched`."""
+    if isinstance(plan, ParallelStyle):
+        yield module, plan
+        return
+    if not isinstance(plan, Mapping):
+        where = f" for {prefix!r}" if prefix else ""
+        raise PlanError(
+            f"parallelize_plan got {plan!r} of type {type(plan).__qualname__}{where}, expected a ParallelStyle of "
+            "dtbench_core.parallel, or a dict of submodule names to styles"
+        )
+    for key, inner in plan.items():
+        if not isinstance(key, str):
+            raise PlanError(f"parallelize_plan got the key {key!r}, expected the name of a submodule")
+        name = f"{prefix}.{key}" if prefix and key else prefix or key
+        targets = _matches(module, key)
+        if not targets:
+            unmatched.append(name)
+            targets = [module] if _malformed(inner) else []  # a wrong type is told all the same
+        for target in targets:
+            yield from _resolve(target, inner, name, unmatched)
+
+
+def _malformed(plan: object) -> bool:
+    return not isinstance(plan, ParallelStyle | Mapping)
+
+
+def _matches(module: nn.Module, pattern: str) -> list[nn.Module]:
+    """The descendants whose names match, part by part; the module itself for ""."""
+    found = [module]
+    for part in pattern.split(".") if pattern else []:
+        found = [child for m in found for name, child in m.named_children() if fnmatchcase(name, part)]
+    return found
+
+
+def _names(module: nn.Module) -> str:
+    names = [name for name, _ in module.named_modules() if name]
+    shown = ", ".join(names[:8]) or "none"
+    return f"{shown}, ... ({len(names)} in all)" if len(names) > 8 else shown

@@ -1,0 +1,286 @@
+"""The styles of tensor parallelism: which parameter is sharded how, and what goes in and out.
+
+Column and row are those of the matrix W in x @ W; torch stores a Linear's weight as W transposed and
+an Embedding's as W. On a mesh of n ranks:
+
+    style      module      weight     bias        input (wanted)   output
+    Colwise    Linear      Shard(0)   Shard(0)    Replicate        Shard(-1)
+    Colwise    Embedding   Shard(1)               Replicate        Shard(-1)
+    Rowwise    Linear      Shard(1)   Replicate   Shard(-1)        Partial, then as output_layouts says
+    Rowwise    Embedding   Shard(0)               Replicate        Partial, then as output_layouts says
+
+So Colwise followed by Rowwise needs one all-reduce for the pair, and another one backward.
+"""
+
+from __future__ import annotations
+
+import types
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import UninitializedParameter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dtbench_core.errors import ArgumentError, CoreError, PlacementError
+from dtbench_core.mesh import MeshInfo, mesh_info
+from dtbench_core.placement import Partial, Placement, Placements, Replicate, Shard, describe
+from dtbench_core.spec import contiguous_stride, normalize
+from dtbench_core.tensor import DTensor, distribute_module, distribute_tensor
+
+
+class UnsupportedModuleError(CoreError, NotImplementedError):
+    """A module that a style does not know how to shard."""
+
+
+class ParallelStyle(ABC):
+    """How one module is made parallel. `_apply` does it in place, and returns the module."""
+
+    # Set by parallelize_module before `_apply`: see there.
+    src_data_rank: int | None = 0
+
+    @abstractmethod
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module: ...
+
+
+class _Sharding(NamedTuple):
+    """How a style shards one type of module."""
+
+    parameters: dict[str, Placement]
+    input: Placement  # what the local computation needs
+
+
+class _LayerStyle(ParallelStyle):
+    """What Colwise and Rowwise share: a table of shardings, and conversion at both ends."""
+
+    _shardings: dict[type[nn.Module], _Sharding]
+
+    def __init__(self, input_layouts: Placement, output_layouts: Placement, use_local_output: bool) -> None:
+        self.input_layouts = (_one_placement(input_layouts, "input_layouts"),)
+        self.output_layouts = (_one_placement(output_layouts, "output_layouts"),)
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        name = type(self).__name__
+        kind = next((kind for kind in self._shardings if isinstance(module, kind)), None)
+        if kind is None:
+            known = " or ".join(f"nn.{kind.__name__}" for kind in self._shardings)
+            raise UnsupportedModuleError(
+                f"{name} got a {type(module).__qualname__}, expected {known}: name its submodules of these types "
+                "in the plan; a fused layer must first be written as separate ones"
+            )
+        sharding = self._shardings[kind]
+        _check_parameters(name, module, sharding)
+
+        def partition(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
+            for parameter, placement in sharding.parameters.items():
+                if part._parameters.get(parameter) is not None:
+                    _shard_parameter(part, parameter, mesh, placement, self.src_data_rank)
+
+        if isinstance(module, nn.Embedding) and sharding.parameters["weight"] == Shard(0):
+            # A bound method, so that a deep copy of the module runs on the copy's weight.
+            module.forward = types.MethodType(_look_up_own_rows, module)  # type: ignore[method-assign]
+        return distribute_module(
+            module,
+            device_mesh,
+            partition,
+            lambda mod, inputs, mesh: self._prepare_input(mod, inputs, mesh, sharding.input),
+            lambda mod, outputs, mesh: self._prepare_output(outputs),
+        )
+
+    def _prepare_input(
+        self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh, wanted: Placement
+    ) -> DTensor:
+        if len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor):
+            got = ", ".join(type(value).__name__ for value in inputs) or "no positional argument"
+            raise ArgumentError(
+                f"a {type(module).__name__} under {type(self).__name__} got {got}, "
+                "expected one tensor: pass it by position"
+            )
+        tensor = inputs[0]
+        if not isinstance(tensor, DTensor):
+            tensor = self._annotate(module, tensor, mesh)
+        return _placed(tensor, (wanted,))
+
+    def _annotate(self, module: nn.Module, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+        """The plain input as the DTensor that `input_layouts` says it is part of."""
+        layouts = normalize(self.input_layouts, local.ndim, mesh_info(mesh))
+        if isinstance(module, nn.Linear) and layouts == (Shard(local.ndim - 1),):
+            # The whole size is known here, so uneven shards are understood.
+            shape = (*local.shape[:-1], module.in_features)
+            return DTensor.from_local(local, mesh, layouts, shape=shape, stride=contiguous_stride(shape))
+        return DTensor.from_local(local, mesh, layouts)
+
+    def _prepare_output(self, output: DTensor) -> torch.Tensor:
+        placed = _placed(output, self.output_layouts)
+        return placed.to_local() if self.use_local_output else placed
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(input_layouts={describe(self.input_layouts)}, "
+            f"output_layouts={describe(self.output_layouts)}, use_local_output={self.use_local_output})"
+        )
+
+
+class ColwiseParallel(_LayerStyle):
+    """Shards a Linear or Embedding by columns: each rank computes some of the output features.
+
+    Args:
+        input_layouts: how a plain input tensor is to be read; Replicate() when not given.
+        output_layouts: how the output is to be placed; Shard(-1) when not given.
+        use_local_output: give out this rank's plain part of the output, not a DTensor.
+    """
+
+    _shardings = {  # noqa: RUF012 - never changed
+        nn.Linear: _Sharding({"weight": Shard(0), "bias": Shard(0)}, Replicate()),
+        nn.Embedding: _Sharding({"weight": Shard(1)}, Replicate()),
+    }
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output)
+
+
+class RowwiseParallel(_LayerStyle):
+    """Shards a Linear or Embedding by rows: each rank computes a term of every output feature.
+
+    An Embedding's input is wanted whole on every rank; say `input_layouts=Replicate()` if it is.
+
+    Args:
+        input_layouts: how a plain input tensor is to be read; Shard(-1) when not given.
+        output_layouts: how the output is to be placed; Replicate() when not given.
+        use_local_output: give out this rank's plain part of the output, not a DTensor.
+    """
+
+    _shardings = {  # noqa: RUF012 - never changed
+        nn.Linear: _Sharding({"weight": Shard(1), "bias": Replicate()}, Shard(-1)),
+        nn.Embedding: _Sharding({"weight": Shard(0)}, Replicate()),
+    }
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output)
+
+
+def _one_placement(given: Placement, argument: str) -> Placement:
+    if not isinstance(given, Placement):
+        raise PlacementError(
+            f"got {argument}={given!r} ({type(given).__module__}.{type(given).__qualname__}), expected one placement "
+            "of dtbench_core: Shard, Replicate or Partial, not in a list"
+        )
+    return given
+
+
+def _placed(tensor: DTensor, placements: Placements) -> DTensor:
+    """Redistributed if need be; asking first spares a node in the autograd graph."""
+    wanted = normalize(placements, tensor.ndim, tensor._spec.info)
+    return tensor if tensor.placements == wanted else tensor.redistribute(placements=wanted)
+
+
+# ---- parameters ----
+
+
+def _check_parameters(style: str, module: nn.Module, sharding: _Sharding) -> None:
+    kind = type(module).__name__
+    for name in sharding.parameters:
+        parameter = module._parameters.get(name)
+        if name not in module._parameters or isinstance(parameter, UninitializedParameter):
+            raise UnsupportedModuleError(
+                f"{style} got a {kind} whose {name} is computed or not made yet, expected a parameter: "
+                "initialise lazy modules, and remove parametrizations, before parallelizing"
+            )
+        if isinstance(parameter, DTensor):
+            raise ArgumentError(
+                f"{style} got a {kind} whose {name} is a DTensor already ({parameter._spec}), expected a plain "
+                "parameter: parallelize a module once; two keys of the plan may match it"
+            )
+    if isinstance(module, nn.Embedding):
+        _check_embedding(style, module)
+
+
+def _check_embedding(style: str, module: nn.Embedding) -> None:
+    refused = [
+        option
+        for option, is_set in (
+            ("max_norm", module.max_norm is not None),
+            ("sparse", module.sparse),
+            # Needs the counts of all ranks where the rows are spread.
+            ("scale_grad_by_freq", module.scale_grad_by_freq and style == RowwiseParallel.__name__),
+        )
+        if is_set
+    ]
+    if refused:
+        raise UnsupportedModuleError(
+            f"{style} got an Embedding with {' and '.join(refused)}, expected one without: leave it out of the plan, "
+            "which keeps it whole on every rank"
+        )
+
+
+# Original parameter -> what it became, so that tied parameters stay tied. It lives while any module
+# still holds the original.
+_became: Any = WeakIdKeyDictionary()
+
+
+def left_behind(module: nn.Module) -> list[str]:
+    """Names of parameters that were tied to one now sharded, and that no style has reached."""
+    return [name for name, parameter in module.named_parameters() if parameter in _became]
+
+
+def _shard_parameter(
+    module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None
+) -> None:
+    original = module._parameters[name]
+    assert original is not None
+    info: MeshInfo = mesh_info(mesh)
+    made: nn.Parameter | None = _became.get(original)
+    if made is None:
+        spread = distribute_tensor(original.detach(), mesh, [placement], src_data_rank=src_data_rank)
+        made = _became[original] = nn.Parameter(spread, requires_grad=original.requires_grad)
+    elif not isinstance(made, DTensor) or made._spec.info is not info or made.placements != (placement,):
+        raise ArgumentError(
+            f"the {name} of a {type(module).__name__} is tied to one already placed as {getattr(made, '_spec', made)}, "
+            f"expected {placement} on {info}: give both modules styles that shard it alike, or untie them"
+        )
+    module.register_parameter(name, made)
+
+
+# ---- Embedding by rows ----
+
+
+def _look_up_own_rows(module: nn.Embedding, index: DTensor) -> DTensor:
+    """The forward of an Embedding sharded by rows: [...] -> [..., width], a pending sum.
+
+    Each rank looks up what its rows hold and gives zeros for the rest. An index outside the whole
+    table fails on every rank, as it would on one device.
+    """
+    weight = module.weight
+    assert isinstance(weight, DTensor)
+    spec = weight._spec
+    first, count, total = spec.local_offset[0], spec.local_shape[0], spec.shape[0]
+    rows = weight.to_local()  # [count, width]
+    wanted = index.to_local()
+    own = wanted - first
+    if count == 0:
+        rows = F.pad(rows, (0, 0, 0, 1))  # a row to look up nothing in; keeps the weight in the graph
+        own = own + 1  # so that the first index past the table still misses it
+    elsewhere = ((wanted >= 0) & (wanted < first)) | ((wanted >= first + count) & (wanted < total))
+    padding = None if module.padding_idx is None else module.padding_idx - first
+    found = F.embedding(
+        own.masked_fill(elsewhere, 0),
+        rows,
+        padding if padding is not None and 0 <= padding < count else None,
+    ).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+    return DTensor.from_local(found, spec.mesh, [Partial()])

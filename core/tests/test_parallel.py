@@ -1,0 +1,444 @@
+"""Tensor parallelism on real gloo ranks against the plain module on full tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core.tests.gloo_world import RankError, Worlds, mesh_of
+from dtbench_core import DTensor, Partial, Placement, Replicate, Shard, count_collectives
+from dtbench_core.errors import ArgumentError, LayoutError, MeshError, PlacementError
+from dtbench_core.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PlanError,
+    RowwiseParallel,
+    UnsupportedModuleError,
+    parallelize_module,
+)
+
+BATCH, SEQ, WIDTH, HIDDEN, HEADS, VOCAB = 2, 3, 8, 16, 4, 24
+
+
+class MLP(nn.Module):
+    def __init__(self, bias: bool = True, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, hidden, bias=bias)
+        self.down = nn.Linear(hidden, WIDTH, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., WIDTH] -> [..., WIDTH]
+        return self.down(F.gelu(self.up(x)))
+
+
+class Attention(nn.Module):
+    """Causal self-attention; the heads a rank holds follow from the width of its projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:  # [BATCH, SEQ, WIDTH] -> the same
+        q, k, v = (
+            w(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(mixed.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    """Embedding, two blocks, head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"attention": Attention(), "mlp": MLP(), "norm": nn.LayerNorm(WIDTH)})
+            for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [BATCH, SEQ] -> [BATCH, SEQ, VOCAB]
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer["attention"](layer["norm"](x))
+            x = x + layer["mlp"](x)
+        return self.head(x)
+
+
+ATTENTION_PLAN: dict[str, ParallelStyle] = {"w[qkv]": ColwiseParallel(), "wo": RowwiseParallel()}
+MLP_PLAN: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def seeded(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return make(*args)
+
+
+def whole(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same_parameters(parallel: nn.Module, plain: nn.Module, grads: bool = True) -> None:
+    expected = dict(plain.named_parameters())
+    got = dict(parallel.named_parameters())
+    assert list(got) == list(expected)
+    for name, parameter in got.items():
+        torch.testing.assert_close(
+            whole(parameter.detach()), expected[name].detach(), msg=lambda m, n=name: f"{n}: {m}"
+        )
+        if grads:
+            torch.testing.assert_close(
+                whole(parameter.grad), expected[name].grad, msg=lambda m, n=name: f"{n}.grad: {m}"
+            )
+
+
+def _equals_plain(
+    make: Callable[..., nn.Module], args: tuple[Any, ...], plan: Any, shape: tuple[int, ...], steps: int
+) -> None:
+    """Outputs, input gradients, every parameter gradient, and parameters after SGD steps."""
+    mesh = mesh_of((dist.get_world_size(),), ("tp",))
+    plain, parallel = seeded(make, *args), seeded(make, *args)
+    before = dict(parallel.named_modules())
+    assert parallelize_module(parallel, mesh, plan) is parallel
+    assert dict(parallel.named_modules()) == before
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (plain, parallel)]
+    for _ in range(steps):
+        data = torch.randn(shape)
+        inputs = [data.clone().requires_grad_(), data.clone().requires_grad_()]
+        weights = torch.randn(shape)
+        outputs = []
+        for module, optimizer, x in zip((plain, parallel), optimizers, inputs, strict=True):
+            optimizer.zero_grad()
+            out = module(x)
+            (out * weights).sum().backward()
+            outputs.append(out)
+        torch.testing.assert_close(outputs[1], outputs[0])
+        torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+        assert_same_parameters(parallel, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same_parameters(parallel, plain)
+
+
+@pytest.mark.parametrize(
+    ("bias", "shape"),
+    [
+        (True, (BATCH, SEQ, WIDTH)),
+        (True, (5, WIDTH)),
+        (True, (WIDTH,)),
+        (False, (BATCH, SEQ, WIDTH)),
+        (False, (5, WIDTH)),
+    ],
+)
+def test_mlp_trains_like_the_plain_one(ranks: Worlds, bias: bool, shape: tuple[int, ...]) -> None:
+    ranks(_equals_plain, MLP, (bias,), MLP_PLAN, shape, 3)
+
+
+def test_attention_trains_like_the_plain_one(ranks: Worlds) -> None:
+    ranks(_equals_plain, Attention, (), ATTENTION_PLAN, (BATCH, SEQ, WIDTH), 3)
+
+
+@pytest.mark.parametrize("hidden", [10, 5, 3])
+def test_uneven_shards(ranks: Worlds, hidden: int) -> None:
+    ranks(_equals_plain, MLP, (True, hidden), MLP_PLAN, (BATCH, SEQ, WIDTH), 2)
+
+
+def _one_reduction_each_way() -> None:
+    mesh = mesh_of((dist.get_world_size(),), ("tp",))
+    module = parallelize_module(seeded(MLP), mesh, MLP_PLAN)
+    x = torch.randn(BATCH, WIDTH, requires_grad=True)
+    with count_collectives() as forward:
+        out = module(x)
+    with count_collectives() as backward:
+        out.sum().backward()
+    assert dict(forward.calls) == dict(backward.calls) == {"all_reduce": 1}
+
+
+def test_mlp_needs_one_reduction_each_way(ranks: Worlds) -> None:
+    ranks(_one_reduction_each_way)
+
+
+# --- a whole model ---------------------------------------------------------------------------------
+
+MODEL_PLAN: dict[str, Any] = {
+    "embed": RowwiseParallel(input_layouts=Replicate()),
+    "layers.*": {"attention": ATTENTION_PLAN, "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()},
+    "head": ColwiseParallel(output_layouts=Replicate()),
+}
+
+
+def _model_trains(tied: bool) -> None:
+    mesh = mesh_of((dist.get_world_size(),), ("tp",))
+    plain, parallel = seeded(Model), seeded(Model)
+    if tied:
+        for model in (plain, parallel):
+            model.head.weight = model.embed.weight
+    parallelize_module(parallel, mesh, MODEL_PLAN)
+    if tied:
+        assert parallel.head.weight is parallel.embed.weight
+    assert parallel.layers[1]["mlp"].up.weight.placements == (Shard(0),)
+    assert parallel.layers[0]["attention"].wo.weight.placements == (Shard(1),)
+    assert not isinstance(parallel.layers[0]["norm"].weight, DTensor)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, parallel)]
+    for _ in range(2):
+        tokens = torch.randint(0, VOCAB, (BATCH, SEQ))
+        for module, optimizer in zip((plain, parallel), optimizers, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(module(tokens).flatten(0, 1), tokens.flatten()).backward()
+        assert_same_parameters(parallel, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_parameters(parallel, plain, grads=False)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_model_trains_like_the_plain_one(ranks: Worlds, tied: bool) -> None:
+    ranks(_model_trains, tied)
+
+
+# --- layouts ---------------------------------------------------------------------------------------
+
+
+def _cut(tensor: Tensor, placement: Placement) -> Tensor:
+    if isinstance(placement, Shard):
+        return tensor.chunk(dist.get_world_size(), placement.dim)[dist.get_rank()]
+    return tensor
+
+
+def _linear_layouts(style: type[ParallelStyle], given: Placement, wanted: Placement, local: bool) -> None:
+    mesh = mesh_of((dist.get_world_size(),), ("tp",))
+    torch.manual_seed(0)
+    plain = nn.Linear(WIDTH, HIDDEN)
+    parallel = copy.deepcopy(plain)
+    made = style(input_layouts=given, output_layouts=wanted, use_local_output=local)  # type: ignore[call-arg]
+    parallelize_module(parallel, mesh, made)
+    data, weights = torch.randn(4, 4, WIDTH), torch.randn(4, 4, HIDDEN)
+    x = data.clone().requires_grad_()
+    mine = _cut(data, given).clone().requires_grad_()
+    expected = plain(x)
+    (expected * weights).sum().backward()
+    out = parallel(mine)
+    assert isinstance(out, DTensor) is not local
+    if local:
+        torch.testing.assert_close(out, _cut(expected, wanted))
+        (out * _cut(weights, wanted)).sum().backward()
+    else:
+        torch.testing.assert_close(out.full_tensor(), expected)
+        (out.full_tensor() * weights).sum().backward()
+    torch.testing.assert_close(mine.grad, _cut(x.grad, given))  # type: ignore[arg-type]
+    assert_same_parameters(parallel, plain)
+
+
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+@pytest.mark.parametrize("given", [Replicate(), Shard(0), Shard(1), Shard(-1)])
+@pytest.mark.parametrize("wanted", [Replicate(), Shard(0), Shard(1), Shard(-1)])
+@pytest.mark.parametrize("local", [True, False])
+def test_linear_layouts(
+    ranks: Worlds, style: type[ParallelStyle], given: Placement, wanted: Placement, local: bool
+) -> None:
+    ranks(_linear_layouts, style, given, wanted, local)
+
+
+def _partial_input() -> None:
+    mesh = mesh_of((dist.get_world_size(),), ("tp",))
+    torch.manual_seed(0)
+    plain = nn.Linear(WIDTH, HIDDEN)
+    parallel = parallelize_module(copy.deepcopy(plain), mesh, ColwiseParallel(input_layouts=Partial()))
+    terms = torch.randn(dist.get_world_size(), 3, WIDTH)
+    out = parallel(terms[dist.get_rank()])
+    torch.testing.assert_close(out, _cut(plain(terms.sum(0)), Shard(-1)))
+
+
+def test_partial_input(ranks: Worlds) -> None:
+    ranks(_partial_input)
+
+
+def _embedding(style: ParallelStyle, rows: int, padding: int | None) -> None:
+    mesh = mesh_of((dist.get_world_size(),), ("tp",))
+    torch.manual_seed(0)
+    plain = nn.Embedding(rows, WIDTH, padding_idx=padding)
+    parallel = copy.deepcopy(plain)
+    parallelize_module(parallel, mesh, style)
+    tokens = torch.randint(0, rows, (BATCH, 5))
+    tokens[0, 0], tokens[1, 4] = padding or 0, rows - 1
+    weights = torch.randn(BATCH, 5, WIDTH)
+    expected = plain(tokens)
+    (expected * weights).sum().backward()
+    wanted = style.output_layouts[0]  # type: ignore[attr-defined]
+    out = parallel(tokens)
+    torch.testing.assert_close(out, _cut(expected, wanted))
+    (out * _cut(weights, wanted)).sum().backward()
+    assert_same_parameters(parallel, plain)
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("rows", [VOCAB, 10, 5])
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+@pytest.mark.parametrize("wanted", [Replicate(), Shard(-1)])
+def test_embedding(ranks: Worlds, style: Any, rows: int, padding: int | None, wanted: Placement) -> None:
+    ranks(_embedding, style(input_layouts=Replicate(), output_layouts=wanted), rows, padding)
+
+
+def _index_out_of_range(rows: int, index: int) -> None:
+    mesh = mesh_of((dist.get_world_size(),), ("tp",))
+    module = parallelize_module(nn.Embedding(rows, WIDTH), mesh, RowwiseParallel(input_layouts=Replicate()))
+    with pytest.raises(IndexError):
+        module(torch.tensor([0, index]))
+    dist.barrier()  # every rank raised: none is left waiting in a collective
+
+
+@pytest.mark.parametrize(("rows", "index"), [(8, 8), (8, -1), (5, 5), (5, 6), (5, -1), (8, 100)])
+def test_index_outside_the_table_fails_on_every_rank(ranks: Worlds, rows: int, index: int) -> None:
+    ranks(_index_out_of_range, rows, index)
+
+
+# --- plans and their errors ------------------------------------------------------------------------
+
+
+def _plans() -> None:
+    mesh, two_dims = mesh_of((2,), ("tp",)), mesh_of((1, 2), ("dp", "tp"))
+
+    with pytest.warns(UserWarning, match="no parallelize_plan and changes nothing"):
+        parallelize_module(MLP(), mesh)
+    with pytest.warns(UserWarning, match=r"key 'up\.nothing' matches no submodule .* are up, down"):
+        parallelize_module(MLP(), mesh, {"up.nothing": ColwiseParallel(), "up": ColwiseParallel()})
+    with pytest.warns(UserWarning, match=r"key 'a' matches no submodule .* are none"):
+        parallelize_module(nn.Linear(4, 4), mesh, {"a": {"b": ColwiseParallel()}})
+
+    with pytest.raises(MeshError, match=r'shape \(1, 2\), expected one dim: .*mesh\["tp"\]'):
+        parallelize_module(MLP(), two_dims, MLP_PLAN)
+    assert isinstance(parallelize_module(MLP(), two_dims["tp"], MLP_PLAN).up.weight, DTensor)
+    with pytest.raises(ArgumentError, match="no device_mesh and there is no current one"):
+        parallelize_module(MLP(), parallelize_plan=MLP_PLAN)
+    with mesh:
+        assert isinstance(parallelize_module(MLP(), parallelize_plan=MLP_PLAN).up.weight, DTensor)
+
+    module = MLP()
+    for plan, told in (
+        (3, "parallelize_plan got 3 of type int, expected a ParallelStyle"),
+        ({"up": ColwiseParallel(), "down": None}, "got None of type NoneType for 'down'"),
+        ({"up": ColwiseParallel(), "none": ColwiseParallel}, "of type ABCMeta for 'none'"),
+        ({1: ColwiseParallel()}, "got the key 1, expected the name"),
+    ):
+        with pytest.raises(PlanError, match=told):
+            parallelize_module(module, mesh, plan)  # type: ignore[arg-type]
+        assert not any(isinstance(p, DTensor) for p in module.parameters())
+
+    whole_module = parallelize_module(nn.Linear(4, 4), mesh, {"": ColwiseParallel()})
+    assert whole_module.weight.placements == (Shard(0),)
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    assert not parallelize_module(frozen, mesh, ColwiseParallel()).weight.requires_grad
+
+
+def test_plans(ranks: Worlds) -> None:
+    ranks(_plans, world_size=2)
+
+
+def _refusals() -> None:
+    mesh = mesh_of((2,), ("tp",))
+
+    def refuses(kind: type[Exception], told: str, module: nn.Module, *styles: ParallelStyle) -> None:
+        for style in styles or (ColwiseParallel(), RowwiseParallel(input_layouts=Replicate())):
+            with pytest.raises(kind, match=told):
+                parallelize_module(module, mesh, style)
+
+    unsupported = UnsupportedModuleError
+    refuses(
+        unsupported,
+        r"got a MultiheadAttention, expected nn\.Linear or nn\.Embedding",
+        nn.MultiheadAttention(4, 2),
+    )
+    refuses(unsupported, "got a LSTM", nn.LSTM(4, 4))
+    refuses(unsupported, "got a MLP", MLP())
+    refuses(unsupported, "weight is computed or not made yet", nn.LazyLinear(4))
+    refuses(
+        unsupported,
+        "weight is computed or not made yet",
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+    )
+    refuses(unsupported, "Embedding with max_norm and sparse", nn.Embedding(4, 4, max_norm=1.0, sparse=True))
+    refuses(unsupported, "scale_grad_by_freq", nn.Embedding(4, 4, scale_grad_by_freq=True), RowwiseParallel())
+    done = parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel())
+    refuses(ArgumentError, "weight is a DTensor already .*parallelize a module once", done)
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.b.weight = self.a.weight
+
+    with pytest.raises(
+        ArgumentError, match=r"weight of a Linear is tied to one already placed as .*untie them"
+    ):
+        parallelize_module(Tied(), mesh, {"a": ColwiseParallel(), "b": RowwiseParallel()})
+    with pytest.warns(UserWarning, match=r"parameters b\.weight were tied to ones that are sharded now"):
+        parallelize_module(Tied(), mesh, {"a": ColwiseParallel()})
+
+    with pytest.raises(PlacementError, match=r"got input_layouts=.*not in a list"):
+        ColwiseParallel(input_layouts=[Replicate()])  # type: ignore[arg-type]
+    with pytest.raises(PlacementError, match=r"got output_layouts=.*placement_types.*of dtbench_core"):
+        RowwiseParallel(output_layouts=torch.distributed.tensor.Shard(0))  # type: ignore[arg-type]
+
+    module = parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel())
+    with pytest.raises(ArgumentError, match="Linear under ColwiseParallel got no positional argument"):
+        module(input=torch.ones(2, 4))
+    with pytest.raises(ArgumentError, match="got list, expected one tensor"):
+        module([torch.ones(2, 4)])
+    rowwise = parallelize_module(nn.Linear(4, 4), mesh, RowwiseParallel())
+    with pytest.raises(LayoutError, match=r"\[2, 4\].*expected \[2, 2\]"):
+        rowwise(torch.ones(2, 4))
+
+
+def test_refusals(ranks: Worlds) -> None:
+    ranks(_refusals, world_size=2)
+
+
+def _source_rank(src: int | None) -> tuple[list[float], list[float]]:
+    mesh = mesh_of((2,), ("tp",))
+    module = nn.Sequential(nn.Linear(2, 2))
+    with torch.no_grad():
+        module[0].weight.fill_(dist.get_rank())
+        module[0].bias.fill_(dist.get_rank())
+    plan: Any = {"0": RowwiseParallel()} if src is not None else {"": {"0": ColwiseParallel()}}
+    parallelize_module(module, mesh, plan, src_data_rank=src)
+    return module[0].weight.to_local().flatten().tolist(), module[0].bias.to_local().tolist()
+
+
+@pytest.mark.parametrize("src", [0, 1])
+def test_values_come_from_the_source_rank(ranks: Worlds, src: int) -> None:
+    assert ranks(_source_rank, src, world_size=2) == [([src, src], [src, src])] * 2
+
+
+def test_without_source_rank_each_keeps_its_values(ranks: Worlds) -> None:
+    assert ranks(_source_rank, None, world_size=2) == [([0.0, 0.0], [0.0]), ([1.0, 1.0], [1.0])]
+
+
+def test_representation() -> None:
+    assert repr(ColwiseParallel()) == (
+        "ColwiseParallel(input_layouts=R, output_layouts=S(-1), use_local_output=True)"
+    )
+    assert repr(RowwiseParallel(output_layouts=Shard(1), use_local_output=False)) == (
+        "RowwiseParallel(input_layouts=S(-1), output_layouts=S(1), use_local_output=False)"
+    )
+
+
+def test_a_style_of_ones_own(ranks: Worlds) -> None:
+    with pytest.raises(RankError, match="RecordingStyle was applied with 1"):
+        ranks(_own_style, world_size=2)
+
+
+class RecordingStyle(ParallelStyle):
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        raise LookupError(f"RecordingStyle was applied with {self.src_data_rank}")
+
+
+def _own_style() -> None:
+    parallelize_module(MLP(), mesh_of((2,), ("tp",)), {"up": RecordingStyle()}, src_data_rank=1)
