@@ -156,8 +156,9 @@ class _CaseRow:
         return _median([getattr(r.time_s, _figure_of(r.suite)) for r in self._good(impl)])
 
     def bandwidth(self, impl: str, which: str) -> float | None:
-        """The median over launches, bytes per second."""
-        return _median([v for r in self._good(impl) if (v := getattr(r, which)) is not None])
+        """That of the time shown, bytes per second: the median of the seconds per byte over launches."""
+        slowness = _median([1 / b for r in self._good(impl) if (b := getattr(r, which))])
+        return None if slowness is None else 1 / slowness
 
     def status(self, impl: str) -> str:
         """Why there is no figure: "failed", "wrong", "skipped", or "-" where the case has no such impl."""

@@ -130,6 +130,13 @@ def test_launches_are_drawn_together(capsys: Capture) -> None:
     assert row["core [µs]"] == "5.000"
 
 
+def test_the_bandwidth_shown_is_that_of_the_time_shown(capsys: Capture) -> None:
+    results = [result("s", "a", "c10d", t, i, algbw_Bps=1e6 / (2 * t)) for i, t in enumerate((1.0, 3.0))]
+    print_runs([run(*results)])
+    (row,) = table_of(capsys.readouterr().out, "s: median of the samples, median over 2 launches")
+    assert (row["c10d [s]"], row["algbw [kB/s]"]) == ("4.000", "250.0")
+
+
 def test_the_head_tells_where_it_was_measured(capsys: Capture) -> None:
     print_runs([run(complete=False)])
     out = capsys.readouterr().out
