@@ -58,7 +58,8 @@ def format_size(size_bytes: int | None) -> str:
         return "-"
     for name, scale in reversed(_SIZES):
         if size_bytes >= scale and size_bytes * 4 % scale == 0:
-            return f"{size_bytes / scale:.15g} {name}"
+            whole, quarters = divmod(size_bytes * 4 // scale, 4)  # integers: a float would round huge sizes
+            return f"{whole}{('', '.25', '.5', '.75')[quarters]} {name}"
     return f"{size_bytes} B"
 
 
@@ -84,11 +85,16 @@ def _unit_for(values: Iterable[float], units: tuple[tuple[str, float], ...]) -> 
     if not positive:
         return Unit(*units[-1])
     typical = positive[len(positive) // 4]
-    return Unit(*max((u for u in units if u[1] <= typical), key=lambda u: u[1], default=units[0]))
+    return Unit(*_largest(typical, units))
+
+
+def _largest(value: float, units: tuple[tuple[str, float], ...]) -> tuple[str, float]:
+    """The largest unit in which `value` is at least 1, give or take what arithmetic rounds off."""
+    return max((u for u in units if u[1] <= value * (1 + 1e-9)), key=lambda u: u[1], default=units[0])
 
 
 def _with_unit(value: float, units: tuple[tuple[str, float], ...], digits: int = 3) -> str:
-    name, scale = max((u for u in units if u[1] <= abs(value)), key=lambda u: u[1], default=units[0])
+    name, scale = _largest(abs(value), units)
     if scale == 1 and name == "B":
         return f"{value:.0f} B"
     return f"{significant(value / scale, digits)} {name}"
