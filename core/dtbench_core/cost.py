@@ -104,8 +104,8 @@ class MeshTopoInfo:
     def from_topology(topology: str | Path | Mapping[str, Any], mesh: DeviceMesh) -> MeshTopoInfo:
         """The measured constants of a topology file (or its content) for this mesh.
 
-        Every dim of the mesh is looked up by name and must have been measured with as many ranks; a mesh
-        may have fewer dims than the file, in any order.
+        Every dim of the mesh is looked up by name and must have been measured with as many ranks; a dim of
+        one rank need not be there. A mesh may have fewer dims than the file, in any order.
 
         Raises:
             TopologyError: unreadable or malformed topology, or a mesh dim that it does not hold.
@@ -201,7 +201,11 @@ class Topology:
                 f"{self._held()}: pass mesh_dim_names when making the mesh"
             )
         held = {(dim.name, dim.ranks): dim for dim in self.dims}
-        chosen = [held.get((name, size)) for name, size in zip(names, mesh.shape, strict=True)]
+        chosen = [
+            # One rank sends nothing, so there is nothing to measure, and the file may lack the dim.
+            held.get((name, size), DimConstants(name, 1, math.inf, 0.0) if size == 1 else None)
+            for name, size in zip(names, mesh.shape, strict=True)
+        ]
         for name, size, dim in zip(names, mesh.shape, chosen, strict=True):
             if dim is None:
                 raise TopologyError(

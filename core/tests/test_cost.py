@@ -230,6 +230,13 @@ def test_topology_by_name_and_size(tmp_path: Path) -> None:
     assert MeshTopoInfo.from_topology(topology(), mesh["tp"]).mesh_dim_devices == (4,)
 
 
+def test_dims_of_one_rank_need_no_measurement() -> None:
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("pp", "tp"))
+    info = MeshTopoInfo.from_topology(topology(), mesh)
+    assert (info.mesh_dim_devices, info.mesh_dim_bandwidth[1]) == ((1, 4), 2.0)
+    assert cost.allreduce_cost(1.0, info, 0) == 6.6
+
+
 def test_topology_prices_redistributions_until_undone() -> None:
     mesh = dp_tp()
     pair = spec(mesh, R, Shard(0)), spec(mesh, R, R)
