@@ -206,7 +206,14 @@ def _all_elementwise(func: Callable[..., Any]) -> bool:
     """Whether every aten op of the function's name is elementwise: `torch.max` also has one with a dim."""
     name = getattr(func, "__name__", "").strip("_")
     packet = getattr(torch.ops.aten, name, None) if name else None
-    return packet is not None and all(is_pointwise(getattr(packet, o)) for o in packet.overloads())
+    ops = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    calls = [op for op in ops if _takes_tensor(op) and not any(a.is_out for a in op._schema.arguments)]
+    return bool(calls) and all(is_pointwise(op) for op in calls)
+
+
+def _takes_tensor(op: OpOverload) -> bool:
+    arguments = op._schema.arguments
+    return bool(arguments) and str(arguments[0].type) == "Tensor"
 
 
 def _accounts_for(

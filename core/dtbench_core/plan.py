@@ -51,16 +51,16 @@ class Plan:
     def __init__(
         self,
         info: OpInfo,
-        strategy: Strategy,
+        local_op: Callable[..., Any] | None,
         moves: tuple[tuple[int, tuple[redistribute.Step, ...], MeshInfo], ...],
         replaced: tuple[tuple[int, Any], ...],
         out: Any,
     ) -> None:
-        self.kernel = strategy.local_op or info.kernel
+        self.kernel = local_op or info.kernel
         self.moves, self.replaced, self.out = moves, replaced, out
         self.returns_input = info.mutated[0] if info.mutated else None
         self.info = info
-        self.functional = info.functional and strategy.local_op is None and not replaced
+        self.functional = info.functional and local_op is None and not replaced
 
     def run(
         self,
@@ -145,7 +145,23 @@ def build(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     replaced = tuple(
         (position, list(specs[0].local_shape)) for position in strategy.local_shape_args if specs[0]
     )
-    return Plan(info, strategy, tuple(moves), replaced, out)
+    local_op = strategy.local_op
+    if out is not None and info.functional and all(s is None or 0 in s.local_shape for s in specs):
+        local_op = _empty_results(specs, several=structure == "list", device=mesh.device_type)
+    return Plan(info, local_op, tuple(moves), replaced, out)
+
+
+def _empty_results(specs: Sequence[DTensorSpec | None], *, several: bool, device: str) -> Callable[..., Any]:
+    """Stands for the op on a rank whose results are empty: many kernels raise or warn there, and a rank
+    that raises alone leaves the others waiting."""
+
+    def make(*_: Any, **__: Any) -> Any:
+        made = [
+            None if s is None else torch.empty(s.local_shape, dtype=s.dtype, device=device) for s in specs
+        ]
+        return tuple(made) if several else made[0]
+
+    return make
 
 
 def _describe(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> OpCall:

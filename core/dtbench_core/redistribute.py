@@ -281,7 +281,7 @@ class Redistribute(torch.autograd.Function):
     through, brought back to the input's own placements."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         tensor: Wrapper,
         dst: Placements,
@@ -295,7 +295,7 @@ class Redistribute(torch.autograd.Function):
         return redistribute_tensor(tensor, dst)
 
     @staticmethod
-    def backward(ctx: Any, grad: Wrapper) -> tuple[Wrapper, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Wrapper) -> tuple[Wrapper, None, None, None]:
         if ctx.backward_dtype is not None and grad._spec.dtype != ctx.backward_dtype:
             grad = cast_dtype(grad, ctx.backward_dtype)
         # apply again: a backward that is itself differentiated needs its own graph

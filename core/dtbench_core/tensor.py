@@ -26,7 +26,7 @@ from dtbench_core.placement import (
     chunk_lengths,
     describe,
 )
-from dtbench_core.redistribute import Redistribute, placements_of_gradient, redistribute_tensor
+from dtbench_core.redistribute import Redistribute, cast_dtype, placements_of_gradient, redistribute_tensor
 from dtbench_core.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.torch_compat import any_requires_grad, current_mesh
 from dtbench_core.wrapper import Wrapper, wrap
@@ -41,7 +41,7 @@ class DTensor(Wrapper):
 
     __slots__ = ()
 
-    __torch_function__ = classmethod(dispatch.torch_function)  # type: ignore[assignment]
+    __torch_function__ = classmethod(dispatch.torch_function)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -70,7 +70,7 @@ class DTensor(Wrapper):
     def placements(self) -> Placements:
         return self._spec.placements
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DTensor({self._spec}, local={self._local_tensor!r})"
 
     @staticmethod
@@ -171,8 +171,9 @@ class DTensor(Wrapper):
         if torch.is_grad_enabled() and any_requires_grad(self):
             moved: DTensor = Redistribute.apply(self, placed, forward_dtype, backward_dtype)
             return moved
-        tensor = self if forward_dtype is None else self.to(forward_dtype)
-        return redistribute_tensor(tensor, placed)
+        if forward_dtype is not None and forward_dtype != spec.dtype:
+            return redistribute_tensor(cast_dtype(self, forward_dtype), placed)
+        return redistribute_tensor(self, placed)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor on every rank; differentiable. `grad_placements` as in `to_local`."""
@@ -184,7 +185,7 @@ class FromLocal(torch.autograd.Function):
     """local tensor -> DTensor."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements | None
     ) -> DTensor:
         ctx.spec = spec
@@ -192,7 +193,7 @@ class FromLocal(torch.autograd.Function):
         return wrap(DTensor, local.detach(), spec)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None, None]:
         local = grad.redistribute(placements=ctx.grad_placements).to_local()
         for placement, parts in zip(ctx.spec.placements, ctx.spec.info.sizes, strict=True):
             if placement.is_partial("avg"):
@@ -209,14 +210,14 @@ class ToLocal(torch.autograd.Function):
     """DTensor -> local tensor."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, grad_placements: Placements | None) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: DTensor, grad_placements: Placements | None) -> torch.Tensor:
         ctx.spec = tensor._spec
         ctx.grad_placements = grad_placements or placements_of_gradient(tensor._spec.placements)
         # A fresh tensor object: autograd marks the result, and must not mark `_local_tensor`.
         return tensor._local_tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:
         spec: DTensorSpec = ctx.spec
         stride = contiguous_stride(spec.shape)
         made = DTensor.from_local(

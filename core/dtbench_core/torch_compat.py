@@ -25,18 +25,18 @@ reduce_scatter_single = cast(
 # The mode and autograd state the dispatch path asks for on every call. All of these are C functions
 # that take tenths of a microsecond, against microseconds for their public wrappers.
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
-any_requires_grad = cast("Callable[..., bool]", torch._C._any_requires_grad)  # type: ignore[attr-defined]
-any_autocast = cast("Callable[[], bool]", torch._C._is_any_autocast_enabled)
-dispatch_modes_active = cast("Callable[[], int]", torch._C._len_torch_dispatch_stack)
+any_requires_grad = torch._C._any_requires_grad
+any_autocast = torch._C._is_any_autocast_enabled
+dispatch_modes_active = torch._C._len_torch_dispatch_stack
 functorch_level = cast("Callable[[], object]", torch._C._functorch.peek_interpreter_stack)
 make_wrapper = cast("Callable[..., torch.Tensor]", torch.Tensor._make_wrapper_subclass)
 
 
 def kernel_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """The C entry of `op`, without OpOverload's Python `__call__` (0.3 us)."""
-    return cast("Callable[..., Any]", op._op)
+    return op._op
 
 
 def current_mesh() -> DeviceMesh:
     """The mesh of the enclosing `with mesh:`; RuntimeError when there is none."""
-    return cast("DeviceMesh", device_mesh._mesh_resources.get_current_mesh())  # type: ignore[attr-defined]
+    return device_mesh._mesh_resources.get_current_mesh()

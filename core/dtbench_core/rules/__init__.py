@@ -12,6 +12,8 @@ attention scaled dot-product attention
 compare   ops that answer with a Python value
 """
 
+from torch._ops import OpOverload
+
 from dtbench_core.rules import attention, compare, index, matmul, norm, pointwise, reduce, view
 from dtbench_core.rules.base import OpCall, Row, Rule, Strategy, rule, rule_of
 from dtbench_core.rules.choose import choose
@@ -36,7 +38,7 @@ __all__ = [
 ]
 
 
-def find(op):  # type: ignore[no-untyped-def]
+def find(op: OpOverload) -> Rule | None:
     """The rule for `op`: its own, else the pointwise one where torch tags it so, else None."""
     own = rule_of(op)
     return own if own is not None or not pointwise.is_pointwise(op) else pointwise.pointwise

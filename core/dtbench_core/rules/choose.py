@@ -98,10 +98,7 @@ class _Lengths:
             most, least = self._tensor(index)[dim]
             if most != least or most % parts:
                 return False
-        for index, dim in row.nonempty:
-            if self._smallest(self._tensor(index)[dim][1], parts) == 0:
-                return False
-        return True
+        return all(self._smallest(self._tensor(index)[dim][1], parts) != 0 for index, dim in row.nonempty)
 
     @staticmethod
     def _smallest(length: int, parts: int) -> int:

@@ -20,7 +20,8 @@ def einsum_rows(call: OpCall, inputs: tuple[str, ...], output: str) -> list[Row]
     for op in ("sum", "avg"):
         if pending(call, op):
             for index in range(len(inputs)):
-                wanted = tuple(Partial(op) if i == index else REPLICATE for i in range(len(inputs)))
+                rest: list[Placement] = [REPLICATE] * len(inputs)
+                wanted = (*rest[:index], Partial(op), *rest[index + 1 :])
                 rows.append(Row(wanted, (Partial(op),)))
     return rows
 

@@ -6,6 +6,8 @@ only through the ops that are linear in the inputs holding it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch._ops import OpOverload
 
@@ -96,11 +98,18 @@ def cast(call: OpCall) -> Strategy:
     return Strategy([*along(range(call.inputs[0].ndim), 1, 1), *(linear_rows(call, 1) if floating else [])])
 
 
-@rule(aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.masked_fill_.Scalar)
+@rule(aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor)
 def overwrite(call: OpCall) -> Strategy:
     """In-place writes; the written tensor keeps its placement, the source follows."""
     linear = linear_rows(call, 2) if call.op is aten.copy_.default else []
     return Strategy([*pointwise(call).rows, *linear])
+
+
+@rule(aten.masked_fill_.Scalar)
+def masked_fill(call: OpCall) -> Strategy:
+    """Filling with 0 is linear in the filled tensor, any other value is not."""
+    zero = [Row((Partial(op), REPLICATE), (Partial(op),)) for op in ("sum", "avg") if call["value"] == 0]
+    return Strategy([*pointwise(call).rows, *zero])
 
 
 @rule(
@@ -123,9 +132,28 @@ def like(call: OpCall) -> Strategy:
 @rule(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default)
 def new(call: OpCall) -> Strategy:
     """Fresh values of a shape of their own: sharded like the input where the shapes are equal."""
+    return Strategy(_new_rows(call), local_shape_args=(1,))
+
+
+@rule(aten.new_empty_strided.default)
+def new_strided(call: OpCall) -> Strategy:
+    """The local strides keep the order of the global ones."""
+    order = sorted(range(len(call["stride"])), key=lambda dim: call["stride"][dim])
+
+    def local_op(local: torch.Tensor, size: list[int], _: object, **kwargs: Any) -> torch.Tensor:
+        strides, step = [0] * len(size), 1
+        for dim in order:
+            strides[dim] = step
+            step *= max(size[dim], 1)
+        made: torch.Tensor = aten.new_empty_strided(local, size, strides, **kwargs)
+        return made
+
+    return Strategy(_new_rows(call), local_shape_args=(1,), local_op=local_op)
+
+
+def _new_rows(call: OpCall) -> list[Row]:
     same = tuple(call["size"]) == tuple(call.inputs[0].shape)
     rows = along(range(call.inputs[0].ndim), 1, 1) if same else []
-    any_input = [
-        Row((p,), (REPLICATE,)) for p in {p for p in call.inputs[0].placements if not same or p.is_partial()}
-    ]
-    return Strategy([*rows, *any_input], local_shape_args=(1,))
+    # The input's values are not read, so it need not move: the result is whole.
+    unread = {p for p in call.inputs[0].placements if not same or p.is_partial()}
+    return [*rows, *(Row((p,), (REPLICATE,)) for p in sorted(unread, key=str))]

@@ -147,12 +147,11 @@ def cat(call: OpCall) -> Strategy:
     """The joined dim is whole; the others may be sharded alike. Torch skips inputs of shape (0,)."""
     ndim = len(call.outputs[0].shape)  # type: ignore[union-attr]
     joined = call.dim(ndim=ndim)
-    rows = []
-    for d in range(ndim):
-        if d != joined:
-            rows.append(
-                Row(tuple(Shard(d) if s.ndim == ndim else REPLICATE for s in call.inputs), (Shard(d),))
-            )
+    rows = [
+        Row(tuple(Shard(d) if s.ndim == ndim else REPLICATE for s in call.inputs), (Shard(d),))
+        for d in range(ndim)
+        if d != joined
+    ]
     return Strategy([*rows, *linear_rows(call, len(call.inputs), ops=REDUCE_OPS)])
 
 
