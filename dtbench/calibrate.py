@@ -167,8 +167,15 @@ def _device_type(header: Mapping[str, Any]) -> str:
 
 
 def _hosts(header: Mapping[str, Any]) -> list[str | None]:
-    """Host of every rank, by rank; None where the run does not say."""
-    by_rank = {rank["rank"]: rank.get("host") for rank in header["ranks"]}
+    """Host of every rank, by rank; None where the run does not say.
+
+    The kernel's boot id tells hosts of one name apart ("localhost" on each node of a cluster).
+    """
+    by_rank = {
+        rank["rank"]: f"{rank['host']} {rank.get('boot_id') or ''}"
+        for rank in header["ranks"]
+        if rank.get("host")
+    }
     return [by_rank.get(rank) for rank in range(math.prod(header["mesh"]["shape"]))]
 
 

@@ -43,9 +43,10 @@ def calibration(topology: Mapping[str, Any] | None, has_collectives: bool) -> Se
         return section
     section.lead = (
         "DTensor chooses redistributions by a model of a ring: a base latency of "
-        f"{topology['base_latency_us']:g} µs, a latency per hop, and the bytes over one bandwidth per mesh dim. "
-        "Here its two constants are fitted to the measured times; bandwidths are in GiB/s (1024³ bytes), the unit "
-        "of PyTorch’s model. The built-in constants are those for the layout that the ranks’ hosts show."
+        f"{topology['base_latency_us']:g} µs, a latency per hop, and the bytes over one bandwidth per mesh "
+        "dim. Here its two constants are fitted to the measured times; bandwidths are in GiB/s (1024³ "
+        "bytes), the unit of PyTorch’s model. The built-in constants are those for the layout that the "
+        "ranks’ hosts show."
     )
     section.figures = [_figure(section, topology)]
     section.tables = [_constants(topology), *_left_out(topology), _residuals(topology), _own_lines(topology)]
@@ -89,7 +90,7 @@ def _panel(
         f"Measured times and the fitted line; over the dim the fit is off by {ratio:.2f} times in the mean."
     )
     title = f"{name} over {dim['name']}, {dim['ranks']} ranks"
-    return line_panel(title, series, x, y, prefix=f"fit{index}", desc=desc)
+    return line_panel(title, series, x, y, columns=3, prefix=f"fit{index}", desc=desc)
 
 
 def _curves(dim: Mapping[str, Any], name: str) -> list[Series]:
@@ -166,7 +167,8 @@ def _constants(topology: Mapping[str, Any]) -> t.Table:
             ),
         ],
         note=(f"Intervals: {'; '.join(intervals)}. " if intervals else "")
-        + "“Off by” is the geometric mean of predicted over measured time, whichever is larger over the other; 1 is perfect.",
+        + "“Off by”: the larger of predicted and measured time over the smaller, as a geometric mean; "
+        "1 is perfect.",
     )
 
 

@@ -125,14 +125,17 @@ def _nice_step(rough: float) -> float:
 
 # ------------------------------------------------------------------------------------------ panels
 
-PANEL_PX = (330.0, 220.0)
+# Width and height of a line panel by the columns of its figure, so that text has one size on the page.
+PANEL_PX = {2: (480.0, 270.0), 3: (330.0, 220.0)}
 DOTS_PX = 430.0
 ROW_PX = 17.0
 
 
-def line_panel(title: str, series: Sequence[Series], x: Axis, y: Axis, *, prefix: str, desc: str) -> Panel:
+def line_panel(
+    title: str, series: Sequence[Series], x: Axis, y: Axis, *, columns: int, prefix: str, desc: str
+) -> Panel:
     """Lines over a common pair of axes."""
-    width, height = PANEL_PX
+    width, height = PANEL_PX[columns]
 
     def paint(canvas: Canvas) -> None:
         axes = _axes(canvas, width, height, left=62, right=14, top=10, bottom=26)
@@ -172,7 +175,10 @@ def dot_panel(
         for name, style in styles.items():
             marks = [(row.values[name], place) for place, row in enumerate(rows) if name in row.values]
             if marks:
-                look = _look(style) | {"linestyle": "none"}
+                # Open marks are see-through, or the one drawn last would hide its equal.
+                look = _look(style) | {"linestyle": "none", "markersize": 8 if style.marker == "|" else 5}
+                if style.hollow:
+                    look["markerfacecolor"] = "none"
                 axes.plot(*zip(*marks, strict=True), zorder=2.5, **look)
         x.apply(axes, "x")
         axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -230,7 +236,7 @@ def legend(styles: Mapping[str, Style], *, prefix: str, lines: bool = True) -> l
             if lines and look["linestyle"] != "none":
                 axes.plot([1, 29], [0, 0], **(look | {"marker": "none"}))
             if style.marker:
-                axes.plot([15], [0], **look)
+                axes.plot([15], [0], **look, markersize=9 if style.marker == "|" else 5)
 
         svg = draw(30, 12, paint, prefix=f"{prefix}{index}", title=label, desc="how it is drawn")
         items.append(LegendItem(label, Markup(svg.replace('role="img"', 'aria-hidden="true"'))))

@@ -163,9 +163,9 @@ def _hardware(header: Mapping[str, Any]) -> str:
 def _title(header: Mapping[str, Any]) -> str:
     mesh = _mesh(header)
     backend = header["versions"].get("backend") or "no backend"
-    ranks = len(header["ranks"])
+    ranks = f", {_plural(len(header['ranks']), 'rank')}" if header["ranks"] else ""
     where = f" on {_plural(len(_hosts(header)), 'host')}" if _hosts(header) else ""
-    return f"Mesh {mesh or 'unknown'} over {backend}, {_plural(ranks, 'rank')}{where}"
+    return f"Mesh {mesh or 'unknown'} over {backend}{ranks}{where}"
 
 
 def _summary(runs: Sequence[Run], suites: Mapping[str, Sequence[Case]]) -> str:
@@ -175,7 +175,7 @@ def _summary(runs: Sequence[Run], suites: Mapping[str, Sequence[Case]]) -> str:
     names = ", ".join(suites) or "no suite"
     return (
         f"{_plural(count, 'case')} of {_plural(len(suites), 'suite')} ({names}) measured in "
-        f"{_plural(launches, 'launch').replace('launchs', 'launches')} on {_hardware(header)} with "
+        f"{launches} {'launch' if launches == 1 else 'launches'} on {_hardware(header)} with "
         f"torch {header['versions'].get('torch') or 'unknown'}. "
         "dtbench’s own core and torch.distributed.tensor ran the same cases in turn."
     )
@@ -187,7 +187,8 @@ def _warnings(runs: Sequence[Run], topology: Mapping[str, Any] | None) -> list[s
     cut = [run.path.name for run in runs if not run.complete]
     if cut:
         found.append(
-            f"Incomplete: {', '.join(cut)} has no end line; cases are missing. `dtbench run --resume` goes on."
+            f"Incomplete: {', '.join(cut)} has no end line; cases are missing. "
+            "`dtbench run --resume` goes on with it."
         )
     tally: dict[str, int] = {}
     for run in runs:
@@ -206,7 +207,8 @@ def _warnings(runs: Sequence[Run], topology: Mapping[str, Any] | None) -> list[s
         strangers = sorted(r["run_id"] for r in topology["runs"] if r["run_id"] not in known)
         if strangers:
             found.append(
-                f"The topology was fitted to another run ({', '.join(strangers)}): its points are not those here."
+                f"The topology was fitted to another run ({', '.join(strangers)}): "
+                "its points are not those here."
             )
         found += topology.get("warnings") or []
         found += [
@@ -238,8 +240,11 @@ def _headlines(suites: Mapping[str, Sequence[Case]], topology: Mapping[str, Any]
     for dim in (topology or {"dims": []})["dims"]:
         if dim["builtin"] and "geometric_mean_ratio" in dim["builtin"]:
             off, fit = dim["builtin"]["geometric_mean_ratio"], dim["residuals"]["geometric_mean_ratio"]
-            words = f"PyTorch’s built-in constants are off by this much over {dim['name']}; fitted ones by {fit:.2f}×"
-            found.append(Headline(f"{off:.3g}×", words, "calibration"))
+            words = (
+                f"how far PyTorch’s built-in constants are off over {dim['name']}; "
+                f"the fitted ones by {t.factor(fit)}"
+            )
+            found.append(Headline(t.factor(off), words, "calibration"))
     return found
 
 
@@ -256,7 +261,10 @@ def _bandwidth_headlines(cases: Sequence[Case]) -> list[Headline]:
         )
         if best is not None:
             groups = best.params.get("groups", "")
-            words = f"bus bandwidth of all_reduce over {dim} at its best, {format_size(best.size_bytes)}, groups {groups}"
+            words = (
+                f"bus bandwidth of all_reduce over {dim} at its best, "
+                f"{format_size(best.size_bytes)}, groups {groups}"
+            )
             found.append(Headline(format_bandwidth(best.busbw_Bps), words, "collectives"))
     return found
 
@@ -271,7 +279,7 @@ def _bucket_headline(cases: Sequence[Case]) -> list[Headline]:
     limit = case.ratio("limit", "core")
     if limit is not None:
         words += f", {limit:.0%} of the limit"
-    return [Headline(f"{ratio:.2f}×", words, "bucketer")]
+    return [Headline(t.factor(ratio), words, "bucketer")]
 
 
 # ---------------------------------------------------------------------------------------- sections
@@ -298,8 +306,14 @@ def _provenance(runs: Sequence[Run]) -> list[tuple[str, str]]:
     facts += [
         (
             "Run",
-            f"{run.header['run_id']}, started {run.header['started'] or 'at an unknown time'}, "
-            f"{'complete' if run.complete else 'incomplete'}, file {run.path.name}",
+            ", ".join(
+                [
+                    run.header["run_id"],
+                    f"started {run.header['started'] or 'at an unknown time'}",
+                    "complete" if run.complete else "incomplete",
+                    f"file {run.path.name}",
+                ]
+            ),
         )
         for run in runs
     ]

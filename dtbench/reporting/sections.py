@@ -245,9 +245,10 @@ def collectives(cases: Sequence[Case]) -> Section:
     drawn = [c for c in cases if c.get("dtype") == dtype and c.get("mode") in ("isolated", "")]
     with_bus = [c for c in drawn if _only(c).busbw_Bps]
     section.lead = (
-        "Bus bandwidth is the data each rank has to move over the time it takes, comparable between collectives "
-        "and numbers of ranks (nccl-tests’ factors; GB = 10⁹ bytes). “Alone”: one group of the mesh dim works. "
-        "“Together”: all its groups do, as they do in a program, and share what links they share."
+        "Bus bandwidth is the data each rank has to move over the time it takes, comparable between "
+        "collectives and numbers of ranks (nccl-tests’ factors; GB = 10⁹ bytes). “Alone”: one group of the "
+        "mesh dim works. “Together”: all its groups do, as they do in a program, and share what links they "
+        "share."
     )
     if with_bus:
         section.figures.append(_bandwidth_figure(section, with_bus, str(dtype)))
@@ -266,6 +267,7 @@ def _bandwidth_figure(section: Section, cases: Sequence[Case], dtype: str) -> Fi
         sorted(cases, key=lambda c: str(c.get("groups"))), lambda c: (c.get("groups"), c.get("mesh_dim"))
     )
     styles = styles_of(distinct(c.name for c in cases))
+    columns = min(max(len(distinct(c.get("mesh_dim") for c in cases)), 2), 3)
     panels = []
     for index, ((groups, dim), members) in enumerate(
         capped(section, list(grouped.items()), MAX_PANELS, "panels")
@@ -282,13 +284,13 @@ def _bandwidth_figure(section: Section, cases: Sequence[Case], dtype: str) -> Fi
         title = f"{dim}, {members[0].get('ranks')} ranks, {groups}"
         peak = max(_only(c).busbw_Bps for c in members)
         desc = f"Bus bandwidth over size for {len(series)} collectives, at most {peak / 1e9:.3g} GB/s."
-        panels.append(line_panel(title, series, x, y, prefix=f"bandwidth{index}", desc=desc))
-    dims = len(distinct(c.get("mesh_dim") for c in cases))
+        panels.append(line_panel(title, series, x, y, columns=columns, prefix=f"bandwidth{index}", desc=desc))
     return Figure(
-        f"Bus bandwidth over tensor size, {dtype}, isolated calls; both axes logarithmic and common to all panels.",
+        f"Bus bandwidth over tensor size, {dtype}, isolated calls; "
+        "both axes logarithmic and common to all panels.",
         legend(styles, prefix="bandwidthL"),
         panels,
-        min(max(dims, 2), 3),
+        columns,
     )
 
 
@@ -391,7 +393,8 @@ def redistribute(cases: Sequence[Case]) -> Section:
         section,
         panels,
         lambda c: c.name,
-        f"Median time per redistribute at the smallest and the largest size, {dtype}; at the right, core over torch.",
+        f"Median time per redistribute at the smallest and the largest size, {dtype}; "
+        "at the right, core over torch.",
         columns=2,
     )
     section.tables = [
@@ -430,23 +433,26 @@ def bucketer(cases: Sequence[Case]) -> Section:
     x = size_axis([c.number("bucket_bytes") or 1 for c in cases])
     y = value_axis(values, bandwidth_tick)
     grouped = group(cases, lambda c: (c.get("mesh_dim"), c.get("dtype"), c.number("tensor_bytes")))
+    columns = 2 if len(grouped) <= 2 else 3
     panels = []
     for index, (key, members) in enumerate(capped(section, list(grouped.items()), MAX_PANELS, "panels")):
-        panels.append(_bucket_panel(key, members, x, y, index))
+        panels.append(_bucket_panel(key, members, x, y, columns, index))
     present = {i: s for i, s in BUCKET_STYLES.items() if any(i in c.impls for c in cases)}
     section.figures = [
         Figure(
             "Throughput over bucket size, one panel per size of the small tensors.",
             legend(present, prefix="bucketL"),
             panels,
-            min(max(len(panels), 2), 3),
+            columns,
         )
     ]
     section.tables = [_bucketer_table(cases)]
     return section
 
 
-def _bucket_panel(key: tuple[Any, ...], members: Sequence[Case], x: Axis, y: Axis, index: int) -> Panel:
+def _bucket_panel(
+    key: tuple[Any, ...], members: Sequence[Case], x: Axis, y: Axis, columns: int, index: int
+) -> Panel:
     dim, dtype, tensor = key
     ordered = sorted(members, key=lambda c: c.number("bucket_bytes"))
     series = []
@@ -465,7 +471,7 @@ def _bucket_panel(key: tuple[Any, ...], members: Sequence[Case], x: Axis, y: Axi
         else "Throughput."
     )
     title = f"{dim}, tensors of {format_size(tensor)}, {dtype}"
-    return line_panel(title, series, x, y, prefix=f"bucket{index}", desc=desc)
+    return line_panel(title, series, x, y, columns=columns, prefix=f"bucket{index}", desc=desc)
 
 
 def _bucketer_table(cases: Sequence[Case]) -> t.Table:

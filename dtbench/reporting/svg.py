@@ -12,6 +12,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import matplotlib
 from markupsafe import Markup
@@ -23,7 +24,7 @@ _NAMES = ("ink", "muted", "rule", "surface", "s0", "s1", "s2", "s3", "s4", "s5")
 STAND_IN = {name: f"#0a0b{0x10 + i:02x}" for i, name in enumerate(_NAMES)}
 
 FONT_PX = 10.0
-_RC = {
+_RC: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text: small, selectable, read aloud
     "svg.hashsalt": "dtbench",  # ids do not depend on the moment
     "text.parse_math": False,  # a dollar in a name is a dollar
@@ -63,7 +64,7 @@ def draw(
         # A name may hold letters that matplotlib's font lacks; the browser has its own.
         warnings.filterwarnings("ignore", message=r"(?s).*Glyph .* missing from")
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_RC)
+        matplotlib.rcParams.update(_RC)  # type: ignore[arg-type]  # its stubs want literal keys
         figure = Figure(figsize=(width_px / 72, height_px / 72))
         FigureCanvasSVG(figure)
         paint(figure)

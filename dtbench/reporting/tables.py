@@ -58,20 +58,25 @@ def bandwidths(columns: Sequence[tuple[str, Sequence[float | None]]]) -> list[Co
     return [Column(header, aligned(values, unit.scale), True, unit.name) for header, values in columns]
 
 
+def factor(value: float) -> str:
+    """Such as 0.74× or 36.9×."""
+    return f"{value:.2f}×" if value < 10 else f"{significant(value, 3)}×"
+
+
 def ratios(header: str, values: Sequence[float | None], *, mark_above: float | None = None) -> Column:
     """Factors with two decimals. mark_above: what lies above it bears a mark, not only a figure."""
     cells = []
     for value in values:
-        cell = MISSING if value is None else f"{value:.2f}" if value < 100 else significant(value, 3)
+        cell = MISSING if value is None else factor(value)
         cells.append(
             f"▲ {cell}" if value is not None and mark_above is not None and value > mark_above else cell
         )
-    return Column(header, cells, True, "×")
+    return Column(header, cells, True)
 
 
 def factors(header: str, values: Sequence[float | None]) -> Column:
     """Factors that may lie far below 1, with two significant digits."""
-    return Column(header, [MISSING if v is None else significant(v, 2) for v in values], True, "×")
+    return Column(header, [MISSING if v is None else f"{significant(v, 2)}×" for v in values], True)
 
 
 def counts(header: str, values: Sequence[float | None]) -> Column:
