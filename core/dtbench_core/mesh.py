@@ -45,6 +45,9 @@ class MeshInfo:
             )
         return self.coordinate
 
+    def __deepcopy__(self, memo: object) -> MeshInfo:
+        return self  # a mesh is where ranks meet: a copy would be the same place
+
     def __repr__(self) -> str:
         names = self.mesh.mesh_dim_names
         return f"{'x'.join(map(str, self.sizes))} {self.device_type} mesh" + (f" {names}" if names else "")
@@ -70,8 +73,9 @@ def mesh_info(mesh: DeviceMesh) -> MeshInfo:
     info = _shared_info(mesh)
     key = id(mesh)
 
-    def forget(_: Any) -> None:
-        _by_object.pop(key, None)
+    # The dict as a default: at interpreter exit the module's globals are gone before the meshes.
+    def forget(_: Any, table: dict[int, Any] = _by_object) -> None:
+        table.pop(key, None)
 
     _by_object[key] = (weakref.ref(mesh, forget), info)
     return info

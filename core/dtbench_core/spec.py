@@ -119,6 +119,9 @@ class DTensorSpec:
     def has_partial(self) -> bool:
         return any(p.is_partial() for p in self.placements)
 
+    def __deepcopy__(self, memo: object) -> DTensorSpec:
+        return self  # interned: see Note [Interned specs]
+
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{dtype}{list(self.shape)} {describe(self.placements)} on {self.info}"

@@ -35,6 +35,15 @@ def index_select(call: OpCall) -> Strategy:
     return Strategy(rows)
 
 
+@rule(aten.index_add.default)
+def index_add(call: OpCall) -> Strategy:
+    """(self, index, source): the rows added to are whole, and the sum is linear in self and source."""
+    whole = call.dim()
+    dims = [d for d in range(call.inputs[0].ndim) if d != whole]
+    rows = [Row((Shard(d), REPLICATE, Shard(d)), (Shard(d),)) for d in dims]
+    return Strategy([*rows, *(Row((Partial(op), REPLICATE, Partial(op)), (Partial(op),)) for op in ("sum", "avg"))])
+
+
 @rule(aten.gather.default)
 def gather(call: OpCall) -> Strategy:
     """A dim may be sharded in both if the index covers it whole."""

@@ -20,9 +20,9 @@ def einsum_rows(call: OpCall, inputs: tuple[str, ...], output: str) -> list[Row]
     for op in ("sum", "avg"):
         if pending(call, op):
             for index in range(len(inputs)):
-                rest: list[Placement] = [REPLICATE] * len(inputs)
-                wanted = (*rest[:index], Partial(op), *rest[index + 1 :])
-                rows.append(Row(wanted, (Partial(op),)))
+                factors: list[Placement] = [REPLICATE] * len(inputs)
+                factors[index] = Partial(op)
+                rows.append(Row(tuple(factors), (Partial(op),)))
     return rows
 
 
