@@ -1,0 +1,45 @@
+# `make bench` measures, calibrates and reports. `make test` checks everything. Both install first.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(shell date -u +%Y%m%dT%H%M%SZ)
+RUN := results/bench-$(STAMP)
+PAGE := reports/bench-$(STAMP).html
+
+.PHONY: bench test install lint types imports unit clean
+
+bench: install
+	$(BIN)/dtbench run -o $(RUN).jsonl
+	$(BIN)/dtbench calibrate $(RUN).jsonl -o $(RUN).topology.json
+	$(BIN)/dtbench report $(RUN).jsonl --topology $(RUN).topology.json -o $(PAGE)
+	@echo
+	@echo "results:  $(RUN).jsonl"
+	@echo "topology: $(RUN).topology.json"
+	@echo "report:   $(CURDIR)/$(PAGE)"
+
+test: lint types imports unit
+
+install: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml .ci/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[dev]'
+	touch $@
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+imports: install
+	$(BIN)/lint-imports
+
+# One thread per rank: the worlds of the tests hold more ranks than small machines have cores.
+unit: install
+	OMP_NUM_THREADS=1 $(BIN)/pytest
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .benchmarks
