@@ -6,6 +6,7 @@ add travels in three environment variables, and what rank 0 has to tell it in a 
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import logging
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, WorldBrokenError
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, WorldBrokenError
 
 LAUNCH = "DTBENCH_LAUNCH"  # which of the --launches this is, from 0
 OUTPUT = "DTBENCH_OUTPUT"  # the run file, where -o was not given
@@ -28,6 +29,8 @@ NOTE = "DTBENCH_NOTE"  # path of the note; set by our own launcher only
 # What the survivors of a fault get to write the last line in before they are killed. They need the
 # roll call (2 s) and a few seconds for a slow disk.
 _SHUTDOWN_S = 15
+# The exit codes of a rank that ends by its own will; it has said why.
+_SAID_WHY = (EXIT_USAGE, EXIT_CASE_FAILED, EXIT_INTERRUPTED)
 
 
 def launch_number(environ: Mapping[str, str] = os.environ) -> int:
@@ -118,14 +121,20 @@ def start_ranks(arguments: Sequence[str], nproc: int, launch: int, output: Path)
         try:
             elastic_launch(config, sys.executable)("-P", "-m", "dtbench", *arguments)
         except ChildFailedError as error:
-            rank, died = _first_death(error)
-            return Launched(Note.read(note), died, rank)
+            return _after_failure(error, Note.read(note))
         except SignalException:
             return Launched(Note.read(note))
         except (RuntimeError, OSError) as error:
             reason = str(error).partition("\n")[0]
             raise WorldBrokenError(f"cannot start {nproc} ranks: {type(error).__name__}: {reason}") from error
         return Launched(Note.read(note))
+
+
+def end_with_launcher() -> None:
+    """A rank of ours gets SIGTERM when the launcher dies, however it dies (Linux only)."""
+    with suppress(OSError, AttributeError):
+        # prctl's PR_SET_PDEATHSIG is 1 (linux/prctl.h).
+        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)
 
 
 def start_again(launch: int, output: Path) -> NoReturn:
@@ -136,14 +145,19 @@ def start_again(launch: int, output: Path) -> NoReturn:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def _first_death(error: Any) -> tuple[int, str]:
-    """The rank that ended first and how. Those that the launcher ended for it come after it."""
+def _after_failure(error: Any, note: Note) -> Launched:
+    """What is known after some rank ended with a code: the first to end and how. Those that the
+    launcher ended for it come after it."""
+    said = [f.exitcode for f in error.failures.values() if f.exitcode in _SAID_WHY]
+    if said and not note.reported:  # the note could not be written
+        note = dataclasses.replace(note, code=said[0], reported=True)
     rank, failure = error.get_first_failure()
-    if failure.exitcode >= 0:
-        return rank, f"rank {rank} ended with exit code {failure.exitcode}"
-    with suppress(ValueError):
-        return rank, f"rank {rank} died of {signal.Signals(-failure.exitcode).name}"
-    return rank, f"rank {rank} died of signal {-failure.exitcode}"
+    how = f"ended with exit code {failure.exitcode}"
+    if failure.exitcode < 0:
+        how = f"died of signal {-failure.exitcode}"
+        with suppress(ValueError):
+            how = f"died of {signal.Signals(-failure.exitcode).name}"
+    return Launched(note, f"rank {rank} {how}", rank)
 
 
 def _signals() -> str:

@@ -151,7 +151,6 @@ def parse_mesh(text: str) -> Mesh:
             raise UsageError(
                 f"{part.strip()!r} in --mesh {text} is not a mesh dim: "
                 f"expected NAME=RANKS, such as --mesh dp=2,tp=2"
-                f"expected NAME=RANKS, such as --mesh dp=2,tp=2"
             )
         dims.append((match[1], int(match[2])))
     names = [name for name, _ in dims]

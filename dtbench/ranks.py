@@ -151,6 +151,8 @@ def store_of(place: Place, launch: int) -> Callable[[bool], Store]:
     def connect(first: bool) -> Store:
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+        if not first:
+            _expect_server(place.address, place.port + (0 if place.agent_store else launch))
         serve = first and place.rank == 0 and not place.agent_store
         store = TCPStore(
             place.address,
@@ -164,6 +166,14 @@ def store_of(place: Place, launch: int) -> Callable[[bool], Store]:
         return PrefixStore(f"dtbench/{place.attempt}/{launch}", store)
 
     return connect
+
+
+def _expect_server(address: str, port: int) -> None:
+    """Says at once that nobody serves the store any more, where torch would try and log for a while."""
+    try:
+        socket.create_connection((address, port), timeout=5.0).close()
+    except OSError as error:
+        raise RuntimeError(f"nobody serves the store at {address}:{port}: {error}") from error
 
 
 class StoreRanks:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dtbench.errors import (
-    EXIT_CASE_FAILED,
-    EXIT_INTERRUPTED,
     EXIT_OK,
     OutputError,
     UsageError,
@@ -16,19 +14,18 @@ from dtbench.errors import (
 from dtbench.launch import Launched, start_ranks
 from dtbench.model import ResultKey
 from dtbench.options import DEFAULT_CPU_RANKS, RunOptions, ranks_of, remaining
-from dtbench.progress import say, summary_of
 from dtbench.ranks import find_place
 from dtbench.session import (
     Session,
     check_resume,
     choose_device,
-    exit_code_of,
     output_of,
     prepare,
     quiet_torch,
     report_end,
+    say_complete,
 )
-from dtbench.watch import Diagnosis
+from dtbench.watch import INTERRUPTED, Diagnosis
 
 
 def run(options: RunOptions, argv: Sequence[str]) -> int:
@@ -52,8 +49,7 @@ def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
     if options.resume:
         run_before = check_resume(job, output)
         if run_before.complete:
-            say(f"{output} is complete already: {summary_of(run_before.results)}; nothing to go on with")
-            return exit_code_of(run_before)
+            return say_complete(run_before)
         done = frozenset(result.key for result in run_before.results)
     else:
         check_output(output)
@@ -73,10 +69,9 @@ def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
 
 def _report(launched: Launched, output: Path, launch: int) -> int:
     """No rank was left to say the last line."""
-    sentence = launched.died or "interrupted"
-    code = EXIT_CASE_FAILED if launched.died else EXIT_INTERRUPTED
-    report_end(Diagnosis(sentence, launched.rank, code), launched.note.case, output, None, launch)
-    return code
+    diagnosis = Diagnosis(launched.died, launched.rank) if launched.died else INTERRUPTED
+    report_end(diagnosis, launched.note.case, output, None, launch)
+    return diagnosis.code
 
 
 def _count_ranks(options: RunOptions, device_type: str) -> int:

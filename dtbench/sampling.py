@@ -64,7 +64,8 @@ class Now:
     launch: int = 0
     case: int = 0  # cases begun
     step: int = 0  # samples begun in the case; the others wait for the rank with the fewest
-    raised: str | None = None
+    raised: str | None = None  # the first failure since the last vote
+    raised_in: str | None = None  # and its impl
 
     @property
     def label(self) -> str:
@@ -256,12 +257,10 @@ class Measurement:
         for number in rounds:
             turn = number % len(order)
             for impl in order[turn:] + order[:turn]:
+                if impl in self._bad:
+                    continue  # the other impls go on: other ranks may not have failed, and expect them
                 with self._guard(impl):
                     self._samples[impl].append(self._one_sample(impl, self._case.calls_per_sample))
-                if self._bad:
-                    break
-            if self._bad:
-                break  # the ranks decide together how to go on
         for impl in order:  # rounds that this rank missed, so that round i is round i on every rank
             self._samples[impl] += [None] * (rounds.stop - len(self._samples[impl]))
 
@@ -329,7 +328,8 @@ class Measurement:
         except Exception as error:
             reason = describe(error)
             self._bad[impl] = ("failed", reason)
-            self._now.raised = reason
+            if self._now.raised is None:
+                self._now.raised, self._now.raised_in = reason, impl
             self._ranks.raised(reason)
 
     def _vote(self, vote: dict[str, Any], decide: Callable[[list[Any]], Any]) -> Any:
@@ -352,7 +352,7 @@ class Measurement:
 
         bad, self._bad = self._bad, {}
         decision = self._ranks.agree({"bad": bad, **vote}, decide_all)
-        self._now.raised = None
+        self._now.raised = self._now.raised_in = None
         self._drop(decision["bad"])
         self._close_dropped()
         if not self._live:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError, WorldBrokenError
-from dtbench.launch import NOTE, OUTPUT, Note, launch_number, start_again
+from dtbench.launch import NOTE, OUTPUT, Note, end_with_launcher, launch_number, start_again
 from dtbench.model import Plan, Result, Run
 from dtbench.options import RunOptions, Task, format_mesh, list_tasks, refuse_other_run, remaining
 from dtbench.progress import Progress, complain, make_progress, say, summary_of
@@ -104,6 +104,8 @@ class Session:
     def go(self) -> NoReturn:
         """Measures and exits."""
         block_signals()
+        if self._note is not None:
+            end_with_launcher()
         quiet_torch()
         self._watch = Watch(self._now, self._place.rank, self._place.world_size, self._on_end)
         try:
@@ -217,7 +219,9 @@ class Session:
         if self._launch > 0:
             self._writer = RunWriter.resume(self._output)
         elif self._options.resume:
-            check_resume(job, self._output)
+            run = check_resume(job, self._output)
+            if run.complete:
+                self._leave_complete(run)
             self._writer = RunWriter.resume(self._output, {"argv": list(self._argv)})
         else:
             header = provenance(
@@ -230,6 +234,11 @@ class Session:
                 launches=self._options.launches,
             )
             self._writer = RunWriter.create(self._output, header)
+
+    def _leave_complete(self, run: Run) -> NoReturn:
+        code = say_complete(run)
+        self._watch.stop_others(code)
+        self._exit(code)
 
     def _begin(self, job: Job, total: int) -> None:
         self._progress = make_progress()
@@ -319,7 +328,8 @@ class Session:
     def _case_in_hand(self) -> Mapping[str, Any] | None:
         now = self._now
         if now.suite:
-            impls = [now.impl] if now.impl else list(now.impls)
+            impl = now.raised_in or now.impl
+            impls = [impl] if impl else list(now.impls)
             return {"suite": now.suite, "name": now.name, "params": dict(now.params), "impls": impls}
         if self._place.rank == 0:
             return None
@@ -369,21 +379,28 @@ def check_resume(job: Job, output: Path) -> Run:
     return run
 
 
+def say_complete(run: Run) -> int:
+    """There is nothing to resume; the exit code."""
+    say(f"{run.path} is complete already: {summary_of(run.results)}; nothing to go on with")
+    return exit_code_of(run)
+
+
 def report_end(
     diagnosis: Diagnosis, case: Mapping[str, Any] | None, output: Path, writer: RunWriter | None, launch: int
 ) -> None:
     """Records the case that was in hand as failed and prints the run's last line."""
-    interrupted = diagnosis.sentence == "interrupted"
-    if case is not None and not interrupted:
+    if case is not None and diagnosis.blames_case:
         with suppress(DtbenchError, ValueError):
             _record_failed(diagnosis, case, output, writer, launch)
     where = ""
-    if case is not None and not interrupted:
+    if case is not None and diagnosis.blames_case:
         params = " ".join(f"{k}={v}" for k, v in case["params"].items())
         impl = f" ({case['impls'][0]})" if len(case["impls"]) == 1 else ""
         where = f" during {case['suite']} {case['name']} {params}".rstrip() + impl
     try:
-        kept = f"{len(read_run(output).results)} results are in {output}; go on with --resume -o {output}"
+        count = len(read_run(output).results)
+        results = "1 result is" if count == 1 else f"{count} results are"
+        kept = f"{results} in {output}; go on with --resume -o {output}"
     except DtbenchError:
         kept = "nothing was measured"
     complain(f"{diagnosis.sentence}{where}: {kept}")

@@ -37,6 +37,8 @@ ROLL_CALL_S = 2.0
 # When a rank raised: so long may the others take to reach the vote that settles it. A call of theirs
 # may be under way; one that waits for the rank that raised will not end.
 GRACE_S = 5.0
+# A launcher that was killed may close its store's socket a moment after its ranks get the signal.
+DYING_S = 0.3
 _FOREVER = timedelta(days=7)
 
 
@@ -62,11 +64,16 @@ class Stand:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What ended the world. rank: whose fault it is, where that can be told; code: the exit code."""
+    """What ended the world. rank: whose fault it is, where that can be told; code: the exit code;
+    blames_case: whether the case in hand has failed, rather than been cut short."""
 
     sentence: str
     rank: int | None
-    code: int
+    code: int = EXIT_CASE_FAILED
+    blames_case: bool = True
+
+
+INTERRUPTED = Diagnosis("interrupted", None, EXIT_INTERRUPTED, blames_case=False)
 
 
 def diagnose(stands: Mapping[int, Stand], hosts: Sequence[str], timeout_s: float) -> Diagnosis:
@@ -77,20 +84,20 @@ def diagnose(stands: Mapping[int, Stand], hosts: Sequence[str], timeout_s: float
 
     missing = [rank for rank in range(len(hosts)) if rank not in stands]
     if missing:
-        return Diagnosis(f"{named(missing)} died or did not answer", missing[0], EXIT_CASE_FAILED)
+        return Diagnosis(f"{named(missing)} died or did not answer", missing[0])
     raised = [rank for rank, stand in stands.items() if stand.raised]
     if raised:
         first = min(raised, key=lambda rank: (stands[rank].raised_at, rank))
         others = " while the other ranks waited for it" if len(raised) < len(hosts) else ""
-        return Diagnosis(f"{named([first])} raised {stands[first].raised}{others}", first, EXIT_CASE_FAILED)
+        return Diagnosis(f"{named([first])} raised {stands[first].raised}{others}", first)
     causes = {stand.cause for stand in stands.values()}
     if causes & {"interrupted", "died"}:  # told to end, and nobody is missing
-        return Diagnosis("interrupted", None, EXIT_INTERRUPTED)
+        return INTERRUPTED
     late = _latecomers(stands)
     limit = f"within --timeout {timeout_s:g} s"
     if late:
         where = f" (at {stands[late[0]].where})" if stands[late[0]].where else ""
-        return Diagnosis(f"{named(late)} did not finish {limit}{where}", late[0], EXIT_CASE_FAILED)
+        return Diagnosis(f"{named(late)} did not finish {limit}{where}", late[0])
     places = "; ".join(f"rank {rank} at {stand.where}" for rank, stand in sorted(stands.items())[:4])
     return Diagnosis(
         f"no rank finished {limit}, they wait for one another ({places})", None, EXIT_CASE_FAILED
@@ -230,10 +237,12 @@ class Watch:
         self._ending.acquire()  # waits for ever if another thread is ending the process
         stand = self._stand(cause)
         if cause == "interrupted":
-            self._end(Diagnosis("interrupted", None, EXIT_INTERRUPTED), reports=self._rank == 0)
+            self._end(INTERRUPTED, reports=self._rank == 0)
         if self._connect is None:  # the world is not there yet
             sentence = stand.raised or "ended while the ranks were starting"
-            self._end(Diagnosis(sentence, None, EXIT_CASE_FAILED), reports=self._rank == 0)
+            self._end(Diagnosis(sentence, None), reports=self._rank == 0)
+        if cause == "died":
+            time.sleep(DYING_S)
         try:
             stands = self._call_roll(stand)
         except RuntimeError:
@@ -245,9 +254,9 @@ class Watch:
     def _without_store(self) -> Diagnosis:
         """The store is gone, and with it whoever served it; the other ranks cannot be asked."""
         if self._serving_rank is None:
-            return Diagnosis("the process that started the ranks died", None, EXIT_CASE_FAILED)
+            return Diagnosis("the process that started the ranks died", None, blames_case=False)
         who = f"rank {self._serving_rank} on {self._hosts[self._serving_rank]}"
-        return Diagnosis(f"{who} died or did not answer", self._serving_rank, EXIT_CASE_FAILED)
+        return Diagnosis(f"{who} died or did not answer", self._serving_rank)
 
     def _end(self, diagnosis: Diagnosis, *, reports: bool) -> NoReturn:
         try:

@@ -1,0 +1,165 @@
+"""The command line: what it imports, what it refuses and how, and what it hands to the other parts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dtbench import cli, registry
+from dtbench.errors import EXIT_OK, EXIT_USAGE
+
+SUITE = str(Path(__file__).with_name("faults_suite.py"))
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def dtbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """The program in this process: (exit code, stdout, stderr) of a command line."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    # A user's file registers its suites; they must not stay for the next test.
+    registry.load([])
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dtbench", *args])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = (
+        "import sys; sys.argv = ['dtbench', '--help']; from dtbench import cli\n"
+        "try: cli.main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'scipy', 'pandas', 'matplotlib', 'rich', 'jinja2', 'pynvml'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for command in ("list", "run", "show", "compare", "calibrate", "report", "doctor"):
+        assert f"  {command} " in done.stdout
+    assert "Exit codes: 0 done, 1 regression" in done.stdout
+
+
+def test_version_and_bare_call(dtbench: Cli) -> None:
+    assert dtbench("--version")[:2] == (0, "dtbench, version 0.1.0\n")
+    code, out, _ = dtbench()
+    assert code == EXIT_OK and out.startswith("Usage: dtbench")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ("nosuch", "no suite is called 'nosuch': the suites are"),
+        ("nosuch.py", "no suite file at nosuch.py"),
+        ("SUITE --mesh tp=3 --nproc 2", "--mesh tp=3 has 3 ranks, --nproc asks for 2"),
+        ("SUITE --mesh tp", "'tp' in --mesh tp is not a mesh dim"),
+        ("SUITE --size 3x", "'3x' is not a size"),
+        ("SUITE --dtype int4", "'int4' is not known; expected one or more of float32"),
+        ("SUITE --impl jax", "'jax' is not known; expected one or more of core, torch"),
+        ("SUITE --filter zzz", "--filter 'zzz' matches none"),
+        ("SUITE --nproc two", "'two' is not a valid integer; `dtbench run --help`"),
+        ("SUITE --launches 0", "--launches 0: expected 1 or more"),
+        ("SUITE --timeout -1", "--timeout -1.0: expected seconds above 0"),
+        ("SUITE --resume", "--resume needs -o FILE"),
+        ("SUITE --resume -o nosuch.jsonl", "there is no file nosuch.jsonl"),
+        ("SUITE --resume -o taken", "taken is not a dtbench run"),
+        ("SUITE -o taken", "taken exists already: give another -o, or --resume"),
+        ("SUITE -o nosuch/x.jsonl", "there is no folder nosuch"),
+        ("--nonsense", "No such option '--nonsense'; `dtbench run --help`"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused_in_one_line_before_anything_starts(
+    dtbench: Cli, args: str, says: str
+) -> None:
+    Path("taken").write_text("something else\n")
+    code, out, err = dtbench("run", *args.replace("SUITE", SUITE).split())
+    assert (code, out) == (EXIT_USAGE, "")
+    assert err.startswith("dtbench: ") and err.count("\n") == 1 and says in err
+    assert Path("taken").read_text() == "something else\n"
+    assert [path.name for path in Path.cwd().iterdir()] == ["taken"]
+
+
+def test_a_suite_that_fails_to_load_is_refused(dtbench: Cli) -> None:
+    Path("mine.py").write_text("import nosuchmodule\n")
+    code, _, err = dtbench("run", "./mine.py")
+    assert code == EXIT_USAGE and "mine.py failed to load: ModuleNotFoundError" in err
+    Path("mine.py").write_text("x = 1\n")
+    assert "registers no suite" in dtbench("run", "./mine.py")[2]
+
+
+def test_a_folder_that_may_not_be_written_is_refused(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # the tests may run as root, who may write anywhere
+    code, _, err = dtbench("run", SUITE, "-o", "x.jsonl")
+    assert code == EXIT_USAGE and "may not be written" in err and err.count("\n") == 1
+
+
+def test_cuda_without_cuda_is_refused(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, err = dtbench("run", SUITE, "--device", "cuda")
+    assert code == EXIT_USAGE and "torch finds no CUDA device here" in err
+
+
+def test_more_ranks_than_gpus_are_refused(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    code, _, err = dtbench("run", SUITE, "--nproc", "3")
+    assert code == EXIT_USAGE and "3 ranks are asked for, this host has 2 GPUs" in err
+
+
+def test_only_rank_0_speaks(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtbench.session.LET_RANK_0_SPEAK_S", 0.0)
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "1")
+    assert dtbench("run", "--size", "x") == (EXIT_USAGE, "", "")
+    monkeypatch.setenv("RANK", "0")
+    assert "'x' is not a size" in dtbench("run", "--size", "x")[2]
+
+
+@pytest.mark.parametrize(
+    "args", ["show nosuch", "compare nosuch nosuch", "calibrate nosuch -o x", "report nosuch -o x", "show"]
+)
+def test_files_that_cannot_be_read_are_refused(dtbench: Cli, args: str) -> None:
+    code, out, err = dtbench(*args.split())
+    assert (code, out) == (EXIT_USAGE, "") and err.count("\n") == 1
+    assert not Path("x").exists()
+
+
+def test_list_for_people_and_machines(dtbench: Cli) -> None:
+    code, out, err = dtbench("list", SUITE)
+    assert (code, err) == (EXIT_OK, "")
+    assert out.splitlines()[0] == "simulated add  [core, local]"  # simulated worlds come first
+    assert "good all_reduce n=2  [core, c10d]" in out
+    entries = {e["suite"]: e for e in json.loads(dtbench("list", SUITE, "--json")[1])}
+    assert entries["good"]["world"] == "ranks" and entries["good"]["help"] == "cases that work"
+    assert entries["good"]["cases"][1] == {
+        "name": "all_reduce",
+        "params": {"n": 2},
+        "impls": ["core", "c10d"],
+    }
+
+
+def test_list_names_every_built_in_suite(dtbench: Cli) -> None:
+    code, out, _ = dtbench("list")
+    assert code == EXIT_OK
+    suites = [entry["suite"] for entry in json.loads(dtbench("list", "--json")[1])]
+    assert {"dispatch", "redistribute", "collectives", "bucketer", "tensor_parallel"} <= set(suites)
+    assert [line.split()[0] for line in out.splitlines()] == suites
+
+
+def test_doctor_for_machines(dtbench: Cli) -> None:
+    code, out, _ = dtbench("doctor", "--json")
+    findings = json.loads(out)
+    assert code == EXIT_OK and findings and all({"check", "ok", "got"} <= f.keys() for f in findings)

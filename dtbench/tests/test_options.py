@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtbench import options
+from dtbench.errors import UsageError
+from dtbench.model import Case, Plan
+from dtbench.options import RunOptions
+from dtbench.registry import Suite, WorldKind
+
+PLAN = Plan(mesh=(("tp", 2),), sizes_bytes=(1024,))
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("64KiB", (65536,)),
+        ("100", (100,)),
+        ("100B", (100,)),
+        ("1.5KiB", (1536,)),
+        ("1gib", (2**30,)),
+        ("1KiB:16MiB:4x", tuple(1024 * 4**i for i in range(8))),
+        ("1KiB:5KiB", (1024, 2048, 4096)),  # the factor is 2 unless given; the last need not be hit
+        ("1MiB,1KiB,1MiB", (1024, 2**20)),
+        ("1KiB:4KiB:2x,3KiB", (1024, 2048, 3072, 4096)),
+    ],
+)
+def test_sizes(text: str, sizes: tuple[int, ...]) -> None:
+    assert options.parse_sizes(text) == sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "'' is not a size"),
+        ("64KB", "expected a number with B, KiB, MiB or GiB"),
+        ("-1KiB", "is not a size"),
+        ("0", "expected a whole number of bytes from 1"),
+        ("0.3B", "expected a whole number"),
+        ("5000GiB", "to 2\\^40"),
+        ("1KiB:2KiB:1x", "'1x' in --size 1KiB:2KiB:1x is not a factor"),
+        ("1KiB:2KiB:4", "expected 2x or more"),
+        ("1:2:3:4", "expected FIRST:LAST:FACTORx"),
+        ("2KiB:1KiB:2x", "swap them"),
+        (",".join(map(str, range(1, 300))), "more than 200 sizes"),
+    ],
+)
+def test_sizes_that_do_not_parse(text: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        options.parse_sizes(text)
+
+
+def test_mesh() -> None:
+    assert options.parse_mesh("dp=2, tp=4") == (("dp", 2), ("tp", 4))
+    assert options.format_mesh(options.parse_mesh("dp=2,tp=4")) == "dp=2,tp=4"
+    for bad, says in [
+        ("dp", "expected NAME=RANKS"),
+        ("dp=0", "expected"),
+        ("dp=2,dp=2", "twice"),
+        ("", "''"),
+    ]:
+        with pytest.raises(UsageError, match=says):
+            options.parse_mesh(bad)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [
+        (1, "tp=1"),
+        (2, "tp=2"),
+        (4, "dp=2,tp=2"),
+        (6, "dp=2,tp=3"),
+        (7, "tp=7"),
+        (8, "dp=2,tp=4"),
+        (12, "dp=3,tp=4"),
+    ],
+)
+def test_default_mesh_is_the_most_square_one(ranks: int, mesh: str) -> None:
+    assert options.format_mesh(options.default_mesh(ranks)) == mesh
+
+
+def test_lists_keep_their_order_and_refuse_the_unknown() -> None:
+    assert options.parse_list("torch,core,torch", ("core", "torch"), "--impl") == ("torch", "core")
+    with pytest.raises(
+        UsageError, match=r"--impl core,foo: 'foo' is not known; expected one or more of core, torch"
+    ):
+        options.parse_list("core,foo", ("core", "torch"), "--impl")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"resume": True}, "--resume needs -o"),
+        ({"launches": 0}, "--launches 0"),
+        ({"timeout_s": 0.0}, "--timeout 0"),
+        ({"timeout_s": float("nan")}, "--timeout nan"),
+        ({"nproc": 0}, "--nproc 0"),
+        ({"nproc": 2, "mesh": (("tp", 4),)}, "--mesh tp=4 has 4 ranks, --nproc asks for 2"),
+    ],
+)
+def test_options_that_contradict(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        RunOptions(**given)
+
+
+def test_plan_of_a_world() -> None:
+    plan = RunOptions(quick=True).plan("cpu", 4)
+    assert plan.mesh == (("dp", 2), ("tp", 2)) and plan.quick
+    assert len(RunOptions().plan("cpu", 4).sizes_bytes) > len(plan.sizes_bytes)
+    assert RunOptions(sizes_bytes=(7,)).plan("cuda", 1).sizes_bytes == (7,)
+    with pytest.raises(UsageError, match=r"--mesh tp=3 has 3 ranks, the world has 4: .* --mesh dp=2,tp=2"):
+        RunOptions(mesh=(("tp", 3),)).plan("cpu", 4)
+    with pytest.raises(UsageError, match="--nproc 3: the launcher has started 4 ranks"):
+        RunOptions(nproc=3).plan("cpu", 4)
+
+
+def build(_world: Any) -> Any:
+    raise AssertionError("listing builds nothing")
+
+
+def made_suite(name: str, cases: list[Case], world: WorldKind = "ranks") -> Suite:
+    return Suite(name, lambda plan: iter(cases), world, "")
+
+
+CASE = Case("reduce", {"size": 4, "dim": "tp"}, {"core": build, "torch": build, "c10d": build})
+
+
+def test_tasks_simulated_suites_come_first() -> None:
+    tasks = options.list_tasks([made_suite("a", [CASE]), made_suite("b", [CASE], "simulated")], PLAN)
+    assert [task.suite.name for task in tasks] == ["b", "a"]
+    assert tasks[0].label == "b reduce size=4 dim=tp"
+
+
+def test_tasks_hold_the_wanted_impls_and_the_references() -> None:
+    plan = Plan(mesh=PLAN.mesh, sizes_bytes=(1,), impls=("torch",))
+    only_core = Case("x", {}, {"core": build})
+    (task,) = options.list_tasks([made_suite("a", [CASE, only_core])], plan)
+    assert task.impls == ("torch", "c10d")
+
+
+def test_filter_looks_at_the_whole_label() -> None:
+    other = Case("gather", {"size": 8}, {"core": build})
+    suites = [made_suite("abc", [CASE, other])]
+    assert [t.case.name for t in options.list_tasks(suites, PLAN, "SIZE=8")] == ["gather"]
+    assert len(options.list_tasks(suites, PLAN, "abc")) == 2
+    with pytest.raises(UsageError, match="--filter 'zzz' matches none of their 2 cases"):
+        options.list_tasks(suites, PLAN, "zzz")
+
+
+def test_a_suite_that_lists_a_case_twice_or_fails_is_refused() -> None:
+    with pytest.raises(UsageError, match="has the case 'a reduce size=4 dim=tp' twice"):
+        options.list_tasks([made_suite("a", [CASE, CASE])], PLAN)
+
+    def fails(plan: Plan) -> Iterator[Case]:
+        yield CASE
+        raise KeyError("x")
+
+    with pytest.raises(UsageError, match="the suite s failed to list its cases: KeyError: 'x'"):
+        options.list_tasks([Suite("s", fails, "ranks", "")], PLAN)
+
+
+def test_remaining_leaves_out_what_is_done_in_that_launch() -> None:
+    tasks = options.list_tasks([made_suite("a", [CASE])], PLAN)
+    done = frozenset({tasks[0].key("core", 0), tasks[0].key("torch", 0), tasks[0].key("c10d", 1)})
+    assert [t.impls for t in options.remaining(tasks, done, 0)] == [("c10d",)]
+    assert [t.impls for t in options.remaining(tasks, done, 1)] == [("core", "torch")]
+    assert options.remaining(tasks, done | {tasks[0].key("c10d", 0)}, 0) == []
+
+
+def test_resume_refuses_a_run_of_something_else() -> None:
+    header = json.loads(json.dumps({"plan": asdict(PLAN), "suites": ["a"], "launches": 1}))
+    path = Path("x.jsonl")
+    options.refuse_other_run(header, PLAN, ["a"], 1, path)
+    for plan, suites, launches, says in [
+        (Plan((("dp", 2),), (1024,)), ["a"], 1, "its mesh is tp=2, the options ask for dp=2"),
+        (Plan(PLAN.mesh, (1, 2)), ["a"], 1, "its sizes_bytes is 1024, the options ask for 1,2"),
+        (PLAN, ["a", "b"], 1, "its suites is a, the options ask for a,b"),
+        (PLAN, ["a"], 2, "its launches is 1, the options ask for 2"),
+    ]:
+        with pytest.raises(UsageError, match=says):
+            options.refuse_other_run(header, plan, suites, launches, path)

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from dtbench.errors import UsageError
+from dtbench.ranks import Place, StoreRanks, find_place, first_host
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "n1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+SLURM = {
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_JOB_NODELIST": "gpu[07-08,11],login",
+}
+
+
+def test_nobody_started_ranks() -> None:
+    assert find_place({}) is None
+    assert find_place({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None  # batch script
+    assert find_place(SLURM | {"SLURM_STEP_NUM_TASKS": "1"}) is None  # a shell under srun
+
+
+def test_torchrun() -> None:
+    place = find_place(TORCHRUN)
+    assert place == Place(3, 8, 1, 2, "n1", 29500, True, "torchrun", attempt=2)
+    assert not place.one_host
+    alone = find_place(TORCHRUN | {"LOCAL_WORLD_SIZE": "8"})
+    assert alone is not None and alone.one_host
+
+
+def test_slurm() -> None:
+    place = find_place(SLURM)
+    assert place is not None
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (5, 8, 1, 4)
+    assert (place.address, place.agent_store, place.launcher) == ("gpu07", False, "slurm")
+    assert 20000 <= place.port < 32000
+    other = find_place(SLURM | {"SLURM_STEP_ID": "3"})
+    assert other is not None and other.port != place.port
+    given = find_place(SLURM | {"MASTER_PORT": "29501", "MASTER_ADDR": "10.0.0.1"})
+    assert given is not None and (given.address, given.port) == ("10.0.0.1", 29501)
+
+
+def test_half_an_environment_is_refused() -> None:
+    with pytest.raises(UsageError, match="MASTER_ADDR and MASTER_PORT not"):
+        find_place({"RANK": "0", "WORLD_SIZE": "2"})
+    with pytest.raises(UsageError, match="RANK='x'"):
+        find_place(TORCHRUN | {"RANK": "x"})
+    with pytest.raises(UsageError, match="SLURM_JOB_NODELIST is not"):
+        find_place({k: v for k, v in SLURM.items() if k != "SLURM_JOB_NODELIST"})
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("gpu[001-004,009],login1", "gpu001"),
+        ("gpu[3,5]-ib", "gpu3-ib"),
+        ("rack[1-2]n[10-12]", "rack1n10"),
+        ("", ""),
+    ],
+)
+def test_first_host(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_ranks_agree_over_a_store(size: int) -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()
+
+    def live(rank: int) -> list[Any]:
+        ranks = StoreRanks(store, rank, size, lambda reason: None)
+        return [ranks.agree({"turn": turn, "rank": rank}, lambda votes: votes) for turn in range(4)]
+
+    with ThreadPoolExecutor(size) as pool:
+        heard = list(pool.map(live, range(size)))
+    expected = [[{"turn": turn, "rank": rank} for rank in range(size)] for turn in range(4)]
+    assert heard == [expected] * size
+    # Only the last decision is left: a long run does not fill the store.
+    assert store.num_keys() <= 1

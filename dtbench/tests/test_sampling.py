@@ -1,0 +1,340 @@
+"""The measurement of one case, with fake clocks and ranks that are threads: no process group, no time."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from dtbench.model import Case, Skip, Workload
+from dtbench.sampling import Budget, Instruments, Measurement, Now, Outcome, combine, describe
+
+BUDGET = Budget(samples_s=0.1, least=5, most=100, warmup_s=0.1)
+CHEAP = 1e-3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> Iterator[None]:
+    """A measurement collects garbage first; here it need not look at all that pytest has loaded."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class FakeClock:
+    """A call takes as many seconds as it returns, and time is what calls have taken."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.settled: list[bool] = []
+
+    def settle(self, *, cold: bool = False) -> None:
+        self.settled.append(cold)
+
+    def measure(self, run: Callable[[], object], calls: int) -> float:
+        took = [run() for _ in range(calls)]
+        assert all(isinstance(t, float) for t in took)
+        self.now += sum(took)  # type: ignore[arg-type]
+        return sum(took) / calls  # type: ignore[arg-type]
+
+
+class Threads:
+    """Ranks that are threads; a barrier stands for the store."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.votes: list[Any] = [None] * size
+        self.decision: Any = None
+        self.decisions = 0
+        self.meet = threading.Barrier(size, timeout=10)
+        self.reasons: list[tuple[int, str]] = []
+
+    def of(self, rank: int) -> RankOfThreads:
+        return RankOfThreads(self, rank)
+
+
+class RankOfThreads:
+    def __init__(self, world: Threads, rank: int) -> None:
+        self.rank = rank
+        self.size = world.size
+        self._world = world
+
+    def agree(self, vote: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        world = self._world
+        world.votes[self.rank] = vote
+        world.meet.wait()
+        if self.rank == 0:
+            world.decision = decide(list(world.votes))
+            world.decisions += 1
+        world.meet.wait()
+        decision = world.decision
+        world.meet.wait()
+        return decision
+
+    def raised(self, reason: str) -> None:
+        self._world.reasons.append((self.rank, reason))
+
+
+class Trial:
+    """A case measured on threads; what happened on each rank is kept for the test."""
+
+    def __init__(self, size: int = 1, timeout_s: float = 60.0) -> None:
+        self.size = size
+        self.timeout_s = timeout_s
+        self.clocks = [FakeClock() for _ in range(size)]
+        self.barriers = [0] * size
+        self.calls: list[list[str]] = [[] for _ in range(size)]
+        self.closed: list[str] = []
+        self.ranks = Threads(size)
+        self.states: list[Any] = [None, None]
+
+    def run(self, case: Case) -> list[dict[str, Outcome]]:
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(lambda rank: self._on(rank, case), range(self.size)))
+
+    def _on(self, rank: int, case: Case) -> dict[str, Outcome]:
+        def barrier() -> None:
+            self.barriers[rank] += 1
+
+        states = iter(self.states)
+        tools = Instruments(
+            clocks={"host": self.clocks[rank], "device": self.clocks[rank]},
+            barrier=barrier,
+            budget=BUDGET,
+            gpu_state=lambda: next(states),
+            throttled=lambda before, after: after and after.get("throttled"),
+            monotonic=lambda: self.clocks[rank].now,
+        )
+        now = Now()
+        measurement = Measurement(case, rank, self.ranks.of(rank), tools, now, self.timeout_s)
+        return measurement.outcomes(list(case.build))
+
+    def impl(
+        self, name: str, took: float | Callable[[int, int], float] = CHEAP, **more: Any
+    ) -> Callable[[int], Workload]:
+        """A builder whose call number i on rank r takes `took(r, i)` seconds."""
+
+        def build(rank: int) -> Workload:
+            def call() -> float:
+                number = self.calls[rank].count(name)
+                self.calls[rank].append(name)
+                return took(rank, number) if callable(took) else took
+
+            return Workload(call, close=lambda: self.closed.append(name), **more)
+
+        return build
+
+
+def case_of(build: Mapping[str, Callable[[Any], Workload]], **more: Any) -> Case:
+    return Case("case", {}, build, **more)
+
+
+def test_counts_follow_the_budget_within_their_bounds() -> None:
+    for took, expected in [(0.01, 10), (1.0, 5), (1e-5, 100)]:
+        trial = Trial()
+        (outcome,) = trial.run(case_of({"core": trial.impl("core", took)}))
+        assert outcome["core"].samples_s == pytest.approx([took] * expected)
+    trial = Trial()
+    (outcome,) = trial.run(case_of({"core": trial.impl("core", 1.0)}, samples=3))
+    assert len(outcome["core"].samples_s) == 3
+
+
+def test_all_ranks_make_the_same_calls_and_the_slowest_counts() -> None:
+    trial = Trial(size=3)
+    case = case_of({"core": trial.impl("core", lambda rank, i: 0.001 * (rank + 1))})
+    outcome = trial.run(case)[0]["core"]
+    assert len({len(calls) for calls in trial.calls}) == 1
+    assert outcome.samples_s == pytest.approx([0.003] * 33)  # 0.1 s at the slowest rank's speed
+    assert outcome.rank_samples_s.keys() == {"0", "1", "2"}
+    assert outcome.rank_samples_s["1"] == pytest.approx([0.002] * 33)
+    assert outcome.counters["skew_s"] == pytest.approx(0.002)
+
+
+def test_a_sample_is_the_mean_of_its_calls() -> None:
+    trial = Trial()
+    case = case_of({"core": trial.impl("core")}, calls_per_sample=7, samples=4, warmup_calls=1)
+    (outcome,) = trial.run(case)
+    warm = len(trial.calls[0]) - 4 * 7
+    assert warm >= 1 and outcome["core"].samples_s == pytest.approx([CHEAP] * 4)
+
+
+def test_impls_take_turns_and_each_round_starts_with_another() -> None:
+    trial = Trial()
+    names = ["a", "b", "c"]
+    trial.run(case_of({n: trial.impl(n) for n in names}, samples=4))
+    assert "".join(trial.calls[0])[-12:] == "abcbcacababc"
+
+
+def test_warm_up_goes_on_while_calls_get_faster() -> None:
+    def getting_faster(_rank: int, i: int) -> float:
+        return 0.001 * max(0.5 ** (i // 4), 1 / 8)
+
+    falling, flat = Trial(), Trial()
+    for trial, took in ((falling, getting_faster), (flat, lambda r, i: 0.001)):
+        trial.run(case_of({"core": trial.impl("core", took)}, samples=1, warmup_calls=5))
+    assert len(flat.calls[0]) == 1 + 4 + 4 + 1  # first call, two blocks that agree, the sample
+    assert len(falling.calls[0]) == 1 + 4 * 4 + 1  # fastest of the blocks: 1/2, 1/4, 1/8, 1/8
+    slow = Trial()
+    slow.run(case_of({"core": slow.impl("core", lambda r, i: 1.0 / (i + 1))}, samples=1, warmup_calls=5))
+    assert len(slow.calls[0]) == 1 + 4 + 1  # the seconds for warming up are spent
+
+
+def test_device_cases_meet_before_each_sample_and_host_cases_do_not() -> None:
+    device, host, together = Trial(), Trial(), Trial()
+    device.run(case_of({"core": device.impl("core")}, samples=5))
+    assert device.barriers[0] == len(device.calls[0])
+    assert set(device.clocks[0].settled) == {True}  # isolated: with a cold cache
+    host.run(case_of({"core": host.impl("core")}, samples=5, clock="host"))
+    assert host.barriers[0] == 0 and set(host.clocks[0].settled) == {False}
+    together.run(case_of({"core": together.impl("core")}, samples=5, calls_per_sample=2))
+    assert set(together.clocks[0].settled) == {False}
+
+
+def test_before_readies_every_sample() -> None:
+    trial = Trial()
+    events: list[str] = []
+
+    def build(_rank: int) -> Workload:
+        def run() -> float:
+            events.append("run")
+            return CHEAP
+
+        return Workload(run, before=lambda: events.append("before"))
+
+    trial.run(case_of({"core": build}, samples=3))
+    assert events[:6] == ["before", "run"] * 3 and events.count("before") == events.count("run")
+
+
+def test_a_rank_that_only_waits_does_not_count() -> None:
+    trial = Trial(size=2)
+
+    def build(rank: int) -> Workload:
+        return Workload(
+            lambda: 2 * CHEAP if rank == 0 else CHEAP,
+            participates=rank == 1,
+            counters=lambda: {"of": rank},
+        )
+
+    outcome = trial.run(case_of({"core": build}, samples=5))[0]["core"]
+    assert outcome.samples_s == pytest.approx([CHEAP] * 5)
+    assert outcome.counters == {"of": 1} and outcome.rank_samples_s == {}
+
+
+def test_skipped_and_failing_builders_leave_the_other_impls_alone() -> None:
+    def skip(_rank: int) -> Workload:
+        raise Skip("not here")
+
+    def fail(rank: int) -> Workload:
+        if rank == 1:
+            raise ValueError("no\nsecond line")
+        return Workload(lambda: CHEAP, close=lambda: trial.closed.append("fail"))
+
+    trial = Trial(size=2)
+    outcomes = trial.run(case_of({"skip": skip, "fail": fail, "core": trial.impl("core")}))
+    assert [{i: o.status for i, o in each.items()} for each in outcomes] == [
+        {"skip": "skipped", "fail": "failed", "core": "ok"}
+    ] * 2
+    assert outcomes[0]["skip"].reason == "not here"
+    assert (outcomes[0]["fail"].reason, outcomes[0]["fail"].rank) == ("ValueError: no", 1)
+    assert trial.ranks.reasons == [(1, "ValueError: no")]
+    assert sorted(trial.closed) == ["core", "core", "fail"]
+
+
+@pytest.mark.parametrize("at", [0, 2, 9])
+def test_an_impl_that_raises_on_one_rank_fails_for_all_and_the_rest_goes_on(at: int) -> None:
+    def sometimes(rank: int, number: int) -> float:
+        if rank == 1 and number == at:
+            raise RuntimeError("boom")
+        return CHEAP
+
+    trial = Trial(size=2)
+    case = case_of({"bad": trial.impl("bad", sometimes), "core": trial.impl("core")}, samples=8)
+    outcomes = trial.run(case)
+    assert (outcomes[0]["bad"].status, outcomes[0]["bad"].rank) == ("failed", 1)
+    assert outcomes[0]["bad"].reason == "RuntimeError: boom"
+    assert outcomes[0]["core"].samples_s == pytest.approx([CHEAP] * 8)
+    assert trial.calls[0].count("core") == trial.calls[1].count("core")
+
+
+@pytest.mark.parametrize(("right_for", "when"), [(0, "after the warm-up"), (1, "after the samples")])
+def test_wrong_data_is_found_after_the_warm_up_and_after_the_samples(right_for: int, when: str) -> None:
+    trial = Trial(size=2)
+
+    def build(rank: int) -> Workload:
+        checks = iter(range(10))
+        return Workload(
+            lambda: CHEAP, check=lambda: "is 3" if rank == 1 and next(checks) >= right_for else None
+        )
+
+    outcome = trial.run(case_of({"core": build}))[0]["core"]
+    assert (outcome.status, outcome.reason, outcome.rank) == ("wrong", f"is 3 ({when})", 1)
+    assert outcome.samples_s == ()
+
+
+def test_a_case_too_slow_for_its_timeout_is_given_up_between_calls() -> None:
+    trial = Trial(timeout_s=10.0)
+    (outcome,) = trial.run(case_of({"core": trial.impl("core", 6.0), "torch": trial.impl("torch")}))
+    assert trial.calls[0] == ["core"]
+    assert {o.status for o in outcome.values()} == {"failed"}
+    assert "does not fit into --timeout 10 s (per call: core 6 s)" in outcome["core"].reason
+
+
+def test_a_slow_case_gets_fewer_samples_rather_than_none() -> None:
+    trial = Trial(timeout_s=20.0)
+    (outcome,) = trial.run(case_of({"core": trial.impl("core", 2.0)}))
+    assert outcome["core"].status == "ok"
+    assert 2 <= len(outcome["core"].samples_s) <= 5 and trial.clocks[0].now <= 20.0
+
+
+def test_a_case_that_becomes_slow_while_sampled_is_ended_with_what_it_has() -> None:
+    trial = Trial(timeout_s=10.0)
+    took = trial.impl("core", lambda r, i: 0.3 if i < 10 else 3.0)
+    (outcome,) = trial.run(case_of({"core": took}, samples=20))
+    assert outcome["core"].status == "ok" and 2 <= len(outcome["core"].samples_s) < 20
+
+
+def test_throttling_marks_the_result() -> None:
+    trial = Trial()
+    trial.states = [{}, {"throttled": "hw_slowdown"}]
+    (outcome,) = trial.run(case_of({"core": trial.impl("core")}))
+    assert outcome["core"].status == "ok" and outcome["core"].counters["throttled"] == 1
+    assert outcome["core"].reason == "the GPU of rank 0 was throttled: hw_slowdown"
+
+
+def test_garbage_is_not_collected_while_sampling() -> None:
+    seen: list[bool] = []
+    trial = Trial()
+
+    def watch(_rank: int) -> Workload:
+        def run() -> float:
+            seen.append(gc.isenabled())
+            return CHEAP
+
+        return Workload(run)
+
+    assert gc.isenabled()
+    trial.run(case_of({"core": watch}))
+    assert seen and not any(seen) and gc.isenabled()
+
+
+def test_combining_leaves_out_rounds_that_a_rank_missed() -> None:
+    def part(*samples: float | None) -> dict[str, Any]:
+        return {"samples": list(samples), "counters": {"n": 1}, "throttled": None}
+
+    outcome = combine([part(1.0, 2.0, 5.0), part(4.0, None, 3.0)])
+    assert outcome.samples_s == (4.0, 5.0)
+    assert outcome.rank_samples_s == {"0": (1.0, 5.0), "1": (4.0, 3.0)}
+    assert outcome.counters == {"n": 1, "skew_s": 2.5}
+    assert combine([part(None), part(1.0)]).status == "failed"
+    assert combine([{"samples": None, "counters": {}, "throttled": None}]).status == "failed"
+
+
+def test_errors_are_described_in_one_line() -> None:
+    assert describe(ValueError("\n  first \nsecond")) == "ValueError: first"
+    assert describe(KeyError()) == "KeyError"
+    assert len(describe(ValueError("x" * 1000))) == 400
