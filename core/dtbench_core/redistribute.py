@@ -51,6 +51,10 @@ class Step(NamedTuple):
 
 # ---- planning (pure) ----
 
+# Cutting a replica sends nothing but copies, as the reshuffle of an all-to-all does: priced alike, so
+# that gathering and cutting is never cheaper than exchanging.
+LOCAL_COPY_US = cost.ALL_TO_ALL_PENALTY_US
+
 _plans: dict[tuple[DTensorSpec, Placements], tuple[Step, ...]] = {}
 # A plan holds a few hundred bytes; at the bound the oldest goes first.
 MAX_PLANS = 4096
@@ -85,11 +89,11 @@ def _search(src: DTensorSpec, dst: Placements) -> tuple[Step, ...]:
     coordinate = info.my_coordinate()
     topology = cost.topology_of(info.mesh)
     itemsize = src.dtype.itemsize
-    order = itertools.count()  # ties fall on the earlier path, the same on every rank
-    queue: list[tuple[float, int, Placements, tuple[Step, ...]]] = [(0.0, next(order), src.placements, ())]
+    order = itertools.count(1)  # ties: the shorter path, then the earlier; the same on every rank
+    queue: list[tuple[float, int, int, Placements, tuple[Step, ...]]] = [(0.0, 0, 0, src.placements, ())]
     settled: set[Placements] = set()
     while queue:
-        spent, _, state, steps = heapq.heappop(queue)
+        spent, _, _, state, steps = heapq.heappop(queue)
         if state == dst:
             return steps
         if state in settled:
@@ -100,11 +104,13 @@ def _search(src: DTensorSpec, dst: Placements) -> tuple[Step, ...]:
             price = cost.transition_cost(state[mesh_dim], target, local_gib, topology, mesh_dim)
             if price == math.inf:
                 continue
+            if state[mesh_dim].is_replicate():
+                price = LOCAL_COPY_US
             shared = (*state[:mesh_dim], REPLICATE, *state[mesh_dim + 1 :])
             shape, _ = local_extents(src.shape, shared, info.sizes, coordinate)
             step = Step(mesh_dim, state[mesh_dim], target, shape)
             after = (*state[:mesh_dim], target, *state[mesh_dim + 1 :])
-            heapq.heappush(queue, (spent + price, next(order), after, (*steps, step)))
+            heapq.heappush(queue, (spent + price, len(steps) + 1, next(order), after, (*steps, step)))
     raise PlacementError(
         f"cannot redistribute {src} to {describe(dst)}: a Partial can only come from Replicate or from the same "
         "Partial; redistribute to Replicate or Shard instead"

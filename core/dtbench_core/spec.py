@@ -19,6 +19,7 @@ from dtbench_core.errors import PlacementError
 from dtbench_core.mesh import MeshInfo, mesh_info
 from dtbench_core.placement import (
     REPLICATE,
+    Partial,
     Placement,
     Placements,
     Shard,
@@ -150,7 +151,14 @@ def normalize(placements: Sequence[Placement] | None, ndim: int, info: MeshInfo)
             f"got {len(given)} placements {[str(p) for p in given]} for the {info}, "
             f"expected one for each of its {info.ndim} dims: add Replicate() for the dims that do not shard"
         )
-    return tuple(_normalize_one(p, ndim) for p in given)
+    placed = tuple(_normalize_one(p, ndim) for p in given)
+    pending = {p.reduce_op for p in placed if isinstance(p, Partial)}
+    if len(pending) > 1 and not pending <= {"sum", "avg"}:
+        raise PlacementError(
+            f"got {describe(placed)}: the reductions {sorted(pending)} cannot be pending together, as their order "
+            "would change the result; reduce one of them first"
+        )
+    return placed
 
 
 def _normalize_one(placement: Placement, ndim: int) -> Placement:

@@ -192,7 +192,8 @@ def _run_op(name: str, mesh_shape: tuple[int, ...], uneven: bool) -> tuple[int, 
         count += 1
         case = f"{name} {'x'.join(map(str, mesh_shape))} {[','.join(map(str, p)) for p in placements]}"
         inputs = [
-            place(t.detach(), mesh, p).requires_grad_(op.differentiable) for t, p in zip(plain, placements, strict=True)
+            place(t.detach(), mesh, p).requires_grad_(op.differentiable)
+            for t, p in zip(plain, placements, strict=True)
         ]
         try:
             with torch.no_grad():

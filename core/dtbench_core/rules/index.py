@@ -41,7 +41,9 @@ def index_add(call: OpCall) -> Strategy:
     whole = call.dim()
     dims = [d for d in range(call.inputs[0].ndim) if d != whole]
     rows = [Row((Shard(d), REPLICATE, Shard(d)), (Shard(d),)) for d in dims]
-    return Strategy([*rows, *(Row((Partial(op), REPLICATE, Partial(op)), (Partial(op),)) for op in ("sum", "avg"))])
+    return Strategy(
+        [*rows, *(Row((Partial(op), REPLICATE, Partial(op)), (Partial(op),)) for op in ("sum", "avg"))]
+    )
 
 
 @rule(aten.gather.default)

@@ -1,0 +1,85 @@
+"""Shard arithmetic against torch.chunk, and what the public names are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dtbench_core
+from core.tests.gloo_world import Worlds
+from dtbench_core import Partial, Replicate, Shard
+from dtbench_core.placement import chunk_extent, chunk_lengths, describe, local_extents, splits_evenly
+
+sizes = st.integers(0, 40)
+parts = st.integers(1, 9)
+
+
+@given(sizes, parts)
+def test_chunks_are_those_of_torch(size: int, count: int) -> None:
+    """torch.chunk leaves out empty chunks at the end; here they are empty."""
+    wanted = [c.numel() for c in torch.arange(size).chunk(count)] if size else []
+    wanted += [0] * (count - len(wanted))
+    assert chunk_lengths(size, count) == wanted
+    offsets = [chunk_extent(size, count, index)[1] for index in range(count)]
+    assert offsets == [min(size, sum(wanted[:index])) for index in range(count)]
+
+
+@given(
+    st.tuples(sizes, sizes), st.lists(st.sampled_from(["R", "P", 0, 1]), min_size=1, max_size=3), st.data()
+)
+def test_local_extents_cut_like_nested_chunks(
+    shape: tuple[int, int], kinds: list[object], data: st.DataObject
+) -> None:
+    placements = tuple(
+        Shard(k) if isinstance(k, int) else Replicate() if k == "R" else Partial() for k in kinds
+    )
+    mesh = tuple(data.draw(st.integers(1, 4)) for _ in placements)
+    coordinate = tuple(data.draw(st.integers(0, n - 1)) for n in mesh)
+    full = torch.arange(shape[0] * shape[1]).reshape(shape)
+    held = full
+    for placement, count, index in zip(placements, mesh, coordinate, strict=True):
+        if isinstance(placement, Shard):
+            length, offset = chunk_extent(held.size(placement.dim), count, index)
+            held = held.narrow(placement.dim, offset, length)
+    local_shape, offset = local_extents(shape, placements, mesh, coordinate)
+    assert tuple(held.shape) == local_shape
+    if held.numel():
+        assert int(held[0, 0]) == offset[0] * shape[1] + offset[1]
+
+
+def test_splits_evenly() -> None:
+    assert splits_evenly(8, 0, (Shard(0), Shard(0)), (2, 4))
+    assert not splits_evenly(4, 0, (Shard(0), Shard(0)), (2, 4))
+    assert splits_evenly(5, 0, (Shard(1), Replicate()), (2, 4))
+
+
+def test_placements_are_values() -> None:
+    assert Shard(1) == Shard(1) != Shard(0)
+    assert len({Replicate(), Replicate(), Partial(), Partial("sum"), Partial("avg")}) == 3
+    assert describe((Shard(0), Replicate(), Partial(), Partial("max"))) == "S(0),R,P,P(max)"
+    assert (Shard(1).is_shard(), Shard(1).is_shard(0), Partial("avg").is_partial("sum")) == (
+        True,
+        False,
+        False,
+    )
+    with pytest.raises(ValueError, match="expected one of sum, avg"):
+        Partial("median")
+
+
+def test_every_public_name_exists() -> None:
+    assert sorted(dtbench_core.__all__) == dtbench_core.__all__
+    for name in dtbench_core.__all__:
+        assert getattr(dtbench_core, name) is not None
+
+
+def _sum_of_ones() -> float:
+    from core.tests.gloo_world import mesh_of
+    from dtbench_core import distribute_tensor
+
+    return float(distribute_tensor(torch.ones(8), mesh_of((4,)), [Shard(0)]).sum().full_tensor())
+
+
+def test_signatures_of_torch_run_here(ranks: Worlds) -> None:
+    assert ranks(_sum_of_ones) == [8.0] * 4

@@ -1,0 +1,271 @@
+"""Making and leaving DTensors, autograd at the borders, and every mistake a user can make there."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core.tests.gloo_world import Worlds, mesh_of
+from dtbench_core import CoreError, DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+
+
+def _source_rank(src: int | None) -> list[float]:
+    mine = torch.arange(5.0) + 10 * dist.get_rank()
+    return distribute_tensor(mine, mesh_of((4,)), [S0], src_data_rank=src).to_local().tolist()
+
+
+def test_distribute_tensor_takes_the_source_ranks_values(ranks: Worlds) -> None:
+    assert ranks(_source_rank, 0) == [[0.0, 1.0], [2.0, 3.0], [4.0], []]
+    assert ranks(_source_rank, 2) == [[20.0, 21.0], [22.0, 23.0], [24.0], []]
+    assert ranks(_source_rank, None) == [[0.0, 1.0], [12.0, 13.0], [24.0], []]
+
+
+def _distributed_2d() -> tuple[list[list[float]], bool, bool]:
+    full = torch.arange(12.0).reshape(4, 3).requires_grad_()
+    tensor = distribute_tensor(full, mesh_of((2, 2)), [S1, S0])
+    return tensor.to_local().tolist(), tensor.requires_grad, tensor.is_leaf
+
+
+def test_distribute_tensor_on_two_mesh_dims(ranks: Worlds) -> None:
+    full = torch.arange(12.0).reshape(4, 3)
+    for rank, (local, needs_grad, leaf) in enumerate(ranks(_distributed_2d)):
+        column, row = divmod(rank, 2)
+        assert local == full[2 * row : 2 * row + 2, 2 * column : 2 * column + 2].tolist()
+        assert needs_grad and leaf
+
+
+def _alias() -> tuple[bool, bool, bool]:
+    mine = torch.ones(2)
+    tensor = DTensor.from_local(mine, mesh_of((4,)), [S0])
+    mine += 1  # nothing was copied
+    full = torch.ones(4)
+    cut = distribute_tensor(full, mesh_of((4,)), [S0], src_data_rank=None)
+    full += 1  # this was
+    return bool((tensor.to_local() == 2).all()), bool((cut.to_local() == 1).all()), tensor.shape == (8,)
+
+
+def test_from_local_shares_memory_and_distribute_tensor_does_not(ranks: Worlds) -> None:
+    assert ranks(_alias) == [(True, True, True)] * 4
+
+
+def _borders() -> dict[str, Any]:
+    """The gradient of each local tensor of f = sum(w * full), which plain torch gives as w's part."""
+    mesh, out = mesh_of((4,)), {}
+    w = torch.arange(8.0)
+    for name, placement in {"shard": S0, "replicate": R, "sum": P, "avg": Partial("avg")}.items():
+        mine = torch.ones(2 if name == "shard" else 8, requires_grad=True)
+        (DTensor.from_local(mine, mesh, [placement]).full_tensor() * w).sum().backward()
+        assert mine.grad is not None
+        out[name] = mine.grad.tolist()
+    tensor = distribute_tensor(torch.ones(8), mesh, [R]).requires_grad_()
+    # every rank computes with another part of the replica, so the gradients of the ranks add up
+    local = tensor.to_local(grad_placements=[P])
+    (local[2 * dist.get_rank() : 2 * dist.get_rank() + 2] * 3).sum().backward()
+    assert tensor.grad is not None
+    out["to_local"] = (tensor.grad.placements == (P,), tensor.grad.full_tensor().tolist())
+    return out
+
+
+def test_gradients_at_the_borders(ranks: Worlds) -> None:
+    w = [float(i) for i in range(8)]
+    for rank, got in enumerate(ranks(_borders)):
+        assert got["shard"] == w[2 * rank : 2 * rank + 2]
+        assert got["replicate"] == got["sum"] == w, "each term of a sum has the whole gradient"
+        assert got["avg"] == [x / 4 for x in w]
+        assert got["to_local"] == (True, [3.0] * 8)
+
+
+def _double_backward() -> list[float]:
+    x = distribute_tensor(torch.arange(1.0, 9.0), mesh_of((4,)), [S0]).requires_grad_()
+    (first,) = torch.autograd.grad((x**3).redistribute(placements=[R]).sum(), x, create_graph=True)
+    first.redistribute(placements=[R]).sum().backward()
+    assert x.grad is not None
+    return x.grad.full_tensor().tolist()
+
+
+def test_double_backward(ranks: Worlds) -> None:
+    assert ranks(_double_backward)[0] == [6.0 * x for x in range(1, 9)]
+
+
+def _uneven_from_local() -> tuple[Any, ...]:
+    mesh, rank = mesh_of((4,)), dist.get_rank()
+    mine = torch.full((2 if rank < 2 else 1 if rank == 2 else 0, 3), float(rank))
+    tensor = DTensor.from_local(mine, mesh, [S0], shape=(5, 3), stride=(3, 1))
+    return tuple(tensor.shape), tensor.full_tensor()[:, 0].tolist(), float(tensor.sum().full_tensor())
+
+
+def test_uneven_shards_with_the_global_shape(ranks: Worlds) -> None:
+    assert ranks(_uneven_from_local) == [((5, 3), [0.0, 0.0, 1.0, 1.0, 2.0], 12.0)] * 4
+
+
+def _run_check() -> list[float]:
+    mine = torch.full((3,), float(dist.get_rank() + 1))
+    return (
+        DTensor.from_local(mine, mesh_of((2, 2)), [R, R], run_check=True).to_local().tolist()
+        + mine.tolist()[:1]
+    )
+
+
+def test_run_check_makes_replicas_equal_and_leaves_the_input(ranks: Worlds) -> None:
+    assert ranks(_run_check) == [[1.0, 1.0, 1.0, float(rank + 1)] for rank in range(4)]
+
+
+def _module_copies() -> tuple[bool, bool, list[float]]:
+    module = distribute_module(nn.Linear(4, 4), mesh_of((4,)))
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        twin.weight.zero_()
+    kept = bool(module.weight.full_tensor().abs().sum() > 0)  # type: ignore[operator]
+    state = module.state_dict()
+    twin.load_state_dict(state)
+    return (
+        isinstance(twin.weight, DTensor),
+        kept,
+        (twin.weight - module.weight).full_tensor().flatten().tolist(),
+    )  # type: ignore[operator]
+
+
+def test_modules_copy_and_load(ranks: Worlds) -> None:
+    assert ranks(_module_copies)[0] == (True, True, [0.0] * 16)
+
+
+def _hooks() -> tuple[list[float], bool]:
+    def shard_rows(name: str, module: nn.Module, mesh: Any) -> None:
+        if isinstance(module, nn.Linear):
+            weight = distribute_tensor(module.weight.detach(), mesh, [S0])
+            module.weight = nn.Parameter(weight)
+
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 8)
+    module = distribute_module(
+        copy.deepcopy(plain),
+        mesh_of((4,)),
+        shard_rows,
+        input_fn=lambda mod, inputs, mesh: (distribute_tensor(inputs[0], mesh, [R]),),
+        output_fn=lambda mod, out, mesh: out.full_tensor(),
+    )
+    x = torch.arange(8.0).reshape(2, 4)
+    out = module(x)
+    return (out - plain(x)).flatten().tolist(), isinstance(module.bias, DTensor)
+
+
+def test_distribute_module_with_hooks(ranks: Worlds) -> None:
+    difference, replicated = ranks(_hooks)[0]
+    assert replicated
+    assert max(map(abs, difference)) < 1e-6
+
+
+def _write_through_views() -> list[float]:
+    tensor = distribute_tensor(torch.arange(16.0).reshape(8, 2), mesh_of((4,)), [S0])
+    tensor[:, 1:].fill_(-1)
+    tensor.view(-1).mul_(2)
+    return tensor.full_tensor().flatten().tolist()
+
+
+def test_writes_through_views_reach_the_tensor(ranks: Worlds) -> None:
+    plain = torch.arange(16.0).reshape(8, 2)
+    plain[:, 1:].fill_(-1)
+    assert ranks(_write_through_views)[0] == plain.view(-1).mul_(2).tolist()
+
+
+# ---- mistakes: the same one-line error of our own on every rank, before anything is sent ----
+
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "shard dim": (lambda t, m: distribute_tensor(t, m, [Shard(2)]), r"got Shard\(2\) for a tensor of 2 dims"),
+    "too few": (
+        lambda t, m: distribute_tensor(t, m, []),
+        "got 0 placements .* expected one for each of its 1 dims",
+    ),
+    "not a list": (lambda t, m: distribute_tensor(t, m, S0), r"expected a sequence of them: write \[Shard"),
+    "not ours": (
+        lambda t, m: distribute_tensor(t, m, ["S(0)"]),
+        "expected dtbench_core's Shard, Replicate or Partial",
+    ),
+    "partial": (
+        lambda t, m: distribute_tensor(t, m, [P]),
+        "expected Shard or Replicate: wrap terms of a sum",
+    ),
+    "non-leaf": (lambda t, m: distribute_tensor(t.requires_grad_() * 2, m, [S0]), "expected a leaf tensor"),
+    "twice": (
+        lambda t, m: distribute_tensor(distribute_tensor(t, m, [S0]), m, [R]),
+        r"use tensor\.redistribute",
+    ),
+    "no mesh": (lambda t, m: distribute_tensor(t, "cpu", [S0]), "expected a torch DeviceMesh"),
+    "only shape": (lambda t, m: DTensor.from_local(t, m, [S0], shape=(8, 2)), "expected both or neither"),
+    "wrong shape": (
+        lambda t, m: DTensor.from_local(t, m, [S0], shape=(9, 2), stride=(2, 1)),
+        r"local tensor of shape \[2, 2\] for .* expected \[",
+    ),
+    "ranks differ": (
+        lambda t, m: DTensor.from_local(t[: 1 + dist.get_rank() % 2], m, [S0], run_check=True),
+        "differ between ranks .*mesh rank 1",
+    ),
+    "mixed": (
+        lambda t, m: distribute_tensor(t, m, [S0]) + t,
+        "plain torch.Tensor of shape .* together with a DTensor",
+    ),
+    "mixed autograd": (
+        lambda t, m: distribute_tensor(t.requires_grad_(), m, [S0]).mm(torch.ones(2, 2)),
+        "plain torch.Tensor of shape .* together with a DTensor",
+    ),
+    "meshes": (
+        lambda t, m: distribute_tensor(t, m, [S0]) + distribute_tensor(t, mesh_of((2, 2)), [R, R]),
+        "on different meshes",
+    ),
+    "to partial": (
+        lambda t, m: distribute_tensor(t, m, [S0]).redistribute(placements=[P]),
+        "nothing says which terms the ranks should hold",
+    ),
+    "other mesh": (
+        lambda t, m: distribute_tensor(t, m, [S0]).redistribute(mesh_of((2, 2)), [R, R]),
+        "expected the same mesh",
+    ),
+    "mixed partials": (
+        lambda t, m: DTensor.from_local(t, mesh_of((2, 2)), [P, Partial("max")]),
+        "reductions .* cannot be pending together",
+    ),
+    "no rule": (
+        lambda t, m: torch.linalg.svd(distribute_tensor(t, m, [R])),
+        "no sharding rule covers .* on plain",
+    ),
+    "in-place move": (
+        lambda t, m: distribute_tensor(t, m, [R]).add_(distribute_tensor(t, m, [R])).t_(),
+        "no sharding rule covers aten.t_|writes to an argument",
+    ),
+    "in-place partial": (
+        lambda t, m: DTensor.from_local(t, m, [P]).exp_(),
+        "would have to move the tensor it writes to",
+    ),
+    "out=": (
+        lambda t, m: torch.add(*[distribute_tensor(t, m, [S0])] * 2, out=distribute_tensor(t, m, [S0])),
+        "use the functional form",
+    ),
+    "lost write": (
+        lambda t, m: distribute_tensor(t, m, [S0])[:1].fill_(0),
+        "the view is a copy",
+    ),
+}
+
+
+def _mistake(name: str) -> tuple[bool, str]:
+    mesh_of((2, 2))
+    try:
+        MISTAKES[name][0](torch.ones(2, 2), mesh_of((4,)))
+    except Exception as error:
+        return isinstance(error, CoreError), str(error)
+    return False, "nothing was raised"
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_get_one_clear_error_everywhere(ranks: Worlds, name: str) -> None:
+    for ours, message in ranks(_mistake, name):
+        assert re.search(MISTAKES[name][1], message), message
+        assert ours and "\n" not in message
