@@ -14,6 +14,7 @@ wait) and **together** (all its groups at once, as in training, where they share
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -26,9 +27,12 @@ from dtbench.registry import World, suite
 from dtbench_core.torch_compat import all_gather_single, reduce_scatter_single
 from dtbench_suites.data import mismatch, moved_values, shared_dims, sum_of_values, summed_values, torch_dtype
 
-# Calls between two clock readings when back to back. nccl-tests launches 20 (`-n`, common.cu); half of
-# it keeps a 16 MiB all-reduce of gloo below a second per sample.
-BACK_TO_BACK_CALLS = 10
+# Calls between two clock readings when back to back: 10, fewer once they move so many bytes that what
+# the calls overlap no longer matters. nccl-tests launches 20 of any size (`-n`, src/common.cu).
+BACK_TO_BACK_CALLS, BACK_TO_BACK_BYTES = 10, 16 * 2**20
+# Which groups of a mesh dim work, and how: what is alone shows the links, what is together the load of
+# training, in which calls also follow each other without a barrier.
+REGIMES = (("alone", "isolated"), ("together", "isolated"), ("together", "back_to_back"))
 
 
 @dataclass(frozen=True)
@@ -145,29 +149,34 @@ def trimmed(collective: str, size_bytes: int, n: int, itemsize: int) -> int:
     return max(size_bytes // step, 1) * step
 
 
+def calls_of(mode: str, size_bytes: int) -> int:
+    """Calls per sample."""
+    if mode == "isolated":
+        return 1
+    return min(max(BACK_TO_BACK_BYTES // size_bytes, 2), BACK_TO_BACK_CALLS)
+
+
 @suite("collectives", world="ranks", help="time and bandwidth of six collectives per mesh dim")
 def collectives(plan: Plan) -> Iterator[Case]:
     for mesh_dim, n in shared_dims(plan) or plan.mesh[-1:]:
-        # One group spans the world: alone and together are the same.
-        layouts = ("together",) if n == plan.world_size else ("alone", "together")
+        # A group that spans the world is alone and together at once.
+        regimes = [(g, m) for g, m in REGIMES if g == "together" or n < plan.world_size]
         for dtype_name in plan.dtypes:
             dtype = torch_dtype(dtype_name)
             for collective in COLLECTIVES:
                 sizes = dict.fromkeys(trimmed(collective, s, n, dtype.itemsize) for s in plan.sizes_bytes)
-                for groups in layouts:
-                    for mode, calls in ("isolated", 1), ("back_to_back", BACK_TO_BACK_CALLS):
-                        for size in sizes:
-                            where: dict[str, Param] = {
-                                "mesh_dim": mesh_dim,
-                                "ranks": n,
-                                "groups": groups,
-                                "mode": mode,
-                            }
-                            yield Case(
-                                name=collective,
-                                params=where | {"dtype": dtype_name, "size": size},
-                                build={"c10d": partial(build, collective, mesh_dim, groups, dtype, size)},
-                                size_bytes=size,
-                                busbw_factor=busbw_factor(collective, n),
-                                calls_per_sample=calls,
-                            )
+                for (groups, mode), size in itertools.product(regimes, sizes):
+                    where: dict[str, Param] = {
+                        "mesh_dim": mesh_dim,
+                        "ranks": n,
+                        "groups": groups,
+                        "mode": mode,
+                    }
+                    yield Case(
+                        name=collective,
+                        params=where | {"dtype": dtype_name, "size": size},
+                        build={"c10d": partial(build, collective, mesh_dim, groups, dtype, size)},
+                        size_bytes=size,
+                        busbw_factor=busbw_factor(collective, n),
+                        calls_per_sample=calls_of(mode, size),
+                    )

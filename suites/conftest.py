@@ -1,0 +1,194 @@
+"""The suites under pytest: which cases, in which world, and who writes.
+
+    pytest suites                                          the simulated suites, in this process
+    torchrun --nproc-per-node 4 -m pytest suites           all suites, on 4 ranks
+
+The cases and the world are those of `dtbench run`; sampling and files are pytest-benchmark's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtbench.options import DEFAULT_CPU_RANKS, RunOptions, Task, list_tasks, parse_mesh, parse_sizes
+from dtbench.ranks import (
+    AloneRanks,
+    Place,
+    StoreRanks,
+    barrier_of,
+    device_of,
+    find_place,
+    real_world,
+    simulated_world,
+    store_of,
+)
+from dtbench.registry import load
+from dtbench.session import choose_device, quiet_torch
+
+TESTS = Path(__file__).parent / "tests"
+# Seconds for which a collective may hang before its group gives up.
+TIMEOUT_S = 60.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("dtbench", "what the suites measure; as for `dtbench run`")
+    group.addoption("--quick", action="store_true", help="Fewer cases, sizes and rounds.")
+    group.addoption("--mesh", type=parse_mesh, metavar="DIMS", help="Mesh dims, outermost first: dp=2,tp=2.")
+    group.addoption("--size", type=parse_sizes, metavar="SIZES", help="1KiB:16MiB:4x, or a comma list.")
+    group.addoption("--dtype", default="float32", metavar="LIST", help="Comma list.")
+    group.addoption("--rounds", type=int, metavar="N", help="Samples per benchmark [default: 20, quick: 5].")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`pytest suites` measures; the tests of the suites are for `pytest suites/tests`."""
+    asked = [(config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args]
+    if collection_path == TESTS and not any(path.is_relative_to(TESTS) for path in asked):
+        return True
+    return None
+
+
+# ----------------------------------------------------------------------------- one rank writes
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before pytest-benchmark reads its options: only rank 0 has anything to save or to compare with."""
+    place = find_place()
+    if place is None or place.rank == 0:
+        return
+    for name in ("json", "save", "autosave", "save_data", "compare", "compare_fail", "histogram"):
+        setattr(config.option, f"benchmark_{name}", None)
+    config.option.benchmark_cprofile_dump = None
+    config.option.benchmark_quiet = True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """The other ranks are silent: their reports say what rank 0's say."""
+    place = find_place()
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if place is not None and place.rank != 0 and reporter is not None:
+        session.config.pluginmanager.unregister(reporter)
+        session.config.pluginmanager.register(OtherRank(place.rank))
+
+
+class OtherRank:
+    """What a silent rank still says: a failure that rank 0 may not have seen."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            sys.__stderr__.write(f"rank {self.rank}: {report.nodeid}\n{report.longreprtext}\n")  # type: ignore[union-attr]
+
+
+def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_json: dict[str, Any]) -> None:
+    """Says whose figures these are."""
+    import dtbench
+    from dtbench.model import SCHEMA
+
+    output_json["dtbench"] = {"version": dtbench.__version__, "schema": SCHEMA}
+
+
+# ----------------------------------------------------------------------------- cases and worlds
+
+
+class Live:
+    """The world that is up, of one kind at a time: first the simulated one, then the ranks'."""
+
+    def __init__(self, place: Place | None, options: RunOptions) -> None:
+        quiet_torch()
+        self.place = place
+        self.rank = place.rank if place else 0
+        self.device_type = choose_device(options)
+        size = place.world_size if place else DEFAULT_CPU_RANKS
+        self.plan = options.plan("cuda" if self.device_type == "cuda" else "cpu", size)
+        self._kind = ""
+        self._world: Any = None
+        self._up = contextlib.ExitStack()
+        self._ranks: StoreRanks | None = None
+        self._store: Any = None
+
+    def enter(self, kind: str) -> tuple[Any, Any, Callable[[], None]]:
+        """World, ranks and barrier; makes the world where another one is up.
+
+        Raises:
+            pytest.skip.Exception: a suite of ranks, and there is one process only.
+        """
+        if kind == "ranks" and (self.place is None or self.place.world_size == 1):
+            pytest.skip("needs several ranks: torchrun --nproc-per-node 4 -m pytest suites")
+        if kind != self._kind:
+            self.close()
+            self._kind = kind
+            self._world = self._up.enter_context(self._make(kind))
+        if kind == "simulated":
+            return self._world, AloneRanks(), lambda: None
+        assert self._ranks is not None
+        return self._world, self._ranks, barrier_of(self._world.device)
+
+    def _make(self, kind: str) -> contextlib.AbstractContextManager[Any]:
+        device = device_of(self.device_type, self.place.local_rank if self.place else 0)
+        if kind == "simulated":
+            return simulated_world(device)
+        assert self.place is not None
+        if self._ranks is None:
+            self._store = store_of(self.place, 0)(True)
+            self._ranks = StoreRanks(self._store, self.rank, self.place.world_size, lambda reason: None)
+        return real_world(self.place, self._store, device, self.plan.mesh, TIMEOUT_S)
+
+    def close(self) -> None:
+        self._up.close()
+        self._kind = ""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for each case and impl."""
+    if "task" in metafunc.fixturenames:
+        live = live_of(metafunc.config)
+        pairs = [(task, impl) for task in list_tasks(load(), live.plan) for impl in task.impls]
+        ids = [f"{task.label} {impl}" for task, impl in pairs]
+        metafunc.parametrize("task", pairs, ids=ids, indirect=True)
+
+
+def live_of(config: pytest.Config) -> Live:
+    """Made once per session."""
+    key = "_dtbench_live"
+    if not hasattr(config, key):
+        # Ranks that share cores and each start a thread per core would measure the fight for them.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        options = RunOptions(
+            mesh=config.option.mesh,
+            sizes_bytes=config.option.size,
+            dtypes=tuple(config.option.dtype.split(",")),
+            quick=config.option.quick,
+        )
+        setattr(config, key, Live(find_place(), options))
+    live: Live = getattr(config, key)
+    return live
+
+
+@pytest.fixture(scope="session")
+def live(request: pytest.FixtureRequest) -> Iterator[Live]:
+    made = live_of(request.config)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def rounds(request: pytest.FixtureRequest) -> int:
+    """The same on every rank: it follows from the command line."""
+    given = request.config.option.rounds
+    return int(given if given is not None else 5 if request.config.option.quick else 20)
+
+
+@pytest.fixture
+def task(request: pytest.FixtureRequest) -> tuple[Task, str]:
+    pair: tuple[Task, str] = request.param
+    return pair
