@@ -1,0 +1,254 @@
+"""The paths of a call: what is cached, what is learnt as fast, and when the fast path must not be taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dtbench_core
+from dtbench_core import (
+    CoreError,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    cache_info,
+    clear_caches,
+    distribute_tensor,
+)
+from dtbench_core import dispatch as dispatching
+from dtbench_core.rules.base import Row, Strategy
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Eight simulated ranks, seen from rank 0; caches start empty."""
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    clear_caches()
+    yield init_device_mesh("cpu", (8,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def x(mesh: DeviceMesh) -> DTensor:
+    return distribute_tensor(torch.arange(32.0).reshape(8, 4), mesh, [Shard(0)])
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def slow_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ops that came down to torch_dispatch."""
+    seen: list[str] = []
+    original = dispatching.torch_dispatch
+
+    def spy(cls: Any, op: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(str(op))
+        return original(cls, op, args, kwargs)
+
+    monkeypatch.setattr(dispatching, "torch_dispatch", spy)
+    return seen
+
+
+def _learn(call: Any) -> None:
+    for _ in range(3):
+        call()
+
+
+def test_a_learnt_call_skips_torch_dispatch(x: DTensor, slow_calls: list[str]) -> None:
+    _learn(lambda: torch.relu(x))
+    before = len(slow_calls)
+    result = torch.relu(x)
+    assert len(slow_calls) == before
+    assert torch.equal(result.to_local(), x.to_local().relu())
+
+
+def test_views_and_writes_are_never_fast(x: DTensor, slow_calls: list[str]) -> None:
+    for call in (lambda: x.view(-1), lambda: x.t(), lambda: x.add_(1), lambda: x.detach()):
+        _learn(call)
+        before = len(slow_calls)
+        call()
+        assert len(slow_calls) > before
+
+
+def test_numbers_share_plans_where_only_their_type_matters(x: DTensor) -> None:
+    for i in range(20):
+        x * (i + 0.5)
+        torch.add(x, i + 0.25)
+    held = cache_info()
+    assert held["plans"] == 2
+    assert held["fast"] == 2
+
+
+def test_numbers_that_mean_dims_do_not(x: DTensor) -> None:
+    square = x.redistribute(placements=[Replicate()])[:4]
+    plain = square.to_local()
+    for _ in range(3):
+        assert torch.equal(torch.max(square, square * 2).to_local(), torch.max(plain, plain * 2))
+        assert torch.equal(torch.max(square, 0).values.to_local(), torch.max(plain, 0).values)
+        assert torch.equal(torch.max(square, 1).values.to_local(), torch.max(plain, 1).values)
+        assert torch.equal(square.sum(0).to_local(), plain.sum(0))
+        assert torch.equal(square.sum(1).to_local(), plain.sum(1))
+
+
+def test_equal_numbers_of_other_types_are_other_calls(mesh: DeviceMesh) -> None:
+    counts = distribute_tensor(torch.arange(8), mesh, [Shard(0)])
+    for _ in range(3):
+        assert (counts * 1).dtype == torch.int64
+        assert (counts * 1.0).dtype == torch.float32
+        assert (counts * True).dtype == torch.int64
+
+
+def test_autograd_is_not_bypassed(x: DTensor) -> None:
+    _learn(lambda: torch.exp(x))
+    y = x.clone().requires_grad_()
+    result = torch.exp(y)
+    assert result.requires_grad
+    result.redistribute(placements=[Replicate()]).sum().backward()
+    assert y.grad is not None
+    with torch.no_grad():
+        assert not torch.exp(y).requires_grad
+
+
+def test_dispatch_modes_see_every_op(x: DTensor) -> None:
+    _learn(lambda: x + x)
+    with Counting() as mode:
+        x + x
+    assert mode.ops == ["aten.add.Tensor"]
+
+
+def test_autocast_casts(mesh: DeviceMesh) -> None:
+    a = distribute_tensor(torch.randn(8, 8), mesh, [Replicate()])
+    _learn(lambda: torch.mm(a, a))
+    with torch.autocast("cpu", torch.bfloat16):
+        result = torch.mm(a, a)
+    assert result.dtype == result.to_local().dtype == torch.bfloat16
+    assert torch.mm(a, a).dtype == torch.float32
+
+
+def test_default_dtype_is_followed(mesh: DeviceMesh) -> None:
+    counts = distribute_tensor(torch.arange(8), mesh, [Shard(0)])
+    _learn(lambda: counts * 0.5)
+    torch.set_default_dtype(torch.float64)
+    try:
+        result = counts * 0.5
+        assert result.dtype == result.to_local().dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (counts * 0.5).dtype == torch.float32
+
+
+def test_inference_mode(x: DTensor) -> None:
+    _learn(lambda: x + 1)
+    with torch.inference_mode():
+        result = x + 1
+    assert result.is_inference() and not (x + 1).is_inference()
+
+
+def test_a_saved_tensor_that_was_overwritten_is_noticed(x: DTensor) -> None:
+    weight = x.clone().requires_grad_()
+    held = x.clone()
+    product = weight * held
+    held.view(-1).add_(1)  # through a view, outside autograd
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.redistribute(placements=[Replicate()]).sum().backward()
+
+
+def test_single_elements_count_as_numbers(x: DTensor) -> None:
+    for factor in (torch.tensor(2.0), torch.tensor([2.0])):
+        assert torch.equal((x * factor).to_local(), x.to_local() * 2)
+
+
+def test_caches_are_bounded(x: DTensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatching, "MAX_PLANS", 5)
+    for dim in range(2):
+        for start in range(4):
+            x.sum(dim).view(-1)[start : start + 1].sum()
+    held = cache_info()
+    assert 0 < held["plans"] <= 5
+    assert held["fast"] <= 5
+    clear_caches()
+    assert cache_info() == {"plans": 0, "fast": 0, "bound": 5}
+
+
+def test_a_topology_change_forgets_plans(x: DTensor) -> None:
+    from dtbench_core.cost import use_topology
+
+    x + x
+    with use_topology(None):
+        pass
+    x + x
+    assert cache_info()["plans"] >= 1
+
+
+def test_the_mesh_of_a_new_world_is_another_mesh() -> None:
+    """An equal mesh of a destroyed world must not lend its dead process groups."""
+    groups = []
+    for _ in range(2):
+        dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+        device_mesh = init_device_mesh("cpu", (8,))
+        tensor = distribute_tensor(torch.ones(8), device_mesh, [Shard(0)])
+        groups.append(tensor._spec.info.groups[0])
+        assert groups[-1] is device_mesh.get_group(0)
+        dist.destroy_process_group()
+    assert groups[0] is not groups[1]
+
+
+def test_slices_of_a_mesh_are_one_mesh(mesh: DeviceMesh) -> None:
+    named = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    a = distribute_tensor(torch.ones(8), named["tp"], [Shard(0)])
+    b = distribute_tensor(torch.ones(8), named["tp"], [Shard(0)])
+    assert a._spec is b._spec
+    assert (a + b).placements == (Shard(0),)
+
+
+def test_a_wrong_rule_is_noticed(x: DTensor) -> None:
+    """A rule that claims a placement its local result contradicts raises, and leaves no plan behind."""
+    from dtbench_core.rules import base
+
+    op = torch.ops.aten.trace.default
+    base._rules[op] = lambda call: Strategy([Row((Shard(0),), (Partial(),))], local_op=lambda local: local)
+    try:
+        with pytest.raises(CoreError, match=r"the rule of aten\.trace\.default is wrong"):
+            x.trace()
+        assert not any(op in str(key) for key in dispatching._plans for op in ("trace",))
+    finally:
+        del base._rules[op]
+
+
+def test_optimizers_and_clipping_run(mesh: DeviceMesh) -> None:
+    full = torch.randn(8, 4, dtype=torch.float64)
+    for make in (
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+    ):
+        plain = torch.nn.Parameter(full.clone())
+        spread = torch.nn.Parameter(distribute_tensor(full, mesh, [Replicate()]))
+        for parameter in (plain, spread):
+            optimizer = make([parameter])
+            for _ in range(3):
+                optimizer.zero_grad()
+                (parameter * parameter).sum().backward()
+                torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+                optimizer.step()
+        assert torch.allclose(spread.to_local(), plain)  # type: ignore[operator]
+
+
+def test_repr_says_what_it_is(x: DTensor) -> None:
+    assert repr(x).startswith("DTensor(float32[8, 4] S(0) on 8 cpu mesh, local=tensor(")
+    assert dtbench_core.DTensor is DTensor
