@@ -48,7 +48,7 @@ def calibration(topology: Mapping[str, Any] | None, has_collectives: bool) -> Se
         "bytes), the unit of PyTorch’s model. The built-in constants are those for the layout that the "
         "ranks’ hosts show."
     )
-    section.figures = [_figure(section, topology)]
+    section.figures = _figures(section, topology)
     section.tables = [_constants(topology), *_left_out(topology), _residuals(topology), _own_lines(topology)]
     return section
 
@@ -56,13 +56,15 @@ def calibration(topology: Mapping[str, Any] | None, has_collectives: bool) -> Se
 # ------------------------------------------------------------------------------------------ figure
 
 
-def _figure(section: Section, topology: Mapping[str, Any]) -> Figure:
+def _figures(section: Section, topology: Mapping[str, Any]) -> list[Figure]:
     wanted = [
         (dim, name)
         for dim in topology["dims"]
         for name in RING_COLLECTIVES
         if any(p["collective"] == name for p in dim["residuals"]["points"])
     ]
+    if not wanted:
+        return []
     chosen = capped(section, wanted, MAX_PANELS, "panels")
     points = [p for dim, name in chosen for p in dim["residuals"]["points"] if p["collective"] == name]
     x = size_axis([p["size_bytes"] for p in points])
@@ -73,13 +75,15 @@ def _figure(section: Section, topology: Mapping[str, Any]) -> Figure:
         _panel(dim, name, series, x, y, i)
         for i, ((dim, name), series) in enumerate(zip(chosen, curves, strict=True))
     ]
-    return Figure(
-        "Time over tensor size, both axes logarithmic and common to all panels. "
-        "A point is the lower quartile of the samples, from the last arrival of a rank on.",
-        legend(STYLES, prefix="fitL"),
-        panels,
-        3,
-    )
+    return [
+        Figure(
+            "Time over tensor size, both axes logarithmic and common to all panels. "
+            "A point is the lower quartile of the samples, from the last arrival of a rank on.",
+            legend(STYLES, prefix="fitL"),
+            panels,
+            3,
+        )
+    ]
 
 
 def _panel(
@@ -131,6 +135,14 @@ def _interval(pair: Sequence[float]) -> str:
     return f"{significant(pair[0], 3)} – {significant(pair[1], 3)}"
 
 
+def _basis(dim: Mapping[str, Any]) -> str:
+    """What a dim's constants were fitted on, in words."""
+    on = dim["fitted_on"]
+    low, high = (format_size(size) for size in on["size_bytes"])
+    groups = "all groups together" if dim["groups_sharing"] == "together" else "one group alone"
+    return f"{dim['name']} is fitted on {on['points']} points from {low} to {high}, {groups}."
+
+
 def _constants(topology: Mapping[str, Any]) -> t.Table:
     dims = topology["dims"]
     builtin = [dim["builtin"] or {} for dim in dims]
@@ -148,7 +160,6 @@ def _constants(topology: Mapping[str, Any]) -> t.Table:
             t.text("Mesh dim", [dim["name"] for dim in dims]),
             t.counts("Ranks", [dim["ranks"] for dim in dims]),
             t.text("Layout", [b.get("layout", "unknown") for b in builtin]),
-            t.text("Groups", [dim["groups_sharing"] for dim in dims]),
             t.Column("Bandwidth", [bandwidth(dim) for dim in dims], True, "GiB/s"),
             t.Column("90 % interval", [_interval(dim["bandwidth_interval"]) for dim in dims], True, "GiB/s"),
             t.Column("built-in", ours("bandwidth_GiBps"), True, "GiB/s"),
@@ -160,15 +171,14 @@ def _constants(topology: Mapping[str, Any]) -> t.Table:
             t.ratios("Fit off by, mean", [dim["residuals"]["geometric_mean_ratio"] for dim in dims]),
             t.ratios("worst", [dim["residuals"]["worst_ratio"] for dim in dims]),
             t.ratios("Built-in off by, mean", [b.get("geometric_mean_ratio") for b in builtin]),
-            t.Column(
-                "Sizes",
-                [" – ".join(format_size(s) for s in dim["fitted_on"]["size_bytes"]) for dim in dims],
-                True,
-            ),
         ],
-        note=(f"Intervals: {'; '.join(intervals)}. " if intervals else "")
-        + "“Off by”: the larger of predicted and measured time over the smaller, as a geometric mean; "
-        "1 is perfect.",
+        note=" ".join(
+            [
+                *(_basis(dim) for dim in dims),
+                *(f"Intervals: {interval}." for interval in intervals),
+                "“Off by”: the larger of predicted and measured time over the smaller; 1 is perfect.",
+            ]
+        ),
     )
 
 

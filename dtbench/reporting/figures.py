@@ -126,7 +126,7 @@ def _nice_step(rough: float) -> float:
 # ------------------------------------------------------------------------------------------ panels
 
 # Width and height of a line panel by the columns of its figure, so that text has one size on the page.
-PANEL_PX = {2: (480.0, 270.0), 3: (330.0, 220.0)}
+PANEL_PX = {2: (430.0, 245.0), 3: (330.0, 220.0)}
 DOTS_PX = 430.0
 ROW_PX = 17.0
 
@@ -239,7 +239,7 @@ def legend(styles: Mapping[str, Style], *, prefix: str, lines: bool = True) -> l
                 axes.plot([15], [0], **look, markersize=9 if style.marker == "|" else 5)
 
         svg = draw(30, 12, paint, prefix=f"{prefix}{index}", title=label, desc="how it is drawn")
-        items.append(LegendItem(label, Markup(svg.replace('role="img"', 'aria-hidden="true"'))))
+        items.append(LegendItem(label, Markup(str(svg).replace('role="img"', 'aria-hidden="true"'))))
     return items
 
 

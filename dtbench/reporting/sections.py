@@ -488,6 +488,7 @@ def _bucketer_table(cases: Sequence[Case]) -> t.Table:
     return t.Table(
         "Every bucket size and tensor size",
         [
+            t.text("Collective", [c.name for c in cases]),
             t.text("Mesh dim", [c.get("mesh_dim") for c in cases]),
             t.text("Dtype", [c.get("dtype") for c in cases]),
             *_others(cases, ("mesh_dim", "ranks", "dtype", "tensor_bytes", "bucket_bytes", "total_bytes")),

@@ -17,6 +17,13 @@ SIZES = tuple(KIB * 4**k for k in range(8))  # 1 KiB to 16 MiB
 TRUTH = {"dp": (0.4, 250.0), "tp": (1.6, 90.0)}
 BUSBW_FACTOR = {"all_reduce": lambda n: 2 * (n - 1) / n, "broadcast": lambda n: 1.0}
 
+# One result of each status that is not ok.
+NOT_OK = (
+    Result("collectives", "all_to_all", "c10d", {"mesh_dim": "tp"}, "wrong", "got 3, expected 4", rank=1),
+    Result("bucketer", "reduce_scatter", "core", {"mesh_dim": "tp"}, "failed", "out of memory", rank=3),
+    Result("dispatch", "foreach_add", "torch", {"mesh": "8"}, "skipped", "no rule for it"),
+)
+
 
 def timing(samples: Sequence[float]) -> Timing:
     low, p25, median, p75, p95, high = (float(np.quantile(samples, q)) for q in (0, 0.25, 0.5, 0.75, 0.95, 1))

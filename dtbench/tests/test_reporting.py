@@ -1,0 +1,514 @@
+"""The page as text: what it says, that it is safe, and that it is the same every time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtbench import calibrate, reporting
+from dtbench.errors import OutputError, UsageError
+from dtbench.model import Result, Run
+from dtbench.reporting import cases, figures, page, tables
+from dtbench.reporting.svg import STAND_IN
+from dtbench.tests import made_up
+
+SECTIONS = ["dispatch", "collectives", "calibration", "redistribute", "bucketer", "tensor_parallel"]
+
+
+class Page(HTMLParser):
+    """What the tests look at: tags, ids, and the text of each section."""
+
+    VOID = frozenset({"meta", "link", "br", "hr", "img", "input"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.section_text: dict[str, str] = {}
+        self.text = ""
+        self.rows: list[list[str]] = []
+        self._open: list[str] = []
+        self._sections: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == [], "elements left open"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self._open.append(tag)
+        if tag == "section":
+            self._sections.append(dict(attrs).get("id") or "")
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+        if tag == "section":
+            self._sections.pop()
+
+    def handle_data(self, data: str) -> None:
+        if "style" in self._open or "script" in self._open:
+            return
+        self.text += data
+        for section in self._sections:
+            self.section_text[section] = self.section_text.get(section, "") + data
+        if self._open[-1:] and self._open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+    def ids(self) -> list[str]:
+        return [value for _, attrs in self.tags if (value := attrs.get("id"))]
+
+    def row(self, *start: str) -> list[str]:
+        """The one table row that begins with these cells."""
+        (found,) = [row for row in self.rows if tuple(row[: len(start)]) == start]
+        return found
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return made_up.everything()
+
+
+@pytest.fixture(scope="module")
+def topology(run: Run) -> dict[str, Any]:
+    return calibrate.calibrate([run])
+
+
+@pytest.fixture(scope="module")
+def text(run: Run, topology: dict[str, Any]) -> str:
+    return reporting.render([run], topology)
+
+
+@pytest.fixture(scope="module")
+def whole(text: str) -> Page:
+    return Page(text)
+
+
+# ------------------------------------------------------------------------------------- what it says
+
+
+def test_every_section_has_its_figure_and_table(whole: Page) -> None:
+    order = [attrs["id"] for tag, attrs in whole.tags if tag == "section" and attrs.get("id")]
+    assert order == ["provenance", *SECTIONS, "failures", "method"]
+    assert "dtbench run" not in whole.section_text["dispatch"]
+    for section in SECTIONS:
+        assert any(i.startswith(f"{section.split('_')[0][:6]}") for i in whole.ids()), section
+    assert sum(tag == "figure" for tag, _ in whole.tags) == 6
+
+
+def test_figures_stated_in_words_are_those_of_the_results(run: Run, whole: Page) -> None:
+    # Computed here from the results themselves, apart from the page's own way.
+    medians = {
+        (r.impl, tuple(r.params.items()), r.name): r.time_s.median
+        for r in run.results
+        if r.suite == "dispatch" and r.params["call"] == "cached" and r.time_s
+    }
+    product, count = 1.0, 0
+    for (impl, params, name), time in medians.items():
+        if impl == "core":
+            product *= time / medians["torch", params, name]
+            count += 1
+    mean = product ** (1 / count)
+    assert f"{mean:.2f}×" in whole.text
+    assert f"geometric mean of {count} cases" in whole.text
+    assert f"Over all cached calls the core takes {mean:.2f}× the time of torch" in whole.text
+
+
+def test_a_table_row_holds_the_medians_of_its_results(run: Run, whole: Page) -> None:
+    def median(impl: str, call: str) -> float:
+        (found,) = [
+            r.time_s.median
+            for r in run.results
+            if (r.suite, r.name, r.impl) == ("dispatch", "matmul", impl)
+            and (r.params["mesh"], r.params["pass"], r.params["call"]) == ("2x4", "forward", call)
+            and r.time_s
+        ]
+        return found
+
+    row = whole.row("matmul", "S(0),R", "2x4", "forward")
+    core, torch, floor, ratio, first_core, first_torch = row[4:]
+    for cell, value in ((core, median("core", "cached")), (torch, median("torch", "cached"))):
+        assert float(cell) == pytest.approx(value * 1e6, rel=0.01)
+    assert float(floor) == pytest.approx(median("local", "cached") * 1e6, rel=0.01)
+    assert float(ratio.rstrip("×")) == pytest.approx(
+        median("core", "cached") / median("torch", "cached"), abs=0.006
+    )
+    for cell, value in ((first_core, median("core", "first")), (first_torch, median("torch", "first"))):
+        assert float(cell) == pytest.approx(value * 1e6, rel=0.01)
+
+
+def test_cases_where_the_core_is_slower_bear_a_mark(whole: Page) -> None:
+    marked = {row[0] for row in whole.rows if any(cell.startswith("▲") for cell in row)}
+    assert marked == {"layer_norm"}
+
+
+def test_the_constants_stand_beside_the_builtin_ones(topology: dict[str, Any], whole: Page) -> None:
+    dim = next(d for d in topology["dims"] if d["name"] == "dp")
+    row = whole.row("dp", "2", "inter-host")
+    assert float(row[3]) == pytest.approx(dim["bandwidth_GiBps"], rel=0.01)
+    assert row[5] == "19.3"
+    assert float(row[6]) == pytest.approx(dim["latency_us_per_hop"], rel=0.01)
+    assert row[8] == "2.70"
+    assert "within one launch only: too narrow" in whole.section_text["calibration"]
+
+
+def test_a_lower_bound_is_shown_as_one() -> None:
+    flat = {"dp": (1e6, 250.0), "tp": (1e6, 90.0)}
+    run = made_up.run(list(made_up.collectives(truth=flat, sizes=made_up.SIZES[:4])))
+    shown = Page(reporting.render([run], calibrate.calibrate([run])))
+    assert shown.row("dp", "2", "inter-host")[3].startswith("≥ ")
+    assert "lower bound only" in shown.text
+
+
+def test_bandwidths_count_in_thousands(run: Run, whole: Page) -> None:
+    (result,) = [
+        r
+        for r in run.results
+        if (r.suite, r.name, r.size_bytes) == ("collectives", "all_reduce", made_up.SIZES[-1])
+        and (r.params["mesh_dim"], r.params["groups"]) == ("tp", "together")
+    ]
+    assert result.busbw_Bps is not None
+    row = next(r for r in whole.rows if r[:3] == ["tp", "all_reduce", "16 MiB"] and len(r) == 8)
+    assert float(row[6]) == pytest.approx(result.busbw_Bps / 1e6, rel=0.01)
+
+
+def test_warnings_come_first(run: Run, topology: dict[str, Any]) -> None:
+    broken = dataclasses.replace(run, results=(*run.results, *made_up.NOT_OK), complete=False)
+    text = reporting.render([broken], topology)
+    shown = Page(text)
+    assert text.index("Read first") < text.index('id="provenance"')
+    warnings = shown.section_text[""]
+    assert "Incomplete: made-up.jsonl" in warnings
+    assert "1 result held wrong data" in warnings
+    assert "1 result failed" in warnings
+    for reason in ("got 3, expected 4", "out of memory", "no rule for it"):
+        assert reason in shown.section_text["failures"]
+    assert "Read first" not in reporting.render([run], topology)
+
+
+def test_a_topology_of_another_run_is_said(run: Run, topology: dict[str, Any]) -> None:
+    other = reporting.render([run], topology | {"runs": [{"run_id": "another-run"}]})
+    assert "fitted to another run (another-run)" in other
+
+
+def test_without_results_each_section_names_its_command() -> None:
+    shown = Page(reporting.render([made_up.run([])]))
+    for suite in ("dispatch", "collectives", "redistribute", "bucketer", "tensor_parallel"):
+        assert f"dtbench run {suite}" in shown.section_text[suite]
+    assert "dtbench calibrate" in shown.section_text["calibration"]
+
+
+@pytest.mark.parametrize("suite", ["dispatch", "redistribute", "collectives", "bucketer", "tensor_parallel"])
+def test_one_suite_alone_makes_a_page(suite: str) -> None:
+    results = list(getattr(made_up, suite)())
+    shown = Page(reporting.render([made_up.run(results)]))
+    assert "dtbench run" not in shown.section_text[suite]
+    assert sum(tag == "figure" for tag, _ in shown.tags) == 1
+    # And so does a single result of it, of either impl.
+    for result in (results[0], results[-1]):
+        assert result.name in Page(reporting.render([made_up.run([result])])).section_text[suite]
+
+
+def test_results_without_the_usual_params_are_shown_all_the_same() -> None:
+    bare = [dataclasses.replace(r, params={}) for make in MAKERS for r in list(make())[:1]]
+    shown = Page(reporting.render([made_up.run(bare)]))
+    for result in bare:
+        assert result.name in shown.section_text[result.suite]
+
+
+def test_a_suite_of_the_users_own_is_shown() -> None:
+    results = [made_up.result("mine", "fancy", "variant_a", {"n": 3}, [1e-3, 2e-3, 3e-3])]
+    shown = Page(reporting.render([made_up.run(results)]))
+    assert shown.row("fancy", "n=3", "variant_a")[3:6] == ["1.50", "2.00", "2.50"]
+
+
+def test_launches_are_put_together_by_their_median() -> None:
+    times = (1.0, 5.0, 2.0)
+    results = [
+        made_up.result("mine", "fancy", "a", {"n": 3}, [t * 1e-3] * 3, launch=i) for i, t in enumerate(times)
+    ]
+    shown = Page(reporting.render([made_up.run(results)]))
+    assert shown.row("fancy", "n=3", "a")[4] == "2.00"
+
+
+def test_runs_of_different_setups_are_refused(run: Run) -> None:
+    with pytest.raises(UsageError, match="differ in mesh"):
+        reporting.render([run, made_up.everything(mesh={"dp": 4, "tp": 1}, run_id="other")])
+    with pytest.raises(UsageError, match="no run given"):
+        reporting.render([])
+
+
+# ------------------------------------------------------------------------------------- safe
+
+
+HOSTILE = (
+    "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;{{ 7*7 }}"
+    "]]>--><!--$\\frac$\x00\x1b[2J\u202e</style>"
+)
+MAKERS = (
+    made_up.dispatch,
+    made_up.redistribute,
+    made_up.collectives,
+    made_up.bucketer,
+    made_up.tensor_parallel,
+)
+CHOOSING = ("call", "mode", "groups")  # params that choose a branch
+
+
+def hostile_results() -> Iterator[Result]:
+    for make in MAKERS:
+        for result in list(make())[:40]:
+            params = {
+                k: HOSTILE if isinstance(v, str) and k not in CHOOSING else v
+                for k, v in result.params.items()
+            }
+            yield dataclasses.replace(result, name=HOSTILE, params={**params, HOSTILE: HOSTILE})
+    yield made_up.result(HOSTILE, HOSTILE, HOSTILE, {HOSTILE: HOSTILE}, [1.0])
+    for status in ("failed", "wrong", "skipped"):
+        yield Result(HOSTILE, HOSTILE, HOSTILE, {HOSTILE: HOSTILE}, status, HOSTILE)  # type: ignore[arg-type]
+
+
+def _hostile(value: Any) -> Any:
+    """The same structure with every string replaced, but for those that choose a branch."""
+    if isinstance(value, dict):
+        kept = {"kind", "groups_sharing", "layout"}
+        return {k: v if k in kept else _hostile(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_hostile(v) for v in value]
+    return HOSTILE if isinstance(value, str) else value
+
+
+def test_hostile_text_stays_text(topology: dict[str, Any]) -> None:
+    header = {k: v for k, v in made_up.header().items() if k not in ("kind", "schema")}
+    changes = _hostile(header)
+    changes["machine"] = {
+        "cpu": {HOSTILE: HOSTILE, "model": HOSTILE},
+        "gpus": [{"name": HOSTILE}],
+        HOSTILE: HOSTILE,
+    }
+    changes["env"] = {HOSTILE: HOSTILE}
+    # dim names of a mesh differ from each other, whatever else they are
+    mesh = changes.pop("mesh") | {"dim_names": [HOSTILE, HOSTILE + "2"]}
+    run = Run(
+        Path(f"{HOSTILE.replace('/', '')}.jsonl"),
+        made_up.header() | changes | {"mesh": mesh},
+        tuple(hostile_results()),
+        False,
+    )
+    fitted = _hostile(topology)
+    fitted["dims"][0]["collectives"] = {HOSTILE: next(iter(fitted["dims"][0]["collectives"].values()))}
+    for dim, original in zip(fitted["dims"], topology["dims"], strict=True):
+        for point, source in zip(dim["residuals"]["points"], original["residuals"]["points"], strict=True):
+            point["collective"] = source["collective"]  # the formula is chosen by it
+        dim["warnings"] = [HOSTILE]
+    text = reporting.render([run], fitted)
+    shown = Page(text)  # fails on an element opened or closed by the text
+    scripts = [attrs for tag, attrs in shown.tags if tag == "script"]
+    assert scripts == [{"type": "application/json", "id": "data"}]
+    assert not any(tag == "img" for tag, _ in shown.tags)
+    assert not any(name.startswith("on") for _, attrs in shown.tags for name in attrs)
+    assert sum(tag == "style" for tag, _ in shown.tags) == 1
+    assert "{{ 7*7 }}" in shown.text
+    for forbidden in ("\x00", "\x1b", "\u202e"):
+        assert forbidden not in text
+    assert len(shown.ids()) == len(set(shown.ids()))
+
+
+def test_the_data_in_the_page_are_the_results(run: Run, topology: dict[str, Any], text: str) -> None:
+    raw = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert raw is not None
+    data = json.loads(raw[1])
+    assert len(data["runs"][0]["results"]) == len(run.results)
+    assert data["runs"][0]["results"][0]["time_s"]["median"] == run.results[0].time_s.median  # type: ignore[union-attr]
+    assert data["topology"] == topology
+
+
+def test_nothing_is_loaded_from_elsewhere(whole: Page, text: str) -> None:
+    for tag, attrs in whole.tags:
+        for name in ("src", "href", "xlink:href", "action", "data", "poster"):
+            value = attrs.get(name)
+            assert value is None or value.startswith("#") or value == "data:,", (tag, value)
+    assert "@import" not in text
+    assert "url(http" not in text
+    policy = next(a["content"] for tag, a in whole.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def test_ids_are_unique_and_what_is_referred_to_exists(whole: Page, text: str) -> None:
+    ids = whole.ids()
+    assert len(ids) == len(set(ids))
+    wanted = {attrs["href"][1:] for _, attrs in whole.tags if (attrs.get("href") or "").startswith("#")}  # type: ignore[index]
+    wanted |= set(re.findall(r"url\(#([^)]+)\)", text))
+    wanted |= {i for _, attrs in whole.tags for i in (attrs.get("aria-labelledby") or "").split()}
+    assert wanted
+    assert wanted <= set(ids)
+
+
+def test_every_figure_can_be_heard(whole: Page) -> None:
+    plots = [attrs for tag, attrs in whole.tags if tag == "svg" and attrs.get("role") == "img"]
+    assert len(plots) >= 15
+    assert all(attrs.get("aria-labelledby") for attrs in plots)
+    hidden = [attrs for tag, attrs in whole.tags if tag == "svg" and attrs.get("role") != "img"]
+    assert all(attrs.get("aria-hidden") == "true" for attrs in hidden)
+
+
+def test_no_stand_in_colour_is_left(text: str) -> None:
+    assert not [name for name, colour in STAND_IN.items() if colour in text]
+    assert "#000000" not in re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
+
+
+# ------------------------------------------------------------------------------------- the same, and small
+
+
+def test_the_same_inputs_give_the_same_bytes(
+    run: Run, topology: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import matplotlib
+
+    # Neither the user's matplotlib settings nor the time of day are inputs.
+    monkeypatch.setitem(matplotlib.rcParams, "font.size", 30)
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "path")
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1")
+    assert reporting.render([run], topology) == text
+    assert matplotlib.rcParams["font.size"] == 30
+
+
+def test_a_full_page_is_within_its_budget(text: str) -> None:
+    assert len(text.encode()) < page.BUDGET_BYTES / 2
+
+
+def test_a_page_too_large_is_cut_and_says_so(
+    run: Run, topology: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "BUDGET_BYTES", len(text.encode()) - 1)
+    without_data = reporting.render([run], topology)
+    assert "The raw data are left out" in without_data
+    assert 'id="data"' not in without_data
+    monkeypatch.setattr(page, "BUDGET_BYTES", len(without_data.encode()) - 1)
+    monkeypatch.setattr(page, "ECONOMIES", ((True, 2000), (False, 2000), (False, 50)))
+    short = reporting.render([run], topology)
+    assert "Tables are cut after 50 rows; the longest has 192" in short
+    assert len(short) < len(without_data)
+
+
+def test_too_many_panels_are_cut_and_it_is_said() -> None:
+    results = [
+        dataclasses.replace(r, params={**r.params, "mesh": f"{k}"})
+        for k in range(14)
+        for r in list(made_up.dispatch())[:6]
+    ]
+    shown = Page(reporting.render([made_up.run(results)]))
+    assert "The figure shows the first 12 of 14 groups" in shown.section_text["dispatch"]
+
+
+# ------------------------------------------------------------------------------------- colours
+
+
+def _luminance(colour: str) -> float:
+    """Relative luminance of #rrggbb. Source: WCAG 2.2, definition of relative luminance."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _contrast(one: str, other: str) -> float:
+    high, low = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def _palettes() -> list[dict[str, str]]:
+    css = (page.TEMPLATES / "page.css").read_text()
+    return [
+        dict(re.findall(r"--(\w[\w-]*): (#\w{6})", block))
+        for block in re.findall(r":root \{(.*?)\}", css, re.DOTALL)
+    ]
+
+
+def test_the_contrast_formula_knows_its_ends() -> None:
+    assert _contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert _contrast("#777777", "#777777") == 1
+
+
+@pytest.mark.parametrize("index", range(3), ids=["light", "dark", "print"])
+def test_colours_can_be_told_from_the_page(index: int) -> None:
+    assert len(_palettes()) == 3
+    palette = _palettes()[index]
+    assert set(STAND_IN) <= set(palette)
+    for ground in (palette["page"], palette["surface"]):
+        for name in ("ink", "muted", "accent"):
+            assert _contrast(palette[name], ground) >= 4.5, name
+        for name in STAND_IN:
+            if name.startswith("s") and name != "surface":
+                assert _contrast(palette[name], ground) >= 3, name
+    assert _contrast(palette["warn"], palette["warn-page"]) >= 4.5
+    assert _contrast(palette["ink"], palette["warn-page"]) >= 4.5
+
+
+# ------------------------------------------------------------------------------------- small parts
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(1.0, 2.0), (1e-6, 3e-6), (0.9e-6, 1.1e-3), (1e-9, 10.0), (1.0, 1.0)]
+)
+def test_axes_hold_their_values_and_have_ticks(low: float, high: float) -> None:
+    for log in (True, False):
+        axis = figures.value_axis([low, high], figures.seconds_tick, log=log)
+        assert axis.low <= low <= high <= axis.high
+        ticks = [t for t in axis.ticks if axis.low <= t <= axis.high]
+        assert 1 <= len(ticks) <= 7
+        assert len({axis.format(t) for t in ticks}) == len(ticks)
+
+
+def test_ticks_are_written_short() -> None:
+    assert [figures.seconds_tick(v) for v in (0, 2e-9, 1e-6, 0.0005, 0.02, 3.0)] == [
+        "0", "2 ns", "1 µs", "500 µs", "20 ms", "3 s",
+    ]  # fmt: skip
+    assert [figures.bandwidth_tick(v) for v in (0, 5e3, 1e6, 2.5e9)] == ["0", "5 kB/s", "1 MB/s", "2.5 GB/s"]
+
+
+def test_the_points_of_a_column_align() -> None:
+    cells = tables.aligned([1.5, 12.25, None, 130.0])
+    assert cells == ["1.50", "12.25", "–", "130.00"]
+    assert tables.aligned([None, 0.0]) == ["–", "0"]
+
+
+def test_ratios_of_what_is_missing_are_missing() -> None:
+    (case,) = cases.collect([made_up.run([made_up.result("s", "n", "core", {}, [1.0])])])["s"]
+    assert case.ratio("core", "torch") is None
+    assert cases.geometric_mean([None]) is None
+    assert cases.geometric_mean([2.0, None, 8.0]) == pytest.approx(4)
+
+
+# ------------------------------------------------------------------------------------- the file
+
+
+def test_the_page_is_written_and_may_be_written_again(
+    tmp_path: Path, run: Run, text: str, topology: dict[str, Any]
+) -> None:
+    path = tmp_path / "page.html"
+    reporting.write_report([run], topology, path)
+    assert path.read_text("utf-8") == text
+    reporting.write_report([run], topology, path)
+    assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"kind":"run"}\n')
+    with pytest.raises(OutputError, match="is not a report"):
+        reporting.write_report([made_up.run([])], None, path)
+    assert path.read_text() == '{"kind":"run"}\n'
+    with pytest.raises(OutputError, match="cannot write"):
+        reporting.write_report([made_up.run([])], None, tmp_path / "no" / "page.html")
