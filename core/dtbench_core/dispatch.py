@@ -118,7 +118,7 @@ def torch_function(
     kwargs = kwargs or {}
     if (
         func in _never_fast
-        or (torch.is_grad_enabled() and any_requires_grad(*args, **kwargs))
+        or (torch.is_grad_enabled() and _requires_grad(args, kwargs))
         or dispatch_modes_active()
         or any_autocast()
         or functorch_level() is not None
@@ -136,6 +136,16 @@ def torch_function(
         return plan.run(cls, func, args, locals_, local_kwargs)
     _refuse_plain(cls, func, args, kwargs)
     return _watch(func, key, args, kwargs)
+
+
+def _requires_grad(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether autograd must see the call. torch's own test looks into lists, but not into tuples."""
+    if any_requires_grad(*args, **kwargs):
+        return True
+    return any(
+        isinstance(a, tuple) and _requires_grad(a, {})
+        for a in ((*args, *kwargs.values()) if kwargs else args)
+    )
 
 
 def torch_dispatch(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -244,7 +254,8 @@ def _accounts_for(
 def _refuse_plain(
     cls: type[Wrapper], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
-    """See Note [Plain tensors]. Getters, setters and backward() take plain tensors rightly."""
+    """See Note [Plain tensors]. Getters, setters and autograd's own functions take
+    both rightly."""
     for a in (*args, *kwargs.values()) if kwargs else args:
         kind = a.__class__
         if kind is cls or kind is int or kind is float:
@@ -252,7 +263,7 @@ def _refuse_plain(
         for item in a if kind is list or kind is tuple else (a,):
             if isinstance(item, torch.Tensor) and not isinstance(item, Wrapper) and item.numel() != 1:
                 name = getattr(func, "__name__", str(func))
-                if name in ("__get__", "__set__", "backward"):
+                if name in ("__get__", "__set__", "backward", "grad"):
                     return
                 raise MixedTensorError(
                     f"{name} got a plain torch.Tensor of shape {list(item.shape)} together with a DTensor, expected "

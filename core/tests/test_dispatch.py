@@ -125,6 +125,26 @@ def test_autograd_is_not_bypassed(x: DTensor) -> None:
         assert not torch.exp(y).requires_grad
 
 
+@pytest.mark.parametrize("form", [list, tuple])
+def test_autograd_is_seen_inside_sequences(x: DTensor, form: Any) -> None:
+    """torch's own question, whether any argument requires grad, does not look into tuples."""
+    y = x.clone().requires_grad_()
+    for tensors in (form((y, x)), form((x, y))):
+        assert torch.cat(tensors, 1).requires_grad
+        assert torch.cat(tensors=tensors, dim=1).requires_grad
+    assert torch.cat((x, x)).requires_grad is False
+
+
+def test_gradients_may_be_plain_beside_a_dtensor(x: DTensor) -> None:
+    """autograd's own functions take plain and distributed tensors together, each with its like."""
+    plain = torch.ones(1, 4, requires_grad=True)
+    y = x.clone().requires_grad_()
+    out = (DTensor.from_local(plain, x.device_mesh, [Shard(0)]) * y).to_local()
+    first, second = torch.autograd.grad(out, (plain, y), torch.full((1, 4), 2.0))
+    assert torch.equal(first, 2 * x.to_local())
+    assert torch.equal(second.to_local(), torch.full((1, 4), 2.0))
+
+
 def test_dispatch_modes_see_every_op(x: DTensor) -> None:
     _learn(lambda: x + x)
     with Counting() as mode:
