@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from dtbench.reporting import tables as t
 from dtbench.reporting.calibration import calibration
 from dtbench.reporting.cases import Case, collect, geometric_mean, group
 from dtbench.reporting.svg import printable
-from dtbench.units import format_bandwidth, format_size
+from dtbench.units import format_bandwidth, format_bytes, format_size
 
 GENERATOR = "dtbench report"
 BUDGET_BYTES = 2_000_000
@@ -170,15 +171,18 @@ def _title(header: Mapping[str, Any]) -> str:
 
 def _summary(runs: Sequence[Run], suites: Mapping[str, Sequence[Case]]) -> str:
     header = runs[0].header
-    count = sum(len(cases) for cases in suites.values())
+    cases = [case for members in suites.values() for case in members]
+    both = sum({"core", "torch"} <= set(case.impls) for case in cases)
     launches = len({(run.header["run_id"], r.launch) for run in runs for r in run.results})
-    names = ", ".join(suites) or "no suite"
-    return (
-        f"{_plural(count, 'case')} of {_plural(len(suites), 'suite')} ({names}) measured in "
+    names = f" ({', '.join(suites)})" if suites else ""
+    summary = (
+        f"{_plural(len(cases), 'case')} of {_plural(len(suites), 'suite')}{names} measured in "
         f"{launches} {'launch' if launches == 1 else 'launches'} on {_hardware(header)} with "
-        f"torch {header['versions'].get('torch') or 'unknown'}. "
-        "dtbench’s own core and torch.distributed.tensor ran the same cases in turn."
+        f"torch {header['versions'].get('torch') or 'of unknown version'}."
     )
+    if both:
+        summary += f" In {both} of them dtbench’s own core and torch.distributed.tensor did the same in turn."
+    return summary
 
 
 def _warnings(runs: Sequence[Run], topology: Mapping[str, Any] | None) -> list[str]:
@@ -302,7 +306,7 @@ def _provenance(runs: Sequence[Run]) -> list[tuple[str, str]]:
     header = runs[0].header
     machine = header["machine"]
     known = {"cpu", "gpus"}
-    facts = [("Command", " ".join(str(arg) for arg in run.header["argv"])) for run in runs]
+    facts = [("Command", _command(run.header["argv"])) for run in runs]
     facts += [
         (
             "Run",
@@ -322,11 +326,12 @@ def _provenance(runs: Sequence[Run]) -> list[tuple[str, str]]:
         ("Ranks", _placement(header)),
         ("Versions", ", ".join(f"{k} {v}" for k, v in header["versions"].items() if v is not None)),
         ("Checkout", _checkout(header["git"])),
+        ("dtbench’s checkout", _checkout(header["git"].get("dtbench"))),
         ("CPU", _described(machine["cpu"])),
         *[("GPU", _described(gpu)) for gpu in machine["gpus"]],
-        *[(k.replace("_", " ").capitalize(), _described(v)) for k, v in machine.items() if k not in known],
+        *[(_words(k).capitalize(), _described(v, k)) for k, v in machine.items() if k not in known],
         ("Suites", ", ".join(header["suites"])),
-        ("Plan", _described(header["plan"])),
+        ("Plan", _described({k: v for k, v in header["plan"].items() if k != "mesh"})),
     ]
     return [(name, value) for name, value in facts if value]
 
@@ -339,52 +344,70 @@ def _placement(header: Mapping[str, Any]) -> str:
     return "; ".join(f"{host}: {', '.join(places)}" for host, places in by_host.items())
 
 
-def _checkout(git: Mapping[str, Any]) -> str:
-    if not git.get("commit"):
+def _command(argv: Sequence[str]) -> str:
+    line = shlex.join(str(arg) for arg in argv)
+    return line if not argv or Path(argv[0]).name == "dtbench" else f"dtbench {line}"
+
+
+def _checkout(git: Any) -> str:
+    if not isinstance(git, Mapping) or not git.get("commit"):
         return ""
-    state = {True: ", with uncommitted changes", False: ", clean"}.get(git.get("dirty"), "")  # type: ignore[arg-type]
-    return f"{git['commit']}{state}"
+    dirty = git.get("dirty")
+    return f"{git['commit']}{', with uncommitted changes' if dirty is True else ', clean' if dirty is False else ''}"
 
 
-def _described(value: Any) -> str:
+def _words(key: str) -> str:
+    return str(key).removesuffix("_bytes").replace("_", " ")
+
+
+def _described(value: Any, key: str = "") -> str:
     """A fact of the header in words; its shape is the machine's and not known here."""
     if isinstance(value, Mapping):
-        return ", ".join(
-            f"{str(k).replace('_', ' ')} {_described(v)}"
-            for k, v in value.items()
-            if v not in (None, "", [], {})
-        )
+        there = {k: v for k, v in value.items() if v not in (None, "", [], {})}
+        return ", ".join(f"{_words(k)} {_described(v, str(k))}" for k, v in there.items())
     if isinstance(value, list | tuple):
-        return " ".join(_described(v) for v in value)
+        return " ".join(_described(v, key) for v in value)
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if str(key).endswith("_bytes") and isinstance(value, int):
+        return format_bytes(value)
     return "" if value is None else str(value)
 
 
-def _failures(runs: Sequence[Run]) -> list[t.Table]:
-    tables = []
+@dataclass(frozen=True)
+class Fault:
+    """A reason that one or several results gave for not being ok, and which results those are."""
+
+    reason: str
+    results: list[str]
+
+
+@dataclass(frozen=True)
+class Faults:
+    caption: str
+    faults: list[Fault]
+
+
+def _failures(runs: Sequence[Run]) -> list[Faults]:
+    """What is not ok, by status and reason: a cause that meets many cases is told once."""
+    found = []
     for status, caption in (
         ("wrong", "Wrong data: timed, but the result was not what it should be"),
         ("failed", "Failed"),
-        ("skipped", "Skipped, with the reason"),
+        ("skipped", "Skipped"),
     ):
-        rows = [r for run in runs for r in run.results if r.status == status]
-        if rows:
-            tables.append(
-                t.Table(
-                    caption,
-                    [
-                        t.text("Suite", [r.suite for r in rows]),
-                        t.text("Case", [r.name for r in rows]),
-                        t.text("Impl", [r.impl for r in rows]),
-                        t.text(
-                            "Parameters", [", ".join(f"{k}={v}" for k, v in r.params.items()) for r in rows]
-                        ),
-                        t.text("Rank", [r.rank for r in rows]),
-                        t.counts("Launch", [r.launch for r in rows]),
-                        t.text("Reason", [r.reason for r in rows]),
-                    ],
-                    folded=status == "skipped",
-                )
-            )
-    return tables
+        by_reason: dict[str, list[str]] = {}
+        for run in runs:
+            for result in run.results:
+                if result.status == status:
+                    by_reason.setdefault(result.reason or "no reason given", []).append(_named(result))
+        if by_reason:
+            found.append(Faults(caption, [Fault(reason, named) for reason, named in by_reason.items()]))
+    return found
+
+
+def _named(result: Result) -> str:
+    params = ", ".join(f"{k}={v}" for k, v in result.params.items())
+    rank = "" if result.rank is None else f", rank {result.rank}"
+    named = f"{result.suite} {result.name}, {result.impl}{f' ({params})' if params else ''}"
+    return f"{named}{rank}, launch {result.launch}"

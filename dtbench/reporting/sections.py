@@ -96,7 +96,8 @@ def dispatch(cases: Sequence[Case]) -> Section:
         return section
     ratio = geometric_mean(c.ratio("core", "torch") for c in cached)
     section.lead = (
-        "Time of one call on the host: wrap, look up the sharding, run the local op, wrap the result. "
+        "Time of one call on the host: look up the sharding, run the local op, wrap the result. "
+        "One process plays a rank of a simulated world of 8, as a mesh of one dim (8) or two (2x4). "
         "The floor is the same op on plain local tensors. "
     )
     if ratio is not None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtbench.units import bandwidth_unit, significant, time_unit
+from dtbench.units import Unit, bandwidth_unit, significant, time_unit
 
 MISSING = "–"
 
@@ -47,15 +47,24 @@ def sizes(header: str, cells: Sequence[str]) -> Column:
 
 
 def times(columns: Sequence[tuple[str, Sequence[float | None]]]) -> list[Column]:
-    """Columns of seconds that are compared with each other: all in the unit that fits them together."""
-    unit = time_unit([v for _, values in columns for v in values if v is not None])
-    return [Column(header, aligned(values, unit.scale), True, unit.name) for header, values in columns]
+    """Columns of seconds that are compared with each other: one unit and one number of decimals for all."""
+    return _in_one_unit(columns, time_unit(_there(columns)))
 
 
 def bandwidths(columns: Sequence[tuple[str, Sequence[float | None]]]) -> list[Column]:
     """Columns of bytes per second, all in one unit of 10^3, 10^6 or 10^9 bytes per second."""
-    unit = bandwidth_unit([v for _, values in columns for v in values if v is not None])
-    return [Column(header, aligned(values, unit.scale), True, unit.name) for header, values in columns]
+    return _in_one_unit(columns, bandwidth_unit(_there(columns)))
+
+
+def _there(columns: Sequence[tuple[str, Sequence[float | None]]]) -> list[float]:
+    return [value for _, values in columns for value in values if value is not None]
+
+
+def _in_one_unit(columns: Sequence[tuple[str, Sequence[float | None]]], unit: Unit) -> list[Column]:
+    decimals = _decimals(_there(columns), unit.scale)
+    return [
+        Column(header, aligned(values, unit.scale, decimals), True, unit.name) for header, values in columns
+    ]
 
 
 def factor(value: float) -> str:
@@ -85,15 +94,19 @@ def counts(header: str, values: Sequence[float | None]) -> Column:
     )
 
 
-def aligned(values: Sequence[float | None], scale: float = 1.0) -> list[str]:
-    """The values over `scale`, all with the same number of decimals (0 to 4), so that the points align.
+def aligned(values: Sequence[float | None], scale: float = 1.0, decimals: int | None = None) -> list[str]:
+    """The values over `scale`, all with the same number of decimals, so that their points align."""
+    if decimals is None:
+        decimals = _decimals([v for v in values if v is not None], scale)
+    return [MISSING if v is None else f"{v / scale:.{decimals}f}" for v in values]
 
-    The decimals give the lower quartile three significant digits: a sweep over sizes spans decades,
-    and its largest value needs none.
+
+def _decimals(values: Sequence[float], scale: float) -> int:
+    """So many, 0 to 4, that the lower quartile has three significant digits.
+
+    A sweep over sizes spans decades: its smallest value would ask for digits that the largest lacks.
     """
     there = sorted(abs(v) / scale for v in values if v)
     if not there:
-        return [MISSING if v is None else "0" for v in values]
-    typical = there[len(there) // 4]
-    decimals = min(max(2 - math.floor(math.log10(typical)), 0), 4)
-    return [MISSING if v is None else f"{v / scale:.{decimals}f}" for v in values]
+        return 0
+    return min(max(2 - math.floor(math.log10(there[len(there) // 4])), 0), 4)

@@ -195,6 +195,7 @@ def test_warnings_come_first(run: Run, topology: dict[str, Any]) -> None:
     assert "1 result failed" in warnings
     for reason in ("got 3, expected 4", "out of memory", "no rule for it"):
         assert reason in shown.section_text["failures"]
+    assert "bucketer reduce_scatter, core (mesh_dim=tp), rank 3, launch 0" in shown.section_text["failures"]
     assert "Read first" not in reporting.render([run], topology)
 
 
@@ -208,6 +209,33 @@ def test_without_results_each_section_names_its_command() -> None:
     for suite in ("dispatch", "collectives", "redistribute", "bucketer", "tensor_parallel"):
         assert f"dtbench run {suite}" in shown.section_text[suite]
     assert "dtbench calibrate" in shown.section_text["calibration"]
+
+
+def test_one_cause_of_many_failures_is_told_once(run: Run) -> None:
+    failed = [
+        dataclasses.replace(r, status="failed", reason="the same cause", time_s=None)
+        for r in run.results[:30]
+    ]
+    shown = Page(reporting.render([made_up.run(failed)]))
+    assert shown.section_text["failures"].count("the same cause") == 1
+    assert shown.section_text["failures"].count(", launch 0") == 30
+
+
+def test_the_machine_is_described_in_units_and_words() -> None:
+    machine = {"cpu": {"model": "M", "usable_cores": 2}, "gpus": [], "memory_bytes": 49 * 2**29}
+    git = {"commit": "abc", "dirty": True, "dtbench": {"commit": "def", "dirty": False}}
+    shown = Page(
+        reporting.render([made_up.run([], machine=machine, git=git, argv=["run", "--mesh", "a b=2"])])
+    )
+    provenance = shown.section_text["provenance"]
+    for words in (
+        "24.50 GiB",
+        "usable cores 2",
+        "abc, with uncommitted changes",
+        "def, clean",
+        "dtbench run --mesh 'a b=2'",
+    ):
+        assert words in provenance
 
 
 @pytest.mark.parametrize("suite", ["dispatch", "redistribute", "collectives", "bucketer", "tensor_parallel"])
