@@ -66,6 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
         setattr(config.option, f"benchmark_{name}", None)
     config.option.benchmark_cprofile_dump = None
     config.option.benchmark_quiet = True
+    config.option.verbose = -10  # no header either
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -249,24 +249,32 @@ def build_impl(op: Op, shape: tuple[int, ...], passes: str, call: str, impl: str
     return Workload(run=lambda: ready(), before=before, check=setup.check)
 
 
+def variants(plan: Plan, shape: tuple[int, ...], op: Op) -> list[tuple[str, str]]:
+    """(pass, call) to measure. A quick run leaves out what takes longest: on a 2-D mesh all but cached
+    forward calls, and the first calls of backward passes."""
+    passes = ("forward", "forward+backward") if op.backward else ("forward",)
+    every = [(p, c) for p in passes for c in ("cached", "first")]
+    if not plan.quick:
+        return every
+    if len(shape) > 1:
+        return [("forward", "cached")]
+    return [v for v in every if v != ("forward+backward", "first")]
+
+
 @suite("dispatch", world="simulated", help="host latency of an op on a DTensor, by op and placements")
 def dispatch(plan: Plan) -> Iterator[Case]:
     first_samples = FIRST_SAMPLES_QUICK if plan.quick else FIRST_SAMPLES
-    for shape in MESHES:
-        for op in OPS:
-            for passes in ("forward", "forward+backward")[: 1 + op.backward]:
-                # Backward first calls take as long as all others together: not in a quick run.
-                calls = ("cached",) if plan.quick and passes != "forward" else ("cached", "first")
-                for call in calls:
-                    first = call == "first"
-                    where: dict[str, Param] = {"mesh": "x".join(map(str, shape)), "pass": passes}
-                    build = partial(build_impl, op, shape, passes, call)
-                    yield Case(
-                        name=op.name,
-                        params={"placements": op.placements, **where, "call": call},
-                        build={i: partial(build, i) for i in ("core", "torch", "local")[: 2 if first else 3]},
-                        clock="host",
-                        calls_per_sample=1 if first else CALLS_PER_SAMPLE[passes],
-                        samples=first_samples if first else None,
-                        warmup_calls=FIRST_WARMUP_CALLS if first else WARMUP_CALLS,
-                    )
+    for shape, op in itertools.product(MESHES, OPS):
+        for passes, call in variants(plan, shape, op):
+            first = call == "first"
+            where: dict[str, Param] = {"mesh": "x".join(map(str, shape)), "pass": passes}
+            build = partial(build_impl, op, shape, passes, call)
+            yield Case(
+                name=op.name,
+                params={"placements": op.placements, **where, "call": call},
+                build={i: partial(build, i) for i in ("core", "torch", "local")[: 2 if first else 3]},
+                clock="host",
+                calls_per_sample=1 if first else CALLS_PER_SAMPLE[passes],
+                samples=first_samples if first else None,
+                warmup_calls=FIRST_WARMUP_CALLS if first else WARMUP_CALLS,
+            )

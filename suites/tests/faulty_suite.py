@@ -1,0 +1,122 @@
+"""The real suites with one fault: on the last rank every result is changed after it was computed.
+
+A user's suite file for `dtbench run`; every case of it has to come out as `wrong`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor
+
+import dtbench_core
+from dtbench.model import Case, Plan, Workload
+from dtbench.registry import load, suite
+from dtbench_core import comm
+from dtbench_suites import bucketer, collectives, tensor_parallel
+
+
+def spoil(tensor: torch.Tensor) -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        tensor.view(-1)[-1] += 1
+
+
+def spoiled_output(right: Callable[..., Any]) -> Callable[..., Any]:
+    """The collective, whose first argument is its output."""
+
+    def call(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        done = right(output, *args, **kwargs)
+        spoil(output)
+        return done
+
+    return call
+
+
+def spoiled_result(right: Callable[..., Any]) -> Callable[..., Any]:
+    """The redistribution, which gives a new DTensor."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = right(*args, **kwargs)
+        local = result.to_local().clone()
+        spoil(local)
+        return type(result).from_local(local, result.device_mesh, result.placements, run_check=False)
+
+    return call
+
+
+def spoiled_model(right: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> torch.nn.Module:
+        cut: torch.nn.Module = right(*args)
+        with torch.no_grad():
+            parameter = next(cut.parameters())
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            local += 1.0
+        return cut
+
+    return call
+
+
+def faults() -> list[Any]:
+    """The places to spoil."""
+    here = [(collectives, "all_gather_single"), (collectives, "reduce_scatter_single")]
+    here += [(dist, "all_reduce"), (dist, "all_to_all_single"), (dist, "broadcast"), (dist, "scatter")]
+    here += [(bucketer, "reduce_scatter_single"), (comm, "reduce_scatter")]
+    results = [(dtbench_core.DTensor, "redistribute"), (torch.distributed.tensor.DTensor, "redistribute")]
+    spoiled = [mock.patch.object(*where, spoiled_output(getattr(*where))) for where in here]
+    spoiled += [mock.patch.object(*where, spoiled_result(getattr(*where))) for where in results]
+    return [
+        *spoiled,
+        mock.patch.object(tensor_parallel, "parallelize", spoiled_model(tensor_parallel.parallelize)),
+    ]
+
+
+def faulty(build: Callable[[Any], Workload], names: tuple[str, ...]) -> Callable[[Any], Workload]:
+    """The workload of `build`, made and called with the faults that `names` says."""
+
+    def make(world: Any) -> Workload:
+        def within(step: Callable[[], Any]) -> Any:
+            patches = [p for p in faults() if p.attribute in names]
+            for p in patches:
+                p.start()
+            try:
+                return step()
+            finally:
+                for p in patches:
+                    p.stop()
+
+        workload: Workload = within(lambda: build(world))
+        run, check = workload.run, workload.check
+        return dataclasses.replace(
+            workload, run=lambda: within(run), check=None if check is None else lambda: within(check)
+        )
+
+    return make
+
+
+COLLECTIVES = (
+    "all_gather_single",
+    "reduce_scatter_single",
+    "all_reduce",
+    "all_to_all_single",
+    "broadcast",
+    "scatter",
+)
+SPOILED = {
+    "collectives": COLLECTIVES,
+    "redistribute": ("redistribute",),
+    "bucketer": ("reduce_scatter_single", "reduce_scatter"),
+    "tensor_parallel": ("parallelize",),
+}
+
+
+@suite("faulty", world="ranks", help="every case with a fault")
+def faulty_suite(plan: Plan) -> Iterator[Case]:
+    for name, spoiled in SPOILED.items():
+        for case in load([name])[0].cases(plan):
+            build = {impl: faulty(made, spoiled) for impl, made in case.build.items()}
+            yield dataclasses.replace(case, name=f"{name} {case.name}", build=build, samples=2)

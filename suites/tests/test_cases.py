@@ -1,0 +1,176 @@
+"""What the suites list: pure, unique, complete."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtbench.model import Case, Plan
+from dtbench.registry import load
+from dtbench_suites import collectives, dispatch, redistribute, tensor_parallel
+
+SIZES = (1024, 65536, 10**6)
+PLANS = {
+    "2x2": Plan((("dp", 2), ("tp", 2)), SIZES, ("float32", "bfloat16")),
+    "quick": Plan((("dp", 2), ("tp", 2)), SIZES, quick=True),
+    "one dim": Plan((("tp", 3),), SIZES, ("float64",)),
+    "a dim of one rank": Plan((("dp", 1), ("tp", 4)), SIZES),
+    "cuda": Plan((("dp", 4), ("tp", 8)), SIZES, device_type="cuda"),
+    "one rank": Plan((("tp", 1),), SIZES),
+}
+# The impls of the run file, which calibrate and report read.
+IMPLS = {
+    "dispatch": {"core", "torch", "local"},
+    "redistribute": {"core", "torch"},
+    "collectives": {"c10d"},
+    "bucketer": {"core", "unbucketed", "limit"},
+    "tensor_parallel": {"core", "torch", "local"},
+}
+PARAMS = {
+    "dispatch": {"placements", "mesh", "pass", "call"},
+    "redistribute": {"mesh_dim", "ranks", "dtype", "size"},
+    "collectives": {"mesh_dim", "ranks", "groups", "mode", "dtype", "size"},
+    "bucketer": {"mesh_dim", "ranks", "dtype", "tensor_bytes", "bucket_bytes", "total_bytes"},
+    "tensor_parallel": {"mesh_dim", "ranks", "pass", "dtype", "batch", "seq", "d_model", "heads"},
+}
+
+
+def cases(suite: str, plan: Plan) -> list[Case]:
+    return list(load([suite])[0].cases(plan))
+
+
+def test_the_five_suites_are_found():
+    assert {s.name: s.world for s in load()} == {
+        name: "simulated" if name == "dispatch" else "ranks" for name in IMPLS
+    }
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+@pytest.mark.parametrize("suite", IMPLS)
+def test_cases_are_listed_without_a_world_and_told_apart(suite: str, plan: Plan):
+    assert not dist.is_initialized()
+    listed = cases(suite, plan)
+    keys = [(case.name, *sorted(case.params.items())) for case in listed]
+    assert len(set(keys)) == len(keys)
+    for case in listed:
+        assert set(case.params) == PARAMS[suite]
+        first_call = case.params.get("call") == "first"
+        assert set(case.build) == IMPLS[suite] - ({"local"} if first_call else set())
+    if plan.world_size > 1 or suite in ("dispatch", "collectives"):
+        assert listed
+
+
+@pytest.mark.parametrize("suite", IMPLS)
+def test_quick_cases_are_fewer(suite: str):
+    assert len(cases(suite, PLANS["quick"])) <= len(cases(suite, PLANS["2x2"])) / 1.3
+
+
+@pytest.mark.parametrize("suite", ["redistribute", "collectives", "bucketer", "tensor_parallel"])
+def test_only_dims_with_several_ranks_are_measured(suite: str):
+    assert {c.params["mesh_dim"] for c in cases(suite, PLANS["a dim of one rank"])} == {"tp"}
+    assert {c.params["mesh_dim"] for c in cases(suite, PLANS["2x2"])} == {"dp", "tp"}
+    assert {c.params["dtype"] for c in cases(suite, PLANS["2x2"])} == {"float32", "bfloat16"}
+
+
+def test_collectives_of_one_rank_have_no_bus_bandwidth():
+    assert {c.busbw_factor for c in cases("collectives", PLANS["one rank"])} == {None}
+
+
+def test_every_collective_alone_together_and_back_to_back():
+    listed = cases("collectives", PLANS["quick"])
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter"):
+        own = {(c.params["groups"], c.params["mode"]) for c in listed if c.name == name}
+        assert own == {("alone", "isolated"), ("together", "isolated"), ("together", "back_to_back")}
+    one_group = cases("collectives", PLANS["one dim"])
+    assert {c.params["groups"] for c in one_group} == {"together"}
+    for case in listed:
+        assert (case.calls_per_sample > 1) == (case.params["mode"] == "back_to_back")
+
+
+# 2 (n - 1) / n for all_reduce, (n - 1) / n for those in which each rank handles a part, else 1:
+# nccl-tests, doc/PERFORMANCE.md.
+@pytest.mark.parametrize(
+    ("name", "n", "factor"),
+    [
+        ("all_reduce", 2, 1.0),
+        ("all_reduce", 8, 1.75),
+        ("all_gather", 2, 0.5),
+        ("all_gather", 4, 0.75),
+        ("reduce_scatter", 8, 0.875),
+        ("all_to_all", 4, 0.75),
+        ("scatter", 4, 0.75),
+        ("broadcast", 4, 1.0),
+        ("broadcast", 1, None),
+        ("all_reduce", 1, None),
+    ],
+)
+def test_bus_bandwidth_factor(name: str, n: int, factor: float | None):
+    assert collectives.busbw_factor(name, n) == factor
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "n", "itemsize", "size"),
+    [
+        ("all_reduce", 1000, 3, 4, 1000),  # whole elements, no parts
+        ("broadcast", 1003, 3, 4, 1000),
+        ("all_gather", 1000, 3, 4, 996),  # 83 elements for each of 3 ranks
+        ("scatter", 1, 4, 2, 8),  # at least one element for each
+        ("all_reduce", 1, 4, 8, 8),
+    ],
+)
+def test_sizes_are_trimmed_to_whole_elements_per_rank(
+    name: str, asked: int, n: int, itemsize: int, size: int
+):
+    assert collectives.trimmed(name, asked, n, itemsize) == size
+
+
+@pytest.mark.parametrize("n", [2, 3, 7])
+@pytest.mark.parametrize("size", [1, 100, 4096, 2**20, 10**7])
+def test_redistributed_tensors_divide_by_the_ranks_on_both_dims(size: int, n: int):
+    rows, cols = redistribute.shape_of(size, 4, n)
+    assert rows % n == cols % n == 0
+    assert rows * cols * 4 <= max(size, 4 * n * n)
+    if size >= 2**20:
+        assert 1 / 4 <= rows / cols <= 4
+        assert rows * cols * 4 > 0.9 * size
+
+
+def test_powers_of_two_keep_their_size():
+    assert math.prod(redistribute.shape_of(2**20, 4, 4)) * 4 == 2**20
+
+
+def test_heads_divide_by_the_ranks():
+    for n in (2, 3, 5, 8):
+        _, _, d_model, heads = tensor_parallel.shape_for(Plan((("tp", n),), SIZES), n)
+        assert heads % n == 0
+        assert d_model % heads == 0
+
+
+def test_dispatch_warms_up_and_takes_one_first_call_per_sample():
+    for case in cases("dispatch", PLANS["2x2"]):
+        assert case.clock == "host"
+        if case.params["call"] == "cached":
+            assert case.warmup_calls >= 20
+            assert case.calls_per_sample > 1
+        else:
+            assert case.calls_per_sample == 1
+
+
+def test_every_op_of_the_table_is_measured_on_both_meshes():
+    listed = cases("dispatch", PLANS["2x2"])
+    for shape in ("8", "2x4"):
+        assert {(c.name, c.params["placements"]) for c in listed if c.params["mesh"] == shape} == {
+            (op.name, op.placements) for op in dispatch.OPS
+        }
+
+
+def test_shapes_of_the_table_divide_by_the_ranks():
+    for op in dispatch.OPS:
+        for shape, text in zip(op.shapes(3), op.placements.split(","), strict=True):
+            if text.startswith("S"):
+                assert shape[int(text[2:-1])] % dispatch.WORLD == 0
+            local = torch.Size(shape).numel() // (dispatch.WORLD if text.startswith("S") else 1)
+            assert local <= 128  # no arithmetic worth speaking of

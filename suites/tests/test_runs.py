@@ -1,0 +1,229 @@
+"""The suites on real ranks, through the command line, and under pytest with torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtbench.model import Plan, Result
+from dtbench.options import RunOptions, list_tasks
+from dtbench.registry import load
+from dtbench.store import read_run
+
+ROOT = Path(__file__).parents[2]
+FAULTY = Path(__file__).parent / "faulty_suite.py"
+MESH = (("dp", 2), ("tp", 2))
+LIMIT_S = 240  # a hang, not slowness
+
+
+def start(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    for name in ("RANK", "WORLD_SIZE", "PYTEST_ADDOPTS"):
+        env.pop(name, None)
+    return subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=LIMIT_S
+    )
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """All suites, once, on 4 ranks."""
+    output = tmp_path_factory.mktemp("quick") / "run.jsonl"
+    done = start(
+        "-m",
+        "dtbench",
+        "run",
+        "--quick",
+        "--mesh",
+        "dp=2,tp=2",
+        "--size",
+        "4KiB",
+        "--device",
+        "cpu",
+        "-o",
+        str(output),
+    )
+    return output, done
+
+
+@pytest.fixture(scope="module")
+def results(quick: tuple[Path, subprocess.CompletedProcess[str]]) -> tuple[Result, ...]:
+    path, done = quick
+    assert path.exists(), done.stderr
+    return read_run(path).results
+
+
+def test_every_case_and_impl_is_ok(results: tuple[Result, ...], quick: Any):
+    plan: Plan = RunOptions(mesh=MESH, sizes_bytes=(4096,), quick=True).plan("cpu", 4)
+    listed = {task.key(impl, 0) for task in list_tasks(load(), plan) for impl in task.impls}
+    assert {r.key for r in results} == listed
+    assert [(r.suite, r.name, r.impl, r.params, r.reason) for r in results if r.status != "ok"] == []
+    assert quick[1].returncode == 0
+
+
+def test_nothing_but_the_results_reaches_the_terminal(quick: Any):
+    done = quick[1]
+    assert done.stderr == ""
+    assert "warn" not in done.stdout.lower()
+
+
+def test_bandwidth_follows_from_size_and_time(results: tuple[Result, ...]):
+    counted = [r for r in results if r.suite in ("collectives", "redistribute", "bucketer")]
+    for r in counted:
+        assert r.size_bytes and r.time_s and r.algbw_Bps
+        assert r.algbw_Bps == pytest.approx(r.size_bytes / r.time_s.median)
+    for r in results:
+        # Two ranks: 2 (n - 1) / n = 1 for an all-reduce, 1 for a broadcast, else (n - 1) / n = 1 / 2.
+        if r.suite == "collectives" and r.algbw_Bps and r.busbw_Bps:
+            whole = r.name in ("all_reduce", "broadcast")
+            assert r.busbw_Bps / r.algbw_Bps == pytest.approx(1.0 if whole else 0.5)
+
+
+def test_alone_is_timed_by_the_group_of_rank_0(results: tuple[Result, ...]):
+    members = {"dp": {"0", "2"}, "tp": {"0", "1"}}
+    alone = [r for r in results if r.params.get("groups") == "alone"]
+    assert alone
+    for r in alone:
+        assert set(r.rank_samples_s) == members[str(r.params["mesh_dim"])]
+    together = [r for r in results if r.params.get("groups") == "together"]
+    assert {len(r.rank_samples_s) for r in together} == {4}
+
+
+def test_buckets_save_collectives_and_cost_copies(results: tuple[Result, ...]):
+    own = [r for r in results if r.suite == "bucketer"]
+    for r in own:
+        tensors = int(r.params["total_bytes"]) // int(r.params["tensor_bytes"])
+        buckets = -(-int(r.params["total_bytes"]) // int(r.params["bucket_bytes"]))
+        want = {"core": max(buckets, 1), "unbucketed": tensors, "limit": 1}
+        assert r.counters["collectives"] == want[r.impl]
+        if r.impl == "core":
+            # Each byte is staged, put in order, and its reduced part (half of it, 2 ranks) handed out.
+            assert r.counters["bytes_copied"] == 2.5 * int(r.params["total_bytes"])
+            assert r.counters["peak_bytes"] > 0
+
+
+def test_a_wrong_result_becomes_wrong_whatever_the_suite(tmp_path: Path):
+    output = tmp_path / "faulty.jsonl"
+    done = start(
+        *(
+            "-m",
+            "dtbench",
+            "run",
+            str(FAULTY),
+            "--quick",
+            "--nproc",
+            "2",
+            "--size",
+            "4KiB",
+            "--device",
+            "cpu",
+        ),
+        *("-o", str(output)),
+    )
+    assert output.exists(), done.stderr
+    results = read_run(output).results
+    assert [(r.name, r.impl, r.params, r.status, r.reason) for r in results if r.status != "wrong"] == []
+    assert Counter(r.name.split()[0] for r in results) == {
+        "collectives": 6 * 2,  # isolated and back to back
+        "redistribute": 9 * 2,  # core and torch
+        "bucketer": 2 * 3,
+        "tensor_parallel": 2 * 2 * 3,
+    }
+    assert done.returncode == 5
+
+
+# ----------------------------------------------------------------------------- under pytest
+
+CHOICE = "detach or redistribute or (collectives and all_reduce)"
+
+
+@pytest.fixture(scope="module")
+def pytest_form(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """Some cases on 2 ranks, saved twice: as a file and in pytest-benchmark's storage."""
+    folder = tmp_path_factory.mktemp("pytest_form")
+    done = start(
+        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "pytest", "suites", "-k", CHOICE),
+        *("--quick", "--size", "4KiB", "--rounds", "7", f"--benchmark-json={folder / 'run.json'}"),
+        *(
+            f"--benchmark-storage=file://{folder / 'storage'}",
+            "--benchmark-autosave",
+            "-p",
+            "no:cacheprovider",
+        ),
+    )
+    return folder, done
+
+
+def test_pytest_writes_one_file_with_the_agreed_times(pytest_form: Any):
+    folder, done = pytest_form
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list((folder / "storage").rglob("*.json"))) == 1
+    data = json.loads((folder / "run.json").read_text())
+    assert data["dtbench"]["schema"] == 1
+    names = [b["fullname"] for b in data["benchmarks"]]
+    assert len(set(names)) == len(names)
+    suites = Counter(b["extra_info"]["suite"] for b in data["benchmarks"])
+    # detach: forward, cached on two meshes (3 impls each) and first on one (2 impls)
+    assert suites == {"dispatch": 8, "redistribute": 18, "collectives": 2}
+    for b in data["benchmarks"]:
+        info, stats = b["extra_info"], b["stats"]
+        assert stats["rounds"] == len(stats["data"]) == 7
+        assert min(stats["data"]) == stats["min"] > 0
+        if info["suite"] != "dispatch":
+            assert info["size_bytes"] == 4096
+            assert info["algbw_Bps"] == pytest.approx(4096 / stats["median"])
+        if info["suite"] == "collectives":
+            assert info["busbw_Bps"] == info["algbw_Bps"]  # an all-reduce of two ranks
+            back_to_back = info["params"]["mode"] == "back_to_back"
+            assert stats["iterations"] == (10 if back_to_back else 1)
+
+
+def test_one_rank_prints(pytest_form: Any):
+    _, done = pytest_form
+    assert done.stdout.count("test session starts") == 1
+    assert "28 passed" in done.stdout
+
+
+def test_pytest_benchmark_compares_the_files(pytest_form: Any):
+    base, new = pytest_form[0] / "run.json", pytest_form[0] / "again.json"
+    shutil.copy(base, new)
+    done = start("-m", "pytest_benchmark", "compare", str(base), str(new), "--columns=median,iqr")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("dispatch detach placements=S(0)") >= 16
+
+
+def test_one_process_measures_simulated_suites_and_says_what_the_others_need():
+    done = start(
+        *(
+            "-m",
+            "pytest",
+            "suites",
+            "--quick",
+            "--rounds",
+            "3",
+            "-k",
+            "detach or scatter",
+            "-p",
+            "no:cacheprovider",
+        )
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "needs several ranks: torchrun --nproc-per-node 4 -m pytest suites" in done.stdout
+    assert "8 passed" in done.stdout
+
+
+def test_pytest_suites_and_the_tests_of_suites_are_kept_apart():
+    measured = start("-m", "pytest", "suites", "--collect-only", "-q", "-p", "no:cacheprovider").stdout
+    assert "suites/test_suites.py::test_case[collectives" in measured
+    assert "suites/tests" not in measured
+    tests = start("-m", "pytest", "suites/tests", "--collect-only", "-q", "-p", "no:cacheprovider").stdout
+    assert "suites/tests/test_runs.py::test_one_rank_prints" in tests
+    assert "test_suites.py" not in tests
