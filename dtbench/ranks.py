@@ -209,6 +209,17 @@ class StoreRanks:
         self.votes += 1
         return json.loads(decision)
 
+    def say_farewell(self) -> None:
+        """Rank 0 may leave: this rank uses the store no more."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"farewell/{self.rank}", "")
+
+    def wait_for_farewells(self, timeout_s: float) -> None:
+        """On rank 0: returns when all others have said it, or after so many seconds."""
+        with contextlib.suppress(RuntimeError):
+            keys = [f"farewell/{rank}" for rank in range(1, self.size)]
+            self._store.wait(keys, timedelta(seconds=timeout_s))
+
 
 class AloneRanks:
     """`Ranks` of the simulated world: rank 0 measures while the others wait."""

@@ -31,6 +31,8 @@ from dtbench.watch import Diagnosis, Watch, block_signals
 # Refused options are refused on every rank, but only rank 0 says why. The others give it time to:
 # a launcher kills the remaining ranks as soon as one of them has left.
 LET_RANK_0_SPEAK_S = 10.0
+# The last decision is on its way to the others; where rank 0 serves the store, it must not leave first.
+FAREWELL_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,11 @@ class Session:
         )
         self._measure(job, tasks, sweep, store, ranks, device)
         code = int(ranks.agree(None, lambda votes: self._close()))
+        if ranks.rank == 0:
+            ranks.wait_for_farewells(FAREWELL_S)
         self._watch.finish(code)
+        if ranks.rank != 0:
+            ranks.say_farewell()
         return code
 
     def _measure(

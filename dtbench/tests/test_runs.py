@@ -137,6 +137,25 @@ def test_under_torchrun_each_launch_is_a_fresh_world(here: Path) -> None:
     assert done.stdout.splitlines()[-1] == "x.jsonl: 12 ok"
 
 
+def test_under_slurm_rank_0_serves_the_store_and_each_launch_is_a_fresh_world(here: Path) -> None:
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
+    job |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_NODELIST": "localhost"}
+    started = [
+        subprocess.Popen(
+            command("--launches", "2", "--filter", "all_reduce n=1"),
+            env=environment() | job | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=LIMIT_S) for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    assert said[1] == ("", "") and said[0][0].splitlines()[-1] == "x.jsonl: 4 ok"
+    assert {r.launch for r in read_run("x.jsonl").results} == {0, 1}
+
+
 def test_under_torchrun_bad_options_are_refused_once(here: Path) -> None:
     for option, says in [
         (("--mesh", "tp=3"), "has 3 ranks, the world has 2"),
