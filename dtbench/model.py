@@ -33,6 +33,12 @@ class Plan:
     device_type: Literal["cpu", "cuda"] = "cpu"
     impls: tuple[str, ...] = CHOOSABLE_IMPLS
     quick: bool = False
+    sizes_chosen: bool = False  # by the user, who then gets every size in every suite
+
+    @property
+    def coarse_sizes_bytes(self) -> tuple[int, ...]:
+        """Every second of the default sizes, for suites that have many cases per size; else all."""
+        return self.sizes_bytes if self.sizes_chosen or self.quick else self.sizes_bytes[::2]
 
     @property
     def world_size(self) -> int:

@@ -92,7 +92,9 @@ class RunOptions:
                 f"give a mesh of {world_size}, for example --mesh {format_mesh(default_mesh(world_size))}"
             )
         sizes = self.sizes_bytes or parse_sizes(_DEFAULT_SIZES[device_type, self.quick])
-        return Plan(mesh, sizes, self.dtypes, device_type, self.impls, self.quick)
+        return Plan(
+            mesh, sizes, self.dtypes, device_type, self.impls, self.quick, self.sizes_bytes is not None
+        )
 
 
 # --------------------------------------------------------------------------------- parsing

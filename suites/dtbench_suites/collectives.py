@@ -30,9 +30,9 @@ from dtbench_suites.data import mismatch, moved_values, shared_dims, sum_of_valu
 # Calls between two clock readings when back to back: 10, fewer once they move so many bytes that what
 # the calls overlap no longer matters. nccl-tests launches 20 of any size (`-n`, src/common.cu).
 BACK_TO_BACK_CALLS, BACK_TO_BACK_BYTES = 10, 16 * 2**20
-# Which groups of a mesh dim work, and how: what is alone shows the links, what is together the load of
-# training, in which calls also follow each other without a barrier.
-REGIMES = (("alone", "isolated"), ("together", "isolated"), ("together", "back_to_back"))
+# Which groups of a mesh dim work, and how: alone shows the links, together the load of training, in
+# which calls also follow each other without a barrier.
+REGIMES = tuple(itertools.product(("alone", "together"), ("isolated", "back_to_back")))
 
 
 @dataclass(frozen=True)
@@ -156,16 +156,25 @@ def calls_of(mode: str, size_bytes: int) -> int:
     return min(max(BACK_TO_BACK_BYTES // size_bytes, 2), BACK_TO_BACK_CALLS)
 
 
+def regimes_and_sizes(
+    plan: Plan, collective: str, n: int, itemsize: int
+) -> Iterator[tuple[tuple[str, str], int]]:
+    """((groups, mode), S in bytes) of all cases of a collective among n ranks."""
+    for groups, mode in REGIMES:
+        if groups == "alone" and n == plan.world_size:
+            continue  # a group that spans the world is alone and together at once
+        asked = plan.sizes_bytes if mode == "isolated" else plan.coarse_sizes_bytes
+        for size in dict.fromkeys(trimmed(collective, s, n, itemsize) for s in asked):
+            yield (groups, mode), size
+
+
 @suite("collectives", world="ranks", help="time and bandwidth of six collectives per mesh dim")
 def collectives(plan: Plan) -> Iterator[Case]:
     for mesh_dim, n in shared_dims(plan) or plan.mesh[-1:]:
-        # A group that spans the world is alone and together at once.
-        regimes = [(g, m) for g, m in REGIMES if g == "together" or n < plan.world_size]
         for dtype_name in plan.dtypes:
             dtype = torch_dtype(dtype_name)
             for collective in COLLECTIVES:
-                sizes = dict.fromkeys(trimmed(collective, s, n, dtype.itemsize) for s in plan.sizes_bytes)
-                for (groups, mode), size in itertools.product(regimes, sizes):
+                for (groups, mode), size in regimes_and_sizes(plan, collective, n, dtype.itemsize):
                     where: dict[str, Param] = {
                         "mesh_dim": mesh_dim,
                         "ranks": n,

@@ -39,7 +39,7 @@ CALLS_PER_SAMPLE = {"forward": 10, "forward+backward": 4}
 # Python, the allocator and torch's own caches are steady after about 10 calls.
 WARMUP_CALLS = 20
 # A first call costs milliseconds and its shape can be used once only.
-FIRST_SAMPLES, FIRST_SAMPLES_QUICK, FIRST_WARMUP_CALLS = 15, 5, 3
+FIRST_SAMPLES, FIRST_SAMPLES_QUICK, FIRST_WARMUP_CALLS = 7, 5, 2
 # Of the results' largest value; the same arithmetic on both sides, in float32.
 RTOL = 1e-5
 

@@ -86,7 +86,7 @@ def redistribute(plan: Plan) -> Iterator[Case]:
     for mesh_dim, n in shared_dims(plan):
         for dtype_name in plan.dtypes:
             dtype = torch_dtype(dtype_name)
-            shapes = dict.fromkeys(shape_of(size, dtype.itemsize, n) for size in plan.sizes_bytes)
+            shapes = dict.fromkeys(shape_of(size, dtype.itemsize, n) for size in plan.coarse_sizes_bytes)
             for src, dst in TRANSITIONS:
                 for rows, cols in shapes:
                     size = rows * cols * dtype.itemsize
