@@ -7,12 +7,11 @@ the control characters that would move a terminal's cursor.
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.cells import cell_len
@@ -24,7 +23,10 @@ from rich.text import Text
 from dtbench.compare import VERDICTS, Comparison, Row
 from dtbench.doctor import Finding
 from dtbench.model import Param, Result, Run
-from dtbench.units import Unit, bandwidth_unit, format_ratio, format_size, significant, time_unit
+from dtbench.units import bandwidth_unit, format_ratio, format_size, significant, time_unit
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Core and its rival first, then the references that they are read against.
 _IMPL_ORDER = ("core", "torch", "local", "c10d", "unbucketed", "limit")
@@ -51,8 +53,29 @@ def print_runs(runs: Sequence[Run], as_json: bool = False) -> None:
     for run in runs:
         _print_provenance(console, run)
         for suite in dict.fromkeys(r.suite for r in run.results):
-            _print_suite(console, suite, [r for r in run.results if r.suite == suite])
+            _print_suite(console, suite, run)
         _print_not_ok(console, run)
+
+
+def print_csv(runs: Sequence[Run]) -> None:
+    """The `dtbench.frame.results_frame` of the runs as CSV: a head, then one line per result.
+
+    Text is made harmless: control characters are spelled out as in the tables, so that a result is
+    one line, and what a spreadsheet would take for a formula has a quote before it.
+    """
+    from dtbench.frame import results_frame
+
+    frame = results_frame(runs)
+    for name in frame.select_dtypes(["string", "object"]).columns:
+        frame[name] = frame[name].map(lambda v: _no_formula(_printable(v)) if isinstance(v, str) else v)
+    frame.columns = frame.columns.map(_printable)
+    frame.to_csv(sys.stdout, index=False, lineterminator="\n")
+
+
+def _no_formula(text: str) -> str:
+    # https://owasp.org/www-community/attacks/CSV_Injection names these characters, and the tab and line
+    # ends, which are spelled out here already.
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
 
 
 def print_comparison(comparison: Comparison, as_json: bool = False) -> None:
@@ -143,96 +166,59 @@ def _counted(names: Iterable[str]) -> str:
     return ", ".join(f"{count} x {name}" for name, count in counts.items())
 
 
-@dataclass(frozen=True)
-class _CaseRow:
-    """One case with all its impls: impl -> its results, one per launch."""
+def _print_suite(console: Console, suite: str, run: Run) -> None:
+    from dtbench.frame import cases_frame, cells, impls_of, params_of, results_frame
 
-    name: str
-    params: Mapping[str, Param]
-    results: dict[str, list[Result]]
-
-    def time_s(self, impl: str) -> float | None:
-        """The median over launches of the suite's figure."""
-        return _median([getattr(r.time_s, _figure_of(r.suite)) for r in self._good(impl)])
-
-    def bandwidth(self, impl: str, which: str) -> float | None:
-        """That of the time shown, bytes per second: the median of the seconds per byte over launches."""
-        slowness = _median([1 / b for r in self._good(impl) if (b := getattr(r, which))])
-        return None if slowness is None else 1 / slowness
-
-    def status(self, impl: str) -> str:
-        """Why there is no figure: "failed", "wrong", "skipped", or "-" where the case has no such impl."""
-        return next((r.status for r in self.results.get(impl, []) if r.status != "ok"), "-")
-
-    def _good(self, impl: str) -> list[Result]:
-        return [r for r in self.results.get(impl, []) if r.status == "ok" and r.time_s is not None]
-
-
-def _figure_of(suite: str) -> str:
     # The median, which the file's bandwidths count with; a host latency's noise only adds to its minimum.
-    return "min" if suite == "dispatch" else "median"
-
-
-def _case_rows(results: Sequence[Result]) -> list[_CaseRow]:
-    rows: dict[tuple[str, tuple[tuple[str, Param], ...]], _CaseRow] = {}
-    for r in results:
-        key = (r.name, tuple(sorted(r.params.items())))
-        row = rows.setdefault(key, _CaseRow(r.name, r.params, {}))
-        row.results.setdefault(r.impl, []).append(r)
-    return list(rows.values())
-
-
-def _print_suite(console: Console, suite: str, results: Sequence[Result]) -> None:
-    rows = _case_rows(results)
-    found = {impl for row in rows for impl in row.results}
+    statistic = "min" if suite == "dispatch" else "median"
+    results = results_frame(
+        [dataclasses.replace(run, results=tuple(r for r in run.results if r.suite == suite))]
+    )
+    cases = cases_frame(results)
+    found = set(impls_of(cases))
     impls = [i for i in _IMPL_ORDER if i in found] + sorted(found.difference(_IMPL_ORDER))
-    varying, same = _split_params([row.params for row in rows])
-    launches = len({r.launch for r in results})
-    unit = time_unit(t for row in rows for i in impls if (t := row.time_s(i)) is not None)
+    params = params_of(cases)
+    varying, same = _split_params(params)
+    words = {"case": cells(cases["name", ""])}
+    words |= {name: [_param(name, of_case.get(name)) for of_case in params] for name in varying}
+    figures = _figure_columns(cases, impls, f"{statistic}_s")
 
     table = _table(plain=not console.is_terminal)
-    _add_words(table, "case", [row.name for row in rows])
-    for name in varying:
-        _add_words(table, name, [_param(name, row.params.get(name)) for row in rows])
-    columns = _figure_columns(rows, impls, unit)
-    for title, _ in columns:
+    for title, column in words.items():
+        _add_words(table, title, column)
+    for title, _ in figures:
         _add_figures(table, title)
-    for row in rows:
-        params = [_param(name, row.params.get(name)) for name in varying]
-        table.add_row(_text(row.name), *map(_text, params), *(_text(figure(row)) for _, figure in columns))
+    for row in zip(*words.values(), *(column for _, column in figures), strict=True):
+        table.add_row(*map(_text, row))
 
     _line(console, "")
-    title = f"{suite}: {_figure_of(suite)} of the samples"
+    launches = results["launch"].nunique()
+    title = f"{suite}: {statistic} of the samples"
     title += f", median over {launches} launches" if launches > 1 else ""
     _line(console, _title(title, same), style="bold")
     _print_table(console, table)
 
 
-def _figure_columns(
-    rows: Sequence[_CaseRow], impls: Sequence[str], unit: Unit
-) -> list[tuple[str, Callable[[_CaseRow], str]]]:
-    """(title, figure of a row): a time per impl, core/torch, then the bandwidths that were measured."""
+def _figure_columns(cases: pd.DataFrame, impls: Sequence[str], statistic: str) -> list[tuple[str, list[str]]]:
+    """(title, cells): a time per impl, core/torch, then the bandwidths that were measured."""
+    from dtbench.frame import cells
 
-    def time_of(impl: str) -> Callable[[_CaseRow], str]:
-        return lambda row: row.status(impl) if (t := row.time_s(impl)) is None else unit.format(t)
-
-    def ratio(row: _CaseRow) -> str:
-        core, torch = row.time_s("core"), row.time_s("torch")
-        return format_ratio(core / torch if core is not None and torch else None)
-
-    def bandwidth_of(impl: str, which: str, scale: Unit) -> Callable[[_CaseRow], str]:
-        return lambda row: scale.format(row.bandwidth(impl, which))
-
-    columns = [(f"{_IMPL_TITLES.get(impl, impl)} [{unit.name}]", time_of(impl)) for impl in impls]
+    times = {impl: cells(cases[statistic, impl]) for impl in impls}
+    unit = time_unit(t for column in times.values() for t in column if t is not None)
+    columns = []
+    for impl, column in times.items():
+        # Why there is no figure, or "-" where the case has no such impl.
+        instead = [s if s not in (None, "ok") else "-" for s in cells(cases["status", impl])]
+        figures = [s if t is None else unit.format(t) for t, s in zip(column, instead, strict=True)]
+        columns.append((f"{_IMPL_TITLES.get(impl, impl)} [{unit.name}]", figures))
     if {"core", "torch"} <= set(impls):
-        columns.append(("core/torch", ratio))
+        columns.append(("core/torch", list(map(format_ratio, cells(cases["core/torch", statistic])))))
     for which, short in (("algbw_Bps", "algbw"), ("busbw_Bps", "busbw")):
-        figures = {i: [b for row in rows if (b := row.bandwidth(i, which)) is not None] for i in impls}
-        shown = [impl for impl in impls if figures[impl]]
-        scale = bandwidth_unit(b for impl in shown for b in figures[impl])
-        for impl in shown:
+        bandwidths = {i: b for i in impls if any(b := cells(cases[which, i]))}
+        scale = bandwidth_unit(b for column in bandwidths.values() for b in column if b is not None)
+        for impl, column in bandwidths.items():
             name = short if len(impls) == 1 else f"{impl} {short}"
-            columns.append((f"{name} [{scale.name}]", bandwidth_of(impl, which, scale)))
+            columns.append((f"{name} [{scale.name}]", list(map(scale.format, column))))
     return columns
 
 
@@ -322,10 +308,6 @@ def _case_text(name: str, params: Mapping[str, Param]) -> str:
 
 
 # --------------------------------------------------------------------------------- printing
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
 
 
 def _console() -> Console:

@@ -4,39 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, fields
 from typing import Any
 
-from dtbench.model import Param, Result, Run
+import pandas as pd
+
+from dtbench.frame import COUNTER, cases_frame, cells, impls_of, names_of, params_of, results_frame
+from dtbench.model import Param, Run
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One impl of one case: medians over launches of each launch's order statistics, in seconds."""
+    """One impl of one case over its launches, as `dtbench.frame.cases_frame` merges them."""
 
-    suite: str
-    name: str
     impl: str
-    params: Mapping[str, Param]
     median_s: float
     p25_s: float
     p75_s: float
-    launches: int
-    samples: int
     size_bytes: int | None
-    busbw_factor: float | None
+    algbw_Bps: float | None  # noqa: N815 - bytes per second, as the run file spells it
+    busbw_Bps: float | None  # noqa: N815
     rank_spread: float | None  # longest over shortest reading of the ranks, median over samples
     counters: Mapping[str, float]
-
-    @property
-    def algbw_Bps(self) -> float | None:  # noqa: N802 - bytes per second, as the run file spells it
-        return self.size_bytes / self.median_s if self.size_bytes else None
-
-    @property
-    def busbw_Bps(self) -> float | None:  # noqa: N802
-        algbw = self.algbw_Bps
-        return algbw * self.busbw_factor if algbw is not None and self.busbw_factor is not None else None
 
 
 @dataclass(frozen=True)
@@ -68,47 +57,22 @@ class Case:
 
 def collect(runs: Sequence[Run]) -> dict[str, list[Case]]:
     """Suite -> cases, in the order in which they were first measured."""
-    launches: dict[tuple[Any, ...], list[Result]] = {}
-    for run in runs:
-        for result in run.results:
-            if result.status == "ok" and result.time_s is not None and result.time_s.median > 0:
-                launches.setdefault(result.case_key, []).append(result)
-    cases: dict[str, dict[tuple[Any, ...], Case]] = {}
-    for (suite, name, impl, params), results in launches.items():
-        of_suite = cases.setdefault(suite, {})
-        case = of_suite.setdefault((name, params), Case(name, dict(params), {}))
-        case.impls[impl] = _merge(results)  # type: ignore[index]
-    return {suite: list(of_suite.values()) for suite, of_suite in cases.items()}
+    results = results_frame(runs)
+    timed = results[(results["status"] == "ok") & (results["median_s"] > 0)]
+    return {suite: _cases(cases_frame(timed[timed["suite"] == suite])) for suite in distinct(timed["suite"])}
 
 
-def _merge(results: Sequence[Result]) -> Measured:
-    first = results[0]
-    times = [r.time_s for r in results if r.time_s is not None]
-    factors = [r.busbw_Bps / r.algbw_Bps for r in results if r.busbw_Bps is not None and r.algbw_Bps]
-    spreads = [s for r in results if (s := _rank_spread(r)) is not None]
-    return Measured(
-        first.suite,
-        first.name,
-        first.impl,
-        first.params,
-        median(t.median for t in times),
-        median(t.p25 for t in times),
-        median(t.p75 for t in times),
-        len(results),
-        sum(t.n for t in times),
-        first.size_bytes,
-        factors[0] if factors else None,
-        median(spreads) if spreads else None,
-        first.counters,
-    )
-
-
-def _rank_spread(result: Result) -> float | None:
-    per_rank = [samples for samples in result.rank_samples_s.values() if samples]
-    if len(per_rank) < 2:
-        return None
-    ratios = [max(at) / min(at) for at in zip(*per_rank, strict=False) if min(at) > 0]
-    return median(ratios) if ratios else None
+def _cases(frame: pd.DataFrame) -> list[Case]:
+    figures = [f.name for f in fields(Measured) if f.name not in ("impl", "counters")]
+    counters = names_of(frame, COUNTER)
+    impls: list[dict[str, Measured]] = [{} for _ in range(len(frame))]
+    for impl in impls_of(frame):
+        columns = {name: cells(frame[name, impl]) for name in (*figures, *counters)}
+        for row, measured in enumerate(impls):
+            if columns["median_s"][row] is not None:
+                there = {c.removeprefix(COUNTER): v for c in counters if (v := columns[c][row]) is not None}
+                measured[impl] = Measured(impl, **{f: columns[f][row] for f in figures}, counters=there)
+    return [Case(*case) for case in zip(cells(frame["name", ""]), params_of(frame), impls, strict=True)]
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:

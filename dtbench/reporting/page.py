@@ -259,17 +259,17 @@ def _bandwidth_headlines(cases: Sequence[Case]) -> list[Headline]:
     for dim, members in group(reduces, lambda c: c.get("mesh_dim")).items():
         together = [c for c in members if c.get("groups") == "together"] or members
         best = max(
-            (m for c in together for m in c.impls.values() if m.busbw_Bps),
-            key=lambda m: m.busbw_Bps or 0,
+            ((m, c) for c in together for m in c.impls.values() if m.busbw_Bps),
+            key=lambda pair: pair[0].busbw_Bps or 0,
             default=None,
         )
         if best is not None:
-            groups = best.params.get("groups", "")
+            measured, case = best
             words = (
                 f"bus bandwidth of all_reduce over {dim} at its best, "
-                f"{format_size(best.size_bytes)}, groups {groups}"
+                f"{format_size(measured.size_bytes)}, groups {case.get('groups')}"
             )
-            found.append(Headline(format_bandwidth(best.busbw_Bps), words, "collectives"))
+            found.append(Headline(format_bandwidth(measured.busbw_Bps), words, "collectives"))
     return found
 
 
