@@ -180,12 +180,19 @@ def run(text: str, sizes: Any, suites: tuple[str, ...], **given: Any) -> int:
 @cli.command()
 @click.argument("runs", nargs=-1, required=True, type=_RUN_FILE, metavar="RUN...")
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
-def show(runs: tuple[Path, ...], as_json: bool) -> None:
+@click.option("--csv", "as_csv", is_flag=True, help="One line per result, for spreadsheets.")
+def show(runs: tuple[Path, ...], as_json: bool, as_csv: bool) -> None:
     """Tables of the results in run files."""
     from dtbench.store import read_run
-    from dtbench.tables import print_runs
+    from dtbench.tables import print_csv, print_runs
 
-    print_runs([read_run(path) for path in runs], as_json)
+    if as_json and as_csv:
+        raise click.UsageError("--json and --csv exclude each other: give one of them")
+    read = [read_run(path) for path in runs]
+    if as_csv:
+        print_csv(read)
+    else:
+        print_runs(read, as_json)
 
 
 @cli.command()
