@@ -76,6 +76,15 @@ def test_only_dims_with_several_ranks_are_measured(suite: str):
     assert {c.params["dtype"] for c in cases(suite, PLANS["2x2"])} == {"float32", "bfloat16"}
 
 
+@pytest.mark.parametrize("suite", ["redistribute", "collectives"])
+def test_a_sweep_that_was_chosen_is_measured_whole(suite: str):
+    chosen = Plan((("tp", 2),), (2**10, 2**14, 2**18, 2**22), sizes_chosen=True)
+    by_case: dict[tuple[str, object], set[object]] = {}
+    for case in cases(suite, chosen):
+        by_case.setdefault((case.name, case.params.get("mode")), set()).add(case.params["size"])
+    assert set(map(frozenset, by_case.values())) == {frozenset(chosen.sizes_bytes)}
+
+
 def test_collectives_of_one_rank_have_no_bus_bandwidth():
     assert {c.busbw_factor for c in cases("collectives", PLANS["one rank"])} == {None}
 
