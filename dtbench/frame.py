@@ -7,7 +7,7 @@ Units stand in the names, as in the run file. Missing is NA, or NaN in columns o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,8 @@ def results_frame(runs: Sequence[Run]) -> pd.DataFrame:
         size_bytes, algbw_Bps, busbw_Bps: bytes, and bytes per second.
         rank_spread: longest over shortest reading of the ranks in a sample, median over samples.
     Then one column per param (`param.` before its name, so none can be mistaken for another column)
-    and one per counter (`counter.`), missing where a result has none of that name. Each has one dtype;
-    where the values of a param differ in type it is `object`, and every value stays as it was.
+    and one per counter (`counter.`), missing where a result has none of that name. A param whose values
+    differ in type has the dtype `object`, so that each stays as it is; a counter is a number in any case.
     """
     pairs = [(run, result) for run in runs for result in run.results]
     results = [result for _, result in pairs]
@@ -63,9 +63,14 @@ def results_frame(runs: Sequence[Run]) -> pd.DataFrame:
     for name in _BANDWIDTHS:
         columns[name] = _column([getattr(r, name) for r in results], float)
     columns["rank_spread"] = _column([_rank_spread(r) for r in results], float)
-    for prefix, mappings in ((PARAM, [r.params for r in results]), (COUNTER, [r.counters for r in results])):
-        for name in _names(mappings):
-            columns[prefix + name] = _column([mapping.get(name) for mapping in mappings])
+    for name in _names(r.params for r in results):
+        values = [r.params.get(name) for r in results]
+        kinds = {type(value) for value in values if value is not None}
+        columns[PARAM + name] = _column(values, kinds.pop() if len(kinds) == 1 else object)
+    for name in _names(r.counters for r in results):
+        counts = [r.counters.get(name) for r in results]
+        whole = all(isinstance(count, int) for count in counts if count is not None)
+        columns[COUNTER + name] = _column(counts, int if whole else float)
     return pd.DataFrame(columns)
 
 
@@ -153,11 +158,9 @@ def _rank_spread(result: Result) -> float | None:
     return float(np.median(readings.max(axis=0)[there] / shortest[there])) if there.any() else None
 
 
-def _names(mappings: Iterable[Any]) -> list[str]:
+def _names(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for mapping in mappings for name in mapping))
 
 
-def _column(values: Sequence[Any], kind: type | None = None) -> pd.Series[Any]:
-    """kind: the type of all values, else that which they have in common, else `object`."""
-    kinds = {type(value) for value in values if value is not None} if kind is None else {kind}
-    return pd.Series(values, dtype=_DTYPES.get(kinds.pop(), "object") if len(kinds) == 1 else "object")
+def _column(values: Sequence[Any], kind: type) -> pd.Series[Any]:
+    return pd.Series(values, dtype=_DTYPES.get(kind, "object"))
