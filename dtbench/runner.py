@@ -21,7 +21,7 @@ def budget_of(world: str, quick: bool) -> Budget:
     between launches. Seconds are set so that the whole `--quick` job stays in minutes on two cores.
     """
     seconds = 0.02 if quick else 0.10
-    least, most = (20, 50) if world == "simulated" else (5, 100)
+    least, most = (20, 50) if world == "simulated" else (5, 30)
     return Budget(samples_s=seconds, least=least, most=most, warmup_s=seconds)
 
 

@@ -418,6 +418,9 @@ def combine(parts: Sequence[Mapping[str, Any]]) -> Outcome:
 def _steady_memory() -> Iterator[None]:
     """Collects garbage now and not while sampling."""
     gc.collect()
+    # What survived is modules, caches and results. Left unfrozen, the next case's collection would walk
+    # through all of torch again: longer than a short case takes.
+    gc.freeze()
     was_enabled = gc.isenabled()
     gc.disable()
     try:
