@@ -1,0 +1,306 @@
+"""Runs as data frames: nothing lost or changed in the flat one, the launches put together in the other."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pandas as pd
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dtbench.cli import cli
+from dtbench.frame import STATISTICS, cases_frame, cells, impls_of, params_of, results_frame
+from dtbench.model import STATUSES, Result, Run
+from dtbench.stats import summarize
+from dtbench.store import RunWriter
+from dtbench.tables import print_csv
+from dtbench.tests import made_up
+
+EVIL = ("=1+1", "+1", "-1", "@SUM(A1)", "a\0b", "a\0c", "\x1b[2J", '","', "\r\nnext", "\u202e", "'", " ", "é")
+TIMES = st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=5).map(summarize)
+TEXT = st.sampled_from(EVIL) | st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+NAME = st.sampled_from(["core", "torch", "a", "min_s", "core/torch", "suite"]) | TEXT.filter(bool)
+INT = st.integers(-(2**63) + 1, 2**63 - 1)
+FLOAT = st.floats(allow_nan=False, allow_infinity=False)
+AMOUNT = st.none() | st.floats(1e-3, 1e15)
+RESULTS = st.lists(
+    st.builds(
+        Result,
+        suite=NAME,
+        name=NAME,
+        impl=NAME,
+        params=st.dictionaries(TEXT, TEXT | INT | FLOAT | st.booleans(), max_size=3),
+        status=st.sampled_from(STATUSES),
+        reason=TEXT,
+        rank=st.none() | st.integers(0, 2**31),
+        size_bytes=st.none() | st.integers(0, 2**63 - 1),
+        time_s=st.none() | TIMES,
+        algbw_Bps=AMOUNT,
+        busbw_Bps=AMOUNT,
+        counters=st.dictionaries(TEXT, st.integers(-(2**53), 2**53) | FLOAT, max_size=2),
+        launch=st.integers(0, 3),
+    ),
+    max_size=12,
+)
+MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def result(impl: str, seconds: float, launch: int = 0, name: str = "add", **changes: Any) -> Result:
+    """Median `seconds`, minimum half of that."""
+    fields: dict[str, Any] = {"params": {"size": 64}, "status": "ok"}
+    fields["time_s"] = summarize([seconds / 2, seconds, 3 * seconds])
+    return Result("s", name, impl, launch=launch, **fields | changes)
+
+
+def frame(*results: Result) -> pd.DataFrame:
+    return results_frame([made_up.run(results)])
+
+
+def same(got: Any, expected: Any) -> bool:
+    """Equal, and of one type: 1 is neither True nor 1.0."""
+    return type(got) is type(expected) and got == expected
+
+
+# ------------------------------------------------------------------------------------- one row per result
+
+
+@MANY
+@given(RESULTS)
+def test_every_value_of_every_result_is_there(results: list[Result]) -> None:
+    made = results_frame([made_up.run(results[:5]), made_up.run(results[5:], run_id="second")])
+    assert len(made) == len(results)
+    assert made.columns.is_unique
+    assert cells(made["run_id"]) == ["20260101-120000-abcd"] * len(results[:5]) + ["second"] * len(
+        results[5:]
+    )
+    for field in ("suite", "name", "impl", "launch", "status", "reason", "rank", "size_bytes"):
+        for got, r in zip(cells(made[field]), results, strict=True):
+            assert same(got, getattr(r, field)), field
+    for field in ("algbw_Bps", "busbw_Bps"):
+        assert cells(made[field]) == [getattr(r, field) for r in results]
+    for field in STATISTICS:
+        assert cells(made[field]) == [r.time_s and getattr(r.time_s, field[:-2]) for r in results]
+    assert cells(made["samples"]) == [r.time_s and r.time_s.n for r in results]
+    for name in {name for r in results for name in r.params}:
+        for got, r in zip(cells(made["param." + name]), results, strict=True):
+            assert same(got, r.params.get(name)), name
+    for name in {name for r in results for name in r.counters}:
+        assert cells(made["counter." + name]) == [r.counters.get(name) for r in results]
+    fixed = [c for c in made.columns if not c.startswith(("param.", "counter."))]
+    named = {n for r in results for n in r.params}, {n for r in results for n in r.counters}
+    assert len(made.columns) == len(fixed) + sum(map(len, named))
+
+
+def test_whole_numbers_stay_whole_where_some_are_missing() -> None:
+    made = frame(
+        result("core", 1.0, params={"size": 2**63 - 1, "flag": True}, size_bytes=2**53 + 1),
+        result("torch", 1.0, params={"text": "x"}, counters={"calls": 2}),
+    )
+    dtypes = {c: str(t) for c, t in made.dtypes.items()}
+    assert (dtypes["size_bytes"], dtypes["param.size"], dtypes["counter.calls"]) == ("Int64",) * 3
+    assert (dtypes["param.flag"], dtypes["param.text"]) == ("boolean", "string")
+    assert cells(made["param.size"]) == [2**63 - 1, None]
+    assert cells(made["size_bytes"]) == [2**53 + 1, None]
+
+
+def test_a_param_may_have_the_name_of_a_field() -> None:
+    made = frame(
+        result("core", 1.0, params={"name": "x", "median_s": 5, "param.name": 7}, counters={"name": 3})
+    )
+    assert cells(made["name"]) == ["add"]
+    assert cells(made["median_s"]) == [1.0]
+    assert (cells(made["param.name"]), cells(made["param.median_s"])) == (["x"], [5])
+    assert (cells(made["param.param.name"]), cells(made["counter.name"])) == ([7], [3])
+    assert params_of(cases_frame(made)) == [{"name": "x", "median_s": 5, "param.name": 7}]
+
+
+def test_no_results_make_an_empty_frame() -> None:
+    made = results_frame([])
+    assert len(made) == 0
+    assert {"run_id", "case", "median_s", "busbw_Bps"} <= set(made.columns)
+    cases = cases_frame(made)
+    assert (len(cases), impls_of(cases), params_of(cases)) == (0, [], [])
+
+
+def test_the_spread_of_ranks() -> None:
+    def of(samples: dict[str, tuple[float, ...]]) -> Any:
+        return cells(frame(result("core", 1.0, rank_samples_s=samples))["rank_spread"])[0]
+
+    assert of({"0": (1.0, 2.0, 8.0), "1": (2.0, 2.0, 2.0)}) == 2.0
+    assert of({"0": (1.0, 5.0), "1": (3.0,), "2": ()}) == 3.0
+    assert of({"0": (0.0, 1.0), "1": (3.0, 4.0)}) == 4.0
+    assert of({"0": (0.0,), "1": (3.0,)}) is None
+    assert of({"0": (1.0,)}) is None
+
+
+# --------------------------------------------------------------------------------------- one row per case
+
+
+@MANY
+@given(RESULTS)
+def test_cases_hold_the_medians_of_their_good_launches(results: list[Result]) -> None:
+    # Done here again with dicts, apart from the frame's own way.
+    by_case: dict[Any, dict[str, list[Result]]] = {}
+    for r in results:
+        key = (r.suite, r.name, tuple(sorted(r.params.items())))
+        by_case.setdefault(key, {}).setdefault(r.impl, []).append(r)
+    cases = cases_frame(frame(*results))
+    assert cases.columns.is_unique
+    assert impls_of(cases) == list(dict.fromkeys(r.impl for r in results))
+    assert [*zip(cells(cases["suite", ""]), cells(cases["name", ""]), strict=True)] == [
+        k[:2] for k in by_case
+    ]
+    assert params_of(cases) == [dict(params) for _, _, params in by_case]
+    for impl in impls_of(cases):
+        columns = {c: cells(cases[c, impl]) for c in (*STATISTICS, "samples", "launches", "status")}
+        for row, impls in enumerate(by_case.values()):
+            of_impl = impls.get(impl, [])
+            good = [r.time_s for r in of_impl if r.status == "ok" and r.time_s]
+            for name in STATISTICS:
+                expected = statistics.median(getattr(t, name[:-2]) for t in good) if good else None
+                assert columns[name][row] == expected
+            assert columns["samples"][row] == (sum(t.n for t in good) if good else None)
+            assert columns["launches"][row] == (len(good) or None)
+            bad = [r.status for r in of_impl if r.status != "ok"]
+            assert columns["status"][row] == ((bad or ["ok"])[0] if of_impl else None)
+
+
+def test_cases_and_impls_stand_in_the_order_of_their_first_result() -> None:
+    names = ["z", "b", "a"]
+    cases = cases_frame(frame(*(result(i, 1.0, name=n) for n in names for i in ("torch", "core"))))
+    assert cells(cases["name", ""]) == names
+    assert impls_of(cases) == ["torch", "core"]
+
+
+def test_core_over_torch_where_both_were_measured() -> None:
+    cases = cases_frame(
+        frame(
+            result("core", 2.0),
+            result("core", 4.0, 1),
+            result("torch", 6.0),
+            result("core", 1.0, name="alone"),
+            result("torch", 1.0, name="failed", status="failed", time_s=None),
+            result("core", 1.0, name="failed"),
+            result("core", 1.0, name="zero"),
+            result("torch", 0.0, name="zero"),
+        )
+    )
+    assert cells(cases["core/torch", "median_s"]) == [0.5, None, None, None]
+    assert cells(cases["core/torch", "min_s"]) == [0.5, None, None, None]
+    assert cells(cases["status", "torch"]) == ["ok", None, "failed", "ok"]
+
+
+def test_a_launch_that_is_not_ok_has_no_say() -> None:
+    cases = cases_frame(
+        frame(
+            result("core", 100.0, status="wrong", algbw_Bps=1.0, counters={"calls": 9}, size_bytes=9),
+            result("core", 2.0, 1, algbw_Bps=50.0, counters={"calls": 3}, size_bytes=100),
+        )
+    )
+    figures = {f: cells(cases[f, "core"]) for f in ("median_s", "algbw_Bps", "counter.calls", "size_bytes")}
+    assert figures == {"median_s": [2.0], "algbw_Bps": [50.0], "counter.calls": [3], "size_bytes": [100]}
+    assert cells(cases["launches", "core"]) == [1]
+    assert cells(cases["status", "core"]) == ["wrong"]
+
+
+def test_the_bandwidth_is_that_of_the_median_time() -> None:
+    size = 10**6
+    launches = [result("core", t, i, size_bytes=size, algbw_Bps=size / t) for i, t in enumerate((1.0, 3.0))]
+    cases = cases_frame(frame(*launches))
+    assert cells(cases["algbw_Bps", "core"]) == [pytest.approx(size / 2.0)]
+    assert cells(cases["busbw_Bps", "core"]) == [None]
+
+
+def test_strings_that_differ_after_a_null_character_are_different_cases() -> None:
+    made = frame(result("core", 1.0, params={"x": "a\0b"}), result("core", 2.0, params={"x": "a\0c"}))
+    assert cells(cases_frame(made)["median_s", "core"]) == [1.0, 2.0]
+
+
+# ---------------------------------------------------------------------------------------------------- CSV
+
+
+def test_the_csv_has_a_line_per_result_and_its_figures_exactly(capsys: pytest.CaptureFixture[str]) -> None:
+    run = made_up.everything()
+    print_csv([run, run])
+    lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert len(lines) == 2 * len(run.results)
+    for line, r in zip(lines, run.results, strict=False):
+        assert r.time_s
+        assert (line["suite"], line["name"], line["impl"]) == (r.suite, r.name, r.impl)
+        assert float(line["median_s"]) == r.time_s.median
+        assert {k: line[f"param.{k}"] for k in r.params} == {k: str(v) for k, v in r.params.items()}
+        assert line["size_bytes"] == ("" if r.size_bytes is None else str(r.size_bytes))
+
+
+def test_no_cell_of_the_csv_is_a_formula_or_steers_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    results = [
+        Result(e, e, e, {e: e, "mixed": e, "plain": i}, "failed", e) for e in EVIL for i in (-1, 2)
+    ] + [Result("s", "n", "core", {"mixed": -5}, "ok", counters={"=x": -2.5})]
+    print_csv([made_up.run(results, run_id="=run")])
+    out = capsys.readouterr().out
+    assert not set("\x1b\r\0\u202e") & set(out)
+    head, *rows = csv.reader(io.StringIO(out))
+    assert out.count("\n") == len(results) + 1
+    assert all(len(row) == len(head) for row in rows)
+    for row in [head, *rows]:
+        for cell in row:
+            assert not cell.startswith(("=", "+", "@"))
+            assert not cell.startswith("-") or math.isfinite(float(cell))
+    lines = [dict(zip(head, row, strict=True)) for row in rows]
+    assert lines[0]["run_id"] == "'=run"
+    assert lines[0]["reason"] == "'=1+1"
+    assert {line["name"] for line in lines if line["reason"] == "'-1"} == {"'-1"}
+    assert (lines[0]["param.plain"], lines[-1]["param.mixed"], lines[-1]["counter.=x"]) == (
+        "-1",
+        "-5",
+        "-2.5",
+    )
+
+
+# ----------------------------------------------------------------------------------------------- imports
+
+
+def test_reading_a_run_as_a_frame_loads_no_torch() -> None:
+    code = "import sys, dtbench.frame; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_json_and_comparisons_do_not_wait_for_pandas() -> None:
+    code = (
+        "import sys, pathlib\n"
+        "from dtbench import compare, tables\n"
+        "from dtbench.tests import made_up\n"
+        "run = made_up.run(made_up.NOT_OK)\n"
+        "tables.print_runs([run], as_json=True)\n"
+        "tables.print_comparison(compare.compare([run], [run]))\n"
+        "sys.exit('pandas' in sys.modules)"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_given_twice_counts_its_launches_twice() -> None:
+    run: Run = made_up.run([result("core", 1.0)])
+    cases = cases_frame(results_frame([run, run]))
+    assert cells(cases["launches", "core"]) == [2]
+
+
+def test_show_writes_csv_but_not_beside_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "a.jsonl")
+    with RunWriter.create(path, made_up.header()) as writer:
+        writer.append(result("core", 1.5))
+    cli.main(["show", path, "--csv"], standalone_mode=False)
+    (line,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert (line["impl"], line["param.size"], line["median_s"]) == ("core", "64", "1.5")
+    with pytest.raises(click.UsageError, match="--json and --csv"):
+        cli.main(["show", path, "--csv", "--json"], standalone_mode=False)
