@@ -59,7 +59,7 @@ class Suite:
 _registered: dict[str, Suite] = {}
 
 
-def suite(name: str, *, world: WorldKind, help: str) -> Callable[[Callable[[Plan], Iterator[Case]]], Suite]:  # noqa: A002 - the word click uses
+def suite(name: str, *, world: WorldKind, help: str) -> Callable[[Callable[[Plan], Iterator[Case]]], Suite]:
     """Registers a generator of cases as the suite `name`."""
 
     def register(cases: Callable[[Plan], Iterator[Case]]) -> Suite:
@@ -88,7 +88,9 @@ def load(names: Iterable[str] = ()) -> list[Suite]:
             chosen.append(_registered[name])
         else:
             known = ", ".join(s.name for s in builtin)
-            raise UsageError(f"no suite is called {name!r}: the suites are {known}, or give the path of a .py file")
+            raise UsageError(
+                f"no suite is called {name!r}: the suites are {known}, or give the path of a .py file"
+            )
     return chosen or builtin
 
 
@@ -105,5 +107,7 @@ def _load_file(path: Path) -> list[Suite]:
         raise UsageError(f"the suite file {path} failed to load: {type(error).__name__}: {error}") from error
     new = [s for name, s in _registered.items() if before.get(name) is not s]
     if not new:
-        raise UsageError(f"{path} registers no suite: decorate a function of the plan with @dtbench.registry.suite")
+        raise UsageError(
+            f"{path} registers no suite: decorate a function of the plan with @dtbench.registry.suite"
+        )
     return new
