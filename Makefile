@@ -10,6 +10,7 @@ PAGE := reports/bench-$(STAMP).html
 .PHONY: bench test install lint types imports unit clean
 
 bench: install
+	@mkdir -p results reports
 	$(BIN)/dtbench run -o $(RUN).jsonl
 	$(BIN)/dtbench calibrate $(RUN).jsonl -o $(RUN).topology.json
 	$(BIN)/dtbench report $(RUN).jsonl --topology $(RUN).topology.json -o $(PAGE)
