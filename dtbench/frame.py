@@ -39,6 +39,7 @@ def results_frame(runs: Sequence[Run]) -> pd.DataFrame:
     Then one column per param (`param.` before its name, so none can be mistaken for another column)
     and one per counter (`counter.`), missing where a result has none of that name. A param whose values
     differ in type has the dtype `object`, so that each stays as it is; a counter is a number in any case.
+    A null character, which pandas may take for the end of a text, is spelled out as \\x00.
     """
     pairs = [(run, result) for run in runs for result in run.results]
     results = [result for _, result in pairs]
@@ -66,11 +67,11 @@ def results_frame(runs: Sequence[Run]) -> pd.DataFrame:
     for name in _names(r.params for r in results):
         values = [r.params.get(name) for r in results]
         kinds = {type(value) for value in values if value is not None}
-        columns[PARAM + name] = _column(values, kinds.pop() if len(kinds) == 1 else object)
+        columns[PARAM + _text(name)] = _column(values, kinds.pop() if len(kinds) == 1 else object)
     for name in _names(r.counters for r in results):
         counts = [r.counters.get(name) for r in results]
         whole = all(isinstance(count, int) for count in counts if count is not None)
-        columns[COUNTER + name] = _column(counts, int if whole else float)
+        columns[COUNTER + _text(name)] = _column(counts, int if whole else float)
     return pd.DataFrame(columns)
 
 
@@ -162,5 +163,11 @@ def _names(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for mapping in mappings for name in mapping))
 
 
-def _column(values: Sequence[Any], kind: type) -> pd.Series[Any]:
-    return pd.Series(values, dtype=_DTYPES.get(kind, "object"))
+def _column(values: Iterable[Any], kind: type) -> pd.Series[Any]:
+    if kind in (str, object):
+        values = [_text(value) if isinstance(value, str) else value for value in values]
+    return pd.Series(list(values), dtype=_DTYPES.get(kind, "object"))
+
+
+def _text(text: str) -> str:
+    return text.replace("\0", "\\x00")

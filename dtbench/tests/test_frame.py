@@ -27,7 +27,9 @@ from dtbench.tests import made_up
 
 EVIL = ("=1+1", "+1", "-1", "@SUM(A1)", "a\0b", "a\0c", "\x1b[2J", '","', "\r\nnext", "\u202e", "'", " ", "é")
 TIMES = st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=5).map(summarize)
-TEXT = st.sampled_from(EVIL) | st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+# Without null characters, which have a test of their own.
+TEXT = st.sampled_from([text for text in EVIL if "\0" not in text])
+TEXT |= st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=5)
 NAME = st.sampled_from(["core", "torch", "a", "min_s", "core/torch", "suite"]) | TEXT.filter(bool)
 INT = st.integers(-(2**63) + 1, 2**63 - 1)
 FLOAT = st.floats(allow_nan=False, allow_infinity=False)
@@ -220,9 +222,19 @@ def test_the_bandwidth_is_that_of_the_median_time() -> None:
     assert cells(cases["busbw_Bps", "core"]) == [None]
 
 
-def test_strings_that_differ_after_a_null_character_are_different_cases() -> None:
-    made = frame(result("core", 1.0, params={"x": "a\0b"}), result("core", 2.0, params={"x": "a\0c"}))
-    assert cells(cases_frame(made)["median_s", "core"]) == [1.0, 2.0]
+def test_texts_that_differ_by_a_null_character_are_told_apart() -> None:
+    # pandas and numpy take it for the end of a text here and there.
+    texts = ["a", "a\0", "a\0b", "a\0c", "\0"]
+    made = frame(
+        *(result(text, 1.0 + i, params={text: text}, counters={text: i}) for i, text in enumerate(texts))
+    )
+    cases = cases_frame(made)
+    spelled = ["a", "a\\x00", "a\\x00b", "a\\x00c", "\\x00"]
+    assert impls_of(cases) == spelled
+    assert params_of(cases) == [{text: text} for text in spelled]
+    for row, text in enumerate(spelled):
+        assert cells(cases["median_s", text]) == [1.0 + i if i == row else None for i in range(5)]
+        assert cells(cases["counter." + text, text])[row] == row
 
 
 # ---------------------------------------------------------------------------------------------------- CSV
