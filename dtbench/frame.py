@@ -156,7 +156,9 @@ def _rank_spread(result: Result) -> float | None:
     readings = np.array([samples[:shared] for samples in per_rank])
     shortest = readings.min(axis=0)
     there = shortest > 0
-    return float(np.median(readings.max(axis=0)[there] / shortest[there])) if there.any() else None
+    with np.errstate(over="ignore"):  # times of a foreign file may lie so far apart that this is infinite
+        ratios = readings.max(axis=0)[there] / shortest[there]
+    return float(np.median(ratios)) if there.any() else None
 
 
 def _names(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
