@@ -170,15 +170,38 @@ def _apply_one(local: torch.Tensor, step: Step, info: MeshInfo) -> torch.Tensor:
             return _exchange(local, src.dim, dst.dim, shape, group, index)
         return _gather(local, src.dim, shape, group)
     if isinstance(src, Partial):
-        if isinstance(dst, Shard):
+        extremum = src.reduce_op in ("max", "min")
+        if isinstance(dst, Shard) and not extremum:
             return _reduce_scatter(local, src.reduce_op, dst.dim, shape, group, index)
-        reduced = local.clone(memory_format=torch.contiguous_format)
-        comm.all_reduce(reduced, group, src.reduce_op)
-        return reduced
+        local = (
+            _extremum(local, src.reduce_op, group) if extremum else _all_reduce(local, src.reduce_op, group)
+        )
+        if dst.is_replicate():
+            return local
     if isinstance(dst, Shard):
         length, offset = chunk_extent(shape[dst.dim], parts, index)
         return local.narrow(dst.dim, offset, length).clone(memory_format=torch.contiguous_format)
     return _replicate_to_partial(local, dst, index)
+
+
+def _all_reduce(local: torch.Tensor, op: str, group: Any) -> torch.Tensor:
+    reduced = local.clone(memory_format=torch.contiguous_format)
+    comm.all_reduce(reduced, group, op)
+    return reduced
+
+
+def _extremum(local: torch.Tensor, op: str, group: Any) -> torch.Tensor:
+    """The max or min over the ranks, NaN where any rank has NaN, as in torch.
+
+    Transports compare with < and so drop a NaN: floats travel with a flag each, in one collective.
+    """
+    if not local.is_floating_point():
+        return _all_reduce(local, op, group)
+    sign = 1 if op == "max" else -1
+    nan = local.isnan()
+    values = local.masked_fill(nan, -sign * math.inf)
+    both = _all_reduce(torch.stack([values, nan.to(local.dtype) * sign]), op, group)
+    return both[0].masked_fill(both[1] != 0, math.nan)
 
 
 def _replicate_to_partial(local: torch.Tensor, dst: Placement, index: int) -> torch.Tensor:

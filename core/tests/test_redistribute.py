@@ -131,6 +131,29 @@ def test_pending_reductions(ranks: Worlds) -> None:
         assert got == {op: value.tolist() for op, value in want.items()}
 
 
+def _extrema_with_nan() -> list[str]:
+    """Column 0 has a NaN on one rank, column 1 infinities, column 2 plain values."""
+    from dtbench_core import DTensor
+
+    mesh, wrong, inf, nan = mesh_of((4,)), [], float("inf"), float("nan")
+    full = torch.tensor([[1.0, inf, 4.0], [nan, 2.0, 3.0], [0.0, -inf, 2.0], [5.0, 1.0, 9.0]])
+    mine = full[dist.get_rank()]
+    for op, want in {"max": full.amax(0), "min": full.amin(0)}.items():
+        term = DTensor.from_local(mine, mesh, [Partial(op)])
+        rows = place(full, mesh, (S0,))
+        reduced = rows.amax(0) if op == "max" else rows.amin(0)
+        results = {"P -> R": term, "P -> S": term.redistribute(placements=[S0]), "amax, amin": reduced}
+        for what, got in results.items():
+            if not torch.allclose(got.full_tensor(), want, rtol=0, atol=0, equal_nan=True):
+                wrong.append(f"{what} of {op}: {got.full_tensor()} is not {want}")  # noqa: PERF401 - clearer so
+    return wrong
+
+
+def test_extrema_keep_nan(ranks: Worlds) -> None:
+    """Transports compare with < and lose a NaN that is not on the first rank."""
+    assert ranks(_extrema_with_nan) == [[]] * 4
+
+
 def _gradient_of_moves() -> list[str]:
     device_mesh, wrong = mesh_of((2, 2)), []
     full = torch.arange(20.0, dtype=torch.float64).reshape(5, 4)
