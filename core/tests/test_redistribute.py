@@ -145,7 +145,7 @@ def _extrema_with_nan() -> list[str]:
         results = {"P -> R": term, "P -> S": term.redistribute(placements=[S0]), "amax, amin": reduced}
         for what, got in results.items():
             if not torch.allclose(got.full_tensor(), want, rtol=0, atol=0, equal_nan=True):
-                wrong.append(f"{what} of {op}: {got.full_tensor()} is not {want}")  # noqa: PERF401 - clearer so
+                wrong.append(f"{what} of {op}: {got.full_tensor()} is not {want}")
     return wrong
 
 
