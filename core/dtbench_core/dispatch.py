@@ -110,12 +110,18 @@ def _key_of(
 
 # ---- the two entries ----
 
+# They walk the graph and take plain and distributed tensors together, each with its like.
+_AUTOGRAD = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
+
 
 def torch_function(
     cls: type[Wrapper], func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
 ) -> Any:
     """`DTensor.__torch_function__`: a user's call, above autograd."""
     kwargs = kwargs or {}
+    if func in _AUTOGRAD:
+        with DisableTorchFunction():
+            return func(*args, **kwargs)
     if (
         func in _never_fast
         or (torch.is_grad_enabled() and _requires_grad(args, kwargs))
@@ -199,6 +205,9 @@ def _watch(
         _never_fast.add(func)
         return result
     plan, op_args, op_kwargs, op_result = seen[0]
+    if isinstance(op_result, tuple):  # of layer_norm's three results the caller sees one
+        shown = [index for index, one in enumerate(op_result) if one is result]
+        op_result, plan = (result, plan.showing(shown[0])) if len(shown) == 1 else (op_result, plan)
     if len(seen) != 1 or not key or not plan.functional or result is not op_result:
         return result
     if not _accounts_for(args, kwargs, op_args, op_kwargs, plan.info.op):
@@ -254,8 +263,7 @@ def _accounts_for(
 def _refuse_plain(
     cls: type[Wrapper], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
-    """See Note [Plain tensors]. Getters, setters and autograd's own functions take
-    both rightly."""
+    """See Note [Plain tensors]. Getters and setters take both rightly."""
     for a in (*args, *kwargs.values()) if kwargs else args:
         kind = a.__class__
         if kind is cls or kind is int or kind is float:
@@ -263,7 +271,7 @@ def _refuse_plain(
         for item in a if kind is list or kind is tuple else (a,):
             if isinstance(item, torch.Tensor) and not isinstance(item, Wrapper) and item.numel() != 1:
                 name = getattr(func, "__name__", str(func))
-                if name in ("__get__", "__set__", "backward", "grad"):
+                if name in ("__get__", "__set__"):
                     return
                 raise MixedTensorError(
                     f"{name} got a plain torch.Tensor of shape {list(item.shape)} together with a DTensor, expected "

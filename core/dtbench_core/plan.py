@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -94,6 +95,12 @@ class Plan:
             for view in made if isinstance(made, (list, tuple)) else (made,):
                 view._detached_view = True
         return made
+
+    def showing(self, index: int) -> Plan:
+        """This plan for a function that gives out result `index` of the op alone."""
+        shown = copy.copy(self)
+        shown.out = self.out[index]
+        return shown
 
     def _moved(self, locals_: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         leaves, tree = tree_flatten((locals_, kwargs))

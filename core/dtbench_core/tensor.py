@@ -49,7 +49,7 @@ class DTensor(Wrapper):
     ) -> Any:
         return dispatch.torch_dispatch(cls, func, args, kwargs or {})
 
-    # Read from the spec: torch's own getters would go through __torch_function__ first.
+    # Answered at once: torch's own getters would go through __torch_function__ first.
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         return self._spec.shape
@@ -61,6 +61,14 @@ class DTensor(Wrapper):
     @property
     def ndim(self) -> int:  # type: ignore[override]
         return len(self._spec.shape)
+
+    @property
+    def requires_grad(self) -> bool:
+        return any_requires_grad(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
 
     @property
     def device_mesh(self) -> DeviceMesh:

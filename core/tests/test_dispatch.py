@@ -78,6 +78,29 @@ def test_a_learnt_call_skips_torch_dispatch(x: DTensor, slow_calls: list[str]) -
     assert torch.equal(result.to_local(), x.to_local().relu())
 
 
+def test_one_of_several_results_is_learnt_too(x: DTensor, slow_calls: list[str]) -> None:
+    def call() -> DTensor:
+        return torch.nn.functional.layer_norm(x, (4,))
+
+    _learn(call)
+    before = len(slow_calls)
+    result = call()
+    assert len(slow_calls) == before
+    assert result.placements == (Shard(0),)
+    assert torch.equal(result.to_local(), torch.nn.functional.layer_norm(x.to_local(), (4,)))
+    values, indices = torch.sort(x, 1)  # several results shown: as torch gives them
+    assert torch.equal(values.to_local(), x.to_local().sort(1).values)
+    assert torch.equal(indices.to_local(), x.to_local().sort(1).indices)
+
+
+def test_requires_grad_reads_and_writes(x: DTensor) -> None:
+    assert x.requires_grad is False
+    x.requires_grad = True
+    assert x.requires_grad is True and (x * 2).requires_grad
+    with pytest.raises(RuntimeError, match="leaf"):
+        (x * 2).requires_grad = False
+
+
 def test_views_and_writes_are_never_fast(x: DTensor, slow_calls: list[str]) -> None:
     for call in (lambda: x.view(-1), lambda: x.t(), lambda: x.add_(1), lambda: x.detach()):
         _learn(call)
