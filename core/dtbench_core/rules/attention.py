@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from dtbench_core.placement import REPLICATE, Placements, Shard
 from dtbench_core.rules.base import OpCall, Row, Strategy, aten, rule
 
@@ -29,6 +31,10 @@ def _mask(call: OpCall, dim: int, first: int) -> Placements:
 @rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
 def flash_for_cpu(call: OpCall) -> Strategy:
     """(q, k, v, mask?) -> (output, logsumexp [batch, head, length])."""
+    output, logsumexp = call.outputs
+    if call.inputs[0].dtype == torch.float64 and logsumexp is not None:
+        # torch 2.11's meta kernel says float32, which the CPU kernel keeps for smaller dtypes only.
+        call.outputs = (output, logsumexp._replace(dtype=torch.float64))
     rows = [Row((*(Shard(d),) * 3, *_mask(call, d, 3)), (Shard(d),) * 2) for d in _dims(call, 0, 1)]
     return Strategy(rows)
 
