@@ -5,7 +5,7 @@ from __future__ import annotations
 from dtbench_core.rules.base import OpCall, Strategy, aten, rule
 
 
-@rule(aten._local_scalar_dense.default, aten.equal.default, aten._fused_sdp_choice.default)
+@rule(aten._local_scalar_dense.default, aten.equal.default)
 def whole_tensors(call: OpCall) -> Strategy:
     return Strategy([])
 

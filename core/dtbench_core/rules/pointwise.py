@@ -75,13 +75,7 @@ def _adds_number(call: OpCall) -> bool:
     return len(call.inputs) == 1 and len(call.args) > 1
 
 
-@rule(
-    aten.detach.default,
-    aten.alias.default,
-    aten.lift_fresh.default,
-    aten.clone.default,
-    aten.contiguous.default,
-)
+@rule(aten.detach.default, aten.alias.default, aten.clone.default)
 def same_values(call: OpCall) -> Strategy:
     """Ops that return their input's values: every placement passes."""
     ops = ("sum", "avg", "product", "max", "min")

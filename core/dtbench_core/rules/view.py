@@ -19,7 +19,7 @@ def mapped_rows(call: OpCall, dims: Mapping[int, int], outs: int = 1) -> list[Ro
     return rows + linear_rows(call, 1, outs, ops=REDUCE_OPS)
 
 
-@rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+@rule(aten.view.default, aten._unsafe_view.default)
 def view(call: OpCall) -> Strategy:
     before, after = tuple(call.inputs[0].shape), tuple(call.outputs[0].shape)  # type: ignore[union-attr]
     rows = []
