@@ -50,7 +50,7 @@ MAX_PLANS = 8192
 
 _infos: dict[OpOverload, OpInfo] = {}
 _plans: dict[tuple[Any, ...], Plan] = {}
-_fast: dict[tuple[Any, ...], Plan] = {}
+_fast: dict[tuple[Any, ...], Plan | None] = {}  # None: watched, and not fit to be fast
 # What torch_dispatch has run since torch_function began to watch, or None when nobody watches.
 _watched: list[tuple[Plan, Sequence[Any], dict[str, Any], Any]] | None = None
 # The default dtype decides what an integer tensor times a float gives, so plans hold for one.
@@ -72,7 +72,7 @@ def cache_info() -> dict[str, int]:
     return {"plans": len(_plans), "fast": len(_fast), "bound": MAX_PLANS}
 
 
-def _store(cache: dict[tuple[Any, ...], Plan], key: tuple[Any, ...], plan: Plan) -> None:
+def _store(cache: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: Plan | None) -> None:
     while len(cache) >= MAX_PLANS:
         del cache[next(iter(cache))]  # the oldest
     cache[key] = plan
@@ -135,12 +135,17 @@ def torch_function(
             return func(*args, **kwargs)
     key, locals_, local_kwargs = _key_of(cls, func, func in _elementwise, args, kwargs)
     try:
-        plan = _fast.get(key)
+        known = key in _fast
     except TypeError:  # an argument that cannot be hashed: not a call to remember
-        plan, key = None, ()
-    if plan is not None and _default_dtype is torch.get_default_dtype():
-        return plan.run(cls, func, args, locals_, local_kwargs)
+        known, key = False, ()
+    if known and _default_dtype is torch.get_default_dtype():
+        plan = _fast[key]
+        if plan is not None:
+            return plan.run(cls, func, args, locals_, local_kwargs)
     _refuse_plain(cls, func, args, kwargs)
+    if known:
+        with DisableTorchFunction():
+            return func(*args, **kwargs)
     return _watch(func, key, args, kwargs)
 
 
@@ -204,21 +209,31 @@ def _watch(
     if not seen or any(plan.info.mutated or plan.info.aliases for plan, *_ in seen):
         _never_fast.add(func)
         return result
-    plan, op_args, op_kwargs, op_result = seen[0]
-    if isinstance(op_result, tuple):  # of layer_norm's three results the caller sees one
-        shown = [index for index, one in enumerate(op_result) if one is result]
-        op_result, plan = (result, plan.showing(shown[0])) if len(shown) == 1 else (op_result, plan)
-    if len(seen) != 1 or not key or not plan.functional or result is not op_result:
+    if not key:
         return result
-    if not _accounts_for(args, kwargs, op_args, op_kwargs, plan.info.op):
-        return result
-    if func not in _judged:
+    fit = _fitting(args, kwargs, seen, result)
+    if fit is not None and func not in _judged:
         _judged.add(func)
         if _all_elementwise(func):
             _elementwise.add(func)
             return result  # the key at hand holds numbers by value: remember the next call
-    _store(_fast, key, plan)
+    _store(_fast, key, fit)
     return result
+
+
+def _fitting(args: Sequence[Any], kwargs: dict[str, Any], seen: list[Any], result: Any) -> Plan | None:
+    """The plan that stands for the whole call, if the call was one functional op."""
+    if len(seen) != 1:
+        return None
+    plan, op_args, op_kwargs, op_result = seen[0]
+    if isinstance(op_result, tuple):  # of layer_norm's three results the caller sees one
+        shown = [index for index, one in enumerate(op_result) if one is result]
+        if len(shown) != 1:
+            return None
+        plan = plan.showing(shown[0])
+    elif result is not op_result:
+        return None
+    return plan if plan.functional and _accounts_for(args, kwargs, op_args, op_kwargs, plan) else None
 
 
 def _all_elementwise(func: Callable[..., Any]) -> bool:
@@ -240,20 +255,23 @@ def _accounts_for(
     kwargs: dict[str, Any],
     op_args: Sequence[Any],
     op_kwargs: dict[str, Any],
-    op: OpOverload,
+    plan: Plan,
 ) -> bool:
-    """Whether the op got just the function's tensors, in order, and no number but the function's own.
+    """Whether the op got just the function's tensors and no number but the function's own.
 
-    A number of another origin may come from the global shape, and would be wrong for a shard.
+    A number of another origin may come from the global shape, and would be wrong for a shard. The
+    order of the tensors matters where the plan moves some of them: it counts them.
     """
     given = tree_leaves((list(args), dict(sorted(kwargs.items()))))
     used = tree_leaves((list(op_args), dict(sorted(op_kwargs.items()))))
-    tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
-    op_tensors = [leaf for leaf in used if isinstance(leaf, torch.Tensor)]
-    if len(tensors) != len(op_tensors) or any(a is not b for a, b in zip(tensors, op_tensors, strict=True)):
+    tensors = [id(leaf) for leaf in given if isinstance(leaf, torch.Tensor)]
+    op_tensors = [id(leaf) for leaf in used if isinstance(leaf, torch.Tensor)]
+    if tensors != op_tensors and (plan.moves or sorted(tensors) != sorted(op_tensors)):
         return False
     numbers = [leaf for leaf in given if type(leaf) in (int, float)]
-    numbers += [a.default_value for a in op._schema.arguments if type(a.default_value) in (int, float)]
+    numbers += [
+        a.default_value for a in plan.info.op._schema.arguments if type(a.default_value) in (int, float)
+    ]
     return all(leaf in numbers for leaf in used if type(leaf) in (int, float))
 
 

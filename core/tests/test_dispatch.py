@@ -83,18 +83,35 @@ def test_a_learnt_call_skips_torch_dispatch(x: DTensor, slow_calls: list[str]) -
 
 
 def test_one_of_several_results_is_learnt_too(x: DTensor, slow_calls: list[str]) -> None:
+    weight, bias = (distribute_tensor(torch.rand(4), x.device_mesh, [Replicate()]) for _ in range(2))
+
     def call() -> DTensor:
-        return torch.nn.functional.layer_norm(x, (4,))
+        return torch.nn.functional.layer_norm(x, (4,), weight, bias)
 
     _learn(call)
     before = len(slow_calls)
     result = call()
     assert len(slow_calls) == before
     assert result.placements == (Shard(0),)
-    assert torch.equal(result.to_local(), torch.nn.functional.layer_norm(x.to_local(), (4,)))
+    plain = torch.nn.functional.layer_norm(x.to_local(), (4,), weight.to_local(), bias.to_local())
+    assert torch.equal(result.to_local(), plain)
     values, indices = torch.sort(x, 1)  # several results shown: as torch gives them
     assert torch.equal(values.to_local(), x.to_local().sort(1).values)
     assert torch.equal(indices.to_local(), x.to_local().sort(1).indices)
+
+
+def test_calls_that_do_not_fit_are_watched_once(x: DTensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[str] = []
+    original = dispatching._watch
+
+    def spy(func: Any, key: Any, args: Any, kwargs: Any) -> Any:
+        watched.append(func.__name__)
+        return original(func, key, args, kwargs)
+
+    monkeypatch.setattr(dispatching, "_watch", spy)
+    for _ in range(4):
+        assert torch.equal(torch.sort(x, 1).values.to_local(), x.to_local().sort(1).values)
+    assert watched.count("sort") == 1
 
 
 def test_requires_grad_reads_and_writes(x: DTensor) -> None:
