@@ -402,6 +402,17 @@ def spec_to_bytes(spec: _Spec) -> int:
     return itemsize * math.prod(spec.shape)
 
 
+def local_gib(
+    shape: Sequence[int], dtype: torch.dtype, placements: Sequence[_Placement], mesh_sizes: Sequence[int]
+) -> float:
+    """GiB per rank of a tensor so placed, all ranks taken as equal, so that every rank prices alike."""
+    elements = float(math.prod(shape))
+    for placement, ranks in zip(placements, mesh_sizes, strict=True):
+        if placement.is_shard():
+            elements /= ranks
+    return elements * dtype.itemsize / GIB
+
+
 def redistribute_cost(current_spec: _Spec, target_spec: _Spec) -> float:
     """us of communication from one spec to another of the same tensor, mesh dim by mesh dim in order.
 

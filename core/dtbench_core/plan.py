@@ -196,7 +196,7 @@ def _describe(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> OpCa
 
 def _global_results(info: OpInfo, call: OpCall) -> tuple[tuple[TensorMeta | None, ...], str]:
     """(metadata of each tensor result, "tensor" | "list" | "value"), from the op on meta tensors."""
-    if not any(_is_tensor_type(str(r.type)) for r in info.op._schema.returns):
+    if not any("Tensor" in str(r.type) for r in info.op._schema.returns):
         return (), "value"
     leaves, tree = tree_flatten((list(call.args), call.kwargs), is_leaf=lambda x: isinstance(x, DTensorSpec))
     meta_args, meta_kwargs = tree_unflatten([_as_meta(leaf) for leaf in leaves], tree)
@@ -205,10 +205,6 @@ def _global_results(info: OpInfo, call: OpCall) -> tuple[tuple[TensorMeta | None
     listed = result if several else [result]
     metas = tuple(None if t is None else TensorMeta(t.shape, t.stride(), t.dtype) for t in listed)
     return metas, "list" if several else "tensor"
-
-
-def _is_tensor_type(name: str) -> bool:
-    return "Tensor" in name
 
 
 def _as_meta(leaf: Any) -> Any:

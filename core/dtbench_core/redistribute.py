@@ -34,8 +34,6 @@ from dtbench_core.placement import (
 from dtbench_core.spec import DTensorSpec, contiguous_stride, numel
 from dtbench_core.wrapper import Wrapped, Wrapper, wrap
 
-BYTES_PER_GIB = 1024**3
-
 
 class Step(NamedTuple):
     """One transition on one mesh dim. `shape` is the tensor that the ranks of the mesh dim share."""
@@ -88,7 +86,6 @@ def _search(src: DTensorSpec, dst: Placements) -> tuple[Step, ...]:
     info = src.info
     coordinate = info.my_coordinate()
     topology = cost.topology_of(info.mesh)
-    itemsize = src.dtype.itemsize
     order = itertools.count(1)  # ties: the shorter path, then the earlier; the same on every rank
     queue: list[tuple[float, int, int, Placements, tuple[Step, ...]]] = [(0.0, 0, 0, src.placements, ())]
     settled: set[Placements] = set()
@@ -99,7 +96,7 @@ def _search(src: DTensorSpec, dst: Placements) -> tuple[Step, ...]:
         if state in settled:
             continue
         settled.add(state)
-        local_gib = _local_elements(src.shape, state, info.sizes) * itemsize / BYTES_PER_GIB
+        local_gib = cost.local_gib(src.shape, src.dtype, state, info.sizes)
         for mesh_dim, target in _moves(state, dst):
             price = cost.transition_cost(state[mesh_dim], target, local_gib, topology, mesh_dim)
             if price == math.inf:
@@ -136,15 +133,6 @@ def _moves(state: Placements, dst: Placements) -> Iterator[tuple[int, Placement]
 def _nesting_allows(state: Placements, mesh_dim: int, placement: Placement) -> bool:
     """See Note [Nested shards]."""
     return not isinstance(placement, Shard) or placement not in state[mesh_dim + 1 :]
-
-
-def _local_elements(shape: tuple[int, ...], placements: Placements, sizes: tuple[int, ...]) -> float:
-    """Elements per rank, ranks taken as equal: all ranks must price alike."""
-    elements: float = numel(shape)
-    for placement, parts in zip(placements, sizes, strict=True):
-        if isinstance(placement, Shard):
-            elements /= parts
-    return elements
 
 
 # ---- applying ----

@@ -39,8 +39,7 @@ class Strategy:
     """A rule's answer. The all-Replicate row is understood and need not be listed.
 
     local_shape_args: positions of arguments that hold the output's global shape (as `view` does),
-        to be replaced by the local one. input_shape_args: position -> input index, likewise for the
-        shape of an input's counterpart, with the *output's* placements (as slice_backward does).
+        to be replaced by the local one.
     local_op: run on the shards instead of the op, where the local computation differs.
     """
 

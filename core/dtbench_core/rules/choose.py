@@ -9,8 +9,6 @@ from dtbench_core import cost
 from dtbench_core.placement import Placement, Placements, Shard, chunk_extent
 from dtbench_core.rules.base import OpCall, Row, Strategy, replicated_row
 
-BYTES_PER_GIB = 1024**3
-
 
 def choose(call: OpCall, strategy: Strategy, fixed_input: int | None) -> list[Row] | None:
     """One row per mesh dim, outermost first, or None when no row is possible.
@@ -52,10 +50,11 @@ def _best(
         if row.inputs == given:
             return row
     topology = cost.topology_of(info.mesh)
+    held_gib = [cost.local_gib(s.shape, s.dtype, s.placements, info.sizes) for s in call.inputs]
     best, lowest = None, math.inf
     for row in allowed:
         price = sum(
-            cost.transition_cost(have, want, _local_gib(call, index), topology, mesh_dim)
+            cost.transition_cost(have, want, held_gib[index], topology, mesh_dim)
             if _reachable(have, want)
             else math.inf
             for index, (have, want) in enumerate(zip(given, row.inputs, strict=True))
@@ -68,16 +67,6 @@ def _best(
 def _reachable(have: Placement, want: Placement) -> bool:
     """Into a Partial only from itself or, for those that Replicate can stand for, from Replicate."""
     return have == want or not want.is_partial() or (have.is_replicate() and not want.is_partial("product"))
-
-
-def _local_gib(call: OpCall, index: int) -> float:
-    """GiB per rank of input `index` as it comes, ranks taken as equal."""
-    spec = call.inputs[index]
-    elements = float(math.prod(spec.shape))
-    for placement, parts in zip(spec.placements, spec.info.sizes, strict=True):
-        if isinstance(placement, Shard):
-            elements /= parts
-    return elements * spec.dtype.itemsize / BYTES_PER_GIB
 
 
 class _Lengths:
