@@ -164,6 +164,8 @@ def torch_dispatch(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwar
     info = _infos.get(op)
     if info is None:
         info = _infos[op] = OpInfo(op)
+    if info.decomposition is not None:
+        return info.decomposition(*args, **kwargs)
     if _default_dtype is not torch.get_default_dtype():
         _follow_default_dtype()
     key, locals_, local_kwargs = _key_of(cls, info, info.numbers_by_type, args, kwargs)

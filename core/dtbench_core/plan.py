@@ -14,7 +14,7 @@ from dtbench_core import redistribute, rules
 from dtbench_core.errors import CoreError, MeshError, NoRuleError, PlacementError
 from dtbench_core.mesh import MeshInfo
 from dtbench_core.placement import REPLICATE, describe
-from dtbench_core.rules.base import OpCall, Strategy
+from dtbench_core.rules.base import OpCall, Placed, Strategy
 from dtbench_core.spec import DTensorSpec, TensorMeta
 from dtbench_core.torch_compat import kernel_of
 from dtbench_core.wrapper import Wrapper, wrap
@@ -23,13 +23,14 @@ from dtbench_core.wrapper import Wrapper, wrap
 class OpInfo:
     """What dispatch knows of an op before any call of it."""
 
-    __slots__ = ("aliases", "functional", "kernel", "mutated", "numbers_by_type", "op")
+    __slots__ = ("aliases", "decomposition", "functional", "kernel", "mutated", "numbers_by_type", "op")
 
     def __init__(self, op: OpOverload) -> None:
         arguments, returns = op._schema.arguments, op._schema.returns
         written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
         self.op = op
         self.kernel = kernel_of(op)
+        self.decomposition = rules.decomposition_of(op)
         # The value of a number cannot change where an elementwise result is placed, so all values
         # of a type share one plan.
         self.numbers_by_type = rules.pointwise.is_pointwise(op)
@@ -153,6 +154,11 @@ def build(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
         (position, list(specs[0].local_shape)) for position in strategy.local_shape_args if specs[0]
     )
     local_op = strategy.local_op
+    if strategy.localize is not None:
+        moved = tuple(
+            s.with_placements(tuple(row.inputs[i] for row in rows)) for i, s in enumerate(call.inputs)
+        )
+        local_op = strategy.localize(Placed(moved, tuple(specs)))
     if out is not None and info.functional and all(s is None or 0 in s.local_shape for s in specs):
         local_op = _empty_results(specs, several=structure == "list", device=mesh.device_type)
     return Plan(info, local_op, tuple(moves), replaced, out)

@@ -15,7 +15,7 @@ compare   ops that answer with a Python value
 from torch._ops import OpOverload
 
 from dtbench_core.rules import attention, compare, index, matmul, norm, pointwise, reduce, view
-from dtbench_core.rules.base import OpCall, Row, Rule, Strategy, rule, rule_of
+from dtbench_core.rules.base import OpCall, Row, Rule, Strategy, decomposition_of, rule, rule_of
 from dtbench_core.rules.choose import choose
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "attention",
     "choose",
     "compare",
+    "decomposition_of",
     "find",
     "index",
     "matmul",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -41,11 +41,20 @@ class Strategy:
     local_shape_args: positions of arguments that hold the output's global shape (as `view` does),
         to be replaced by the local one.
     local_op: run on the shards instead of the op, where the local computation differs.
+    localize: makes the local_op, where it depends on which part of the tensors this rank holds.
     """
 
     rows: Sequence[Row]
     local_shape_args: tuple[int, ...] = ()
     local_op: Callable[..., Any] | None = None
+    localize: Callable[[Placed], Callable[..., Any]] | None = None
+
+
+class Placed(NamedTuple):
+    """What `Strategy.localize` gets: the specs of the tensor inputs, after they moved, and of the results."""
+
+    inputs: tuple[DTensorSpec, ...]
+    outputs: tuple[DTensorSpec | None, ...]
 
 
 @dataclass
@@ -104,6 +113,28 @@ def rule(*ops: OpOverload) -> Callable[[Rule], Rule]:
         return function
 
     return register
+
+
+_decompositions: dict[OpOverload, Callable[..., Any]] = {}
+
+
+def decomposition(*ops: OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers the decorated function, written with torch ops on DTensors, to run in the place of `ops`.
+
+    For ops that need a global value half way, such as a mean weighted by what all ranks hold.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for op in ops:
+            _decompositions[op] = function
+        return function
+
+    return register
+
+
+def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
+    """The decomposition registered for `op`, or None."""
+    return _decompositions.get(op)
 
 
 def rule_of(op: OpOverload) -> Rule | None:

@@ -1,0 +1,33 @@
+"""One entry of the op tables: what test_ops.py runs against plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from dtbench_core import DTensor, Placement, distribute_tensor
+
+
+class Op(NamedTuple):
+    """fn of the input tensors; shapes of the inputs (even on 4 ranks), and of an uneven variant."""
+
+    fn: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+    uneven: tuple[tuple[int, ...], ...]
+    differentiable: bool = True
+
+
+def index_for(like: Any, values: list[Any], placement: Placement) -> Any:
+    """An index tensor to go with `like`: plain, or placed on its mesh."""
+    index = torch.tensor(values)
+    if not isinstance(like, DTensor):
+        return index
+    mesh = like.device_mesh
+    return distribute_tensor(index, mesh, [placement] * mesh.ndim, src_data_rank=None)
+
+
+# Shapes of one and of two inputs; U: uneven on 4 ranks.
+A, B = ((8, 4),), ((8, 4), (8, 4))
+UA, UB = ((5, 3),), ((5, 3), (5, 3))
