@@ -8,7 +8,10 @@ Reading order, from the idea to the machine:
 
     placement     how one mesh dim holds a tensor, and the arithmetic of shards
     spec          mesh + placements + global metadata, interned
-    tensor        DTensor: making one, leaving, moving
+    tensor        DTensor: wrapping local tensors, leaving, moving
+    distribute    spreading global tensors and modules
+    factories     ones, zeros, rand, ...
+    random        the numbers of one device on every mesh
     dispatch      op -> cached plan -> local op -> wrapped result
     plan          making a plan
     rules         which placements an op can run with, a file per family of ops
@@ -21,6 +24,7 @@ Reading order, from the idea to the machine:
 from dtbench_core.bucketer import ReduceScatterBucketer
 from dtbench_core.comm import CommCount, count_collectives
 from dtbench_core.dispatch import cache_info, clear_caches
+from dtbench_core.distribute import distribute_module, distribute_tensor
 from dtbench_core.errors import (
     ArgumentError,
     CoreError,
@@ -30,9 +34,10 @@ from dtbench_core.errors import (
     NoRuleError,
     PlacementError,
 )
+from dtbench_core.factories import empty, full, ones, rand, randn, zeros
 from dtbench_core.placement import Partial, Placement, Replicate, Shard
 from dtbench_core.spec import DTensorSpec, TensorMeta
-from dtbench_core.tensor import DTensor, distribute_module, distribute_tensor
+from dtbench_core.tensor import DTensor
 
 __all__ = [
     "ArgumentError",
@@ -56,4 +61,10 @@ __all__ = [
     "count_collectives",
     "distribute_module",
     "distribute_tensor",
+    "empty",
+    "full",
+    "ones",
+    "rand",
+    "randn",
+    "zeros",
 ]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import MeshError
+from dtbench_core.torch_compat import current_mesh
 
 
 class MeshInfo:
@@ -51,6 +52,23 @@ class MeshInfo:
     def __repr__(self) -> str:
         names = self.mesh.mesh_dim_names
         return f"{'x'.join(map(str, self.sizes))} {self.device_type} mesh" + (f" {names}" if names else "")
+
+
+def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
+    """The mesh given, or the one of the enclosing `with mesh:`.
+
+    Raises:
+        MeshError: neither.
+    """
+    if mesh is not None:
+        return mesh
+    try:
+        return current_mesh()
+    except RuntimeError as error:
+        raise MeshError(
+            "got no device_mesh and no mesh is current, expected one of them: pass device_mesh=, or call it inside "
+            "`with mesh:`"
+        ) from error
 
 
 # Two lookups: by object, which is what every call pays, and by value, so that `mesh["tp"]` taken

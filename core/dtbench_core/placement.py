@@ -7,6 +7,10 @@ tensor dim, the outer mesh dim (the lower index) splits first.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 # The reductions a Partial may be pending; "avg" is a sum divided by the ranks of the mesh dim.
 REDUCE_OPS = ("sum", "avg", "product", "max", "min")
@@ -40,6 +44,19 @@ class Shard(Placement):
 
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
+
+    def extent(self, size: int, parts: int, index: int) -> tuple[int, int]:
+        """(length, offset) of part `index` of a dim of `size` elements cut into `parts`."""
+        return chunk_extent(size, parts, index)
+
+    def lengths(self, size: int, parts: int) -> list[int]:
+        """The length of every part, in rank order."""
+        return chunk_lengths(size, parts)
+
+    def part(self, whole: torch.Tensor, parts: int, index: int) -> torch.Tensor:
+        """Part `index` of `whole`: a view where it can be one."""
+        length, offset = self.extent(whole.size(self.dim), parts, index)
+        return whole.narrow(self.dim, offset, length)
 
     def __str__(self) -> str:
         return f"S({self.dim})"
@@ -107,7 +124,7 @@ def local_extents(
     lengths, offsets = list(shape), [0] * len(shape)
     for placement, parts, index in zip(placements, mesh_sizes, coordinate, strict=True):
         if isinstance(placement, Shard):
-            length, offset = chunk_extent(lengths[placement.dim], parts, index)
+            length, offset = placement.extent(lengths[placement.dim], parts, index)
             lengths[placement.dim] = length
             offsets[placement.dim] += offset
     return tuple(lengths), tuple(offsets)

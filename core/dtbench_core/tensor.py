@@ -1,34 +1,26 @@
 """DTensor: a tensor spread over a device mesh that is used like one tensor.
 
-`from_local` and `distribute_tensor` make one, `to_local` and `full_tensor` leave, `redistribute`
-changes how it is placed. Every op goes through dispatch.py. Names and signatures are those of
-torch.distributed.tensor.
+`from_local` makes one of local tensors (distribute.py and factories.py of global ones and of nothing),
+`to_local` and `full_tensor` leave, `redistribute` changes how it is placed. Every op goes through
+dispatch.py. Names and signatures are those of torch.distributed.tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench_core import comm, dispatch
+from dtbench_core import dispatch
 from dtbench_core.errors import ArgumentError, LayoutError, MeshError, PlacementError
-from dtbench_core.mesh import MeshInfo, mesh_info
-from dtbench_core.placement import (
-    REPLICATE,
-    Partial,
-    Placement,
-    Placements,
-    Shard,
-    chunk_lengths,
-    describe,
-)
+from dtbench_core.layout import checked_over_mesh, even_layout
+from dtbench_core.mesh import mesh_info, mesh_or_current
+from dtbench_core.placement import REPLICATE, Partial, Placement, Placements, describe
 from dtbench_core.redistribute import Redistribute, cast_dtype, placements_of_gradient, redistribute_tensor
 from dtbench_core.spec import DTensorSpec, contiguous_stride, normalize
-from dtbench_core.torch_compat import any_requires_grad, current_mesh
+from dtbench_core.torch_compat import any_requires_grad
 from dtbench_core.wrapper import Wrapper, wrap
 
 
@@ -107,7 +99,7 @@ class DTensor(Wrapper):
                 that differ between ranks (with run_check).
             PlacementError, ArgumentError: placements or arguments that cannot hold.
         """
-        info = mesh_info(_mesh_or_current(device_mesh))
+        info = mesh_info(mesh_or_current(device_mesh))
         placed = normalize(placements, local_tensor.ndim, info)
         grad_placed = None if grad_placements is None else normalize(grad_placements, local_tensor.ndim, info)
         if (shape is None) != (stride is None):
@@ -115,9 +107,9 @@ class DTensor(Wrapper):
                 f"from_local got shape={shape} and stride={stride}, expected both or neither: add the other"
             )
         if run_check:
-            local_tensor = _checked_over_mesh(local_tensor, info, placed, given_shape=shape is not None)
+            local_tensor = checked_over_mesh(local_tensor, info, placed, given_shape=shape is not None)
         if shape is None or stride is None:
-            shape, stride = _global_layout(local_tensor, info, placed)
+            shape, stride = even_layout(local_tensor, info, placed)
         spec = DTensorSpec.of(info, placed, shape, stride, local_tensor.dtype)
         if tuple(local_tensor.shape) != spec.local_shape:
             raise LayoutError(
@@ -232,171 +224,3 @@ class ToLocal(torch.autograd.Function):
             grad.contiguous(), spec.mesh, ctx.grad_placements, shape=spec.shape, stride=stride
         )
         return made, None
-
-
-def _mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
-    """The mesh given, or the one of the enclosing `with mesh:`."""
-    return mesh if mesh is not None else current_mesh()
-
-
-def _global_layout(
-    local: torch.Tensor, info: MeshInfo, placements: Placements
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Global shape and stride when every rank holds as much as this one."""
-    shape, stride = list(local.shape), list(local.stride())
-    for placement, parts in zip(placements, info.sizes, strict=True):
-        if isinstance(placement, Shard):
-            dim = placement.dim
-            shape[dim] *= parts
-            stride = [s * parts if d != dim and s > stride[dim] else s for d, s in enumerate(stride)]
-    return tuple(shape), tuple(stride)
-
-
-def _checked_over_mesh(
-    local: torch.Tensor, info: MeshInfo, placements: Placements, *, given_shape: bool
-) -> torch.Tensor:
-    """run_check: every rank sees every rank's metadata, so that all raise alike; replicas are made equal."""
-    info.my_coordinate()
-    mine = (str(local.dtype), None if given_shape else tuple(local.shape))
-    seen = [mine]
-    for group in info.groups:
-        seen = [meta for part in comm.all_gather_objects(seen, group) for meta in part]
-    if any(meta != mine for meta in seen):
-        listed = "; ".join(f"mesh rank {i}: {dtype} {shape or ''}" for i, (dtype, shape) in enumerate(seen))
-        raise LayoutError(
-            f"from_local got local tensors that differ between ranks ({listed}), expected one dtype and one shape: "
-            "for uneven shards pass the global shape and stride"
-        )
-    for placement, group in zip(placements, info.groups, strict=True):
-        if placement.is_replicate():
-            local = (
-                local.contiguous()
-                if local.requires_grad
-                else local.clone(memory_format=torch.contiguous_format)
-            )
-            comm.broadcast(local.detach(), group)
-    return local
-
-
-def distribute_tensor(
-    tensor: torch.Tensor,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    *,
-    src_data_rank: int | None = 0,
-) -> DTensor:
-    """The global `tensor`, which every rank passes in the same shape, spread over the mesh.
-
-    Args:
-        placements: one per mesh dim, Shard or Replicate; all Replicate when not given.
-        src_data_rank: the rank, within each mesh dim, whose values count. None: every rank cuts its
-            part from its own copy and nothing is sent.
-
-    Returns:
-        A leaf DTensor that requires grad if `tensor` does.
-
-    Raises:
-        ArgumentError: a tensor computed from others under autograd, a DTensor already placed otherwise.
-        PlacementError: a Partial placement.
-    """
-    info = mesh_info(_mesh_or_current(device_mesh))
-    placed = normalize(placements, tensor.ndim, info)
-    if isinstance(tensor, DTensor):
-        if tensor._spec.info is info and tensor.placements == placed:
-            return tensor
-        raise ArgumentError(
-            f"distribute_tensor got a DTensor, {tensor._spec}, to be placed as {describe(placed)} on {info}; expected "
-            "a plain tensor: use tensor.redistribute(placements=...)"
-        )
-    if not tensor.is_leaf:
-        raise ArgumentError(
-            "distribute_tensor got the result of a computation under autograd, expected a leaf tensor: use "
-            "DTensor.from_local, which is differentiable, or detach() it"
-        )
-    if any(p.is_partial() for p in placed):
-        raise PlacementError(
-            f"distribute_tensor got {describe(placed)}, expected Shard or Replicate: wrap terms of a sum with "
-            "DTensor.from_local(term, mesh, [Partial()])"
-        )
-    local = tensor.detach()
-    if local.device.type not in (info.device_type, "meta"):
-        local = local.to(info.device_type)
-    local = _cut(local, info, placed, None if local.is_meta else src_data_rank)
-    spec = DTensorSpec.of(info, placed, tensor.shape, contiguous_stride(tensor.shape), tensor.dtype)
-    return wrap(DTensor, local, spec, requires_grad=tensor.requires_grad)
-
-
-def _cut(local: torch.Tensor, info: MeshInfo, placements: Placements, src: int | None) -> torch.Tensor:
-    """This rank's contiguous part, mesh dim by mesh dim, outermost first."""
-    source = local
-    for mesh_dim, placement in enumerate(placements):
-        group, index = info.groups[mesh_dim], info.my_coordinate()[mesh_dim]
-        if isinstance(placement, Shard):
-            dim = placement.dim
-            lengths = chunk_lengths(local.size(dim), info.sizes[mesh_dim])
-            parts = local.split(lengths, dim)
-            local = parts[index] if src is None else _scattered(parts, dim, group, index, src)
-        elif src is not None:
-            local = (
-                local.clone(memory_format=torch.contiguous_format) if local is source else local.contiguous()
-            )
-            comm.broadcast(local, group, src)
-    shares = local.untyped_storage()._cdata == source.untyped_storage()._cdata
-    return local.clone(memory_format=torch.contiguous_format) if shares else local.contiguous()
-
-
-def _scattered(parts: Sequence[torch.Tensor], dim: int, group: Any, index: int, src: int) -> torch.Tensor:
-    """Part `index` of the source rank's parts; padded on the way, as a scatter moves equal shapes."""
-    most = parts[0].size(dim)
-    shape = (*parts[0].shape[:dim], most, *parts[0].shape[dim + 1 :])
-    if 0 in shape:
-        return parts[index].contiguous()
-
-    def padded(part: torch.Tensor) -> torch.Tensor:
-        full = part.new_zeros(shape)
-        full.narrow(dim, 0, part.size(dim)).copy_(part)
-        return full
-
-    output = parts[0].new_empty(shape)
-    comm.scatter(output, [padded(p) for p in parts] if index == src else None, group, src)
-    return output.narrow(dim, 0, parts[index].size(dim))
-
-
-def distribute_module(
-    module: nn.Module,
-    device_mesh: DeviceMesh | None = None,
-    partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
-    input_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
-    output_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
-) -> nn.Module:
-    """Makes a module's parameters and buffers DTensors, in place, and its inputs and outputs as told.
-
-    Args:
-        partition_fn: called with (fully qualified name, submodule, mesh) for every submodule; replaces
-            its parameters. What it leaves plain is replicated.
-        input_fn: called with (module, inputs, mesh) before forward; its result replaces the inputs.
-        output_fn: called with (module, outputs, mesh) after forward; its result replaces the outputs.
-
-    Returns:
-        The same module.
-    """
-    mesh = _mesh_or_current(device_mesh)
-    for name, part in module.named_modules():
-        if partition_fn is not None:
-            partition_fn(name, part, mesh)
-        _replicate_plain(part, mesh)
-    if input_fn is not None:
-        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
-    if output_fn is not None:
-        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, mesh))
-    return module
-
-
-def _replicate_plain(module: nn.Module, mesh: DeviceMesh) -> None:
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        if not isinstance(parameter, DTensor):
-            replicated = nn.Parameter(distribute_tensor(parameter.detach(), mesh), parameter.requires_grad)
-            module.register_parameter(name, replicated)
-    for name, buffer in list(module.named_buffers(recurse=False)):
-        if not isinstance(buffer, DTensor):
-            setattr(module, name, distribute_tensor(buffer, mesh))

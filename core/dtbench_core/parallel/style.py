@@ -25,11 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dtbench_core.distribute import distribute_module, distribute_tensor
 from dtbench_core.errors import ArgumentError, CoreError, PlacementError
 from dtbench_core.mesh import MeshInfo, mesh_info
 from dtbench_core.placement import Partial, Placement, Placements, Replicate, Shard, describe
 from dtbench_core.spec import contiguous_stride, normalize
-from dtbench_core.tensor import DTensor, distribute_module, distribute_tensor
+from dtbench_core.tensor import DTensor
 
 
 class UnsupportedModuleError(CoreError, NotImplementedError):
