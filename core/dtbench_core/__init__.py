@@ -14,6 +14,9 @@ Reading order, from the idea to the machine:
     random        the numbers of one device on every mesh
     dispatch      op -> cached plan -> local op -> wrapped result
     plan          making a plan
+    variants      whether every rank could run it
+    fallback      ops without a rule: on replicated inputs
+    writes        out=, and new shapes in place
     rules         which placements an op can run with, a file per family of ops
     redistribute  from one placement to another, by cost
     cost          what a collective costs, built in or calibrated
@@ -35,6 +38,7 @@ from dtbench_core.errors import (
     PlacementError,
 )
 from dtbench_core.factories import empty, full, ones, rand, randn, zeros
+from dtbench_core.fallback import FallbackWarning, clear_fallbacks, fallbacks
 from dtbench_core.placement import Partial, Placement, Replicate, Shard
 from dtbench_core.spec import DTensorSpec, TensorMeta
 from dtbench_core.tensor import DTensor
@@ -45,6 +49,7 @@ __all__ = [
     "CoreError",
     "DTensor",
     "DTensorSpec",
+    "FallbackWarning",
     "LayoutError",
     "MeshError",
     "MixedTensorError",
@@ -58,9 +63,11 @@ __all__ = [
     "TensorMeta",
     "cache_info",
     "clear_caches",
+    "clear_fallbacks",
     "count_collectives",
     "distribute_module",
     "distribute_tensor",
+    "fallbacks",
     "empty",
     "full",
     "ones",

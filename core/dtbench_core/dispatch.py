@@ -29,8 +29,8 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
-from dtbench_core import cost, redistribute
-from dtbench_core.errors import MixedTensorError, NoRuleError
+from dtbench_core import cost, fallback, redistribute
+from dtbench_core.errors import MixedTensorError
 from dtbench_core.plan import OpInfo, Plan, build, verify
 from dtbench_core.rules.pointwise import is_pointwise
 from dtbench_core.torch_compat import (
@@ -49,10 +49,12 @@ MAX_PLANS = 8192
 # ---- caches ----
 
 _infos: dict[OpOverload, OpInfo] = {}
-_plans: dict[tuple[Any, ...], Plan] = {}
+_plans: dict[tuple[Any, ...], Plan | None] = {}  # None: no rule fits, replicate and run
+_MISSING: Any = object()
 _fast: dict[tuple[Any, ...], Plan | None] = {}  # None: watched, and not fit to be fast
-# What torch_dispatch has run since torch_function began to watch, or None when nobody watches.
-_watched: list[tuple[Plan, Sequence[Any], dict[str, Any], Any]] | None = None
+# What torch_dispatch has run since torch_function began to watch, or None when nobody watches. The
+# plan is None where there was none: an op that replicates and runs, or that is handled apart.
+_watched: list[tuple[Plan | None, Sequence[Any], dict[str, Any], Any]] | None = None
 # The default dtype decides what an integer tensor times a float gives, so plans hold for one.
 _default_dtype = torch.get_default_dtype()
 
@@ -164,24 +166,30 @@ def torch_dispatch(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwar
     info = _infos.get(op)
     if info is None:
         info = _infos[op] = OpInfo(op)
-    if info.decomposition is not None:
-        return info.decomposition(*args, **kwargs)
+    if info.handler is not None:
+        if _watched is not None:
+            _watched.append((None, args, kwargs, None))
+        return info.handler(torch_dispatch, cls, op, args, kwargs)
     if _default_dtype is not torch.get_default_dtype():
         _follow_default_dtype()
     key, locals_, local_kwargs = _key_of(cls, info, info.numbers_by_type, args, kwargs)
+    plan: Plan | None
     try:
-        plan = _plans.get(key)
-    except TypeError as error:
-        raise NoRuleError(
-            f"{op} got an argument that cannot be hashed ({error}), so it cannot be planned"
-        ) from error
+        plan = _plans.get(key, _MISSING)
+    except TypeError:  # an argument that cannot be hashed, so no plan can be kept
+        return fallback.run(cls, op, args, kwargs)
     if plan is None:
-        plan = build(info, args, kwargs)
+        result = fallback.run(cls, op, args, kwargs)
+    elif plan is not _MISSING:
         result = plan.run(cls, plan.kernel, args, locals_, local_kwargs)
-        verify(op, plan, result)
-        _store(_plans, key, plan)
     else:
-        result = plan.run(cls, plan.kernel, args, locals_, local_kwargs)
+        plan = build(info, args, kwargs)
+        if plan is None:
+            result = fallback.run(cls, op, args, kwargs)
+        else:
+            result = plan.run(cls, plan.kernel, args, locals_, local_kwargs)
+            verify(op, plan, result)
+        _store(_plans, key, plan)
     if _watched is not None:
         _watched.append((plan, args, kwargs, result))
     return result
@@ -208,7 +216,7 @@ def _watch(
         seen = _watched
     finally:
         _watched = outer
-    if not seen or any(plan.info.mutated or plan.info.aliases for plan, *_ in seen):
+    if not seen or any(plan and (plan.info.mutated or plan.info.aliases) for plan, *_ in seen):
         _never_fast.add(func)
         return result
     if not key:
@@ -225,7 +233,7 @@ def _watch(
 
 def _fitting(args: Sequence[Any], kwargs: dict[str, Any], seen: list[Any], result: Any) -> Plan | None:
     """The plan that stands for the whole call, if the call was one functional op."""
-    if len(seen) != 1:
+    if len(seen) != 1 or seen[0][0] is None:
         return None
     plan, op_args, op_kwargs, op_result = seen[0]
     if isinstance(op_result, tuple):  # of layer_norm's three results the caller sees one

@@ -8,35 +8,54 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dtbench_core import redistribute, rules
-from dtbench_core.errors import CoreError, MeshError, NoRuleError, PlacementError
+from dtbench_core import fallback, random, redistribute, rules, variants, writes
+from dtbench_core.errors import CoreError, MeshError
 from dtbench_core.mesh import MeshInfo
-from dtbench_core.placement import REPLICATE, describe
+from dtbench_core.placement import REPLICATE, Placements
 from dtbench_core.rules.base import OpCall, Placed, Strategy
 from dtbench_core.spec import DTensorSpec, TensorMeta
 from dtbench_core.torch_compat import kernel_of
 from dtbench_core.wrapper import Wrapper, wrap
 
+Chosen = tuple[tuple[Placements, ...], tuple[Placements, ...]]  # of all inputs, of all outputs
+
 
 class OpInfo:
-    """What dispatch knows of an op before any call of it."""
+    """What dispatch knows of an op before any call of it.
 
-    __slots__ = ("aliases", "decomposition", "functional", "kernel", "mutated", "numbers_by_type", "op")
+    mutated: positions of the arguments that it writes to. handler: what runs instead of a plan, for
+    ops that no plan fits (`out=`, in-place views, decompositions); called with (dispatch, cls, op,
+    args, kwargs).
+    """
+
+    __slots__ = ("aliases", "functional", "handler", "kernel", "mutated", "numbers_by_type", "op", "random")
 
     def __init__(self, op: OpOverload) -> None:
         arguments, returns = op._schema.arguments, op._schema.returns
         written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
         self.op = op
         self.kernel = kernel_of(op)
-        self.decomposition = rules.decomposition_of(op)
         # The value of a number cannot change where an elementwise result is placed, so all values
         # of a type share one plan.
         self.numbers_by_type = rules.pointwise.is_pointwise(op)
         self.mutated = tuple(written)
         self.aliases = not written and any(r.alias_info is not None for r in returns)
         self.functional = not written and not self.aliases
+        self.random = torch.Tag.nondeterministic_seeded in op.tags
+        self.handler = _handler_of(op)
+
+
+def _handler_of(op: OpOverload) -> Callable[..., Any] | None:
+    decomposed = rules.decomposition_of(op)
+    if decomposed is not None:
+        return lambda dispatch, cls, op, args, kwargs: decomposed(*args, **kwargs)
+    if writes.functional_of(op) is None:
+        return None
+    if writes.out_names(op):
+        return writes.run_out
+    return writes.run_restating if torch.Tag.inplace_view in op.tags else None
 
 
 class Plan:
@@ -45,7 +64,7 @@ class Plan:
     moves: (index among the tensors, steps, mesh) of the inputs that must be placed otherwise.
     replaced: (argument position, local value) of global shapes made local.
     out: a spec, a list of specs and Nones, or None for a Python value.
-    returns_input: the written argument, which is the result.
+    returns_input: position of the written argument that is the result.
     """
 
     __slots__ = ("functional", "info", "kernel", "moves", "out", "replaced", "returns_input")
@@ -60,7 +79,10 @@ class Plan:
     ) -> None:
         self.kernel = local_op or info.kernel
         self.moves, self.replaced, self.out = moves, replaced, out
-        self.returns_input = info.mutated[0] if info.mutated else None
+        returns = info.op._schema.returns
+        self.returns_input = (
+            info.mutated[0] if len(info.mutated) == len(returns) == 1 and returns[0].alias_info else None
+        )
         self.info = info
         self.functional = info.functional and local_op is None and not replaced
 
@@ -76,7 +98,7 @@ class Plan:
         if self.returns_input is not None:
             written = args[self.returns_input]
             if written._detached_view:
-                raise _lost_write(written)
+                raise fallback.lost_write(written)
             call(*locals_ if not self.moves else self._moved(locals_, kwargs)[0], **kwargs)
             return written
         if self.moves:
@@ -115,35 +137,55 @@ class Plan:
 # ---- building ----
 
 
-def build(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
-    """The plan of `info.op` for these arguments. Every rank builds the same one, or raises alike.
+def build(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan | None:
+    """The plan of `info.op` for these arguments, or None: no rule fits, replicate and run (fallback.py).
+
+    Every rank builds the same one, or raises alike.
 
     Raises:
-        NoRuleError: no rule, or none of its rows can be reached from these placements.
         MeshError: the DTensors live on different meshes.
     """
     call = _describe(info, args, kwargs)
     find = rules.find(info.op)
     if find is None:
-        raise NoRuleError(
-            f"no sharding rule covers {call.describe()}: compute it on plain tensors (x.full_tensor() or "
-            "x.to_local()), or write it with ops that have a rule"
-        )
-    call.outputs, structure = _global_results(info, call)
+        return None
+    try:
+        call.outputs, structure = _global_results(info, call)
+    except NotImplementedError:  # the shape depends on the values, or torch has no meta kernel
+        return None
     strategy = find(call)
-    fixed = _mutated_input(info, call)
-    rows = rules.choose(call, strategy, fixed)
+    chosen = strategy.exact or _by_rows(call, strategy, _written_inputs(info, call))
+    if chosen is None or not variants.every_rank_can(call, strategy, *chosen):
+        return None
+    return _plan_for(info, call, structure, strategy, *chosen)
+
+
+def _by_rows(call: OpCall, strategy: Strategy, written: tuple[int, ...]) -> Chosen | None:
+    """The placements of all inputs and outputs that the strategy's rows come to."""
+    rows = rules.choose(call, strategy, written)
     if rows is None:
-        raise _no_row(call, strategy, fixed)
+        return None
+    inputs = tuple(tuple(row.inputs[i] for row in rows) for i in range(len(call.inputs)))
+    outputs = tuple(tuple(row.outputs[i] for row in rows) for i in range(len(call.outputs)))
+    return inputs, outputs
+
+
+def _plan_for(
+    info: OpInfo,
+    call: OpCall,
+    structure: str,
+    strategy: Strategy,
+    inputs: tuple[Placements, ...],
+    outputs: tuple[Placements, ...],
+) -> Plan:
     mesh = call.inputs[0].info
     moves = []
-    for index, spec in enumerate(call.inputs):
-        wanted = tuple(row.inputs[index] for row in rows)
+    for index, (spec, wanted) in enumerate(zip(call.inputs, inputs, strict=True)):
         if wanted != spec.placements:
             moves.append((index, redistribute.plan(spec, wanted), mesh))
     specs = [
-        None if meta is None else DTensorSpec.of(mesh, tuple(row.outputs[i] for row in rows), *meta)
-        for i, meta in enumerate(call.outputs)
+        None if meta is None else DTensorSpec.of(mesh, placed, *meta)
+        for meta, placed in zip(call.outputs, outputs, strict=True)
     ]
     out: Any = None
     if structure == "tensor":
@@ -155,10 +197,10 @@ def build(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     )
     local_op = strategy.local_op
     if strategy.localize is not None:
-        moved = tuple(
-            s.with_placements(tuple(row.inputs[i] for row in rows)) for i, s in enumerate(call.inputs)
-        )
+        moved = tuple(s.with_placements(p) for s, p in zip(call.inputs, inputs, strict=True))
         local_op = strategy.localize(Placed(moved, tuple(specs)))
+    if info.random:
+        random.keep_in_step(mesh)
     if out is not None and info.functional and all(s is None or 0 in s.local_shape for s in specs):
         local_op = _empty_results(specs, several=structure == "list", device=mesh.device_type)
     return Plan(info, local_op, tuple(moves), replaced, out)
@@ -219,46 +261,23 @@ def _as_meta(leaf: Any) -> Any:
     return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
 
-def _mutated_input(info: OpInfo, call: OpCall) -> int | None:
-    """Index among the tensor inputs of the one that is written, which must stay where it is."""
-    if not info.mutated:
-        return None
-    first = info.mutated[0]
-    written = call.args[first] if first < len(call.args) else None
-    meta = call.outputs[0] if call.outputs else None
-    if (
-        len(info.mutated) > 1
-        or not isinstance(written, DTensorSpec)
-        or meta is None
-        or meta != written.tensor_meta
-    ):
-        raise NoRuleError(
-            f"{call.describe()} writes to an argument in a way no rule covers (out=, several arguments, or a new "
-            "shape or dtype): use the functional form and assign its result"
-        )
-    return next(i for i, spec in enumerate(call.inputs) if spec is written)
+def _written_inputs(info: OpInfo, call: OpCall) -> tuple[int, ...]:
+    """Indices among the tensor inputs of those that are written, which must stay where they are."""
+    written: list[DTensorSpec] = []
+    for position in info.mutated:
+        name = info.op._schema.arguments[position].name
+        value = call.args[position] if position < len(call.args) else call.kwargs.get(name)
+        written += [s for s in tree_leaves(value, is_leaf=_is_spec) if _is_spec(s)]
+    indices, used = [], 0
+    for spec in written:  # in schema order, as call.inputs is
+        index = next(i for i in range(used, len(call.inputs)) if call.inputs[i] is spec)
+        indices.append(index)
+        used = index + 1
+    return tuple(indices)
 
 
-def _no_row(call: OpCall, strategy: Strategy, fixed: int | None) -> CoreError:
-    given = "; ".join(describe(spec.placements) for spec in call.inputs)
-    if fixed is not None:
-        return PlacementError(
-            f"{call.describe()} would have to move the tensor it writes to, which is {call.inputs[fixed]}: "
-            "redistribute it before, or use the functional form"
-        )
-    can = sorted({" x ".join(str(p) for p in row.inputs) for row in strategy.rows})
-    return NoRuleError(
-        f"{call.describe()} cannot run with the placements {given}: per mesh dim it takes "
-        f"{' or '.join([*can, 'all R'])}; redistribute its inputs to one of these"
-    )
-
-
-def _lost_write(written: Wrapper) -> PlacementError:
-    return PlacementError(
-        f"got an in-place write to a view of {written._spec}, whose sharded dim had to be gathered before it could be "
-        "cut: the view is a copy and the write would be lost; redistribute the tensor so that the dim is whole, "
-        "then take the view"
-    )
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, DTensorSpec)
 
 
 def verify(op: OpOverload, plan: Plan, result: Any) -> None:

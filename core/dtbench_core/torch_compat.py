@@ -6,7 +6,7 @@ reduce_scatter_tensor -> reduce_scatter_single) and warns about the old names; 2
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -40,3 +40,19 @@ def kernel_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
 def current_mesh() -> DeviceMesh:
     """The mesh of the enclosing `with mesh:`; RuntimeError when there is none."""
     return device_mesh._mesh_resources.get_current_mesh()
+
+
+def set_wrapper_metadata(tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> None:
+    """Gives a wrapper without storage another shape and stride, below autograd and without dispatch.
+
+    The meta kernel of `set_` changes the numbers alone and allocates nothing.
+    """
+    was = torch._C._meta_in_tls_dispatch_include()
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        try:
+            torch.ops.aten.set_.source_Storage_storage_offset(
+                tensor, tensor.untyped_storage(), 0, list(shape), list(stride)
+            )
+        finally:
+            torch._C._set_meta_in_tls_dispatch_include(was)

@@ -232,21 +232,19 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         lambda t, m: DTensor.from_local(t, mesh_of((2, 2)), [P, Partial("max")]),
         "reductions .* cannot be pending together",
     ),
-    "no rule": (
-        lambda t, m: torch.linalg.svd(distribute_tensor(t, m, [R])),
-        "no sharding rule covers .* on plain",
-    ),
-    "in-place move": (
-        lambda t, m: distribute_tensor(t, m, [R]).add_(distribute_tensor(t, m, [R])).t_(),
-        "no sharding rule covers aten.t_|writes to an argument",
-    ),
     "in-place partial": (
         lambda t, m: DTensor.from_local(t, m, [P]).exp_(),
         "would have to move the tensor it writes to",
     ),
-    "out=": (
-        lambda t, m: torch.add(*[distribute_tensor(t, m, [S0])] * 2, out=distribute_tensor(t, m, [S0])),
-        "use the functional form",
+    "out= of another kind": (
+        lambda t, m: torch.add(
+            *[distribute_tensor(t, m, [S0])] * 2, out=distribute_tensor(t.long(), m, [S0])
+        ),
+        "got out= of torch.int64",
+    ),
+    "out= partial": (
+        lambda t, m: torch.add(*[distribute_tensor(t, m, [S0])] * 2, out=DTensor.from_local(t, m, [P])),
+        "expected Shard or Replicate",
     ),
     "lost write": (
         lambda t, m: distribute_tensor(t, m, [S0])[:1].fill_(0),

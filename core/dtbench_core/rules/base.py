@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload
 
-from dtbench_core.placement import REPLICATE, Partial, Placement, Shard
+from dtbench_core.placement import REPLICATE, Partial, Placement, Placements, Shard
 from dtbench_core.spec import DTensorSpec, TensorMeta
 
 aten = torch.ops.aten
@@ -42,12 +42,14 @@ class Strategy:
         to be replaced by the local one.
     local_op: run on the shards instead of the op, where the local computation differs.
     localize: makes the local_op, where it depends on which part of the tensors this rank holds.
+    exact: the placements of all inputs and of all outputs, chosen by the rule itself; rows are not read.
     """
 
     rows: Sequence[Row]
     local_shape_args: tuple[int, ...] = ()
     local_op: Callable[..., Any] | None = None
     localize: Callable[[Placed], Callable[..., Any]] | None = None
+    exact: tuple[tuple[Placements, ...], tuple[Placements, ...]] | None = None
 
 
 class Placed(NamedTuple):

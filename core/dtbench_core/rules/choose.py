@@ -10,11 +10,11 @@ from dtbench_core.placement import Placement, Placements, Shard, chunk_extent
 from dtbench_core.rules.base import OpCall, Row, Strategy, replicated_row
 
 
-def choose(call: OpCall, strategy: Strategy, fixed_input: int | None) -> list[Row] | None:
+def choose(call: OpCall, strategy: Strategy, written: tuple[int, ...]) -> list[Row] | None:
     """One row per mesh dim, outermost first, or None when no row is possible.
 
-    fixed_input: index of the input that is mutated, which must keep its placements, shared with
-        the first output.
+    written: indices of the inputs that are written, which must keep their placements. Where one of
+        them is the result too, the row must say the same of both.
     """
     info = call.inputs[0].info
     candidates = [*strategy.rows, replicated_row(call)]
@@ -22,7 +22,7 @@ def choose(call: OpCall, strategy: Strategy, fixed_input: int | None) -> list[Ro
     chosen: list[Row] = []
     for mesh_dim in range(info.ndim):
         given = tuple(spec.placements[mesh_dim] for spec in call.inputs)
-        row = _best(call, candidates, given, mesh_dim, held, fixed_input)
+        row = _best(call, candidates, given, mesh_dim, held, written)
         if row is None:
             return None
         held.split(row, info.sizes[mesh_dim])
@@ -36,16 +36,11 @@ def _best(
     given: Placements,
     mesh_dim: int,
     held: _Lengths,
-    fixed_input: int | None,
+    written: tuple[int, ...],
 ) -> Row | None:
     info = call.inputs[0].info
     parts = info.sizes[mesh_dim]
-    allowed = [
-        row
-        for row in candidates
-        if held.allow(row, parts)
-        and (fixed_input is None or row.inputs[fixed_input] == given[fixed_input] == row.outputs[0])
-    ]
+    allowed = [row for row in candidates if held.allow(row, parts) and _keeps(call, row, given, written)]
     for row in allowed:
         if row.inputs == given:
             return row
@@ -62,6 +57,16 @@ def _best(
         if price < lowest:
             best, lowest = row, price
     return best
+
+
+def _keeps(call: OpCall, row: Row, given: Placements, written: tuple[int, ...]) -> bool:
+    """Whether the row leaves the written inputs where they are."""
+    if not written:
+        return True
+    returns = call.op._schema.returns
+    if len(written) == len(returns) == 1 and returns[0].alias_info and row.outputs[0] != given[written[0]]:
+        return False
+    return all(row.inputs[i] == given[i] for i in written)
 
 
 def _reachable(have: Placement, want: Placement) -> bool:

@@ -1,0 +1,171 @@
+"""Ops without a rule run on replicated inputs: right, counted, warned once. And out=, in-place views."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from core.tests.gloo_world import Worlds, mesh_of
+from dtbench_core import (
+    DTensor,
+    FallbackWarning,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    clear_fallbacks,
+    distribute_tensor,
+    fallbacks,
+)
+
+PLACED: list[list[Placement]] = [[Shard(0)], [Shard(1)], [Replicate()]]
+S, R = Shard, Replicate()
+
+
+def _full(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _same(got: Any, expected: Any) -> bool:
+    got, expected = _full(got), _full(expected)
+    if isinstance(expected, (list, tuple)):
+        return len(got) == len(expected) and all(map(_same, got, expected))
+    if isinstance(expected, torch.Tensor):
+        return got.dtype == expected.dtype and torch.allclose(got, expected, equal_nan=True)
+    return bool(got == expected)
+
+
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "det": torch.linalg.det,
+    "several results": lambda x: torch.linalg.qr(x),
+    "shape from values": torch.nonzero,
+    "mask": lambda x: x[x > 0],
+    "histogram": lambda x: torch.histogramdd(x[:, :2], bins=[2, 2]).hist,
+    "python value": lambda x: x.det().item(),
+}
+
+
+def _function(name: str, placements: list[Placement]) -> bool:
+    full = torch.randn(5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        got = FUNCTIONS[name](distribute_tensor(full, mesh_of((4,)), placements))
+        return _same(got, FUNCTIONS[name](full))
+
+
+@pytest.mark.parametrize("placements", PLACED, ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_op_without_a_rule_gives_what_plain_torch_gives(
+    ranks: Worlds, name: str, placements: list[Placement]
+) -> None:
+    assert all(ranks(_function, name, placements))
+
+
+def _counted() -> tuple[int, list[str]]:
+    clear_fallbacks()
+    x = distribute_tensor(torch.eye(4), mesh_of((4,)), [S(0)])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            torch.linalg.ldl_factor_ex(x)
+    calls = fallbacks()
+    return sum(calls.values()), [str(w.message) for w in seen if w.category is FallbackWarning]
+
+
+def test_a_fallback_is_counted_and_warns_once(ranks: Worlds) -> None:
+    for calls, warned in ranks(_counted):
+        assert calls == 3
+        assert len(warned) == 1 and "linalg_ldl_factor" in warned[0]
+
+
+def _gradient(placements: list[Placement]) -> bool:
+    full = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    plain = full.clone().requires_grad_()
+    torch.linalg.inv(plain).sin().sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        x = distribute_tensor(full, mesh_of((4,)), placements).requires_grad_()
+        torch.linalg.inv(x).sin().sum().backward()
+    return _same(x.grad, plain.grad)
+
+
+@pytest.mark.parametrize("placements", PLACED, ids=str)
+def test_gradients_flow_through_a_fallback(ranks: Worlds, placements: list[Placement]) -> None:
+    assert all(ranks(_gradient, placements))
+
+
+# ---- writes ----
+
+
+def _into(full: torch.Tensor, placements: list[Placement]) -> Any:
+    return distribute_tensor(full.clone(), mesh_of((4,)), placements)
+
+
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "cumsum_ along both dims": lambda x, y: x.cumsum_(0).cumsum_(1),
+    "copy_ from elsewhere": lambda x, y: x.copy_(y.sort(0).values),
+    "out= of the same shape": lambda x, y: torch.mul(y, 2, out=x),
+    "out= of a reduction": lambda x, y: torch.sum(y, 0, keepdim=True, out=x[:1] * 1),
+    "out= aliasing an input": lambda x, y: torch.add(x, y, out=x),
+    "two outs": lambda x, y: torch.max(y, 1, out=(x[:, 0] * 1, (x[:, 0] * 0).long())),
+    "t_": lambda x, y: x.t_(),
+    "unsqueeze_": lambda x, y: x.unsqueeze_(1).mul_(2),
+    "squeeze_": lambda x, y: x.unsqueeze_(0).squeeze_(0).add_(y),
+    "transpose_": lambda x, y: x.transpose_(0, 1) + y.t(),
+}
+
+
+def _write(name: str, written: list[Placement], read: list[Placement]) -> tuple[bool, bool]:
+    seed = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(5, 3, generator=seed, dtype=torch.float64) for _ in range(2))
+    target, source = _into(x, written), _into(y, read)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        got = WRITES[name](target, source)
+    expected = WRITES[name](x, y)
+    return _same(got, expected), _same(target, x)
+
+
+@pytest.mark.parametrize("read", PLACED, ids=str)
+@pytest.mark.parametrize("written", PLACED, ids=str)
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_reach_the_written_tensor(
+    ranks: Worlds, name: str, written: list[Placement], read: list[Placement]
+) -> None:
+    for result, target in ranks(_write, name, written, read):
+        assert result and target
+
+
+def _resized() -> tuple[bool, list[str]]:
+    full = torch.arange(15.0).reshape(5, 3)
+    y = _into(full, [S(0)])
+    empty = _into(torch.empty(0), [R])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.mul(y, 2, out=empty)
+        small = _into(torch.empty(2), [S(0)])
+        torch.mul(y, 2, out=small)
+    right = _same(empty, full * 2) and _same(small, full * 2) and small.shape == (5, 3)
+    return right, [str(w.message) for w in seen]
+
+
+def test_out_is_resized_as_torch_does(ranks: Worlds) -> None:
+    for right, warned in ranks(_resized):
+        assert right
+        assert len(warned) == 1 and "resized" in warned[0]
+
+
+def test_partial_is_an_operand_like_any_other(ranks: Worlds) -> None:
+    assert all(ranks(_partial))
+
+
+def _partial() -> bool:
+    full = torch.eye(4, dtype=torch.float64) * 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        x = DTensor.from_local(full / 4, mesh_of((4,)), [Partial()])
+        return _same(torch.linalg.inv(x), torch.linalg.inv(full))
