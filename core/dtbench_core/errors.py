@@ -7,6 +7,9 @@ CoreError
 +-- MixedTensorError (RuntimeError)         a plain tensor given where a DTensor is expected
 +-- NoRuleError      (NotImplementedError)  an op, or its placements, that no rule covers
 +-- ArgumentError    (RuntimeError)         an argument of the public API that cannot be followed
++-- SimulationError  (RuntimeError)         simulated ranks that went apart, as real ones would hang
++-- SimulationError  (RuntimeError)         what a simulated world cannot follow
+    +-- RankDependentError                  simulated ranks differ where the program needs one answer
 """
 
 from __future__ import annotations
@@ -38,3 +41,15 @@ class NoRuleError(CoreError, NotImplementedError):
 
 class ArgumentError(CoreError, RuntimeError):
     """An argument of the public API that cannot be followed."""
+
+
+class SimulationError(CoreError, RuntimeError):
+    """What a simulated world cannot follow, or finds wrong in the program: the message names the ranks."""
+
+
+class RankDependentError(SimulationError):
+    """A value that differs between simulated ranks, where the program needs one for all."""
+
+
+class SimulationError(CoreError, RuntimeError):
+    """Simulated ranks that went apart, where real ones would hang; or a wrong use of them."""
