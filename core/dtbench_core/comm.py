@@ -3,12 +3,16 @@
 All functions take a process group (a `MeshInfo.groups` entry), contiguous tensors and act in place
 on their output. They wait unless `async_op`, which returns the Work instead: keep the tensors alive
 until its `wait()`. Bytes counted are those of the larger side of the call (nccl-tests' size).
+
+The process group's own methods are called, not torch.distributed's functions, which spend 5 to 20 us
+on checks, logging and options that are the same every time; what they check holds by construction here.
+On CUDA a waiting call runs on the current stream, as torch.distributed's does.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +22,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from dtbench_core import torch_compat
+from dtbench_core.errors import ArgumentError
+from dtbench_core.torch_compat import ALL_GATHER_METHOD, ALL_TO_ALL_METHOD, REDUCE_SCATTER_METHOD
 
 _REDUCE_OP = {
     "sum": dist.ReduceOp.SUM,
@@ -25,6 +31,25 @@ _REDUCE_OP = {
     "product": dist.ReduceOp.PRODUCT,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
+}
+
+
+def _options(kind: Callable[[], Any], op: str | None, async_op: bool) -> Any:
+    made = kind()
+    made.asyncOp = async_op
+    if op is not None:
+        made.reduceOp = _REDUCE_OP[op]
+    return made
+
+
+# Read-only, so one of each serves all calls. Indexed by (reduction and) async_op.
+_GATHER = {a: _options(torch_compat.AllGatherOptions, None, a) for a in (False, True)}
+_EXCHANGE = {a: _options(torch_compat.AllToAllOptions, None, a) for a in (False, True)}
+_REDUCE = {
+    (op, a): _options(torch_compat.AllReduceOptions, op, a) for op in _REDUCE_OP for a in (False, True)
+}
+_REDUCE_SCATTER = {
+    (op, a): _options(torch_compat.ReduceScatterOptions, op, a) for op in _REDUCE_OP for a in (False, True)
 }
 
 
@@ -57,7 +82,7 @@ def _record(name: str, tensor: torch.Tensor) -> None:
 
 
 def all_gather(
-    output: torch.Tensor,  # (n * k,) or (n * rows, ...)
+    output: torch.Tensor,  # (n * k,), (n * rows, ...) or (n, rows, ...)
     input: torch.Tensor,  # (k,) or (rows, ...)
     group: ProcessGroup,
     async_op: bool = False,
@@ -65,7 +90,11 @@ def all_gather(
     """Concatenates the ranks' inputs on dim 0 into every rank's output."""
     if _counting:
         _record("all_gather", output)
-    return _finish(torch_compat.all_gather_single(output, input, group=group, async_op=True), async_op)
+    if output.is_complex():
+        work = getattr(group, ALL_GATHER_METHOD)(_real(output), _real(input), _GATHER[async_op])
+    else:
+        work = getattr(group, ALL_GATHER_METHOD)(output, input, _GATHER[async_op])
+    return _finish(work, async_op)
 
 
 def reduce_scatter(
@@ -75,28 +104,41 @@ def reduce_scatter(
     op: str = "sum",
     async_op: bool = False,
 ) -> Work | None:
-    """Reduces the ranks' inputs and leaves part r of dim 0 with rank r."""
+    """Reduces the ranks' inputs and leaves part r of dim 0 with rank r. None when it is complete."""
     if _counting:
         _record("reduce_scatter", input)
-    if op == "avg" and not _averages(group, input):
-        torch_compat.reduce_scatter_single(output, input, op=dist.ReduceOp.SUM, group=group)
+    averaged = op == "avg" and not _averages(group, input)
+    if averaged:
+        op, async_op = "sum", False
+    reduce = getattr(group, REDUCE_SCATTER_METHOD)
+    if output.is_complex():
+        _refuse_complex("reduce_scatter", op)
+        work = reduce(_real(output), _real(input), _REDUCE_SCATTER[op, async_op])
+    else:
+        work = reduce(output, input, _REDUCE_SCATTER[op, async_op])
+    left = _finish(work, async_op)
+    if averaged:
         output /= group.size()
-        return None
-    work = torch_compat.reduce_scatter_single(output, input, op=_REDUCE_OP[op], group=group, async_op=True)
-    return _finish(work, async_op)
+    return left
 
 
 def all_reduce(
     tensor: torch.Tensor, group: ProcessGroup, op: str = "sum", async_op: bool = False
 ) -> Work | None:
-    """Reduces `tensor` over the ranks, in place."""
+    """Reduces `tensor` over the ranks, in place. None when it is complete."""
     if _counting:
         _record("all_reduce", tensor)
-    if op == "avg" and not _averages(group, tensor):
-        dist.all_reduce(tensor, dist.ReduceOp.SUM, group=group)
+    averaged = op == "avg" and not _averages(group, tensor)
+    if averaged:
+        op, async_op = "sum", False
+    sent = tensor
+    if tensor.is_complex():
+        _refuse_complex("all_reduce", op)
+        sent = _real(tensor)
+    work = _finish(group.allreduce([sent], _REDUCE[op, async_op]), async_op)
+    if averaged:
         tensor /= group.size()
-        return None
-    return _finish(dist.all_reduce(tensor, _REDUCE_OP[op], group=group, async_op=True), async_op)
+    return work
 
 
 def all_to_all(
@@ -110,18 +152,21 @@ def all_to_all(
     """Sends part r of dim 0 to rank r; equal parts unless the splits (rows per rank) are given."""
     if _counting:
         _record("all_to_all", input)
-    out_splits = None if output_splits is None else list(output_splits)
-    in_splits = None if input_splits is None else list(input_splits)
-    return _finish(
-        dist.all_to_all_single(output, input, out_splits, in_splits, group=group, async_op=True), async_op
-    )
+    exchange = getattr(group, ALL_TO_ALL_METHOD)
+    splits = list(output_splits or ()), list(input_splits or ())
+    if output.is_complex():
+        return _finish(exchange(_real(output), _real(input), *splits, _EXCHANGE[async_op]), async_op)
+    return _finish(exchange(output, input, *splits, _EXCHANGE[async_op]), async_op)
 
 
 def broadcast(tensor: torch.Tensor, group: ProcessGroup, src: int = 0, async_op: bool = False) -> Work | None:
     """Copies the tensor of group rank `src` to the others, in place."""
     if _counting:
         _record("broadcast", tensor)
-    return _finish(dist.broadcast(tensor, group=group, group_src=src, async_op=True), async_op)
+    options = torch_compat.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.asyncOp = src, 0, async_op
+    sent = _real(tensor) if tensor.is_complex() else tensor
+    return _finish(group.broadcast([sent], options), async_op)
 
 
 def scatter(
@@ -134,13 +179,18 @@ def scatter(
     """Gives rank r the r-th of `inputs` (equal shapes), which only group rank `src` passes."""
     if _counting:
         _record("scatter", output)
-    given = None if inputs is None else list(inputs)
-    return _finish(dist.scatter(output, given, group=group, group_src=src, async_op=True), async_op)
+    options = torch_compat.ScatterOptions()
+    options.rootRank, options.asyncOp = src, async_op
+    given = [] if inputs is None else [list(inputs)]
+    if output.is_complex():
+        output, given = _real(output), [[_real(t) for t in part] for part in given]
+    return _finish(group.scatter([output], given, options), async_op)
 
 
-def all_gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
-    """Every rank's `value` (pickled by torch; for checks, not for the hot path)."""
-    gathered: list[Any] = [None] * group.size()
+def all_gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """Every rank's `value` (pickled by torch; for checks, not for the hot path). Without a group, the
+    whole world's."""
+    gathered: list[Any] = [None] * (dist.get_world_size() if group is None else group.size())
     dist.all_gather_object(gathered, value, group=group)
     return gathered
 
@@ -150,8 +200,21 @@ def _averages(group: ProcessGroup, tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and "nccl" in dist.get_backend(group)
 
 
-def _finish(work: Work, async_op: bool) -> Work | None:
-    if async_op:
+# Transports do not know complex numbers: they move as pairs, and add as pairs.
+_real = torch.view_as_real
+
+
+def _refuse_complex(name: str, op: str) -> None:
+    """A sum of complex numbers is that of their parts; no other reduction is."""
+    if op not in ("sum", "avg"):
+        raise ArgumentError(
+            f"{name} got complex numbers and the reduction {op!r}, expected 'sum' or 'avg': gather the terms and "
+            "reduce them on every rank"
+        )
+
+
+def _finish(work: Work | None, async_op: bool) -> Work | None:
+    if async_op or work is None:  # None: the transport has waited already
         return work
     work.wait()
     return None

@@ -11,8 +11,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh
+from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 
 # c10d, public functions under the name this torch does not warn about.
 all_gather_single = cast(
@@ -21,6 +23,19 @@ all_gather_single = cast(
 reduce_scatter_single = cast(
     "Callable[..., Any]", getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
+
+# The methods of a process group that torch.distributed's own functions call, hence those that every
+# process group has, one written in Python included. Each takes a record of options.
+_renamed = hasattr(dist.ProcessGroup, "all_gather_single")
+ALL_GATHER_METHOD = "all_gather_single" if _renamed else "_allgather_base"
+REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _renamed else "_reduce_scatter_base"
+ALL_TO_ALL_METHOD = "all_to_all_single" if _renamed else "alltoall_base"
+AllGatherOptions = distributed_c10d.AllgatherOptions
+AllReduceOptions = distributed_c10d.AllreduceOptions
+AllToAllOptions = distributed_c10d.AllToAllOptions
+BroadcastOptions = distributed_c10d.BroadcastOptions
+ReduceScatterOptions = distributed_c10d.ReduceScatterOptions
+ScatterOptions = distributed_c10d.ScatterOptions
 
 # The mode and autograd state the dispatch path asks for on every call. All of these are C functions
 # that take tenths of a microsecond, against microseconds for their public wrappers.
@@ -56,3 +71,10 @@ def set_wrapper_metadata(tensor: torch.Tensor, shape: Sequence[int], stride: Seq
             )
         finally:
             torch._C._set_meta_in_tls_dispatch_include(was)
+
+
+def register_foreach_type(cls: type[torch.Tensor]) -> None:
+    """Lets optimizers and clip_grad_norm_ choose their foreach form for `cls`, as for plain tensors."""
+    for listed in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        if cls not in listed:
+            listed.append(cls)
