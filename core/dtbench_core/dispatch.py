@@ -167,9 +167,11 @@ def torch_dispatch(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwar
     if info is None:
         info = _infos[op] = OpInfo(op)
     if info.handler is not None:
-        if _watched is not None:
-            _watched.append((None, args, kwargs, None))
-        return info.handler(torch_dispatch, cls, op, args, kwargs)
+        result = info.handler(torch_dispatch, cls, op, args, kwargs)
+        if result is not NotImplemented:
+            if _watched is not None:
+                _watched.append((None, args, kwargs, None))
+            return result
     if _default_dtype is not torch.get_default_dtype():
         _follow_default_dtype()
     key, locals_, local_kwargs = _key_of(cls, info, info.numbers_by_type, args, kwargs)

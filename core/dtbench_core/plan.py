@@ -63,7 +63,7 @@ class Plan:
 
     moves: (index among the tensors, steps, mesh) of the inputs that must be placed otherwise.
     replaced: (argument position, local value) of global shapes made local.
-    out: a spec, a list of specs and Nones, or None for a Python value.
+    out: a spec, a list of specs and Nones (where the op gives none, or a number), or None for a Python value.
     returns_input: position of the written argument that is the result.
     """
 
@@ -112,7 +112,7 @@ class Plan:
         elif out is None:
             return result
         else:
-            made = [None if spec is None else wrap(cls, r, spec) for r, spec in zip(result, out, strict=True)]
+            made = [r if spec is None else wrap(cls, r, spec) for r, spec in zip(result, out, strict=True)]
             made = made if isinstance(result, list) else tuple(made)
         if self.info.aliases and (self.moves or getattr(args[0], "_detached_view", False)):
             for view in made if isinstance(made, (list, tuple)) else (made,):
@@ -251,7 +251,9 @@ def _global_results(info: OpInfo, call: OpCall) -> tuple[tuple[TensorMeta | None
     result = info.op(*meta_args, **meta_kwargs)
     several = isinstance(result, (list, tuple))
     listed = result if several else [result]
-    metas = tuple(None if t is None else TensorMeta(t.shape, t.stride(), t.dtype) for t in listed)
+    metas = tuple(
+        TensorMeta(t.shape, t.stride(), t.dtype) if isinstance(t, torch.Tensor) else None for t in listed
+    )
     return metas, "list" if several else "tensor"
 
 

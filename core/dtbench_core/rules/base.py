@@ -124,6 +124,7 @@ def decomposition(*ops: OpOverload) -> Callable[[Callable[..., Any]], Callable[.
     """Registers the decorated function, written with torch ops on DTensors, to run in the place of `ops`.
 
     For ops that need a global value half way, such as a mean weighted by what all ranks hold.
+    Where it returns NotImplemented, the op's rule decides as if there were no decomposition.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
