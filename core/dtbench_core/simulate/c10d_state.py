@@ -1,0 +1,97 @@
+"""The private names of torch.distributed through which every thread can be a rank (torch 2.11 to 2.13)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh, distributed_c10d
+
+# Modules as Any: their stubs lack what is private in them.
+_c10d: Any = torch._C._distributed_c10d
+_device_mesh: Any = device_mesh
+
+
+class RankC10d(distributed_c10d._World):
+    """One rank's tables of process groups.
+
+    torch's class keeps them in module globals behind properties; these attributes stand before them.
+    """
+
+    default_pg: Any = None
+    pg_map: Any = None
+    pg_names: Any = None
+    pg_group_ranks: Any = None
+    pg_backend_config: Any = None
+    group_count: Any = 0
+    tags_to_pg: Any = None
+    pg_to_tag: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.default_pg = None
+        self.pg_map, self.pg_names, self.pg_group_ranks = {}, {}, {}
+        self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
+        self.group_count = 0
+
+
+class _ByThread:
+    """Stands for c10d's `_world`: the running thread's own, or the process'."""
+
+    def __init__(self, mine: Callable[[], RankC10d | None], process: Any) -> None:
+        object.__setattr__(self, "_mine", mine)
+        object.__setattr__(self, "_process", process)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mine() or self._process, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._mine() or self._process, name, value)
+
+
+def per_thread(mine: Callable[[], RankC10d | None], backend: str) -> Callable[[], None]:
+    """Lets each thread have its own groups, where `mine` gives it some. Returns what undoes it.
+
+    DeviceMesh tells the meshes of threads apart (in `==`, and so in every cache of torch keyed by a
+    mesh) for one backend, known to it by name: for `backend` it is told that name.
+    """
+    process, get_backend = distributed_c10d._world, _device_mesh.get_backend
+
+    def name_of_backend(group: Any = None) -> str:
+        name = get_backend(group)
+        return "threaded" if name == backend else name
+
+    distributed_c10d._world = cast("Any", _ByThread(mine, process))
+    _device_mesh.get_backend = name_of_backend
+    _c10d._set_thread_isolation_mode(True)
+
+    def undo() -> None:
+        distributed_c10d._world = process
+        _device_mesh.get_backend = get_backend
+        _c10d._set_thread_isolation_mode(False)
+
+    return undo
+
+
+def register_backend(name: str, make_group: Callable[[Any, Any], dist.ProcessGroup]) -> None:
+    """Registers `name` as a backend for CPU tensors; `make_group(options, None)` makes each group."""
+    if name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(name, make_group, extended_api=True, devices=["cpu"])
+
+
+def initialise(backend: str, rank: int, world_size: int) -> None:
+    """`init_process_group` of the calling thread's rank."""
+    hook = sys.excepthook  # c10d puts a wrapper around it per process group, to name the process' rank
+    try:
+        dist.init_process_group(backend, store=_c10d.HashStore(), rank=rank, world_size=world_size)
+    finally:
+        sys.excepthook = hook
+
+
+def destroy() -> None:
+    """Destroys the calling thread's groups, if it has any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,415 @@
+"""The process group of simulated ranks: collectives as plain maths over the ranks' tensors.
+
+Each rank of a world (see threads.py) holds a `ThreadGroup` per process group; those of one group share
+a `Meeting`. A call records its tensors in the meeting and gives back a Work at once; the last rank to
+call does the maths for all of them, and `Work.wait` lets other ranks run until that has happened.
+
+As on a real transport, the n-th call of a rank in a group belongs to the n-th call of the others. What
+a real transport answers with a hang or with garbage (another op, root, shape or dtype) is an error here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from dtbench_core.errors import SimulationError
+
+if TYPE_CHECKING:
+    from dtbench_core.simulate.threads import Rank
+
+Tensors = Sequence[torch.Tensor]
+# What the ranks of a group must agree on: (name, what else, the metadata of the tensors).
+Signature = tuple[str, str, tuple[tuple[torch.Size, torch.dtype], ...]]
+
+_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.Tensor.add_,
+    "avg": torch.Tensor.add_,
+    "product": torch.Tensor.mul_,
+    "max": lambda a, b: torch.maximum(a, b, out=a),
+    "min": lambda a, b: torch.minimum(a, b, out=a),
+    "band": torch.Tensor.bitwise_and_,
+    "bor": torch.Tensor.bitwise_or_,
+    "bxor": torch.Tensor.bitwise_xor_,
+}
+_REDUCTIONS = {getattr(dist.ReduceOp, name.upper()): name for name in _COMBINE}
+
+
+# ---- where ranks meet ----
+
+
+class Pending:
+    """One collective that not all ranks of a group have called yet."""
+
+    __slots__ = ("calls", "done", "error", "missing", "signature", "waiters")
+
+    def __init__(self, signature: Signature, size: int) -> None:
+        self.signature = signature
+        self.calls: list[Any] = [None] * size  # by group rank: what its method recorded
+        self.missing = size
+        self.done = False
+        self.error: str | None = None
+        self.waiters: list[Rank] = []
+
+
+class Meeting:
+    """What the ranks of one process group share. `ranks` are the world's, in the order of the group."""
+
+    __slots__ = ("_first", "_turns", "open", "ranks")
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the collectives under way, after a call that failed."""
+        self.open: deque[Pending] = deque()
+        self._first = 0  # the number of open[0]
+        self._turns = [0] * len(self.ranks)  # calls so far, by group rank
+
+    def arrive(
+        self, group_rank: int, signature: Signature, finish: Callable[..., None], call: Any
+    ) -> Pending:
+        """Records a rank's call, and finishes the collective if it is the last.
+
+        Raises:
+            SimulationError: it is not the collective that the others called.
+        """
+        turn = self._turns[group_rank] - self._first
+        self._turns[group_rank] += 1
+        if turn == len(self.open):
+            self.open.append(Pending(signature, len(self.ranks)))
+        pending = self.open[turn]
+        if pending.signature != signature:
+            others = [r for r, c in zip(self.ranks, pending.calls, strict=True) if c is not None]
+            pending.error = (
+                f"mismatched collectives: {name_ranks([self.ranks[group_rank]])} called {describe(signature)} "
+                f"where {name_ranks(others)} called {describe(pending.signature)}, in the group of "
+                f"{name_ranks(self.ranks)}; every rank of a group must issue the same collectives in the same order"
+            )
+            return pending
+        pending.calls[group_rank] = call
+        pending.missing -= 1
+        if not pending.missing:
+            self._finish(pending, finish)
+        return pending
+
+    def _finish(self, pending: Pending, finish: Callable[..., None]) -> None:
+        try:
+            # Inference mode: results go into what tensors hold, past autograd, as a transport's do.
+            with torch.inference_mode():
+                finish(pending.calls, pending.signature)
+        except (RuntimeError, ValueError, TypeError) as error:
+            pending.error = f"{describe(pending.signature)} of {name_ranks(self.ranks)} failed: {error}"
+        pending.done = True
+        pending.calls = []
+        self.open.popleft()  # all ranks called this one, hence every earlier one
+        self._first += 1
+
+
+def describe(signature: Signature) -> str:
+    """`all_reduce(sum, float32[4, 4])`."""
+    name, detail, metas = signature
+    parts = [detail] if detail else []
+    parts += [f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in metas[:4]]
+    if len(metas) > 4:
+        parts.append(f"and {len(metas) - 4} more")
+    return f"{name}({', '.join(parts)})"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`rank 2`, `ranks 0, 1, 3` or `ranks 0 to 7`."""
+    if len(ranks) > 4 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+
+
+# ---- the maths ----
+
+# Each takes the ranks' recorded calls, by group rank, and the signature they agree on.
+
+
+def _reduced(op: str, tensors: Tensors) -> torch.Tensor:
+    if op not in _COMBINE:
+        raise ValueError(f"got the reduction {op!r}, simulated ranks know {', '.join(_COMBINE)}")
+    total = tensors[0].clone(memory_format=torch.contiguous_format)
+    for tensor in tensors[1:]:
+        _COMBINE[op](total, tensor)
+    if op == "avg":
+        total.div_(len(tensors), rounding_mode=None if total.dtype.is_floating_point else "trunc")
+    return total
+
+
+def _finish_all_reduce(calls: list[Tensors], signature: Signature) -> None:
+    for same in zip(*calls, strict=True):
+        total = _reduced(signature[1], same)
+        for tensor in same:
+            tensor.copy_(total)
+
+
+def _finish_reduce(calls: list[tuple[torch.Tensor, int]], signature: Signature) -> None:
+    root = calls[0][1]
+    calls[root][0].copy_(_reduced(signature[1].split()[0], [tensor for tensor, _ in calls]))
+
+
+def _finish_broadcast(calls: list[tuple[Tensors, int]], _: Signature) -> None:
+    root = calls[0][1]
+    for rank, (tensors, _root) in enumerate(calls):
+        if rank != root:
+            for mine, sent in zip(tensors, calls[root][0], strict=True):
+                mine.copy_(sent)
+
+
+def _finish_all_gather(calls: list[tuple[list[Tensors], Tensors]], _: Signature) -> None:
+    for outputs, _inputs in calls:
+        for index, parts in enumerate(outputs):
+            for part, (_outputs, inputs) in zip(parts, calls, strict=True):
+                part.copy_(inputs[index])
+
+
+def _finish_all_gather_single(calls: list[tuple[Tensors, Tensors]], _: Signature) -> None:
+    for index in range(len(calls[0][0])):
+        full = torch.cat([inputs[index].reshape(-1) for _, inputs in calls])
+        for outputs, _inputs in calls:
+            outputs[index].view(-1).copy_(full)
+
+
+def _finish_gather(calls: list[tuple[Tensors, torch.Tensor, int]], _: Signature) -> None:
+    root = calls[0][2]
+    for part, (_outputs, sent, _root) in zip(calls[root][0], calls, strict=True):
+        part.copy_(sent)
+
+
+def _finish_scatter(calls: list[tuple[torch.Tensor, Tensors, int]], _: Signature) -> None:
+    root = calls[0][2]
+    for part, (received, _inputs, _root) in zip(calls[root][1], calls, strict=True):
+        received.copy_(part)
+
+
+def _finish_reduce_scatter(calls: list[tuple[Tensors, list[Tensors]]], signature: Signature) -> None:
+    for rank, (outputs, _) in enumerate(calls):
+        for index, output in enumerate(outputs):
+            output.copy_(_reduced(signature[1], [inputs[index][rank] for _, inputs in calls]))
+
+
+def _finish_reduce_scatter_single(calls: list[tuple[Tensors, Tensors]], signature: Signature) -> None:
+    n = len(calls)
+    for index in range(len(calls[0][0])):
+        total = _reduced(signature[1], [inputs[index] for _, inputs in calls]).view(n, -1)
+        for rank, (outputs, _) in enumerate(calls):
+            outputs[index].view(-1).copy_(total[rank])
+
+
+def _finish_all_to_all(calls: list[tuple[Tensors, Tensors]], _: Signature) -> None:
+    for receiver, (outputs, _inputs) in enumerate(calls):
+        for sender, output in enumerate(outputs):
+            sent = calls[sender][1][receiver]
+            if sent.shape != output.shape:
+                raise ValueError(
+                    f"group rank {sender} sends {list(sent.shape)} to group rank {receiver}, "
+                    f"which expects {list(output.shape)}"
+                )
+            output.copy_(sent)
+
+
+def _finish_all_to_all_single(
+    calls: list[tuple[torch.Tensor, torch.Tensor, list[int], list[int]]], signature: Signature
+) -> None:
+    n = len(calls)
+    parts = [
+        (_cut(output, output_splits, n), _cut(sent, input_splits, n))
+        for output, sent, output_splits, input_splits in calls
+    ]
+    _finish_all_to_all(parts, signature)
+
+
+def _cut(tensor: torch.Tensor, splits: list[int], n: int) -> Tensors:
+    if splits:
+        return tuple(tensor.split(splits))
+    if tensor.shape[0] % n:
+        raise ValueError(f"got {tensor.shape[0]} rows without splits, expected a multiple of {n} ranks")
+    return tuple(tensor.split(tensor.shape[0] // n)) if tensor.shape[0] else (tensor,) * n
+
+
+def _finish_barrier(calls: list[Any], signature: Signature) -> None:
+    pass
+
+
+# ---- what c10d sees ----
+
+
+class ThreadWork(dist.Work):
+    """A collective of one rank. `wait` lets the other ranks run until all have called it."""
+
+    def __init__(self, pending: Pending, rank: Rank, results: Any) -> None:
+        super().__init__()
+        self._pending, self._rank, self._results = pending, rank, results
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Raises SimulationError when the collective cannot come about."""
+        if not self._pending.done or self._pending.error is not None:
+            self._rank.wait(self._pending)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._pending.done
+
+    def get_future(self) -> Any:
+        """A future that is already set: asking for it waits."""
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(self._results)
+        return future
+
+
+def _meta(tensors: Tensors) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+    return tuple([(t.shape, t.dtype) for t in tensors])
+
+
+def _reduction(options: Any) -> str:
+    """ "sum", "avg", ... of c10d's options."""
+    op = options.reduceOp.op
+    return _REDUCTIONS.get(op) or str(op).rpartition(".")[2].lower()
+
+
+def _check_size(name: str, larger: torch.Tensor, smaller: torch.Tensor, n: int) -> None:
+    if larger.numel() != smaller.numel() * n or larger.dtype != smaller.dtype:
+        raise SimulationError(
+            f"{name} of {n} ranks got {larger.dtype} {list(larger.shape)} and {smaller.dtype} "
+            f"{list(smaller.shape)}, expected one dtype and {n} times as many elements in the first"
+        )
+
+
+# c10d's stubs declare overloads that only its C++ side has.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class ThreadGroup(_ProcessGroup):  # type: ignore[misc]
+    """One rank's end of a process group. The methods are those that torch.distributed calls.
+
+    torch 2.13 renamed the flat collectives; both names are here. c10d's calls from C++ (functional
+    collectives) arrive in the same methods.
+    """
+
+    def __init__(self, rank: Rank, meeting: Meeting, group_rank: int, name: str) -> None:
+        super().__init__(group_rank, len(meeting.ranks))
+        self._of, self._meeting, self._me, self._name = rank, meeting, group_rank, name
+        self._n = len(meeting.ranks)
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def pg_name(self) -> str:
+        return self._name
+
+    def getBackendName(self) -> str:  # noqa: N802 (c10d's name)
+        return "dtbench_threads"
+
+    def __repr__(self) -> str:
+        return f"ThreadGroup({self._name!r}, {name_ranks(self._meeting.ranks)}, group rank {self._me})"
+
+    def _call(
+        self, signature: Signature, finish: Callable[..., None], call: Any, results: Any = None
+    ) -> ThreadWork:
+        self._of.check_running(signature)
+        pending = self._meeting.arrive(self._me, signature, finish, call)
+        self._of.notice(pending)
+        return ThreadWork(pending, self._of, results)
+
+    def allreduce(self, tensors: Tensors, opts: Any) -> ThreadWork:
+        signature = ("all_reduce", _reduction(opts), _meta(tensors))
+        return self._call(signature, _finish_all_reduce, tensors, tensors)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Tensors, opts: Any) -> ThreadWork:
+        signature = ("reduce", f"{_reduction(opts)} to group rank {opts.rootRank}", _meta(tensors))
+        return self._call(signature, _finish_reduce, (tensors[0], opts.rootRank), tensors)
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> ThreadWork:
+        signature = ("broadcast", f"from group rank {opts.rootRank}", _meta(tensors))
+        return self._call(signature, _finish_broadcast, (tensors, opts.rootRank), tensors)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> ThreadWork:
+        # The parts may differ in size by rank, as long as every rank expects the same of each.
+        signature = ("all_gather", "", _meta([part for parts in outputs for part in parts]))
+        for parts, sent in zip(outputs, inputs, strict=True):
+            if parts[self._me].shape != sent.shape or parts[self._me].dtype != sent.dtype:
+                raise SimulationError(
+                    f"all_gather got {sent.dtype} {list(sent.shape)} to send and {parts[self._me].dtype} "
+                    f"{list(parts[self._me].shape)} as this rank's part of the output; expected the same"
+                )
+        return self._call(signature, _finish_all_gather, (outputs, inputs), outputs)
+
+    def allgather_coalesced(
+        self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None
+    ) -> ThreadWork:
+        # Here the outer list runs over the ranks, the inner over the inputs.
+        outputs = [list(of_input) for of_input in zip(*output_lists, strict=True)]
+        return self.allgather(outputs, inputs, opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ThreadWork:
+        for output, sent in zip(outputs, inputs, strict=True):
+            _check_size("all_gather_single", output, sent, self._n)
+        signature = ("all_gather_single", "", _meta(inputs))
+        return self._call(signature, _finish_all_gather_single, (outputs, inputs), outputs)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> ThreadWork:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> ThreadWork:
+        signature = ("gather", f"to group rank {opts.rootRank}", _meta(inputs))
+        parts = outputs[0] if outputs else ()
+        return self._call(signature, _finish_gather, (parts, inputs[0], opts.rootRank), outputs)
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> ThreadWork:
+        signature = ("scatter", f"from group rank {opts.rootRank}", _meta(outputs))
+        parts = inputs[0] if inputs else ()
+        return self._call(signature, _finish_scatter, (outputs[0], parts, opts.rootRank), outputs)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> ThreadWork:
+        metas = _meta([part for parts in inputs for part in parts])
+        signature = ("reduce_scatter", _reduction(opts), metas)
+        return self._call(signature, _finish_reduce_scatter, (outputs, inputs), outputs)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> ThreadWork:
+        for output, sent in zip(outputs, inputs, strict=True):
+            _check_size("reduce_scatter_single", sent, output, self._n)
+        signature = ("reduce_scatter_single", _reduction(opts), _meta(inputs))
+        return self._call(signature, _finish_reduce_scatter_single, (outputs, inputs), outputs)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> ThreadWork:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ThreadWork:
+        signature = ("all_to_all", str(inputs[0].dtype) if inputs else "", ())
+        return self._call(signature, _finish_all_to_all, (outputs, inputs), outputs)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> ThreadWork:
+        # The rows may differ by rank; what a row is may not.
+        signature = ("all_to_all_single", "rows of", ((input.shape[1:], input.dtype),))
+        call = (output, input, list(output_splits or ()), list(input_splits or ()))
+        return self._call(signature, _finish_all_to_all_single, call, [output])
+
+    def barrier(self, opts: Any = None) -> ThreadWork:
+        return self._call(("barrier", "", ()), _finish_barrier, ())
+
+    # The names of torch 2.11.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single

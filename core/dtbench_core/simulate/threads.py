@@ -1,0 +1,385 @@
+"""Ranks of a world as threads of this process that take turns: exactly one runs at a time.
+
+    with ThreadWorld(4) as world:
+        world.run(train_step, data)     # on every rank; the ranks' results
+
+A rank runs until it waits for a collective, then the next one that can run does. So a run is
+deterministic, a collective costs a few thread switches, and a hang is seen at once: when nobody can run
+and somebody waits, those who wait are stopped with a `SimulationError` that tells who waited where, and
+what the others did instead.
+
+On every rank `torch.distributed` is initialised, with groups, meshes, functional collectives and
+`torch.distributed.tensor` as in a process of its own (group.py has the collectives). What torch and the
+core keep per process is kept per rank: see Note [Process state]. While no call is running, the process
+has its own `torch.distributed` back, initialised or not; ranks cannot use the process' groups, nor a
+rank start a world. Tensors live on the CPU: a backward pass on an accelerator runs in threads of torch.
+
+Note [Process state]: c10d's table of groups hangs on a module attribute, which is replaced during a
+call by one that looks at the running thread; its C++ table of group names has a switch for the same.
+The CPU's default generator, and the module attributes of `PER_RANK`, are swapped when ranks take turns.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch
+
+from dtbench_core import comm, dispatch
+from dtbench_core.errors import SimulationError
+from dtbench_core.simulate import c10d_state
+from dtbench_core.simulate.group import Meeting, Pending, Signature, ThreadGroup, describe, name_ranks
+
+# (module, attribute, what makes a rank's own at the start of a call): module-level state that a rank
+# may have set when another rank's turn comes. Thread-local state needs no entry.
+PER_RANK: list[tuple[ModuleType, str, Callable[[], Any]]] = [
+    (dispatch, "_watched", lambda: None),
+    (comm, "_counting", list),
+]
+
+_BACKEND = "dtbench_threads"
+_generator = torch.default_generator
+_here = threading.local()  # .rank: the Rank whose thread this is
+_one_call = threading.Lock()  # the process state can belong to one world at a time
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a call on one rank: `value`, or the `error` it ended with.
+
+    stopped: the rank waited in a collective that could not come about (or issued one that contradicts
+    the others'); on a real machine it would hang. It may have a value even so, if it caught the error.
+    """
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    stopped: bool = False
+
+
+class Rank:
+    """One simulated rank: its thread, and what is its own while others run."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.baton = threading.Lock()  # free: this rank may run
+        self.baton.acquire()
+        self.c10d = c10d_state.RankC10d()
+        self.generator_state: torch.Tensor | None = None
+        self.globals: list[Any] = []
+        self.waiting: Pending | None = None
+        self.stopped = False
+        self.outcome: Outcome | None = None
+        self.thread = threading.Thread(target=self._serve, name=f"simulated-rank-{rank}", daemon=True)
+
+    # ---- the thread ----
+
+    def _serve(self) -> None:
+        _here.rank = self
+        self.baton.acquire()
+        while (call := self.world.call) is not None:
+            self.outcome = self._run(call)
+            # Errors hold frames, and frames what the call held: nothing of it may outlive it here.
+            del call
+            self.world.pass_on()
+            self.baton.acquire()
+
+    def _run(self, call: Callable[[], Any]) -> Outcome:
+        self.stopped = False
+        _generator.set_state(self.world.caller_state)
+        for module, name, make in PER_RANK:
+            setattr(module, name, make())
+        try:
+            with torch.inference_mode(self.world.inference), torch.set_grad_enabled(self.world.grad):
+                return Outcome(self.rank, call(), None, self.stopped)
+        except BaseException as error:
+            return Outcome(self.rank, None, error, self.stopped)
+
+    # ---- collectives ----
+
+    def check_running(self, signature: Signature) -> None:
+        """Raises SimulationError when this is not the running rank's thread, or the call has failed."""
+        if threading.get_ident() != self.thread.ident or not self.world.running:
+            raise SimulationError(
+                f"{describe(signature)} was called on a group of simulated {name_ranks([self.rank])}, but not by "
+                "that rank's thread during a call of its world; use the groups that the rank made, inside the "
+                "function that the world runs"
+            )
+        if self.world.broken is not None:
+            self._stop()
+
+    def notice(self, pending: Pending) -> None:
+        """After each arrival: lets those run again who wait for a collective that is done or has failed."""
+        if pending.error is not None and self.world.broken is None:
+            self.world.broken = pending.error
+        if (pending.done or pending.error is not None) and pending.waiters:
+            self.world.ready.extend(pending.waiters)
+            pending.waiters = []
+
+    def wait(self, pending: Pending) -> None:
+        """Lets other ranks run until `pending` is done.
+
+        Raises:
+            SimulationError: it will never be, see the message.
+        """
+        if not pending.done and self.world.broken is None:
+            self.waiting = pending
+            pending.waiters.append(self)
+            self._let_others_run()
+            self.waiting = None
+        if pending.error is not None or not pending.done:
+            self._stop()
+
+    def _let_others_run(self) -> None:
+        following = self.world.next_rank()
+        if following is self:
+            return
+        self.generator_state = _generator.get_state()
+        self.globals = [getattr(module, name) for module, name, _ in PER_RANK]
+        following.baton.release()
+        self.baton.acquire()
+        _generator.set_state(self.generator_state)
+        for (module, name, _), value in zip(PER_RANK, self.globals, strict=True):
+            setattr(module, name, value)
+
+    def _stop(self) -> None:
+        self.stopped = True
+        raise SimulationError(self.world.broken or "the collective cannot come about")
+
+
+class ThreadWorld:
+    """A world of `world_size` simulated ranks, whose threads and groups live until `close`.
+
+    Calls are independent of each other: each starts on every rank with the caller's state of the CPU
+    generator and grad mode, and the caller's generator is as before afterwards. What a rank made (groups,
+    meshes, thread-local variables) it finds again in the next call. After a call in which ranks diverged,
+    groups that not all of their members made are dropped with all others, and the threads start afresh.
+
+    Raises:
+        SimulationError: world_size < 1.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        if world_size < 1:
+            raise SimulationError(f"got a world of {world_size} ranks, expected at least 1")
+        self.world_size = world_size
+        self.call: Callable[[], Any] | None = None
+        self.running = False
+        self.broken: str | None = None  # why the call cannot go on
+        self.ready: deque[Rank] = deque()
+        self.meetings: dict[tuple[str, tuple[int, ...]], Meeting] = {}
+        self.caller_state = _generator.get_state()
+        self.grad, self.inference = True, False
+        self._ranks: list[Rank] = []
+        self._lost = False
+        self._caller = threading.Lock()  # free: the call has ended
+        self._caller.acquire()
+
+    def __enter__(self) -> ThreadWorld:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- calls ----
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """`fn(*args, **kwargs)` on every rank (`dist.get_rank()` tells which): the results, by rank.
+
+        Raises:
+            SimulationError: ranks diverged: one raised while others waited or returned, or waited for
+                different collectives. The message tells who did what; __cause__ is the first rank's own error.
+            Exception: what rank 0 raised, if every rank raised by itself.
+        """
+        outcomes = self.outcomes(fn, *args, **kwargs)
+        if all(o.error is None and not o.stopped for o in outcomes):
+            return [o.value for o in outcomes]
+        if all(o.error is not None and not o.stopped for o in outcomes):
+            assert outcomes[0].error is not None
+            raise outcomes[0].error
+        own = next((o.error for o in outcomes if o.error is not None and not o.stopped), None)
+        raise SimulationError(diverged(outcomes)) from own
+
+    def outcomes(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Outcome]:
+        """As `run`, but tells what became of each rank instead of raising."""
+        if not self._ranks:
+            self._start()
+        outcomes = self._call(lambda: fn(*args, **kwargs))
+        if any(o.error is not None or o.stopped for o in outcomes):
+            self._recover()
+        return outcomes
+
+    def _call(self, call: Callable[[], Any]) -> list[Outcome]:
+        if getattr(_here, "rank", None) is not None:
+            raise SimulationError(
+                "a simulated rank cannot start a world: call it outside the ranks' function"
+            )
+        if self._lost:
+            raise SimulationError("this world was interrupted while its ranks ran: make a new ThreadWorld")
+        with _one_call:
+            self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            self.caller_state = _generator.get_state()
+            kept = [getattr(module, name) for module, name, _ in PER_RANK]
+            self.call, self.broken, self.running = call, None, True
+            self.ready = deque(self._ranks[1:])
+            give_back = c10d_state.per_thread(_my_c10d, _BACKEND)
+            try:
+                self._ranks[0].baton.release()
+                self._caller.acquire()
+            except BaseException:
+                self._lost = True  # an interrupt: the ranks still run, as if nothing had happened
+                raise
+            finally:
+                self.running = False
+                give_back()
+                _generator.set_state(self.caller_state)
+                for (module, name, _), value in zip(PER_RANK, kept, strict=True):
+                    setattr(module, name, value)
+            made = [rank.outcome for rank in self._ranks]
+            self.call = None
+            for rank in self._ranks:
+                rank.outcome = None
+            return [outcome for outcome in made if outcome is not None]
+
+    # ---- turns ----
+
+    def next_rank(self) -> Rank:
+        """Who runs next, when the running rank cannot. Somebody waits, or this is not called."""
+        if not self.ready:
+            self._stop_all()
+        return self.ready.popleft()
+
+    def pass_on(self) -> None:
+        """The running rank has ended."""
+        if not self.ready and any(rank.waiting is not None for rank in self._ranks):
+            self._stop_all()
+        (self.ready.popleft().baton if self.ready else self._caller).release()
+
+    def _stop_all(self) -> None:
+        waiting = [rank for rank in self._ranks if rank.waiting is not None]
+        if self.broken is None:
+            self.broken = self._why_stuck()
+        for rank in waiting:
+            assert rank.waiting is not None
+            rank.waiting.waiters = []
+        self.ready.extend(waiting)
+
+    def _why_stuck(self) -> str:
+        """`hang: rank 2 raised ValueError(...) while ranks 0, 1, 3 waited in all_reduce(...)`."""
+        did: dict[str, list[int]] = {}
+        for rank in self._ranks:
+            if rank.waiting is not None:
+                continue
+            ended = rank.outcome
+            error = None if ended is None else ended.error
+            did.setdefault("returned" if error is None else f"raised {_brief(error)}", []).append(rank.rank)
+        waited: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        for rank in self._ranks:
+            if rank.waiting is not None:
+                ranks = next((m.ranks for m in self.meetings.values() if rank.waiting in m.open), ())
+                waited.setdefault((describe(rank.waiting.signature), ranks), []).append(rank.rank)
+        ended_how = ", ".join(f"{name_ranks(ranks)} {what}" for what, ranks in did.items())
+        where = ", ".join(
+            f"{name_ranks(who)} waited in {what}"
+            + (f" of {name_ranks(ranks)}" if len(ranks) < self.world_size else "")
+            for (what, ranks), who in waited.items()
+        )
+        return f"hang: {ended_how} while {where}" if ended_how else f"hang: {where}"
+
+    # ---- life ----
+
+    def _start(self) -> None:
+        self._ranks = [Rank(self, rank) for rank in range(self.world_size)]
+        self.meetings = {}
+        for rank in self._ranks:
+            rank.thread.start()
+        c10d_state.register_backend(_BACKEND, _make_group)
+        outcomes = self._call(_initialise)
+        failed = next((o.error for o in outcomes if o.error is not None), None)
+        if failed is not None:
+            raise failed
+
+    def _recover(self) -> None:
+        """Makes the world usable after ranks ended otherwise than by returning."""
+        for meeting in self.meetings.values():
+            meeting.reset()
+        for rank in self._ranks:
+            rank.waiting = None
+        counts = {rank.c10d.group_count for rank in self._ranks}
+        holders: dict[str, list[int]] = {}
+        for rank in self._ranks:
+            for name in rank.c10d.pg_names.values():
+                holders.setdefault(name, []).append(rank.rank)
+        made = {(name, tuple(sorted(ranks))) for name, ranks in holders.items()}
+        if len(counts) > 1 or made != {(n, tuple(sorted(r))) for n, r in self.meetings}:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the threads and destroys the groups. A later call starts new ones."""
+        if not self._ranks or self._lost:
+            return
+        self._call(c10d_state.destroy)
+        self.call = None
+        ranks, self._ranks, self.meetings = self._ranks, [], {}
+        for rank in ranks:
+            rank.baton.release()
+        for rank in ranks:
+            rank.thread.join()
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Outcome]:
+    """`fn(*args, **kwargs)` on every rank of a new world of simulated ranks: what became of each.
+
+    For results alone, and an error when there is one: `with ThreadWorld(n) as world: world.run(...)`.
+    """
+    with ThreadWorld(world_size) as world:
+        return world.outcomes(fn, *args, **kwargs)
+
+
+def diverged(outcomes: Sequence[Outcome]) -> str | None:
+    """How the ranks went apart, or None if all returned or all raised by themselves."""
+    stopped = next((o.error for o in outcomes if o.stopped and o.error is not None), None)
+    if stopped is not None:
+        return str(stopped)
+    if len({(o.error is None, o.stopped) for o in outcomes}) == 1 and not outcomes[0].stopped:
+        return None
+    did: dict[str, list[int]] = {}
+    for o in outcomes:
+        what = "returned" if o.error is None else f"raised {_brief(o.error)}"
+        did.setdefault(what + (" after it was stopped" if o.stopped else ""), []).append(o.rank)
+    return " while ".join(f"{name_ranks(ranks)} {what}" for what, ranks in did.items())
+
+
+def _brief(error: BaseException) -> str:
+    text = str(error).strip().split("\n", 1)[0]
+    return f"{type(error).__name__}: {text[:200]}{'...' if len(text) > 200 else ''}"
+
+
+def _my_c10d() -> c10d_state.RankC10d | None:
+    rank: Rank | None = getattr(_here, "rank", None)
+    return None if rank is None else rank.c10d
+
+
+def _initialise() -> None:
+    rank: Rank = _here.rank
+    c10d_state.initialise(_BACKEND, rank.rank, rank.world.world_size)
+
+
+def _make_group(options: Any, _: Any) -> ThreadGroup:
+    """What c10d calls for each new group, in the thread of the rank that makes it."""
+    rank: Rank | None = getattr(_here, "rank", None)
+    if rank is None:
+        raise SimulationError(
+            f"the backend {_BACKEND!r} belongs to simulated ranks: start them with ThreadWorld(n).run(fn)"
+        )
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(rank.world.world_size))
+    name = str(options.group_id)
+    meeting = rank.world.meetings.setdefault((name, ranks), Meeting(ranks))
+    return ThreadGroup(rank, meeting, options.group_rank, name)
