@@ -155,5 +155,6 @@ def _local(make: Callable[..., torch.Tensor], spec: DTensorSpec, requires_grad: 
 
 
 def _drawn(make: Callable[..., torch.Tensor], spec: DTensorSpec, requires_grad: bool) -> DTensor:
+    random.keep_in_step(spec.info)
     local = random.draw(spec, lambda shape: make(shape, dtype=spec.dtype, device=spec.info.device_type))
     return wrap(DTensor, local, spec, requires_grad)

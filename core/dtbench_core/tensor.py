@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench_core import dispatch
-from dtbench_core.errors import ArgumentError, LayoutError, MeshError, PlacementError
+from dtbench_core import dispatch, state
+from dtbench_core.errors import ArgumentError, LayoutError, MeshError, MixedTensorError, PlacementError
 from dtbench_core.layout import checked_over_mesh, even_layout
 from dtbench_core.mesh import mesh_info, mesh_or_current
 from dtbench_core.placement import REPLICATE, Partial, Placement, Placements, describe
 from dtbench_core.redistribute import Redistribute, cast_dtype, placements_of_gradient, redistribute_tensor
 from dtbench_core.spec import DTensorSpec, contiguous_stride, normalize
-from dtbench_core.torch_compat import any_requires_grad
+from dtbench_core.torch_compat import DisableTorchFunction, any_requires_grad, register_foreach_type
 from dtbench_core.wrapper import Wrapper, wrap
 
 
@@ -63,6 +63,23 @@ class DTensor(Wrapper):
         self.requires_grad_(value)
 
     @property
+    def data(self) -> DTensor:  # type: ignore[override]
+        """The same values outside autograd, sharing memory. May be assigned another DTensor."""
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # torch's setter would take over the metadata and leave the shard behind.
+        if not isinstance(value, DTensor):
+            raise MixedTensorError(
+                f"got .data = a {type(value).__name__} of shape {list(value.shape)} on {self._spec}, expected a "
+                "DTensor: place it with distribute_tensor(tensor, mesh, placements)"
+            )
+        with DisableTorchFunction():
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._local_tensor, self._spec = value._local_tensor, value._spec
+
+    @property
     def device_mesh(self) -> DeviceMesh:
         return self._spec.info.mesh
 
@@ -72,6 +89,40 @@ class DTensor(Wrapper):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DTensor({self._spec}, local={self._local_tensor!r})"
+
+    # The parts of a wrapper, for torch's own machinery: it exchanges parameters on Module.to by them.
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[DTensorSpec, bool]]:
+        return ["_local_tensor"], (self._spec, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor],
+        described: tuple[DTensorSpec, bool],
+        outer_size: Any,
+        outer_stride: Any,
+    ) -> DTensor:
+        spec, requires_grad = described
+        local = inner["_local_tensor"]
+        spec = DTensorSpec.of(spec.info, spec.placements, outer_size, outer_stride, local.dtype)
+        return wrap(DTensor, local, spec, requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return state.reduce(self)
+
+    def __deepcopy__(self, memo: Any) -> DTensor:
+        made: DTensor = super().__deepcopy__(memo)
+        made.__dict__.pop("_detached_view", None)  # a copy of a window stands for itself
+        return made
+
+    # What torch.distributed.checkpoint asks of a tensor.
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return list(state.create_write_items(fqn, self))
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return list(state.create_chunk_list(self))
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return state.get_tensor_shard(self, index)
 
     @staticmethod
     def from_local(
@@ -224,3 +275,7 @@ class ToLocal(torch.autograd.Function):
             grad.contiguous(), spec.mesh, ctx.grad_placements, shape=spec.shape, stride=stride
         )
         return made, None
+
+
+torch.serialization.add_safe_globals([DTensor])
+register_foreach_type(DTensor)
