@@ -7,8 +7,7 @@ CoreError
 +-- MixedTensorError (RuntimeError)         a plain tensor given where a DTensor is expected
 +-- NoRuleError      (NotImplementedError)  an op, or its placements, that no rule covers
 +-- ArgumentError    (RuntimeError)         an argument of the public API that cannot be followed
-+-- SimulationError  (RuntimeError)         simulated ranks that went apart, as real ones would hang
-+-- SimulationError  (RuntimeError)         what a simulated world cannot follow
++-- SimulationError  (RuntimeError)         what a simulated world cannot follow, or would hang on real ranks
     +-- RankDependentError                  simulated ranks differ where the program needs one answer
 """
 
@@ -49,7 +48,3 @@ class SimulationError(CoreError, RuntimeError):
 
 class RankDependentError(SimulationError):
     """A value that differs between simulated ranks, where the program needs one for all."""
-
-
-class SimulationError(CoreError, RuntimeError):
-    """Simulated ranks that went apart, where real ones would hang; or a wrong use of them."""

@@ -280,16 +280,18 @@ class ThreadWorld:
             ended = rank.outcome
             error = None if ended is None else ended.error
             did.setdefault("returned" if error is None else f"raised {_brief(error)}", []).append(rank.rank)
-        waited: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        waited: dict[tuple[str, tuple[str, tuple[int, ...]]], list[int]] = {}
         for rank in self._ranks:
             if rank.waiting is not None:
-                ranks = next((m.ranks for m in self.meetings.values() if rank.waiting in m.open), ())
-                waited.setdefault((describe(rank.waiting.signature), ranks), []).append(rank.rank)
+                group = next(g for g, meeting in self.meetings.items() if rank.waiting in meeting.open)
+                waited.setdefault((describe(rank.waiting.signature), group), []).append(rank.rank)
         ended_how = ", ".join(f"{name_ranks(ranks)} {what}" for what, ranks in did.items())
+        several = len({group for _, group in waited}) > 1
         where = ", ".join(
             f"{name_ranks(who)} waited in {what}"
+            + (f" of group {name!r}" if several else "")
             + (f" of {name_ranks(ranks)}" if len(ranks) < self.world_size else "")
-            for (what, ranks), who in waited.items()
+            for (what, (name, ranks)), who in waited.items()
         )
         return f"hang: {ended_how} while {where}" if ended_how else f"hang: {where}"
 

@@ -1,0 +1,574 @@
+"""Simulated ranks: collectives against plain maths, what a hang looks like, and what is a rank's own."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed.tensor as torch_tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import dtbench_core as core
+from dtbench_core import comm, torch_compat
+from dtbench_core.errors import SimulationError
+from dtbench_core.simulate import ThreadWorld, run_ranks
+from dtbench_core.simulate.threads import diverged
+
+N = 4
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[ThreadWorld]:
+    with ThreadWorld(N) as made:
+        yield made
+
+
+def _mine(rank: int, *shape: int) -> torch.Tensor:
+    """What `rank` puts in: differs by rank, and every rank can tell what the others have."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(rank))
+
+
+def _all(*shape: int, n: int = N) -> torch.Tensor:
+    return torch.stack([_mine(r, *shape) for r in range(n)])
+
+
+# ---- every collective ----
+
+_REDUCTIONS = {
+    "SUM": lambda x: x.sum(0),
+    "AVG": lambda x: x.mean(0),
+    "PRODUCT": lambda x: x.prod(0),
+    "MAX": lambda x: x.amax(0),
+    "MIN": lambda x: x.amin(0),
+}
+
+
+@pytest.mark.parametrize("op", _REDUCTIONS)
+def test_reductions(world: ThreadWorld, op: str) -> None:
+    def body() -> None:
+        me, code = dist.get_rank(), getattr(dist.ReduceOp, op)
+        wanted = _REDUCTIONS[op](_all(4, 3))
+        got = _mine(me, 4, 3)
+        dist.all_reduce(got, code)
+        torch.testing.assert_close(got, wanted)
+        got = _mine(me, 4, 3)
+        dist.reduce(got, dst=2, op=code)
+        torch.testing.assert_close(got, wanted if me == 2 else _mine(me, 4, 3))
+        out = torch.empty(1, 3)
+        torch_compat.reduce_scatter_single(out, _mine(me, 4, 3), op=code)
+        torch.testing.assert_close(out, wanted[me : me + 1])
+        dist.reduce_scatter(out, list(_mine(me, 4, 3).split(1)), op=code)
+        torch.testing.assert_close(out, wanted[me : me + 1])
+
+    world.run(body)
+
+
+@pytest.mark.parametrize("op", ["BAND", "BOR", "BXOR"])
+def test_bitwise_reductions(world: ThreadWorld, op: str) -> None:
+    def body() -> list[int]:
+        x = torch.tensor([5, 3, 12]) + dist.get_rank()
+        dist.all_reduce(x, getattr(dist.ReduceOp, op))
+        return list(x.tolist())
+
+    columns = [[base + r for r in range(N)] for base in (5, 3, 12)]
+    fold = {"BAND": int.__and__, "BOR": int.__or__, "BXOR": int.__xor__}[op]
+    wanted = []
+    for column in columns:
+        total = column[0]
+        for value in column[1:]:
+            total = fold(total, value)
+        wanted.append(total)
+    assert world.run(body) == [wanted] * N
+
+
+def test_averages_of_integers_are_integers(world: ThreadWorld) -> None:
+    def body() -> int:
+        x = torch.tensor(dist.get_rank())
+        dist.all_reduce(x, dist.ReduceOp.AVG)
+        return int(x)
+
+    assert world.run(body) == [1] * N  # 6 / 4
+
+
+def test_gathers_and_scatters(world: ThreadWorld) -> None:
+    def body() -> None:
+        me, everything = dist.get_rank(), _all(2, 3)
+        flat = torch.empty(N * 2, 3)
+        torch_compat.all_gather_single(flat, _mine(me, 2, 3))
+        assert torch.equal(flat, everything.flatten(0, 1))
+        parts = [torch.empty(2, 3) for _ in range(N)]
+        dist.all_gather(parts, _mine(me, 2, 3).t().contiguous().t())
+        assert torch.equal(torch.stack(parts), everything)
+        uneven = [torch.empty(r, 2) for r in range(N)]  # rank 0 has nothing
+        dist.all_gather(uneven, _mine(me, me, 2))
+        assert all(torch.equal(part, _mine(r, r, 2)) for r, part in enumerate(uneven))
+
+        parts = [torch.empty(2, 3) for _ in range(N)]
+        dist.gather(_mine(me, 2, 3), parts if me == 1 else None, dst=1)
+        assert me != 1 or torch.equal(torch.stack(parts), everything)
+        mine = torch.empty(2, 3)
+        dist.scatter(mine, list(everything) if me == 3 else None, src=3)
+        assert torch.equal(mine, everything[me])
+        sent = _mine(me, 5)
+        dist.broadcast(sent, src=2)
+        assert torch.equal(sent, _mine(2, 5))
+
+    world.run(body)
+
+
+def test_all_to_all(world: ThreadWorld) -> None:
+    def body() -> None:
+        me = dist.get_rank()
+        out = torch.empty(N, 2)
+        dist.all_to_all_single(out, _mine(me, N, 2))
+        assert torch.equal(out, _all(N, 2)[:, me])
+        # rank s sends r + s rows to rank r
+        sent = _mine(me, sum(r + me for r in range(N)), 2)
+        out = torch.empty(sum(me + s for s in range(N)), 2)
+        dist.all_to_all_single(out, sent, [me + s for s in range(N)], [r + me for r in range(N)])
+        wanted = [
+            _mine(s, sum(r + s for r in range(N)), 2).split([r + s for r in range(N)])[me] for s in range(N)
+        ]
+        assert torch.equal(out, torch.cat(wanted))
+        outs = [torch.empty(s + 1) for s in range(N)]
+        dist.all_to_all(outs, [_mine(me, me + 1) + r for r in range(N)])
+        assert all(torch.equal(outs[s], _mine(s, s + 1) + me) for s in range(N))
+
+    world.run(body)
+
+
+def test_objects_and_barrier(world: ThreadWorld) -> None:
+    def body() -> None:
+        me = dist.get_rank()
+        dist.barrier()
+        gathered: list[Any] = [None] * N
+        dist.all_gather_object(gathered, {"rank": me, "pad": "x" * me})
+        assert gathered == [{"rank": r, "pad": "x" * r} for r in range(N)]
+        told: list[Any] = [me]
+        dist.broadcast_object_list(told, src=1)
+        assert told == [1]
+
+    world.run(body)
+
+
+def test_functional_collectives(world: ThreadWorld) -> None:
+    def body() -> None:
+        me, group = dist.get_rank(), dist.group.WORLD
+        wait = funcol.wait_tensor
+        torch.testing.assert_close(wait(funcol.all_reduce(_mine(me, 4), "sum", group)), _all(4).sum(0))
+        gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+        gathered = wait(gather(_mine(me, 2, 3), 0, group))
+        assert torch.equal(gathered, _all(2, 3).flatten(0, 1))
+        scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+        scattered = wait(scatter(_mine(me, 8), "avg", 0, group))
+        torch.testing.assert_close(scattered, _all(8).mean(0)[2 * me : 2 * me + 2])
+        exchanged = wait(funcol.all_to_all_single(_mine(me, N, 2), None, None, group))
+        assert torch.equal(exchanged, _all(N, 2)[:, me])
+        assert torch.equal(wait(funcol.broadcast(_mine(me, 3), 1, group)), _mine(1, 3))
+        both = (
+            getattr(funcol, "all_gather_single_coalesced", None) or funcol.all_gather_into_tensor_coalesced
+        )([_mine(me, 2), _mine(me, 1)], group)
+        assert torch.equal(wait(both[0]), _all(2).flatten()) and torch.equal(wait(both[1]), _all(1).flatten())
+        reduced = funcol.all_reduce_coalesced([_mine(me, 2), _mine(me, 1)], "max", group)
+        assert torch.equal(wait(reduced[0]), _all(2).amax(0))
+        assert torch.equal(wait(reduced[1]), _all(1).amax(0))
+
+    world.run(body)
+
+
+def test_collectives_may_be_issued_now_and_waited_for_later(world: ThreadWorld) -> None:
+    def body() -> None:
+        me = dist.get_rank()
+        groups = [dist.new_group([0, 1, 2, 3]), dist.new_group([0, 1, 2, 3])]
+        first, second = _mine(me, 3), _mine(me, 2)
+        order = [(first, groups[0]), (second, groups[1])]
+        # The ranks issue in two groups in opposite orders: only waiting at once would be a deadlock.
+        works = [dist.all_reduce(t, group=g, async_op=True) for t, g in (order if me % 2 else order[::-1])]
+        for work in works:
+            work.wait()
+        torch.testing.assert_close(first, _all(3).sum(0))
+        torch.testing.assert_close(second, _all(2).sum(0))
+        left = dist.all_reduce(_mine(me, 2), async_op=True)
+        again = dist.all_reduce(later := _mine(me, 2), async_op=True)
+        again.wait()
+        assert left.is_completed()
+        torch.testing.assert_close(later, _all(2).sum(0))
+
+    world.run(body)
+
+
+def test_one_dtype_and_no_dtype_of_the_process(world: ThreadWorld) -> None:
+    def body(dtype: torch.dtype) -> torch.Tensor:
+        x = torch.ones(2, dtype=dtype)
+        dist.all_reduce(x)
+        return x
+
+    for dtype in (torch.bfloat16, torch.float64, torch.int32, torch.complex64):
+        for got in world.run(body, dtype):
+            assert torch.equal(got, torch.full((2,), N, dtype=dtype))
+
+
+# ---- groups and meshes ----
+
+
+def test_subgroups_and_meshes(world: ThreadWorld) -> None:
+    def body() -> None:
+        me = dist.get_rank()
+        pairs = [dist.new_group([0, 2]), dist.new_group([3, 1])]
+        group = pairs[me % 2]
+        x = _mine(me, 2)
+        dist.all_reduce(x, group=group)
+        torch.testing.assert_close(x, _mine(me % 2, 2) + _mine(me % 2 + 2, 2))
+        assert dist.get_process_group_ranks(group) == ([0, 2] if me % 2 == 0 else [1, 3])
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        assert list(mesh.get_coordinate() or ()) == [me // 2, me % 2]
+        x = _mine(me, 2)
+        dist.all_reduce(x, group=mesh.get_group("tp"))
+        torch.testing.assert_close(x, _mine(me // 2 * 2, 2) + _mine(me // 2 * 2 + 1, 2))
+        x = _mine(me, 2)
+        dist.all_reduce(x, group=mesh["dp", "tp"]._flatten().get_group())
+        torch.testing.assert_close(x, _all(2).sum(0))
+
+    world.run(body)
+
+
+def test_meshes_of_ranks_are_different_meshes(world: ThreadWorld) -> None:
+    meshes = world.run(lambda: init_device_mesh("cpu", (N,)))
+    assert len(set(meshes)) == N
+
+
+@pytest.mark.parametrize("library", [core, torch_tensor], ids=["core", "torch"])
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+def test_dtensors(world: ThreadWorld, library: Any, shape: tuple[int, ...]) -> None:
+    a, b = torch.randn(8, 6), torch.randn(6, 4)
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", shape)
+        rest = [library.Replicate()] * (len(shape) - 1)
+        x = library.distribute_tensor(a.clone(), mesh, [library.Shard(1), *rest]).requires_grad_()
+        w = library.distribute_tensor(b.clone(), mesh, [library.Shard(0), *rest]).requires_grad_()
+        y = x @ w
+        assert y.placements[0].is_partial()
+        out = torch.relu(y).redistribute(mesh, [library.Shard(0), *rest])
+        torch.testing.assert_close(out.full_tensor(), torch.relu(a @ b))
+        out.sum().backward()
+        mask = ((a @ b) > 0).to(a.dtype)
+        torch.testing.assert_close(x.grad.full_tensor(), mask @ b.t())
+        torch.testing.assert_close(w.grad.full_tensor(), a.t() @ mask)
+
+    world.run(body)
+
+
+def test_64_ranks() -> None:
+    def body() -> float:
+        mesh = init_device_mesh("cpu", (4, 4, 4))
+        x = core.distribute_tensor(
+            torch.arange(8.0 * 8 * 8).view(8, 8, 8), mesh, [core.Shard(d) for d in range(3)]
+        )
+        assert x.to_local().shape == (2, 2, 2)
+        return float((x * 2).sum().full_tensor())
+
+    outcomes = run_ranks(body, 64)
+    assert {o.value for o in outcomes} == {512.0 * 511}
+
+
+# ---- ranks that go apart ----
+
+
+def test_a_hang_is_told_and_the_world_goes_on(world: ThreadWorld) -> None:
+    def body() -> None:
+        x = torch.ones(3, 2)
+        dist.all_reduce(x)
+        if dist.get_rank() == 2:
+            raise ValueError("not here")
+        dist.all_reduce(x)
+
+    for _ in range(2):
+        with pytest.raises(
+            SimulationError, match=r"rank 2 raised ValueError: not here while ranks 0, 1, 3 "
+        ) as info:
+            world.run(body)
+        assert "waited in all_reduce(sum, float32[3, 2])" in str(info.value)
+        assert isinstance(info.value.__cause__, ValueError)
+        outcomes = world.outcomes(body)
+        assert [o.stopped for o in outcomes] == [True, True, False, True]
+        assert world.run(dist.get_rank) == [0, 1, 2, 3]
+
+
+def test_a_rank_that_returns_early_is_a_hang_too(world: ThreadWorld) -> None:
+    def body() -> None:
+        if dist.get_rank() != 3:
+            dist.barrier()
+
+    with pytest.raises(SimulationError, match="rank 3 returned while ranks 0, 1, 2 waited in barrier"):
+        world.run(body)
+
+
+def test_waiting_for_each_other_is_a_hang(world: ThreadWorld) -> None:
+    def body() -> None:
+        groups = [dist.new_group([0, 1, 2, 3]), dist.new_group([0, 1, 2, 3])]
+        dist.barrier(group=groups[dist.get_rank() % 2])
+
+    with pytest.raises(
+        SimulationError, match=r"^hang: ranks 0, 2 waited in barrier\(\) of group '\w+', ranks 1, 3 waited in"
+    ):
+        world.run(body)
+
+
+def test_errors_that_all_ranks_raise_are_raised_as_they_are(world: ThreadWorld) -> None:
+    def body() -> None:
+        dist.barrier()
+        raise KeyError(dist.get_rank())
+
+    with pytest.raises(KeyError, match="0"):
+        world.run(body)
+    outcomes = world.outcomes(body)
+    assert not any(o.stopped for o in outcomes) and diverged(outcomes) is None
+
+
+def test_one_rank_alone_raises_without_a_collective(world: ThreadWorld) -> None:
+    def body() -> int:
+        return 1 // dist.get_rank()
+
+    with pytest.raises(
+        SimulationError, match=r"rank 0 raised ZeroDivisionError.* while ranks 1, 2, 3 returned"
+    ):
+        world.run(body)
+
+
+def test_a_swallowed_stop_still_counts(world: ThreadWorld) -> None:
+    def body() -> str:
+        if dist.get_rank() == 1:
+            return "left"
+        try:
+            dist.barrier()
+        except SimulationError:
+            try:
+                dist.barrier()  # nothing comes about any more in this call
+            except SimulationError:
+                return "swallowed"
+        return "passed"
+
+    outcomes = world.outcomes(body)
+    assert [o.value for o in outcomes] == ["swallowed", "left", "swallowed", "swallowed"]
+    assert [o.stopped for o in outcomes] == [True, False, True, True]
+    assert "stopped" in (diverged(outcomes) or "")
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        (lambda: dist.all_reduce(torch.ones(5)), r"all_reduce\(sum, float32\[5\]\)"),
+        (lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX), r"all_reduce\(max, float32\[4\]\)"),
+        (lambda: dist.all_reduce(torch.ones(4, dtype=torch.int64)), r"all_reduce\(sum, int64\[4\]\)"),
+        (lambda: dist.broadcast(torch.ones(4), 0), r"broadcast\(from group rank 0, float32\[4\]\)"),
+    ],
+)
+def test_mismatched_collectives_name_both(world: ThreadWorld, other: Any, name: str) -> None:
+    def body() -> None:
+        if dist.get_rank() == 1:
+            other()
+        else:
+            dist.all_reduce(torch.ones(4))
+
+    with pytest.raises(
+        SimulationError, match=rf"rank 1 called {name} where rank 0 called all_reduce\(sum, fl"
+    ):
+        world.run(body)
+    assert world.run(dist.get_rank) == [0, 1, 2, 3]
+
+
+def test_splits_that_disagree_are_told(world: ThreadWorld) -> None:
+    def body() -> None:
+        rows = 2 if dist.get_rank() == 0 else 1
+        dist.all_to_all_single(torch.empty(N), torch.ones(N - 1 + rows), [1] * N, [1, 1, 1, rows])
+
+    with pytest.raises(
+        SimulationError, match=r"group rank 0 sends \[2\] to group rank 3, which expects \[1\]"
+    ):
+        world.run(body)
+
+
+def test_groups_that_some_ranks_lack_are_dropped_after_a_failure() -> None:
+    def uneven() -> None:
+        if dist.get_rank() == 0:
+            raise ValueError
+        dist.new_group([0, 1])
+
+    def even() -> float:
+        group = dist.new_group([0, 1])
+        x = torch.ones(())
+        if dist.get_rank() < 2:
+            dist.all_reduce(x, group=group)
+        return float(x)
+
+    with ThreadWorld(2) as world:
+        threads = world.run(threading.current_thread)
+        with pytest.raises(SimulationError):
+            world.run(uneven)
+        assert world.run(even) == [2.0, 2.0]
+        assert set(threads) != set(world.run(threading.current_thread))
+
+
+# ---- what is a rank's own ----
+
+
+def test_each_rank_draws_from_a_generator_of_its_own(world: ThreadWorld) -> None:
+    def body() -> list[float]:
+        drawn = []
+        for _ in range(3):
+            drawn.append(float(torch.rand(())))
+            dist.barrier()  # others draw here
+        return drawn
+
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    got = world.run(body)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert got == [[float(torch.rand(())) for _ in range(3)]] * N
+
+    def seeded() -> float:
+        torch.manual_seed(dist.get_rank())
+        dist.barrier()
+        return float(torch.rand(()))
+
+    assert len(set(world.run(seeded))) == N
+
+
+def test_ranks_start_in_the_callers_grad_mode(world: ThreadWorld) -> None:
+    def body() -> tuple[bool, bool]:
+        dist.barrier()
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    assert world.run(body) == [(True, False)] * N
+    with torch.no_grad():
+        assert world.run(body) == [(False, False)] * N
+    with torch.inference_mode():
+        assert world.run(body) == [(False, True)] * N
+
+
+def test_collectives_of_inference_tensors_and_of_leaves(world: ThreadWorld) -> None:
+    def body() -> None:
+        with torch.inference_mode(dist.get_rank() == 0):
+            x = torch.ones(2)
+            dist.all_reduce(x)
+            assert x.tolist() == [N, N]
+        leaf = torch.ones(2, requires_grad=True)
+        dist.all_reduce(leaf.detach())
+        (leaf * 2).sum().backward()
+        assert leaf.grad is not None and leaf.tolist() == [N, N]
+
+    world.run(body)
+
+
+def test_counting_collectives_counts_one_ranks(world: ThreadWorld) -> None:
+    def body() -> int:
+        group = dist.group.WORLD
+        assert group is not None
+        with comm.count_collectives() as count:
+            for _ in range(dist.get_rank() == 0):
+                comm.all_reduce(torch.ones(2), group)
+            for _ in range(dist.get_rank() != 0):
+                comm.all_reduce(torch.ones(2), group)
+            comm.all_reduce(torch.ones(2), group)
+        return count.calls["all_reduce"]
+
+    assert world.run(body) == [2] * N
+
+
+def test_calls_learnt_while_ranks_take_turns_are_fast_later(world: ThreadWorld) -> None:
+    core.clear_caches()
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (N,))
+        x = core.distribute_tensor(torch.ones(4, 4), mesh, [core.Shard(0)])
+        y = core.distribute_tensor(torch.ones(4, 4), mesh, [core.Shard(1)])
+        for _ in range(3):  # a move inside: the ranks' watches of the call overlap
+            assert torch.equal((x + y).full_tensor(), torch.full((4, 4), 2.0))
+
+    with torch.no_grad():
+        world.run(body)
+    # One entry per rank (their specs are different ones), none of them spoilt by another rank's ops.
+    from dtbench_core import dispatch
+
+    learnt = [plan for key, plan in dispatch._fast.items() if "add" in str(key[0])]
+    assert len(learnt) == N and all(plan is not None for plan in learnt)
+
+
+# ---- living with the process ----
+
+
+def test_the_process_keeps_its_own_group() -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with ThreadWorld(2) as world:
+            assert world.run(dist.get_world_size) == [2, 2]
+            assert dist.get_world_size() == 1 and dist.get_backend() == "gloo"
+            x = torch.ones(2)
+            assert torch.equal(funcol.wait_tensor(funcol.all_reduce(x, "sum", dist.group.WORLD)), x)
+            assert world.run(dist.get_rank) == [0, 1]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_without_a_group_the_process_stays_without(world: ThreadWorld) -> None:
+    world.run(dist.get_rank)
+    assert not dist.is_initialized()
+
+
+def test_groups_do_not_work_outside_their_ranks(world: ThreadWorld) -> None:
+    groups = world.run(lambda: dist.group.WORLD)
+    with pytest.raises(SimulationError, match="not by that rank's thread"):
+        groups[0].barrier()
+
+    def use_anothers() -> None:
+        if dist.get_rank() == 0:
+            groups[1].barrier()
+
+    with pytest.raises(SimulationError, match="not by that rank's thread"):
+        world.run(use_anothers)
+
+
+def test_worlds_do_not_nest(world: ThreadWorld) -> None:
+    def body() -> None:
+        ThreadWorld(2).run(dist.get_rank)
+
+    with pytest.raises(SimulationError, match="cannot start a world"):
+        world.run(body)
+
+
+def test_threads_end_with_their_world() -> None:
+    before = threading.active_count()
+    with ThreadWorld(3) as world:
+        world.run(dist.get_rank)
+        assert threading.active_count() == before + 3
+    assert threading.active_count() == before
+    world.close()
+    assert world.run(dist.get_rank) == [0, 1, 2]  # it starts again
+    world.close()
+
+
+def test_what_a_call_held_is_let_go(world: ThreadWorld) -> None:
+    import weakref
+
+    class Held:
+        pass
+
+    held = Held()
+    seen = weakref.ref(held)
+    world.run(lambda thing: None, held)
+    del held
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_world_needs_a_rank() -> None:
+    with pytest.raises(SimulationError, match="world of 0 ranks"):
+        ThreadWorld(0)
