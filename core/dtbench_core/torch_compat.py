@@ -42,6 +42,8 @@ ScatterOptions = distributed_c10d.ScatterOptions
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 any_requires_grad = torch._C._any_requires_grad
 any_autocast = torch._C._is_any_autocast_enabled
+is_grad_enabled = torch.is_grad_enabled
+get_default_dtype = torch.get_default_dtype
 dispatch_modes_active = torch._C._len_torch_dispatch_stack
 functorch_level = cast("Callable[[], object]", torch._C._functorch.peek_interpreter_stack)
 make_wrapper = cast("Callable[..., torch.Tensor]", torch.Tensor._make_wrapper_subclass)
@@ -78,3 +80,12 @@ def register_foreach_type(cls: type[torch.Tensor]) -> None:
     for listed in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         if cls not in listed:
             listed.append(cls)
+
+
+def mesh_dim_groups(mesh: DeviceMesh, dim: int) -> tuple[tuple[int, ...], ...]:
+    """The global ranks of every group along `dim`: of `mesh`, and of its siblings where it is a slice."""
+    layout: Any = mesh._layout[dim]
+    if not hasattr(layout, "remap_to_tensor"):  # since torch 2.13 only whole meshes have it
+        layout = device_mesh._MeshLayout([layout])
+    with torch._C._DisableTorchDispatch():
+        return tuple(map(tuple, layout.remap_to_tensor(mesh._rank_map).reshape(-1, mesh.size(dim)).tolist()))
