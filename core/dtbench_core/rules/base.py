@@ -81,8 +81,11 @@ class OpCall:
         return self._bound[name]
 
     def dim(self, name: str = "dim", ndim: int | None = None) -> int:
-        """The argument `name` as a non-negative tensor dim of the first input (or of `ndim` dims)."""
-        count = self.inputs[0].ndim if ndim is None else ndim
+        """The argument `name` as a non-negative tensor dim of the first input (or of `ndim` dims).
+
+        A tensor without dims takes 0 and -1 for a dim it does not have: both come as 0.
+        """
+        count = max(self.inputs[0].ndim if ndim is None else ndim, 1)
         dim: int = self[name]
         return dim + count if dim < 0 else dim
 
@@ -90,7 +93,7 @@ class OpCall:
         """The argument `name` as non-negative dims of the first input; all of them for None or []."""
         ndim = self.inputs[0].ndim
         given = self[name]
-        if given is None or given == []:
+        if ndim == 0 or given is None or given == []:
             return tuple(range(ndim))
         listed = given if isinstance(given, (list, tuple)) else [given]
         return tuple(sorted(d + ndim if d < 0 else d for d in listed))
