@@ -1,6 +1,7 @@
 """Sharding rules, one file per family of ops; importing the package registers them all.
 
 base      what a rule is (Row, Strategy, OpCall) and the table of rules
+labels    rows from labels of dims, batch dims, broadcasting
 choose    picks one row per mesh dim
 pointwise elementwise ops, copies, casts, *_like
 matmul    products with contracted dims, by einsum labels
@@ -9,12 +10,14 @@ view      dims split, joined, moved, cut, stacked
 norm      softmax, layer norm, scans: one dim whole, the rest a batch
 index     embedding, gather
 attention scaled dot-product attention
+conv      convolutions
 compare   ops that answer with a Python value
+random    fills, *_like, dropout: drawn for the whole tensor
 """
 
 from torch._ops import OpOverload
 
-from dtbench_core.rules import attention, compare, index, matmul, norm, pointwise, reduce, view
+from dtbench_core.rules import attention, compare, conv, index, matmul, norm, pointwise, random, reduce, view
 from dtbench_core.rules.base import OpCall, Row, Rule, Strategy, decomposition_of, rule, rule_of
 from dtbench_core.rules.choose import choose
 
@@ -26,12 +29,14 @@ __all__ = [
     "attention",
     "choose",
     "compare",
+    "conv",
     "decomposition_of",
     "find",
     "index",
     "matmul",
     "norm",
     "pointwise",
+    "random",
     "reduce",
     "rule",
     "rule_of",

@@ -1,0 +1,94 @@
+"""Rows told by labels of dims, one letter each: a convolution is `ni..,oi..,o -> no..`.
+
+Sharding a label shards every tensor that has it, at its place. Dots are dims that stay whole.
+"""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Iterable, Sequence
+
+from dtbench_core.placement import REPLICATE, Partial, Placement, Placements, Shard
+from dtbench_core.rules.base import OpCall, Row
+from dtbench_core.spec import DTensorSpec
+from dtbench_core.wrapper import Wrapper
+
+SUM = Partial("sum")
+
+
+def letters(count: int, skip: str = "") -> str:
+    """`count` labels that are not in `skip`."""
+    free = [letter for letter in string.ascii_letters if letter not in skip]
+    return "".join(free[:count])
+
+
+def place(label: str, dims: str, missing: Placement = REPLICATE) -> Placement:
+    """Where sharding `label` puts a tensor whose dims are labelled `dims`."""
+    return Shard(dims.index(label)) if label in dims else missing
+
+
+def label_rows(
+    labels: Iterable[str],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    missing: Placement = REPLICATE,
+    *,
+    even: bool = False,
+    nonempty: bool = False,
+) -> list[Row]:
+    """A row per label; outputs that lack it become `missing` (a pending sum where it is contracted).
+
+    even, nonempty: whether every rank must hold equally much, or some, of the label.
+    """
+    rows = []
+    for label in labels:
+        held = tuple((i, dims.index(label)) for i, dims in enumerate(inputs) if label in dims)
+        rows.append(
+            Row(
+                tuple(place(label, dims) for dims in inputs),
+                tuple(place(label, dims, missing) for dims in outputs),
+                even=held if even else (),
+                nonempty=held if nonempty else (),
+            )
+        )
+    return rows
+
+
+def batch_rows(call: OpCall, dims: Iterable[int]) -> list[Row]:
+    """Rows that shard a dim which all inputs and outputs have alike, at the same place."""
+    rows = []
+    for dim in dims:
+        length = call.inputs[0].shape[dim]
+        metas = [*call.inputs, *(meta for meta in call.outputs if meta is not None)]
+        if all(dim < len(meta.shape) and meta.shape[dim] == length for meta in metas):
+            rows.append(Row((Shard(dim),) * len(call.inputs), (Shard(dim),) * len(call.outputs)))
+    return rows
+
+
+def broadcast(specs: Sequence[DTensorSpec], dim: int, shape: Sequence[int]) -> Placements:
+    """Placements of inputs that broadcast to `shape`, when its `dim` is sharded."""
+    placed: list[Placement] = []
+    for spec in specs:
+        own = dim - (len(shape) - spec.ndim)
+        placed.append(Shard(own) if own >= 0 and spec.shape[own] == shape[dim] else REPLICATE)
+    return tuple(placed)
+
+
+def in_groups(call: OpCall, groups: int) -> bool:
+    """Whether a dim made of `groups` equal groups is cut between groups, on every mesh dim alone or with all
+    others."""
+    return groups % math.prod(call.inputs[0].info.sizes) == 0
+
+
+def is_split(tensor: object, dims: Iterable[int] | None = None) -> bool:
+    """Whether `tensor` is a DTensor that is sharded on one of `dims` (on any, for None)."""
+    if not isinstance(tensor, Wrapper):
+        return False
+    wanted = None if dims is None else set(dims)
+    return any(isinstance(p, Shard) and (wanted is None or p.dim in wanted) for p in tensor._spec.placements)
+
+
+def all_replicated(*tensors: object) -> bool:
+    """Whether none of the tensors is sharded or pending."""
+    return all(t._spec.is_replicated() for t in tensors if isinstance(t, Wrapper))
