@@ -26,6 +26,11 @@ Reading order, from the idea to the machine:
 
 from dtbench_core.bucketer import ReduceScatterBucketer
 from dtbench_core.comm import CommCount, count_collectives
+from dtbench_core.contexts import (
+    ExplicitRedistributionContext,
+    ImplicitRedistributionWarning,
+    implicit_replication,
+)
 from dtbench_core.dispatch import cache_info, clear_caches
 from dtbench_core.distribute import distribute_module, distribute_tensor
 from dtbench_core.errors import (
@@ -36,6 +41,7 @@ from dtbench_core.errors import (
     MixedTensorError,
     NoRuleError,
     PlacementError,
+    RedistributionError,
 )
 from dtbench_core.factories import empty, full, ones, rand, randn, zeros
 from dtbench_core.fallback import FallbackWarning, clear_fallbacks, fallbacks
@@ -49,7 +55,9 @@ __all__ = [
     "CoreError",
     "DTensor",
     "DTensorSpec",
+    "ExplicitRedistributionContext",
     "FallbackWarning",
+    "ImplicitRedistributionWarning",
     "LayoutError",
     "MeshError",
     "MixedTensorError",
@@ -57,6 +65,7 @@ __all__ = [
     "Partial",
     "Placement",
     "PlacementError",
+    "RedistributionError",
     "ReduceScatterBucketer",
     "Replicate",
     "Shard",
@@ -70,6 +79,7 @@ __all__ = [
     "empty",
     "fallbacks",
     "full",
+    "implicit_replication",
     "ones",
     "rand",
     "randn",

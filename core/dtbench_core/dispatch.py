@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from dtbench_core import cost, fallback, redistribute
+from dtbench_core import contexts, cost, fallback, redistribute
 from dtbench_core.errors import MixedTensorError
 from dtbench_core.plan import OpInfo, Plan, build, verify
 from dtbench_core.rules.pointwise import is_pointwise
@@ -39,6 +39,8 @@ from dtbench_core.torch_compat import (
     any_requires_grad,
     dispatch_modes_active,
     functorch_level,
+    get_default_dtype,
+    is_grad_enabled,
 )
 from dtbench_core.wrapper import Wrapper
 
@@ -92,7 +94,9 @@ def _key_of(
             locals_.append(a._local_tensor)
             continue
         local = a
-        if kind is float or kind is int or kind is bool:
+        if kind is int:
+            key.append(int if by_type else a)
+        elif kind is float or kind is bool:
             # The type too: 1, 1.0 and True are equal and hash alike.
             key.append(kind if by_type else (kind, a))
         elif kind is list or kind is tuple or kind is torch.Size:
@@ -112,57 +116,66 @@ def _key_of(
 
 # ---- the two entries ----
 
-# They walk the graph and take plain and distributed tensors together, each with its like.
-_AUTOGRAD = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
-
 
 def torch_function(
     cls: type[Wrapper], func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
 ) -> Any:
     """`DTensor.__torch_function__`: a user's call, above autograd."""
-    kwargs = kwargs or {}
-    if func in _AUTOGRAD:
+    if func in _direct:
         with DisableTorchFunction():
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
+    kwargs = kwargs or {}
     if (
-        func in _never_fast
-        or (torch.is_grad_enabled() and _requires_grad(args, kwargs))
+        (is_grad_enabled() and _requires_grad(args, kwargs))
         or dispatch_modes_active()
         or any_autocast()
         or functorch_level() is not None
         or forward_ad._current_level >= 0
     ):
-        _refuse_plain(cls, func, args, kwargs)
-        with DisableTorchFunction():
-            return func(*args, **kwargs)
+        return _through_torch(cls, func, args, kwargs)
     key, locals_, local_kwargs = _key_of(cls, func, func in _elementwise, args, kwargs)
     try:
-        known = key in _fast
+        plan = _fast.get(key, _MISSING)
     except TypeError:  # an argument that cannot be hashed: not a call to remember
-        known, key = False, ()
-    if known and _default_dtype is torch.get_default_dtype():
-        plan = _fast[key]
-        if plan is not None:
-            return plan.run(cls, func, args, locals_, local_kwargs)
-    _refuse_plain(cls, func, args, kwargs)
-    if known:
-        with DisableTorchFunction():
-            return func(*args, **kwargs)
+        plan, key = _MISSING, ()
+    if plan is None:
+        return _through_torch(cls, func, args, kwargs)
+    if plan is not _MISSING and _default_dtype is get_default_dtype():
+        return plan.run(cls, func, args, locals_, local_kwargs)
+    if _mixes_plain(cls, func, args, kwargs):
+        return _with_replicas(cls, func, args, kwargs)
     return _watch(func, key, args, kwargs)
+
+
+def _through_torch(
+    cls: type[Wrapper], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    if _mixes_plain(cls, func, args, kwargs):
+        return _with_replicas(cls, func, args, kwargs)
+    with DisableTorchFunction():
+        return func(*args, **kwargs)
 
 
 def _requires_grad(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether autograd must see the call. torch's own test looks into lists, but not into tuples."""
-    if any_requires_grad(*args, **kwargs):
+    if any_requires_grad(*args, **kwargs) if kwargs else any_requires_grad(*args):
         return True
-    return any(
-        isinstance(a, tuple) and _requires_grad(a, {})
-        for a in ((*args, *kwargs.values()) if kwargs else args)
-    )
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        if a.__class__ is tuple and _requires_grad(a, {}):
+            return True
+    return False
 
 
-def torch_dispatch(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def torch_dispatch(
+    cls: type[Wrapper],
+    op: OpOverload,
+    types: Any,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
     """`DTensor.__torch_dispatch__`: one aten op, below autograd."""
+    if kwargs is None:
+        kwargs = {}
     info = _infos.get(op)
     if info is None:
         info = _infos[op] = OpInfo(op)
@@ -172,7 +185,7 @@ def torch_dispatch(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwar
             if _watched is not None:
                 _watched.append((None, args, kwargs, None))
             return result
-    if _default_dtype is not torch.get_default_dtype():
+    if _default_dtype is not get_default_dtype():
         _follow_default_dtype()
     key, locals_, local_kwargs = _key_of(cls, info, info.numbers_by_type, args, kwargs)
     plan: Plan | None
@@ -199,8 +212,9 @@ def torch_dispatch(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwar
 
 # ---- learning fast calls ----
 
-# Functions that write, alias or compute nothing: they always need torch's own path.
-_never_fast: set[Callable[..., Any]] = set()
+# Functions that go straight to torch, and take nothing but one tensor and numbers: views, which need
+# torch's tracking, and getters. And autograd's, which take plain and distributed tensors together.
+_direct: set[Callable[..., Any]] = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 # Functions whose every op is elementwise: numbers stand in their keys by type. And those looked at.
 _elementwise: set[Callable[..., Any]] = set()
 _judged: set[Callable[..., Any]] = set()
@@ -218,8 +232,11 @@ def _watch(
         seen = _watched
     finally:
         _watched = outer
-    if not seen or any(plan and (plan.info.mutated or plan.info.aliases) for plan, *_ in seen):
-        _never_fast.add(func)
+    if not seen or any(plan and plan.info.aliases for plan, *_ in seen):
+        if _takes_one_tensor(func):
+            _direct.add(func)
+        elif key:
+            _store(_fast, key, None)
         return result
     if not key:
         return result
@@ -248,13 +265,26 @@ def _fitting(args: Sequence[Any], kwargs: dict[str, Any], seen: list[Any], resul
     return plan if plan.functional and _accounts_for(args, kwargs, op_args, op_kwargs, plan) else None
 
 
-def _all_elementwise(func: Callable[..., Any]) -> bool:
-    """Whether every aten op of the function's name is elementwise: `torch.max` also has one with a dim."""
+def _ops_named_like(func: Callable[..., Any]) -> list[OpOverload]:
+    """Every aten op of the function's name that starts with a tensor, `out=` forms aside."""
     name = getattr(func, "__name__", "").strip("_")
     packet = getattr(torch.ops.aten, name, None) if name else None
     ops = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
-    calls = [op for op in ops if _takes_tensor(op) and not any(a.is_out for a in op._schema.arguments)]
-    return bool(calls) and all(is_pointwise(op) for op in calls)
+    return [op for op in ops if _takes_tensor(op) and not any(a.is_out for a in op._schema.arguments)]
+
+
+def _all_elementwise(func: Callable[..., Any]) -> bool:
+    """Whether all those ops are elementwise: `torch.max` also has one with a dim."""
+    ops = _ops_named_like(func)
+    return bool(ops) and all(is_pointwise(op) for op in ops)
+
+
+def _takes_one_tensor(func: Callable[..., Any]) -> bool:
+    """Whether no call of the function can hold a second tensor: getters, and ops such as `transpose`."""
+    if getattr(func, "__name__", "") == "__get__":
+        return True
+    ops = _ops_named_like(func)
+    return bool(ops) and all(sum("Tensor" in str(a.type) for a in op._schema.arguments) == 1 for op in ops)
 
 
 def _takes_tensor(op: OpOverload) -> bool:
@@ -290,10 +320,14 @@ def _accounts_for(
 # ---- plain tensors ----
 
 
-def _refuse_plain(
+def _mixes_plain(
     cls: type[Wrapper], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> None:
-    """See Note [Plain tensors]. Getters and setters take both rightly."""
+) -> bool:
+    """Whether plain tensors must be replicated first. See Note [Plain tensors].
+
+    Raises:
+        MixedTensorError: there are some, outside `implicit_replication()`.
+    """
     for a in (*args, *kwargs.values()) if kwargs else args:
         kind = a.__class__
         if kind is cls or kind is int or kind is float:
@@ -301,13 +335,31 @@ def _refuse_plain(
         for item in a if kind is list or kind is tuple else (a,):
             if isinstance(item, torch.Tensor) and not isinstance(item, Wrapper) and item.numel() != 1:
                 name = getattr(func, "__name__", str(func))
-                if name in ("__get__", "__set__"):
-                    return
+                if name == "__set__":  # takes both rightly
+                    return False
+                if contexts.replicates_plain():
+                    return True
                 raise MixedTensorError(
                     f"{name} got a plain torch.Tensor of shape {list(item.shape)} together with a DTensor, expected "
                     "DTensors only: place it with distribute_tensor(tensor, mesh, placements), or wrap every rank's "
                     "shard with DTensor.from_local(...), or take the DTensor's own shard with .to_local()"
                 )
+    return False
+
+
+def _with_replicas(
+    cls: type[Wrapper], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """The call with its plain tensors as replicated DTensors, which carry gradients back to them."""
+    leaves = tree_leaves((list(args), kwargs))
+    mesh = next(leaf._spec.info.mesh for leaf in leaves if isinstance(leaf, Wrapper))
+
+    def replicated(leaf: Any) -> Any:
+        plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, Wrapper)
+        return cls.from_local(leaf, mesh) if plain else leaf  # type: ignore[attr-defined]
+
+    full_args, full_kwargs = tree_map(replicated, (list(args), kwargs))
+    return func(*full_args, **full_kwargs)
 
 
 def _follow_default_dtype() -> None:

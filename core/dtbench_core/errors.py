@@ -7,6 +7,7 @@ CoreError
 +-- MixedTensorError (RuntimeError)         a plain tensor given where a DTensor is expected
 +-- NoRuleError      (NotImplementedError)  an op, or its placements, that no rule covers
 +-- ArgumentError    (RuntimeError)         an argument of the public API that cannot be followed
++-- RedistributionError (RuntimeError)      an implicit redistribution where only explicit ones may be
 +-- SimulationError  (RuntimeError)         what a simulated world cannot follow, or would hang on real ranks
     +-- RankDependentError                  simulated ranks differ where the program needs one answer
 """
@@ -48,3 +49,7 @@ class SimulationError(CoreError, RuntimeError):
 
 class RankDependentError(SimulationError):
     """A value that differs between simulated ranks, where the program needs one for all."""
+
+
+class RedistributionError(CoreError, RuntimeError):
+    """An op that would move a tensor by itself, inside an ExplicitRedistributionContext."""

@@ -16,7 +16,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
-from dtbench_core import random, redistribute
+from dtbench_core import contexts, random, redistribute
 from dtbench_core.errors import NoRuleError, PlacementError
 from dtbench_core.mesh import MeshInfo
 from dtbench_core.placement import REPLICATE
@@ -64,6 +64,8 @@ def run(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[st
             return leaf
         mesh = leaf._spec.info
         if id(leaf) not in whole:
+            if contexts.entered:
+                contexts.observe(op, leaf._spec, (REPLICATE,) * mesh.ndim)
             whole[id(leaf)] = gathered(leaf)
             distributed.append(leaf)
         return whole[id(leaf)]

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dtbench_core import fallback, random, redistribute, rules, variants, writes
+from dtbench_core import contexts, fallback, random, redistribute, rules, variants, writes
 from dtbench_core.errors import CoreError, MeshError
-from dtbench_core.mesh import MeshInfo
 from dtbench_core.placement import REPLICATE, Placements
 from dtbench_core.rules.base import OpCall, Placed, Strategy
 from dtbench_core.spec import DTensorSpec, TensorMeta
-from dtbench_core.torch_compat import kernel_of
+from dtbench_core.torch_compat import increment_version, kernel_of
 from dtbench_core.wrapper import Wrapper, wrap
 
 Chosen = tuple[tuple[Placements, ...], tuple[Placements, ...]]  # of all inputs, of all outputs
@@ -30,7 +29,17 @@ class OpInfo:
     args, kwargs).
     """
 
-    __slots__ = ("aliases", "functional", "handler", "kernel", "mutated", "numbers_by_type", "op", "random")
+    __slots__ = (
+        "aliases",
+        "functional",
+        "handler",
+        "kernel",
+        "mutated",
+        "numbers_by_type",
+        "op",
+        "random",
+        "returned",
+    )
 
     def __init__(self, op: OpOverload) -> None:
         arguments, returns = op._schema.arguments, op._schema.returns
@@ -43,6 +52,11 @@ class OpInfo:
         self.mutated = tuple(written)
         self.aliases = not written and any(r.alias_info is not None for r in returns)
         self.functional = not written and not self.aliases
+        # The position, or for keyword arguments the name, of the one written argument that is the result.
+        self.returned: Any = None
+        if len(written) == len(returns) == 1 and returns[0].alias_info is not None:
+            argument = arguments[written[0]]
+            self.returned = argument.name if argument.kwarg_only else written[0]
         self.random = torch.Tag.nondeterministic_seeded in op.tags
         self.handler = _handler_of(op)
 
@@ -58,51 +72,72 @@ def _handler_of(op: OpOverload) -> Callable[..., Any] | None:
     return writes.run_restating if torch.Tag.inplace_view in op.tags else None
 
 
+class Move(NamedTuple):
+    """An input that must be placed otherwise: which of the tensors, how, what it is, what it becomes."""
+
+    index: int
+    steps: tuple[redistribute.Step, ...]
+    spec: DTensorSpec
+    placements: Placements
+
+
 class Plan:
     """How one op runs for one combination of specs and static arguments.
 
-    moves: (index among the tensors, steps, mesh) of the inputs that must be placed otherwise.
+    moves: of the inputs that must be placed otherwise.
     replaced: (argument position, local value) of global shapes made local.
     out: a spec, a list of specs and Nones (where the op gives none, or a number), or None for a Python value.
-    returns_input: position of the written argument that is the result.
+    returns_input: position, or name, of the written argument that is the result.
+    counts_write: whether `run` itself tells autograd of the write, as torch does on its own path.
     """
 
-    __slots__ = ("functional", "info", "kernel", "moves", "out", "replaced", "returns_input")
+    __slots__ = (
+        "counts_write",
+        "functional",
+        "info",
+        "kernel",
+        "moves",
+        "out",
+        "replaced",
+        "returns_input",
+        "simple",
+    )
 
     def __init__(
         self,
         info: OpInfo,
         local_op: Callable[..., Any] | None,
-        moves: tuple[tuple[int, tuple[redistribute.Step, ...], MeshInfo], ...],
+        moves: tuple[Move, ...],
         replaced: tuple[tuple[int, Any], ...],
         out: Any,
     ) -> None:
         self.kernel = local_op or info.kernel
         self.moves, self.replaced, self.out = moves, replaced, out
-        returns = info.op._schema.returns
-        self.returns_input = (
-            info.mutated[0] if len(info.mutated) == len(returns) == 1 and returns[0].alias_info else None
-        )
+        self.returns_input = info.returned
+        self.counts_write = False
         self.info = info
         self.functional = info.functional and local_op is None and not replaced
+        self.simple = info.functional and not moves and not replaced and isinstance(out, DTensorSpec)
 
     def run(
         self,
         cls: type[Wrapper],
         call: Callable[..., Any],
         args: Sequence[Any],
+        given: dict[str, Any],
         locals_: list[Any],
         kwargs: dict[str, Any],
     ) -> Any:
-        """`call` (the op, or the function that became it) on the shards; the result as `cls`."""
-        if self.returns_input is not None:
-            written = args[self.returns_input]
-            if written._detached_view:
-                raise fallback.lost_write(written)
-            call(*locals_ if not self.moves else self._moved(locals_, kwargs)[0], **kwargs)
-            return written
+        """`call` (the op, or the function that became it) on the shards; the result as `cls`.
+
+        args, given: the call's own arguments; locals_, kwargs: the same with shards for DTensors.
+        """
+        if self.simple:
+            return wrap(cls, call(*locals_, **kwargs) if kwargs else call(*locals_), self.out)
         if self.moves:
             locals_, kwargs = self._moved(locals_, kwargs)
+        if self.returns_input is not None:
+            return self._write(call, args, given, locals_, kwargs)
         for position, value in self.replaced:
             locals_[position] = value
         result = call(*locals_, **kwargs) if kwargs else call(*locals_)
@@ -119,17 +154,46 @@ class Plan:
                 view._detached_view = True
         return made
 
+    def _write(
+        self,
+        call: Callable[..., Any],
+        args: Sequence[Any],
+        given: dict[str, Any],
+        locals_: list[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        at = self.returns_input
+        written = given[at] if at.__class__ is str else args[at]
+        if written._detached_view:
+            raise fallback.lost_write(written)
+        call(*locals_, **kwargs)
+        if self.counts_write:
+            increment_version((written,))
+        return written
+
+    def for_function(self) -> Plan:
+        """This plan for calls that do not pass through torch, which would count the writes."""
+        if self.returns_input is None:
+            return self
+        counting = copy.copy(self)
+        counting.counts_write = True
+        return counting
+
     def showing(self, index: int) -> Plan:
         """This plan for a function that gives out result `index` of the op alone."""
         shown = copy.copy(self)
         shown.out = self.out[index]
+        shown.simple = not self.moves and not self.replaced
         return shown
 
     def _moved(self, locals_: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         leaves, tree = tree_flatten((locals_, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        for index, steps, info in self.moves:
-            leaves[places[index]] = redistribute.apply(leaves[places[index]], steps, info)
+        if contexts.entered:
+            for move in self.moves:
+                contexts.observe(self.info.op, move.spec, move.placements)
+        for index, steps, spec, _ in self.moves:
+            leaves[places[index]] = redistribute.apply(leaves[places[index]], steps, spec.info)
         moved: tuple[list[Any], dict[str, Any]] = tree_unflatten(leaves, tree)
         return moved
 
@@ -146,6 +210,8 @@ def build(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan | N
         MeshError: the DTensors live on different meshes.
     """
     call = _describe(info, args, kwargs)
+    if info.outs is not None:
+        return _build_out(info, call)
     find = rules.find(info.op)
     if find is None:
         return None
@@ -182,7 +248,7 @@ def _plan_for(
     moves = []
     for index, (spec, wanted) in enumerate(zip(call.inputs, inputs, strict=True)):
         if wanted != spec.placements:
-            moves.append((index, redistribute.plan(spec, wanted), mesh))
+            moves.append(Move(index, redistribute.plan(spec, wanted), spec, wanted))
     specs = [
         None if meta is None else DTensorSpec.of(mesh, placed, *meta)
         for meta, placed in zip(call.outputs, outputs, strict=True)
@@ -201,7 +267,9 @@ def _plan_for(
         local_op = strategy.localize(Placed(moved, tuple(specs)))
     if info.random:
         random.keep_in_step(mesh)
-    if out is not None and info.functional and all(s is None or 0 in s.local_shape for s in specs):
+    # A random op runs even so: its rank would fall out of step.
+    empty = all(s is None or 0 in s.local_shape for s in specs) and not info.random
+    if out is not None and info.functional and empty:
         local_op = _empty_results(specs, several=structure == "list", device=mesh.device_type)
     return Plan(info, local_op, tuple(moves), replaced, out)
 
@@ -260,6 +328,8 @@ def _global_results(info: OpInfo, call: OpCall) -> tuple[tuple[TensorMeta | None
 def _as_meta(leaf: Any) -> Any:
     if isinstance(leaf, DTensorSpec):
         return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
+    if isinstance(leaf, torch.Generator):  # of another device
+        return None
     return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from dtbench_core import redistribute
+from dtbench_core import contexts, redistribute
 from dtbench_core.errors import ArgumentError, PlacementError
 from dtbench_core.fallback import lost_write
 from dtbench_core.placement import REPLICATE
@@ -22,7 +22,7 @@ from dtbench_core.spec import DTensorSpec, contiguous_stride
 from dtbench_core.torch_compat import set_wrapper_metadata
 from dtbench_core.wrapper import Wrapper
 
-Dispatch = Callable[[type[Wrapper], OpOverload, Sequence[Any], dict[str, Any]], Any]
+Dispatch = Callable[[type[Wrapper], OpOverload, Any, Sequence[Any], dict[str, Any]], Any]  # torch_dispatch
 
 
 def out_names(op: OpOverload) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ def run_out(
     rest = {name: value for name, value in kwargs.items() if name not in names}
     for out in outs:
         _refuse_output(op, out)
-    result = dispatch(cls, functional, args, rest)
+    result = dispatch(cls, functional, (), args, rest)
     results = result if isinstance(result, (list, tuple)) else (result,)
     for out, value in zip(outs, results, strict=True):
         _store(op, out, value)
@@ -97,6 +97,8 @@ def _store(op: OpOverload, out: Wrapper, value: torch.Tensor) -> None:
         spec = out._spec
     local = value
     if isinstance(value, Wrapper):
+        if contexts.entered:
+            contexts.observe(op, value._spec, spec.placements)
         local = redistribute.redistribute_tensor(value, spec.placements)._local_tensor
     out._local_tensor.copy_(local)
 
@@ -126,7 +128,7 @@ def run_restating(
     written: Wrapper = args[0]
     if written._detached_view:
         raise lost_write(written)
-    made = dispatch(cls, functional, args, kwargs)
+    made = dispatch(cls, functional, (), args, kwargs)
     restate(written, made._local_tensor, made._spec)
     return written
 
