@@ -11,31 +11,80 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from dtbench_core.placement import REPLICATE, Partial, Placement, Shard
+from dtbench_core.placement import REDUCE_OPS, REPLICATE, Partial, Placement, Shard
 from dtbench_core.rules.base import OpCall, Row, Strategy, along, aten, linear_rows, pending, rule
 
 
 def is_pointwise(op: OpOverload) -> bool:
     """Whether torch says the op is elementwise (and draws no random numbers)."""
-    return torch.Tag.pointwise in op.tags and torch.Tag.nondeterministic_seeded not in op.tags
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return False
+    if torch.Tag.pointwise in op.tags:
+        return True
+    # Many in-place forms lack the tag of the functional one.
+    functional = _functional(op)
+    return functional is not None and torch.Tag.pointwise in functional.tags
+
+
+def _functional(op: OpOverload) -> OpOverload | None:
+    """`aten.eq.Scalar` for `aten.eq_.Scalar`."""
+    namespace, _, name = op._schema.name.partition("::")
+    if namespace != "aten" or not name.endswith("_") or name.startswith("_"):
+        return None
+    packet = getattr(aten, name[:-1], None)
+    found: OpOverload | None = getattr(packet, op._overloadname, None)
+    return found
+
+
+def _with_in_place(ops: set[OpOverload]) -> set[OpOverload]:
+    named = ((op, getattr(aten, op._schema.name.partition("::")[2] + "_", None)) for op in ops)
+    return ops | {
+        getattr(packet, op._overloadname) for op, packet in named if hasattr(packet, op._overloadname)
+    }
 
 
 # f(x + y) = f(x) + f(y), in all tensor inputs together.
-LINEAR = {aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor}
-LINEAR |= {
-    aten.neg.default,
-    aten.neg_.default,
-    aten.clone.default,
-    aten.positive.default,
-    aten.detach.default,
+LINEAR = _with_in_place({aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.neg.default})
+LINEAR |= _with_in_place({aten.lerp.Scalar, aten.conj_physical.default})
+LINEAR |= {aten._conj_physical.default, aten.positive.default, aten.complex.default}
+# Linear in the first input alone: the others are factors. First the gradients, linear in the gradient that comes in.
+GRADIENTS = {
+    aten.elu_backward.default,
+    aten.gelu_backward.default,
+    aten.hardshrink_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardswish_backward.default,
+    aten.hardtanh_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.log_sigmoid_backward.default,
+    aten.logit_backward.default,
+    aten.mish_backward.default,
+    aten.native_dropout_backward.default,
+    aten._prelu_kernel_backward.default,
+    aten.sigmoid_backward.default,
+    aten.silu_backward.default,
+    aten.softplus_backward.default,
+    aten.softshrink_backward.default,
+    aten.tanh_backward.default,
+    aten.threshold_backward.default,
 }
-# Linear in the first input alone: the others are factors.
-SCALING = {aten.mul.Tensor, aten.mul_.Tensor, aten.mul.Scalar, aten.mul_.Scalar}
-SCALING |= {aten.div.Tensor, aten.div_.Tensor, aten.div.Scalar, aten.div_.Scalar}
-# Linear in the second as well, the first being the factor.
-PRODUCTS = {aten.mul.Tensor}
+SCALING = GRADIENTS | _with_in_place({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar})
+# The inputs (by index) that an op is linear in, together, besides.
+TERMS: dict[OpOverload, tuple[tuple[int, ...], ...]] = {
+    aten.mul.Tensor: ((1,),),
+    aten.lerp.Tensor: ((0, 1),),
+    aten.lerp_.Tensor: ((0, 1),),
+    aten.addcmul.default: ((0, 1), (0, 2)),
+    aten.addcmul_.default: ((0, 1), (0, 2)),
+    aten.addcdiv.default: ((0, 1),),
+    aten.addcdiv_.default: ((0, 1),),
+}
+# Elementwise, though torch does not tag them.
+UNTAGGED = GRADIENTS | _with_in_place({aten.hardswish.default, aten.floor_divide.default, aten.mish.default})
+UNTAGGED |= {aten._prelu_kernel.default, aten.rsub.Tensor, aten.polar.default, aten.complex.default}
 
 
+@rule(*UNTAGGED)
 def pointwise(call: OpCall) -> Strategy:
     """The rule of every pointwise op; inputs broadcast to the first output's shape."""
     outs = len(call.outputs)
@@ -55,19 +104,20 @@ def _broadcast(call: OpCall, dim: int, shape: torch.Size) -> tuple[Placement, ..
 
 
 def _partial_rows(call: OpCall) -> list[Row]:
-    count = len(call.inputs)
+    count, outs = len(call.inputs), len(call.outputs)
     # A plain number added to a pending sum would be added once per rank.
     if call.op in LINEAR and not _adds_number(call):
         return linear_rows(call, count)
-    if call.op not in SCALING or call.kwargs.get("rounding_mode"):
-        return []
+    terms = TERMS.get(call.op, ())
+    if call.op in SCALING and not call.kwargs.get("rounding_mode"):
+        terms = ((0,), *terms)
     rows = []
     for op in ("sum", "avg"):
         if pending(call, op):
-            term, rest = Partial(op), (REPLICATE,) * (count - 1)
-            rows.append(Row((term, *rest), (term,)))
-            if call.op in PRODUCTS and count == 2:
-                rows.append(Row((REPLICATE, term), (term,)))
+            for linear in terms:
+                if max(linear) < count:
+                    placed = (Partial(op) if i in linear else REPLICATE for i in range(count))
+                    rows.append(Row(tuple(placed), (Partial(op),) * outs))
     return rows
 
 
@@ -75,35 +125,129 @@ def _adds_number(call: OpCall) -> bool:
     return len(call.inputs) == 1 and len(call.args) > 1
 
 
-@rule(aten.detach.default, aten.alias.default, aten.clone.default)
+@rule(aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default)
+@rule(aten.detach_copy.default, aten.alias_copy.default, aten.lift_fresh_copy.default)
 def same_values(call: OpCall) -> Strategy:
     """Ops that return their input's values: every placement passes."""
-    ops = ("sum", "avg", "product", "max", "min")
-    return Strategy([*along(range(call.inputs[0].ndim), 1, 1), *linear_rows(call, 1, ops=ops)])
+    return Strategy([*along(range(call.inputs[0].ndim), 1, 1), *linear_rows(call, 1, ops=REDUCE_OPS)])
+
+
+@rule(aten._conj.default, aten._neg_view.default)
+def lazy(call: OpCall) -> Strategy:
+    """Views that negate (an imaginary part) when read."""
+    return Strategy([*along(range(call.inputs[0].ndim), 1, 1), *linear_rows(call, 1)])
 
 
 @rule(aten._to_copy.default)
 def cast(call: OpCall) -> Strategy:
     """A cast between floating dtypes passes a pending sum; one to integers truncates, so it does not."""
-    output = call.outputs[0]
-    floating = (
-        call.inputs[0].dtype.is_floating_point and output is not None and output.dtype.is_floating_point
-    )
-    return Strategy([*along(range(call.inputs[0].ndim), 1, 1), *(linear_rows(call, 1) if floating else [])])
+    linear = linear_rows(call, 1) if _floating(call) else []
+    return Strategy([*along(range(call.inputs[0].ndim), 1, 1), *linear])
 
 
-@rule(aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor)
+def _floating(call: OpCall) -> bool:
+    dtypes = [call.inputs[-1].dtype, *(meta.dtype for meta in call.outputs if meta is not None)]
+    return all(dtype.is_floating_point for dtype in dtypes)
+
+
+@rule(aten.copy_.default, aten.copy.default, aten.fill_.Scalar, aten.fill_.Tensor)
+@rule(aten.fill.Scalar, aten.fill.Tensor)
 def overwrite(call: OpCall) -> Strategy:
-    """In-place writes; the written tensor keeps its placement, the source follows."""
-    linear = linear_rows(call, 2) if call.op is aten.copy_.default else []
+    """A written tensor keeps its placement, the source follows."""
+    copies = call.op in (aten.copy_.default, aten.copy.default)
+    same = call.inputs[0].dtype == call.inputs[-1].dtype
+    linear = linear_rows(call, 2) if copies and (same or _floating(call)) else []
     return Strategy([*pointwise(call).rows, *linear])
 
 
-@rule(aten.masked_fill_.Scalar)
+@rule(aten.masked_fill_.Scalar, aten.masked_fill_.Tensor, aten.masked_fill.Tensor)
 def masked_fill(call: OpCall) -> Strategy:
-    """Filling with 0 is linear in the filled tensor, any other value is not."""
-    zero = [Row((Partial(op), REPLICATE), (Partial(op),)) for op in ("sum", "avg") if call["value"] == 0]
-    return Strategy([*pointwise(call).rows, *zero])
+    """(self, mask, value?). A number is filled in on every rank: right for a pending average or extremum, and
+    for a pending sum if it is 0. A tensor may be pending itself."""
+    if len(call.inputs) == 3:
+        ops: tuple[str, ...] = REDUCE_OPS
+    else:
+        ops = ("sum", "avg", "max", "min") if call["value"] == 0 else ("avg", "max", "min")
+    return Strategy([*pointwise(call).rows, *_selecting(call, 1, ops)])
+
+
+@rule(aten.where.self)
+def where(call: OpCall) -> Strategy:
+    """(condition, a, b): each element is one of the two, whatever is pending."""
+    return Strategy([*pointwise(call).rows, *_selecting(call, 0, REDUCE_OPS)])
+
+
+def _selecting(call: OpCall, condition: int, ops: tuple[str, ...]) -> list[Row]:
+    """Rows for ops that pick elements of their inputs by one that is whole."""
+    rows = []
+    for op in ops:
+        if pending(call, op) and call.inputs[condition].dtype == torch.bool:
+            placed = (REPLICATE if i == condition else Partial(op) for i in range(len(call.inputs)))
+            rows.append(Row(tuple(placed), (Partial(op),)))
+    return rows
+
+
+@rule(aten.maximum.default, aten.minimum.default)
+def larger_or_smaller(call: OpCall) -> Strategy:
+    kind = "max" if call.op is aten.maximum.default else "min"
+    return Strategy([*pointwise(call).rows, *linear_rows(call, 2, ops=(kind,))])
+
+
+@rule(aten.log_sigmoid_forward.default)
+def log_sigmoid_forward(call: OpCall) -> Strategy:
+    """(input) -> (output, buffer): the buffer is for the backward pass of the CPU, and empty elsewhere."""
+
+    def local_op(local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output, buffer = aten.log_sigmoid_forward(local)
+        return output, buffer if buffer.shape == local.shape else torch.zeros_like(local)
+
+    return Strategy(along(range(call.inputs[0].ndim), 1, 2), local_op=local_op)
+
+
+@rule(aten.glu.default, aten.glu_backward.default)
+def glu(call: OpCall) -> Strategy:
+    """One dim is cut in halves; (grad, input) backward."""
+    ndim, count = call.inputs[-1].ndim, len(call.inputs)
+    halved = call.dim(ndim=ndim)
+    gradient = [
+        Row((Partial(op), REPLICATE), (Partial(op),))
+        for op in ("sum", "avg")
+        if count == 2 and pending(call, op)
+    ]
+    return Strategy([*along((d for d in range(ndim) if d != halved), count, 1), *gradient])
+
+
+@rule(aten.view_as_real.default, aten.view_as_real_copy.default)
+@rule(aten.view_as_complex.default, aten.view_as_complex_copy.default)
+def complex_pairs(call: OpCall) -> Strategy:
+    """A last dim of 2 for the real and imaginary parts, added or taken away."""
+    pairs = call.op in (aten.view_as_complex.default, aten.view_as_complex_copy.default)
+    dims = range(call.inputs[0].ndim - pairs)
+    return Strategy([*along(dims, 1, 1), *linear_rows(call, 1)])
+
+
+@rule(aten.bucketize.Tensor, aten.isin.Tensor_Tensor)
+def looked_up(call: OpCall) -> Strategy:
+    """(elements, table): each element is looked up in the whole table."""
+    return Strategy([Row((Shard(d), REPLICATE), (Shard(d),)) for d in range(call.inputs[0].ndim)])
+
+
+@rule(aten.isin.Tensor_Scalar)
+def compared(call: OpCall) -> Strategy:
+    return Strategy(along(range(call.inputs[0].ndim), 1, 1))
+
+
+@rule(aten.searchsorted.Tensor)
+def searchsorted(call: OpCall) -> Strategy:
+    """(sorted [..., n], values [..., m], sorter? [..., n]): one table for all values, or one per row."""
+    table, values = call.inputs[:2]
+    more = len(call.inputs) - 2
+    rows = []
+    for dim in range(values.ndim):
+        shared = table.ndim == 1 or dim == values.ndim - 1
+        placed = REPLICATE if shared else Shard(dim)
+        rows.append(Row((placed, Shard(dim), *(placed,) * more), (Shard(dim),)))
+    return Strategy(rows)
 
 
 @rule(
