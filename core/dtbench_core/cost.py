@@ -4,52 +4,81 @@ The model is a ring: a collective over the n ranks of a mesh dim takes
 
     base + hops * latency + bytes * hops / n / bandwidth
 
-with hops = n - 1 for all-gather, reduce-scatter and all-to-all, and 2(n - 1) for all-reduce.
+with hops = n - 1 for all-gather, reduce-scatter and all-to-all, and 2(n - 1) for all-reduce. The
+constants of a mesh (`MeshTopoInfo`) are topology.py's.
 
 Units. Times are microseconds. Sizes and bandwidths are in **GiB** (1024^3 bytes) and GiB/s. The
 arguments are called `bytes_gb` and PyTorch writes "GB/s", but it too divides by 1024^3; taking the
 numbers for 10^9 bytes (the unit of nccl-tests) is a silent error of 7.4 %.
 
-The constants built in are PyTorch's. They describe NCCL's low-latency ring on Ampere GPUs and guess
-from the shape of the mesh which dims cross hosts, so they rarely fit the machine at hand.
-`use_topology` puts measured constants in their place.
+Note [Prices are distances]: a redistribution costs what its cheapest chain of transitions does, so
+going through a third placement never costs less than going straight, and a chain never less than a
+part of it. Both hold because `cheapest` searches all chains, not because of the formulas: added up
+dim by dim, those would let Shard -> Replicate -> Shard undercut Shard -> Shard.
+
+Note [Nested shards]: where two mesh dims shard the same tensor dim, the inner one (the higher index)
+cuts what the outer one left. So the outer one may be gathered, or made, only while no inner one
+shards that dim.
 """
 
 from __future__ import annotations
 
-import functools
-import json
+import heapq
+import itertools
 import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import CoreError
+from dtbench_core.placement import REPLICATE, Shard
+from dtbench_core.topology import (
+    BASE_LATENCY_US,
+    INTER_HOST_BANDWIDTH_FACTOR,
+    INTER_HOST_LATENCY_US,
+    INTRA_HOST_BANDWIDTH,
+    INTRA_HOST_LATENCY_US,
+    MeshTopoInfo,
+    Topology,
+    TopologyError,
+    on_topology_change,
+    topology_in_use,
+    topology_of,
+    use_topology,
+)
+
+__all__ = [
+    "ALL_TO_ALL_PENALTY_US",
+    "BASE_LATENCY_US",
+    "GIB",
+    "INTER_HOST_BANDWIDTH_FACTOR",
+    "INTER_HOST_LATENCY_US",
+    "INTRA_HOST_BANDWIDTH",
+    "INTRA_HOST_LATENCY_US",
+    "MeshTopoInfo",
+    "Topology",
+    "TopologyError",
+    "Transition",
+    "all_to_all_cost",
+    "allgather_cost",
+    "allreduce_cost",
+    "cheapest",
+    "local_gib",
+    "on_topology_change",
+    "redistribute_cost",
+    "reduce_scatter_cost",
+    "spec_to_bytes",
+    "topology_in_use",
+    "topology_of",
+    "transition_cost",
+    "use_topology",
+]
 
 GIB = 1024**3
-
-# The four constants of torch/distributed/tensor/_collective_utils.py (unchanged from 2.0 to 2.13). They
-# are the Ring/LL entries for Ampere of NCCL's src/graph/tuning.cc: base latency 6.6 us, bandwidth cap
-# 87.7, NVLink hop 0.6 us, network hop 2.7 us. 0.22 is PyTorch's ratio of network to NVLink bandwidth.
-BASE_LATENCY_US = 6.6
-INTRA_HOST_BANDWIDTH = 87.7  # GiB/s as the formula uses it
-INTRA_HOST_LATENCY_US = 0.6
-INTER_HOST_BANDWIDTH_FACTOR = 0.22
-INTER_HOST_LATENCY_US = 2.7
-# PyTorch's surcharge on Shard -> Shard, which makes a gather win where the two would tie.
+# PyTorch's surcharge on Shard -> Shard; here it stands for the copies around the exchange.
 ALL_TO_ALL_PENALTY_US = 1.0
-
-TOPOLOGY_SCHEMA = 1
-
-
-class TopologyError(CoreError, ValueError):
-    """A topology that cannot be read, or that says nothing about the mesh asked for."""
 
 
 class _Placement(Protocol):
@@ -69,294 +98,63 @@ class _Spec(Protocol):
     def tensor_meta(self) -> Any: ...
 
 
-@dataclass(frozen=True)
-class MeshTopoInfo:
-    """The constants of each dim of a mesh. The sequences run over the mesh dims.
-
-    mesh_dim_devices: ranks. mesh_dim_bandwidth: GiB/s. mesh_dim_latency: us per hop.
-    base_latency_us: of every collective. source: where the numbers come from.
-    """
-
-    mesh: DeviceMesh
-    mesh_dim_devices: Sequence[int]
-    mesh_dim_bandwidth: Sequence[float]
-    mesh_dim_latency: Sequence[float]
-    base_latency_us: float = BASE_LATENCY_US
-    source: str = "built-in"
-
-    @staticmethod
-    @functools.lru_cache(maxsize=256)
-    def build_from_mesh(mesh: DeviceMesh) -> MeshTopoInfo:
-        """The built-in constants, by PyTorch's rule: a dim crosses hosts once it and the dims inside it
-        hold more ranks than a host has devices. The same object for the same mesh."""
-        devices_per_host = torch.get_device_module(mesh.device_type).device_count()
-        bandwidth = [INTRA_HOST_BANDWIDTH] * mesh.ndim
-        latency = [INTRA_HOST_LATENCY_US] * mesh.ndim
-        inside = 1
-        for dim in reversed(range(mesh.ndim)):
-            inside *= mesh.size(dim)
-            if inside > devices_per_host:
-                bandwidth[dim] *= INTER_HOST_BANDWIDTH_FACTOR
-                latency[dim] = INTER_HOST_LATENCY_US
-        return MeshTopoInfo(mesh, tuple(mesh.shape), tuple(bandwidth), tuple(latency))
-
-    @staticmethod
-    def from_topology(topology: str | Path | Mapping[str, Any], mesh: DeviceMesh) -> MeshTopoInfo:
-        """The measured constants of a topology file (or its content) for this mesh.
-
-        Every dim of the mesh is looked up by name and must have been measured with as many ranks; a dim of
-        one rank need not be there. A mesh may have fewer dims than the file, in any order.
-
-        Raises:
-            TopologyError: unreadable or malformed topology, or a mesh dim that it does not hold.
-        """
-        return Topology.load(topology).info(mesh)
-
-
-@dataclass(frozen=True)
-class DimConstants:
-    """What was measured on one mesh dim: GiB/s, and us per hop."""
-
-    name: str
-    ranks: int
-    bandwidth: float
-    latency_us: float
-
-
-@dataclass(frozen=True)
-class Topology:
-    """A topology file, read and validated."""
-
-    source: str
-    device_type: str
-    base_latency_us: float
-    dims: tuple[DimConstants, ...]
-
-    @classmethod
-    def load(cls, topology: str | Path | Mapping[str, Any]) -> Topology:
-        """Reads a path, or takes the content as a mapping.
-
-        Raises:
-            TopologyError: with what is wrong and where.
-        """
-        if isinstance(topology, Mapping):
-            return cls._parse(topology, "a mapping")
-        path = Path(topology)
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise TopologyError(
-                f"cannot read the topology {path}: {error.strerror}; give the path of a file that "
-                "`dtbench calibrate` wrote"
-            ) from error
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-            raise TopologyError(
-                f"{path} is not JSON ({error}); expected a topology file: write one with `dtbench calibrate`"
-            ) from error
-        return cls._parse(content, str(path))
-
-    @classmethod
-    def _parse(cls, content: object, source: str) -> Topology:
-        if not isinstance(content, Mapping) or content.get("kind") != "topology":
-            kind = content.get("kind") if isinstance(content, Mapping) else type(content).__name__
-            raise TopologyError(
-                f"{source}: got kind {kind!r}, expected 'topology': "
-                "give a file that `dtbench calibrate` wrote"
-            )
-        if content.get("schema") != TOPOLOGY_SCHEMA:
-            raise TopologyError(
-                f"{source}: got schema {content.get('schema')!r}, expected {TOPOLOGY_SCHEMA}: "
-                "read it with the version of dtbench that wrote it, or calibrate again"
-            )
-        dims = content.get("dims")
-        if not isinstance(dims, list) or not dims:
-            raise TopologyError(f"{source}: got dims {dims!r}, expected a list of mesh dims: calibrate again")
-        parsed = tuple(_parse_dim(dim, f"{source}: dims[{i}]") for i, dim in enumerate(dims))
-        names = [dim.name for dim in parsed]
-        if len(set(names)) != len(names):
-            raise TopologyError(
-                f"{source}: got dims {names}, expected each name once: remove the repeated ones"
-            )
-        base = _number(
-            content.get("base_latency_us", BASE_LATENCY_US), f"{source}: base_latency_us", zero=True
-        )
-        return cls(source, str(content.get("device_type", "")), base, parsed)
-
-    def info(self, mesh: DeviceMesh) -> MeshTopoInfo:
-        """The constants of this mesh.
-
-        Raises:
-            TopologyError: a dim of the mesh has no name, is not in the topology, or has another size; or
-                the device type is another.
-        """
-        if self.device_type and self.device_type != mesh.device_type:
-            raise TopologyError(
-                f"{self.source} was measured on {self.device_type!r}, the mesh is on {mesh.device_type!r}: "
-                "calibrate on the device that is used"
-            )
-        names = mesh.mesh_dim_names
-        if names is None:
-            raise TopologyError(
-                f"the mesh of shape {tuple(mesh.shape)} has no dim names, expected some of "
-                f"{self._held()}: pass mesh_dim_names when making the mesh"
-            )
-        held = {(dim.name, dim.ranks): dim for dim in self.dims}
-        chosen = [
-            # One rank sends nothing, so there is nothing to measure, and the file may lack the dim.
-            held.get((name, size), DimConstants(name, 1, math.inf, 0.0) if size == 1 else None)
-            for name, size in zip(names, mesh.shape, strict=True)
-        ]
-        for name, size, dim in zip(names, mesh.shape, chosen, strict=True):
-            if dim is None:
-                raise TopologyError(
-                    f"{self.source} holds {self._held()}, not the mesh dim {name}={size}: "
-                    "calibrate with this mesh, or name the dim as it was measured"
-                )
-        found = [dim for dim in chosen if dim is not None]
-        return MeshTopoInfo(
-            mesh,
-            tuple(dim.ranks for dim in found),
-            tuple(dim.bandwidth for dim in found),
-            tuple(dim.latency_us for dim in found),
-            self.base_latency_us,
-            self.source,
-        )
-
-    def _held(self) -> str:
-        return ", ".join(f"{dim.name}={dim.ranks}" for dim in self.dims)
-
-
-def _parse_dim(dim: object, where: str) -> DimConstants:
-    if not isinstance(dim, Mapping):
-        raise TopologyError(f"{where}: got {type(dim).__name__}, expected an object: calibrate again")
-    name, ranks = dim.get("name"), dim.get("ranks")
-    if not isinstance(name, str) or not name:
-        raise TopologyError(f"{where}.name: got {name!r}, expected the name of a mesh dim: calibrate again")
-    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-        raise TopologyError(f"{where}.ranks: got {ranks!r}, expected a count of at least 1: calibrate again")
-    bandwidth = _number(dim.get("bandwidth_GiBps"), f"{where}.bandwidth_GiBps", zero=False)
-    latency = _number(dim.get("latency_us_per_hop"), f"{where}.latency_us_per_hop", zero=True)
-    return DimConstants(name, ranks, bandwidth, latency)
-
-
-def _number(value: object, where: str, *, zero: bool) -> float:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not isinstance(value, int | float) or not good or value < 0 or (value == 0 and not zero):
-        bound = "at least 0" if zero else "above 0"
-        raise TopologyError(f"{where}: got {value!r}, expected a finite number {bound}: calibrate again")
-    return float(value)
-
-
-# --- which constants are in use --------------------------------------------------------------------
-
-_in_use: Topology | None = None
-_infos: dict[DeviceMesh, MeshTopoInfo] = {}  # of the topology in use
-_listeners: list[Callable[[], None]] = []
-
-
-class _InUse:
-    """What `use_topology` returns: undo by `restore()`, or at the end of a `with`."""
-
-    def __init__(self, previous: Topology | None) -> None:
-        self._previous = previous
-        self._done = False
-
-    def restore(self) -> None:
-        """Puts back what was in use before. A second call does nothing."""
-        if not self._done:
-            self._done = True
-            _switch(self._previous)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.restore()
-
-
-def use_topology(topology: str | Path | Mapping[str, Any] | Topology | None) -> _InUse:
-    """Prices redistributions with measured constants from now on; None means the built-in ones.
-
-    Takes effect at once, for the whole process. Use it as a context manager, or keep what it returns and
-    call `restore()`. Every rank must use the same topology: ranks that plan differently wait for each
-    other forever. A mesh that the topology does not hold is priced by the built-in constants, with a
-    warning.
-
-    Raises:
-        TopologyError: the topology cannot be read; nothing changes then.
-    """
-    loaded = topology if topology is None or isinstance(topology, Topology) else Topology.load(topology)
-    undo = _InUse(_in_use)
-    _switch(loaded)
-    return undo
-
-
-def topology_in_use() -> Topology | None:
-    """The measured topology, or None while the built-in constants are used."""
-    return _in_use
-
-
-def on_topology_change(listener: Callable[[], None]) -> None:
-    """Calls `listener` after every change, so that what was decided by cost can be forgotten."""
-    _listeners.append(listener)
-
-
-def topology_of(mesh: DeviceMesh) -> MeshTopoInfo:
-    """The constants that price this mesh: of the topology in use, else the built-in ones."""
-    if _in_use is None:
-        return MeshTopoInfo.build_from_mesh(mesh)
-    info = _infos.get(mesh)
-    if info is None:
-        try:
-            info = _in_use.info(mesh)
-        except TopologyError as error:
-            warnings.warn(f"{error}. The built-in constants price this mesh instead.", stacklevel=2)
-            info = MeshTopoInfo.build_from_mesh(mesh)
-        _infos[mesh] = info
-    return info
-
-
-def _switch(topology: Topology | None) -> None:
-    global _in_use
-    _in_use = topology
-    _infos.clear()
-    for listener in _listeners:
-        listener()
-
-
 # --- collectives -----------------------------------------------------------------------------------
+
+
+class _Ring(NamedTuple):
+    """The ranks that take part, and the constants between neighbours."""
+
+    ranks: int
+    bandwidth: float  # GiB/s
+    latency_us: float  # per hop
+    base_us: float
+
+    @staticmethod
+    def of(topo: MeshTopoInfo, mesh_dim: int) -> _Ring:
+        return _Ring(
+            topo.mesh_dim_devices[mesh_dim],
+            topo.mesh_dim_bandwidth[mesh_dim],
+            topo.mesh_dim_latency[mesh_dim],
+            topo.base_latency_us,
+        )
+
+    @staticmethod
+    def through(topo: MeshTopoInfo, mesh_dims: Sequence[int]) -> _Ring:
+        """One ring through the ranks of several mesh dims: every hop is taken for the slowest of theirs."""
+        return _Ring(
+            math.prod(topo.mesh_dim_devices[d] for d in mesh_dims),
+            min(topo.mesh_dim_bandwidth[d] for d in mesh_dims),
+            max(topo.mesh_dim_latency[d] for d in mesh_dims),
+            topo.base_latency_us,
+        )
+
+    def us(self, gib: float, trips: int = 1) -> float:
+        hops = trips * (self.ranks - 1)
+        seconds = (gib * hops / self.ranks) / self.bandwidth
+        return self.base_us + hops * self.latency_us + seconds * 1e6
 
 
 def allgather_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
     """us to all-gather over `mesh_dim` into an output of `bytes_gb` GiB on each rank."""
-    return _ring_us(bytes_gb, mesh_topo, mesh_dim, trips=1)
+    return _Ring.of(mesh_topo, mesh_dim).us(bytes_gb)
 
 
 def allreduce_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
     """us to all-reduce `bytes_gb` GiB on each rank of `mesh_dim`: a reduce-scatter and an all-gather."""
-    return _ring_us(bytes_gb, mesh_topo, mesh_dim, trips=2)
+    return _Ring.of(mesh_topo, mesh_dim).us(bytes_gb, trips=2)
 
 
 def reduce_scatter_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
     """us to reduce-scatter an input of `bytes_gb` GiB on each rank of `mesh_dim`."""
-    return _ring_us(bytes_gb, mesh_topo, mesh_dim, trips=1)
+    return _Ring.of(mesh_topo, mesh_dim).us(bytes_gb)
 
 
 def all_to_all_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
     """us to exchange `bytes_gb` GiB of each rank of `mesh_dim`, of which 1/n stays where it is."""
-    return _ring_us(bytes_gb, mesh_topo, mesh_dim, trips=1)
+    return _Ring.of(mesh_topo, mesh_dim).us(bytes_gb)
 
 
-def _ring_us(bytes_gib: float, topo: MeshTopoInfo, mesh_dim: int, *, trips: int) -> float:
-    ranks = topo.mesh_dim_devices[mesh_dim]
-    hops = trips * (ranks - 1)
-    seconds = (bytes_gib * hops / ranks) / topo.mesh_dim_bandwidth[mesh_dim]
-    return topo.base_latency_us + hops * topo.mesh_dim_latency[mesh_dim] + seconds * 1e6
-
-
-# --- redistribution --------------------------------------------------------------------------------
+# --- one transition --------------------------------------------------------------------------------
 
 
 def transition_cost(
@@ -365,26 +163,29 @@ def transition_cost(
     """us to go from `src` to `dst` on one mesh dim, when each rank holds `local_bytes_gib` GiB before.
 
     0 where nothing is sent (equal placements, or from Replicate); infinite where there is no way
-    (Shard -> Partial, one kind of Partial -> another).
+    (Shard -> Partial, one kind of Partial -> another). Shard -> Shard is PyTorch's all-gather of the
+    shards plus a surcharge, but never more than gathering all and cutting.
     """
     if src == dst or src.is_replicate():
         return 0.0
     if dst.is_partial():
         return math.inf
-    if src.is_shard():
-        if dst.is_replicate():
-            return allgather_cost(local_bytes_gib * topo.mesh_dim_devices[mesh_dim], topo, mesh_dim)
-        return all_to_all_cost(local_bytes_gib, topo, mesh_dim) + ALL_TO_ALL_PENALTY_US
-    if dst.is_replicate():
-        return allreduce_cost(local_bytes_gib, topo, mesh_dim)
-    return reduce_scatter_cost(local_bytes_gib, topo, mesh_dim)
+    return _price(_class_of(src), _class_of(dst), local_bytes_gib, _Ring.of(topo, mesh_dim))
 
 
-def bytes_after(src: _Placement, dst: _Placement, local_bytes_gib: float, ranks: int) -> float:
-    """GiB each rank holds after the transition: more after a gather, less after any other to Shard."""
-    if src.is_shard() == dst.is_shard():
-        return local_bytes_gib
-    return local_bytes_gib * ranks if src.is_shard() else local_bytes_gib / ranks
+def _class_of(placement: _Placement) -> str:
+    return "S" if placement.is_shard() else "R" if placement.is_replicate() else "P"
+
+
+_COLLECTIVE = {"SR": "all_gather", "SS": "all_to_all", "PR": "all_reduce", "PS": "reduce_scatter"}
+
+
+def _price(src: str, dst: str, local_gib: float, ring: _Ring) -> float:
+    """us of the collective that turns one class of placement into another."""
+    if src == "P":
+        return ring.us(local_gib, trips=2 if dst == "R" else 1)
+    gathered = ring.us(local_gib * ring.ranks)
+    return gathered if dst == "R" else min(ring.us(local_gib) + ALL_TO_ALL_PENALTY_US, gathered)
 
 
 def spec_to_bytes(spec: _Spec) -> int:
@@ -393,46 +194,265 @@ def spec_to_bytes(spec: _Spec) -> int:
     Raises:
         CoreError: the spec has no dtype yet.
     """
+    itemsize: int = _tensor_meta(spec).dtype.itemsize
+    return itemsize * math.prod(spec.shape)
+
+
+def _tensor_meta(spec: _Spec) -> Any:
     if spec.tensor_meta is None:
         raise CoreError(
             f"got a spec without tensor_meta (placements {tuple(spec.placements)}), expected shape, stride "
             "and dtype to count its bytes: take the spec of a DTensor"
         )
-    itemsize: int = spec.tensor_meta.dtype.itemsize
-    return itemsize * math.prod(spec.shape)
+    return spec.tensor_meta
 
 
 def local_gib(
-    shape: Sequence[int], dtype: torch.dtype, placements: Sequence[_Placement], mesh_sizes: Sequence[int]
+    shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any], mesh_sizes: Sequence[int]
 ) -> float:
-    """GiB per rank of a tensor so placed, all ranks taken as equal, so that every rank prices alike."""
-    elements = float(math.prod(shape))
+    """GiB of the largest shard of a tensor so placed: the same on every rank, so that all price alike."""
+    return math.prod(_largest(shape, placements, mesh_sizes)) * dtype.itemsize / GIB
+
+
+def _largest(shape: Sequence[int], placements: Sequence[Any], mesh_sizes: Sequence[int]) -> list[int]:
+    """The shape of the largest shard."""
+    lengths = list(shape)
     for placement, ranks in zip(placements, mesh_sizes, strict=True):
         if placement.is_shard():
-            elements /= ranks
-    return elements * dtype.itemsize / GIB
+            dim = placement.dim
+            if isinstance(placement, Shard) and type(placement) is not Shard:
+                lengths[dim] = max(placement.lengths(lengths[dim], ranks))
+            else:
+                lengths[dim] = -(-lengths[dim] // ranks)
+    return lengths
+
+
+# --- the cheapest chain of transitions -------------------------------------------------------------
+
+
+class Transition(NamedTuple):
+    """What one step of a redistribution does to some mesh dims (one, unless they go together).
+
+    collective: a function of comm.py, or "" when nothing is sent. nbytes: what comm.py will count for it.
+    """
+
+    mesh_dims: tuple[int, ...]
+    src: tuple[Any, ...]
+    dst: tuple[Any, ...]
+    collective: str
+    nbytes: int
+    us: float
+
+
+State = tuple[int, ...]  # per mesh dim an index into `_Search.kinds`
+
+
+def cheapest(
+    shape: Sequence[int],
+    itemsize: int,
+    src: Sequence[Any],
+    dst: Sequence[Any],
+    topo: MeshTopoInfo,
+    *,
+    copy_us: float = 0.0,
+    together: bool = False,
+) -> list[Transition] | None:
+    """The cheapest transitions from the placements `src` to `dst`, or None when there is no way.
+
+    Each goes from any placement of one mesh dim to Replicate, a Shard, or the Partial that `dst` has
+    there (see Note [Nested shards]). Ties go to fewer steps, and are the same on every rank.
+
+    Args:
+        copy_us: of a transition from Replicate, which sends nothing.
+        together: the ranks of all mesh dims make one process group, so that all dims may go at once.
+    """
+    return _Search(shape, itemsize, src, dst, topo, copy_us, together).run()
+
+
+class _Search:
+    """A* over the placements of all mesh dims."""
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        itemsize: int,
+        src: Sequence[Any],
+        dst: Sequence[Any],
+        topo: MeshTopoInfo,
+        copy_us: float,
+        together: bool,
+    ) -> None:
+        self.shape, self.itemsize, self.copy_us = shape, itemsize, copy_us
+        self.sizes = topo.mesh_dim_devices
+        self.rings = [_Ring.of(topo, d) for d in range(len(self.sizes))]
+        self.wide = [d for d, ranks in enumerate(self.sizes) if ranks > 1]
+        self.all = _Ring.through(topo, self.wide) if together and len(self.wide) > 1 else None
+        # Placements by number: those at hand, then the Shards that could be on the way.
+        self.kinds: list[Any] = [REPLICATE]
+        self.src, self.dst = self._number(src), self._number(dst)
+        self._number(self._detours())
+        self.classes = [_class_of(kind) for kind in self.kinds]
+        self.dims = [kind.dim if kind.is_shard() else None for kind in self.kinds]
+        self.least = [ring.us(0.0) for ring in self.rings]  # of any collective on the mesh dim
+
+    def _number(self, placements: Sequence[Any]) -> State:
+        """Equal placements get one number, PyTorch's and ours alike."""
+        numbers = []
+        for placement in placements:
+            number = next((i for i, kind in enumerate(self.kinds) if _same(kind, placement)), len(self.kinds))
+            if number == len(self.kinds):
+                self.kinds.append(placement)
+            numbers.append(number)
+        return tuple(numbers)
+
+    def _detours(self) -> list[Shard]:
+        """Shards of tensor dims that neither end shards. All are alike, the larger ones the least uneven,
+        and no chain needs more of them than there are mesh dims."""
+        if len(self.wide) < 2:
+            return []
+        taken = {kind.dim for kind in self.kinds if kind.is_shard()}
+        fresh = [dim for dim in range(len(self.shape)) if dim not in taken]
+        fresh.sort(key=lambda dim: -self.shape[dim])
+        return [Shard(dim) for dim in fresh[: len(self.wide)]]
+
+    def run(self) -> list[Transition] | None:
+        order = itertools.count()
+        queue: list[tuple[float, int, int, float, State, Any]] = [
+            (self._at_least(self.src), 0, next(order), 0.0, self.src, None)
+        ]
+        settled: set[State] = set()
+        while queue:
+            _, steps, _, spent, state, chain = heapq.heappop(queue)
+            if state == self.dst:
+                return self._transitions(chain)
+            if state in settled:
+                continue
+            settled.add(state)
+            for mesh_dims, after, us in self._edges(state):
+                if after not in settled:
+                    total = spent + us
+                    link = (chain, mesh_dims, state, after, us)
+                    entry = (total + self._at_least(after), steps + 1, next(order), total, after, link)
+                    heapq.heappush(queue, entry)
+        return None
+
+    def _at_least(self, state: State) -> float:
+        """A bound below what is left: a collective for each mesh dim that differs and is not Replicate."""
+        pairs = zip(state, self.dst, self.least, strict=True)
+        left = sum([least for now, then, least in pairs if now not in (then, 0)])
+        return left if self.all is None else min(left, self.all.us(0.0))
+
+    def _edges(self, state: State) -> Iterator[tuple[tuple[int, ...], State, float]]:
+        """(mesh dims, state after, us) of every transition from `state`."""
+        held = self._local_gib(state)
+        for mesh_dim, now in enumerate(state):
+            inner = {self.dims[kind] for kind in state[mesh_dim + 1 :]} - {None}
+            if self.dims[now] in inner:
+                continue
+            for kind in self._targets(now, self.dst[mesh_dim]):
+                if self.dims[kind] in inner:
+                    continue
+                us = self.copy_us
+                if now:
+                    us = _price(self.classes[now], self.classes[kind], held, self.rings[mesh_dim])
+                yield (mesh_dim,), (*state[:mesh_dim], kind, *state[mesh_dim + 1 :]), us
+        if self.all is not None:
+            for after in self._together(state):
+                move = self.classes[state[self.wide[0]]], self.classes[after[self.wide[0]]]
+                yield tuple(self.wide), after, _price(*move, held, self.all)
+
+    def _targets(self, now: int, wanted: int) -> Iterator[int]:
+        """Where one mesh dim may go next."""
+        extremum = self.classes[now] == "P" and getattr(self.kinds[now], "reduce_op", "") in ("max", "min")
+        for kind, letter in enumerate(self.classes):
+            if kind == now or (letter == "S" and extremum):  # NaN has to be looked for in between
+                continue
+            if letter == "P":
+                # Replicate can stand for the terms of any reduction but a product.
+                if now or kind != wanted or self.kinds[kind].is_partial("product"):
+                    continue
+            elif self.dims[kind] is not None and self.dims[kind] == self.dims[now]:
+                continue  # between two ways of sharding one dim: through Replicate or another dim
+            yield kind
+
+    def _together(self, state: State) -> Iterator[State]:
+        """States that one collective over all mesh dims leads to: every rank has equally much for every
+        other, which needs even shards, of other tensor dims than before."""
+        now = [state[d] for d in self.wide]
+        letters = {self.classes[kind] for kind in now}
+        if letters == {"P"}:
+            if len(set(now)) > 1:
+                return
+        elif letters != {"S"} or not self._even(now):
+            return
+        yield tuple(0 if d in self.wide else kind for d, kind in enumerate(state))
+        then = [self.dst[d] for d in self.wide]
+        if (
+            {self.classes[kind] for kind in then} == {"S"}
+            and self._even(then)
+            and not {self.dims[kind] for kind in now} & {self.dims[kind] for kind in then}
+            and all(t in self._targets(k, t) for k, t in zip(now, then, strict=True))
+        ):
+            yield tuple(self.dst[d] if d in self.wide else kind for d, kind in enumerate(state))
+
+    def _even(self, kinds: Sequence[int]) -> bool:
+        parts = dict.fromkeys(range(len(self.shape)), 1)
+        for kind, mesh_dim in zip(kinds, self.wide, strict=True):
+            if isinstance(self.kinds[kind], Shard) and type(self.kinds[kind]) is not Shard:
+                return False
+            parts[self.kinds[kind].dim] *= self.sizes[mesh_dim]
+        return all(self.shape[dim] % n == 0 for dim, n in parts.items())
+
+    def _local_gib(self, state: State) -> float:
+        placements = [self.kinds[kind] for kind in state]
+        return math.prod(_largest(self.shape, placements, self.sizes)) * self.itemsize / GIB
+
+    def _transitions(self, chain: Any) -> list[Transition]:
+        made = []
+        while chain is not None:
+            chain, mesh_dims, state, after, us = chain
+            move = self.classes[state[mesh_dims[0]]] + self.classes[after[mesh_dims[0]]]
+            collective = _COLLECTIVE.get(move, "")
+            ranks = math.prod(self.sizes[d] for d in mesh_dims)
+            sent = self._local_gib(state) * GIB * (ranks if collective == "all_gather" else 1)
+            made.append(
+                Transition(
+                    mesh_dims,
+                    tuple(self.kinds[state[d]] for d in mesh_dims),
+                    tuple(self.kinds[after[d]] for d in mesh_dims),
+                    collective if ranks > 1 else "",
+                    round(sent) if collective and ranks > 1 else 0,
+                    us,
+                )
+            )
+        return made[::-1]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two placements mean the same, be they PyTorch's or ours."""
+    if one.is_replicate() or other.is_replicate():
+        return bool(one.is_replicate() and other.is_replicate())
+    if type(one).__name__ == type(other).__name__ == "Shard":
+        return bool(one.dim == other.dim)
+    return bool(one == other)
 
 
 def redistribute_cost(current_spec: _Spec, target_spec: _Spec) -> float:
-    """us of communication from one spec to another of the same tensor, mesh dim by mesh dim in order.
+    """us of communication from one spec to another of the same tensor, by the cheapest way.
 
-    0 where nothing is sent; infinite across meshes and wherever one dim has no way (see
-    `transition_cost`). A gather on one dim makes the collectives of the later dims larger, a scatter
-    smaller. It is an estimate for comparing placements: it ignores local copies, and the order of steps
-    that a real plan would choose.
+    0 where nothing is sent; infinite across meshes, from Shard to Partial and from one Partial to
+    another. Each step is priced by `transition_cost`; a gather makes the next collectives larger, a
+    scatter smaller. It is an estimate for comparing placements: local copies are not counted, nor that
+    several mesh dims may go at once. See Note [Prices are distances].
     """
     if current_spec.mesh != target_spec.mesh:
         return math.inf
-    pairs = list(zip(current_spec.placements, target_spec.placements, strict=True))
-    if all(src == dst or src.is_replicate() for src, dst in pairs):
+    src, dst = current_spec.placements, target_spec.placements
+    if all(placement.is_replicate() for placement in src):
         return 0.0
-    topo = topology_of(current_spec.mesh)
-    shards = math.prod(
-        ranks for ranks, (src, _) in zip(topo.mesh_dim_devices, pairs, strict=True) if src.is_shard()
-    )
-    local_gib = spec_to_bytes(current_spec) / shards / GIB
-    total = 0.0
-    for dim, (src, dst) in enumerate(pairs):
-        total += transition_cost(src, dst, local_gib, topo, dim)
-        local_gib = bytes_after(src, dst, local_gib, topo.mesh_dim_devices[dim])
-    return total
+    for now, then in zip(src, dst, strict=True):
+        if then.is_partial() and not now.is_replicate() and now != then:
+            return math.inf
+    itemsize = _tensor_meta(current_spec).dtype.itemsize
+    chain = cheapest(current_spec.shape, itemsize, src, dst, topology_of(current_spec.mesh))
+    return math.inf if chain is None else sum(step.us for step in chain)

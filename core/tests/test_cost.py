@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as torch_tensor
+from hypothesis import given, settings
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import _collective_utils as torch_cost
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as TorchSpec
@@ -24,7 +26,8 @@ from dtbench_core.cost import MeshTopoInfo, TopologyError
 from dtbench_core.placement import Partial, Placement, Replicate, Shard
 from dtbench_core.spec import DTensorSpec
 
-SHAPE = (64, 32, 16)
+# 512 KiB: large enough that an exchange beats gathering everything, too small for a detour to pay.
+SHAPE = (128, 64, 16)
 R, P = Replicate(), Partial()
 
 
@@ -197,8 +200,157 @@ def test_one_transition_is_what_a_one_dim_redistribution_costs(src: Placement, d
     local = cost.spec_to_bytes(spec(mesh, src)) / (8 if src.is_shard() else 1) / cost.GIB
     priced = cost.transition_cost(src, dst, local, cost.topology_of(mesh), 0)
     assert priced == cost.redistribute_cost(spec(mesh, src), spec(mesh, dst))
-    after = cost.spec_to_bytes(spec(mesh, dst)) / (8 if dst.is_shard() else 1) / cost.GIB
-    assert cost.bytes_after(src, dst, local, 8) == after
+
+
+def test_an_exchange_never_costs_more_than_gathering_and_cutting() -> None:
+    """PyTorch's surcharge makes it so for small tensors, of which the planner then gathers everything."""
+    mesh = init_device_mesh("cpu", (8,))
+    small = [DTensorSpec.of(mesh, (p,), (8, 8), (8, 1), torch.float32) for p in (Shard(0), R, Shard(1))]
+    there, all_of_it, back = small
+    exchanged = cost.redistribute_cost(there, back)
+    assert exchanged == cost.redistribute_cost(there, all_of_it) + cost.redistribute_cost(all_of_it, back)
+    meta = TorchMeta(torch.Size((8, 8)), (8, 1), torch.float32)
+    twins = [TorchSpec(mesh, (p,), meta) for p in (torch_tensor.Shard(0), torch_tensor.Shard(1))]
+    assert exchanged < torch_cost.redistribute_cost(*twins)
+
+
+def test_spare_replicas_share_the_work_of_a_large_tensor() -> None:
+    """PyTorch looks at one mesh dim at a time: its price of R,P -> R,S(0) is the whole reduce-scatter."""
+    mesh = dp_tp()
+    ours = cost.redistribute_cost(large(mesh, R, P), large(mesh, R, Shard(0)))
+    whole = cost.reduce_scatter_cost(0.25, MeshTopoInfo.build_from_mesh(mesh), 1)
+    assert ours < whole
+    halved = cost.redistribute_cost(large(mesh, Shard(1), P), large(mesh, Shard(1), Shard(0)))
+    gathered = cost.redistribute_cost(large(mesh, Shard(1), Shard(0)), large(mesh, R, Shard(0)))
+    assert ours == pytest.approx(halved + gathered)
+
+
+def large(mesh: DeviceMesh, *placements: Placement) -> DTensorSpec:
+    """256 MiB."""
+    return DTensorSpec.of(mesh, placements, (8192, 8192), (8192, 1), torch.float32)
+
+
+def test_the_inner_shard_of_a_dim_is_in_the_way_of_the_outer_one() -> None:
+    """S(0),S(0) -> R,S(0) is no gather over the outer mesh dim alone: what it would give is not S(0)."""
+    mesh = dp_tp()
+    nested = cost.redistribute_cost(spec(mesh, Shard(0), Shard(0)), spec(mesh, R, Shard(0)))
+    assert nested > cost.redistribute_cost(spec(mesh, Shard(0), Shard(1)), spec(mesh, R, Shard(1)))
+    undone = cost.redistribute_cost(spec(mesh, Shard(0), Shard(0)), spec(mesh, Shard(0), R))
+    gathered = cost.redistribute_cost(spec(mesh, Shard(0), R), spec(mesh, R, R))
+    assert nested <= undone + gathered, "then the inner one is cut again"
+    assert cost.redistribute_cost(spec(mesh, R, Shard(0)), spec(mesh, Shard(0), Shard(0))) > 0
+
+
+# --- prices are distances --------------------------------------------------------------------------
+
+SIZES = st.sampled_from([(2,), (4,), (8,), (2, 2), (2, 4), (4, 2), (1, 4), (2, 2, 2), (2, 3, 2)])
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[MeshTopoInfo, tuple[int, ...], list[tuple[Placement, ...]]]:
+    """Constants of a mesh, a tensor's shape, and three ways of placing it; the first may be pending."""
+    sizes = draw(SIZES)
+    n = len(sizes)
+    bandwidth = draw(st.tuples(*[st.sampled_from([0.5, 20.0, 87.7])] * n))
+    latency = draw(st.tuples(*[st.sampled_from([0.0, 0.6, 40.0])] * n))
+    shape = draw(st.lists(st.sampled_from([1, 3, 8, 24, 4096]), min_size=1, max_size=3))
+    plain = [R, *(Shard(d) for d in range(len(shape)))]
+    pending = draw(st.sampled_from([P, Partial("avg"), Partial("max")]))
+    first = draw(st.tuples(*[st.sampled_from([*plain, pending])] * n))
+    others = [draw(st.tuples(*[st.sampled_from(plain)] * n)) for _ in range(2)]
+    topo = MeshTopoInfo(None, sizes, bandwidth, latency, draw(st.sampled_from([0.0, 6.6, 300.0])))  # type: ignore[arg-type]
+    return topo, tuple(shape), [first, *others]
+
+
+def price(topo: MeshTopoInfo, shape: Any, src: Any, dst: Any, **how: Any) -> float:
+    chain = cost.cheapest(shape, 4, src, dst, topo, **how)
+    assert chain is not None
+    return sum(step.us for step in chain)
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds(), st.sampled_from([0.0, 1.0]), st.booleans())
+def test_triangle_inequality(world: Any, copy_us: float, together: bool) -> None:
+    topo, shape, (a, b, c) = world
+    how = {"copy_us": copy_us, "together": together}
+    direct, by_way = price(topo, shape, a, c, **how), price(topo, shape, a, b, **how)
+    assert direct <= by_way + price(topo, shape, b, c, **how) + 1e-9 * by_way
+    assert price(topo, shape, a, a, **how) == 0.0
+
+
+@settings(max_examples=100, deadline=None)
+@given(worlds(), st.booleans())
+def test_a_chain_costs_no_less_than_its_parts(world: Any, together: bool) -> None:
+    """Every stretch of a cheapest chain is itself the cheapest way between its ends."""
+    topo, shape, (a, _, c) = world
+    chain = cost.cheapest(shape, 4, a, c, topo, copy_us=1.0, together=together)
+    assert chain is not None
+    states = [list(a)]
+    for step in chain:
+        after = list(states[-1])
+        for mesh_dim, was, becomes in zip(step.mesh_dims, step.src, step.dst, strict=True):
+            assert after[mesh_dim] == was
+            after[mesh_dim] = becomes
+        states.append(after)
+    assert tuple(states[-1]) == c
+    for i, j in itertools.combinations(range(len(states)), 2):
+        part = sum(step.us for step in chain[i:j])
+        assert part <= sum(step.us for step in chain) + 1e-9
+        assert price(topo, shape, states[i], states[j], copy_us=1.0, together=together) == pytest.approx(part)
+
+
+def brute_force(topo: MeshTopoInfo, shape: Any, src: Any, dst: Any, copy_us: float) -> float:
+    """The least sum over all chains of one-dim transitions: relaxed until nothing improves."""
+    sizes = topo.mesh_dim_devices
+    kinds = [R, *(Shard(d) for d in range(len(shape))), *(p for p in src if p.is_partial())]
+    states = list(itertools.product(dict.fromkeys(kinds), repeat=len(sizes)))
+    edges = []
+    for state in states:
+        held = cost.local_gib(shape, torch.float32, state, sizes)
+        for dim, kind in itertools.product(range(len(sizes)), dict.fromkeys(kinds)):
+            inner = [p.dim for p in state[dim + 1 :] if isinstance(p, Shard)]
+            nested = any(isinstance(p, Shard) and p.dim in inner for p in (state[dim], kind))
+            extremum = state[dim].is_partial("max") and kind.is_shard()
+            if kind == state[dim] or kind.is_partial() or nested or extremum:
+                continue
+            us = copy_us
+            if not state[dim].is_replicate():
+                us = cost.transition_cost(state[dim], kind, held, topo, dim)
+            edges.append((state, (*state[:dim], kind, *state[dim + 1 :]), us))
+    best = dict.fromkeys(states, math.inf)
+    best[src] = 0.0
+    improved = True
+    while improved:
+        improved = False
+        for before, after, us in edges:
+            if best[before] + us < best[after] - 1e-12:
+                best[after], improved = best[before] + us, True
+    return best[dst]
+
+
+@settings(max_examples=80, deadline=None)
+@given(worlds(), st.sampled_from([0.0, 1.0]))
+def test_no_chain_at_all_is_cheaper(world: Any, copy_us: float) -> None:
+    topo, shape, (src, dst, _) = world
+    found = price(topo, shape, src, dst, copy_us=copy_us)
+    assert found == pytest.approx(brute_force(topo, shape, src, dst, copy_us))
+    assert price(topo, shape, src, dst, copy_us=copy_us, together=True) <= found + 1e-9
+
+
+def test_all_mesh_dims_at_once_where_one_ring_is_cheaper() -> None:
+    near = MeshTopoInfo(dp_tp(), (2, 4), (87.7, 87.7), (0.6, 0.6))
+    far = MeshTopoInfo(dp_tp(), (2, 4), (0.1, 87.7), (40.0, 0.6))
+
+    def steps(topo: MeshTopoInfo, src: Any, dst: Any, shape: Any = (64, 64)) -> list[tuple[int, ...]]:
+        chain = cost.cheapest(shape, 4, src, dst, topo, copy_us=1.0, together=True)
+        assert chain is not None
+        return [step.mesh_dims for step in chain]
+
+    for src, dst in [((Shard(0),) * 2, (R, R)), ((P, P), (R, R)), ((P, P), (Shard(1), Shard(0)))]:
+        assert steps(near, src, dst) == [(0, 1)]
+        assert len(steps(far, src, dst)) > 1, "the ring would go through the slow dim eight times"
+    assert steps(near, (Shard(0), Shard(0)), (Shard(1), Shard(1))) == [(0, 1)]
+    assert len(steps(near, (Shard(0), Shard(0)), (R, R), (12, 64))) == 2, "12 rows are not even on 8 ranks"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool])
