@@ -45,7 +45,9 @@ from dtbench_core.errors import (
 )
 from dtbench_core.factories import empty, full, ones, rand, randn, zeros
 from dtbench_core.fallback import FallbackWarning, clear_fallbacks, fallbacks
+from dtbench_core.local_map import local_map
 from dtbench_core.placement import Partial, Placement, Replicate, Shard
+from dtbench_core.rules.register import register_sharding
 from dtbench_core.spec import DTensorSpec, TensorMeta
 from dtbench_core.tensor import DTensor
 
@@ -80,8 +82,10 @@ __all__ = [
     "fallbacks",
     "full",
     "implicit_replication",
+    "local_map",
     "ones",
     "rand",
     "randn",
+    "register_sharding",
     "zeros",
 ]

@@ -29,10 +29,11 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dtbench_core import contexts, cost, fallback, redistribute
+from dtbench_core import contexts, cost, redistribute
 from dtbench_core.errors import MixedTensorError
 from dtbench_core.plan import OpInfo, Plan, build, verify
 from dtbench_core.rules.pointwise import is_pointwise
+from dtbench_core.rules.register import on_rule_change
 from dtbench_core.torch_compat import (
     DisableTorchFunction,
     any_autocast,
@@ -71,6 +72,17 @@ def clear_caches() -> None:
 cost.on_topology_change(clear_caches)
 
 
+def _forget(op: OpOverload) -> None:
+    """`op` got another rule: what was learnt of it, and of functions that come to it, may be wrong."""
+    _infos.pop(op, None)
+    for known in (_elementwise, _judged):
+        known.clear()
+    clear_caches()
+
+
+on_rule_change(_forget)
+
+
 def cache_info() -> dict[str, int]:
     """How many plans are held, per op and per Python function, and the bound of each."""
     return {"plans": len(_plans), "fast": len(_fast), "bound": MAX_PLANS}
@@ -102,6 +114,8 @@ def _key_of(
         elif kind is list or kind is tuple or kind is torch.Size:
             part, local, _ = _key_of(cls, list, by_type, a, {})
             key.append(part)
+        elif kind is slice:
+            key.append((slice, a.start, a.stop, a.step))
         elif isinstance(a, torch.Tensor):
             key.append((torch.Tensor, a.shape, a.stride(), a.dtype))
         else:
@@ -141,7 +155,7 @@ def torch_function(
     if plan is None:
         return _through_torch(cls, func, args, kwargs)
     if plan is not _MISSING and _default_dtype is get_default_dtype():
-        return plan.run(cls, func, args, locals_, local_kwargs)
+        return plan.run(cls, func, args, kwargs, locals_, local_kwargs)
     if _mixes_plain(cls, func, args, kwargs):
         return _with_replicas(cls, func, args, kwargs)
     return _watch(func, key, args, kwargs)
@@ -192,17 +206,17 @@ def torch_dispatch(
     try:
         plan = _plans.get(key, _MISSING)
     except TypeError:  # an argument that cannot be hashed, so no plan can be kept
-        return fallback.run(cls, op, args, kwargs)
+        return info.without_plan(torch_dispatch, cls, op, args, kwargs)
     if plan is None:
-        result = fallback.run(cls, op, args, kwargs)
+        result = info.without_plan(torch_dispatch, cls, op, args, kwargs)
     elif plan is not _MISSING:
-        result = plan.run(cls, plan.kernel, args, locals_, local_kwargs)
+        result = plan.run(cls, plan.kernel, args, kwargs, locals_, local_kwargs)
     else:
         plan = build(info, args, kwargs)
         if plan is None:
-            result = fallback.run(cls, op, args, kwargs)
+            result = info.without_plan(torch_dispatch, cls, op, args, kwargs)
         else:
-            result = plan.run(cls, plan.kernel, args, locals_, local_kwargs)
+            result = plan.run(cls, plan.kernel, args, kwargs, locals_, local_kwargs)
             verify(op, plan, result)
         _store(_plans, key, plan)
     if _watched is not None:
@@ -262,7 +276,8 @@ def _fitting(args: Sequence[Any], kwargs: dict[str, Any], seen: list[Any], resul
         plan = plan.showing(shown[0])
     elif result is not op_result:
         return None
-    return plan if plan.functional and _accounts_for(args, kwargs, op_args, op_kwargs, plan) else None
+    fit = plan.functional or plan.returns_input is not None
+    return plan.for_function() if fit and _accounts_for(args, kwargs, op_args, op_kwargs, plan) else None
 
 
 def _ops_named_like(func: Callable[..., Any]) -> list[OpOverload]:

@@ -151,7 +151,7 @@ def normalize(placements: Sequence[Placement] | None, ndim: int, info: MeshInfo)
             f"got {len(given)} placements {[str(p) for p in given]} for the {info}, "
             f"expected one for each of its {info.ndim} dims: add Replicate() for the dims that do not shard"
         )
-    placed = tuple(_normalize_one(p, ndim) for p in given)
+    placed = tuple(normalize_one(p, ndim) for p in given)
     pending = {p.reduce_op for p in placed if isinstance(p, Partial)}
     if len(pending) > 1 and not pending <= {"sum", "avg"}:
         raise PlacementError(
@@ -161,7 +161,8 @@ def normalize(placements: Sequence[Placement] | None, ndim: int, info: MeshInfo)
     return placed
 
 
-def _normalize_one(placement: Placement, ndim: int) -> Placement:
+def normalize_one(placement: Placement, ndim: int) -> Placement:
+    """One placement of a tensor of `ndim` dims, its dim >= 0. Errors as for `normalize`."""
     if not isinstance(placement, Placement):
         raise PlacementError(
             f"got {placement!r} ({type(placement).__module__}.{type(placement).__qualname__}) as a placement, "

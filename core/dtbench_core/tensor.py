@@ -17,6 +17,7 @@ from dtbench_core import dispatch, state
 from dtbench_core.errors import ArgumentError, LayoutError, MeshError, MixedTensorError, PlacementError
 from dtbench_core.layout import checked_over_mesh, even_layout
 from dtbench_core.mesh import mesh_info, mesh_or_current
+from dtbench_core.methods import straight_methods
 from dtbench_core.placement import REPLICATE, Partial, Placement, Placements, describe
 from dtbench_core.redistribute import Redistribute, cast_dtype, placements_of_gradient, redistribute_tensor
 from dtbench_core.spec import DTensorSpec, contiguous_stride, normalize
@@ -24,6 +25,7 @@ from dtbench_core.torch_compat import DisableTorchFunction, any_requires_grad, r
 from dtbench_core.wrapper import Wrapper, wrap
 
 
+@straight_methods
 class DTensor(Wrapper):
     """One global tensor, of which every rank holds the part its placements say.
 
@@ -35,11 +37,7 @@ class DTensor(Wrapper):
 
     __torch_function__ = classmethod(dispatch.torch_function)
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return dispatch.torch_dispatch(cls, func, args, kwargs or {})
+    __torch_dispatch__ = classmethod(dispatch.torch_dispatch)
 
     # Answered at once: torch's own getters would go through __torch_function__ first.
     @property

@@ -148,6 +148,21 @@ def rule_of(op: OpOverload) -> Rule | None:
     return _rules.get(op)
 
 
+_overridden: set[OpOverload] = set()
+
+
+def override(op: OpOverload, found: Rule) -> None:
+    """Puts a user's rule in the place of whatever the core knows of `op`."""
+    _rules[op] = found
+    _decompositions.pop(op, None)
+    _overridden.add(op)
+
+
+def is_overridden(op: OpOverload) -> bool:
+    """Whether a user has registered a rule for `op`."""
+    return op in _overridden
+
+
 def ops_with_rules() -> Iterable[OpOverload]:
     return _rules.keys()
 

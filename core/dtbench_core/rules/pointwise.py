@@ -12,12 +12,24 @@ import torch
 from torch._ops import OpOverload
 
 from dtbench_core.placement import REDUCE_OPS, REPLICATE, Partial, Placement, Shard
-from dtbench_core.rules.base import OpCall, Row, Strategy, along, aten, linear_rows, pending, rule
+from dtbench_core.rules import base
+from dtbench_core.rules.base import (
+    OpCall,
+    Row,
+    Strategy,
+    along,
+    aten,
+    decomposition,
+    linear_rows,
+    pending,
+    rule,
+)
+from dtbench_core.wrapper import Wrapper
 
 
 def is_pointwise(op: OpOverload) -> bool:
-    """Whether torch says the op is elementwise (and draws no random numbers)."""
-    if torch.Tag.nondeterministic_seeded in op.tags:
+    """Whether torch says the op is elementwise (and draws no random numbers), and no user says otherwise."""
+    if torch.Tag.nondeterministic_seeded in op.tags or base.is_overridden(op):
         return False
     if torch.Tag.pointwise in op.tags:
         return True
@@ -132,10 +144,13 @@ def same_values(call: OpCall) -> Strategy:
     return Strategy([*along(range(call.inputs[0].ndim), 1, 1), *linear_rows(call, 1, ops=REDUCE_OPS)])
 
 
-@rule(aten._conj.default, aten._neg_view.default)
-def lazy(call: OpCall) -> Strategy:
-    """Views that negate (an imaginary part) when read."""
-    return Strategy([*along(range(call.inputs[0].ndim), 1, 1), *linear_rows(call, 1)])
+@decomposition(aten._conj.default)
+def conjugate(tensor: Wrapper) -> Wrapper:
+    """Plain torch marks the result and conjugates on reading. A mark on a shard would not show on the DTensor,
+    so the shard is a copy, which refuses writes."""
+    made: Wrapper = aten.conj_physical(tensor)
+    made._detached_view = True
+    return made
 
 
 @rule(aten._to_copy.default)

@@ -1,0 +1,84 @@
+"""Sharding rules of users: `register_sharding`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch._ops import OpOverload
+
+from dtbench_core.errors import ArgumentError
+from dtbench_core.placement import Placement
+from dtbench_core.rules import base
+from dtbench_core.rules.base import OpCall, Row, Strategy
+from dtbench_core.spec import normalize_one
+
+PlacementList = Sequence[Placement | None]
+ShardingFunction = Callable[..., Sequence[tuple[PlacementList, PlacementList]]]
+
+# Called when rules change, to forget what was planned with the old ones.
+_on_change: list[Callable[[OpOverload], None]] = []
+
+
+def on_rule_change(forget: Callable[[OpOverload], None]) -> None:
+    """Registers `forget`, called with each op that gets a rule of a user's."""
+    _on_change.append(forget)
+
+
+def register_sharding(
+    op: OpOverload | list[OpOverload],
+) -> Callable[[ShardingFunction], ShardingFunction]:
+    """Gives an op, or several, a sharding rule; it takes the place of the core's own.
+
+    The decorated function is called with the op's arguments, a tensor-like description (`shape`,
+    `stride`, `ndim`, `dtype`, `placements`, all global) in the place of every tensor. It returns the
+    ways the op may run on one mesh dim, as pairs (placements of the outputs, placements of the
+    inputs): one entry per output and per argument, None where there is no tensor. If the inputs are
+    placed so, the op run on every rank's shards must give outputs placed so. Replicated inputs and
+    outputs are always possible and need not be listed.
+
+    The function must depend on its arguments alone, so that every rank comes to the same answer.
+
+    Raises:
+        ArgumentError: something that is not an op. When the op is called, also an answer of the
+            function's that does not fit the op. PlacementError: a Shard of a dim that is not there.
+    """
+    ops = op if isinstance(op, list) else [op]
+    for one in ops:
+        if not isinstance(one, OpOverload):
+            raise ArgumentError(
+                f"register_sharding got {one!r}, expected an op overload such as torch.ops.aten.add.Tensor: name its "
+                "overload (often `.default`)"
+            )
+
+    def register(function: ShardingFunction) -> ShardingFunction:
+        for one in ops:
+            base.override(one, lambda call: _strategy(call, function))
+            for forget in _on_change:
+                forget(one)
+        return function
+
+    return register
+
+
+def _strategy(call: OpCall, function: ShardingFunction) -> Strategy:
+    return Strategy([_row(call, outputs, inputs) for outputs, inputs in function(*call.args, **call.kwargs)])
+
+
+def _row(call: OpCall, outputs: PlacementList, inputs: PlacementList) -> Row:
+    placed = [p for p in inputs if p is not None]
+    made = list(outputs)
+    if len(placed) != len(call.inputs) or len(made) != len(call.outputs):
+        raise ArgumentError(
+            f"the sharding registered for {call.op} gave placements of {len(made)} outputs and {len(placed)} input "
+            f"tensors, expected {len(call.outputs)} and {len(call.inputs)}: give one per tensor, and None for the "
+            "other arguments"
+        )
+    ranks = [spec.ndim for spec in call.inputs]
+    result_ranks = [0 if meta is None else len(meta.shape) for meta in call.outputs]
+    return Row(
+        tuple(normalize_one(p, ndim) for p, ndim in zip(placed, ranks, strict=True)),
+        tuple(
+            base.REPLICATE if p is None else normalize_one(p, ndim)
+            for p, ndim in zip(made, result_ranks, strict=True)
+        ),
+    )

@@ -1,0 +1,254 @@
+"""local_map and register_sharding: functions and rules of users."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from core.tests.gloo_world import Worlds, mesh_of
+from dtbench_core import (
+    CoreError,
+    DTensor,
+    Partial,
+    PlacementError,
+    Replicate,
+    Shard,
+    clear_caches,
+    count_collectives,
+    distribute_tensor,
+    local_map,
+    register_sharding,
+)
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+A, B = torch.arange(32.0).reshape(8, 4), torch.arange(24.0).reshape(4, 6)
+
+
+def _cut(full: torch.Tensor, placement: Any) -> DTensor:
+    return distribute_tensor(full, mesh_of((4,)), [placement], src_data_rank=None)
+
+
+# ---- local_map ----
+
+
+def _product() -> dict[str, Any]:
+    """A product over a sharded inner dim: each rank has a term."""
+    a, b = _cut(A, S1).requires_grad_(), _cut(B, S0).requires_grad_()
+    types = []
+
+    def multiply(x: torch.Tensor, y: torch.Tensor, scale: float, *, bias: float) -> torch.Tensor:
+        types.append((type(x), type(y), tuple(x.shape)))
+        return x @ y * scale + bias
+
+    mapped = local_map(multiply, [P], ([S1], [S0], None))
+    out = mapped(a, b, 2.0, bias=0.0)
+    out.redistribute(placements=[R]).sum().backward()
+    assert a.grad is not None
+    moved = local_map(multiply, (P,), ([S1], [S0], None), redistribute_inputs=True)
+    again = moved(_cut(A, S0), _cut(B, R), 2.0, bias=0.0)
+    return {
+        "plain": all(x is y is torch.Tensor for x, y, _ in types) and types[0][2] == (8, 1),
+        "value": out.full_tensor().tolist() == again.full_tensor().tolist() == (A @ B * 2).tolist(),
+        "grad": a.grad.full_tensor().tolist() == (torch.ones(8, 6) @ B.t() * 2).tolist(),
+        "name": mapped.__name__ == "multiply",
+        "no tensors": type(mapped(A, B, 1.0, bias=1.0)) is torch.Tensor,
+    }
+
+
+def test_shards_in_and_placements_out(ranks: Worlds) -> None:
+    for got in ranks(_product):
+        assert all(got.values()), got
+
+
+def _several() -> dict[str, Any]:
+    @local_map(out_placements=([S0], None, [P]), in_placements=([S0], [R]), in_grad_placements=([S0], [P]))
+    def parts(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return x * w, "text", (x * w).sum()
+
+    w = _cut(torch.ones(4), R).requires_grad_()
+    scaled, text, total = parts(_cut(A, S0), w)
+    total.redistribute(placements=[R]).backward()
+    assert w.grad is not None
+    plain = parts(_cut(A, S0), torch.ones(4))[0]  # a plain tensor is passed as it is
+    return {
+        "scaled": scaled.full_tensor().tolist() == plain.full_tensor().tolist() == A.tolist(),
+        "text": text == "text",
+        "total": float(total.full_tensor().detach()) == float(A.sum()),
+        "grad": w.grad.full_tensor().tolist() == A.sum(0).tolist(),  # the ranks' terms are added up
+    }
+
+
+def test_several_results_and_gradients(ranks: Worlds) -> None:
+    for got in ranks(_several):
+        assert all(got.values()), got
+
+
+def _identity(x: Any, *_: Any) -> Any:
+    return x
+
+
+def _wraps(x: torch.Tensor) -> DTensor:
+    return _cut(A, S0)
+
+
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "other placement": (
+        lambda a: local_map(_identity, [S0], ([S1],))(a),
+        r"got float32\[8, 4\] S\(0\) .* as argument 0 of _identity, expected the placements S\(1\)",
+    ),
+    "too few": (lambda a: local_map(_identity, [S0], ([S0],))(a, 1), "got 1 in_placements for 2 arguments"),
+    "too many gradients": (
+        lambda a: local_map(_identity, [S0], None, ([S0], [S0]))(a),
+        "got 2 in_grad_placements for 1 arguments",
+    ),
+    "none for a tensor": (lambda a: local_map(_identity, [S0], (None,))(a), "got None in in_placements"),
+    "placed number": (
+        lambda a: local_map(_identity, [S0], ([S0], [S0]))(a, 1),
+        "for argument 1 of _identity, which is 1; expected None",
+    ),
+    "results": (lambda a: local_map(_identity, ([S0], [S0]))(a), "got 2 out_placements for 1 results"),
+    "no placements": (lambda a: local_map(_identity)(a), "which is a tensor; expected placements"),
+    "number result": (
+        lambda a: local_map(lambda x: 3, [S0])(a),
+        "which is 3; expected placements for tensors",
+    ),
+    "distributed result": (lambda a: local_map(_wraps, [S0])(a), "got a DTensor, .* expected a plain tensor"),
+    "dim": (lambda a: local_map(_identity, [S0], ([Shard(5)],))(a), r"got Shard\(5\) for a tensor of 2 dims"),
+    "not an op": (lambda a: register_sharding(torch.add), "expected an op overload"),  # type: ignore[arg-type]
+}
+
+
+def _mistake(name: str) -> tuple[bool, str]:
+    try:
+        MISTAKES[name][0](_cut(A, S0))
+    except Exception as error:
+        return isinstance(error, CoreError), str(error)
+    return False, "nothing was raised"
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(ranks: Worlds, name: str) -> None:
+    for ours, message in ranks(_mistake, name):
+        assert ours and re.search(MISTAKES[name][1], message), message
+
+
+# ---- register_sharding ----
+
+LIBRARY = "dtbench_test_rules"
+
+
+def _library() -> Any:
+    """Custom ops, defined once per process: 2x + y of the first list item; x reversed along its last dim."""
+    if not hasattr(getattr(torch.ops, LIBRARY), "combine"):
+
+        @torch.library.custom_op(f"{LIBRARY}::combine", mutates_args=())
+        def combine(
+            x: torch.Tensor, scale: float, others: list[torch.Tensor]
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            return x * scale + others[0], x.sum()
+
+        @combine.register_fake
+        def _(x: torch.Tensor, scale: float, others: list[torch.Tensor]) -> Any:
+            return torch.empty_like(x), x.new_empty(())
+
+        @torch.library.custom_op(f"{LIBRARY}::backwards", mutates_args=())
+        def backwards(x: torch.Tensor) -> torch.Tensor:
+            return x.flip(-1)
+
+        @backwards.register_fake
+        def _(x: torch.Tensor) -> torch.Tensor:
+            return torch.empty_like(x)
+
+    return getattr(torch.ops, LIBRARY)
+
+
+def _custom() -> dict[str, Any]:
+    ops = _library()
+    seen = []
+
+    @register_sharding(ops.combine.default)
+    def rows(x: Any, scale: float, others: list[Any]) -> Any:
+        seen.append((tuple(x.shape), x.ndim, x.dtype, scale, len(others), x.placements))
+        return [([Shard(d), P], [Shard(d), None, Shard(d)]) for d in range(-x.ndim, 0)]
+
+    a, same, across = _cut(A, S0), _cut(A, S0), _cut(A, S1)
+    with count_collectives() as count:
+        out, total = ops.combine(a, 2.0, [same])
+    with count_collectives() as moving:
+        again, _ = ops.combine(a, 2.0, [across])
+    return {
+        "seen": seen[0] == ((8, 4), 2, torch.float32, 2.0, 1, (S0,)),
+        "placed": (out.placements, total.placements) == ((S0,), (P,)),
+        "free": sum(count.calls.values()) == 0 and sum(moving.calls.values()) == 1,
+        "value": out.full_tensor().tolist() == again.full_tensor().tolist() == (A * 3).tolist(),
+        "total": float(total.full_tensor()) == float(A.sum()),
+    }
+
+
+def test_custom_ops_get_rules(ranks: Worlds) -> None:
+    for got in ranks(_custom):
+        assert all(got.values()), got
+
+
+def _bad_rule(kind: str) -> str:
+    op = _library().backwards.default
+    answers = {
+        "count": [([S0, S0], [S0])],
+        "inputs": [([S0], [S0, S0])],
+        "dim": [([Shard(7)], [S0])],
+    }
+    register_sharding(op)(lambda x: answers[kind])  # type: ignore[arg-type]
+    try:
+        op(_cut(A, S0))
+    except CoreError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("count", "gave placements of 2 outputs and 1 input tensors, expected 1 and 1"),
+        ("inputs", "gave placements of 1 outputs and 2 input tensors"),
+        ("dim", r"got Shard\(7\) for a tensor of 2 dims"),
+    ],
+)
+def test_rules_that_do_not_fit_are_told(ranks: Worlds, kind: str, told: str) -> None:
+    for message in ranks(_bad_rule, kind):
+        assert re.search(told, message), message
+
+
+def _override() -> dict[str, Any]:
+    """A rule of the core's is replaced for plans made before, too; the value of a number may matter to it."""
+    op = torch.ops.aten.mul.Scalar
+    x = _cut(A, S0)
+    before = [op(x, s).placements for s in (2.0, 3.0)]
+    told = register_sharding(op)(
+        lambda x, other: [([S0], [S0])] if other == 2.0 else [([R], [R])]  # type: ignore[arg-type]
+    )
+    try:
+        after = [op(x, s) for s in (2.0, 3.0)]
+        return {
+            "before": before == [(S0,), (S0,)],
+            "after": [t.placements for t in after] == [(S0,), (R,)],
+            "value": all(t.full_tensor().equal(A * s) for t, s in zip(after, (2.0, 3.0), strict=True)),
+            "decorator": callable(told),
+        }
+    finally:
+        from dtbench_core.rules import base
+
+        base._rules.pop(op)
+        base._overridden.discard(op)
+        clear_caches()
+
+
+def test_rules_are_replaced(ranks: Worlds) -> None:
+    for got in ranks(_override):
+        assert all(got.values()), got
+
+
+def test_placement_errors_are_value_errors() -> None:
+    assert issubclass(PlacementError, ValueError), "as torch.distributed.tensor raises from local_map"
