@@ -39,6 +39,7 @@ class OpInfo:
         "op",
         "random",
         "returned",
+        "without_plan",
     )
 
     def __init__(self, op: OpOverload) -> None:
@@ -59,17 +60,22 @@ class OpInfo:
             self.returned = argument.name if argument.kwarg_only else written[0]
         self.random = torch.Tag.nondeterministic_seeded in op.tags
         self.handler = _handler_of(op)
+        self.without_plan = _without_plan(op)
 
 
 def _handler_of(op: OpOverload) -> Callable[..., Any] | None:
     decomposed = rules.decomposition_of(op)
     if decomposed is not None:
         return lambda dispatch, cls, op, args, kwargs: decomposed(*args, **kwargs)
-    if writes.functional_of(op) is None:
-        return None
-    if writes.out_names(op):
+    if torch.Tag.inplace_view in op.tags and writes.functional_of(op) is not None:
+        return writes.run_restating
+    return None
+
+
+def _without_plan(op: OpOverload) -> Callable[..., Any]:
+    if writes.out_names(op) and writes.functional_of(op) is not None:
         return writes.run_out
-    return writes.run_restating if torch.Tag.inplace_view in op.tags else None
+    return lambda dispatch, cls, op, args, kwargs: fallback.run(cls, op, args, kwargs)
 
 
 class Move(NamedTuple):
@@ -210,7 +216,7 @@ def build(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan | N
         MeshError: the DTensors live on different meshes.
     """
     call = _describe(info, args, kwargs)
-    if info.outs is not None:
+    if isinstance(info.returned, str):
         return _build_out(info, call)
     find = rules.find(info.op)
     if find is None:
@@ -224,6 +230,33 @@ def build(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan | N
     if chosen is None or not variants.every_rank_can(call, strategy, *chosen):
         return None
     return _plan_for(info, call, structure, strategy, *chosen)
+
+
+def _build_out(info: OpInfo, call: OpCall) -> Plan | None:
+    """The plan of `op(..., out=x)` where the op's rule can leave its result just where `x` lies."""
+    functional, name = writes.functional_of(info.op), info.returned
+    out = call.kwargs.get(name)
+    find = rules.find(functional) if functional is not None else None
+    if find is None or not isinstance(out, DTensorSpec):
+        return None
+    if len(call.kwargs) > 1:
+        return None
+    plain = OpCall(functional, call.args, {}, call.inputs[:-1])  # keyword arguments come last
+    try:
+        plain.outputs, structure = _global_results(OpInfo(functional), plain)
+    except NotImplementedError:
+        return None
+    strategy = find(plain)
+    fits = structure == "tensor" and plain.outputs[0][0::2] == (out.shape, out.dtype)
+    if not fits or strategy.localize or strategy.local_op or strategy.exact or strategy.local_shape_args:
+        return None
+    rows = rules.choose(plain, strategy, (), result=out.placements)
+    if rows is None:
+        return None
+    inputs = tuple(tuple(row.inputs[i] for row in rows) for i in range(len(plain.inputs)))
+    if not variants.all_even(plain, inputs, (out.placements,)):
+        return None
+    return Plan(info, None, _moves(plain, inputs), (), out)
 
 
 def _by_rows(call: OpCall, strategy: Strategy, written: tuple[int, ...]) -> Chosen | None:
@@ -245,10 +278,6 @@ def _plan_for(
     outputs: tuple[Placements, ...],
 ) -> Plan:
     mesh = call.inputs[0].info
-    moves = []
-    for index, (spec, wanted) in enumerate(zip(call.inputs, inputs, strict=True)):
-        if wanted != spec.placements:
-            moves.append(Move(index, redistribute.plan(spec, wanted), spec, wanted))
     specs = [
         None if meta is None else DTensorSpec.of(mesh, placed, *meta)
         for meta, placed in zip(call.outputs, outputs, strict=True)
@@ -271,7 +300,16 @@ def _plan_for(
     empty = all(s is None or 0 in s.local_shape for s in specs) and not info.random
     if out is not None and info.functional and empty:
         local_op = _empty_results(specs, several=structure == "list", device=mesh.device_type)
-    return Plan(info, local_op, tuple(moves), replaced, out)
+    return Plan(info, local_op, _moves(call, inputs), replaced, out)
+
+
+def _moves(call: OpCall, inputs: Sequence[Placements]) -> tuple[Move, ...]:
+    """What brings the inputs to these placements."""
+    return tuple(
+        Move(index, redistribute.plan(spec, wanted), spec, wanted)
+        for index, (spec, wanted) in enumerate(zip(call.inputs, inputs, strict=True))
+        if wanted != spec.placements
+    )
 
 
 def _empty_results(specs: Sequence[DTensorSpec | None], *, several: bool, device: str) -> Callable[..., Any]:

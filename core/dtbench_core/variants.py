@@ -28,9 +28,8 @@ def every_rank_can(
 ) -> bool:
     """Whether the op runs on all ranks' shards and gives the shards that `outputs` says."""
     sizes = call.inputs[0].info.sizes
-    placed = [(tuple(s.shape), p) for s, p in zip(call.inputs, inputs, strict=True)]
-    made = [(tuple(m.shape), p) for m, p in zip(call.outputs, outputs, strict=True) if m is not None]
-    if all(_even(shape, placements, sizes) for shape, placements in (*placed, *made)):
+    placed, made = _placed(call, inputs, outputs)
+    if all_even(call, inputs, outputs):
         return True
     seen: set[Any] = set()
     for coordinate in _corners(sizes):
@@ -42,6 +41,22 @@ def every_rank_can(
         if not _runs(call, strategy, held, expected):
             return False
     return True
+
+
+def all_even(call: OpCall, inputs: Sequence[Placements], outputs: Sequence[Placements]) -> bool:
+    """Whether all ranks hold equally much of everything."""
+    placed, made = _placed(call, inputs, outputs)
+    sizes = call.inputs[0].info.sizes
+    return all(_even(shape, placements, sizes) for shape, placements in (*placed, *made))
+
+
+def _placed(
+    call: OpCall, inputs: Sequence[Placements], outputs: Sequence[Placements]
+) -> tuple[list[tuple[tuple[int, ...], Placements]], ...]:
+    """(global shape, placements) of the inputs, and of the outputs that are tensors."""
+    placed = [(tuple(s.shape), p) for s, p in zip(call.inputs, inputs, strict=True)]
+    made = [(tuple(m.shape), p) for m, p in zip(call.outputs, outputs, strict=True) if m is not None]
+    return placed, made
 
 
 def _even(shape: tuple[int, ...], placements: Placements, sizes: tuple[int, ...]) -> bool:

@@ -122,12 +122,46 @@ def test_requires_grad_reads_and_writes(x: DTensor) -> None:
         (x * 2).requires_grad = False
 
 
-def test_views_and_writes_are_never_fast(x: DTensor, slow_calls: list[str]) -> None:
-    for call in (lambda: x.view(-1), lambda: x.t(), lambda: x.add_(1), lambda: x.detach()):
+def test_views_are_never_fast_and_share_their_base_s_version(x: DTensor) -> None:
+    calls = (
+        lambda: x.view(-1),
+        lambda: x.t(),
+        lambda: x[:, 1:],
+        lambda: x.detach(),
+        lambda: torch.transpose(x, 0, 1),
+    )
+    for call in calls:
         _learn(call)
-        before = len(slow_calls)
-        call()
-        assert len(slow_calls) > before
+        before = x._version
+        call().add_(1)
+        assert x._version == before + 1
+
+
+def test_fast_writes_count_as_torch_counts_them(x: DTensor, slow_calls: list[str]) -> None:
+    w = torch.full_like(x, 2.0).requires_grad_()
+    out = torch.zeros_like(x)
+    for call, written in (
+        (lambda: x.add_(1), x),
+        (lambda: x.mul_(x), x),
+        (lambda: torch.add(x, x, out=out), out),
+    ):
+        for _ in range(4):
+            before, expected = written._version, len(slow_calls)
+            product = w * written  # saves what is written next
+            call()
+            assert written._version == before + 1
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.sum().backward()
+    del expected
+
+
+def test_fast_writes_reach_the_shard(mesh: DeviceMesh) -> None:
+    x = distribute_tensor(torch.arange(16.0).view(8, 2), mesh, [Shard(0)])
+    want = x.to_local().clone()
+    for _ in range(4):
+        assert x.add_(1) is x
+        want += 1
+    assert torch.equal(x.to_local(), want)
 
 
 def test_numbers_share_plans_where_only_their_type_matters(x: DTensor) -> None:

@@ -10,18 +10,22 @@ from dtbench_core.placement import Placement, Placements, Shard, chunk_extent
 from dtbench_core.rules.base import OpCall, Row, Strategy, replicated_row
 
 
-def choose(call: OpCall, strategy: Strategy, written: tuple[int, ...]) -> list[Row] | None:
+def choose(
+    call: OpCall, strategy: Strategy, written: tuple[int, ...], result: Placements | None = None
+) -> list[Row] | None:
     """One row per mesh dim, outermost first, or None when no row is possible.
 
     written: indices of the inputs that are written, which must keep their placements. Where one of
         them is the result too, the row must say the same of both.
+    result: where the first output must come to lie, if that is given.
     """
     info = call.inputs[0].info
-    candidates = [*strategy.rows, replicated_row(call)]
+    rows = [*strategy.rows, replicated_row(call)]
     held = _Lengths(call)
     chosen: list[Row] = []
     for mesh_dim in range(info.ndim):
         given = tuple(spec.placements[mesh_dim] for spec in call.inputs)
+        candidates = rows if result is None else [r for r in rows if r.outputs[0] == result[mesh_dim]]
         row = _best(call, candidates, given, mesh_dim, held, written)
         if row is None:
             return None
