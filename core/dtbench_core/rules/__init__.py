@@ -11,13 +11,26 @@ norm      softmax, layer norm, scans: one dim whole, the rest a batch
 index     embedding, gather
 attention scaled dot-product attention
 conv      convolutions
+loss      losses, reduced over all ranks' elements
 compare   ops that answer with a Python value
 random    fills, *_like, dropout: drawn for the whole tensor
 """
 
 from torch._ops import OpOverload
 
-from dtbench_core.rules import attention, compare, conv, index, matmul, norm, pointwise, random, reduce, view
+from dtbench_core.rules import (
+    attention,
+    compare,
+    conv,
+    index,
+    loss,
+    matmul,
+    norm,
+    pointwise,
+    random,
+    reduce,
+    view,
+)
 from dtbench_core.rules.base import OpCall, Row, Rule, Strategy, decomposition_of, rule, rule_of
 from dtbench_core.rules.choose import choose
 
@@ -33,6 +46,7 @@ __all__ = [
     "decomposition_of",
     "find",
     "index",
+    "loss",
     "matmul",
     "norm",
     "pointwise",

@@ -60,8 +60,9 @@ def batch_rows(call: OpCall, dims: Iterable[int]) -> list[Row]:
     rows = []
     for dim in dims:
         length = call.inputs[0].shape[dim]
-        metas = [*call.inputs, *(meta for meta in call.outputs if meta is not None)]
-        if all(dim < len(meta.shape) and meta.shape[dim] == length for meta in metas):
+        shapes = [spec.shape for spec in call.inputs]
+        shapes += [meta.shape for meta in call.outputs if meta is not None]
+        if all(dim < len(shape) and shape[dim] == length for shape in shapes):
             rows.append(Row((Shard(dim),) * len(call.inputs), (Shard(dim),) * len(call.outputs)))
     return rows
 

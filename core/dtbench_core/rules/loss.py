@@ -1,0 +1,174 @@
+"""Losses: sharded like the elements they compare; a mean counts the elements, or weights, of all ranks.
+
+Where a CPU kernel refuses a value (a probability above 1, a class that is not there), a rank that holds it
+would raise alone and leave the others waiting. So on CPU the ranks first ask each other whether anyone
+has one; if so, all run the op on everything and raise alike. CUDA kernels assert on the device instead.
+Left to replication: multi_margin_loss, multilabel_margin_loss and ctc_loss, which refuse values as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from dtbench_core.placement import REPLICATE, Partial, Placement, Shard
+from dtbench_core.rules.base import OpCall, Row, Strategy, aten, decomposition, pending, rule
+from dtbench_core.rules.labels import SUM, all_replicated, broadcast
+from dtbench_core.wrapper import Wrapper
+
+NONE, MEAN, SUMMED = 0, 1, 2  # torch's enum Reduction
+
+
+# ---- element by element ----
+
+
+@rule(aten.mse_loss.default, aten.huber_loss.default, aten.smooth_l1_loss.default)
+@rule(aten.soft_margin_loss.default, aten.binary_cross_entropy.default)
+@rule(aten.binary_cross_entropy_with_logits.default)
+def elementwise_loss(call: OpCall) -> Strategy:
+    """(input, target, weights...) that broadcast -> their loss, one number unless reduction is none."""
+    shape = torch.broadcast_shapes(*(spec.shape for spec in call.inputs))
+    kept = call["reduction"] == NONE
+    rows = [
+        Row(broadcast(call.inputs, dim, shape), (Shard(dim) if kept else SUM,)) for dim in range(len(shape))
+    ]
+    return Strategy(rows, local_op=_mean_of(call, shape) if call["reduction"] == MEAN else None)
+
+
+def _mean_of(call: OpCall, shape: torch.Size) -> Callable[..., Any]:
+    """The local mean times the share of all elements that it is the mean of: the means' weighted sum."""
+    op, count = call.op, shape.numel()
+    dtype = call.outputs[0].dtype if call.outputs[0] is not None else None
+
+    def local_op(*args: Any, **kwargs: Any) -> Any:
+        held = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        here = torch.broadcast_shapes(*(t.shape for t in held)).numel()
+        if here == count:
+            return op(*args, **kwargs)
+        if here == 0:
+            return held[0].new_zeros((), dtype=dtype)
+        return op(*args, **kwargs) * (here / count)
+
+    return local_op
+
+
+@rule(aten.mse_loss_backward.default, aten.huber_loss_backward.default, aten.smooth_l1_loss_backward.default)
+@rule(aten.soft_margin_loss_backward.default, aten.binary_cross_entropy_backward.default)
+def elementwise_loss_backward(call: OpCall) -> Strategy:
+    """(grad, input, target, weight?) -> gradient of the input; `grad` is one number unless reduction is
+    none. Linear in `grad`."""
+    grad, data, target = call.inputs[:3]
+    shape = data.shape
+    fits = target.shape == shape and torch.broadcast_shapes(*(s.shape for s in call.inputs[1:])) == shape
+    reduced = call["reduction"] != NONE
+    if not fits or grad.shape != (torch.Size() if reduced else shape):
+        return Strategy([])
+    rows = []
+    for dim in range(len(shape)):
+        of_grad = REPLICATE if reduced else Shard(dim)
+        rows.append(Row((of_grad, *broadcast(call.inputs[1:], dim, shape)), (Shard(dim),)))
+    rows += _linear_in_first(call)
+    return Strategy(rows, local_op=_mean_backward(call) if call["reduction"] == MEAN else None)
+
+
+def _linear_in_first(call: OpCall) -> list[Row]:
+    rest = (REPLICATE,) * (len(call.inputs) - 1)
+    return [Row((Partial(op), *rest), (Partial(op),)) for op in ("sum", "avg") if pending(call, op)]
+
+
+def _mean_backward(call: OpCall) -> Callable[..., Any]:
+    """The op divides by the elements it sees: made up for in the gradient that comes in."""
+    op, count = call.op, math.prod(call.inputs[1].shape)
+
+    def local_op(grad: torch.Tensor, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        here = data.numel()
+        return op(grad if here == count else grad * (here / count), data, *args, **kwargs)
+
+    return local_op
+
+
+# ---- by class ----
+
+
+def _batch_dims(ndim: int) -> list[tuple[int, int]]:
+    """(dim of the input, dim of the target) of [n, class] or [n, class, height, width]."""
+    return {2: [(0, 0)], 4: [(0, 0), (2, 1), (3, 2)]}.get(ndim, [])
+
+
+@rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def nll_loss(call: OpCall) -> Strategy:
+    """(input [n, class, ...], target [n, ...], weight? [class]) -> (loss, total weight of the targets)."""
+    reduction = call["reduction"]
+    if reduction == MEAN:
+        return Strategy([])  # sharded, it is decomposed
+    weight = (REPLICATE,) * (len(call.inputs) - 2)
+    rows = []
+    for dim, own in _batch_dims(call.inputs[0].ndim):
+        outputs = (Shard(own), REPLICATE) if reduction == NONE else (SUM, SUM)
+        rows.append(Row((Shard(dim), Shard(own), *weight), outputs))
+    return Strategy(rows)
+
+
+@rule(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+def nll_loss_backward(call: OpCall) -> Strategy:
+    """(grad, input, target, weight?, total weight) -> gradient of the input. Linear in `grad`; the total
+    weight is read for a mean only."""
+    reduced = call["reduction"] != NONE
+    if reduced and call.inputs[0].ndim != 0:
+        return Strategy([])
+    weight = (REPLICATE,) * (len(call.inputs) - 4)
+    unread = {REPLICATE, *(call.inputs[-1].placements if call["reduction"] != MEAN else ())}
+    totals: list[Placement] = sorted(unread, key=str)
+    rows = []
+    for dim, own in _batch_dims(call.inputs[1].ndim):
+        of_grad = REPLICATE if reduced else Shard(own)
+        rows += [Row((of_grad, Shard(dim), Shard(own), *weight, total), (Shard(dim),)) for total in totals]
+    return Strategy([*rows, *_linear_in_first(call)])
+
+
+def _weighted_mean(op: OpOverload) -> Callable[..., Any]:
+    def nll_mean(
+        data: Any, target: Any, weight: Any = None, reduction: int = MEAN, ignore_index: int = -100
+    ) -> Any:
+        """The mean by weight of all ranks' targets, not of the ranks' means."""
+        if all_replicated(data, target, weight):
+            return NotImplemented
+        if reduction == MEAN:
+            loss, total = op(data, target, weight, SUMMED, ignore_index)
+            total = _whole(total)
+            return loss / total, total
+        classes = data.shape[1 if data.ndim > 1 else 0]
+        if _anyone(target, lambda t: ((t < 0) | (t >= classes)) & (t != ignore_index)):
+            return op(_whole(data), _whole(target), _whole(weight), reduction, ignore_index)
+        return NotImplemented
+
+    return nll_mean
+
+
+for _op in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
+    decomposition(_op)(_weighted_mean(_op))
+
+
+@decomposition(aten.binary_cross_entropy.default)
+def binary_cross_entropy(data: Any, target: Any, weight: Any = None, reduction: int = MEAN) -> Any:
+    """The op itself, once the ranks know that all may run it."""
+    if not all_replicated(data, target, weight) and _anyone(data, lambda x: ~((x >= 0) & (x <= 1))):
+        return aten.binary_cross_entropy.default(_whole(data), _whole(target), _whole(weight), reduction)
+    return NotImplemented
+
+
+def _anyone(tensor: Any, refused: Callable[[Any], Any]) -> bool:
+    """Whether a CPU kernel would refuse some value of `tensor`, on whichever rank."""
+    return tensor.device.type == "cpu" and bool(refused(_whole(tensor) if _pending(tensor) else tensor).any())
+
+
+def _pending(tensor: Any) -> bool:
+    return isinstance(tensor, Wrapper) and tensor._spec.has_partial()
+
+
+def _whole(tensor: Any) -> Any:
+    return tensor.redistribute() if isinstance(tensor, Wrapper) else tensor  # type: ignore[attr-defined]
