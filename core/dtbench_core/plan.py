@@ -15,7 +15,7 @@ from dtbench_core.errors import CoreError, MeshError
 from dtbench_core.placement import REPLICATE, Placements
 from dtbench_core.rules.base import OpCall, Placed, Strategy
 from dtbench_core.spec import DTensorSpec, TensorMeta
-from dtbench_core.torch_compat import increment_version, kernel_of
+from dtbench_core.torch_compat import increment_version, is_composite, kernel_of
 from dtbench_core.wrapper import Wrapper, wrap
 
 Chosen = tuple[tuple[Placements, ...], tuple[Placements, ...]]  # of all inputs, of all outputs
@@ -75,6 +75,8 @@ def _handler_of(op: OpOverload) -> Callable[..., Any] | None:
 def _without_plan(op: OpOverload) -> Callable[..., Any]:
     if writes.out_names(op) and writes.functional_of(op) is not None:
         return writes.run_out
+    if is_composite(op):  # below autograd (inference mode, decompositions) torch leaves it whole
+        return lambda dispatch, cls, op, args, kwargs: op.decompose(*args, **kwargs)
     return lambda dispatch, cls, op, args, kwargs: fallback.run(cls, op, args, kwargs)
 
 

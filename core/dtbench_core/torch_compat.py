@@ -90,3 +90,8 @@ def mesh_dim_groups(mesh: DeviceMesh, dim: int) -> tuple[tuple[int, ...], ...]:
         layout = device_mesh._MeshLayout([layout])
     with torch._C._DisableTorchDispatch():
         return tuple(map(tuple, layout.remap_to_tensor(mesh._rank_map).reshape(-1, mesh.size(dim)).tolist()))
+
+
+def is_composite(op: torch._ops.OpOverload) -> bool:
+    """Whether torch makes `op` of other ops, above autograd."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")

@@ -106,6 +106,6 @@ class _Lengths:
         """Applies the row's shards."""
         for tensors, placements in zip(self._dims, (row.inputs, row.outputs), strict=True):
             for lengths, placement in zip(tensors, placements, strict=True):
-                if isinstance(placement, Shard):
+                if isinstance(placement, Shard) and lengths:  # an output may be absent
                     most, least = lengths[placement.dim]
                     lengths[placement.dim] = (-(-most // parts), self._smallest(least, parts))

@@ -142,7 +142,7 @@ def _weighted_mean(op: OpOverload) -> Callable[..., Any]:
             total = _whole(total)
             return loss / total, total
         classes = data.shape[1 if data.ndim > 1 else 0]
-        if _anyone(target, lambda t: ((t < 0) | (t >= classes)) & (t != ignore_index)):
+        if _anyone(target, lambda t: torch.bitwise_or(t < 0, t >= classes).bitwise_and(t != ignore_index)):
             return op(_whole(data), _whole(target), _whole(weight), reduction, ignore_index)
         return NotImplemented
 
@@ -156,14 +156,18 @@ for _op in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
 @decomposition(aten.binary_cross_entropy.default)
 def binary_cross_entropy(data: Any, target: Any, weight: Any = None, reduction: int = MEAN) -> Any:
     """The op itself, once the ranks know that all may run it."""
-    if not all_replicated(data, target, weight) and _anyone(data, lambda x: ~((x >= 0) & (x <= 1))):
+    if not all_replicated(data, target, weight) and _anyone(
+        data, lambda x: torch.bitwise_and(x >= 0, x <= 1).logical_not()
+    ):
         return aten.binary_cross_entropy.default(_whole(data), _whole(target), _whole(weight), reduction)
     return NotImplemented
 
 
 def _anyone(tensor: Any, refused: Callable[[Any], Any]) -> bool:
     """Whether a CPU kernel would refuse some value of `tensor`, on whichever rank."""
-    return tensor.device.type == "cpu" and bool(refused(_whole(tensor) if _pending(tensor) else tensor).any())
+    return tensor.device.type == "cpu" and bool(
+        refused(_whole(tensor) if _pending(tensor) else tensor).any().item()
+    )
 
 
 def _pending(tensor: Any) -> bool:

@@ -76,7 +76,7 @@ OPS: dict[str, Op] = {
     "bce_logits": Op(_bce_logits, B, UB),
     "kl_div": Op(lambda a, b: F.kl_div(a, b.softmax(-1), reduction="batchmean"), B, UB),
     "poisson_nll": Op(lambda a, b: F.poisson_nll_loss(a, b.exp(), full=True), B, UB),
-    "hinge": Op(lambda a, b: F.hinge_embedding_loss(a, b.detach().sign()), B, UB),
+    "hinge": Op(lambda a, b: F.hinge_embedding_loss(a * b, b.detach().sign()), B, UB),
     "nll_mean": Op(lambda a: _nll(a, "mean"), A, UA),
     "nll_whole_target": Op(lambda a: _nll(a, "mean", shard=False), A, UA),
     "nll_weighted": Op(lambda a: _nll(a, "mean", weighted=True), A, UA),
