@@ -177,19 +177,18 @@ def overwrite(call: OpCall) -> Strategy:
 
 @rule(aten.masked_fill_.Scalar, aten.masked_fill_.Tensor, aten.masked_fill.Tensor)
 def masked_fill(call: OpCall) -> Strategy:
-    """(self, mask, value?). A number is filled in on every rank: right for a pending average or extremum, and
-    for a pending sum if it is 0. A tensor may be pending itself."""
-    if len(call.inputs) == 3:
-        ops: tuple[str, ...] = REDUCE_OPS
-    else:
-        ops = ("sum", "avg", "max", "min") if call["value"] == 0 else ("avg", "max", "min")
+    """(self, mask, value?). A number is filled in on every rank: right for a pending extremum, and for a pending
+    sum if it is 0. A tensor may be pending itself."""
+    exact = call["value"] == 0 if len(call.inputs) == 2 else True
+    ops = ("sum", "max", "min") if exact else ("max", "min")
     return Strategy([*pointwise(call).rows, *_selecting(call, 1, ops)])
 
 
 @rule(aten.where.self)
 def where(call: OpCall) -> Strategy:
-    """(condition, a, b): each element is one of the two, whatever is pending."""
-    return Strategy([*pointwise(call).rows, *_selecting(call, 0, REDUCE_OPS)])
+    """(condition, a, b): each element is one of the two, whatever is pending. Not an average: a mask's lowest
+    number, on every rank, overflows the sum on the way to it."""
+    return Strategy([*pointwise(call).rows, *_selecting(call, 0, ("sum", "max", "min"))])
 
 
 def _selecting(call: OpCall, condition: int, ops: tuple[str, ...]) -> list[Row]:
