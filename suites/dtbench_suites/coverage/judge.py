@@ -1,0 +1,448 @@
+"""One case of an op: run on four simulated ranks, compared with the plain op on full tensors.
+
+A case is a sample, a placement of each of its tensors, a mode and an implementation. What is compared,
+on every rank: the number, shape and dtype of the results, their values gathered by `full_tensor`, and
+(but in-place and with out=) the gradients of the inputs for a fixed random cotangent that enters through
+`full_tensor`. Strides and whether a result is a view are not.
+
+Verdicts, worst first:
+    wrong           a value, shape, dtype or gradient differs, and nobody was told
+    hang            one rank raised or diverged while others waited or returned
+    error           every rank raised, alike
+    no rule         every rank raised, to say that the op has no sharding rule
+    random differs  a random op gave other numbers than the plain op under the same seed
+    refused         the core's own refusal of a write that the placement cannot hold (PlacementError)
+    pass
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as torch_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+import dtbench_core as core
+from dtbench_core.simulate import ThreadWorld
+from dtbench_core.simulate.threads import diverged
+from dtbench_suites.coverage.samples import (
+    RANKS,
+    SEED,
+    Places,
+    Sample,
+    has_mode,
+    op_info,
+    places_of,
+    samples_of,
+    spell,
+)
+
+VERDICTS = ("wrong", "hang", "error", "no rule", "random differs", "refused", "pass")
+LIBRARIES: dict[str, Any] = {"core": core, "torch": torch_tensor}
+
+# What they return is whatever lay in memory: shape and dtype are all there is to compare.
+UNINITIALISED = frozenset(
+    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+)
+
+# float32 has 24 bits (6e-8). A reduction of up to some thousand terms in another order, and the
+# cancellation in a formula of several steps, lose some of them: 1e-4 of the largest value of a result
+# is allowed besides 1e-4 of the value itself, which is torch's own scale for float32 comparisons of
+# op implementations (op_db's overrides lie between 1e-5 and 1e-3). Wrong placements are off by factors.
+_RTOL = 1e-4
+
+# How a full tensor is written as a sum of four different parts, exactly up to one rounding.
+_SUM_WEIGHTS = (2.0, -1.0, 0.5, -0.5)
+
+
+@dataclass(frozen=True)
+class Caps:
+    """How much of an op is tried: samples, and placements of each."""
+
+    samples: int = 12
+    places: int = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """What was tried and what came of it. `stage`: "forward" or "backward"."""
+
+    sample: int
+    places: Places
+    verdict: str
+    stage: str = ""
+    reason: str = ""
+    error: BaseException | None = field(default=None, compare=False)
+
+    def describe(self) -> str:
+        return f"sample {self.sample}, {spell(self.places)}: {self.verdict} ({self.stage}) {self.reason}"
+
+
+# ---- the plain op ----
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the plain op gives. `cotangents`: per differentiable result, or None where it does not matter."""
+
+    tree: Any
+    raw: list[Any]  # the results themselves
+    processed: list[Any]  # what of them is determined
+    grads: list[torch.Tensor | None] | None
+    is_random: bool
+    outs: list[torch.Tensor]  # for out=: empty tensors like the results
+
+
+def _call(name: str, mode: str, rebuilt: Any, out: Any = None) -> Any:
+    op = op_info(name)
+    first, args, kwargs = rebuilt
+    if mode == "inplace":
+        return op.inplace_variant(first, *args, **kwargs)
+    if mode == "out":
+        return op.op(first, *args, **kwargs, out=out)
+    return op.op(first, *args, **kwargs)
+
+
+def _rebuild(sample: Sample, tensors: Sequence[Any]) -> Any:
+    leaves = list(sample.leaves)
+    for index, tensor in zip(sample.tensors, tensors, strict=True):
+        leaves[index] = tensor
+    return tree_unflatten(leaves, sample.tree)
+
+
+def _differentiates(mode: str) -> bool:
+    return mode not in ("inplace", "out")
+
+
+def _plain(name: str, mode: str, sample: Sample, seed: int, outs: list[torch.Tensor] | None) -> Any:
+    """(results, inputs) of the plain op on copies of the sample's tensors."""
+    tensors = [value.clone() for value in sample.values]
+    if _differentiates(mode):
+        for tensor, wanted in zip(tensors, sample.requires_grad, strict=True):
+            tensor.requires_grad_(wanted)
+    torch.manual_seed(seed)
+    result = _call(name, mode, _rebuild(sample, tensors), _as_out(outs))
+    return result, tensors
+
+
+def _as_out(outs: Sequence[Any] | None) -> Any:
+    if outs is None:
+        return None
+    return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+def reference(name: str, mode: str, sample: Sample) -> Reference | None:
+    """What the plain op gives, or None where it does not run, or gives nothing that could be compared."""
+    outs: list[torch.Tensor] = []
+    try:
+        if mode == "out":
+            functional, _ = _plain(name, "even", sample, SEED, None)
+            leaves = tree_flatten(functional)[0]
+            if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+                return None
+            outs = [torch.empty_like(leaf.detach()) for leaf in leaves]
+        copies = [out.clone() for out in outs] if outs else None
+        result, inputs = _plain(name, mode, sample, SEED, copies)
+        with _other_seeds():
+            again, _ = _plain(name, mode, sample, SEED, [out.clone() for out in outs] if outs else None)
+        raw, tree = tree_flatten(result)
+        processed = tree_flatten(sample.process(result))[0]
+    except Exception:
+        return None
+    if any(isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided for leaf in raw):
+        return None
+    if not any(isinstance(leaf, torch.Tensor | bool | int | float | complex) for leaf in raw):
+        return None
+    random = name not in UNINITIALISED and any(
+        difference(a, b) for a, b in zip(raw, tree_flatten(again)[0], strict=True)
+    )
+    grads = None
+    if _differentiates(mode):
+        try:
+            grads = gradients(processed, inputs)
+        except Exception:
+            grads = None
+    plain = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in raw]
+    shown = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in processed]
+    return Reference(tree, plain, shown, grads, random, outs)
+
+
+@contextlib.contextmanager
+def _other_seeds() -> Iterator[None]:
+    """Inside, `torch.manual_seed` sets another seed: some ops of the database set one themselves."""
+    original = torch.manual_seed
+    torch.manual_seed = lambda seed: original(seed + 1)
+    try:
+        yield
+    finally:
+        torch.manual_seed = original
+
+
+def gradients(results: Sequence[Any], inputs: Sequence[Any]) -> list[Any] | None:
+    """Per input that requires grad, the gradient (or None) for fixed random cotangents; None without any."""
+    tensors = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
+    wanted = [i for i in inputs if i.requires_grad]
+    if not tensors or not wanted:
+        return None
+    generator = torch.Generator().manual_seed(SEED)
+    cotangents = [torch.randn(t.shape, dtype=t.dtype, generator=generator) for t in tensors]
+    return list(torch.autograd.grad(tensors, wanted, cotangents, allow_unused=True))
+
+
+# ---- comparing ----
+
+
+def difference(got: Any, wanted: Any) -> str:
+    """What is different about a result, or "". NaN equals NaN."""
+    if not isinstance(wanted, torch.Tensor):
+        if isinstance(got, torch.Tensor):
+            return f"got a tensor, expected {type(wanted).__name__}"
+        same = got == wanted or (isinstance(wanted, float) and math.isnan(wanted) and math.isnan(got))
+        return "" if same else f"got {got!r}, expected {wanted!r}"
+    if not isinstance(got, torch.Tensor):
+        return f"got {type(got).__name__}, expected a tensor"
+    if got.shape != wanted.shape:
+        return f"got shape {list(got.shape)}, expected {list(wanted.shape)}"
+    if got.dtype != wanted.dtype:
+        return f"got {got.dtype}, expected {wanted.dtype}"
+    if got.numel() == 0 or torch.equal(got, wanted):
+        return ""
+    if not (got.is_floating_point() or got.is_complex()):
+        return f"{int((got != wanted).sum())} of {got.numel()} elements differ"
+    if got.is_complex():
+        got, wanted = torch.view_as_real(got.resolve_conj()), torch.view_as_real(wanted.resolve_conj())
+    finite = wanted[wanted.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    close = torch.isclose(got, wanted, rtol=_RTOL, atol=_RTOL * scale, equal_nan=True)
+    if bool(close.all()):
+        return ""
+    bad = ~close
+    worst = (got - wanted).abs()[bad].nan_to_num(math.inf).max()
+    return f"{int(bad.sum())} of {got.numel()} elements differ, by up to {float(worst):.3g} at a scale of {scale:.3g}"
+
+
+def _same_layout(got: Any, wanted: Any) -> str:
+    """`difference` without the values."""
+    if isinstance(got, torch.Tensor) and isinstance(wanted, torch.Tensor):
+        if got.shape != wanted.shape:
+            return f"got shape {list(got.shape)}, expected {list(wanted.shape)}"
+        if got.dtype != wanted.dtype:
+            return f"got {got.dtype}, expected {wanted.dtype}"
+        return ""
+    return difference(got, wanted)
+
+
+# ---- the op on ranks ----
+
+_of_thread = threading.local()  # .meshes of the rank
+
+
+def _mesh(mode: str) -> DeviceMesh:
+    shape = (2, 2) if mode == "mesh2x2" else (RANKS,)
+    meshes: dict[tuple[int, ...], DeviceMesh] = getattr(_of_thread, "meshes", None) or {}
+    if shape not in meshes:
+        meshes[shape] = init_device_mesh("cpu", shape)
+        _of_thread.meshes = meshes
+    return meshes[shape]
+
+
+def _distribute(library: Any, full: torch.Tensor, mesh: DeviceMesh, places: Sequence[str]) -> Any:
+    """A rank's DTensor of `full`, whose storage no other rank sees."""
+    placements = []
+    for place in places:
+        if place.startswith("S"):
+            placements.append(library.Shard(int(place[1:])))
+        else:
+            placements.append(library.Partial(place[1:]) if place.startswith("P") else library.Replicate())
+    full = full.detach().clone()
+    if places[0].startswith("P"):
+        local = _part(full, places[0][1:], dist.get_rank())
+        return library.DTensor.from_local(local, mesh, placements, run_check=False)
+    return library.distribute_tensor(full, mesh, placements, src_data_rank=None)
+
+
+def _part(full: torch.Tensor, op: str, rank: int) -> torch.Tensor:
+    """This rank's part of a Partial tensor; the parts differ between the ranks."""
+    weight = _SUM_WEIGHTS[rank]
+    if op == "max":
+        return full if rank == 1 else full - 1.0 - rank
+    if op == "avg":
+        weight *= RANKS
+    # Infinities would cancel to NaN: one rank has them.
+    return torch.where(full.isfinite(), full * weight, full if rank == 0 else torch.zeros_like(full))
+
+
+@dataclass
+class _Stages:
+    """Where each rank was when it ended."""
+
+    at: list[str] = field(default_factory=lambda: ["forward"] * RANKS)
+
+
+def _on_rank(
+    library: Any, name: str, mode: str, sample: Sample, places: Places, wanted: Reference, stages: _Stages
+) -> tuple[str, str]:
+    """("", "") or (what is wrong: "wrong" or "random differs", the reason), as this rank sees it."""
+    mesh, rank = _mesh(mode), dist.get_rank()
+    given = [*sample.values, *wanted.outs]
+    tensors = [_distribute(library, v, mesh, p) for v, p in zip(given, places, strict=True)]
+    inputs, outs = tensors[: len(sample.values)], tensors[len(sample.values) :]
+    if _differentiates(mode):
+        for tensor, requires_grad in zip(inputs, sample.requires_grad, strict=True):
+            tensor.requires_grad_(requires_grad)
+    torch.manual_seed(SEED)
+    result = _call(name, mode, _rebuild(sample, inputs), _as_out(outs) if outs else None)
+    leaves, tree = tree_flatten(result)
+    full = [leaf.full_tensor() if isinstance(leaf, library.DTensor) else leaf for leaf in leaves]
+    if len(full) != len(wanted.raw):
+        return "wrong", f"got {len(full)} results, expected {len(wanted.raw)}"
+    problem = _first(_same_layout, full, wanted.raw, "result")
+    if problem:
+        return "wrong", problem
+    if name in UNINITIALISED:
+        return "", ""
+    processed = tree_flatten(sample.process(tree_unflatten(full, tree)))[0]
+    problem = _first(difference, processed, wanted.processed, "result")
+    if not problem and mode == "inplace":
+        problem = _first(difference, [inputs[0].full_tensor()], wanted.raw[:1], "the written tensor, result")
+    if not problem and mode == "out":
+        problem = _first(difference, [out.full_tensor() for out in outs], wanted.raw, "out")
+    if problem:
+        return ("random differs" if wanted.is_random else "wrong"), problem
+    if wanted.grads is None:
+        return "", ""
+    stages.at[rank] = "backward"
+    found = gradients(processed, inputs)
+    if found is None or len(found) != len(wanted.grads):
+        return "wrong", "no result requires grad"
+    grads = [g.full_tensor() if isinstance(g, library.DTensor) else g for g in found]
+    problem = _first(_grad_difference, grads, wanted.grads, "the gradient of input")
+    return ("wrong", problem) if problem else ("", "")
+
+
+def _first(compare: Callable[[Any, Any], str], got: Sequence[Any], wanted: Sequence[Any], what: str) -> str:
+    for index, (one, other) in enumerate(zip(got, wanted, strict=True)):
+        if problem := compare(one, other):
+            return f"{what} {index}: {problem}"
+    return ""
+
+
+def _grad_difference(got: Any, wanted: torch.Tensor | None) -> str:
+    if wanted is None:  # an input that does not matter has no gradient, or zeros
+        return "" if got is None or not bool(got.any()) else "got a gradient, expected none"
+    return (
+        "got no gradient"
+        if got is None and bool(wanted.any())
+        else ""
+        if got is None
+        else difference(got, wanted)
+    )
+
+
+# ---- verdicts ----
+
+
+def _verdict_of_error(error: BaseException, impl: str) -> str:
+    """What an error says that every rank raised."""
+    text = str(error)
+    if isinstance(error, NotImplementedError) or "sharding strategy" in text:
+        return "no rule"
+    if impl == "core" and isinstance(error, core.PlacementError):
+        return "refused"
+    return "error"
+
+
+def _brief(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def judge_case(
+    world: ThreadWorld, impl: str, name: str, mode: str, sample: Sample, places: Places, wanted: Reference
+) -> tuple[str, str, str, BaseException | None]:
+    """(verdict, stage, reason, error) of one case."""
+    stages = _Stages()
+    outcomes = world.outcomes(_on_rank, LIBRARIES[impl], name, mode, sample, places, wanted, stages)
+    apart = diverged(outcomes)
+    if apart is not None:
+        own = next((o for o in outcomes if o.error is not None and not o.stopped), outcomes[0])
+        return "hang", stages.at[own.rank], apart, own.error
+    error = outcomes[0].error
+    if error is not None:
+        return _verdict_of_error(error, impl), stages.at[0], _brief(error), error
+    for outcome in outcomes:
+        verdict, reason = outcome.value
+        if verdict:
+            return verdict, stages.at[outcome.rank], f"{reason} (rank {outcome.rank})", None
+    return "pass", "", "", None
+
+
+def judge_op(world: ThreadWorld, name: str, mode: str, impl: str, caps: Caps) -> Iterator[Case]:
+    """The cases of an op, one after the other; none where nothing can be compared.
+
+    Gradients are compared where the plain op has them, in the modes but in-place and out.
+    """
+    if not has_mode(name, mode):
+        return
+    core.clear_caches()
+    for index, sample in enumerate(samples_of(name, mode, caps.samples)):
+        wanted = reference(name, mode, sample)
+        if wanted is None:
+            continue
+        for places in places_of([*sample.values, *wanted.outs], mode, caps.places, f"{name} {index}"):
+            verdict, stage, reason, error = judge_case(world, impl, name, mode, sample, places, wanted)
+            yield Case(index, places, verdict, stage, reason, error)
+
+
+@dataclass(frozen=True)
+class OpVerdict:
+    """An op in one mode: the worst verdict of its cases, or "n/a" when it has none.
+
+    counts: cases per verdict. fallbacks: calls of aten ops that the core ran on replicated inputs.
+    reason: of the first case with that verdict.
+    """
+
+    op: str
+    mode: str
+    impl: str
+    verdict: str
+    counts: dict[str, int]
+    fallbacks: int = 0
+    stage: str = ""
+    reason: str = ""
+
+
+def summarize(op: str, mode: str, impl: str, cases: Sequence[Case], fallbacks: int = 0) -> OpVerdict:
+    """The op's verdict from its cases'."""
+    counts = Counter(case.verdict for case in cases)
+    worst = next((verdict for verdict in VERDICTS if counts[verdict]), "n/a")
+    first = next((case for case in cases if case.verdict == worst), None)
+    shown = {verdict: counts[verdict] for verdict in VERDICTS if counts[verdict]}
+    if first is None or worst == "pass":
+        return OpVerdict(op, mode, impl, worst, shown, fallbacks)
+    reason = f"sample {first.sample}, {spell(first.places)}: {first.reason}"
+    return OpVerdict(op, mode, impl, worst, shown, fallbacks, first.stage, reason)
+
+
+def count_fallbacks() -> int:
+    """Calls that the core has run on replicated inputs so far, per rank."""
+    return sum(core.fallbacks().values()) // RANKS if hasattr(core, "fallbacks") else 0
+
+
+def quiet() -> None:
+    """No warnings from here on: thousands of calls would repeat the libraries' own."""
+    import logging
+
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)

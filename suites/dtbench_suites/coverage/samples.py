@@ -1,0 +1,216 @@
+"""The samples of torch's op database, and the placements each is tried in.
+
+Sizes: the database builds its samples from four module constants L, M, S, XS (20, 10, 5, 3). As torch's
+own tests of DTensor do, they are set to multiples of the rank count where shards shall be even. In the
+uneven mode none is: with 4 ranks, 5 gives shards of 2, 2, 1, 0 and 3 gives 1, 1, 1, 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+RANKS = 4
+SEED = 20251
+MODES = ("even", "uneven", "partial", "mesh2x2", "inplace", "out")
+
+# L, M, S, XS. Even: those of torch's test_dtensor_ops.py.
+_EVEN_SIZES = (24, 12, 4, 2)
+_UNEVEN_SIZES = (22, 10, 5, 3)
+# Of a sample generator that has hundreds, the first so many are looked at and spread over.
+_SAMPLES_LOOKED_AT = 120
+
+# Per mesh dim: "R", "S0", "S1", ..., "Psum", "Pavg", "Pmax".
+Place = str
+# Per tensor of a sample, in the order of its pytree (and then per tensor of out=): per mesh dim.
+Places = tuple[tuple[Place, ...], ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of an op. `leaves` of the pytree (input, args, kwargs); `tensors`: their indices."""
+
+    leaves: tuple[Any, ...]
+    tree: Any
+    tensors: tuple[int, ...]
+    requires_grad: tuple[bool, ...]
+    process: Callable[[Any], Any]  # what of the output is determined: singular vectors up to sign, ...
+    broadcasts_input: bool
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        return [self.leaves[i] for i in self.tensors]
+
+
+def op_names() -> list[str]:
+    """Every op of the database with float32 on the CPU, by its full name.
+
+    Raises:
+        ImportError: the database needs the package expecttest.
+    """
+    return list(_database())
+
+
+def op_info(name: str) -> Any:
+    """torch's OpInfo of an op."""
+    return _database()[name]
+
+
+_ops: dict[str, Any] = {}
+
+
+def _database() -> dict[str, Any]:
+    if not _ops:
+        from torch.testing._internal.common_methods_invocations import op_db
+
+        for op in op_db:
+            if torch.float32 in op.supported_dtypes("cpu"):
+                _ops[f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name] = op
+    return _ops
+
+
+def has_mode(name: str, mode: str) -> bool:
+    """Whether the op has an in-place variant, or an out= argument, where the mode asks for it."""
+    if mode == "inplace":
+        return op_info(name).inplace_variant is not None
+    return mode != "out" or bool(op_info(name).supports_out)
+
+
+def samples_of(name: str, mode: str, limit: int) -> list[Sample]:
+    """At most `limit` of the op's samples, spread over what its generator yields; the same every time."""
+    op = op_info(name)
+    _set_sizes(_UNEVEN_SIZES if mode == "uneven" else _EVEN_SIZES)
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+    _seed_numpy()
+    made = op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)
+    found = [_sample(one) for one in itertools.islice(made, _SAMPLES_LOOKED_AT)]
+    usable = [one for one in found if one.tensors and all(map(_can_distribute, one.values))]
+    if mode == "inplace":
+        usable = [one for one in usable if not one.broadcasts_input]
+    if len(usable) <= limit:
+        return usable
+    return [usable[i * len(usable) // limit] for i in range(limit)]
+
+
+def _sample(one: Any) -> Sample:
+    leaves, tree = tree_flatten((one.input, one.args, one.kwargs))
+    tensors = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    requires_grad = tuple(leaves[i].requires_grad for i in tensors)
+    leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return Sample(
+        tuple(leaves), tree, tensors, requires_grad, one.output_process_fn_grad, bool(one.broadcasts_input)
+    )
+
+
+def _can_distribute(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def _set_sizes(sizes: tuple[int, int, int, int]) -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.testing._internal.") and name.split(".")[3] in (
+            "opinfo",
+            "common_methods_invocations",
+        ):
+            for constant, size in zip(("L", "M", "S", "XS"), sizes, strict=True):
+                if type(vars(module).get(constant)) is int:
+                    setattr(module, constant, size)
+
+
+def _seed_numpy() -> None:
+    import numpy as np
+
+    np.random.seed(SEED)
+
+
+# ---- placements ----
+
+
+def places_of(tensors: Sequence[torch.Tensor], mode: str, limit: int, salt: str) -> list[Places]:
+    """At most `limit` ways to place the tensors, each once; the same every time for the same `salt`.
+
+    First all replicated, then all tensors alike where they can be, then one tensor alone placed
+    otherwise, in turn with combinations drawn at random.
+    """
+    choices = [_choices(tensor, mode) for tensor in tensors]
+    # What even, partial and mesh modes have in common; uneven and partial ask for one of their kind.
+    found = dict.fromkeys(
+        itertools.islice((c for c in _combinations(choices, salt) if _belongs(c, tensors, mode)), limit)
+    )
+    return list(found)
+
+
+def _choices(tensor: torch.Tensor, mode: str) -> list[tuple[Place, ...]]:
+    shape = tensor.shape
+    if mode == "partial":
+        if not tensor.is_floating_point():
+            return [("R",)]
+        return [("R",), ("Psum",), ("Pavg",), ("Pmax",)]
+    if mode == "mesh2x2":
+        found: list[tuple[Place, ...]] = [("R", "R")]
+        halves = [d for d, size in enumerate(shape) if size and size % 2 == 0]
+        found += [(f"S{d}", "R") for d in halves] + [("R", f"S{d}") for d in halves]
+        found += [(f"S{a}", f"S{b}") for a in halves for b in halves if a != b or shape[a] % RANKS == 0]
+        return found
+    if mode == "uneven":
+        return [("R",), *((f"S{d}",) for d, size in enumerate(shape) if size)]
+    return [("R",), *((f"S{d}",) for d, size in enumerate(shape) if size and size % RANKS == 0)]
+
+
+def _belongs(places: Places, tensors: Sequence[torch.Tensor], mode: str) -> bool:
+    if mode == "partial":
+        return any(one[0].startswith("P") for one in places)
+    if mode == "uneven":
+        return any(
+            place.startswith("S") and tensor.shape[int(place[1:])] % RANKS
+            for one, tensor in zip(places, tensors, strict=True)
+            for place in one
+        )
+    return True
+
+
+def _combinations(choices: list[list[tuple[Place, ...]]], salt: str) -> Iterator[Places]:
+    """Every combination if they are few; otherwise the plain ones and some drawn, without repetition."""
+    count = 1
+    for one in choices:
+        count *= len(one)
+    drawn: Iterable[Places]
+    if count <= 256:
+        drawn = list(itertools.product(*choices))
+        random.Random(salt).shuffle(drawn)
+    else:
+        drawn = _draws(choices, random.Random(salt))
+    first = choices[0][0]  # replicated everywhere
+    alike = [
+        tuple(place if place in own else first for own in choices)
+        for place in dict.fromkeys(place for own in choices for place in own)
+    ]
+    alone = [
+        tuple(place if k == i else first for k in range(len(choices)))
+        for i, own in enumerate(choices)
+        for place in own[1:]
+    ]
+    seen: set[Places] = set()
+    mixed = itertools.chain.from_iterable(itertools.zip_longest(alone, drawn))
+    for places in itertools.chain(alike, mixed):
+        if places is not None and places not in seen:
+            seen.add(places)
+            yield places
+
+
+def _draws(choices: list[list[tuple[Place, ...]]], rng: random.Random) -> Iterator[Places]:
+    for _ in range(1024):
+        yield tuple(rng.choice(own) for own in choices)
+
+
+def spell(places: Places) -> str:
+    """`S0 | R`, a tensor between bars; `S0,R` on two mesh dims."""
+    return " | ".join(",".join(one) for one in places)
