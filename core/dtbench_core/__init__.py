@@ -50,6 +50,7 @@ from dtbench_core.placement import Partial, Placement, Replicate, Shard
 from dtbench_core.rules.register import register_sharding
 from dtbench_core.spec import DTensorSpec, TensorMeta
 from dtbench_core.tensor import DTensor
+from dtbench_core.visualize import sharding_svg, sharding_text, visualize_sharding
 
 __all__ = [
     "ArgumentError",
@@ -87,5 +88,8 @@ __all__ = [
     "rand",
     "randn",
     "register_sharding",
+    "sharding_svg",
+    "sharding_text",
+    "visualize_sharding",
     "zeros",
 ]

@@ -53,6 +53,11 @@ class Shard(Placement):
         """The length of every part, in rank order."""
         return chunk_lengths(size, parts)
 
+    def runs(self, size: int, parts: int, index: int) -> list[tuple[int, int]]:
+        """The (offset, length) stretches of the dim that part `index` is made of, in order."""
+        length, offset = self.extent(size, parts, index)
+        return [(offset, length)]
+
     def part(self, whole: torch.Tensor, parts: int, index: int) -> torch.Tensor:
         """Part `index` of `whole`: a view where it can be one."""
         length, offset = self.extent(whole.size(self.dim), parts, index)

@@ -37,7 +37,7 @@ class DTensor(Wrapper):
 
     __torch_function__ = classmethod(dispatch.torch_function)
 
-    __torch_dispatch__ = classmethod(dispatch.torch_dispatch)
+    __torch_dispatch__ = classmethod(dispatch.torch_dispatch)  # type: ignore[assignment]
 
     # Answered at once: torch's own getters would go through __torch_function__ first.
     @property
@@ -61,7 +61,7 @@ class DTensor(Wrapper):
         self.requires_grad_(value)
 
     @property
-    def data(self) -> DTensor:  # type: ignore[override]
+    def data(self) -> DTensor:
         """The same values outside autograd, sharing memory. May be assigned another DTensor."""
         return self.detach()  # type: ignore[return-value]
 

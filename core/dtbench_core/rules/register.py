@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch._ops import OpOverload
 
 from dtbench_core.errors import ArgumentError
-from dtbench_core.placement import Placement
+from dtbench_core.placement import REPLICATE, Placement
 from dtbench_core.rules import base
 from dtbench_core.rules.base import OpCall, Row, Strategy
 from dtbench_core.spec import normalize_one
@@ -78,7 +78,7 @@ def _row(call: OpCall, outputs: PlacementList, inputs: PlacementList) -> Row:
     return Row(
         tuple(normalize_one(p, ndim) for p, ndim in zip(placed, ranks, strict=True)),
         tuple(
-            base.REPLICATE if p is None else normalize_one(p, ndim)
+            REPLICATE if p is None else normalize_one(p, ndim)
             for p, ndim in zip(made, result_ranks, strict=True)
         ),
     )
