@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dtbench_core import contexts, fallback, random, redistribute, rules, variants, writes
 from dtbench_core.errors import CoreError, MeshError
+from dtbench_core.metadata import results_of
 from dtbench_core.placement import REPLICATE, Placements
 from dtbench_core.rules.base import OpCall, Placed, Strategy
-from dtbench_core.spec import DTensorSpec, TensorMeta
+from dtbench_core.spec import DTensorSpec
 from dtbench_core.torch_compat import increment_version, is_composite, kernel_of
 from dtbench_core.wrapper import Wrapper, wrap
 
@@ -31,11 +32,11 @@ class OpInfo:
 
     __slots__ = (
         "aliases",
+        "elementwise",
         "functional",
         "handler",
         "kernel",
         "mutated",
-        "numbers_by_type",
         "op",
         "random",
         "returned",
@@ -49,7 +50,7 @@ class OpInfo:
         self.kernel = kernel_of(op)
         # The value of a number cannot change where an elementwise result is placed, so all values
         # of a type share one plan.
-        self.numbers_by_type = rules.pointwise.is_pointwise(op)
+        self.elementwise = rules.pointwise.is_pointwise(op)
         self.mutated = tuple(written)
         self.aliases = not written and any(r.alias_info is not None for r in returns)
         self.functional = not written and not self.aliases
@@ -224,7 +225,7 @@ def build(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan | N
     if find is None:
         return None
     try:
-        call.outputs, structure = _global_results(info, call)
+        call.outputs, structure = results_of(info.op, call.args, call.kwargs, info.elementwise)
     except NotImplementedError:  # the shape depends on the values, or torch has no meta kernel
         return None
     strategy = find(call)
@@ -245,7 +246,9 @@ def _build_out(info: OpInfo, call: OpCall) -> Plan | None:
         return None
     plain = OpCall(functional, call.args, {}, call.inputs[:-1])  # keyword arguments come last
     try:
-        plain.outputs, structure = _global_results(OpInfo(functional), plain)
+        plain.outputs, structure = results_of(
+            functional, plain.args, {}, rules.pointwise.is_pointwise(functional)
+        )
     except NotImplementedError:
         return None
     strategy = find(plain)
@@ -348,29 +351,6 @@ def _describe(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> OpCa
     described = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     spec_args, spec_kwargs = tree_unflatten(described, tree)
     return OpCall(info.op, tuple(spec_args), spec_kwargs, tuple(specs))
-
-
-def _global_results(info: OpInfo, call: OpCall) -> tuple[tuple[TensorMeta | None, ...], str]:
-    """(metadata of each tensor result, "tensor" | "list" | "value"), from the op on meta tensors."""
-    if not any("Tensor" in str(r.type) for r in info.op._schema.returns):
-        return (), "value"
-    leaves, tree = tree_flatten((list(call.args), call.kwargs), is_leaf=lambda x: isinstance(x, DTensorSpec))
-    meta_args, meta_kwargs = tree_unflatten([_as_meta(leaf) for leaf in leaves], tree)
-    result = info.op(*meta_args, **meta_kwargs)
-    several = isinstance(result, (list, tuple))
-    listed = result if several else [result]
-    metas = tuple(
-        TensorMeta(t.shape, t.stride(), t.dtype) if isinstance(t, torch.Tensor) else None for t in listed
-    )
-    return metas, "list" if several else "tensor"
-
-
-def _as_meta(leaf: Any) -> Any:
-    if isinstance(leaf, DTensorSpec):
-        return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
-    if isinstance(leaf, torch.Generator):  # of another device
-        return None
-    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
 
 def _written_inputs(info: OpInfo, call: OpCall) -> tuple[int, ...]:
