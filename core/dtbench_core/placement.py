@@ -68,6 +68,77 @@ class Shard(Placement):
 
 
 @dataclass(frozen=True, slots=True)
+class RaggedShard(Shard):
+    """Slices of tensor dim `dim` of the lengths `counts`, in the order of the mesh dim's ranks.
+
+    The lengths add up to the tensor's. For layouts that torch.chunk does not make, such as a table
+    whose rows are spread by load.
+    """
+
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        counts = tuple(self.counts)
+        if any(not isinstance(n, int) or n < 0 for n in counts):
+            raise ValueError(f"RaggedShard got the counts {counts}, expected ints >= 0, one per rank")
+        object.__setattr__(self, "counts", counts)
+
+    def extent(self, size: int, parts: int, index: int) -> tuple[int, int]:
+        if sum(self.counts) != size:  # an outer mesh dim has cut the dim: see `normalize` in spec.py
+            raise ValueError(f"{self} holds {sum(self.counts)} elements, and not the {size} there are")
+        return self.counts[index], sum(self.counts[:index])
+
+    def lengths(self, size: int, parts: int) -> list[int]:
+        return list(self.counts)
+
+    def __str__(self) -> str:
+        return f"S({self.dim}:{'+'.join(map(str, self.counts))})"
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard(Shard):
+    """Tensor dim `dim`, seen as [split_factor, rest], of which `rest` is cut as torch.chunk cuts.
+
+    So a rank holds `split_factor` equal stretches at equal distances. This is what becomes of a shard of
+    an inner dim when a view joins it with the dim before it: [4, 6] as S(1), flattened, is
+    StridedShard(0, 4). `split_factor` divides the length of the dim.
+    """
+
+    split_factor: int
+
+    def __post_init__(self) -> None:
+        if self.split_factor < 1:
+            raise ValueError(f"StridedShard got split_factor {self.split_factor}, expected an int >= 1")
+
+    def _inner(self, size: int) -> int:
+        if size % self.split_factor:
+            raise ValueError(f"{self} needs a multiple of {self.split_factor} elements, and there are {size}")
+        return size // self.split_factor
+
+    def extent(self, size: int, parts: int, index: int) -> tuple[int, int]:
+        """(length, offset of the first element): the elements are no one stretch, see `runs`."""
+        length, offset = chunk_extent(self._inner(size), parts, index)
+        return length * self.split_factor, offset
+
+    def lengths(self, size: int, parts: int) -> list[int]:
+        return [n * self.split_factor for n in chunk_lengths(self._inner(size), parts)]
+
+    def runs(self, size: int, parts: int, index: int) -> list[tuple[int, int]]:
+        inner = self._inner(size)
+        length, offset = chunk_extent(inner, parts, index)
+        return [(offset + i * inner, length) for i in range(self.split_factor if length else 1)]
+
+    def part(self, whole: torch.Tensor, parts: int, index: int) -> torch.Tensor:
+        inner = self._inner(whole.size(self.dim))
+        length, offset = chunk_extent(inner, parts, index)
+        seen = whole.unflatten(self.dim, (self.split_factor, inner)).narrow(self.dim + 1, offset, length)
+        return seen.flatten(self.dim, self.dim + 1)
+
+    def __str__(self) -> str:
+        return f"S({self.dim}/{self.split_factor})"
+
+
+@dataclass(frozen=True, slots=True)
 class Replicate(Placement):
     """Every rank of the mesh dim holds the same values."""
 
@@ -138,8 +209,9 @@ def local_extents(
 def splits_evenly(size: int, dim: int, placements: Placements, mesh_sizes: tuple[int, ...]) -> bool:
     """Whether every rank holds equally much of tensor dim `dim`, which has `size` elements."""
     for placement, parts in zip(placements, mesh_sizes, strict=True):
-        if placement.is_shard(dim):
-            if size % parts:
+        if isinstance(placement, Shard) and placement.dim == dim:
+            lengths = placement.lengths(size, parts)
+            if min(lengths) != max(lengths):
                 return False
-            size //= parts
+            size = lengths[0]
     return True

@@ -7,6 +7,7 @@ The table holds them weakly; a cached plan keeps the specs of its key alive.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import weakref
 from collections.abc import Sequence
@@ -22,7 +23,9 @@ from dtbench_core.placement import (
     Partial,
     Placement,
     Placements,
+    RaggedShard,
     Shard,
+    StridedShard,
     describe,
     local_extents,
 )
@@ -43,7 +46,7 @@ class DTensorSpec:
         info: the `MeshInfo`; mesh: its DeviceMesh.
         placements: one per mesh dim; Shard dims are non-negative.
         shape, stride, dtype: of the global tensor.
-        local_shape, local_offset: this rank's part of it.
+        local_shape, local_offset: this rank's part of it; (0,) on a rank outside the mesh.
     """
 
     __slots__ = ("__weakref__", "_local", "dtype", "info", "placements", "shape", "stride")
@@ -111,7 +114,10 @@ class DTensorSpec:
     def _extents(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if self._local is None:
             info = self.info
-            self._local = local_extents(self.shape, self.placements, info.sizes, info.my_coordinate())
+            if info.coordinate is None:
+                self._local = (0,), (0,)  # see outside.py
+            else:
+                self._local = local_extents(self.shape, self.placements, info.sizes, info.coordinate)
         return self._local
 
     def is_replicated(self) -> bool:
@@ -133,11 +139,19 @@ _interned: weakref.WeakValueDictionary[
 ] = weakref.WeakValueDictionary()
 
 
-def normalize(placements: Sequence[Placement] | None, ndim: int, info: MeshInfo) -> Placements:
+def normalize(
+    placements: Sequence[Placement] | None,
+    ndim: int,
+    info: MeshInfo,
+    shape: Sequence[int] | None = None,
+) -> Placements:
     """Placements ready for a spec: one per mesh dim (all Replicate for None), Shard dims >= 0.
 
+    With the global `shape`, also that RaggedShard and StridedShard fit it; those that cut as
+    torch.chunk does become Shard.
+
     Raises:
-        PlacementError: wrong count, not a placement, or a Shard of a dim the tensor lacks.
+        PlacementError: wrong count, not a placement, or one that the tensor cannot have.
     """
     if placements is None:
         return (REPLICATE,) * info.ndim
@@ -158,6 +172,8 @@ def normalize(placements: Sequence[Placement] | None, ndim: int, info: MeshInfo)
             f"got {describe(placed)}: the reductions {sorted(pending)} cannot be pending together, as their order "
             "would change the result; reduce one of them first"
         )
+    if shape is not None and any(isinstance(p, Shard) and type(p) is not Shard for p in placed):
+        return _fitted(placed, shape, info)
     return placed
 
 
@@ -172,10 +188,44 @@ def normalize_one(placement: Placement, ndim: int) -> Placement:
         return placement
     if not -ndim <= placement.dim < ndim:
         raise PlacementError(
-            f"got Shard({placement.dim}) for a tensor of {ndim} dims, expected a dim in [{-ndim}, {ndim}): "
+            f"got {_written(placement)} for a tensor of {ndim} dims, expected a dim in [{-ndim}, {ndim}): "
             "choose a dim the tensor has, or Replicate()"
         )
-    return Shard(placement.dim + ndim) if placement.dim < 0 else placement
+    return dataclasses.replace(placement, dim=placement.dim + ndim) if placement.dim < 0 else placement
+
+
+def _written(placement: Shard) -> str:
+    """As a user writes it: `Shard(2)`."""
+    return f"Shard({placement.dim})" if type(placement) is Shard else repr(placement)
+
+
+def _fitted(placed: Placements, shape: Sequence[int], info: MeshInfo) -> Placements:
+    """`placed`, checked against the lengths that each mesh dim finds, whatever the outer ones cut."""
+    left = [{size} for size in shape]
+    fitted: list[Placement] = []
+    for mesh_dim, (placement, parts) in enumerate(zip(placed, info.sizes, strict=True)):
+        made = placement
+        if isinstance(placement, Shard):
+            sizes = left[placement.dim]
+            where = f"mesh dim {mesh_dim}, of {parts} ranks, for tensor dim {placement.dim} of {sorted(sizes)} elements"
+            if isinstance(placement, RaggedShard) and (
+                len(placement.counts) != parts or sizes != {sum(placement.counts)}
+            ):
+                raise PlacementError(
+                    f"got {placement!r} on {where}, expected one count per rank, {sorted(sizes)} together: correct the "
+                    "counts; one that an outer mesh dim cuts too must get equally much from it"
+                )
+            if isinstance(placement, StridedShard) and any(n % placement.split_factor for n in sizes):
+                raise PlacementError(
+                    f"got {placement!r} on {where}, expected a split_factor that divides it: use Shard({placement.dim})"
+                )
+            if all(
+                placement.runs(n, parts, i) == Shard(0).runs(n, parts, i) for n in sizes for i in range(parts)
+            ):
+                made = Shard(placement.dim)
+            left[placement.dim] = {length for n in sizes for length in placement.lengths(n, parts)}
+        fitted.append(made)
+    return tuple(fitted)
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

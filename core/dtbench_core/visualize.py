@@ -237,10 +237,10 @@ def sharding_svg(dtensor: DTensor, header: str = "") -> str:
         width = max(width, len(note) * CHARACTER)
     total_width, total_height = round(width + 2 * MARGIN), round(y + MARGIN)
     label = html.escape(header or repr(spec))
-    size = f'width="{total_width}" height="{total_height}" viewBox="0 0 {total_width} {total_height}"'
+    frame = f'width="{total_width}" height="{total_height}" viewBox="0 0 {total_width} {total_height}"'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" font-family="monospace">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {frame} role="img" font-family="monospace">',
             f"<title>{label}</title>",
             '<rect width="100%" height="100%" fill="#ffffff"/>',
             *body,
