@@ -41,14 +41,15 @@ class Strategy:
     local_shape_args: positions of arguments that hold the output's global shape (as `view` does),
         to be replaced by the local one.
     local_op: run on the shards instead of the op, where the local computation differs.
-    localize: makes the local_op, where it depends on which part of the tensors this rank holds.
+    localize: makes the local_op, where it depends on which part of the tensors this rank holds; None
+        for the op itself.
     exact: the placements of all inputs and of all outputs, chosen by the rule itself; rows are not read.
     """
 
     rows: Sequence[Row]
     local_shape_args: tuple[int, ...] = ()
     local_op: Callable[..., Any] | None = None
-    localize: Callable[[Placed], Callable[..., Any]] | None = None
+    localize: Callable[[Placed], Callable[..., Any] | None] | None = None
     exact: tuple[tuple[Placements, ...], tuple[Placements, ...]] | None = None
 
 

@@ -1,18 +1,72 @@
-"""Lookups by index tensors: embedding, index_select, gather."""
+"""Ops that take index tensors: lookups (index, gather, embedding) and writes (index_put, scatter).
+
+A dim that no index refers to is a batch dim: it may be sharded wherever it stands. A lookup may also
+shard the indices, if what they look into is whole. Where entries are added up, each rank may add those
+that it holds to its term of a pending sum.
+"""
 
 from __future__ import annotations
 
-from dtbench_core.placement import REPLICATE, Partial, Shard
-from dtbench_core.rules.base import OpCall, Row, Strategy, aten, rule
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dtbench_core.placement import REDUCE_OPS, REPLICATE, Partial, Placement, Shard
+from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, pending, rule
+from dtbench_core.spec import DTensorSpec
+
+SUM = Partial("sum")
+INTEGER = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def _pending_rows(call: OpCall, terms: tuple[int, ...], ops: tuple[str, ...]) -> list[Row]:
+    """Rows for ops through which pending reductions of the inputs `terms` pass; the others are whole."""
+    rows = []
+    for op in ops:
+        if pending(call, op):
+            placed = (Partial(op) if i in terms else REPLICATE for i in range(len(call.inputs)))
+            rows.append(Row(tuple(placed), (Partial(op),)))
+    return rows
+
+
+# ---- embedding ----
 
 
 @rule(aten.embedding.default)
 def embedding(call: OpCall) -> Strategy:
-    """(weight [rows, width], indices [...]) -> [..., width]."""
+    """(weight [rows, width], indices [...]) -> [..., width].
+
+    Of sharded rows each rank looks up those it holds and gives 0 for the others: a pending sum.
+    """
     ndim = call.inputs[1].ndim
     rows = [Row((Shard(1), REPLICATE), (Shard(ndim),))]
     rows += [Row((REPLICATE, Shard(d)), (Shard(d),)) for d in range(ndim)]
-    return Strategy(rows)
+    rows.append(Row((Shard(0), REPLICATE), (SUM,)))
+    return Strategy([*rows, *_pending_rows(call, (0,), REDUCE_OPS)], localize=_lookup)
+
+
+def _lookup(placed: Placed) -> Callable[..., torch.Tensor] | None:
+    weight = placed.inputs[0]
+    count, held, first = weight.shape[0], weight.local_shape[0], weight.local_offset[0]
+    if not any(p.is_shard(0) for p in weight.placements):
+        return None
+
+    def run(local: torch.Tensor, indices: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        valid = ((indices >= 0) & (indices < count)).all()
+        if indices.device.type == "cpu" and not valid:
+            raise IndexError(
+                f"embedding got an index outside [0, {count}), the rows of its weight: "
+                f"[{indices.min().item()}, {indices.max().item()}]"
+            )
+        torch._assert_async(valid)  # on an accelerator without waiting for it
+        if held == 0:
+            return local.new_zeros((*indices.shape, local.shape[1]))
+        mine = (indices >= first) & (indices < first + held)
+        found: torch.Tensor = aten.embedding(local, torch.where(mine, indices - first, 0))
+        return found.masked_fill_(~mine.unsqueeze(-1), 0)
+
+    return run
 
 
 @rule(aten.embedding_dense_backward.default)
@@ -21,9 +75,89 @@ def embedding_dense_backward(call: OpCall) -> Strategy:
     grad, indices = call.inputs
     rows = [Row((Shard(grad.ndim - 1), REPLICATE), (Shard(1),))]
     if not call["scale_grad_by_freq"]:  # frequencies are counted over all indices
-        rows += [Row((Shard(d), Shard(d)), (Partial(),)) for d in range(indices.ndim)]
-        rows.append(Row((Partial(), REPLICATE), (Partial(),)))
+        rows += [Row((Shard(d), Shard(d)), (SUM,)) for d in range(indices.ndim)]
+    return Strategy([*rows, *_pending_rows(call, (0,), ("sum", "avg"))])
+
+
+# ---- x[i, j] and x[i, j] = y ----
+
+
+def _indexed(call: OpCall) -> tuple[list[int], list[DTensorSpec], torch.Size, int]:
+    """(indexed dims, their index specs, the shape they broadcast to, where it begins in the result)."""
+    listed = [(dim, index) for dim, index in enumerate(call["indices"]) if index is not None]
+    dims = [dim for dim, _ in listed]
+    shape = torch.broadcast_shapes(*(index.shape for _, index in listed))
+    adjacent = dims == list(range(dims[0], dims[-1] + 1))
+    return dims, [index for _, index in listed], shape, dims[0] if adjacent else 0
+
+
+def _has(spec: DTensorSpec, dim: int, shape: torch.Size) -> Placement:
+    """Placement of a tensor that broadcasts to `shape`, whose dim `dim` is sharded."""
+    own = dim - (len(shape) - spec.ndim)
+    return Shard(own) if own >= 0 and spec.shape[own] == shape[dim] else REPLICATE
+
+
+def _kept_dims(call: OpCall, dims: list[int], shape: torch.Size, start: int) -> dict[int, int]:
+    """Dims of self that no index refers to -> dims of what x[indices] gives."""
+    kept = [d for d in range(call.inputs[0].ndim) if d not in dims]
+    return {d: i + (len(shape) if i >= start else 0) for i, d in enumerate(kept)}
+
+
+@rule(aten.index.Tensor, aten._unsafe_index.Tensor)
+def index(call: OpCall) -> Strategy:
+    if not all(spec.dtype in INTEGER for spec in call.inputs[1:]) or len(call.inputs) == 1:
+        return Strategy([])  # masks: the shape of the result depends on their values
+    dims, indices, shape, start = _indexed(call)
+    rows = [
+        Row((Shard(d), *(REPLICATE,) * len(indices)), (Shard(out),))
+        for d, out in _kept_dims(call, dims, shape, start).items()
+    ]
+    rows += [
+        Row((REPLICATE, *(_has(i, dim, shape) for i in indices)), (Shard(start + dim),))
+        for dim in range(len(shape))
+    ]
+    return Strategy([*rows, *_pending_rows(call, (0,), REDUCE_OPS)])
+
+
+@rule(aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default)
+@rule(aten._index_put_impl_.default)
+def index_put(call: OpCall) -> Strategy:
+    """(self, indices..., values): the values broadcast to what self[indices] would give."""
+    values = call.inputs[-1]
+    if len(call.inputs) == 2:
+        return Strategy([])  # no index at all
+    if any(spec.dtype not in INTEGER for spec in call.inputs[1:-1]):
+        return Strategy(_mask_rows(call))
+    dims, indices, shape, start = _indexed(call)
+    kept = _kept_dims(call, dims, shape, start)
+    self = call.inputs[0]
+    result = [self.shape[d] for d in kept]
+    whole = torch.Size((*result[:start], *shape, *result[start:]))
+    count = len(indices)
+    rows = [
+        Row((Shard(d), *(REPLICATE,) * count, _has(values, out, whole)), (Shard(d),))
+        for d, out in kept.items()
+    ]
+    if call["accumulate"]:
+        rows += _pending_rows(call, (0, len(call.inputs) - 1), ("sum", "avg"))
+        for dim in range(len(shape)):
+            placed = (_has(i, dim, shape) for i in indices)
+            rows.append(Row((SUM, *placed, _has(values, start + dim, whole)), (SUM,)))
     return Strategy(rows)
+
+
+def _mask_rows(call: OpCall) -> list[Row]:
+    """x[mask] = one value: elementwise, where the mask covers the leading dims of x."""
+    self, mask, values = call.inputs[0], call.inputs[1], call.inputs[-1]
+    if len(call.inputs) != 3 or values.shape.numel() != 1 or call["indices"][0] is None:
+        return []
+    return [
+        Row((Shard(d), Shard(d) if d < mask.ndim else REPLICATE, REPLICATE), (Shard(d),))
+        for d in range(self.ndim)
+    ]
+
+
+# ---- along one dim, by a list of indices ----
 
 
 @rule(aten.index_select.default)
@@ -32,28 +166,143 @@ def index_select(call: OpCall) -> Strategy:
     rows = [Row((Shard(d), REPLICATE), (Shard(d),)) for d in range(call.inputs[0].ndim) if d != picked]
     if call.inputs[0].ndim and call.inputs[1].ndim:
         rows.append(Row((REPLICATE, Shard(0)), (Shard(picked),)))
-    return Strategy(rows)
+    return Strategy([*rows, *_pending_rows(call, (0,), REDUCE_OPS)])
 
 
-@rule(aten.index_add.default)
+@rule(aten.index_add.default, aten.index_add_.default)
 def index_add(call: OpCall) -> Strategy:
     """(self, index, source): the rows added to are whole, and the sum is linear in self and source."""
+    rows = _listed_rows(call)
+    if call.inputs[1].ndim and call.inputs[2].ndim:
+        rows.append(Row((SUM, Shard(0), Shard(call.dim())), (SUM,)))
+    return Strategy([*rows, *_pending_rows(call, (0, 2), ("sum", "avg"))])
+
+
+@rule(aten.index_copy.default, aten.index_copy_.default)
+@rule(aten.index_reduce.default, aten.index_reduce_.default)
+def index_copy(call: OpCall) -> Strategy:
+    return Strategy(_listed_rows(call))
+
+
+@rule(aten.index_fill.int_Scalar, aten.index_fill_.int_Scalar)
+@rule(aten.index_fill.int_Tensor, aten.index_fill_.int_Tensor)
+def index_fill(call: OpCall) -> Strategy:
+    """(self, index, value?): a number is filled in on every rank, so a pending sum takes only 0."""
+    more = len(call.inputs) - 1
+    filled = call.dim()
+    rows = [
+        Row((Shard(d), *(REPLICATE,) * more), (Shard(d),)) for d in range(call.inputs[0].ndim) if d != filled
+    ]
+    if more == 2:
+        return Strategy([*rows, *_pending_rows(call, (0, 2), ("sum", "max", "min"))])
+    ops = ("sum", "max", "min") if call["value"] == 0 else ("max", "min")
+    return Strategy([*rows, *_pending_rows(call, (0,), ops)])
+
+
+def _listed_rows(call: OpCall) -> list[Row]:
+    """(self, index, source): dims other than the indexed one are a batch."""
     whole = call.dim()
-    dims = [d for d in range(call.inputs[0].ndim) if d != whole]
-    rows = [Row((Shard(d), REPLICATE, Shard(d)), (Shard(d),)) for d in dims]
-    return Strategy(
-        [*rows, *(Row((Partial(op), REPLICATE, Partial(op)), (Partial(op),)) for op in ("sum", "avg"))]
-    )
+    dims = (d for d in range(call.inputs[0].ndim) if d != whole)
+    return [Row((Shard(d), REPLICATE, Shard(d)), (Shard(d),)) for d in dims]
+
+
+# ---- along one dim, an index per element ----
 
 
 @rule(aten.gather.default)
 def gather(call: OpCall) -> Strategy:
-    """A dim may be sharded in both if the index covers it whole."""
-    picked = call.dim()
+    """(self, index): element [i, j] of the result comes from row i of self, so a shard of the index needs the
+    same part of self in every dim but the gathered one."""
     source, index = call.inputs
+    if source.ndim != index.ndim or not source.ndim:
+        return Strategy(_pending_rows(call, (0,), REDUCE_OPS))
+    picked = call.dim()
     rows = [
         Row((Shard(d), Shard(d)), (Shard(d),))
         for d in range(source.ndim)
         if d != picked and source.shape[d] == index.shape[d]
     ]
-    return Strategy([*rows, *(Row((REPLICATE, Shard(d)), (Shard(d),)) for d in range(index.ndim))])
+    rows += [Row((REPLICATE, Shard(d)), (Shard(d),)) for d in range(index.ndim)]
+
+    def localize(placed: Placed) -> Callable[..., torch.Tensor] | None:
+        held, asked = placed.inputs
+        windows = [
+            (d, asked.local_offset[d] - held.local_offset[d], asked.local_shape[d])
+            for d in range(index.ndim)
+            if d != picked and asked.local_shape[d] != held.local_shape[d]
+        ]
+        if not windows:
+            return None
+
+        def run(local: torch.Tensor, dim: int, local_index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            for d, first, length in windows:
+                local = local.narrow(d, first, length)
+            return aten.gather(local, dim, local_index, **kwargs)  # type: ignore[no-any-return]
+
+        return run
+
+    return Strategy([*rows, *_pending_rows(call, (0,), REDUCE_OPS)], localize=localize)
+
+
+@rule(aten.scatter.src, aten.scatter_.src, aten.scatter.value, aten.scatter_.value)
+@rule(aten.scatter.reduce, aten.scatter_.reduce, aten.scatter.value_reduce, aten.scatter_.value_reduce)
+def scatter(call: OpCall) -> Strategy:
+    return Strategy(_scatter_rows(call))
+
+
+@rule(aten.scatter_add.default, aten.scatter_add_.default)
+@rule(aten.scatter_reduce.two, aten.scatter_reduce_.two)
+def scatter_add(call: OpCall) -> Strategy:
+    """(self, index, src): a sum that includes self is linear in self and src."""
+    rows = _scatter_rows(call)
+    reduces = call.op in (aten.scatter_reduce.two, aten.scatter_reduce_.two)
+    if reduces and not (call["reduce"] == "sum" and call["include_self"]):
+        return Strategy(rows)
+    self, index, src = call.inputs
+    along = call.dim()
+    if self.ndim and self.ndim == index.ndim == src.ndim and src.shape[along] == index.shape[along]:
+        rows.append(Row((SUM, Shard(along), Shard(along)), (SUM,)))
+    return Strategy([*rows, *_pending_rows(call, (0, 2), ("sum", "avg"))])
+
+
+def _scatter_rows(call: OpCall) -> list[Row]:
+    """(self, index, src?): a dim is a batch dim where all have it in full; indices may be fewer than rows."""
+    self, *others = call.inputs
+    if any(spec.ndim != self.ndim for spec in others):
+        return []
+    along = call.dim()
+    dims = [
+        d for d in range(self.ndim) if d != along and all(spec.shape[d] == self.shape[d] for spec in others)
+    ]
+    return [Row((Shard(d),) * len(call.inputs), (Shard(d),)) for d in dims]
+
+
+# ---- by index into the flattened tensor ----
+
+
+@rule(aten.take.default)
+def take(call: OpCall) -> Strategy:
+    rows = [Row((REPLICATE, Shard(d)), (Shard(d),)) for d in range(call.inputs[1].ndim)]
+    return Strategy([*rows, *_pending_rows(call, (0,), REDUCE_OPS)])
+
+
+@rule(aten.put.default, aten.put_.default)
+def put(call: OpCall) -> Strategy:
+    """(self, index, source): sums can be left pending; which of two written values stays cannot be told."""
+    if not call["accumulate"]:
+        return Strategy([])
+    _, index, source = call.inputs
+    dims = range(index.ndim) if index.shape == source.shape else ()
+    rows = [Row((SUM, Shard(d), Shard(d)), (SUM,)) for d in dims]
+    return Strategy([*rows, *_pending_rows(call, (0, 2), ("sum", "avg"))])
+
+
+# ---- counting ----
+
+
+@rule(aten.histc.default)
+def histc(call: OpCall) -> Strategy:
+    """Counts add up, if the bins are given; else they span the values of the whole tensor."""
+    if call["min"] == call["max"]:
+        return Strategy([])
+    return Strategy([Row((Shard(d),), (SUM,)) for d in range(call.inputs[0].ndim)])

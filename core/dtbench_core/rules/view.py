@@ -176,8 +176,10 @@ def triangle(call: OpCall) -> Strategy:
     """The last two dims are the matrix; a shard of it begins at an offset, which shifts the diagonal."""
     op, ndim = call.op, call.inputs[0].ndim
 
-    def localize(placed: Placed) -> Callable[..., torch.Tensor]:
+    def localize(placed: Placed) -> Callable[..., torch.Tensor] | None:
         row, column = placed.inputs[0].local_offset[-2:]
+        if row == column == 0:
+            return None
         return lambda local, diagonal=0: op(local, diagonal + row - column)
 
     return Strategy(mapped_rows(call, {d: d for d in range(ndim)}), localize=localize)
