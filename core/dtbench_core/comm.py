@@ -82,7 +82,7 @@ def _record(name: str, tensor: torch.Tensor) -> None:
 
 
 def all_gather(
-    output: torch.Tensor,  # (n * k,), (n * rows, ...) or (n, rows, ...)
+    output: torch.Tensor,  # (n * k,) or (n * rows, ...)
     input: torch.Tensor,  # (k,) or (rows, ...)
     group: ProcessGroup,
     async_op: bool = False,

@@ -19,10 +19,11 @@ from dtbench_core.torch_compat import current_mesh
 class MeshInfo:
     """One per mesh of a live world; equal meshes on the same process groups share it.
 
-    Compared by identity. `coordinate` is None on a rank outside the mesh.
+    Compared by identity. `coordinate` is None on a rank outside the mesh. `whole` is the process group
+    of all ranks of the mesh in row-major order, where the mesh is the whole world; else None.
     """
 
-    __slots__ = ("__weakref__", "coordinate", "device_type", "groups", "mesh", "ndim", "sizes")
+    __slots__ = ("__weakref__", "coordinate", "device_type", "groups", "mesh", "ndim", "sizes", "whole")
 
     def __init__(self, mesh: DeviceMesh, groups: tuple[dist.ProcessGroup, ...]) -> None:
         self.mesh = mesh
@@ -32,6 +33,7 @@ class MeshInfo:
         coordinate = mesh.get_coordinate()
         self.coordinate: tuple[int, ...] | None = None if coordinate is None else tuple(coordinate)
         self.device_type: str = mesh.device_type
+        self.whole = _world_of(mesh) if groups else None
 
     def my_coordinate(self) -> tuple[int, ...]:
         """This rank's coordinate.
@@ -69,6 +71,18 @@ def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
             "got no device_mesh and no mesh is current, expected one of them: pass device_mesh=, or call it inside "
             "`with mesh:`"
         ) from error
+
+
+def _world_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The world's process group, if its ranks are the mesh's in the same order.
+
+    Depends on the mesh alone, so that all ranks agree. A group that the user made with `_flatten` would
+    do as well, but a rank may have planned before it was made.
+    """
+    world = dist.group.WORLD
+    if world is None or mesh.mesh.flatten().tolist() != list(range(world.size())):
+        return None
+    return world
 
 
 # Two lookups: by object, which is what every call pays, and by value, so that `mesh["tp"]` taken

@@ -1,50 +1,114 @@
-"""Moving a tensor from one placement to another: plan(src, dst) -> steps, and apply(steps).
+"""Moving a tensor from one placement to another: plan(src, dst) -> a route, and apply(route).
 
-A plan is the cheapest chain of single-mesh-dim transitions under the cost model in use. It depends
-on specs alone, so that every rank computes the same one and it can be printed and cached.
-
-Note [Nested shards]: where two mesh dims shard the same tensor dim, the inner one cuts what the
-outer one left. So the outer one may be gathered, or made, only while no inner one shards that dim.
+A route is the cheapest chain of steps under the cost model in use (cost.py searches it, moves.py does
+a step). It depends on specs alone, so that every rank computes the same one and it can be cached and
+printed: `print(plan_of(tensor, placements))`.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from dtbench_core import comm, cost
+from dtbench_core import cost
 from dtbench_core.errors import PlacementError
 from dtbench_core.mesh import MeshInfo
-from dtbench_core.placement import (
-    REPLICATE,
-    Partial,
-    Placement,
-    Placements,
-    Shard,
-    chunk_extent,
-    chunk_lengths,
-    describe,
-    local_extents,
-)
-from dtbench_core.spec import DTensorSpec, contiguous_stride, numel
+from dtbench_core.moves import Exchange, Mover, mover
+from dtbench_core.placement import REPLICATE, Placement, Placements, describe, local_extents
+from dtbench_core.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.wrapper import Wrapped, Wrapper, wrap
 
 
 class Step(NamedTuple):
-    """One transition on one mesh dim. `shape` is the tensor that the ranks of the mesh dim share."""
+    """One transition, of one mesh dim or of several at once.
 
-    mesh_dim: int
-    src: Placement
-    dst: Placement
+    src, dst: per mesh dim of `mesh_dims`. shape: of the tensor that the ranks of these mesh dims share.
+    collective: a function of comm.py, or "" when nothing is sent. nbytes, us: what the cost model
+    expects: bytes of the larger side, and microseconds.
+    """
+
+    mesh_dims: tuple[int, ...]
+    src: Placements
+    dst: Placements
     shape: tuple[int, ...]
+    collective: str
+    nbytes: int
+    us: float
 
     def __str__(self) -> str:
-        return f"mesh dim {self.mesh_dim}: {self.src} -> {self.dst} of {list(self.shape)}"
+        dims = ", ".join(map(str, self.mesh_dims))
+        return (
+            f"mesh dim{'s' if len(self.mesh_dims) > 1 else ''} {dims}: {describe(self.src)} -> "
+            f"{describe(self.dst)} of {list(self.shape)}"
+        )
+
+
+class Route(tuple[Step, ...]):
+    """The steps from one spec to another, ready to run; printed, what they are expected to cost.
+
+    source, result: the specs at its ends. gradient: the placements that a gradient goes back to.
+    """
+
+    source: DTensorSpec
+    result: DTensorSpec
+    gradient: Placements
+    movers: tuple[Mover, ...]
+
+    @staticmethod
+    def of(source: DTensorSpec, dst: Placements, steps: Sequence[Step]) -> Route:
+        made = Route(steps)
+        made.source = made.result = source
+        if steps:
+            # The steps leave contiguous shards, whatever the strides were before.
+            stride = contiguous_stride(source.shape)
+            made.result = DTensorSpec.of(source.info, dst, source.shape, stride, source.dtype)
+        made.gradient = placements_of_gradient(source.placements)
+        made.movers = tuple(_mover(step, source) for step in steps)
+        return made
+
+    @property
+    def us(self) -> float:
+        """Microseconds that the cost model expects."""
+        return sum(step.us for step in self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the larger side of every collective, as `count_collectives` counts them."""
+        return sum(step.nbytes for step in self)
+
+    def __str__(self) -> str:
+        source, result = self.source, self.result
+        head = f"{source} -> {describe(result.placements)}"
+        if not self:
+            return f"{head}: nothing to do"
+        rows = [
+            (f"{number}.", str(step), step.collective or "local", _bytes(step.nbytes), f"{step.us:.1f} us")
+            for number, step in enumerate(self, 1)
+        ]
+        rows.append(("", "total", "", _bytes(self.nbytes), f"{self.us:.1f} us"))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        lines = [
+            "  ".join(
+                [
+                    *(f"{text:<{width}}" for text, width in zip(row[:3], widths[:3], strict=True)),
+                    *(f"{text:>{width}}" for text, width in zip(row[3:], widths[3:], strict=True)),
+                ]
+            )
+            for row in rows
+        ]
+        return "\n".join([head, *lines])
+
+
+def _bytes(count: int) -> str:
+    """`0 B`, `512 B`, `1.5 KiB`."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 # ---- planning (pure) ----
@@ -53,225 +117,142 @@ class Step(NamedTuple):
 # that gathering and cutting is never cheaper than exchanging.
 LOCAL_COPY_US = cost.ALL_TO_ALL_PENALTY_US
 
-_plans: dict[tuple[DTensorSpec, Placements], tuple[Step, ...]] = {}
+_plans: dict[tuple[DTensorSpec, Placements], Route] = {}
+# By placements as the user writes them; None: all Replicate.
+_requests: dict[tuple[DTensorSpec, tuple[Placement, ...] | None], Route] = {}
 # A plan holds a few hundred bytes; at the bound the oldest goes first.
 MAX_PLANS = 4096
 
 
-def plan(src: DTensorSpec, dst: Placements) -> tuple[Step, ...]:
-    """The steps from `src` to the placements `dst`, cheapest first chain found; cached.
+def plan(src: DTensorSpec, dst: Placements) -> Route:
+    """The cheapest route from `src` to the placements `dst`; cached.
 
     Raises:
         PlacementError: there is no way (a Shard or another reduction to Partial).
     """
     key = (src, dst)
-    steps = _plans.get(key)
-    if steps is None:
-        while len(_plans) >= MAX_PLANS:
-            del _plans[next(iter(_plans))]
-        steps = _plans[key] = _search(src, dst)
-    return steps
+    route = _plans.get(key)
+    if route is None:
+        route = _find(src, dst)
+        _store(_plans, key, route)
+    return route
+
+
+def request(spec: DTensorSpec, placements: Sequence[Placement] | None) -> Route:
+    """The route to placements that a user wrote, checked; cached.
+
+    Raises:
+        PlacementError: not placements of this tensor, or a Partial that it is not already.
+    """
+    try:
+        return _requests[spec, None if placements is None else tuple(placements)]
+    except (KeyError, TypeError):  # TypeError: no sequence, or no placements, which `normalize` tells
+        pass
+    placed = normalize(placements, spec.ndim, spec.info)
+    for current, wanted in zip(spec.placements, placed, strict=True):
+        if wanted.is_partial() and wanted != current:
+            raise PlacementError(
+                f"redistribute got {describe(placed)} for {spec}, expected Shard or Replicate where the tensor is "
+                "not already that Partial: nothing says which terms the ranks should hold"
+            )
+    route = plan(spec, placed)
+    _store(_requests, (spec, None if placements is None else tuple(placements)), route)
+    return route
+
+
+def _store(cache: dict[Any, Route], key: Any, route: Route) -> None:
+    while len(cache) >= MAX_PLANS:
+        del cache[next(iter(cache))]
+    cache[key] = route
 
 
 def clear_plans() -> None:
     """Forgets every cached plan."""
     _plans.clear()
+    _requests.clear()
 
 
 cost.on_topology_change(clear_plans)
 
 
-def _search(src: DTensorSpec, dst: Placements) -> tuple[Step, ...]:
-    """Uniform-cost search over placements; each mesh dim may pass through Replicate."""
+def plan_of(tensor: Wrapper | DTensorSpec, placements: Sequence[Placement] | None = None) -> Route:
+    """How `redistribute(placements=placements)` would move `tensor` (or a tensor of that spec).
+
+    Nothing is sent. Printed, the route shows a line per step with the bytes and microseconds that the
+    cost model expects; `dtbench_core.cost.use_topology` makes these your machine's.
+
+    Raises:
+        PlacementError: as redistribute would.
+    """
+    return request(tensor if isinstance(tensor, DTensorSpec) else tensor._spec, placements)
+
+
+def explain(tensor: Wrapper | DTensorSpec, placements: Sequence[Placement] | None = None) -> str:
+    """`plan_of` as text."""
+    return str(plan_of(tensor, placements))
+
+
+def _find(src: DTensorSpec, dst: Placements) -> Route:
+    if src.placements == dst:
+        return Route.of(src, dst, ())
     info = src.info
     coordinate = info.my_coordinate()
-    topology = cost.topology_of(info.mesh)
-    order = itertools.count(1)  # ties: the shorter path, then the earlier; the same on every rank
-    queue: list[tuple[float, int, int, Placements, tuple[Step, ...]]] = [(0.0, 0, 0, src.placements, ())]
-    settled: set[Placements] = set()
-    while queue:
-        spent, _, _, state, steps = heapq.heappop(queue)
-        if state == dst:
-            return steps
-        if state in settled:
-            continue
-        settled.add(state)
-        local_gib = cost.local_gib(src.shape, src.dtype, state, info.sizes)
-        for mesh_dim, target in _moves(state, dst):
-            price = cost.transition_cost(state[mesh_dim], target, local_gib, topology, mesh_dim)
-            if price == math.inf:
-                continue
-            if state[mesh_dim].is_replicate():
-                price = LOCAL_COPY_US
-            shared = (*state[:mesh_dim], REPLICATE, *state[mesh_dim + 1 :])
-            shape, _ = local_extents(src.shape, shared, info.sizes, coordinate)
-            step = Step(mesh_dim, state[mesh_dim], target, shape)
-            after = (*state[:mesh_dim], target, *state[mesh_dim + 1 :])
-            heapq.heappush(queue, (spent + price, len(steps) + 1, next(order), after, (*steps, step)))
-    raise PlacementError(
-        f"cannot redistribute {src} to {describe(dst)}: a Partial can only come from Replicate or from the same "
-        "Partial; redistribute to Replicate or Shard instead"
+    for placement, wanted in zip(src.placements, dst, strict=True):
+        if placement.is_partial("avg") and placement != wanted and not _averages(src.dtype):
+            raise PlacementError(
+                f"cannot redistribute {src} to {describe(dst)}: the average of whole numbers is none; use floating "
+                "point, or Partial() and divide"
+            )
+    transitions = cost.cheapest(
+        src.shape,
+        src.dtype.itemsize,
+        src.placements,
+        dst,
+        cost.topology_of(info.mesh),
+        copy_us=LOCAL_COPY_US,
+        together=info.whole is not None,
     )
+    if transitions is None:
+        raise PlacementError(
+            f"cannot redistribute {src} to {describe(dst)}: a Partial can only come from Replicate or from the same "
+            "Partial; redistribute to Replicate or Shard instead"
+        )
+    steps, state = [], list(src.placements)
+    for mesh_dims, before, after, collective, nbytes, us in transitions:
+        shared = [REPLICATE if d in mesh_dims else placement for d, placement in enumerate(state)]
+        shape, _ = local_extents(src.shape, tuple(shared), info.sizes, coordinate)
+        steps.append(Step(mesh_dims, before, after, shape, collective, nbytes, us))
+        for mesh_dim, placement in zip(mesh_dims, after, strict=True):
+            state[mesh_dim] = placement
+    return Route.of(src, dst, steps)
 
 
-def _moves(state: Placements, dst: Placements) -> Iterator[tuple[int, Placement]]:
-    """(mesh dim, new placement) worth trying: straight to the target, or to Replicate on the way."""
-    for mesh_dim, (current, target) in enumerate(zip(state, dst, strict=True)):
-        if target.is_partial("product") and current != target:
-            continue  # no rank could hold its term: the transport has no product-neutral split
-        for new in (target, REPLICATE):
-            if (
-                new != current
-                and _nesting_allows(state, mesh_dim, current)
-                and _nesting_allows(state, mesh_dim, new)
-            ):
-                yield mesh_dim, new
-            if target == REPLICATE:
-                break
+def _averages(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
-def _nesting_allows(state: Placements, mesh_dim: int, placement: Placement) -> bool:
-    """See Note [Nested shards]."""
-    return not isinstance(placement, Shard) or placement not in state[mesh_dim + 1 :]
+def _mover(step: Step, spec: DTensorSpec) -> Mover:
+    info, dims = spec.info, step.mesh_dims
+    coordinate = info.my_coordinate()
+    group, index = info.groups[dims[0]], coordinate[dims[0]]
+    sizes = tuple(info.sizes[d] for d in dims)
+    if len(dims) > 1:
+        assert info.whole is not None  # else the planner moves one mesh dim at a time
+        group, index = info.whole, 0
+        for mesh_dim, size in zip(dims, sizes, strict=True):
+            index = index * size + coordinate[mesh_dim]
+    return mover(Exchange(step.src, step.dst, sizes, step.shape, spec.dtype, group, index))
 
 
 # ---- applying ----
 
 
-def apply(local: torch.Tensor, steps: tuple[Step, ...], info: MeshInfo) -> torch.Tensor:
-    """Runs the steps on this rank's shard; every rank of the mesh must call it. Never aliases `local`
+def apply(local: torch.Tensor, route: Route, info: MeshInfo | None = None) -> torch.Tensor:
+    """Runs the route on this rank's shard; every rank of the mesh must call it. Never aliases `local`
     when there is a step."""
-    for step in steps:
-        local = _apply_one(local, step, info)
+    for move in route.movers:
+        local = move(local)
     return local
-
-
-def _apply_one(local: torch.Tensor, step: Step, info: MeshInfo) -> torch.Tensor:
-    src, dst, shape = step.src, step.dst, step.shape
-    group, index, parts = (
-        info.groups[step.mesh_dim],
-        info.my_coordinate()[step.mesh_dim],
-        info.sizes[step.mesh_dim],
-    )
-    if isinstance(src, Shard):
-        if isinstance(dst, Shard):
-            return _exchange(local, src.dim, dst.dim, shape, group, index)
-        return _gather(local, src.dim, shape, group)
-    if isinstance(src, Partial):
-        extremum = src.reduce_op in ("max", "min")
-        if isinstance(dst, Shard) and not extremum:
-            return _reduce_scatter(local, src.reduce_op, dst.dim, shape, group, index)
-        local = (
-            _extremum(local, src.reduce_op, group) if extremum else _all_reduce(local, src.reduce_op, group)
-        )
-        if dst.is_replicate():
-            return local
-    if isinstance(dst, Shard):
-        length, offset = chunk_extent(shape[dst.dim], parts, index)
-        return local.narrow(dst.dim, offset, length).clone(memory_format=torch.contiguous_format)
-    return _replicate_to_partial(local, dst, index)
-
-
-def _all_reduce(local: torch.Tensor, op: str, group: Any) -> torch.Tensor:
-    reduced = local.clone(memory_format=torch.contiguous_format)
-    comm.all_reduce(reduced, group, op)
-    return reduced
-
-
-def _extremum(local: torch.Tensor, op: str, group: Any) -> torch.Tensor:
-    """The max or min over the ranks, NaN where any rank has NaN, as in torch.
-
-    Transports compare with < and so drop a NaN: floats travel with a flag each, in one collective.
-    """
-    if not local.is_floating_point():
-        return _all_reduce(local, op, group)
-    sign = 1 if op == "max" else -1
-    nan = local.isnan()
-    values = local.masked_fill(nan, -sign * math.inf)
-    both = _all_reduce(torch.stack([values, nan.to(local.dtype) * sign]), op, group)
-    return both[0].masked_fill(both[1] != 0, math.nan)
-
-
-def _replicate_to_partial(local: torch.Tensor, dst: Placement, index: int) -> torch.Tensor:
-    """Of a sum the first rank keeps the value; avg, max and min of equal terms are the value."""
-    assert isinstance(dst, Partial)  # the planner yields no other step
-    if dst.reduce_op == "sum" and index > 0:
-        return torch.zeros_like(local)
-    return local.clone()
-
-
-def _padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """`tensor`, contiguous, lengthened to `length` on `dim` with values that nobody reads."""
-    missing = length - tensor.size(dim)
-    if missing == 0:
-        return tensor.contiguous()
-    filler = tensor.new_zeros((*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :]))
-    return torch.cat([tensor, filler], dim)
-
-
-def _gather(local: torch.Tensor, dim: int, shape: tuple[int, ...], group: Any) -> torch.Tensor:
-    lengths = chunk_lengths(shape[dim], group.size())
-    if numel(shape) == 0:
-        return local.new_empty(shape)
-    padded = _padded(local, dim, lengths[0])
-    gathered = padded.new_empty((len(lengths), *padded.shape))
-    comm.all_gather(_wire(gathered), _wire(padded), group)
-    if dim == 0 and shape[0] == lengths[0] * len(lengths):
-        return gathered.view(shape)
-    return torch.cat(
-        [part.narrow(dim, 0, n) for part, n in zip(gathered.unbind(0), lengths, strict=True)], dim
-    )
-
-
-def _reduce_scatter(
-    local: torch.Tensor, op: str, dim: int, shape: tuple[int, ...], group: Any, index: int
-) -> torch.Tensor:
-    lengths = chunk_lengths(shape[dim], group.size())
-    mine = (*shape[:dim], lengths[index], *shape[dim + 1 :])
-    if numel(shape) == 0:
-        return local.new_empty(mine)
-    if dim == 0 and shape[0] == lengths[0] * len(lengths):
-        packed = local.contiguous()
-    else:
-        packed = torch.stack([_padded(part, dim, lengths[0]) for part in local.split(lengths, dim)])
-    output = local.new_empty((*shape[:dim], lengths[0], *shape[dim + 1 :]))
-    comm.reduce_scatter(output.view(-1), packed.view(-1), group, op)
-    return output if lengths[index] == lengths[0] else output.narrow(dim, 0, lengths[index]).contiguous()
-
-
-def _exchange(
-    local: torch.Tensor, src_dim: int, dst_dim: int, shape: tuple[int, ...], group: Any, index: int
-) -> torch.Tensor:
-    """Shard(src_dim) -> Shard(dst_dim): rank r gets everybody's r-th piece along `dst_dim`."""
-    parts = group.size()
-    src_lengths, dst_lengths = chunk_lengths(shape[src_dim], parts), chunk_lengths(shape[dst_dim], parts)
-    pieces = [piece.contiguous().view(-1) for piece in local.split(dst_lengths, dst_dim)]
-    shapes = [list(shape) for _ in range(parts)]
-    for rank, received in enumerate(shapes):
-        received[src_dim], received[dst_dim] = src_lengths[rank], dst_lengths[index]
-    sizes = [numel(s) for s in shapes]
-    output = local.new_empty(sum(sizes))
-    packed, scale = torch.cat(pieces), _wire_scale(local.dtype)
-    comm.all_to_all(
-        _wire(output), _wire(packed), group, [n * scale for n in sizes], [p.numel() * scale for p in pieces]
-    )
-    received_parts = [flat.view(s) for flat, s in zip(output.split(sizes), shapes, strict=True)]
-    return torch.cat(received_parts, src_dim)
-
-
-# gloo moves these only as bytes; nothing is computed on the way.
-_AS_BYTES = (torch.bool, torch.complex64, torch.complex128, torch.int16)
-
-
-def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """The contiguous tensor, flat, in a dtype that every transport moves."""
-    flat = tensor.view(-1)
-    return flat.view(torch.uint8) if flat.dtype in _AS_BYTES else flat
-
-
-def _wire_scale(dtype: torch.dtype) -> int:
-    """Elements on the wire per element of `dtype`."""
-    return dtype.itemsize if dtype in _AS_BYTES else 1
 
 
 # ---- on DTensors ----
@@ -279,13 +260,15 @@ def _wire_scale(dtype: torch.dtype) -> int:
 
 def redistribute_tensor(tensor: Wrapped, dst: Placements) -> Wrapped:
     """`tensor` placed as `dst`, outside autograd; itself under another name when nothing changes."""
-    spec = tensor._spec
-    if spec.placements == dst:
-        return wrap(type(tensor), tensor._local_tensor, spec)
-    local = apply(tensor._local_tensor, plan(spec, dst), spec.info)
-    # The steps leave contiguous shards, whatever the strides were before.
-    moved = DTensorSpec.of(spec.info, dst, spec.shape, contiguous_stride(spec.shape), spec.dtype)
-    return wrap(type(tensor), local, moved)
+    return follow(tensor, plan(tensor._spec, dst))
+
+
+def follow(tensor: Wrapped, route: Route) -> Wrapped:
+    """`tensor` at the end of the route, outside autograd."""
+    local = tensor._local_tensor
+    for move in route.movers:
+        local = move(local)
+    return wrap(tensor.__class__, local, route.result)
 
 
 def placements_of_gradient(placements: Placements) -> Placements:
@@ -301,24 +284,28 @@ class Redistribute(torch.autograd.Function):
     def forward(
         ctx: Any,
         tensor: Wrapper,
-        dst: Placements,
+        route: Route,
         forward_dtype: torch.dtype | None,
         backward_dtype: torch.dtype | None,
     ) -> Wrapper:
-        ctx.placements = placements_of_gradient(tensor._spec.placements)
-        ctx.dtype, ctx.backward_dtype = tensor._spec.dtype, backward_dtype
-        if forward_dtype is not None and forward_dtype != tensor._spec.dtype:
+        ctx.route, ctx.backward_dtype = route, backward_dtype
+        if forward_dtype is not None and forward_dtype != route.source.dtype:
             tensor = cast_dtype(tensor, forward_dtype)
-        return redistribute_tensor(tensor, dst)
+            route = plan(tensor._spec, route.result.placements)
+        return follow(tensor, route)
 
     @staticmethod
     def backward(ctx: Any, grad: Wrapper) -> tuple[Wrapper, None, None, None]:
+        route: Route = ctx.route
         if ctx.backward_dtype is not None and grad._spec.dtype != ctx.backward_dtype:
             grad = cast_dtype(grad, ctx.backward_dtype)
-        # apply again: a backward that is itself differentiated needs its own graph
-        moved: Wrapper = Redistribute.apply(grad, ctx.placements, None, None)
-        if moved._spec.dtype != ctx.dtype:
-            moved = cast_dtype(moved, ctx.dtype)
+        back = plan(grad._spec, route.gradient)
+        if torch.is_grad_enabled():  # a backward that is itself differentiated needs its own graph
+            moved: Wrapper = Redistribute.apply(grad, back, None, None)
+        else:
+            moved = follow(grad, back)
+        if moved._spec.dtype != route.source.dtype:
+            moved = cast_dtype(moved, route.source.dtype)
         return moved, None, None, None
 
 

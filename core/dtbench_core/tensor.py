@@ -18,8 +18,18 @@ from dtbench_core.errors import ArgumentError, LayoutError, MeshError, MixedTens
 from dtbench_core.layout import checked_over_mesh, even_layout
 from dtbench_core.mesh import mesh_info, mesh_or_current
 from dtbench_core.methods import straight_methods
-from dtbench_core.placement import REPLICATE, Partial, Placement, Placements, describe
-from dtbench_core.redistribute import Redistribute, cast_dtype, placements_of_gradient, redistribute_tensor
+from dtbench_core.placement import Partial, Placement, Placements
+from dtbench_core.redistribute import (
+    Redistribute,
+    Route,
+    apply,
+    cast_dtype,
+    follow,
+    placements_of_gradient,
+    plan,
+    redistribute_tensor,
+    request,
+)
 from dtbench_core.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.torch_compat import DisableTorchFunction, any_requires_grad, register_foreach_type
 from dtbench_core.wrapper import Wrapper, wrap
@@ -205,29 +215,32 @@ class DTensor(Wrapper):
             MeshError: another mesh. PlacementError: a Partial that the tensor is not already.
         """
         spec = self._spec
-        if device_mesh is not None and mesh_info(device_mesh) is not spec.info:
+        if (
+            device_mesh is not None
+            and device_mesh is not spec.info.mesh
+            and mesh_info(device_mesh) is not spec.info
+        ):
             raise MeshError(
                 f"redistribute got {mesh_info(device_mesh)} for a tensor on {spec.info}, expected the same mesh: "
                 "full_tensor() and distribute_tensor() move between meshes"
             )
-        placed = normalize(placements, spec.ndim, spec.info)
-        for current, wanted in zip(spec.placements, placed, strict=True):
-            if wanted.is_partial() and wanted != current:
-                raise PlacementError(
-                    f"redistribute got {describe(placed)} for {spec}, expected Shard or Replicate where the tensor is "
-                    "not already that Partial: nothing says which terms the ranks should hold"
-                )
+        route = request(spec, placements)
         if torch.is_grad_enabled() and any_requires_grad(self):
-            moved: DTensor = Redistribute.apply(self, placed, forward_dtype, backward_dtype)
+            moved: DTensor = Redistribute.apply(self, route, forward_dtype, backward_dtype)
             return moved
         if forward_dtype is not None and forward_dtype != spec.dtype:
-            return redistribute_tensor(cast_dtype(self, forward_dtype), placed)
-        return redistribute_tensor(self, placed)
+            return redistribute_tensor(cast_dtype(self, forward_dtype), route.result.placements)
+        return follow(self, route)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor on every rank; differentiable. `grad_placements` as in `to_local`."""
-        whole = self.redistribute(placements=[REPLICATE] * self._spec.info.ndim)
-        return whole.to_local(grad_placements=grad_placements)
+        route = request(self._spec, None)
+        if torch.is_grad_enabled() and any_requires_grad(self):
+            info = self._spec.info
+            placed = None if grad_placements is None else normalize(grad_placements, self.ndim, info)
+            whole: torch.Tensor = FullTensor.apply(self, route, placed)
+            return whole
+        return apply(self._local_tensor, route) if route else self._local_tensor.detach()
 
 
 class FromLocal(torch.autograd.Function):
@@ -273,6 +286,29 @@ class ToLocal(torch.autograd.Function):
             grad.contiguous(), spec.mesh, ctx.grad_placements, shape=spec.shape, stride=stride
         )
         return made, None
+
+
+class FullTensor(torch.autograd.Function):
+    """DTensor -> global tensor: redistribute and to_local in one."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, route: Route, grad_placements: Placements | None) -> torch.Tensor:
+        ctx.route, ctx.grad_placements = route, grad_placements
+        return apply(tensor._local_tensor, route) if route else tensor._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None, None]:
+        route: Route = ctx.route
+        spec, stride = route.result, contiguous_stride(route.result.shape)
+        if torch.is_grad_enabled() or ctx.grad_placements is not None:
+            # A backward that is itself differentiated needs its own graph.
+            placed = ctx.grad_placements or spec.placements
+            made = DTensor.from_local(grad.contiguous(), spec.mesh, placed, shape=spec.shape, stride=stride)
+            return made.redistribute(placements=route.gradient), None, None
+        here = DTensorSpec.of(spec.info, spec.placements, spec.shape, stride, grad.dtype)
+        back = plan(here, route.gradient)
+        local = apply(grad, back) if back else grad.contiguous()
+        return wrap(DTensor, local, back.result), None, None
 
 
 torch.serialization.add_safe_globals([DTensor])

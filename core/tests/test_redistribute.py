@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from core.tests.gloo_world import Worlds, mesh_of
 from core.tests.test_ops import place
 from dtbench_core import DTensorSpec, Partial, Placement, Replicate, Shard, count_collectives
-from dtbench_core.placement import Placements
+from dtbench_core.placement import Placements, describe
 from dtbench_core.redistribute import plan
 from dtbench_core.spec import contiguous_stride
 
@@ -34,7 +34,14 @@ def _steps(
     mesh: DeviceMesh, src: Placements, dst: Placements, shape: tuple[int, ...] = (64, 64)
 ) -> list[str]:
     spec = DTensorSpec.of(mesh, src, shape, contiguous_stride(shape), torch.float32)
-    return [f"{step.mesh_dim}:{step.src}>{step.dst}" for step in plan(spec, dst)]
+    return [
+        f"{describe_dims(step.mesh_dims)}:{describe(step.src)}>{describe(step.dst)}"
+        for step in plan(spec, dst)
+    ]
+
+
+def describe_dims(mesh_dims: tuple[int, ...]) -> str:
+    return "+".join(map(str, mesh_dims))
 
 
 def test_plan_takes_the_cheapest_path(mesh: DeviceMesh) -> None:
@@ -60,8 +67,9 @@ def test_every_pair_has_a_plan_that_arrives(mesh: DeviceMesh) -> None:
             continue
         state = list(src)
         for step in _plan(mesh, src, dst):
-            assert state[step.mesh_dim] == step.src
-            state[step.mesh_dim] = step.dst
+            for mesh_dim, was, becomes in zip(step.mesh_dims, step.src, step.dst, strict=True):
+                assert state[mesh_dim] == was
+                state[mesh_dim] = becomes
         assert tuple(state) == dst
 
 
