@@ -1,5 +1,34 @@
-"""All ranks of a world inside one process, for tests, debugging and measurements without launchers."""
+"""All ranks of a world inside one process, for tests, debugging and measurements without launchers.
 
+`ThreadWorld` runs the program once per rank, as it is; `LocalTensorMode` runs it once for all ranks, and
+shows every rank's tensor side by side.
+"""
+
+from dtbench_core.simulate.local_groups import declare_group
+from dtbench_core.simulate.local_int import LocalIntNode, local_int
+from dtbench_core.simulate.local_mode import (
+    LocalTensorMode,
+    local_tensor_mode,
+    maybe_run_for_local_tensor,
+    per_rank,
+    rank_map,
+    tensor_map,
+)
+from dtbench_core.simulate.local_tensor import LocalTensor
 from dtbench_core.simulate.threads import Outcome, ThreadWorld, run_ranks
 
-__all__ = ["Outcome", "ThreadWorld", "run_ranks"]
+__all__ = [
+    "LocalIntNode",
+    "LocalTensor",
+    "LocalTensorMode",
+    "Outcome",
+    "ThreadWorld",
+    "declare_group",
+    "local_int",
+    "local_tensor_mode",
+    "maybe_run_for_local_tensor",
+    "per_rank",
+    "rank_map",
+    "run_ranks",
+    "tensor_map",
+]

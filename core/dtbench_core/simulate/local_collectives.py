@@ -1,0 +1,275 @@
+"""The collectives that reach a dispatch mode, as calls on a simulated rank's own groups.
+
+torch issues a collective as an op: `c10d::*` works in place on outputs that the caller made and gives a
+Work, `_c10d_functional::*` makes its outputs. Each entry here says, for one rank and its plain tensors,
+which method of a process group the op stands for. The maths is that of group.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import FakeWork, Work, _resolve_process_group
+from torch._ops import OpOverload
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.distributed_c10d import GroupName
+
+from dtbench_core.errors import SimulationError
+from dtbench_core.simulate.local_groups import RankGroup
+
+NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
+
+# A handler gets the op's arguments by name, and the rank's end of the group.
+Handler = Callable[[SimpleNamespace, RankGroup], Any]
+_handlers: dict[str, Handler] = {}
+
+
+def _handles(*names: str) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        for name in names:
+            _handlers[name] = handler
+        return handler
+
+    return register
+
+
+def issue(
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    group_for: Callable[[ProcessGroup], RankGroup],
+) -> Any:
+    """Runs the collective `op` as one rank: `group_for` gives the rank's end of a group.
+
+    Returns:
+        What the op returns. A Work is done: the other ranks' data has arrived.
+
+    Raises:
+        SimulationError: an op that is not simulated, such as send and recv.
+    """
+    handler = _handlers.get(op._schema.name)
+    if handler is None:
+        raise SimulationError(
+            f"{op} is not simulated: use a collective, or ThreadWorld, which runs each rank by itself"
+        )
+    bound = {}
+    for index, argument in enumerate(op._schema.arguments):
+        default = kwargs.get(argument.name, argument.default_value)
+        bound[argument.name] = args[index] if index < len(args) else default
+    given = SimpleNamespace(**bound)
+    group = bound.get("process_group", bound.get("group_name"))
+    mine = None if group is None else group_for(_unboxed(group))
+    result = handler(given, mine)  # type: ignore[arg-type]
+    if op.namespace != "c10d":
+        return result
+    returns = [_done() if "Work" in str(r.type) else result for r in op._schema.returns]
+    return tuple(returns) if len(returns) > 1 else (returns[0] if returns else None)
+
+
+@functools.cache
+def _done() -> Any:
+    """A Work that is done: one for all, so that the ranks' results are the same."""
+    return Work.boxed(FakeWork())
+
+
+def _unboxed(group: Any) -> ProcessGroup:
+    if isinstance(group, str):
+        return _resolve_process_group(GroupName(group))
+    return group if isinstance(group, ProcessGroup) else ProcessGroup.unbox(group)
+
+
+def _options(reduce_op: Any = None, root: int = 0) -> Any:
+    """What the methods of a group read of c10d's options; `reduce_op` as c10d or by its name."""
+    if isinstance(reduce_op, str):
+        reduce_op = SimpleNamespace(op=getattr(ReduceOp, reduce_op.upper()))
+    elif reduce_op is not None:
+        reduce_op = SimpleNamespace(op=reduce_op.op())
+    return SimpleNamespace(reduceOp=reduce_op, rootRank=root)
+
+
+# ---- c10d: in place ----
+
+
+@_handles("c10d::allreduce_", "c10d::allreduce_coalesced_")
+def _all_reduce(a: Any, mine: RankGroup) -> Any:
+    mine.allreduce(a.tensors, _options(a.reduce_op))
+    return a.tensors
+
+
+@_handles("c10d::reduce_")
+def _reduce(a: Any, mine: RankGroup) -> Any:
+    mine.reduce(a.tensors, _options(a.reduce_op, a.root_rank))
+    return a.tensors
+
+
+@_handles("c10d::broadcast_")
+def _broadcast(a: Any, mine: RankGroup) -> Any:
+    mine.broadcast(a.tensors, _options(root=a.root_rank))
+    return a.tensors
+
+
+@_handles("c10d::allgather_")
+def _all_gather(a: Any, mine: RankGroup) -> Any:
+    mine.allgather(a.output_tensors, a.input_tensors)
+    return a.output_tensors
+
+
+@_handles("c10d::allgather_coalesced_")
+def _all_gather_coalesced(a: Any, mine: RankGroup) -> Any:
+    mine.allgather_coalesced(a.output_lists, a.input_list)
+    return a.output_lists
+
+
+@_handles("c10d::_allgather_base_")
+def _all_gather_base(a: Any, mine: RankGroup) -> Any:
+    mine.all_gather_single(a.output_tensor, a.input_tensor)
+    return a.output_tensor
+
+
+@_handles("c10d::allgather_into_tensor_coalesced_")
+def _all_gather_base_coalesced(a: Any, mine: RankGroup) -> Any:
+    mine.all_gather_single_coalesced(a.outputs, a.inputs)
+    return a.outputs
+
+
+@_handles("c10d::gather_")
+def _gather(a: Any, mine: RankGroup) -> Any:
+    mine.gather(a.output_tensors, a.input_tensors, _options(root=a.root_rank))
+    return a.output_tensors
+
+
+@_handles("c10d::scatter_")
+def _scatter(a: Any, mine: RankGroup) -> Any:
+    mine.scatter(a.output_tensors, a.input_tensors, _options(root=a.root_rank))
+    return a.output_tensors
+
+
+@_handles("c10d::reduce_scatter_")
+def _reduce_scatter(a: Any, mine: RankGroup) -> Any:
+    mine.reduce_scatter(a.output_tensors, a.input_tensors, _options(a.reduce_op))
+    return a.output_tensors
+
+
+@_handles("c10d::_reduce_scatter_base_")
+def _reduce_scatter_base(a: Any, mine: RankGroup) -> Any:
+    mine.reduce_scatter_single(a.output_tensor, a.input_tensor, _options(a.reduce_op))
+    return a.output_tensor
+
+
+@_handles("c10d::reduce_scatter_tensor_coalesced_")
+def _reduce_scatter_base_coalesced(a: Any, mine: RankGroup) -> Any:
+    mine.reduce_scatter_single_coalesced(a.outputs, a.inputs, _options(a.reduce_op))
+    return a.outputs
+
+
+@_handles("c10d::alltoall_")
+def _all_to_all(a: Any, mine: RankGroup) -> Any:
+    mine.alltoall(a.output_tensors, a.input_tensors)
+    return a.output_tensors
+
+
+@_handles("c10d::alltoall_base_")
+def _all_to_all_base(a: Any, mine: RankGroup) -> Any:
+    mine.all_to_all_single(a.output, a.input, a.output_split_sizes, a.input_split_sizes)
+    return a.output
+
+
+@_handles("c10d::barrier", "c10d::monitored_barrier_")
+def _barrier(a: Any, mine: RankGroup) -> Any:
+    mine.barrier()
+
+
+# ---- functional: the outputs are made here ----
+
+
+def _grown(tensor: torch.Tensor, times: int) -> torch.Tensor:
+    """Room for `times` tensors like this one, one after the other on dim 0."""
+    return tensor.new_empty((times * tensor.shape[0], *tensor.shape[1:]))
+
+
+def _shrunk(tensor: torch.Tensor, times: int) -> torch.Tensor:
+    return tensor.new_empty((tensor.shape[0] // times, *tensor.shape[1:]))
+
+
+@_handles("_c10d_functional::wait_tensor")
+def _wait(a: Any, _: RankGroup) -> Any:
+    return a.tensor
+
+
+@_handles("_c10d_functional::_wrap_tensor_autograd")
+def _wrap(a: Any, _: RankGroup) -> Any:
+    return a.input
+
+
+@_handles("_c10d_functional::all_reduce", "_c10d_functional::all_reduce_coalesced")
+def _reduced_copy(a: Any, mine: RankGroup) -> Any:
+    several = hasattr(a, "inputs")
+    outputs = [t.clone(memory_format=torch.contiguous_format) for t in (a.inputs if several else [a.input])]
+    mine.allreduce(outputs, _options(a.reduce_op))
+    return outputs if several else outputs[0]
+
+
+@_handles("_c10d_functional::all_reduce_", "_c10d_functional::all_reduce_coalesced_")
+def _reduced_in_place(a: Any, mine: RankGroup) -> Any:
+    several = hasattr(a, "inputs")
+    mine.allreduce(a.inputs if several else [a.input], _options(a.reduce_op))
+    return a.inputs if several else a.input
+
+
+@_handles("_c10d_functional::broadcast")
+def _broadcast_copy(a: Any, mine: RankGroup) -> Any:
+    output = a.input.clone(memory_format=torch.contiguous_format)
+    mine.broadcast([output], _options(root=a.src))
+    return output
+
+
+@_handles("_c10d_functional::broadcast_")
+def _broadcast_in_place(a: Any, mine: RankGroup) -> Any:
+    mine.broadcast([a.input], _options(root=a.src))
+    return a.input
+
+
+@_handles(
+    "_c10d_functional::all_gather_into_tensor",
+    "_c10d_functional::all_gather_into_tensor_out",
+    "_c10d_functional::all_gather_into_tensor_coalesced",
+)
+def _gathered(a: Any, mine: RankGroup) -> Any:
+    several = hasattr(a, "inputs")
+    inputs = a.inputs if several else [a.input]
+    outputs = [a.out] if hasattr(a, "out") else [_grown(t, a.group_size) for t in inputs]
+    mine.all_gather_single_coalesced(outputs, inputs)
+    return outputs if several else outputs[0]
+
+
+@_handles(
+    "_c10d_functional::reduce_scatter_tensor",
+    "_c10d_functional::reduce_scatter_tensor_out",
+    "_c10d_functional::reduce_scatter_tensor_coalesced",
+)
+def _scattered(a: Any, mine: RankGroup) -> Any:
+    several = hasattr(a, "inputs")
+    inputs = a.inputs if several else [a.input]
+    outputs = [a.out] if hasattr(a, "out") else [_shrunk(t, a.group_size) for t in inputs]
+    mine.reduce_scatter_single_coalesced(outputs, inputs, _options(a.reduce_op))
+    return outputs if several else outputs[0]
+
+
+@_handles("_c10d_functional::all_to_all_single")
+def _exchanged(a: Any, mine: RankGroup) -> Any:
+    rows, splits = a.input.shape[0], a.output_split_sizes
+    output = a.input.new_empty((sum(splits) if splits else rows, *a.input.shape[1:]))
+    mine.all_to_all_single(output, a.input, splits, a.input_split_sizes)
+    return output
+
+
+@_handles("_dtensor::shard_dim_alltoall")
+def _shard_dim_all_to_all(a: Any, mine: RankGroup) -> Any:
+    """Everybody's part along `gather_dim`, cut along `shard_dim`."""
+    parts = [torch.empty_like(a.input, memory_format=torch.contiguous_format) for _ in range(mine.size())]
+    mine.allgather([parts], [a.input])
+    return torch.cat(parts, a.gather_dim).chunk(mine.size(), a.shard_dim)[mine.rank()].contiguous()

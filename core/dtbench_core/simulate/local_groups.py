@@ -1,0 +1,131 @@
+"""Which ranks meet in a collective when only one process stands for all of them.
+
+The process is one rank of a fake world, and knows just that rank's groups. But a group of a DeviceMesh
+dim is one of several that lie side by side (its fibres): in the mesh [[0, 1], [2, 3]] the groups of the
+inner dim are 0-1 and 2-3, and a call on the one is, on the other ranks, a call on the other.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtbench_core.errors import SimulationError
+from dtbench_core.simulate.group import Signature, ThreadGroup, name_ranks
+from dtbench_core.torch_compat import mesh_dim_groups
+
+Fibres = tuple[tuple[int, ...], ...]
+
+
+# ---- meshes ----
+
+
+def coordinate_of(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
+    """Where `rank` stands in `mesh`, or in the sibling of it that holds `rank`; None outside."""
+    found = []
+    for dim in range(mesh.ndim):
+        fibre = next((f for f in mesh_dim_groups(mesh, dim) if rank in f), None)
+        if fibre is None:
+            return None
+        found.append(fibre.index(rank))
+    return tuple(found)
+
+
+# ---- process groups ----
+
+# Told with `declare_group`, or found; by the group's name, which is unique in a world.
+_declared: weakref.WeakKeyDictionary[ProcessGroup, Fibres] = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[ProcessGroup, Fibres] = weakref.WeakKeyDictionary()
+
+
+def declare_group(group: ProcessGroup, fibres: Sequence[Sequence[int]]) -> None:
+    """Tells a simulation which ranks call a collective on `group`, or on their own counterpart of it.
+
+    Needed only for groups made by hand: those of a DeviceMesh are known.
+
+    Args:
+        fibres: the global ranks of each group, in group order; one of them is `group`'s own. Ranks in
+            none of them take no part.
+
+    Raises:
+        SimulationError: `group`'s own ranks are not among them.
+    """
+    listed = tuple(tuple(ranks) for ranks in fibres)
+    own = tuple(dist.get_process_group_ranks(group))
+    if own not in listed:
+        raise SimulationError(
+            f"declare_group got {list(map(list, listed))} for the group of {name_ranks(own)}, expected the ranks of "
+            "all groups, this one's among them"
+        )
+    _declared[group] = listed
+
+
+def fibres_of_group(group: ProcessGroup) -> tuple[Fibres, bool]:
+    """(the groups that meet in a collective on `group`, whether ranks in none of them may skip it)."""
+    told = _declared.get(group)
+    if told is not None:
+        return told, True
+    found = _found.get(group)
+    if found is None:
+        found = _found[group] = _find(group)
+    return found, False
+
+
+def _find(group: ProcessGroup) -> Fibres:
+    own = tuple(dist.get_process_group_ranks(group))
+    if len(own) == dist.get_world_size() or not group.group_desc.startswith("mesh"):
+        return (own,)
+    # A group does not know its mesh. Looking through all objects is slow, and done once per group.
+    for found in gc.get_objects():
+        if issubclass(type(found), DeviceMesh):  # isinstance would ask objects, which may do anything
+            for dim, name in enumerate(_group_names(found)):
+                if name == group.group_name:
+                    return mesh_dim_groups(found, dim)
+    return (own,)
+
+
+def _group_names(mesh: DeviceMesh) -> list[str]:
+    try:
+        return [g.group_name for g in mesh.get_all_groups()]
+    except (RuntimeError, ValueError, KeyError):  # a mesh of a world that is gone, or of other ranks
+        return []
+
+
+class Arrival(NamedTuple):
+    """A rank's collective call, recorded: `finish([call of each rank], signature)` is the maths."""
+
+    ranks: tuple[int, ...]
+    group_name: str
+    signature: Signature
+    finish: Callable[..., None]
+    call: Any
+
+
+class RankGroup(ThreadGroup):
+    """A simulated rank's end of a process group. `arrive` gets what a collective call recorded."""
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: tuple[int, ...],
+        name: str,
+        arrive: Callable[[RankGroup, Arrival, Any], dist.Work],
+    ) -> None:
+        super(ThreadGroup, self).__init__(ranks.index(rank), len(ranks))
+        self._me, self._n, self._name = ranks.index(rank), len(ranks), name
+        self.ranks, self._arrive = ranks, arrive
+
+    def _call(self, signature: Signature, finish: Callable[..., None], call: Any, results: Any = None) -> Any:
+        return self._arrive(self, Arrival(self.ranks, self._name, signature, finish, call), results)
+
+    def getBackendName(self) -> str:  # noqa: N802 (c10d's name)
+        return "dtbench_local_tensor"
+
+    def __repr__(self) -> str:
+        return f"RankGroup({self._name!r}, {name_ranks(self.ranks)}, group rank {self._me})"

@@ -1,0 +1,380 @@
+"""LocalTensorMode: the ranks of a world, run as one program. See local_tensor.py for how to use it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
+
+from dtbench_core.errors import SimulationError
+from dtbench_core.simulate import local_patches
+from dtbench_core.simulate.group import describe
+from dtbench_core.simulate.local_collectives import NAMESPACES, issue
+from dtbench_core.simulate.local_groups import Arrival, RankGroup
+from dtbench_core.simulate.local_int import describe_ranks, local_int
+from dtbench_core.simulate.local_random import RankStates, default_generators
+from dtbench_core.simulate.local_run import Inputs, RankRun, counted_once, meet, verdict
+from dtbench_core.simulate.local_tensor import (
+    LocalTensor,
+    Parts,
+    PlainCopies,
+    is_random,
+    joined,
+    ranks_of,
+    run_on_each,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class LocalTensorMode(TorchDispatchMode):
+    """`with LocalTensorMode(4):` runs the program inside once, for ranks 0 to 3 of a fake world.
+
+    Args:
+        ranks: how many ranks from 0 on, or which. All ranks of a group must be simulated for a
+            collective on it.
+
+    Raises:
+        SimulationError: no rank; on entry: no process group, or one with fewer ranks; a mode is active.
+    """
+
+    def __init__(self, ranks: int | Iterable[int]) -> None:
+        super().__init__()
+        self.ranks: tuple[int, ...] = tuple(range(ranks) if isinstance(ranks, int) else sorted(set(ranks)))
+        if not self.ranks or self.ranks[0] < 0:
+            raise SimulationError(f"got ranks {ranks}, expected at least one, from 0 on")
+        self._run: RankRun | None = None  # the rank that runs alone
+        self._alone = False  # by the user's wish
+        self._suspended = False
+        self._take_back: Callable[[], None] | None = None
+
+    def __enter__(self) -> LocalTensorMode:
+        if not dist.is_initialized() or dist.get_world_size() <= self.ranks[-1]:
+            raise SimulationError(
+                f"got a LocalTensorMode of ranks {describe_ranks(self.ranks)} "
+                + (f"in a world of {dist.get_world_size()}" if dist.is_initialized() else "without a world")
+                + ', expected one that has them: dist.init_process_group("fake", rank=0, '
+                f"world_size={self.ranks[-1] + 1}, store=FakeStore()) (torch.testing._internal.distributed.fake_pg)"
+            )
+        self._take_back = local_patches.install(self)
+        self.random = RankStates(self.ranks)
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        assert self._take_back is not None
+        self._take_back()
+
+    # ---- where code runs ----
+
+    @property
+    def current(self) -> int | None:
+        """The rank that code runs as, None where it stands for all."""
+        return None if self._run is None else self._run.rank
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, ops are torch's own again, and tensors made there are plain."""
+        kept, self._suspended = self._suspended, True
+        try:
+            yield
+        finally:
+            self._suspended = kept
+
+    @contextmanager
+    def as_rank(self, rank: int) -> Iterator[None]:
+        """Inside, code runs as `rank` alone: its coordinates and random numbers, plain tensors.
+
+        Take its part of a LocalTensor with `shard(rank)`. A collective is an error: the others are not there.
+        """
+        if rank not in self.ranks:
+            raise SimulationError(f"got rank {rank}, expected one of {describe_ranks(self.ranks)}")
+        states = self.random.start(default_generators())
+        self._alone = True
+        try:
+            with self._as(RankRun(rank), states, states):
+                yield
+        finally:
+            self._alone = False
+            self.random.finish(states)
+
+    @contextmanager
+    def _as(self, run: RankRun, states: dict[Any, Any], begin: dict[Any, Any]) -> Iterator[None]:
+        """Code runs as `run`'s rank, with the random `states`; `begin` holds those of all ranks."""
+        if self._run is not None:
+            raise SimulationError(f"got rank {run.rank} inside code that runs as rank {self._run.rank}")
+        forget = local_patches.know_meshes(run.rank)
+        self._run, self._states, self._begin = run, states, begin
+        try:
+            with self._seen(), self.random.as_rank(run.rank, states):
+                yield
+        finally:
+            self._run = None
+            forget()
+
+    @contextmanager
+    def _seen(self) -> Iterator[None]:
+        """This mode sees the ops inside: torch takes a mode off while it handles one."""
+        if self in _get_current_dispatch_mode_stack():
+            yield
+            return
+        TorchDispatchMode.__enter__(self)
+        try:
+            yield
+        finally:
+            TorchDispatchMode.__exit__(self, None, None, None)
+
+    # ---- ops ----
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._suspended:
+            return op(*args, **kwargs)
+        if self._run is not None:
+            return self._dispatch_alone(self._run, op, types, args, kwargs)
+        if any(kind is not LocalTensor for kind in types):
+            return NotImplemented
+        if op.namespace in NAMESPACES:
+            copies = PlainCopies(op, args, kwargs)
+            result = self.across(
+                functools.partial(self._issue, op), args, kwargs, what=str(op), copies=copies, keep=False
+            )
+            copies.write_back(str(op))
+            return result
+        return self._dispatch_all(op, args, kwargs)
+
+    def _dispatch_all(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        ranks = ranks_of(args, kwargs)
+        if is_random(op):
+            return self._draw(op, args, kwargs, ranks or self.ranks)
+        if ranks is None:
+            leaves = tree_leaves((args, kwargs))
+            if op is torch.ops.aten.lift_fresh.default:  # torch.tensor(...)
+                return LocalTensor({rank: args[0].clone() for rank in self.ranks})
+            plain = any(isinstance(x, torch.Tensor) for x in leaves)
+            if plain or torch.device("meta") in leaves or not _gives_tensor(op):
+                return op(*args, **kwargs)
+        return run_on_each(op, args, kwargs, ranks or self.ranks)
+
+    def _draw(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], ranks: Sequence[int]) -> Any:
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)]
+        states = self.random.start(given or default_generators())
+
+        def call(rank: int, run: Callable[[], Any]) -> Any:
+            with self.random.as_rank(rank, states):
+                return run()
+
+        try:
+            return run_on_each(op, args, kwargs, ranks, call)
+        finally:
+            self.random.finish(states)
+
+    def _dispatch_alone(
+        self, run: RankRun, op: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        if LocalTensor in types:
+            raise SimulationError(
+                f"{op} got a LocalTensor in code that runs as rank {run.rank}: take its part, x.shard({run.rank}), or "
+                "pass it as an argument of the function"
+            )
+        if types:
+            return NotImplemented
+        if op.namespace in NAMESPACES:
+            return self._issue(op, *args, **kwargs)
+        if is_random(op):
+            for given in tree_leaves((args, kwargs)):
+                if isinstance(given, torch.Generator) and given not in self._states:
+                    self._states[given] = dict(self._begin.setdefault(given, self.random.of(given)))
+        return op(*args, **kwargs)
+
+    # ---- collectives ----
+
+    def _issue(self, op: Any, /, *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        assert run is not None
+        return issue(op, args, kwargs, lambda group: local_patches.rank_group(group, run.rank))
+
+    def arrive(self, group: RankGroup, arrival: Arrival, results: Any) -> dist.Work:
+        """A collective called by the rank that runs."""
+        if self._run is None or self._alone:
+            raise SimulationError(
+                f"{describe(arrival.signature)} was called on {group}, in code that runs as one rank alone: run it in "
+                "a function under rank_map, which lets the others come"
+            )
+        return self._run.arrive(group, arrival, results)
+
+    # ---- rank by rank ----
+
+    def across(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        what: str,
+        ranks: Sequence[int] | None = None,
+        parts: Parts | None = None,
+        copies: PlainCopies | None = None,
+        keep: bool = True,
+    ) -> Any:
+        """`fn` once as each rank, with the rank's parts of the arguments; the results as one.
+
+        Args:
+            what: `fn`, for messages.
+            ranks: by default those of the arguments, or all.
+            keep: put inputs back before a rank starts again; not needed where `fn` only reads them.
+
+        Raises:
+            SimulationError: ranks diverged, or results that cannot be one.
+            Exception: what `fn` raised on every rank.
+        """
+        if self._run is not None:
+            raise SimulationError(f"{what} was called in code that runs as rank {self._run.rank}")
+        kwargs, parts = kwargs or {}, parts or Parts()
+        ranks = ranks or ranks_of(args, kwargs) or self.ranks
+        runs = {rank: RankRun(rank) for rank in ranks}
+        inputs = Inputs() if keep else None
+        begin = self.random.start(_generators((args, kwargs)))
+        ended = {generator: dict(states) for generator, states in begin.items()}
+        try:
+            while True:
+                for run in runs.values():
+                    if not run.over:
+                        self._attempt(run, fn, (args, kwargs), parts, copies, inputs, begin, ended)
+                if all(run.over for run in runs.values()):
+                    break
+                with self.suspended():
+                    if not meet(runs):
+                        break
+        finally:
+            self.random.finish(ended)
+        verdict(runs)
+        return joined({rank: run.result for rank, run in runs.items()}, parts, what)
+
+    def _attempt(
+        self,
+        run: RankRun,
+        fn: Callable[..., Any],
+        given: tuple[Sequence[Any], dict[str, Any]],
+        parts: Parts,
+        copies: PlainCopies | None,
+        inputs: Inputs | None,
+        begin: dict[Any, Any],
+        ended: dict[Any, Any],
+    ) -> None:
+        states = {generator: dict(held) for generator, held in begin.items()}
+        first = run.rank == min(self.ranks)
+        with counted_once(first) as count, self._as(run, states, begin):
+            mine = given if copies is None else copies.of(given, run.rank, parts)
+            args, kwargs = parts.of(mine, run.rank)
+            if inputs is not None:
+                with self.suspended():
+                    inputs.keep((args, kwargs))
+            run.attempt(lambda: fn(*args, **kwargs))
+            if run.over:
+                count()
+            elif inputs is not None:
+                with self.suspended():
+                    inputs.put_back()
+        for generator, held in states.items():
+            if run.over:
+                ended.setdefault(generator, dict(begin[generator]))[run.rank] = held[run.rank]
+
+    def rank_map(self, fn: Callable[[int], Any]) -> Any:
+        """`fn(rank)` as each rank: its tensors as a LocalTensor, its numbers as one or per rank.
+
+        Args:
+            fn: without side effects, as it may run several times. It may call collectives.
+        """
+        return self.across(fn, [local_int({r: r for r in self.ranks})], what=_name(fn), ranks=self.ranks)
+
+    def tensor_map(self, tensor: torch.Tensor, fn: Callable[[int, torch.Tensor], Any]) -> Any:
+        """`fn(rank, its tensor)` as each rank. Ranks for which it gives None hold nothing of the result."""
+        _refuse_grad(tensor)
+        ranks = ranks_of(tensor) or self.ranks
+        kept: dict[int, Any] = {}
+
+        def run(rank: int, held: torch.Tensor) -> None:
+            kept[rank] = fn(rank, held)
+
+        self.across(run, [local_int({r: r for r in ranks}), tensor], what=_name(fn), ranks=ranks)
+        return joined({r: v for r, v in kept.items() if v is not None}, Parts(), _name(fn))
+
+
+def _generators(given: Any) -> list[torch.Generator]:
+    return [*default_generators(), *(x for x in tree_leaves(given) if isinstance(x, torch.Generator))]
+
+
+def _gives_tensor(op: Any) -> bool:
+    return any("Tensor" in str(r.type) for r in op._schema.returns)
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", repr(fn))
+
+
+def _refuse_grad(*given: Any) -> None:
+    if torch.is_grad_enabled():
+        for value in tree_leaves(given):
+            if isinstance(value, LocalTensor) and value.requires_grad:
+                raise SimulationError(
+                    "got a LocalTensor that requires grad for a function run per rank, which autograd cannot see "
+                    "into: pass it detached, or run it under torch.no_grad()"
+                )
+
+
+# ---- the same where nothing is simulated ----
+
+
+def local_tensor_mode() -> LocalTensorMode | None:
+    """The mode that is active, if any."""
+    return local_patches.active  # type: ignore[return-value]
+
+
+def rank_map(fn: Callable[[int], Any]) -> Any:
+    """`LocalTensorMode.rank_map`; without a mode, `fn` of this process's rank."""
+    mode = local_tensor_mode()
+    return fn(dist.get_rank()) if mode is None or mode.current is not None else mode.rank_map(fn)
+
+
+def tensor_map(tensor: torch.Tensor, fn: Callable[[int, torch.Tensor], Any]) -> Any:
+    """`LocalTensorMode.tensor_map`; without a mode, `fn` of this process's rank and tensor."""
+    mode = local_tensor_mode()
+    if mode is None or mode.current is not None:
+        return fn(dist.get_rank(), tensor)
+    return mode.tensor_map(tensor, fn)
+
+
+def maybe_run_for_local_tensor(fn: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a function of a rank's tensors and numbers, without side effects.
+
+    With LocalTensors or rank-dependent numbers as arguments, in a LocalTensorMode, it runs as each rank
+    with that rank's. Otherwise it is the function itself.
+    """
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        mode = local_tensor_mode()
+        if mode is None or mode.current is not None or ranks_of(args, kwargs) is None:
+            return fn(*args, **kwargs)
+        _refuse_grad(args, kwargs)
+        result: R = mode.across(fn, args, dict(kwargs), what=_name(fn))
+        return result
+
+    return call
+
+
+def per_rank(value: Any, ranks: Iterable[int]) -> list[Any]:
+    """`value` as each of `ranks` has it."""
+    parts = Parts()
+    return [parts.of(value, rank) for rank in ranks]

@@ -1,0 +1,231 @@
+"""What a program asks torch about its rank, answered for simulated ranks while a LocalTensorMode is on.
+
+`dist.get_rank()` and the coordinates in a DeviceMesh become rank-dependent numbers, or the one rank's
+where code runs as one rank; a mesh dim's group becomes that rank's end of it. torch.distributed itself
+still sees the one rank of the fake world, whose process this is.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtbench_core import mesh as core_mesh
+from dtbench_core.errors import SimulationError
+from dtbench_core.simulate.local_groups import Arrival, RankGroup, coordinate_of, fibres_of_group
+from dtbench_core.simulate.local_int import describe_ranks, local_int, values_of
+from dtbench_core.simulate.local_random import RankStates
+from dtbench_core.simulate.local_tensor import LocalTensor, joined_states
+
+
+class Simulation(Protocol):
+    """What the answers depend on: a LocalTensorMode."""
+
+    ranks: tuple[int, ...]
+    random: RankStates
+
+    @property
+    def current(self) -> int | None:
+        """The rank that code runs as, None where it stands for all."""
+
+    def suspended(self) -> AbstractContextManager[None]: ...
+
+    def arrive(self, group: RankGroup, arrival: Arrival, results: Any) -> dist.Work: ...
+
+
+_ends: weakref.WeakKeyDictionary[ProcessGroup, dict[int, RankGroup]] = weakref.WeakKeyDictionary()
+active: Simulation | None = None
+
+
+def rank_group(group: ProcessGroup, rank: int) -> RankGroup:
+    """`rank`'s end of `group`, or of the group that is its counterpart there.
+
+    Raises:
+        SimulationError: it is not known what the rank has in the place of `group`.
+    """
+    if isinstance(group, RankGroup):
+        return group
+    ends = _ends.setdefault(group, {})
+    if rank not in ends:
+        fibres, _ = fibres_of_group(group)
+        ranks = next((f for f in fibres if rank in f), None)
+        if ranks is None:
+            raise SimulationError(
+                f"got a collective on the group of ranks {describe_ranks(fibres[0])}, which does not say what rank "
+                f"{rank} does: use the group of a DeviceMesh dim, or tell with declare_group(group, [[0, 1], ...]) "
+                "which ranks call it together, and take only those (tensor_map)"
+            )
+        ends[rank] = RankGroup(rank, ranks, group.group_name, _arrive)
+    return ends[rank]
+
+
+def _arrive(group: RankGroup, arrival: Arrival, results: Any) -> dist.Work:
+    if active is None:
+        raise SimulationError(f"{group} belongs to a LocalTensorMode that is over")
+    return active.arrive(group, arrival, results)
+
+
+# ---- answers ----
+
+
+def _simulation() -> Simulation:
+    assert active is not None  # patched only while one is active
+    return active
+
+
+def _get_rank(group: ProcessGroup | None = None) -> Any:
+    now = _simulation()
+    ranks = now.ranks if now.current is None else (now.current,)
+    if group is None:
+        return local_int({r: r for r in ranks})
+    if isinstance(group, RankGroup):
+        return group.rank()
+    fibres = (
+        fibres_of_group(group)[0] if group != dist.group.WORLD else (tuple(range(dist.get_world_size())),)
+    )
+    return local_int({r: next((f.index(r) for f in fibres if r in f), -1) for r in ranks})
+
+
+def _get_coordinate(mesh: DeviceMesh) -> Any:
+    now = _simulation()
+    if now.current is not None:
+        return coordinate_of(mesh, now.current)
+    inside = {r: c for r in now.ranks if (c := coordinate_of(mesh, r)) is not None}
+    if not inside:
+        return None
+    return tuple(local_int({r: c[d] for r, c in inside.items()}) for d in range(mesh.ndim))
+
+
+def _get_local_rank(mesh: DeviceMesh, mesh_dim: int | str | None = None) -> Any:
+    if mesh_dim is None:
+        if mesh.ndim != 1:
+            raise SimulationError(
+                f"get_local_rank got no mesh_dim for a mesh of {mesh.ndim} dims, expected one"
+            )
+        mesh_dim = 0
+    if isinstance(mesh_dim, str):
+        mesh_dim = tuple(mesh.mesh_dim_names or ()).index(mesh_dim)
+    coordinate = _get_coordinate(mesh)
+    if coordinate is None:
+        raise SimulationError(f"no simulated rank is in {mesh}")
+    return coordinate[mesh_dim]
+
+
+def _get_group(original: Callable[..., ProcessGroup], mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
+    now = _simulation()
+    group = original(mesh, *args, **kwargs)
+    return group if now.current is None else rank_group(group, now.current)
+
+
+def _outside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Makes a mesh: a matter of the process, not of its ranks."""
+    with _simulation().suspended():
+        given = torch.utils._pytree.tree_map(
+            lambda x: x.reconcile() if isinstance(x, LocalTensor) else x, (args, kwargs)
+        )
+        return original(*given[0], **given[1])
+
+
+def _manual_seed(original: Callable[[int], torch.Generator], seed: Any) -> torch.Generator:
+    now, seeds = _simulation(), values_of(seed)
+    generator = torch.default_generator
+    if seeds is not None:
+        states = {rank: torch.Generator().manual_seed(s).get_state() for rank, s in seeds.items()}
+        now.random.set(generator, states)
+        return generator
+    made = original(seed)
+    if now.current is None:
+        now.random.reset_all()
+    return made
+
+
+def _get_rng_state(original: Callable[[], torch.Tensor]) -> torch.Tensor:
+    now = _simulation()
+    return original() if now.current is not None else joined_states(now.random.of(torch.default_generator))
+
+
+def _set_rng_state(original: Callable[[torch.Tensor], None], state: torch.Tensor) -> None:
+    now = _simulation()
+    if isinstance(state, LocalTensor):
+        now.random.set(torch.default_generator, {r: state.shard(r) for r in state.ranks})
+        return
+    original(state)
+    if now.current is None:
+        now.random.reset(torch.default_generator)
+
+
+# (of what, name, the answer, whether it needs the original)
+_ANSWERS: list[tuple[Any, str, Callable[..., Any], bool]] = [
+    (dist, "get_rank", _get_rank, False),
+    (DeviceMesh, "get_rank", lambda mesh: _get_rank(), False),
+    (DeviceMesh, "get_coordinate", _get_coordinate, False),
+    (DeviceMesh, "get_local_rank", _get_local_rank, False),
+    (DeviceMesh, "get_group", _get_group, True),
+    (DeviceMesh, "_is_current_rank_part_of_mesh", lambda mesh: _get_coordinate(mesh) is not None, False),
+    (DeviceMesh, "_sym_get_coordinate", lambda mesh, index: _get_coordinate(mesh)[index], False),
+    (DeviceMesh, "__init__", _outside, True),
+    (DeviceMesh, "__getitem__", _outside, True),
+    (DeviceMesh, "_flatten", _outside, True),
+    (torch, "manual_seed", _manual_seed, True),
+    (torch.random, "manual_seed", _manual_seed, True),
+    (torch, "get_rng_state", _get_rng_state, True),
+    (torch.random, "get_rng_state", _get_rng_state, True),
+    (torch, "set_rng_state", _set_rng_state, True),
+    (torch.random, "set_rng_state", _set_rng_state, True),
+]
+# The core's knowledge of meshes, per simulated rank and (for a set of ranks) of all: see `know_meshes`.
+_mesh_tables: dict[Any, tuple[dict[Any, Any], dict[Any, Any]]] = {}
+
+
+def know_meshes(ranks: int | tuple[int, ...]) -> Callable[[], None]:
+    """Gives the core what it knows of meshes as one rank, or as all of them. The result takes it back."""
+    kept = core_mesh._by_object, core_mesh._by_value
+    core_mesh._by_object, core_mesh._by_value = _mesh_tables.setdefault(ranks, ({}, {}))
+
+    def take_back() -> None:
+        core_mesh._by_object, core_mesh._by_value = kept
+
+    return take_back
+
+
+def install(simulation: Simulation) -> Callable[[], None]:
+    """Answers for `simulation` from now on. The result takes it back.
+
+    Raises:
+        SimulationError: another simulation is active.
+    """
+    global active
+    if active is not None:
+        raise SimulationError(
+            "got a LocalTensorMode inside another, expected one at a time: take some of its ranks with tensor_map"
+        )
+    active = simulation
+    kept = [(owner, name, getattr(owner, name)) for owner, name, _, _ in _ANSWERS]
+    for (owner, name, answer, needs), (_, _, original) in zip(_ANSWERS, kept, strict=True):
+        setattr(owner, name, _bound(answer, original) if needs else answer)
+    forget = know_meshes(simulation.ranks)
+
+    def take_back() -> None:
+        global active
+        active = None
+        forget()
+        for owner, name, original in kept:
+            setattr(owner, name, original)
+
+    return take_back
+
+
+def _bound(answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return answer(original, *args, **kwargs)
+
+    return call

@@ -1,0 +1,88 @@
+"""A state of every random generator per simulated rank.
+
+The process has one generator where each rank of a real world has its own. Here every rank has a state,
+and the generator takes a rank's state while the rank draws. Between draws it holds the first rank's.
+A generator whose state somebody else has changed meanwhile, say by `manual_seed`, was changed on every
+rank: the program is run once, for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+State = torch.Tensor
+
+
+def default_generators() -> list[torch.Generator]:
+    """Those that ops without `generator=` may draw from."""
+    found = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return found
+
+
+class RankStates:
+    """The states of all generators on `ranks`, which start from what the generators hold when first met."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._ranks = tuple(sorted(ranks))
+        # Only of generators that ranks hold in different states: else the generator's own is everybody's.
+        self._states: dict[torch.Generator, dict[int, State]] = {}
+
+    def reset(self, generator: torch.Generator) -> None:
+        """Every rank takes the generator's present state."""
+        self._states.pop(generator, None)
+
+    def reset_all(self) -> None:
+        for generator in default_generators():
+            self.reset(generator)
+
+    def of(self, generator: torch.Generator) -> dict[int, State]:
+        """rank -> state."""
+        states, now = self._states.get(generator), generator.get_state()
+        if states is not None and torch.equal(now, states[self._ranks[0]]):
+            return dict(states)
+        self._states.pop(generator, None)
+        return dict.fromkeys(self._ranks, now)
+
+    def set(self, generator: torch.Generator, states: Mapping[int, State]) -> None:
+        """Gives ranks their states."""
+        self._keep(generator, {**self.of(generator), **states})
+
+    def _keep(self, generator: torch.Generator, states: dict[int, State]) -> None:
+        first = states[self._ranks[0]]
+        if all(state is first or torch.equal(state, first) for state in states.values()):
+            self._states.pop(generator, None)
+        else:
+            self._states[generator] = states
+        _take(generator, first)
+
+    def start(self, generators: Iterable[torch.Generator]) -> dict[torch.Generator, dict[int, State]]:
+        """The states that `as_rank` starts from."""
+        return {g: self.of(g) for g in generators}
+
+    @contextmanager
+    def as_rank(self, rank: int, states: dict[torch.Generator, dict[int, State]]) -> Iterator[None]:
+        """The generators draw as `rank`'s; what they hold at the end goes into `states`."""
+        for generator, held in states.items():
+            _take(generator, held[rank])
+        try:
+            yield
+        finally:
+            for generator, held in states.items():
+                now = generator.get_state()
+                if not torch.equal(now, held[rank]):
+                    held[rank] = now
+
+    def finish(self, states: dict[torch.Generator, dict[int, State]]) -> None:
+        """Keeps what the ranks' runs left in `states`."""
+        for generator, held in states.items():
+            self._keep(generator, held)
+
+
+def _take(generator: torch.Generator, state: State) -> None:
+    if not torch.equal(generator.get_state(), state):
+        generator.set_state(state)

@@ -1,0 +1,230 @@
+"""Running a function once per simulated rank, with collectives between the runs.
+
+Ranks run one after the other, yet a collective needs all of them. So a rank that comes to one is
+stopped there, by an exception, and the next rank runs. Once all ranks of the group stand at the same
+collective it is done as maths over what they brought, and the ranks start again from the beginning:
+collectives that were done before are answered from memory, so that each gets further. The function
+must therefore do the same each time it runs. Its inputs are put back before it starts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dtbench_core import comm
+from dtbench_core.errors import SimulationError
+from dtbench_core.simulate.group import Signature, describe, name_ranks
+from dtbench_core.simulate.local_groups import Arrival, RankGroup
+
+Tensors = list[torch.Tensor]
+
+
+class AtCollective(BaseException):
+    """Takes a rank out of its function until the others have come. No `except Exception` may stop it."""
+
+
+class Done(dist.Work):
+    """The Work of a collective whose results are there."""
+
+    def __init__(self, results: Any) -> None:
+        super().__init__()
+        self._results = results
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(self._results)
+        return future
+
+
+class RankRun:
+    """One rank's way through a function. `over` once it has returned or raised."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.over = False
+        self.result: Any = None
+        self.error: Exception | None = None
+        self.arrival: Arrival | None = None  # where it stands
+        self._answers: list[tuple[Signature, list[torch.Tensor | None]]] = []
+        self._next = 0
+
+    def attempt(self, fn: Callable[[], Any]) -> None:
+        """Runs `fn` until it is over or at a collective that is not answered yet."""
+        self._next, self.arrival = 0, None
+        try:
+            self.result = fn()
+            self.over = True
+        except AtCollective:
+            pass
+        except Exception as error:
+            self.error, self.over = error, True
+
+    def arrive(self, group: RankGroup, arrival: Arrival, results: Any) -> dist.Work:
+        """Answers a collective that is done, else stops here.
+
+        Raises:
+            AtCollective: to be caught by `attempt`.
+            SimulationError: the function did not do as it did before.
+        """
+        if self._next == len(self._answers):
+            self.arrival = arrival._replace(call=_copied(arrival.call))
+            raise AtCollective
+        signature, written = self._answers[self._next]
+        self._next += 1
+        if signature != arrival.signature:
+            raise SimulationError(
+                f"rank {self.rank} called {describe(arrival.signature)} where it had called {describe(signature)} "
+                "when it ran before: the function must do the same each time, without side effects"
+            )
+        for tensor, value in zip(_tensors(arrival.call), written, strict=True):
+            if value is not None:
+                tensor.copy_(value)
+        return Done(results)
+
+    def answer(self, signature: Signature, written: list[torch.Tensor | None]) -> None:
+        self._answers.append((signature, written))
+
+
+def _copied(call: Any) -> Any:
+    """A copy of what a rank brought: the maths writes to it, and the rank must find its own unchanged."""
+    return tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, call)
+
+
+def _tensors(call: Any) -> Tensors:
+    return [x for x in tree_leaves(call) if isinstance(x, torch.Tensor)]
+
+
+def meet(runs: dict[int, RankRun]) -> bool:
+    """Does every collective that all ranks of its group have come to; whether there was one.
+
+    Raises:
+        SimulationError: ranks of one group came to different collectives, or a rank of it is not simulated.
+    """
+    groups: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    for rank, run in runs.items():
+        if run.arrival is not None:
+            groups.setdefault((run.arrival.ranks, run.arrival.group_name), []).append(rank)
+    met = False
+    for (ranks, _), here in groups.items():
+        missing = [rank for rank in ranks if rank not in runs]
+        if missing:
+            arrival = runs[here[0]].arrival
+            assert arrival is not None
+            raise SimulationError(
+                f"{describe(arrival.signature)} of {name_ranks(ranks)} needs {name_ranks(missing)} too, but only "
+                f"{name_ranks(list(runs))} take part: simulate all ranks of the group"
+            )
+        if len(here) == len(ranks):
+            _do([runs[rank] for rank in ranks])
+            met = True
+    return met
+
+
+def _do(runs: Sequence[RankRun]) -> None:
+    """One collective, of these ranks in the order of the group."""
+    arrivals = [run.arrival for run in runs if run.arrival is not None]
+    first = arrivals[0]
+    for run, arrival in zip(runs, arrivals, strict=True):
+        if arrival.signature != first.signature:
+            raise SimulationError(
+                f"mismatched collectives: rank {run.rank} called {describe(arrival.signature)} where rank "
+                f"{runs[0].rank} called {describe(first.signature)}, in the group of {name_ranks(first.ranks)}; every "
+                "rank of a group must issue the same collectives in the same order"
+            )
+    before = [[t.clone() for t in _tensors(a.call)] for a in arrivals]
+    try:
+        with torch.no_grad():
+            first.finish([a.call for a in arrivals], first.signature)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise SimulationError(
+            f"{describe(first.signature)} of {name_ranks(first.ranks)} failed: {error}"
+        ) from error
+    for run, arrival, old in zip(runs, arrivals, before, strict=True):
+        written = [
+            None if _identical(was, now) else now
+            for was, now in zip(old, _tensors(arrival.call), strict=True)
+        ]
+        run.answer(arrival.signature, written)
+
+
+def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, as far as it matters: NaN counts as written."""
+    return torch.equal(a, b)
+
+
+def verdict(runs: dict[int, RankRun]) -> None:
+    """Raises for ranks that raised, or that wait for a collective which will never be.
+
+    Raises:
+        SimulationError: ranks diverged; who did what, from the first error.
+        Exception: what the first rank raised, if all did.
+    """
+    raised = {r: run.error for r, run in runs.items() if run.error is not None}
+    waiting = {r: run.arrival for r, run in runs.items() if not run.over and run.arrival is not None}
+    if not raised and not waiting:
+        return
+    first = next(iter(raised.values()), None)
+    if first is not None and len(raised) == len(runs):
+        first.add_note(f"on simulated {name_ranks(list(raised))}")
+        raise first
+    did: dict[str, list[int]] = {}
+    for rank in runs:
+        error = raised.get(rank)
+        if error is not None:
+            what = f"raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        elif rank in waiting:
+            what = f"waited in {describe(waiting[rank].signature)} of {name_ranks(waiting[rank].ranks)}"
+        else:
+            what = "returned"
+        did.setdefault(what, []).append(rank)
+    listed = ", ".join(f"{name_ranks(ranks)} {what}" for what, ranks in did.items())
+    raise SimulationError(
+        f"{'hang' if waiting else 'diverged'}: {listed}; every rank must go the same way"
+    ) from first
+
+
+class Inputs:
+    """Puts tensors back as they were, should a run that has to start again have written to them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def keep(self, given: Any) -> None:
+        for tensor in tree_leaves(given):
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in self._kept:
+                self._kept[id(tensor)] = (tensor, tensor.detach().clone())
+
+    def put_back(self) -> None:
+        for tensor, kept in self._kept.values():
+            if not torch.equal(tensor, kept):
+                tensor.detach().copy_(kept)
+
+
+@contextmanager
+def counted_once(count: bool) -> Iterator[Callable[[], None]]:
+    """Counters of collectives see a rank's run only if `count`, and the yielded function is called."""
+    counters = list(comm._counting)
+    seen = comm.CommCount()
+    comm._counting[:] = [seen] if count and counters else []
+
+    def keep() -> None:
+        for counter in counters:
+            counter.calls.update(seen.calls)
+            counter.bytes.update(seen.bytes)
+
+    try:
+        yield keep
+    finally:
+        comm._counting[:] = counters

@@ -1,0 +1,485 @@
+"""LocalTensor: every rank's tensor of a sharded program, inside one process, to look at it and debug it.
+
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    mesh = init_device_mesh("cpu", (4,))
+    with LocalTensorMode(4):
+        x = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])
+        print(x.to_local())             # all ranks' shards, with their ranks
+        y = x.sum().full_tensor()       # the all-reduce is maths over the shards
+        print(y.reconcile())            # the one tensor all ranks hold, or an error naming who differs
+
+The program is run once, and stands for all ranks:
+
+- A tensor made inside the mode is a LocalTensor: a tensor per rank. An op runs on each rank's; a
+  collective, of this package or of torch.distributed, is done as maths over the ranks of each group.
+  Tensors made before are plain, and the same on every rank.
+- What differs between ranks is a number per rank: `shape` of uneven shards, `dist.get_rank()`,
+  `mesh.get_coordinate()`, `item()`. One can compute with it; to branch on it is an error (local_int.py).
+- What has to run rank by rank goes into a function: `rank_map(lambda rank: torch.full((2,), rank))`,
+  or `@maybe_run_for_local_tensor` on one that takes a rank's tensors and numbers and gives new ones.
+  Collectives are allowed there. It may run several times: it must not have side effects.
+- `with mode.as_rank(2):` is rank 2 alone: its coordinates, its random numbers, plain tensors.
+- Autograd sees LocalTensors like tensors. Every rank has its own random state; `torch.manual_seed`
+  sets all.
+
+Ranks that would hang or diverge in a real world raise a SimulationError that names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from dtbench_core.errors import RankDependentError, SimulationError
+from dtbench_core.simulate.local_int import describe_ranks, describe_values, local_number, values_of
+from dtbench_core.torch_compat import make_wrapper
+
+# Of how many ranks (or groups of ranks that hold the same) `repr` shows the values.
+SHOWN = 8
+
+Metadata = tuple[list[Any], list[Any], torch.dtype, torch.device]
+
+
+class LocalTensor(torch.Tensor):
+    """A tensor per simulated rank. Sizes and strides that differ between ranks are rank-dependent ints.
+
+    Args:
+        local_tensors: global rank -> its tensor. Shapes may differ, the number of dims, dtype and
+            device may not. They must not require grad: autograd sees the LocalTensor alone.
+
+    Raises:
+        SimulationError: no tensor, or tensors that cannot stand for one.
+    """
+
+    __slots__ = ("_local_tensors",)
+
+    _local_tensors: dict[int, torch.Tensor]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls: type[LocalTensor], local_tensors: Mapping[int, torch.Tensor], requires_grad: bool = False
+    ) -> LocalTensor:
+        shape, stride, dtype, device = _metadata(local_tensors)
+        made: Any = make_wrapper(cls, shape, stride, dtype=dtype, device=device, requires_grad=requires_grad)
+        made._local_tensors = {rank: local_tensors[rank] for rank in sorted(local_tensors)}
+        return made  # type: ignore[no-any-return]
+
+    def __init__(self, local_tensors: Mapping[int, torch.Tensor], requires_grad: bool = False) -> None:
+        pass
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that hold a tensor."""
+        return tuple(self._local_tensors)
+
+    def shard(self, rank: int) -> torch.Tensor:
+        """What `rank` holds, sharing memory.
+
+        Raises:
+            SimulationError: `rank` holds nothing of it.
+        """
+        if rank not in self._local_tensors:
+            raise SimulationError(
+                f"got rank {rank}, expected one that holds the tensor: ranks {describe_ranks(self.ranks)}"
+            )
+        return self._local_tensors[rank].detach()
+
+    def reconcile(self) -> torch.Tensor:
+        """The one plain tensor that every rank holds: a copy, which requires grad if this does.
+
+        Raises:
+            RankDependentError: ranks hold different values or shapes; the message says which.
+        """
+        held = _groups(self._local_tensors)
+        if len(held) > 1:
+            listed = "; ".join(
+                f"ranks {describe_ranks(ranks)}: {_brief(self._local_tensors[ranks[0]])}"
+                for ranks in held[:SHOWN]
+            )
+            raise RankDependentError(
+                f"reconcile got a LocalTensor that differs between ranks ({listed}), expected the same on all: "
+                "gather it first, or look at shard(rank)"
+            )
+        with torch._C._DisableTorchDispatch():
+            return self._local_tensors[self.ranks[0]].clone().detach().requires_grad_(self.requires_grad)
+
+    def tolist(self) -> Any:
+        """As nested lists, if all ranks hold the same."""
+        return LocalTensor(self._local_tensors).reconcile().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.reconcile().numpy(force=force)
+
+    def __getitem__(self, index: Any) -> Any:
+        # torch selects with symbolic numbers, but its indexing refuses them.
+        return self.select(0, index) if values_of(index) is not None else super().__getitem__(index)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalTensor:
+        found: LocalTensor | None = memo.get(id(self))
+        if found is None:
+            with torch._C._DisableTorchDispatch():
+                copies = {rank: tensor.clone() for rank, tensor in self._local_tensors.items()}
+            found = memo[id(self)] = LocalTensor(copies, self.requires_grad)
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return LocalTensor, (self._local_tensors, self.requires_grad)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        held = _groups(self._local_tensors)
+        lines = []
+        with torch._C._DisableTorchDispatch():
+            for ranks in held[:SHOWN]:
+                text = repr(self._local_tensors[ranks[0]]).replace("\n", "\n    ")
+                lines.append(f"  {describe_ranks(ranks)}: {text}")
+        if len(held) > SHOWN:
+            lines.append(f"  ... {len(held) - SHOWN} more")
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"LocalTensor({_brief(self)} on ranks {describe_ranks(self.ranks)}{grad}\n"
+            + "\n".join(lines)
+            + ")"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """An op outside every mode, which is all a mode needs not see."""
+        if any(kind is not LocalTensor for kind in types):
+            return NotImplemented
+        if op.namespace != "aten" or is_random(op):
+            raise SimulationError(
+                f"{op} got a LocalTensor outside a LocalTensorMode, which knows the groups and random states of its "
+                "ranks: run it inside `with LocalTensorMode(...):`"
+            )
+        return run_on_each(op, args, kwargs or {})
+
+
+def is_random(op: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def _metadata(tensors: Mapping[int, torch.Tensor]) -> Metadata:
+    """(shape, stride, dtype, device) that stand for all of `tensors`."""
+    if not tensors:
+        raise SimulationError("got no tensor for a LocalTensor, expected one for at least one rank")
+    first = next(iter(tensors.values()))
+    for rank, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, LocalTensor):
+            raise SimulationError(f"got a {type(tensor).__name__} for rank {rank}, expected its plain tensor")
+        if (tensor.dim(), tensor.dtype, tensor.device) != (first.dim(), first.dtype, first.device):
+            listed = {r: f"{t.dim()}-dim {t.dtype} on {t.device}" for r, t in tensors.items()}
+            raise SimulationError(
+                f"got tensors of different kinds for the ranks, {describe_values(listed)}; expected one number of "
+                "dims, one dtype and one device"
+            )
+        if tensor.requires_grad:
+            raise SimulationError(
+                f"got a tensor that requires grad for rank {rank}, expected detached ones: autograd sees the "
+                "LocalTensor alone, so pass tensor.detach() and requires_grad=True"
+            )
+    if len({(t.shape, t.stride()) for t in tensors.values()}) == 1:
+        return list(first.shape), list(first.stride()), first.dtype, first.device
+    dims = range(first.dim())
+    shape = [local_number({r: t.shape[d] for r, t in tensors.items()}) for d in dims]
+    stride = [local_number({r: t.stride(d) for r, t in tensors.items()}) for d in dims]
+    return shape, stride, first.dtype, first.device
+
+
+def _groups(tensors: Mapping[int, torch.Tensor]) -> list[list[int]]:
+    """The ranks by what they hold: each list holds the same, NaN for NaN."""
+    found: list[list[int]] = []
+    with torch._C._DisableTorchDispatch():
+        for rank, tensor in tensors.items():
+            for ranks in found:
+                if _same(tensors[ranks[0]], tensor):
+                    ranks.append(rank)
+                    break
+            else:
+                found.append([rank])
+    return found
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.is_meta or torch.equal(a, b):
+        return True
+    return (a.is_floating_point() or a.is_complex()) and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _brief(tensor: torch.Tensor) -> str:
+    """`float32[{0-2: 2, 3: 1}, 3]`, and the values of a small plain tensor."""
+    text = f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
+    if isinstance(tensor, LocalTensor) or tensor.is_meta or not 0 < tensor.numel() <= 8:
+        return text
+    with torch._C._DisableTorchDispatch():
+        return f"{text} {tensor.tolist()}"
+
+
+def refresh(tensor: LocalTensor) -> None:
+    """Makes the sizes that torch sees those of the shards, after an op that changed them in place."""
+    shape, stride, _, _ = _metadata(tensor._local_tensors)
+    shown = [*tensor.shape, *tensor.stride()]
+    if len(shown) != 2 * len(shape) or any(
+        a is not b and _values(a) != _values(b) for a, b in zip(shown, [*shape, *stride], strict=True)
+    ):
+        with torch.no_grad():
+            tensor.data = LocalTensor(tensor._local_tensors)
+
+
+def _values(number: Any) -> Any:
+    return values_of(number) or number
+
+
+# ---- one value for all ranks, and back ----
+
+
+class Parts:
+    """Takes a rank's parts out of values, and knows again what it gave out."""
+
+    def __init__(self) -> None:
+        self._given: dict[int, tuple[Any, Any]] = {}  # id of a part -> (the part, of what)
+
+    def of(self, value: Any, rank: int) -> Any:
+        """`value` as `rank` has it; containers are looked into."""
+        if isinstance(value, LocalTensor):
+            if rank not in value._local_tensors:
+                raise SimulationError(
+                    f"got a LocalTensor of ranks {describe_ranks(value.ranks)} where rank {rank} takes part: give it "
+                    "a tensor too, or let only those ranks take part"
+                )
+            return self.remember(value._local_tensors[rank], value)
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            numbers = values_of(value)
+            return value if numbers is None else numbers[rank]
+        if isinstance(value, torch.Size):
+            return torch.Size([self.of(v, rank) for v in value])
+        if isinstance(value, (list, tuple)):
+            parts = [self.of(v, rank) for v in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        if isinstance(value, dict):
+            return type(value)((k, self.of(v, rank)) for k, v in value.items())
+        return self.other(value, rank)
+
+    def other(self, value: Any, rank: int) -> Any:
+        """For kinds of values that a subclass knows."""
+        return value
+
+    def remember(self, part: Any, whole: Any) -> Any:
+        self._given[id(part)] = (part, whole)
+        return part
+
+    def whole_of(self, part: Any) -> Any:
+        """What `part` was taken from, None if it was not."""
+        found = self._given.get(id(part))
+        return found[1] if found is not None else None
+
+
+def joined(values: Mapping[int, Any], parts: Parts, what: str) -> Any:
+    """One value for what the ranks gave: tensors become a LocalTensor, numbers that differ one per rank.
+
+    Raises:
+        RankDependentError: other values that differ between ranks.
+    """
+    first = next(iter(values.values()))
+    kinds = {type(v) for v in values.values()}
+    whole = parts.whole_of(first)
+    if whole is not None and all(parts.whole_of(v) is whole for v in values.values()):
+        return whole
+    if all(isinstance(v, torch.Tensor) for v in values.values()):
+        return join_tensors(values, what)
+    if kinds <= {int, float, bool}:
+        return local_number(values)
+    if len(kinds) == 1 and isinstance(first, (list, tuple)) and len({len(v) for v in values.values()}) == 1:
+        items = [joined({r: v[i] for r, v in values.items()}, parts, what) for i in range(len(first))]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    if len(kinds) == 1 and isinstance(first, dict) and len({tuple(v) for v in values.values()}) == 1:
+        return type(first)((k, joined({r: v[k] for r, v in values.items()}, parts, what)) for k in first)
+    if any(v is not first and (type(v) is not type(first) or v != first) for v in values.values()):
+        listed = {r: _outline(v) for r, v in values.items()}
+        raise RankDependentError(
+            f"{what} gave the ranks different things, {describe_values(listed)}; expected tensors, numbers, equally "
+            "long lists of them, or the same on every rank"
+        )
+    return first
+
+
+def join_tensors(values: Mapping[int, torch.Tensor], what: str) -> torch.Tensor:
+    """The tensors of all ranks as one: a LocalTensor."""
+    try:
+        return LocalTensor(values)
+    except SimulationError as error:
+        raise SimulationError(f"{what} gave what cannot be one LocalTensor: {error}") from None
+
+
+def joined_states(states: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """The random states of the ranks: a plain tensor if they are equal."""
+    return next(iter(states.values())) if len(_groups(states)) == 1 else LocalTensor(states)
+
+
+def _outline(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _brief(value)
+    return f"{len(value)} items" if isinstance(value, (list, tuple, dict)) else value
+
+
+# ---- an op on every rank ----
+
+
+def ranks_of(*values: Any) -> tuple[int, ...] | None:
+    """The ranks of the LocalTensors and rank-dependent numbers in `values`; None if there are none.
+
+    Raises:
+        SimulationError: they are of different ranks.
+    """
+    found: tuple[int, ...] | None = None
+    for value in values:
+        if isinstance(value, LocalTensor):
+            ranks: tuple[int, ...] | None = value.ranks
+        elif isinstance(value, (list, tuple, dict)):
+            ranks = ranks_of(*(value.values() if isinstance(value, dict) else value))
+        else:
+            numbers = values_of(value)
+            ranks = None if numbers is None else tuple(sorted(numbers))
+        if ranks is not None and found is not None and ranks != found:
+            raise SimulationError(
+                f"got tensors or numbers of ranks {describe_ranks(found)} together with some of ranks "
+                f"{describe_ranks(ranks)}, expected the same ranks: what should the others do?"
+            )
+        found = ranks or found
+    return found
+
+
+def run_on_each(
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    ranks: Sequence[int] | None = None,
+    call: Callable[[int, Callable[[], Any]], Any] = lambda rank, run: run(),
+) -> Any:
+    """`op` on every rank's tensors, below autograd: the results as one.
+
+    Args:
+        ranks: by default those of the arguments.
+        call: makes the call of a rank, such as with its random state.
+    """
+    ranks = ranks or ranks_of(args, kwargs)
+    assert ranks is not None  # an argument is a LocalTensor, or the mode gave its ranks
+    parts = Parts()
+    copies = PlainCopies(op, args, kwargs)
+    results = {}
+    for rank in ranks:
+        given = parts.of(copies.of((args, kwargs), rank, parts), rank)
+        try:
+            results[rank] = call(rank, lambda given=given: op(*given[0], **given[1]))  # type: ignore[misc]
+        except Exception as error:
+            error.add_note(f"on simulated rank {rank}: {op} got {_outlines(given)}")
+            raise
+    _refuse_partial_broadcast(op, args, results)
+    copies.write_back(str(op))
+    for tensor in _tensors_written(op, args, kwargs):
+        if isinstance(tensor, LocalTensor):
+            refresh(tensor)
+    return joined(results, parts, str(op))
+
+
+def _refuse_partial_broadcast(op: OpOverload, args: Sequence[Any], results: Mapping[int, Any]) -> None:
+    """A dim that broadcasts on some ranks only: the gradient would have to be summed on those alone."""
+    if not (torch.Tag.pointwise in op.tags or op._schema.name == "aten::expand"):
+        return
+    for arg in args:
+        if not isinstance(arg, LocalTensor) or arg.dim() == 0:
+            continue
+        shapes = {rank: tensor.shape for rank, tensor in arg._local_tensors.items()}
+        if len(set(shapes.values())) == 1:
+            continue
+        for dim in range(1, arg.dim() + 1):
+            ones = [r for r, shape in shapes.items() if shape[-dim] == 1]
+            spread = [r for r in ones if isinstance(results[r], torch.Tensor) and results[r].shape[-dim] != 1]
+            if spread and len(ones) < len(shapes):
+                raise RankDependentError(
+                    f"{op} got {_brief(arg)}, of which dim {-dim} would broadcast on rank {describe_ranks(spread)} but "
+                    "not on the others; expected the same on every rank: expand it yourself, per rank"
+                )
+
+
+def _outlines(given: Any) -> str:
+    args, kwargs = given
+    return ", ".join([str(_outline(a)) for a in args] + [f"{k}={_outline(v)}" for k, v in kwargs.items()])
+
+
+def _tensors_written(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += [t for t in (value if isinstance(value, (list, tuple)) else [value]) if t is not None]
+    return found
+
+
+class PlainCopies:
+    """Plain tensors that an op writes to: each rank writes to a copy, and all must write the same.
+
+    Ops of c10d do not say what they write to, so that every plain tensor they get counts.
+    """
+
+    def __init__(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if op.namespace == "aten":
+            given = _tensors_written(op, args, kwargs)
+        else:
+            given = [
+                t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+            ]
+        self._plain = {id(t): t for t in given if _is_plain(t)}
+        self._copies: dict[int, dict[int, torch.Tensor]] = {key: {} for key in self._plain}
+
+    def of(self, value: Any, rank: int, parts: Parts) -> Any:
+        """`value` with copies for `rank` in the place of those tensors."""
+        if not self._plain:
+            return value
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.of(v, rank, parts) for v in value)
+        if isinstance(value, dict):
+            return {k: self.of(v, rank, parts) for k, v in value.items()}
+        if id(value) not in self._plain:
+            return value
+        copies = self._copies[id(value)]
+        if rank not in copies:
+            copies[rank] = value.clone()
+        return parts.remember(copies[rank], value)
+
+    def write_back(self, what: str) -> None:
+        """Leaves in the plain tensors what all ranks wrote.
+
+        Raises:
+            RankDependentError: they wrote different values.
+        """
+        for key, copies in self._copies.items():
+            plain = self._plain[key]
+            held = _groups(copies)
+            if len(held) > 1:
+                listed = "; ".join(
+                    f"ranks {describe_ranks(ranks)}: {_brief(copies[ranks[0]])}" for ranks in held
+                )
+                raise RankDependentError(
+                    f"{what} wrote to a plain {_brief(plain)}, which is the same on every rank, what differs between "
+                    f"ranks ({listed}): make it inside the LocalTensorMode, where each rank has its own"
+                )
+            written = next(iter(copies.values()))
+            if not _same(plain, written):
+                if plain.shape != written.shape:
+                    plain.resize_(written.shape)
+                plain.copy_(written)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
