@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import string
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from dtbench_core.placement import REPLICATE, Partial, Placement, Placements, Shard
-from dtbench_core.rules.base import OpCall, Row
+from dtbench_core.rules.base import OpCall, Row, along, pending
 from dtbench_core.spec import DTensorSpec
 from dtbench_core.wrapper import Wrapper
 
@@ -55,16 +56,27 @@ def label_rows(
     return rows
 
 
-def batch_rows(call: OpCall, dims: Iterable[int]) -> list[Row]:
-    """Rows that shard a dim which all inputs and outputs have alike, at the same place."""
-    rows = []
-    for dim in dims:
-        length = call.inputs[0].shape[dim]
-        shapes = [spec.shape for spec in call.inputs]
-        shapes += [meta.shape for meta in call.outputs if meta is not None]
-        if all(dim < len(shape) and shape[dim] == length for shape in shapes):
-            rows.append(Row((Shard(dim),) * len(call.inputs), (Shard(dim),) * len(call.outputs)))
-    return rows
+def batch_rows(call: OpCall, count: int) -> list[Row]:
+    """Rows that shard one of the first `count` dims, if all inputs and outputs have them alike."""
+    dims = range(count) if is_matching(call, count) else ()
+    return along(dims, len(call.inputs), len(call.outputs))
+
+
+def linear_in_first(call: OpCall) -> list[Row]:
+    """Rows for ops that are linear in their first input, the others being factors."""
+    rest = (REPLICATE,) * (len(call.inputs) - 1)
+    return [
+        Row((Partial(op), *rest), (Partial(op),) * len(call.outputs))
+        for op in ("sum", "avg")
+        if pending(call, op)
+    ]
+
+
+def is_matching(call: OpCall, count: int) -> bool:
+    """Whether the first `count` dims of all inputs and outputs are alike."""
+    shapes = [spec.shape for spec in call.inputs]
+    shapes += [meta.shape for meta in call.outputs if meta is not None]
+    return all(len(shape) >= count and shape[:count] == shapes[0][:count] for shape in shapes)
 
 
 def broadcast(specs: Sequence[DTensorSpec], dim: int, shape: Sequence[int]) -> Placements:
@@ -93,3 +105,16 @@ def is_split(tensor: object, dims: Iterable[int] | None = None) -> bool:
 def all_replicated(*tensors: object) -> bool:
     """Whether none of the tensors is sharded or pending."""
     return all(t._spec.is_replicated() for t in tensors if isinstance(t, Wrapper))
+
+
+def settled(tensor: Any) -> Any:
+    """`tensor` with its pending reductions done: worth it where several uses would each do them."""
+    if not isinstance(tensor, Wrapper) or not tensor._spec.has_partial():
+        return tensor
+    placements = [REPLICATE if p.is_partial() else p for p in tensor._spec.placements]
+    return tensor.redistribute(placements=placements)  # type: ignore[attr-defined]
+
+
+def whole(tensor: Any) -> Any:
+    """`tensor` on every rank; what is not distributed as it is."""
+    return tensor.redistribute() if isinstance(tensor, Wrapper) else tensor  # type: ignore[attr-defined]

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from dtbench_core.placement import REPLICATE, Partial, Placement, Shard
-from dtbench_core.rules.base import OpCall, Row, Strategy, aten, decomposition, pending, rule
-from dtbench_core.rules.labels import SUM, all_replicated, broadcast
-from dtbench_core.wrapper import Wrapper
+from dtbench_core.placement import REPLICATE, Placement, Shard
+from dtbench_core.rules.base import OpCall, Row, Strategy, aten, decomposition, rule
+from dtbench_core.rules.labels import SUM, all_replicated, broadcast, linear_in_first, settled, whole
 
 NONE, MEAN, SUMMED = 0, 1, 2  # torch's enum Reduction
 
@@ -71,13 +70,8 @@ def elementwise_loss_backward(call: OpCall) -> Strategy:
     for dim in range(len(shape)):
         of_grad = REPLICATE if reduced else Shard(dim)
         rows.append(Row((of_grad, *broadcast(call.inputs[1:], dim, shape)), (Shard(dim),)))
-    rows += _linear_in_first(call)
+    rows += linear_in_first(call)
     return Strategy(rows, local_op=_mean_backward(call) if call["reduction"] == MEAN else None)
-
-
-def _linear_in_first(call: OpCall) -> list[Row]:
-    rest = (REPLICATE,) * (len(call.inputs) - 1)
-    return [Row((Partial(op), *rest), (Partial(op),)) for op in ("sum", "avg") if pending(call, op)]
 
 
 def _mean_backward(call: OpCall) -> Callable[..., Any]:
@@ -127,7 +121,7 @@ def nll_loss_backward(call: OpCall) -> Strategy:
     for dim, own in _batch_dims(call.inputs[1].ndim):
         of_grad = REPLICATE if reduced else Shard(own)
         rows += [Row((of_grad, Shard(dim), Shard(own), *weight, total), (Shard(dim),)) for total in totals]
-    return Strategy([*rows, *_linear_in_first(call)])
+    return Strategy([*rows, *linear_in_first(call)])
 
 
 def _weighted_mean(op: OpOverload) -> Callable[..., Any]:
@@ -139,11 +133,11 @@ def _weighted_mean(op: OpOverload) -> Callable[..., Any]:
             return NotImplemented
         if reduction == MEAN:
             loss, total = op(data, target, weight, SUMMED, ignore_index)
-            total = _whole(total)
+            total = whole(total)
             return loss / total, total
         classes = data.shape[1 if data.ndim > 1 else 0]
         if _anyone(target, lambda t: torch.bitwise_or(t < 0, t >= classes).bitwise_and(t != ignore_index)):
-            return op(_whole(data), _whole(target), _whole(weight), reduction, ignore_index)
+            return op(whole(data), whole(target), whole(weight), reduction, ignore_index)
         return NotImplemented
 
     return nll_mean
@@ -159,20 +153,10 @@ def binary_cross_entropy(data: Any, target: Any, weight: Any = None, reduction: 
     if not all_replicated(data, target, weight) and _anyone(
         data, lambda x: torch.bitwise_and(x >= 0, x <= 1).logical_not()
     ):
-        return aten.binary_cross_entropy.default(_whole(data), _whole(target), _whole(weight), reduction)
+        return aten.binary_cross_entropy.default(whole(data), whole(target), whole(weight), reduction)
     return NotImplemented
 
 
 def _anyone(tensor: Any, refused: Callable[[Any], Any]) -> bool:
     """Whether a CPU kernel would refuse some value of `tensor`, on whichever rank."""
-    return tensor.device.type == "cpu" and bool(
-        refused(_whole(tensor) if _pending(tensor) else tensor).any().item()
-    )
-
-
-def _pending(tensor: Any) -> bool:
-    return isinstance(tensor, Wrapper) and tensor._spec.has_partial()
-
-
-def _whole(tensor: Any) -> Any:
-    return tensor.redistribute() if isinstance(tensor, Wrapper) else tensor  # type: ignore[attr-defined]
+    return tensor.device.type == "cpu" and bool(refused(settled(tensor)).any().item())

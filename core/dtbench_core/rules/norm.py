@@ -1,44 +1,173 @@
-"""Ops that need one or more dims whole and treat the others as a batch: softmax, layer norm, sorts."""
+"""Ops that need one or more dims whole and treat the others as a batch: softmax, layer norm.
+
+Batch norm, whose statistics run over the batch itself, is in batch_norm.py.
+"""
 
 from __future__ import annotations
 
-from dtbench_core.placement import REPLICATE, Partial, Shard
-from dtbench_core.rules.base import OpCall, Row, Strategy, along, aten, linear_rows, rule
+from collections.abc import Callable
+from typing import Any
+
+from dtbench_core.placement import REPLICATE, Partial, Placement, Shard
+from dtbench_core.rules.base import OpCall, Row, Strategy, along, aten, pending, rule
+from dtbench_core.rules.labels import (
+    SUM,
+    broadcast,
+    in_groups,
+    is_matching,
+    label_rows,
+    letters,
+    linear_in_first,
+)
+
+# ---- along one dim ----
 
 
-def _batch_rows(call: OpCall, whole: int) -> list[Row]:
-    dims = (d for d in range(call.inputs[0].ndim) if d != whole)
-    return along(dims, len(call.inputs), len(call.outputs))
-
-
-@rule(aten._softmax.default, aten._log_softmax.default)
+@rule(aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default)
 @rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
-@rule(aten.sort.default, aten.topk.default, aten.cumprod.default)
 def along_one_dim(call: OpCall) -> Strategy:
-    return Strategy(_batch_rows(call, call.dim()))
+    dims = (d for d in range(call.inputs[0].ndim) if d != call.dim())
+    return Strategy(along(dims, len(call.inputs), len(call.outputs)))
 
 
-@rule(aten.cumsum.default, aten.flip.default)
-def linear_along(call: OpCall) -> Strategy:
-    whole = call.dims("dims") if call.op is aten.flip.default else (call.dim(),)
-    rows = along((d for d in range(call.inputs[0].ndim) if d not in whole), 1, 1)
-    return Strategy([*rows, *linear_rows(call, 1)])
+@rule(aten.renorm.default)
+def renorm(call: OpCall) -> Strategy:
+    """Each slice along `dim` is scaled by its own norm."""
+    return Strategy(along([call.dim()], 1, 1))
 
 
-@rule(aten.native_layer_norm.default)
+@rule(aten.linalg_cross.default)
+def cross(call: OpCall) -> Strategy:
+    """Products of vectors of 3 that lie along `dim`; the other dims broadcast."""
+    meta = call.outputs[0]
+    shape = meta.shape if meta is not None else ()
+    dim = call.dim("dim", len(shape))
+    rows = [Row(broadcast(call.inputs, d, shape), (Shard(d),)) for d in range(len(shape)) if d != dim]
+    for op in ("sum", "avg"):
+        if pending(call, op):
+            term = Partial(op)
+            rows += [Row((term, REPLICATE), (term,)), Row((REPLICATE, term), (term,))]
+    return Strategy(rows)
+
+
+# ---- over the last dims ----
+
+
+@rule(aten.native_layer_norm.default, aten._fused_rms_norm.default)
 def native_layer_norm(call: OpCall) -> Strategy:
-    """(input, weight?, bias?) -> (output, mean, rstd); weight and bias are whole."""
+    """(input, weight?, bias?) -> (output, mean?, rstd); weight and bias are whole."""
     batch = call.inputs[0].ndim - len(call["normalized_shape"])
     parameters = (REPLICATE,) * (len(call.inputs) - 1)
-    return Strategy([Row((Shard(d), *parameters), (Shard(d),) * 3) for d in range(batch)])
+    return Strategy([Row((Shard(d), *parameters), (Shard(d),) * len(call.outputs)) for d in range(batch)])
 
 
-@rule(aten.native_layer_norm_backward.default)
+@rule(aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default)
 def native_layer_norm_backward(call: OpCall) -> Strategy:
-    """(grad, input, mean, rstd, weight?, bias?) -> (grad_input, grad_weight, grad_bias): the latter two
-    are sums over the batch, so a sharded batch leaves them pending."""
+    """(grad, input, mean?, rstd, weight?, bias?) -> (grad_input, grad_weight, grad_bias?): the latter two
+    are sums over the batch, so a sharded batch leaves them pending. Linear in `grad`."""
+    outs = len(call.outputs)
     batch = call.inputs[0].ndim - len(call["normalized_shape"])
-    parameters = (REPLICATE,) * (len(call.inputs) - 4)
-    return Strategy(
-        [Row((Shard(d),) * 4 + parameters, (Shard(d), Partial(), Partial())) for d in range(batch)]
-    )
+    alike = outs + 1  # grad, input and the statistics
+    parameters = (REPLICATE,) * (len(call.inputs) - alike)
+    rows = [Row((Shard(d),) * alike + parameters, (Shard(d), *(SUM,) * (outs - 1))) for d in range(batch)]
+    return Strategy([*rows, *linear_in_first(call)])
+
+
+# ---- over groups of channels ----
+
+
+@rule(aten.native_group_norm.default)
+def native_group_norm(call: OpCall) -> Strategy:
+    """(input [n, c, ...], weight? [c], bias? [c]) -> (output, mean [n, group], rstd [n, group])."""
+    if not _groups_are_plain(call):
+        return Strategy([])
+    data = "nc" + "." * (call.inputs[0].ndim - 2)
+    parameters = ["c"] * (len(call.inputs) - 1)
+    rows = label_rows(_sharded(call), (data, *parameters), (data, "nc", "nc"))
+    return Strategy(rows, local_op=_own_sizes(call))
+
+
+@rule(aten.native_group_norm_backward.default)
+def native_group_norm_backward(call: OpCall) -> Strategy:
+    """(grad, input, mean, rstd, weight?) -> (grad_input, grad_weight [c], grad_bias [c])."""
+    if not _groups_are_plain(call):
+        return Strategy([])
+    data = "nc" + "." * (call.inputs[0].ndim - 2)
+    parameters = ["c"] * (len(call.inputs) - 4)
+    rows = label_rows(_sharded(call), (data, data, "nc", "nc", *parameters), (data, "c", "c"), SUM)
+    return Strategy([*rows, *linear_in_first(call)], local_op=_own_sizes(call))
+
+
+def _groups_are_plain(call: OpCall) -> bool:
+    """Whether the sizes given are those of the input's dims."""
+    shape = call.inputs[0].shape
+    return not call.kwargs and len(shape) >= 2 and (call["N"], call["C"]) == tuple(shape[:2])
+
+
+def _sharded(call: OpCall) -> str:
+    return "nc" if in_groups(call, call["group"]) else "n"
+
+
+def _own_sizes(call: OpCall) -> Callable[..., Any]:
+    """The op with the shard's N, C and groups."""
+    names = [argument.name for argument in call.op._schema.arguments]
+    n, c, group = names.index("N"), names.index("C"), names.index("group")
+    channels, groups, op = call["C"], call["group"], call.op
+
+    def local_op(*args: Any) -> Any:
+        given = list(args)
+        given[n], given[c] = args[0].shape[:2]
+        given[group] = groups * given[c] // channels if channels else groups
+        # the kernel reads its input as one block
+        given[0] = given[0].contiguous()
+        return op(*given)
+
+    return local_op
+
+
+# ---- weights by direction and length ----
+
+
+@rule(aten._weight_norm_interface.default)
+def weight_norm(call: OpCall) -> Strategy:
+    """(direction, length) -> (weight, norms): norms over all dims but `dim`, on which both lie."""
+    return Strategy(_along_kept(call))
+
+
+@rule(aten._weight_norm_interface_backward.default)
+def weight_norm_backward(call: OpCall) -> Strategy:
+    """(grad, direction, length, norms) -> (grad of direction, of length). Linear in `grad`."""
+    return Strategy([*_along_kept(call), *linear_in_first(call)])
+
+
+def _along_kept(call: OpCall) -> list[Row]:
+    dim = call.dim()
+    shapes = [spec.shape for spec in call.inputs] + [m.shape for m in call.outputs if m is not None]
+    if any(len(s) != len(shapes[0]) or s[dim] != shapes[0][dim] for s in shapes):
+        return []
+    placed: Placement = Shard(dim)
+    return [Row((placed,) * len(call.inputs), (placed,) * len(call.outputs))]
+
+
+# ---- distances ----
+
+
+@rule(aten._cdist_forward.default)
+def cdist(call: OpCall) -> Strategy:
+    """(x1 [..., p, m], x2 [..., r, m]) -> distances [..., p, r]; the leading dims broadcast."""
+    return Strategy(_cdist_rows(call, ("p.", "r."), ("pr",)))
+
+
+@rule(aten._cdist_backward.default)
+def cdist_backward(call: OpCall) -> Strategy:
+    """(grad [..., p, r], x1, x2, distances) -> gradient of x1: a sum over r. Linear in `grad`."""
+    return Strategy([*_cdist_rows(call, ("pr", "p.", "r.", "pr"), ("p.",)), *linear_in_first(call)])
+
+
+def _cdist_rows(call: OpCall, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> list[Row]:
+    """Rows of the last two dims, and of the leading ones where no tensor broadcasts over them."""
+    batch = call.inputs[0].shape[:-2]
+    if not is_matching(call, len(batch)):
+        return []
+    lead = letters(len(batch), skip="pr")
+    return label_rows(lead + "pr", [lead + dims for dims in inputs], [lead + dims for dims in outputs], SUM)

@@ -1,15 +1,33 @@
 """Reductions over dims. Over a sharded dim each rank reduces its own part and the result is pending.
 
-A mean is pending as an average, which is right only when every rank holds equally much; otherwise
-the dim is gathered. Extrema over a sharded dim need every rank to hold something.
+A mean is pending as an average where every rank holds equally much, else as a sum of shares. Extrema over a
+sharded dim need every rank to hold something. Variances and norms over a sharded dim are in moments.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection
+from typing import Any
 
-from dtbench_core.placement import Partial, Shard
+import torch
+
+from dtbench_core.placement import Partial, Placement, Shard, splits_evenly
 from dtbench_core.rules.base import OpCall, Row, Strategy, aten, linear_rows, pending, rule
+from dtbench_core.rules.labels import SUM
+
+# Of these an empty list of dims reduces nothing; for the others it means all dims.
+_EMPTY_IS_NONE = {aten.all.dims, aten.any.dims}
+
+
+def reduced_dims(call: OpCall) -> tuple[tuple[int, ...], bool]:
+    """(dims reduced, keepdim); an op without a dim argument reduces all."""
+    names = {argument.name for argument in call.op._schema.arguments}
+    if call.op in _EMPTY_IS_NONE and call["dim"] == []:
+        dims: tuple[int, ...] = ()
+    else:
+        dims = call.dims() if "dim" in names else tuple(range(call.inputs[0].ndim))
+    return dims, bool(call["keepdim"]) if "keepdim" in names else False
 
 
 def kept_rows(call: OpCall, reduced: Collection[int], keepdim: bool, outs: int = 1) -> list[Row]:
@@ -22,18 +40,105 @@ def kept_rows(call: OpCall, reduced: Collection[int], keepdim: bool, outs: int =
     return rows
 
 
+def _pending_rows(call: OpCall, *outputs: Placement, nonempty: bool = False) -> list[Row]:
+    """All rows of a reduction whose ranks' results combine as `outputs` say."""
+    reduced, keepdim = reduced_dims(call)
+    rows = [Row((Shard(d),), outputs, nonempty=((0, d),) if nonempty else ()) for d in reduced]
+    return [*kept_rows(call, reduced, keepdim, outs=len(outputs)), *rows]
+
+
+# ---- sums ----
+
+
 @rule(aten.sum.default, aten.sum.dim_IntList)
 def sum_(call: OpCall) -> Strategy:
-    reduced, keepdim = _reduced(call)
-    rows = [Row((Shard(d),), (Partial("sum"),)) for d in reduced]
-    return Strategy([*kept_rows(call, reduced, keepdim), *rows, *linear_rows(call, 1)])
+    return Strategy([*_pending_rows(call, SUM), *_linear(call)])
+
+
+def _linear(call: OpCall) -> list[Row]:
+    """Terms may be added before or after, unless each is changed to another kind of number first."""
+    given, made = call.inputs[0].dtype, call.outputs[0].dtype if call.outputs[0] is not None else None
+    if given == made and not _inexact(given):
+        return linear_rows(call, 1, ops=("sum",))
+    return linear_rows(call, 1) if _inexact(given) and made is not None and _inexact(made) else []
+
+
+def _inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+@rule(aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
+def sum_of_some(call: OpCall) -> Strategy:
+    """Sums over what each element is; not linear in its value."""
+    return Strategy(_pending_rows(call, SUM))
 
 
 @rule(aten.mean.default, aten.mean.dim)
 def mean(call: OpCall) -> Strategy:
-    reduced, keepdim = _reduced(call)
-    rows = [Row((Shard(d),), (Partial("avg"),), even=((0, d),), nonempty=((0, d),)) for d in reduced]
-    return Strategy([*kept_rows(call, reduced, keepdim), *rows, *linear_rows(call, 1)])
+    reduced, keepdim = reduced_dims(call)
+    rows = [*kept_rows(call, reduced, keepdim), *linear_rows(call, 1)]
+    spec = call.inputs[0]
+    if all(splits_evenly(spec.shape[d], d, spec.placements, spec.info.sizes) for d in reduced):
+        average = Partial("avg")
+        return Strategy([*rows, *(Row((Shard(d),), (average,), ((0, d),), ((0, d),)) for d in reduced)])
+    shares = [Row((Shard(d),), (SUM,)) for d in reduced]
+    return Strategy([*rows, *shares], local_op=_share_of_mean(call, reduced))
+
+
+def _share_of_mean(call: OpCall, reduced: tuple[int, ...]) -> Callable[..., Any]:
+    """The local mean, weighted by the share of the elements that are here."""
+    op, count = call.op, math.prod(call.inputs[0].shape[d] for d in reduced)
+
+    def local_op(local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        here = math.prod(local.size(d) for d in reduced)
+        if here == count:
+            return op(local, *args, **kwargs)
+        if here:
+            return op(local, *args, **kwargs) * (here / count)
+        total = aten.sum.default if op is aten.mean.default else aten.sum.dim_IntList
+        return total(local, *args, **kwargs)
+
+    return local_op
+
+
+@rule(aten.trace.default)
+def trace(call: OpCall) -> Strategy:
+    """Of a sharded matrix each rank holds a part of the diagonal, perhaps off its own."""
+
+    def localize(placed: Any) -> Callable[..., Any]:
+        row, column = placed.inputs[0].local_offset
+        return lambda local: local.diagonal(row - column).sum()
+
+    rows = [Row((Shard(d),), (SUM,)) for d in (0, 1)]
+    return Strategy([*rows, *_linear(call)], localize=localize)
+
+
+# ---- products, truth ----
+
+
+@rule(aten.prod.default, aten.prod.dim_int)
+def prod(call: OpCall) -> Strategy:
+    if call.inputs[0].dtype.is_complex:  # no transport multiplies complex numbers
+        reduced, keepdim = reduced_dims(call)
+        return Strategy(kept_rows(call, reduced, keepdim))
+    rows = _pending_rows(call, Partial("product"))
+    if pending(call, "product") and call["dtype"] is None:
+        rows.append(Row((Partial("product"),), (Partial("product"),)))
+    return Strategy(rows)
+
+
+@rule(aten.all.default, aten.all.dim, aten.all.dims)
+def all_(call: OpCall) -> Strategy:
+    """All ranks' parts must be true, which an empty part is."""
+    return Strategy(_pending_rows(call, Partial("min")))
+
+
+@rule(aten.any.default, aten.any.dim, aten.any.dims)
+def any_(call: OpCall) -> Strategy:
+    return Strategy(_pending_rows(call, Partial("max")))
+
+
+# ---- extrema ----
 
 
 @rule(aten.amax.default, aten.max.default)
@@ -46,25 +151,27 @@ def amin(call: OpCall) -> Strategy:
     return _extremum(call, "min")
 
 
-@rule(aten.all.default, aten.all.dim, aten.any.default, aten.any.dim, aten.max.dim, aten.min.dim)
-@rule(aten.argmax.default, aten.argmin.default, aten.var.correction, aten.std.correction, aten.prod.dim_int)
-@rule(aten.linalg_vector_norm.default, aten.logsumexp.default)
-def whole_dims(call: OpCall) -> Strategy:
-    """Reductions whose partial results cannot be combined by one collective: reduced dims are whole."""
-    reduced, keepdim = _reduced(call)
-    return Strategy(kept_rows(call, reduced, keepdim, outs=len(call.outputs)))
-
-
 def _extremum(call: OpCall, kind: str) -> Strategy:
-    reduced, keepdim = _reduced(call)
-    rows = [Row((Shard(d),), (Partial(kind),), nonempty=((0, d),)) for d in reduced]
+    rows = _pending_rows(call, Partial(kind), nonempty=True)
     if pending(call, kind):
         rows.append(Row((Partial(kind),), (Partial(kind),)))
-    return Strategy([*kept_rows(call, reduced, keepdim), *rows])
+    return Strategy(rows)
 
 
-def _reduced(call: OpCall) -> tuple[tuple[int, ...], bool]:
-    """(dims reduced, keepdim); an op without a dim argument reduces all."""
-    names = {argument.name for argument in call.op._schema.arguments}
-    dims = call.dims() if "dim" in names else tuple(range(call.inputs[0].ndim))
-    return dims, bool(call["keepdim"]) if "keepdim" in names else False
+@rule(aten.aminmax.default)
+def aminmax(call: OpCall) -> Strategy:
+    return Strategy(_pending_rows(call, Partial("min"), Partial("max"), nonempty=True))
+
+
+# ---- whole dims ----
+
+
+@rule(aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default)
+@rule(aten.median.dim, aten.nanmedian.dim, aten.mode.default, aten.kthvalue.default, aten.hash_tensor.default)
+@rule(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction)
+@rule(aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim)
+@rule(aten.norm.ScalarOpt_dim_dtype, aten.norm.ScalarOpt_dtype, aten.logsumexp.default)
+def whole_dims(call: OpCall) -> Strategy:
+    """Reductions whose partial results cannot be combined by one collective: reduced dims are whole."""
+    reduced, keepdim = reduced_dims(call)
+    return Strategy(kept_rows(call, reduced, keepdim, outs=len(call.outputs)))

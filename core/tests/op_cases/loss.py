@@ -41,7 +41,7 @@ def _elementwise(loss: Callable[..., Any]) -> dict[str, Op]:
 
 
 def _soft_margin(a: Any, b: Any, reduction: str) -> Any:
-    return F.soft_margin_loss(a, b.detach().sign(), reduction=reduction)
+    return F.soft_margin_loss(a * b, b.detach().sign(), reduction=reduction)
 
 
 def _bce(a: Any, b: Any, how: str) -> Any:

@@ -1,0 +1,266 @@
+"""Batch norm. Its statistics run over everything but the channels, so in training a sharded batch needs
+sums over the ranks half way: the op is decomposed then. Sharded by channel, or with statistics given
+(evaluation), each rank is on its own and the op runs on the shards.
+
+Most of these ops write the running statistics without their schema saying so. So the op itself runs only
+where those need not move, and otherwise they are updated in place as the DTensors they are.
+cudnn's and MIOpen's ops keep a reserve that only their own backward can read: they are always decomposed,
+forward and backward. They need a GPU; the tests here reach the CPU's ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from dtbench_core.placement import REPLICATE, Placement, Placements, Shard
+from dtbench_core.rules.base import OpCall, Row, Strategy, aten, decomposition, replicated_row, rule
+from dtbench_core.rules.labels import SUM, linear_in_first, settled
+from dtbench_core.spec import DTensorSpec, TensorMeta
+from dtbench_core.wrapper import Wrapper
+
+CHANNEL = 1  # of the input [n, c, ...]
+
+Three = tuple[Any, Any, Any]
+
+
+# ---- on the shards ----
+
+
+def _channel_row(specs: Sequence[DTensorSpec], outputs: Sequence[Any]) -> Row:
+    """All by channel: inputs and gradients on dim 1, whatever has one value per channel on dim 0."""
+    channels = next(spec for spec in specs if spec.ndim > 1).shape[CHANNEL]
+
+    def place(shape: Sequence[int]) -> Placement:
+        if len(shape) > 1:
+            return Shard(CHANNEL)
+        return Shard(0) if tuple(shape) == (channels,) else REPLICATE
+
+    return Row(
+        tuple(place(spec.shape) for spec in specs),
+        tuple(REPLICATE if meta is None else place(meta.shape) for meta in outputs),
+        nonempty=((next(i for i, spec in enumerate(specs) if spec.ndim > 1), CHANNEL),),
+    )
+
+
+def _kept_dims(data: DTensorSpec) -> list[int]:
+    return [d for d in range(data.ndim) if d != CHANNEL]
+
+
+def _trains(op: OpOverload, get: Callable[[str], Any]) -> bool:
+    names = {argument.name for argument in op._schema.arguments}
+    for name in ("training", "train", "update"):
+        if name in names:
+            return bool(get(name))
+    return op not in (
+        aten._native_batch_norm_legit_no_training.default,
+        aten._batch_norm_no_update.default,
+    )
+
+
+FORWARD = (
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_no_training.default,
+    aten._batch_norm_with_update.default,
+    aten._batch_norm_no_update.default,
+)
+BACKWARD = (aten.native_batch_norm_backward.default, aten.batch_norm_backward.default)
+
+
+@rule(*FORWARD)
+def batch_norm(call: OpCall) -> Strategy:
+    """(input [n, c, ...], weight?, bias?, running mean?, running var?, all [c]) -> (output, saved mean, saved
+    inverse deviation, reserve?); the statistics saved are empty where they were given."""
+    if call.inputs[0].ndim < 2:
+        return Strategy([])
+    _correct_saved(call)
+    by_channel = _channel_row(call.inputs, call.outputs)
+    if _trains(call.op, call.__getitem__):
+        return Strategy([], exact=_as_the_data(call, by_channel), localize=lambda _: call.op)
+    rows = [by_channel]
+    rest = (REPLICATE,) * (len(call.inputs) - 1)
+    rows += [
+        Row((Shard(d), *rest), (Shard(d), *(REPLICATE,) * (len(call.outputs) - 1)))
+        for d in _kept_dims(call.inputs[0])
+    ]
+    # No trial on meta tensors, whose kernels say other shapes.
+    return Strategy(rows, localize=lambda _: call.op)
+
+
+@rule(*BACKWARD)
+def batch_norm_backward(call: OpCall) -> Strategy:
+    """(grad [n, c, ...], input, weight?, statistics...) -> (grad of input, of weight, of bias)."""
+    if call.inputs[0].ndim < 2:
+        return Strategy([])
+    rows = [_channel_row(call.inputs, call.outputs), *linear_in_first(call)]
+    if not _trains(call.op, call.__getitem__):
+        rest = (REPLICATE,) * (len(call.inputs) - 2)
+        rows += [Row((Shard(d), Shard(d), *rest), (Shard(d), SUM, SUM)) for d in _kept_dims(call.inputs[0])]
+    return Strategy(rows)
+
+
+def _as_the_data(call: OpCall, by_channel: Row) -> tuple[tuple[Placements, ...], tuple[Placements, ...]]:
+    """All inputs and outputs by channel on the mesh dims where the data is: nothing that is written moves."""
+    rows = [by_channel if p.is_shard() else replicated_row(call) for p in call.inputs[0].placements]
+    inputs = tuple(tuple(row.inputs[i] for row in rows) for i in range(len(call.inputs)))
+    return inputs, tuple(tuple(row.outputs[i] for row in rows) for i in range(len(call.outputs)))
+
+
+def _correct_saved(call: OpCall) -> None:
+    """The meta kernels say one float32 per channel, where the CPU's save nothing in evaluation, and in the
+    parameters' dtype otherwise."""
+    data, *parameters = call.inputs
+    if data.info.device_type == "cpu":
+        saved = TensorMeta(
+            torch.Size([data.shape[CHANNEL]]), (1,), parameters[0].dtype if parameters else data.dtype
+        )
+        if not _trains(call.op, call.__getitem__):
+            saved = saved._replace(shape=torch.Size([0]))
+        call.outputs = (call.outputs[0], saved, saved, *call.outputs[3:])
+
+
+# ---- decomposed ----
+
+
+def _by_channel(data: Any, *running: Any) -> bool:
+    """Whether, on every mesh dim, the data is whole or sharded by channel, and the running statistics likewise:
+    then the op runs on the shards and moves none of them."""
+    if not isinstance(data, Wrapper):
+        return False
+    given = [r for r in running if r is not None]
+    if not all(isinstance(r, Wrapper) for r in given):
+        return False
+    for mesh_dim, placed in enumerate(data._spec.placements):
+        own = {r._spec.placements[mesh_dim] for r in given}
+        if placed == Shard(CHANNEL):
+            # Evenly, so that the rule has no reason to move anything.
+            if own - {Shard(0)} or data.shape[CHANNEL] % data._spec.info.mesh.size():
+                return False
+        elif not placed.is_replicate() or own - {REPLICATE}:
+            return False
+    return True
+
+
+def _over_channels(statistic: Any, data: Any) -> Any:
+    """[c] -> [1, c, 1, ...], to go with `data`."""
+    return statistic.view([-1 if d == CHANNEL else 1 for d in range(data.ndim)])
+
+
+def _accurate(tensor: Any) -> Any:
+    """In float32 at least, as the kernels compute."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _normalised(
+    data: Any, weight: Any, bias: Any, running: tuple[Any, Any], train: bool, momentum: float, eps: float
+) -> Three:
+    """(output, mean, inverse deviation); in training the running statistics are moved on, in place."""
+    mean, inverse = _statistics(data, running, train, momentum, eps)
+    output = (_accurate(data) - _over_channels(mean, data)) * _over_channels(inverse, data)
+    if weight is not None:
+        output = output * _over_channels(_accurate(weight), data)
+    if bias is not None:
+        output = output + _over_channels(_accurate(bias), data)
+    parameters = [t for t in (weight, bias, *running) if t is not None]
+    saved_dtype = mean.dtype
+    if data.device.type == "cpu":
+        saved_dtype = parameters[0].dtype if parameters else data.dtype
+    if not train:
+        empty = data.new_empty((0,), dtype=saved_dtype)
+        return output.to(data.dtype), empty, empty.clone()
+    return output.to(data.dtype), mean.to(saved_dtype), inverse.to(saved_dtype)
+
+
+def _statistics(
+    data: Any, running: tuple[Any, Any], train: bool, momentum: float, eps: float
+) -> tuple[Any, Any]:
+    running_mean, running_var = running
+    if not train:
+        return _accurate(running_mean), (_accurate(running_var) + eps).rsqrt()
+    dims = [d for d in range(data.ndim) if d != CHANNEL]
+    var, mean = torch.var_mean(_accurate(data), dims, correction=0)
+    # Reduced once here: each of the uses below would reduce it again.
+    var, mean = (settled(t) for t in (var, mean))
+    count = data.numel() // data.shape[CHANNEL]
+    for kept, new in ((running_mean, mean), (running_var, var * (count / max(count - 1, 1)))):
+        if kept is not None:
+            kept.mul_(1 - momentum).add_((new * momentum).to(kept.dtype))
+    return mean, (var + eps).rsqrt()
+
+
+def _gradients(
+    grad: Any, data: Any, weight: Any, mean: Any, inverse: Any, train: bool, mask: Sequence[bool]
+) -> Three:
+    """The three gradients, or None where `mask` asks for none."""
+    dims = [d for d in range(data.ndim) if d != CHANNEL]
+    grad_in, given = _accurate(grad), _accurate(data)
+    scaled = (given - _over_channels(mean, data)) * _over_channels(inverse, data)
+    of_bias = grad_in.sum(dims)
+    of_weight = (grad_in * scaled).sum(dims)
+    of_bias, of_weight = (settled(t) for t in (of_bias, of_weight))
+    of_data = None
+    if mask[0]:
+        of_data = grad_in
+        if train:
+            count = data.numel() // data.shape[CHANNEL]
+            of_data = (
+                of_data - (_over_channels(of_bias, data) + scaled * _over_channels(of_weight, data)) / count
+            )
+        factor = inverse if weight is None else inverse * _accurate(weight)
+        of_data = (of_data * _over_channels(factor, data)).to(data.dtype)
+    dtype = data.dtype if weight is None else weight.dtype
+    return of_data, of_weight.to(dtype) if mask[1] else None, of_bias.to(dtype) if mask[2] else None
+
+
+def _named(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[str], Any]:
+    """Arguments of `op` by name, None for what it lacks."""
+    given = {a.name: a.default_value for a in op._schema.arguments}
+    given.update(zip(given, args, strict=False))
+    given.update(kwargs)
+    return given.get
+
+
+def _forward(op: OpOverload, reserves: bool, always: bool) -> Callable[..., Any]:
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        get = _named(op, args, kwargs)
+        data, running = get("input"), (get("running_mean"), get("running_var"))
+        train = _trains(op, get)
+        if not always and (not train or _by_channel(data, *running)):
+            return NotImplemented
+        momentum, eps = get("momentum"), get("eps")
+        if always:
+            momentum, eps = get("exponential_average_factor"), get("epsilon")
+        results = _normalised(data, get("weight"), get("bias"), running, train, momentum or 0.0, eps)
+        return (*results, data.new_empty((0,), dtype=torch.uint8)) if reserves else results
+
+    return decomposed
+
+
+def _backward(op: OpOverload, always: bool) -> Callable[..., Any]:
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        get = _named(op, args, kwargs)
+        grad = get("grad_output") if get("grad_output") is not None else get("grad_out")
+        data, weight = get("input"), get("weight")
+        train = True if always else _trains(op, get)
+        if not always and (not train or (_by_channel(data) and _by_channel(grad))):
+            return NotImplemented
+        inverse = get("save_invstd") if get("save_invstd") is not None else get("save_var")
+        mask = get("output_mask") or (True, True, True)
+        return _gradients(grad, data, weight, get("save_mean"), inverse, train, mask)
+
+    return decomposed
+
+
+for _op in FORWARD:
+    decomposition(_op)(_forward(_op, len(_op._schema.returns) == 4, always=False))
+for _op in BACKWARD:
+    decomposition(_op)(_backward(_op, always=False))
+for _op in (aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default):
+    decomposition(_op)(_forward(_op, len(_op._schema.returns) == 4, always=True))
+for _op in (aten.cudnn_batch_norm_backward.default, aten.miopen_batch_norm_backward.default):
+    decomposition(_op)(_backward(_op, always=True))

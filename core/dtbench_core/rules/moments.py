@@ -1,0 +1,149 @@
+"""Variances, norms and logsumexp over a sharded dim: made of sums and extrema, which travel, and elementwise ops.
+
+What travels is the size of the result, where gathering the dim would move the whole input. Where no reduced
+dim is sharded the op itself runs (reduce.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dtbench_core.rules.base import aten, decomposition
+from dtbench_core.rules.labels import is_split, settled
+
+
+def _dims(tensor: Any, dim: int | Sequence[int] | None) -> list[int]:
+    """`dim` as non-negative dims; all for None or []."""
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return list(range(tensor.ndim))
+    return [d % tensor.ndim for d in ([dim] if isinstance(dim, int) else dim)]
+
+
+def _gathers(tensor: Any, dims: Sequence[int]) -> bool:
+    """Whether the op itself would have to gather `tensor`, which sums and extrema can do without."""
+    return is_split(tensor, dims) and tensor.numel() > 0
+
+
+def _accurate(tensor: Any) -> Any:
+    """In float32 at least, as the kernels add."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+# ---- variance ----
+
+
+def _variance(
+    tensor: Any, dims: Sequence[int], correction: float | None, keepdim: bool
+) -> tuple[Any, Any] | None:
+    """(variance, mean) in two passes; None where the op itself should run."""
+    if not _gathers(tensor, dims) or tensor.dtype.is_complex or not tensor.dtype.is_floating_point:
+        return None
+    data = _accurate(tensor)
+    count = math.prod(tensor.shape[d] for d in dims)
+    center = settled(data.sum(dims, keepdim=True) / count)
+    total = (data - center).square().sum(dims, keepdim=keepdim)
+    freedom = max(count - (1.0 if correction is None else correction), 0.0)
+    mean = center if keepdim else center.squeeze(dims)
+    return settled(total) / freedom, mean
+
+
+@decomposition(aten.var.correction)
+def var(tensor: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    found = _variance(tensor, _dims(tensor, dim), correction, keepdim)
+    return NotImplemented if found is None else found[0].to(tensor.dtype)
+
+
+@decomposition(aten.std.correction)
+def std(tensor: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    found = _variance(tensor, _dims(tensor, dim), correction, keepdim)
+    return NotImplemented if found is None else found[0].sqrt().to(tensor.dtype)
+
+
+@decomposition(aten.var_mean.correction)
+def var_mean(tensor: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    found = _variance(tensor, _dims(tensor, dim), correction, keepdim)
+    return NotImplemented if found is None else tuple(t.to(tensor.dtype) for t in found)
+
+
+@decomposition(aten.std_mean.correction)
+def std_mean(tensor: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    found = _variance(tensor, _dims(tensor, dim), correction, keepdim)
+    if found is None:
+        return NotImplemented
+    return found[0].sqrt().to(tensor.dtype), found[1].to(tensor.dtype)
+
+
+# ---- norms ----
+
+
+@decomposition(aten.linalg_vector_norm.default)
+def vector_norm(
+    tensor: Any,
+    ord: float = 2,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """(sum of |x|^ord)^(1/ord); the extrema of |x| for infinite orders, the count of nonzeros for 0."""
+    dims = _dims(tensor, dim)
+    if not _gathers(tensor, dims):
+        return NotImplemented
+    data = tensor if dtype is None else tensor.to(dtype)
+    result_dtype = data.dtype.to_real() if data.dtype.is_complex else data.dtype
+    size = _accurate(data).abs()
+    if ord in (math.inf, -math.inf):
+        return size.amax(dims, keepdim) if ord > 0 else size.amin(dims, keepdim)
+    if ord == 0:
+        return (size != 0).sum(dims, keepdim, dtype=result_dtype)
+    if ord == 1:
+        return size.sum(dims, keepdim).to(result_dtype)
+    if ord == 2:
+        return size.square().sum(dims, keepdim).sqrt().to(result_dtype)
+    return size.pow(ord).sum(dims, keepdim).pow(1 / ord).to(result_dtype)
+
+
+@decomposition(aten.norm.ScalarOpt_dim)
+def norm_dim(tensor: Any, p: float | None, dim: Any, keepdim: bool = False) -> Any:
+    return vector_norm(tensor, 2 if p is None else p, dim, keepdim)
+
+
+@decomposition(aten.norm.ScalarOpt_dim_dtype)
+def norm_dim_dtype(tensor: Any, p: float | None, dim: Any, keepdim: bool, *, dtype: torch.dtype) -> Any:
+    return vector_norm(tensor, 2 if p is None else p, dim, keepdim, dtype=dtype)
+
+
+@decomposition(aten.norm.Scalar)
+def norm(tensor: Any, p: float = 2) -> Any:
+    return vector_norm(tensor, p)
+
+
+@decomposition(aten.norm.ScalarOpt_dtype)
+def norm_dtype(tensor: Any, p: float | None, *, dtype: torch.dtype) -> Any:
+    return vector_norm(tensor, 2 if p is None else p, dtype=dtype)
+
+
+@decomposition(aten.dist.default)
+def dist(tensor: Any, other: Any, p: float = 2) -> Any:
+    """The norm of the difference, wherever its elements lie."""
+    return aten.linalg_vector_norm.default(tensor - other, p)
+
+
+# ---- logarithm of a sum ----
+
+
+@decomposition(aten.logsumexp.default)
+def logsumexp(tensor: Any, dim: Any, keepdim: bool = False) -> Any:
+    """The maximum is taken out, so that no term overflows; an infinite one would leave inf - inf."""
+    dims = _dims(tensor, dim)
+    if not _gathers(tensor, dims) or not tensor.dtype.is_floating_point:
+        return NotImplemented
+    data = _accurate(tensor)
+    most = settled(data.amax(dims, keepdim=True))
+    most = most.masked_fill(most.abs() == math.inf, 0.0)
+    total = settled((data - most).exp().sum(dims, keepdim=keepdim)).log()
+    return (total + (most if keepdim else most.squeeze(dims))).to(tensor.dtype)
