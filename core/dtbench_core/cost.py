@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench_core.errors import CoreError
+from dtbench_core.errors import CoreError, PlacementError
 from dtbench_core.placement import REPLICATE, Shard
 from dtbench_core.topology import (
     BASE_LATENCY_US,
@@ -67,6 +67,7 @@ __all__ = [
     "cheapest",
     "local_gib",
     "on_topology_change",
+    "one_step_redistribute_cost",
     "redistribute_cost",
     "reduce_scatter_cost",
     "spec_to_bytes",
@@ -456,3 +457,31 @@ def redistribute_cost(current_spec: _Spec, target_spec: _Spec) -> float:
     itemsize = _tensor_meta(current_spec).dtype.itemsize
     chain = cheapest(current_spec.shape, itemsize, src, dst, topology_of(current_spec.mesh))
     return math.inf if chain is None else sum(step.us for step in chain)
+
+
+def one_step_redistribute_cost(current_spec: _Spec, target_spec: _Spec) -> float:
+    """us of the one transition between specs that differ in one mesh dim; 0 when they do not differ.
+
+    Infinite where one transition cannot do it (see `transition_cost` and Note [Nested shards]).
+
+    Raises:
+        PlacementError: they differ in several mesh dims.
+    """
+    if current_spec.mesh != target_spec.mesh:
+        return math.inf
+    src, dst = current_spec.placements, target_spec.placements
+    changed = [d for d, (now, then) in enumerate(zip(src, dst, strict=True)) if now != then]
+    if not changed:
+        return 0.0
+    if len(changed) > 1:
+        raise PlacementError(
+            f"got specs that differ in the mesh dims {changed}, expected one dim: redistribute_cost prices chains of "
+            "steps"
+        )
+    mesh_dim = changed[0]
+    cut = {p.dim for p in (src[mesh_dim], dst[mesh_dim]) if p.is_shard()}
+    if any(p.is_shard() and p.dim in cut for p in src[mesh_dim + 1 :]):
+        return math.inf
+    topo = topology_of(current_spec.mesh)
+    held = local_gib(current_spec.shape, _tensor_meta(current_spec).dtype, src, topo.mesh_dim_devices)
+    return transition_cost(src[mesh_dim], dst[mesh_dim], held, topo, mesh_dim)

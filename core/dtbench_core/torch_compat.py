@@ -30,7 +30,7 @@ _renamed = hasattr(dist.ProcessGroup, "all_gather_single")
 ALL_GATHER_METHOD = "all_gather_single" if _renamed else "_allgather_base"
 REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _renamed else "_reduce_scatter_base"
 ALL_TO_ALL_METHOD = "all_to_all_single" if _renamed else "alltoall_base"
-AllGatherOptions = distributed_c10d.AllgatherOptions
+AllGatherOptions = torch._C._distributed_c10d.AllgatherOptions
 AllReduceOptions = distributed_c10d.AllreduceOptions
 AllToAllOptions = distributed_c10d.AllToAllOptions
 BroadcastOptions = distributed_c10d.BroadcastOptions
@@ -53,6 +53,12 @@ make_wrapper = cast("Callable[..., torch.Tensor]", torch.Tensor._make_wrapper_su
 def kernel_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """The C entry of `op`, without OpOverload's Python `__call__` (0.3 us)."""
     return op._op
+
+
+def resolve_group(group_name: str) -> dist.ProcessGroup:
+    """The process group of a name, as ops carry it."""
+    resolve = cast("Callable[[str], dist.ProcessGroup]", torch._C._distributed_c10d._resolve_process_group)
+    return resolve(group_name)
 
 
 def current_mesh() -> DeviceMesh:

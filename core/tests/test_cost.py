@@ -214,6 +214,20 @@ def test_an_exchange_never_costs_more_than_gathering_and_cutting() -> None:
     assert exchanged < torch_cost.redistribute_cost(*twins)
 
 
+def test_the_price_of_one_step() -> None:
+    mesh = dp_tp()
+    one = cost.one_step_redistribute_cost
+    for src, dst in PAIRS:
+        pair = spec(mesh, Shard(2), src), spec(mesh, Shard(2), dst)
+        if src.is_shard() or not dst.is_partial():
+            assert one(*pair) == cost.redistribute_cost(*pair)
+    assert one(spec(mesh, Shard(0), Shard(0)), spec(mesh, R, Shard(0))) == math.inf
+    assert one(spec(mesh, R, Shard(0)), spec(mesh, Shard(0), Shard(0))) == math.inf
+    assert one(spec(mesh, R, R), spec(mesh["tp"], R)) == math.inf
+    with pytest.raises(ValueError, match=r"differ in the mesh dims \[0, 1\], expected one dim"):
+        one(spec(mesh, R, R), spec(mesh, Shard(0), Shard(1)))
+
+
 def test_spare_replicas_share_the_work_of_a_large_tensor() -> None:
     """PyTorch looks at one mesh dim at a time: its price of R,P -> R,S(0) is the whole reduce-scatter."""
     mesh = dp_tp()

@@ -1,0 +1,232 @@
+"""The collectives of one mesh dim, padding, and metadata checks, against plain torch on real ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import _collective_utils as torch_utils
+
+from core.tests.gloo_world import RankError, Worlds, mesh_of
+from dtbench_core import ArgumentError, collective_utils, cost, count_collectives
+
+
+def test_all_names_of_torch_are_here() -> None:
+    ours = set(collective_utils.__all__)
+    public = {
+        name
+        for name, value in vars(torch_utils).items()
+        if getattr(value, "__module__", "") == torch_utils.__name__ and not name.startswith("_")
+    }
+    assert public <= ours, "what a user of torch's module finds there"
+    assert all(hasattr(collective_utils, name) for name in ours)
+    assert collective_utils.redistribute_cost is cost.redistribute_cost
+
+
+# ---- padding ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16, torch.complex64])
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+def test_padding_equals_torch(dim: int, dtype: torch.dtype) -> None:
+    tensor = (torch.arange(24).reshape(2, 3, 4) % 3).to(dtype)
+    padded = collective_utils.pad_tensor(tensor, dim, 2)
+    filler = tensor.new_zeros(*(2 if d == dim % 3 else n for d, n in enumerate(tensor.shape)))
+    assert torch.equal(padded, torch.cat([tensor, filler], dim))
+    if dim >= 0:
+        assert torch.equal(padded, torch_utils.pad_tensor(tensor, dim, 2))
+    back = collective_utils.unpad_tensor(padded, dim, 2)
+    assert torch.equal(back, tensor)
+    assert back.untyped_storage().data_ptr() == padded.untyped_storage().data_ptr()
+
+
+def test_nothing_to_pad_is_the_same_object() -> None:
+    tensor = torch.ones(2)
+    assert collective_utils.pad_tensor(tensor, 0, 0) is tensor
+    assert collective_utils.unpad_tensor(tensor, 0, 0) is tensor
+
+
+def test_empty_shards_are_appended_in_place() -> None:
+    shards = list(torch.ones(3, 5, dtype=torch.float64).split([2, 1]))
+    filled = collective_utils.fill_empty_tensor_to_shards(shards, 0, 2)
+    assert filled is shards
+    assert [tuple(s.shape) for s in shards] == [(2, 5), (1, 5), (0, 5), (0, 5)]
+    assert {s.dtype for s in shards} == {torch.float64}
+    assert collective_utils.fill_empty_tensor_to_shards(shards, 0, 0) is shards
+    assert len(shards) == 4
+
+
+# ---- shard_dim_alltoall ----
+
+
+def _exchanged(mesh_shape: tuple[int, ...], shape: tuple[int, ...], direct: bool) -> list[str]:
+    """Every pair of dims, on every mesh dim, against cutting the full tensor."""
+    mesh, wrong = mesh_of(mesh_shape), []
+    for mesh_dim, (src, dst) in ((m, p) for m in range(mesh.ndim) for p in ((0, 1), (1, 0), (1, 2), (-1, 0))):
+        ranks, me, group = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim), mesh.get_group(mesh_dim)
+        full = torch.arange(torch.Size(shape).numel()).reshape(shape).repeat_interleave(ranks, src)
+        full += 1000 * sum(r for d, r in enumerate(mesh.get_coordinate()) if d != mesh_dim)
+        mine = full.chunk(ranks, src)[me]
+        if direct:
+            got = torch.ops.dtbench_core.shard_dim_alltoall(mine, src, dst, group.group_name)
+        else:
+            got = collective_utils.shard_dim_alltoall(mine, src, dst, mesh, mesh_dim)
+        pieces = list(full.chunk(ranks, dst))
+        want = collective_utils.fill_empty_tensor_to_shards(pieces, dst, ranks - len(pieces))[me]
+        if not torch.equal(got, want) or not got.is_contiguous():
+            wrong.append(f"mesh dim {mesh_dim}, {src} -> {dst}: {got} is not {want}")
+    return wrong
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["fallback", "op"])
+@pytest.mark.parametrize("shape", [(4, 8, 4), (5, 3, 2)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=str)
+def test_exchange_of_dims(ranks: Worlds, mesh_shape: Any, shape: Any, direct: bool) -> None:
+    if direct:  # dims counted from the end are the function's affair
+        for wrong in ranks(_exchanged_by_op, mesh_shape, shape):
+            assert not wrong, "\n".join(wrong[:3])
+    else:
+        for wrong in ranks(_exchanged, mesh_shape, shape, False):
+            assert not wrong, "\n".join(wrong[:3])
+
+
+def _exchanged_by_op(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> list[str]:
+    return [text for text in _exchanged(mesh_shape, shape, True) if "-1 -> 0" not in text]
+
+
+def _told() -> tuple[list[str], dict[str, int]]:
+    collective_utils._tell_fallback.cache_clear()
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    collective_utils.logger.addHandler(handler)
+    mesh = mesh_of((4,))
+    with count_collectives() as count:
+        for _ in range(2):
+            collective_utils.shard_dim_alltoall(torch.ones(1, 4), 0, 1, mesh, 0)
+    collective_utils.logger.removeHandler(handler)
+    return records, dict(count.calls)
+
+
+def test_the_fallback_on_cpu_is_told_once(ranks: Worlds) -> None:
+    told = ["CPU process group does not support alltoall yet, falling back with allgather + chunk!"]
+    assert ranks(_told) == [(told, {"all_gather": 2})] * 4
+
+
+@pytest.fixture
+def fake_world() -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_the_op_has_a_meta_kernel() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    name = mesh.get_group(0).group_name
+    shard = torch.empty(2, 8, 3, device="meta", dtype=torch.bfloat16).transpose(0, 2)
+    moved = torch.ops.dtbench_core.shard_dim_alltoall(shard, 2, 1, name)
+    assert (moved.shape, moved.dtype, moved.device.type) == ((3, 2, 8), torch.bfloat16, "meta")
+    assert moved.is_contiguous()
+    uneven = torch.ops.dtbench_core.shard_dim_alltoall(shard, 2, 0, name)
+    assert uneven.shape == (1, 8, 8), "rank 2 of 4 has the last of 3 rows"
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize(
+    ("dims", "told"),
+    [((0, 2), r"shard_dim=2 .* shape \[2, 4\], expected a dim in \[-2, 2\)"), ((1, -1), "expected two dims")],
+)
+def test_dims_are_checked(dims: tuple[int, int], told: str) -> None:
+    with pytest.raises(ArgumentError, match=told):
+        collective_utils.shard_dim_alltoall(torch.ones(2, 4), *dims, init_device_mesh("cpu", (4,)), 0)
+
+
+# ---- scatter and broadcast ----
+
+
+def _scattered() -> list[Any]:
+    mesh, rank = mesh_of((2, 2)), dist.get_rank()
+    results = []
+    for mesh_dim, src in ((0, 0), (1, 1)):
+        pieces = [torch.full((2,), 10.0 * rank + i) for i in range(2)]
+        output = torch.empty(2)
+        is_source = mesh.get_local_rank(mesh_dim) == src
+        given: Any = pieces if is_source else "never looked at"
+        done = collective_utils.mesh_scatter(output, given, mesh, mesh_dim, group_src=src)
+        results.append((output[0].item(), done))
+        sent = torch.full((2,), float(rank))
+        work = collective_utils.mesh_broadcast(sent, mesh, mesh_dim, async_op=True, group_src=src)
+        work.wait()
+        results.append(sent[0].item())
+        work = collective_utils.mesh_scatter(output, given, mesh, mesh_dim, True, group_src=src)
+        work.wait()
+        results.append(output[1].item())
+    return results
+
+
+def test_scatter_and_broadcast_along_a_mesh_dim(ranks: Worlds) -> None:
+    # Ranks 0 1 / 2 3: down the columns from the first row, then along the rows from the second column.
+    assert ranks(_scattered) == [
+        [(0.0, None), 0.0, 0.0, (10.0, None), 1.0, 10.0],
+        [(10.0, None), 1.0, 10.0, (11.0, None), 1.0, 11.0],
+        [(1.0, None), 0.0, 1.0, (30.0, None), 3.0, 30.0],
+        [(11.0, None), 1.0, 11.0, (31.0, None), 3.0, 31.0],
+    ]
+
+
+def _without_a_source() -> tuple[Any, ...]:
+    mesh, rank = mesh_of((4,)), dist.get_rank()
+    with count_collectives() as count:
+        output, kept = torch.zeros(1), torch.full((1,), float(rank))
+        pieces = [torch.full((1,), float(i)) for i in range(4)]
+        scattered = collective_utils.mesh_scatter(output, pieces, mesh, group_src=None)
+        sent = collective_utils.mesh_broadcast(kept, mesh, group_src=None)
+        meta = torch.empty(1, device="meta")
+        on_meta = [collective_utils.mesh_scatter(meta, [meta] * 4, mesh, async_op=True)]
+        on_meta.append(collective_utils.mesh_broadcast(meta, mesh, async_op=True))
+    return output.item(), kept.item(), scattered, sent, on_meta, dict(count.calls)
+
+
+def test_no_source_and_meta_tensors_send_nothing(ranks: Worlds) -> None:
+    assert ranks(_without_a_source) == [(r, r, None, None, [None, None], {}) for r in range(4)]
+
+
+# ---- metadata ----
+
+
+def _checked(which: str) -> None:
+    rank = dist.get_rank()
+    tensor = torch.ones(2, 3)
+    if which == "dtype" and rank == 2:
+        tensor = tensor.double()
+    elif which == "grad" and rank == 1:
+        tensor.requires_grad_()
+    elif which == "shape" and rank == 3:
+        tensor = torch.ones(3, 2)
+    elif which == "stride" and rank == 0:
+        tensor = torch.ones(3, 2).t()
+    if which in ("shape", "stride"):
+        assert collective_utils.check_tensor_meta(tensor) is None
+    collective_utils.check_tensor_meta(tensor, check_shape_stride=True)
+
+
+def test_alike_metadata_pass(ranks: Worlds) -> None:
+    assert ranks(_checked, "") == [None] * 4
+
+
+@pytest.mark.parametrize("which", ["dtype", "grad", "shape", "stride"])
+def test_metadata_that_differ_raise_on_every_rank(ranks: Worlds, which: str) -> None:
+    text = r"Inconsistent tensor metadata \(including shape and stride\) across ranks\."
+    with pytest.raises(RankError, match=text) as caught:
+        ranks(_checked, which)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert len(caught.value.failures) == 4
+    assert "rank 2: dtype" in caught.value.failures[0], "the notes say who has what"
