@@ -16,9 +16,11 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
-from dtbench_core import contexts, random, redistribute
+from dtbench_core import contexts, outside, random, redistribute
 from dtbench_core.errors import NoRuleError, PlacementError
+from dtbench_core.layout import empty_part
 from dtbench_core.mesh import MeshInfo
+from dtbench_core.metadata import results_of
 from dtbench_core.placement import REPLICATE
 from dtbench_core.spec import DTensorSpec
 from dtbench_core.wrapper import Wrapper, wrap
@@ -72,6 +74,8 @@ def run(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[st
 
     full_args, full_kwargs = tree_map(unwrap, (list(args), kwargs))
     assert mesh is not None  # dispatch comes here with a DTensor only
+    if mesh.coordinate is None:
+        return _outside(cls, op, args, kwargs, mesh, written)
     if torch.Tag.nondeterministic_seeded in op.tags:
         random.keep_in_step(mesh)
     result = op(*full_args, **full_kwargs)
@@ -83,11 +87,44 @@ def run(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[st
     return _wrapped(cls, result, mesh, for_written, detached)
 
 
+def _outside(
+    cls: type[Wrapper],
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    mesh: MeshInfo,
+    written: list[Wrapper],
+) -> Any:
+    """What `run` gives on a rank outside the mesh (see outside.py): metadata, and the written tensors."""
+    replicated = (REPLICATE,) * mesh.ndim
+
+    def described(leaf: Any) -> Any:
+        if isinstance(leaf, Wrapper):
+            return leaf._spec
+        plain = isinstance(leaf, torch.Tensor)
+        return DTensorSpec.of(mesh, replicated, leaf.shape, leaf.stride(), leaf.dtype) if plain else leaf
+
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        outside.keep_in_step(op, args, kwargs)
+    spec_args, spec_kwargs = tree_map(described, (list(args), kwargs))
+    try:
+        metas, structure = results_of(op, tuple(spec_args), spec_kwargs, False)
+    except NotImplementedError as error:
+        raise outside.unknown_value(op, mesh) from error
+    if structure == "value":
+        return outside.kernel(op, mesh, (), structure)()
+    if written:
+        return written[0] if structure == "tensor" else tuple(written)
+    specs = [None if meta is None else DTensorSpec.of(mesh, replicated, *meta) for meta in metas]
+    made = [None if s is None else wrap(cls, empty_part(s.dtype, mesh.device_type), s) for s in specs]
+    return tuple(made) if structure == "list" else made[0]
+
+
 def gathered(tensor: Wrapper) -> torch.Tensor:
     """The full values of `tensor`, outside autograd: its own memory where it is replicated already."""
     spec = tensor._spec
     replicated = (REPLICATE,) * spec.info.ndim
-    return redistribute.apply(tensor._local_tensor, redistribute.plan(spec, replicated), spec.info)
+    return redistribute.apply(tensor._local_tensor, redistribute.plan(spec, replicated))
 
 
 def _report(op: OpOverload) -> None:
@@ -151,7 +188,7 @@ def store(tensor: Wrapper, full: torch.Tensor) -> None:
     spec = tensor._spec
     source = DTensorSpec.of(spec.info, (REPLICATE,) * spec.info.ndim, full.shape, full.stride(), full.dtype)
     tensor._local_tensor.copy_(
-        redistribute.apply(full, redistribute.plan(source, spec.placements), spec.info)
+        redistribute.apply(full, redistribute.plan(source, spec.placements))
     )
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import zlib
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 
 from dtbench_core import comm
 from dtbench_core.errors import LayoutError
 from dtbench_core.mesh import MeshInfo
-from dtbench_core.placement import Placements, Shard
+from dtbench_core.placement import Placements, RaggedShard, Shard, describe, local_extents
 from dtbench_core.spec import DTensorSpec
 
 
@@ -31,14 +36,103 @@ def part_of(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 def even_layout(
     local: torch.Tensor, info: MeshInfo, placements: Placements
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Global shape and stride when every rank holds as much as this one."""
+    """Global shape and stride when every rank holds as much as this one, or what its RaggedShard says."""
     shape, stride = list(local.shape), list(local.stride())
     for placement, parts in zip(placements, info.sizes, strict=True):
         if isinstance(placement, Shard):
-            dim = placement.dim
-            shape[dim] *= parts
-            stride = [s * parts if d != dim and s > stride[dim] else s for d, s in enumerate(stride)]
+            dim, was = placement.dim, shape[placement.dim]
+            ragged = isinstance(placement, RaggedShard)
+            shape[dim] = sum(placement.lengths(was, parts)) if ragged else was * parts
+            stride = [
+                s // max(was, 1) * shape[dim] if d != dim and s > stride[dim] else s
+                for d, s in enumerate(stride)
+            ]
     return tuple(shape), tuple(stride)
+
+
+# Of a tensor whose shape the ranks compare. torch's own limit is 64 for most ops.
+MAX_DIMS = 64
+
+
+def agreed_placements(
+    local: torch.Tensor,
+    info: MeshInfo,
+    placements: Placements,
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> Placements:
+    """The placements under which the ranks' local tensors make up the global one.
+
+    The ranks tell each other their local shapes, so that all come to the same answer or raise alike.
+    Where they do not cut as torch.chunk does, a Shard becomes a RaggedShard. On the fake backend there
+    is nobody to ask: the placements stay.
+
+    Raises:
+        LayoutError: shapes that do not fit together.
+    """
+    cuts = [parts for p, parts in zip(placements, info.sizes, strict=True) if p.is_shard()]
+    if max(cuts, default=1) == 1 or info.coordinate is None or dist.get_backend(info.groups[0]) == "fake":
+        return placements
+    described = (tuple(shape), tuple(stride), str(local.dtype), describe(placements))
+    shapes = _everybodys(tuple(local.shape), described, info)
+    for candidate in (placements, _ragged(placements, shape, shapes, info)):
+        if all(
+            local_extents(tuple(shape), candidate, info.sizes, at)[0] == held for at, held in shapes.items()
+        ):
+            return candidate
+    listed = "; ".join(f"{list(held)} at {at}" for at, held in shapes.items())
+    raise LayoutError(
+        f"from_local got local tensors of the shapes {listed} (by mesh coordinate) for a tensor of shape "
+        f"{list(shape)} placed as {describe(placements)}; expected shards that make it up, alike wherever a mesh dim "
+        "does not cut: correct the shards, or the global shape"
+    )
+
+
+def _everybodys(
+    held: tuple[int, ...], described: object, info: MeshInfo
+) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """The local shape of every rank by mesh coordinate.
+
+    Raises:
+        LayoutError: ranks that disagree on what else they were given.
+    """
+    if len(held) > MAX_DIMS:
+        raise LayoutError(f"from_local got a tensor of {len(held)} dims, expected at most {MAX_DIMS}")
+    told = zlib.crc32(repr(described).encode())
+    mine = [told, len(held), *held, *[0] * (MAX_DIMS - len(held))]
+    seen = torch.tensor([mine], dtype=torch.int64, device=info.device_type)
+    for group in reversed(info.groups):  # the innermost first, so that the ranks end in row-major order
+        gathered = seen.new_empty((group.size() * len(seen), seen.size(1)))
+        comm.all_gather(gathered, seen, group)
+        seen = gathered
+    rows = seen.tolist()
+    if any(row[0] != told for row in rows):
+        raise LayoutError(
+            f"from_local got different arguments on the ranks: here shape, stride, dtype and placements {described}; "
+            "expected the same on every rank: pass the global shape and stride"
+        )
+    coordinates = itertools.product(*map(range, info.sizes))
+    return {at: tuple(row[2 : 2 + row[1]]) for at, row in zip(coordinates, rows, strict=True)}
+
+
+def _ragged(
+    placements: Placements,
+    shape: Sequence[int],
+    shapes: dict[tuple[int, ...], tuple[int, ...]],
+    info: MeshInfo,
+) -> Placements:
+    """`placements` with the lengths that the ranks hold along the first line of each mesh dim, where these
+    add up. A dim that several mesh dims cut stays as it is: the inner lengths would depend on the outer."""
+    made = list(placements)
+    origin = (0,) * info.ndim
+    for mesh_dim, (placement, parts) in enumerate(zip(placements, info.sizes, strict=True)):
+        if type(placement) is not Shard or sum(p.is_shard(placement.dim) for p in placements) > 1:
+            continue
+        line = [shapes[(*origin[:mesh_dim], i, *origin[mesh_dim + 1 :])] for i in range(parts)]
+        counts = tuple(held[placement.dim] for held in line if len(held) == len(shape))
+        if len(counts) == parts and sum(counts) == shape[placement.dim]:
+            made[mesh_dim] = RaggedShard(placement.dim, counts)
+    return tuple(made)
 
 
 def checked_over_mesh(

@@ -132,7 +132,8 @@ class StridedShard(Shard):
         inner = self._inner(whole.size(self.dim))
         length, offset = chunk_extent(inner, parts, index)
         seen = whole.unflatten(self.dim, (self.split_factor, inner)).narrow(self.dim + 1, offset, length)
-        return seen.flatten(self.dim, self.dim + 1)
+        joined: torch.Tensor = seen.flatten(self.dim, self.dim + 1)
+        return joined
 
     def __str__(self) -> str:
         return f"S({self.dim}/{self.split_factor})"

@@ -10,7 +10,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dtbench_core import contexts, fallback, random, redistribute, rules, variants, writes
+from dtbench_core import contexts, fallback, outside, random, redistribute, rules, variants, writes
 from dtbench_core.errors import CoreError, MeshError
 from dtbench_core.metadata import results_of
 from dtbench_core.placement import REPLICATE, Placements
@@ -85,7 +85,7 @@ class Move(NamedTuple):
     """An input that must be placed otherwise: which of the tensors, how, what it is, what it becomes."""
 
     index: int
-    steps: tuple[redistribute.Step, ...]
+    steps: redistribute.Route
     spec: DTensorSpec
     placements: Placements
 
@@ -201,8 +201,8 @@ class Plan:
         if contexts.entered:
             for move in self.moves:
                 contexts.observe(self.info.op, move.spec, move.placements)
-        for index, steps, spec, _ in self.moves:
-            leaves[places[index]] = redistribute.apply(leaves[places[index]], steps, spec.info)
+        for index, steps, *_ in self.moves:
+            leaves[places[index]] = redistribute.apply(leaves[places[index]], steps)
         moved: tuple[list[Any], dict[str, Any]] = tree_unflatten(leaves, tree)
         return moved
 
@@ -261,7 +261,9 @@ def _build_out(info: OpInfo, call: OpCall) -> Plan | None:
     inputs = tuple(tuple(row.inputs[i] for row in rows) for i in range(len(plain.inputs)))
     if not variants.all_even(plain, inputs, (out.placements,)):
         return None
-    return Plan(info, None, _moves(plain, inputs), (), out)
+    member = out.info.coordinate is not None
+    local_op = None if member else outside.kernel(info.op, out.info, (None,), "tensor")
+    return Plan(info, local_op, _moves(plain, inputs), (), out)
 
 
 def _by_rows(call: OpCall, strategy: Strategy, written: tuple[int, ...]) -> Chosen | None:
@@ -295,12 +297,14 @@ def _plan_for(
     replaced = tuple(
         (position, list(specs[0].local_shape)) for position in strategy.local_shape_args if specs[0]
     )
+    if info.random:
+        random.keep_in_step(mesh)
+    if mesh.coordinate is None and not (info.random and strategy.localize):
+        return Plan(info, outside.kernel(info.op, mesh, specs, structure), _moves(call, inputs), (), out)
     local_op = strategy.local_op
     if strategy.localize is not None:
         moved = tuple(s.with_placements(p) for s, p in zip(call.inputs, inputs, strict=True))
         local_op = strategy.localize(Placed(moved, tuple(specs)))
-    if info.random:
-        random.keep_in_step(mesh)
     # A random op runs even so: its rank would fall out of step.
     empty = all(s is None or 0 in s.local_shape for s in specs) and not info.random
     if out is not None and info.functional and empty:

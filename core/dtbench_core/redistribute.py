@@ -14,7 +14,6 @@ import torch
 
 from dtbench_core import cost
 from dtbench_core.errors import PlacementError
-from dtbench_core.mesh import MeshInfo
 from dtbench_core.moves import Exchange, Mover, mover
 from dtbench_core.placement import REPLICATE, Placement, Placements, describe, local_extents
 from dtbench_core.spec import DTensorSpec, contiguous_stride, normalize
@@ -65,7 +64,8 @@ class Route(tuple[Step, ...]):
             stride = contiguous_stride(source.shape)
             made.result = DTensorSpec.of(source.info, dst, source.shape, stride, source.dtype)
         made.gradient = placements_of_gradient(source.placements)
-        made.movers = tuple(_mover(step, source) for step in steps)
+        member = source.info.coordinate is not None  # a rank outside the mesh has nothing to move
+        made.movers = tuple(_mover(step, source) for step in steps) if member else ()
         return made
 
     @property
@@ -148,7 +148,7 @@ def request(spec: DTensorSpec, placements: Sequence[Placement] | None) -> Route:
         return _requests[spec, None if placements is None else tuple(placements)]
     except (KeyError, TypeError):  # TypeError: no sequence, or no placements, which `normalize` tells
         pass
-    placed = normalize(placements, spec.ndim, spec.info)
+    placed = normalize(placements, spec.ndim, spec.info, spec.shape)
     for current, wanted in zip(spec.placements, placed, strict=True):
         if wanted.is_partial() and wanted != current:
             raise PlacementError(
@@ -196,7 +196,7 @@ def _find(src: DTensorSpec, dst: Placements) -> Route:
     if src.placements == dst:
         return Route.of(src, dst, ())
     info = src.info
-    coordinate = info.my_coordinate()
+    coordinate = info.coordinate or (0,) * info.ndim
     for placement, wanted in zip(src.placements, dst, strict=True):
         if placement.is_partial("avg") and placement != wanted and not _averages(src.dtype):
             raise PlacementError(
@@ -247,7 +247,7 @@ def _mover(step: Step, spec: DTensorSpec) -> Mover:
 # ---- applying ----
 
 
-def apply(local: torch.Tensor, route: Route, info: MeshInfo | None = None) -> torch.Tensor:
+def apply(local: torch.Tensor, route: Route) -> torch.Tensor:
     """Runs the route on this rank's shard; every rank of the mesh must call it. Never aliases `local`
     when there is a step."""
     for move in route.movers:

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core import dispatch, state
 from dtbench_core.errors import ArgumentError, LayoutError, MeshError, MixedTensorError, PlacementError
-from dtbench_core.layout import checked_over_mesh, even_layout
-from dtbench_core.mesh import mesh_info, mesh_or_current
+from dtbench_core.layout import agreed_placements, checked_over_mesh, empty_part, even_layout
+from dtbench_core.mesh import MeshInfo, mesh_info, mesh_or_current
 from dtbench_core.methods import straight_methods
-from dtbench_core.placement import Partial, Placement, Placements
+from dtbench_core.placement import Partial, Placement, Placements, RaggedShard
 from dtbench_core.redistribute import (
     Redistribute,
     Route,
@@ -149,37 +149,45 @@ class DTensor(Wrapper):
             placements: one per mesh dim; all Replicate when not given.
             run_check: compare shapes over the mesh, and make replicas equal to the first rank's.
             shape, stride: global ones, given together. Without them every rank is taken to hold
-                equally much.
+                equally much. With them the shards may be of any lengths: the ranks tell each other
+                theirs (one small all-gather per mesh dim), and where they are not those of
+                torch.chunk the placement becomes a RaggedShard.
             grad_placements: how the gradient is placed before its local part flows on; the default
                 is `placements`, with Replicate for Partial.
 
+        Returns:
+            A DTensor; on a rank outside the mesh one that holds nothing, whatever was passed.
+
         Raises:
-            LayoutError: the local shape is not the shard that shape and placements say, or shapes
-                that differ between ranks (with run_check).
+            LayoutError: local shapes that do not make up the global one, or differ between ranks (with
+                run_check).
             PlacementError, ArgumentError: placements or arguments that cannot hold.
         """
         info = mesh_info(mesh_or_current(device_mesh))
-        placed = normalize(placements, local_tensor.ndim, info)
-        grad_placed = None if grad_placements is None else normalize(grad_placements, local_tensor.ndim, info)
+        if isinstance(local_tensor, DTensor):
+            raise ArgumentError(
+                f"from_local got a DTensor, {local_tensor._spec}, expected a plain tensor: use redistribute"
+            )
         if (shape is None) != (stride is None):
             raise ArgumentError(
                 f"from_local got shape={shape} and stride={stride}, expected both or neither: add the other"
             )
-        if run_check:
+        ndim = local_tensor.ndim if shape is None else len(shape)
+        placed = normalize(placements, ndim, info, shape)
+        grad_placed = None if grad_placements is None else normalize(grad_placements, ndim, info, shape)
+        if local_tensor.device.type not in (info.device_type, "meta"):
+            local_tensor = local_tensor.to(info.device_type)
+        if run_check and info.coordinate is not None:
             local_tensor = checked_over_mesh(local_tensor, info, placed, given_shape=shape is not None)
+        ask = shape is not None
         if shape is None or stride is None:
             shape, stride = even_layout(local_tensor, info, placed)
+            ask = any(isinstance(p, RaggedShard) for p in placed)
+            placed = normalize(placed, ndim, info, shape)
+        if ask:
+            placed = agreed_placements(local_tensor, info, placed, shape, stride)
         spec = DTensorSpec.of(info, placed, shape, stride, local_tensor.dtype)
-        if tuple(local_tensor.shape) != spec.local_shape:
-            raise LayoutError(
-                f"from_local got a local tensor of shape {list(local_tensor.shape)} for {spec}, expected "
-                f"{list(spec.local_shape)} on this rank (shards are cut as torch.chunk cuts): pass the tensor's "
-                "global shape and stride, or that shard"
-            )
-        if torch.is_grad_enabled() and local_tensor.requires_grad:
-            made: DTensor = FromLocal.apply(local_tensor, spec, grad_placed)
-            return made
-        return wrap(DTensor, local_tensor.detach(), spec)
+        return _wrapped(local_tensor, spec, grad_placed)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part, sharing memory; differentiable.
@@ -193,7 +201,7 @@ class DTensor(Wrapper):
             placed = None if grad_placements is None else normalize(grad_placements, spec.ndim, spec.info)
             local: torch.Tensor = ToLocal.apply(self, placed)
             return local
-        return self._local_tensor.detach()
+        return _detached(self._local_tensor)
 
     def redistribute(
         self,
@@ -243,6 +251,36 @@ class DTensor(Wrapper):
         return apply(self._local_tensor, route) if route else self._local_tensor.detach()
 
 
+def _wrapped(local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements | None = None) -> DTensor:
+    """`local` as this rank's part of `spec`, under autograd if it requires grad."""
+    member = spec.info.coordinate is not None
+    if member and tuple(local.shape) != spec.local_shape:
+        raise LayoutError(
+            f"from_local got a local tensor of shape {list(local.shape)} for {spec}, expected "
+            f"{list(spec.local_shape)} on this rank: pass the tensor's global shape and stride, or that shard"
+        )
+    if torch.is_grad_enabled() and local.requires_grad:
+        made: DTensor = FromLocal.apply(local, spec, grad_placements)
+        return made
+    return wrap(DTensor, _detached(local) if member else empty_part(spec.dtype, local.device), spec)
+
+
+def _gradient(local: torch.Tensor, info: MeshInfo, placements: Placements, shape: Sequence[int]) -> DTensor:
+    """The local gradient that came back as a DTensor. Nothing is asked of the other ranks."""
+    local = local.contiguous()
+    return _wrapped(local, DTensorSpec.of(info, placements, shape, contiguous_stride(shape), local.dtype))
+
+
+def _detached(local: torch.Tensor) -> torch.Tensor:
+    """Another tensor object on the same memory: autograd marks the one, and must not mark the other."""
+    if local.__class__ is torch.Tensor:
+        return local.detach()
+    try:
+        return local.detach()
+    except NotImplementedError:  # a subclass that holds shards and knows few ops
+        return local
+
+
 class FromLocal(torch.autograd.Function):
     """local tensor -> DTensor."""
 
@@ -250,12 +288,15 @@ class FromLocal(torch.autograd.Function):
     def forward(
         ctx: Any, local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements | None
     ) -> DTensor:
-        ctx.spec = spec
+        ctx.spec, ctx.local_shape = spec, local.shape
         ctx.grad_placements = grad_placements or placements_of_gradient(spec.placements)
-        return wrap(DTensor, local.detach(), spec)
+        held = _detached(local) if spec.info.coordinate is not None else empty_part(spec.dtype, local.device)
+        return wrap(DTensor, held, spec)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None, None]:
+        if ctx.spec.info.coordinate is None:  # what was passed here is no part of the tensor
+            return torch.zeros(ctx.local_shape, dtype=grad.dtype, device=grad.device), None, None
         local = grad.redistribute(placements=ctx.grad_placements).to_local()
         for placement, parts in zip(ctx.spec.placements, ctx.spec.info.sizes, strict=True):
             if placement.is_partial("avg"):
@@ -281,11 +322,7 @@ class ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:
         spec: DTensorSpec = ctx.spec
-        stride = contiguous_stride(spec.shape)
-        made = DTensor.from_local(
-            grad.contiguous(), spec.mesh, ctx.grad_placements, shape=spec.shape, stride=stride
-        )
-        return made, None
+        return _gradient(grad, spec.info, ctx.grad_placements, spec.shape), None
 
 
 class FullTensor(torch.autograd.Function):
@@ -303,7 +340,7 @@ class FullTensor(torch.autograd.Function):
         if torch.is_grad_enabled() or ctx.grad_placements is not None:
             # A backward that is itself differentiated needs its own graph.
             placed = ctx.grad_placements or spec.placements
-            made = DTensor.from_local(grad.contiguous(), spec.mesh, placed, shape=spec.shape, stride=stride)
+            made = _gradient(grad, spec.info, placed, spec.shape)
             return made.redistribute(placements=route.gradient), None, None
         here = DTensorSpec.of(spec.info, spec.placements, spec.shape, stride, grad.dtype)
         back = plan(here, route.gradient)

@@ -202,7 +202,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "only shape": (lambda t, m: DTensor.from_local(t, m, [S0], shape=(8, 2)), "expected both or neither"),
     "wrong shape": (
         lambda t, m: DTensor.from_local(t, m, [S0], shape=(9, 2), stride=(2, 1)),
-        r"local tensor of shape \[2, 2\] for .* expected \[",
+        r"local tensors of the shapes \[2, 2\] at \(0,\); .* for a tensor of shape \[9, 2\]",
     ),
     "ranks differ": (
         lambda t, m: DTensor.from_local(t[: 1 + dist.get_rank() % 2], m, [S0], run_check=True),

@@ -1,0 +1,222 @@
+"""Ranks outside a mesh: the same program runs there, on nothing, with the right metadata."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from core.tests.gloo_world import Worlds, mesh_of
+from dtbench_core import (
+    DTensor,
+    ExplicitRedistributionContext,
+    MeshError,
+    Partial,
+    RedistributionError,
+    Replicate,
+    Shard,
+    count_collectives,
+    distribute_module,
+    distribute_tensor,
+    rand,
+    randn,
+    sharding_text,
+    zeros,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::dtbench_core.fallback.FallbackWarning")
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+A = torch.arange(12.0).reshape(4, 3)
+
+
+def _pair() -> Any:
+    """A mesh of the first two of four ranks."""
+    return mesh_of((2,))
+
+
+def _member() -> bool:
+    return _pair().get_coordinate() is not None
+
+
+def _program() -> dict[str, Any]:
+    """A little of everything; what each step gives, by its metadata and how much this rank holds."""
+    mesh = _pair()
+    x = distribute_tensor(A.clone(), mesh, [S0]).requires_grad_()
+    w = DTensor.from_local(
+        torch.ones(3, 1) if _member() else torch.empty(0), mesh, [S1], shape=(3, 2), stride=(2, 1)
+    )
+    out: dict[str, Any] = {"x": x, "w": w}
+    out["mm"] = x @ w
+    out["moved"] = out["mm"].redistribute(placements=[S1])
+    out["softmax"] = F.softmax(out["moved"], dim=-1)
+    out["sum"] = out["softmax"].sum()
+    out["max"], out["argmax"] = x.detach().max(dim=1)
+    out["view"] = x.view(2, 2, 3).transpose(0, 1)
+    out["list"] = torch.cat(x.detach().split(1))
+    out["in place"] = x.detach().clone().add_(1).t_()
+    out["out"] = torch.mul(x.detach(), 2, out=zeros(4, 3, device_mesh=mesh, placements=[S0]))
+    out["product"] = torch.mm(x.detach(), w, out=zeros(4, 2, device_mesh=mesh, placements=[S0]))
+    out["terms"] = DTensor.from_local(torch.ones(2), mesh, [P]).exp()
+    out["made"] = randn(5, 2, device_mesh=mesh, placements=[S0])
+    out["dropout"] = F.dropout(x.detach(), 0.5)
+    out["no rule"] = torch.linalg.qr(x.detach())[0]
+    (out["mm"] * 2).sum().backward()
+    assert x.grad is not None
+    out["grad"] = x.grad
+    told = {}
+    for name, tensor in out.items():
+        local = tensor.to_local()
+        full = tensor.detach().full_tensor()
+        told[name] = (tuple(tensor.shape), tensor.dtype, tensor.placements, local.numel(), tuple(full.shape))
+    told["equal"] = torch.equal(x.detach(), x.detach())
+    return told
+
+
+def test_the_same_program_runs_outside(ranks: Worlds) -> None:
+    inside, _, outside, other = ranks(_program)
+    assert outside == other
+    for name, told in inside.items():
+        if name == "equal":
+            assert told is outside[name] is True
+            continue
+        shape, dtype, placements, held, full = told
+        assert outside[name] == (shape, dtype, placements, 0, (0,)), name
+        assert held > 0 and full == shape
+
+
+def _asks_for_values() -> list[str]:
+    x, told = distribute_tensor(A, _pair(), [S0]), []
+    for ask in (
+        lambda: x.sum().item(),
+        lambda: float(x[0, 0]),
+        lambda: bool((x > 0).all()),
+        lambda: x.nonzero(),
+    ):
+        try:
+            ask()
+            told.append("")
+        except MeshError as error:
+            told.append(str(error))
+    return told
+
+
+def test_values_are_not_to_be_had_outside(ranks: Worlds) -> None:
+    inside, _, outside, other = ranks(_asks_for_values)
+    assert inside == [""] * 4
+    for rank, told in ((2, outside), (3, other)):
+        assert len(told) == 4
+        assert all(
+            f"which rank {rank} is not in" in message and "guard the call" in message for message in told
+        )
+
+
+def _training() -> list[Any]:
+    """A model on the pair, trained on every rank of the world; from_local under autograd."""
+    torch.manual_seed(0)
+    module = distribute_module(nn.Linear(3, 2), _pair())
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    mine = torch.ones(2, 3, requires_grad=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        x = DTensor.from_local(mine, _pair(), [S0])
+        loss = module(x).pow(2).mean().to_local()
+        loss.sum().backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+    assert mine.grad is not None
+    twin = copy.deepcopy(module)
+    twin.load_state_dict(pickle.loads(pickle.dumps(module.state_dict())))
+    return [tuple(mine.grad.shape), [p.to_local().numel() for p in twin.parameters()]]
+
+
+def test_training_runs_outside(ranks: Worlds) -> None:
+    assert ranks(_training) == [[(2, 3), [6, 2]]] * 2 + [[(2, 3), [0, 0]]] * 2
+
+
+def _nothing_is_sent() -> tuple[bool, int, str]:
+    x = distribute_tensor(A, _pair(), [S0])
+    with count_collectives() as count:
+        x.full_tensor()
+        _ = x + x.redistribute(placements=[S1])
+    try:
+        with ExplicitRedistributionContext():
+            _ = x + distribute_tensor(A, _pair(), [S1])
+        refused = ""
+    except RedistributionError as error:
+        refused = str(error)
+    return _member(), sum(count.calls.values()), refused
+
+
+def test_nothing_is_sent_and_errors_are_alike(ranks: Worlds) -> None:
+    told = ranks(_nothing_is_sent)
+    assert [(member, sent > 0) for member, sent, _ in told] == [(True, True)] * 2 + [(False, False)] * 2
+    assert len({refused for *_, refused in told}) == 1 and "would redistribute" in told[0][2]
+
+
+def _in_step() -> list[float]:
+    torch.manual_seed(11)
+    rand(3, device_mesh=_pair())
+    F.dropout(distribute_tensor(A, _pair(), [S0]), 0.5)
+    torch.bernoulli(distribute_tensor(torch.full((4,), 0.5), _pair(), [S0]))
+    return rand(4, device_mesh=mesh_of((4,))).full_tensor().tolist()
+
+
+def test_generators_stay_in_step(ranks: Worlds) -> None:
+    torch.manual_seed(11)
+    torch.rand(3)
+    F.dropout(A, 0.5)
+    torch.bernoulli(torch.full((4,), 0.5))
+    assert ranks(_in_step) == [torch.rand(4).tolist()] * 4
+
+
+def _tables(path: str) -> list[Any]:
+    """A table per rank, each on a mesh of that rank alone."""
+    rank, told = dist.get_rank(), []
+    state: dict[str, Any] = {}
+    for owner in range(4):
+        mesh = DeviceMesh("cpu", torch.tensor([owner]))
+        held = torch.full((8, 16), float(rank)) if rank == owner else torch.empty(0)
+        table = DTensor.from_local(held, mesh, [R], run_check=False, shape=(8, 16), stride=(16, 1))
+        state[f"table{owner}"] = table
+        told.append(
+            (
+                tuple(table.shape),
+                table.stride(),
+                table.to_local().numel(),
+                f"rank {owner}" in sharding_text(table),
+            )
+        )
+    dcp.save(state, checkpoint_id=path)
+    fresh = {name: table.clone().zero_() for name, table in state.items()}
+    dcp.load(fresh, checkpoint_id=path)
+    mine = fresh[f"table{rank}"].to_local()
+    return [told, bool((mine == rank).all()) and mine.numel() == 128]
+
+
+def test_a_table_per_rank(ranks: Worlds, tmp_path: Path) -> None:
+    for rank, (told, loaded) in enumerate(ranks(_tables, str(tmp_path))):
+        assert told == [((8, 16), (16, 1), 128 if owner == rank else 0, True) for owner in range(4)]
+        assert loaded
+
+
+def _row_of_a_mesh() -> tuple[bool, list[float]]:
+    """A submesh of a 2x2 mesh: each rank is in one row, all rows compute at once."""
+    rows = mesh_of((2, 2), ("row", "column"))["column"]
+    x = distribute_tensor(torch.arange(4.0) + 10 * (dist.get_rank() // 2), rows, [S0])
+    return x._spec.info.coordinate is not None, (x * 2).full_tensor().tolist()
+
+
+def test_submeshes(ranks: Worlds) -> None:
+    for rank, (member, values) in enumerate(ranks(_row_of_a_mesh)):
+        assert member
+        assert values == [2 * (i + 10 * (rank // 2)) for i in range(4)]
