@@ -1,0 +1,218 @@
+"""Ops on lists of tensors, as optimizers use them: `_foreach_*`, the fused steps, loss scaling.
+
+The i-th tensors of all lists form a column. Each column is placed by the rule of the op on single
+tensors; a tensor that is written stays where it is and the others of its column follow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from dtbench_core import redistribute
+from dtbench_core.placement import REPLICATE, Partial, Placements
+from dtbench_core.rules.base import (
+    OpCall,
+    Row,
+    Rule,
+    Strategy,
+    aten,
+    decomposition,
+    rule,
+    rule_of,
+)
+from dtbench_core.rules.choose import choose
+from dtbench_core.rules.pointwise import is_pointwise, pointwise
+from dtbench_core.spec import DTensorSpec, TensorMeta
+from dtbench_core.wrapper import Wrapper, wrap
+
+# Of each, torch has `_foreach_<name>` and most in place: with numbers, lists of numbers, or tensors.
+NAMES = """
+    abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc exp
+    expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt
+    sigmoid sign sin sinh sqrt sub tan tanh trunc zero
+"""
+# Overloads of the single op by the foreach overload, the first that exists.
+OVERLOADS = {
+    "Scalar": ("Scalar", "Tensor_Scalar", "default"),
+    "ScalarList": ("Scalar", "Tensor_Scalar", "default"),
+    "List": ("Tensor", "Tensor_Tensor", "default"),
+    "Tensor": ("Tensor", "default"),
+    "ScalarAndTensor": ("Scalar",),
+    "default": ("default",),
+}
+
+
+def _overloads(names: Sequence[str]) -> list[OpOverload]:
+    packets = [getattr(aten, name) for name in names if hasattr(aten, name)]
+    return [getattr(packet, one) for packet in packets for one in packet.overloads() if "out" not in one]
+
+
+def _single(op: OpOverload) -> tuple[OpOverload, Rule]:
+    """The op on one tensor, and its rule."""
+    name = op._schema.name.removeprefix("aten::")
+    packet = aten.zeros_like if name == "_foreach_zero" else getattr(aten, name.removeprefix("_foreach_"))
+    overload = next(o for o in OVERLOADS[op._overloadname or "default"] if o in packet.overloads())
+    single = getattr(packet, overload)
+    own = rule_of(single)
+    assert own is not None or is_pointwise(single), single
+    return single, own or pointwise
+
+
+# ---- columns ----
+
+
+class _Columns:
+    """The tensor arguments of a call in schema order: lists by column, and tensors for all columns."""
+
+    def __init__(self, call: OpCall) -> None:
+        self.lists: dict[str, range] = {}  # argument -> where its tensors are among the inputs
+        self.shared: list[int] = []
+        used = 0
+        given = [(call.op._schema.arguments[i].name, a) for i, a in enumerate(call.args)]
+        for name, value in [*given, *((n, call.kwargs[n]) for n in sorted(call.kwargs))]:
+            if isinstance(value, (list, tuple)) and value and isinstance(value[0], DTensorSpec):
+                self.lists[name] = range(used, used + len(value))
+                used += len(value)
+            elif isinstance(value, DTensorSpec):
+                self.shared.append(used)
+                used += 1
+        self.count = max((len(positions) for positions in self.lists.values()), default=0)
+
+
+@rule(*_overloads([f"_foreach_{name}{suffix}" for name in NAMES.split() for suffix in ("", "_")]))
+def foreach(call: OpCall) -> Strategy:
+    columns = _Columns(call)
+    in_place = call.op._schema.name.endswith("_")
+    placed: list[Placements] = [(REPLICATE,) * spec.info.ndim for spec in call.inputs]
+    results: list[Placements] = []
+    known: dict[Any, tuple[tuple[Placements, ...], Placements] | None] = {}
+    for index in range(columns.count):
+        at = [positions[index] for positions in columns.lists.values()]
+        inputs = tuple(call.inputs[i] for i in at)
+        meta = inputs[0].tensor_meta if in_place else call.outputs[index]
+        key = (inputs, meta)
+        if key not in known:
+            known[key] = _place_column(call, inputs, columns.shared, meta, in_place)
+        chosen = known[key]
+        if chosen is None:
+            return Strategy([])
+        for i, placements in zip(at, chosen[0], strict=True):
+            placed[i] = placements
+        results.append(chosen[1])
+    # Elementwise ops run on whatever a rank holds: the op itself, also where shards are uneven.
+    return Strategy([], localize=lambda _: None, exact=(tuple(placed), () if in_place else tuple(results)))
+
+
+def _place_column(
+    call: OpCall,
+    inputs: tuple[DTensorSpec, ...],
+    shared: list[int],
+    meta: TensorMeta | None,
+    in_place: bool,
+) -> tuple[tuple[Placements, ...], Placements] | None:
+    """(placements of the column's inputs, of its result); None where a written one would have to move."""
+    op = _functional(call.op)
+    single, rule_of_single = _single(op)
+    whole = (REPLICATE,) * inputs[0].info.ndim
+    everything = (*inputs, *(call.inputs[i].with_placements(whole) for i in shared))
+    numbers = len(call.args) > len([a for a in call.args if isinstance(a, (list, tuple, DTensorSpec))])
+    takes_numbers = numbers or call.op._overloadname == "ScalarList"
+    column = OpCall(single, (*everything, *((0,) if takes_numbers else ())), {}, everything, (meta,))
+    strategy = rule_of_single(column)
+    # What all columns share is whole.
+    rows = [row for row in strategy.rows if all(p == REPLICATE for p in row.inputs[len(inputs) :])]
+    if in_place:
+        rows = [Row(r.inputs, r.inputs[:1], r.even, r.nonempty) for r in rows if _keeps(single, r)]
+    given = inputs[0].placements if in_place else None
+    chosen = choose(column, Strategy(rows), (0,) if in_place else (), result=given)
+    if chosen is None:
+        return None
+    placed = tuple(tuple(row.inputs[i] for row in chosen) for i in range(len(inputs)))
+    return placed, tuple(row.outputs[0] for row in chosen)
+
+
+def _keeps(single: OpOverload, row: Row) -> bool:
+    """Whether the result of the row lies where its first input does; fresh zeros can lie anywhere."""
+    return row.inputs[0] == row.outputs[0] or single is aten.zeros_like.default
+
+
+def _functional(op: OpOverload) -> OpOverload:
+    name = op._schema.name.removeprefix("aten::").removesuffix("_")
+    found: OpOverload = getattr(getattr(aten, name), op._overloadname or "default")
+    return found
+
+
+# ---- fused optimizer steps ----
+
+
+@rule(*_overloads(["_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"]))
+def fused_step(call: OpCall) -> Strategy:
+    """(parameters, gradients, state...): state lies as its parameter does, a gradient follows. The counts of
+    steps, and what all share, are whole."""
+    columns = _Columns(call)
+    placed: list[Placements] = [(REPLICATE,) * spec.info.ndim for spec in call.inputs]
+    unscales = call["grad_scale"] is not None  # then the gradients are written too
+    for name, positions in columns.lists.items():
+        for own, i in zip(columns.lists["self"], positions, strict=True):
+            parameter = call.inputs[own]
+            if parameter.has_partial():
+                return Strategy([])
+            if name == "state_steps":
+                continue
+            moves = call.inputs[i].placements != parameter.placements
+            if moves and (name != "grads" or unscales):
+                return Strategy([])
+            placed[i] = parameter.placements
+    return Strategy([], localize=lambda _: None, exact=(tuple(placed), ()))
+
+
+# ---- norms, and finiteness, over lists ----
+
+
+@decomposition(aten._foreach_norm.Scalar)
+def foreach_norm(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | None = None) -> Any:
+    """Norms of the tensors, replicated: each rank's own to the power of `ord` are summed, all in one collective."""
+    if ord <= 0 or not all(isinstance(t, Wrapper) and t._spec.dtype.is_floating_point for t in tensors):
+        return NotImplemented
+    terms: Any = torch.stack([_norm_term(t, ord, dtype) for t in tensors])
+    norms = redistribute.redistribute_tensor(terms, (REPLICATE,) * terms._spec.info.ndim)
+    norms = norms if ord == math.inf else norms ** (1 / ord)
+    return [norm.to(dtype or t._spec.dtype) for norm, t in zip(norms.unbind(), tensors, strict=True)]
+
+
+def _norm_term(tensor: Any, ord: Any, dtype: torch.dtype | None) -> Any:
+    """This rank's part of a norm: the largest element, or a sum of powers, in float64 as these grow large."""
+    spec: DTensorSpec = tensor._spec
+    if spec.has_partial():
+        settled = tuple(REPLICATE if p.is_partial() else p for p in spec.placements)
+        tensor = redistribute.redistribute_tensor(tensor, settled)
+    local = tensor._local_tensor
+    if local.numel() == 0:
+        term = local.new_zeros((), dtype=torch.float64)  # neutral, as no norm is negative
+    else:
+        wide = torch.promote_types(dtype or spec.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(local, ord, dtype=wide).double()
+        term = norm if ord == math.inf else norm**ord
+    kind = Partial("max" if ord == math.inf else "sum")
+    placements = tuple(kind if p.is_shard() else REPLICATE for p in tensor._spec.placements)
+    return wrap(type(tensor), term, DTensorSpec.of(spec.info, placements, (), (), torch.float64))
+
+
+@decomposition(aten._amp_foreach_non_finite_check_and_unscale_.default)
+def check_and_unscale(tensors: Sequence[Any], found_inf: Any, inv_scale: Any) -> Any:
+    """Multiplies the gradients by `inv_scale`; `found_inf` becomes 1 on every rank if any element of any is not
+    finite. A pending sum is looked at as a whole: its terms may be finite where it is not."""
+    if not all(isinstance(t, Wrapper) for t in tensors):
+        return NotImplemented
+    total: Any = torch.stack([(~torch.isfinite(t)).sum() for t in tensors]).sum()
+    whole = redistribute.redistribute_tensor(total, (REPLICATE,) * total._spec.info.ndim)
+    found = found_inf._local_tensor if isinstance(found_inf, Wrapper) else found_inf
+    found.masked_fill_(whole._local_tensor > 0, 1.0)
+    for tensor in tensors:
+        tensor.mul_(inv_scale.to(tensor.dtype))
+    return None
