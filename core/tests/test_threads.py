@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Iterator
@@ -499,6 +500,24 @@ def test_calls_learnt_while_ranks_take_turns_are_fast_later(world: ThreadWorld) 
 
     learnt = [plan for key, plan in dispatch._fast.items() if "add" in str(key[0])]
     assert len(learnt) == N and all(plan is not None for plan in learnt)
+
+
+def test_a_cached_property_may_hold_a_collective(world: ThreadWorld) -> None:
+    class Lazy:
+        @functools.cached_property
+        def total(self) -> float:
+            x = torch.ones(())
+            dist.all_reduce(x)
+            return float(x)
+
+    original = functools.cached_property.__get__
+
+    def body() -> list[float]:
+        lazy = Lazy()
+        return [lazy.total, lazy.total]
+
+    assert world.run(body) == [[N, N]] * N
+    assert functools.cached_property.__get__ is original
 
 
 # ---- living with the process ----

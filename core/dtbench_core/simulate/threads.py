@@ -17,10 +17,17 @@ rank start a world. Tensors live on the CPU: a backward pass on an accelerator r
 Note [Process state]: c10d's table of groups hangs on a module attribute, which is replaced during a
 call by one that looks at the running thread; its C++ table of group names has a switch for the same.
 The CPU's default generator, and the module attributes of `PER_RANK`, are swapped when ranks take turns.
+
+Note [Locks]: a rank that waits in a collective keeps the locks it holds, and another that needs one of
+them blocks with the turn in its hands: all stand still. The one lock of that kind that library code is
+known to hold over collectives is `functools.cached_property`'s, before Python 3.12; it is not taken
+during a call.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -230,6 +237,7 @@ class ThreadWorld:
             self.call, self.broken, self.running = call, None, True
             self.ready = deque(self._ranks[1:])
             give_back = c10d_state.per_thread(_my_c10d, _BACKEND)
+            lock_again = _without_property_lock()
             try:
                 self._ranks[0].baton.release()
                 self._caller.acquire()
@@ -239,6 +247,7 @@ class ThreadWorld:
             finally:
                 self.running = False
                 give_back()
+                lock_again()
                 _generator.set_state(self.caller_state)
                 for (module, name, _), value in zip(PER_RANK, kept, strict=True):
                     setattr(module, name, value)
@@ -367,6 +376,27 @@ def _brief(error: BaseException) -> str:
 def _my_c10d() -> c10d_state.RankC10d | None:
     rank: Rank | None = getattr(_here, "rank", None)
     return None if rank is None else rank.c10d
+
+
+def _without_property_lock() -> Callable[[], None]:
+    """See Note [Locks]. Returns what undoes it."""
+    original: Any = functools.cached_property.__get__
+    if sys.version_info >= (3, 12):
+        return lambda: None
+
+    def get(self: Any, instance: Any, owner: Any = None) -> Any:
+        if instance is None or self.attrname is None or not hasattr(instance, "__dict__"):
+            return original(self, instance, owner)
+        values = instance.__dict__
+        if self.attrname not in values:
+            values[self.attrname] = self.func(instance)
+        return values[self.attrname]
+
+    def undo() -> None:
+        functools.cached_property.__get__ = original  # type: ignore[method-assign]
+
+    functools.cached_property.__get__ = get  # type: ignore[method-assign]
+    return undo
 
 
 def _initialise() -> None:
