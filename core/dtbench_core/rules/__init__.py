@@ -5,14 +5,19 @@ labels    rows from labels of dims, batch dims, broadcasting
 choose    picks one row per mesh dim
 pointwise elementwise ops, copies, casts, *_like
 matmul    products with contracted dims, by einsum labels
-reduce    sums, means, extrema, norms
+linear    the linear layer, and its backward in one op
+reduce    sums, means, extrema
+moments   variances, norms, logsumexp over sharded dims
 view      dims split, joined, moved, cut, stacked
-norm      softmax, layer norm, scans: one dim whole, the rest a batch
+norm      softmax, layer norm: one dim whole, the rest a batch
+batch_norm batch norm, over all ranks' batch
 index     embedding, gather
 attention scaled dot-product attention
 conv      convolutions
 loss      losses, reduced over all ranks' elements
 compare   ops that answer with a Python value
+scan      running sums and extrema, sorts, flips
+foreach   lists of tensors, fused optimizer steps, loss scaling
 random    fills, *_like, dropout: drawn for the whole tensor
 """
 
@@ -20,15 +25,19 @@ from torch._ops import OpOverload
 
 from dtbench_core.rules import (
     attention,
+    batch_norm,
     compare,
     conv,
+    foreach,
     index,
     loss,
     matmul,
+    moments,
     norm,
     pointwise,
     random,
     reduce,
+    scan,
     view,
 )
 from dtbench_core.rules.base import OpCall, Row, Rule, Strategy, decomposition_of, rule, rule_of
@@ -40,20 +49,24 @@ __all__ = [
     "Rule",
     "Strategy",
     "attention",
+    "batch_norm",
     "choose",
     "compare",
     "conv",
     "decomposition_of",
     "find",
+    "foreach",
     "index",
     "loss",
     "matmul",
+    "moments",
     "norm",
     "pointwise",
     "random",
     "reduce",
     "rule",
     "rule_of",
+    "scan",
     "view",
 ]
 
