@@ -29,7 +29,7 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dtbench_core import contexts, cost, redistribute
+from dtbench_core import contexts, cost, linear, redistribute
 from dtbench_core.errors import MixedTensorError
 from dtbench_core.plan import OpInfo, Plan, build, verify
 from dtbench_core.rules.pointwise import is_pointwise
@@ -130,6 +130,9 @@ def _key_of(
 
 # ---- the two entries ----
 
+# Functions that are several ops to torch and one to us; NotImplemented sends a call the common way.
+composites: dict[Callable[..., Any], Callable[..., Any]] = {torch.nn.functional.linear: linear.linear}
+
 
 def torch_function(
     cls: type[Wrapper], func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -139,13 +142,17 @@ def torch_function(
         with DisableTorchFunction():
             return func(*args, **kwargs) if kwargs else func(*args)
     kwargs = kwargs or {}
-    if (
-        (is_grad_enabled() and _requires_grad(args, kwargs))
-        or dispatch_modes_active()
+    modes = (
+        dispatch_modes_active()
         or any_autocast()
         or functorch_level() is not None
         or forward_ad._current_level >= 0
-    ):
+    )
+    if func in composites and not modes:
+        result = composites[func](*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    if modes or (is_grad_enabled() and _requires_grad(args, kwargs)):
         return _through_torch(cls, func, args, kwargs)
     key, locals_, local_kwargs = _key_of(cls, func, func in _elementwise, args, kwargs)
     try:

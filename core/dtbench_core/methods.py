@@ -15,7 +15,18 @@ from dtbench_core.torch_compat import DisableTorchFunction
 from dtbench_core.wrapper import Wrapped
 
 # Methods that take one tensor, and give views of it.
-VIEWS = ("chunk", "detach", "expand", "flatten", "movedim", "narrow", "permute", "select", "split", "squeeze")
+VIEWS: tuple[str, ...] = (
+    "chunk",
+    "detach",
+    "expand",
+    "flatten",
+    "movedim",
+    "narrow",
+    "permute",
+    "select",
+    "split",
+    "squeeze",
+)
 VIEWS += ("swapaxes", "t", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view")
 
 _PLAIN_INDEX = (int, slice, type(None), type(Ellipsis))
@@ -47,5 +58,5 @@ def straight_methods(cls: type[Wrapped]) -> type[Wrapped]:
     """Class decorator: gives `cls` the methods above."""
     for name in VIEWS:
         setattr(cls, name, _straight(name))
-    cls.__getitem__ = getitem  # type: ignore[method-assign]
+    cls.__getitem__ = getitem  # type: ignore[method-assign, assignment]
     return cls

@@ -84,7 +84,7 @@ def _without_plan(op: OpOverload) -> Callable[..., Any]:
 class Move(NamedTuple):
     """An input that must be placed otherwise: which of the tensors, how, what it is, what it becomes."""
 
-    index: int
+    at: int
     steps: redistribute.Route
     spec: DTensorSpec
     placements: Placements
@@ -240,9 +240,7 @@ def _build_out(info: OpInfo, call: OpCall) -> Plan | None:
     functional, name = writes.functional_of(info.op), info.returned
     out = call.kwargs.get(name)
     find = rules.find(functional) if functional is not None else None
-    if find is None or not isinstance(out, DTensorSpec):
-        return None
-    if len(call.kwargs) > 1:
+    if functional is None or find is None or not isinstance(out, DTensorSpec) or len(call.kwargs) > 1:
         return None
     plain = OpCall(functional, call.args, {}, call.inputs[:-1])  # keyword arguments come last
     try:
@@ -251,8 +249,8 @@ def _build_out(info: OpInfo, call: OpCall) -> Plan | None:
         )
     except NotImplementedError:
         return None
-    strategy = find(plain)
-    fits = structure == "tensor" and plain.outputs[0][0::2] == (out.shape, out.dtype)
+    strategy, made = find(plain), plain.outputs[0]
+    fits = structure == "tensor" and made is not None and (made.shape, made.dtype) == (out.shape, out.dtype)
     if not fits or strategy.localize or strategy.local_op or strategy.exact or strategy.local_shape_args:
         return None
     rows = rules.choose(plain, strategy, (), result=out.placements)

@@ -1,0 +1,107 @@
+"""The linear layer, whole: [..., k] x [o, k] (+ [o]) -> [..., o], and its gradients in one op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dtbench_core.placement import REPLICATE, Partial, Placement, Shard
+from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, pending, rule
+from dtbench_core.torch_compat import kernel_of
+
+linear_forward = aten.linear.default
+
+
+_library = torch.library.Library("dtbench_core", "FRAGMENT")
+_library.define(
+    "linear_backward(Tensor grad, Tensor input, Tensor weight, bool need_input, bool need_weight, bool need_bias)"
+    " -> Tensor[]"
+)
+
+
+def gradients(
+    grad: Tensor,  # [..., o]
+    input: Tensor,  # [..., k]
+    weight: Tensor,  # [o, k]
+    need_input: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> list[Tensor]:
+    """The gradients asked for, in this order: of the input, the weight, the bias."""
+    made = []
+    if need_input:
+        made.append(grad.matmul(weight))
+    flat = _matrix(grad) if need_weight or need_bias else grad
+    if need_weight:
+        made.append(flat.t().mm(_matrix(input)))
+    if need_bias:
+        made.append(flat.sum(0))
+    return made
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    """[..., n] -> [rows, n]; not by reshape(-1, n), which cannot tell the rows where n is 0."""
+    return tensor.flatten(0, -2) if tensor.ndim > 1 else tensor.unsqueeze(0)
+
+
+def _metadata(
+    grad: Tensor, input: Tensor, weight: Tensor, need_input: bool, need_weight: bool, need_bias: bool
+) -> list[Tensor]:
+    made = [input.new_empty(input.shape, dtype=grad.dtype)] if need_input else []
+    if need_weight:
+        made.append(weight.new_empty(weight.shape, dtype=grad.dtype))
+    return [*made, grad.new_empty(weight.shape[0])] if need_bias else made
+
+
+_library.impl("linear_backward", gradients, "CompositeExplicitAutograd")
+_library.impl("linear_backward", _metadata, "Meta")
+linear_backward = torch.ops.dtbench_core.linear_backward.default
+
+
+@rule(linear_forward)
+def linear(call: OpCall) -> Strategy:
+    """input, weight and, if there is one, bias: replicated with a pending result, and added by one rank."""
+    last = call.inputs[0].ndim - 1
+    rows: list[tuple[tuple[Placement, ...], Placement]] = [
+        ((Shard(d), REPLICATE, REPLICATE), Shard(d)) for d in range(last)
+    ]
+    rows.append(((REPLICATE, Shard(0), Shard(0)), Shard(last)))
+    rows.append(((Shard(last), Shard(1), REPLICATE), Partial()))
+    for op in ("sum", "avg"):
+        if pending(call, op):
+            rows.append(((Partial(op), REPLICATE, REPLICATE), Partial(op)))
+            rows.append(((REPLICATE, Partial(op), REPLICATE), Partial(op)))
+    count = len(call.inputs)
+    made = [Row(inputs[:count], (output,)) for inputs, output in rows]
+    return Strategy(made, localize=_bias_once if count == 3 else None)
+
+
+def _bias_once(placed: Placed) -> Callable[..., Tensor]:
+    """The layer, with its bias only on the first of the ranks whose results add up."""
+    (output,) = placed.outputs
+    assert output is not None
+    summed = [dim for dim, p in enumerate(output.placements) if p.is_partial("sum")]
+    if all(placed.inputs[0].info.my_coordinate()[dim] == 0 for dim in summed):
+        return kernel_of(linear_forward)
+    return lambda x, weight, bias: kernel_of(linear_forward)(x, weight)
+
+
+@rule(linear_backward)
+def backward(call: OpCall) -> Strategy:
+    """grad, input, weight -> the gradients asked for."""
+    last = call.inputs[0].ndim - 1
+    # Of the gradients of input, weight, bias, per row of the inputs' placements.
+    table: list[tuple[tuple[Placement, ...], tuple[Placement, ...]]] = [
+        ((Shard(d), Shard(d), REPLICATE), (Shard(d), Partial(), Partial())) for d in range(last)
+    ]
+    table.append(((Shard(last), REPLICATE, Shard(0)), (Partial(), Shard(0), Shard(0))))
+    table.append(((REPLICATE, Shard(last), Shard(1)), (Shard(last), Shard(1), REPLICATE)))
+    for op in ("sum", "avg"):
+        if pending(call, op):
+            term = Partial(op)
+            table.append(((term, REPLICATE, REPLICATE), (term, term, term)))
+    needs = (call["need_input"], call["need_weight"], call["need_bias"])
+    rows = [Row(ins, tuple(p for p, need in zip(outs, needs, strict=True) if need)) for ins, outs in table]
+    return Strategy(rows, local_op=gradients)
