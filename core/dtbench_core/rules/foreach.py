@@ -6,6 +6,7 @@ tensors; a tensor that is written stays where it is and the others of its column
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -150,25 +151,66 @@ def _functional(op: OpOverload) -> OpOverload:
 # ---- fused optimizer steps ----
 
 
-@rule(*_overloads(["_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"]))
+FUSED = _overloads(["_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"])
+
+
+@rule(*FUSED)
 def fused_step(call: OpCall) -> Strategy:
-    """(parameters, gradients, state...): state lies as its parameter does, a gradient follows. The counts of
-    steps, and what all share, are whole."""
+    """(parameters, gradients, state...): all of a column lie as the parameter does. The counts of steps, and
+    what all columns share, are whole."""
     columns = _Columns(call)
     placed: list[Placements] = [(REPLICATE,) * spec.info.ndim for spec in call.inputs]
-    unscales = call["grad_scale"] is not None  # then the gradients are written too
     for name, positions in columns.lists.items():
         for own, i in zip(columns.lists["self"], positions, strict=True):
-            parameter = call.inputs[own]
-            if parameter.has_partial():
-                return Strategy([])
-            if name == "state_steps":
-                continue
-            moves = call.inputs[i].placements != parameter.placements
-            if moves and (name != "grads" or unscales):
-                return Strategy([])
-            placed[i] = parameter.placements
+            parameter, spec = call.inputs[own], call.inputs[i]
+            if name != "state_steps":
+                placed[i] = parameter.placements
+                if spec.placements != placed[i] or spec.has_partial():
+                    return Strategy([])
     return Strategy([], localize=lambda _: None, exact=(tuple(placed), ()))
+
+
+def _settle(
+    op: OpOverload, parameters: Sequence[Any], grads: Sequence[Any], *rest: Any, **options: Any
+) -> Any:
+    """A fused step whose gradients or state lie elsewhere than the parameters: on copies that lie there."""
+    states = rest if op._schema.name == "aten::_fused_sgd_" else rest[:-1]
+    steps = rest[len(states) :]
+    if all(_lie_alike(parameters, tensors) for tensors in (grads, *states)):
+        return NotImplemented
+    scale, found_inf = options.get("grad_scale"), options.get("found_inf")
+    if scale is not None:  # the op leaves the gradients unscaled, unless it skips the step
+        factor = scale if found_inf is None else torch.where(found_inf > 0, torch.ones_like(scale), scale)
+        for grad in grads:
+            grad.div_(factor)
+        options["grad_scale"] = None
+    moved = [_moved(parameters, tensors) for tensors in (grads, *states)]
+    op(parameters, *moved, *steps, **options)
+    for own, copies in zip(states, moved[1:], strict=True):
+        for tensor, copied in zip(own, copies, strict=True):
+            if tensor is not copied:
+                tensor.copy_(copied)
+    return None
+
+
+for _op in FUSED:
+    decomposition(_op)(functools.partial(_settle, _op))
+
+
+def _lie_alike(parameters: Sequence[Any], tensors: Sequence[Any]) -> bool:
+    """Whether each tensor lies as its parameter; an optimizer leaves out the lists it has no use for."""
+    pairs = zip(parameters, tensors, strict=False)
+    return all(p._spec.placements == t._spec.placements for p, t in pairs)
+
+
+def _moved(parameters: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+    """Each tensor as its parameter lies: itself where it does already."""
+    return [
+        t
+        if p._spec.placements == t._spec.placements
+        else redistribute.redistribute_tensor(t, p._spec.placements)
+        for p, t in zip(parameters, tensors, strict=False)
+    ]
 
 
 # ---- norms, and finiteness, over lists ----
