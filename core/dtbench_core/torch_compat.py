@@ -101,3 +101,8 @@ def mesh_dim_groups(mesh: DeviceMesh, dim: int) -> tuple[tuple[int, ...], ...]:
 def is_composite(op: torch._ops.OpOverload) -> bool:
     """Whether torch makes `op` of other ops, above autograd."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def mesh_group_names(mesh: DeviceMesh) -> list[str]:
+    """The name of this process's group along each dim of `mesh`; none where it is outside."""
+    return [str(name) for name in getattr(mesh, "_dim_group_names", [])]

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import SimulationError
 from dtbench_core.simulate.group import Signature, ThreadGroup, name_ranks
-from dtbench_core.torch_compat import mesh_dim_groups
+from dtbench_core.torch_compat import mesh_dim_groups, mesh_group_names
 
 Fibres = tuple[tuple[int, ...], ...]
 
@@ -66,35 +66,28 @@ def declare_group(group: ProcessGroup, fibres: Sequence[Sequence[int]]) -> None:
     _declared[group] = listed
 
 
-def fibres_of_group(group: ProcessGroup) -> tuple[Fibres, bool]:
-    """(the groups that meet in a collective on `group`, whether ranks in none of them may skip it)."""
+def fibres_of_group(group: ProcessGroup) -> Fibres:
+    """The groups that meet in a collective on `group`."""
     told = _declared.get(group)
     if told is not None:
-        return told, True
+        return told
     found = _found.get(group)
     if found is None:
         found = _found[group] = _find(group)
-    return found, False
+    return found
 
 
 def _find(group: ProcessGroup) -> Fibres:
     own = tuple(dist.get_process_group_ranks(group))
-    if len(own) == dist.get_world_size() or not group.group_desc.startswith("mesh"):
+    if not group.group_desc.startswith("mesh"):
         return (own,)
     # A group does not know its mesh. Looking through all objects is slow, and done once per group.
     for found in gc.get_objects():
         if issubclass(type(found), DeviceMesh):  # isinstance would ask objects, which may do anything
-            for dim, name in enumerate(_group_names(found)):
+            for dim, name in enumerate(mesh_group_names(found)):
                 if name == group.group_name:
                     return mesh_dim_groups(found, dim)
     return (own,)
-
-
-def _group_names(mesh: DeviceMesh) -> list[str]:
-    try:
-        return [g.group_name for g in mesh.get_all_groups()]
-    except (RuntimeError, ValueError, KeyError):  # a mesh of a world that is gone, or of other ranks
-        return []
 
 
 class Arrival(NamedTuple):

@@ -24,6 +24,7 @@ from dtbench_core.simulate.local_tensor import (
     LocalTensor,
     Parts,
     PlainCopies,
+    is_plain,
     is_random,
     joined,
     ranks_of,
@@ -142,7 +143,7 @@ class LocalTensorMode(TorchDispatchMode):
             return op(*args, **kwargs)
         if self._run is not None:
             return self._dispatch_alone(self._run, op, types, args, kwargs)
-        if any(kind is not LocalTensor for kind in types):
+        if _others(types):
             return NotImplemented
         if op.namespace in NAMESPACES:
             copies = PlainCopies(op, args, kwargs)
@@ -162,7 +163,8 @@ class LocalTensorMode(TorchDispatchMode):
             if op is torch.ops.aten.lift_fresh.default:  # torch.tensor(...)
                 return LocalTensor({rank: args[0].clone() for rank in self.ranks})
             plain = any(isinstance(x, torch.Tensor) for x in leaves)
-            if plain or torch.device("meta") in leaves or not _gives_tensor(op):
+            meta = any(isinstance(x, torch.device) and x.type == "meta" for x in leaves)
+            if plain or meta or not _gives_tensor(op):
                 return op(*args, **kwargs)
         return run_on_each(op, args, kwargs, ranks or self.ranks)
 
@@ -187,7 +189,7 @@ class LocalTensorMode(TorchDispatchMode):
                 f"{op} got a LocalTensor in code that runs as rank {run.rank}: take its part, x.shard({run.rank}), or "
                 "pass it as an argument of the function"
             )
-        if types:
+        if _others(types):
             return NotImplemented
         if op.namespace in NAMESPACES:
             return self._issue(op, *args, **kwargs)
@@ -251,7 +253,7 @@ class LocalTensorMode(TorchDispatchMode):
                 for run in runs.values():
                     if not run.over:
                         self._attempt(run, fn, (args, kwargs), parts, copies, inputs, begin, ended)
-                if all(run.over for run in runs.values()):
+                if all(run.over for run in runs.values()) or any(run.error for run in runs.values()):
                     break
                 with self.suspended():
                     if not meet(runs):
@@ -309,6 +311,11 @@ class LocalTensorMode(TorchDispatchMode):
 
         self.across(run, [local_int({r: r for r in ranks}), tensor], what=_name(fn), ranks=ranks)
         return joined({r: v for r, v in kept.items() if v is not None}, Parts(), _name(fn))
+
+
+def _others(types: Iterable[type]) -> bool:
+    """Whether other tensor subclasses have a say. (torch lists plain tensors at times.)"""
+    return any(kind is not LocalTensor and not is_plain(kind) for kind in types)
 
 
 def _generators(given: Any) -> list[torch.Generator]:

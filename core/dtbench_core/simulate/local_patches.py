@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core import mesh as core_mesh
@@ -55,7 +55,7 @@ def rank_group(group: ProcessGroup, rank: int) -> RankGroup:
         return group
     ends = _ends.setdefault(group, {})
     if rank not in ends:
-        fibres, _ = fibres_of_group(group)
+        fibres = fibres_of_group(group)
         ranks = next((f for f in fibres if rank in f), None)
         if ranks is None:
             raise SimulationError(
@@ -88,10 +88,37 @@ def _get_rank(group: ProcessGroup | None = None) -> Any:
         return local_int({r: r for r in ranks})
     if isinstance(group, RankGroup):
         return group.rank()
-    fibres = (
-        fibres_of_group(group)[0] if group != dist.group.WORLD else (tuple(range(dist.get_world_size())),)
-    )
+    fibres = fibres_of_group(group) if group != dist.group.WORLD else (tuple(range(dist.get_world_size())),)
     return local_int({r: next((f.index(r) for f in fibres if r in f), -1) for r in ranks})
+
+
+def _of_rank_alone(original: Callable[..., Any], group: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """torch.distributed's own questions: it is rank 0 of the fake world, unless code runs as one rank."""
+    now = _simulation()
+    if now.current is None or (group is not None and not isinstance(group, RankGroup)):
+        return original(group, *args, **kwargs)
+    return now.current if group is None else group.rank()
+
+
+def _default_group(original: Callable[[], ProcessGroup]) -> ProcessGroup:
+    now = _simulation()
+    return original() if now.current is None else rank_group(original(), now.current)
+
+
+def _group_rank(original: Callable[..., int], group: ProcessGroup, rank: int) -> int:
+    return group.ranks.index(rank) if isinstance(group, RankGroup) else original(group, rank)
+
+
+def _global_rank(original: Callable[..., int], group: ProcessGroup, rank: int) -> int:
+    return group.ranks[rank] if isinstance(group, RankGroup) else original(group, rank)
+
+
+def _group_ranks(original: Callable[..., list[int]], group: ProcessGroup | None = None) -> list[int]:
+    return list(group.ranks) if isinstance(group, RankGroup) else original(group)
+
+
+def _backend(original: Callable[..., str], group: ProcessGroup | None = None) -> str:
+    return "fake" if _simulation().current is not None else original(group)
 
 
 def _get_coordinate(mesh: DeviceMesh) -> Any:
@@ -165,6 +192,13 @@ def _set_rng_state(original: Callable[[torch.Tensor], None], state: torch.Tensor
 # (of what, name, the answer, whether it needs the original)
 _ANSWERS: list[tuple[Any, str, Callable[..., Any], bool]] = [
     (dist, "get_rank", _get_rank, False),
+    (distributed_c10d, "get_rank", _of_rank_alone, True),
+    (distributed_c10d, "_get_default_group", _default_group, True),
+    (distributed_c10d, "get_group_rank", _group_rank, True),
+    (distributed_c10d, "get_global_rank", _global_rank, True),
+    (distributed_c10d, "get_process_group_ranks", _group_ranks, True),
+    (distributed_c10d, "get_backend", _backend, True),
+    (dist, "get_backend", _backend, True),
     (DeviceMesh, "get_rank", lambda mesh: _get_rank(), False),
     (DeviceMesh, "get_coordinate", _get_coordinate, False),
     (DeviceMesh, "get_local_rank", _get_local_rank, False),

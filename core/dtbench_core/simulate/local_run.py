@@ -190,8 +190,9 @@ def verdict(runs: dict[int, RankRun]) -> None:
             what = "returned"
         did.setdefault(what, []).append(rank)
     listed = ", ".join(f"{name_ranks(ranks)} {what}" for what, ranks in did.items())
+    hangs = any(runs[r].over for arrival in waiting.values() for r in arrival.ranks)
     raise SimulationError(
-        f"{'hang' if waiting else 'diverged'}: {listed}; every rank must go the same way"
+        f"{'hang' if hangs else 'diverged'}: {listed}; every rank must go the same way"
     ) from first
 
 

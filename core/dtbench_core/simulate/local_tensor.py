@@ -29,6 +29,7 @@ Ranks that would hang or diverge in a real world raise a SimulationError that na
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -130,7 +131,8 @@ class LocalTensor(torch.Tensor):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return LocalTensor, (self._local_tensors, self.requires_grad)
+        with torch._C._DisableTorchDispatch():
+            return _unpickled, (pickle.dumps(self._local_tensors, protocol), self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = _groups(self._local_tensors)
@@ -153,7 +155,7 @@ class LocalTensor(torch.Tensor):
         cls, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """An op outside every mode, which is all a mode needs not see."""
-        if any(kind is not LocalTensor for kind in types):
+        if any(kind is not LocalTensor and not is_plain(kind) for kind in types):
             return NotImplemented
         if op.namespace != "aten" or is_random(op):
             raise SimulationError(
@@ -161,6 +163,12 @@ class LocalTensor(torch.Tensor):
                 "ranks: run it inside `with LocalTensorMode(...):`"
             )
         return run_on_each(op, args, kwargs or {})
+
+
+def _unpickled(tensors: bytes, requires_grad: bool) -> LocalTensor:
+    # As bytes, so that the shards are plain tensors again inside a mode too.
+    with torch._C._DisableTorchDispatch():
+        return LocalTensor(pickle.loads(tensors), requires_grad)
 
 
 def is_random(op: OpOverload) -> bool:
@@ -439,7 +447,7 @@ class PlainCopies:
             given = [
                 t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
             ]
-        self._plain = {id(t): t for t in given if _is_plain(t)}
+        self._plain = {id(t): t for t in given if is_plain(type(t))}
         self._copies: dict[int, dict[int, torch.Tensor]] = {key: {} for key in self._plain}
 
     def of(self, value: Any, rank: int, parts: Parts) -> Any:
@@ -481,5 +489,7 @@ class PlainCopies:
                 plain.copy_(written)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+def is_plain(kind: type) -> bool:
+    """Whether tensors of this type are torch's own, parameters included."""
+    dispatch = getattr(kind, "__torch_dispatch__", None)
+    return dispatch is torch._C._disabled_torch_dispatch_impl

@@ -1,0 +1,733 @@
+"""LocalTensor by itself: ops, collectives, numbers and random states per rank, and errors that name ranks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dtbench_core import torch_compat
+from dtbench_core.errors import RankDependentError, SimulationError
+from dtbench_core.simulate import (
+    LocalIntNode,
+    LocalTensor,
+    LocalTensorMode,
+    declare_group,
+    local_int,
+    local_tensor_mode,
+    maybe_run_for_local_tensor,
+    per_rank,
+    rank_map,
+    tensor_map,
+)
+
+RANKS = range(4)
+
+
+@pytest.fixture
+def world() -> Iterator[Callable[[int], None]]:
+    """`world(n)` makes this process rank 0 of a fake world of n."""
+
+    def start(size: int) -> None:
+        dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+
+    yield start
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def mode(world: Callable[[int], None]) -> Iterator[LocalTensorMode]:
+    world(4)
+    with LocalTensorMode(4) as active:
+        yield active
+
+
+@pytest.fixture
+def mesh(mode: LocalTensorMode) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+
+
+def held(tensor: torch.Tensor) -> list[list[float]]:
+    assert isinstance(tensor, LocalTensor)
+    return [tensor.shard(rank).tolist() for rank in tensor.ranks]
+
+
+def uneven() -> LocalTensor:
+    """Rows of rank r: 2, 2, 1 and 0, filled with r + 1."""
+    made: LocalTensor = rank_map(lambda rank: torch.full(((2, 2, 1, 0)[rank], 3), rank + 1.0))
+    return made
+
+
+# ---- ops ----
+
+
+def test_ops_run_on_every_shard(mode: LocalTensorMode) -> None:
+    x = torch.arange(3.0) + dist.get_rank()
+    assert held(x * 2 - 1) == [[2 * (v + r) - 1 for v in range(3)] for r in RANKS]
+    x[1] = 9
+    x.mul_(2)
+    assert held(x) == [[2.0 * r, 18.0, 2.0 * (2 + r)] for r in RANKS]
+    assert held(x.view(3, 1).t()[0]) == held(x)
+    first, second = x.split([1, 2])
+    assert held(torch.cat([second, first])) == [[18.0, 2.0 * (2 + r), 2.0 * r] for r in RANKS]
+
+
+def test_writes_through_views(mode: LocalTensorMode) -> None:
+    x = torch.zeros(2, 2)
+    x.view(-1)[1:3].copy_(torch.ones(2) * dist.get_rank())
+    assert held(x) == [[[0.0, r], [r, 0.0]] for r in RANKS]
+
+
+def test_uneven_shards_show_a_size_per_rank(mode: LocalTensorMode) -> None:
+    x = uneven()
+    assert str(x.shape) == "torch.Size([{0-1: 2, 2: 1, 3: 0}, 3])"
+    assert per_rank(x.shape, RANKS) == [(2, 3), (2, 3), (1, 3), (0, 3)]
+    assert per_rank(x.numel(), RANKS) == [6, 6, 3, 0]
+    assert held(torch.zeros(x.shape[0] + 1).sum(0, keepdim=True)) == [[0.0]] * 4
+    assert per_rank(torch.zeros(x.shape[0] + 1).shape[0], RANKS) == [3, 3, 2, 1]
+    assert x.is_contiguous() and x.view(-1).dim() == 1
+    assert x.shape == uneven().shape
+
+
+def test_shape_changes_in_place_are_seen(mode: LocalTensorMode) -> None:
+    x = uneven()
+    x.t_()
+    assert per_rank(x.shape, RANKS) == [(3, 2), (3, 2), (3, 1), (3, 0)]
+    x.unsqueeze_(0)
+    assert x.dim() == 3 and x.shape[0] == 1
+    y = torch.empty(0)
+    torch.add(torch.ones(2), 1, out=y)
+    assert y.shape == (2,) and held(y) == [[2.0, 2.0]] * 4
+
+
+GRADIENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "pow": lambda x: (x * 2 + 1).pow(2).sum(),
+    "mean": lambda x: x.mean(1).sum(),
+    "sum0": lambda x: (x.sum(0) * torch.arange(3.0)).sum(),
+    "linear": lambda x: F.linear(x, torch.arange(6.0).view(2, 3), torch.ones(2)).pow(2).sum(),
+    "reshape": lambda x: (x.reshape(-1, 1, 3).expand(-1, 2, -1) * 3).sum(),
+    "slice": lambda x: (x[:, 1:] * x[:, :1]).sum(),
+    "softmax": lambda x: (x.softmax(-1) * torch.arange(3.0)).sum(),
+    "layer_norm": lambda x: (F.layer_norm(x, (3,)) * torch.arange(3.0)).sum(),
+    "cat": lambda x: (torch.cat([x, x.square()]) * 2).sum(),
+    "transpose": lambda x: (x.t().contiguous() @ x).sum(),
+    "dropout": lambda x: F.dropout(x, 0.5, training=True).sum() * 0 + x.sum(),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_autograd_on_uneven_shards(mode: LocalTensorMode, name: str) -> None:
+    x = uneven().requires_grad_()
+    GRADIENTS[name](x).backward()
+    assert isinstance(x.grad, LocalTensor)
+    for rank in RANKS:
+        with mode.as_rank(rank):
+            plain = x.shard(rank).requires_grad_()
+            GRADIENTS[name](plain).backward()
+            assert plain.grad is not None
+            torch.testing.assert_close(x.grad.shard(rank), plain.grad)
+
+
+def test_modules_and_optimizers(mode: LocalTensorMode) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(3, 2)
+    assert isinstance(layer.weight, torch.nn.Parameter)
+    twin = copy.deepcopy(layer)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        layer(uneven()).square().sum().backward()
+        for parameter in layer.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+    weight = layer.weight.detach()
+    assert isinstance(weight, LocalTensor)
+    assert not torch.equal(weight, twin.weight.detach())
+    weight.reconcile()  # the gradients were reduced, so the replicas stay equal
+
+
+def test_plain_tensors_are_the_same_on_every_rank(world: Callable[[int], None]) -> None:
+    world(4)
+    plain, weight = torch.ones(2), torch.ones(2, requires_grad=True)
+    with LocalTensorMode(4):
+        assert type(plain + 1) is torch.Tensor
+        local = torch.arange(2.0) + dist.get_rank()
+        assert held(plain + local) == [[1.0 + r, 2.0 + r] for r in RANKS]
+        plain.add_(torch.ones(2))
+        with pytest.raises(RankDependentError, match=r"plain float32\[2\] .*ranks 0: .*make it inside"):
+            plain.add_(local)
+        dist.all_reduce(plain)
+        (weight * local).sum().backward()
+        assert isinstance(weight.grad, LocalTensor) and held(weight.grad) == held(local)
+    assert plain.tolist() == [8.0, 8.0]
+
+
+def test_outside_a_mode(mode: LocalTensorMode) -> None:
+    x = uneven()
+    mode.__exit__(None, None, None)
+    try:
+        assert torch.equal((x + 1).shard(2), torch.full((1, 3), 4.0))
+        with pytest.raises(SimulationError, match="outside a LocalTensorMode"):
+            dist.all_reduce(x)
+        with pytest.raises(SimulationError, match="outside a LocalTensorMode"):
+            x.uniform_()
+    finally:
+        mode.__enter__()
+
+
+# ---- what it shows ----
+
+
+def test_repr_is_compact(mode: LocalTensorMode) -> None:
+    x = uneven().requires_grad_()
+    assert repr(x).splitlines() == [
+        "LocalTensor(float32[{0-1: 2, 2: 1, 3: 0}, 3] on ranks 0-3, requires_grad=True",
+        "  0: tensor([[1., 1., 1.],",
+        "            [1., 1., 1.]])",
+        "  1: tensor([[2., 2., 2.],",
+        "            [2., 2., 2.]])",
+        "  2: tensor([[3., 3., 3.]])",
+        "  3: tensor([], size=(0, 3)))",
+    ]
+    assert repr(torch.zeros(1)) == "LocalTensor(float32[1] on ranks 0-3\n  0-3: tensor([0.]))"
+
+
+def test_reconcile(mode: LocalTensorMode) -> None:
+    same = torch.tensor([1.0, float("nan")])
+    assert type(same.reconcile()) is torch.Tensor
+    assert torch.tensor([[1, 2]]).tolist() == [[1, 2]] and torch.ones(2).numpy().tolist() == [1.0, 1.0]
+    with pytest.raises(RankDependentError, match=r"ranks 0-1: int64\[1\] \[0\]; ranks 2-3: int64\[1\] \[1\]"):
+        (torch.zeros(1, dtype=torch.int64) + dist.get_rank() // 2).reconcile()
+
+
+def test_copies_and_pickles(mode: LocalTensorMode) -> None:
+    x = uneven()
+    twin = copy.deepcopy(x)
+    x.zero_()
+    assert held(twin)[2] == [[3.0] * 3]
+    assert held(pickle.loads(pickle.dumps(twin)))[1] == [[2.0] * 3] * 2
+
+
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "none": (lambda: LocalTensor({}), "got no tensor"),
+    "dims": (lambda: LocalTensor({0: torch.ones(1), 3: torch.ones(1, 1)}), "{0: '1-dim .* 3: '2-dim"),
+    "grad": (lambda: LocalTensor({2: torch.ones(1, requires_grad=True)}), "requires grad for rank 2"),
+    "plain": (lambda: LocalTensor({1: 3}), "got a int for rank 1"),  # type: ignore[dict-item]
+    "shard": (lambda: LocalTensor({1: torch.ones(1)}).shard(0), "got rank 0, .* ranks 1"),
+    "mixed": (
+        lambda: LocalTensor({1: torch.ones(1)}) + LocalTensor({0: torch.ones(1)}),
+        "ranks 1 together with some of ranks 0",
+    ),
+    "no ranks": (lambda: LocalTensorMode([]), "expected at least one"),
+    "no world": (lambda: LocalTensorMode(2).__enter__(), "without a world, expected one that has them"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_mistakes(name: str) -> None:
+    with pytest.raises(SimulationError, match=BAD[name][1]):
+        BAD[name][0]()
+
+
+def test_mistakes_with_modes(mode: LocalTensorMode) -> None:
+    with pytest.raises(SimulationError, match="inside another"), LocalTensorMode(2):
+        pass
+    with pytest.raises(SimulationError, match="ranks 0-7 in a world of 4"), LocalTensorMode(8):
+        pass
+    assert local_tensor_mode() is mode
+
+
+def test_an_error_on_one_rank_names_it(mode: LocalTensorMode) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        rank_map(lambda rank: torch.ones(2 + (rank == 2))) + torch.ones(2)
+    assert raised.value.__notes__ == [
+        "on simulated rank 2: aten.add.Tensor got float32[3] [1.0, 1.0, 1.0], float32[2] [1.0, 1.0]"
+    ]
+
+
+def test_a_dim_that_broadcasts_on_some_ranks_only_is_refused(mode: LocalTensorMode) -> None:
+    x = rank_map(lambda rank: torch.ones(1 + rank % 2, 3))
+    with pytest.raises(RankDependentError, match="dim -2 would broadcast on rank 0,2"):
+        x + torch.ones(2, 3)
+
+
+# ---- numbers per rank ----
+
+
+def test_numbers_per_rank() -> None:
+    n = local_int({0: 2, 1: 3, 2: 3})
+    assert isinstance(n, torch.SymInt) and isinstance(n.node, LocalIntNode)
+    for made, want in {
+        "n + 1": [3, 4, 4],
+        "1 - n": [-1, -2, -2],
+        "n * n": [4, 9, 9],
+        "7 // n": [3, 2, 2],
+        "n % 2": [0, 1, 1],
+        "-n": [-2, -3, -3],
+        "torch.sym_max(n, 3)": [3, 3, 3],
+        "n / 2": [1.0, 1.5, 1.5],
+        "torch.sym_float(n) * 0.5": [1.0, 1.5, 1.5],
+        "n == 2": [True, False, False],
+    }.items():
+        assert per_rank(eval(made), range(3)) == want, made
+    assert n < 10 and not n > 3 and n != 7 and n - n == 0 and n == n
+    assert str(n) == "{0: 2, 1-2: 3}" and local_int({0: 5, 3: 5}) == 5
+
+
+AMBIGUOUS: dict[str, Callable[[Any], Any]] = {
+    "bool": lambda n: bool(n == 2),
+    "less": lambda n: 1 if n < 3 else 2,
+    "int": int,
+    "range": range,
+    "index": lambda n: [1, 2, 3][n],
+    "min": lambda n: min(n, 3, 2),
+}
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_branching_on_a_number_per_rank_is_an_error(name: str) -> None:
+    with pytest.raises(RankDependentError, match=r"got \{0: .*, 1: .*differs between the simulated ranks"):
+        AMBIGUOUS[name](local_int({0: 2, 1: 3}))
+
+
+def test_items_per_rank(mode: LocalTensorMode) -> None:
+    x = torch.tensor([1.5]) * dist.get_rank()
+    assert per_rank(x.item(), RANKS) == [0.0, 1.5, 3.0, 4.5]
+    assert torch.tensor(2).item() == 2 and float(torch.ones(1)) == 1.0
+    with pytest.raises(RankDependentError):
+        bool(x > 2)
+    assert torch.allclose(x, x) and not torch.equal(x, x + 1)
+
+
+# ---- where a rank stands ----
+
+
+def test_coordinates_per_rank(mesh: DeviceMesh) -> None:
+    assert per_rank(dist.get_rank(), RANKS) == [0, 1, 2, 3]
+    assert per_rank(mesh.get_coordinate(), RANKS) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert per_rank(mesh.get_local_rank("inner"), RANKS) == [0, 1, 0, 1]
+    assert per_rank(mesh["outer"].get_local_rank(), RANKS) == [0, 0, 1, 1]
+    assert per_rank(mesh["inner"].get_coordinate(), RANKS) == [(0,), (1,), (0,), (1,)]
+    assert per_rank(dist.get_rank(mesh.get_group("outer")), RANKS) == [0, 0, 1, 1]
+
+
+def test_as_one_rank(mode: LocalTensorMode, mesh: DeviceMesh) -> None:
+    x = uneven()
+    with mode.as_rank(2):
+        assert dist.get_rank() == 2 and mesh.get_coordinate() == (1, 0)
+        assert mesh.get_local_rank(1) == 0 and dist.get_rank(mesh.get_group(0)) == 1
+        assert type(torch.ones(2)) is torch.Tensor and x.shard(2).tolist() == [[3.0] * 3]
+        with pytest.raises(SimulationError, match=r"code that runs as rank 2: take its part, x.shard\(2\)"):
+            x + 1
+        with pytest.raises(SimulationError, match="runs as one rank alone"):
+            dist.all_reduce(torch.ones(1))
+    assert isinstance(torch.ones(2), LocalTensor)
+    with pytest.raises(SimulationError, match="got rank 7, expected one of 0-3"), mode.as_rank(7):
+        pass
+
+
+def test_everything_is_given_back(world: Callable[[int], None]) -> None:
+    world(4)
+    mesh = init_device_mesh("cpu", (4,))
+    with pytest.raises(ZeroDivisionError), LocalTensorMode(4) as mode, mode.as_rank(1):
+        raise ZeroDivisionError
+    assert dist.get_rank() == 0 and mesh.get_coordinate() == (0,) and local_tensor_mode() is None
+    assert type(torch.ones(1)) is torch.Tensor
+
+
+# ---- functions per rank ----
+
+
+def test_rank_map_joins_results(mode: LocalTensorMode) -> None:
+    tensor, number, same, nested = rank_map(
+        lambda rank: (torch.full((1,), rank), rank * 2, "same", {"list": [rank, torch.zeros(rank)]})
+    )
+    assert held(tensor) == [[0], [1], [2], [3]]
+    assert per_rank(number, RANKS) == [0, 2, 4, 6] and same == "same"
+    assert per_rank(nested["list"][1].shape, RANKS) == [(0,), (1,), (2,), (3,)]
+    with pytest.raises(RankDependentError, match=r"different things, \{0: 'a', 1-3: 'b'\}"):
+        rank_map(lambda rank: "b" if rank else "a")
+    with pytest.raises(RankDependentError, match="2 items"):
+        rank_map(lambda rank: [0] * (rank + 1))
+
+
+def test_rank_map_runs_collectives(mode: LocalTensorMode, mesh: DeviceMesh) -> None:
+    def both(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        mine = torch.ones(2) * rank
+        dist.all_reduce(mine, group=mesh.get_group("inner"))
+        parts = [torch.empty(2) for _ in RANKS] if rank == 1 else None
+        dist.gather(mine, parts, dst=1)
+        return mine, torch.cat(parts) if parts else torch.zeros(0)
+
+    summed, gathered = rank_map(both)
+    assert held(summed) == [[1.0] * 2, [1.0] * 2, [5.0] * 2, [5.0] * 2]
+    assert held(gathered) == [[], [1.0] * 4 + [5.0] * 4, [], []]
+
+
+def test_tensor_map(mode: LocalTensorMode) -> None:
+    x = uneven()
+    assert held(tensor_map(x, lambda rank, shard: shard[:, 0] + rank)) == [[1.0, 1.0], [3.0, 3.0], [5.0], []]
+    some = tensor_map(x, lambda rank, shard: shard if rank % 2 else None)
+    assert isinstance(some, LocalTensor) and some.ranks == (1, 3)
+    assert held(some * 2) == [[[4.0] * 3] * 2, []]
+    with pytest.raises(SimulationError, match="ranks 1,3 together with some of ranks 0-3"):
+        some + x
+
+
+@maybe_run_for_local_tensor
+def _mine(full: torch.Tensor, rank: int) -> torch.Tensor:
+    return full[: rank + 1] if rank % 2 else full[rank:]
+
+
+def test_decorated_functions_run_per_rank(mode: LocalTensorMode) -> None:
+    assert _mine(torch.arange(3.0), 1).tolist() == [0.0, 1.0]
+    assert held(_mine(torch.arange(4), dist.get_rank())) == [[0, 1, 2, 3], [0, 1], [2, 3], [0, 1, 2, 3]]
+    with pytest.raises(SimulationError, match="requires grad for a function run per rank"):
+        _mine(torch.ones(4, requires_grad=True), dist.get_rank())
+
+
+def test_inputs_are_put_back_before_a_rank_starts_again(mode: LocalTensorMode) -> None:
+    @maybe_run_for_local_tensor
+    def add_then_reduce(x: torch.Tensor, rank: int) -> torch.Tensor:
+        x.add_(1)
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    x = torch.ones(1) * dist.get_rank()
+    assert add_then_reduce(x, dist.get_rank()).tolist() == [10.0]
+    assert held(x) == [[1.0], [2.0], [3.0], [4.0]]
+
+
+def _diverging(kind: str, rank: int) -> None:
+    if kind == "returns" and rank == 2:
+        return
+    if kind == "raises" and rank == 2:
+        raise ValueError("bad luck")
+    if kind == "other" and rank == 2:
+        dist.broadcast(torch.ones(1), 0)
+        return
+    if kind == "shape" and rank == 2:
+        dist.all_reduce(torch.ones(3))
+        return
+    if kind == "all raise":
+        raise ValueError("bad luck")
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("returns", r"hang: ranks 0, 1, 3 waited in all_reduce\(sum, float32\[1\]\) .* rank 2 returned"),
+        ("raises", r"hang: ranks 0, 1, 3 waited in all_reduce.*rank 2 raised ValueError: bad luck"),
+        ("other", r"mismatched collectives: rank 2 called broadcast.* where rank 0 called all_reduce"),
+        ("shape", r"mismatched collectives: rank 2 called all_reduce\(sum, float32\[3\]\)"),
+        ("all raise", "bad luck"),
+    ],
+)
+def test_ranks_that_diverge_are_named(mode: LocalTensorMode, kind: str, message: str) -> None:
+    with pytest.raises(ValueError if kind == "all raise" else SimulationError, match=message):
+        rank_map(lambda rank: _diverging(kind, rank))
+
+
+# ---- collectives of torch.distributed ----
+
+
+def _base(rank: int, rows: int = 1) -> torch.Tensor:
+    return torch.arange(rows * 2.0).view(rows, 2) + 10 * rank
+
+
+def _run_collective(name: str, group: Any, ranks: list[int]) -> list[torch.Tensor]:
+    """`name` on this rank, by torch.distributed's functions; `ranks` are the group's."""
+    n, me = len(ranks), dist.get_rank()
+    mine, wide = _base(1, 1) * 0 + me, torch.arange(n * 2.0).view(n, 2) + 10 * me
+    out, whole = torch.zeros(1, 2), torch.zeros(n, 2)
+    parts = [torch.zeros(1, 2) for _ in range(n)]
+    if name.startswith("all_reduce"):
+        op = getattr(dist.ReduceOp, name.split(" ")[1])
+        dist.all_reduce(mine, op, group=group)
+        return [mine]
+    if name == "all_gather":
+        dist.all_gather(parts, mine, group=group)
+        return parts
+    if name == "all_gather_single":
+        torch_compat.all_gather_single(whole, mine, group=group)
+        return [whole]
+    if name == "reduce_scatter":
+        dist.reduce_scatter(out, list(wide.split(1)), group=group)
+        return [out]
+    if name == "reduce_scatter_single":
+        torch_compat.reduce_scatter_single(out, wide, group=group)
+        return [out]
+    if name == "all_to_all":
+        dist.all_to_all(parts, list(wide.split(1)), group=group)
+        return parts
+    if name == "all_to_all_single":
+        dist.all_to_all_single(whole, wide, group=group)
+        return [whole]
+    if name == "broadcast":
+        dist.broadcast(mine, group=group, group_src=1)
+        return [mine]
+    if name == "reduce":
+        dist.reduce(mine, group=group, group_dst=0)
+        return [mine] if me == ranks[0] else [mine * 0]
+    if name == "coalesced":
+        torch.distributed.all_reduce_coalesced([mine, whole.add_(me)], group=group)
+        return [mine, whole]
+    assert name == "barrier"
+    dist.barrier(group=group)
+    return [mine]
+
+
+COLLECTIVES = [
+    *(f"all_reduce {op}" for op in ("SUM", "PRODUCT", "MAX", "MIN", "AVG")),
+    *("all_gather", "all_gather_single", "reduce_scatter", "reduce_scatter_single", "all_to_all"),
+    *("all_to_all_single", "broadcast", "barrier"),
+]
+
+
+def _expected(name: str, rank: int, ranks: list[int]) -> list[list[list[float]]]:
+    n, me = len(ranks), ranks.index(rank)
+    mine = {r: torch.full((1, 2), float(r)) for r in ranks}
+    wide = {r: torch.arange(n * 2.0).view(n, 2) + 10 * r for r in ranks}
+    stacked = torch.stack([mine[r] for r in ranks])
+    if name.startswith("all_reduce"):
+        reduced = {
+            "SUM": stacked.sum(0),
+            "PRODUCT": stacked.prod(0),
+            "MAX": stacked.amax(0),
+            "MIN": stacked.amin(0),
+            "AVG": stacked.mean(0),
+        }
+        found = [reduced[name.split(" ")[1]]]
+    elif name in ("all_gather", "all_gather_single"):
+        found = [mine[r] for r in ranks]
+    elif name.startswith("reduce_scatter"):
+        found = [sum(wide[r][me : me + 1] for r in ranks)]  # type: ignore[list-item]
+    elif name.startswith("all_to_all"):
+        found = [wide[r][me : me + 1] for r in ranks]
+    else:
+        found = [mine[ranks[1]] if name == "broadcast" else mine[rank]]
+    if name.endswith("_single"):
+        found = [torch.cat(found)]
+    return [t.tolist() for t in found]
+
+
+FIBRES = {
+    "world": [[0, 1, 2, 3]] * 4,
+    "inner": [[0, 1], [0, 1], [2, 3], [2, 3]],
+    "outer": [[0, 2], [1, 3], [0, 2], [1, 3]],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("which", FIBRES)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_plain_collectives(mesh: DeviceMesh, name: str, which: str) -> None:
+    group = None if which == "world" else mesh.get_group(which)
+    got = _run_collective(name, group, FIBRES[which][0])
+    for rank, ranks in enumerate(FIBRES[which]):
+        assert [t.shard(rank).tolist() for t in got] == _expected(name, rank, ranks), rank  # type: ignore[attr-defined]
+
+
+def test_collectives_with_splits_and_roots(mode: LocalTensorMode) -> None:
+    # rank r sends r rows to every rank
+    sent = rank_map(lambda rank: torch.full((4 * rank,), float(rank)))
+    out = torch.zeros(6)
+    splits: Any = [dist.get_rank()] * 4
+    rank_map(lambda rank: None)
+    received = _exchange(out, sent, splits)
+    assert held(received) == [[1.0, 2.0, 2.0, 3.0, 3.0, 3.0]] * 4
+    scattered, reduced = rank_map(_scatter_and_reduce)
+    assert held(scattered) == [[0.0], [10.0], [20.0], [30.0]]
+    assert reduced.shard(2).tolist() == [6.0]  # type: ignore[attr-defined]
+
+
+@maybe_run_for_local_tensor
+def _exchange(out: torch.Tensor, sent: torch.Tensor, splits: list[int]) -> torch.Tensor:
+    dist.all_to_all_single(out, sent, [0, 1, 2, 3], splits)
+    return out
+
+
+def _scatter_and_reduce(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    out, one = torch.zeros(1), torch.ones(1) * rank
+    dist.scatter(out, [torch.ones(1) * 10 * r for r in RANKS] if rank == 3 else None, src=3)
+    dist.reduce(one, dst=2)
+    return out, one
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_functional_collectives(mesh: DeviceMesh) -> None:
+    from torch.distributed import _functional_collectives as funcol
+
+    x = torch.ones(2) * dist.get_rank()
+    assert held(funcol.all_reduce(x, "sum", mesh["inner"]) + 0) == [
+        [1.0] * 2,
+        [1.0] * 2,
+        [5.0] * 2,
+        [5.0] * 2,
+    ]
+    assert held(funcol.all_reduce(x, "max", mesh["outer"]) + 0) == [
+        [2.0] * 2,
+        [3.0] * 2,
+        [2.0] * 2,
+        [3.0] * 2,
+    ]
+    gathered = funcol.all_gather_tensor(x[:1], 0, (mesh, 1))
+    assert held(gathered + 0) == [[0.0, 1.0], [0.0, 1.0], [2.0, 3.0], [2.0, 3.0]]
+    parts = funcol.reduce_scatter_tensor(torch.arange(2.0) + x, "sum", 0, (mesh, 0))
+    assert held(parts + 0) == [[2.0], [4.0], [4.0], [6.0]]
+    exchanged = funcol.all_to_all_single(torch.arange(2.0) + 10 * x, None, None, (mesh, 1))
+    assert held(exchanged + 0) == [[0.0, 10.0], [1.0, 11.0], [20.0, 30.0], [21.0, 31.0]]
+    assert held(funcol.broadcast(x, 1, (mesh, 0)) + 0) == [[2.0] * 2, [3.0] * 2, [2.0] * 2, [3.0] * 2]
+    assert held(x) == [[float(r)] * 2 for r in RANKS]
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_functional_collectives_have_gradients(mesh: DeviceMesh) -> None:
+    from torch.distributed import _functional_collectives as funcol
+
+    x = (torch.ones(2) * dist.get_rank()).requires_grad_()
+    (funcol.all_gather_tensor_autograd(x, 0, mesh["inner"]) * torch.arange(4.0)).sum().backward()
+    assert x.grad is not None
+    assert held(x.grad) == [[0.0, 2.0], [4.0, 6.0]] * 2
+
+
+def test_object_collectives(mode: LocalTensorMode) -> None:
+    found: list[Any] = [None] * 4
+    dist.all_gather_object(found, {"a": 1})
+    assert found == [{"a": 1}] * 4
+
+
+def test_an_unknown_group_must_be_declared(mode: LocalTensorMode) -> None:
+    group = dist.new_group([0, 1])
+    x = torch.ones(1) * dist.get_rank()
+    with pytest.raises(SimulationError, match=r"does not say what rank 2 does: .* declare_group"):
+        dist.all_reduce(x, group=group)
+    with pytest.raises(SimulationError, match="expected the ranks of all groups, this one's among them"):
+        declare_group(group, [[2, 3]])
+    declare_group(group, [[0, 1], [2, 3]])
+    dist.all_reduce(x, group=group)
+    assert held(x) == [[1.0], [1.0], [5.0], [5.0]]
+    lone = dist.new_group([0, 1])
+    some = tensor_map(x, lambda rank, shard: shard if rank < 2 else None)
+    dist.all_reduce(some, group=lone)
+    assert held(some) == [[2.0], [2.0]]
+
+
+def test_send_is_not_simulated(mode: LocalTensorMode) -> None:
+    with pytest.raises(SimulationError, match=r"c10d\.send\.default is not simulated"):
+        dist.send(torch.ones(1), 1)
+
+
+def test_a_subset_of_ranks(world: Callable[[int], None]) -> None:
+    world(4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    with LocalTensorMode({2, 3}):
+        x = torch.ones(1) * dist.get_rank()
+        assert isinstance(x, LocalTensor) and x.ranks == (2, 3)
+        dist.all_reduce(x, group=mesh.get_group("inner"))
+        assert held(x) == [[5.0], [5.0]]
+        with pytest.raises(
+            SimulationError, match="of ranks 0, 2 needs rank 0 too, but only ranks 2, 3 take part"
+        ):
+            dist.all_reduce(x, group=mesh.get_group("outer"))
+
+
+def test_a_mesh_over_some_ranks_in_another_order(world: Callable[[int], None]) -> None:
+    world(8)
+    with LocalTensorMode([0, 3, 5, 6]):
+        mesh = DeviceMesh("cpu", [[6, 0], [3, 5]])
+        x = torch.ones(1) * dist.get_rank()
+        assert per_rank(mesh.get_coordinate(), (6, 0, 3, 5)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        out = torch.zeros(2)
+        torch_compat.all_gather_single(out, x, group=mesh.get_group(1))
+        assert [out.shard(r).tolist() for r in (0, 3, 5, 6)] == [
+            [6.0, 0.0],
+            [3.0, 5.0],
+            [3.0, 5.0],
+            [6.0, 0.0],
+        ]  # type: ignore[attr-defined]
+
+
+def test_64_ranks(world: Callable[[int], None]) -> None:
+    world(64)
+    with LocalTensorMode(64):
+        mesh = init_device_mesh("cpu", (4, 4, 4), mesh_dim_names=("a", "b", "c"))
+        flat = mesh["a", "b"]._flatten("ab")
+        x = torch.ones(1) * dist.get_rank()
+        dist.all_reduce(x, group=mesh.get_group("b"))
+        assert held(x) == [[float(sum(r - r // 4 % 4 * 4 + 4 * i for i in range(4)))] for r in range(64)]
+        y = torch.ones(1) * dist.get_rank()
+        dist.all_reduce(y, group=flat.get_group())
+        assert held(y) == [[float(sum(range(r % 4, 64, 4)))] for r in range(64)]
+        assert len(repr(torch.ones(1) * dist.get_rank()).splitlines()) == 10  # a head, 8 ranks, "56 more"
+
+
+# ---- random numbers ----
+
+
+def test_ranks_seeded_alike_draw_alike(mode: LocalTensorMode) -> None:
+    torch.manual_seed(7)
+    drawn = torch.randn(3), torch.rand(2), F.dropout(torch.ones(8))
+    with mode.suspended():
+        torch.manual_seed(7)
+        want = torch.randn(3), torch.rand(2), F.dropout(torch.ones(8))
+    for got, plain in zip(drawn, want, strict=True):
+        assert held(got) == [plain.tolist()] * 4
+
+
+def test_ranks_seeded_apart_draw_apart(mode: LocalTensorMode) -> None:
+    def alone(seed: int) -> list[float]:
+        made: list[float] = torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()
+        return made
+
+    with mode.suspended():
+        want = [alone(seed) for seed in RANKS]
+        shared = alone(5)
+    torch.manual_seed(dist.get_rank())
+    assert held(torch.cat([torch.rand(2), torch.rand(2)])) == want
+    rank_map(lambda rank: torch.manual_seed(rank).initial_seed())
+    kept = torch.get_rng_state()
+    assert held(torch.rand(4)) == want
+    torch.manual_seed(0)  # what rank 0 had: all must take it
+    assert held(torch.rand(4)) == [want[0]] * 4
+    torch.set_rng_state(kept)
+    assert held(torch.rand(4)) == want
+    generator = torch.Generator().manual_seed(5)
+    assert held(torch.rand(4, generator=generator)) == [shared] * 4
+    assert held(rank_map(lambda rank: torch.rand(4, generator=generator.manual_seed(rank)))) == want
+
+
+def test_ranks_that_draw_different_amounts_go_apart(mode: LocalTensorMode) -> None:
+    with mode.suspended():
+        torch.manual_seed(0)
+        sequence = torch.rand(4).tolist()
+    torch.manual_seed(0)
+    drawn = rank_map(lambda rank: torch.rand(rank))
+    after = torch.rand(1)
+    assert held(drawn) == [sequence[:rank] for rank in RANKS]
+    assert held(after) == [[sequence[rank]] for rank in RANKS]
+
+
+def test_a_collective_does_not_draw_twice(mode: LocalTensorMode) -> None:
+    def noisy(rank: int) -> torch.Tensor:
+        first = torch.rand(1)
+        dist.all_reduce(first)
+        return torch.cat([first, torch.rand(1)])
+
+    with mode.suspended():
+        torch.manual_seed(0)
+        a, b, c = torch.rand(3).unbind()
+    torch.manual_seed(0)
+    got = rank_map(noisy)
+    assert held(got) == [[float(a + a + a + a), float(b)]] * 4
+    assert held(torch.rand(1)) == [[float(c)]] * 4
