@@ -294,6 +294,7 @@ class _Search:
         self._number(self._detours())
         self.classes = [_class_of(kind) for kind in self.kinds]
         self.dims = [kind.dim if kind.is_shard() else None for kind in self.kinds]
+        self.odd = [isinstance(kind, Shard) and type(kind) is not Shard for kind in self.kinds]
         self.least = [ring.us(0.0) for ring in self.rings]  # of any collective on the mesh dim
 
     def _number(self, placements: Sequence[Any]) -> State:
@@ -351,7 +352,7 @@ class _Search:
             if self.dims[now] in inner:
                 continue
             for kind in self._targets(now, self.dst[mesh_dim]):
-                if self.dims[kind] in inner:
+                if self.dims[kind] in inner or (self.odd[kind] and not self._fits(kind, mesh_dim, state)):
                     continue
                 us = self.copy_us
                 if now:
@@ -361,6 +362,15 @@ class _Search:
             for after in self._together(state):
                 move = self.classes[state[self.wide[0]]], self.classes[after[self.wide[0]]]
                 yield tuple(self.wide), after, _price(*move, held, self.all)
+
+    def _fits(self, odd: int, mesh_dim: int, state: State) -> bool:
+        """Whether the mesh dim may be placed in a way that only some lengths allow (RaggedShard and its like):
+        if an end places it so, and the outer mesh dims cut the tensor dim as they do there."""
+
+        def cuts(placed: State) -> list[int | None]:
+            return [kind if self.dims[kind] == self.dims[odd] else None for kind in placed[:mesh_dim]]
+
+        return any(end[mesh_dim] == odd and cuts(end) == cuts(state) for end in (self.src, self.dst))
 
     def _targets(self, now: int, wanted: int) -> Iterator[int]:
         """Where one mesh dim may go next."""
@@ -399,7 +409,7 @@ class _Search:
     def _even(self, kinds: Sequence[int]) -> bool:
         parts = dict.fromkeys(range(len(self.shape)), 1)
         for kind, mesh_dim in zip(kinds, self.wide, strict=True):
-            if isinstance(self.kinds[kind], Shard) and type(self.kinds[kind]) is not Shard:
+            if self.odd[kind]:
                 return False
             parts[self.kinds[kind].dim] *= self.sizes[mesh_dim]
         return all(self.shape[dim] % n == 0 for dim, n in parts.items())

@@ -80,7 +80,8 @@ class Route(tuple[Step, ...]):
 
     def __str__(self) -> str:
         source, result = self.source, self.result
-        head = f"{source} -> {describe(result.placements)}"
+        kind = f"{str(source.dtype).removeprefix('torch.')}{list(source.shape)}"
+        head = f"{kind} {describe(source.placements)} -> {describe(result.placements)} on {source.info}"
         if not self:
             return f"{head}: nothing to do"
         rows = [

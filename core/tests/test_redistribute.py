@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from core.tests.gloo_world import Worlds, mesh_of
 from core.tests.test_ops import place
-from dtbench_core import DTensorSpec, Partial, Placement, Replicate, Shard, count_collectives
-from dtbench_core.placement import Placements, describe
-from dtbench_core.redistribute import plan
+from dtbench_core import DTensorSpec, Partial, Placement, PlacementError, Replicate, Shard, count_collectives
+from dtbench_core.placement import Placements, RaggedShard, StridedShard, describe
+from dtbench_core.redistribute import apply, explain, plan, plan_of
+from dtbench_core.simulate import ThreadWorld
 from dtbench_core.spec import contiguous_stride
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
@@ -205,3 +210,267 @@ def _counted() -> tuple[dict[str, int], dict[str, int]]:
 def test_collectives_are_counted(ranks: Worlds) -> None:
     # 8x4 float32 gathered: 128 bytes; a quarter of it exchanged: 32
     assert ranks(_counted)[0] == ({"all_gather": 1, "all_to_all": 1}, {"all_gather": 128, "all_to_all": 32})
+
+
+# ---- on simulated ranks: any shape, mesh and placements ----
+
+MESHES = [(4,), (8,), (2, 2), (2, 4), (4, 2), (1, 4), (2, 1, 2), (2, 2, 2), (3, 2)]
+_worlds: dict[int, ThreadWorld] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _close_worlds() -> Iterator[None]:
+    yield
+    while _worlds:
+        _worlds.popitem()[1].close()
+
+
+def simulated(fn: Any, mesh_shape: tuple[int, ...], *args: Any) -> list[Any]:
+    """`fn` on every simulated rank of a world as large as the mesh."""
+    size = math.prod(mesh_shape)
+    if size not in _worlds:
+        _worlds[size] = ThreadWorld(size)
+    return _worlds[size].run(fn, mesh_shape, *args)
+
+
+def _terms(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:
+    """This rank's term of `full`: for every Partial another one by mesh coordinate, of which the reduction
+    over the ranks gives `full`."""
+    term = full.clone()
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Partial):
+            ranks, rank = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
+            away = (rank + 1) * 8.0 if rank else 0.0
+            op = placement.reduce_op
+            if op in ("max", "min"):
+                term = term - away if op == "max" else term + away
+            elif op == "product":  # -1 and -1 on two ranks, or the tensor itself on the only one
+                factor = -1.0 if rank < 2 and ranks > 1 else 1.0
+                term = term * factor if rank == 0 else torch.full_like(term, factor)
+            else:
+                mean = term if op == "avg" else term / ranks
+                term = mean + (rank - (ranks - 1) / 2) * 4.0
+    return term
+
+
+def _held(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:
+    """What this rank holds of `full` so placed, cut by the shards' own arithmetic, outermost first."""
+    part = _terms(full, mesh, placements)
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            part = placement.part(part, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def _moved(mesh_shape: tuple[int, ...], full: torch.Tensor, src: Placements, dst: Placements) -> list[str]:
+    mesh = init_device_mesh("cpu", mesh_shape)
+    spec = DTensorSpec.of(mesh, src, full.shape, contiguous_stride(full.shape), full.dtype)
+    local = _held(full, mesh, src)
+    kept, wrong = local.clone(), []
+    moved = apply(local, plan(spec, dst))
+    want = _held(full, mesh, dst)
+    if not _alike(moved, want):
+        wrong.append(f"{spec} -> {describe(dst)}: {moved} is not {want}")
+    if src != dst and (not moved.is_contiguous() or _shares(moved, local)):
+        wrong.append(f"{spec} -> {describe(dst)}: the result is no tensor of its own")
+    if not torch.equal(local, kept):
+        wrong.append(f"{spec} -> {describe(dst)}: the input was written to")
+    return wrong
+
+
+def _alike(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return got.shape == want.shape and got.dtype == want.dtype and torch.allclose(got, want, atol=1e-9)
+
+
+def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.numel() > 0 and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+@st.composite
+def moves(draw: st.DrawFn) -> tuple[Any, ...]:
+    """A mesh, a tensor's shape, and two ways of placing it; the first may be pending."""
+    mesh_shape = draw(st.sampled_from(MESHES))
+    shape = draw(st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 7, 8, 12]), max_size=3))
+    plain = [R, *(Shard(d) for d in range(len(shape)))]
+    pending = draw(st.sampled_from([P, Partial("avg"), Partial("max"), Partial("min"), Partial("product")]))
+    src = draw(st.tuples(*[st.sampled_from([*plain, *plain, pending])] * len(mesh_shape)))
+    dst = list(draw(st.tuples(*[st.sampled_from(plain)] * len(mesh_shape))))
+    for mesh_dim, placement in enumerate(src):
+        if placement.is_partial() and draw(st.integers(0, 3)) == 0:
+            dst[mesh_dim] = placement
+    return mesh_shape, tuple(shape), src, tuple(dst)
+
+
+@settings(max_examples=120, deadline=None)
+@given(moves())
+def test_any_move(case: Any) -> None:
+    mesh_shape, shape, src, dst = case
+    full = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
+    for wrong in simulated(_moved, mesh_shape, full, src, dst):
+        assert not wrong, "\n".join(wrong)
+
+
+@st.composite
+def odd_moves(draw: st.DrawFn) -> tuple[Any, ...]:
+    """Two ways of placing a tensor, of which one at least does not cut as torch.chunk does."""
+    mesh_shape = draw(st.sampled_from([(4,), (2, 2), (2, 3)]))
+    shape = (12, draw(st.sampled_from([1, 5, 6])))
+    ends = []
+    for end in range(2):
+        placed: list[Placement] = list(
+            draw(st.tuples(*[st.sampled_from([R, S0, S1, *([P] if end == 0 else [])])] * len(mesh_shape)))
+        )
+        mesh_dim = draw(st.integers(0, len(mesh_shape) - 1))
+        # what the mesh dim finds: 12 rows, or what an outer one that cuts them leaves
+        rows = 12 // math.prod(n for n, p in zip(mesh_shape[:mesh_dim], placed, strict=False) if p == S0)
+        counts = [rows, *[0] * (mesh_shape[mesh_dim] - 1)]
+        for i in range(1, len(counts)):
+            counts[i] = draw(st.integers(0, counts[0]))
+            counts[0] -= counts[i]
+        odd = st.sampled_from([RaggedShard(0, tuple(counts)), StridedShard(0, 2), StridedShard(0, 3), S0])
+        placed[mesh_dim] = draw(odd)
+        for inner in range(mesh_dim + 1, len(mesh_shape)):
+            if placed[inner] == S0:
+                placed[inner] = R
+        ends.append(tuple(placed))
+    return mesh_shape, shape, *ends
+
+
+@settings(max_examples=80, deadline=None)
+@given(odd_moves())
+def test_moves_between_shards_of_any_cut(case: Any) -> None:
+    mesh_shape, shape, src, dst = case
+    full = torch.arange(float(math.prod(shape)), dtype=torch.float64).reshape(shape)
+    for wrong in simulated(_moved, mesh_shape, full, src, dst):
+        assert not wrong, "\n".join(wrong)
+
+
+def _in_gradient(
+    mesh_shape: tuple[int, ...], full: torch.Tensor, src: Placements, dst: Placements
+) -> list[str]:
+    """The gradient and the second gradient of sum(move(x)^3 * full), which are those without a move."""
+    from dtbench_core import DTensor
+
+    mesh = init_device_mesh("cpu", mesh_shape)
+    tensor = DTensor.from_local(
+        _held(full, mesh, src), mesh, src, shape=full.shape, stride=contiguous_stride(full.shape)
+    ).requires_grad_()
+    moved = tensor.redistribute(placements=dst)
+    whole = moved.full_tensor()
+    (first,) = torch.autograd.grad((whole**3 * full).sum(), tensor, create_graph=True)
+    (second,) = torch.autograd.grad(first.full_tensor().sum(), tensor)
+    wrong = []
+    for order, got, want in ((1, first, 3 * full**3), (2, second, 6 * full**2)):
+        if not _alike(got.full_tensor().detach(), want):
+            wrong.append(f"{src} -> {dst}: gradient {order} is {got.full_tensor()}, not {want}")
+    return wrong
+
+
+@settings(max_examples=40, deadline=None)
+@given(moves())
+def test_any_gradient(case: Any) -> None:
+    mesh_shape, shape, src, dst = case
+    # Which term of an extremum decided, and what the other factors were, a gradient would have to know.
+    src = tuple(R if p.is_partial() and p not in (P, Partial("avg")) else p for p in src)
+    dst = tuple(R if p.is_partial() else p for p in dst)
+    full = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for wrong in simulated(_in_gradient, mesh_shape, full, src, dst):
+        assert not wrong, "\n".join(wrong)
+
+
+# ---- dtypes that transports cannot reduce ----
+
+_REDUCED = [
+    *(torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn),
+    *(torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.complex64),
+]
+
+
+def _reduced_dtypes(dst: Placement) -> list[str]:
+    mesh, rank, wrong = mesh_of((4,)), dist.get_rank(), []
+    for dtype, op in itertools.product(_REDUCED, ("sum", "avg", "product", "max", "min")):
+        if (op == "avg" and not (dtype.is_floating_point or dtype.is_complex)) or (
+            op in ("max", "min") and dtype.is_complex
+        ):
+            continue
+        terms = torch.tensor([[1, 0, 2, 1, 0, 1, 2, 1], [2, 1, 2, 0, 0, 1, 1, 1]] * 2).to(dtype)
+        wide = terms.to(torch.float64) if dtype.itemsize == 1 and dtype.is_floating_point else terms
+        spec = DTensorSpec.of(mesh, (Partial(op),), (8,), (1,), dtype)
+        got = apply(terms[rank], plan(spec, (dst,)))
+        want = {
+            "sum": lambda w: w.sum(0),
+            "avg": lambda w: w.sum(0) / 4,
+            "product": lambda w: w.prod(0),
+            "max": lambda w: w.amax(0),
+            "min": lambda w: w.amin(0),
+        }[op](wide).to(dtype)
+        want = want.chunk(4)[rank] if dst.is_shard() else want
+        if got.dtype != dtype or got.tolist() != want.tolist():
+            wrong.append(f"{op} of {dtype}: {got} is not {want}")
+    return wrong
+
+
+@pytest.mark.parametrize("dst", [R, S0], ids=str)
+def test_every_dtype_is_reduced(ranks: Worlds, dst: Placement) -> None:
+    for wrong in ranks(_reduced_dtypes, dst):
+        assert not wrong, "\n".join(wrong)
+
+
+def test_whole_numbers_have_no_average(mesh: DeviceMesh) -> None:
+    spec = DTensorSpec.of(mesh, (R, Partial("avg")), (4,), (1,), torch.int64)
+    with pytest.raises(PlacementError, match="the average of whole numbers is none; use floating point"):
+        plan(spec, (R, R))
+
+
+# ---- printing ----
+
+
+def test_a_plan_can_be_printed(mesh: DeviceMesh) -> None:
+    spec = DTensorSpec.of(mesh, (S0, S0), (4096, 4096), (4096, 1), torch.float32)
+    route = plan_of(spec, [R, S0])
+    assert [step.collective for step in route] == ["all_to_all", "all_gather", "all_to_all"]
+    head, *lines = str(route).splitlines()
+    assert explain(spec, [R, S0]) == str(route)
+    assert head == "float32[4096, 4096] S(0),S(0) -> R,S(0) on 2x4 cpu mesh"
+    texts = [line.split() for line in lines]
+    for number, (step, words) in enumerate(zip(route, texts, strict=False), 1):
+        assert words[0] == f"{number}." and step.collective in words
+        assert words[-2:] == [f"{step.us:.1f}", "us"]
+    assert texts[0][1:9] == ["mesh", "dim", "1:", "S(0)", "->", "S(1)", "of", "[2048,"]
+    assert texts[0][-4:-2] == ["8.0", "MiB"], "an eighth of 64 MiB on each rank"
+    assert texts[-1][0] == "total"
+    assert route.us == pytest.approx(sum(step.us for step in route))
+    assert route.nbytes == (8 + 16 + 16) << 20
+    assert len({len(line) for line in lines}) == 1, "columns"
+    assert str(plan_of(spec, [S0, S0])).endswith("nothing to do")
+    assert "local" in str(plan_of(DTensorSpec.of(mesh, (R, R), (8,), (1,), torch.bool), [S0, R]))
+
+
+def test_a_plan_is_refused_as_the_move_would_be(mesh: DeviceMesh) -> None:
+    spec = DTensorSpec.of(mesh, (S0, R), (8, 8), (8, 1), torch.float32)
+    with pytest.raises(PlacementError, match="nothing says which terms"):
+        plan_of(spec, [P, R])
+    with pytest.raises(PlacementError, match=r"Shard\(2\) for a tensor of 2 dims"):
+        plan_of(spec, [Shard(2), R])
+
+
+def _predicted(mesh_shape: tuple[int, ...]) -> list[str]:
+    """Where the bytes and collectives that a plan expects are not those that are counted."""
+    mesh, wrong = init_device_mesh("cpu", mesh_shape), []
+    full = torch.ones(16, 8)
+    for src, dst in itertools.product(
+        itertools.product((R, P, S0, S1), repeat=2), itertools.product((R, S0, S1), repeat=2)
+    ):
+        tensor = place(full, mesh, src)
+        route = plan_of(tensor, dst)
+        with count_collectives() as count:
+            tensor.redistribute(placements=dst)
+        calls = Counter(step.collective for step in route if step.collective)
+        if count.calls != calls or sum(count.bytes.values()) != route.nbytes:
+            wrong.append(f"{route}\n{count}")
+    return wrong
+
+
+def test_a_plan_expects_what_is_counted() -> None:
+    for wrong in simulated(_predicted, (2, 4)):
+        assert not wrong, "\n".join(wrong[:2])
