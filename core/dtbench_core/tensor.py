@@ -187,7 +187,7 @@ class DTensor(Wrapper):
         if ask:
             placed = agreed_placements(local_tensor, info, placed, shape, stride)
         spec = DTensorSpec.of(info, placed, shape, stride, local_tensor.dtype)
-        return _wrapped(local_tensor, spec, grad_placed)
+        return wrapped(local_tensor, spec, grad_placed)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part, sharing memory; differentiable.
@@ -251,7 +251,7 @@ class DTensor(Wrapper):
         return apply(self._local_tensor, route) if route else self._local_tensor.detach()
 
 
-def _wrapped(local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements | None = None) -> DTensor:
+def wrapped(local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements | None = None) -> DTensor:
     """`local` as this rank's part of `spec`, under autograd if it requires grad."""
     member = spec.info.coordinate is not None
     if member and tuple(local.shape) != spec.local_shape:
@@ -268,7 +268,7 @@ def _wrapped(local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements
 def _gradient(local: torch.Tensor, info: MeshInfo, placements: Placements, shape: Sequence[int]) -> DTensor:
     """The local gradient that came back as a DTensor. Nothing is asked of the other ranks."""
     local = local.contiguous()
-    return _wrapped(local, DTensorSpec.of(info, placements, shape, contiguous_stride(shape), local.dtype))
+    return wrapped(local, DTensorSpec.of(info, placements, shape, contiguous_stride(shape), local.dtype))
 
 
 def _detached(local: torch.Tensor) -> torch.Tensor:

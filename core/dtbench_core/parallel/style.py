@@ -29,8 +29,8 @@ from dtbench_core.distribute import distribute_module, distribute_tensor
 from dtbench_core.errors import ArgumentError, CoreError, PlacementError
 from dtbench_core.mesh import MeshInfo, mesh_info
 from dtbench_core.placement import Partial, Placement, Placements, Replicate, Shard, describe
-from dtbench_core.spec import contiguous_stride, normalize
-from dtbench_core.tensor import DTensor
+from dtbench_core.spec import DTensorSpec, contiguous_stride, normalize
+from dtbench_core.tensor import DTensor, wrapped
 
 
 class UnsupportedModuleError(CoreError, NotImplementedError):
@@ -110,9 +110,10 @@ class _LayerStyle(ParallelStyle):
         """The plain input as the DTensor that `input_layouts` says it is part of."""
         layouts = normalize(self.input_layouts, local.ndim, mesh_info(mesh))
         if isinstance(module, nn.Linear) and layouts == (Shard(local.ndim - 1),):
-            # The whole size is known here, so uneven shards are understood.
+            # The whole size is known here, so uneven shards are understood without asking the other ranks.
             shape = (*local.shape[:-1], module.in_features)
-            return DTensor.from_local(local, mesh, layouts, shape=shape, stride=contiguous_stride(shape))
+            spec = DTensorSpec.of(mesh, layouts, shape, contiguous_stride(shape), local.dtype)
+            return wrapped(local, spec)
         return DTensor.from_local(local, mesh, layouts)
 
     def _prepare_output(self, output: DTensor) -> torch.Tensor:
