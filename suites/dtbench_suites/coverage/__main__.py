@@ -11,15 +11,9 @@ import time
 import traceback
 
 from dtbench_core.simulate import ThreadWorld
-from dtbench_suites.coverage.judge import (
-    VERDICTS,
-    Caps,
-    count_fallbacks,
-    judge_op,
-    quiet,
-    summarize,
-)
-from dtbench_suites.coverage.samples import MODES, RANKS, op_names
+from dtbench_suites.coverage.judge import count_fallbacks, judge_op, quiet
+from dtbench_suites.coverage.samples import op_names
+from dtbench_suites.coverage.verdicts import MODES, NOTHING, RANKS, VERDICTS, Caps, summarize
 
 
 def main() -> None:
@@ -43,7 +37,7 @@ def main() -> None:
 
 
 def _judge(world: ThreadWorld, names: list[str], mode: str, impl: str, given: argparse.Namespace) -> None:
-    totals = dict.fromkeys((*VERDICTS, "n/a"), 0)
+    totals = dict.fromkeys((*VERDICTS, NOTHING), 0)
     started = time.perf_counter()
     for name in names:
         before = count_fallbacks()
@@ -54,14 +48,14 @@ def _judge(world: ThreadWorld, names: list[str], mode: str, impl: str, given: ar
         counts = ", ".join(f"{count} {kind}" for kind, count in verdict.counts.items())
         print(f"{mode:8} {impl:5} {name:45} {verdict.verdict:14} {counts}{how}", flush=True)  # noqa: T201
         if verdict.reason:
-            print(f"    {verdict.stage}: {verdict.reason}", flush=True)  # noqa: T201
+            print(f"    {verdict.reason}", flush=True)  # noqa: T201
         failed = [case for case in cases if case.verdict != "pass"]
         for case in failed if given.a else ():
-            print(f"        {case.describe()[:400]}")  # noqa: T201
+            print(f"        {case.verdict}: {case.describe()[:400]}")  # noqa: T201
         first = next((case for case in failed if case.error is not None), None)
         if given.v and first is not None and first.error is not None:
             traceback.print_exception(first.error)
-    tested = sum(totals.values()) - totals["n/a"]
+    tested = sum(totals.values()) - totals[NOTHING]
     summary = ", ".join(f"{count} {kind}" for kind, count in totals.items() if count)
     percent = 100 * totals["pass"] / tested if tested else 0.0
     took = time.perf_counter() - started

@@ -4,15 +4,6 @@ A case is a sample, a placement of each of its tensors, a mode and an implementa
 on every rank: the number, shape and dtype of the results, their values gathered by `full_tensor`, and
 (but in-place and with out=) the gradients of the inputs for a fixed random cotangent that enters through
 `full_tensor`. Strides and whether a result is a view are not.
-
-Verdicts, worst first:
-    wrong           a value, shape, dtype or gradient differs, and nobody was told
-    hang            one rank raised or diverged while others waited or returned
-    error           every rank raised, alike
-    no rule         every rank raised, to say that the op has no sharding rule
-    random differs  a random op gave other numbers than the plain op under the same seed
-    refused         the core's own refusal of a write that the placement cannot hold (PlacementError)
-    pass
 """
 
 from __future__ import annotations
@@ -21,7 +12,6 @@ import contextlib
 import math
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,19 +25,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 import dtbench_core as core
 from dtbench_core.simulate import ThreadWorld
 from dtbench_core.simulate.threads import diverged
-from dtbench_suites.coverage.samples import (
-    RANKS,
-    SEED,
-    Places,
-    Sample,
-    has_mode,
-    op_info,
-    places_of,
-    samples_of,
-    spell,
-)
+from dtbench_suites.coverage.samples import SEED, Sample, has_mode, op_info, places_of, samples_of
+from dtbench_suites.coverage.verdicts import RANKS, Caps, Case, Places
 
-VERDICTS = ("wrong", "hang", "error", "no rule", "random differs", "refused", "pass")
 LIBRARIES: dict[str, Any] = {"core": core, "torch": torch_tensor}
 
 # What they return is whatever lay in memory: shape and dtype are all there is to compare.
@@ -63,29 +43,6 @@ _RTOL = 1e-4
 
 # How a full tensor is written as a sum of four different parts, exactly up to one rounding.
 _SUM_WEIGHTS = (2.0, -1.0, 0.5, -0.5)
-
-
-@dataclass(frozen=True)
-class Caps:
-    """How much of an op is tried: samples, and placements of each."""
-
-    samples: int = 12
-    places: int = 8
-
-
-@dataclass(frozen=True)
-class Case:
-    """What was tried and what came of it. `stage`: "forward" or "backward"."""
-
-    sample: int
-    places: Places
-    verdict: str
-    stage: str = ""
-    reason: str = ""
-    error: BaseException | None = field(default=None, compare=False)
-
-    def describe(self) -> str:
-        return f"sample {self.sample}, {spell(self.places)}: {self.verdict} ({self.stage}) {self.reason}"
 
 
 # ---- the plain op ----
@@ -404,36 +361,6 @@ def judge_op(world: ThreadWorld, name: str, mode: str, impl: str, caps: Caps) ->
         for places in places_of([*sample.values, *wanted.outs], mode, caps.places, f"{name} {index}"):
             verdict, stage, reason, error = judge_case(world, impl, name, mode, sample, places, wanted)
             yield Case(index, places, verdict, stage, reason, error)
-
-
-@dataclass(frozen=True)
-class OpVerdict:
-    """An op in one mode: the worst verdict of its cases, or "n/a" when it has none.
-
-    counts: cases per verdict. fallbacks: calls of aten ops that the core ran on replicated inputs.
-    reason: of the first case with that verdict.
-    """
-
-    op: str
-    mode: str
-    impl: str
-    verdict: str
-    counts: dict[str, int]
-    fallbacks: int = 0
-    stage: str = ""
-    reason: str = ""
-
-
-def summarize(op: str, mode: str, impl: str, cases: Sequence[Case], fallbacks: int = 0) -> OpVerdict:
-    """The op's verdict from its cases'."""
-    counts = Counter(case.verdict for case in cases)
-    worst = next((verdict for verdict in VERDICTS if counts[verdict]), "n/a")
-    first = next((case for case in cases if case.verdict == worst), None)
-    shown = {verdict: counts[verdict] for verdict in VERDICTS if counts[verdict]}
-    if first is None or worst == "pass":
-        return OpVerdict(op, mode, impl, worst, shown, fallbacks)
-    reason = f"sample {first.sample}, {spell(first.places)}: {first.reason}"
-    return OpVerdict(op, mode, impl, worst, shown, fallbacks, first.stage, reason)
 
 
 def count_fallbacks() -> int:

@@ -18,20 +18,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-RANKS = 4
+from dtbench_suites.coverage.verdicts import RANKS, Place, Places
+
 SEED = 20251
-MODES = ("even", "uneven", "partial", "mesh2x2", "inplace", "out")
 
 # L, M, S, XS. Even: those of torch's test_dtensor_ops.py.
 _EVEN_SIZES = (24, 12, 4, 2)
 _UNEVEN_SIZES = (22, 10, 5, 3)
 # Of a sample generator that has hundreds, the first so many are looked at and spread over.
 _SAMPLES_LOOKED_AT = 120
-
-# Per mesh dim: "R", "S0", "S1", ..., "Psum", "Pavg", "Pmax".
-Place = str
-# Per tensor of a sample, in the order of its pytree (and then per tensor of out=): per mesh dim.
-Places = tuple[tuple[Place, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -216,8 +211,3 @@ def _combinations(choices: list[list[tuple[Place, ...]]], salt: str) -> Iterator
 def _draws(choices: list[list[tuple[Place, ...]]], rng: random.Random) -> Iterator[Places]:
     for _ in range(1024):
         yield tuple(rng.choice(own) for own in choices)
-
-
-def spell(places: Places) -> str:
-    """`S0 | R`, a tensor between bars; `S0,R` on two mesh dims."""
-    return " | ".join(",".join(one) for one in places)
