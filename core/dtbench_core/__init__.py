@@ -19,8 +19,11 @@ Reading order, from the idea to the machine:
     writes        out=, and new shapes in place
     rules         which placements an op can run with, a file per family of ops
     redistribute  from one placement to another, by cost
-    cost          what a collective costs, built in or calibrated
+    moves         doing one step of it
+    cost          what a collective costs, and the cheapest chain of them
+    topology      the constants of a mesh, built in or calibrated
     comm          the only file that calls collectives
+    collective_utils  collectives over one mesh dim, padding, prices: by torch's names
     bucketer      many small reduce-scatters as few large ones
 """
 
@@ -46,7 +49,8 @@ from dtbench_core.errors import (
 from dtbench_core.factories import empty, full, ones, rand, randn, zeros
 from dtbench_core.fallback import FallbackWarning, clear_fallbacks, fallbacks
 from dtbench_core.local_map import local_map
-from dtbench_core.placement import Partial, Placement, Replicate, Shard
+from dtbench_core.placement import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from dtbench_core.redistribute import explain, plan_of
 from dtbench_core.rules.register import register_sharding
 from dtbench_core.spec import DTensorSpec, TensorMeta
 from dtbench_core.tensor import DTensor
@@ -68,10 +72,12 @@ __all__ = [
     "Partial",
     "Placement",
     "PlacementError",
+    "RaggedShard",
     "RedistributionError",
     "ReduceScatterBucketer",
     "Replicate",
     "Shard",
+    "StridedShard",
     "TensorMeta",
     "cache_info",
     "clear_caches",
@@ -80,11 +86,13 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "explain",
     "fallbacks",
     "full",
     "implicit_replication",
     "local_map",
     "ones",
+    "plan_of",
     "rand",
     "randn",
     "register_sharding",
