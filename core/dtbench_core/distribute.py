@@ -41,7 +41,7 @@ def distribute_tensor(
         PlacementError: a Partial placement.
     """
     info = mesh_info(mesh_or_current(device_mesh))
-    placed = normalize(placements, tensor.ndim, info)
+    placed = normalize(placements, tensor.ndim, info, tensor.shape)
     if isinstance(tensor, DTensor):
         if tensor._spec.info is info and tensor.placements == placed:
             return tensor

@@ -138,7 +138,7 @@ def _spec(
     if layout is not torch.strided:
         raise ArgumentError(f"{name} got layout={layout}, expected torch.strided: DTensors have no other")
     info = mesh_info(mesh_or_current(device_mesh))
-    placed = normalize(placements, len(shape), info)
+    placed = normalize(placements, len(shape), info, shape)
     if any(p.is_partial() for p in placed):
         raise PlacementError(
             f"{name} got {describe(placed)}, expected Shard or Replicate: nothing says which terms the ranks "

@@ -70,11 +70,49 @@ def agreed_placements(
     Raises:
         LayoutError: shapes that do not fit together.
     """
-    cuts = [parts for p, parts in zip(placements, info.sizes, strict=True) if p.is_shard()]
-    if max(cuts, default=1) == 1 or info.coordinate is None or dist.get_backend(info.groups[0]) == "fake":
+    if not _can_ask(info, placements):
         return placements
     described = (tuple(shape), tuple(stride), str(local.dtype), describe(placements))
-    shapes = _everybodys(tuple(local.shape), described, info)
+    return _settled(placements, shape, _everybodys(tuple(local.shape), described, info), info)
+
+
+def joined_layout(
+    local: torch.Tensor, info: MeshInfo, placements: Placements
+) -> tuple[tuple[int, ...], Placements]:
+    """The global shape, and the placements, that the ranks' local tensors come to when joined as they are.
+
+    The ranks tell each other their local shapes. Errors as for `agreed_placements`.
+    """
+    if not _can_ask(info, placements):
+        return even_layout(local, info, placements)[0], placements
+    shapes = _everybodys(tuple(local.shape), (str(local.dtype), describe(placements)), info)
+    origin = [0] * info.ndim
+    shape = []
+    for dim in range(local.ndim):
+        cutting = [d for d, p in enumerate(placements) if p.is_shard(dim)]
+        size = 0
+        for index in itertools.product(*(range(info.sizes[d]) for d in cutting)):
+            at = list(origin)
+            for mesh_dim, i in zip(cutting, index, strict=True):
+                at[mesh_dim] = i
+            held = shapes[tuple(at)]
+            size += held[dim] if dim < len(held) else 0
+        shape.append(size)
+    return tuple(shape), _settled(placements, shape, shapes, info)
+
+
+def _can_ask(info: MeshInfo, placements: Placements) -> bool:
+    """Whether there are ranks that may hold other lengths, and that can tell."""
+    cuts = [parts for p, parts in zip(placements, info.sizes, strict=True) if p.is_shard()]
+    return max(cuts, default=1) > 1 and bool(info.groups) and dist.get_backend(info.groups[0]) != "fake"
+
+
+def _settled(
+    placements: Placements,
+    shape: Sequence[int],
+    shapes: dict[tuple[int, ...], tuple[int, ...]],
+    info: MeshInfo,
+) -> Placements:
     for candidate in (placements, _ragged(placements, shape, shapes, info)):
         if all(
             local_extents(tuple(shape), candidate, info.sizes, at)[0] == held for at, held in shapes.items()

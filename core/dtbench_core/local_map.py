@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dtbench_core.errors import ArgumentError, PlacementError
+from dtbench_core.layout import joined_layout
 from dtbench_core.mesh import mesh_info
 from dtbench_core.placement import Placement, describe
-from dtbench_core.spec import normalize
-from dtbench_core.tensor import DTensor
+from dtbench_core.spec import DTensorSpec, contiguous_stride, normalize
+from dtbench_core.tensor import DTensor, wrapped
 
 PlacementsOf = Sequence[Placement] | None
 InputPlacements = tuple[PlacementsOf, ...] | None
@@ -37,8 +38,9 @@ def local_map(
 
     Args:
         out_placements: of the result; a tuple of placements for several results, in the order of the
-            flattened output, with None for one that is no tensor. The ranks' results are taken to be
-            equally large where they are shards, as in `DTensor.from_local`.
+            flattened output, with None for one that is no tensor. Where an argument is spread
+            unevenly, the ranks tell each other how large their results are; else they are taken to be
+            equally large, as in `DTensor.from_local`.
         in_placements: of each flattened positional argument, with None for one that is no tensor; not
             looked at when not given. A plain tensor is passed as it is.
         in_grad_placements: how the ranks' gradients of each argument make up the global one, as in
@@ -79,7 +81,8 @@ def local_map(
         first = next((leaf for leaf in leaves if isinstance(leaf, DTensor)), None)
         if first is None:
             return result
-        return _wrapped(func, result, out_placements, device_mesh or first.device_mesh)
+        uneven = any(isinstance(leaf, DTensor) and not leaf._spec.is_even() for leaf in leaves)
+        return _wrapped(func, result, out_placements, device_mesh or first.device_mesh, uneven)
 
     return mapped
 
@@ -119,7 +122,9 @@ def _local(
     return leaf.to_local(grad_placements=grad_placements)
 
 
-def _wrapped(func: Callable[..., Any], result: Any, placements: OutputPlacements, mesh: DeviceMesh) -> Any:
+def _wrapped(
+    func: Callable[..., Any], result: Any, placements: OutputPlacements, mesh: DeviceMesh, uneven: bool
+) -> Any:
     leaves, tree = tree_flatten(result)
     several = isinstance(placements, tuple) and not all(isinstance(p, Placement) for p in placements)
     given: Sequence[Any] = placements if several else (placements,)  # type: ignore[assignment]
@@ -141,8 +146,19 @@ def _wrapped(func: Callable[..., Any], result: Any, placements: OutputPlacements
                 f"local_map got out_placements {placed} for result {index} of {_name(func)}, which is {kind}; expected "
                 "placements for tensors and None for the rest"
             )
-        made.append(leaf if placed is None else DTensor.from_local(leaf, mesh, placed))
+        made.append(leaf if placed is None else _distributed(leaf, mesh, placed, uneven))
     return tree_unflatten(made, tree)
+
+
+def _distributed(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], uneven: bool
+) -> DTensor:
+    info = mesh_info(mesh)
+    if not uneven or info.coordinate is None:
+        return DTensor.from_local(local, mesh, placements)
+    shape, placed = joined_layout(local, info, normalize(placements, local.ndim, info))
+    spec = DTensorSpec.of(info, placed, shape, contiguous_stride(shape), local.dtype)
+    return wrapped(local.contiguous(), spec)
 
 
 def _name(func: Callable[..., Any]) -> str:

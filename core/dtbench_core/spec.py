@@ -28,6 +28,7 @@ from dtbench_core.placement import (
     StridedShard,
     describe,
     local_extents,
+    splits_evenly,
 )
 
 
@@ -122,6 +123,11 @@ class DTensorSpec:
 
     def is_replicated(self) -> bool:
         return all(p.is_replicate() for p in self.placements)
+
+    def is_even(self) -> bool:
+        """Whether every rank holds equally much."""
+        sizes, dims = self.info.sizes, range(self.ndim)
+        return all(splits_evenly(self.shape[d], d, self.placements, sizes) for d in dims)
 
     def has_partial(self) -> bool:
         return any(p.is_partial() for p in self.placements)

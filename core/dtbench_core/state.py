@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import CoreError, LayoutError, MeshError, PlacementError
 from dtbench_core.mesh import mesh_info
-from dtbench_core.placement import Partial, Placements, Replicate, Shard
+from dtbench_core.placement import Partial, Placements, RaggedShard, Replicate, Shard, StridedShard
 from dtbench_core.spec import DTensorSpec
 from dtbench_core.wrapper import Wrapper, wrap
 
@@ -83,7 +83,9 @@ def _rank_in(mesh: DeviceMesh) -> tuple[int, ...] | None:
 
 
 # For torch.load(weights_only=True), torch's default.
-torch.serialization.add_safe_globals([rebuild, DeviceMesh, Shard, Replicate, Partial])
+torch.serialization.add_safe_globals(
+    [rebuild, DeviceMesh, Shard, RaggedShard, StridedShard, Replicate, Partial]
+)
 
 
 # ---- checkpoints ----
@@ -111,8 +113,32 @@ def blocks(spec: DTensorSpec) -> list[Block]:
 
 
 def _pieces(spec: DTensorSpec, dim: int) -> list[tuple[int, int, int]]:
-    """(global offset, length, local offset) of the runs of dim `dim` that this rank holds."""
-    return [(spec.local_offset[dim], spec.local_shape[dim], 0)]
+    """(global offset, length, local offset) of the runs of dim `dim` that this rank holds, in order."""
+    coordinate = spec.info.my_coordinate()
+    held = [(0, spec.shape[dim])]
+    for placement, parts, index in zip(spec.placements, spec.info.sizes, coordinate, strict=True):
+        if isinstance(placement, Shard) and placement.dim == dim:
+            size = sum(length for _, length in held)
+            held = [run for wanted in placement.runs(size, parts, index) for run in within(held, wanted)]
+    pieces, before = [], 0
+    for start, length in held:
+        pieces.append((start, length, before))
+        before += length
+    return pieces
+
+
+def within(held: Sequence[tuple[int, int]], wanted: tuple[int, int]) -> list[tuple[int, int]]:
+    """What the run `wanted` of the joined runs `held`, all (offset, length), is in their own offsets."""
+    offset, length = wanted
+    if length == 0:
+        return [(held[0][0] + min(offset, held[0][1]), 0)] if len(held) else []
+    found, before = [], 0
+    for start, n in held:
+        low, high = max(offset, before), min(offset + length, before + n)
+        if low < high:
+            found.append((start + low - before, high - low))
+        before += n
+    return found
 
 
 def create_write_items(name: str, tensor: Wrapper) -> list[WriteItem]:

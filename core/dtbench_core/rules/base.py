@@ -44,6 +44,8 @@ class Strategy:
     localize: makes the local_op, where it depends on which part of the tensors this rank holds; None
         for the op itself.
     exact: the placements of all inputs and of all outputs, chosen by the rule itself; rows are not read.
+    any_lengths: local_op does not count on how torch.chunk cuts, or localize takes lengths and offsets from
+        the specs, so that other cuts will do.
     """
 
     rows: Sequence[Row]
@@ -51,6 +53,7 @@ class Strategy:
     local_op: Callable[..., Any] | None = None
     localize: Callable[[Placed], Callable[..., Any] | None] | None = None
     exact: tuple[tuple[Placements, ...], tuple[Placements, ...]] | None = None
+    any_lengths: bool = False
 
 
 class Placed(NamedTuple):

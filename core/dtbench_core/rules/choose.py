@@ -1,13 +1,21 @@
-"""Picks one row per mesh dim: one that fits the placements as they are, else the cheapest to reach."""
+"""Picks one row per mesh dim: one that fits the placements as they are, else the cheapest to reach.
+
+Note [Other layouts]: a row says Shard(d), which is torch.chunk's cut. Where all that it shards is of one
+length and nothing in the rule counts on how the dim is cut, the row holds for any cut that all of these
+tensors share: so it also stands for the RaggedShard or StridedShard that an input has.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 from dtbench_core import cost
-from dtbench_core.placement import Placement, Placements, Shard, chunk_extent
+from dtbench_core.errors import PlacementError
+from dtbench_core.placement import Placement, Placements, RaggedShard, Shard, StridedShard, chunk_extent
 from dtbench_core.rules.base import OpCall, Row, Strategy, replicated_row
+from dtbench_core.spec import normalize
 
 
 def choose(
@@ -19,11 +27,27 @@ def choose(
         them is the result too, the row must say the same of both.
     result: where the first output must come to lie, if that is given.
     """
+    others = [_other_layouts(call, mesh_dim, result) for mesh_dim in range(call.inputs[0].info.ndim)]
+    if any(others):
+        chosen = _choose(call, strategy, written, result, others)
+        if chosen is not None and _fit(call, chosen):
+            return chosen
+    return _choose(call, strategy, written, result, [[] for _ in others])
+
+
+def _choose(
+    call: OpCall,
+    strategy: Strategy,
+    written: tuple[int, ...],
+    result: Placements | None,
+    others: Sequence[list[Shard]],
+) -> list[Row] | None:
     info = call.inputs[0].info
-    rows = [*strategy.rows, replicated_row(call)]
+    plain = [*strategy.rows, replicated_row(call)]
     held = _Lengths(call)
     chosen: list[Row] = []
     for mesh_dim in range(info.ndim):
+        rows = [*_restated(call, strategy, others[mesh_dim]), *plain] if others[mesh_dim] else plain
         given = tuple(spec.placements[mesh_dim] for spec in call.inputs)
         candidates = rows if result is None else [r for r in rows if r.outputs[0] == result[mesh_dim]]
         row = _best(call, candidates, given, mesh_dim, held, written)
@@ -32,6 +56,54 @@ def choose(
         held.split(row, info.sizes[mesh_dim])
         chosen.append(row)
     return chosen
+
+
+# ---- See Note [Other layouts] ----
+
+
+def _other_layouts(call: OpCall, mesh_dim: int, result: Placements | None) -> list[Shard]:
+    """The placements on `mesh_dim`, of the inputs or wanted of the result, that cut unlike torch.chunk."""
+    placed = [spec.placements[mesh_dim] for spec in call.inputs]
+    if result is not None:
+        placed.append(result[mesh_dim])
+    return [p for p in dict.fromkeys(placed) if isinstance(p, Shard) and type(p) is not Shard]
+
+
+def _restated(call: OpCall, strategy: Strategy, layouts: Sequence[Shard]) -> list[Row]:
+    """The rows with each of `layouts` in the place of their Shards, where that holds."""
+    made = []
+    for layout in layouts:
+        own = strategy.localize or strategy.local_op
+        if own and not (strategy.any_lengths and (strategy.local_op or isinstance(layout, RaggedShard))):
+            continue
+        for row in strategy.rows:
+            lengths = {
+                shape[p.dim]
+                for placements, tensors in ((row.inputs, call.inputs), (row.outputs, call.outputs))
+                for p, shape in zip(placements, (t.shape if t else () for t in tensors), strict=True)
+                if isinstance(p, Shard) and shape
+            }
+            if len(lengths) == 1 and not row.even:
+                made.append(Row(_laid(row.inputs, layout), _laid(row.outputs, layout), nonempty=row.nonempty))
+    return made
+
+
+def _laid(placements: Placements, layout: Shard) -> Placements:
+    return tuple(dataclasses.replace(layout, dim=p.dim) if isinstance(p, Shard) else p for p in placements)
+
+
+def _fit(call: OpCall, rows: Sequence[Row]) -> bool:
+    """Whether all tensors can have the layouts that the rows come to."""
+    info = call.inputs[0].info
+    try:
+        for index, spec in enumerate(call.inputs):
+            normalize([row.inputs[index] for row in rows], spec.ndim, info, spec.shape)
+        for index, meta in enumerate(call.outputs):
+            if meta is not None:
+                normalize([row.outputs[index] for row in rows], len(meta.shape), info, meta.shape)
+    except PlacementError:
+        return False
+    return True
 
 
 def _best(
@@ -96,16 +168,31 @@ class _Lengths:
             most, least = self._tensor(index)[dim]
             if most != least or most % parts:
                 return False
-        return all(self._smallest(self._tensor(index)[dim][1], parts) != 0 for index, dim in row.nonempty)
+        return all(
+            self._cut(self._placed(row, index), self._tensor(index)[dim], parts)[1] != 0
+            for index, dim in row.nonempty
+        )
 
     @staticmethod
-    def _smallest(length: int, parts: int) -> int:
-        return chunk_extent(length, parts, parts - 1)[0]
+    def _placed(row: Row, index: int) -> Placement:
+        return row.inputs[index] if index >= 0 else row.outputs[-1 - index]
+
+    @staticmethod
+    def _cut(placement: Placement, lengths: tuple[int, int], parts: int) -> tuple[int, int]:
+        """The largest and smallest length of a part of a dim that is cut so."""
+        most, least = lengths
+        if isinstance(placement, RaggedShard):
+            return max(placement.counts), min(placement.counts)
+        if isinstance(placement, StridedShard):
+            factor = placement.split_factor
+            return -(-most // factor // parts) * factor, chunk_extent(least // factor, parts, parts - 1)[
+                0
+            ] * factor
+        return -(-most // parts), chunk_extent(least, parts, parts - 1)[0]
 
     def split(self, row: Row, parts: int) -> None:
         """Applies the row's shards."""
         for tensors, placements in zip(self._dims, (row.inputs, row.outputs), strict=True):
             for lengths, placement in zip(tensors, placements, strict=True):
                 if isinstance(placement, Shard) and lengths:  # an output may be absent
-                    most, least = lengths[placement.dim]
-                    lengths[placement.dim] = (-(-most // parts), self._smallest(least, parts))
+                    lengths[placement.dim] = self._cut(placement, lengths[placement.dim], parts)

@@ -43,7 +43,7 @@ def embedding(call: OpCall) -> Strategy:
     rows = [Row((Shard(1), REPLICATE), (Shard(ndim),))]
     rows += [Row((REPLICATE, Shard(d)), (Shard(d),)) for d in range(ndim)]
     rows.append(Row((Shard(0), REPLICATE), (SUM,)))
-    return Strategy([*rows, *_pending_rows(call, (0,), REDUCE_OPS)], localize=_lookup)
+    return Strategy([*rows, *_pending_rows(call, (0,), REDUCE_OPS)], localize=_lookup, any_lengths=True)
 
 
 def _lookup(placed: Placed) -> Callable[..., torch.Tensor] | None:

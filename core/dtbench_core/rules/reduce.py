@@ -78,11 +78,12 @@ def mean(call: OpCall) -> Strategy:
     reduced, keepdim = reduced_dims(call)
     rows = [*kept_rows(call, reduced, keepdim), *linear_rows(call, 1)]
     spec = call.inputs[0]
-    if all(splits_evenly(spec.shape[d], d, spec.placements, spec.info.sizes) for d in reduced):
+    chunks = all(type(p) is Shard or not p.is_shard() for p in spec.placements)
+    if chunks and all(splits_evenly(spec.shape[d], d, spec.placements, spec.info.sizes) for d in reduced):
         average = Partial("avg")
         return Strategy([*rows, *(Row((Shard(d),), (average,), ((0, d),), ((0, d),)) for d in reduced)])
     shares = [Row((Shard(d),), (SUM,)) for d in reduced]
-    return Strategy([*rows, *shares], local_op=_share_of_mean(call, reduced))
+    return Strategy([*rows, *shares], local_op=_share_of_mean(call, reduced), any_lengths=True)
 
 
 def _share_of_mean(call: OpCall, reduced: tuple[int, ...]) -> Callable[..., Any]:

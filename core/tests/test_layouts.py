@@ -1,0 +1,458 @@
+"""Shards that torch.chunk does not make: of any lengths (RaggedShard), and strided ones."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor
+
+from core.tests.gloo_world import Worlds, mesh_of
+from dtbench_core import (
+    CoreError,
+    DTensor,
+    LayoutError,
+    Partial,
+    Placement,
+    PlacementError,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+    count_collectives,
+    distribute_tensor,
+    local_map,
+    sharding_text,
+    zeros,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::dtbench_core.fallback.FallbackWarning")
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+ROWS = RaggedShard(0, (1, 3, 1, 3))
+A = torch.arange(32.0).reshape(8, 4)
+B = torch.linspace(-2, 2, 32).reshape(8, 4)
+
+
+def _cut(full: Tensor, placement: Placement | list[Placement], mesh: tuple[int, ...] = (4,)) -> DTensor:
+    placements = placement if isinstance(placement, list) else [placement]
+    return distribute_tensor(full, mesh_of(mesh), placements, src_data_rank=None)
+
+
+# ---- the example: rows 1, 3, 1, 3 ----
+
+
+def _rows() -> dict[str, Any]:
+    rank = dist.get_rank()
+    mine = torch.full((1 if rank % 2 == 0 else 3, 16), float(rank), requires_grad=True)
+    table = DTensor.from_local(mine, mesh_of((4,)), [S0], run_check=False, shape=(8, 16), stride=(16, 1))
+    doubled = table * 2
+    (doubled.full_tensor() * torch.arange(8.0).unsqueeze(1)).sum().backward()
+    assert mine.grad is not None
+    return {
+        "placements": table.placements,
+        "shape": (tuple(table.shape), table.stride()),
+        "same": table.to_local().data_ptr() == mine.data_ptr(),
+        "full": table.detach().full_tensor()[:, 0].tolist(),
+        "doubled": doubled.placements == table.placements,
+        "grad": mine.grad[:, 0].tolist(),
+        "text": sharding_text(table),
+    }
+
+
+def test_rows_of_any_lengths(ranks: Worlds) -> None:
+    starts = [0, 1, 4, 5, 8]
+    for rank, got in enumerate(ranks(_rows)):
+        assert got["placements"] == (ROWS,)
+        assert got["shape"] == ((8, 16), (16, 1))
+        assert got["same"] and got["doubled"]
+        assert got["full"] == [0.0, 1.0, 1.0, 1.0, 2.0, 3.0, 3.0, 3.0]
+        assert got["grad"] == [2.0 * i for i in range(starts[rank], starts[rank + 1])]
+        lines = got["text"].splitlines()
+        assert [line.split()[0] for line in lines[3:7]] == ["0:1", "1:4", "4:5", "5:8"]
+
+
+def _from_locals() -> list[Any]:
+    """What from_local makes of shapes that are torch.chunk's, empty, and cut on two mesh dims."""
+    rank, out = dist.get_rank(), []
+    for counts in ((2, 2, 2, 2), (3, 3, 2, 0), (0, 8, 0, 0)):
+        part = torch.full((counts[rank], 4), float(rank))
+        out.append(DTensor.from_local(part, mesh_of((4,)), [S0], shape=(8, 4), stride=(4, 1)).placements)
+    row, column = divmod(rank, 2)
+    part = A[[0, 5][row] : [5, 8][row], [0, 1][column] : [1, 4][column]]
+    tensor = DTensor.from_local(part, mesh_of((2, 2)), [S0, S1], shape=(8, 4), stride=(4, 1))
+    out += [tensor.placements, tensor.full_tensor().tolist()]
+    return out
+
+
+def test_ranks_agree_on_lengths(ranks: Worlds) -> None:
+    for got in ranks(_from_locals):
+        assert got[:3] == [(S0,), (RaggedShard(0, (3, 3, 2, 0)),), (RaggedShard(0, (0, 8, 0, 0)),)]
+        assert got[3:] == [(RaggedShard(0, (5, 3)), RaggedShard(1, (1, 3))), A.tolist()]
+
+
+# ---- moving ----
+
+PLACEMENTS: list[Placement] = [
+    R,
+    S0,
+    S1,
+    ROWS,
+    RaggedShard(0, (0, 0, 8, 0)),
+    RaggedShard(1, (2, 0, 1, 1)),
+    RaggedShard(-1, (1, 1, 2, 0)),
+    StridedShard(0, 2),
+    StridedShard(0, 4),
+    StridedShard(1, 2),
+]
+PLACEMENTS_2D: list[list[Placement]] = [
+    [R, RaggedShard(0, (5, 3))],
+    [RaggedShard(0, (1, 7)), S1],
+    [S0, RaggedShard(0, (3, 1))],
+    [S0, StridedShard(0, 2)],
+    [StridedShard(0, 4), S0],
+    [RaggedShard(0, (6, 2)), StridedShard(0, 2)],
+    [RaggedShard(1, (3, 1)), RaggedShard(0, (2, 6))],
+    [S0, S0],
+]
+
+
+def _moves(mesh: tuple[int, ...], options: list[list[Placement]]) -> list[str]:
+    """What goes wrong between every two placements, values and gradients."""
+    wrong = []
+    for src, dst in itertools.product(options, options):
+        tensor = _cut(A, src, mesh).requires_grad_()
+        whole = A
+        for placement, parts, index in zip(
+            tensor.placements, mesh, mesh_of(mesh).get_coordinate(), strict=True
+        ):
+            if isinstance(placement, Shard):
+                whole = placement.part(whole, parts, index)
+        if not torch.equal(tensor.to_local(), whole):
+            wrong.append(f"cut {src}")
+        moved = tensor.redistribute(placements=dst)
+        want = _cut(A, dst, mesh)
+        if moved.placements != want.placements or not torch.equal(moved.to_local(), want.to_local()):
+            wrong.append(f"{src} -> {dst}")
+        if not torch.equal(moved.full_tensor(), A):
+            wrong.append(f"full {dst}")
+        moved.backward(_cut(B, dst, mesh))
+        assert tensor.grad is not None
+        if tensor.grad.placements != tensor.placements or not torch.equal(tensor.grad.full_tensor(), B):
+            wrong.append(f"gradient {src} -> {dst}")
+    return wrong
+
+
+def test_moving(ranks: Worlds) -> None:
+    assert ranks(_moves, (4,), [[p] for p in PLACEMENTS]) == [[]] * 4
+
+
+def test_moving_on_two_mesh_dims(ranks: Worlds) -> None:
+    assert ranks(_moves, (2, 2), PLACEMENTS_2D) == [[]] * 4
+
+
+def _sums() -> list[Any]:
+    """Terms reduced straight into other layouts; sources other than every rank's own copy; factories."""
+    out = []
+    for placement in (ROWS, StridedShard(0, 2), RaggedShard(1, (0, 4, 0, 0))):
+        terms = DTensor.from_local(A * (dist.get_rank() + 1), mesh_of((4,)), [P])
+        out.append(torch.equal(terms.redistribute(placements=[placement]).full_tensor(), A * 10))
+        largest = DTensor.from_local(A * (dist.get_rank() + 1), mesh_of((4,)), [Partial("max")])
+        out.append(torch.equal(largest.redistribute(placements=[placement]).full_tensor(), A * 4))
+        sent = distribute_tensor(A + dist.get_rank(), mesh_of((4,)), [placement], src_data_rank=2)
+        out.append(torch.equal(sent.full_tensor(), A + 2))
+        made = zeros(8, 4, device_mesh=mesh_of((4,)), placements=[placement])
+        out.append(
+            made.to_local().shape == sent.to_local().shape and made._spec.placements == sent.placements
+        )
+    return out
+
+
+def test_reducing_sending_and_making(ranks: Worlds) -> None:
+    assert ranks(_sums) == [[True] * 12] * 4
+
+
+# ---- ops ----
+
+OPS: dict[str, tuple[Callable[..., Any], int, bool]] = {
+    # name: (fn of tensors of shape (8, 4), how many, whether it stays without communication)
+    "add": (lambda x, y: x + y, 2, True),
+    "scale": (lambda x: (x * 2 - 1).tanh(), 1, True),
+    "where": (lambda x, y: torch.where(x > 3, x, y), 2, True),
+    "in place": (lambda x, y: x.clone().mul_(y), 2, True),
+    "transposed": (lambda x, y: x.t() + y.t(), 2, True),
+    "unsqueezed": (lambda x: x.unsqueeze(0).expand(3, -1, -1).squeeze(), 1, True),
+    "softmax": (lambda x: F.softmax(x, 0) + F.softmax(x, 1), 1, False),
+    "layer norm": (lambda x: F.layer_norm(x, (4,)), 1, False),
+    "inner": (lambda x, y: x.t() @ y, 2, False),
+    "outer": (lambda x, y: x @ y.t(), 2, False),
+    "sum": (lambda x: x.sum(0) * x.sum(1).sum(), 1, False),
+    "mean": (lambda x: x.mean(0) + x.mean(), 1, False),
+    "extrema": (lambda x: x.amax(0) - x.min(), 1, False),
+    "norm": (lambda x: torch.linalg.vector_norm(x), 1, False),
+    "cumsum": (lambda x: x.cumsum(0) + x.cumsum(1), 1, False),
+    "slice": (lambda x: x[1:6, 1:], 1, False),
+    "cat": (lambda x, y: torch.cat([x, y], 1), 2, False),
+    "stacked": (lambda x, y: torch.stack([x, y]).sum(0), 2, True),
+    "flat": (lambda x: x.view(-1) * 2, 1, False),
+    "regrouped": (lambda x: x.reshape(4, 2, 4).relu().view(8, 4), 1, False),
+    "split": (lambda x: torch.cat(x.split(3)), 1, False),
+    "triangle": (lambda x: x.tril() + x.flip(0).roll(1, 0), 1, False),
+    "index": (lambda x: x[torch.tensor([7, 0, 3])] if not isinstance(x, DTensor) else _rows_of(x), 1, False),
+    "cross entropy": (lambda x: F.cross_entropy(x, _targets(x), ignore_index=1), 1, False),
+    "mse": (lambda x, y: F.mse_loss(x, y), 2, False),
+    "new": (lambda x: x + x.new_ones(8, 4) + torch.zeros_like(x), 1, True),
+    "gelu linear": (lambda x, y: F.gelu(F.linear(x, y)), 2, False),
+}
+
+
+def _rows_of(x: DTensor) -> DTensor:
+    return (
+        x[_cut(torch.tensor([7, 0, 3]), R)]
+        if x.device_mesh.ndim == 1
+        else x[distribute_tensor(torch.tensor([7, 0, 3]), x.device_mesh, src_data_rank=None)]
+    )
+
+
+def _targets(x: Any) -> Any:
+    target = torch.tensor([0, 1, 2, 3, 1, 1, 0, 2])
+    return distribute_tensor(target, x.device_mesh, src_data_rank=None) if isinstance(x, DTensor) else target
+
+
+def _run(name: str, mesh: tuple[int, ...], layouts: list[list[Placement]]) -> list[Any]:
+    """(values and gradients, calls of collectives) of the op with all inputs so placed, per layout."""
+    fn, count, _ = OPS[name]
+    out = []
+    for placements in layouts:
+        inputs = [_cut(full, placements, mesh).requires_grad_() for full in (A, B)[:count]]
+        with count_collectives() as counted:
+            result = fn(*inputs)
+        told = sum(counted.calls.values())
+        full = result.full_tensor()
+        full.backward(torch.arange(float(full.numel())).reshape(full.shape))
+        grads = [t.grad.full_tensor() for t in inputs if t.grad is not None]
+        out.append(([full.detach(), *grads], told))
+    return out
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_ops(ranks: Worlds, name: str) -> None:
+    fn, count, free = OPS[name]
+    inputs = [full.clone().requires_grad_() for full in (A, B)[:count]]
+    result = fn(*inputs)
+    result.backward(torch.arange(float(result.numel())).reshape(result.shape))
+    expected = [result.detach(), *(t.grad for t in inputs if t.grad is not None)]
+    for mesh, layouts in (
+        (
+            (4,),
+            [[ROWS], [RaggedShard(0, (0, 8, 0, 0))], [RaggedShard(1, (1, 0, 2, 1))], [StridedShard(0, 2)]],
+        ),
+        (
+            (2, 2),
+            [[RaggedShard(0, (5, 3)), S1], [S0, StridedShard(0, 2)], [P, RaggedShard(0, (1, 7))][1:] * 2],
+        ),
+    ):
+        layouts = layouts if mesh == (4,) else layouts[:2]
+        for by_rank in ranks(_run, name, mesh, layouts):
+            for layout, (got, sent) in zip(layouts, by_rank, strict=True):
+                torch.testing.assert_close(got, expected, msg=lambda m, at=layout: f"{at}: {m}")
+                assert sent == 0 or not free, (layout, sent)
+
+
+def _mixed() -> list[Any]:
+    """A ragged tensor with others: what has to move does, and the result is right."""
+    x = _cut(A, ROWS)
+    out = []
+    for other in (R, S0, S1, RaggedShard(0, (2, 2, 2, 2)), RaggedShard(0, (4, 0, 4, 0)), StridedShard(0, 2)):
+        out.append(torch.equal((x + _cut(B, other)).full_tensor(), A + B))
+        out.append(torch.allclose((_cut(B, other) @ x.t()).full_tensor(), B @ A.t()))
+    broadcast = (x * _cut(torch.arange(4.0), R), x + 1)
+    out.append([t.placements == (ROWS,) for t in broadcast])
+    return out
+
+
+def test_mixing_layouts(ranks: Worlds) -> None:
+    for got in ranks(_mixed):
+        assert got[:-1] == [True] * 12
+        assert got[-1] == [True, True]
+
+
+def _embedding() -> dict[str, Any]:
+    """A table of ragged rows is looked up where it lies."""
+    table = _cut(A, ROWS).requires_grad_()
+    indices = _cut(torch.tensor([[0, 7], [4, 4], [1, 3]]), R)
+    with count_collectives() as count:
+        found = F.embedding(indices, table)
+    full = found.full_tensor()
+    full.sum().backward()
+    assert table.grad is not None
+    return {
+        "sent": sum(count.calls.values()),
+        "found": full.tolist(),
+        "grad": table.grad.full_tensor().tolist(),
+    }
+
+
+def test_embedding_of_ragged_rows(ranks: Worlds) -> None:
+    table = A.clone().requires_grad_()
+    found = F.embedding(torch.tensor([[0, 7], [4, 4], [1, 3]]), table)
+    found.sum().backward()
+    assert table.grad is not None
+    for got in ranks(_embedding):
+        assert got == {"sent": 0, "found": found.tolist(), "grad": table.grad.tolist()}
+
+
+# ---- copies, checkpoints, local_map ----
+
+
+def _states(path: str) -> list[bool]:
+    out = []
+    for number, saved in enumerate(PLACEMENTS):
+        tensor = _cut(A, saved)
+        again = copy.deepcopy(tensor)
+        torch.save(tensor, f"{path}/{dist.get_rank()}.pt")
+        loaded = torch.load(f"{path}/{dist.get_rank()}.pt")
+        out.append(again._spec is loaded._spec is tensor._spec and torch.equal(loaded.full_tensor(), A))
+        dcp.save({"x": tensor}, checkpoint_id=f"{path}/{number}")
+        for placement in PLACEMENTS:
+            target = _cut(torch.zeros(8, 4), placement)
+            dcp.load({"x": target}, checkpoint_id=f"{path}/{number}")
+            out.append(torch.equal(target.full_tensor(), A))
+    return out
+
+
+def test_saving_and_loading(ranks: Worlds, tmp_path: Path) -> None:
+    assert ranks(_states, str(tmp_path)) == [[True] * len(PLACEMENTS) * (len(PLACEMENTS) + 1)] * 4
+
+
+def _mapped() -> list[Any]:
+    """local_map over uneven shards: its result has as many rows as it was given."""
+    out = []
+    for placement, full in ((ROWS, A), (S0, A[:5])):
+        x = _cut(full, placement).requires_grad_()
+        twice = local_map(lambda t: t * 2, [S0])(x)
+        twice.sum().full_tensor().backward()
+        assert x.grad is not None
+        out += [
+            tuple(twice.shape),
+            torch.equal(twice.detach().full_tensor(), full * 2),
+            float(x.grad.full_tensor().sum()),
+        ]
+    return out
+
+
+def test_local_map_of_uneven_shards(ranks: Worlds) -> None:
+    for got in ranks(_mapped):
+        assert got == [(8, 4), True, 64.0, (5, 4), True, 40.0]
+
+
+def test_names() -> None:
+    assert [str(p) for p in (ROWS, StridedShard(1, 4))] == ["S(0:1+3+1+3)", "S(1/4)"]
+    assert ROWS != S0 != ROWS and ROWS.is_shard(0) and StridedShard(0, 2).is_shard()
+
+
+def _strided_text() -> str:
+    return sharding_text(_cut(torch.zeros(8, 3), StridedShard(0, 2)))
+
+
+def test_strided_shards_are_shown(ranks: Worlds) -> None:
+    lines = [line.split() for line in ranks(_strided_text)[0].splitlines()[3:]]
+    assert [(line[0], line[-1]) for line in lines] == [(f"{i}:{i + 1}", str(i % 4)) for i in range(8)]
+
+
+# ---- mistakes ----
+
+MISTAKES: dict[str, tuple[Callable[[Any], Any], type, str]] = {
+    "too few counts": (
+        lambda m: distribute_tensor(A, m, [RaggedShard(0, (4, 4))]),
+        PlacementError,
+        "expected one count per rank",
+    ),
+    "counts of another length": (
+        lambda m: _cut(A, S0).redistribute(placements=[RaggedShard(0, (1, 1, 1, 1))]),
+        PlacementError,
+        r"for tensor dim 0 of \[8\] elements",
+    ),
+    "nested unevenly": (
+        lambda m: distribute_tensor(A, mesh_of((2, 2)), [RaggedShard(0, (3, 5)), RaggedShard(0, (3, 0))]),
+        PlacementError,
+        r"on mesh dim 1, of 2 ranks, for tensor dim 0 of \[3, 5\] elements",
+    ),
+    "factor": (
+        lambda m: distribute_tensor(A, m, [StridedShard(0, 3)]),
+        PlacementError,
+        "expected a split_factor that divides it",
+    ),
+    "dim": (
+        lambda m: distribute_tensor(A, m, [RaggedShard(2, (8, 0, 0, 0))]),
+        PlacementError,
+        "a tensor of 2 dims",
+    ),
+    "negative": (
+        lambda m: RaggedShard(0, (-1, 9)),
+        ValueError,
+        r"got the counts \(-1, 9\), expected ints >= 0",
+    ),
+    "no factor": (lambda m: StridedShard(0, 0), ValueError, "got split_factor 0, expected an int >= 1"),
+    "too little": (
+        lambda m: DTensor.from_local(A[:1], m, [S0], shape=(8, 4), stride=(4, 1)),
+        LayoutError,
+        r"local tensors of the shapes \[1, 4\] at \(0,\)",
+    ),
+    "one rank is wrong": (
+        lambda m: DTensor.from_local(A[: 2 + (dist.get_rank() == 3)], m, [S0], shape=(8, 4), stride=(4, 1)),
+        LayoutError,
+        r"\[3, 4\] at \(3,\)",
+    ),
+    "ranks disagree": (
+        lambda m: DTensor.from_local(A[:2], m, [S0], shape=(8 + dist.get_rank(), 4), stride=(4, 1)),
+        LayoutError,
+        "got different arguments on the ranks",
+    ),
+    "other dims": (
+        lambda m: DTensor.from_local(
+            torch.ones(2 if dist.get_rank() else (2, 4)), m, [S0], shape=(8, 4), stride=(4, 1)
+        ),
+        LayoutError,
+        r"\[2\] at \(1,\)",
+    ),
+    "lengths differ across": (
+        lambda m: DTensor.from_local(
+            A[: [5, 3, 3, 5][dist.get_rank()], :2], mesh_of((2, 2)), [S1, S0], shape=(8, 4), stride=(4, 1)
+        ),
+        LayoutError,
+        "expected shards that make it up",
+    ),
+    "counts contradict": (
+        lambda m: DTensor.from_local(A[:2], m, [ROWS]),
+        LayoutError,
+        r"placed as S\(0:1\+3\+1\+3\)",
+    ),
+}
+
+
+def _mistake(name: str) -> tuple[str, str, bool]:
+    mesh_of((2, 2))
+    try:
+        MISTAKES[name][0](mesh_of((4,)))
+    except Exception as error:
+        return type(error).__name__, str(error), isinstance(error, CoreError)
+    return "", "nothing was raised", False
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(ranks: Worlds, name: str) -> None:
+    _, kind, pattern = MISTAKES[name]
+    for raised, message, ours in ranks(_mistake, name):
+        assert raised == kind.__name__ and re.search(pattern, message), message
+        assert ours or kind is ValueError
+        assert "\n" not in message
