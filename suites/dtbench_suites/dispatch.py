@@ -29,8 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtbench.model import Case, Param, Plan, Workload
 from dtbench.registry import World, suite
 from dtbench_suites.data import dtensor_api, mismatch, placement, shard_of
+from dtbench_suites.dispatch_programs import PROGRAMS, WORLD, Program, build_program, impls
 
-WORLD = 8  # of the simulated process group
 MESHES = ((8,), (2, 4))
 ROWS = 4  # of the local tensor, cached calls; its other dim has 4 too
 # A sample has to outlast the clock's reading (0.05 us) and stay below what the scheduler interrupts
@@ -236,6 +236,26 @@ _fresh: defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(
 )
 
 
+def program_cases(plan: Plan, shape: tuple[int, ...]) -> Iterator[Case]:
+    """The programs of dispatch_programs.py, all of them cached calls."""
+    for program in PROGRAMS:
+        for passes in program.passes[:1] if plan.quick else program.passes:
+            where: dict[str, Param] = {"mesh": "x".join(map(str, shape)), "pass": passes, "call": "cached"}
+            build = partial(build_one, program, shape, passes == "forward+backward")
+            yield Case(
+                name=program.name,
+                params={"placements": program.placements, **where},
+                build={impl: partial(build, impl) for impl in impls(program)},
+                clock="host",
+                calls_per_sample=CALLS_PER_SAMPLE[passes],
+                warmup_calls=WARMUP_CALLS,
+            )
+
+
+def build_one(program: Program, shape: tuple[int, ...], backward: bool, impl: str, world: World) -> Workload:
+    return build_program(program, backward, impl, world.mesh_of(shape), world.device)
+
+
 def build_impl(op: Op, shape: tuple[int, ...], passes: str, call: str, impl: str, world: World) -> Workload:
     setup = Setup(op, impl, world.mesh_of(shape), passes == "forward+backward", world.device)
     if call == "cached":
@@ -264,6 +284,8 @@ def variants(plan: Plan, shape: tuple[int, ...], op: Op) -> list[tuple[str, str]
 @suite("dispatch", world="simulated", help="host latency of an op on a DTensor, by op and placements")
 def dispatch(plan: Plan) -> Iterator[Case]:
     first_samples = FIRST_SAMPLES_QUICK if plan.quick else FIRST_SAMPLES
+    for shape in MESHES:
+        yield from program_cases(plan, shape)
     for shape, op in itertools.product(MESHES, OPS):
         for passes, call in variants(plan, shape, op):
             first = call == "first"

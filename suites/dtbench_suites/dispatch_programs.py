@@ -1,0 +1,264 @@
+"""What the dispatch suite times besides single ops: calls that move data, draw numbers, or are many ops.
+
+Each program is written once against the DTensor API and runs on dtbench_core and on
+torch.distributed.tensor. The simulated group moves no data, so results are checked by global shape and
+dtype alone; the values are checked where ranks are real (the redistribute and tensor_parallel suites).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtbench.model import Workload
+from dtbench_suites.data import dtensor_api, placement, shard_of
+
+WORLD = 8  # of the simulated process group, as in dispatch.py
+PARALLEL_MODULES = {"core": "dtbench_core.parallel", "torch": "torch.distributed.tensor.parallel"}
+LISTED = 10  # tensors of a foreach call and of an optimizer step
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a program runs: an impl ("core", "torch", or "local": the plain shards of rank 0), a mesh."""
+
+    impl: str
+    mesh: DeviceMesh
+    device: torch.device
+
+    @property
+    def api(self) -> Any:
+        return dtensor_api(self.impl)
+
+    def on_all(self, text: str) -> list[Any]:
+        """The placement on every mesh dim."""
+        return [placement(self.api, text)] * self.mesh.ndim
+
+    def tensor(self, shape: tuple[int, ...], text: str, grad: bool = False) -> Any:
+        """Ones of that global shape, placed as `text` says on every mesh dim."""
+        local = shard_of(torch.ones(shape, device=self.device), text, 0, WORLD).clone()
+        if self.impl == "local":
+            return local.requires_grad_(grad)
+        made = self.api.DTensor.from_local(local, self.mesh, self.on_all(text), run_check=False)
+        return made.requires_grad_(grad)
+
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A call to time. build: makes it, given the place and whether to differentiate.
+
+    result: the global shape of what it gives, or None for what is no tensor. local: whether plain torch
+    has a counterpart, the floor.
+    """
+
+    name: str
+    placements: str
+    build: Callable[[Place, bool], Call]
+    result: tuple[int, ...] | None
+    passes: tuple[str, ...] = ("forward",)
+    local: bool = True
+
+
+def rows(place: Place, text: str = "S(0)", grad: bool = False) -> Any:
+    return place.tensor((WORLD * 4, 4), text, grad)
+
+
+# ---- moving ----
+
+
+def moved(source: str, target: str) -> Program:
+    """redistribute from one placement to another, on every mesh dim."""
+
+    def build(place: Place, backward: bool) -> Call:
+        tensor, wanted = rows(place, source, backward), place.on_all(target)
+        return differentiated(lambda: tensor.redistribute(placements=wanted), [tensor], backward)
+
+    both = ("forward", "forward+backward")
+    return Program("redistribute", f"{source}->{target}", build, (WORLD * 4, 4), both, local=False)
+
+
+def full_tensor(place: Place, backward: bool) -> Call:
+    tensor = rows(place)
+    return lambda: tensor.full_tensor()
+
+
+def distribute(place: Place, backward: bool) -> Call:
+    whole, wanted = torch.ones(WORLD * 4, 4, device=place.device), place.on_all("S(0)")
+    return lambda: place.api.distribute_tensor(whole, place.mesh, wanted)
+
+
+def add_moved(place: Place, backward: bool) -> Call:
+    """One of the two has to move first: from columns to rows, or back."""
+    x, y = place.tensor((WORLD, WORLD), "S(0)"), place.tensor((WORLD, WORLD), "S(1)")
+    if place.impl == "local":
+        y = x.clone()
+    return lambda: x + y
+
+
+# ---- ops with more to them ----
+
+
+def add_out(place: Place, backward: bool) -> Call:
+    x, y, out = rows(place), rows(place), rows(place)
+    return lambda: torch.add(x, y, out=out)
+
+
+def attention(place: Place, backward: bool) -> Call:
+    """Batch 2, 2 heads a rank, 4 tokens, 4 wide; sharded by heads."""
+    qkv = [place.tensor((2, WORLD * 2, 4, 4), "S(1)", backward) for _ in range(3)]
+    return differentiated(lambda: F.scaled_dot_product_attention(*qkv), qkv, backward)
+
+
+def embedding(place: Place, backward: bool) -> Call:
+    """A table cut by rows; every rank looks up all indices."""
+    table = place.tensor((WORLD * 4, 4), "S(0)", backward)
+    index = torch.arange(4, device=place.device)
+    if place.impl != "local":
+        index = place.api.DTensor.from_local(index, place.mesh, place.on_all("R"), run_check=False)
+    return differentiated(lambda: F.embedding(index, table), [table], backward)
+
+
+def convolution(place: Place, backward: bool) -> Call:
+    images = place.tensor((WORLD * 2, 2, 4, 4), "S(0)", backward)
+    kernel = place.tensor((2, 2, 3, 3), "R", backward)
+    return differentiated(lambda: F.conv2d(images, kernel), [images, kernel], backward)
+
+
+def dropout(place: Place, backward: bool) -> Call:
+    x = rows(place, grad=backward)
+    return differentiated(lambda: F.dropout(x), [x], backward)
+
+
+def argmax(place: Place, backward: bool) -> Call:
+    x = rows(place)
+    return lambda: x.argmax(1)
+
+
+def equal(place: Place, backward: bool) -> Call:
+    x, y = rows(place), rows(place)
+    return lambda: torch.equal(x, y)
+
+
+def foreach_add(place: Place, backward: bool) -> Call:
+    xs, ys = ([rows(place) for _ in range(LISTED)] for _ in range(2))
+
+    def call() -> Any:
+        torch._foreach_add_(xs, ys)
+        return xs[0]
+
+    return call
+
+
+def adamw(place: Place, backward: bool) -> Call:
+    parameters = [nn.Parameter(rows(place)) for _ in range(LISTED)]
+    for one in parameters:
+        one.grad = rows(place)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+
+    def call() -> Any:
+        optimizer.step()
+        return parameters[0]
+
+    return call
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, WORLD * 8), nn.Linear(WORLD * 8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, seq, 16) -> (batch, seq, 16)
+        y: Tensor = self.down(torch.relu(self.up(x)))
+        return y
+
+
+def mlp(place: Place, backward: bool) -> Call:
+    """Colwise, ReLU, Rowwise; on a mesh with more dims over the last one. The floor is rank 0's share."""
+    with torch.random.fork_rng(devices=[]), place.device:
+        model = MLP()
+        x = torch.ones(4, 2, 16, requires_grad=backward)
+    if place.impl == "local":
+        model.up, model.down = nn.Linear(16, 8, device=place.device), nn.Linear(8, 16, device=place.device)
+    else:
+        styles = importlib.import_module(PARALLEL_MODULES[place.impl])
+        mesh = place.mesh if place.mesh.ndim == 1 else place.mesh[place.mesh.mesh_dim_names[-1]]  # type: ignore[index]
+        plan = {"up": styles.ColwiseParallel(), "down": styles.RowwiseParallel()}
+        styles.parallelize_module(model, mesh, plan)
+    return differentiated(lambda: model(x), [x, *model.parameters()], backward)
+
+
+def differentiated(call: Call, inputs: list[Any], backward: bool) -> Call:
+    """The call, or the call and the gradients of its inputs."""
+    if not backward:
+        return call
+    cotangent = torch.ones_like(call())
+
+    def both() -> Any:
+        out = call()
+        torch.autograd.grad(out, inputs, cotangent)
+        return out
+
+    return both
+
+
+BOTH = ("forward", "forward+backward")
+PROGRAMS = (
+    moved("S(0)", "S(0)"),
+    moved("S(0)", "R"),
+    moved("R", "S(0)"),
+    moved("S(0)", "S(1)"),
+    moved("P", "R"),
+    moved("P", "S(0)"),
+    Program("full_tensor", "S(0)", full_tensor, (WORLD * 4, 4), local=False),
+    Program("distribute_tensor", "S(0)", distribute, (WORLD * 4, 4), local=False),
+    Program("add", "S(0),S(1)", add_moved, (WORLD, WORLD)),
+    Program("add_out", "S(0),S(0),S(0)", add_out, (WORLD * 4, 4)),
+    Program("attention", "S(1),S(1),S(1)", attention, (2, WORLD * 2, 4, 4), BOTH),
+    Program("embedding", "R,S(0)", embedding, (4, 4), BOTH),
+    Program("conv2d", "S(0),R", convolution, (WORLD * 2, 2, 2, 2), BOTH),
+    Program("dropout", "S(0)", dropout, (WORLD * 4, 4), BOTH),
+    Program("argmax_dim1", "S(0)", argmax, (WORLD * 4,)),
+    Program("equal", "S(0),S(0)", equal, None),
+    Program("foreach_add_x10", "S(0),S(0)", foreach_add, (WORLD * 4, 4)),
+    Program("adamw_step_x10", "S(0)", adamw, (WORLD * 4, 4)),
+    Program("tp_mlp", "Colwise,Rowwise", mlp, (4, 2, 16), BOTH),
+)
+
+
+def check(program: Program, place: Place, call: Call) -> str | None:
+    """What is wrong with the call's result, or None."""
+    got = call()
+    if program.result is None:
+        return None if got is True else f"{program.name} gave {got!r}, expected True"
+    if place.impl == "local":
+        return None
+    if (
+        tuple(got.shape) != program.result
+        or (not got.dtype.is_floating_point
+        and program.name != "argmax_dim1")
+    ):
+        return f"{program.name} gave {got.dtype} {tuple(got.shape)}, expected {program.result}"
+    return None
+
+
+def build_program(program: Program, backward: bool, impl: str, mesh: DeviceMesh, device: Any) -> Workload:
+    place = Place(impl, mesh, device)
+    call = program.build(place, backward)
+    return Workload(run=call, check=partial(check, program, place, call))
+
+
+def impls(program: Program) -> Iterator[str]:
+    yield from ("core", "torch")
+    if program.local:
+        yield "local"
