@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import MeshError
-from dtbench_core.torch_compat import current_mesh
+from dtbench_core.torch_compat import current_mesh, ranks_of_mesh
 
 
 class MeshInfo:
@@ -80,7 +80,7 @@ def _world_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     do as well, but a rank may have planned before it was made.
     """
     world = dist.group.WORLD
-    if world is None or mesh.mesh.flatten().tolist() != list(range(world.size())):
+    if world is None or ranks_of_mesh(mesh) != list(range(world.size())):
         return None
     return world
 

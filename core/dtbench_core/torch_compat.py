@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import optimizer
-from torch.utils import _foreach_utils
+from torch.utils import _foreach_utils, _python_dispatch
 
 # c10d, public functions under the name this torch does not warn about.
 all_gather_single = cast(
@@ -53,6 +53,13 @@ make_wrapper = cast("Callable[..., torch.Tensor]", torch.Tensor._make_wrapper_su
 def kernel_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """The C entry of `op`, without OpOverload's Python `__call__` (0.3 us)."""
     return op._op
+
+
+def ranks_of_mesh(mesh: DeviceMesh) -> list[int]:
+    """The global ranks in row-major order. DeviceMesh works on a tensor, which a FakeTensorMode refuses."""
+    with _python_dispatch._disable_current_modes():
+        ranks: list[int] = mesh.mesh.flatten().tolist()
+    return ranks
 
 
 def resolve_group(group_name: str) -> dist.ProcessGroup:

@@ -474,3 +474,17 @@ def _predicted(mesh_shape: tuple[int, ...]) -> list[str]:
 def test_a_plan_expects_what_is_counted() -> None:
     for wrong in simulated(_predicted, (2, 4)):
         assert not wrong, "\n".join(wrong[:2])
+
+
+def test_a_mesh_may_be_first_seen_under_a_fake_tensor_mode(mesh: DeviceMesh) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from dtbench_core import DTensor
+
+    fresh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("first", "seen"))
+    with FakeTensorMode():
+        tensor = DTensor.from_local(torch.ones(2, 3), fresh, [S0, S0])
+        assert tensor.full_tensor().shape == (16, 3)
+        assert tensor.redistribute(placements=[S1, S0]).to_local().shape == (8, 1)
+    real = DTensor.from_local(torch.ones(2, 3), fresh, [S0, S0]).full_tensor()
+    assert type(real) is torch.Tensor and real.shape == (16, 3), "plans made for fake tensors serve real ones"
