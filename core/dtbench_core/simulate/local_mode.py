@@ -16,6 +16,7 @@ from dtbench_core.errors import SimulationError
 from dtbench_core.simulate import local_patches
 from dtbench_core.simulate.group import describe
 from dtbench_core.simulate.local_collectives import NAMESPACES, issue
+from dtbench_core.simulate.local_core import CoreParts, Undo
 from dtbench_core.simulate.local_groups import Arrival, RankGroup
 from dtbench_core.simulate.local_int import describe_ranks, local_int
 from dtbench_core.simulate.local_random import RankStates, default_generators
@@ -30,6 +31,7 @@ from dtbench_core.simulate.local_tensor import (
     ranks_of,
     run_on_each,
 )
+from dtbench_core.wrapper import Wrapper
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -80,6 +82,11 @@ class LocalTensorMode(TorchDispatchMode):
     def current(self) -> int | None:
         """The rank that code runs as, None where it stands for all."""
         return None if self._run is None else self._run.rank
+
+    @property
+    def for_all(self) -> bool:
+        """Whether code stands for all ranks."""
+        return self._run is None and not self._suspended
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -143,8 +150,10 @@ class LocalTensorMode(TorchDispatchMode):
             return op(*args, **kwargs)
         if self._run is not None:
             return self._dispatch_alone(self._run, op, types, args, kwargs)
-        if _others(types):
+        if _others(types, Wrapper):
             return NotImplemented
+        if any(issubclass(kind, Wrapper) for kind in types):
+            return self._dispatch_core(op, args, kwargs)
         if op.namespace in NAMESPACES:
             copies = PlainCopies(op, args, kwargs)
             result = self.across(
@@ -167,6 +176,16 @@ class LocalTensorMode(TorchDispatchMode):
             if plain or meta or not _gives_tensor(op):
                 return op(*args, **kwargs)
         return run_on_each(op, args, kwargs, ranks or self.ranks)
+
+    def _dispatch_core(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """An op on DTensors: each rank's on its own, through the core's dispatch."""
+        parts, what, writes = CoreParts(self.ranks), str(op), op._schema.is_mutable
+        copies = PlainCopies(op, args, kwargs)
+        result = self.across(op, args, kwargs, what=what, parts=parts, copies=copies, keep=writes)
+        if writes:
+            parts.settle(what)
+            copies.write_back(what)
+        return result
 
     def _draw(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], ranks: Sequence[int]) -> Any:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)]
@@ -225,7 +244,7 @@ class LocalTensorMode(TorchDispatchMode):
         *,
         what: str,
         ranks: Sequence[int] | None = None,
-        parts: Parts | None = None,
+        parts: CoreParts | None = None,
         copies: PlainCopies | None = None,
         keep: bool = True,
     ) -> Any:
@@ -242,8 +261,8 @@ class LocalTensorMode(TorchDispatchMode):
         """
         if self._run is not None:
             raise SimulationError(f"{what} was called in code that runs as rank {self._run.rank}")
-        kwargs, parts = kwargs or {}, parts or Parts()
-        ranks = ranks or ranks_of(args, kwargs) or self.ranks
+        kwargs, parts = kwargs or {}, parts or CoreParts(self.ranks)
+        ranks = ranks or parts.ranks_of(args, kwargs) or ranks_of(args, kwargs) or self.ranks
         runs = {rank: RankRun(rank) for rank in ranks}
         inputs = Inputs() if keep else None
         begin = self.random.start(_generators((args, kwargs)))
@@ -252,7 +271,8 @@ class LocalTensorMode(TorchDispatchMode):
             while True:
                 for run in runs.values():
                     if not run.over:
-                        self._attempt(run, fn, (args, kwargs), parts, copies, inputs, begin, ended)
+                        first = run.rank == ranks[0]
+                        self._attempt(run, fn, (args, kwargs), parts, copies, inputs, begin, ended, first)
                 if all(run.over for run in runs.values()) or any(run.error for run in runs.values()):
                     break
                 with self.suspended():
@@ -268,14 +288,15 @@ class LocalTensorMode(TorchDispatchMode):
         run: RankRun,
         fn: Callable[..., Any],
         given: tuple[Sequence[Any], dict[str, Any]],
-        parts: Parts,
+        parts: CoreParts,
         copies: PlainCopies | None,
         inputs: Inputs | None,
         begin: dict[Any, Any],
         ended: dict[Any, Any],
+        first: bool,
     ) -> None:
         states = {generator: dict(held) for generator, held in begin.items()}
-        first = run.rank == min(self.ranks)
+        undo = Undo()
         with counted_once(first) as count, self._as(run, states, begin):
             mine = given if copies is None else copies.of(given, run.rank, parts)
             args, kwargs = parts.of(mine, run.rank)
@@ -288,6 +309,10 @@ class LocalTensorMode(TorchDispatchMode):
             elif inputs is not None:
                 with self.suspended():
                     inputs.put_back()
+        if not run.over:
+            undo.generators_in_step()
+        if not (run.over and first):
+            undo.counts()
         for generator, held in states.items():
             if run.over:
                 ended.setdefault(generator, dict(begin[generator]))[run.rank] = held[run.rank]
@@ -313,9 +338,9 @@ class LocalTensorMode(TorchDispatchMode):
         return joined({r: v for r, v in kept.items() if v is not None}, Parts(), _name(fn))
 
 
-def _others(types: Iterable[type]) -> bool:
+def _others(types: Iterable[type], known: type = LocalTensor) -> bool:
     """Whether other tensor subclasses have a say. (torch lists plain tensors at times.)"""
-    return any(kind is not LocalTensor and not is_plain(kind) for kind in types)
+    return any(not issubclass(kind, (LocalTensor, known)) and not is_plain(kind) for kind in types)
 
 
 def _generators(given: Any) -> list[torch.Generator]:

@@ -19,7 +19,9 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core import mesh as core_mesh
+from dtbench_core import random, redistribute, tensor
 from dtbench_core.errors import SimulationError
+from dtbench_core.simulate import local_core
 from dtbench_core.simulate.local_groups import Arrival, RankGroup, coordinate_of, fibres_of_group
 from dtbench_core.simulate.local_int import describe_ranks, local_int, values_of
 from dtbench_core.simulate.local_random import RankStates
@@ -39,6 +41,12 @@ class Simulation(Protocol):
     def suspended(self) -> AbstractContextManager[None]: ...
 
     def arrive(self, group: RankGroup, arrival: Arrival, results: Any) -> dist.Work: ...
+
+    def across(self, fn: Callable[..., Any], args: Any, kwargs: Any = None, *, what: str) -> Any: ...
+
+    @property
+    def for_all(self) -> bool:
+        """Whether code stands for all ranks."""
 
 
 _ends: weakref.WeakKeyDictionary[ProcessGroup, dict[int, RankGroup]] = weakref.WeakKeyDictionary()
@@ -118,7 +126,8 @@ def _group_ranks(original: Callable[..., list[int]], group: ProcessGroup | None 
 
 
 def _backend(original: Callable[..., str], group: ProcessGroup | None = None) -> str:
-    return "fake" if _simulation().current is not None else original(group)
+    alone = _simulation().current is not None or isinstance(group, RankGroup)
+    return "dtbench_local_tensor" if alone else original(group)
 
 
 def _get_coordinate(mesh: DeviceMesh) -> Any:
@@ -189,6 +198,33 @@ def _set_rng_state(original: Callable[[torch.Tensor], None], state: torch.Tensor
         now.random.reset(torch.default_generator)
 
 
+def _rank_by_rank(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A function of the core that computes with a rank's own part."""
+    now = _simulation()
+    if not now.for_all or not local_core.depends_on_rank(args, kwargs):
+        return original(*args, **kwargs)
+    return now.across(original, args, kwargs, what=original.__name__)
+
+
+def _mover(original: Callable[..., Any], step: Any, source: Any) -> Any:
+    if not _simulation().for_all:
+        return original(step, source)
+    return local_core.mover(lambda: _simulation().across, original, step, source)
+
+
+def _wrapped(original: Callable[..., Any], local: torch.Tensor, spec: Any, *args: Any) -> Any:
+    now = _simulation()
+    local = local_core.of_members(local, spec.info, now.ranks) if now.for_all else local
+    return original(local, spec, *args)
+
+
+def _core_manual_seed(original: Callable[..., None], seed: Any, device_mesh: DeviceMesh) -> None:
+    now = _simulation()
+    original(seed, device_mesh)
+    if now.for_all:
+        now.random.reset_all()
+
+
 # (of what, name, the answer, whether it needs the original)
 _ANSWERS: list[tuple[Any, str, Callable[..., Any], bool]] = [
     (dist, "get_rank", _get_rank, False),
@@ -214,6 +250,10 @@ _ANSWERS: list[tuple[Any, str, Callable[..., Any], bool]] = [
     (torch.random, "get_rng_state", _get_rng_state, True),
     (torch, "set_rng_state", _set_rng_state, True),
     (torch.random, "set_rng_state", _set_rng_state, True),
+    *((module, name, _rank_by_rank, True) for module, name in local_core.RANK_BY_RANK),
+    (redistribute, "_mover", _mover, True),
+    (tensor, "wrapped", _wrapped, True),
+    (random, "manual_seed", _core_manual_seed, True),
 ]
 # The core's knowledge of meshes, per simulated rank and (for a set of ranks) of all: see `know_meshes`.
 _mesh_tables: dict[Any, tuple[dict[Any, Any], dict[Any, Any]]] = {}

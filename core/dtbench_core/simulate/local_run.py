@@ -204,6 +204,7 @@ class Inputs:
 
     def keep(self, given: Any) -> None:
         for tensor in tree_leaves(given):
+            tensor = getattr(tensor, "_local_tensor", tensor)
             if isinstance(tensor, torch.Tensor) and id(tensor) not in self._kept:
                 self._kept[id(tensor)] = (tensor, tensor.detach().clone())
 

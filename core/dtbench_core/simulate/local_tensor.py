@@ -282,6 +282,10 @@ class Parts:
         """For kinds of values that a subclass knows."""
         return value
 
+    def join(self, values: Mapping[int, Any], what: str) -> Any:
+        """The whole of such values, or NotImplemented."""
+        return NotImplemented
+
     def remember(self, part: Any, whole: Any) -> Any:
         self._given[id(part)] = (part, whole)
         return part
@@ -303,6 +307,9 @@ def joined(values: Mapping[int, Any], parts: Parts, what: str) -> Any:
     whole = parts.whole_of(first)
     if whole is not None and all(parts.whole_of(v) is whole for v in values.values()):
         return whole
+    special = parts.join(values, what)
+    if special is not NotImplemented:
+        return special
     if all(isinstance(v, torch.Tensor) for v in values.values()):
         return join_tensors(values, what)
     if kinds <= {int, float, bool}:
@@ -323,7 +330,10 @@ def joined(values: Mapping[int, Any], parts: Parts, what: str) -> Any:
 
 def join_tensors(values: Mapping[int, torch.Tensor], what: str) -> torch.Tensor:
     """The tensors of all ranks as one: a LocalTensor."""
+    memory = {v.untyped_storage()._cdata for v in values.values() if is_plain(type(v))}
     try:
+        if len(memory) < len(values):  # ranks share no memory: parts of one plain tensor become their own
+            values = {r: v.clone() if is_plain(type(v)) else v for r, v in values.items()}
         return LocalTensor(values)
     except SimulationError as error:
         raise SimulationError(f"{what} gave what cannot be one LocalTensor: {error}") from None

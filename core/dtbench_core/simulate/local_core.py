@@ -1,0 +1,194 @@
+"""The core's own DTensors in a LocalTensorMode.
+
+A DTensor there holds a LocalTensor, and its spec's mesh info has rank-dependent coordinates. An op on it
+runs as each rank: with that rank's shard, that rank's info and groups, through the same dispatch, plans
+and moves as on real ranks. The results are put together again. Elsewhere in the core a rank computes
+with its own part in few places; those run rank by rank too while a mode is active.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from dtbench_core import distribute, fallback, random, redistribute, spec, tensor
+from dtbench_core.errors import SimulationError
+from dtbench_core.mesh import MeshInfo, mesh_info
+from dtbench_core.simulate.local_groups import coordinate_of
+from dtbench_core.simulate.local_int import describe_ranks, values_of
+from dtbench_core.simulate.local_tensor import LocalTensor, Parts, joined
+from dtbench_core.spec import DTensorSpec
+from dtbench_core.wrapper import Wrapper, wrap
+from dtbench_core.writes import restate
+
+# (where it is called, its name): functions of a rank's part, which run as each rank.
+RANK_BY_RANK: list[tuple[Any, str]] = [
+    (spec, "local_extents"),
+    (redistribute, "local_extents"),
+    (tensor, "even_layout"),
+    (tensor, "agreed_placements"),
+    (tensor, "checked_over_mesh"),
+    (distribute, "part_of"),
+    (distribute, "_sent"),
+    (random, "part_of"),
+]
+
+
+class CoreParts(Parts):
+    """Also takes DTensors, specs and mesh infos apart, and puts them together."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__()
+        self._ranks = ranks
+        self._latest: dict[int, tuple[Wrapper, dict[int, Wrapper]]] = {}
+
+    def other(self, value: Any, rank: int) -> Any:
+        if isinstance(value, Wrapper):
+            part = self._part_of(value, rank)
+            self._latest.setdefault(id(value), (value, {}))[1][rank] = part
+            return self.remember(part, value)
+        if isinstance(value, DTensorSpec):
+            return of_rank(value)
+        if isinstance(value, MeshInfo):
+            return mesh_info(value.mesh)
+        return self.remember(value, value) if isinstance(value, torch.Tensor) else value
+
+    def _part_of(self, value: Wrapper, rank: int) -> Wrapper:
+        held = value._local_tensor
+        if not isinstance(held, LocalTensor):  # made of a plain tensor: each rank has its own from now on
+            with torch._C._DisableTorchDispatch():
+                ranks = self.members(value._spec.info)
+                held = value._local_tensor = LocalTensor({r: held.detach().clone() for r in ranks})
+        if rank not in held._local_tensors:
+            raise SimulationError(
+                f"got {value._spec}, of which ranks {describe_ranks(held.ranks)} hold a part, where rank {rank} takes "
+                "part too; expected DTensors of one mesh"
+            )
+        part = wrap(type(value), held._local_tensors[rank], of_rank(value._spec))
+        if value._detached_view:
+            part._detached_view = True
+        return part
+
+    def members(self, info: MeshInfo) -> tuple[int, ...]:
+        """The simulated ranks in the mesh of `info`."""
+        return tuple(r for r in self._ranks if coordinate_of(info.mesh, r) is not None)
+
+    def ranks_of(self, *values: Any) -> tuple[int, ...] | None:
+        """The ranks that take part, if a value says so: the members of its mesh."""
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Wrapper):
+                held = leaf._local_tensor
+                return held.ranks if isinstance(held, LocalTensor) else self.members(leaf._spec.info)
+            if isinstance(leaf, (DTensorSpec, MeshInfo)):
+                return self.members(leaf.info if isinstance(leaf, DTensorSpec) else leaf)
+        return None
+
+    def join(self, values: Mapping[int, Any], what: str) -> Any:
+        first = next(iter(values.values()))
+        if isinstance(first, MeshInfo):
+            return mesh_info(first.mesh)
+        if isinstance(first, DTensorSpec):
+            return _of_all(values, what)
+        if not isinstance(first, Wrapper):
+            return NotImplemented
+        held = joined({r: v._local_tensor for r, v in values.items()}, self, what)
+        made = wrap(type(first), held, _of_all({r: v._spec for r, v in values.items()}, what))
+        if any(v._detached_view for v in values.values()):
+            made._detached_view = True
+        return made
+
+    def settle(self, what: str) -> None:
+        """Gives DTensors what their parts have become: written ones may have got a new shape or shard."""
+        for value, parts in self._latest.values():
+            held = value._local_tensor
+            assert isinstance(held, LocalTensor)
+            now = _of_all({r: part._spec for r, part in parts.items()}, what)
+            moved = any(part._local_tensor is not held._local_tensors[r] for r, part in parts.items())
+            if moved or now is not value._spec:
+                local = LocalTensor({r: part._local_tensor for r, part in parts.items()})
+                restate(value, local, now)
+
+
+def of_rank(value: DTensorSpec) -> DTensorSpec:
+    """`value` as the rank that runs has it."""
+    return DTensorSpec.of(
+        mesh_info(value.info.mesh), value.placements, value.shape, value.stride, value.dtype
+    )
+
+
+def _of_all(specs: Mapping[int, DTensorSpec], what: str) -> DTensorSpec:
+    """The one spec of which these are the ranks'.
+
+    Raises:
+        SimulationError: ranks that do not agree.
+    """
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for rank, one in specs.items():
+        key = (one.info.mesh, one.placements, tuple(one.shape), tuple(one.stride), one.dtype)
+        kinds.setdefault(key, []).append(rank)
+    if len(kinds) > 1:
+        listed = "; ".join(f"ranks {describe_ranks(ranks)}: {specs[ranks[0]]}" for ranks in kinds.values())
+        raise SimulationError(f"{what} gave the ranks different DTensors ({listed}), expected one for all")
+    mesh, placements, shape, stride, dtype = next(iter(kinds))
+    return DTensorSpec.of(mesh_info(mesh), placements, shape, stride, dtype)
+
+
+# ---- what a run must not leave behind ----
+
+
+class Undo:
+    """Puts back what the core remembers of a run that has to start again, or that is not to be counted."""
+
+    def __init__(self) -> None:
+        self._in_step = set(random._in_step)
+        self._fallbacks = Counter(fallback._calls)
+
+    def generators_in_step(self) -> None:
+        """Meshes whose generators the run brought in step."""
+        for info in set(random._in_step) - self._in_step:
+            random._in_step.discard(info)
+
+    def counts(self) -> None:
+        """How often ops were run on replicated inputs."""
+        fallback._calls.clear()
+        fallback._calls.update(self._fallbacks)
+
+
+def depends_on_rank(*values: Any) -> bool:
+    """Whether the core means something else by these on each rank."""
+    return any(
+        isinstance(leaf, (LocalTensor, Wrapper, DTensorSpec, MeshInfo)) or values_of(leaf) is not None
+        for leaf in tree_leaves(values)
+    )
+
+
+def of_members(local: torch.Tensor, info: MeshInfo, ranks: Sequence[int]) -> torch.Tensor:
+    """`local` on the ranks of the mesh alone: the others hold nothing of a DTensor."""
+    if not isinstance(local, LocalTensor):
+        return local
+    inside = CoreParts(ranks).members(info)
+    if set(local.ranks) <= set(inside):
+        return local
+    if local.requires_grad and torch.is_grad_enabled():
+        raise SimulationError(
+            f"got a LocalTensor of ranks {describe_ranks(local.ranks)} that requires grad for {info}, of which ranks "
+            f"{describe_ranks(inside)} are members; expected it on these alone: make it with tensor_map"
+        )
+    return LocalTensor({r: t for r, t in local._local_tensors.items() if r in inside})
+
+
+Across = Callable[..., Any]  # LocalTensorMode.across
+
+
+def mover(across: Callable[[], Across], original: Callable[..., Any], step: Any, source: DTensorSpec) -> Any:
+    """A step of a redistribution, done by each rank on its shard."""
+
+    def move(step: Any, source: DTensorSpec, shard: torch.Tensor) -> torch.Tensor:
+        moved: torch.Tensor = original(step, source)(shard)
+        return moved
+
+    return lambda local: across()(move, [step, source, local], what=f"redistribute ({step})", keep=False)
