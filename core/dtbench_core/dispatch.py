@@ -34,6 +34,7 @@ from dtbench_core.errors import MixedTensorError
 from dtbench_core.plan import OpInfo, Plan, build, verify
 from dtbench_core.rules.pointwise import is_pointwise
 from dtbench_core.rules.register import on_rule_change
+from dtbench_core.rules.view import tensor_split
 from dtbench_core.torch_compat import (
     DisableTorchFunction,
     any_autocast,
@@ -131,7 +132,11 @@ def _key_of(
 # ---- the two entries ----
 
 # Functions that are several ops to torch and one to us; NotImplemented sends a call the common way.
-composites: dict[Callable[..., Any], Callable[..., Any]] = {torch.nn.functional.linear: linear.linear}
+composites: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.nn.functional.linear: linear.linear,
+    torch.tensor_split: tensor_split,
+    torch.Tensor.tensor_split: tensor_split,
+}
 
 
 def torch_function(
@@ -281,9 +286,11 @@ def _fitting(args: Sequence[Any], kwargs: dict[str, Any], seen: list[Any], resul
         if len(shown) != 1:
             return None
         plan = plan.showing(shown[0])
-    elif result is not op_result:
+    elif result is not (op_result if plan.info.op._schema.returns else args[0]):
         return None
-    fit = plan.functional or plan.returns_input is not None
+    writes = plan.info.mutated and (plan.returns_input is not None or plan.out is None)
+    # A rule's own local op stands for the op, not for the function.
+    fit = plan.functional or (writes and plan.kernel is plan.info.kernel)
     return plan.for_function() if fit and _accounts_for(args, kwargs, op_args, op_kwargs, plan) else None
 
 

@@ -7,12 +7,15 @@ every rank holds equally much on both sides. Every pending reduction passes thro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from dtbench_core import redistribute
 from dtbench_core.placement import REDUCE_OPS, REPLICATE, Shard
 from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, along, aten, linear_rows, rule
 from dtbench_core.spec import numel
+from dtbench_core.wrapper import Wrapper
 
 
 def mapped_rows(call: OpCall, dims: Mapping[int, int], outs: int = 1) -> list[Row]:
@@ -98,7 +101,9 @@ def squeeze(call: OpCall) -> Strategy:
     # The dims are named to the local op: a shard may be of length 1 where the tensor is not.
     copies = call.op.overloadpacket is aten.squeeze_copy
     local_op = aten.squeeze_copy.dims if copies else aten.squeeze.dims
-    return Strategy(mapped_rows(call, kept), local_op=lambda local, *_: local_op(local, gone), any_lengths=True)
+    return Strategy(
+        mapped_rows(call, kept), local_op=lambda local, *_: local_op(local, gone), any_lengths=True
+    )
 
 
 @rule(aten.expand.default, aten.expand_copy.default)
@@ -122,6 +127,16 @@ def slice_(call: OpCall) -> Strategy:
 @rule(aten.split_copy.Tensor, aten.split_with_sizes_copy.default, aten.unsafe_split_with_sizes.default)
 def split(call: OpCall) -> Strategy:
     return Strategy(_all_but(call, call.dim()))
+
+
+def tensor_split(tensor: Any, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
+    """Runs in the place of `torch.tensor_split`, which reads the memory of an index tensor by itself."""
+    where = named.get("tensor_indices_or_sections", indices_or_sections)
+    if not isinstance(where, torch.Tensor):
+        return NotImplemented
+    if isinstance(where, Wrapper):
+        where = redistribute.redistribute_tensor(where, (REPLICATE,) * where._spec.info.ndim)._local_tensor
+    return torch.tensor_split(tensor, where.tolist(), dim)
 
 
 @rule(aten.select.int, aten.unbind.int, aten.select_copy.int, aten.unbind_copy.int)
