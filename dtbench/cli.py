@@ -16,7 +16,7 @@ import click
 
 import dtbench
 from dtbench import options as opts
-from dtbench.errors import EXIT_INTERRUPTED, EXIT_OK, DtbenchError
+from dtbench.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, DtbenchError
 from dtbench.model import CHOOSABLE_IMPLS
 
 _T = TypeVar("_T")
@@ -90,17 +90,20 @@ def list_(suite: str | None, as_json: bool) -> None:
     from dtbench.session import quiet_torch
 
     quiet_torch()
-    suites = registry.load([suite] if suite else [])
+    suites = registry.load([suite] if suite else [], all_kinds=True)
     plan = opts.RunOptions().plan("cpu", opts.DEFAULT_CPU_RANKS)
-    tasks = opts.list_tasks(suites, plan)
+    tasks = opts.list_tasks([s for s in suites if suite or s.by_default], plan)
     if as_json:
         click.echo(json.dumps(_listing(suites, tasks, with_cases=suite is not None), indent=2))
         return
     if suite is None:
         width = max(len(s.name) for s in suites)
         for s in suites:
-            click.echo(f"{s.name:{width}}  {s.help} ({sum(t.suite is s for t in tasks)} cases)")
+            count = f"{sum(t.suite is s for t in tasks)} cases" if s.by_default else "only when named"
+            click.echo(f"{s.name:{width}}  {s.help} ({count})")
         return
+    for name, text in suites[0].options.items():
+        click.echo(f"--{name}: {text}")
     for task in tasks:
         click.echo(f"{task.label}  [{', '.join(task.impls)}]")
 
@@ -123,8 +126,8 @@ def _listing(suites: list[Any], tasks: list[opts.Task], *, with_cases: bool) -> 
     return listing
 
 
-@cli.command()
-@click.argument("suites", nargs=-1, metavar="[SUITE]...")
+@cli.command(context_settings={"ignore_unknown_options": True})  # suites declare some of their own
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[SUITE]...")
 @click.option(
     "--impl",
     "impls",
@@ -166,14 +169,16 @@ def _listing(suites: list[Any], tasks: list[opts.Task], *, with_cases: bool) -> 
 )
 @click.option("--resume", is_flag=True, help="Go on with the run in -o FILE.")
 @click.option("-o", "--output", type=_RUN_FILE, help="The run file to write [default: run-TIME.jsonl].")
-def run(text: str, sizes: Any, suites: tuple[str, ...], **given: Any) -> int:
-    """Measures the suites (names or paths of .py files; all when none is named).
+def run(text: str, sizes: Any, words: tuple[str, ...], **given: Any) -> int:
+    """Measures the suites (names or paths of .py files; all but `coverage` when none is named).
 
-    Starts its own ranks, or joins the world of torchrun or Slurm when started by them.
+    Starts its own ranks, or joins the world of torchrun or Slurm when started by them. A suite may have
+    options of its own, which `dtbench list SUITE` shows.
     """
     from dtbench.run import run as run_suites
 
-    options = opts.RunOptions(suites=suites, sizes_bytes=sizes, filter=text, **given)
+    suites, own = opts.split_words(words)
+    options = opts.RunOptions(suites=suites, sizes_bytes=sizes, filter=text, suite_options=own, **given)
     return run_suites(options, sys.argv[1:])
 
 
@@ -193,6 +198,37 @@ def show(runs: tuple[Path, ...], as_json: bool, as_csv: bool) -> None:
         print_csv(read)
     else:
         print_runs(read, as_json)
+
+
+@cli.command()
+@click.argument("runs", nargs=-1, required=True, type=_RUN_FILE, metavar="RUN...")
+@click.option("--table", type=_RUN_FILE, help="Write the verdicts of all ops as a Markdown page.")
+@click.option("--save", type=_RUN_FILE, help="Write the core's verdicts as a baseline.")
+@click.option("--baseline", type=_RUN_FILE, help="What must not become worse: exit code 1 if something did.")
+def coverage(runs: tuple[Path, ...], table: Path | None, save: Path | None, baseline: Path | None) -> int:
+    """The verdicts in run files of `dtbench run coverage`: a table of them, a check against a baseline."""
+    from dtbench import coverage as verdicts
+    from dtbench.store import read_run
+
+    read = [read_run(path) for path in runs]
+    if len(read) > 1 and (save or baseline):
+        raise click.UsageError("--save and --baseline are about one run: give one RUN")
+    head, rows = verdicts.summary_rows(verdicts.merged(read))
+    for row in [head, *rows]:
+        click.echo("  ".join(f"{cell:>10}" for cell in row))
+    if table is not None:
+        table.write_text(verdicts.markdown(read))
+    if save is not None:
+        verdicts.write_baseline(verdicts.baseline_of(read[0]), save)
+    if baseline is None:
+        return EXIT_OK
+    worse, better = verdicts.became_worse(verdicts.read_baseline(baseline), verdicts.baseline_of(read[0]))
+    for line in worse:
+        click.echo(f"worse: {line}")
+    click.echo(
+        f"{len(worse)} worse than {baseline}, {better} better" + (" (--save keeps that)" if better else "")
+    )
+    return EXIT_REGRESSION if worse else EXIT_OK
 
 
 @cli.command()

@@ -34,6 +34,7 @@ class Plan:
     impls: tuple[str, ...] = CHOOSABLE_IMPLS
     quick: bool = False
     sizes_chosen: bool = False  # by the user, who then gets every size in every suite
+    options: Mapping[str, str] = field(default_factory=dict)  # those that the suites declare, as given
 
     @property
     def coarse_sizes_bytes(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,6 +59,7 @@ class RunOptions:
     timeout_s: float = DEFAULT_TIMEOUT_S
     resume: bool = False
     output: Path | None = None
+    suite_options: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.resume and self.output is None:
@@ -93,7 +94,14 @@ class RunOptions:
             )
         sizes = self.sizes_bytes or parse_sizes(_DEFAULT_SIZES[device_type, self.quick])
         return Plan(
-            mesh, sizes, self.dtypes, device_type, self.impls, self.quick, self.sizes_bytes is not None
+            mesh,
+            sizes,
+            self.dtypes,
+            device_type,
+            self.impls,
+            self.quick,
+            self.sizes_bytes is not None,
+            dict(self.suite_options),
         )
 
 
@@ -170,6 +178,51 @@ def parse_list(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:
                 f"{option} {text}: {name!r} is not known; expected one or more of {', '.join(known)}"
             )
     return tuple(dict.fromkeys(names))
+
+
+def split_words(words: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The words of `dtbench run` that are none of its own options: (suites, options of suites).
+
+    `coverage --mode even --ops=add` -> (("coverage",), {"mode": "even", "ops": "add"}).
+
+    Raises:
+        UsageError: an option given twice.
+    """
+    suites: list[str] = []
+    options: dict[str, str] = {}
+    left = iter(words)
+    for word in left:
+        if not word.startswith("-"):
+            suites.append(word)
+            continue
+        name, has_value, value = word.partition("=")
+        if not has_value:
+            value = next(left, "")
+        if name.removeprefix("--") in options:
+            raise UsageError(f"{name} is given twice: expected every option once")
+        options[name.removeprefix("--")] = value
+    return tuple(suites), options
+
+
+def refuse_foreign_options(suites: Sequence[Suite], given: Mapping[str, str]) -> None:
+    """Checks that each option belongs to a suite of the run, and that the suites can run together.
+
+    Raises:
+        UsageError: an option that none declares; a suite that needs no ranks beside others.
+    """
+    known = {option for suite in suites for option in suite.options}
+    for name, value in given.items():
+        if name not in known:
+            dashed = name if name.startswith("-") else f"--{name}"
+            own = "".join(f", {s.name} has --{', --'.join(s.options)}" for s in suites if s.options)
+            raise UsageError(f"No such option '{dashed}'; `dtbench run --help` shows what there is{own}")
+        if not value or value.startswith("--"):
+            raise UsageError(f"--{name} needs a value: expected --{name} VALUE")
+    alone = [suite.name for suite in suites if suite.world == "own"]
+    if alone and len(suites) > 1:
+        raise UsageError(
+            f"{alone[0]} measures without ranks, the other suites with them: give it a run of its own"
+        )
 
 
 # --------------------------------------------------------------------------------- meshes
@@ -287,7 +340,7 @@ def refuse_other_run(
     Raises:
         UsageError: with the first difference, as the file has it and as the options have it.
     """
-    was: dict[str, Any] = dict(header.get("plan") or {})
+    was: dict[str, Any] = {"options": {}} | dict(header.get("plan") or {})
     now: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(plan)))
     was |= {"suites": header.get("suites"), "launches": header.get("launches")}
     now |= {"suites": list(suites), "launches": launches}

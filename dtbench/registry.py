@@ -13,13 +13,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from dtbench.errors import UsageError
-from dtbench.model import Case, Plan
+from dtbench.model import Case, Plan, Result
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 # The package whose modules register the built-in suites. Named, not imported: it loads torch.
 BUILTIN_PACKAGE = "dtbench_suites"
 
-WorldKind = Literal["ranks", "simulated"]
+WorldKind = Literal["ranks", "simulated", "own"]
+
+# How a suite of the "own" kind answers cases: given the plan and (case, impls) still to be answered, it
+# calls the last argument with each result as soon as it is there.
+Measure = Callable[[Plan, Sequence[tuple[Case, tuple[str, ...]]], Callable[[Result], None]], None]
 
 
 class World(Protocol):
@@ -50,28 +54,45 @@ class World(Protocol):
 
 @dataclass(frozen=True)
 class Suite:
+    """world: where the cases run. "own": no ranks are started, `measure` answers in this process.
+    options: name -> help of the options of `dtbench run` that are this suite's; the values stand as text
+        in `Plan.options`, and the suite checks them. by_default: whether it runs when no suite is named.
+    """
+
     name: str
     cases: Callable[[Plan], Iterator[Case]]
     world: WorldKind
     help: str
+    measure: Measure | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    by_default: bool = True
 
 
 _registered: dict[str, Suite] = {}
 
 
-def suite(name: str, *, world: WorldKind, help: str) -> Callable[[Callable[[Plan], Iterator[Case]]], Suite]:
-    """Registers a generator of cases as the suite `name`."""
+def suite(
+    name: str,
+    *,
+    world: WorldKind,
+    help: str,
+    measure: Measure | None = None,
+    options: Mapping[str, str] | None = None,
+    by_default: bool = True,
+) -> Callable[[Callable[[Plan], Iterator[Case]]], Suite]:
+    """Registers a generator of cases as the suite `name`; see `Suite` for the arguments."""
 
     def register(cases: Callable[[Plan], Iterator[Case]]) -> Suite:
-        made = Suite(name, cases, world, help)
+        made = Suite(name, cases, world, help, measure, options or {}, by_default)
         _registered[name] = made
         return made
 
     return register
 
 
-def load(names: Iterable[str] = ()) -> list[Suite]:
-    """The suites asked for, in the order of the question; all built-in ones when none is named.
+def load(names: Iterable[str] = (), *, all_kinds: bool = False) -> list[Suite]:
+    """The suites asked for, in the order of the question; when none is named, the built-in ones that run
+    by default, or all.
 
     A name that ends in .py or holds a path separator is a user's file.
 
@@ -91,7 +112,7 @@ def load(names: Iterable[str] = ()) -> list[Suite]:
             raise UsageError(
                 f"no suite is called {name!r}: the suites are {known}, or give the path of a .py file"
             )
-    return chosen or builtin
+    return chosen or [s for s in builtin if all_kinds or s.by_default]
 
 
 def _load_file(path: Path) -> list[Suite]:

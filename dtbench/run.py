@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from dtbench.alone import measure_alone
 from dtbench.errors import (
     EXIT_OK,
     OutputError,
@@ -45,6 +46,8 @@ def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
     nproc = _count_ranks(options, device_type)
     job = prepare(options, device_type, nproc)
     output = output_of(options)
+    if job.suites[0].world == "own":
+        return measure_alone(job, argv, output)
     done: frozenset[ResultKey] = frozenset()
     if options.resume:
         run_before = check_resume(job, output)

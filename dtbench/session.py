@@ -19,7 +19,15 @@ from typing import Any, NoReturn
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError, WorldBrokenError
 from dtbench.launch import NOTE, OUTPUT, Note, end_with_launcher, launch_number, start_again
 from dtbench.model import Plan, Result, Run
-from dtbench.options import RunOptions, Task, format_mesh, list_tasks, refuse_other_run, remaining
+from dtbench.options import (
+    RunOptions,
+    Task,
+    format_mesh,
+    list_tasks,
+    refuse_foreign_options,
+    refuse_other_run,
+    remaining,
+)
 from dtbench.progress import Progress, complain, make_progress, say, summary_of
 from dtbench.ranks import Place, StoreRanks, store_of
 from dtbench.registry import Suite, load
@@ -58,7 +66,21 @@ def prepare(options: RunOptions, device_type: str, world_size: int) -> Job:
     """
     plan = options.plan("cuda" if device_type == "cuda" else "cpu", world_size)
     suites = tuple({suite.name: suite for suite in load(options.suites)}.values())
+    refuse_foreign_options(suites, options.suite_options)
     return Job(options, plan, suites, tuple(list_tasks(suites, plan, options.filter)))
+
+
+def refuse_without_ranks(job: Job) -> None:
+    """Checks that there is something for ranks to do.
+
+    Raises:
+        UsageError: a suite that needs none.
+    """
+    alone = [suite.name for suite in job.suites if suite.world == "own"]
+    if alone:
+        raise UsageError(
+            f"{alone[0]} needs no ranks, but a launcher has started some: run `dtbench run {alone[0]}` without it"
+        )
 
 
 def choose_device(options: RunOptions) -> str:
@@ -113,6 +135,7 @@ class Session:
         try:
             device_type = choose_device(self._options)
             job = prepare(self._options, device_type, self._place.world_size)
+            refuse_without_ranks(job)
         except DtbenchError as error:
             self._refuse(error)
         except BaseException as error:

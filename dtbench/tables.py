@@ -21,6 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dtbench.compare import VERDICTS, Comparison, Row
+from dtbench.coverage import VERDICTS as CASE_VERDICTS
+from dtbench.coverage import has_verdicts, mode_of, summary_rows, verdict_of
 from dtbench.doctor import Finding
 from dtbench.model import Param, Result, Run
 from dtbench.units import bandwidth_unit, format_ratio, format_size, significant, time_unit
@@ -52,9 +54,13 @@ def print_runs(runs: Sequence[Run], as_json: bool = False) -> None:
     console = _console()
     for run in runs:
         _print_provenance(console, run)
-        for suite in dict.fromkeys(r.suite for r in run.results):
+        for suite in dict.fromkeys(r.suite for r in run.results if not has_verdicts(r)):
             _print_suite(console, suite, run)
-        _print_not_ok(console, run)
+        verdicts = [r for r in run.results if has_verdicts(r)]
+        if verdicts:
+            _print_verdicts(console, verdicts)
+        if not verdicts or len(verdicts) < len(run.results):
+            _print_not_ok(console, run)
 
 
 def print_csv(runs: Sequence[Run]) -> None:
@@ -155,6 +161,25 @@ def _print_provenance(console: Console, run: Run) -> None:
             _line(console, f"{name + ':':<10}{value}")
 
 
+def _print_verdicts(console: Console, results: Sequence[Result]) -> None:
+    """Per mode and impl how many ops have which verdict, then each op that does not pass."""
+    head, rows = summary_rows(results)
+    table = _table(plain=not console.is_terminal)
+    for title, column in zip(head, zip(*rows, strict=True), strict=True):
+        if title in ("mode", "impl"):
+            _add_words(table, title, column)
+        else:
+            _add_figures(table, title)
+    for row in rows:
+        table.add_row(*map(_text, row))
+    _line(console, "")
+    _print_table(console, table)
+    for verdict in CASE_VERDICTS[:-1]:
+        for r in results:
+            if verdict_of(r) == verdict:
+                _line(console, f"{verdict}: {r.impl} {mode_of(r)} {r.name}: {r.reason}")
+
+
 def _with(unit: str, value: object) -> str:
     return "" if value is None else f"{value} {unit}"
 
@@ -241,6 +266,8 @@ def _param(name: str, value: Param | None) -> str:
 def _print_not_ok(console: Console, run: Run) -> None:
     groups: dict[tuple[str, str, str, str], list[Result]] = {}
     for r in run.results:
+        if has_verdicts(r):
+            continue
         if r.status != "ok" or r.reason:  # a good time with a reservation: its GPU was throttled
             groups.setdefault((r.status, r.suite, r.impl, r.reason), []).append(r)
     _line(console, "")

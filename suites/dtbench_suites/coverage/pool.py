@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dtbench_suites.coverage.verdicts import Case, OpVerdict, summarize
@@ -42,8 +43,8 @@ def judge_all(
 ) -> Iterator[tuple[Job, OpVerdict]]:
     """The verdicts of the jobs, in the order in which they are done.
 
-    An op whose process dies is an "error", one that takes longer than `timeout_s` a "hang"; its cases
-    so far are kept.
+    An op whose process dies is an "error". So is one that computes for longer than `timeout_s`; one that
+    does not even compute is a "hang". The cases before that are kept.
 
     Raises:
         WorkerFailedError: no worker can be started.
@@ -119,6 +120,7 @@ class _Worker:
             start_new_session=True,  # an interrupt of the terminal reaches it through us
         )
         self.alive = True
+        self._used_s = 0.0
         live.append(self)
         answers, how = self._read("ready", _START_TIMEOUT_S)
         if how:
@@ -134,6 +136,7 @@ class _Worker:
                 json.dumps([job.op, job.mode, job.impl, job.samples, job.places]) + "\n"
             )
             self._process.stdin.flush()
+        used = self._cpu_s()
         answers, how = self._read("done", timeout_s)
         cases = [
             Case(sample, tuple(map(tuple, places)), verdict, stage, reason)
@@ -143,12 +146,11 @@ class _Worker:
             return summarize(job.op, job.mode, job.impl, cases, fallbacks=answers[-1][1])
         words = self._last_words()
         self.end()
-        verdict = "hang" if how == "timeout" else "error"
-        reason = (
-            f"no answer within {timeout_s:.0f} s"
-            if how == "timeout"
-            else f"the process died ({how}): {words}"
-        )
+        verdict, reason = "error", f"the process died ({how}): {words}"
+        if how == "timeout":
+            computed = self._used_s - used
+            verdict = "error" if computed > timeout_s / 10 else "hang"
+            reason = f"no answer within {timeout_s:.0f} s, of which it computed {computed:.0f} s"
         cases.append(Case(len(cases), (), verdict, "", f"after {len(cases)} cases {reason}"))
         return summarize(job.op, job.mode, job.impl, cases)
 
@@ -159,6 +161,7 @@ class _Worker:
 
         def kill() -> None:
             late.set()
+            self._used_s = self._cpu_s()
             self._process.kill()
 
         timer = threading.Timer(timeout_s, kill)
@@ -180,6 +183,14 @@ class _Worker:
             return answers, "timeout"
         code = self._process.wait()
         return answers, signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+    def _cpu_s(self) -> float:
+        """The process' time on a core so far, all threads together."""
+        try:
+            fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def kill(self) -> None:
         """Ends the process; whoever reads from it sees that."""

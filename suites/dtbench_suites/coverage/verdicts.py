@@ -17,9 +17,23 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-VERDICTS = ("wrong", "hang", "error", "no rule", "random differs", "refused", "pass")
-NOTHING = "n/a"
-MODES = ("even", "uneven", "partial", "mesh2x2", "inplace", "out")
+from dtbench.coverage import MODES, NOTHING, VERDICTS
+
+__all__ = [
+    "IMPLS",
+    "MODES",
+    "NOTHING",
+    "RANKS",
+    "VERDICTS",
+    "Caps",
+    "Case",
+    "OpVerdict",
+    "Place",
+    "Places",
+    "spell",
+    "summarize",
+]
+
 IMPLS = ("core", "torch")
 RANKS = 4
 

@@ -1,0 +1,261 @@
+"""Verdicts on ops: reads them from a run's results, sums them up, spells tables, finds what became worse.
+
+A result of the coverage suite is one op (`name`) in one mode (`params["mode"]`) for one impl. Its counters
+hold the number of cases per verdict, and how often an op ran by fallback. Pure: no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dtbench.errors import UnreadableRunError, UsageError
+from dtbench.model import Result, Run
+
+# Worst first. An op has the worst verdict of its cases; what each means stands in the suite.
+VERDICTS = ("wrong", "hang", "error", "no rule", "random differs", "refused", "pass")
+NOTHING = "n/a"
+FALLBACKS = "fallbacks"
+MODES = ("even", "uneven", "partial", "mesh2x2", "inplace", "out")
+_SCHEMA = 1
+
+
+def has_verdicts(result: Result) -> bool:
+    """Whether it is a verdict on an op, not a time."""
+    return "mode" in result.params and (
+        any(v in result.counters for v in VERDICTS) or result.status == "skipped"
+    )
+
+
+def verdict_of(result: Result) -> str:
+    """One of VERDICTS or NOTHING."""
+    return next((v for v in VERDICTS if result.counters.get(v)), NOTHING)
+
+
+def mode_of(result: Result) -> str:
+    return str(result.params["mode"])
+
+
+def modes_of(results: Sequence[Result]) -> list[str]:
+    """The modes there are, in the order in which people read them."""
+    found = {mode_of(r) for r in results}
+    return [m for m in MODES if m in found] + sorted(found.difference(MODES))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One impl in one mode: how many ops have which verdict. `cases`: how many cases each verdict has."""
+
+    mode: str
+    impl: str
+    ops: Mapping[str, int]
+    cases: Mapping[str, int]
+    by_fallback: int
+
+    @property
+    def tested(self) -> int:
+        return sum(count for verdict, count in self.ops.items() if verdict != NOTHING)
+
+    @property
+    def percent(self) -> float:
+        """Ops of which every case passes, of those tested."""
+        return 100 * self.ops.get("pass", 0) / self.tested if self.tested else 0.0
+
+
+def summaries(results: Sequence[Result]) -> list[Summary]:
+    """One per mode and impl."""
+    found = []
+    for mode in modes_of(results):
+        for impl in sorted({r.impl for r in results}):
+            own = [r for r in results if mode_of(r) == mode and r.impl == impl]
+            if not own:
+                continue
+            cases: Counter[str] = Counter()
+            for r in own:
+                cases.update({v: int(r.counters.get(v, 0)) for v in VERDICTS if r.counters.get(v)})
+            fallen = sum(1 for r in own if r.counters.get(FALLBACKS))
+            found.append(Summary(mode, impl, Counter(map(verdict_of, own)), cases, fallen))
+    return found
+
+
+def summary_rows(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+    """(head, rows) of the table of `summaries`; verdicts that no op has are left out."""
+    found = summaries(results)
+    shown = [v for v in VERDICTS if any(s.ops.get(v) for s in found)]
+    head = ["mode", "impl", "ops", "fully pass", *shown, NOTHING, "cases", "cases pass", "by fallback"]
+    rows = []
+    for s in found:
+        total = sum(s.cases.values())
+        share = f"{100 * s.cases.get('pass', 0) / total:.1f}%" if total else "-"
+        counts = [str(s.ops.get(v, 0)) for v in (*shown, NOTHING)]
+        fallen = str(s.by_fallback) if s.impl == "core" else "-"
+        rows.append([s.mode, s.impl, str(s.tested), f"{s.percent:.1f}%", *counts, str(total), share, fallen])
+    return head, rows
+
+
+# ---- the committed table ----
+
+
+def markdown(runs: Sequence[Run]) -> str:
+    """The verdicts of the runs as a page: how they came about, sums, then one line per op."""
+    results = merged(runs)
+    impls = [i for i in ("core", "torch") if any(r.impl == i for r in results)]
+    modes = modes_of(results)
+    lines = ["# Ops of torch's database on distributed tensors", "", *_origin(runs), ""]
+    head, rows = summary_rows(results)
+    lines += _grid(head, rows)
+    key = (
+        f"Per op and mode: {' / '.join(impls)}, one word where they agree. `*`: the core ran (also) by "
+        "replicating, for want of a rule. An empty cell: nothing to compare."
+    )
+    lines += ["", key, ""]
+    cells = {(r.name, mode_of(r), r.impl): r for r in results}
+    table = []
+    for op in dict.fromkeys(r.name for r in results):
+        row = [_cell([cells.get((op, mode, impl)) for impl in impls]) for mode in modes]
+        if any(row):
+            table.append([op, *row])
+    return "\n".join([*lines, *_grid(["op", *modes], table), ""])
+
+
+def _origin(runs: Sequence[Run]) -> list[str]:
+    lines = []
+    for run in runs:
+        header = run.header
+        plan = header["plan"]
+        words = [f"--impl {','.join(map(str, plan.get('impls') or []))}"] + (
+            ["--quick"] if plan.get("quick") else []
+        )
+        words += [f"--{name} {value}" for name, value in (plan.get("options") or {}).items()]
+        commit = str(header["git"].get("commit") or "unknown")[:12]
+        lines.append(
+            f"Made {header['started'][:10]} with torch {header['versions'].get('torch')} at commit {commit}: "
+            f"`dtbench run coverage {' '.join(words)}`"
+        )
+    return lines
+
+
+def _cell(results: Sequence[Result | None]) -> str:
+    words = []
+    for result in results:
+        verdict = NOTHING if result is None else verdict_of(result)
+        fell = result is not None and result.impl == "core" and bool(result.counters.get(FALLBACKS))
+        words.append(("" if verdict == NOTHING else verdict) + ("*" if fell else ""))
+    if not any(words):
+        return ""
+    same = len({word.rstrip("*") for word in words}) == 1
+    return words[0] if same else " / ".join(word or "-" for word in words)
+
+
+def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+
+
+# ---- the baseline ----
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The core's verdicts that were committed: op -> mode -> verdict, and what they were made with."""
+
+    torch: str
+    options: Mapping[str, str]
+    verdicts: Mapping[str, Mapping[str, str]]
+
+
+def baseline_of(run: Run) -> Baseline:
+    """What a run says of the core."""
+    verdicts: dict[str, dict[str, str]] = {}
+    for result in merged([run]):
+        if result.impl == "core":
+            verdicts.setdefault(result.name, {})[mode_of(result)] = verdict_of(result)
+    return Baseline(str(run.header["versions"].get("torch")), _caps(run), verdicts)
+
+
+def _caps(run: Run) -> dict[str, str]:
+    plan = run.header["plan"]
+    options = {"quick": plan.get("quick", False), **(plan.get("options") or {})}
+    return {name: str(options[name]) for name in ("quick", "samples", "places") if name in options}
+
+
+def write_baseline(baseline: Baseline, path: Path) -> None:
+    """As JSON with a line per op, which makes changes easy to read."""
+    head = json.dumps({"schema": _SCHEMA, "torch": baseline.torch, "options": dict(baseline.options)})
+    ops = [f"  {json.dumps(op)}: {json.dumps(dict(modes))}" for op, modes in baseline.verdicts.items()]
+    path.write_text(head[:-1] + ', "verdicts": {\n' + ",\n".join(ops) + "\n}}\n")
+
+
+def read_baseline(path: Path) -> Baseline:
+    """What `write_baseline` wrote.
+
+    Raises:
+        UnreadableRunError: it is something else.
+    """
+    try:
+        read: Any = json.loads(path.read_text())
+        if read["schema"] != _SCHEMA:
+            raise UnreadableRunError(f"{path} has schema {read['schema']!r}, expected {_SCHEMA}")
+        verdicts = {
+            str(op): {str(m): str(v) for m, v in modes.items()} for op, modes in read["verdicts"].items()
+        }
+        return Baseline(str(read["torch"]), dict(read["options"]), verdicts)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UnreadableRunError(
+            f"{path} is no table of verdicts ({type(error).__name__}: {error}): expected what --save writes"
+        ) from error
+
+
+def became_worse(was: Baseline, now: Baseline) -> tuple[list[str], int]:
+    """(what to repair, a line per op and mode; how many became better).
+
+    An op that passed must pass; one that did not must not have become wrong, nor a hang. An op that is
+    not in `now` counts as worse: it was not measured.
+
+    Raises:
+        UsageError: the two cannot be compared.
+    """
+    if (was.torch, dict(was.options)) != (now.torch, dict(now.options)):
+        raise UsageError(
+            f"the baseline was made with torch {was.torch} and {dict(was.options)}, the run with torch {now.torch} "
+            f"and {dict(now.options)}: measure with the baseline's, or save a new one"
+        )
+    worse, better = [], 0
+    for op, modes in was.verdicts.items():
+        for mode, before in modes.items():
+            after = now.verdicts.get(op, {}).get(mode, "not measured")
+            if after == before:
+                continue
+            if before == "pass" or after in ("wrong", "hang", "not measured"):
+                worse.append(f"{op} ({mode}): was {before}, is {after}")
+            elif after == "pass":
+                better += 1
+    return worse, better
+
+
+# ---- results ----
+
+
+def verdict_results(runs: Iterable[Run]) -> list[Result]:
+    """The verdicts among the results.
+
+    Raises:
+        UsageError: there are none.
+    """
+    found = [r for run in runs for r in run.results if has_verdicts(r)]
+    if not found:
+        raise UsageError("no verdicts in these runs: make some with `dtbench run coverage`")
+    return found
+
+
+def merged(runs: Sequence[Run]) -> list[Result]:
+    """The verdicts of several runs, the last of each op, mode and impl."""
+    last = {(r.name, mode_of(r), r.impl): r for r in verdict_results(runs)}
+    return sorted(last.values(), key=lambda r: r.name)
