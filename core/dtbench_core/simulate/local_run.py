@@ -57,7 +57,7 @@ class RankRun:
         self.result: Any = None
         self.error: Exception | None = None
         self.arrival: Arrival | None = None  # where it stands
-        self._answers: list[tuple[Signature, list[torch.Tensor | None]]] = []
+        self._answers: list[tuple[Signature, Tensors]] = []
         self._next = 0
 
     def attempt(self, fn: Callable[[], Any]) -> None:
@@ -81,26 +81,28 @@ class RankRun:
         if self._next == len(self._answers):
             self.arrival = arrival._replace(call=_copied(arrival.call))
             raise AtCollective
-        signature, written = self._answers[self._next]
+        signature, after = self._answers[self._next]
         self._next += 1
         if signature != arrival.signature:
             raise SimulationError(
                 f"rank {self.rank} called {describe(arrival.signature)} where it had called {describe(signature)} "
                 "when it ran before: the function must do the same each time, without side effects"
             )
-        for tensor, value in zip(_tensors(arrival.call), written, strict=True):
-            if value is not None:
+        for tensor, value in zip(_tensors(arrival.call), after, strict=True):
+            # Against what is there now: memory to be written to holds anything, by chance what was there
+            # the time before. What was only read is as it was.
+            if not _identical(tensor, value):
                 tensor.copy_(value)
         return Done(results)
 
-    def answer(self, signature: Signature, written: list[torch.Tensor | None]) -> None:
-        self._answers.append((signature, written))
+    def answer(self, signature: Signature, after: Tensors) -> None:
+        """What the tensors of the collective hold after it, in the order of the call."""
+        self._answers.append((signature, after))
 
 
 def _copied(call: Any) -> Any:
     """A copy of what a rank brought: the maths writes to it, and the rank must find its own unchanged."""
-    with torch.inference_mode(False):  # whose tensors count no writes
-        return tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, call)
+    return tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, call)
 
 
 def _tensors(call: Any) -> Tensors:
@@ -144,8 +146,6 @@ def _do(runs: Sequence[RankRun]) -> None:
                 f"{runs[0].rank} called {describe(first.signature)}, in the group of {name_ranks(first.ranks)}; every "
                 "rank of a group must issue the same collectives in the same order"
             )
-    # By version and not by value: memory that is to be written may hold what will be written by chance.
-    before = [[t._version for t in _tensors(a.call)] for a in arrivals]
     try:
         with torch.no_grad():
             first.finish([a.call for a in arrivals], first.signature)
@@ -153,11 +153,13 @@ def _do(runs: Sequence[RankRun]) -> None:
         raise SimulationError(
             f"{describe(first.signature)} of {name_ranks(first.ranks)} failed: {error}"
         ) from error
-    for run, arrival, old in zip(runs, arrivals, before, strict=True):
-        written = [
-            None if now._version == was else now for was, now in zip(old, _tensors(arrival.call), strict=True)
-        ]
-        run.answer(arrival.signature, written)
+    for run, arrival in zip(runs, arrivals, strict=True):
+        run.answer(arrival.signature, _tensors(arrival.call))
+
+
+def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, as far as it matters: NaN counts as written."""
+    return torch.equal(a, b)
 
 
 def verdict(runs: dict[int, RankRun]) -> None:
