@@ -188,7 +188,9 @@ def mover(across: Callable[[], Across], original: Callable[..., Any], step: Any,
     """A step of a redistribution, done by each rank on its shard."""
 
     def move(step: Any, source: DTensorSpec, shard: torch.Tensor) -> torch.Tensor:
-        moved: torch.Tensor = original(step, source)(shard)
+        with torch._C._DisableTorchDispatch():  # plain tensors, and the rank's own groups
+            moved: torch.Tensor = original(step, source)(shard)
         return moved
 
-    return lambda local: across()(move, [step, source, local], what=f"redistribute ({step})", keep=False)
+    what = f"redistribute ({step})"
+    return lambda local: across()(move, [step, source, local], what=what, keep=False, seen=False)

@@ -26,11 +26,22 @@ Fibres = tuple[tuple[int, ...], ...]
 # ---- meshes ----
 
 
+_dims: weakref.WeakKeyDictionary[DeviceMesh, dict[int, Fibres]] = weakref.WeakKeyDictionary()
+
+
+def fibres_of_dim(mesh: DeviceMesh, dim: int) -> Fibres:
+    """The ranks of every group along `dim` of `mesh`, or of its siblings where it is a slice."""
+    known = _dims.setdefault(mesh, {})
+    if dim not in known:
+        known[dim] = mesh_dim_groups(mesh, dim)
+    return known[dim]
+
+
 def coordinate_of(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
     """Where `rank` stands in `mesh`, or in the sibling of it that holds `rank`; None outside."""
     found = []
     for dim in range(mesh.ndim):
-        fibre = next((f for f in mesh_dim_groups(mesh, dim) if rank in f), None)
+        fibre = next((f for f in fibres_of_dim(mesh, dim) if rank in f), None)
         if fibre is None:
             return None
         found.append(fibre.index(rank))
@@ -86,7 +97,7 @@ def _find(group: ProcessGroup) -> Fibres:
         if issubclass(type(found), DeviceMesh):  # isinstance would ask objects, which may do anything
             for dim, name in enumerate(mesh_group_names(found)):
                 if name == group.group_name:
-                    return mesh_dim_groups(found, dim)
+                    return fibres_of_dim(found, dim)
     return (own,)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -115,14 +115,16 @@ class LocalTensorMode(TorchDispatchMode):
             self.random.finish(states)
 
     @contextmanager
-    def _as(self, run: RankRun, states: dict[Any, Any], begin: dict[Any, Any]) -> Iterator[None]:
+    def _as(
+        self, run: RankRun, states: dict[Any, Any], begin: dict[Any, Any], seen: bool = True
+    ) -> Iterator[None]:
         """Code runs as `run`'s rank, with the random `states`; `begin` holds those of all ranks."""
         if self._run is not None:
             raise SimulationError(f"got rank {run.rank} inside code that runs as rank {self._run.rank}")
         forget = local_patches.know_meshes(run.rank)
         self._run, self._states, self._begin = run, states, begin
         try:
-            with self._seen(), self.random.as_rank(run.rank, states):
+            with self._seen() if seen else nullcontext(), self.random.as_rank(run.rank, states):
                 yield
         finally:
             self._run = None
@@ -181,7 +183,7 @@ class LocalTensorMode(TorchDispatchMode):
         """An op on DTensors: each rank's on its own, through the core's dispatch."""
         parts, what, writes = CoreParts(self.ranks), str(op), op._schema.is_mutable
         copies = PlainCopies(op, args, kwargs)
-        result = self.across(op, args, kwargs, what=what, parts=parts, copies=copies, keep=writes)
+        result = self.across(op, args, kwargs, what=what, parts=parts, copies=copies, keep=writes, seen=False)
         if writes:
             parts.settle(what)
             copies.write_back(what)
@@ -247,6 +249,7 @@ class LocalTensorMode(TorchDispatchMode):
         parts: CoreParts | None = None,
         copies: PlainCopies | None = None,
         keep: bool = True,
+        seen: bool = True,
     ) -> Any:
         """`fn` once as each rank, with the rank's parts of the arguments; the results as one.
 
@@ -254,6 +257,7 @@ class LocalTensorMode(TorchDispatchMode):
             what: `fn`, for messages.
             ranks: by default those of the arguments, or all.
             keep: put inputs back before a rank starts again; not needed where `fn` only reads them.
+            seen: whether this mode sees the ops of `fn`; not needed for the core, whose groups are the rank's.
 
         Raises:
             SimulationError: ranks diverged, or results that cannot be one.
@@ -272,7 +276,9 @@ class LocalTensorMode(TorchDispatchMode):
                 for run in runs.values():
                     if not run.over:
                         first = run.rank == ranks[0]
-                        self._attempt(run, fn, (args, kwargs), parts, copies, inputs, begin, ended, first)
+                        self._attempt(
+                            run, fn, (args, kwargs), parts, copies, inputs, begin, ended, first, seen
+                        )
                 if all(run.over for run in runs.values()) or any(run.error for run in runs.values()):
                     break
                 with self.suspended():
@@ -294,10 +300,11 @@ class LocalTensorMode(TorchDispatchMode):
         begin: dict[Any, Any],
         ended: dict[Any, Any],
         first: bool,
+        seen: bool,
     ) -> None:
         states = {generator: dict(held) for generator, held in begin.items()}
         undo = Undo()
-        with counted_once(first) as count, self._as(run, states, begin):
+        with counted_once(first) as count, self._as(run, states, begin, seen):
             mine = given if copies is None else copies.of(given, run.rank, parts)
             args, kwargs = parts.of(mine, run.rank)
             if inputs is not None:

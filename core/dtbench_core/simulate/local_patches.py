@@ -42,7 +42,9 @@ class Simulation(Protocol):
 
     def arrive(self, group: RankGroup, arrival: Arrival, results: Any) -> dist.Work: ...
 
-    def across(self, fn: Callable[..., Any], args: Any, kwargs: Any = None, *, what: str) -> Any: ...
+    def across(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any = None, *, what: str, seen: bool = True
+    ) -> Any: ...
 
     @property
     def for_all(self) -> bool:
@@ -203,7 +205,17 @@ def _rank_by_rank(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     now = _simulation()
     if not now.for_all or not local_core.depends_on_rank(args, kwargs):
         return original(*args, **kwargs)
-    return now.across(original, args, kwargs, what=original.__name__)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._DisableTorchDispatch():  # plain tensors, and the rank's own groups
+            return original(*args, **kwargs)
+
+    return now.across(run, args, kwargs, what=original.__name__, seen=False)
+
+
+def _world_of(original: Callable[[DeviceMesh], ProcessGroup | None], mesh: DeviceMesh) -> Any:
+    now, world = _simulation(), original(mesh)
+    return world if world is None or now.current is None else rank_group(world, now.current)
 
 
 def _mover(original: Callable[..., Any], step: Any, source: Any) -> Any:
@@ -252,6 +264,7 @@ _ANSWERS: list[tuple[Any, str, Callable[..., Any], bool]] = [
     (torch.random, "set_rng_state", _set_rng_state, True),
     *((module, name, _rank_by_rank, True) for module, name in local_core.RANK_BY_RANK),
     (redistribute, "_mover", _mover, True),
+    (core_mesh, "_world_of", _world_of, True),
     (tensor, "wrapped", _wrapped, True),
     (random, "manual_seed", _core_manual_seed, True),
 ]

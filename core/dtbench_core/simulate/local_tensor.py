@@ -29,6 +29,7 @@ Ranks that would hang or diverge in a real world raise a SimulationError that na
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -171,6 +172,7 @@ def _unpickled(tensors: bytes, requires_grad: bool) -> LocalTensor:
         return LocalTensor(pickle.loads(tensors), requires_grad)
 
 
+@functools.cache
 def is_random(op: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags
 
