@@ -14,6 +14,9 @@ batch_norm batch norm, over all ranks' batch
 index     embedding, gather
 attention scaled dot-product attention
 conv      convolutions
+pool      pooling, resizing, padding, sampling of planes
+linalg    batches of matrices
+fft       Fourier transforms
 loss      losses, reduced over all ranks' elements
 compare   ops that answer with a Python value
 scan      running sums and extrema, sorts, flips
@@ -28,13 +31,16 @@ from dtbench_core.rules import (
     batch_norm,
     compare,
     conv,
+    fft,
     foreach,
     index,
+    linalg,
     loss,
     matmul,
     moments,
     norm,
     pointwise,
+    pool,
     random,
     reduce,
     scan,
@@ -54,14 +60,17 @@ __all__ = [
     "compare",
     "conv",
     "decomposition_of",
+    "fft",
     "find",
     "foreach",
     "index",
+    "linalg",
     "loss",
     "matmul",
     "moments",
     "norm",
     "pointwise",
+    "pool",
     "random",
     "reduce",
     "rule",

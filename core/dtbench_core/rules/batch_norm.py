@@ -100,7 +100,11 @@ def batch_norm_backward(call: OpCall) -> Strategy:
     rows = [_channel_row(call.inputs, call.outputs), *linear_in_first(call)]
     if not _trains(call.op, call.__getitem__):
         rest = (REPLICATE,) * (len(call.inputs) - 2)
-        rows += [Row((Shard(d), Shard(d), *rest), (Shard(d), SUM, SUM)) for d in _kept_dims(call.inputs[0])]
+        rows += [
+            # An empty shard would end the process: the CPU kernel divides by its length.
+            Row((Shard(d), Shard(d), *rest), (Shard(d), SUM, SUM), nonempty=((0, d),))
+            for d in _kept_dims(call.inputs[0])
+        ]
     return Strategy(rows)
 
 

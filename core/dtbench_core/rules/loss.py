@@ -35,7 +35,8 @@ def elementwise_loss(call: OpCall) -> Strategy:
     rows = [
         Row(broadcast(call.inputs, dim, shape), (Shard(dim) if kept else SUM,)) for dim in range(len(shape))
     ]
-    return Strategy(rows, local_op=_mean_of(call, shape) if call["reduction"] == MEAN else None)
+    local_op = _mean_of(call, shape) if call["reduction"] == MEAN else None
+    return Strategy(rows, local_op=local_op, any_lengths=True)
 
 
 def _mean_of(call: OpCall, shape: torch.Size) -> Callable[..., Any]:
@@ -71,7 +72,8 @@ def elementwise_loss_backward(call: OpCall) -> Strategy:
         of_grad = REPLICATE if reduced else Shard(dim)
         rows.append(Row((of_grad, *broadcast(call.inputs[1:], dim, shape)), (Shard(dim),)))
     rows += linear_in_first(call)
-    return Strategy(rows, local_op=_mean_backward(call) if call["reduction"] == MEAN else None)
+    local_op = _mean_backward(call) if call["reduction"] == MEAN else None
+    return Strategy(rows, local_op=local_op, any_lengths=True)
 
 
 def _mean_backward(call: OpCall) -> Callable[..., Any]:

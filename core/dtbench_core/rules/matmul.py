@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dtbench_core.placement import REPLICATE, Partial, Placement, Shard
 from dtbench_core.rules.base import OpCall, Row, Strategy, aten, pending, rule
+from dtbench_core.rules.labels import letters
 
 
 def einsum_rows(call: OpCall, inputs: tuple[str, ...], output: str) -> list[Row]:
@@ -26,7 +27,7 @@ def einsum_rows(call: OpCall, inputs: tuple[str, ...], output: str) -> list[Row]
     return rows
 
 
-@rule(aten.mm.default)
+@rule(aten.mm.default, aten._int_mm.default)
 def mm(call: OpCall) -> Strategy:
     return Strategy(einsum_rows(call, ("mk", "kn"), "mn"))
 
@@ -41,24 +42,47 @@ def mv(call: OpCall) -> Strategy:
     return Strategy(einsum_rows(call, ("mk", "k"), "m"))
 
 
-@rule(aten.dot.default)
+@rule(aten.dot.default, aten.vdot.default)
 def dot(call: OpCall) -> Strategy:
     return Strategy(einsum_rows(call, ("k", "k"), ""))
 
 
-@rule(aten.addmm.default)
+@rule(aten.addmm.default, aten.addmm_.default)
 def addmm(call: OpCall) -> Strategy:
     return _added(call, ("mk", "kn"), "mn")
 
 
-@rule(aten.baddbmm.default)
+@rule(aten.baddbmm.default, aten.baddbmm_.default)
 def baddbmm(call: OpCall) -> Strategy:
     return _added(call, ("bmk", "bkn"), "bmn")
 
 
-@rule(aten.addmv.default)
+@rule(aten.addmv.default, aten.addmv_.default)
 def addmv(call: OpCall) -> Strategy:
     return _added(call, ("mk", "k"), "m")
+
+
+@rule(aten.addbmm.default, aten.addbmm_.default)
+def addbmm(call: OpCall) -> Strategy:
+    return _added(call, ("bmk", "bkn"), "mn")
+
+
+@rule(aten.addr.default, aten.addr_.default)
+def addr(call: OpCall) -> Strategy:
+    return _added(call, ("m", "n"), "mn")
+
+
+@rule(aten._trilinear.default)
+def trilinear(call: OpCall) -> Strategy:
+    """Three factors that each lack the dims in their `expand`; those in `sumdim` are contracted."""
+    total = letters(call.inputs[0].ndim + len(call["expand1"]))
+    factors = [
+        "".join(label for d, label in enumerate(total) if d not in call[f"expand{i}"]) for i in (1, 2, 3)
+    ]
+    if any(len(labels) != spec.ndim for labels, spec in zip(factors, call.inputs, strict=True)):
+        return Strategy([])
+    output = "".join(label for d, label in enumerate(total) if d not in call["sumdim"])
+    return Strategy(einsum_rows(call, tuple(factors), output))
 
 
 def _added(call: OpCall, factors: tuple[str, str], output: str) -> Strategy:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dtbench_core.placement import REPLICATE, Partial, Placement, Shard
-from dtbench_core.rules.base import OpCall, Row, Strategy, along, aten, pending, rule
+from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, along, aten, linear_rows, pending, rule
 from dtbench_core.rules.labels import (
     SUM,
     broadcast,
@@ -19,6 +19,7 @@ from dtbench_core.rules.labels import (
     letters,
     linear_in_first,
 )
+from dtbench_core.rules.pointwise import pointwise
 
 # ---- along one dim ----
 
@@ -30,7 +31,7 @@ def along_one_dim(call: OpCall) -> Strategy:
     return Strategy(along(dims, len(call.inputs), len(call.outputs)))
 
 
-@rule(aten.renorm.default)
+@rule(aten.renorm.default, aten.renorm_.default)
 def renorm(call: OpCall) -> Strategy:
     """Each slice along `dim` is scaled by its own norm."""
     return Strategy(along([call.dim()], 1, 1))
@@ -71,6 +72,21 @@ def native_layer_norm_backward(call: OpCall) -> Strategy:
     parameters = (REPLICATE,) * (len(call.inputs) - alike)
     rows = [Row((Shard(d),) * alike + parameters, (Shard(d), *(SUM,) * (outs - 1))) for d in range(batch)]
     return Strategy([*rows, *linear_in_first(call)])
+
+
+@rule(aten.add_.Scalar, aten.sub_.Scalar)
+def add_number_in_place(call: OpCall) -> Strategy:
+    """As rms_norm adds eps to a mean, which may be pending: to each term of an average, to one of a sum."""
+    rows = [*pointwise(call).rows, *linear_rows(call, 1)]
+    return Strategy(rows, localize=_by_first_rank if pending(call, "sum") else None)
+
+
+def _by_first_rank(placed: Placed) -> Callable[..., Any] | None:
+    spec = placed.inputs[0]
+    summed = [d for d, p in enumerate(spec.placements) if p.is_partial("sum")]
+    if all(spec.info.my_coordinate()[d] == 0 for d in summed):
+        return None
+    return lambda local, *_: local
 
 
 # ---- over groups of channels ----
