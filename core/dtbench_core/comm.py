@@ -91,7 +91,9 @@ def all_gather(
     if _counting:
         _record("all_gather", output)
     if output.is_complex():
-        work = getattr(group, ALL_GATHER_METHOD)(_real(output), _real(input), _GATHER[async_op])
+        work = getattr(group, ALL_GATHER_METHOD)(
+            _real(output), _real(input.resolve_conj()), _GATHER[async_op]
+        )
     else:
         work = getattr(group, ALL_GATHER_METHOD)(output, input, _GATHER[async_op])
     return _finish(work, async_op)
@@ -113,7 +115,7 @@ def reduce_scatter(
     reduce = getattr(group, REDUCE_SCATTER_METHOD)
     if output.is_complex():
         _refuse_complex("reduce_scatter", op)
-        work = reduce(_real(output), _real(input), _REDUCE_SCATTER[op, async_op])
+        work = reduce(_real(output), _real(input.resolve_conj()), _REDUCE_SCATTER[op, async_op])
     else:
         work = reduce(output, input, _REDUCE_SCATTER[op, async_op])
     left = _finish(work, async_op)
@@ -155,7 +157,9 @@ def all_to_all(
     exchange = getattr(group, ALL_TO_ALL_METHOD)
     splits = list(output_splits or ()), list(input_splits or ())
     if output.is_complex():
-        return _finish(exchange(_real(output), _real(input), *splits, _EXCHANGE[async_op]), async_op)
+        return _finish(
+            exchange(_real(output), _real(input.resolve_conj()), *splits, _EXCHANGE[async_op]), async_op
+        )
     return _finish(exchange(output, input, *splits, _EXCHANGE[async_op]), async_op)
 
 

@@ -195,12 +195,12 @@ class _Axes:
 
 def _even_gather(step: Exchange) -> Mover:
     axes, group, whole = _Axes(step.shape, step.src, step.sizes), step.group, step.shape
-    all_gather, carried = comm.all_gather, step.dtype in _CARRIED
+    carried = step.dtype in _CARRIED
     if axes.rows and carried:
 
         def gather_rows(local: torch.Tensor) -> torch.Tensor:
             gathered = local.new_empty(whole)
-            all_gather(gathered, local.contiguous(), group)
+            comm.all_gather(gathered, local.contiguous(), group)
             return gathered
 
         return gather_rows
@@ -209,9 +209,9 @@ def _even_gather(step: Exchange) -> Mover:
     def gather(local: torch.Tensor) -> torch.Tensor:
         gathered, local = local.new_empty(stacked), local.contiguous()
         if carried:
-            all_gather(gathered, local, group)
+            comm.all_gather(gathered, local, group)
         else:
-            all_gather(_sent(gathered), _sent(local), group)
+            comm.all_gather(_sent(gathered), _sent(local), group)
         return axes.unpack(gathered)
 
     return gather
@@ -273,19 +273,18 @@ def _reducer(step: Exchange, op: str) -> Mover:
         return lambda local: _gathered_terms(local, step.parts, group).prod(0)
     if op in ("max", "min") and step.dtype.is_floating_point:
         return lambda local: _extremum(local, op, group)
-    all_reduce = comm.all_reduce
     if step.dtype in _CARRIED or step.dtype.is_complex:
 
         def reduce(local: torch.Tensor) -> torch.Tensor:
             reduced = local.clone(memory_format=torch.contiguous_format)
-            all_reduce(reduced, group, op)
+            comm.all_reduce(reduced, group, op)
             return reduced
 
         return reduce
 
     def reduce_carried(local: torch.Tensor) -> torch.Tensor:
         reduced = local.to(carrier, memory_format=torch.contiguous_format)
-        all_reduce(reduced, group, op)
+        comm.all_reduce(reduced, group, op)
         return reduced.to(local.dtype)
 
     return reduce_carried
@@ -313,7 +312,7 @@ def _extremum(local: torch.Tensor, op: str, group: ProcessGroup) -> torch.Tensor
 
 
 def _reducing_scatter(step: Exchange, op: str) -> Mover:
-    group, reduce_scatter = step.group, comm.reduce_scatter
+    group = step.group
     if (step.dtype not in _CARRIED and not step.dtype.is_complex) or (
         step.dtype.is_complex and op == "product"
     ):
@@ -327,9 +326,9 @@ def _reducing_scatter(step: Exchange, op: str) -> Mover:
     def scatter(local: torch.Tensor) -> torch.Tensor:
         packed, output = axes.pack(local), local.new_empty(mine)
         if rows:
-            reduce_scatter(output, packed, group, op)
+            comm.reduce_scatter(output, packed, group, op)
         else:
-            reduce_scatter(output.view(-1), packed.view(-1), group, op)
+            comm.reduce_scatter(output.view(-1), packed.view(-1), group, op)
         return output
 
     return scatter
@@ -373,15 +372,15 @@ def _even_exchange(step: Exchange) -> Mover:
     had = _local_shape(step.shape, step.src, sizes, step.index)
     gets = _local_shape(step.shape, step.dst, sizes, step.index)
     out, back = _Axes(had, step.dst, sizes), _Axes(gets, step.src, sizes)
-    carried, all_to_all = step.dtype in _CARRIED, comm.all_to_all
+    carried = step.dtype in _CARRIED
     stacked = (step.parts, *out.local)
 
     def exchange(local: torch.Tensor) -> torch.Tensor:
         packed, received = out.pack(local), local.new_empty(stacked)
         if carried:
-            all_to_all(received, packed.view(stacked), group)
+            comm.all_to_all(received, packed.view(stacked), group)
         else:
-            all_to_all(_sent(received), _sent(packed), group)
+            comm.all_to_all(_sent(received), _sent(packed), group)
         return back.unpack(received)
 
     return exchange

@@ -26,7 +26,7 @@ from dtbench_core.spec import contiguous_stride
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -375,6 +375,25 @@ def test_any_gradient(case: Any) -> None:
     dst = tuple(R if p.is_partial() else p for p in dst)
     full = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for wrong in simulated(_in_gradient, mesh_shape, full, src, dst):
+        assert not wrong, "\n".join(wrong)
+
+
+def _conjugated(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> list[str]:
+    """Tensors whose conjugation is pending, which memory does not show."""
+    mesh, wrong = init_device_mesh("cpu", mesh_shape), []
+    full = torch.randn(shape, dtype=torch.complex128, generator=torch.Generator().manual_seed(2))
+    for src, dst in itertools.product((R, S0, S1, P, Partial("product")), (R, S0, S1)):
+        spec = DTensorSpec.of(mesh, (src,), shape, contiguous_stride(shape), full.dtype)
+        moved = apply(_held(full, mesh, (src,)).conj(), plan(spec, (dst,)))
+        want = _held(full.conj().resolve_conj(), mesh, (dst,))
+        if not torch.allclose(moved, want):
+            wrong.append(f"{src} -> {dst}: {moved} is not {want}")
+    return wrong
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (5, 3)], ids=str)
+def test_pending_conjugations_arrive(shape: Any) -> None:
+    for wrong in simulated(_conjugated, (4,), shape):
         assert not wrong, "\n".join(wrong)
 
 
