@@ -1,7 +1,7 @@
 """Ops that rearrange dims without touching values: a map from input dims to output dims.
 
-A view that only splits or joins dims keeps a shard if it cuts at the outermost of the joined dims and
-every rank holds equally much on both sides. Every pending reduction passes through.
+A view that only splits or joins dims keeps the shards that have a name afterwards (regroup.py); others
+are moved to the outermost of the joined dims. Every pending reduction passes through.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from dtbench_core import redistribute
 from dtbench_core.placement import REDUCE_OPS, REPLICATE, Shard
 from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, along, aten, linear_rows, rule
+from dtbench_core.rules.regroup import kept
 from dtbench_core.spec import numel
 from dtbench_core.wrapper import Wrapper
 
@@ -28,7 +29,8 @@ def mapped_rows(call: OpCall, dims: Mapping[int, int], outs: int = 1) -> list[Ro
 def view(call: OpCall) -> Strategy:
     before, after = tuple(call.inputs[0].shape), tuple(call.outputs[0].shape)  # type: ignore[union-attr]
     rows = []
-    for ins, outs in _factor_groups(before, after):
+    groups = _factor_groups(before, after)
+    for ins, outs in groups:
         src, dst = _outermost(before, ins), _outermost(after, outs)
         if src is None or dst is None:
             continue
@@ -37,7 +39,10 @@ def view(call: OpCall) -> Strategy:
         else:
             rows.append(Row((Shard(src),), (Shard(dst),), even=((0, src), (-1, dst))))
     rows += linear_rows(call, 1, ops=REDUCE_OPS)
-    return Strategy(rows, local_shape_args=(1,))
+    spec = call.inputs[0]
+    placed = kept(spec.placements, spec.info.sizes, before, after, groups)
+    exact = None if placed is None else ((spec.placements,), (placed,))
+    return Strategy(rows, local_shape_args=(1,), exact=exact)
 
 
 def _factor_groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
