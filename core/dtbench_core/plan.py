@@ -101,6 +101,7 @@ class Plan:
     """
 
     __slots__ = (
+        "aliases",
         "counts_write",
         "functional",
         "info",
@@ -125,6 +126,7 @@ class Plan:
         self.returns_input = info.returned
         self.counts_write = False
         self.info = info
+        self.aliases = info.aliases
         self.functional = info.functional and local_op is None and not replaced
         self.simple = info.functional and not moves and not replaced and isinstance(out, DTensorSpec)
 
@@ -145,26 +147,28 @@ class Plan:
             return wrap(cls, call(*locals_, **kwargs) if kwargs else call(*locals_), self.out)
         if self.moves:
             locals_, kwargs = self._moved(locals_, kwargs)
-        if self.returns_input is not None:
-            return self._write(call, args, given, locals_, kwargs)
         for position, value in self.replaced:
             locals_[position] = value
-        result = call(*locals_, **kwargs) if kwargs else call(*locals_)
-        out = self.out
-        if out.__class__ is DTensorSpec:
-            made: Any = wrap(cls, result, out)
-        elif out is None:
-            return result
-        else:
-            made = [r if spec is None else wrap(cls, r, spec) for r, spec in zip(result, out, strict=True)]
-            made = made if isinstance(result, list) else tuple(made)
-        if self.info.aliases and (self.moves or getattr(args[0], "_detached_view", False)):
+        if self.info.mutated:
+            return self._write(cls, call, args, given, locals_, kwargs)
+        made = self._wrapped(cls, call(*locals_, **kwargs) if kwargs else call(*locals_))
+        if self.aliases and (self.moves or args[0]._detached_view):
             for view in made if isinstance(made, (list, tuple)) else (made,):
                 view._detached_view = True
         return made
 
+    def _wrapped(self, cls: type[Wrapper], result: Any) -> Any:
+        out = self.out
+        if out.__class__ is DTensorSpec:
+            return wrap(cls, result, out)
+        if out is None:
+            return result
+        made = [r if spec is None else wrap(cls, r, spec) for r, spec in zip(result, out, strict=True)]
+        return made if isinstance(result, list) else tuple(made)
+
     def _write(
         self,
+        cls: type[Wrapper],
         call: Callable[..., Any],
         args: Sequence[Any],
         given: dict[str, Any],
@@ -172,17 +176,31 @@ class Plan:
         kwargs: dict[str, Any],
     ) -> Any:
         at = self.returns_input
-        written = given[at] if at.__class__ is str else args[at]
-        if written._detached_view:
-            raise fallback.lost_write(written)
-        call(*locals_, **kwargs)
-        if self.counts_write:
-            increment_version((written,))
-        return written
+        written: list[Any] = []
+        if at is not None:
+            written.append(given[at] if at.__class__ is str else args[at])
+        else:
+            arguments = self.info.op._schema.arguments
+            for position in self.info.mutated:
+                name = arguments[position].name
+                value = args[position] if position < len(args) else given.get(name)
+                written += value if value.__class__ in (list, tuple) else [value]
+            written = [one for one in written if isinstance(one, Wrapper)]
+        for one in written:
+            if one._detached_view:
+                raise fallback.lost_write(one)
+        result = call(*locals_, **kwargs)
+        if self.counts_write or at is None:  # torch leaves out the members of lists
+            increment_version(written)
+        if at is not None:
+            return written[0]
+        if self.info.op._schema.returns:
+            return self._wrapped(cls, result)
+        return args[0] if self.counts_write else None  # torch's functions give back the list they wrote
 
     def for_function(self) -> Plan:
         """This plan for calls that do not pass through torch, which would count the writes."""
-        if self.returns_input is None:
+        if not self.info.mutated:
             return self
         counting = copy.copy(self)
         counting.counts_write = True

@@ -50,9 +50,44 @@ functorch_level = cast("Callable[[], object]", torch._C._functorch.peek_interpre
 make_wrapper = cast("Callable[..., torch.Tensor]", torch.Tensor._make_wrapper_subclass)
 
 
+# torch's own binding of an op is 0.8 us faster than the OpOverload's entry. Listed are ops whose binding
+# takes the same arguments, by position or name as the schema says.
+_BINDINGS: dict[object, Callable[..., Any]] = {
+    getattr(getattr(torch.ops.aten, name), overload): binding
+    for name, overload, binding in (
+        ("_foreach_add_", "List", torch._foreach_add_),
+        ("_log_softmax", "default", torch._log_softmax),
+        ("_softmax", "default", torch._softmax),
+        ("add", "Tensor", torch.add),
+        ("add_", "Tensor", torch.Tensor.add_),
+        ("addmm", "default", torch.addmm),
+        ("bmm", "default", torch.bmm),
+        ("cat", "default", torch.cat),
+        ("clone", "default", torch.clone),
+        ("detach", "default", torch.Tensor.detach),
+        ("div", "Tensor", torch.div),
+        ("expand", "default", torch.Tensor.expand),
+        ("mean", "default", torch.mean),
+        ("mean", "dim", torch.mean),
+        ("mm", "default", torch.mm),
+        ("mul", "Tensor", torch.mul),
+        ("native_layer_norm", "default", torch.native_layer_norm),
+        ("permute", "default", torch.permute),
+        ("relu", "default", torch.relu),
+        ("sub", "Tensor", torch.sub),
+        ("sum", "default", torch.sum),
+        ("sum", "dim_IntList", torch.sum),
+        ("t", "default", torch.t),
+        ("transpose", "int", torch.transpose),
+        ("unsqueeze", "default", torch.unsqueeze),
+        ("view", "default", torch.Tensor.view),
+    )
+}
+
+
 def kernel_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """The C entry of `op`, without OpOverload's Python `__call__` (0.3 us)."""
-    return op._op
+    """The fastest way to call `op`: its binding, or its C entry without OpOverload's Python `__call__`."""
+    return _BINDINGS.get(op) or op._op
 
 
 def ranks_of_mesh(mesh: DeviceMesh) -> list[int]:

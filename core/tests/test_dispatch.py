@@ -17,6 +17,7 @@ from dtbench_core import (
     CoreError,
     DTensor,
     Partial,
+    PlacementError,
     Replicate,
     Shard,
     cache_info,
@@ -350,3 +351,21 @@ def test_optimizers_and_clipping_run(mesh: DeviceMesh) -> None:
 def test_repr_says_what_it_is(x: DTensor) -> None:
     assert repr(x).startswith("DTensor(float32[8, 4] S(0) on 8 cpu mesh, local=tensor(")
     assert dtbench_core.DTensor is DTensor
+
+
+def test_fast_writes_to_lists_count_each(mesh: DeviceMesh) -> None:
+    xs = [distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)]) for _ in range(3)]
+    ys = [distribute_tensor(torch.full((8, 2), 2.0), mesh, [Shard(0)]) for _ in range(3)]
+    for step in range(4):
+        versions = [x._version for x in xs]
+        assert torch._foreach_add_(xs, ys)[0] is xs[0]
+        assert [x._version for x in xs] == [v + 1 for v in versions]
+        assert all(bool((x.to_local() == 3 + 2 * step).all()) for x in xs)
+
+
+def test_a_lost_write_is_refused_in_lists_too(mesh: DeviceMesh) -> None:
+    x = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)])
+    y = distribute_tensor(torch.ones(1, 2), mesh, [Replicate()])
+    for _ in range(3):
+        with pytest.raises(PlacementError, match="the view is a copy"):
+            torch._foreach_add_([x[:1]], [y])

@@ -1,13 +1,43 @@
-"""Ops whose answer is a Python value: every rank needs the whole tensors to give the same answer."""
+"""Ops whose answer is a Python value, which every rank must give alike."""
 
 from __future__ import annotations
 
-from dtbench_core.rules.base import OpCall, Strategy, aten, rule
+from typing import Any
+
+import torch
+
+from dtbench_core import comm
+from dtbench_core.rules.base import OpCall, Strategy, aten, decomposition, rule
+from dtbench_core.wrapper import Wrapper
 
 
 @rule(aten._local_scalar_dense.default, aten.equal.default)
 def whole_tensors(call: OpCall) -> Strategy:
     return Strategy([])
+
+
+@decomposition(aten.equal.default)
+def equal(one: Any, other: Any) -> Any:
+    """Every rank compares what it holds, and they agree by one flag. Two tensors placed otherwise move."""
+    if not isinstance(one, Wrapper) or not isinstance(other, Wrapper):
+        return NotImplemented
+    spec, as_well = one._spec, other._spec
+    alike = spec is as_well or (
+        spec.info is as_well.info
+        and (spec.placements, spec.shape, spec.dtype) == (as_well.placements, as_well.shape, as_well.dtype)
+    )
+    if not alike or spec.has_partial() or spec.info.coordinate is None:
+        return NotImplemented
+    ours, theirs = one._local_tensor, other._local_tensor
+    if ours.__class__ is torch.Tensor:
+        made = torch.ones if torch.equal(ours, theirs) else torch.zeros
+        same = made((), dtype=torch.int32, device=ours.device)
+    else:  # of simulated ranks, each has its own answer
+        same = (ours == theirs).all().int()
+    for placement, group in zip(spec.placements, spec.info.groups, strict=True):
+        if not placement.is_replicate():
+            comm.all_reduce(same, group, "min")
+    return bool(same.item())
 
 
 @rule(aten.is_same_size.default)
