@@ -6,6 +6,7 @@ only through the ops that are linear in the inputs holding it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from dtbench_core.placement import REDUCE_OPS, REPLICATE, Partial, Placement, Sh
 from dtbench_core.rules import base
 from dtbench_core.rules.base import (
     OpCall,
+    Placed,
     Row,
     Strategy,
     along,
@@ -24,6 +26,7 @@ from dtbench_core.rules.base import (
     pending,
     rule,
 )
+from dtbench_core.spec import DTensorSpec
 from dtbench_core.wrapper import Wrapper
 
 
@@ -155,33 +158,69 @@ def conjugate(tensor: Wrapper) -> Wrapper:
 
 @rule(aten._to_copy.default)
 def cast(call: OpCall) -> Strategy:
-    """A cast between floating dtypes passes a pending sum; one to integers truncates, so it does not."""
-    linear = linear_rows(call, 1) if _floating(call) else []
+    """A cast to a floating dtype that holds all values of the old one passes a pending sum. A narrower one would
+    round every term, one to integers cut it."""
+    linear = linear_rows(call, 1) if _widens(call) else []
     return Strategy([*along(range(call.inputs[0].ndim), 1, 1), *linear])
 
 
-def _floating(call: OpCall) -> bool:
-    dtypes = [call.inputs[-1].dtype, *(meta.dtype for meta in call.outputs if meta is not None)]
-    return all(dtype.is_floating_point for dtype in dtypes)
+def _widens(call: OpCall) -> bool:
+    source, meta = call.inputs[-1].dtype, call.outputs[0]
+    if meta is None or not (source.is_floating_point and meta.dtype.is_floating_point):
+        return False
+    return torch.promote_types(source, meta.dtype) == meta.dtype
 
 
-@rule(aten.copy_.default, aten.copy.default, aten.fill_.Scalar, aten.fill_.Tensor)
-@rule(aten.fill.Scalar, aten.fill.Tensor)
-def overwrite(call: OpCall) -> Strategy:
+@rule(aten.copy_.default, aten.copy.default)
+def copy(call: OpCall) -> Strategy:
     """A written tensor keeps its placement, the source follows."""
-    copies = call.op in (aten.copy_.default, aten.copy.default)
     same = call.inputs[0].dtype == call.inputs[-1].dtype
-    linear = linear_rows(call, 2) if copies and (same or _floating(call)) else []
+    linear = linear_rows(call, 2) if same or _widens(call) else []
     return Strategy([*pointwise(call).rows, *linear])
 
 
-@rule(aten.masked_fill_.Scalar, aten.masked_fill_.Tensor, aten.masked_fill.Tensor)
+@rule(aten.fill_.Scalar, aten.fill_.Tensor, aten.fill.Scalar, aten.fill.Tensor)
+def fill(call: OpCall) -> Strategy:
+    """(self, value): self is not read."""
+    return _filled(call, 0, REDUCE_OPS)
+
+
+@rule(aten.masked_fill.Scalar, aten.masked_fill_.Scalar, aten.masked_fill.Tensor, aten.masked_fill_.Tensor)
 def masked_fill(call: OpCall) -> Strategy:
-    """(self, mask, value?). A number is filled in on every rank: right for a pending extremum, and for a pending
-    sum if it is 0. A tensor may be pending itself."""
-    exact = call["value"] == 0 if len(call.inputs) == 2 else True
-    ops = ("sum", "max", "min") if exact else ("max", "min")
-    return Strategy([*pointwise(call).rows, *_selecting(call, 1, ops)])
+    """(self, mask, value). Not over an average: a mask's lowest number, on every rank, overflows the sum on the
+    way to it."""
+    return _filled(call, 1, ("sum", "product", "max", "min"))
+
+
+def _filled(call: OpCall, masks: int, ops: tuple[str, ...]) -> Strategy:
+    """(self, masks..., value): self may be pending, and gets a term of the value on each rank."""
+    op, whole = call.op, (REPLICATE,) * (len(call.inputs) - 1)
+    rows = [Row((Partial(kind), *whole), (Partial(kind),)) for kind in ops if pending(call, kind)]
+
+    def localize(placed: Placed) -> Callable[..., torch.Tensor] | None:
+        neutral = neutral_term(placed.inputs[0])
+        if neutral is None:
+            return None
+
+        def run(local: torch.Tensor, *args: Any) -> torch.Tensor:
+            value = args[masks]
+            term = torch.full_like(value, neutral) if isinstance(value, torch.Tensor) else neutral
+            return op(local, *args[:masks], term)  # type: ignore[no-any-return]
+
+        return run
+
+    return Strategy([*pointwise(call).rows, *rows], localize=localize)
+
+
+def neutral_term(spec: DTensorSpec) -> int | None:
+    """What this rank's term of a value is, where it is not the value: one rank of a pending sum or product holds
+    the value, the others what changes nothing. All ranks of another reduction hold the value."""
+    for placement, index in zip(spec.placements, spec.info.my_coordinate(), strict=True):
+        if index > 0 and placement.is_partial("sum"):
+            return 0
+        if index > 0 and placement.is_partial("product"):
+            return 1
+    return None
 
 
 @rule(aten.where.self)
@@ -264,21 +303,17 @@ def searchsorted(call: OpCall) -> Strategy:
     return Strategy(rows)
 
 
-@rule(
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.empty_like.default,
-    aten.full_like.default,
-    aten.zero_.default,
-)
+@rule(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default)
 def like(call: OpCall) -> Strategy:
     """Fresh values of the input's shape: its shards are kept, a Partial's values are not read."""
     rows = along(range(call.inputs[0].ndim), 1, 1)
-    if call.op is aten.zero_.default:
-        return Strategy([*rows, *linear_rows(call, 1)])
-    return Strategy(
-        [*rows, *(Row((Partial(op),), (REPLICATE,)) for op in ("sum", "avg") if pending(call, op))]
-    )
+    return Strategy([*rows, *(Row((Partial(op),), (REPLICATE,)) for op in REDUCE_OPS if pending(call, op))])
+
+
+@rule(aten.zero_.default)
+def zero(call: OpCall) -> Strategy:
+    """Zeros are a zero, whatever is pending."""
+    return Strategy([*along(range(call.inputs[0].ndim), 1, 1), *linear_rows(call, 1, ops=REDUCE_OPS)])
 
 
 @rule(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default)

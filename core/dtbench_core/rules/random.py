@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from dtbench_core import random
-from dtbench_core.placement import REPLICATE, Partial, Shard
-from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, along, aten, rule
+from dtbench_core.placement import REDUCE_OPS, REPLICATE, Partial, Shard
+from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, along, aten, linear_rows, rule
+from dtbench_core.rules.pointwise import neutral_term
 
 
 @rule(
@@ -34,14 +35,16 @@ def fill(call: OpCall) -> Strategy:
 
     def localize(placed: Placed) -> Callable[..., torch.Tensor]:
         (spec,) = placed.inputs
+        neutral = neutral_term(spec)
 
         def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             drawn = random.draw_like(spec, local.device, lambda whole: call.op(whole, *args, **kwargs))
-            return local.copy_(drawn)
+            return local.copy_(drawn) if neutral is None else local.fill_(neutral)
 
         return run
 
-    return Strategy(along(range(call.inputs[0].ndim), 1, 1), localize=localize)
+    rows = [*along(range(call.inputs[0].ndim), 1, 1), *linear_rows(call, 1, ops=REDUCE_OPS)]
+    return Strategy(rows, localize=localize)
 
 
 @rule(
