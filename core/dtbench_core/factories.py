@@ -49,9 +49,9 @@ def ones(
 
 def zeros(
     *size: Any,
+    requires_grad: bool = False,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:

@@ -12,7 +12,16 @@ import torch.distributed as dist
 from torch import nn
 
 from core.tests.gloo_world import Worlds, mesh_of
-from dtbench_core import CoreError, DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from dtbench_core import (
+    CoreError,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    count_collectives,
+    distribute_module,
+    distribute_tensor,
+)
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
@@ -246,6 +255,39 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         lambda t, m: torch.add(*[distribute_tensor(t, m, [S0])] * 2, out=DTensor.from_local(t, m, [P])),
         "expected Shard or Replicate",
     ),
+    "distributed local": (
+        lambda t, m: DTensor.from_local(distribute_tensor(t, m, [S0]), m, [S0]),
+        "from_local got a DTensor, .* expected a plain tensor: use redistribute",
+    ),
+    "gradient placements": (
+        lambda t, m: DTensor.from_local(t, m, [S0], grad_placements=[S0, S0]),
+        "got 2 placements",
+    ),
+    "gradient of the local": (
+        lambda t, m: distribute_tensor(t.requires_grad_(), m, [S0]).to_local(grad_placements=[Shard(3)]),
+        r"got Shard\(3\) for a tensor of 2 dims",
+    ),
+    "moved dim": (
+        lambda t, m: distribute_tensor(t, m, [S0]).redistribute(placements=[Shard(-3)]),
+        r"got Shard\(-3\) for a tensor of 2 dims, expected a dim in \[-2, 2\)",
+    ),
+    "moved too few": (
+        lambda t, m: distribute_tensor(t, mesh_of((2, 2)), [S0, R]).redistribute(placements=[R]),
+        "got 1 placements .* expected one for each of its 2 dims",
+    ),
+    "between reductions": (
+        lambda t, m: DTensor.from_local(t, m, [P]).redistribute(placements=[Partial("max")]),
+        "nothing says which terms the ranks should hold",
+    ),
+    "write to a replica": (
+        lambda t, m: DTensor.from_local(t, m, [P]).add_(1),
+        "would have to move the tensor it writes to",
+    ),
+    "mixed list": (
+        lambda t, m: torch.cat([distribute_tensor(t, m, [S0]), t]),
+        "plain torch.Tensor of shape .* together with a DTensor",
+    ),
+    "unknown reduction": (lambda t, m: Partial("median"), "expected one of sum, avg"),
     "lost write": (
         lambda t, m: distribute_tensor(t, m, [S0])[:1].fill_(0),
         "the view is a copy",
@@ -253,17 +295,26 @@ MISTAKES: dict[str, tuple[Any, str]] = {
 }
 
 
-def _mistake(name: str) -> tuple[bool, str]:
+# The first two ask the other ranks what they hold, which is how all of them come to the same error; the
+# third has made a view, rightly, before it writes to it.
+SENDING = {"ranks differ", "wrong shape", "lost write"}
+
+
+def _mistake(name: str) -> tuple[bool, str, int]:
+    """(an error of our own?, its message, collectives beyond the ones that spread the inputs)."""
     mesh_of((2, 2))
-    try:
-        MISTAKES[name][0](torch.ones(2, 2), mesh_of((4,)))
-    except Exception as error:
-        return isinstance(error, CoreError), str(error)
-    return False, "nothing was raised"
+    with count_collectives() as count:
+        try:
+            MISTAKES[name][0](torch.ones(2, 2), mesh_of((4,)))
+        except Exception as error:
+            sent = {k: n for k, n in count.calls.items() if k not in ("scatter", "broadcast")}
+            return isinstance(error, (CoreError, ValueError)), str(error), sum(sent.values())
+    return False, "nothing was raised", 0
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_get_one_clear_error_everywhere(ranks: Worlds, name: str) -> None:
-    for ours, message in ranks(_mistake, name):
+    for ours, message, sent in ranks(_mistake, name):
         assert re.search(MISTAKES[name][1], message), message
         assert ours and "\n" not in message
+        assert sent == 0 or name in SENDING, "raised before anything is sent"

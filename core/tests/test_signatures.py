@@ -1,0 +1,100 @@
+"""The public API of torch.distributed.tensor, name by name and parameter by parameter, against the core's
+(tensor parallelism apart: see test_parallel.py)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.tensor as theirs
+import torch.distributed.tensor.debug
+import torch.distributed.tensor.experimental
+from torch.distributed.tensor._utils import ExplicitRedistributionContext
+
+import dtbench_core as ours
+
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="the signatures are those of torch 2.13; older ones lack parameters",
+)
+
+MODULES: dict[str, tuple[Any, Any]] = {
+    "tensor": (theirs, ours),
+    "experimental": (torch.distributed.tensor.experimental, ours),
+    "debug": (torch.distributed.tensor.debug, ours),
+}
+# What the core does not have, and why.
+LEFT_OUT = {
+    "context_parallel": "attention over a sharded sequence has no place in the core",
+    "CommDebugMode": "count_collectives() counts calls and bytes",
+}
+METHODS = ("from_local", "to_local", "redistribute", "full_tensor")
+PROPERTIES = ("device_mesh", "placements")
+
+
+def _names() -> list[tuple[str, str]]:
+    return [(module, name) for module, (public, _) in MODULES.items() for name in public.__all__]
+
+
+def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+    """(name, kind, default) of every parameter, without `self` and without the annotations."""
+    listed = inspect.signature(function).parameters.values()
+    return [(p.name, p.kind, p.default) for p in listed if p.name != "self"]
+
+
+@pytest.mark.parametrize(("module", "name"), _names())
+def test_every_public_name(module: str, name: str) -> None:
+    public, core = MODULES[module]
+    if name in LEFT_OUT and not hasattr(core, name):
+        return
+    assert hasattr(core, name), f"{name} is neither there nor in LEFT_OUT"
+    if not inspect.isclass(getattr(public, name)):
+        assert _parameters(getattr(core, name)) == _parameters(getattr(public, name))
+
+
+def test_what_is_left_out_is_not_there() -> None:
+    known = {name for _, name in _names()}
+    assert set(LEFT_OUT) <= known, "an entry for a name that torch does not have"
+    assert all(reason for reason in LEFT_OUT.values())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods(name: str) -> None:
+    assert _parameters(getattr(ours.DTensor, name)) == _parameters(getattr(theirs.DTensor, name))
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_properties(name: str) -> None:
+    assert isinstance(inspect.getattr_static(theirs.DTensor, name), property)
+    assert isinstance(inspect.getattr_static(ours.DTensor, name), property)
+
+
+def test_explicit_redistribution_context() -> None:
+    mine = _parameters(ours.ExplicitRedistributionContext.__init__)
+    assert mine == _parameters(ExplicitRedistributionContext.__init__)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda api: api.Shard(1),
+        lambda api: api.Shard(dim=0),
+        lambda api: api.Replicate(),
+        lambda api: api.Partial(),
+        lambda api: api.Partial("max"),
+        lambda api: api.Partial(reduce_op="avg"),
+    ],
+)
+def test_placements_are_made_and_asked_alike(make: Callable[[Any], Any]) -> None:
+    one, other = make(ours), make(theirs)
+    assert isinstance(one, ours.Placement)
+    for question in ("is_shard", "is_replicate", "is_partial"):
+        assert getattr(one, question)() == getattr(other, question)()
+    assert one.is_shard(dim=1) == other.is_shard(dim=1)
+    assert one.is_partial(reduce_op="avg") == other.is_partial(reduce_op="avg")
+    assert one == make(ours) and hash(one) == hash(make(ours))
+    for field in ("dim", "reduce_op"):
+        assert getattr(one, field, None) == getattr(other, field, None)
