@@ -217,12 +217,11 @@ def gather(call: OpCall) -> Strategy:
     if source.ndim != index.ndim or not source.ndim:
         return Strategy(_pending_rows(call, (0,), REDUCE_OPS))
     picked = call.dim()
-    rows = [
-        Row((Shard(d), Shard(d)), (Shard(d),))
-        for d in range(source.ndim)
-        if d != picked and source.shape[d] == index.shape[d]
-    ]
-    rows += [Row((REPLICATE, Shard(d)), (Shard(d),)) for d in range(index.ndim)]
+    # One of the two for each dim: over two mesh dims, a mixture would cut self and index at different places.
+    rows = []
+    for d in range(source.ndim):
+        alike = d != picked and source.shape[d] == index.shape[d]
+        rows.append(Row((Shard(d) if alike else REPLICATE, Shard(d)), (Shard(d),)))
 
     def localize(placed: Placed) -> Callable[..., torch.Tensor] | None:
         held, asked = placed.inputs
