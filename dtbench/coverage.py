@@ -20,15 +20,14 @@ from dtbench.model import Result, Run
 VERDICTS = ("wrong", "hang", "error", "no rule", "random differs", "refused", "pass")
 NOTHING = "n/a"
 FALLBACKS = "fallbacks"
+SUITE = "coverage"
 MODES = ("even", "uneven", "partial", "mesh2x2", "inplace", "out")
 _SCHEMA = 1
 
 
 def has_verdicts(result: Result) -> bool:
     """Whether it is a verdict on an op, not a time."""
-    return "mode" in result.params and (
-        any(v in result.counters for v in VERDICTS) or result.status == "skipped"
-    )
+    return result.suite == SUITE and "mode" in result.params
 
 
 def verdict_of(result: Result) -> str:

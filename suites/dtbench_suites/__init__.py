@@ -3,7 +3,6 @@
 Reading order: `data` (what all share), then any suite; each stands alone.
 """
 
-from dtbench_suites import bucketer, collectives, dispatch, redistribute, tensor_parallel
-from dtbench_suites.coverage import suite as coverage
+from dtbench_suites import bucketer, collectives, coverage, dispatch, redistribute, tensor_parallel
 
 __all__ = ["bucketer", "collectives", "coverage", "dispatch", "redistribute", "tensor_parallel"]

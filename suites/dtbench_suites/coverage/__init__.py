@@ -2,10 +2,17 @@
 
 Reading order:
 
+    verdicts what can come of a case
     samples  an op's sample arguments, and the placements they are tried in
     judge    one case: the op on four simulated ranks against the plain op
     worker   a process that judges ops, so that a crash in native code costs one op's verdict
     pool     the workers: hands out ops, watches the time
-    table    verdicts per op and mode: tables, the committed file, what became worse
     suite    `dtbench run coverage`
+
+`dtbench.coverage` makes the tables. `python -m dtbench_suites.coverage` judges in one process, with
+tracebacks.
 """
+
+from dtbench_suites.coverage import suite
+
+__all__ = ["suite"]

@@ -1,0 +1,317 @@
+"""The coverage suite: what the judge sees, how samples are placed, workers that die, the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("expecttest", reason="torch's op database imports it")
+
+import dtbench_core as core
+from dtbench.errors import UsageError
+from dtbench.options import RunOptions, split_words
+from dtbench.run import run
+from dtbench_core.simulate import ThreadWorld
+from dtbench_suites.coverage import judge, pool, samples
+from dtbench_suites.coverage.verdicts import RANKS, Caps, Case, OpVerdict, spell, summarize
+
+CAPS = Caps(2, 4)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[ThreadWorld]:
+    with ThreadWorld(RANKS) as made:
+        yield made
+
+
+class MadeUpOp:
+    """An op that is `plain` on tensors and `distributed` on DTensors."""
+
+    name, variant_test_name = "made_up", ""
+    supports_autograd = True
+    supports_out = False
+
+    def __init__(self, distributed: Callable[[Any], Any], plain: Callable[[Any], Any] | None = None) -> None:
+        self._distributed, self._plain = distributed, plain or distributed
+        self.inplace_variant = self.op
+
+    def op(self, x: Any, *args: Any) -> Any:
+        return (self._distributed if isinstance(x, core.DTensor) else self._plain)(x)
+
+    def sample_inputs(self, device: str, dtype: torch.dtype, requires_grad: bool) -> Iterator[Any]:
+        from torch.testing._internal.opinfo.core import SampleInput
+
+        for shape in ((4, 8), (8,)):
+            yield SampleInput(torch.randn(shape, dtype=dtype, device=device, requires_grad=requires_grad))
+
+
+@pytest.fixture
+def verdict_on(world: ThreadWorld, monkeypatch: pytest.MonkeyPatch) -> Callable[..., OpVerdict]:
+    def judge_it(
+        distributed: Callable[[Any], Any], plain: Callable[[Any], Any] | None = None, mode: str = "even"
+    ) -> OpVerdict:
+        samples.op_names()
+        monkeypatch.setitem(samples._ops, "made_up", MadeUpOp(distributed, plain))
+        return summarize("made_up", mode, "core", list(judge.judge_op(world, "made_up", mode, "core", CAPS)))
+
+    return judge_it
+
+
+# ---- what the judge sees ----
+
+
+def _relabelled(x: Any) -> Any:
+    """A shard that claims to be the whole."""
+    whole = torch.zeros(x.shape)
+    whole[: x.to_local().shape[0]] = x.to_local()[:1].flatten()[0]
+    return core.DTensor.from_local(whole, x.device_mesh, [core.Replicate()], run_check=False)
+
+
+def _on_rank_2(error: Exception) -> Callable[[Any], Any]:
+    def distributed(x: Any) -> Any:
+        if dist.get_rank() == 2:
+            raise error
+        dist.barrier()
+        return x.sum()
+
+    return distributed
+
+
+def _raises(error: Exception) -> Callable[[Any], Any]:
+    def distributed(x: Any) -> Any:
+        raise error
+
+    return distributed
+
+
+def _noise_of_the_rank(x: Any) -> Any:
+    torch.rand(1 + dist.get_rank())
+    local = x.to_local() + torch.rand(x.to_local().shape)
+    return core.DTensor.from_local(
+        local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
+
+
+@pytest.mark.parametrize(
+    ("distributed", "plain", "verdict", "reason"),
+    [
+        (lambda x: x * 2, None, "pass", ""),
+        (lambda x: x * 2.01, lambda x: x * 2, "wrong", "elements differ"),
+        (lambda x: x.double(), lambda x: x * 1, "wrong", "got torch.float64, expected torch.float32"),
+        (lambda x: x.sum(), lambda x: x * 1, "wrong", "got shape []"),
+        (lambda x: (x, x), lambda x: x * 1, "wrong", "got 2 results, expected 1"),
+        (lambda x: x.detach() * 2, lambda x: x * 2, "wrong", "backward: no result requires grad"),
+        (lambda x: x.detach() + x, lambda x: x * 2, "wrong", "backward: the gradient of input 0"),
+        (_relabelled, lambda x: x * 1, "wrong", "result 0"),
+        (
+            _on_rank_2(ValueError("no")),
+            torch.sum,
+            "hang",
+            "rank 2 raised ValueError: no while ranks 0, 1, 3 waited",
+        ),
+        (_raises(RuntimeError("broken")), torch.sum, "error", "RuntimeError: broken"),
+        (_raises(NotImplementedError("later")), torch.sum, "no rule", "later"),
+        (_raises(RuntimeError("op does not have a sharding strategy")), torch.sum, "no rule", "strategy"),
+        (_raises(core.PlacementError("cannot")), torch.sum, "refused", "cannot"),
+        (_noise_of_the_rank, lambda x: x + torch.rand_like(x), "random differs", "elements differ"),
+        (lambda x: x + torch.zeros(3, 3), lambda x: x * 1, "error", "MixedTensorError"),
+    ],
+)
+def test_the_judge_sees(
+    verdict_on: Callable[..., OpVerdict], distributed: Any, plain: Any, verdict: str, reason: str
+) -> None:
+    got = verdict_on(distributed, plain)
+    assert (got.verdict, sum(got.counts.values()) > 0) == (verdict, True), got
+    assert reason in got.reason
+
+
+def test_an_op_without_anything_to_compare_is_no_verdict(verdict_on: Callable[..., OpVerdict]) -> None:
+    got = verdict_on(lambda x: x, _raises(RuntimeError("not for these")))
+    assert (got.verdict, got.counts) == ("n/a", {})
+
+
+def test_the_worst_case_is_the_verdict_of_the_op() -> None:
+    cases = [
+        Case(0, (("R",),), "pass"),
+        Case(1, (("S0",), ("R",)), "no rule", "forward", "none"),
+        Case(2, (("S1",),), "hang", "backward", "first"),
+        Case(3, (("S1",),), "hang", "backward", "second"),
+    ]
+    got = summarize("op", "even", "core", cases)
+    assert got.verdict == "hang" and got.reason == "sample 2, S1: backward: first"
+    assert got.counts == {"hang": 2, "no rule": 1, "pass": 1}
+
+
+@pytest.mark.parametrize("impl", ["core", "torch"])
+@pytest.mark.parametrize("mode", ["even", "uneven", "partial", "mesh2x2", "inplace", "out"])
+def test_a_plain_op_passes_in_every_mode(world: ThreadWorld, mode: str, impl: str) -> None:
+    judge.quiet()
+    got = summarize("mul", mode, impl, list(judge.judge_op(world, "mul", mode, impl, Caps(3, 3))))
+    assert got.verdict == "pass" and got.counts["pass"] >= 3, got
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted", "problem"),
+    [
+        (torch.ones(3), torch.ones(3), ""),
+        (torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]), ""),
+        (torch.tensor([1e-5, 100.0]), torch.tensor([0.0, 100.0]), ""),  # within the scale of the tensor
+        (torch.tensor([1.0, 100.0]), torch.tensor([2.0, 100.0]), "1 of 2 elements differ"),
+        (torch.tensor([torch.nan]), torch.tensor([1.0]), "1 of 1"),
+        (torch.tensor([torch.inf]), torch.tensor([1.0]), "1 of 1"),
+        (torch.tensor([1]), torch.tensor([2]), "1 of 1"),
+        (torch.tensor([1j]), torch.tensor([-1j]), "elements differ"),
+        (torch.ones(3), torch.ones(3, 1), "got shape [3], expected [3, 1]"),
+        (torch.ones(3), 1.0, "got a tensor, expected float"),
+        (3, torch.ones(3), "got int, expected a tensor"),
+        (3, 3, ""),
+        (3, 4, "got 3, expected 4"),
+        (float("nan"), float("nan"), ""),
+    ],
+)
+def test_differences(got: Any, wanted: Any, problem: str) -> None:
+    found = judge.difference(got, wanted)
+    assert problem in found and bool(found) == bool(problem)
+
+
+# ---- samples and placements ----
+
+
+def test_samples_are_the_same_every_time_and_fit_their_mode() -> None:
+    even = samples.samples_of("add", "even", 4)
+    assert len(even) == 4
+    uneven = samples.samples_of("add", "uneven", 4)
+    again = samples.samples_of("add", "even", 4)
+    for one, other in zip(even, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.values, other.values, strict=True))
+    assert all(size % RANKS == 0 for one in even for value in one.values for size in value.shape if size > 2)
+    assert any(size % RANKS for one in uneven for value in one.values for size in value.shape)
+    assert samples.has_mode("add", "inplace") and not samples.has_mode("nn.functional.dropout", "out")
+
+
+@pytest.mark.parametrize("mode", ["even", "uneven", "partial", "mesh2x2"])
+def test_placements_fit_their_mode(mode: str) -> None:
+    tensors = [torch.ones(4, 5, 8), torch.ones(5, 8), torch.ones(8, dtype=torch.int64), torch.ones(())]
+    found = samples.places_of(tensors, mode, 40, "salt")
+    assert found == samples.places_of(tensors, mode, 40, "salt")
+    assert 40 >= len(found) == len(set(found)) > 6
+    for places in found:
+        for place, tensor in zip(places, tensors, strict=True):
+            shards = [int(p[1:]) for p in place if p.startswith("S")]
+            ways = 2 if mode == "mesh2x2" else RANKS
+            for dim in shards:
+                assert mode == "uneven" or tensor.shape[dim] % ways ** shards.count(dim) == 0
+            assert not any(p.startswith("P") for p in place) or tensor.is_floating_point()
+    flat = {p for places in found for place in places for p in place}
+    assert ("Psum" in flat and "S0" not in flat) if mode == "partial" else "S0" in flat
+    if mode == "uneven":
+        assert "S1" in {place[0] for places in found for place in places[:1]}  # 5 rows on 4 ranks
+    assert spell(found[0]).count("|") == 3
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max"])
+def test_the_parts_of_a_partial_tensor_make_the_tensor(op: str) -> None:
+    full = torch.tensor([1.5, -2.0, 0.0, torch.inf, -torch.inf])
+    parts = torch.stack([judge._part(full.clone(), op, rank) for rank in range(RANKS)])
+    whole = {"sum": parts.sum(0), "avg": parts.mean(0), "max": parts.amax(0)}[op]
+    assert torch.equal(whole, full)
+    assert len({tuple(part.tolist()) for part in parts}) == RANKS
+
+
+# ---- workers ----
+
+
+def test_a_dead_worker_costs_one_verdict() -> None:
+    jobs = [pool.Job(op, "even", "core", 1, 1) for op in ("no such op", "abs", "neg")]
+    found = {job.op: verdict for job, verdict in pool.judge_all(jobs, 1)}
+    assert found["no such op"].verdict == "error" and "KeyError" in found["no such op"].reason
+    assert found["abs"].verdict == found["neg"].verdict == "pass"
+
+
+def test_a_worker_that_takes_too_long_is_ended() -> None:
+    jobs = [pool.Job("nn.functional.conv2d", "even", "core", 12, 8)]
+    [(_, verdict)] = pool.judge_all(jobs, 1, timeout_s=0.05)
+    assert verdict.verdict in ("error", "hang") and "no answer within" in verdict.reason
+
+
+# ---- the command line ----
+
+
+def _dtbench(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dtbench", *args], capture_output=True, text=True, timeout=300
+    )
+
+
+def test_a_run_its_table_and_its_baseline(tmp_path: Path) -> None:
+    path, table, baseline = (tmp_path / name for name in ("run.jsonl", "table.md", "baseline.json"))
+    options = [
+        "--impl",
+        "core",
+        "--mode",
+        "even,inplace",
+        "--ops",
+        "^(abs|mean)$",
+        "--samples=2",
+        "--places",
+        "2",
+    ]
+    done = _dtbench("run", "coverage", *options, "-o", str(path))
+    assert done.returncode == 0, done.stderr
+    assert "3 results to measure" in done.stdout and "3 ok" in done.stdout
+    again = _dtbench("run", "coverage", *options, "-o", str(path), "--resume")
+    assert again.returncode == 0 and "is complete already" in again.stdout
+    assert "100.0%" in _dtbench("show", str(path)).stdout
+
+    made = _dtbench("coverage", str(path), "--table", str(table), "--save", str(baseline))
+    assert made.returncode == 0, made.stderr
+    assert "| abs | pass | pass |" in table.read_text() and "| mean | pass |  |" in table.read_text()
+    same = _dtbench("coverage", str(path), "--baseline", str(baseline))
+    assert same.returncode == 0 and "0 worse" in same.stdout
+
+    known = json.loads(baseline.read_text())
+    known["verdicts"]["argsort"] = {"even": "pass"}
+    baseline.write_text(json.dumps(known))
+    worse = _dtbench("coverage", str(path), "--baseline", str(baseline))
+    assert worse.returncode == 1 and "worse: argsort (even): was pass, is not measured" in worse.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("coverage --mode odd", "--mode has odd"),
+        ("coverage --ops (", "no regular expression"),
+        ("coverage --ops=^no.such.op$", "nothing to measure"),
+        ("coverage --samples 0", "expected a number of at least 1"),
+        ("coverage --mode", "--mode needs a value"),
+        ("coverage --mode even --mode out", "--mode is given twice"),
+        ("coverage dispatch", "give it a run of its own"),
+        ("dispatch --mode even", "No such option '--mode'"),
+    ],
+)
+def test_options_that_cannot_be_followed(words: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=re.escape(says)):
+        suites, own = split_words(words.split())
+        run(RunOptions(suites=suites, suite_options=own, output=tmp_path / "run.jsonl"), [])
+    assert not (tmp_path / "run.jsonl").exists()
+
+
+def test_options_about_ranks_are_refused(tmp_path: Path) -> None:
+    options = RunOptions(
+        suites=("coverage",),
+        suite_options={"ops": "^add$"},
+        nproc=2,
+        launches=2,
+        output=tmp_path / "run.jsonl",
+    )
+    with pytest.raises(UsageError, match="coverage starts no ranks: leave --nproc, --launches out"):
+        run(options, [])
