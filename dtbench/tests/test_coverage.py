@@ -1,0 +1,176 @@
+"""Verdicts on ops: sums, the table, the baseline and what became worse. Pure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtbench import coverage
+from dtbench.coverage import Baseline, baseline_of, became_worse, markdown, read_baseline, write_baseline
+from dtbench.errors import UnreadableRunError, UsageError
+from dtbench.model import Plan, Result, Run
+from dtbench.options import refuse_foreign_options, split_words
+from dtbench.registry import Suite
+
+STATUS: dict[str, Any] = {"pass": "ok", "wrong": "wrong", "n/a": "skipped"}
+
+
+def result(op: str, verdict: str, mode: str = "even", impl: str = "core", fallbacks: int = 0) -> Result:
+    counters = {} if verdict == "n/a" else {"pass": 3.0, verdict: 2.0}
+    if fallbacks:
+        counters["fallbacks"] = float(fallbacks)
+    reason = "" if verdict == "pass" else f"why {verdict}"
+    return Result(
+        "coverage", op, impl, {"mode": mode}, STATUS.get(verdict, "failed"), reason, counters=counters
+    )
+
+
+def run_of(*results: Result, torch: str = "2.13.0", options: dict[str, str] | None = None) -> Run:
+    header = {
+        "started": "2026-01-02T03:04:05+00:00",
+        "versions": {"torch": torch},
+        "git": {"commit": "0123456789abcdef"},
+        "plan": {"impls": ["core", "torch"], "quick": True, "options": options or {}},
+    }
+    return Run(Path("run.jsonl"), header, results, True)
+
+
+RUN = run_of(
+    result("mul", "pass"),
+    result("add", "pass", fallbacks=4),
+    result("add", "wrong", impl="torch"),
+    result("add", "refused", "inplace"),
+    result("add", "hang", "inplace", "torch"),
+    result("empty", "n/a"),
+    result("empty", "n/a", impl="torch"),
+    result("sub", "no rule"),
+)
+
+
+def test_an_op_has_the_worst_verdict_of_its_cases() -> None:
+    assert [coverage.verdict_of(r) for r in RUN.results[:4]] == ["pass", "pass", "wrong", "refused"]
+    assert coverage.verdict_of(result("x", "n/a")) == "n/a"
+
+
+def test_sums_per_mode_and_impl() -> None:
+    even, even_torch, inplace, _ = coverage.summaries(RUN.results)
+    assert (even.mode, even.impl, even.tested, even.by_fallback) == ("even", "core", 3, 1)
+    assert even.percent == pytest.approx(200 / 3) and even.ops == {"pass": 2, "n/a": 1, "no rule": 1}
+    assert even.cases == {"pass": 2 + 2 + 3, "no rule": 2}
+    assert (even_torch.tested, even_torch.percent, inplace.percent) == (1, 0.0, 0.0)
+    head, rows = coverage.summary_rows(RUN.results)
+    assert "error" not in head and "hang" in head and len(rows) == 4
+
+
+def test_the_page_has_a_line_per_op() -> None:
+    page = markdown([RUN])
+    lines = page.splitlines()
+    assert "| add | pass* / wrong | refused / hang |" in lines
+    assert "| mul | pass / - |  |" in lines and "| sub | no rule / - |  |" in lines
+    assert not any(line.startswith("| empty") for line in lines)
+    assert lines.index("| add | pass* / wrong | refused / hang |") < lines.index("| mul | pass / - |  |")
+    assert "Made 2026-01-02 with torch 2.13.0 at commit 0123456789ab" in page
+    assert "`dtbench run coverage --impl core,torch --quick`" in page
+
+
+def test_the_last_of_several_runs_counts() -> None:
+    later = run_of(result("sub", "pass"))
+    assert [coverage.verdict_of(r) for r in coverage.merged([RUN, later]) if r.name == "sub"] == ["pass"]
+
+
+def test_a_baseline_is_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    write_baseline(baseline_of(RUN), path)
+    known = read_baseline(path)
+    assert known == baseline_of(RUN)
+    assert known.verdicts["add"] == {"even": "pass", "inplace": "refused"}  # the core's alone
+    assert known.options == {"quick": "True"}
+    assert len(path.read_text().splitlines()) == len(known.verdicts) + 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "worse", "better"),
+    [
+        ("pass", "pass", 0, 0),
+        ("pass", "refused", 1, 0),
+        ("pass", "wrong", 1, 0),
+        ("pass", "n/a", 1, 0),
+        ("no rule", "pass", 0, 1),
+        ("no rule", "error", 0, 0),
+        ("no rule", "wrong", 1, 0),
+        ("error", "hang", 1, 0),
+        ("wrong", "wrong", 0, 0),
+        ("n/a", "n/a", 0, 0),
+    ],
+)
+def test_what_became_worse(before: str, after: str, worse: int, better: int) -> None:
+    was, now = (Baseline("2.13", {}, {"add": {"even": v}}) for v in (before, after))
+    lines, count = became_worse(was, now)
+    assert (len(lines), count) == (worse, better)
+    assert not lines or lines == [f"add (even): was {before}, is {after}"]
+
+
+def test_an_op_that_was_not_measured_is_worse() -> None:
+    lines, _ = became_worse(Baseline("2.13", {}, {"add": {"even": "error"}}), Baseline("2.13", {}, {}))
+    assert lines == ["add (even): was error, is not measured"]
+
+
+@pytest.mark.parametrize("other", [Baseline("2.11", {}, {}), Baseline("2.13", {"samples": "2"}, {})])
+def test_baselines_of_other_measurements_are_refused(other: Baseline) -> None:
+    with pytest.raises(UsageError, match="the baseline was made with"):
+        became_worse(Baseline("2.13", {}, {}), other)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"schema": 9}', '{"schema": 1, "torch": "2", "options": {}, "verdicts": {"a": 1}}'],
+)
+def test_other_files_are_no_baseline(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "baseline.json"
+    path.write_text(text)
+    with pytest.raises(UnreadableRunError, match=r"baseline\.json"):
+        read_baseline(path)
+
+
+def test_runs_without_verdicts_are_refused() -> None:
+    with pytest.raises(UsageError, match="no verdicts in these runs"):
+        markdown([run_of()])
+
+
+# ---- options that suites declare ----
+
+
+def suite_of(name: str, world: Any = "ranks", **options: str) -> Suite:
+    return Suite(name, lambda plan: iter(()), world, "", options=options)
+
+
+def test_words_are_suites_and_options() -> None:
+    assert split_words(["a", "--mode", "even", "b.py", "--ops=x=y"]) == (
+        ("a", "b.py"),
+        {"mode": "even", "ops": "x=y"},
+    )
+    assert split_words(["--last"]) == ((), {"last": ""})
+    with pytest.raises(UsageError, match="--mode is given twice"):
+        split_words(["--mode", "a", "--mode=b"])
+
+
+@pytest.mark.parametrize(
+    ("suites", "given", "says"),
+    [
+        ([suite_of("a", mode="")], {"nonsense": "1"}, "No such option '--nonsense'.* a has --mode"),
+        ([suite_of("a", mode="")], {"mode": ""}, "--mode needs a value"),
+        ([suite_of("a", mode="")], {"mode": "--other"}, "--mode needs a value"),
+        ([suite_of("a")], {"-x": "1"}, "No such option '-x'"),
+        ([suite_of("a"), suite_of("b", "own")], {}, "b measures without ranks"),
+    ],
+)
+def test_options_nobody_declared_are_refused(suites: list[Suite], given: dict[str, str], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        refuse_foreign_options(suites, given)
+
+
+def test_declared_options_pass() -> None:
+    refuse_foreign_options([suite_of("a", mode=""), suite_of("b")], {"mode": "x"})
+    assert Plan((("tp", 2),), (1,), options={"mode": "x"}).options["mode"] == "x"
