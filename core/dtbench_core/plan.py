@@ -16,7 +16,13 @@ from dtbench_core.metadata import results_of
 from dtbench_core.placement import REPLICATE, Placements
 from dtbench_core.rules.base import OpCall, Placed, Strategy
 from dtbench_core.spec import DTensorSpec
-from dtbench_core.torch_compat import increment_version, is_composite, kernel_of
+from dtbench_core.torch_compat import (
+    DisableTorchFunction,
+    increment_version,
+    is_composite,
+    is_inference_mode_enabled,
+    kernel_of,
+)
 from dtbench_core.wrapper import Wrapper, wrap
 
 Chosen = tuple[tuple[Placements, ...], tuple[Placements, ...]]  # of all inputs, of all outputs
@@ -151,7 +157,15 @@ class Plan:
             locals_[position] = value
         if self.info.mutated:
             return self._write(cls, call, args, given, locals_, kwargs)
-        made = self._wrapped(cls, call(*locals_, **kwargs) if kwargs else call(*locals_))
+        result = call(*locals_, **kwargs) if kwargs else call(*locals_)
+        if self.aliases and is_inference_mode_enabled():
+            # A view is an inference tensor only if its base is: torch ties their versions.
+            with DisableTorchFunction():
+                inference = args[0].is_inference()
+            with torch.inference_mode(inference):
+                made = self._wrapped(cls, result)
+        else:
+            made = self._wrapped(cls, result)
         if self.aliases and (self.moves or args[0]._detached_view):
             for view in made if isinstance(made, (list, tuple)) else (made,):
                 view._detached_view = True

@@ -43,6 +43,7 @@ DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 any_requires_grad = torch._C._any_requires_grad
 any_autocast = torch._C._is_any_autocast_enabled
 increment_version = torch._C._increment_version
+is_inference_mode_enabled = torch.is_inference_mode_enabled
 is_grad_enabled = torch.is_grad_enabled
 get_default_dtype = torch.get_default_dtype
 dispatch_modes_active = torch._C._len_torch_dispatch_stack
