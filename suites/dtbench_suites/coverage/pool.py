@@ -18,9 +18,12 @@ from typing import Any
 
 from dtbench_suites.coverage.verdicts import Case, OpVerdict, summarize
 
-# The slowest op takes some seconds for all its cases on a busy core; and starting takes ten.
+# The slowest op takes some seconds for all its cases on a core of its own, and starting ten; a busy
+# machine takes many times as long.
 OP_TIMEOUT_S = 180.0
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 300.0
+# torch keeps what it worked out per shape without a bound: after so many ops a process has some 500 MB.
+_OPS_PER_WORKER = 400
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ def _drive(todo: Any, done: Any, stop: threading.Event, live: list[_Worker], tim
             verdict = worker.judge(job, timeout_s)
             if not stop.is_set():
                 done.put((job, verdict))
+            if worker.alive and worker.judged == _OPS_PER_WORKER:
+                worker.end()
             if not worker.alive:
                 worker = None
     except BaseException as error:
@@ -120,6 +125,7 @@ class _Worker:
             start_new_session=True,  # an interrupt of the terminal reaches it through us
         )
         self.alive = True
+        self.judged = 0
         self._used_s = 0.0
         live.append(self)
         answers, how = self._read("ready", _START_TIMEOUT_S)
@@ -136,6 +142,7 @@ class _Worker:
                 json.dumps([job.op, job.mode, job.impl, job.samples, job.places]) + "\n"
             )
             self._process.stdin.flush()
+        self.judged += 1
         used = self._cpu_s()
         answers, how = self._read("done", timeout_s)
         cases = [
