@@ -145,7 +145,7 @@ class Undo:
 
     def __init__(self) -> None:
         self._in_step = set(random._in_step)
-        self._fallbacks = Counter(fallback._calls)
+        self._fallbacks, self._warned = Counter(fallback._calls), set(fallback._warned)
 
     def generators_in_step(self) -> None:
         """Meshes whose generators the run brought in step."""
@@ -153,9 +153,10 @@ class Undo:
             random._in_step.discard(info)
 
     def counts(self) -> None:
-        """How often ops were run on replicated inputs."""
+        """How often ops were run on replicated inputs, and which were warned of."""
         fallback._calls.clear()
         fallback._calls.update(self._fallbacks)
+        fallback._warned.intersection_update(self._warned)
 
 
 def depends_on_rank(*values: Any) -> bool:

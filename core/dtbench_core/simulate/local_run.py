@@ -9,6 +9,7 @@ must therefore do the same each time it runs. Its inputs are put back before it 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -214,12 +215,19 @@ class Inputs:
 
 @contextmanager
 def counted_once(count: bool) -> Iterator[Callable[[], None]]:
-    """Counters of collectives see a rank's run only if `count`, and the yielded function is called."""
-    counters = list(comm._counting)
-    seen = comm.CommCount()
+    """Of a rank's run, collectives are counted and warnings shown only if `count` and the yielded function
+    is called: of all runs, those of one rank to the end."""
+    counters, show = list(comm._counting), warnings.showwarning
+    seen, warned = comm.CommCount(), []
     comm._counting[:] = [seen] if count and counters else []
+    warnings.showwarning = lambda *args, **kwargs: warned.append((args, kwargs))
 
     def keep() -> None:
+        if not count:
+            return
+        warnings.showwarning = show
+        for args, kwargs in warned:
+            show(*args, **kwargs)
         for counter in counters:
             counter.calls.update(seen.calls)
             counter.bytes.update(seen.bytes)
@@ -228,3 +236,4 @@ def counted_once(count: bool) -> Iterator[Callable[[], None]]:
         yield keep
     finally:
         comm._counting[:] = counters
+        warnings.showwarning = show

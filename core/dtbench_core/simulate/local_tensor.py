@@ -81,6 +81,21 @@ class LocalTensor(torch.Tensor):
         """The ranks that hold a tensor."""
         return tuple(self._local_tensors)
 
+    @property
+    def data(self) -> torch.Tensor:
+        """The same values outside autograd, sharing memory. May be assigned another LocalTensor."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # torch's setter would take over the metadata and leave the shards behind.
+        if not isinstance(value, LocalTensor):
+            raise SimulationError(
+                f"got .data = a plain {_brief(value)} on a LocalTensor, expected one too: make it inside the mode"
+            )
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._local_tensors = value._local_tensors
+
     def shard(self, rank: int) -> torch.Tensor:
         """What `rank` holds, sharing memory.
 
