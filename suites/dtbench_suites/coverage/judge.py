@@ -334,6 +334,7 @@ def judge_case(
     outcomes = world.outcomes(_on_rank, LIBRARIES[impl], name, mode, sample, places, wanted, stages)
     apart = diverged(outcomes)
     if apart is not None:
+        world.close()  # what the libraries keep per rank and mesh may have gone apart too: start afresh
         own = next((o for o in outcomes if o.error is not None and not o.stopped), outcomes[0])
         return "hang", stages.at[own.rank], apart, own.error
     error = outcomes[0].error
