@@ -100,6 +100,45 @@ def test_ranks_agree_on_lengths(ranks: Worlds) -> None:
         assert got[3:] == [(RaggedShard(0, (5, 3)), RaggedShard(1, (1, 3))), A.tolist()]
 
 
+class Shards(torch.Tensor):
+    """A local tensor made of several, as embedding tables have them: it knows two ops and no `detach`."""
+
+    parts: list[Tensor]
+
+    @staticmethod
+    def __new__(cls, parts: list[Tensor]) -> Shards:
+        shape = (parts[0].shape[0], sum(part.shape[1] for part in parts))
+        made = torch.Tensor._make_wrapper_subclass(cls, shape)  # type: ignore[attr-defined]
+        made.parts = parts
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.ops.aten.view.default, torch.ops.aten._to_copy.default):
+            raise NotImplementedError(f"{func} is not supported here")
+        return Shards([func(part, *args[1:], **(kwargs or {})) for part in args[0].parts])
+
+
+def _wrapped_shards() -> dict[str, Any]:
+    rank = dist.get_rank()
+    parts = [torch.randn(1 if rank % 2 == 0 else 3, 8) for _ in range(2)]
+    mine = Shards(parts)
+    table = DTensor.from_local(mine, mesh_of((4,)), [S0], run_check=False, shape=(8, 16), stride=(16, 1))
+    even = DTensor.from_local(Shards([torch.randn(2, 16)]), mesh_of((4,)), [S0], run_check=False)
+    return {
+        "the same": table.to_local() is mine and table.to_local().parts[1] is parts[1],
+        "shapes": (tuple(table.shape), table.stride(), tuple(even.shape)),
+        "text": sharding_text(even).splitlines()[5].split(),
+    }
+
+
+def test_local_tensors_that_hold_shards_come_back_as_they_are(ranks: Worlds) -> None:
+    for got in ranks(_wrapped_shards):
+        assert got["the same"]
+        assert got["shapes"] == ((8, 16), (16, 1), (8, 16))
+        assert got["text"] == ["4:6", "|", "rank", "2"]
+
+
 # ---- moving ----
 
 PLACEMENTS: list[Placement] = [
