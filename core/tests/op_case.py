@@ -28,6 +28,19 @@ def index_for(like: Any, values: list[Any], placement: Placement) -> Any:
     return distribute_tensor(index, mesh, [placement] * mesh.ndim, src_data_rank=None)
 
 
+def total(parts: list[Any]) -> Any:
+    """One tensor of many of the same shape, which tells them apart."""
+    first, *others = [part.double() * (i + 1) for i, part in enumerate(parts)]
+    for part in others:
+        first = first + part
+    return first
+
+
+def flat(parts: list[Any]) -> Any:
+    """One tensor of many of any shape, which tells them apart."""
+    return torch.cat([part.reshape(-1).double() * (i + 1) for i, part in enumerate(parts)])
+
+
 # Shapes of one and of two inputs; U: uneven on 4 ranks.
 A, B = ((8, 4),), ((8, 4), (8, 4))
 UA, UB = ((5, 3),), ((5, 3), (5, 3))

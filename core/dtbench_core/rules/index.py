@@ -228,7 +228,8 @@ def gather(call: OpCall) -> Strategy:
         windows = [
             (d, asked.local_offset[d] - held.local_offset[d], asked.local_shape[d])
             for d in range(index.ndim)
-            if d != picked and asked.local_shape[d] != held.local_shape[d]
+            if d != picked
+            and (asked.local_offset[d], asked.local_shape[d]) != (held.local_offset[d], held.local_shape[d])
         ]
         if not windows:
             return None
