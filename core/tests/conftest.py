@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from core.tests.gloo_world import Worlds
+from core.tests.local_world import AnyWorlds, LocalWorlds
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +16,12 @@ def ranks() -> Iterator[Worlds]:
     worlds = Worlds()
     yield worlds
     worlds.close()
+
+
+@pytest.fixture(params=["gloo", "local"])
+def worlds(request: pytest.FixtureRequest) -> AnyWorlds:
+    """As `ranks`, for a test of two flavours: on real gloo ranks, and run once for all ranks as LocalTensors."""
+    if request.param == "local":
+        return LocalWorlds()
+    found: Worlds = request.getfixturevalue("ranks")
+    return found

@@ -20,6 +20,7 @@ from core.tests.gloo_world import Worlds, mesh_of
 from core.tests.op_cases import OPS
 from dtbench_core import DTensor, Partial, Placement, Replicate, Shard, dispatch, distribute_tensor
 from dtbench_core.rules.base import ops_with_rules
+from dtbench_core.simulate import maybe_run_for_local_tensor
 
 PLACES = {(4,): 8, (2, 2): 7}  # mesh -> placement combinations tried per op and shape
 
@@ -40,17 +41,19 @@ def _combinations(shapes: tuple[tuple[int, ...], ...], mesh_ndim: int, seed: int
     yield from (everything[i] for i in order[:limit].tolist())
 
 
+@maybe_run_for_local_tensor
+def _weight(index: int, ranks: int) -> float:
+    """Of the term of rank `index`: weights that differ and sum to 1 exactly in binary."""
+    return 0.5 ** min(index + 1, ranks - 1)
+
+
 def place(full: torch.Tensor, mesh: Any, placements: tuple[Placement, ...]) -> DTensor:
     """`full` as a DTensor; a Partial gets different terms on every rank, which add up to it."""
     whole = [Replicate() if p.is_partial() else p for p in placements]
     local = distribute_tensor(full, mesh, whole, src_data_rank=None).to_local()
     for mesh_dim, placement in enumerate(placements):
         if placement.is_partial():
-            ranks, index = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
-            # weights that differ and sum to 1 exactly in binary
-            weights = [0.5 ** (r + 1) for r in range(ranks - 1)]
-            weights.append(1 - sum(weights))
-            local = local * weights[index]
+            local = local * _weight(mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim))
     return DTensor.from_local(local, mesh, placements, shape=full.shape, stride=full.contiguous().stride())
 
 

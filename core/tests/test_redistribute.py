@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.local_world import AnyWorlds, LocalWorlds
 from core.tests.test_ops import place
 from dtbench_core import DTensorSpec, Partial, Placement, PlacementError, Replicate, Shard, count_collectives
 from dtbench_core.placement import Placements, RaggedShard, StridedShard, describe
@@ -119,11 +120,16 @@ def test_every_transition_moves_the_right_data(ranks: Worlds, mesh_shape: Any, s
         assert not wrong, "\n".join(wrong[:5])
 
 
+def test_every_transition_of_local_tensors() -> None:
+    for wrong in LocalWorlds()(_move_all, (2, 2), (5, 7), torch.float64):
+        assert not wrong, "\n".join(wrong[:5])
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.int16, torch.int64, torch.bfloat16, torch.complex64], ids=str
 )
-def test_every_dtype_moves(ranks: Worlds, dtype: torch.dtype) -> None:
-    for wrong in ranks(_move_all, (4,), (5, 7), dtype):
+def test_every_dtype_moves(worlds: AnyWorlds, dtype: torch.dtype) -> None:
+    for wrong in worlds(_move_all, (4,), (5, 7), dtype):
         assert not wrong, "\n".join(wrong[:5])
 
 
@@ -136,11 +142,11 @@ def _reductions() -> dict[str, list[float]]:
     return {op: DTensor.from_local(term, device_mesh, [Partial(op)]).full_tensor().tolist() for op in ops}
 
 
-def test_pending_reductions(ranks: Worlds) -> None:
+def test_pending_reductions(worlds: AnyWorlds) -> None:
     terms = torch.stack([torch.tensor([1.0, 2.0, 3.0]) + r for r in range(4)])
     want = {"sum": terms.sum(0), "avg": terms.mean(0), "max": terms.amax(0), "min": terms.amin(0)}
     want["product"] = terms.prod(0)
-    for got in ranks(_reductions):
+    for got in worlds(_reductions):
         assert got == {op: value.tolist() for op, value in want.items()}
 
 
@@ -162,9 +168,9 @@ def _extrema_with_nan() -> list[str]:
     return wrong
 
 
-def test_extrema_keep_nan(ranks: Worlds) -> None:
+def test_extrema_keep_nan(worlds: AnyWorlds) -> None:
     """Transports compare with < and lose a NaN that is not on the first rank."""
-    assert ranks(_extrema_with_nan) == [[]] * 4
+    assert worlds(_extrema_with_nan) == [[]] * 4
 
 
 def _gradient_of_moves() -> list[str]:
@@ -181,8 +187,8 @@ def _gradient_of_moves() -> list[str]:
     return wrong
 
 
-def test_gradients_pass_through(ranks: Worlds) -> None:
-    assert ranks(_gradient_of_moves) == [[]] * 4
+def test_gradients_pass_through(worlds: AnyWorlds) -> None:
+    assert worlds(_gradient_of_moves) == [[]] * 4
 
 
 def _dtypes() -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
@@ -194,8 +200,8 @@ def _dtypes() -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
     return moved.dtype, quiet.to_local().dtype, tensor.grad.dtype if tensor.grad is not None else None
 
 
-def test_dtypes_of_a_move(ranks: Worlds) -> None:
-    assert ranks(_dtypes)[0] == (torch.float64, torch.float64, torch.float32)
+def test_dtypes_of_a_move(worlds: AnyWorlds) -> None:
+    assert worlds(_dtypes)[0] == (torch.float64, torch.float64, torch.float32)
 
 
 def _counted() -> tuple[dict[str, int], dict[str, int]]:
@@ -207,9 +213,9 @@ def _counted() -> tuple[dict[str, int], dict[str, int]]:
     return dict(count.calls), dict(count.bytes)
 
 
-def test_collectives_are_counted(ranks: Worlds) -> None:
+def test_collectives_are_counted(worlds: AnyWorlds) -> None:
     # 8x4 float32 gathered: 128 bytes; a quarter of it exchanged: 32
-    assert ranks(_counted)[0] == ({"all_gather": 1, "all_to_all": 1}, {"all_gather": 128, "all_to_all": 32})
+    assert worlds(_counted)[0] == ({"all_gather": 1, "all_to_all": 1}, {"all_gather": 128, "all_to_all": 32})
 
 
 # ---- on simulated ranks: any shape, mesh and placements ----

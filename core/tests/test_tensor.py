@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.gloo_world import mesh_of
+from core.tests.local_world import AnyWorlds
 from dtbench_core import (
     CoreError,
     DTensor,
@@ -22,32 +23,36 @@ from dtbench_core import (
     distribute_module,
     distribute_tensor,
 )
+from dtbench_core.simulate import rank_map
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 
-def _source_rank(src: int | None) -> list[float]:
+def _source_rank(src: int | None) -> torch.Tensor:
     mine = torch.arange(5.0) + 10 * dist.get_rank()
-    return distribute_tensor(mine, mesh_of((4,)), [S0], src_data_rank=src).to_local().tolist()
+    return distribute_tensor(mine, mesh_of((4,)), [S0], src_data_rank=src).to_local()
 
 
-def test_distribute_tensor_takes_the_source_ranks_values(ranks: Worlds) -> None:
-    assert ranks(_source_rank, 0) == [[0.0, 1.0], [2.0, 3.0], [4.0], []]
-    assert ranks(_source_rank, 2) == [[20.0, 21.0], [22.0, 23.0], [24.0], []]
-    assert ranks(_source_rank, None) == [[0.0, 1.0], [12.0, 13.0], [24.0], []]
+def test_distribute_tensor_takes_the_source_ranks_values(worlds: AnyWorlds) -> None:
+    def parts(src: int | None) -> list[list[float]]:
+        return [part.tolist() for part in worlds(_source_rank, src)]
+
+    assert parts(0) == [[0.0, 1.0], [2.0, 3.0], [4.0], []]
+    assert parts(2) == [[20.0, 21.0], [22.0, 23.0], [24.0], []]
+    assert parts(None) == [[0.0, 1.0], [12.0, 13.0], [24.0], []]
 
 
-def _distributed_2d() -> tuple[list[list[float]], bool, bool]:
+def _distributed_2d() -> tuple[torch.Tensor, bool, bool]:
     full = torch.arange(12.0).reshape(4, 3).requires_grad_()
     tensor = distribute_tensor(full, mesh_of((2, 2)), [S1, S0])
-    return tensor.to_local().tolist(), tensor.requires_grad, tensor.is_leaf
+    return tensor.to_local().detach(), tensor.requires_grad, tensor.is_leaf
 
 
-def test_distribute_tensor_on_two_mesh_dims(ranks: Worlds) -> None:
+def test_distribute_tensor_on_two_mesh_dims(worlds: AnyWorlds) -> None:
     full = torch.arange(12.0).reshape(4, 3)
-    for rank, (local, needs_grad, leaf) in enumerate(ranks(_distributed_2d)):
+    for rank, (local, needs_grad, leaf) in enumerate(worlds(_distributed_2d)):
         column, row = divmod(rank, 2)
-        assert local == full[2 * row : 2 * row + 2, 2 * column : 2 * column + 2].tolist()
+        assert local.equal(full[2 * row : 2 * row + 2, 2 * column : 2 * column + 2])
         assert needs_grad and leaf
 
 
@@ -61,8 +66,8 @@ def _alias() -> tuple[bool, bool, bool]:
     return bool((tensor.to_local() == 2).all()), bool((cut.to_local() == 1).all()), tensor.shape == (8,)
 
 
-def test_from_local_shares_memory_and_distribute_tensor_does_not(ranks: Worlds) -> None:
-    assert ranks(_alias) == [(True, True, True)] * 4
+def test_from_local_shares_memory_and_distribute_tensor_does_not(worlds: AnyWorlds) -> None:
+    assert worlds(_alias) == [(True, True, True)] * 4
 
 
 def _borders() -> dict[str, Any]:
@@ -73,7 +78,7 @@ def _borders() -> dict[str, Any]:
         mine = torch.ones(2 if name == "shard" else 8, requires_grad=True)
         (DTensor.from_local(mine, mesh, [placement]).full_tensor() * w).sum().backward()
         assert mine.grad is not None
-        out[name] = mine.grad.tolist()
+        out[name] = mine.grad
     tensor = distribute_tensor(torch.ones(8), mesh, [R]).requires_grad_()
     # every rank computes with another part of the replica, so the gradients of the ranks add up
     local = tensor.to_local(grad_placements=[P])
@@ -83,12 +88,12 @@ def _borders() -> dict[str, Any]:
     return out
 
 
-def test_gradients_at_the_borders(ranks: Worlds) -> None:
+def test_gradients_at_the_borders(worlds: AnyWorlds) -> None:
     w = [float(i) for i in range(8)]
-    for rank, got in enumerate(ranks(_borders)):
-        assert got["shard"] == w[2 * rank : 2 * rank + 2]
-        assert got["replicate"] == got["sum"] == w, "each term of a sum has the whole gradient"
-        assert got["avg"] == [x / 4 for x in w]
+    for rank, got in enumerate(worlds(_borders)):
+        assert got["shard"].tolist() == w[2 * rank : 2 * rank + 2]
+        assert got["replicate"].tolist() == got["sum"].tolist() == w, "each term has the whole gradient"
+        assert got["avg"].tolist() == [x / 4 for x in w]
         assert got["to_local"] == (True, [3.0] * 8)
 
 
@@ -100,31 +105,29 @@ def _double_backward() -> list[float]:
     return x.grad.full_tensor().tolist()
 
 
-def test_double_backward(ranks: Worlds) -> None:
-    assert ranks(_double_backward)[0] == [6.0 * x for x in range(1, 9)]
+def test_double_backward(worlds: AnyWorlds) -> None:
+    assert worlds(_double_backward)[0] == [6.0 * x for x in range(1, 9)]
 
 
 def _uneven_from_local() -> tuple[Any, ...]:
-    mesh, rank = mesh_of((4,)), dist.get_rank()
-    mine = torch.full((2 if rank < 2 else 1 if rank == 2 else 0, 3), float(rank))
-    tensor = DTensor.from_local(mine, mesh, [S0], shape=(5, 3), stride=(3, 1))
+    mine = rank_map(lambda rank: torch.full(((2, 2, 1, 0)[rank], 3), float(rank)))
+    tensor = DTensor.from_local(mine, mesh_of((4,)), [S0], shape=(5, 3), stride=(3, 1))
     return tuple(tensor.shape), tensor.full_tensor()[:, 0].tolist(), float(tensor.sum().full_tensor())
 
 
-def test_uneven_shards_with_the_global_shape(ranks: Worlds) -> None:
-    assert ranks(_uneven_from_local) == [((5, 3), [0.0, 0.0, 1.0, 1.0, 2.0], 12.0)] * 4
+def test_uneven_shards_with_the_global_shape(worlds: AnyWorlds) -> None:
+    assert worlds(_uneven_from_local) == [((5, 3), [0.0, 0.0, 1.0, 1.0, 2.0], 12.0)] * 4
 
 
-def _run_check() -> list[float]:
-    mine = torch.full((3,), float(dist.get_rank() + 1))
-    return (
-        DTensor.from_local(mine, mesh_of((2, 2)), [R, R], run_check=True).to_local().tolist()
-        + mine.tolist()[:1]
-    )
+def _run_check() -> torch.Tensor:
+    mine = torch.ones(3) * (dist.get_rank() + 1)
+    made = DTensor.from_local(mine, mesh_of((2, 2)), [R, R], run_check=True).to_local()
+    return torch.cat([made, mine[:1]])
 
 
-def test_run_check_makes_replicas_equal_and_leaves_the_input(ranks: Worlds) -> None:
-    assert ranks(_run_check) == [[1.0, 1.0, 1.0, float(rank + 1)] for rank in range(4)]
+def test_run_check_makes_replicas_equal_and_leaves_the_input(worlds: AnyWorlds) -> None:
+    for rank, held in enumerate(worlds(_run_check)):
+        assert held.tolist() == [1.0, 1.0, 1.0, rank + 1.0]
 
 
 def _module_copies() -> tuple[bool, bool, list[float]]:
@@ -142,8 +145,8 @@ def _module_copies() -> tuple[bool, bool, list[float]]:
     )  # type: ignore[operator]
 
 
-def test_modules_copy_and_load(ranks: Worlds) -> None:
-    assert ranks(_module_copies)[0] == (True, True, [0.0] * 16)
+def test_modules_copy_and_load(worlds: AnyWorlds) -> None:
+    assert worlds(_module_copies)[0] == (True, True, [0.0] * 16)
 
 
 def _hooks() -> tuple[list[float], bool]:
@@ -166,8 +169,8 @@ def _hooks() -> tuple[list[float], bool]:
     return (out - plain(x)).flatten().tolist(), isinstance(module.bias, DTensor)
 
 
-def test_distribute_module_with_hooks(ranks: Worlds) -> None:
-    difference, replicated = ranks(_hooks)[0]
+def test_distribute_module_with_hooks(worlds: AnyWorlds) -> None:
+    difference, replicated = worlds(_hooks)[0]
     assert replicated
     assert max(map(abs, difference)) < 1e-6
 
@@ -179,10 +182,10 @@ def _write_through_views() -> list[float]:
     return tensor.full_tensor().flatten().tolist()
 
 
-def test_writes_through_views_reach_the_tensor(ranks: Worlds) -> None:
+def test_writes_through_views_reach_the_tensor(worlds: AnyWorlds) -> None:
     plain = torch.arange(16.0).reshape(8, 2)
     plain[:, 1:].fill_(-1)
-    assert ranks(_write_through_views)[0] == plain.view(-1).mul_(2).tolist()
+    assert worlds(_write_through_views)[0] == plain.view(-1).mul_(2).tolist()
 
 
 # ---- mistakes: the same one-line error of our own on every rank, before anything is sent ----
@@ -313,8 +316,8 @@ def _mistake(name: str) -> tuple[bool, str, int]:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_get_one_clear_error_everywhere(ranks: Worlds, name: str) -> None:
-    for ours, message, sent in ranks(_mistake, name):
+def test_mistakes_get_one_clear_error_everywhere(worlds: AnyWorlds, name: str) -> None:
+    for ours, message, sent in worlds(_mistake, name):
         assert re.search(MISTAKES[name][1], message), message
         assert ours and "\n" not in message
         assert sent == 0 or name in SENDING, "raised before anything is sent"
