@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 
 from dtbench_core.placement import REPLICATE, Placement, Placements, Shard
 from dtbench_core.rules.base import OpCall, Row, Strategy, aten, decomposition, replicated_row, rule
-from dtbench_core.rules.labels import SUM, linear_in_first, settled
+from dtbench_core.rules.labels import SUM, accurate, linear_in_first, settled
 from dtbench_core.spec import DTensorSpec, TensorMeta
 from dtbench_core.wrapper import Wrapper
 
@@ -155,21 +155,16 @@ def _over_channels(statistic: Any, data: Any) -> Any:
     return statistic.view([-1 if d == CHANNEL else 1 for d in range(data.ndim)])
 
 
-def _accurate(tensor: Any) -> Any:
-    """In float32 at least, as the kernels compute."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
 def _normalised(
     data: Any, weight: Any, bias: Any, running: tuple[Any, Any], train: bool, momentum: float, eps: float
 ) -> Three:
     """(output, mean, inverse deviation); in training the running statistics are moved on, in place."""
     mean, inverse = _statistics(data, running, train, momentum, eps)
-    output = (_accurate(data) - _over_channels(mean, data)) * _over_channels(inverse, data)
+    output = (accurate(data) - _over_channels(mean, data)) * _over_channels(inverse, data)
     if weight is not None:
-        output = output * _over_channels(_accurate(weight), data)
+        output = output * _over_channels(accurate(weight), data)
     if bias is not None:
-        output = output + _over_channels(_accurate(bias), data)
+        output = output + _over_channels(accurate(bias), data)
     parameters = [t for t in (weight, bias, *running) if t is not None]
     saved_dtype = mean.dtype
     if data.device.type == "cpu":
@@ -185,9 +180,9 @@ def _statistics(
 ) -> tuple[Any, Any]:
     running_mean, running_var = running
     if not train:
-        return _accurate(running_mean), (_accurate(running_var) + eps).rsqrt()
+        return accurate(running_mean), (accurate(running_var) + eps).rsqrt()
     dims = [d for d in range(data.ndim) if d != CHANNEL]
-    var, mean = torch.var_mean(_accurate(data), dims, correction=0)
+    var, mean = torch.var_mean(accurate(data), dims, correction=0)
     # Reduced once here: each of the uses below would reduce it again.
     var, mean = (settled(t) for t in (var, mean))
     count = data.numel() // data.shape[CHANNEL]
@@ -202,7 +197,7 @@ def _gradients(
 ) -> Three:
     """The three gradients, or None where `mask` asks for none."""
     dims = [d for d in range(data.ndim) if d != CHANNEL]
-    grad_in, given = _accurate(grad), _accurate(data)
+    grad_in, given = accurate(grad), accurate(data)
     scaled = (given - _over_channels(mean, data)) * _over_channels(inverse, data)
     of_bias = grad_in.sum(dims)
     of_weight = (grad_in * scaled).sum(dims)
@@ -215,7 +210,7 @@ def _gradients(
             of_data = (
                 of_data - (_over_channels(of_bias, data) + scaled * _over_channels(of_weight, data)) / count
             )
-        factor = inverse if weight is None else inverse * _accurate(weight)
+        factor = inverse if weight is None else inverse * accurate(weight)
         of_data = (of_data * _over_channels(factor, data)).to(data.dtype)
     dtype = data.dtype if weight is None else weight.dtype
     return of_data, of_weight.to(dtype) if mask[1] else None, of_bias.to(dtype) if mask[2] else None

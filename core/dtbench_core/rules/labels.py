@@ -10,6 +10,8 @@ import string
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from dtbench_core.placement import REPLICATE, Partial, Placement, Placements, Shard
 from dtbench_core.rules.base import OpCall, Row, along, pending
 from dtbench_core.spec import DTensorSpec
@@ -118,3 +120,10 @@ def settled(tensor: Any) -> Any:
 def whole(tensor: Any) -> Any:
     """`tensor` on every rank; what is not distributed as it is."""
     return tensor.redistribute() if isinstance(tensor, Wrapper) else tensor  # type: ignore[attr-defined]
+
+
+def accurate(tensor: Any) -> Any:
+    """`tensor` in the dtype in which torch's kernels add such numbers: the CPU's in float64, others in float32."""
+    if tensor.device.type == "cpu":
+        return tensor.double() if tensor.dtype.is_floating_point else tensor.to(torch.complex128)
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -13,24 +13,20 @@ from typing import Any
 import torch
 
 from dtbench_core.rules.base import aten, decomposition
-from dtbench_core.rules.labels import is_split, settled
+from dtbench_core.rules.labels import accurate, is_split, settled
 
 
 def _dims(tensor: Any, dim: int | Sequence[int] | None) -> list[int]:
     """`dim` as non-negative dims; all for None or []."""
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return list(range(tensor.ndim))
-    return [d % tensor.ndim for d in ([dim] if isinstance(dim, int) else dim)]
+    return [d % max(tensor.ndim, 1) for d in ([dim] if isinstance(dim, int) else dim)]
 
 
 def _gathers(tensor: Any, dims: Sequence[int]) -> bool:
     """Whether the op itself would have to gather `tensor`, which sums and extrema can do without."""
-    return is_split(tensor, dims) and tensor.numel() > 0
-
-
-def _accurate(tensor: Any) -> Any:
-    """In float32 at least, as the kernels add."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return inexact and tensor.numel() > 0 and is_split(tensor, dims)
 
 
 # ---- variance ----
@@ -42,7 +38,7 @@ def _variance(
     """(variance, mean) in two passes; None where the op itself should run."""
     if not _gathers(tensor, dims) or tensor.dtype.is_complex or not tensor.dtype.is_floating_point:
         return None
-    data = _accurate(tensor)
+    data = accurate(tensor)
     count = math.prod(tensor.shape[d] for d in dims)
     center = settled(data.sum(dims, keepdim=True) / count)
     total = (data - center).square().sum(dims, keepdim=keepdim)
@@ -95,9 +91,10 @@ def vector_norm(
         return NotImplemented
     data = tensor if dtype is None else tensor.to(dtype)
     result_dtype = data.dtype.to_real() if data.dtype.is_complex else data.dtype
-    size = _accurate(data).abs()
+    size = accurate(data).abs()
     if ord in (math.inf, -math.inf):
-        return size.amax(dims, keepdim) if ord > 0 else size.amin(dims, keepdim)
+        extremum = size.amax(dims, keepdim) if ord > 0 else size.amin(dims, keepdim)
+        return extremum.to(result_dtype)
     if ord == 0:
         return (size != 0).sum(dims, keepdim, dtype=result_dtype)
     if ord == 1:
@@ -142,7 +139,7 @@ def logsumexp(tensor: Any, dim: Any, keepdim: bool = False) -> Any:
     dims = _dims(tensor, dim)
     if not _gathers(tensor, dims) or not tensor.dtype.is_floating_point:
         return NotImplemented
-    data = _accurate(tensor)
+    data = accurate(tensor)
     most = settled(data.amax(dims, keepdim=True))
     most = most.masked_fill(most.abs() == math.inf, 0.0)
     total = settled((data - most).exp().sum(dims, keepdim=keepdim)).log()
