@@ -204,7 +204,9 @@ class Plan:
             if one._detached_view:
                 raise fallback.lost_write(one)
         result = call(*locals_, **kwargs)
-        if self.counts_write or at is None:  # torch leaves out the members of lists
+        # torch leaves out the members of lists, which ops without results write; and means to leave out the
+        # running statistics of batch norm, which autograd saves before.
+        if self.counts_write or (at is None and not self.info.op._schema.returns):
             increment_version(written)
         if at is not None:
             return written[0]
