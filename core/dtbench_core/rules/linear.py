@@ -75,7 +75,7 @@ def linear(call: OpCall) -> Strategy:
             rows.append(((REPLICATE, Partial(op), REPLICATE), Partial(op)))
     count = len(call.inputs)
     made = [Row(inputs[:count], (output,)) for inputs, output in rows]
-    return Strategy(made, localize=_bias_once if count == 3 else None)
+    return Strategy(made, localize=_bias_once if count == 3 else None, any_lengths=True)
 
 
 def _bias_once(placed: Placed) -> Callable[..., Tensor]:

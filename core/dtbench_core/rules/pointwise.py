@@ -209,13 +209,16 @@ def _filled(call: OpCall, masks: int, ops: tuple[str, ...]) -> Strategy:
 
         return run
 
-    return Strategy([*pointwise(call).rows, *rows], localize=localize)
+    return Strategy([*pointwise(call).rows, *rows], localize=localize, any_lengths=True)
 
 
 def neutral_term(spec: DTensorSpec) -> int | None:
     """What this rank's term of a value is, where it is not the value: one rank of a pending sum or product holds
     the value, the others what changes nothing. All ranks of another reduction hold the value."""
-    for placement, index in zip(spec.placements, spec.info.my_coordinate(), strict=True):
+    coordinate = spec.info.coordinate
+    if coordinate is None:  # a rank outside the mesh holds nothing
+        return None
+    for placement, index in zip(spec.placements, coordinate, strict=True):
         if index > 0 and placement.is_partial("sum"):
             return 0
         if index > 0 and placement.is_partial("product"):
