@@ -279,6 +279,17 @@ def test_64_ranks() -> None:
     assert {o.value for o in outcomes} == {512.0 * 511}
 
 
+def test_torchs_dtensors_in_one_world_after_another() -> None:
+    def body() -> float:
+        mesh = init_device_mesh("cpu", (2,))
+        x = torch_tensor.distribute_tensor(torch.ones(2, 2), mesh, [torch_tensor.Shard(0)])
+        return float((x * 3).sum().full_tensor())  # the first call of an op runs it on fake tensors
+
+    for _ in range(3):
+        with ThreadWorld(2) as one:
+            assert one.run(body) == [12.0, 12.0]
+
+
 # ---- ranks that go apart ----
 
 

@@ -91,6 +91,16 @@ def initialise(backend: str, rank: int, world_size: int) -> None:
         sys.excepthook = hook
 
 
+def outlive_threads() -> None:
+    """Call before threads end that used fake tensors, in a thread that goes on.
+
+    Each FakeTensorMode registers a device guard for CUDA that torch 2.11 keeps per thread: once the last
+    thread to register one has ended, the next FakeTensorMode of the process reads freed memory.
+    """
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        torch._C._ensureCUDADeviceGuardSet()
+
+
 def destroy() -> None:
     """Destroys the calling thread's groups, if it has any."""
     if dist.is_initialized():

@@ -338,6 +338,7 @@ class ThreadWorld:
             return
         self._call(c10d_state.destroy)
         self.call = None
+        c10d_state.outlive_threads()
         ranks, self._ranks, self.meetings = self._ranks, [], {}
         for rank in ranks:
             rank.baton.release()
