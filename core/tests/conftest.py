@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.tests.gloo_world import Worlds
 from core.tests.local_world import AnyWorlds, LocalWorlds
+from dtbench_core.simulate import LocalTensorMode
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +28,22 @@ def worlds(request: pytest.FixtureRequest) -> AnyWorlds:
         return LocalWorlds()
     found: Worlds = request.getfixturevalue("ranks")
     return found
+
+
+@pytest.fixture
+def fake_world() -> Iterator[Callable[[int], None]]:
+    """`fake_world(n)` makes this process rank 0 of a world of n without transport."""
+
+    def start(size: int) -> None:
+        dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+
+    yield start
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def mode(fake_world: Callable[[int], None]) -> Iterator[LocalTensorMode]:
+    """Ranks 0 to 3 as LocalTensors."""
+    fake_world(4)
+    with LocalTensorMode(4) as active:
+        yield active

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,15 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtbench_core import torch_compat
 from dtbench_core.errors import RankDependentError, SimulationError
 from dtbench_core.simulate import (
     LocalIntNode,
     LocalTensor,
     LocalTensorMode,
-    declare_group,
     local_int,
     local_tensor_mode,
     maybe_run_for_local_tensor,
@@ -30,24 +27,6 @@ from dtbench_core.simulate import (
 )
 
 RANKS = range(4)
-
-
-@pytest.fixture
-def world() -> Iterator[Callable[[int], None]]:
-    """`world(n)` makes this process rank 0 of a fake world of n."""
-
-    def start(size: int) -> None:
-        dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-
-    yield start
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def mode(world: Callable[[int], None]) -> Iterator[LocalTensorMode]:
-    world(4)
-    with LocalTensorMode(4) as active:
-        yield active
 
 
 @pytest.fixture
@@ -154,8 +133,8 @@ def test_modules_and_optimizers(mode: LocalTensorMode) -> None:
     weight.reconcile()  # the gradients were reduced, so the replicas stay equal
 
 
-def test_plain_tensors_are_the_same_on_every_rank(world: Callable[[int], None]) -> None:
-    world(4)
+def test_plain_tensors_are_the_same_on_every_rank(fake_world: Callable[[int], None]) -> None:
+    fake_world(4)
     plain, weight = torch.ones(2), torch.ones(2, requires_grad=True)
     with LocalTensorMode(4):
         assert type(plain + 1) is torch.Tensor
@@ -334,8 +313,8 @@ def test_as_one_rank(mode: LocalTensorMode, mesh: DeviceMesh) -> None:
         pass
 
 
-def test_everything_is_given_back(world: Callable[[int], None]) -> None:
-    world(4)
+def test_everything_is_given_back(fake_world: Callable[[int], None]) -> None:
+    fake_world(4)
     mesh = init_device_mesh("cpu", (4,))
     with pytest.raises(ZeroDivisionError), LocalTensorMode(4) as mode, mode.as_rank(1):
         raise ZeroDivisionError
@@ -436,240 +415,6 @@ def _diverging(kind: str, rank: int) -> None:
 def test_ranks_that_diverge_are_named(mode: LocalTensorMode, kind: str, message: str) -> None:
     with pytest.raises(ValueError if kind == "all raise" else SimulationError, match=message):
         rank_map(lambda rank: _diverging(kind, rank))
-
-
-# ---- collectives of torch.distributed ----
-
-
-def _base(rank: int, rows: int = 1) -> torch.Tensor:
-    return torch.arange(rows * 2.0).view(rows, 2) + 10 * rank
-
-
-def _run_collective(name: str, group: Any, ranks: list[int]) -> list[torch.Tensor]:
-    """`name` on this rank, by torch.distributed's functions; `ranks` are the group's."""
-    n, me = len(ranks), dist.get_rank()
-    mine, wide = _base(1, 1) * 0 + me, torch.arange(n * 2.0).view(n, 2) + 10 * me
-    out, whole = torch.zeros(1, 2), torch.zeros(n, 2)
-    parts = [torch.zeros(1, 2) for _ in range(n)]
-    if name.startswith("all_reduce"):
-        op = getattr(dist.ReduceOp, name.split(" ")[1])
-        dist.all_reduce(mine, op, group=group)
-        return [mine]
-    if name == "all_gather":
-        dist.all_gather(parts, mine, group=group)
-        return parts
-    if name == "all_gather_single":
-        torch_compat.all_gather_single(whole, mine, group=group)
-        return [whole]
-    if name == "reduce_scatter":
-        dist.reduce_scatter(out, list(wide.split(1)), group=group)
-        return [out]
-    if name == "reduce_scatter_single":
-        torch_compat.reduce_scatter_single(out, wide, group=group)
-        return [out]
-    if name == "all_to_all":
-        dist.all_to_all(parts, list(wide.split(1)), group=group)
-        return parts
-    if name == "all_to_all_single":
-        dist.all_to_all_single(whole, wide, group=group)
-        return [whole]
-    if name == "broadcast":
-        dist.broadcast(mine, group=group, group_src=1)
-        return [mine]
-    if name == "reduce":
-        dist.reduce(mine, group=group, group_dst=0)
-        return [mine] if me == ranks[0] else [mine * 0]
-    if name == "coalesced":
-        torch.distributed.all_reduce_coalesced([mine, whole.add_(me)], group=group)
-        return [mine, whole]
-    assert name == "barrier"
-    dist.barrier(group=group)
-    return [mine]
-
-
-COLLECTIVES = [
-    *(f"all_reduce {op}" for op in ("SUM", "PRODUCT", "MAX", "MIN", "AVG")),
-    *("all_gather", "all_gather_single", "reduce_scatter", "reduce_scatter_single", "all_to_all"),
-    *("all_to_all_single", "broadcast", "barrier"),
-]
-
-
-def _expected(name: str, rank: int, ranks: list[int]) -> list[list[list[float]]]:
-    n, me = len(ranks), ranks.index(rank)
-    mine = {r: torch.full((1, 2), float(r)) for r in ranks}
-    wide = {r: torch.arange(n * 2.0).view(n, 2) + 10 * r for r in ranks}
-    stacked = torch.stack([mine[r] for r in ranks])
-    if name.startswith("all_reduce"):
-        reduced = {
-            "SUM": stacked.sum(0),
-            "PRODUCT": stacked.prod(0),
-            "MAX": stacked.amax(0),
-            "MIN": stacked.amin(0),
-            "AVG": stacked.mean(0),
-        }
-        found = [reduced[name.split(" ")[1]]]
-    elif name in ("all_gather", "all_gather_single"):
-        found = [mine[r] for r in ranks]
-    elif name.startswith("reduce_scatter"):
-        found = [sum(wide[r][me : me + 1] for r in ranks)]  # type: ignore[list-item]
-    elif name.startswith("all_to_all"):
-        found = [wide[r][me : me + 1] for r in ranks]
-    else:
-        found = [mine[ranks[1]] if name == "broadcast" else mine[rank]]
-    if name.endswith("_single"):
-        found = [torch.cat(found)]
-    return [t.tolist() for t in found]
-
-
-FIBRES = {
-    "world": [[0, 1, 2, 3]] * 4,
-    "inner": [[0, 1], [0, 1], [2, 3], [2, 3]],
-    "outer": [[0, 2], [1, 3], [0, 2], [1, 3]],
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-@pytest.mark.parametrize("which", FIBRES)
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_plain_collectives(mesh: DeviceMesh, name: str, which: str) -> None:
-    group = None if which == "world" else mesh.get_group(which)
-    got = _run_collective(name, group, FIBRES[which][0])
-    for rank, ranks in enumerate(FIBRES[which]):
-        assert [t.shard(rank).tolist() for t in got] == _expected(name, rank, ranks), rank  # type: ignore[attr-defined]
-
-
-def test_collectives_with_splits_and_roots(mode: LocalTensorMode) -> None:
-    # rank r sends r rows to every rank
-    sent = rank_map(lambda rank: torch.full((4 * rank,), float(rank)))
-    out = torch.zeros(6)
-    splits: Any = [dist.get_rank()] * 4
-    rank_map(lambda rank: None)
-    received = _exchange(out, sent, splits)
-    assert held(received) == [[1.0, 2.0, 2.0, 3.0, 3.0, 3.0]] * 4
-    scattered, reduced = rank_map(_scatter_and_reduce)
-    assert held(scattered) == [[0.0], [10.0], [20.0], [30.0]]
-    assert reduced.shard(2).tolist() == [6.0]  # type: ignore[attr-defined]
-
-
-@maybe_run_for_local_tensor
-def _exchange(out: torch.Tensor, sent: torch.Tensor, splits: list[int]) -> torch.Tensor:
-    dist.all_to_all_single(out, sent, [0, 1, 2, 3], splits)
-    return out
-
-
-def _scatter_and_reduce(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    out, one = torch.zeros(1), torch.ones(1) * rank
-    dist.scatter(out, [torch.ones(1) * 10 * r for r in RANKS] if rank == 3 else None, src=3)
-    dist.reduce(one, dst=2)
-    return out, one
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-def test_functional_collectives(mesh: DeviceMesh) -> None:
-    from torch.distributed import _functional_collectives as funcol
-
-    x = torch.ones(2) * dist.get_rank()
-    assert held(funcol.all_reduce(x, "sum", mesh["inner"]) + 0) == [
-        [1.0] * 2,
-        [1.0] * 2,
-        [5.0] * 2,
-        [5.0] * 2,
-    ]
-    assert held(funcol.all_reduce(x, "max", mesh["outer"]) + 0) == [
-        [2.0] * 2,
-        [3.0] * 2,
-        [2.0] * 2,
-        [3.0] * 2,
-    ]
-    gathered = funcol.all_gather_tensor(x[:1], 0, (mesh, 1))
-    assert held(gathered + 0) == [[0.0, 1.0], [0.0, 1.0], [2.0, 3.0], [2.0, 3.0]]
-    parts = funcol.reduce_scatter_tensor(torch.arange(2.0) + x, "sum", 0, (mesh, 0))
-    assert held(parts + 0) == [[2.0], [4.0], [4.0], [6.0]]
-    exchanged = funcol.all_to_all_single(torch.arange(2.0) + 10 * x, None, None, (mesh, 1))
-    assert held(exchanged + 0) == [[0.0, 10.0], [1.0, 11.0], [20.0, 30.0], [21.0, 31.0]]
-    assert held(funcol.broadcast(x, 1, (mesh, 0)) + 0) == [[2.0] * 2, [3.0] * 2, [2.0] * 2, [3.0] * 2]
-    assert held(x) == [[float(r)] * 2 for r in RANKS]
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-def test_functional_collectives_have_gradients(mesh: DeviceMesh) -> None:
-    from torch.distributed import _functional_collectives as funcol
-
-    x = (torch.ones(2) * dist.get_rank()).requires_grad_()
-    (funcol.all_gather_tensor_autograd(x, 0, mesh["inner"]) * torch.arange(4.0)).sum().backward()
-    assert x.grad is not None
-    assert held(x.grad) == [[0.0, 2.0], [4.0, 6.0]] * 2
-
-
-def test_object_collectives(mode: LocalTensorMode) -> None:
-    found: list[Any] = [None] * 4
-    dist.all_gather_object(found, {"a": 1})
-    assert found == [{"a": 1}] * 4
-
-
-def test_an_unknown_group_must_be_declared(mode: LocalTensorMode) -> None:
-    group = dist.new_group([0, 1])
-    x = torch.ones(1) * dist.get_rank()
-    with pytest.raises(SimulationError, match=r"does not say what rank 2 does: .* declare_group"):
-        dist.all_reduce(x, group=group)
-    with pytest.raises(SimulationError, match="expected the ranks of all groups, this one's among them"):
-        declare_group(group, [[2, 3]])
-    declare_group(group, [[0, 1], [2, 3]])
-    dist.all_reduce(x, group=group)
-    assert held(x) == [[1.0], [1.0], [5.0], [5.0]]
-    lone = dist.new_group([0, 1])
-    some = tensor_map(x, lambda rank, shard: shard if rank < 2 else None)
-    dist.all_reduce(some, group=lone)
-    assert held(some) == [[2.0], [2.0]]
-
-
-def test_send_is_not_simulated(mode: LocalTensorMode) -> None:
-    with pytest.raises(SimulationError, match=r"c10d\.send\.default is not simulated"):
-        dist.send(torch.ones(1), 1)
-
-
-def test_a_subset_of_ranks(world: Callable[[int], None]) -> None:
-    world(4)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    with LocalTensorMode({2, 3}):
-        x = torch.ones(1) * dist.get_rank()
-        assert isinstance(x, LocalTensor) and x.ranks == (2, 3)
-        dist.all_reduce(x, group=mesh.get_group("inner"))
-        assert held(x) == [[5.0], [5.0]]
-        with pytest.raises(
-            SimulationError, match="of ranks 0, 2 needs rank 0 too, but only ranks 2, 3 take part"
-        ):
-            dist.all_reduce(x, group=mesh.get_group("outer"))
-
-
-def test_a_mesh_over_some_ranks_in_another_order(world: Callable[[int], None]) -> None:
-    world(8)
-    with LocalTensorMode([0, 3, 5, 6]):
-        mesh = DeviceMesh("cpu", [[6, 0], [3, 5]])
-        x = torch.ones(1) * dist.get_rank()
-        assert per_rank(mesh.get_coordinate(), (6, 0, 3, 5)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-        out = torch.zeros(2)
-        torch_compat.all_gather_single(out, x, group=mesh.get_group(1))
-        assert [out.shard(r).tolist() for r in (0, 3, 5, 6)] == [
-            [6.0, 0.0],
-            [3.0, 5.0],
-            [3.0, 5.0],
-            [6.0, 0.0],
-        ]  # type: ignore[attr-defined]
-
-
-def test_64_ranks(world: Callable[[int], None]) -> None:
-    world(64)
-    with LocalTensorMode(64):
-        mesh = init_device_mesh("cpu", (4, 4, 4), mesh_dim_names=("a", "b", "c"))
-        flat = mesh["a", "b"]._flatten("ab")
-        x = torch.ones(1) * dist.get_rank()
-        dist.all_reduce(x, group=mesh.get_group("b"))
-        assert held(x) == [[float(sum(r - r // 4 % 4 * 4 + 4 * i for i in range(4)))] for r in range(64)]
-        y = torch.ones(1) * dist.get_rank()
-        dist.all_reduce(y, group=flat.get_group())
-        assert held(y) == [[float(sum(range(r % 4, 64, 4)))] for r in range(64)]
-        assert len(repr(torch.ones(1) * dist.get_rank()).splitlines()) == 10  # a head, 8 ranks, "56 more"
 
 
 # ---- random numbers ----

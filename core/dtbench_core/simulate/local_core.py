@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from dtbench_core import distribute, fallback, random, redistribute, spec, tensor
+from dtbench_core import distribute, fallback, mesh, random, redistribute, spec, tensor
 from dtbench_core.errors import SimulationError
 from dtbench_core.mesh import MeshInfo, mesh_info
 from dtbench_core.simulate.local_groups import coordinate_of
@@ -29,7 +29,6 @@ from dtbench_core.writes import restate
 RANK_BY_RANK: list[tuple[Any, str]] = [
     (spec, "local_extents"),
     (redistribute, "local_extents"),
-    (tensor, "even_layout"),
     (tensor, "agreed_placements"),
     (tensor, "checked_over_mesh"),
     (distribute, "part_of"),
@@ -44,6 +43,7 @@ class CoreParts(Parts):
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__()
         self._ranks = ranks
+        self._infos = mesh._by_object  # of all ranks, while no rank runs
         self._latest: dict[int, tuple[Wrapper, dict[int, Wrapper]]] = {}
 
     def other(self, value: Any, rank: int) -> Any:
@@ -52,12 +52,22 @@ class CoreParts(Parts):
             self._latest.setdefault(id(value), (value, {}))[1][rank] = part
             return self.remember(part, value)
         if isinstance(value, DTensorSpec):
+            self._check(value.info, value)
             return of_rank(value)
         if isinstance(value, MeshInfo):
+            self._check(value, value)
             return mesh_info(value.mesh)
         return self.remember(value, value) if isinstance(value, torch.Tensor) else value
 
+    def _check(self, info: MeshInfo, what: object) -> None:
+        if not any(known is info for _, known in self._infos.values()):
+            raise SimulationError(
+                f"got {what}, made outside this LocalTensorMode, which is one rank's alone; expected a DTensor made "
+                "inside, for all ranks: make it there, or pass its full_tensor() in"
+            )
+
     def _part_of(self, value: Wrapper, rank: int) -> Wrapper:
+        self._check(value._spec.info, value._spec)
         held = value._local_tensor
         if not isinstance(held, LocalTensor):  # made of a plain tensor: each rank has its own from now on
             with torch._C._DisableTorchDispatch():
@@ -133,8 +143,8 @@ def _of_all(specs: Mapping[int, DTensorSpec], what: str) -> DTensorSpec:
     if len(kinds) > 1:
         listed = "; ".join(f"ranks {describe_ranks(ranks)}: {specs[ranks[0]]}" for ranks in kinds.values())
         raise SimulationError(f"{what} gave the ranks different DTensors ({listed}), expected one for all")
-    mesh, placements, shape, stride, dtype = next(iter(kinds))
-    return DTensorSpec.of(mesh_info(mesh), placements, shape, stride, dtype)
+    of, placements, shape, stride, dtype = next(iter(kinds))
+    return DTensorSpec.of(mesh_info(of), placements, shape, stride, dtype)
 
 
 # ---- what a run must not leave behind ----

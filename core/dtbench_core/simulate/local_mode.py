@@ -31,6 +31,7 @@ from dtbench_core.simulate.local_tensor import (
     ranks_of,
     run_on_each,
 )
+from dtbench_core.torch_compat import DisableTorchFunction
 from dtbench_core.wrapper import Wrapper
 
 P = ParamSpec("P")
@@ -183,7 +184,14 @@ class LocalTensorMode(TorchDispatchMode):
         """An op on DTensors: each rank's on its own, through the core's dispatch."""
         parts, what, writes = CoreParts(self.ranks), str(op), op._schema.is_mutable
         copies = PlainCopies(op, args, kwargs)
-        result = self.across(op, args, kwargs, what=what, parts=parts, copies=copies, keep=writes, seen=False)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with DisableTorchFunction():  # below autograd, as here
+                return op(*args, **kwargs)
+
+        result = self.across(
+            run, args, kwargs, what=what, parts=parts, copies=copies, keep=writes, seen=False
+        )
         if writes:
             parts.settle(what)
             copies.write_back(what)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core import mesh as core_mesh
 from dtbench_core import random, redistribute, tensor
-from dtbench_core.errors import SimulationError
+from dtbench_core.errors import RankDependentError, SimulationError
 from dtbench_core.simulate import local_core
 from dtbench_core.simulate.local_groups import Arrival, RankGroup, coordinate_of, fibres_of_group
 from dtbench_core.simulate.local_int import describe_ranks, local_int, values_of
@@ -213,6 +213,16 @@ def _rank_by_rank(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return now.across(run, args, kwargs, what=original.__name__, seen=False)
 
 
+def _even_layout(original: Callable[..., Any], local: torch.Tensor, *args: Any) -> Any:
+    shape, stride = _rank_by_rank(original, local, *args)
+    if any(values_of(n) is not None for n in (*shape, *stride)):
+        raise RankDependentError(
+            f"from_local got local tensors of different sizes, {list(local.shape)}, without the global shape, so that "
+            "each rank would take it to be another: pass shape= and stride="
+        )
+    return shape, stride
+
+
 def _world_of(original: Callable[[DeviceMesh], ProcessGroup | None], mesh: DeviceMesh) -> Any:
     now, world = _simulation(), original(mesh)
     return world if world is None or now.current is None else rank_group(world, now.current)
@@ -263,6 +273,7 @@ _ANSWERS: list[tuple[Any, str, Callable[..., Any], bool]] = [
     (torch, "set_rng_state", _set_rng_state, True),
     (torch.random, "set_rng_state", _set_rng_state, True),
     *((module, name, _rank_by_rank, True) for module, name in local_core.RANK_BY_RANK),
+    (tensor, "even_layout", _even_layout, True),
     (redistribute, "_mover", _mover, True),
     (core_mesh, "_world_of", _world_of, True),
     (tensor, "wrapped", _wrapped, True),
