@@ -91,11 +91,11 @@ def initialise(backend: str, rank: int, world_size: int) -> None:
         sys.excepthook = hook
 
 
-def outlive_threads() -> None:
-    """Call before threads end that used fake tensors, in a thread that goes on.
+def register_device_guard() -> None:
+    """Call before threads start that will use fake tensors, in a thread that outlives them.
 
-    Each FakeTensorMode registers a device guard for CUDA that torch 2.11 keeps per thread: once the last
-    thread to register one has ended, the next FakeTensorMode of the process reads freed memory.
+    The process' first FakeTensorMode registers a device guard for CUDA, which torch 2.11 keeps in that
+    thread's memory: once the thread has ended, the next FakeTensorMode reads what was freed.
     """
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
         torch._C._ensureCUDADeviceGuardSet()

@@ -307,6 +307,7 @@ class ThreadWorld:
     # ---- life ----
 
     def _start(self) -> None:
+        c10d_state.register_device_guard()
         self._ranks = [Rank(self, rank) for rank in range(self.world_size)]
         self.meetings = {}
         for rank in self._ranks:
@@ -338,7 +339,6 @@ class ThreadWorld:
             return
         self._call(c10d_state.destroy)
         self.call = None
-        c10d_state.outlive_threads()
         ranks, self._ranks, self.meetings = self._ranks, [], {}
         for rank in ranks:
             rank.baton.release()
