@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 
 from dtbench_core.placement import REPLICATE, Placement, Placements, Shard
 from dtbench_core.rules.base import OpCall, Row, Strategy, aten, decomposition, replicated_row, rule
-from dtbench_core.rules.labels import SUM, accurate, linear_in_first, settled
+from dtbench_core.rules.labels import SUM, accurate, linear_in_first, settled, whole
 from dtbench_core.spec import DTensorSpec, TensorMeta
 from dtbench_core.wrapper import Wrapper
 
@@ -188,7 +188,10 @@ def _statistics(
     count = data.numel() // data.shape[CHANNEL]
     for kept, new in ((running_mean, mean), (running_var, var * (count / max(count - 1, 1)))):
         if kept is not None:
-            kept.mul_(1 - momentum).add_((new * momentum).to(kept.dtype))
+            step = (new * momentum).to(kept.dtype)
+            # A shard cannot become a term of the pending sum that the written tensor has to stay.
+            pending = isinstance(kept, Wrapper) and kept._spec.has_partial()
+            kept.mul_(1 - momentum).add_(whole(step) if pending else step)
     return mean, (var + eps).rsqrt()
 
 
