@@ -11,7 +11,13 @@ Reading order, from the idea to the machine:
     tensor        DTensor: wrapping local tensors, leaving, moving
     distribute    spreading global tensors and modules
     factories     ones, zeros, rand, ...
+    layout        local tensors and global ones: cutting, and what shards say of their whole
     random        the numbers of one device on every mesh
+    state         pickling, and checkpoints that reshard
+    outside       what a rank outside the mesh does
+    contexts      implicit replication, and a watch over implicit redistribution
+    local_map     functions of plain tensors, on the shards
+    visualize     pictures of shardings
     dispatch      op -> cached plan -> local op -> wrapped result
     plan          making a plan
     variants      whether every rank could run it

@@ -29,7 +29,7 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dtbench_core import contexts, cost, linear, redistribute
+from dtbench_core import contexts, cost, layout, linear, redistribute
 from dtbench_core.errors import MixedTensorError
 from dtbench_core.plan import OpInfo, Plan, build, verify
 from dtbench_core.rules.pointwise import is_pointwise
@@ -68,6 +68,7 @@ def clear_caches() -> None:
     _plans.clear()
     _fast.clear()
     redistribute.clear_plans()
+    layout.clear_specs()
 
 
 cost.on_topology_change(clear_caches)
@@ -117,6 +118,9 @@ def _key_of(
             key.append(part)
         elif kind is slice:
             key.append((slice, a.start, a.stop, a.step))
+        elif isinstance(a, Wrapper):  # of another class than the call's
+            key.append(a._spec)
+            local = a._local_tensor
         elif isinstance(a, torch.Tensor):
             key.append((torch.Tensor, a.shape, a.stride(), a.dtype))
         else:
@@ -229,7 +233,7 @@ def torch_dispatch(
             result = info.without_plan(torch_dispatch, cls, op, args, kwargs)
         else:
             result = plan.run(cls, plan.kernel, args, kwargs, locals_, local_kwargs)
-            verify(op, plan, result)
+            verify(plan, args, result)
         _store(_plans, key, plan)
     if _watched is not None:
         _watched.append((plan, args, kwargs, result))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,16 @@ import torch.distributed as dist
 from dtbench_core import comm
 from dtbench_core.errors import LayoutError
 from dtbench_core.mesh import MeshInfo
-from dtbench_core.placement import Placements, RaggedShard, Shard, describe, local_extents
-from dtbench_core.spec import DTensorSpec
+from dtbench_core.placement import (
+    Placement,
+    Placements,
+    RaggedShard,
+    Shard,
+    StridedShard,
+    describe,
+    local_extents,
+)
+from dtbench_core.spec import DTensorSpec, normalize
 
 
 def empty_part(dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
@@ -48,6 +57,40 @@ def even_layout(
                 for d, s in enumerate(stride)
             ]
     return tuple(shape), tuple(stride)
+
+
+# What `even_layout` comes to, by what it is asked. At the bound the oldest goes first.
+_even_specs: dict[tuple[Any, ...], DTensorSpec | None] = {}
+MAX_SPECS = 4096
+
+
+def even_spec(local: torch.Tensor, info: MeshInfo, placements: Sequence[Placement]) -> DTensorSpec | None:
+    """The spec of a tensor of which every rank holds as much as this one; cached. None: look closer.
+
+    Errors as for `normalize`.
+    """
+    key = (info, tuple(placements), local.shape, local.stride(), local.dtype, local.device.type)
+    try:
+        return _even_specs[key]
+    except (KeyError, TypeError):  # TypeError: no placements, which `normalize` tells
+        pass
+    placed = normalize(placements, local.ndim, info)
+    here = local.device.type in (info.device_type, "meta") and info.coordinate is not None
+    plain = not any(isinstance(p, RaggedShard | StridedShard) for p in placed)
+    spec = (
+        DTensorSpec.of(info, placed, *even_layout(local, info, placed), local.dtype)
+        if here and plain
+        else None
+    )
+    while len(_even_specs) >= MAX_SPECS:
+        del _even_specs[next(iter(_even_specs))]
+    _even_specs[key] = spec
+    return spec
+
+
+def clear_specs() -> None:
+    """Forgets the cached specs."""
+    _even_specs.clear()
 
 
 # Of a tensor whose shape the ranks compare. torch's own limit is 64 for most ops.

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core import dispatch, state
 from dtbench_core.errors import ArgumentError, LayoutError, MeshError, MixedTensorError, PlacementError
-from dtbench_core.layout import agreed_placements, checked_over_mesh, empty_part, even_layout
+from dtbench_core.layout import agreed_placements, checked_over_mesh, empty_part, even_layout, even_spec
 from dtbench_core.mesh import MeshInfo, mesh_info, mesh_or_current
 from dtbench_core.methods import straight_methods
 from dtbench_core.placement import Partial, Placement, Placements, RaggedShard
@@ -31,8 +31,13 @@ from dtbench_core.redistribute import (
     request,
 )
 from dtbench_core.spec import DTensorSpec, contiguous_stride, normalize
-from dtbench_core.torch_compat import DisableTorchFunction, any_requires_grad, register_foreach_type
-from dtbench_core.wrapper import Wrapper, wrap
+from dtbench_core.torch_compat import (
+    DisableTorchFunction,
+    any_requires_grad,
+    register_foreach_type,
+    version_of,
+)
+from dtbench_core.wrapper import Wrapper, windows, wrap
 
 
 @straight_methods
@@ -119,7 +124,8 @@ class DTensor(Wrapper):
 
     def __deepcopy__(self, memo: Any) -> DTensor:
         made: DTensor = super().__deepcopy__(memo)
-        made.__dict__.pop("_detached_view", None)  # a copy of a window stands for itself
+        for mark in ("_detached_view", "_base_version"):
+            made.__dict__.pop(mark, None)  # a copy of a window stands for itself
         return made
 
     # What torch.distributed.checkpoint asks of a tensor.
@@ -164,6 +170,11 @@ class DTensor(Wrapper):
             PlacementError, ArgumentError: placements or arguments that cannot hold.
         """
         info = mesh_info(mesh_or_current(device_mesh))
+        simple = shape is None and stride is None and grad_placements is None and not run_check
+        if simple and local_tensor.__class__ is torch.Tensor and isinstance(placements, (list, tuple)):
+            spec = even_spec(local_tensor, info, placements)
+            if spec is not None:
+                return wrapped(local_tensor, spec)
         if isinstance(local_tensor, DTensor):
             raise ArgumentError(
                 f"from_local got a DTensor, {local_tensor._spec}, expected a plain tensor: use redistribute"
@@ -279,6 +290,46 @@ def _detached(local: torch.Tensor) -> torch.Tensor:
         return local.detach()
     except NotImplementedError:  # a subclass that holds shards and knows few ops
         return local
+
+
+class DetachedView(DTensor):
+    """A view of values that had to be gathered before they could be cut: a copy, where plain torch gives a window.
+
+    It reads as the DTensor it was until its base is written to, and is an error from then on. Results of ops
+    on it are DTensors. Writes to it are refused (see `Wrapper._detached_view`).
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch.torch_function(DTensor, func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return dispatch.torch_dispatch(DTensor, func, types, args, kwargs)
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]
+        seen = self.__dict__.get("_base_version")
+        if seen is not None and seen != version_of(self):
+            raise PlacementError(
+                f"got a view, {self._spec}, whose sharded dim had to be gathered before it could be cut, and "
+                "whose base has been written to since: it shows the old values; take the view again after the write, "
+                "or redistribute the base so that the dim is whole"
+            )
+        held: torch.Tensor = _held_by(self)
+        return held
+
+    @_local_tensor.setter
+    def _local_tensor(self, held: torch.Tensor) -> None:
+        Wrapper.__dict__["_local_tensor"].__set__(self, held)
+
+
+_held_by = Wrapper.__dict__["_local_tensor"].__get__
+windows[DTensor] = DetachedView
 
 
 class FromLocal(torch.autograd.Function):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.tests.gloo_world import mesh_of
+from core.tests.gloo_world import Worlds, mesh_of
 from core.tests.local_world import AnyWorlds
 from dtbench_core import (
     CoreError,
@@ -117,6 +117,38 @@ def _uneven_from_local() -> tuple[Any, ...]:
 
 def test_uneven_shards_with_the_global_shape(worlds: AnyWorlds) -> None:
     assert worlds(_uneven_from_local) == [((5, 3), [0.0, 0.0, 1.0, 1.0, 2.0], 12.0)] * 4
+
+
+def _asked_again() -> list[Any]:
+    """Calls alike but for one thing, one after the other: each gets what it asked for."""
+    mesh, out = mesh_of((4,)), []
+    for _ in range(2):
+        for mine in (
+            torch.ones(2, 3),
+            torch.ones(3, 2).t(),
+            torch.ones(2, 3).double(),
+            torch.ones(6).view(2, 3),
+        ):
+            for placements in ([S0], [Shard(-1)], (S1,), None):
+                made = DTensor.from_local(mine, mesh, placements)
+                out.append((made.placements, tuple(made.shape), made.stride(), made.dtype))
+        grad = torch.ones(2, 3, requires_grad=True)
+        DTensor.from_local(grad, mesh, [S0]).sum().full_tensor().backward()
+        out.append(grad.grad.tolist())  # type: ignore[union-attr]
+    return out
+
+
+def test_from_local_answers_alike_again(ranks: Worlds) -> None:
+    for got in ranks(_asked_again):
+        half = len(got) // 2
+        assert got[:half] == got[half:]
+        f = torch.float32
+        assert got[0] == ((S0,), (8, 3), (3, 1), f)
+        assert got[1] == got[2] == ((S1,), (2, 12), (12, 1), f)
+        assert got[3] == ((R,), (2, 3), (3, 1), f)
+        assert got[4:6] == [((S0,), (8, 3), (1, 8), f), ((S1,), (2, 12), (1, 2), f)]
+        assert got[8][3] == torch.float64
+        assert got[half - 1] == [[1.0] * 3] * 2
 
 
 def _run_check() -> torch.Tensor:
@@ -245,7 +277,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         "reductions .* cannot be pending together",
     ),
     "in-place partial": (
-        lambda t, m: DTensor.from_local(t, m, [P]).exp_(),
+        lambda t, m: DTensor.from_local(t, m, [Partial("product")]).exp_(),
         "would have to move the tensor it writes to",
     ),
     "out= of another kind": (
@@ -281,10 +313,6 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "between reductions": (
         lambda t, m: DTensor.from_local(t, m, [P]).redistribute(placements=[Partial("max")]),
         "nothing says which terms the ranks should hold",
-    ),
-    "write to a replica": (
-        lambda t, m: DTensor.from_local(t, m, [P]).add_(1),
-        "would have to move the tensor it writes to",
     ),
     "mixed list": (
         lambda t, m: torch.cat([distribute_tensor(t, m, [S0]), t]),
