@@ -50,7 +50,15 @@ OVERLOADS = {
 
 def _overloads(names: Sequence[str]) -> list[OpOverload]:
     packets = [getattr(aten, name) for name in names if hasattr(aten, name)]
-    return [getattr(packet, one) for packet in packets for one in packet.overloads() if "out" not in one]
+    ops = [getattr(packet, one) for packet in packets for one in packet.overloads() if "out" not in one]
+    # Without those that take their numbers as one tensor, which must lie on the CPU to be read.
+    return [
+        op
+        for op in ops
+        if all(
+            argument.name != "scalars" or str(argument.type) != "Tensor" for argument in op._schema.arguments
+        )
+    ]
 
 
 def _single(op: OpOverload) -> tuple[OpOverload, Rule]:
@@ -221,6 +229,8 @@ def foreach_norm(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | None
     """Norms of the tensors, replicated: each rank's own to the power of `ord` are summed, all in one collective."""
     if ord <= 0 or not all(isinstance(t, Wrapper) and t._spec.dtype.is_floating_point for t in tensors):
         return NotImplemented
+    if ord == math.inf and any(t.numel() == 0 for t in tensors):
+        return NotImplemented  # torch refuses: nothing is the largest of none
     terms: Any = torch.stack([_norm_term(t, ord, dtype) for t in tensors])
     norms = redistribute.redistribute_tensor(terms, (REPLICATE,) * terms._spec.info.ndim)
     norms = norms if ord == math.inf else norms ** (1 / ord)
