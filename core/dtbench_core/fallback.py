@@ -23,7 +23,7 @@ from dtbench_core.mesh import MeshInfo
 from dtbench_core.metadata import results_of
 from dtbench_core.placement import REPLICATE
 from dtbench_core.spec import DTensorSpec
-from dtbench_core.wrapper import Wrapper, wrap
+from dtbench_core.wrapper import Wrapper, detach_view, wrap
 
 
 class FallbackWarning(UserWarning):
@@ -83,8 +83,8 @@ def run(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[st
         _write_back(op, one, whole[id(one)])
     for_written = {id(whole[id(one)]): one for one in written}
     views = any(r.alias_info is not None for r in op._schema.returns)
-    detached = views and any(whole[id(t)] is not t._local_tensor for t in distributed)
-    return _wrapped(cls, result, mesh, for_written, detached)
+    moved = [t for t in distributed if whole[id(t)] is not t._local_tensor or t._detached_view]
+    return _wrapped(cls, result, mesh, for_written, moved[0] if views and moved else None)
 
 
 def _outside(
@@ -155,7 +155,7 @@ def _written(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
 def _refuse_unwritable(op: OpOverload, tensor: Wrapper) -> None:
     if tensor._detached_view:
         raise lost_write(tensor)
-    if tensor._spec.has_partial():
+    if any(p.is_partial("product") for p in tensor._spec.placements):
         raise PlacementError(
             f"{op} would have to move the tensor it writes to, which is {tensor._spec}: redistribute it to Shard or "
             "Replicate before, or use the functional form"
@@ -187,15 +187,16 @@ def store(tensor: Wrapper, full: torch.Tensor) -> None:
     """Overwrites `tensor`'s shard with its part of the replicated values `full`."""
     spec = tensor._spec
     source = DTensorSpec.of(spec.info, (REPLICATE,) * spec.info.ndim, full.shape, full.stride(), full.dtype)
-    tensor._local_tensor.copy_(
-        redistribute.apply(full, redistribute.plan(source, spec.placements))
-    )
+    tensor._local_tensor.copy_(redistribute.apply(full, redistribute.plan(source, spec.placements)))
 
 
 def _wrapped(
-    cls: type[Wrapper], result: Any, mesh: MeshInfo, written: dict[int, Wrapper], detached: bool
+    cls: type[Wrapper], result: Any, mesh: MeshInfo, written: dict[int, Wrapper], base: Wrapper | None
 ) -> Any:
-    """`result` with replicated DTensors for its tensors, and the written tensors themselves."""
+    """`result` with replicated DTensors for its tensors, and the written tensors themselves.
+
+    base: what the results were to be views of, but that had to be gathered.
+    """
     replicated = (REPLICATE,) * mesh.ndim
 
     def rewrap(leaf: Any) -> Any:
@@ -204,8 +205,8 @@ def _wrapped(
         if id(leaf) in written:
             return written[id(leaf)]
         made = wrap(cls, leaf, DTensorSpec.of(mesh, replicated, leaf.shape, leaf.stride(), leaf.dtype))
-        # A view of a gathered copy: a write to it would be lost.
-        made._detached_view = detached
+        if base is not None:
+            detach_view(made, base)
         return made
 
     return tree_map(rewrap, result)

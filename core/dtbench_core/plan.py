@@ -23,7 +23,7 @@ from dtbench_core.torch_compat import (
     is_inference_mode_enabled,
     kernel_of,
 )
-from dtbench_core.wrapper import Wrapper, wrap
+from dtbench_core.wrapper import Wrapper, detach_view, held_by, wrap
 
 Chosen = tuple[tuple[Placements, ...], tuple[Placements, ...]]  # of all inputs, of all outputs
 
@@ -103,11 +103,13 @@ class Plan:
     replaced: (argument position, local value) of global shapes made local.
     out: a spec, a list of specs and Nones (where the op gives none, or a number), or None for a Python value.
     returns_input: position, or name, of the written argument that is the result.
+    copies: whether the op gives views and the local op, on these shards, copies.
     counts_write: whether `run` itself tells autograd of the write, as torch does on its own path.
     """
 
     __slots__ = (
         "aliases",
+        "copies",
         "counts_write",
         "functional",
         "info",
@@ -132,7 +134,7 @@ class Plan:
         self.returns_input = info.returned
         self.counts_write = False
         self.info = info
-        self.aliases = info.aliases
+        self.aliases, self.copies = info.aliases, False
         self.functional = info.functional and local_op is None and not replaced
         self.simple = info.functional and not moves and not replaced and isinstance(out, DTensorSpec)
 
@@ -166,9 +168,9 @@ class Plan:
                 made = self._wrapped(cls, result)
         else:
             made = self._wrapped(cls, result)
-        if self.aliases and (self.moves or args[0]._detached_view):
+        if self.aliases and (self.moves or self.copies or getattr(args[0], "_detached_view", False)):
             for view in made if isinstance(made, (list, tuple)) else (made,):
-                view._detached_view = True
+                detach_view(view, args[0])
         return made
 
     def _wrapped(self, cls: type[Wrapper], result: Any) -> Any:
@@ -408,17 +410,29 @@ def _is_spec(leaf: Any) -> bool:
     return isinstance(leaf, DTensorSpec)
 
 
-def verify(op: OpOverload, plan: Plan, result: Any) -> None:
+def verify(plan: Plan, args: Sequence[Any], result: Any) -> None:
     """Checks a new plan's first result: a rule that misjudges a shape must not pass silently.
 
     Raises:
         CoreError: a local result that is not the shard its spec says.
     """
-    for one in result if isinstance(result, (list, tuple)) else (result,):
-        if isinstance(one, Wrapper):
-            local, spec = one._local_tensor, one._spec
-            if tuple(local.shape) != spec.local_shape or local.dtype != spec.dtype:
-                raise CoreError(
-                    f"the rule of {op} is wrong: the local result is {local.dtype} {list(local.shape)}, but "
-                    f"{spec} has {spec.dtype} {list(spec.local_shape)} on this rank; please report it"
-                )
+    made = [r for r in (result if isinstance(result, (list, tuple)) else (result,)) if isinstance(r, Wrapper)]
+    for one in made:
+        local, spec = held_by(one), one._spec
+        if tuple(local.shape) != spec.local_shape or local.dtype != spec.dtype:
+            raise CoreError(
+                f"the rule of {plan.info.op} is wrong: the local result is {local.dtype} {list(local.shape)}, but "
+                f"{spec} has {spec.dtype} {list(spec.local_shape)} on this rank; please report it"
+            )
+    base = args[0] if args else None
+    if plan.aliases and not plan.moves and isinstance(base, Wrapper) and not base._detached_view:
+        plan.copies = not all(_shares_memory(held_by(one), held_by(base)) for one in made)
+        for one in made if plan.copies else ():
+            detach_view(one, base)
+
+
+def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a write to the one shows in the other; True where there is nothing to write, or no memory to ask."""
+    if one.numel() == 0 or one.__class__ is not torch.Tensor or one.device.type == "meta":
+        return True
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -37,7 +37,7 @@ from dtbench_core.torch_compat import (
     register_foreach_type,
     version_of,
 )
-from dtbench_core.wrapper import Wrapper, windows, wrap
+from dtbench_core.wrapper import Wrapper, held_by, windows, wrap
 
 
 @straight_methods
@@ -123,9 +123,10 @@ class DTensor(Wrapper):
         return state.reduce(self)
 
     def __deepcopy__(self, memo: Any) -> DTensor:
-        made: DTensor = super().__deepcopy__(memo)
-        for mark in ("_detached_view", "_base_version"):
-            made.__dict__.pop(mark, None)  # a copy of a window stands for itself
+        if self._detached_view and self.is_leaf and id(self) not in memo:
+            # A copy of a window stands for itself, and may be written to.
+            memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        made: DTensor = memo[id(self)] if id(self) in memo else super().__deepcopy__(memo)
         return made
 
     # What torch.distributed.checkpoint asks of a tensor.
@@ -320,15 +321,13 @@ class DetachedView(DTensor):
                 "whose base has been written to since: it shows the old values; take the view again after the write, "
                 "or redistribute the base so that the dim is whole"
             )
-        held: torch.Tensor = _held_by(self)
-        return held
+        return held_by(self)
 
     @_local_tensor.setter
     def _local_tensor(self, held: torch.Tensor) -> None:
         Wrapper.__dict__["_local_tensor"].__set__(self, held)
 
 
-_held_by = Wrapper.__dict__["_local_tensor"].__get__
 windows[DTensor] = DetachedView
 
 

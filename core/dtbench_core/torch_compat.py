@@ -149,3 +149,12 @@ def is_composite(op: torch._ops.OpOverload) -> bool:
 def mesh_group_names(mesh: DeviceMesh) -> list[str]:
     """The name of this process's group along each dim of `mesh`; none where it is outside."""
     return [str(name) for name in getattr(mesh, "_dim_group_names", [])]
+
+
+_version = torch._C.TensorBase._version.__get__
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often `tensor`, or what it is a view of, was written to; None for an inference tensor."""
+    with DisableTorchFunction():
+        return None if tensor.is_inference() else int(_version(tensor))

@@ -11,6 +11,7 @@ import torch
 
 from core.tests.gloo_world import Worlds, mesh_of
 from dtbench_core import (
+    CoreError,
     DTensor,
     FallbackWarning,
     Partial,
@@ -71,7 +72,7 @@ def _counted() -> tuple[int, list[str]]:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(3):
-            torch.linalg.ldl_factor_ex(x)
+            torch.nonzero(x)
     calls = fallbacks()
     return sum(calls.values()), [str(w.message) for w in seen if w.category is FallbackWarning]
 
@@ -79,7 +80,7 @@ def _counted() -> tuple[int, list[str]]:
 def test_a_fallback_is_counted_and_warns_once(ranks: Worlds) -> None:
     for calls, warned in ranks(_counted):
         assert calls == 3
-        assert len(warned) == 1 and "linalg_ldl_factor" in warned[0]
+        assert len(warned) == 1 and "aten.nonzero" in warned[0]
 
 
 def _gradient(placements: list[Placement]) -> bool:
@@ -169,3 +170,47 @@ def _partial() -> bool:
         warnings.simplefilter("ignore", FallbackWarning)
         x = DTensor.from_local(full / 4, mesh_of((4,)), [Partial()])
         return _same(torch.linalg.inv(x), torch.linalg.inv(full))
+
+
+# ---- views that are copies ----
+
+
+def _stale() -> tuple[str, str, bool]:
+    x = _into(torch.arange(8.0), [S(0)])
+    view = x[:3]
+    read = _same(view * 1, torch.arange(3.0)) and _same(view[1:], torch.arange(1.0, 3.0))
+    messages = []
+    for write in (lambda: x.add_(1), lambda: x[:3].add_(1)):
+        try:
+            write()
+            (view + 1).full_tensor()
+            messages.append("nothing was raised")
+        except CoreError as error:
+            messages.append(str(error))
+    return messages[0], messages[1], read and type(x[:3] * 1) is DTensor
+
+
+def test_a_view_that_had_to_be_gathered_does_not_show_old_values(ranks: Worlds) -> None:
+    for stale, lost, read in ranks(_stale):
+        assert read
+        assert "has been written to since" in stale
+        assert "the write would be lost" in lost
+
+
+def _in_place_on_terms(reduce_op: str) -> bool:
+    full = torch.arange(8.0, dtype=torch.float64)
+    share = (
+        (torch.distributed.get_rank() + 1) / 10
+        if reduce_op == "sum"
+        else (torch.distributed.get_rank() + 1) / 2.5
+    )
+    x = DTensor.from_local(full * share, mesh_of((4,)), [Partial(reduce_op)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        x.exp_()
+    return x.placements == (Partial(reduce_op),) and _same(x, full.exp())
+
+
+@pytest.mark.parametrize("reduce_op", ["sum", "avg"])
+def test_a_pending_tensor_is_written_as_a_number(ranks: Worlds, reduce_op: str) -> None:
+    assert all(ranks(_in_place_on_terms, reduce_op))

@@ -6,12 +6,14 @@ only through the ops that are linear in the inputs holding it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
+from dtbench_core.errors import PlacementError
 from dtbench_core.placement import REDUCE_OPS, REPLICATE, Partial, Placement, Shard
 from dtbench_core.rules import base
 from dtbench_core.rules.base import (
@@ -27,12 +29,14 @@ from dtbench_core.rules.base import (
     rule,
 )
 from dtbench_core.spec import DTensorSpec
-from dtbench_core.wrapper import Wrapper
+from dtbench_core.wrapper import Wrapper, detach_view
 
 
 def is_pointwise(op: OpOverload) -> bool:
     """Whether torch says the op is elementwise (and draws no random numbers), and no user says otherwise."""
     if torch.Tag.nondeterministic_seeded in op.tags or base.is_overridden(op):
+        return False
+    if sum(argument.is_out for argument in op._schema.arguments) > 1:  # frexp(out=): the common way of out=
         return False
     if torch.Tag.pointwise in op.tags:
         return True
@@ -152,7 +156,7 @@ def conjugate(tensor: Wrapper) -> Wrapper:
     """Plain torch marks the result and conjugates on reading. A mark on a shard would not show on the DTensor,
     so the shard is a copy, which refuses writes."""
     made: Wrapper = aten.conj_physical(tensor)
-    made._detached_view = True
+    detach_view(made, tensor)
     return made
 
 
@@ -182,34 +186,55 @@ def copy(call: OpCall) -> Strategy:
 @rule(aten.fill_.Scalar, aten.fill_.Tensor, aten.fill.Scalar, aten.fill.Tensor)
 def fill(call: OpCall) -> Strategy:
     """(self, value): self is not read."""
-    return _filled(call, 0, REDUCE_OPS)
+    return _filled(call, 0)
 
 
 @rule(aten.masked_fill.Scalar, aten.masked_fill_.Scalar, aten.masked_fill.Tensor, aten.masked_fill_.Tensor)
 def masked_fill(call: OpCall) -> Strategy:
-    """(self, mask, value). Not over an average: a mask's lowest number, on every rank, overflows the sum on the
-    way to it."""
-    return _filled(call, 1, ("sum", "product", "max", "min"))
+    """(self, mask, value)."""
+    return _filled(call, 1)
 
 
-def _filled(call: OpCall, masks: int, ops: tuple[str, ...]) -> Strategy:
-    """(self, masks..., value): self may be pending, and gets a term of the value on each rank."""
+def _filled(call: OpCall, masks: int) -> Strategy:
+    """(self, masks..., value): self may be pending, and gets a term of the value on each rank.
+
+    An average has the value itself on every rank, whose sum may overflow on the way to it, as that of a
+    mask's lowest number does: only a tensor that cannot move takes it, after a look at the number.
+    """
     op, whole = call.op, (REPLICATE,) * (len(call.inputs) - 1)
+    writes = op._schema.name.endswith("_")
+    number = len(call.inputs) == masks + 1
+    ops = [kind for kind in REDUCE_OPS if kind != "avg" or (writes and number)]
     rows = [Row((Partial(kind), *whole), (Partial(kind),)) for kind in ops if pending(call, kind)]
 
     def localize(placed: Placed) -> Callable[..., torch.Tensor] | None:
-        neutral = neutral_term(placed.inputs[0])
-        if neutral is None:
+        spec = placed.inputs[0]
+        neutral = neutral_term(spec)
+        averages = any(p.is_partial("avg") for p in spec.placements)
+        if neutral is None and not averages:
             return None
 
         def run(local: torch.Tensor, *args: Any) -> torch.Tensor:
             value = args[masks]
-            term = torch.full_like(value, neutral) if isinstance(value, torch.Tensor) else neutral
-            return op(local, *args[:masks], term)  # type: ignore[no-any-return]
+            if averages:
+                _refuse_overflow(spec, value)
+            if neutral is not None:
+                value = torch.full_like(value, neutral) if isinstance(value, torch.Tensor) else neutral
+            return op(local, *args[:masks], value)  # type: ignore[no-any-return]
 
         return run
 
     return Strategy([*pointwise(call).rows, *rows], localize=localize, any_lengths=True)
+
+
+def _refuse_overflow(spec: DTensorSpec, value: Any) -> None:
+    if not spec.dtype.is_floating_point or not math.isfinite(value):
+        return
+    if abs(value) * math.prod(spec.info.sizes) > torch.finfo(spec.dtype).max:
+        raise PlacementError(
+            f"got {value} to be written to {spec}, whose average over the ranks would overflow: redistribute it to "
+            "Shard or Replicate before"
+        )
 
 
 def neutral_term(spec: DTensorSpec) -> int | None:
