@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from dtbench_core import contexts, redistribute
 from dtbench_core.errors import ArgumentError, PlacementError
-from dtbench_core.fallback import lost_write
+from dtbench_core.fallback import gathered, lost_write
 from dtbench_core.placement import REPLICATE
 from dtbench_core.spec import DTensorSpec, contiguous_stride
 from dtbench_core.torch_compat import set_wrapper_metadata
@@ -64,12 +64,21 @@ def run_out(
     outs = [kwargs[name] for name in names]
     rest = {name: value for name, value in kwargs.items() if name not in names}
     for out in outs:
-        _refuse_output(op, out)
+        if not _is_scratch(out):
+            _refuse_output(op, out)
     result = dispatch(cls, functional, (), args, rest)
     results = result if isinstance(result, (list, tuple)) else (result,)
     for out, value in zip(outs, results, strict=True):
-        _store(op, out, value)
+        if _is_scratch(out):
+            out.resize_(value.shape).copy_(gathered(value))
+        else:
+            _store(op, out, value)
     return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+def _is_scratch(out: Any) -> bool:
+    """An empty plain tensor that an op of several ops makes to hold a result nobody asked for (`msort(out=)`)."""
+    return not isinstance(out, Wrapper) and out.numel() == 0
 
 
 def _refuse_output(op: OpOverload, out: Any) -> None:
