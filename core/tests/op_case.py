@@ -44,3 +44,16 @@ def flat(parts: list[Any]) -> Any:
 # Shapes of one and of two inputs; U: uneven on 4 ranks.
 A, B = ((8, 4),), ((8, 4), (8, 4))
 UA, UB = ((5, 3),), ((5, 3), (5, 3))
+
+# Ops that this machine cannot run: test_device_rules.py tries their rules on meta tensors.
+_attentions = ("flash", "efficient", "cudnn", "fused")
+DEVICE_ONLY = {
+    op.default
+    for kind in _attentions
+    for name in (
+        f"_scaled_dot_product_{kind}_attention",
+        f"_scaled_dot_product_{kind}_attention_overrideable",
+    )
+    for op in (getattr(torch.ops.aten, name, None), getattr(torch.ops.aten, name + "_backward", None))
+    if op is not None
+} | {torch.ops.aten._fused_rms_norm.default, torch.ops.aten._fused_rms_norm_backward.default}

@@ -46,6 +46,8 @@ CHANNELS = ((4, 8, 3), (8,), (8,)), ((3, 5, 2), (5,), (5,))
 OPS: dict[str, Op] = {
     "safe_softmax": Op(lambda a: torch.ops.aten._safe_softmax(a, 1), A, UA),
     "renorm": Op(lambda a: torch.renorm(a, 2, 0, 0.5), A, UA),
+    "renorm_in_place": Op(lambda a: (a * 1).renorm_(2, 0, 0.5), A, UA, differentiable=False),
+    "numbers_added_in_place": Op(lambda a: a.sum(0).sub_(2).add_(3, alpha=2) + a.mean(0).add_(1), A, UA),
     "cross": Op(torch.linalg.cross, ((8, 3), (8, 3)), ((5, 3), (1, 3))),
     "rms_norm": Op(lambda a, w: F.rms_norm(a, w.shape, w), ((8, 4), (4,)), ((5, 3), (3,))),
     "normalize": Op(F.normalize, A, UA),

@@ -1,0 +1,117 @@
+"""Rules of ops that only run on other devices: every row is tried on meta tensors of each rank's shards.
+
+That shows shapes, order and number of results; values need the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map
+
+from core.tests.op_case import DEVICE_ONLY
+from dtbench_core import variants
+from dtbench_core.mesh import MeshInfo, mesh_info
+from dtbench_core.placement import REPLICATE
+from dtbench_core.rules.base import OpCall, rule_of
+from dtbench_core.spec import DTensorSpec, TensorMeta
+
+aten = torch.ops.aten
+BATCH, HEADS, LENGTH, WIDTH = 7, 5, 32, 16  # uneven on 4 and on 2 ranks, and nowhere empty on 2
+
+QUERY = ("query", (BATCH, HEADS, LENGTH, WIDTH))
+
+
+def _half(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float16, device="meta")
+
+
+def _attention_calls() -> Iterator[tuple[Any, tuple[Any, ...], int]]:
+    """(op, arguments, how many rows are expected): forward, then backward with forward's results."""
+    q, k, v, grad = (_half(*QUERY[1]) for _ in range(4))
+    for bias in (_half(BATCH, HEADS, LENGTH, LENGTH), _half(BATCH, 1, LENGTH, LENGTH)):
+        op = aten._scaled_dot_product_efficient_attention.default
+        out, logsumexp, seed, offset = op(q, k, v, bias, True)
+        yield op, (q, k, v, bias, True), 2
+        given = (grad, q, k, v, bias, out, logsumexp, seed, offset, 0.0, [True] * 4)
+        yield aten._scaled_dot_product_efficient_attention_backward.default, given, 2
+        op = aten._scaled_dot_product_cudnn_attention.default
+        made = op(q, k, v, bias, True)
+        yield op, (q, k, v, bias, True), 2
+        given = (grad, q, k, v, made[0], made[1], made[6], made[7], bias, *made[2:6], 0.0, False)
+        yield aten._scaled_dot_product_cudnn_attention_backward.default, given, 2
+        op = aten._scaled_dot_product_fused_attention_overrideable.default
+        made = op(q, k, v, bias)
+        yield op, (q, k, v, bias), 2
+        given = (grad, q, k, v, bias, [True] * 4, *made[:6], 0.0, False, made[6], made[7])
+        yield aten._scaled_dot_product_fused_attention_overrideable_backward.default, given, 2
+    op = aten._scaled_dot_product_flash_attention.default
+    made = op(q, k, v)
+    yield op, (q, k, v), 2
+    yield op, (q, k, v, 0.5), 0  # dropout
+    given = (grad, q, k, v, *made[:6], 0.0, False, made[6], made[7])
+    yield aten._scaled_dot_product_flash_attention_backward.default, given, 2
+    x, weight = _half(BATCH, LENGTH, WIDTH), _half(WIDTH)
+    op = aten._fused_rms_norm.default
+    yield op, (x, [WIDTH], weight, None), 2
+    rstd = op(x, [WIDTH], weight, None)[1]
+    yield aten._fused_rms_norm_backward.default, (x, x, [WIDTH], rstd, weight, [True, True]), 2
+
+
+def _call(op: Any, args: tuple[Any, ...], mesh: MeshInfo) -> OpCall:
+    replicated = (REPLICATE,) * mesh.ndim
+    specs: list[DTensorSpec] = []
+
+    def described(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        specs.append(DTensorSpec.of(mesh, replicated, leaf.shape, leaf.stride(), leaf.dtype))
+        return specs[-1]
+
+    stated = tree_map(described, args)
+    made = op(*args)
+    metas = tuple(
+        TensorMeta(t.shape, t.stride(), t.dtype) if isinstance(t, torch.Tensor) else None for t in made
+    )
+    return OpCall(op, stated, {}, tuple(specs), metas)
+
+
+@pytest.fixture
+def mesh() -> Iterator[MeshInfo]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield mesh_info(init_device_mesh("cpu", (2,)))
+    dist.destroy_process_group()
+
+
+def test_every_row_gives_each_rank_its_shard(mesh: MeshInfo) -> None:
+    seen = set()
+    for op, args, count in _attention_calls():
+        call = _call(op, args, mesh)
+        rule = rule_of(op)
+        assert rule is not None
+        strategy = rule(call)
+        assert len(strategy.rows) == count, op
+        seen.add(op)
+        for row in strategy.rows:
+            inputs, outputs = [(p,) for p in row.inputs], [(p,) for p in row.outputs]
+            assert variants.every_rank_can(call, strategy, inputs, outputs), (op, row)
+    assert seen == DEVICE_ONLY
+
+
+def test_a_bias_that_broadcasts_gets_a_pending_gradient(mesh: MeshInfo) -> None:
+    backward = aten._scaled_dot_product_efficient_attention_backward.default
+    found = [(op, args) for op, args, _ in _attention_calls() if op is backward]
+    rows = {}
+    for op, args in found:
+        rule = rule_of(op)
+        assert rule is not None
+        by_heads = rule(_call(op, args, mesh)).rows[1]
+        rows[args[4].shape[1]] = (by_heads.inputs[4], by_heads.outputs[3])
+    assert [str(p) for p in rows[HEADS]] == ["S(1)", "S(1)"]
+    assert [str(p) for p in rows[1]] == ["R", "P"]
