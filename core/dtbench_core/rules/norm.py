@@ -74,7 +74,7 @@ def native_layer_norm_backward(call: OpCall) -> Strategy:
     return Strategy([*rows, *linear_in_first(call)])
 
 
-@rule(aten.add_.Scalar, aten.sub_.Scalar)
+@rule(aten.add_.Scalar)
 def add_number_in_place(call: OpCall) -> Strategy:
     """As rms_norm adds eps to a mean, which may be pending: to each term of an average, to one of a sum."""
     rows = [*pointwise(call).rows, *linear_rows(call, 1)]
