@@ -20,7 +20,7 @@ from dtbench_suites.coverage.verdicts import Case, OpVerdict, summarize
 
 # The slowest op takes some seconds for all its cases on a core of its own, and starting ten; a busy
 # machine takes many times as long.
-OP_TIMEOUT_S = 180.0
+OP_TIMEOUT_S = 300.0
 _START_TIMEOUT_S = 300.0
 # torch keeps what it worked out per shape without a bound: after so many ops a process has some 500 MB.
 _OPS_PER_WORKER = 400
