@@ -149,6 +149,19 @@ def test_plain_tensors_are_the_same_on_every_rank(fake_world: Callable[[int], No
     assert plain.tolist() == [8.0, 8.0]
 
 
+def test_running_statistics_are_updated_once(fake_world: Callable[[int], None]) -> None:
+    """Batch norm writes to them, and its schema does not say so."""
+    fake_world(4)
+    norm, twin = torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
+    twin(torch.arange(12.0).view(4, 3))
+    with LocalTensorMode(4):
+        norm(torch.arange(12.0).view(4, 3))
+        assert norm.running_mean is not None and twin.running_mean is not None
+        assert norm.running_mean.tolist() == twin.running_mean.tolist()
+        with pytest.raises(RankDependentError, match="wrote to a plain"):
+            norm(torch.ones(4, 3) * dist.get_rank())
+
+
 def test_outside_a_mode(mode: LocalTensorMode) -> None:
     x = uneven()
     mode.__exit__(None, None, None)

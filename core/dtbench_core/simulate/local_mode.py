@@ -182,19 +182,18 @@ class LocalTensorMode(TorchDispatchMode):
 
     def _dispatch_core(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """An op on DTensors: each rank's on its own, through the core's dispatch."""
-        parts, what, writes = CoreParts(self.ranks), str(op), op._schema.is_mutable
+        parts, what = CoreParts(self.ranks), str(op)
         copies = PlainCopies(op, args, kwargs)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with DisableTorchFunction():  # below autograd, as here
                 return op(*args, **kwargs)
 
-        result = self.across(
-            run, args, kwargs, what=what, parts=parts, copies=copies, keep=writes, seen=False
-        )
-        if writes:
+        # Inputs are put back whatever the schema says: batch norm's does not tell that it writes.
+        result = self.across(run, args, kwargs, what=what, parts=parts, copies=copies, seen=False)
+        if op._schema.is_mutable:
             parts.settle(what)
-            copies.write_back(what)
+        copies.write_back(what)
         return result
 
     def _draw(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], ranks: Sequence[int]) -> Any:

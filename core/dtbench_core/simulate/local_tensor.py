@@ -455,7 +455,8 @@ def _outlines(given: Any) -> str:
 def _tensors_written(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for index, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        untold = argument.name in ("running_mean", "running_var")  # some batch norms write to them
+        if untold or (argument.alias_info is not None and argument.alias_info.is_write):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             found += [t for t in (value if isinstance(value, (list, tuple)) else [value]) if t is not None]
     return found
