@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.local_world import LocalWorlds
 from core.tests.op_case import DEVICE_ONLY
 from core.tests.op_cases import OPS
 from dtbench_core import DTensor, Partial, Placement, Replicate, Shard, dispatch, distribute_tensor
@@ -110,6 +111,24 @@ def test_op_equals_plain_torch(ranks: Worlds, name: str, uneven: bool) -> None:
         assert all(count > 0 for count, _ in answers)
         wrong = {rank: found[:5] for rank, (_, found) in enumerate(answers) if found}
         assert not wrong, "\n".join(f"rank {rank}: {line}" for rank, found in wrong.items() for line in found)
+
+
+# One or two of each family, for the second flavour: the simulation is the same for all.
+AS_LOCAL_TENSORS = (
+    *("add_broadcast", "to_int", "written", "sum_dim", "mean", "std", "max_dim", "mm", "linear_3d", "mlp"),
+    *("sdpa_causal", "conv2d_strided", "batch_norm", "layer_norm", "softmax", "cross_entropy", "nll_ignoring"),
+    *("embedding_sharded", "index_put", "scatter_in_place", "view_split", "cat", "split_other", "sort"),
+    *("cumsum", "slice_scatter", "dropout", "listed_in_place"),
+)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, and of fallbacks: what the cases warn of is theirs
+@pytest.mark.parametrize("name", AS_LOCAL_TENSORS)
+def test_op_equals_plain_torch_as_local_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PLACES, (2, 2), 2)
+    for count, wrong in LocalWorlds()(_run_op, name, (2, 2), True):
+        assert count > 0
+        assert not wrong, "\n".join(wrong[:5])
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, and of fallbacks: what the cases warn of is theirs
