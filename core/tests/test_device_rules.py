@@ -25,7 +25,9 @@ from dtbench_core.spec import DTensorSpec, TensorMeta
 aten = torch.ops.aten
 BATCH, HEADS, LENGTH, WIDTH = 7, 5, 32, 16  # uneven on 4 and on 2 ranks, and nowhere empty on 2
 
-QUERY = ("query", (BATCH, HEADS, LENGTH, WIDTH))
+torch_at_least_213 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+QUERY = (BATCH, HEADS, LENGTH, WIDTH)
 
 
 def _half(*shape: int) -> torch.Tensor:
@@ -34,7 +36,7 @@ def _half(*shape: int) -> torch.Tensor:
 
 def _attention_calls() -> Iterator[tuple[Any, tuple[Any, ...], int]]:
     """(op, arguments, how many rows are expected): forward, then backward with forward's results."""
-    q, k, v, grad = (_half(*QUERY[1]) for _ in range(4))
+    q, k, v, grad = (_half(*QUERY) for _ in range(4))
     for bias in (_half(BATCH, HEADS, LENGTH, LENGTH), _half(BATCH, 1, LENGTH, LENGTH)):
         op = aten._scaled_dot_product_efficient_attention.default
         out, logsumexp, seed, offset = op(q, k, v, bias, True)
@@ -92,12 +94,16 @@ def mesh() -> Iterator[MeshInfo]:
 def test_every_row_gives_each_rank_its_shard(mesh: MeshInfo) -> None:
     seen = set()
     for op, args, count in _attention_calls():
-        call = _call(op, args, mesh)
+        seen.add(op)
+        try:
+            call = _call(op, args, mesh)
+        except NotImplementedError:  # torch 2.11 has no meta kernel for one of them
+            assert not torch_at_least_213
+            continue
         rule = rule_of(op)
         assert rule is not None
         strategy = rule(call)
         assert len(strategy.rows) == count, op
-        seen.add(op)
         for row in strategy.rows:
             inputs, outputs = [(p,) for p in row.inputs], [(p,) for p in row.outputs]
             assert variants.every_rank_can(call, strategy, inputs, outputs), (op, row)
