@@ -44,7 +44,7 @@ def fill(call: OpCall) -> Strategy:
         return run
 
     rows = [*along(range(call.inputs[0].ndim), 1, 1), *linear_rows(call, 1, ops=REDUCE_OPS)]
-    return Strategy(rows, localize=localize)
+    return Strategy(rows, localize=localize, any_lengths=True)
 
 
 @rule(
@@ -82,7 +82,7 @@ def fresh(call: OpCall) -> Strategy:
 
     unread = {p for p in call.inputs[0].placements if p.is_partial()}
     rows = [Row((p,), (REPLICATE,)) for p in sorted(unread, key=str)]
-    return Strategy([*along(range(call.inputs[0].ndim), 1, 1), *rows], localize=localize)
+    return Strategy([*along(range(call.inputs[0].ndim), 1, 1), *rows], localize=localize, any_lengths=True)
 
 
 @rule(aten.native_dropout.default)
@@ -104,4 +104,4 @@ def native_dropout(call: OpCall) -> Strategy:
 
     rows = [Row((Shard(d),), (Shard(d), Shard(d))) for d in range(call.inputs[0].ndim)]
     rows += [Row((Partial(op),), (Partial(op), REPLICATE)) for op in ("sum", "avg")]
-    return Strategy(rows, localize=localize)
+    return Strategy(rows, localize=localize, any_lengths=True)
