@@ -1,7 +1,7 @@
 """Every op the core has a rule for, against plain torch on the full tensors: values and gradients.
 
-Each op runs over all combinations of Replicate, Partial and Shard of every dim for each of its
-inputs, on a 1-D mesh of 4 and on a 2x2 mesh, with even, uneven and empty shards.
+Each op runs over combinations of Replicate, Partial and Shard of every dim for each of its inputs, with
+even shards and with uneven and empty ones, on a 1-D mesh of 4 or on a 2x2 mesh.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dtbench_core import DTensor, Partial, Placement, Replicate, Shard, dispatch
 from dtbench_core.rules.base import ops_with_rules
 from dtbench_core.simulate import maybe_run_for_local_tensor
 
-PLACES = {(4,): 8, (2, 2): 7}  # mesh -> placement combinations tried per op and shape
+PLACES = {(4,): 6, (2, 2): 6}  # mesh -> placement combinations tried per op and shape
 
 
 def _choices(ndim: int) -> list[Placement]:
@@ -106,11 +106,12 @@ def _run_op(name: str, mesh_shape: tuple[int, ...], uneven: bool) -> tuple[int, 
 @pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
 @pytest.mark.parametrize("name", OPS)
 def test_op_equals_plain_torch(ranks: Worlds, name: str, uneven: bool) -> None:
-    for mesh_shape in PLACES:
-        answers = ranks(_run_op, name, mesh_shape, uneven)
-        assert all(count > 0 for count, _ in answers)
-        wrong = {rank: found[:5] for rank, (_, found) in enumerate(answers) if found}
-        assert not wrong, "\n".join(f"rank {rank}: {line}" for rank, found in wrong.items() for line in found)
+    # Even shards on the one mesh and uneven ones on the other; every second op the other way round.
+    mesh_shape = list(PLACES)[(list(OPS).index(name) + uneven) % 2]
+    answers = ranks(_run_op, name, mesh_shape, uneven)
+    assert all(count > 0 for count, _ in answers)
+    wrong = {rank: found[:5] for rank, (_, found) in enumerate(answers) if found}
+    assert not wrong, "\n".join(f"rank {rank}: {line}" for rank, found in wrong.items() for line in found)
 
 
 # One or two of each family, for the second flavour: the simulation is the same for all.
