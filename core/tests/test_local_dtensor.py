@@ -134,7 +134,7 @@ def test_errors_are_those_of_every_rank(mode: LocalTensorMode) -> None:
 def test_dtensors_of_one_rank_are_refused(fake_world: Callable[[int], None]) -> None:
     fake_world(4)
     mesh = init_device_mesh("cpu", (4,))
-    outside = distribute_tensor(torch.ones(4), mesh, [S0])
+    outside = distribute_tensor(torch.ones(4), mesh, [S0], src_data_rank=None)
     with LocalTensorMode(4), pytest.raises(SimulationError, match="made outside this LocalTensorMode"):
         outside * 2
     assert (outside * 2).to_local().tolist() == [2.0]
