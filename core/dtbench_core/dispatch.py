@@ -113,7 +113,11 @@ def _key_of(
         elif kind is float or kind is bool:
             # The type too: 1, 1.0 and True are equal and hash alike.
             key.append(kind if by_type else (kind, a))
-        elif kind is list or kind is tuple or kind is torch.Size:
+        elif kind is tuple:  # x[(i, j)] is not x[[i, j]]
+            part, within, _ = _key_of(cls, tuple, by_type, a, {})
+            key.append(part)
+            local = tuple(within)
+        elif kind is list or kind is torch.Size:
             part, local, _ = _key_of(cls, list, by_type, a, {})
             key.append(part)
         elif kind is slice:
