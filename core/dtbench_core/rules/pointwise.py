@@ -100,6 +100,7 @@ TERMS: dict[OpOverload, tuple[tuple[int, ...], ...]] = {
 }
 # Elementwise, though torch does not tag them.
 UNTAGGED = GRADIENTS | _with_in_place({aten.hardswish.default, aten.floor_divide.default, aten.mish.default})
+UNTAGGED |= {aten.floor_divide.Scalar, aten.floor_divide_.Tensor, aten.floor_divide_.Scalar}
 UNTAGGED |= {aten._prelu_kernel.default, aten.rsub.Tensor, aten.polar.default, aten.complex.default}
 
 

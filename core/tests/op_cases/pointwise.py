@@ -55,6 +55,8 @@ def _in_place(a: Any, b: Any) -> Any:
             u.clone().addcdiv_(v, v + 1, value=2),
             u.clone().eq_(v),
             u.clone().floor_divide_(v),
+            aten.floor_divide.Scalar(u, 0.3),
+            aten.floor_divide_.Scalar(u.clone(), 0.3),
             u.clone().masked_fill_(a > 0, 2.0),
             u.clone().masked_fill_(a > 0, 0.0),
             u.clone().masked_fill_(a > 0, v.sum()),
