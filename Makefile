@@ -1,4 +1,5 @@
-# `make bench` measures, calibrates and reports. `make test` checks everything. Both install first.
+# `make bench` measures, calibrates and reports. `make test` checks everything,
+# `make coverage` every op against a committed table. All install first.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -6,8 +7,9 @@ BIN := $(VENV)/bin
 STAMP := $(shell date -u +%Y%m%dT%H%M%SZ)
 RUN := results/bench-$(STAMP)
 PAGE := reports/bench-$(STAMP).html
+COVERAGE := results/run-coverage-$(STAMP)
 
-.PHONY: bench test install lint types imports unit clean
+.PHONY: bench test coverage install lint types imports unit clean
 
 bench: install
 	@mkdir -p results reports
@@ -20,6 +22,13 @@ bench: install
 	@echo "report:   $(CURDIR)/$(PAGE)"
 
 test: lint types imports unit
+
+# Is every op that was right still right? Measures the core as results/coverage-core.json was made (4
+# ranks in a process, all modes) and exits with an error if an op became worse.
+coverage: install
+	@mkdir -p results
+	$(BIN)/dtbench run coverage --impl core --quick -o $(COVERAGE).jsonl > $(COVERAGE).log || test $$? -eq 5
+	$(BIN)/dtbench coverage $(COVERAGE).jsonl --baseline results/coverage-core.json
 
 install: $(VENV)/installed
 
