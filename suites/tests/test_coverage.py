@@ -86,6 +86,12 @@ def _on_rank_2(error: Exception) -> Callable[[Any], Any]:
     return distributed
 
 
+def _off_on_rank_1(x: Any) -> Any:
+    """Right with the others, who go on to the gradients, where they wait for each other."""
+    whole = x.redistribute(x.device_mesh, [core.Replicate()])
+    return whole + float(dist.get_rank() == 1)
+
+
 def _raises(error: Exception) -> Callable[[Any], Any]:
     def distributed(x: Any) -> Any:
         raise error
@@ -118,6 +124,7 @@ def _noise_of_the_rank(x: Any) -> Any:
             "hang",
             "rank 2 raised ValueError: no while ranks 0, 1, 3 waited",
         ),
+        (_off_on_rank_1, lambda x: x * 1, "wrong", "elements differ"),
         (_raises(RuntimeError("broken")), torch.sum, "error", "RuntimeError: broken"),
         (_raises(NotImplementedError("later")), torch.sum, "no rule", "later"),
         (_raises(RuntimeError("op does not have a sharding strategy")), torch.sum, "no rule", "strategy"),
@@ -130,7 +137,7 @@ def test_the_judge_sees(
     verdict_on: Callable[..., OpVerdict], distributed: Any, plain: Any, verdict: str, reason: str
 ) -> None:
     got = verdict_on(distributed, plain)
-    assert (got.verdict, sum(got.counts.values()) > 0) == (verdict, True), got
+    assert got.verdict == verdict and set(got.counts) == {verdict}, got
     assert reason in got.reason
 
 

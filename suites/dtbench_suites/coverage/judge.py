@@ -200,6 +200,7 @@ def difference(got: Any, wanted: Any, nudged: Callable[[], Any] | None = None) -
         return f"got shape {list(got.shape)}, expected {list(wanted.shape)}"
     if got.dtype != wanted.dtype:
         return f"got {got.dtype}, expected {wanted.dtype}"
+    got = got.detach()
     if got.dtype is torch.complex32:  # which few ops take, comparisons not among them
         got, wanted = got.to(torch.complex64), wanted.to(torch.complex64)
     if got.numel() == 0 or torch.equal(got, wanted):
@@ -388,6 +389,10 @@ def judge_case(
     apart = diverged(outcomes)
     if apart is not None:
         world.close()  # what the libraries keep per rank and mesh may have gone apart too: start afresh
+        # A rank that sees a difference leaves at once, and the others wait for it: that is no hang.
+        seen = next((o for o in outcomes if o.error is None and o.value[0]), None)
+        if seen is not None and all(o.stopped or o.error is None for o in outcomes):
+            return seen.value[0], stages.at[seen.rank], f"{seen.value[1]} (on rank {seen.rank} alone)", None
         own = next((o for o in outcomes if o.error is not None and not o.stopped), outcomes[0])
         return "hang", stages.at[own.rank], apart, own.error
     error = outcomes[0].error
