@@ -68,7 +68,7 @@ def run(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[st
         if id(leaf) not in whole:
             if contexts.entered:
                 contexts.observe(op, leaf._spec, (REPLICATE,) * mesh.ndim)
-            whole[id(leaf)] = gathered(leaf)
+            whole[id(leaf)] = gathered(leaf, copied=any(leaf is one for one in written))
             distributed.append(leaf)
         return whole[id(leaf)]
 
@@ -120,11 +120,15 @@ def _outside(
     return tuple(made) if structure == "list" else made[0]
 
 
-def gathered(tensor: Wrapper) -> torch.Tensor:
-    """The full values of `tensor`, outside autograd: its own memory where it is replicated already."""
+def gathered(tensor: Wrapper, copied: bool = True) -> torch.Tensor:
+    """The full values of `tensor`, outside autograd: its own memory where it is replicated already, else to be
+    written to only if `copied`."""
     spec = tensor._spec
     replicated = (REPLICATE,) * spec.info.ndim
-    return redistribute.apply(tensor._local_tensor, redistribute.plan(spec, replicated))
+    route = redistribute.plan(spec, replicated)
+    if copied:
+        return redistribute.apply(tensor._local_tensor, route)
+    return redistribute.settle(tensor, replicated, route)
 
 
 def _report(op: OpOverload) -> None:

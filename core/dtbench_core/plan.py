@@ -154,7 +154,7 @@ class Plan:
         if self.simple:
             return wrap(cls, call(*locals_, **kwargs) if kwargs else call(*locals_), self.out)
         if self.moves:
-            locals_, kwargs = self._moved(locals_, kwargs)
+            locals_, kwargs = self._moved(args, given, locals_, kwargs)
         for position, value in self.replaced:
             locals_[position] = value
         if self.info.mutated:
@@ -231,16 +231,29 @@ class Plan:
         shown.simple = not self.moves and not self.replaced
         return shown
 
-    def _moved(self, locals_: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def _moved(
+        self, args: Sequence[Any], given: dict[str, Any], locals_: list[Any], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        tensors = [
+            leaf for leaf in tree_leaves((list(args), _sorted(given))) if isinstance(leaf, torch.Tensor)
+        ]
         leaves, tree = tree_flatten((locals_, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         if contexts.entered:
             for move in self.moves:
                 contexts.observe(self.info.op, move.spec, move.placements)
-        for index, steps, *_ in self.moves:
-            leaves[places[index]] = redistribute.apply(leaves[places[index]], steps)
+        for index, route, _, placements in self.moves:
+            tensor = tensors[index]
+            if isinstance(tensor, Wrapper):
+                leaves[places[index]] = redistribute.settle(tensor, placements, route)
+            else:
+                leaves[places[index]] = redistribute.apply(leaves[places[index]], route)
         moved: tuple[list[Any], dict[str, Any]] = tree_unflatten(leaves, tree)
         return moved
+
+
+def _sorted(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: kwargs[name] for name in sorted(kwargs)}
 
 
 # ---- building ----

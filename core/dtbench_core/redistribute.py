@@ -17,6 +17,7 @@ from dtbench_core.errors import PlacementError
 from dtbench_core.moves import Exchange, Mover, mover
 from dtbench_core.placement import REPLICATE, Placement, Placements, describe, local_extents
 from dtbench_core.spec import DTensorSpec, contiguous_stride, normalize
+from dtbench_core.torch_compat import any_requires_grad, version_of
 from dtbench_core.wrapper import Wrapped, Wrapper, wrap
 
 
@@ -257,6 +258,30 @@ def apply(local: torch.Tensor, route: Route) -> torch.Tensor:
 
 
 # ---- on DTensors ----
+
+
+def settle(tensor: Wrapper, dst: Placements, route: Route) -> torch.Tensor:
+    """The local part of `tensor` at `dst`, for an op to read. A pending sum is added up once.
+
+    Two collectives add the same terms in different orders, and what one rounds up the other may round
+    down. A gradient formula that looks for the maximum in the tensor it was taken from would then find
+    nothing, and divide by the count of nothing. So the sum of a tensor under autograd is kept with it,
+    until it is written to.
+    """
+    if not _rounds(tensor._spec.placements) or _rounds(dst) or not any_requires_grad(tensor):
+        return apply(tensor._local_tensor, route)
+    version = version_of(tensor)
+    kept = tensor.__dict__.get("_settled")
+    if kept is None or kept[0] != version:
+        spec = tensor._spec.with_placements(dst)
+        kept = tensor.__dict__["_settled"] = (version, spec, apply(tensor._local_tensor, route))
+    _, spec, local = kept
+    found: torch.Tensor = local if spec.placements == dst else apply(local, plan(spec, dst))
+    return found
+
+
+def _rounds(placements: Placements) -> bool:
+    return any(p.is_partial() and not (p.is_partial("max") or p.is_partial("min")) for p in placements)
 
 
 def redistribute_tensor(tensor: Wrapped, dst: Placements) -> Wrapped:

@@ -313,7 +313,7 @@ class DetachedView(DTensor):
         return dispatch.torch_dispatch(DTensor, func, types, args, kwargs)
 
     @property
-    def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]
+    def _local_tensor(self) -> torch.Tensor:
         seen = self.__dict__.get("_base_version")
         if seen is not None and seen != version_of(self):
             raise PlacementError(

@@ -136,7 +136,7 @@ def mesh_dim_groups(mesh: DeviceMesh, dim: int) -> tuple[tuple[int, ...], ...]:
     """The global ranks of every group along `dim`: of `mesh`, and of its siblings where it is a slice."""
     layout: Any = mesh._layout[dim]
     if not hasattr(layout, "remap_to_tensor"):  # since torch 2.13 only whole meshes have it
-        layout = device_mesh._MeshLayout([layout])
+        layout = vars(device_mesh)["_MeshLayout"]([layout])
     with torch._C._DisableTorchDispatch():
         return tuple(map(tuple, layout.remap_to_tensor(mesh._rank_map).reshape(-1, mesh.size(dim)).tolist()))
 
@@ -151,10 +151,10 @@ def mesh_group_names(mesh: DeviceMesh) -> list[str]:
     return [str(name) for name in getattr(mesh, "_dim_group_names", [])]
 
 
-_version = torch._C.TensorBase._version.__get__
+_version: Callable[[torch.Tensor], int] = vars(torch._C.TensorBase)["_version"].__get__
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
     """How often `tensor`, or what it is a view of, was written to; None for an inference tensor."""
     with DisableTorchFunction():
-        return None if tensor.is_inference() else int(_version(tensor))
+        return None if tensor.is_inference() else _version(tensor)

@@ -31,7 +31,7 @@ from dtbench.registry import World, suite
 from dtbench_suites.data import dtensor_api, mismatch, placement, shard_of
 from dtbench_suites.dispatch_programs import PROGRAMS, WORLD, Program, build_program, impls
 
-MESHES = ((8,), (2, 4))
+MESHES: tuple[tuple[int, ...], ...] = ((8,), (2, 4))
 ROWS = 4  # of the local tensor, cached calls; its other dim has 4 too
 # A sample has to outlast the clock's reading (0.05 us) and stay below what the scheduler interrupts
 # (milliseconds): 0.1 to 0.5 ms at the 5 to 50 us that a cached call takes, 20 to 200 us with its backward.
