@@ -200,7 +200,7 @@ def difference(got: Any, wanted: Any, nudged: Callable[[], Any] | None = None) -
         return f"got shape {list(got.shape)}, expected {list(wanted.shape)}"
     if got.dtype != wanted.dtype:
         return f"got {got.dtype}, expected {wanted.dtype}"
-    got = got.detach()
+    got, wanted = got.detach(), wanted.detach()
     if got.dtype is torch.complex32:  # which few ops take, comparisons not among them
         got, wanted = got.to(torch.complex64), wanted.to(torch.complex64)
     if got.numel() == 0 or torch.equal(got, wanted):
