@@ -243,10 +243,8 @@ def check(program: Program, place: Place, call: Call) -> str | None:
         return None if got is True else f"{program.name} gave {got!r}, expected True"
     if place.impl == "local":
         return None
-    if (
-        tuple(got.shape) != program.result
-        or (not got.dtype.is_floating_point
-        and program.name != "argmax_dim1")
+    if tuple(got.shape) != program.result or (
+        not got.dtype.is_floating_point and program.name != "argmax_dim1"
     ):
         return f"{program.name} gave {got.dtype} {tuple(got.shape)}, expected {program.result}"
     return None
