@@ -29,7 +29,7 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dtbench_core import contexts, cost, layout, linear, redistribute
+from dtbench_core import contexts, cost, layout, linear, redistribute, writes
 from dtbench_core.errors import MixedTensorError
 from dtbench_core.plan import OpInfo, Plan, build, verify
 from dtbench_core.rules.pointwise import is_pointwise
@@ -187,7 +187,7 @@ def _through_torch(
     if _mixes_plain(cls, func, args, kwargs):
         return _with_replicas(cls, func, args, kwargs)
     with DisableTorchFunction():
-        return func(*args, **kwargs)
+        return writes.call_with_out(func, args, kwargs) if "out" in kwargs else func(*args, **kwargs)
 
 
 def _requires_grad(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -262,7 +262,7 @@ def _watch(
     outer, _watched = _watched, []
     try:
         with DisableTorchFunction():
-            result = func(*args, **kwargs)
+            result = writes.call_with_out(func, args, kwargs) if "out" in kwargs else func(*args, **kwargs)
         seen = _watched
     finally:
         _watched = outer

@@ -42,8 +42,10 @@ def run(input: Wrapper, weight: Wrapper, bias: Wrapper | None) -> Any:
     return type(input).__torch_dispatch__(linear_forward, (), args)  # type: ignore[call-arg]
 
 
-def linear(input: Any, weight: Any, bias: Any = None) -> Any:
-    """F.linear for DTensors without active modes; NotImplemented where it is not for it."""
+def linear(input: Any, weight: Any, bias: Any = None, **others: Any) -> Any:
+    """F.linear for DTensors without active modes; NotImplemented where it is not for it, as with `out=`."""
+    if others:
+        return NotImplemented
     cls = input.__class__
     for one in (weight, bias):
         if one is not None and one.__class__ is not cls:

@@ -203,7 +203,7 @@ class Plan:
                 written += value if value.__class__ in (list, tuple) else [value]
             written = [one for one in written if isinstance(one, Wrapper)]
         for one in written:
-            if one._detached_view:
+            if getattr(one, "_detached_view", False):  # a plain tensor, made on the way, has no such mark
                 raise fallback.lost_write(one)
         result = call(*locals_, **kwargs)
         # torch leaves out the members of lists, which ops without results write; and means to leave out the

@@ -19,7 +19,7 @@ from dtbench_core.errors import ArgumentError, PlacementError
 from dtbench_core.fallback import gathered, lost_write
 from dtbench_core.placement import REPLICATE
 from dtbench_core.spec import DTensorSpec, contiguous_stride
-from dtbench_core.torch_compat import set_wrapper_metadata
+from dtbench_core.torch_compat import increment_version, set_wrapper_metadata, version_of
 from dtbench_core.wrapper import Wrapper
 
 Dispatch = Callable[[type[Wrapper], OpOverload, Any, Sequence[Any], dict[str, Any]], Any]  # torch_dispatch
@@ -55,7 +55,7 @@ def run_out(
     """`op(..., out=...)`: computes and stores; returns what it stored to.
 
     Raises:
-        ArgumentError: a result dtype that cannot be cast to the output's, a plain `out`.
+        ArgumentError: a result dtype that cannot be cast to the output's.
         PlacementError: an output whose placement the result cannot take.
     """
     functional = functional_of(op)
@@ -64,34 +64,46 @@ def run_out(
     outs = [kwargs[name] for name in names]
     rest = {name: value for name, value in kwargs.items() if name not in names}
     for out in outs:
-        if not _is_scratch(out):
-            _refuse_output(op, out)
+        if getattr(out, "_detached_view", False):
+            raise lost_write(out)
     result = dispatch(cls, functional, (), args, rest)
     results = result if isinstance(result, (list, tuple)) else (result,)
     for out, value in zip(outs, results, strict=True):
-        if _is_scratch(out):
-            out.resize_(value.shape).copy_(gathered(value))
-        else:
-            _store(op, out, value)
+        _store(op, out, value)
     return outs[0] if len(outs) == 1 else tuple(outs)
 
 
-def _is_scratch(out: Any) -> bool:
-    """An empty plain tensor that an op of several ops makes to hold a result nobody asked for (`msort(out=)`)."""
-    return not isinstance(out, Wrapper) and out.numel() == 0
+def call_with_out(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A user's `func(..., out=...)`, run by torch; made good where torch forgets a tensor subclass.
+
+    Some of torch's composite functions (matrix_rank, matmul of batches) put their result elsewhere when
+    a subclass is among the tensors, and give back `out` as it was.
+    """
+    given = kwargs["out"]
+    outs = given if isinstance(given, (list, tuple)) else (given,)
+    ours = [out for out in outs if isinstance(out, Wrapper)]
+    if func not in _FORGETFUL:
+        versions = [version_of(out) for out in ours]
+        result = func(*args, **kwargs)
+        if any(v is None or v != version_of(out) for v, out in zip(versions, ours, strict=True)) or not ours:
+            return result
+    rest = {name: value for name, value in kwargs.items() if name != "out"}
+    made = func(*args, **rest)
+    for out, value in zip(outs, made if isinstance(made, (list, tuple)) else (made,), strict=True):
+        _store(getattr(func, "__name__", str(func)), out, value)
+        increment_version((out,))
+    return given
 
 
-def _refuse_output(op: OpOverload, out: Any) -> None:
+_FORGETFUL = {torch.matmul, torch.Tensor.matmul}
+
+
+def _store(op: object, out: torch.Tensor, value: torch.Tensor) -> None:
+    """`value` into `out`. A plain `out`, which an op made on the way, counts as replicated."""
     if not isinstance(out, Wrapper):
-        raise ArgumentError(
-            f"{op} got a plain torch.Tensor as out= together with DTensor inputs, expected a DTensor: make one with "
-            "distribute_tensor or empty_like"
-        )
-    if out._detached_view:
-        raise lost_write(out)
-
-
-def _store(op: OpOverload, out: Wrapper, value: torch.Tensor) -> None:
+        full = gathered(value, copied=False) if isinstance(value, Wrapper) else value
+        out.resize_(full.shape).copy_(full)
+        return
     if not torch.can_cast(value.dtype, out._spec.dtype):
         raise ArgumentError(
             f"{op} got out= of {out._spec.dtype}, expected a dtype that its result, {value.dtype}, can be cast to"
@@ -112,7 +124,7 @@ def _store(op: OpOverload, out: Wrapper, value: torch.Tensor) -> None:
     out._local_tensor.copy_(local)
 
 
-def _resize(op: OpOverload, out: Wrapper, value: torch.Tensor) -> None:
+def _resize(op: object, out: Wrapper, value: torch.Tensor) -> None:
     """Torch resizes an out= of another shape, and warns unless it was empty. The placement is the result's."""
     if out._spec.shape.numel():
         warnings.warn(
