@@ -310,9 +310,11 @@ class _Search:
     def _detours(self) -> list[Shard]:
         """Shards of tensor dims that neither end shards. All are alike, the larger ones the least uneven,
         and no chain needs more of them than there are mesh dims."""
-        if len(self.wide) < 2:
-            return []
         taken = {kind.dim for kind in self.kinds if kind.is_shard()}
+        if len(self.wide) < 2:  # of use where gathering pads: a dim shorter than its ranks, say
+            ranks = math.prod(self.sizes)
+            if all(self.shape[dim] % ranks == 0 for dim in taken):
+                return []
         fresh = [dim for dim in range(len(self.shape)) if dim not in taken]
         fresh.sort(key=lambda dim: -self.shape[dim])
         return [Shard(dim) for dim in fresh[: len(self.wide)]]

@@ -12,8 +12,12 @@ import torch.distributed as dist
 from dtbench.model import Case, Plan
 from dtbench.registry import load
 from dtbench_suites import collectives, dispatch, redistribute, tensor_parallel
+from dtbench_suites.dispatch_programs import PROGRAMS
 
 SIZES = (1024, 65536, 10**6)
+# Programs that plain torch has no counterpart of.
+NO_FLOOR = {(p.name, p.placements) for p in PROGRAMS if not p.local}
+
 PLANS = {
     "2x2": Plan((("dp", 2), ("tp", 2)), SIZES, ("float32", "bfloat16")),
     "quick": Plan((("dp", 2), ("tp", 2)), SIZES, quick=True),
@@ -58,8 +62,10 @@ def test_cases_are_listed_without_a_world_and_told_apart(suite: str, plan: Plan)
     assert len(set(keys)) == len(keys)
     for case in listed:
         assert set(case.params) == PARAMS[suite]
-        first_call = case.params.get("call") == "first"
-        assert set(case.build) == IMPLS[suite] - ({"local"} if first_call else set())
+        no_floor = (
+            case.params.get("call") == "first" or (case.name, case.params.get("placements")) in NO_FLOOR
+        )
+        assert set(case.build) == IMPLS[suite] - ({"local"} if no_floor else set())
     if plan.world_size > 1 or suite in ("dispatch", "collectives"):
         assert listed
 
@@ -173,7 +179,8 @@ def test_every_op_of_the_table_is_measured_on_both_meshes():
     listed = cases("dispatch", PLANS["2x2"])
     for shape in ("8", "2x4"):
         assert {(c.name, c.params["placements"]) for c in listed if c.params["mesh"] == shape} == {
-            (op.name, op.placements) for op in dispatch.OPS
+            *((op.name, op.placements) for op in dispatch.OPS),
+            *((p.name, p.placements) for p in PROGRAMS if not p.flat or shape == "8"),
         }
 
 

@@ -142,7 +142,7 @@ def test_a_wrong_result_becomes_wrong_whatever_the_suite(tmp_path: Path):
 
 # ----------------------------------------------------------------------------- under pytest
 
-CHOICE = "detach or redistribute or (collectives and all_reduce)"
+CHOICE = "detach or (redistribute and not dispatch) or (collectives and all_reduce)"
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,10 @@ def _find(group: ProcessGroup) -> Fibres:
         if issubclass(type(found), DeviceMesh):  # isinstance would ask objects, which may do anything
             for dim, name in enumerate(mesh_group_names(found)):
                 if name == group.group_name:
-                    return fibres_of_dim(found, dim)
+                    fibres = fibres_of_dim(found, dim)
+                    # A world that is gone used the same names: its meshes tell other ranks.
+                    if own in fibres and max(map(max, fibres)) < dist.get_world_size():
+                        return fibres
     return (own,)
 
 
