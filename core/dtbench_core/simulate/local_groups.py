@@ -99,7 +99,8 @@ def _find(group: ProcessGroup) -> Fibres:
                 if name == group.group_name:
                     fibres = fibres_of_dim(found, dim)
                     # A world that is gone used the same names: its meshes tell other ranks.
-                    if own in fibres and max(map(max, fibres)) < dist.get_world_size():
+                    known = any(set(own) == set(fibre) for fibre in fibres)
+                    if known and max(map(max, fibres)) < dist.get_world_size():
                         return fibres
     return (own,)
 
