@@ -47,7 +47,8 @@ def judge_all(
     """The verdicts of the jobs, in the order in which they are done.
 
     An op whose process dies is an "error". So is one that computes for longer than `timeout_s`; one that
-    does not even compute is a "hang". The cases before that are kept.
+    does not even compute is a "hang". The cases before that are kept. It counts when it happens twice: the
+    second time in a fresh process, which no op before it has harmed.
 
     Raises:
         WorkerFailedError: no worker can be started.
@@ -90,6 +91,9 @@ def _drive(todo: Any, done: Any, stop: threading.Event, live: list[_Worker], tim
         while (job := todo.get()) is not None and not stop.is_set():
             worker = worker or _Worker(live)
             verdict = worker.judge(job, timeout_s)
+            if not worker.alive and not stop.is_set():
+                worker = _Worker(live)
+                verdict = worker.judge(job, timeout_s)
             if not stop.is_set():
                 done.put((job, verdict))
             if worker.alive and worker.judged == _OPS_PER_WORKER:
