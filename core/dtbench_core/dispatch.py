@@ -226,7 +226,7 @@ def torch_dispatch(
     try:
         plan = _plans.get(key, _MISSING)
     except TypeError:  # an argument that cannot be hashed, so no plan can be kept
-        return info.without_plan(torch_dispatch, cls, op, args, kwargs)
+        plan = None
     if plan is None:
         result = info.without_plan(torch_dispatch, cls, op, args, kwargs)
     elif plan is not _MISSING:

@@ -19,7 +19,7 @@ from dtbench_core.errors import CoreError, LayoutError, MeshError, PlacementErro
 from dtbench_core.mesh import mesh_info
 from dtbench_core.placement import Partial, Placements, RaggedShard, Replicate, Shard, StridedShard
 from dtbench_core.spec import DTensorSpec
-from dtbench_core.wrapper import Wrapper, class_of, wrap
+from dtbench_core.wrapper import MARKS, Wrapper, class_of, wrap
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def reduce(tensor: Wrapper) -> tuple[Any, ...]:
     """What `pickle` and `torch.save` keep of a DTensor: see `rebuild`."""
     spec = tensor._spec
-    attributes = {k: v for k, v in tensor.__dict__.items() if k not in ("_detached_view", "_base_version")}
+    attributes = {k: v for k, v in tensor.__dict__.items() if k not in MARKS}
     described = (spec.mesh, spec.placements, tuple(spec.shape), spec.stride, tensor.requires_grad)
     return rebuild, (class_of(tensor), tensor._local_tensor, *described, attributes)
 

@@ -37,7 +37,7 @@ from dtbench_core.torch_compat import (
     register_foreach_type,
     version_of,
 )
-from dtbench_core.wrapper import Wrapper, held_by, windows, wrap
+from dtbench_core.wrapper import MARKS, Wrapper, held_by, windows, wrap
 
 
 @straight_methods
@@ -127,6 +127,8 @@ class DTensor(Wrapper):
             # A copy of a window stands for itself, and may be written to.
             memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
         made: DTensor = memo[id(self)] if id(self) in memo else super().__deepcopy__(memo)
+        for mark in MARKS:
+            made.__dict__.pop(mark, None)
         return made
 
     # What torch.distributed.checkpoint asks of a tensor.

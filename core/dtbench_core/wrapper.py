@@ -55,6 +55,9 @@ def wrap(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, requires_gr
 # The local tensor, whatever the tensor's class says of reading it.
 held_by: Callable[[Wrapper], torch.Tensor] = Wrapper.__dict__["_local_tensor"].__get__
 
+# What a tensor remembers of itself, and a copy or a file of it must not: `detach_view`, redistribute.settle.
+MARKS = ("_detached_view", "_base_version", "_settled")
+
 # Class of a tensor -> class of its detached views (tensor.py).
 windows: dict[type[Wrapper], type[Wrapper]] = {}
 

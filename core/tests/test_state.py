@@ -295,3 +295,19 @@ def _whole_training_state(path: str) -> bool:
 
 def test_training_state(ranks: Worlds, tmp_path: Path) -> None:
     assert ranks(_whole_training_state, str(tmp_path)) == [True] * 4
+
+
+def _used_partial() -> list[bool]:
+    """A pending tensor under autograd keeps its sum once it is used; copies and files do not."""
+    x = DTensor.from_local(torch.ones(4), mesh_of((4,)), [Partial()]).requires_grad_()
+    x.amax().backward()
+    copies = [copy.deepcopy(x), pickle.loads(pickle.dumps(x))]
+    return [
+        "_settled" in x.__dict__,
+        *("_settled" not in c.__dict__ and c.placements == x.placements for c in copies),
+    ]
+
+
+def test_what_a_tensor_keeps_for_itself_is_not_copied(ranks: Worlds) -> None:
+    for got in ranks(_used_partial):
+        assert all(got), got
