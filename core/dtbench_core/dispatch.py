@@ -29,7 +29,7 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dtbench_core import contexts, cost, layout, linear, redistribute, writes
+from dtbench_core import contexts, cost, gradients, layout, linear, random, redistribute, writes
 from dtbench_core.errors import MixedTensorError
 from dtbench_core.plan import OpInfo, Plan, build, verify
 from dtbench_core.rules.pointwise import is_pointwise
@@ -118,8 +118,13 @@ def _key_of(
             key.append(part)
             local = tuple(within)
         elif kind is list or kind is torch.Size:
-            part, local, _ = _key_of(cls, list, by_type, a, {})
-            key.append(part)
+            specs = [one._spec for one in a if one.__class__ is cls] if a and a[0].__class__ is cls else ()
+            if len(specs) == len(a) > 0:  # the parameters of an optimizer: without a call for each
+                key.append((list, *specs))
+                local = [one._local_tensor for one in a]
+            else:
+                part, local, _ = _key_of(cls, list, by_type, a, {})
+                key.append(part)
         elif kind is slice:
             key.append((slice, a.start, a.stop, a.step))
         elif isinstance(a, Wrapper):  # of another class than the call's
@@ -142,6 +147,8 @@ def _key_of(
 # Functions that are several ops to torch and one to us; NotImplemented sends a call the common way.
 composites: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.linear: linear.linear,
+    torch.nn.functional.dropout: random.dropout,
+    torch.dropout: random.dropout,
     torch.tensor_split: tensor_split,
     torch.Tensor.tensor_split: tensor_split,
 }
@@ -151,21 +158,18 @@ def torch_function(
     cls: type[Wrapper], func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
 ) -> Any:
     """`DTensor.__torch_function__`: a user's call, above autograd."""
-    if func in _direct:
+    direct = _direct.get(func)
+    if direct is not None:
         with DisableTorchFunction():
-            return func(*args, **kwargs) if kwargs else func(*args)
-    kwargs = kwargs or {}
-    modes = (
-        dispatch_modes_active()
-        or any_autocast()
-        or functorch_level() is not None
-        or forward_ad._current_level >= 0
-    )
-    if func in composites and not modes:
-        result = composites[func](*args, **kwargs)
+            return direct(*args, **kwargs) if kwargs else direct(*args)
+    if kwargs is None:
+        kwargs = {}
+    composite = composites.get(func)
+    if composite is not None and not _modes_active():
+        result = composite(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    if modes or (is_grad_enabled() and _requires_grad(args, kwargs)):
+    if (is_grad_enabled() and _requires_grad(args, kwargs)) or _modes_active():
         return _through_torch(cls, func, args, kwargs)
     key, locals_, local_kwargs = _key_of(cls, func, func in _elementwise, args, kwargs)
     try:
@@ -179,6 +183,16 @@ def torch_function(
     if _mixes_plain(cls, func, args, kwargs):
         return _with_replicas(cls, func, args, kwargs)
     return _watch(func, key, args, kwargs)
+
+
+def _modes_active() -> bool:
+    """Whether somebody besides autograd must see the call."""
+    return (
+        dispatch_modes_active() > 0
+        or any_autocast()
+        or functorch_level() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def _through_torch(
@@ -247,8 +261,14 @@ def torch_dispatch(
 # ---- learning fast calls ----
 
 # Functions that go straight to torch, and take nothing but one tensor and numbers: views, which need
-# torch's tracking, and getters. And autograd's, which take plain and distributed tensors together.
-_direct: set[Callable[..., Any]] = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
+# torch's tracking, and getters. And autograd's, which take plain and distributed tensors together. With
+# what is called for each: the function itself, mostly.
+_direct: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.autograd.grad: gradients.grad,
+    torch.autograd.backward: torch.autograd.backward,
+    torch.Tensor.backward: torch.Tensor.backward,
+    torch.split: torch.Tensor.split,
+}
 # Functions whose every op is elementwise: numbers stand in their keys by type. And those looked at.
 _elementwise: set[Callable[..., Any]] = set()
 _judged: set[Callable[..., Any]] = set()
@@ -268,7 +288,7 @@ def _watch(
         _watched = outer
     if not seen or any(plan and plan.info.aliases for plan, *_ in seen):
         if _takes_one_tensor(func):
-            _direct.add(func)
+            _direct[func] = func
         elif key:
             _store(_fast, key, None)
         return result
@@ -370,6 +390,8 @@ def _mixes_plain(
         if kind is cls or kind is int or kind is float:
             continue
         for item in a if kind is list or kind is tuple else (a,):
+            if item.__class__ is cls:
+                continue
             if isinstance(item, torch.Tensor) and not isinstance(item, Wrapper) and item.numel() != 1:
                 name = getattr(func, "__name__", str(func))
                 if name == "__set__":  # takes both rightly

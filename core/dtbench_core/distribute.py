@@ -90,19 +90,22 @@ def _sent(whole: torch.Tensor, info: MeshInfo, placements: Placements, src: int)
 
 def _scattered(parts: Sequence[torch.Tensor], dim: int, group: Any, index: int, src: int) -> torch.Tensor:
     """Part `index` of the source rank's parts; padded on the way, as a scatter moves equal shapes."""
-    most = max(part.size(dim) for part in parts)
+    lengths = [part.size(dim) for part in parts]
+    mine, most = lengths[index], max(lengths)
     shape = (*parts[0].shape[:dim], most, *parts[0].shape[dim + 1 :])
     if 0 in shape:
         return parts[index].clone(memory_format=torch.contiguous_format)
 
-    def padded(part: torch.Tensor) -> torch.Tensor:
+    def padded(part: torch.Tensor, length: int) -> torch.Tensor:
+        if length == most:
+            return part.contiguous()
         full = part.new_zeros(shape)
-        full.narrow(dim, 0, part.size(dim)).copy_(part)
+        full.narrow(dim, 0, length).copy_(part)
         return full
 
     output = parts[0].new_empty(shape)
-    comm.scatter(output, [padded(p) for p in parts] if index == src else None, group, src)
-    mine = parts[index].size(dim)
+    sent = [padded(*one) for one in zip(parts, lengths, strict=True)] if index == src else None
+    comm.scatter(output, sent, group, src)
     return output if mine == most else output.narrow(dim, 0, mine).contiguous()
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from dtbench_core import comm
-from dtbench_core.placement import Partial, Placement, Placements, Shard, local_extents
+from dtbench_core.placement import Partial, Placement, Placements, Shard, StridedShard, local_extents
 from dtbench_core.spec import numel
 
 Mover = Callable[[torch.Tensor], torch.Tensor]
@@ -391,26 +391,35 @@ def _exchange(step: Exchange) -> Mover:
     src, dst, group, parts = _one(step.src), _one(step.dst), step.group, step.parts
     src_lengths = src.lengths(step.shape[src.dim], parts)
     dst_lengths = dst.lengths(step.shape[dst.dim], parts)
-    piece = list(step.shape)
-    piece[src.dim] = piece[dst.dim] = 1
-    row = numel(piece)
+    # Pieces travel with the dim that `dst` cuts in front, where they lie one after the other, and then
+    # the one that `src` cut.
+    others = [d for d in range(len(step.shape)) if d not in (src.dim, dst.dim)]
+    order = (dst.dim, src.dim, *others)
+    back = [order.index(d) for d in range(len(order))]
+    rest = tuple(step.shape[d] for d in others)
     scale = 1 if step.dtype in _CARRIED else step.dtype.itemsize
+    row, mine = math.prod(rest), dst_lengths[step.index]
     out_sizes = [n * row * src_lengths[step.index] * scale for n in dst_lengths]
-    shapes = []
-    for length in src_lengths:
-        shape = list(step.shape)
-        shape[src.dim], shape[dst.dim] = length, dst_lengths[step.index]
-        shapes.append(shape)
-    sizes = [numel(shape) for shape in shapes]
+    sizes = [mine * n * row for n in src_lengths]
     in_sizes = [n * scale for n in sizes]
-    chunks = type(src) is Shard
+    alike = len(set(src_lengths)) == 1
+    whole = (mine, step.shape[src.dim], *rest)
+    stacked = (parts, mine, src_lengths[0], *rest)
+    chunks, in_order = type(src) is Shard, not isinstance(dst, StridedShard)
 
     def exchange(local: torch.Tensor) -> torch.Tensor:
-        packed = torch.cat([dst.part(local, parts, rank).reshape(-1) for rank in range(parts)])
+        if in_order:
+            packed = local.permute(order).contiguous()
+        else:
+            packed = torch.cat([dst.part(local, parts, r).permute(order).reshape(-1) for r in range(parts)])
         received = local.new_empty(sum(sizes))
         comm.all_to_all(_sent(received), _sent(packed), group, in_sizes, out_sizes)
-        pieces = [flat.view(shape) for flat, shape in zip(received.split(sizes), shapes, strict=True)]
-        joined = torch.cat(pieces, src.dim)
+        if alike:
+            joined = received.view(stacked).transpose(0, 1).reshape(whole)
+        else:
+            pieces = zip(received.split(sizes), src_lengths, strict=True)
+            joined = torch.cat([flat.view(mine, n, *rest) for flat, n in pieces], 1)
+        joined = joined.permute(back).contiguous()
         return joined if chunks else _in_order(joined, src, parts)
 
     return exchange

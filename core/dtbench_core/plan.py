@@ -192,19 +192,15 @@ class Plan:
         kwargs: dict[str, Any],
     ) -> Any:
         at = self.returns_input
-        written: list[Any] = []
         if at is not None:
-            written.append(given[at] if at.__class__ is str else args[at])
+            written = [given[at] if at.__class__ is str else args[at]]
+            if getattr(written[0], "_detached_view", False):  # a plain tensor, made on the way, has no such mark
+                raise fallback.lost_write(written[0])
         else:
-            arguments = self.info.op._schema.arguments
-            for position in self.info.mutated:
-                name = arguments[position].name
-                value = args[position] if position < len(args) else given.get(name)
-                written += value if value.__class__ in (list, tuple) else [value]
-            written = [one for one in written if isinstance(one, Wrapper)]
-        for one in written:
-            if getattr(one, "_detached_view", False):  # a plain tensor, made on the way, has no such mark
-                raise fallback.lost_write(one)
+            written = self._written(args, given)
+            for one in written:
+                if one._detached_view:
+                    raise fallback.lost_write(one)
         result = call(*locals_, **kwargs)
         # torch leaves out the members of lists, which ops without results write; and means to leave out the
         # running statistics of batch norm, which autograd saves before.
@@ -215,6 +211,18 @@ class Plan:
         if self.info.op._schema.returns:
             return self._wrapped(cls, result)
         return args[0] if self.counts_write else None  # torch's functions give back the list they wrote
+
+    def _written(self, args: Sequence[Any], given: dict[str, Any]) -> list[Any]:
+        """The DTensors that an op which returns none of them writes to."""
+        if self.info.mutated == (0,) and args[0].__class__ is list:
+            return [one for one in args[0] if isinstance(one, Wrapper)]
+        arguments = self.info.op._schema.arguments
+        written: list[Any] = []
+        for position in self.info.mutated:
+            name = arguments[position].name
+            value = args[position] if position < len(args) else given.get(name)
+            written += value if value.__class__ in (list, tuple) else [value]
+        return [one for one in written if isinstance(one, Wrapper)]
 
     def for_function(self) -> Plan:
         """This plan for calls that do not pass through torch, which would count the writes."""

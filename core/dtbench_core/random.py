@@ -27,6 +27,7 @@ from dtbench_core.errors import ArgumentError
 from dtbench_core.layout import part_of
 from dtbench_core.mesh import MeshInfo, mesh_info
 from dtbench_core.spec import DTensorSpec
+from dtbench_core.wrapper import Wrapper, held_by
 
 
 def draw(spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor:
@@ -42,6 +43,19 @@ def draw_like(
     `op` draws for every element of `whole`, whose values are undefined, in place or not.
     """
     return part_of(op(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)), spec)
+
+
+def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = False, **others: Any) -> Any:
+    """F.dropout as torch does it on a CPU, in two ops of four; NotImplemented where it is not for it."""
+    training = others.pop("training", train)
+    if others or inplace or not training or not 0 < p < 1 or not isinstance(input, Wrapper):
+        return NotImplemented
+    if input._spec.info.device_type != "cpu" or not input._spec.dtype.is_floating_point or 0 in input.shape:
+        return NotImplemented
+    with torch.no_grad():
+        keep = type(input).__torch_dispatch__(torch.ops.aten.bernoulli.p, (), (input, 1 - p))  # type: ignore[call-arg]
+        held_by(keep).div_(1 - p)
+    return input * keep
 
 
 _in_step: weakref.WeakSet[MeshInfo] = weakref.WeakSet()

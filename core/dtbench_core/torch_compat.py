@@ -40,6 +40,8 @@ ScatterOptions = distributed_c10d.ScatterOptions
 # The mode and autograd state the dispatch path asks for on every call. All of these are C functions
 # that take tenths of a microsecond, against microseconds for their public wrappers.
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
+# As a class's `__torch_function__`: ops go straight to its `__torch_dispatch__`.
+disabled_torch_function = cast("Any", torch._C._disabled_torch_function_impl)
 any_requires_grad = torch._C._any_requires_grad
 any_autocast = torch._C._is_any_autocast_enabled
 increment_version = torch._C._increment_version
@@ -48,6 +50,8 @@ is_grad_enabled = torch.is_grad_enabled
 get_default_dtype = torch.get_default_dtype
 dispatch_modes_active = torch._C._len_torch_dispatch_stack
 functorch_level = cast("Callable[[], object]", torch._C._functorch.peek_interpreter_stack)
+# autograd.grad and backward without their checks of the arguments; it keeps the context for the engine's threads.
+run_backward = cast("Callable[..., tuple[torch.Tensor | None, ...]]", torch.autograd.graph._engine_run_backward)
 make_wrapper = cast("Callable[..., torch.Tensor]", torch.Tensor._make_wrapper_subclass)
 
 
@@ -75,6 +79,7 @@ _BINDINGS: dict[object, Callable[..., Any]] = {
         ("native_layer_norm", "default", torch.native_layer_norm),
         ("permute", "default", torch.permute),
         ("relu", "default", torch.relu),
+        ("split", "Tensor", torch._C._VariableFunctions.split),  # type: ignore[attr-defined]
         ("sub", "Tensor", torch.sub),
         ("sum", "default", torch.sum),
         ("sum", "dim_IntList", torch.sum),
