@@ -13,6 +13,7 @@ Reading order, from the idea to the machine:
     factories     ones, zeros, rand, ...
     layout        local tensors and global ones: cutting, and what shards say of their whole
     random        the numbers of one device on every mesh
+    shards        the shards of an embedding table that a rank holds, as a local tensor
     state         pickling, and checkpoints that reshard
     outside       what a rank outside the mesh does
     contexts      implicit replication, and a watch over implicit redistribution
@@ -58,6 +59,7 @@ from dtbench_core.local_map import local_map
 from dtbench_core.placement import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from dtbench_core.redistribute import explain, plan_of
 from dtbench_core.rules.register import register_sharding
+from dtbench_core.shards import LocalShardsWrapper
 from dtbench_core.spec import DTensorSpec, TensorMeta
 from dtbench_core.tensor import DTensor
 from dtbench_core.visualize import sharding_svg, sharding_text, visualize_sharding
@@ -72,6 +74,7 @@ __all__ = [
     "FallbackWarning",
     "ImplicitRedistributionWarning",
     "LayoutError",
+    "LocalShardsWrapper",
     "MeshError",
     "MixedTensorError",
     "NoRuleError",

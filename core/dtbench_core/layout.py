@@ -22,6 +22,7 @@ from dtbench_core.placement import (
     describe,
     local_extents,
 )
+from dtbench_core.shards import holds_shards
 from dtbench_core.spec import DTensorSpec, normalize
 
 
@@ -115,7 +116,8 @@ def agreed_placements(
     """
     if not _can_ask(info, placements):
         return placements
-    described = (tuple(shape), tuple(stride), str(local.dtype), describe(placements))
+    kind = "shards" if holds_shards(local) else "tensor"
+    described = (tuple(shape), tuple(stride), str(local.dtype), describe(placements), kind)
     return _settled(placements, shape, _everybodys(tuple(local.shape), described, info), info)
 
 
@@ -190,7 +192,7 @@ def _everybodys(
     if any(row[0] != told for row in rows):
         raise LayoutError(
             f"from_local got different arguments on the ranks: here shape, stride, dtype and placements {described}; "
-            "expected the same on every rank: pass the global shape and stride"
+            "expected the same on every rank: pass the global shape and stride, and shards on all ranks or on none"
         )
     coordinates = itertools.product(*map(range, info.sizes))
     return {at: tuple(row[2 : 2 + row[1]]) for at, row in zip(coordinates, rows, strict=True)}
@@ -220,7 +222,8 @@ def checked_over_mesh(
     local: torch.Tensor, info: MeshInfo, placements: Placements, *, given_shape: bool
 ) -> torch.Tensor:
     """run_check: every rank sees every rank's metadata, so that all raise alike; replicas are made equal."""
-    mine = (str(local.dtype), None if given_shape else tuple(local.shape))
+    sizes = [tuple(shard.shape) for shard in local.shards] if holds_shards(local) else tuple(local.shape)
+    mine = (str(local.dtype), None if given_shape else sizes)
     seen = [mine]
     for group in info.groups:
         seen = [meta for part in comm.all_gather_objects(seen, group) for meta in part]
@@ -233,5 +236,6 @@ def checked_over_mesh(
     for placement, group in zip(placements, info.groups, strict=True):
         if placement.is_replicate():
             local = local.clone(memory_format=torch.contiguous_format)
-            comm.broadcast(local.detach(), group)
+            for part in local.shards if holds_shards(local) else [local]:
+                comm.broadcast(part.detach(), group)
     return local

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtbench_core.errors import CoreError, LayoutError, MeshError, PlacementError
 from dtbench_core.mesh import mesh_info
 from dtbench_core.placement import Partial, Placements, RaggedShard, Replicate, Shard, StridedShard
+from dtbench_core.shards import chunks_within, holds_shards
 from dtbench_core.spec import DTensorSpec
 from dtbench_core.wrapper import MARKS, Wrapper, class_of, wrap
 
@@ -163,6 +164,7 @@ def create_chunk_list(tensor: Wrapper) -> list[ChunkStorageMetadata]:
 
     Raises:
         PlacementError: a Partial, of which no rank has a value to save.
+        LayoutError: a shard of a `LocalShardsWrapper` that reaches out of the tensor.
     """
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
@@ -171,6 +173,8 @@ def create_chunk_list(tensor: Wrapper) -> list[ChunkStorageMetadata]:
             f"got a checkpoint of {tensor._spec}, expected Shard or Replicate: redistribute it before, as the ranks "
             "hold terms of its values, not values"
         )
+    if holds_shards(tensor._local_tensor):
+        return chunks_within(tensor._local_tensor, tensor._spec.shape)
     return [
         ChunkStorageMetadata(offsets=torch.Size(b.offset), sizes=torch.Size(b.shape))
         for b in blocks(tensor._spec)
@@ -179,6 +183,8 @@ def create_chunk_list(tensor: Wrapper) -> list[ChunkStorageMetadata]:
 
 def get_tensor_shard(tensor: Wrapper, index: MetadataIndex) -> torch.Tensor:
     """The local memory of the block that starts at `index.offset`."""
+    if holds_shards(tensor._local_tensor):
+        return tensor._local_tensor.__get_tensor_shard__(index)
     held = blocks(tensor._spec)
     for block in held:
         if index.offset is None or tuple(index.offset) == block.offset:

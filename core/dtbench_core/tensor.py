@@ -30,6 +30,7 @@ from dtbench_core.redistribute import (
     redistribute_tensor,
     request,
 )
+from dtbench_core.shards import check_places, holds_shards, joined_part
 from dtbench_core.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.torch_compat import (
     DisableTorchFunction,
@@ -155,8 +156,10 @@ class DTensor(Wrapper):
         """A DTensor of which `local_tensor` is this rank's part; differentiable, nothing is copied.
 
         Args:
+            local_tensor: a tensor, or a `LocalShardsWrapper`, which `to_local` hands back.
             placements: one per mesh dim; all Replicate when not given.
-            run_check: compare shapes over the mesh, and make replicas equal to the first rank's.
+            run_check: compare shapes over the mesh, and make replicas equal to the first rank's; of shards,
+                also that they lie where the placements say.
             shape, stride: global ones, given together. Without them every rank is taken to hold
                 equally much. With them the shards may be of any lengths: the ranks tell each other
                 theirs (one small all-gather per mesh dim), and where they are not those of
@@ -201,6 +204,8 @@ class DTensor(Wrapper):
         if ask:
             placed = agreed_placements(local_tensor, info, placed, shape, stride)
         spec = DTensorSpec.of(info, placed, shape, stride, local_tensor.dtype)
+        if run_check and holds_shards(local_tensor):
+            check_places(local_tensor, spec)
         return wrapped(local_tensor, spec, grad_placed)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -247,6 +252,10 @@ class DTensor(Wrapper):
                 "full_tensor() and distribute_tensor() move between meshes"
             )
         route = request(spec, placements)
+        if holds_shards(self._local_tensor) and route:
+            return joined(self).redistribute(
+                placements=placements, forward_dtype=forward_dtype, backward_dtype=backward_dtype
+            )
         if torch.is_grad_enabled() and any_requires_grad(self):
             moved: DTensor = Redistribute.apply(self, route, forward_dtype, backward_dtype)
             return moved
@@ -256,6 +265,8 @@ class DTensor(Wrapper):
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor on every rank; differentiable. `grad_placements` as in `to_local`."""
+        if holds_shards(self._local_tensor):
+            return joined(self).full_tensor(grad_placements=grad_placements)
         route = request(self._spec, None)
         if torch.is_grad_enabled() and any_requires_grad(self):
             info = self._spec.info
@@ -289,6 +300,8 @@ def _detached(local: torch.Tensor) -> torch.Tensor:
     """Another tensor object on the same memory: autograd marks the one, and must not mark the other."""
     if local.__class__ is torch.Tensor:
         return local.detach()
+    if holds_shards(local):  # handed on, and back, as it is
+        return local
     try:
         return local.detach()
     except NotImplementedError:  # a subclass that holds shards and knows few ops
@@ -331,6 +344,30 @@ class DetachedView(DTensor):
 
 
 windows[DTensor] = DetachedView
+
+
+def joined(tensor: DTensor) -> DTensor:
+    """A DTensor of shards as one of plain tensors, which computes; differentiable. All ranks of its mesh call it.
+
+    Raises:
+        LayoutError: on every rank, where shards lie elsewhere than the placements say.
+    """
+    made: DTensor = Joined.apply(tensor)
+    return made
+
+
+class Joined(torch.autograd.Function):
+    """Shards -> plain local tensors; the gradient is that of the same global tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> DTensor:
+        local = tensor._local_tensor
+        assert holds_shards(local)
+        return wrap(DTensor, joined_part(local, tensor._spec).detach(), tensor._spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> DTensor:
+        return grad
 
 
 class FromLocal(torch.autograd.Function):

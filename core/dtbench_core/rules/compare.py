@@ -8,6 +8,7 @@ import torch
 
 from dtbench_core import comm
 from dtbench_core.rules.base import OpCall, Strategy, aten, decomposition, rule
+from dtbench_core.shards import holds_shards
 from dtbench_core.wrapper import Wrapper
 
 
@@ -29,7 +30,7 @@ def equal(one: Any, other: Any) -> Any:
     if not alike or spec.has_partial() or spec.info.coordinate is None:
         return NotImplemented
     ours, theirs = one._local_tensor, other._local_tensor
-    if ours.__class__ is torch.Tensor:
+    if ours.__class__ is torch.Tensor or holds_shards(ours):
         made = torch.ones if torch.equal(ours, theirs) else torch.zeros
         same = made((), dtype=torch.int32, device=ours.device)
     else:  # of simulated ranks, each has its own answer
