@@ -16,6 +16,7 @@ from dtbench_core import cost
 from dtbench_core.errors import PlacementError
 from dtbench_core.moves import Exchange, Mover, mover
 from dtbench_core.placement import REPLICATE, Placement, Placements, describe, local_extents
+from dtbench_core.shards import plain_part
 from dtbench_core.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.torch_compat import any_requires_grad, version_of
 from dtbench_core.wrapper import Wrapped, Wrapper, wrap
@@ -252,6 +253,8 @@ def _mover(step: Step, spec: DTensorSpec) -> Mover:
 def apply(local: torch.Tensor, route: Route) -> torch.Tensor:
     """Runs the route on this rank's shard; every rank of the mesh must call it. Never aliases `local`
     when there is a step."""
+    if local.__class__ is not torch.Tensor and route:
+        local = plain_part(local, route.source)
     for move in route.movers:
         local = move(local)
     return local
@@ -291,10 +294,7 @@ def redistribute_tensor(tensor: Wrapped, dst: Placements) -> Wrapped:
 
 def follow(tensor: Wrapped, route: Route) -> Wrapped:
     """`tensor` at the end of the route, outside autograd."""
-    local = tensor._local_tensor
-    for move in route.movers:
-        local = move(local)
-    return wrap(tensor.__class__, local, route.result)
+    return wrap(tensor.__class__, apply(tensor._local_tensor, route), route.result)
 
 
 def placements_of_gradient(placements: Placements) -> Placements:

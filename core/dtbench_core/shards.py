@@ -349,7 +349,9 @@ def check_places(held: torch.Tensor, spec: DTensorSpec) -> None:
         )
 
 
-def joined_part(held: LocalShardsWrapper, spec: DTensorSpec) -> torch.Tensor:
-    """This rank's part of the table as a plain tensor. Errors as for `check_places`, which it begins with."""
+def plain_part(held: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """This rank's part of the tensor, shards joined; all ranks of the mesh call it. Errors as for `check_places`."""
+    if not holds_shards(held):
+        return held
     check_places(held, spec)
     return held.joined()

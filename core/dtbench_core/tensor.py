@@ -30,7 +30,7 @@ from dtbench_core.redistribute import (
     redistribute_tensor,
     request,
 )
-from dtbench_core.shards import check_places, holds_shards, joined_part
+from dtbench_core.shards import check_places, holds_shards, plain_part
 from dtbench_core.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.torch_compat import (
     DisableTorchFunction,
@@ -252,10 +252,6 @@ class DTensor(Wrapper):
                 "full_tensor() and distribute_tensor() move between meshes"
             )
         route = request(spec, placements)
-        if holds_shards(self._local_tensor) and route:
-            return joined(self).redistribute(
-                placements=placements, forward_dtype=forward_dtype, backward_dtype=backward_dtype
-            )
         if torch.is_grad_enabled() and any_requires_grad(self):
             moved: DTensor = Redistribute.apply(self, route, forward_dtype, backward_dtype)
             return moved
@@ -265,15 +261,13 @@ class DTensor(Wrapper):
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor on every rank; differentiable. `grad_placements` as in `to_local`."""
-        if holds_shards(self._local_tensor):
-            return joined(self).full_tensor(grad_placements=grad_placements)
         route = request(self._spec, None)
         if torch.is_grad_enabled() and any_requires_grad(self):
             info = self._spec.info
             placed = None if grad_placements is None else normalize(grad_placements, self.ndim, info)
             whole: torch.Tensor = FullTensor.apply(self, route, placed)
             return whole
-        return apply(self._local_tensor, route) if route else self._local_tensor.detach()
+        return _whole(self, route)
 
 
 def wrapped(local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements | None = None) -> DTensor:
@@ -294,6 +288,13 @@ def _gradient(local: torch.Tensor, info: MeshInfo, placements: Placements, shape
     """The local gradient that came back as a DTensor. Nothing is asked of the other ranks."""
     local = local.contiguous()
     return wrapped(local, DTensorSpec.of(info, placements, shape, contiguous_stride(shape), local.dtype))
+
+
+def _whole(tensor: DTensor, route: Route) -> torch.Tensor:
+    """The tensor at the end of its route to Replicate, outside autograd."""
+    if route:
+        return apply(tensor._local_tensor, route)
+    return plain_part(tensor._local_tensor, tensor._spec).detach()
 
 
 def _detached(local: torch.Tensor) -> torch.Tensor:
@@ -346,30 +347,6 @@ class DetachedView(DTensor):
 windows[DTensor] = DetachedView
 
 
-def joined(tensor: DTensor) -> DTensor:
-    """A DTensor of shards as one of plain tensors, which computes; differentiable. All ranks of its mesh call it.
-
-    Raises:
-        LayoutError: on every rank, where shards lie elsewhere than the placements say.
-    """
-    made: DTensor = Joined.apply(tensor)
-    return made
-
-
-class Joined(torch.autograd.Function):
-    """Shards -> plain local tensors; the gradient is that of the same global tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: DTensor) -> DTensor:
-        local = tensor._local_tensor
-        assert holds_shards(local)
-        return wrap(DTensor, joined_part(local, tensor._spec).detach(), tensor._spec)
-
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> DTensor:
-        return grad
-
-
 class FromLocal(torch.autograd.Function):
     """local tensor -> DTensor."""
 
@@ -420,7 +397,7 @@ class FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, route: Route, grad_placements: Placements | None) -> torch.Tensor:
         ctx.route, ctx.grad_placements = route, grad_placements
-        return apply(tensor._local_tensor, route) if route else tensor._local_tensor.detach()
+        return _whole(tensor, route)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None, None]:

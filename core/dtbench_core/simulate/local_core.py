@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from dtbench_core import distribute, fallback, mesh, random, redistribute, spec, tensor
 from dtbench_core.errors import SimulationError
 from dtbench_core.mesh import MeshInfo, mesh_info
+from dtbench_core.shards import plain_part
 from dtbench_core.simulate.local_groups import coordinate_of
 from dtbench_core.simulate.local_int import describe_ranks, values_of
 from dtbench_core.simulate.local_tensor import LocalTensor, Parts, joined
@@ -29,6 +30,7 @@ from dtbench_core.writes import restate
 RANK_BY_RANK: list[tuple[Any, str]] = [
     (spec, "local_extents"),
     (redistribute, "local_extents"),
+    (tensor, "plain_part"),
     (tensor, "agreed_placements"),
     (tensor, "checked_over_mesh"),
     (distribute, "part_of"),
@@ -199,6 +201,7 @@ def mover(across: Callable[[], Across], original: Callable[..., Any], step: Any,
     """A step of a redistribution, done by each rank on its shard."""
 
     def move(step: Any, source: DTensorSpec, shard: torch.Tensor) -> torch.Tensor:
+        shard = plain_part(shard, source)
         with torch._C._DisableTorchDispatch():  # plain tensors, and the rank's own groups
             moved: torch.Tensor = original(step, source)(shard)
         return moved
