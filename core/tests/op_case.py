@@ -11,12 +11,16 @@ from dtbench_core import DTensor, Placement, distribute_tensor
 
 
 class Op(NamedTuple):
-    """fn of the input tensors; shapes of the inputs (even on 4 ranks), and of an uneven variant."""
+    """fn of the input tensors; shapes of the inputs (even on 4 ranks), and of an uneven variant.
+
+    places: placement combinations tried per mesh; fewer for a function that is many ops at once.
+    """
 
     fn: Callable[..., Any]
     shapes: tuple[tuple[int, ...], ...]
     uneven: tuple[tuple[int, ...], ...]
     differentiable: bool = True
+    places: int = 6
 
 
 def index_for(like: Any, values: list[Any], placement: Placement) -> Any:

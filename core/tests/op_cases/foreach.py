@@ -130,10 +130,10 @@ def _unscaled(a: Any, b: Any) -> Any:
 
 
 OPS: dict[str, Op] = {
-    "foreach": Op(_every_overload, B, UB, differentiable=False),
+    "foreach": Op(_every_overload, B, UB, differentiable=False, places=2),
     "foreach_linear": Op(_linear, B, UB),
     "foreach_in_place": Op(_in_place_linear, B, UB, differentiable=False),
     "foreach_norm": Op(_norms, B, UB, differentiable=False),
-    "fused_steps": Op(_fused, B, UB, differentiable=False),
+    "fused_steps": Op(_fused, B, UB, differentiable=False, places=3),
     "unscaled": Op(_unscaled, B, UB, differentiable=False),
 }
