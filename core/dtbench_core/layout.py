@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import zlib
 from collections.abc import Sequence
@@ -235,7 +236,11 @@ def checked_over_mesh(
         )
     for placement, group in zip(placements, info.groups, strict=True):
         if placement.is_replicate():
-            local = local.clone(memory_format=torch.contiguous_format)
-            for part in local.shards if holds_shards(local) else [local]:
-                comm.broadcast(part.detach(), group)
+            if holds_shards(local):
+                local = copy.deepcopy(local)
+                for shard in local.shards:
+                    comm.broadcast(shard, group)
+            else:
+                local = local.clone(memory_format=torch.contiguous_format)
+                comm.broadcast(local.detach(), group)
     return local

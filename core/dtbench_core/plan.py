@@ -15,6 +15,7 @@ from dtbench_core.errors import CoreError, MeshError
 from dtbench_core.metadata import results_of
 from dtbench_core.placement import REPLICATE, Placements
 from dtbench_core.rules.base import OpCall, Placed, Strategy
+from dtbench_core.shards import holds_shards
 from dtbench_core.spec import DTensorSpec
 from dtbench_core.torch_compat import (
     DisableTorchFunction,
@@ -194,7 +195,8 @@ class Plan:
         at = self.returns_input
         if at is not None:
             written = [given[at] if at.__class__ is str else args[at]]
-            if getattr(written[0], "_detached_view", False):  # a plain tensor, made on the way, has no such mark
+            # A plain tensor, made on the way, has no such mark.
+            if getattr(written[0], "_detached_view", False):
                 raise fallback.lost_write(written[0])
         else:
             written = self._written(args, given)
@@ -363,7 +365,9 @@ def _plan_for(
     # A random op runs even so: its rank would fall out of step.
     empty = all(s is None or 0 in s.local_shape for s in specs) and not info.random
     if out is not None and info.functional and empty:
-        local_op = _empty_results(specs, several=structure == "list", device=mesh.device_type)
+        local_op = _empty_results(
+            local_op or info.op, specs, several=structure == "list", device=mesh.device_type
+        )
     return Plan(info, local_op, _moves(call, inputs), replaced, out)
 
 
@@ -376,11 +380,15 @@ def _moves(call: OpCall, inputs: Sequence[Placements]) -> tuple[Move, ...]:
     )
 
 
-def _empty_results(specs: Sequence[DTensorSpec | None], *, several: bool, device: str) -> Callable[..., Any]:
+def _empty_results(
+    op: Callable[..., Any], specs: Sequence[DTensorSpec | None], *, several: bool, device: str
+) -> Callable[..., Any]:
     """Stands for the op on a rank whose results are empty: many kernels raise or warn there, and a rank
-    that raises alone leaves the others waiting."""
+    that raises alone leaves the others waiting. Shards know what they can do, empty ones alike."""
 
-    def make(*_: Any, **__: Any) -> Any:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if any(holds_shards(one) for one in tree_leaves(args)):
+            return op(*args, **kwargs)
         made = [
             None if s is None else torch.empty(s.local_shape, dtype=s.dtype, device=device) for s in specs
         ]

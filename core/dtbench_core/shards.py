@@ -142,9 +142,7 @@ class LocalShardsWrapper(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalShardsWrapper:
         if id(self) not in memo:
-            memo[id(self)] = LocalShardsWrapper(
-                [shard.detach().clone() for shard in self._shards], self._offsets
-            )
+            memo[id(self)] = LocalShardsWrapper([_own(shard) for shard in self._shards], self._offsets)
         made: LocalShardsWrapper = memo[id(self)]
         return made
 
@@ -180,6 +178,10 @@ class LocalShardsWrapper(torch.Tensor):
             f"got the offset {index.offset} of {index.fqn}, expected one of {list(map(tuple, self._offsets))}, where "
             "this rank's shards start"
         )
+
+
+def _own(shard: torch.Tensor) -> torch.Tensor:
+    return shard.detach().clone(memory_format=torch.contiguous_format)
 
 
 torch.serialization.add_safe_globals([LocalShardsWrapper])
@@ -240,8 +242,8 @@ def _copy_(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -
     return to
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal values; of two wrappers, in the same places of the table."""
+def equal_shards(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal values; of two wrappers, in the same places of the table. Goes to the shards without dispatch."""
     if one.shape != other.shape:
         return False
     if holds_shards(one) and holds_shards(other) and _places(one) != _places(other):
@@ -250,10 +252,15 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return all(torch.equal(_columns(one, *cut), _columns(other, *cut)) for cut in itertools.pairwise(cuts))
 
 
+def _is_pinned(held: LocalShardsWrapper, device: torch.device | None = None) -> bool:
+    return held._shards[0].is_pinned()
+
+
 _BY_OP: dict[Any, Callable[..., Any]] = {
+    aten.is_pinned.default: _is_pinned,
     aten.view.default: _view,
     aten.copy_.default: _copy_,
-    aten.equal.default: _equal,
+    aten.equal.default: equal_shards,
 }
 
 
@@ -314,10 +321,8 @@ def chunks_within(held: LocalShardsWrapper, shape: torch.Size) -> list[ChunkStor
     return chunks
 
 
-def _misplaced(held: torch.Tensor, spec: DTensorSpec) -> str | None:
+def _misplaced(held: LocalShardsWrapper, spec: DTensorSpec) -> str | None:
     """How the offsets contradict what the placements say of this rank's part, or None."""
-    if not holds_shards(held):
-        return f"a plain tensor of {list(held.shape)}"
     expected: Iterator[int] = itertools.accumulate(
         (shard.size(1) for shard in held._shards), initial=spec.local_offset[1]
     )
@@ -330,12 +335,13 @@ def _misplaced(held: torch.Tensor, spec: DTensorSpec) -> str | None:
 
 
 def check_places(held: torch.Tensor, spec: DTensorSpec) -> None:
-    """Whether every rank's shards lie where the placements say. All ranks of the mesh call it.
+    """Whether every rank's shards lie where the placements say; nothing to ask of plain tensors. All ranks of
+    the mesh call it.
 
     Raises:
         LayoutError: on every rank, if any rank's do not.
     """
-    if spec.info.coordinate is None:
+    if spec.info.coordinate is None or not holds_shards(held):
         return
     told = [_misplaced(held, spec)]
     for group in spec.info.groups:
@@ -351,7 +357,5 @@ def check_places(held: torch.Tensor, spec: DTensorSpec) -> None:
 
 def plain_part(held: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """This rank's part of the tensor, shards joined; all ranks of the mesh call it. Errors as for `check_places`."""
-    if not holds_shards(held):
-        return held
     check_places(held, spec)
-    return held.joined()
+    return held.joined() if holds_shards(held) else held

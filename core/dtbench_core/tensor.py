@@ -204,7 +204,7 @@ class DTensor(Wrapper):
         if ask:
             placed = agreed_placements(local_tensor, info, placed, shape, stride)
         spec = DTensorSpec.of(info, placed, shape, stride, local_tensor.dtype)
-        if run_check and holds_shards(local_tensor):
+        if run_check and local_tensor.__class__ is not torch.Tensor:
             check_places(local_tensor, spec)
         return wrapped(local_tensor, spec, grad_placed)
 

@@ -30,6 +30,7 @@ from dtbench_core.writes import restate
 RANK_BY_RANK: list[tuple[Any, str]] = [
     (spec, "local_extents"),
     (redistribute, "local_extents"),
+    (tensor, "check_places"),
     (tensor, "plain_part"),
     (tensor, "agreed_placements"),
     (tensor, "checked_over_mesh"),

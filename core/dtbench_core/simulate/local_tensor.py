@@ -29,6 +29,7 @@ Ranks that would hang or diverge in a real world raise a SimulationError that na
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,7 @@ import torch
 from torch._ops import OpOverload
 
 from dtbench_core.errors import RankDependentError, SimulationError
+from dtbench_core.shards import equal_shards, holds_shards
 from dtbench_core.simulate.local_int import describe_ranks, describe_values, local_number, values_of
 from dtbench_core.torch_compat import make_wrapper
 
@@ -125,7 +127,8 @@ class LocalTensor(torch.Tensor):
                 "gather it first, or look at shard(rank)"
             )
         with torch._C._DisableTorchDispatch():
-            return self._local_tensors[self.ranks[0]].clone().detach().requires_grad_(self.requires_grad)
+            one = _copied(self._local_tensors[self.ranks[0]])
+            return one if holds_shards(one) else one.detach().requires_grad_(self.requires_grad)
 
     def tolist(self) -> Any:
         """As nested lists, if all ranks hold the same."""
@@ -142,7 +145,7 @@ class LocalTensor(torch.Tensor):
         found: LocalTensor | None = memo.get(id(self))
         if found is None:
             with torch._C._DisableTorchDispatch():
-                copies = {rank: tensor.clone() for rank, tensor in self._local_tensors.items()}
+                copies = {rank: _copied(tensor) for rank, tensor in self._local_tensors.items()}
             found = memo[id(self)] = LocalTensor(copies, self.requires_grad)
         return found
 
@@ -233,7 +236,16 @@ def _groups(tensors: Mapping[int, torch.Tensor]) -> list[list[int]]:
     return found
 
 
+# Both run without torch's dispatch, where shards must be gone to directly.
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return copy.deepcopy(tensor) if holds_shards(tensor) else tensor.clone()
+
+
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if holds_shards(a) or holds_shards(b):
+        return equal_shards(a, b)
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.is_meta or torch.equal(a, b):
