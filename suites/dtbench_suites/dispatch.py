@@ -238,7 +238,9 @@ _fresh: defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(
 
 def program_cases(plan: Plan, shape: tuple[int, ...]) -> Iterator[Case]:
     """The programs of dispatch_programs.py, all of them cached calls."""
-    for program in (p for p in PROGRAMS if len(shape) == 1 or not p.flat):
+    for program in PROGRAMS:
+        if (program.flat and len(shape) > 1) or (plan.quick and not program.quick):
+            continue
         for passes in program.passes[:1] if plan.quick else program.passes:
             where: dict[str, Param] = {"mesh": "x".join(map(str, shape)), "pass": passes, "call": "cached"}
             build = partial(build_one, program, shape, passes == "forward+backward")

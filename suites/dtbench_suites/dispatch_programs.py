@@ -60,7 +60,7 @@ class Program:
     """A call to time. build: makes it, given the place and whether to differentiate.
 
     result: the global shape of what it gives, or None for what is no tensor. local: whether plain torch
-    has a counterpart, the floor. flat: 1-D meshes only.
+    has a counterpart, the floor. flat: 1-D meshes only. quick: part of quick runs.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Program:
     passes: tuple[str, ...] = ("forward",)
     local: bool = True
     flat: bool = False
+    quick: bool = True
 
 
 def rows(place: Place, text: str = "S(0)", grad: bool = False) -> Any:
@@ -226,8 +227,9 @@ PROGRAMS = (
     Program("distribute_tensor", "S(0)", distribute, (WORLD * 4, 4), local=False),
     Program("add", "S(0),S(1)", add_moved, (WORLD, WORLD)),
     Program("add_out", "S(0),S(0),S(0)", add_out, (WORLD * 4, 4)),
-    # forward alone: torch has no rule for the backward of CPU attention
-    Program("attention", "S(1),S(1),S(1)", attention, (2, WORLD * 2, 4, 4)),
+    # forward alone: torch has no rule for the backward of CPU attention. Its first call takes torch half a
+    # minute, which tries its decomposition over every combination of placements.
+    Program("attention", "S(1),S(1),S(1)", attention, (2, WORLD * 2, 4, 4), quick=False),
     Program("embedding", "R,S(0)", embedding, (4, 4), BOTH),
     # torch's convolution refuses a batch that two mesh dims shard.
     Program("conv2d", "S(0),R", convolution, (WORLD * 2, 2, 2, 2), BOTH, flat=True),
