@@ -25,6 +25,7 @@ Reading order, from the idea to the machine:
     fallback      ops without a rule: on replicated inputs
     writes        out=, and new shapes in place
     rules         which placements an op can run with, a file per family of ops
+    cross_entropy losses of logits whose classes are sharded
     redistribute  from one placement to another, by cost
     moves         doing one step of it
     cost          what a collective costs, and the cheapest chain of them

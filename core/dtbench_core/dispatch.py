@@ -29,7 +29,7 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dtbench_core import contexts, cost, gradients, layout, linear, random, redistribute, writes
+from dtbench_core import contexts, cost, cross_entropy, gradients, layout, linear, random, redistribute, writes
 from dtbench_core.errors import MixedTensorError
 from dtbench_core.plan import OpInfo, Plan, build, verify
 from dtbench_core.rules.pointwise import is_pointwise
@@ -147,6 +147,7 @@ def _key_of(
 # Functions that are several ops to torch and one to us; NotImplemented sends a call the common way.
 composites: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.linear: linear.linear,
+    torch.nn.functional.cross_entropy: cross_entropy.cross_entropy,
     torch.nn.functional.dropout: random.dropout,
     torch.dropout: random.dropout,
     torch.tensor_split: tensor_split,

@@ -11,13 +11,15 @@ state of the mesh's first rank before the first random op on a mesh. A rank that
 draws by itself (`torch.rand` under `if rank == 0`) leaves the others' sequence, and replicas then
 differ. A generator passed as `generator=` is the caller's: it must be in the same state on all ranks.
 Ranks outside the mesh draw too, and keep nothing, to stay in step with the members.
+
+Where a mesh has a region (see `regions`), that draws instead.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,18 +32,36 @@ from dtbench_core.spec import DTensorSpec
 from dtbench_core.wrapper import Wrapper, held_by
 
 
+class Region(Protocol):
+    """What draws for the DTensors of a mesh in another way (parallel/region.py)."""
+
+    def draw(self, spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor: ...
+
+
+# Those that are switched on. A generator that the caller brings goes before them.
+regions: dict[DeviceMesh, Region] = {}
+
+
 def draw(spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor:
     """This rank's part of `make(spec.shape)`, where `make` draws a tensor of the shape it is given."""
-    return part_of(make(spec.shape), spec)
+    region = regions.get(spec.info.mesh) if regions else None
+    return part_of(make(spec.shape), spec) if region is None else region.draw(spec, make)
 
 
 def draw_like(
-    spec: DTensorSpec, device: torch.device, op: Callable[[torch.Tensor], torch.Tensor]
+    spec: DTensorSpec,
+    device: torch.device,
+    op: Callable[[torch.Tensor], torch.Tensor],
+    generator: torch.Generator | None = None,
 ) -> torch.Tensor:
     """This rank's part of `op(whole)`, where `whole` has the global shape, strides and dtype of `spec`.
 
-    `op` draws for every element of `whole`, whose values are undefined, in place or not.
+    `op` draws for every element of `whole`, whose values are undefined, in place or not. generator: the one
+    that it draws from, if not the default one.
     """
+    region = regions.get(spec.info.mesh) if regions and generator is None else None
+    if region is not None:
+        return region.draw(spec, lambda shape: op(torch.empty(shape, dtype=spec.dtype, device=device)))
     return part_of(op(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)), spec)
 
 
@@ -66,7 +86,7 @@ def keep_in_step(mesh: MeshInfo) -> None:
     if mesh in _in_step:
         return
     _in_step.add(mesh)
-    module = _generators(mesh)
+    module = generators(mesh)
     state = module.get_rng_state().to(mesh.device_type)
     for group in mesh.groups:
         comm.broadcast(state, group)
@@ -99,9 +119,9 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
     if mesh.device_type == "cpu":
         torch.default_generator.manual_seed(seed)
     else:
-        _generators(mesh).manual_seed(seed)
+        generators(mesh).manual_seed(seed)
 
 
-def _generators(mesh: MeshInfo) -> Any:
+def generators(mesh: MeshInfo) -> Any:
     """The module that holds the default generator of the mesh's devices."""
     return torch if mesh.device_type == "cpu" else torch.get_device_module(mesh.device_type)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -303,18 +304,31 @@ def test_index_outside_the_table_fails_on_every_rank(ranks: Worlds, rows: int, i
 # --- plans and their errors ------------------------------------------------------------------------
 
 
+SEED_TEXT = "Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan"
+
+
 def _plans() -> None:
     mesh, two_dims = mesh_of((2,), ("tp",)), mesh_of((1, 2), ("dp", "tp"))
 
     with pytest.warns(UserWarning, match="no parallelize_plan and changes nothing"):
         parallelize_module(MLP(), mesh)
-    with pytest.warns(UserWarning, match=r"key 'up\.nothing' matches no submodule .* are up, down"):
-        parallelize_module(MLP(), mesh, {"up.nothing": ColwiseParallel(), "up": ColwiseParallel()})
+    with pytest.warns(UserWarning, match=r"key 'upp' matches no submodule .* close to it are up:"):
+        parallelize_module(MLP(), mesh, {"upp": ColwiseParallel(), "up": ColwiseParallel()})
+    with pytest.warns(UserWarning, match=r"key 'first' matches no submodule .* here are up, down:"):
+        parallelize_module(MLP(), mesh, {"first": ColwiseParallel()})
+    with pytest.warns(
+        UserWarning, match=r"'layers\.\*\.attn\.wq' .* close to it are layers\.[01]\.attention\.wq, "
+    ):
+        parallelize_module(Model(), mesh, {"layers.*.attn.wq": ColwiseParallel()})
     with pytest.warns(UserWarning, match=r"key 'a' matches no submodule .* are none"):
         parallelize_module(nn.Linear(4, 4), mesh, {"a": {"b": ColwiseParallel()}})
 
-    with pytest.raises(MeshError, match=r'shape \(1, 2\), expected one dim: .*mesh\["tp"\]'):
-        parallelize_module(MLP(), two_dims, MLP_PLAN)
+    for dim, told in (
+        ("pp", r"'pp' of .*one of its names \('dp', 'tp'\) or an index"),
+        (2, r"index in \[-2, 2\)"),
+    ):
+        with pytest.raises(MeshError, match=told):
+            parallelize_module(MLP(), two_dims, MLP_PLAN, dim)
     assert isinstance(parallelize_module(MLP(), two_dims["tp"], MLP_PLAN).up.weight, DTensor)
     with pytest.raises(ArgumentError, match="no device_mesh and there is no current one"):
         parallelize_module(MLP(), parallelize_plan=MLP_PLAN)
@@ -323,13 +337,17 @@ def _plans() -> None:
 
     module = MLP()
     for plan, told in (
-        (3, "parallelize_plan got 3 of type int, expected a ParallelStyle"),
-        ({"up": ColwiseParallel(), "down": None}, "got None of type NoneType for 'down'"),
-        ({"up": ColwiseParallel(), "none": ColwiseParallel}, "of type ABCMeta for 'none'"),
+        (3, f"{SEED_TEXT}, <class 'int'> found! Got 3: pass a ParallelStyle"),
+        (
+            {"up": ColwiseParallel(), "down": None},
+            f"{SEED_TEXT}, <class 'NoneType'> found! Got None for 'down'",
+        ),
+        ({"up": ColwiseParallel(), "none": ColwiseParallel}, "ColwiseParallel'> for 'none'"),
         ({1: ColwiseParallel()}, "got the key 1, expected the name"),
     ):
-        with pytest.raises(PlanError, match=told):
+        with pytest.raises(PlanError, match=told if told.startswith("parall") else re.escape(told)) as raised:
             parallelize_module(module, mesh, plan)  # type: ignore[arg-type]
+        assert isinstance(raised.value, RuntimeError) and isinstance(raised.value, TypeError)
         assert not any(isinstance(p, DTensor) for p in module.parameters())
 
     whole_module = parallelize_module(nn.Linear(4, 4), mesh, {"": ColwiseParallel()})
@@ -353,11 +371,11 @@ def _refusals() -> None:
     unsupported = UnsupportedModuleError
     refuses(
         unsupported,
-        r"got a MultiheadAttention, expected nn\.Linear or nn\.Embedding",
+        r"Expect a torch\.nn\.Linear module but received <class .*MultiheadAttention'>! .*nn\.Linear or nn\.Embed",
         nn.MultiheadAttention(4, 2),
     )
-    refuses(unsupported, "got a LSTM", nn.LSTM(4, 4))
-    refuses(unsupported, "got a MLP", MLP())
+    refuses(unsupported, "received .*LSTM", nn.LSTM(4, 4))
+    refuses(unsupported, "received .*MLP", MLP())
     refuses(unsupported, "weight is computed or not made yet", nn.LazyLinear(4))
     refuses(
         unsupported,

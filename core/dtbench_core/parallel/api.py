@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -9,31 +10,34 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench_core.errors import ArgumentError, CoreError, MeshError
-from dtbench_core.parallel.style import ParallelStyle, left_behind
+from dtbench_core.errors import ArgumentError
+from dtbench_core.parallel.errors import PlanError
+from dtbench_core.parallel.meshes import mesh_of_dim
+from dtbench_core.parallel.parameters import left_behind
+from dtbench_core.parallel.region import tensor_parallel_rng
+from dtbench_core.parallel.style import ParallelStyle
 from dtbench_core.torch_compat import current_mesh
 
 Plan = ParallelStyle | Mapping[str, "Plan"]
-
-
-class PlanError(CoreError, TypeError):
-    """A plan that is neither a style nor a mapping of names to styles."""
 
 
 def parallelize_module(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,
     parallelize_plan: Plan | None = None,
+    tp_mesh_dim: int | str = 0,
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
     """Makes a module tensor parallel, in place: modules and their names stay, parameters become DTensors.
 
     Args:
-        device_mesh: 1-D; the mesh of the enclosing `with mesh:` when not given.
+        device_mesh: of any number of dims; the mesh of the enclosing `with mesh:` when not given.
         parallelize_plan: a style for `module` itself, or a mapping of fully qualified names to styles.
             Each part of a name between dots is a shell pattern ("layers.*.w[13]"); "" is the module
             itself. A name that matches nothing warns. None warns and does nothing.
+        tp_mesh_dim: the dim of `device_mesh` to shard over, by index or name. The others hold replicas of
+            the whole group; `shard_parameters` spreads the parameters over one of them too.
         src_data_rank: the rank in the mesh whose parameter values count. None: every rank keeps its own
             part of its own values and nothing is sent.
 
@@ -41,7 +45,7 @@ def parallelize_module(
         The same module.
 
     Raises:
-        MeshError: a mesh of more than one dim. ArgumentError: no mesh given, and none current.
+        MeshError: a mesh without such a dim. ArgumentError: no mesh given, and none current.
         PlanError: a plan, or a part of it, of another type; nothing has been changed then.
         UnsupportedModuleError: a module that the style chosen for it cannot shard.
     """
@@ -52,7 +56,8 @@ def parallelize_module(
             stacklevel=2,
         )
         return module
-    mesh = _one_dim(device_mesh if device_mesh is not None else _current())
+    mesh = mesh_of_dim(device_mesh if device_mesh is not None else _current(), tp_mesh_dim)
+    tensor_parallel_rng(mesh)  # with its seed set, and off until it is switched on
     unmatched: list[str] = []
     for target, style in list(_resolve(module, parallelize_plan, "", unmatched)):
         style.src_data_rank = src_data_rank
@@ -64,11 +69,7 @@ def parallelize_module(
             stacklevel=2,
         )
     for name in unmatched:
-        warnings.warn(
-            f"the plan's key {name!r} matches no submodule and is skipped; the submodules here are "
-            f"{_names(module)}: correct the key, or drop it",
-            stacklevel=2,
-        )
+        warnings.warn(_unmatched(module, name), stacklevel=2)
     return module
 
 
@@ -82,17 +83,6 @@ def _current() -> DeviceMesh:
         ) from error
 
 
-def _one_dim(mesh: DeviceMesh) -> DeviceMesh:
-    if mesh.ndim != 1:
-        names = mesh.mesh_dim_names
-        choose = f'mesh["{names[-1]}"]' if names else 'mesh["tp"], after naming its dims'
-        raise MeshError(
-            f"parallelize_module got a mesh of shape {tuple(mesh.shape)}, expected one dim: "
-            f"pass the dim to shard over, as {choose}"
-        )
-    return mesh
-
-
 def _resolve(
     module: nn.Module, plan: object, prefix: str, unmatched: list[str]
 ) -> Iterator[tuple[nn.Module, ParallelStyle]]:
@@ -103,8 +93,8 @@ def _resolve(
     if not isinstance(plan, Mapping):
         where = f" for {prefix!r}" if prefix else ""
         raise PlanError(
-            f"parallelize_plan got {plan!r} of type {type(plan).__qualname__}{where}, expected a ParallelStyle of "
-            "dtbench_core.parallel, or a dict of submodule names to styles"
+            f"Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan, {type(plan)} found! "
+            f"Got {plan!r}{where}: pass a ParallelStyle of dtbench_core.parallel, or a dict of names to them"
         )
     for key, inner in plan.items():
         if not isinstance(key, str):
@@ -130,7 +120,18 @@ def _matches(module: nn.Module, pattern: str) -> list[nn.Module]:
     return found
 
 
-def _names(module: nn.Module) -> str:
+def _unmatched(module: nn.Module, key: str) -> str:
+    """What to tell of a plan's key without a match: the names that are like it, or some of those there are."""
     names = [name for name, _ in module.named_modules() if name]
+    close = difflib.get_close_matches(key, names, n=3)
+    if close:
+        return (
+            f"the plan's key {key!r} matches no submodule and is skipped; close to it are {', '.join(close)}: "
+            "correct the key, or drop it"
+        )
     shown = ", ".join(names[:8]) or "none"
-    return f"{shown}, ... ({len(names)} in all)" if len(names) > 8 else shown
+    more = f", ... ({len(names)} in all)" if len(names) > 8 else ""
+    return (
+        f"the plan's key {key!r} matches no submodule and is skipped; the submodules here are {shown}{more}: "
+        "correct the key, or drop it"
+    )

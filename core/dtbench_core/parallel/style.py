@@ -16,29 +16,33 @@ from __future__ import annotations
 
 import types
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parameter import UninitializedParameter
-from torch.utils.weak import WeakIdKeyDictionary
 
-from dtbench_core.distribute import distribute_module, distribute_tensor
-from dtbench_core.errors import ArgumentError, CoreError, PlacementError
-from dtbench_core.mesh import MeshInfo, mesh_info
-from dtbench_core.placement import Partial, Placement, Placements, Replicate, Shard, describe
+from dtbench_core.distribute import distribute_module
+from dtbench_core.errors import ArgumentError, PlacementError
+from dtbench_core.mesh import mesh_info
+from dtbench_core.parallel.convert import placed
+from dtbench_core.parallel.errors import UnsupportedModuleError
+from dtbench_core.parallel.parameters import check_parameters, place_parameter
+from dtbench_core.placement import Partial, Placement, Replicate, Shard, describe
 from dtbench_core.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.tensor import DTensor, wrapped
 
-
-class UnsupportedModuleError(CoreError, NotImplementedError):
-    """A module that a style does not know how to shard."""
+# (module, its inputs or outputs, mesh) -> what takes their place.
+Convert = Callable[[nn.Module, Any, DeviceMesh], Any]
 
 
 class ParallelStyle(ABC):
-    """How one module is made parallel. `_apply` does it in place, and returns the module."""
+    """How one module is made parallel. `_apply` does it in place, and returns the module.
+
+    A style of one's own derives from this and defines `_apply`; the mesh it gets has one dim.
+    """
 
     # Set by parallelize_module before `_apply`: see there.
     src_data_rank: int | None = 0
@@ -54,43 +58,54 @@ class _Sharding(NamedTuple):
     input: Placement  # what the local computation needs
 
 
-class _LayerStyle(ParallelStyle):
+class LayerStyle(ParallelStyle):
     """What Colwise and Rowwise share: a table of shardings, and conversion at both ends."""
 
     _shardings: dict[type[nn.Module], _Sharding]
 
     def __init__(self, input_layouts: Placement, output_layouts: Placement, use_local_output: bool) -> None:
-        self.input_layouts = (_one_placement(input_layouts, "input_layouts"),)
-        self.output_layouts = (_one_placement(output_layouts, "output_layouts"),)
+        self.input_layouts = (one_placement(input_layouts, "input_layouts"),)
+        self.output_layouts = (one_placement(output_layouts, "output_layouts"),)
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        wanted = self._sharding_of(module).input
+        return self.shard(
+            module,
+            device_mesh,
+            lambda mod, inputs, mesh: self._prepare_input(mod, inputs, mesh, wanted),
+            lambda mod, outputs, mesh: self._prepare_output(outputs),
+        )
+
+    def _sharding_of(self, module: nn.Module) -> _Sharding:
         name = type(self).__name__
         kind = next((kind for kind in self._shardings if isinstance(module, kind)), None)
         if kind is None:
             known = " or ".join(f"nn.{kind.__name__}" for kind in self._shardings)
             raise UnsupportedModuleError(
-                f"{name} got a {type(module).__qualname__}, expected {known}: name its submodules of these types "
-                "in the plan; a fused layer must first be written as separate ones"
+                f"Expect a torch.nn.Linear module but received {type(module)}! {name} shards {known}: name its "
+                "submodules of these types in the plan; a fused layer must first be written as separate ones"
             )
-        sharding = self._shardings[kind]
-        _check_parameters(name, module, sharding)
+        return self._shardings[kind]
+
+    def shard(
+        self, module: nn.Module, mesh: DeviceMesh, input_fn: Convert | None, output_fn: Convert | None
+    ) -> nn.Module:
+        """Shards the parameters; what goes in and out is left to the functions given, as distribute_module's."""
+        name, sharding = type(self).__name__, self._sharding_of(module)
+        check_parameters(name, module, sharding.parameters)
+        if isinstance(module, nn.Embedding):
+            _check_embedding(name, module)
 
         def partition(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
             for parameter, placement in sharding.parameters.items():
                 if part._parameters.get(parameter) is not None:
-                    _shard_parameter(part, parameter, mesh, placement, self.src_data_rank)
+                    place_parameter(part, parameter, mesh, placement, self.src_data_rank)
 
         if isinstance(module, nn.Embedding) and sharding.parameters["weight"] == Shard(0):
             # A bound method, so that a deep copy of the module runs on the copy's weight.
             module.forward = types.MethodType(_look_up_own_rows, module)  # type: ignore[method-assign]
-        return distribute_module(
-            module,
-            device_mesh,
-            partition,
-            lambda mod, inputs, mesh: self._prepare_input(mod, inputs, mesh, sharding.input),
-            lambda mod, outputs, mesh: self._prepare_output(outputs),
-        )
+        return distribute_module(module, mesh, partition, input_fn, output_fn)
 
     def _prepare_input(
         self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh, wanted: Placement
@@ -104,7 +119,7 @@ class _LayerStyle(ParallelStyle):
         tensor = inputs[0]
         if not isinstance(tensor, DTensor):
             tensor = self._annotate(module, tensor, mesh)
-        return _placed(tensor, (wanted,))
+        return placed(tensor, (wanted,))
 
     def _annotate(self, module: nn.Module, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
         """The plain input as the DTensor that `input_layouts` says it is part of."""
@@ -117,8 +132,8 @@ class _LayerStyle(ParallelStyle):
         return DTensor.from_local(local, mesh, layouts)
 
     def _prepare_output(self, output: DTensor) -> torch.Tensor:
-        placed = _placed(output, self.output_layouts)
-        return placed.to_local() if self.use_local_output else placed
+        moved = placed(output, self.output_layouts)
+        return moved.to_local() if self.use_local_output else moved
 
     def __repr__(self) -> str:
         return (
@@ -127,7 +142,7 @@ class _LayerStyle(ParallelStyle):
         )
 
 
-class ColwiseParallel(_LayerStyle):
+class ColwiseParallel(LayerStyle):
     """Shards a Linear or Embedding by columns: each rank computes some of the output features.
 
     Args:
@@ -151,7 +166,7 @@ class ColwiseParallel(_LayerStyle):
         super().__init__(input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output)
 
 
-class RowwiseParallel(_LayerStyle):
+class RowwiseParallel(LayerStyle):
     """Shards a Linear or Embedding by rows: each rank computes a term of every output feature.
 
     An Embedding's input is wanted whole on every rank; say `input_layouts=Replicate()` if it is.
@@ -177,40 +192,13 @@ class RowwiseParallel(_LayerStyle):
         super().__init__(input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output)
 
 
-def _one_placement(given: Placement, argument: str) -> Placement:
+def one_placement(given: Placement, argument: str) -> Placement:
     if not isinstance(given, Placement):
         raise PlacementError(
             f"got {argument}={given!r} ({type(given).__module__}.{type(given).__qualname__}), expected one placement "
             "of dtbench_core: Shard, Replicate or Partial, not in a list"
         )
     return given
-
-
-def _placed(tensor: DTensor, placements: Placements) -> DTensor:
-    """Redistributed if need be; asking first spares a node in the autograd graph."""
-    wanted = normalize(placements, tensor.ndim, tensor._spec.info)
-    return tensor if tensor.placements == wanted else tensor.redistribute(placements=wanted)
-
-
-# ---- parameters ----
-
-
-def _check_parameters(style: str, module: nn.Module, sharding: _Sharding) -> None:
-    kind = type(module).__name__
-    for name in sharding.parameters:
-        parameter = module._parameters.get(name)
-        if name not in module._parameters or isinstance(parameter, UninitializedParameter):
-            raise UnsupportedModuleError(
-                f"{style} got a {kind} whose {name} is computed or not made yet, expected a parameter: "
-                "initialise lazy modules, and remove parametrizations, before parallelizing"
-            )
-        if isinstance(parameter, DTensor):
-            raise ArgumentError(
-                f"{style} got a {kind} whose {name} is a DTensor already ({parameter._spec}), expected a plain "
-                "parameter: parallelize a module once; two keys of the plan may match it"
-            )
-    if isinstance(module, nn.Embedding):
-        _check_embedding(style, module)
 
 
 def _check_embedding(style: str, module: nn.Embedding) -> None:
@@ -229,34 +217,6 @@ def _check_embedding(style: str, module: nn.Embedding) -> None:
             f"{style} got an Embedding with {' and '.join(refused)}, expected one without: leave it out of the plan, "
             "which keeps it whole on every rank"
         )
-
-
-# Original parameter -> what it became, so that tied parameters stay tied. It lives while any module
-# still holds the original.
-_became: Any = WeakIdKeyDictionary()
-
-
-def left_behind(module: nn.Module) -> list[str]:
-    """Names of parameters that were tied to one now sharded, and that no style has reached."""
-    return [name for name, parameter in module.named_parameters() if parameter in _became]
-
-
-def _shard_parameter(
-    module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None
-) -> None:
-    original = module._parameters[name]
-    assert original is not None
-    info: MeshInfo = mesh_info(mesh)
-    made: nn.Parameter | None = _became.get(original)
-    if made is None:
-        spread = distribute_tensor(original.detach(), mesh, [placement], src_data_rank=src_data_rank)
-        made = _became[original] = nn.Parameter(spread, requires_grad=original.requires_grad)
-    elif not isinstance(made, DTensor) or made._spec.info is not info or made.placements != (placement,):
-        raise ArgumentError(
-            f"the {name} of a {type(module).__name__} is tied to one already placed as {getattr(made, '_spec', made)}, "
-            f"expected {placement} on {info}: give both modules styles that shard it alike, or untie them"
-        )
-    module.register_parameter(name, made)
 
 
 # ---- Embedding by rows ----

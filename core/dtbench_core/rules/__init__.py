@@ -18,6 +18,7 @@ pool      pooling, resizing, padding, sampling of planes
 linalg    batches of matrices
 fft       Fourier transforms
 loss      losses, reduced over all ranks' elements
+cross_entropy cross entropy over sharded classes
 compare   ops that answer with a Python value
 scan      running sums and extrema, sorts, flips
 foreach   lists of tensors, fused optimizer steps, loss scaling
@@ -31,6 +32,7 @@ from dtbench_core.rules import (
     batch_norm,
     compare,
     conv,
+    cross_entropy,
     fft,
     foreach,
     index,
@@ -59,6 +61,7 @@ __all__ = [
     "choose",
     "compare",
     "conv",
+    "cross_entropy",
     "decomposition_of",
     "fft",
     "find",

@@ -38,7 +38,9 @@ def fill(call: OpCall) -> Strategy:
         neutral = neutral_term(spec)
 
         def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            drawn = random.draw_like(spec, local.device, lambda whole: call.op(whole, *args, **kwargs))
+            drawn = random.draw_like(
+                spec, local.device, lambda whole: call.op(whole, *args, **kwargs), kwargs.get("generator")
+            )
             return local.copy_(drawn) if neutral is None else local.fill_(neutral)
 
         return run
@@ -76,7 +78,9 @@ def fresh(call: OpCall) -> Strategy:
         (spec,) = placed.inputs
 
         def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return random.draw_like(spec, local.device, lambda whole: call.op(whole, *args, **kwargs))
+            return random.draw_like(
+                spec, local.device, lambda whole: call.op(whole, *args, **kwargs), kwargs.get("generator")
+            )
 
         return run
 

@@ -1,0 +1,121 @@
+"""Functions for what goes into a parallelized module and comes out of it, on a mesh of one dim.
+
+An input is a plain tensor, which is read as this rank's part, or a DTensor, which moves. It may stand in
+the tuple that a hook gets. The names are those that PairwiseParallel's `prepare_input` and
+`prepare_output` have always had:
+
+    make_input_replicate_1d        all ranks hold the whole input       -> Replicate
+    make_input_shard_1d            every rank holds its part of a dim   -> Shard(dim)
+    make_input_shard_1d_last_dim   ... of the last dim                  -> Shard(-1)
+    make_input_reshard_replicate   ... of dim 0; the parts are gathered -> Replicate
+    make_output_replicate_1d       -> Replicate
+    make_output_shard_1d           -> Shard(dim)
+    make_output_tensor             -> the whole, as a plain tensor
+    make_output_reshard_tensor     -> this rank's part of dim 0, as a plain tensor
+    make_sharded_output_tensor     -> this rank's part as it is, as a plain tensor
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtbench_core.errors import ArgumentError, MeshError
+from dtbench_core.mesh import mesh_info, mesh_or_current
+from dtbench_core.placement import Placement, Placements, Replicate, Shard
+from dtbench_core.spec import normalize
+from dtbench_core.tensor import DTensor
+
+
+def placed(tensor: DTensor, placements: Placements) -> DTensor:
+    """Redistributed if need be; asking first spares a node in the autograd graph."""
+    wanted = normalize(placements, tensor.ndim, tensor._spec.info)
+    return tensor if tensor.placements == wanted else tensor.redistribute(placements=wanted)
+
+
+def _input(given: Any, device_mesh: DeviceMesh | None, placement: Placement) -> DTensor:
+    tensor = given[0] if isinstance(given, tuple) and len(given) == 1 else given
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(
+            f"got {type(given).__name__} as the input of a parallelized module, expected one tensor, or a tuple of "
+            "one: pass it by position, or write a prepare_input that takes what the module does"
+        )
+    if isinstance(tensor, DTensor):
+        _check_one_dim(tensor.device_mesh)
+        return placed(tensor, (placement,))
+    mesh = mesh_or_current(device_mesh)
+    _check_one_dim(mesh)
+    return DTensor.from_local(tensor, mesh, [placement])
+
+
+def _check_one_dim(mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1:
+        raise MeshError(
+            f"got a {mesh_info(mesh)}, expected one dim: slice it, as in mesh['tp'], or place the tensor yourself"
+        )
+
+
+def _output(given: Any, placement: Placement) -> DTensor:
+    if not isinstance(given, DTensor):
+        raise ArgumentError(
+            f"got {type(given).__name__} as the output of a parallelized module, expected a DTensor: give a "
+            "prepare_output that takes what the module gives, or leave it out"
+        )
+    _check_one_dim(given.device_mesh)
+    return placed(given, (placement,))
+
+
+def make_input_replicate_1d(input: Any, device_mesh: DeviceMesh | None = None) -> DTensor:
+    """The input, the whole of which every rank holds, as a replicated DTensor."""
+    return _input(input, device_mesh, Replicate())
+
+
+def make_input_shard_1d(input: Any, device_mesh: DeviceMesh | None = None, dim: int = 0) -> DTensor:
+    """The input, of which every rank holds an equal part along `dim`, as a sharded DTensor."""
+    return _input(input, device_mesh, Shard(dim))
+
+
+def make_input_shard_1d_last_dim(input: Any, device_mesh: DeviceMesh | None = None) -> DTensor:
+    """As `make_input_shard_1d` along the last dim."""
+    return _input(input, device_mesh, Shard(-1))
+
+
+def make_input_reshard_replicate(input: Any, device_mesh: DeviceMesh | None = None) -> DTensor:
+    """The input, of which every rank holds an equal part along dim 0, gathered on every rank."""
+    return placed(_input(input, device_mesh, Shard(0)), (Replicate(),))
+
+
+def make_output_replicate_1d(output: DTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
+    """The output whole on every rank."""
+    return _output(output, Replicate())
+
+
+def make_output_shard_1d(output: DTensor, device_mesh: DeviceMesh | None = None, dim: int = 0) -> DTensor:
+    """The output sharded along `dim`."""
+    return _output(output, Shard(dim))
+
+
+def make_output_tensor(output: DTensor, device_mesh: DeviceMesh | None = None) -> torch.Tensor:
+    """The whole output as a plain tensor."""
+    return _output(output, Replicate()).to_local()
+
+
+def make_output_reshard_tensor(output: DTensor, device_mesh: DeviceMesh | None = None) -> torch.Tensor:
+    """This rank's part of the output along dim 0 as a plain tensor."""
+    return _output(output, Shard(0)).to_local()
+
+
+def make_sharded_output_tensor(output: DTensor, device_mesh: DeviceMesh | None = None) -> torch.Tensor:
+    """This rank's part of the output, however it is placed, as a plain tensor.
+
+    Raises:
+        ArgumentError: a pending reduction: its terms are no part of the output.
+    """
+    if isinstance(output, DTensor) and not output._spec.has_partial():
+        return output.to_local()
+    raise ArgumentError(
+        f"make_sharded_output_tensor got {getattr(output, '_spec', type(output).__name__)}, expected a DTensor that "
+        "is sharded or replicated: use make_output_tensor or make_output_reshard_tensor"
+    )

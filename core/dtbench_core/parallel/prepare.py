@@ -1,0 +1,246 @@
+"""Styles that shard nothing: they place what goes into a module and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtbench_core.errors import ArgumentError
+from dtbench_core.parallel.convert import placed
+from dtbench_core.parallel.errors import LayoutsError
+from dtbench_core.parallel.style import ParallelStyle, one_placement
+from dtbench_core.placement import Placement, describe
+from dtbench_core.tensor import DTensor
+
+Layouts = Placement | Sequence[Placement | None] | None
+Listed = tuple[Placement | None, ...] | None
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Makes a module's inputs DTensors, placed as the module wants them.
+
+    Args:
+        input_layouts: how each plain positional input is to be read, in their order; None for one to be left
+            as it is. A single placement is that of a single input.
+        desired_input_layouts: where each is to go; None keeps it where it is.
+        input_kwarg_layouts, desired_input_kwarg_layouts: the same for keyword inputs, by name. One that is
+            not named is left as it is.
+        use_local_output: hand the module this rank's plain parts, not DTensors.
+
+    Raises:
+        LayoutsError: layouts without, or not as many as, the desired ones.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        self.input_layouts = _listed(input_layouts, "input_layouts")
+        self.desired_input_layouts = _listed(desired_input_layouts, "desired_input_layouts")
+        self.input_kwarg_layouts = _named(input_kwarg_layouts, "input_kwarg_layouts")
+        self.desired_input_kwarg_layouts = _named(desired_input_kwarg_layouts, "desired_input_kwarg_layouts")
+        self.with_kwargs = input_kwarg_layouts is not None
+        self.use_local_output = use_local_output
+        _check_pairs("input", self.input_layouts, self.desired_input_layouts)
+        if set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
+            raise LayoutsError(
+                f"got input_kwarg_layouts for {sorted(self.input_kwarg_layouts)} and desired_input_kwarg_layouts for "
+                f"{sorted(self.desired_input_kwarg_layouts)}, expected the same names: name each in both"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.with_kwargs:
+            module.register_forward_pre_hook(
+                lambda mod, inputs, kwargs: (
+                    self._positional(mod, inputs, device_mesh),
+                    self._keywords(kwargs, device_mesh),
+                ),
+                with_kwargs=True,
+            )
+        else:
+            module.register_forward_pre_hook(lambda mod, inputs: self._positional(mod, inputs, device_mesh))
+        return module
+
+    def _positional(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        if self.input_layouts is None or self.desired_input_layouts is None:
+            return inputs
+        if len(inputs) != len(self.input_layouts):
+            raise LayoutsError(
+                f"a {type(module).__name__} got {len(inputs)} positional inputs for {len(self.input_layouts)} "
+                "input_layouts, expected one each: give None for those to be left alone, and name keyword inputs in "
+                "input_kwarg_layouts"
+            )
+        return tuple(
+            self._convert(one, layout, desired, f"input {index}", mesh)
+            for index, (one, layout, desired) in enumerate(
+                zip(inputs, self.input_layouts, self.desired_input_layouts, strict=True)
+            )
+        )
+
+    def _keywords(self, inputs: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+        layouts, desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
+        return {
+            name: self._convert(one, layouts.get(name), desired.get(name), f"input {name}", mesh)
+            for name, one in inputs.items()
+        }
+
+    def _convert(
+        self, one: Any, layout: Placement | None, desired: Placement | None, what: str, mesh: DeviceMesh
+    ) -> Any:
+        return one if layout is None else _converted(one, layout, desired, what, mesh, self.use_local_output)
+
+    def __repr__(self) -> str:
+        return (
+            f"PrepareModuleInput(input_layouts={_shown(self.input_layouts)}, "
+            f"desired_input_layouts={_shown(self.desired_input_layouts)}, "
+            f"input_kwarg_layouts={self.input_kwarg_layouts}, "
+            f"desired_input_kwarg_layouts={self.desired_input_kwarg_layouts}, "
+            f"use_local_output={self.use_local_output})"
+        )
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """Makes a module's outputs DTensors, placed as what follows wants them.
+
+    Args:
+        output_layouts: how each plain output is to be read, in their order; None for one to be left as it
+            is. A single placement is that of a single output.
+        desired_output_layouts: where each is to go; None keeps it where it is.
+        use_local_output: give out this rank's plain parts, not DTensors.
+
+    Raises:
+        LayoutsError: not as many layouts as desired ones.
+    """
+
+    def __init__(
+        self,
+        *,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
+    ) -> None:
+        self.output_layouts = _listed(output_layouts, "output_layouts") or ()
+        self.desired_output_layouts = _listed(desired_output_layouts, "desired_output_layouts") or ()
+        self.use_local_output = use_local_output
+        _check_pairs("output", self.output_layouts, self.desired_output_layouts)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(lambda mod, _, outputs: self._prepare(mod, outputs, device_mesh))
+        return module
+
+    def _prepare(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        several = isinstance(outputs, tuple | list)
+        listed = outputs if several else (outputs,)
+        if len(listed) != len(self.output_layouts):
+            raise LayoutsError(
+                f"a {type(module).__name__} gave {len(listed)} outputs for {len(self.output_layouts)} output_layouts, "
+                "expected one each: give None for those to be left alone"
+            )
+        made = [
+            one
+            if layout is None
+            else _converted(one, layout, desired, f"output {index}", mesh, self.use_local_output)
+            for index, (one, layout, desired) in enumerate(
+                zip(listed, self.output_layouts, self.desired_output_layouts, strict=True)
+            )
+        ]
+        if not several:
+            return made[0]
+        if hasattr(outputs, "_fields"):  # a named tuple
+            return type(outputs)(*made)
+        return type(outputs)(made)
+
+    def __repr__(self) -> str:
+        return (
+            f"PrepareModuleOutput(output_layouts={_shown(self.output_layouts)}, "
+            f"desired_output_layouts={_shown(self.desired_output_layouts)}, "
+            f"use_local_output={self.use_local_output})"
+        )
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """PrepareModuleInput and PrepareModuleOutput in one; see there for the arguments.
+
+    `use_local_input` is PrepareModuleInput's `use_local_output`.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
+    ) -> None:
+        self.prepare_module_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self.prepare_module_output = PrepareModuleOutput(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.prepare_module_input._apply(module, device_mesh)
+        self.prepare_module_output._apply(module, device_mesh)
+        return module
+
+    def __repr__(self) -> str:
+        return f"PrepareModuleInputOutput({self.prepare_module_input!r}, {self.prepare_module_output!r})"
+
+
+def _converted(
+    one: Any, layout: Placement, desired: Placement | None, what: str, mesh: DeviceMesh, local: bool
+) -> Any:
+    """`one` as a DTensor where it is wanted. One that is a DTensor already is moved from where it really is."""
+    if not isinstance(one, torch.Tensor):
+        raise ArgumentError(
+            f"{what} is {type(one).__name__}, expected a tensor, as it has the layout {layout}: give None for it"
+        )
+    made = one if isinstance(one, DTensor) else DTensor.from_local(one, mesh, [layout])
+    if desired is not None:
+        made = placed(made, (desired,))
+    return made.to_local() if local else made
+
+
+def _listed(given: Layouts, argument: str) -> Listed:
+    if given is None:
+        return None
+    listed = (given,) if isinstance(given, Placement) else tuple(given)
+    return tuple(None if one is None else one_placement(one, argument) for one in listed)
+
+
+def _named(given: Mapping[str, Placement] | None, argument: str) -> dict[str, Placement]:
+    return {name: one_placement(one, f"{argument}[{name!r}]") for name, one in (given or {}).items()}
+
+
+def _check_pairs(side: str, given: Listed, desired: Listed) -> None:
+    if (given is None) != (desired is None) or len(given or ()) != len(desired or ()):
+        raise LayoutsError(
+            f"got {side}_layouts={_shown(given)} and desired_{side}_layouts={_shown(desired)}, expected as many of the "
+            f"one as of the other: give both, with None for {side}s to be left alone"
+        )
+
+
+def _shown(listed: Listed) -> str:
+    if listed is None:
+        return "None"
+    return "(" + ", ".join("None" if p is None else describe((p,)) for p in listed) + ")"
