@@ -3,6 +3,22 @@
 Reading order: `data` (what all share), then any suite; each stands alone.
 """
 
-from dtbench_suites import bucketer, collectives, coverage, dispatch, redistribute, tensor_parallel
+from dtbench_suites import (
+    bucketer,
+    collectives,
+    coverage,
+    dispatch,
+    embedding,
+    redistribute,
+    tensor_parallel,
+)
 
-__all__ = ["bucketer", "collectives", "coverage", "dispatch", "redistribute", "tensor_parallel"]
+__all__ = [
+    "bucketer",
+    "collectives",
+    "coverage",
+    "dispatch",
+    "embedding",
+    "redistribute",
+    "tensor_parallel",
+]
