@@ -18,18 +18,18 @@ def whole_tensors(call: OpCall) -> Strategy:
 
 
 @decomposition(aten.equal.default)
-def equal(one: Any, other: Any) -> Any:
+def equal(input: Any, other: Any) -> Any:
     """Every rank compares what it holds, and they agree by one flag. Two tensors placed otherwise move."""
-    if not isinstance(one, Wrapper) or not isinstance(other, Wrapper):
+    if not isinstance(input, Wrapper) or not isinstance(other, Wrapper):
         return NotImplemented
-    spec, as_well = one._spec, other._spec
+    spec, as_well = input._spec, other._spec
     alike = spec is as_well or (
         spec.info is as_well.info
         and (spec.placements, spec.shape, spec.dtype) == (as_well.placements, as_well.shape, as_well.dtype)
     )
     if not alike or spec.has_partial() or spec.info.coordinate is None:
         return NotImplemented
-    ours, theirs = one._local_tensor, other._local_tensor
+    ours, theirs = input._local_tensor, other._local_tensor
     if ours.__class__ is torch.Tensor or holds_shards(ours):
         made = torch.ones if torch.equal(ours, theirs) else torch.zeros
         same = made((), dtype=torch.int32, device=ours.device)
