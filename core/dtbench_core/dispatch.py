@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dtbench_core import contexts, cost, cross_entropy, gradients, layout, linear, random, redistribute, writes
 from dtbench_core.errors import MixedTensorError
 from dtbench_core.plan import OpInfo, Plan, build, verify
+from dtbench_core.rules.compare import equal
 from dtbench_core.rules.pointwise import is_pointwise
 from dtbench_core.rules.register import on_rule_change
 from dtbench_core.rules.view import tensor_split
@@ -150,6 +151,8 @@ composites: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.cross_entropy: cross_entropy.cross_entropy,
     torch.nn.functional.dropout: random.dropout,
     torch.dropout: random.dropout,
+    torch.equal: equal,
+    torch.Tensor.equal: equal,
     torch.tensor_split: tensor_split,
     torch.Tensor.tensor_split: tensor_split,
 }
