@@ -96,7 +96,7 @@ def by_table(
 ) -> tuple[Any, list[Tensor]]:
     """Table k on rank k of the mesh. mine: (tables, lookups / n). alone: the mesh of this rank only."""
     if impl == "local":
-        whole = [nn.Parameter(table.clone()) for table in tables]
+        whole: list[Tensor] = [nn.Parameter(table.clone()) for table in tables]
         return lambda: torch.stack(
             [F.embedding(one, table) for one, table in zip(mine, whole, strict=True)]
         ), whole
@@ -108,8 +108,8 @@ def by_table(
         sent = api.DTensor.from_local(mine, mesh, [api.Shard(1)], run_check=False)
         asked = sent.redistribute(placements=[api.Shard(0)]).to_local()  # (1, lookups): of my table
         index = api.DTensor.from_local(asked, alone, [api.Replicate()], run_check=False)
-        found = F.embedding(index, weight).to_local()  # (1, lookups, width)
-        answered = api.DTensor.from_local(found, mesh, [api.Shard(0)], run_check=False)
+        found: Any = F.embedding(index, weight)  # (1, lookups, width)
+        answered = api.DTensor.from_local(found.to_local(), mesh, [api.Shard(0)], run_check=False)
         home: Tensor = answered.redistribute(
             placements=[api.Shard(1)]
         ).to_local()  # (tables, lookups / n, width)

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtbench_core import DTensor, LocalShardsWrapper, Placement, Replicate, Shard, visualize_sharding
@@ -101,10 +102,10 @@ def show(name: str, device: torch.device, folder: str) -> None:
     check_parts(tensor, sharding.held(dist.get_rank()), whole)
     check(torch.equal(tensor.full_tensor(), whole), "the table, gathered")
 
-    dcp.save({"table": tensor}, checkpoint_id=folder)
+    save({"table": tensor}, checkpoint_id=folder)
     other = SHARDINGS[sharding.loaded]
     target = sharded(other, torch.zeros_like(whole), mesh)
-    dcp.load({"table": target}, checkpoint_id=folder)
+    load({"table": target}, checkpoint_id=folder)
     visualize_sharding(target, header=f"saved, and loaded {sharding.loaded}")
     check_parts(target, other.held(dist.get_rank()), whole)
 
@@ -131,10 +132,10 @@ def show_tables(device: torch.device, folder: str) -> None:
         else:
             check(tensor.to_local().numel() == 0, "nothing on the other ranks")
 
-    dcp.save(tables, checkpoint_id=folder)
+    save(tables, checkpoint_id=folder)
     mesh, uneven = init_device_mesh(device.type, (RANKS,)), SHARDINGS["row-wise-uneven"]
     targets = {name: sharded(uneven, torch.zeros(ROWS, WIDTH, device=device), mesh) for name in tables}
-    dcp.load(targets, checkpoint_id=folder)
+    load(targets, checkpoint_id=folder)
     visualize_sharding(targets["table 3"], header="saved, and each table loaded row-wise-uneven, so table 3")
     for target, whole in zip(targets.values(), wholes, strict=True):
         check_parts(target, uneven.held(rank), whole)
