@@ -14,6 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.tests.gloo_world import RankError, Worlds, mesh_of
+from core.tests.parallel_models import (
+    BATCH,
+    HIDDEN,
+    MLP,
+    SEQ,
+    VOCAB,
+    WIDTH,
+    Attention,
+    Model,
+    assert_same_parameters,
+    seeded,
+)
 from dtbench_core import DTensor, Partial, Placement, Replicate, Shard, count_collectives
 from dtbench_core.errors import ArgumentError, LayoutError, MeshError, PlacementError
 from dtbench_core.parallel import (
@@ -25,80 +37,8 @@ from dtbench_core.parallel import (
     parallelize_module,
 )
 
-BATCH, SEQ, WIDTH, HIDDEN, HEADS, VOCAB = 2, 3, 8, 16, 4, 24
-
-
-class MLP(nn.Module):
-    def __init__(self, bias: bool = True, hidden: int = HIDDEN) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, hidden, bias=bias)
-        self.down = nn.Linear(hidden, WIDTH, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., WIDTH] -> [..., WIDTH]
-        return self.down(F.gelu(self.up(x)))
-
-
-class Attention(nn.Module):
-    """Causal self-attention; the heads a rank holds follow from the width of its projections."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:  # [BATCH, SEQ, WIDTH] -> the same
-        q, k, v = (
-            w(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.wo(mixed.transpose(1, 2).flatten(2))
-
-
-class Model(nn.Module):
-    """Embedding, two blocks, head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"attention": Attention(), "mlp": MLP(), "norm": nn.LayerNorm(WIDTH)})
-            for _ in range(2)
-        )
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:  # [BATCH, SEQ] -> [BATCH, SEQ, VOCAB]
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = x + layer["attention"](layer["norm"](x))
-            x = x + layer["mlp"](x)
-        return self.head(x)
-
-
 ATTENTION_PLAN: dict[str, ParallelStyle] = {"w[qkv]": ColwiseParallel(), "wo": RowwiseParallel()}
 MLP_PLAN: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-
-
-def seeded(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
-    torch.manual_seed(0)
-    return make(*args)
-
-
-def whole(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def assert_same_parameters(parallel: nn.Module, plain: nn.Module, grads: bool = True) -> None:
-    expected = dict(plain.named_parameters())
-    got = dict(parallel.named_parameters())
-    assert list(got) == list(expected)
-    for name, parameter in got.items():
-        torch.testing.assert_close(
-            whole(parameter.detach()), expected[name].detach(), msg=lambda m, n=name: f"{n}: {m}"
-        )
-        if grads:
-            torch.testing.assert_close(
-                whole(parameter.grad), expected[name].grad, msg=lambda m, n=name: f"{n}.grad: {m}"
-            )
 
 
 def _equals_plain(

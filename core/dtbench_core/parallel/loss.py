@@ -58,10 +58,8 @@ def cross_entropy(
         logits = logits.redistribute(
             placements=[Replicate() if p.is_partial() else p for p in logits.placements]
         )
-    target, weight = (
-        one if one is None or isinstance(one, DTensor) else _replicated(one, logits)
-        for one in (target, weight)
-    )
+    target = _replicated(target, logits)
+    weight = None if weight is None else _replicated(weight, logits)
     options: dict[str, Any] = {
         "size_average": size_average,
         "ignore_index": ignore_index,
@@ -72,10 +70,12 @@ def cross_entropy(
     loss: Any = core.cross_entropy(logits, target, weight, **options)
     if loss is NotImplemented:
         with implicit_replication():
-            loss = F.cross_entropy(logits, cast("torch.Tensor", target), weight, **options)
+            loss = F.cross_entropy(logits, target, weight, **options)
     made: DTensor = loss
     return made
 
 
 def _replicated(tensor: torch.Tensor, beside: DTensor) -> DTensor:
+    if isinstance(tensor, DTensor):
+        return tensor
     return DTensor.from_local(tensor, beside.device_mesh, [Replicate()] * mesh_info(beside.device_mesh).ndim)

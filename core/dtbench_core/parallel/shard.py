@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench_core.distribute import distribute_tensor
+from dtbench_core import distribute
 from dtbench_core.errors import ArgumentError, MeshError
 from dtbench_core.mesh import mesh_info
 from dtbench_core.parallel.meshes import dim_index, mesh_of_dim
@@ -102,44 +102,37 @@ def _spread(
     parameter: nn.Parameter, mesh: DeviceMesh, over: int, src: int | None, reduce_op: str
 ) -> tuple[nn.Parameter, _Held]:
     inside = parameter._spec if isinstance(parameter, DTensor) else None
-    local = _held_locally(parameter)
     given = REPLICATE if inside is None else inside.placements[0]
-    placement, cut = _where(parameter.shape, given, mesh, over)
-    part = distribute_tensor(local, mesh_of_dim(mesh, over), [cut], src_data_rank=src).to_local()
-    info = mesh_info(mesh)
+    info, shape = mesh_info(mesh), parameter.shape
 
     def on_both(here: Placement) -> Placements:
         return (here,) if info.ndim == 1 else (here, given) if over == 0 else (given, here)
 
-    shape = parameter.shape
-    placed = normalize(on_both(placement), len(shape), info, shape)
-    spec = DTensorSpec.of(info, placed, shape, contiguous_stride(shape), parameter.dtype)
-    shard = nn.Parameter(wrapped(part, spec), parameter.requires_grad)
-    return shard, _Held(on_both(REPLICATE), on_both(Partial(reduce_op)), inside)
+    def described(placements: Placements) -> DTensorSpec:
+        return DTensorSpec.of(info, placements, shape, contiguous_stride(shape), parameter.dtype)
+
+    local = parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
+    if src is not None:
+        local = distribute._sent(local, mesh_info(mesh_of_dim(mesh, over)), (REPLICATE,), src)
+    placed = normalize(on_both(_where(shape, given, mesh, over)), len(shape), info, shape)
+    shard = wrapped(local, described(on_both(REPLICATE))).redistribute(placements=placed)
+    held = _Held(on_both(REPLICATE), on_both(Partial(reduce_op)), inside)
+    return nn.Parameter(shard, parameter.requires_grad), held
 
 
-def _held_locally(parameter: nn.Parameter) -> torch.Tensor:
-    """What this rank holds of a parameter, outside autograd."""
-    return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
-
-
-def _where(shape: torch.Size, given: Placement, mesh: DeviceMesh, over: int) -> tuple[Placement, Placement]:
-    """How mesh dim `over` cuts a parameter that the other dim places as `given`: on the whole mesh, and seen
-    from the ranks of `over` alone."""
+def _where(shape: torch.Size, given: Placement, mesh: DeviceMesh, over: int) -> Placement:
+    """How mesh dim `over` cuts a parameter that the other dim places as `given`."""
     parts = mesh.size(over)
     free = [dim for dim in range(len(shape)) if not given.is_shard(dim)]
-    even = [dim for dim in free if shape[dim] % parts == 0]
     if free:
-        dim = (even or free)[0]
-        return Shard(dim), Shard(dim)
+        even = [dim for dim in free if shape[dim] % parts == 0]
+        return Shard((even or free)[0])
     if not shape:  # a single number
-        return REPLICATE, REPLICATE
-    pieces = mesh.size(1 - over)
+        return REPLICATE
     if over == 1:  # the inner mesh dim cuts what the outer leaves, which is what a second Shard says
-        return Shard(0), Shard(0)
-    if shape[0] % pieces == 0:
-        return StridedShard(0, split_factor=pieces), Shard(0)
-    return REPLICATE, REPLICATE
+        return Shard(0)
+    pieces = mesh.size(1 - over)
+    return StridedShard(0, split_factor=pieces) if shape[0] % pieces == 0 else REPLICATE
 
 
 # ---- hooks ----
