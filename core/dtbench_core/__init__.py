@@ -32,10 +32,10 @@ Reading order, from the idea to the machine:
     topology      the constants of a mesh, built in or calibrated
     comm          the only file that calls collectives
     collective_utils  collectives over one mesh dim, padding, prices: by torch's names
-    bucketer      many small reduce-scatters as few large ones
+    bucketer      many small reduce-scatters as few large ones; its parts are bucket*.py
 """
 
-from dtbench_core.bucketer import ReduceScatterBucketer
+from dtbench_core.bucketer import BucketError, ReduceScatterBucketer
 from dtbench_core.comm import CommCount, count_collectives
 from dtbench_core.contexts import (
     ExplicitRedistributionContext,
@@ -67,6 +67,7 @@ from dtbench_core.visualize import sharding_svg, sharding_text, visualize_shardi
 
 __all__ = [
     "ArgumentError",
+    "BucketError",
     "CommCount",
     "CoreError",
     "DTensor",

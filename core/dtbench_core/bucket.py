@@ -1,0 +1,401 @@
+"""One bucket: the inputs of a dtype, device and group that wait, and those in their collective."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from dtbench_core import comm
+from dtbench_core.bucket_check import CheckRanks, can_check, check_ranks_agree
+from dtbench_core.bucket_layout import BucketError, BucketLayout, Foresight, LoadState, advance
+from dtbench_core.bucket_packing import (
+    FIRST_ELEMENTS,
+    BucketCounters,
+    Held,
+    Packing,
+    Pool,
+    Rows,
+    Source,
+    check_unchanged,
+    copies_of,
+    versions_of,
+)
+
+Callback = Callable[[Tensor], object]
+Op = Literal["sum", "avg", "premul"]
+
+
+# Of an input: elements per shard, the result's shape (None: flat), callback, what makes a DTensor of it.
+# A plain tuple, which takes a fifth of the time to make.
+Entry = tuple[int, tuple[int, ...] | None, Callback | None, Callable[[Tensor], Tensor] | None]
+
+# A callback with the result it waits for.
+Due = tuple[Callback, Tensor]
+
+
+@dataclass
+class Outcome:
+    """What an operation brings about, kept until its bookkeeping is done: callbacks may use the bucketer."""
+
+    due: list[Due] = field(default_factory=list)
+    errors: list[Exception] = field(default_factory=list)
+
+    def call(self) -> None:
+        """Calls every callback, whatever the others raise."""
+        self.due.reverse()
+        with torch.no_grad():
+            while self.due:
+                callback, result = self.due.pop()  # lets go of a result as soon as its callback has had it
+                try:
+                    callback(result)
+                except Exception as error:
+                    self.errors.append(error)
+                del result
+
+    def end(self) -> None:
+        """
+        Raises:
+            Exception: the one that came up; an ExceptionGroup of several.
+        """
+        self.call()
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            raise ExceptionGroup(
+                f"{len(self.errors)} callbacks or collectives of a bucketer raised", self.errors
+            )
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How a bucketer reduces. factor: of premul. dtype: of the sums, where it is not the inputs'."""
+
+    op: Op = "sum"
+    factor: float = 1.0
+    dtype: torch.dtype | None = None
+
+    def dtype_of(self, stored: torch.dtype) -> torch.dtype:
+        return stored if self.dtype is None else self.dtype
+
+    def check(self, stored: torch.dtype) -> None:
+        """
+        Raises:
+            BucketError: a reduction that inputs of this dtype cannot have.
+        """
+        summed = self.dtype_of(stored)
+        if self.op != "sum" and not (summed.is_floating_point or summed.is_complex):
+            raise BucketError(
+                f"got inputs of {stored} to reduce in {summed} by {self.op!r}, expected a floating or complex "
+                "dtype: use op='sum', or reduce_dtype"
+            )
+        if stored.is_complex and not summed.is_complex:
+            raise BucketError(
+                f"got inputs of {stored} to reduce in {summed}, expected a complex dtype, which keeps both parts"
+            )
+
+    def finish(self, total: Tensor, stored: torch.dtype, n: int) -> Tensor:
+        """The sums, scaled in place, as they are handed out."""
+        if self.op == "avg":
+            total /= n
+        return total if total.dtype is stored else total.to(stored)
+
+
+@dataclass(eq=False)
+class Load:
+    """One bucketful, from its first input to its callbacks."""
+
+    packing: Packing | None  # None: an input reduced alone
+    entries: list[Entry] = field(default_factory=list)
+    state: LoadState = LoadState.FILLING
+    # While reducing: what to wait for, this rank's part, the pool's buffer it lies in, inputs in use.
+    work: Work | None = None
+    output: Tensor | None = None
+    buffer: Tensor | None = None
+    lent: Tensor | None = None
+    lent_version: int = 0
+    copied: int = 0  # bytes of `lent`, where it is a copy
+
+    def become(self, state: LoadState) -> None:
+        self.state = advance(self.state, state)
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Inputs of one (dtype, device, group): those that wait, and those in their collective."""
+
+    group: ProcessGroup
+    dtype: torch.dtype
+    device: torch.device
+    layout: BucketLayout
+    counters: BucketCounters
+    reduction: Reduction = Reduction()
+    hold_inputs: bool = False
+    check_ranks: CheckRanks = "never"
+    foresight: Foresight = field(default_factory=Foresight)
+
+    def __post_init__(self) -> None:
+        self.world_size = self.group.size()
+        self.pool = Pool(self.reduction.dtype_of(self.dtype), self.device, self.counters)
+        self._load: Load | None = None
+        self._flying: deque[Load] = deque()  # in order of issue
+        self._checking = self.check_ranks != "never" and can_check(self.group)
+
+    @property
+    def pending(self) -> int:
+        """Inputs that wait for a flush."""
+        return len(self._load.entries) if self._load else 0
+
+    @property
+    def in_flight(self) -> int:
+        """Collectives issued and not waited for."""
+        return len(self._flying)
+
+    @property
+    def offset(self) -> int:
+        """Elements per shard that wait for a flush."""
+        return self.layout.offset
+
+    def setup(self) -> None:
+        """Allocates the buffer that the next bucket is expected to need. Adding an input does the same."""
+        room = self.foresight.next_total() * self.world_size
+        if self._load is None and room and not self.pool.fits(room):
+            self.pool.give(self.pool.take(room))
+
+    def teardown(self) -> None:
+        """Frees the buffers; the next input allocates them again.
+
+        Raises:
+            BucketError: inputs still wait for a flush.
+        """
+        self.check_empty()
+        self.pool.clear()
+
+    def flush(self) -> None:
+        """Reduces what waits, then calls the callbacks in order of arrival.
+
+        Raises:
+            Exception: what a callback raised, once all have been called; an ExceptionGroup of several.
+        """
+        outcome = Outcome()
+        self.close(outcome, by_flush=True)
+        self.drain(outcome)
+        outcome.end()
+
+    def check_empty(self) -> None:
+        """
+        Raises:
+            BucketError: something still waits.
+        """
+        if self._load or self._flying:
+            raise BucketError(
+                f"Incorrect call of teardown: got it with {self.pending} inputs ({self.offset} elements per shard, "
+                f"{self.dtype}) waiting and {self.in_flight} collectives under way, expected none: call flush() "
+                "before teardown()"
+            )
+
+    # --- filling -----------------------------------------------------------------------------------
+
+    def add(
+        self,
+        source: Source,
+        numel: int,
+        shape: tuple[int, ...] | None,
+        callback: Callback | None,
+        rewrap: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """Takes an input that may have to wait; calls what falls due on the way."""
+        load, layout = self._load, self.layout
+        if load is None or numel > layout.capacity - layout.offset:
+            self._add_elsewhere(source, numel, (numel, shape, callback, rewrap))
+            return
+        packing = load.packing
+        assert packing is not None
+        outcome = None
+        if packing.used + numel > packing.room:
+            outcome = self._grow(packing, numel)
+        packing.add(source, numel)
+        layout.offset += numel
+        load.entries.append((numel, shape, callback, rewrap))
+        if outcome is not None:
+            outcome.end()
+
+    def _add_elsewhere(self, source: Source, numel: int, entry: Entry) -> None:
+        """What does not go into the bucket that is filling: into the next, or into none."""
+        outcome = Outcome()
+        if self.layout.alone(numel):
+            self._reduce_alone(source, numel, entry, outcome)
+        else:
+            self.close(outcome)
+            load = self._open(numel)
+            assert load.packing is not None
+            load.packing.add(source, numel)
+            self.layout.place(numel)
+            load.entries.append(entry)
+        outcome.end()
+
+    def _open(self, numel: int) -> Load:
+        if self.hold_inputs:
+            self._load = Load(Held(self.pool, self.world_size, self.layout.capacity))
+        else:
+            room = max(numel, self.foresight.next_total() or FIRST_ELEMENTS)
+            self._load = Load(Rows(self.pool, self.world_size, min(room, self.layout.capacity)))
+        return self._load
+
+    def _grow(self, packing: Packing, numel: int) -> Outcome:
+        outcome = Outcome()
+        room = min(max(packing.used + numel, 2 * packing.room), self.layout.capacity)
+        self._make_room(room * self.world_size, outcome)
+        packing.grow(room)
+        return outcome
+
+    def _make_room(self, numel: int, outcome: Outcome) -> None:
+        """Ends what is under way if with a buffer of `numel` elements there would be more than two buckets."""
+        most = 2 * self.layout.capacity * self.world_size
+        in_use = self.pool.in_use // self.pool.dtype.itemsize
+        while self._flying and in_use + numel > most and not self.pool.fits(numel):
+            self.settle(self._flying[0], outcome)
+
+    # --- reducing ----------------------------------------------------------------------------------
+
+    def close(self, outcome: Outcome, *, by_flush: bool = False) -> None:
+        """Issues the collective for what waits, then ends the one before it."""
+        load = self._load
+        if load is not None:
+            assert load.packing is not None
+            self._make_room(load.packing.needs(), outcome)
+            self.foresight.closed(self.layout.offset)
+            self.layout.close()
+            self._load = None
+            try:
+                self._agree("flush" if by_flush else "a full bucket", load)
+                self._issue(load)
+            except Exception as error:
+                outcome.errors.append(self._lose(load, error))
+        if by_flush:
+            self.foresight.end_round()
+            self._checking = self._checking and self.check_ranks == "always"
+        elif len(self._flying) > 1:
+            self.settle(self._flying[0], outcome)
+
+    def drain(self, outcome: Outcome) -> None:
+        """Ends what is under way now, in order of issue, and calls the callbacks."""
+        for load in tuple(self._flying):
+            if load in self._flying:  # else a callback has flushed in between
+                self.settle(load, outcome)
+                outcome.call()
+
+    def _agree(self, why: str, load: Load) -> None:
+        if self._checking:
+            how = f"{self.dtype} {self.reduction}"
+            shapes = [(numel,) if shape is None else shape for numel, shape, *_ in load.entries]
+            check_ranks_agree(self.group, self.device, why, shapes, how)
+
+    def _issue(self, load: Load) -> None:
+        assert load.packing is not None
+        if not load.packing.used:
+            load.become(LoadState.DONE)
+            self._flying.append(load)
+            return
+        packed, load.buffer = load.packing.pack()
+        load.packing = None
+        if self.reduction.op == "premul":
+            packed *= self.reduction.factor
+        numel = packed.numel() // self.world_size
+        if type(packed) is Tensor:
+            # In place: NCCL allows the output in this rank's part of the input, gloo copies first.
+            load.output = packed.narrow(0, self.group.rank() * numel, numel)
+        else:  # simulated ranks, whose parts differ
+            load.output = torch.empty(numel, dtype=packed.dtype, device=packed.device)
+        load.work = comm.reduce_scatter(load.output, packed, self.group, async_op=True)
+        load.become(LoadState.REDUCING)
+        self.counters.collectives += 1
+        self._flying.append(load)
+
+    def _lose(self, load: Load, error: Exception) -> Exception:
+        """Gives up a bucketful, not the bucketer. Returns `error`, which says so."""
+        load.become(LoadState.LOST)
+        self._release(load)
+        error.add_note(
+            f"The {len(load.entries)} inputs of this bucket are dropped, their callbacks not called."
+        )
+        load.entries.clear()
+        return error
+
+    def _release(self, load: Load) -> None:
+        if load.packing is not None:
+            load.packing.drop()
+        elif load.buffer is not None:
+            self.pool.give(load.buffer)
+        self.counters.hold(-load.copied)
+        load.packing = load.work = load.output = load.buffer = load.lent = None
+
+    def settle(self, load: Load, outcome: Outcome) -> None:
+        """Waits for a collective; its callbacks are then due."""
+        self._flying.remove(load)
+        try:
+            if load.work is not None:
+                load.work.wait()
+            if load.lent is not None:
+                check_unchanged([load.lent], [load.lent_version])
+            outcome.due += self._results(load)
+        except Exception as error:
+            outcome.errors.append(self._lose(load, error))
+            return
+        self._release(load)
+        if load.state is LoadState.REDUCING:
+            load.become(LoadState.DONE)
+
+    def _results(self, load: Load) -> list[Due]:
+        """Every callback with a result of its own: what a caller keeps keeps nothing else."""
+        numels = [entry[0] for entry in load.entries]
+        if all(callback is None for _, _, callback, _ in load.entries):
+            return []
+        if load.output is None:
+            total = torch.empty(0, dtype=self.dtype, device=self.device)
+        else:
+            total = self.reduction.finish(load.output, self.dtype, self.world_size)
+        parts = [total]
+        if load.buffer is not None or len(numels) > 1:  # it lies in a buffer that is used again
+            parts = copies_of(total, numels)
+            self.counters.bytes_copied += total.nbytes
+        due: list[Due] = []
+        for (_, shape, callback, rewrap), part in zip(load.entries, parts, strict=True):
+            if callback is not None:
+                shaped = part if shape is None else part.view(shape)
+                due.append((callback, shaped if rewrap is None else rewrap(shaped)))
+        return due
+
+    def _reduce_alone(self, source: Source, numel: int, entry: Entry, outcome: Outcome) -> None:
+        """An input larger than a bucket, or any without buckets: straight from where it lies, if it can.
+
+        Waits, unless inputs are held.
+        """
+        load = Load(None, [entry])
+        self._agree("an input for itself", load)
+        if numel:
+            whole = source if isinstance(source, Tensor) else torch.stack(source)  # type: ignore[arg-type]
+            sent = whole.detach().reshape(-1).to(self.pool.dtype)
+            if self.reduction.op == "premul":
+                sent = sent * self.reduction.factor
+            if whole is not source or type(sent) is not Tensor or sent.data_ptr() != whole.data_ptr():
+                load.copied = sent.nbytes
+            load.lent, load.lent_version = sent, versions_of([sent])[0]
+            load.output = torch.empty(numel, dtype=sent.dtype, device=self.device)
+            load.work = comm.reduce_scatter(load.output, sent, self.group, async_op=True)
+            load.become(LoadState.REDUCING)
+            self.counters.collectives += 1
+            self.counters.bytes_copied += load.copied
+            self.counters.hold(load.copied)
+        else:
+            load.become(LoadState.DONE)
+        self._flying.append(load)
+        if not self.hold_inputs:
+            self.settle(load, outcome)
+        elif len(self._flying) > 1:
+            self.settle(self._flying[0], outcome)
