@@ -129,7 +129,11 @@ class ReduceScatterBucketer:
             numel, rest = divmod(given.numel(), bucket.world_size)
             if rest:
                 return False
-            bucket.add(given.view(bucket.world_size, numel), numel, None, callback)
+            try:
+                rows = given.view(bucket.world_size, numel)
+            except NotImplementedError:  # not dense
+                return False
+            bucket.add(rows, numel, None, callback)
             return True
         if type(given) is not list or not given or set(map(type, given)) != {Tensor}:
             return False

@@ -1,0 +1,469 @@
+"""What the bucketer does beyond bundling: overlap, other reductions and inputs, hooks, agreement, memory."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.local_world import AnyWorlds
+from dtbench_core import (
+    BucketError,
+    CoreError,
+    Partial,
+    ReduceScatterBucketer,
+    Replicate,
+    Shard,
+    comm,
+    distribute_tensor,
+)
+from dtbench_core.bucket_layout import ALLOWED, LoadState, advance
+from dtbench_core.bucket_packing import JOIN_BYTES, side_by_side
+from dtbench_core.tensor import DTensor
+
+MIB = 2**20
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield dist.group.WORLD  # type: ignore[misc]
+    dist.destroy_process_group()
+
+
+def same(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+# --- overlap ---------------------------------------------------------------------------------------
+
+
+def test_a_collective_runs_while_the_next_bucket_fills(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+
+    class Work:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait(self) -> None:
+            happened.append(f"wait {self.name}")
+
+    def issue(output: Tensor, packed: Tensor, group: object, async_op: bool) -> Work:
+        assert async_op
+        happened.append(f"issue {packed[0]:g}")
+        return Work(f"{packed[0]:g}")
+
+    monkeypatch.setattr(comm, "reduce_scatter", issue)
+    bucketer = ReduceScatterBucketer(8 * 10 * 4 / MIB)  # 10 elements per shard
+    for k in range(8):
+        happened.append(f"add {k}")
+        bucketer.reduce_scatter_async(
+            torch.full((40,), float(k)), group, lambda _, k=k: happened.append(f"call {k}")
+        )
+    happened.append("flush")
+    bucketer.flush()
+    assert happened == [
+        *("add 0", "add 1", "add 2", "issue 0", "add 3"),
+        *("add 4", "issue 2", "wait 0", "call 0", "call 1", "add 5"),
+        *("add 6", "issue 4", "wait 2", "call 2", "call 3", "add 7"),
+        *("flush", "issue 6", "wait 4", "call 4", "call 5", "wait 6", "call 6", "call 7"),
+    ]
+
+
+def test_states_follow_one_another_as_allowed() -> None:
+    for before, after in product(LoadState, LoadState):
+        if after in ALLOWED[before]:
+            assert advance(before, after) is after
+        else:
+            with pytest.raises(BucketError, match=rf"{before.name} .* asked to become {after.name}"):
+                advance(before, after)
+    assert {s for s in LoadState if not ALLOWED[s]} == {LoadState.DONE, LoadState.LOST}
+
+
+def test_a_failed_collective_loses_its_bucket_only(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucketer, called = ReduceScatterBucketer(), []
+
+    def refuse_doubles(output: Tensor, packed: Tensor, group: object, async_op: bool) -> None:
+        if packed.dtype is torch.float64:
+            raise RuntimeError("no such sums")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(comm, "reduce_scatter", refuse_doubles)
+        for dtype in (torch.float64, torch.float32):
+            bucketer.reduce_scatter_async(torch.ones(8, dtype=dtype), group, lambda r: called.append(r.dtype))
+        with pytest.raises(RuntimeError, match="no such sums") as caught:
+            bucketer.flush()
+    assert "The 1 inputs of this bucket are dropped" in caught.value.__notes__[0]
+    bucketer.reduce_scatter_async(torch.ones(8, dtype=torch.float64), group, lambda r: called.append(r.dtype))
+    bucketer.flush()
+    bucketer.teardown()
+    assert called == [torch.float32, torch.float64]
+    assert bucketer.counters.held_bytes == 0
+
+
+# --- reductions and inputs, on real ranks ----------------------------------------------------------
+
+
+def _reductions() -> None:
+    me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    # Thirds are rounded in bfloat16, sums of them too: what was added in float32 is seen.
+    given = [((torch.arange(40) + 7 * r) / 3).to(torch.bfloat16) for r in range(world)]
+    whole = torch.stack(given)
+    part = slice(me * 40 // world, (me + 1) * 40 // world)
+    cases = [
+        ({"op": "sum"}, torch.float32, lambda t: t.float().sum(0)),
+        ({"op": "avg"}, torch.float64, lambda t: t.double().sum(0) / world),
+        ({"op": "premul", "factor": 0.25}, torch.float32, lambda t: (t.float() * 0.25).sum(0)),
+        ({"reduce_dtype": torch.float32}, torch.bfloat16, lambda t: t.float().sum(0).bfloat16()),
+        (
+            {"reduce_dtype": torch.float64, "op": "avg"},
+            torch.bfloat16,
+            lambda t: t.double().mean(0).bfloat16(),
+        ),
+        ({"reduce_dtype": torch.float64}, torch.int32, lambda t: t.int().sum(0).int()),
+        ({"op": "avg"}, torch.complex64, lambda t: t.to(torch.complex64).sum(0) / world),
+    ]
+    for (options, dtype, expected), cap, hold in product(cases, (25, 50 / MIB, 0), (False, True)):
+        bucketer = ReduceScatterBucketer(cap, hold_inputs=hold, **options)  # type: ignore[arg-type]
+        got: list[Tensor] = []
+        mine = given[me].to(dtype)
+        for inputs in (
+            mine,
+            list(mine.chunk(world)),
+            mine.view(-1, 2),
+            [c.clone() for c in mine.chunk(world)],
+        ):
+            bucketer.reduce_scatter_async(inputs, group, got.append)
+        bucketer.flush()
+        assert [g.ndim for g in got] == [1, 1, 2, 1], (options, cap)
+        for result in got:
+            assert result.dtype is dtype
+            torch.testing.assert_close(
+                result.flatten(), expected(whole)[part].to(dtype), rtol=1e-6, atol=1e-6
+            )
+        same(mine, given[me].to(dtype))  # as it was handed over
+
+
+def test_reductions(ranks: Worlds) -> None:
+    ranks(_reductions, world_size=2)
+
+
+def _inputs_of_every_kind() -> None:
+    """Also on simulated ranks, whose tensors are LocalTensors: hence no rank in the program."""
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
+    whole = torch.arange(8.0 * 6).reshape(8, 6)
+    for cap, hold in ((25, False), (25, True), (0, False)):
+        bucketer = ReduceScatterBucketer(cap, hold_inputs=hold, check_ranks="always")
+        got: dict[str, Tensor] = {}
+        placed = [
+            ((Partial(), Shard(0)), dp),
+            ((Partial(), Shard(1)), dp),
+            ((Partial(), Replicate()), dp),
+            ((Shard(0), Partial()), tp),
+        ]
+        for placements, over in placed:
+            gradient = distribute_tensor(
+                whole, mesh, [p if p.is_shard() else Replicate() for p in placements]
+            )
+            gradient = DTensor.from_local(gradient.to_local(), mesh, placements)  # terms that are all alike
+            bucketer.reduce_scatter_async(gradient, over, partial(got.__setitem__, str(placements)))
+        # A mesh without the group: the local part is reduced as it is.
+        other = distribute_tensor(whole, mesh["tp"], [Shard(0)])
+        bucketer.reduce_scatter_async(other, dp, partial(got.__setitem__, "part"))
+        bucketer.reduce_scatter_async([other, other], dp, partial(got.__setitem__, "list"))
+        bucketer.flush()
+        for placements, _ in placed:
+            result = got[str(placements)]
+            assert isinstance(result, DTensor) and not result._spec.has_partial()
+            same(result.full_tensor(), 2 * whole)
+        listed = got["list"]
+        assert isinstance(listed, DTensor) and listed.placements == other.placements
+        same(listed.full_tensor(), 2 * whole)
+        assert not isinstance(got["part"], DTensor) and tuple(got["part"].shape) == (2, 6)
+        for placements, over, told in (
+            ((Replicate(), Shard(0)), dp, "expected Partial there"),
+            ((Partial(), Partial()), dp, "summed over all mesh dims but the group's"),
+            ((Partial(), Partial()), dist.group.WORLD, "summed over all mesh dims"),
+        ):
+            with pytest.raises(BucketError, match=told):
+                bucketer.reduce_scatter_async(DTensor.from_local(whole, mesh, placements), over)
+        bucketer.teardown()
+
+
+def test_dtensors_tensors_and_lists(worlds: AnyWorlds) -> None:
+    worlds(_inputs_of_every_kind)
+
+
+def _hooks() -> None:
+    me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2))
+    data = torch.randn(world, 4, 5)
+
+    def gradients(rank: int) -> list[Tensor]:
+        return list(torch.autograd.grad(model(data[rank]).square().sum(), list(model.parameters())))
+
+    expected = [sum(terms) / world for terms in zip(*(gradients(r) for r in range(world)), strict=True)]
+    shards: dict[nn.Parameter, Tensor] = {}
+    bucketer = ReduceScatterBucketer(op="avg")
+    with bucketer.attach(model, group, shards.__setitem__):
+        for _ in range(2):
+            shards.clear()
+            model(data[me]).square().sum().backward()
+            assert not shards and all(p.grad is None for p in model.parameters())
+            bucketer.flush()
+            for parameter, whole in zip(model.parameters(), expected, strict=True):
+                padded = torch.cat([whole.flatten(), torch.zeros(-whole.numel() % world)])
+                torch.testing.assert_close(shards[parameter], padded.chunk(world)[me])
+    model(data[me]).square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    bucketer.teardown()
+
+
+def test_gradients_come_by_hooks(ranks: Worlds) -> None:
+    ranks(_hooks, world_size=4)
+
+
+# --- ranks that disagree ---------------------------------------------------------------------------
+
+
+def _disagreements() -> None:
+    me, group = dist.get_rank(), dist.group.WORLD
+    bucketer = ReduceScatterBucketer(2 * 10 * 4 / MIB, check_ranks="always")  # 10 elements per shard
+    cases: list[tuple[list[list[int]], list[list[int]], str]] = [
+        (
+            [[4], [6]],
+            [[6], [4]],
+            r"rank 0: flush, 2 inputs, .*from input 0 on \[\[4\], \[6\]\]; rank 1: .*\[\[6\], \[4\]",
+        ),
+        ([[4], [6]], [[4]], r"rank 0: .* from input 1 on \[\[6\]\]; rank 1: .* 1 inputs, .*on \[\]"),
+        ([[2, 3]], [[3, 2]], r"rank 0: .*\[\[2, 3\]\]; rank 1: .*\[\[3, 2\]\]"),
+        ([[11]], [[4]], "rank 0: an input for itself, .*; rank 1: flush"),
+        ([[8], [8]], [[8]], "rank 0: a full bucket, 1 inputs.*; rank 1: flush, 1 inputs"),
+    ]
+    for shapes in cases:
+        with pytest.raises(BucketError, match=shapes[2]):
+            for shape in shapes[me]:
+                bucketer.reduce_scatter_async([torch.ones(shape)] * 2, group)
+            bucketer.flush()
+        for bucket in bucketer.buckets.values():  # rank 0 of the last case has one more waiting
+            bucket.check_ranks, bucket._checking = "never", False
+            if bucket.pending:
+                assert me == 0
+                bucket.__init__(group, bucket.dtype, bucket.device, bucket.layout, bucket.counters)  # type: ignore[misc]
+                bucket.layout.offset = 0
+            bucket.check_ranks, bucket._checking = "always", True
+    got: list[Tensor] = []
+    bucketer.reduce_scatter_async([torch.ones(4)] * 2, group, got.append)
+    bucketer.flush()
+    same(got[0], torch.full((4,), 2.0))
+
+    first = ReduceScatterBucketer(2 * 10 * 4 / MIB)
+    for expected in (2, 0):
+        with comm.count_collectives() as count:
+            for _ in range(2):
+                first.reduce_scatter_async([torch.ones(8)] * 2, group)
+            first.flush()
+        assert (count.calls["all_gather"], count.calls["reduce_scatter"]) == (expected, 2)
+
+
+def test_ranks_that_disagree_are_told_so(ranks: Worlds) -> None:
+    ranks(_disagreements, world_size=2)
+
+
+# --- inputs that are held --------------------------------------------------------------------------
+
+
+def test_held_inputs_must_not_change(group: dist.ProcessGroup) -> None:
+    bucketer = ReduceScatterBucketer(hold_inputs=True)
+    spoil: list[tuple[Callable[[Tensor], object], str]] = [
+        (lambda t: t.add_(1), "got input 1 of 2 in this bucket changed"),
+        (lambda t: t.untyped_storage().resize_(0), "got input 1 of 2 in this bucket freed"),
+    ]
+    for change, told in spoil:
+        tensors = [torch.ones(16), torch.ones(16)]
+        for tensor in tensors:
+            bucketer.reduce_scatter_async(tensor, group)
+        change(tensors[1])
+        with pytest.raises(BucketError, match=told):
+            bucketer.flush()
+    got: list[Tensor] = []
+    with torch.inference_mode():
+        bucketer.reduce_scatter_async(torch.ones(16), group, got.append)
+        bucketer.reduce_scatter_async([torch.ones(2)] * 8, group, got.append)
+    bucketer.flush()
+    assert [g.tolist() for g in got] == [[1, 1], [1, 1]]
+    bucketer.teardown()
+    assert bucketer.counters.held_bytes == 0
+
+
+# --- memory ----------------------------------------------------------------------------------------
+
+
+def peak_allocated(run: Callable[[], object]) -> int:
+    """Bytes allocated at most at a time, beyond what was before, as torch's allocator tells its profiler."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        run()
+    assert profiler.profiler is not None
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("numel", [8 * 40, 8 * 4001])
+def test_memory_stays_below_two_buckets(group: dist.ProcessGroup, hold: bool, numel: int) -> None:
+    bucket = MIB
+    gradients = [torch.ones(numel) for _ in range(3 * bucket // (numel * 4))]  # 3 buckets and a bit
+    bucketer = ReduceScatterBucketer(1, hold_inputs=hold)
+
+    def round_of(callback: Callable[[Tensor], object] | None) -> None:
+        for gradient in gradients:
+            bucketer.reduce_scatter_async(gradient, group, callback)
+        bucketer.flush()
+
+    small = 4096  # what each tensor is rounded up to, and torch's own
+    for _ in range(2):  # the first round grows its buffers, the second knows their sizes
+        assert bucket < peak_allocated(lambda: round_of(None)) <= 2 * bucket + small
+        bucketer.teardown()
+    # Results that callbacks drop are there for a moment, those of one bucket at a time.
+    assert peak_allocated(lambda: round_of(lambda _: None)) <= 2 * bucket + bucket // 8 + small
+    assert bucketer.counters.peak_bytes <= 2 * bucket
+    bucketer.teardown()
+    assert bucketer.counters.held_bytes == 0
+    for kind in bucketer.buckets.values():
+        kind.setup()
+    assert 0 < bucketer.counters.held_bytes <= bucket
+
+
+def test_the_second_round_copies_each_input_once(group: dist.ProcessGroup) -> None:
+    for hold in (False, True):
+        bucketer = ReduceScatterBucketer(1, hold_inputs=hold)
+        gradients = [torch.ones(8 * n) for n in (1000, 17, 3000, 1, 20_000) * 5]
+        nbytes = sum(g.nbytes for g in gradients)
+        copied = []
+        for _ in range(2):
+            before = bucketer.counters.bytes_copied
+            for gradient in gradients:
+                bucketer.reduce_scatter_async(gradient, group)
+            bucketer.flush()
+            copied.append(bucketer.counters.bytes_copied - before)
+        assert copied[1] == nbytes <= copied[0]
+
+
+def test_shards_that_lie_side_by_side_are_found() -> None:
+    whole = torch.arange(48.0)
+    chunks = list(whole.chunk(4))
+    joined = side_by_side(chunks)
+    assert joined is not None and joined.data_ptr() == whole.data_ptr()
+    same(joined, whole.view(4, 12))
+    assert side_by_side(chunks[::-1]) is None
+    assert side_by_side([chunks[0], chunks[1], chunks[1], chunks[2]]) is None
+    assert side_by_side([chunks[1], chunks[2]]) is not None
+    assert side_by_side(list(whole.view(12, 4).unbind(1))) is None  # columns
+    short = whole[:12].clone()
+    assert side_by_side([short]) is not None
+
+
+# --- the seed's face and its defects ---------------------------------------------------------------
+
+
+def test_errors_are_those_fairscale_raises(group: dist.ProcessGroup) -> None:
+    bucketer = ReduceScatterBucketer(bucket_cap_mb=25)
+    with pytest.raises(
+        AssertionError, match=r"reduce_scatter received 7 inputs, expected group.size\(\) \(8\)"
+    ):
+        bucketer.reduce_scatter_async([torch.ones(3)] * 7, group)
+    bucketer.reduce_scatter_async(input_list=[torch.ones(3)] * 8, group=group, callback_fn=None)
+    assert [*bucketer.buckets] == [(torch.float32, torch.device("cpu"), group)]
+    for teardown in (bucketer.teardown, bucketer.buckets[torch.float32, torch.device("cpu"), group].teardown):
+        with pytest.raises(AssertionError, match="Incorrect call of teardown") as caught:
+            teardown()
+        assert isinstance(caught.value, CoreError) and isinstance(caught.value, ValueError)
+    bucketer.flush()
+    bucketer.teardown()
+
+
+@pytest.mark.parametrize("cap", [25, 0])
+def test_inputs_without_elements_and_without_dims(group: dist.ProcessGroup, cap: float) -> None:
+    bucketer, got = ReduceScatterBucketer(cap), []
+    bucketer.reduce_scatter_async([torch.ones(0)] * 8, group, got.append)
+    bucketer.flush()
+    bucketer.reduce_scatter_async([torch.tensor(3.0)] * 8, group, got.append)
+    bucketer.reduce_scatter_async(torch.ones(0, 5), group, got.append)
+    bucketer.reduce_scatter_async([torch.tensor(4.0)] * 8, group, got.append)
+    bucketer.flush()
+    assert [tuple(g.shape) for g in got] == [(0,), (), (0, 5), ()]
+    assert bucketer.counters.collectives == (1 if cap else 2)
+
+
+def test_the_docstring_says_what_happens(
+    group: dist.ProcessGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ReduceScatterBucketer.__doc__ is not None
+    usage = ReduceScatterBucketer.__doc__.partition("Usage::")[2].partition("Every rank")[0]
+    names = {
+        "ReduceScatterBucketer": ReduceScatterBucketer,
+        "group": group,
+        "small": [torch.ones(8)] * 8,
+        "large": [torch.ones(8 * MIB // 8)] * 8,
+    }
+    exec(textwrap.dedent(usage), names)
+    assert capsys.readouterr().out == "large\nsmall\n"
+    assert '# prints "large", "small"' in usage
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"op": "max"}, "expected 'sum', 'avg', or 'premul'"),
+        ({"op": "premul"}, "got op='premul' with factor=None"),
+        ({"factor": 2.0}, "got op='sum' with factor=2.0"),
+        ({"check_ranks": "often"}, "expected one of first, always, never"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, object], told: str) -> None:
+    with pytest.raises(BucketError, match=told):
+        ReduceScatterBucketer(**options)  # type: ignore[arg-type]
+
+
+def test_inputs_that_make_no_sense(group: dist.ProcessGroup) -> None:
+    averaging = ReduceScatterBucketer(op="avg")
+    to_real = ReduceScatterBucketer(reduce_dtype=torch.float32)
+    bucketer = ReduceScatterBucketer()
+    small, large = torch.ones(4), torch.ones(JOIN_BYTES)
+    for _ in range(2):  # the second time on the short way, where there is one
+        bucketer.reduce_scatter_async(torch.ones(8), group)
+        for use, given, told in [
+            (averaging, torch.ones(8, dtype=torch.int64), "expected a floating or complex dtype"),
+            (to_real, torch.ones(8, dtype=torch.complex64), "expected a complex dtype"),
+            (bucketer, torch.ones(9), r"expected a dim 0 that group.size\(\) \(8\) divides"),
+            (bucketer, torch.tensor(1.0), "expected a dim 0"),
+            (bucketer, torch.ones(8).to_sparse(), "expected dense tensors"),
+            (bucketer, [1.0] * 8, "got float as an input"),
+            (bucketer, [small] * 7 + [torch.ones(5)], r"got input 7 of float32\[5\] .* beside input 0"),
+            (bucketer, [small] * 7 + [small.double()], r"got input 7 of float64\[4\]"),
+            (bucketer, [small] * 7 + [torch.ones(4, device="meta")], r"got input 7 of .* on meta"),
+            (bucketer, [large] * 7 + [large[:-1]], r"got input 7 of"),
+            (bucketer, [small] * 7, "received 7 inputs"),
+        ]:
+            with pytest.raises(BucketError, match=told):
+                use.reduce_scatter_async(given, group)  # type: ignore[arg-type]
+    assert [b.pending for b in bucketer.buckets.values()] == [2]
