@@ -20,7 +20,7 @@ class Op(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     uneven: tuple[tuple[int, ...], ...]
     differentiable: bool = True
-    places: int = 6
+    places: int = 4
 
 
 def index_for(like: Any, values: list[Any], placement: Placement) -> Any:

@@ -65,7 +65,7 @@ def _inputs(shapes: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def _run_op(name: str, mesh_shape: tuple[int, ...], uneven: bool, most: int = 6) -> tuple[int, list[str]]:
+def _run_op(name: str, mesh_shape: tuple[int, ...], uneven: bool, most: int = 4) -> tuple[int, list[str]]:
     """On a rank: (cases run, what differed from plain torch)."""
     op = OPS[name]
     shapes = op.uneven if uneven else op.shapes
