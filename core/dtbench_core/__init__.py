@@ -13,6 +13,7 @@ Reading order, from the idea to the machine:
     factories     ones, zeros, rand, ...
     layout        local tensors and global ones: cutting, and what shards say of their whole
     random        the numbers of one device on every mesh
+    comm_tensor   a tensor that waits for its collective at first use, in eager mode and in traced graphs
     shards        the shards of an embedding table that a rank holds, as a local tensor
     state         pickling, and checkpoints that reshard
     outside       what a rank outside the mesh does
@@ -37,6 +38,7 @@ Reading order, from the idea to the machine:
 
 from dtbench_core.bucketer import BucketError, ReduceScatterBucketer
 from dtbench_core.comm import CommCount, count_collectives
+from dtbench_core.comm_tensor import CommTensor
 from dtbench_core.contexts import (
     ExplicitRedistributionContext,
     ImplicitRedistributionWarning,
@@ -69,6 +71,7 @@ __all__ = [
     "ArgumentError",
     "BucketError",
     "CommCount",
+    "CommTensor",
     "CoreError",
     "DTensor",
     "DTensorSpec",

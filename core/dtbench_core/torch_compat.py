@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental import proxy_tensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, _python_dispatch
 
@@ -51,7 +52,9 @@ get_default_dtype = torch.get_default_dtype
 dispatch_modes_active = torch._C._len_torch_dispatch_stack
 functorch_level = cast("Callable[[], object]", torch._C._functorch.peek_interpreter_stack)
 # autograd.grad and backward without their checks of the arguments; it keeps the context for the engine's threads.
-run_backward = cast("Callable[..., tuple[torch.Tensor | None, ...]]", torch.autograd.graph._engine_run_backward)
+run_backward = cast(
+    "Callable[..., tuple[torch.Tensor | None, ...]]", torch.autograd.graph._engine_run_backward
+)
 make_wrapper = cast("Callable[..., torch.Tensor]", torch.Tensor._make_wrapper_subclass)
 
 
@@ -163,3 +166,26 @@ def version_of(tensor: torch.Tensor) -> int | None:
     """How often `tensor`, or what it is a view of, was written to; None for an inference tensor."""
     with DisableTorchFunction():
         return None if tensor.is_inference() else _version(tensor)
+
+
+# ---- tracing with make_fx: which fx node a tensor stands for ----
+
+share_memory = cast("Callable[[torch.Tensor, torch.Tensor], bool]", vars(torch._C)["_is_alias_of"])
+untraced = proxy_tensor.disable_proxy_modes_tracing
+
+
+def active_tracer() -> Any:
+    """The fx tracer of the make_fx that is running, or None."""
+    mode = proxy_tensor.get_proxy_mode()
+    return None if mode is None else mode.tracer
+
+
+def traced_value(tensor: torch.Tensor, tracer: Any) -> Any:
+    """The fx proxy of `tensor`; the tensor itself, a constant of the graph, if it has none."""
+    return proxy_tensor.get_proxy_slot(tensor, tracer, tensor, lambda slot: slot.proxy)
+
+
+def trace_as(tensor: torch.Tensor, proxy: Any, tracer: Any) -> None:
+    """From now on `tensor` stands for `proxy` in the graph."""
+    with untraced():
+        proxy_tensor.track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)

@@ -1,0 +1,354 @@
+"""CommTensor: a tensor that waits for its collective when it is first used, not when it is issued.
+
+    grad = CommTensor(grad)
+    dist.all_reduce(grad, async_op=True)    # the handle need not be kept
+    other = x @ w                           # runs meanwhile
+    step = grad * lr                        # waits, then reads
+
+It works with torch.distributed's own functions, which reach it through the c10d ops below them. Traced with
+make_fx, the graph says the same: a `_wrap_comm_result` node after the collective, a `_wait_comm` node before
+the first node that reads, so that every run of the graph waits for the collective that it issued itself.
+
+Note [Who waits]: an op that reads a tensor waits for the collectives that write it; one that writes to it
+waits for those that read it too. Views share memory, so they share the list of what is in flight.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx.node import has_side_effect
+from torch.utils._pytree import tree_iter, tree_map, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dtbench_core.errors import ArgumentError
+from dtbench_core.torch_compat import (
+    active_tracer,
+    disabled_torch_function,
+    make_wrapper,
+    share_memory,
+    trace_as,
+    traced_value,
+    untraced,
+)
+
+# The collectives that can be traced: ops of c10d, which all return (what they wrote, Work). Their first
+# argument is what they write.
+SUPPORTED = (
+    "_allgather_base_",
+    "_reduce_scatter_base_",
+    "allreduce_",
+    "allgather_",
+    "alltoall_",
+    "broadcast_",
+    "reduce_scatter_",
+    "scatter_",
+)
+
+
+# ---- what a traced graph calls ----
+
+
+@dataclass(frozen=True)
+class _CommResult:
+    """A tensor that a collective writes, with the handle to wait for it."""
+
+    tensor: torch.Tensor
+    work: Any
+
+
+@has_side_effect
+def _wrap_comm_result(result: tuple[Any, Any]) -> tuple[Any, Any]:
+    """(tensors, work), as a collective returns it, with each tensor as a `_CommResult`."""
+    tensors, work = result
+    return tree_map(lambda tensor: _CommResult(tensor, work), tensors), work
+
+
+@has_side_effect
+def _wait_comm(result: _CommResult) -> torch.Tensor:
+    """The tensor, complete."""
+    if result.work is not None:  # a transport that has waited already gives none
+        result.work.wait()
+    return result.tensor
+
+
+# ---- what is in flight ----
+
+
+@dataclass
+class _Flight:
+    """A collective that was issued. In a trace, also the `_CommResult` node of a tensor that it writes."""
+
+    work: Any
+    tracer: Any = None
+    tensor: torch.Tensor | None = None
+    result: Any = None
+    landed: bool = False
+
+    def wait(self) -> None:
+        if self.landed:
+            return
+        self.landed = True
+        if self.tracer is not None:
+            waited = self.tracer.create_proxy(
+                "call_function", _wait_comm, (self.result,), {}, name="wait_comm"
+            )
+            trace_as(self.tensor, waited, self.tracer)  # type: ignore[arg-type]
+        if self.work is not None:
+            self.work.wait()
+
+
+@dataclass
+class _Memory:
+    """The collectives in flight on a piece of memory, for all views of it. See Note [Who waits]."""
+
+    writing: list[_Flight] = field(default_factory=list)
+    reading: list[_Flight] = field(default_factory=list)
+
+    def wait(self, *, for_readers: bool = False) -> bool:
+        """Whether a collective had been writing."""
+        waited = bool(self.writing)
+        for flight in [*self.writing, *(self.reading if for_readers else ())]:
+            flight.wait()
+        self.writing.clear()
+        if for_readers:
+            self.reading.clear()
+        return waited
+
+    def add_reader(self, flight: _Flight) -> None:
+        self.reading = [*(f for f in self.reading if not f.landed), flight]
+
+
+class CommTensor(torch.Tensor):
+    """`tensor`, with the collectives in flight on it; in ops a tensor like any other. Shares its memory.
+
+    A collective issued on it with `async_op=True` is waited for by the first op that reads the result, or
+    writes to what the collective reads. Use the CommTensor from then on: `tensor` itself knows of nothing.
+    What a CommTensor is computed into is one too, until a wait; views always are. `wait()` gives the plain
+    tensor. A CommTensor of a CommTensor is the same one.
+
+    Raises:
+        ArgumentError: a collective that writes to a plain tensor beside a CommTensor, or one that is traced
+            and is not among the eight of `SUPPORTED`.
+    """
+
+    _tensor: torch.Tensor
+    _memory: _Memory
+
+    __torch_function__ = disabled_torch_function
+
+    @staticmethod
+    def __new__(cls, tensor: torch.Tensor) -> CommTensor:
+        if isinstance(tensor, CommTensor):
+            return tensor
+        if tensor.requires_grad and torch.is_grad_enabled():
+            made: CommTensor = _Wrap.apply(tensor)
+            return made
+        return _wrapped(tensor, _Memory())
+
+    def wait(self) -> torch.Tensor:
+        """The plain tensor, complete."""
+        self._memory.wait()
+        return self._tensor
+
+    # These read memory without an op.
+    def tolist(self) -> Any:
+        return self.wait().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.wait().numpy(force=force)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if self._memory.writing:  # its values may be half written
+            return f"CommTensor({str(self.dtype).removeprefix('torch.')}{list(self.shape)}, in flight)"
+        return f"CommTensor({self._tensor!r})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            return _collective(func, args, kwargs)
+        waited = False
+        owners: list[CommTensor] = []
+        for value, written in _arguments(func, args, kwargs):
+            for leaf in tree_iter(value):
+                if isinstance(leaf, CommTensor):
+                    waited |= leaf._memory.wait(for_readers=written)
+                    owners.append(leaf)
+        result = func(*_plain(args), **_plain(kwargs))
+        return tree_map_only(torch.Tensor, functools.partial(_result, owners=owners, waited=waited), result)
+
+
+class _Wrap(torch.autograd.Function):
+    """A CommTensor under autograd: the gradient passes through."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> CommTensor:
+        return _wrapped(tensor.detach(), _Memory())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def _wrapped(tensor: torch.Tensor, memory: _Memory) -> CommTensor:
+    # By position: storage offset, memory format, dtype, layout, device, pinned, requires grad.
+    made: Any = make_wrapper(
+        CommTensor,
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        None,
+        tensor.dtype,
+        torch.strided,
+        tensor.device,
+        False,
+        False,
+    )
+    made._tensor, made._memory = tensor, memory
+    tracer = active_tracer()
+    if tracer is not None:
+        _follow(tracer)
+    return made  # type: ignore[no-any-return]
+
+
+def _plain(values: Any) -> Any:
+    return tree_map_only(CommTensor, lambda one: one._tensor, values)
+
+
+def _result(result: torch.Tensor, owners: Sequence[CommTensor], waited: bool) -> torch.Tensor:
+    """What the user gets for a result: the CommTensor that was written, a view of one, or a new tensor."""
+    for owner in owners:
+        if result is owner._tensor:
+            return owner
+    for owner in owners:
+        if share_memory(result, owner._tensor):
+            return _wrapped(result, owner._memory)
+    return result if waited else _wrapped(result, _Memory())
+
+
+def _arguments(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
+    """Every argument, and whether the op writes to it."""
+    for position, argument in enumerate(func._schema.arguments):
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        if position < len(args):
+            yield args[position], written
+        elif argument.name in kwargs:
+            yield kwargs[argument.name], written
+
+
+# ---- collectives ----
+
+
+def _collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Issues it on the plain tensors, and remembers the handle with those that it works on."""
+    traceable = func._schema.name.removeprefix("c10d::") in SUPPORTED
+    tracer = active_tracer()
+    if tracer is not None and not traceable:
+        raise ArgumentError(
+            f"got {func} in a trace, expected one of {', '.join(SUPPORTED)}: issue it outside the traced function, or "
+            "use torch.distributed._functional_collectives"
+        )
+    everything = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, CommTensor)]
+    outputs = [leaf for leaf in tree_iter(args[:1]) if isinstance(leaf, torch.Tensor)]
+    if any(not isinstance(leaf, CommTensor) for leaf in outputs):
+        raise ArgumentError(
+            "Type of output tensors from collective communication during tracing should always be CommTensor instead "
+            f"of torch.Tensor: {func} writes to {[type(leaf).__name__ for leaf in outputs]}; wrap each in a "
+            "CommTensor, or nobody waits for it"
+        )
+    # What it writes may be read by an earlier one. An op whose arguments are not known may write to any.
+    written = {id(leaf) for leaf in (outputs if traceable else everything)}
+    for leaf in everything:
+        leaf._memory.wait(for_readers=id(leaf) in written)
+    if tracer is None:
+        result = func(*_plain(args), **_plain(kwargs))
+        flights = {id(leaf): _Flight(_work_of(result)) for leaf in everything if id(leaf) in written}
+    else:
+        result, flights = _traced(func, args, kwargs, tracer)
+    for leaf in everything:
+        if id(leaf) in written:
+            leaf._memory.writing.append(flights[id(leaf)])
+    if flights:
+        for leaf in everything:
+            leaf._memory.add_reader(next(iter(flights.values())))
+    # The very tensors that were given, so that the caller goes on with those that wait.
+    return (args[0], *result[1:]) if traceable else result
+
+
+def _work_of(result: Any) -> Any:
+    """The handle: the result, or the last of several."""
+    return result[-1] if isinstance(result, tuple) else result
+
+
+def _traced(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tracer: Any
+) -> tuple[Any, dict[int, _Flight]]:
+    """Puts the collective and the node of its results into the graph, and runs it too: (what it gave, the
+    flight of each CommTensor that it writes)."""
+    proxies = tree_map_only(torch.Tensor, lambda t: traced_value(t, tracer), _plain((args, kwargs)))
+    issued = tracer.create_proxy("call_function", func, *proxies)
+    results = tracer.create_proxy("call_function", _wrap_comm_result, (issued,), {}, name="comm_result")
+    with untraced():
+        outcome = func(*_plain(args), **_plain(kwargs))
+    flights: dict[int, _Flight] = {}
+    for output, result in _each(args[0], results[0]):
+        flight = _Flight(outcome[1], tracer, output._tensor, result)
+        flights[id(output)] = flight
+        _traced_flights[tracer].append(flight)
+        # To read the tensor past its CommTensor is an error when the graph runs, and not a race.
+        trace_as(output._tensor, result, tracer)
+    return outcome, flights
+
+
+def _each(outputs: Any, proxy: Any) -> Iterator[tuple[CommTensor, Any]]:
+    """Every output with its part of the proxy, which is nested as they are."""
+    if isinstance(outputs, CommTensor):
+        yield outputs, proxy
+    elif isinstance(outputs, (list, tuple)):
+        for index, one in enumerate(outputs):
+            yield from _each(one, proxy[index])
+
+
+# ---- a graph's output ----
+
+# tracer -> the flights in its graph. Waited for at its end, where the caller reads.
+_traced_flights: Any = WeakIdKeyDictionary()
+
+
+def _follow(tracer: Any) -> None:
+    """Lets a CommTensor be an output of the graph, and whatever is still in flight land before it ends."""
+    if tracer in _traced_flights:
+        return
+    flights: list[_Flight] = []
+    _traced_flights[tracer] = flights
+    graph: Any = tracer.graph
+    create_in_tracer: Callable[..., Any] = tracer.create_node
+    create_in_graph: Callable[..., Any] = graph.create_node
+
+    def constant(kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
+        # fx takes a tensor subclass that it does not know for a constant.
+        value = getattr(tracer.root, target, None) if kind == "get_attr" else None
+        if not isinstance(value, CommTensor):
+            return create_in_tracer(kind, target, *args, **kwargs)
+        delattr(tracer.root, target)
+        del tracer.tensor_attrs[value]
+        value._memory.wait()
+        return tracer.create_arg(traced_value(value._tensor, tracer))
+
+    def output(kind: str, *args: Any, **kwargs: Any) -> Any:
+        if kind == "output":
+            for flight in flights:
+                flight.wait()
+            del graph.create_node
+        return create_in_graph(kind, *args, **kwargs)
+
+    # The two that fx looks up after the traced function has run.
+    tracer.create_node, graph.create_node = constant, output
