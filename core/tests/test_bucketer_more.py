@@ -316,7 +316,7 @@ def test_held_inputs_must_not_change(group: dist.ProcessGroup) -> None:
 def peak_allocated(run: Callable[[], object]) -> int:
     """Bytes allocated at most at a time, beyond what was before, as torch's allocator tells its profiler."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
         run()
     assert profiler.profiler is not None
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
