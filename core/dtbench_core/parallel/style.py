@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,9 +27,10 @@ from dtbench_core.distribute import distribute_module
 from dtbench_core.errors import ArgumentError, PlacementError
 from dtbench_core.mesh import mesh_info
 from dtbench_core.parallel.convert import placed
+from dtbench_core.parallel.embedding import look_up_rows
 from dtbench_core.parallel.errors import UnsupportedModuleError
 from dtbench_core.parallel.parameters import check_parameters, place_parameter
-from dtbench_core.placement import Partial, Placement, Replicate, Shard, describe
+from dtbench_core.placement import Placement, Replicate, Shard, describe
 from dtbench_core.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.tensor import DTensor, wrapped
 
@@ -104,7 +104,7 @@ class LayerStyle(ParallelStyle):
 
         if isinstance(module, nn.Embedding) and sharding.parameters["weight"] == Shard(0):
             # A bound method, so that a deep copy of the module runs on the copy's weight.
-            module.forward = types.MethodType(_look_up_own_rows, module)  # type: ignore[method-assign]
+            module.forward = types.MethodType(look_up_rows, module)  # type: ignore[method-assign]
         return distribute_module(module, mesh, partition, input_fn, output_fn)
 
     def _prepare_input(
@@ -217,32 +217,3 @@ def _check_embedding(style: str, module: nn.Embedding) -> None:
             f"{style} got an Embedding with {' and '.join(refused)}, expected one without: leave it out of the plan, "
             "which keeps it whole on every rank"
         )
-
-
-# ---- Embedding by rows ----
-
-
-def _look_up_own_rows(module: nn.Embedding, index: DTensor) -> DTensor:
-    """The forward of an Embedding sharded by rows: [...] -> [..., width], a pending sum.
-
-    Each rank looks up what its rows hold and gives zeros for the rest. An index outside the whole
-    table fails on every rank, as it would on one device.
-    """
-    weight = module.weight
-    assert isinstance(weight, DTensor)
-    spec = weight._spec
-    first, count, total = spec.local_offset[0], spec.local_shape[0], spec.shape[0]
-    rows = weight.to_local()  # [count, width]
-    wanted = index.to_local()
-    own = wanted - first
-    if count == 0:
-        rows = F.pad(rows, (0, 0, 0, 1))  # a row to look up nothing in; keeps the weight in the graph
-        own = own + 1  # so that the first index past the table still misses it
-    elsewhere = ((wanted >= 0) & (wanted < first)) | ((wanted >= first + count) & (wanted < total))
-    padding = None if module.padding_idx is None else module.padding_idx - first
-    found = F.embedding(
-        own.masked_fill(elsewhere, 0),
-        rows,
-        padding if padding is not None and 0 <= padding < count else None,
-    ).masked_fill(elsewhere.unsqueeze(-1), 0.0)
-    return DTensor.from_local(found, spec.mesh, [Partial()])

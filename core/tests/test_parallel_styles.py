@@ -1,0 +1,526 @@
+"""The styles beside Colwise and Rowwise: pairs, sequences, inputs and outputs; meshes of several dims."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import re
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.tensor.parallel as theirs
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import dtbench_core.parallel as ours
+from core.tests.gloo_world import mesh_of
+from core.tests.local_world import AnyWorlds, LocalWorlds
+from core.tests.parallel_models import MLP, WIDTH, assert_same_parameters, seeded
+from dtbench_core import (
+    DTensor,
+    MeshError,
+    MixedTensorError,
+    Partial,
+    Replicate,
+    Shard,
+    count_collectives,
+    distribute_tensor,
+)
+from dtbench_core.errors import ArgumentError, CoreError
+from dtbench_core.parallel import (
+    ColwiseParallel,
+    LayoutsError,
+    PairwiseParallel,
+    ParallelStyle,
+    PlanError,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    UnsupportedModuleError,
+    parallelize_linear,
+    parallelize_mlp,
+    parallelize_module,
+)
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+def _data(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
+
+
+def _compare(plain: nn.Module, parallel: nn.Module, *shape: int) -> None:
+    """Both on the same whole input: output, gradient of the input, gradients of the parameters."""
+    x, y = _data(*shape).requires_grad_(), _data(*shape).requires_grad_()
+    expected, got = plain(x), parallel(y)
+    torch.testing.assert_close(got, expected)
+    weights = torch.linspace(-1, 1, expected.numel()).view_as(expected)
+    (expected * weights).sum().backward()
+    (got * weights).sum().backward()
+    torch.testing.assert_close(y.grad, x.grad)
+    assert_same_parameters(parallel, plain)
+
+
+# --- pairs -----------------------------------------------------------------------------------------
+
+
+def _mlp(linears: int) -> nn.Module:
+    """Linears of different widths with a ReLU between."""
+    widths = [WIDTH, 10, 6, 12, 5, 7][: linears + 1]
+    layers: list[nn.Module] = []
+    for into, out in itertools.pairwise(widths):
+        layers += [nn.Linear(into, out), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def _pairs(linears: int) -> None:
+    mesh = mesh_of((4,), ("tp",))
+    plain, parallel = seeded(_mlp, linears), seeded(_mlp, linears)
+    modules, names = dict(parallel.named_modules()), [name for name, _ in parallel.named_parameters()]
+    assert parallelize_module(parallel, mesh, PairwiseParallel()) is parallel
+    assert dict(parallel.named_modules()) == modules
+    assert [name for name, _ in parallel.named_parameters()] == names
+    for index, linear in enumerate(m for m in parallel if isinstance(m, nn.Linear)):
+        if index == linears - 1 and linears % 2:
+            assert not isinstance(linear.weight, DTensor) and not isinstance(linear.bias, DTensor)
+        else:
+            assert linear.weight.placements == ((S1,) if index % 2 else (S0,))
+            assert linear.bias.placements == ((R,) if index % 2 else (S0,))
+    _compare(plain, parallel, 3, WIDTH)
+
+
+@pytest.mark.parametrize("linears", [2, 3, 4, 5])
+def test_pairs_of_linears(worlds: AnyWorlds, linears: int) -> None:
+    worlds(_pairs, linears)
+
+
+class Nested(nn.Module):
+    """An MLP three levels down, one beside a lone Linear, and one within an MLP, which is not looked into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep = nn.Sequential(nn.Sequential(nn.Sequential(MLP())))
+        self.lone = nn.Sequential(nn.Linear(WIDTH, WIDTH), MLP())
+        self.first, self.inner, self.last = nn.Linear(WIDTH, 4), nn.Identity(), nn.Linear(4, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lone(self.deep(x))
+
+
+def _recursion() -> None:
+    mesh = mesh_of((4,), ("tp",))
+    holder = nn.Module()
+    holder.a, holder.b = seeded(Nested), nn.LayerNorm(4)
+    del holder.a.first, holder.a.last
+    plain = copy.deepcopy(holder.a)
+    parallelize_module(holder, mesh, PairwiseParallel())
+    sharded = {name for name, p in holder.named_parameters() if isinstance(p, DTensor)}
+    assert {name.rsplit(".", 2)[0] for name in sharded} == {"a.deep.0.0.0", "a.lone.1"}
+    assert holder.a.deep[0][0][0].up.weight.placements == (S0,)
+    _compare(plain, holder.a, 2, WIDTH)
+
+    outer = nn.ModuleDict({"up": nn.Linear(4, 4), "block": MLP(), "down": nn.Linear(4, 4)})
+    parallelize_module(outer, mesh, PairwiseParallel())
+    assert isinstance(outer["down"].weight, DTensor) and not isinstance(outer["block"].up.weight, DTensor)
+    with pytest.warns(UserWarning, match="found no module with two nn.Linear children in the LayerNorm"):
+        parallelize_module(holder.b, mesh, PairwiseParallel())
+    with pytest.raises(
+        ArgumentError, match="PairwiseParallel got a Linear whose weight is a DTensor already"
+    ):
+        parallelize_module(outer, mesh, PairwiseParallel())
+
+
+def test_pairs_are_looked_for_in_submodules(worlds: AnyWorlds) -> None:
+    worlds(_recursion)
+
+
+def _prepared() -> None:
+    """Conversions of one's own, and layouts in their place."""
+    mesh = mesh_of((4,), ("tp",))
+    plain = seeded(MLP)
+    x = _data(8, WIDTH)
+    expected = plain(x)
+    part = distribute_tensor(x, mesh, [S0], src_data_rank=None).to_local()
+
+    def cut(style: ParallelStyle) -> Any:
+        return parallelize_module(copy.deepcopy(plain), mesh, style)
+
+    gathering = cut(PairwiseParallel(ours.make_input_reshard_replicate, ours.make_output_reshard_tensor))
+    torch.testing.assert_close(DTensor.from_local(gathering(part), mesh, [S0]).full_tensor(), expected)
+    layouts = cut(PairwiseParallel(input_layouts=S0, output_layouts=S0))
+    torch.testing.assert_close(DTensor.from_local(layouts(part), mesh, [S0]).full_tensor(), expected)
+    kept = cut(PairwiseParallel(prepare_output=ours.make_output_replicate_1d))(x)
+    assert kept.placements == (R,)
+    torch.testing.assert_close(kept.to_local(), expected)
+    kept = cut(PairwiseParallel(output_layouts=S1, use_local_output=False))(x)
+    assert kept.placements == (S1,)
+    torch.testing.assert_close(kept.full_tensor(), expected)
+    with count_collectives() as count:
+        cut(PairwiseParallel())(x)
+    assert count.calls["all_reduce"] == 1
+
+    class Reversed(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(self.down(x))
+
+    with pytest.raises(MixedTensorError):  # the second Linear is called first, with a plain tensor
+        parallelize_module(Reversed(), mesh, PairwiseParallel())(_data(2, 16))
+
+
+def test_pairs_with_conversions(worlds: AnyWorlds) -> None:
+    worlds(_prepared)
+
+
+def _single_modules() -> None:
+    """parallelize_linear and parallelize_mlp, and what they refuse."""
+    mesh = mesh_of((1, 2), ("dp", "tp"))
+    assert parallelize_linear(nn.Linear(4, 4), mesh, tp_mesh_dim="tp").weight.placements == (S0,)
+    assert parallelize_linear(nn.Linear(4, 4), mesh, RowwiseParallel(), 1).weight.placements == (S1,)
+    mlp = parallelize_mlp(MLP(), mesh, tp_mesh_dim=-1)
+    assert mlp.down.weight.placements == (S1,) and mlp.down.weight.device_mesh == mesh["tp"]
+    own: Any = type("Own", (ParallelStyle,), {"_apply": lambda self, module, mesh: module})()
+    linear = nn.Linear(2, 2)
+    refused: list[tuple[type[Exception], str, Any, tuple[Any, ...]]] = [
+        (
+            UnsupportedModuleError,
+            "Expect a torch.nn.Linear module but received <",
+            parallelize_linear,
+            (MLP(),),
+        ),
+        (
+            PlanError,
+            "Expect a ParallelStyle object but received <class 'int'>",
+            parallelize_linear,
+            (linear, 3),
+        ),
+        (NotImplementedError, "is not supported!", parallelize_linear, (linear, PairwiseParallel())),
+        (NotImplementedError, "Only support PairwiseParallel for MLP par", parallelize_mlp, (MLP(), own)),
+        (
+            RuntimeError,
+            "More than one nn.Linear needed for a MLP.",
+            parallelize_mlp,
+            (nn.Sequential(linear),),
+        ),
+    ]
+    for kind, told, function, args in refused:
+        with pytest.raises(kind, match=re.escape(told)) as raised:
+            function(args[0], mesh, *args[1:])
+        assert isinstance(raised.value, CoreError) and isinstance(raised.value, RuntimeError)
+
+
+def test_single_modules(worlds: AnyWorlds) -> None:
+    worlds(_single_modules, world_size=2)
+
+
+# --- sequences -------------------------------------------------------------------------------------
+
+
+class Scale(nn.Module):
+    """A norm of one's own, with a parameter in a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.RMSNorm(WIDTH)
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, WIDTH))
+
+    def forward(self, x: Tensor, power: float = 1.0) -> Tensor:
+        return self.inner(x) * self.weight * power
+
+
+def _sequences(length: int) -> None:
+    mesh = mesh_of((4,), ("tp",))
+    for make in (lambda: nn.LayerNorm(WIDTH), lambda: nn.RMSNorm(WIDTH), Scale, nn.Dropout):
+        plain, parallel = seeded(make), seeded(make)
+        parallelize_module(parallel, mesh, SequenceParallel())
+        assert all(p.placements == (R,) for p in parallel.parameters())
+        whole = _data(2, length, WIDTH)
+        x, y = whole.clone().requires_grad_(), distribute_tensor(whole, mesh, [R], src_data_rank=None)
+        torch.manual_seed(3)
+        expected = plain(x)
+        torch.manual_seed(3)
+        got = parallel(y.requires_grad_())
+        assert got.placements == (S1,)
+        torch.testing.assert_close(got.full_tensor(), expected)
+        weights = torch.linspace(-1, 1, expected.numel()).view_as(expected)
+        (expected * weights).sum().backward()
+        (got.full_tensor() * weights).sum().backward()
+        torch.testing.assert_close(y.grad.full_tensor(), x.grad)
+        assert_same_parameters(parallel, plain)
+
+
+@pytest.mark.parametrize("length", [8, 5])
+def test_sequences(worlds: AnyWorlds, length: int) -> None:
+    worlds(_sequences, length)
+
+
+def _sequence_details() -> None:
+    mesh = mesh_of((4,), ("tp",))
+    plain = seeded(Scale)
+    parallel = parallelize_module(
+        copy.deepcopy(plain), mesh, SequenceParallel(sequence_dim=0, use_local_output=True)
+    )
+    whole = _data(8, WIDTH)
+    part = distribute_tensor(whole, mesh, [S0], src_data_rank=None).to_local()
+    got = parallel(part, 2.0)
+    assert not isinstance(got, DTensor)
+    torch.testing.assert_close(DTensor.from_local(got, mesh, [S0]).full_tensor(), plain(whole, 2.0))
+    with pytest.raises(ArgumentError, match="Scale under SequenceParallel got no positional argument"):
+        parallel(x=part)
+    with pytest.raises(ArgumentError, match="Scale under SequenceParallel got str, expected a tensor first"):
+        parallel("x")
+    with pytest.raises(ArgumentError, match="SequenceParallel got a Scale whose weight is a DTensor already"):
+        parallelize_module(parallel, mesh, SequenceParallel())
+    with pytest.raises(ArgumentError, match="got sequence_dim='a'"):
+        SequenceParallel(sequence_dim="a")  # type: ignore[arg-type]
+    assert repr(SequenceParallel()) == "SequenceParallel(sequence_dim=1, use_local_output=False)"
+
+
+def test_sequence_details(worlds: AnyWorlds) -> None:
+    worlds(_sequence_details)
+
+
+# --- inputs and outputs ----------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "left right")
+
+
+class Recorder(nn.Module):
+    """Gives out what it gets, in the container asked for, and remembers it."""
+
+    def forward(self, *args: Any, pack: Any = tuple, **kwargs: Any) -> Any:
+        self.seen = (args, kwargs)
+        return pack(args)
+
+
+def _inputs() -> None:
+    mesh = mesh_of((4,), ("tp",))
+    whole = _data(4, 8)
+    part = distribute_tensor(whole, mesh, [S0], src_data_rank=None).to_local()
+
+    def seen(style: ParallelStyle, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        module = parallelize_module(Recorder(), mesh, style)
+        module(*args, **kwargs)
+        return module.seen
+
+    style = PrepareModuleInput(
+        input_layouts=(S0, None, Partial(), S1),
+        desired_input_layouts=(R, None, S1, None),
+        input_kwarg_layouts={"mask": R},
+        desired_input_kwarg_layouts={"mask": S1},
+    )
+    args, kwargs = seen(style, part, "left alone", whole, whole, mask=whole, other=whole)
+    assert args[0].placements == (R,) and args[1] == "left alone"
+    torch.testing.assert_close(args[0].to_local(), whole)
+    assert args[2].placements == (S1,)
+    torch.testing.assert_close(args[2].full_tensor(), 4 * whole)
+    assert args[3].placements == (S1,) and args[3].shape == (4, 32)
+    assert kwargs["mask"].placements == (S1,) and kwargs["other"] is whole
+    torch.testing.assert_close(kwargs["mask"].full_tensor(), whole)
+
+    # A DTensor that is not where its layout says is moved from where it is.
+    placed = distribute_tensor(whole, mesh, [S1], src_data_rank=None)
+    ((got,), _) = seen(PrepareModuleInput(input_layouts=S0, desired_input_layouts=S0), placed)
+    assert got.placements == (S0,)
+    torch.testing.assert_close(got.full_tensor(), whole)
+    local = PrepareModuleInput(input_layouts=S0, desired_input_layouts=R, use_local_output=True)
+    ((got,), _) = seen(local, part)
+    assert not isinstance(got, DTensor)
+    torch.testing.assert_close(got, whole)
+    with pytest.raises(LayoutsError, match="Recorder got 2 positional inputs for 1 input_layouts"):
+        seen(local, part, part)
+    with pytest.raises(ArgumentError, match=r"input 0 is str, .*layout S\(0\)"):
+        seen(local, "text")
+
+
+def _outputs() -> None:
+    mesh = mesh_of((4,), ("tp",))
+    whole = _data(4, 8)
+    part = distribute_tensor(whole, mesh, [S0], src_data_rank=None).to_local()
+    style = PrepareModuleOutput(output_layouts=(S0, None), desired_output_layouts=(R, None))
+    module = parallelize_module(Recorder(), mesh, style)
+    for pack in (tuple, list, lambda args: Pair(*args)):
+        got = module(part, "text", pack=pack)
+        assert type(got) is type(pack((1, 2))) and got[1] == "text"
+        torch.testing.assert_close(got[0], whole)
+    with pytest.raises(LayoutsError, match="Recorder gave 3 outputs for 2 output_layouts") as raised:
+        module(part, 1, 2)
+    assert isinstance(raised.value, ValueError)
+    kept = PrepareModuleOutput(output_layouts=S0, desired_output_layouts=S1, use_local_output=False)
+    single = parallelize_module(nn.Identity(), mesh, kept)(part)
+    assert single.placements == (S1,)
+    torch.testing.assert_close(single.full_tensor(), whole)
+
+    both = PrepareModuleInputOutput(
+        input_layouts=S0,
+        desired_input_layouts=R,
+        use_local_input=True,
+        output_layouts=R,
+        desired_output_layouts=S0,
+    )
+    x = part.clone().requires_grad_()
+    out = parallelize_module(nn.Softmax(dim=0), mesh, both)(x)
+    torch.testing.assert_close(
+        out, distribute_tensor(whole.softmax(0), mesh, [S0], src_data_rank=None).to_local()
+    )
+    out.square().sum().backward()
+    y = whole.clone().requires_grad_()
+    y.softmax(0).square().sum().backward()
+    torch.testing.assert_close(DTensor.from_local(x.grad, mesh, [S0]).full_tensor(), y.grad)
+
+
+def test_prepared_inputs_and_outputs(worlds: AnyWorlds) -> None:
+    worlds(_inputs)
+    worlds(_outputs)
+
+
+def test_layouts_that_do_not_match() -> None:
+    for make in (
+        lambda: PrepareModuleInput(input_layouts=S0),
+        lambda: PrepareModuleInput(desired_input_layouts=S0),
+        lambda: PrepareModuleInput(input_layouts=(S0, S0), desired_input_layouts=(S0,)),
+        lambda: PrepareModuleInput(input_kwarg_layouts={"x": S0}, desired_input_kwarg_layouts={"y": S0}),
+        lambda: PrepareModuleOutput(output_layouts=(S0, S0), desired_output_layouts=S0),
+    ):
+        with pytest.raises(LayoutsError, match=r"expected (as many|the same names)"):
+            make()
+    with pytest.raises(ValueError, match=r"got input_layouts='R'.*expected one placement"):
+        PrepareModuleInput(input_layouts="R", desired_input_layouts=R)  # type: ignore[arg-type]
+    assert repr(PrepareModuleInput(input_layouts=(S0, None), desired_input_layouts=(R, None))) == (
+        "PrepareModuleInput(input_layouts=(S(0), None), desired_input_layouts=(R, None), input_kwarg_layouts={}, "
+        "desired_input_kwarg_layouts={}, use_local_output=False)"
+    )
+    assert "PrepareModuleOutput(output_layouts=(S(0))" in repr(
+        PrepareModuleInputOutput(output_layouts=S0, desired_output_layouts=R)
+    )
+
+
+def _conversions() -> None:
+    mesh, two_dims = mesh_of((4,), ("tp",)), mesh_of((2, 2), ("dp", "tp"))
+    whole = _data(4, 8)
+    placed = distribute_tensor(whole, mesh, [S1], src_data_rank=None)
+    part = distribute_tensor(whole, mesh, [S0], src_data_rank=None).to_local()
+    columns = placed.to_local()
+    inputs: list[tuple[Any, Any, Any]] = [
+        (ours.make_input_replicate_1d, whole, R),
+        (ours.make_input_shard_1d, part, S0),
+        (ours.make_input_shard_1d_last_dim, columns, S1),
+        (ours.make_input_reshard_replicate, part, R),
+        (lambda x, mesh: ours.make_input_shard_1d(x, mesh, dim=1), columns, S1),
+    ]
+    for make, given, placement in inputs:
+        for one in (given, (given,), placed):  # plain, as hooks get it, and a DTensor
+            got = make(one, mesh)
+            assert got.placements == (placement,)
+            torch.testing.assert_close(got.full_tensor(), whole)
+        with mesh:
+            assert make(given, None).placements == (placement,)
+    outputs: list[tuple[Any, Any, Any]] = [
+        (ours.make_output_replicate_1d, R, True),
+        (ours.make_output_shard_1d, S0, True),
+        (lambda x: ours.make_output_shard_1d(x, dim=1), S1, True),
+        (ours.make_output_tensor, R, False),
+        (ours.make_output_reshard_tensor, S0, False),
+        (ours.make_sharded_output_tensor, S1, False),
+    ]
+    for make, placement, distributed in outputs:
+        got = make(placed)
+        assert isinstance(got, DTensor) is distributed
+        made = got if distributed else DTensor.from_local(got, mesh, [placement])
+        assert made.placements == (placement,)
+        torch.testing.assert_close(made.full_tensor(), whole)
+    with pytest.raises(ArgumentError, match="got list as the input"):
+        ours.make_input_replicate_1d([whole], mesh)
+    with pytest.raises(ArgumentError, match=r"got (Local)?Tensor as the output"):
+        ours.make_output_tensor(whole)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"P on .*expected a DTensor that is sharded or replicated"):
+        ours.make_sharded_output_tensor(DTensor.from_local(whole, mesh, [Partial()]))
+    for call in (ours.make_input_replicate_1d, ours.make_input_reshard_replicate):
+        with pytest.raises(MeshError, match=r"2x2 cpu mesh .* expected one dim"):
+            call(whole, two_dims)
+
+
+def test_conversions(worlds: AnyWorlds) -> None:
+    worlds(_conversions)
+
+
+# --- meshes, styles of one's own -------------------------------------------------------------------
+
+
+class Doubling(ParallelStyle):
+    """Changes what comes out, and keeps the mesh it got."""
+
+    def __init__(self) -> None:
+        self.meshes: list[DeviceMesh] = []
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.meshes.append(device_mesh)
+        module.register_forward_hook(lambda mod, inputs, output: 2 * output)
+        return module
+
+
+def _meshes(unnamed_too: bool) -> None:
+    named, unnamed = mesh_of((2, 2), ("dp", "tp")), mesh_of((2, 2))
+    cases: list[tuple[DeviceMesh, Any, int]] = [(named, "tp", 1), (named, 0, 0), (named, "dp", 0)]
+    if unnamed_too:
+        cases += [(unnamed, 1, 1), (unnamed, -2, 0)]
+    for mesh, dim, index in cases:
+        plain, parallel = seeded(MLP), seeded(MLP)
+        doubling = Doubling()
+        plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel(), "": doubling}
+        parallelize_module(parallel, mesh, plan, dim)
+        sub = parallel.up.weight.device_mesh
+        assert (sub.ndim, sub.size()) == (1, 2) and doubling.meshes == [sub]
+        assert sub.get_group() is mesh.get_group(index)
+        torch.testing.assert_close(parallel(_data(3, WIDTH)), 2 * plain(_data(3, WIDTH)))
+        if mesh is named:
+            assert sub == mesh["tp" if index else "dp"]
+    # As torch.distributed.tensor.parallel is called: a slice, no dim, the source rank by name.
+    assert parallelize_module(
+        MLP(), named["tp"], {"up": ColwiseParallel()}, src_data_rank=1
+    ).up.weight.shape == (16, 8)
+    # As its first version was: the whole mesh, dim 0 when none is named.
+    assert parallelize_module(MLP(), named, {"up": ColwiseParallel()}).up.weight.device_mesh == named["dp"]
+
+
+def test_meshes_of_several_dims(worlds: AnyWorlds) -> None:
+    # The slice of a mesh without names is made of this process's group, which a simulated world has one of.
+    worlds(_meshes, not isinstance(worlds, LocalWorlds))
+
+
+def _embeddings() -> None:
+    mesh = mesh_of((4,), ("tp",))
+    tokens = torch.arange(10).reshape(2, 5) * 3 % 11
+    for style in (ColwiseParallel(output_layouts=R), RowwiseParallel(input_layouts=R)):
+        for rows in (12, 11):
+            plain = seeded(lambda rows=rows: nn.Embedding(rows, WIDTH, padding_idx=3))
+            parallel = parallelize_module(copy.deepcopy(plain), mesh, style)
+            weights = torch.linspace(-1, 1, 10 * WIDTH).view(2, 5, WIDTH)
+            expected, got = plain(tokens), parallel(tokens)
+            torch.testing.assert_close(got, expected)
+            (expected * weights).sum().backward()
+            (got * weights).sum().backward()
+            assert_same_parameters(parallel, plain)
+
+
+def test_embeddings(worlds: AnyWorlds) -> None:
+    worlds(_embeddings)
+
+
+@pytest.mark.skipif(not hasattr(theirs, "PrepareModuleInputOutput"), reason="an older torch")
+@pytest.mark.parametrize("name", theirs.__all__)
+def test_names_and_parameters_of_torch(name: str) -> None:
+    """Every parameter that torch has, with its default; parallelize_module also has the mesh dim."""
+
+    def parameters(function: Any) -> list[tuple[str, Any, Any]]:
+        listed = inspect.signature(function).parameters.values()
+        return [(p.name, p.kind, p.default) for p in listed if p.name != "tp_mesh_dim"]
+
+    assert name in ours.__all__
+    mine, its = getattr(ours, name), getattr(theirs, name)
+    if name not in ("ParallelStyle", "loss_parallel"):
+        assert parameters(mine) == parameters(its)
