@@ -58,6 +58,11 @@ class Outcome:
                     self.errors.append(error)
                 del result
 
+    def take(self, other: Outcome) -> None:
+        """Adds what another brought about, after what is here."""
+        self.due += other.due
+        self.errors += other.errors
+
     def end(self) -> None:
         """
         Raises:
@@ -120,6 +125,7 @@ class Load:
     lent: Tensor | None = None
     lent_version: int = 0
     copied: int = 0  # bytes of `lent`, where it is a copy
+    outcome: Outcome | None = None  # once its results are copied out
 
     def become(self, state: LoadState) -> None:
         self.state = advance(self.state, state)
@@ -240,6 +246,7 @@ class Bucket:
         outcome.end()
 
     def _open(self, numel: int) -> Load:
+        self._collect_completed()
         if self.hold_inputs:
             self._load = Load(Held(self.pool, self.world_size, self.layout.capacity))
         else:
@@ -268,6 +275,7 @@ class Bucket:
         load = self._load
         if load is not None:
             assert load.packing is not None
+            self._collect_completed()
             self._make_room(load.packing.needs(), outcome)
             self.foresight.closed(self.layout.offset)
             self.layout.close()
@@ -285,6 +293,7 @@ class Bucket:
 
     def drain(self, outcome: Outcome) -> None:
         """Ends what is under way now, in order of issue, and calls the callbacks."""
+        outcome.call()
         for load in tuple(self._flying):
             if load in self._flying:  # else a callback has flushed in between
                 self.settle(load, outcome)
@@ -338,6 +347,11 @@ class Bucket:
     def settle(self, load: Load, outcome: Outcome) -> None:
         """Waits for a collective; its callbacks are then due."""
         self._flying.remove(load)
+        outcome.take(load.outcome or self._collect(load))
+
+    def _collect(self, load: Load) -> Outcome:
+        """Waits, copies the results out and frees the buffer. Calls nothing."""
+        load.outcome = outcome = Outcome()
         try:
             if load.work is not None:
                 load.work.wait()
@@ -346,10 +360,18 @@ class Bucket:
             outcome.due += self._results(load)
         except Exception as error:
             outcome.errors.append(self._lose(load, error))
-            return
+            return outcome
         self._release(load)
         if load.state is LoadState.REDUCING:
             load.become(LoadState.DONE)
+        return outcome
+
+    def _collect_completed(self) -> None:
+        """Frees the buffers of collectives that happen to be over. The others of the group need not do so
+        now: callbacks wait for their turn, which is the same on all ranks."""
+        for load in self._flying:
+            if load.outcome is None and (load.work is None or load.work.is_completed()):
+                self._collect(load)
 
     def _results(self, load: Load) -> list[Due]:
         """Every callback with a result of its own: what a caller keeps keeps nothing else."""

@@ -9,6 +9,7 @@ from dtbench_suites import (
     coverage,
     dispatch,
     embedding,
+    packing,
     redistribute,
     tensor_parallel,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "coverage",
     "dispatch",
     "embedding",
+    "packing",
     "redistribute",
     "tensor_parallel",
 ]
