@@ -59,9 +59,10 @@ class Outcome:
                 del result
 
     def take(self, other: Outcome) -> None:
-        """Adds what another brought about, after what is here."""
+        """Moves here, to the end, what another brought about."""
         self.due += other.due
         self.errors += other.errors
+        other.due.clear()  # or it would keep the results
 
     def end(self) -> None:
         """
