@@ -1,7 +1,7 @@
 """Cross entropy of class targets in four ops, none of which needs the classes whole (see cross_entropy.py).
 
     class_max       logits -> the largest of every sample                                       [N, ...]
-    class_sums      logits -> sum_c exp(x[c] - m), x[t] - m, sum_c w[c] (x[c] - m)              [3, N, ...]
+    class_sums      logits -> sum_c exp(x[c] - m), x[t] - m, and smoothed sum_c w[c] (x[c] - m) [2 or 3, N, ...]
     class_loss      those sums -> every sample's loss, weight, and whether its target is wrong  [3, N, ...]
     class_gradient  gradient of the losses -> of the logits                                     [N, C, ...]
 
@@ -59,7 +59,7 @@ def _sums(
 ) -> Tensor:
     dtype = accumulated(logits.dtype)
     above = logits.to(dtype) - maximum.to(dtype).unsqueeze(dim)
-    sums = above.new_zeros((3, *target.shape))
+    sums = above.new_zeros((3 if smoothed else 2, *target.shape))
     count = logits.shape[dim]
     if count:
         own = target - first
@@ -73,7 +73,7 @@ def _sums(
 
 
 def _loss(
-    sums: Tensor,  # [3, N, ...]
+    sums: Tensor,  # [2 or 3, N, ...]
     target: Tensor,
     weight: Tensor | None,
     classes: int,
