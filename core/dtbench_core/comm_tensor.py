@@ -16,12 +16,14 @@ waits for those that read it too. Views share memory, so they share the list of 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.distributed import Work, distributed_c10d
 from torch.fx.node import has_side_effect
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -69,11 +71,17 @@ def _wrap_comm_result(result: tuple[Any, Any]) -> tuple[Any, Any]:
     return tree_map(lambda tensor: _CommResult(tensor, work), tensors), work
 
 
+def _wait(work: Any) -> None:
+    """For a handle as ops give it; None, if the transport has waited already."""
+    if work is not None:
+        # The handle's own wait would keep the interpreter's lock, which the transport's threads may need.
+        Work.unbox(work).wait()
+
+
 @has_side_effect
 def _wait_comm(result: _CommResult) -> torch.Tensor:
     """The tensor, complete."""
-    if result.work is not None:  # a transport that has waited already gives none
-        result.work.wait()
+    _wait(result.work)
     return result.tensor
 
 
@@ -94,13 +102,13 @@ class _Flight:
         if self.landed:
             return
         self.landed = True
-        if self.tracer is not None:
-            waited = self.tracer.create_proxy(
-                "call_function", _wait_comm, (self.result,), {}, name="wait_comm"
-            )
-            trace_as(self.tensor, waited, self.tracer)  # type: ignore[arg-type]
-        if self.work is not None:
-            self.work.wait()
+        if self.tracer is None:
+            _wait(self.work)
+            return
+        waited = self.tracer.create_proxy("call_function", _wait_comm, (self.result,), {}, name="wait_comm")
+        trace_as(self.tensor, waited, self.tracer)  # type: ignore[arg-type]
+        with untraced():  # some transports finish the result here, with ops
+            _wait(self.work)
 
 
 @dataclass
@@ -109,9 +117,15 @@ class _Memory:
 
     writing: list[_Flight] = field(default_factory=list)
     reading: list[_Flight] = field(default_factory=list)
+    unseen: bool = False  # given to a collective that may have passed by: see `CommTensor.is_complex`
 
     def wait(self, *, for_readers: bool = False) -> bool:
         """Whether a collective had been writing."""
+        if self.unseen:
+            raise ArgumentError(
+                "got a CommTensor as an output of all_gather, whose input is a plain tensor: c10d does not look for "
+                "CommTensors in a list of lists, and nobody knows when it is written; wrap the input too"
+            )
         waited = bool(self.writing)
         for flight in [*self.writing, *(self.reading if for_readers else ())]:
             flight.wait()
@@ -156,6 +170,13 @@ class CommTensor(torch.Tensor):
         self._memory.wait()
         return self._tensor
 
+    def is_complex(self) -> bool:
+        # all_gather asks this of its outputs before it hands them to c10d, which shows them to us only if the input
+        # is a CommTensor as well.
+        if sys._getframe(1).f_globals.get("__name__") == distributed_c10d.__name__:
+            self._memory.unseen = True
+        return self.dtype.is_complex
+
     # These read memory without an op.
     def tolist(self) -> Any:
         return self.wait().tolist()
@@ -180,6 +201,8 @@ class CommTensor(torch.Tensor):
         for value, written in _arguments(func, args, kwargs):
             for leaf in tree_iter(value):
                 if isinstance(leaf, CommTensor):
+                    if written and leaf._memory.unseen:  # by that collective
+                        continue
                     waited |= leaf._memory.wait(for_readers=written)
                     owners.append(leaf)
         result = func(*_plain(args), **_plain(kwargs))
@@ -267,6 +290,7 @@ def _collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     # What it writes may be read by an earlier one. An op whose arguments are not known may write to any.
     written = {id(leaf) for leaf in (outputs if traceable else everything)}
     for leaf in everything:
+        leaf._memory.unseen = False
         leaf._memory.wait(for_readers=id(leaf) in written)
     if tracer is None:
         result = func(*_plain(args), **_plain(kwargs))
