@@ -35,8 +35,9 @@ from dtbench_core.spec import DTensorSpec
 BASE_SEED = 1234
 # What separates the seeds of shards from that of replicas, as Megatron-LM's model_parallel_cuda_manual_seed does.
 SHARD_SEED_OFFSET = 2718
-# Between the streams of DTensors and those of plain tensors, far above any number of ranks.
-PLAIN_SEED_OFFSET = 1 << 32
+# Between the streams of DTensors and those of plain tensors: above any number of ranks, and below 2^32, as
+# the CPU's Mersenne twister reads no higher bits.
+PLAIN_SEED_OFFSET = 1 << 24
 
 
 class TensorParallelRNG:
@@ -79,12 +80,7 @@ class TensorParallelRNG:
 
     def draw(self, spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor:
         """What `make` draws for this rank's part of a tensor of `spec`; it is given the part's shape."""
-        if spec.info.coordinate is None:
-            return empty_part(spec.dtype, spec.info.device_type)
-        if 0 in spec.local_shape:
-            return torch.empty(spec.local_shape, dtype=spec.dtype, device=spec.info.device_type)
-        with self._stream(spec.info, _sharded(spec.placements), plain=False):
-            return make(spec.local_shape)
+        return draw_part(self, spec, make)
 
     @contextmanager
     def region(self, placements: Sequence[Placement] | None = None) -> Iterator[None]:
@@ -106,11 +102,11 @@ class TensorParallelRNG:
             )
         info.my_coordinate()  # raises on a rank outside
         dims = tuple(range(info.ndim)) if placements is None else _sharded(placements)
-        with self._stream(info, dims, plain=True):
+        with self.stream(info, dims, plain=True):
             yield
 
     @contextmanager
-    def _stream(self, info: MeshInfo, sharded: tuple[int, ...], *, plain: bool) -> Iterator[None]:
+    def stream(self, info: MeshInfo, sharded: tuple[int, ...], *, plain: bool) -> Iterator[None]:
         """The device's default generator draws from the stream of this rank's part."""
         generators = random.generators(info)
         key = (None if plain else info.coordinate, sharded, plain)
@@ -124,6 +120,17 @@ class TensorParallelRNG:
         finally:
             self._states[key] = generators.get_rng_state()
             generators.set_rng_state(before)
+
+
+def draw_part(
+    rng: TensorParallelRNG, spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]
+) -> torch.Tensor:
+    if spec.info.coordinate is None:
+        return empty_part(spec.dtype, spec.info.device_type)
+    if 0 in spec.local_shape:
+        return torch.empty(spec.local_shape, dtype=spec.dtype, device=spec.info.device_type)
+    with rng.stream(spec.info, _sharded(spec.placements), plain=False):
+        return make(spec.local_shape)
 
 
 def _sharded(placements: Sequence[Placement]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from dtbench_core import distribute, fallback, mesh, random, redistribute, spec, tensor
 from dtbench_core.errors import SimulationError
 from dtbench_core.mesh import MeshInfo, mesh_info
+from dtbench_core.parallel import region
 from dtbench_core.shards import plain_part
 from dtbench_core.simulate.local_groups import coordinate_of
 from dtbench_core.simulate.local_int import describe_ranks, values_of
@@ -37,6 +38,8 @@ RANK_BY_RANK: list[tuple[Any, str]] = [
     (distribute, "part_of"),
     (distribute, "_sent"),
     (random, "part_of"),
+    (region, "draw_part"),
+    (region, "first_state"),
 ]
 
 
