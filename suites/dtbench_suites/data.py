@@ -7,6 +7,7 @@ order of adding, so a result is compared bit by bit and a wrong one cannot hide 
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import Any
 
 import torch
@@ -94,6 +95,16 @@ def sum_of_values(
 def largest_exact(dtype: torch.dtype) -> int:
     """Up to here the dtype holds every integer: 2^(significand bits), or the largest int."""
     return round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def hush_all_to_all() -> None:
+    """torch.distributed.tensor says once per process that it has no all-to-all on a CPU: known, and shown
+    by the measured time."""
+    logging.getLogger("torch.distributed.tensor._collective_utils").addFilter(_tells_news)
+
+
+def _tells_news(record: logging.LogRecord) -> bool:
+    return "does not support alltoall" not in record.getMessage()
 
 
 def mismatch(

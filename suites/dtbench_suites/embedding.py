@@ -28,6 +28,7 @@ from dtbench_suites.data import (
     MOVED_VALUES,
     SUMMED_VALUES,
     dtensor_api,
+    hush_all_to_all,
     mismatch,
     shared_dims,
     torch_dtype,
@@ -131,6 +132,7 @@ def build_impl(
     impl: str,
     world: World,
 ) -> Workload:
+    hush_all_to_all()
     (rows, width, lookups), mesh = shape, world.mesh[mesh_dim]
     rank, n = mesh.get_local_rank(), mesh.size()
     number = n if sharding == "table-wise" else 1

@@ -9,7 +9,6 @@ time. All groups of the mesh dim work at once. size_bytes is the whole tensor, a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from functools import partial
 
@@ -19,6 +18,7 @@ from dtbench.model import Case, Plan, Workload
 from dtbench.registry import World, suite
 from dtbench_suites.data import (
     dtensor_api,
+    hush_all_to_all,
     mismatch,
     moved_values,
     placement,
@@ -50,16 +50,10 @@ def shape_of(size_bytes: int, itemsize: int, n: int) -> tuple[int, int]:
     return rows * n, blocks // rows * n
 
 
-def quiet(record: logging.LogRecord) -> bool:
-    """torch.distributed.tensor says once per process that it has no all-to-all on a CPU: known, and shown
-    by the measured time."""
-    return "does not support alltoall" not in record.getMessage()
-
-
 def build_impl(
     mesh_dim: str, src: str, dst: str, shape: tuple[int, int], dtype: torch.dtype, impl: str, world: World
 ) -> Workload:
-    logging.getLogger("torch.distributed.tensor._collective_utils").addFilter(quiet)
+    hush_all_to_all()
     api, mesh = dtensor_api(impl), world.mesh[mesh_dim]
     rank, n, count = mesh.get_local_rank(), mesh.size(), shape[0] * shape[1]
     if src == "P":

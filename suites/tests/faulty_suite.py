@@ -18,7 +18,7 @@ import dtbench_core
 from dtbench.model import Case, Plan, Workload
 from dtbench.registry import load, suite
 from dtbench_core import comm
-from dtbench_suites import bucketer, collectives, tensor_parallel
+from dtbench_suites import bucketer, bucketer_reference, collectives, embedding, overlap, tensor_parallel
 
 
 def spoil(tensor: torch.Tensor) -> None:
@@ -31,10 +31,22 @@ def spoiled_output(right: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         done = right(output, *args, **kwargs)
+        if isinstance(done, dist.Work):
+            done.wait()
         spoil(output)
-        return done
+        return Finished() if isinstance(done, dist.Work) else done
 
     return call
+
+
+class Finished:
+    """In the place of a Work that was waited for: gloo's writes its output again whenever it is."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> bool:
+        return True
 
 
 def spoiled_result(right: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,17 +73,36 @@ def spoiled_model(right: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def spoiled_step(right: Callable[..., Any]) -> Callable[..., Any]:
+    """What gives the step of a workload, whose first result is spoiled."""
+
+    def make(*args: Any) -> Callable[[], list[torch.Tensor]]:
+        step = right(*args)
+
+        def spoiled() -> list[torch.Tensor]:
+            first, *others = step()
+            first = first.detach().clone()
+            spoil(first)
+            return [first, *others]
+
+        return spoiled
+
+    return make
+
+
 def faults() -> list[Any]:
     """The places to spoil."""
     here = [(collectives, "all_gather_single"), (collectives, "reduce_scatter_single")]
     here += [(dist, "all_reduce"), (dist, "all_to_all_single"), (dist, "broadcast"), (dist, "scatter")]
-    here += [(bucketer, "reduce_scatter_single"), (comm, "reduce_scatter")]
+    here += [(bucketer, "reduce_scatter_single"), (comm, "reduce_scatter"), (overlap, "use")]
+    here += [(bucketer_reference, "reduce_scatter_single")]
     results = [(dtbench_core.DTensor, "redistribute"), (torch.distributed.tensor.DTensor, "redistribute")]
     spoiled = [mock.patch.object(*where, spoiled_output(getattr(*where))) for where in here]
     spoiled += [mock.patch.object(*where, spoiled_result(getattr(*where))) for where in results]
     return [
         *spoiled,
         mock.patch.object(tensor_parallel, "parallelize", spoiled_model(tensor_parallel.parallelize)),
+        mock.patch.object(embedding, "step_of", spoiled_step(embedding.step_of)),
     ]
 
 
@@ -111,6 +142,8 @@ SPOILED = {
     "redistribute": ("redistribute",),
     "bucketer": ("reduce_scatter_single", "reduce_scatter"),
     "tensor_parallel": ("parallelize",),
+    "embedding": ("step_of",),
+    "overlap": ("use",),
 }
 
 

@@ -1,0 +1,131 @@
+"""Waiting for collectives when their results are used, not when they are issued: what that buys.
+
+A backward pass in small: for each of some layers an all-reduce is issued on its gradient, then the next layer is
+computed, which does not need it; at the end all gradients are used. The same for every impl, but for when it waits:
+
+    core           at first use: dtbench_core.CommTensor
+    torch          at first use: torch.distributed._functional_collectives, which copies each gradient first
+    wait_at_once   when the collective is issued
+    local          never: the computation alone, without collectives
+
+What can be gained is the smaller of the two, time of the collectives and time of the computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+
+from dtbench.model import Case, Param, Plan, Workload
+from dtbench.registry import World, suite
+from dtbench_core import CommTensor
+from dtbench_suites.data import mismatch, shared_dims, sum_of_values, summed_values, torch_dtype
+
+KIB, MIB = 2**10, 2**20
+LAYERS = 4
+# Bytes of one gradient, and the width of a layer's matrices, whose product takes about as long as an all-reduce
+# of a size in the middle.
+SWEEPS: dict[str, tuple[Sequence[int], int]] = {
+    "cpu": ((64 * KIB, 512 * KIB, 4 * MIB), 384),
+    "cuda": ((1 * MIB, 16 * MIB, 64 * MIB), 4096),
+}
+QUICK = ((64 * KIB,), 128)
+
+# Issues the all-reduce of a gradient; gives what stands for the sum.
+Reduce = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
+
+
+def wait_on_use(gradient: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    reduced = CommTensor(gradient)
+    dist.all_reduce(reduced, group=group, async_op=True)
+    return reduced
+
+
+def functional_wait_on_use(gradient: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    reduced: torch.Tensor = functional.all_reduce(gradient, "sum", group)
+    return reduced
+
+
+def wait_at_once(gradient: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    dist.all_reduce(gradient, group=group)
+    return gradient
+
+
+def leave(gradient: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return gradient
+
+
+IMPLS: dict[str, Reduce] = {
+    "core": wait_on_use,
+    "torch": functional_wait_on_use,
+    "wait_at_once": wait_at_once,
+    "local": leave,
+}
+
+
+def use(out: torch.Tensor, reduced: torch.Tensor) -> None:
+    torch.mul(reduced, 2, out=out)
+
+
+def build_impl(
+    mesh_dim: str, size_bytes: int, width: int, dtype: torch.dtype, impl: str, world: World
+) -> Workload:
+    group, reduce = world.mesh.get_group(mesh_dim), IMPLS[impl]
+    rank, n, device = group.rank(), group.size(), world.device
+    count = size_bytes // dtype.itemsize
+    given = [summed_values(rank, n, count, dtype, device, start=k) for k in range(LAYERS)]
+    gradients = [torch.empty_like(one) for one in given]
+    used = [torch.empty_like(one) for one in given]
+    # (width, width) zeros and ones, few of these, so that the product is exact.
+    index = torch.arange(width * width, device=device).view(width, width)
+    layer, activations = ((index % step == 0).to(dtype) for step in (width // 2 + 1, width // 4 + 1))
+    computed = torch.empty_like(layer)
+
+    def before() -> None:
+        for gradient, values in zip(gradients, given, strict=True):
+            gradient.copy_(values)
+
+    def run() -> None:
+        issued = []
+        for gradient in gradients:
+            issued.append(reduce(gradient, group))
+            torch.mm(activations, layer, out=computed)
+        for reduced, out in zip(issued, used, strict=True):
+            use(out, reduced)
+
+    def check() -> str | None:
+        before()
+        computed.zero_()
+        run()
+        wrong = mismatch(computed, _product(activations, layer), "the computation")
+        for k, out in enumerate(used):
+            want = given[k] if impl == "local" else sum_of_values(n, count, dtype, device, start=k)
+            wrong = wrong or mismatch(out, want * 2, f"gradient {k}")
+        return wrong
+
+    return Workload(run=run, before=before, check=check)
+
+
+def _product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """In double, of values that every dtype holds."""
+    return (one.double() @ other.double()).to(one.dtype)
+
+
+@suite("overlap", world="ranks", help="waiting for collectives at first use, and at once")
+def overlap(plan: Plan) -> Iterator[Case]:
+    sizes, width = QUICK if plan.quick else SWEEPS[plan.device_type]
+    for mesh_dim, n in shared_dims(plan):
+        for dtype in plan.dtypes:
+            for size_bytes in sizes:
+                where: dict[str, Param] = {"mesh_dim": mesh_dim, "ranks": n, "dtype": dtype}
+                sizes_of: dict[str, Param] = {"size": size_bytes, "layers": LAYERS, "width": width}
+                build = partial(build_impl, mesh_dim, size_bytes, width, torch_dtype(dtype))
+                yield Case(
+                    name="all_reduce",
+                    params={**where, **sizes_of},
+                    build={impl: partial(build, impl) for impl in IMPLS},
+                )
