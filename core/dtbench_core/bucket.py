@@ -58,12 +58,6 @@ class Outcome:
                     self.errors.append(error)
                 del result
 
-    def take(self, other: Outcome) -> None:
-        """Moves here, to the end, what another brought about."""
-        self.due += other.due
-        self.errors += other.errors
-        other.due.clear()  # or it would keep the results
-
     def end(self) -> None:
         """
         Raises:
@@ -126,7 +120,6 @@ class Load:
     lent: Tensor | None = None
     lent_version: int = 0
     copied: int = 0  # bytes of `lent`, where it is a copy
-    outcome: Outcome | None = None  # once its results are copied out
 
     def become(self, state: LoadState) -> None:
         self.state = advance(self.state, state)
@@ -247,7 +240,6 @@ class Bucket:
         outcome.end()
 
     def _open(self, numel: int) -> Load:
-        self._collect_completed()
         if self.hold_inputs:
             self._load = Load(Held(self.pool, self.world_size, self.layout.capacity))
         else:
@@ -276,8 +268,7 @@ class Bucket:
         load = self._load
         if load is not None:
             assert load.packing is not None
-            self._collect_completed()
-            self._make_room(load.packing.needs(), outcome)
+                self._make_room(load.packing.needs(), outcome)
             self.foresight.closed(self.layout.offset)
             self.layout.close()
             self._load = None
@@ -348,11 +339,6 @@ class Bucket:
     def settle(self, load: Load, outcome: Outcome) -> None:
         """Waits for a collective; its callbacks are then due."""
         self._flying.remove(load)
-        outcome.take(load.outcome or self._collect(load))
-
-    def _collect(self, load: Load) -> Outcome:
-        """Waits, copies the results out and frees the buffer. Calls nothing."""
-        load.outcome = outcome = Outcome()
         try:
             if load.work is not None:
                 load.work.wait()
@@ -361,18 +347,10 @@ class Bucket:
             outcome.due += self._results(load)
         except Exception as error:
             outcome.errors.append(self._lose(load, error))
-            return outcome
+            return
         self._release(load)
         if load.state is LoadState.REDUCING:
             load.become(LoadState.DONE)
-        return outcome
-
-    def _collect_completed(self) -> None:
-        """Frees the buffers of collectives that happen to be over. The others of the group need not do so
-        now: callbacks wait for their turn, which is the same on all ranks."""
-        for load in self._flying:
-            if load.outcome is None and (load.work is None or load.work.is_completed()):
-                self._collect(load)
 
     def _results(self, load: Load) -> list[Due]:
         """Every callback with a result of its own: what a caller keeps keeps nothing else."""

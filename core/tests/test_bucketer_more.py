@@ -49,9 +49,6 @@ class Work:
     def __init__(self, happened: list[str], name: str) -> None:
         self.happened, self.name = happened, name
 
-    def is_completed(self) -> bool:
-        return False
-
     def wait(self) -> None:
         self.happened.append(f"wait {self.name}")
 

@@ -433,7 +433,8 @@ def bucketer(cases: Sequence[Case]) -> Section:
     values = [m.algbw_Bps for c in cases for m in c.impls.values() if m.algbw_Bps]
     x = size_axis([c.number("bucket_bytes") or 1 for c in cases])
     y = value_axis(values, bandwidth_tick)
-    grouped = group(cases, lambda c: (c.get("mesh_dim"), c.get("dtype"), c.number("tensor_bytes")))
+    swept = [c for c in cases if c.name == "reduce_scatter"]  # the large ones have one bucket size
+    grouped = group(swept, lambda c: (c.get("mesh_dim"), c.get("dtype"), c.number("tensor_bytes")))
     columns = 2 if len(grouped) <= 2 else 3
     panels = []
     for index, (key, members) in enumerate(capped(section, list(grouped.items()), MAX_PANELS, "panels")):

@@ -1,8 +1,13 @@
 """Reduce-scatter of many small tensors: what bundling them into buckets gains, and at which size.
 
     core         dtbench_core.ReduceScatterBucketer, buckets of bucket_bytes
+    reference    fairscale's algorithm (bucketer_reference.py), buckets of the same size
     unbucketed   one collective for each tensor: what bucketing has to beat
     limit        one collective over all bytes at once, nothing copied: what it cannot beat
+    copy         one plain copy of all bytes
+
+The large cases are 64 MiB in the bucketers' default buckets. They have no `unbucketed`, which would take
+seconds per sample, and the small ones have no `copy`.
 
 Counters, per pass over all tensors: collectives issued, bytes_copied on this rank, and peak_bytes of
 buffers besides the inputs and the results.
@@ -10,9 +15,11 @@ buffers besides the inputs and the results.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,17 +28,20 @@ import dtbench_core
 from dtbench.model import Case, Plan, Workload
 from dtbench.registry import World, suite
 from dtbench_core.torch_compat import reduce_scatter_single
+from dtbench_suites.bucketer_reference import ReferenceBucketer
 from dtbench_suites.data import mismatch, shared_dims, sum_of_values, summed_values, torch_dtype
 
 KIB, MIB = 2**10, 2**20
 # Bytes of all tensors, of one tensor, of a bucket. 25 MiB is the bucketers' default (DDP and fairscale);
 # tensors of 16 KiB are biases and norms of a large model, 256 KiB small matrices. On a CPU a collective
 # costs about a millisecond however small it is, so there are fewer of them.
-SWEEPS = {
+Sweep = tuple[int, tuple[int, ...], tuple[int, ...]]
+SWEEPS: dict[str, Sweep] = {
     "cpu": (2 * MIB, (16 * KIB, 256 * KIB), (256 * KIB, 1 * MIB, 25 * MIB)),
     "cuda": (64 * MIB, (16 * KIB, 256 * KIB, 4 * MIB), (1 * MIB, 8 * MIB, 25 * MIB)),
 }
-QUICK = (256 * KIB, (16 * KIB,), (64 * KIB, 25 * MIB))
+QUICK: Sweep = (256 * KIB, (16 * KIB,), (64 * KIB, 25 * MIB))
+LARGE: Sweep = (64 * MIB, (16 * KIB, 256 * KIB, 1 * MIB), (25 * MIB,))
 
 
 @dataclass(frozen=True)
@@ -62,23 +72,9 @@ class Gradients:
 
 
 def core(gradients: Gradients, bucket_bytes: int) -> Workload:
-    group = gradients.group
-    shards = [list(t.chunk(group.size())) for t in gradients.tensors]  # each n of (count / n,)
     bucketer = dtbench_core.ReduceScatterBucketer(bucket_cap_mb=bucket_bytes / MIB)
-    results: list[torch.Tensor | None] = [None] * len(shards)
-    keep = [partial(results.__setitem__, k) for k in range(len(shards))]
 
-    def run() -> None:
-        for parts, callback in zip(shards, keep, strict=True):
-            bucketer.reduce_scatter_async(parts, group, callback)
-        bucketer.flush()
-
-    def check() -> str | None:
-        results[:] = [None] * len(shards)
-        run()
-        return gradients.check(results)
-
-    def counters() -> dict[str, float]:
+    def counters(run: Callable[[], object]) -> dict[str, float]:
         """Of one more pass; all ranks together."""
         before = bucketer.counters.collectives, bucketer.counters.bytes_copied
         run()
@@ -89,7 +85,43 @@ def core(gradients: Gradients, bucket_bytes: int) -> Workload:
             "peak_bytes": now.peak_bytes,
         }
 
-    return Workload(run=run, check=check, counters=counters, close=bucketer.teardown)
+    return bucketed(gradients, gradients.tensors, bucketer, counters, bucketer.teardown)
+
+
+def reference(gradients: Gradients, bucket_bytes: int) -> Workload:
+    bucketer = ReferenceBucketer(bucket_cap_mb=bucket_bytes / MIB)
+
+    def counters(run: Callable[[], object]) -> dict[str, float]:
+        before = bucketer.collectives
+        run()
+        return {"collectives": float(bucketer.collectives - before)}
+
+    lists = [list(t.chunk(gradients.group.size())) for t in gradients.tensors]
+    return bucketed(gradients, lists, bucketer, counters)
+
+
+def bucketed(
+    gradients: Gradients,
+    inputs: Sequence[Any],
+    bucketer: Any,
+    counters: Callable[[Callable[[], object]], dict[str, float]],
+    close: Callable[[], None] | None = None,
+) -> Workload:
+    """inputs: each tensor, in the form that `bucketer` takes."""
+    results: list[torch.Tensor | None] = [None] * len(inputs)
+    keep = [partial(results.__setitem__, k) for k in range(len(inputs))]
+
+    def run() -> None:
+        for given, callback in zip(inputs, keep, strict=True):
+            bucketer.reduce_scatter_async(given, gradients.group, callback)
+        bucketer.flush()
+
+    def check() -> str | None:
+        results[:] = [None] * len(inputs)
+        run()
+        return gradients.check(results)
+
+    return Workload(run=run, check=check, counters=lambda: counters(run), close=close)
 
 
 def unbucketed(gradients: Gradients, bucket_bytes: int) -> Workload:
@@ -112,6 +144,18 @@ def limit(gradients: Gradients, bucket_bytes: int) -> Workload:
     return plain(calls, [output], lambda: gradients.check([*output]))
 
 
+def copy(gradients: Gradients, bucket_bytes: int) -> Workload:
+    source = torch.stack(gradients.tensors)
+    target = torch.empty_like(source)
+
+    def check() -> str | None:
+        target.zero_()
+        target.copy_(source)
+        return mismatch(target, source)
+
+    return Workload(run=lambda: target.copy_(source), check=check)
+
+
 def plain(
     calls: Sequence[Callable[[], object]], outputs: list[torch.Tensor], compare: Callable[[], str | None]
 ) -> Workload:
@@ -131,19 +175,25 @@ def plain(
     return Workload(run=run, check=check, counters=lambda: counters)
 
 
-IMPLS = {"core": core, "unbucketed": unbucketed, "limit": limit}
+IMPLS = {"core": core, "reference": reference, "unbucketed": unbucketed, "limit": limit, "copy": copy}
+SMALL_IMPLS = ("core", "reference", "unbucketed", "limit")
+LARGE_IMPLS = ("core", "reference", "limit", "copy")
 
 
 @suite("bucketer", world="ranks", help="bucketed reduce-scatter of many small tensors")
 def bucketer(plan: Plan) -> Iterator[Case]:
-    total_bytes, tensor_sizes, bucket_sizes = QUICK if plan.quick else SWEEPS[plan.device_type]
+    sweeps: list[tuple[str, Sweep, tuple[str, ...]]] = [
+        ("reduce_scatter", QUICK if plan.quick else SWEEPS[plan.device_type], SMALL_IMPLS)
+    ]
+    if not plan.quick:
+        sweeps.append(("reduce_scatter_large", LARGE, LARGE_IMPLS))
     for mesh_dim, n in shared_dims(plan):
         for dtype_name in plan.dtypes:
-            dtype = torch_dtype(dtype_name)
-            for tensor_bytes in tensor_sizes:
-                count = tensor_bytes // dtype.itemsize // n * n  # even shards
-                number = total_bytes // tensor_bytes
-                for bucket_bytes in bucket_sizes:
+            for name, (total_bytes, tensor_sizes, bucket_sizes), impls in sweeps:
+                for tensor_bytes, bucket_bytes in itertools.product(tensor_sizes, bucket_sizes):
+                    dtype = torch_dtype(dtype_name)
+                    count = tensor_bytes // dtype.itemsize // n * n  # even shards
+                    number = total_bytes // tensor_bytes
                     sizes = {
                         "tensor_bytes": count * dtype.itemsize,
                         "bucket_bytes": bucket_bytes,
@@ -151,9 +201,9 @@ def bucketer(plan: Plan) -> Iterator[Case]:
                     }
                     build = partial(build_impl, mesh_dim, number, count, dtype, bucket_bytes)
                     yield Case(
-                        name="reduce_scatter",
+                        name=name,
                         params={"mesh_dim": mesh_dim, "ranks": n, "dtype": dtype_name, **sizes},
-                        build={impl: partial(build, impl) for impl in IMPLS},
+                        build={impl: partial(build, impl) for impl in impls},
                         size_bytes=sizes["total_bytes"],
                         busbw_factor=(n - 1) / n,  # as of one reduce-scatter; see collectives.busbw_factor
                     )

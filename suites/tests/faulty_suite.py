@@ -42,9 +42,6 @@ def spoiled_output(right: Callable[..., Any]) -> Callable[..., Any]:
 class Finished:
     """In the place of a Work that was waited for: gloo's writes its output again whenever it is."""
 
-    def is_completed(self) -> bool:
-        return True
-
     def wait(self) -> bool:
         return True
 

@@ -1,0 +1,91 @@
+"""What the packing suite measures against, and that it sees what is packed wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dtbench.model import Plan
+from dtbench_suites import bucketer_reference
+from dtbench_suites.bucketer_reference import ReferenceBucketer
+from dtbench_suites.packing import IMPLS, build, packing
+
+MIB = 2**20
+
+
+@pytest.fixture
+def world() -> Iterator[SimpleNamespace]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield SimpleNamespace(mesh=init_device_mesh("cpu", (8,)), device=torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_every_impl_packs_what_it_should_and_a_wrong_one_is_seen(impl: str, world: SimpleNamespace):
+    workload = build(impl, 5, 8 * 300, torch.float32, world)
+    assert workload.check is not None
+    for _ in range(2):  # the second time with the buffers of the first
+        assert workload.check() is None
+    # One element of one input goes astray on its way.
+    right = torch.Tensor.copy_ if impl in ("copy", "core", "core_lists") else None
+    names = {"core_held": "cat", "reference": "stack"}
+
+    def spoiled(result: torch.Tensor) -> torch.Tensor:
+        result.view(-1)[-1] += 1 if result.is_contiguous() else 0
+        return result
+
+    if right is None:
+        original = getattr(torch, names[impl])
+        patch = mock.patch.object(torch, names[impl], lambda *a, **k: spoiled(original(*a, **k)))
+    else:
+        patch = mock.patch.object(
+            torch.Tensor, "copy_", lambda self, source: right(self, source + (source == source.max()))
+        )
+    with patch:
+        told = workload.check()
+    assert told is not None and "wrong" in told
+    if workload.close is not None:
+        workload.close()
+
+
+def test_the_sizes_add_up_to_64_mib():
+    plan = Plan((("tp", 2),), ())
+    cases = list(packing.cases(plan))
+    assert [(c.params["tensors"], c.params["tensor_bytes"]) for c in cases] == [
+        (4096, 16 * 1024),
+        (256, 256 * 1024),
+        (64, MIB),
+    ]
+    assert {c.size_bytes for c in cases} == {64 * MIB}
+    quick = list(packing.cases(Plan((("tp", 2),), (), quick=True)))
+    assert {c.size_bytes for c in quick} == {2 * MIB}
+
+
+def test_the_reference_sums_and_keeps_the_order(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+    sizes: list[int] = []
+
+    def add_up(output: torch.Tensor, packed: torch.Tensor, group: object) -> None:
+        sizes.append(packed.numel())
+        output.copy_(packed.view(8, -1).sum(0))  # as if each rank's part came from another rank
+
+    monkeypatch.setattr(bucketer_reference, "reduce_scatter_single", add_up)
+    bucketer = ReferenceBucketer(8 * 10 * 4 / MIB)  # 10 elements per shard
+    got: list[torch.Tensor] = []
+    group = world.mesh.get_group(0)
+    for numel in (4, 11, 7):
+        shards = [torch.full((numel,), float(r)) for r in range(8)]
+        bucketer.reduce_scatter_async(shards, group, got.append)
+    bucketer.flush()
+    assert [len(g) for g in got] == [11, 4, 7]
+    assert all(torch.equal(g, torch.full_like(g, 28.0)) for g in got)
+    assert sizes == [88, 32, 56]
+    assert bucketer.collectives == 3
+    with pytest.raises(ValueError, match="got 7 tensors"):
+        bucketer.reduce_scatter_async([torch.ones(1)] * 7, group)
