@@ -268,7 +268,7 @@ class Bucket:
         load = self._load
         if load is not None:
             assert load.packing is not None
-                self._make_room(load.packing.needs(), outcome)
+            self._make_room(load.packing.needs(), outcome)
             self.foresight.closed(self.layout.offset)
             self.layout.close()
             self._load = None
