@@ -246,6 +246,32 @@ def compare(base: Path, new: Path, as_json: bool) -> int:
     return comparison.exit_code
 
 
+@cli.command("import")
+@click.argument("files", nargs=-1, required=True, type=_RUN_FILE, metavar="FILE...")
+@click.option("-o", "--output", required=True, type=_RUN_FILE, help="The run file to write.")
+@click.option(
+    "--mesh",
+    metavar="DIMS",
+    callback=_parsed(opts.parse_mesh),
+    help="The mesh whose dims the logs are of, by their ranks: dp=16,tp=8 [default: the logs' own ranks].",
+)
+@click.option("--dim", metavar="NAME", help="The dim of --mesh that all the logs are of.")
+@click.option("--collective", metavar="NAME", help="What was measured, where a log does not say: all_reduce.")
+@click.option("--ranks", type=click.IntRange(1), help="On how many ranks, where a log does not say.")
+def import_(files: tuple[Path, ...], output: Path, **given: Any) -> int:
+    """Reads logs of nccl-tests, rccl-tests, DeepSpeed, OSU and ml-engineering into a run file.
+
+    Each row is checked (size / time = algbw, busbw / algbw = the collective's factor, wrong data); one
+    that fails is recorded with the reason and no time, and the exit code is 5.
+    """
+    from dtbench.importers.command import import_logs
+
+    code, lines = import_logs(files, output, sys.argv[1:], **given)
+    for line in lines:
+        click.echo(line)
+    return code
+
+
 @cli.command()
 @click.argument("runs", nargs=-1, required=True, type=_RUN_FILE, metavar="RUN...")
 @click.option("-o", "--output", required=True, type=_RUN_FILE, help="The topology file to write.")

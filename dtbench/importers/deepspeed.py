@@ -1,0 +1,105 @@
+"""The tables of DeepSpeed's communication benchmarks (DeepSpeedExamples, benchmarks/communication)."""
+
+from __future__ import annotations
+
+import re
+
+from dtbench.importers.model import Figure, Log, Printed, Row, Table, printed
+from dtbench.importers.text import lines_of
+
+_TITLE = re.compile(r"-{2,}\s*Performance of (\w+) on (\d{1,7}) devices\s*-{2,}")
+_HEADER = re.compile(
+    r"Size \(Bytes\)\s+Description\s+Duration( \(us\))?\s+Throughput \((\w+)\)\s+BusBW \((\w+)\)"
+)
+# 31.67 GB   8501054668x4   3176.620 ms   171.272   149.863; with --raw the size and time have no unit.
+_ROW = re.compile(
+    r"(?:(?<=\s)|^)(\S+)(?: ([KMGTPEZ]?B))?\s+(\d{1,18})x(\d{1,3})\s+(\S+)(?: (us|ms|s))?\s+(\S+)\s+(\S+)\s*$"
+)
+_NAMES = {
+    "all_reduce": "all_reduce",
+    "allreduce": "all_reduce",
+    "all_gather": "all_gather",
+    "allgather": "all_gather",
+    "all_to_all": "all_to_all",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "pt2pt": "sendrecv",
+}
+_BANDWIDTHS = {"Gbps": 1e9 / 8, "GBps": 1e9}
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def applies(text: str) -> bool:
+    """Whether the text may hold such a table."""
+    return _TITLE.search(text) is not None
+
+
+def read(text: str, log: Log) -> None:
+    """Adds the tables of a text to its log."""
+    table: Table | None = None
+    units: tuple[bool, str, str] | None = None
+    for number, line in enumerate(lines_of(text), start=1):
+        title = _TITLE.search(line)
+        if title:
+            table, units = _table(title[1], int(title[2]), number), None
+            log.tables.append(table)
+            continue
+        header = _HEADER.search(line)
+        if header and table is not None:
+            units = bool(header[1]), header[2], header[3]
+            unknown = {header[2], header[3]} - set(_BANDWIDTHS)
+            if unknown:
+                table.refusal = (
+                    f"line {number} has the unit {unknown.pop()}: expected {' or '.join(_BANDWIDTHS)}"
+                )
+            continue
+        row = _ROW.search(line)
+        if row and table is not None and units is not None:
+            table.rows.append(_row(row, number, table, units))
+
+
+def _table(name: str, ranks: int, number: int) -> Table:
+    table = Table("deepspeed", number, ranks=ranks, ranks_from="its title", ended=True)
+    table.collective = _NAMES.get(name)
+    if table.collective is None:
+        table.refusal = f"{name[:40]!r} is no collective of DeepSpeed's benchmarks that is known here"
+    return table
+
+
+def _row(match: re.Match[str], number: int, table: Table, units: tuple[bool, str, str]) -> Row:
+    raw, throughput_unit, busbw_unit = units
+    count, itemsize = int(match[3]), int(match[4])
+    time = printed(match[5])
+    if time is not None:
+        time = time.scaled(_TIMES["us" if raw else match[6] or "us"])
+    tput, busbw = printed(match[7]), printed(match[8])
+    busbw = busbw and busbw.scaled(_BANDWIDTHS.get(busbw_unit, 1.0))
+    figure = Figure(table.collective in ("all_reduce", "broadcast"), time, None, busbw)
+    if not raw and match[6] is None:
+        figure.fail("its time has no unit")
+    if time is None or tput is None or busbw is None:
+        figure.fail("it has no number for duration, throughput or bus bandwidth")
+        size = count * itemsize
+    else:
+        tput = tput.scaled(_BANDWIDTHS.get(throughput_unit, 1.0))
+        size = _size(table, count * itemsize, time, tput, figure)
+    # The element type is not printed: its width is all that is known.
+    return Row(number, size, None, f"{8 * itemsize}-bit", "", None, [figure])
+
+
+def _size(table: Table, described: int, time: Printed, tput: Printed, figure: Figure) -> int:
+    """S in bytes. all_gather describes one rank's part or the whole, by version; all_reduce's
+    throughput counts S twice, or once: whichever the printed throughput agrees with.
+    """
+    ranks = table.ranks or 1
+    whole = [described * ranks, described] if table.collective == "all_gather" else [described]
+    twice = [2, 1] if table.collective == "all_reduce" else [1]
+    for size in whole:
+        for times in twice:
+            low, high = times * size / time.high, times * size / max(time.low, 1e-300)
+            if low <= tput.high * (1 + 1e-6) and high >= tput.low * (1 - 1e-6):
+                return size
+    figure.fail(
+        f"{described} bytes in {time.value:.6g} s are not the throughput of {tput.value / 1e9:.6g} GB/s it gives"
+    )
+    return whole[0]

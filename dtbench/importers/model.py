@@ -1,0 +1,176 @@
+"""What is found in a log: tables of rows, each row with one figure per placement of its buffers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# Names of this project, which are torch's; the tools have their own for some.
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "sendrecv",
+)
+
+_NUMBER = re.compile(r"([+-]?)(\d{1,30})(?:\.(\d{0,30}))?(?:[eE]([+-]?\d{1,2}))?")
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A number as text gives it: rounded, so that the true one lies anywhere in [low, high]."""
+
+    value: float
+    half: float  # half a unit of the last digit
+
+    @property
+    def low(self) -> float:
+        return self.value - self.half
+
+    @property
+    def high(self) -> float:
+        return self.value + self.half
+
+    def scaled(self, factor: float) -> Printed:
+        """The same number in another unit."""
+        return Printed(self.value * factor, self.half * factor)
+
+    @property
+    def coarseness(self) -> float:
+        """Half a unit of the last digit, as a share of the number; infinite for 0."""
+        return self.half / self.value if self.value > 0 else float("inf")
+
+
+def printed(text: str) -> Printed | None:
+    """A decimal number with its rounding; None for anything else (nan, inf, N/A, 1_000, 0x10)."""
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        return None
+    exponent = int(match[4] or 0) - len(match[3] or "")
+    return Printed(float(text), 0.5 * 10.0**exponent)
+
+
+@dataclass
+class Figure:
+    """One measurement of a row. `fault`: why it is no measurement; its numbers then say nothing.
+
+    time: seconds per call. algbw, busbw: bytes per second, as printed. wrong: wrong elements (or, in
+    old logs, the largest deviation), None where data were not checked. time_is_derived: it is S over
+    the bandwidth, as the log gives no time or a coarser one. samples_s: single iterations, where the log has them.
+    """
+
+    in_place: bool
+    time: Printed | None
+    algbw: Printed | None = None
+    busbw: Printed | None = None
+    wrong: float | None = None
+    fault: str = ""
+    fault_is_wrong_data: bool = False
+    note: str = ""
+    time_is_derived: bool = False
+    time_is_separate: bool = False  # of another measurement than the bandwidths
+    samples_s: tuple[float, ...] = ()
+    rank_samples_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def fail(self, reason: str, *, wrong_data: bool = False) -> None:
+        """Keeps the first reason; wrong data outdo what is merely inconsistent."""
+        if not self.fault or (wrong_data and not self.fault_is_wrong_data):
+            self.fault, self.fault_is_wrong_data = reason, wrong_data
+
+
+@dataclass
+class Row:
+    """One line of a table. size_bytes: S as nccl-tests counts it. count: elements as printed."""
+
+    line: int
+    size_bytes: int
+    count: int | None
+    dtype: str
+    redop: str
+    root: int | None
+    figures: list[Figure]
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a log says of one rank."""
+
+    rank: int
+    group: int
+    host: str
+    index: int
+    name: str
+    pid: int
+
+
+@dataclass
+class Table:
+    """One table of a log, in the words of the log until `checks.settle` has been over it.
+
+    collective, ranks: what the log states; None where it does not. ranks_from: where `ranks` is from.
+    refusal: why no row of it can be used. error_column: the wrong column holds the largest deviation
+    (nccl-tests before 2.13), not a count. mode: see `dtbench_suites.collectives`.
+    """
+
+    tool: str
+    line: int
+    rows: list[Row] = field(default_factory=list)
+    collective: str | None = None
+    ranks: int | None = None
+    ranks_from: str = ""
+    groups: int = 1
+    devices: list[Device] = field(default_factory=list)
+    refusal: str = ""
+    error_column: bool = False
+    bandwidths_checked: bool = True  # the tool prints bandwidths that have to agree with the time
+    redop_column: bool = False
+    mode: str = "back_to_back"
+    device_type: str = "cuda"
+    versions: dict[str, str] = field(default_factory=dict)
+    iterations: int | None = None
+    average_busbw: Printed | None = None
+    average_line: int = 0
+    failed_values: int | None = None  # of the footer "Out of bounds values"
+    footer_line: int = 0
+    elided: bool = False
+    ended: bool = False
+    loose: bool = False  # rows without a header
+    started: str = ""
+    sizes_are_parts: bool = False  # sizes are one rank's part of S, until the ranks are settled
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something a reader of the log must know. line: counted from 1; 0 where none is meant."""
+
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.text}" if self.line else self.text
+
+
+@dataclass
+class Log:
+    """A file, read. name: without its folders; sha256: of its bytes."""
+
+    name: str
+    sha256: str
+    format: str = ""
+    tables: list[Table] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    failures: list[Problem] = field(default_factory=list)  # where the benchmark itself said it failed
+
+    def say(self, line: int, text: str) -> None:
+        """Notes a problem."""
+        self.problems.append(Problem(line, text))
+
+    @property
+    def rows(self) -> int:
+        return sum(len(table.rows) for table in self.tables)

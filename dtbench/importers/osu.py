@@ -1,0 +1,107 @@
+"""The tables of the OSU Micro-Benchmarks' collectives (osu_allreduce, osu_allgather, ...).
+
+They give a time per size and neither a bandwidth nor the number of ranks: nothing in them can be
+checked against anything, and the ranks come from the command line, where the log has it.
+"""
+
+from __future__ import annotations
+
+import re
+
+from dtbench.importers.model import Figure, Log, Row, Table, printed
+from dtbench.importers.text import lines_of
+
+_TITLE = re.compile(r"\bOSU MPI(-CUDA|-ROCM|-OPENACC)? (.+?) Latency Test(?: v(\S+))?\s*$")
+_HEADER = re.compile(r"#\s*Size\s+(Avg )?Latency\s*\((\w+)\)(.*)$")
+_LAUNCH = re.compile(r"\b(?:mpirun\w*|mpiexec\w*|srun)\b.*?\s(?:-np|-n|--np|--ntasks)[ =](\d{1,7})\b.*\bosu_")
+_DATATYPE = re.compile(r"#\s*Datatype:\s*(\w+)")
+_ROW = re.compile(r"(?:(?<=[\s:>])|^)(\d{1,18})((?:\s+\S+)+)\s*$")
+# Name in the title -> ours, and whether the size printed is one rank's part of S.
+_TESTS = {
+    "allreduce": ("all_reduce", False),
+    "allgather": ("all_gather", True),
+    "reduce_scatter": ("reduce_scatter", False),
+    "all-to-all personalized exchange": ("all_to_all", True),
+    "alltoall": ("all_to_all", True),
+    "all-to-all": ("all_to_all", True),
+    "broadcast": ("broadcast", False),
+    "bcast": ("broadcast", False),
+    "reduce": ("reduce", False),
+    "gather": ("gather", True),
+    "scatter": ("scatter", True),
+}
+_DATATYPES = {"MPI_FLOAT": "float32", "MPI_INT": "int32", "MPI_CHAR": "int8", "MPI_DOUBLE": "float64"}
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def applies(text: str) -> bool:
+    """Whether the text may hold such a table."""
+    return "OSU MPI" in text and " Latency Test" in text
+
+
+def read(text: str, log: Log) -> None:
+    """Adds the tables of a text to its log; sizes of parts become S once the ranks are known."""
+    table: Table | None = None
+    unit = 0.0
+    columns: list[str] = []
+    dtype, ranks = "unknown", None
+    for number, line in enumerate(lines_of(text), start=1):
+        launch = _LAUNCH.search(line)
+        if launch:
+            ranks = int(launch[1])
+        title = _TITLE.search(line)
+        if title:
+            table, dtype, unit = _table(title, number), "unknown", 0.0
+            if ranks is not None:
+                table.ranks, table.ranks_from, ranks = ranks, "the command line", None
+            log.tables.append(table)
+        elif table is None:
+            continue
+        elif found := _DATATYPE.search(line):
+            dtype = _DATATYPES.get(found[1], found[1][:20])
+        elif header := _HEADER.search(line):
+            unit = _TIMES.get(header[2], 0.0)
+            columns = ["avg", *_columns(header[3])]
+            if not unit:
+                table.refusal = f"line {number} has times in {header[2]}: expected {', '.join(_TIMES)}"
+        elif unit and (row := _ROW.search(line)):
+            _add(table, row, number, dtype, unit, columns)
+
+
+def _table(title: re.Match[str], number: int) -> Table:
+    table = Table("osu", number, ended=True, bandwidths_checked=False, mode="isolated")
+    table.device_type = "cuda" if title[1] else "cpu"
+    if title[3]:
+        table.versions["osu"] = title[3]
+    name, part = _TESTS.get(title[2].lower(), (None, False))
+    table.collective, table.sizes_are_parts = name, part
+    if name is None:
+        table.refusal = f"OSU's {title[2][:40]!r} is no collective that is known here"
+    return table
+
+
+def _columns(rest: str) -> list[str]:
+    """The columns behind the average, by their headings, which hold blanks."""
+    return [
+        word.lower()
+        for word in re.findall(r"Min|Max|Iterations|P\d\d|Validation|Overall|Compute|\S+(?= )?", rest)
+        if word not in ("Latency(us)", "Tail", "Lat(us)")
+    ]
+
+
+def _add(
+    table: Table, match: re.Match[str], number: int, dtype: str, unit: float, columns: list[str]
+) -> None:
+    words = match[2].split()
+    values = dict(zip(columns, words, strict=False))
+    time = printed(values.get("avg", ""))
+    if len(words) != len(columns) and (time is None or len(words) > len(columns)):
+        return  # another line that begins with a number
+    figure = Figure(table.collective in ("all_reduce", "broadcast"), time and time.scaled(unit))
+    if time is None:
+        figure.fail(f"its time is {words[0][:20]}")
+    elif len(words) < len(columns):
+        figure.fail(f"it has {len(words)} of the {len(columns)} values that its header names")
+    if values.get("validation", "pass").lower() != "pass":
+        figure.fail("its validation failed", wrong_data=True)
+    table.rows.append(Row(number, int(match[1]), None, dtype, "", None, [figure]))

@@ -1,0 +1,85 @@
+"""Which reader a file needs, by what is in it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dtbench.errors import UnreadableRunError, UsageError
+from dtbench.importers import deepspeed, ml_engineering, nccl_json, nccl_text, osu
+from dtbench.importers.model import Log
+
+# Logs with NCCL_DEBUG=INFO of a thousand ranks have some 100 MB.
+MAX_FILE_BYTES = 512 * 2**20
+
+Applies = Callable[[str], bool]
+Read = Callable[[str, Log], None]
+
+# JSON is tried first and alone; of the texts a log may hold several.
+TEXTS: dict[str, tuple[Applies, Read]] = {
+    "nccl-tests text": (nccl_text.applies, nccl_text.read),
+    "DeepSpeed": (deepspeed.applies, deepspeed.read),
+    "OSU": (osu.applies, osu.read),
+    "ml-engineering": (ml_engineering.applies, ml_engineering.read),
+}
+EXPECTED = "the output of nccl-tests or rccl-tests (text, or JSON of -J), DeepSpeed, OSU or ml-engineering"
+
+
+def read_logs(paths: Sequence[str | Path]) -> list[Log]:
+    """Each file's tables, as they stand there.
+
+    Raises:
+        UnreadableRunError: a file that cannot be read or holds no such output.
+        UsageError: one file twice: its figures would count as two launches.
+    """
+    logs: list[Log] = []
+    for path in map(Path, paths):
+        log = _read(path)
+        for other in logs:
+            if other.sha256 == log.sha256:
+                raise UsageError(f"{path} and {other.name} are the same log: give it once")
+        logs.append(log)
+    return logs
+
+
+def parse(data: bytes, name: str) -> Log:
+    """The log that the bytes of a file are.
+
+    Raises:
+        UnreadableRunError: no output of a tool that is known.
+    """
+    text = data.decode("utf-8-sig", "replace")
+    log = Log(name, hashlib.sha256(data).hexdigest())
+    if nccl_json.applies(text):
+        log.format = "nccl-tests JSON"
+        nccl_json.read(text, log)
+        return log
+    found = [title for title, (applies, _) in TEXTS.items() if applies(text)]
+    for title in found:
+        TEXTS[title][1](text, log)
+    if not found:
+        raise UnreadableRunError(f"{name} holds no table of a benchmark that is known: expected {EXPECTED}")
+    log.format = " and ".join(found)
+    return log
+
+
+def _read(path: Path) -> Log:
+    try:
+        if path.is_dir():
+            raise UnreadableRunError(f"{path} is a folder: give the files in it")
+        if path.exists() and not path.is_file():
+            raise UnreadableRunError(f"{path} is not a regular file: expected {EXPECTED}")
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_FILE_BYTES:
+                raise UnreadableRunError(f"{path} has {size} bytes: a log has at most {MAX_FILE_BYTES}")
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise UnreadableRunError(
+            f"cannot read {path}: {error.strerror or error}; expected {EXPECTED}"
+        ) from error
+    except ValueError as error:  # a null byte in the name
+        raise UnreadableRunError(f"{str(path)!r} is not the path of a file: {error}") from error
+    return parse(data, path.name)

@@ -1,0 +1,69 @@
+"""Lines of a log without what launchers, terminals and other processes put into them."""
+
+from __future__ import annotations
+
+import re
+
+# A line of a table has some 200 characters; what is longer is another thing, and slow to search.
+MAX_LINE = 8192
+_ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-_])")
+# What NCCL logs, wherever in a line it begins: "host:pid:tid [device] NCCL INFO ...".
+_NCCL = re.compile(r":\d+:\d+ \[\d+\] (?:\d+\.\d+ \S+ )?NCCL [A-Z]+")
+_LAST_WORD = re.compile(r"\S+$")
+_VALUE = re.compile(r"N/A|[+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|[+-]?nan|[+-]?inf", re.IGNORECASE)
+# A number with text glued to it; where that text begins with a digit, nothing tells them apart.
+_LEADING_VALUE = re.compile(r"(N/A|[+-]?\d+(?:\.\d+)?(?:e[+-]\d+)?)(?=[A-Za-z\[(<_])")
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines without terminal escapes; of a line that was overwritten (\\r), what remained visible."""
+    lines = []
+    for line in text.split("\n"):
+        line = line[:MAX_LINE].rstrip("\r ")
+        if "\x1b" in line:
+            line = _ESCAPES.sub("", line)
+        if "\r" in line:
+            line = line.rsplit("\r", 1)[1]
+        lines.append(line.replace("\t", " ").replace("\x00", ""))
+    return lines
+
+
+def hosts_in(lines: list[str]) -> set[str]:
+    """Names before NCCL's messages, from lines that hold nothing to the left of them but a launcher's tag."""
+    hosts = set()
+    for line in lines:
+        match = _NCCL.search(line)
+        word = _LAST_WORD.search(line[: match.start()]) if match else None
+        if word is not None and line[: word.start()].rstrip()[-1:] in ("", ":"):
+            hosts.add(word[0].rsplit(":", 1)[-1])
+    return hosts - {""}
+
+
+def without_nccl(line: str, hosts: set[str]) -> str:
+    """What stands before a message of NCCL that was printed into the line.
+
+    The name of its host touches the value before it: known hosts are taken off, and a name that
+    begins with a letter is told from a number in any case.
+    """
+    match = _NCCL.search(line)
+    if match is None:
+        return line
+    before = line[: match.start()]
+    word = _LAST_WORD.search(before)
+    if word is None:
+        return before
+    if word[0] in hosts:
+        return before[: word.start()]
+    for host in sorted(hosts, key=len, reverse=True):
+        if word[0].endswith(host):
+            return before[: len(before) - len(host)]
+    value = _LEADING_VALUE.match(word[0])
+    return before[: word.start()] + (value[1] if value else "")
+
+
+def value_of(word: str) -> tuple[str, bool]:
+    """The number or N/A that a word is or begins with, and whether it is the whole word; "" for none."""
+    if _VALUE.fullmatch(word):
+        return word, True
+    value = _LEADING_VALUE.match(word)
+    return (value[1], False) if value else ("", False)
