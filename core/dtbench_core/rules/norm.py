@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from dtbench_core.placement import REPLICATE, Partial, Placement, Shard
 from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, along, aten, linear_rows, pending, rule
 from dtbench_core.rules.labels import (
@@ -57,9 +59,23 @@ def cross(call: OpCall) -> Strategy:
 @rule(aten.native_layer_norm.default, aten._fused_rms_norm.default)
 def native_layer_norm(call: OpCall) -> Strategy:
     """(input, weight?, bias?) -> (output, mean?, rstd); weight and bias are whole."""
+    _restate_statistics(call)
     batch = call.inputs[0].ndim - len(call["normalized_shape"])
     parameters = (REPLICATE,) * (len(call.inputs) - 1)
     return Strategy([Row((Shard(d), *parameters), (Shard(d),) * len(call.outputs)) for d in range(batch)])
+
+
+def _restate_statistics(call: OpCall) -> None:
+    """Corrects the dtype of mean and rstd, which torch's meta kernels take from other devices than a CPU: there
+    it is the input's, or float32 where half-precision inputs have float32 weights."""
+    given = call.inputs[0]
+    fused = call.op is aten._fused_rms_norm.default
+    if given.info.device_type != "cpu" or given.dtype not in (torch.float16, torch.bfloat16) or fused:
+        return
+    mixed = any(spec.dtype is torch.float32 for spec in call.inputs[1:])
+    dtype = torch.float32 if mixed else given.dtype
+    output, *statistics = call.outputs
+    call.outputs = (output, *(meta and meta._replace(dtype=dtype) for meta in statistics))
 
 
 @rule(aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default)
@@ -95,6 +111,7 @@ def _by_first_rank(placed: Placed) -> Callable[..., Any] | None:
 @rule(aten.native_group_norm.default)
 def native_group_norm(call: OpCall) -> Strategy:
     """(input [n, c, ...], weight? [c], bias? [c]) -> (output, mean [n, group], rstd [n, group])."""
+    _restate_statistics(call)
     if not _groups_are_plain(call):
         return Strategy([])
     data = "nc" + "." * (call.inputs[0].ndim - 2)
@@ -106,6 +123,8 @@ def native_group_norm(call: OpCall) -> Strategy:
 @rule(aten.native_group_norm_backward.default)
 def native_group_norm_backward(call: OpCall) -> Strategy:
     """(grad, input, mean, rstd, weight?) -> (grad_input, grad_weight [c], grad_bias [c])."""
+    if call.outputs[0] is not None:  # the meta kernel takes the dtype of the statistics
+        call.outputs = (call.outputs[0]._replace(dtype=call.inputs[1].dtype), *call.outputs[1:])
     if not _groups_are_plain(call):
         return Strategy([])
     data = "nc" + "." * (call.inputs[0].ndim - 2)
