@@ -517,7 +517,8 @@ def tensor_parallel(cases: Sequence[Case]) -> Section:
         section.missing = "dtbench run tensor_parallel"
         return section
     section.lead = (
-        "An MLP and an attention block, their first linear layers split by columns and the last by rows. "
+        "One op, the blocks of a transformer and the loss behind it, cut over the ranks: the first linear layers by "
+        "columns, the last by rows. "
         "“Local” is the plain model on one rank with all of the work, no communication."
     )
     ratio = geometric_mean(c.ratio("core", "torch") for c in cases)

@@ -1,18 +1,26 @@
-"""Tensor parallelism on an MLP and an attention block: Colwise, then Rowwise, one all-reduce.
+"""Tensor parallelism: a layer, the blocks of a transformer and the loss behind it, each cut over the ranks.
 
     core    dtbench_core.parallel        the model cut over the ranks of one mesh dim
     torch   torch.distributed.tensor.parallel
     local   the whole model on every rank, without communication
 
-Outputs and gradients are compared with the whole model's.
+    addmm       bias + x @ weight, the weight by columns: one op on DTensors, and nothing is sent
+    mlp         Colwise, then Rowwise: one all-reduce forward, one backward
+    attention   the heads shared out
+    block       norm, attention, norm, MLP: between them the activations are cut along the sequence
+    loss        norm, the head over the vocabulary and its cross entropy, the logits sharded by class
+
+addmm and mlp are what torch's first tensor-parallel API was measured by. Outputs and gradients are compared
+with the whole model's.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +28,7 @@ from torch import Tensor, nn
 
 from dtbench.model import Case, Param, Plan, Workload
 from dtbench.registry import World, suite
-from dtbench_suites.data import mismatch, shared_dims, torch_dtype
+from dtbench_suites.data import dtensor_api, mismatch, shared_dims, torch_dtype
 
 PARALLEL_MODULES = {"core": "dtbench_core.parallel", "torch": "torch.distributed.tensor.parallel"}
 
@@ -31,34 +39,76 @@ SHAPES = {"cpu": (2, 64, 256, 8), "cuda": (1, 2048, 4096, 32)}
 ROUNDINGS = 64
 
 
-class MLP(nn.Module):
-    """d -> 4d -> d with a GELU between (Vaswani et al., arXiv 1706.03762, section 3.3, with ReLU)."""
+# Classes per unit of width: Llama-2-7B has 32000 for 4096.
+CLASSES_PER_WIDTH = 8
 
-    styles: ClassVar = {"up": "ColwiseParallel", "down": "RowwiseParallel"}
+
+class Model(nn.Module):
+    """A model that can be cut. `plan` names the styles, made by the library whose modules it is given."""
+
+    def plan(self, api: Any, tensors: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def place(self, x: Tensor, tensors: Any, mesh: Any) -> Tensor:
+        """The input as the cut model takes it: whole and plain."""
+        return x
+
+
+class AddMM(Model):
+    """The op that a Linear of 2-D inputs runs."""
+
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(d_model, 4 * d_model) / d_model**0.5)
+        self.bias = nn.Parameter(torch.randn(4 * d_model))
+
+    def plan(self, api: Any, tensors: Any) -> dict[str, Any]:
+        class ByColumns(api.ParallelStyle):  # type: ignore[misc]
+            def _apply(self, module: nn.Module, mesh: Any) -> nn.Module:
+                for name, dim in (("weight", 1), ("bias", 0)):
+                    whole = getattr(module, name).detach()
+                    cut = tensors.distribute_tensor(whole, mesh, [tensors.Shard(dim)])
+                    module.register_parameter(name, nn.Parameter(cut))
+                return module
+
+        return {"": ByColumns()}
+
+    def place(self, x: Tensor, tensors: Any, mesh: Any) -> Tensor:
+        placed: Tensor = tensors.DTensor.from_local(x.flatten(0, 1), mesh, [tensors.Replicate()])
+        return placed
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch * seq, d) -> (batch * seq, 4 d)
+        return torch.addmm(self.bias, x if x.ndim == 2 else x.flatten(0, 1), self.weight)
+
+
+class MLP(Model):
+    """d -> 4d -> d with a GELU between (Vaswani et al., arXiv 1706.03762, section 3.3, with ReLU)."""
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(d_model, 4 * d_model), nn.Linear(4 * d_model, d_model)
+
+    def plan(self, api: Any, tensors: Any) -> dict[str, Any]:
+        return {"up": api.ColwiseParallel(), "down": api.RowwiseParallel()}
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, d) -> (batch, seq, d)
         y: Tensor = self.down(F.gelu(self.up(x)))
         return y
 
 
-class Attention(nn.Module):
+class Attention(Model):
     """Causal self-attention; a rank that holds 1/n of wq, wk, wv works on heads / n heads."""
-
-    styles: ClassVar = {
-        "wq": "ColwiseParallel",
-        "wk": "ColwiseParallel",
-        "wv": "ColwiseParallel",
-        "wo": "RowwiseParallel",
-    }
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
         self.d_head = d_model // heads
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(d_model, d_model) for _ in range(4))
+        # Without a bias for the keys: it shifts all scores of a query alike, so that its gradient is mere rounding.
+        self.wq, self.wk, self.wv, self.wo = (
+            nn.Linear(d_model, d_model, bias=name != "wk") for name in ("wq", "wk", "wv", "wo")
+        )
+
+    def plan(self, api: Any, tensors: Any) -> dict[str, Any]:
+        return {**{name: api.ColwiseParallel() for name in ("wq", "wk", "wv")}, "wo": api.RowwiseParallel()}
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, d) -> (batch, seq, d)
         # (batch, seq, d / n) -> (batch, heads / n, seq, d_head)
@@ -68,17 +118,93 @@ class Attention(nn.Module):
         return out
 
 
-MODELS: dict[str, type[MLP] | type[Attention]] = {"mlp": MLP, "attention": Attention}
+class Block(Model):
+    """A transformer block with a norm before each half (Korthikanti et al., arXiv 2205.05198, figure 5)."""
+
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(d_model), Attention(d_model, heads)
+        self.norm2, self.mlp = nn.LayerNorm(d_model), MLP(d_model, heads)
+
+    def plan(self, api: Any, tensors: Any) -> dict[str, Any]:
+        whole, cut = tensors.Replicate(), tensors.Shard(1)
+        along: dict[str, Any] = {"output_layouts": cut, "use_local_output": False}
+        gathered = partial(api.PrepareModuleInput, input_layouts=cut, desired_input_layouts=whole)
+        return {
+            "": api.PrepareModuleInputOutput(
+                input_layouts=whole,
+                desired_input_layouts=cut,
+                output_layouts=cut,
+                desired_output_layouts=whole,
+            ),
+            "norm1": api.SequenceParallel(),
+            "norm2": api.SequenceParallel(),
+            "attention": gathered(),
+            **{f"attention.w{name}": api.ColwiseParallel() for name in "qkv"},
+            "attention.wo": api.RowwiseParallel(**along),
+            "mlp": gathered(),
+            "mlp.up": api.ColwiseParallel(),
+            "mlp.down": api.RowwiseParallel(**along),
+        }
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, seq, d) -> (batch, seq, d)
+        x = x + self.attention(self.norm1(x))
+        y: Tensor = x + self.mlp(self.norm2(x))
+        return y
 
 
-def parallelize(impl: str, model: MLP | Attention, mesh: Any) -> nn.Module:
+class Loss(Model):
+    """The last norm, d -> 8 d classes, and the cross entropy of every position."""
+
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(d_model)
+        self.head = nn.Linear(d_model, CLASSES_PER_WIDTH * d_model, bias=False)
+
+    def plan(self, api: Any, tensors: Any) -> dict[str, Any]:
+        return {"head": api.ColwiseParallel(use_local_output=False)}
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, seq, d) -> ()
+        logits = self.head(self.norm(x)).flatten(0, 1)  # (batch * seq, classes)
+        target = torch.arange(logits.shape[0], device=x.device) * 7 % logits.shape[1]
+        loss: Any = F.cross_entropy(logits, target)
+        whole: Tensor = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+        return whole
+
+
+MODELS: dict[str, type[Model]] = {
+    "addmm": AddMM,
+    "mlp": MLP,
+    "attention": Attention,
+    "block": Block,
+    "loss": Loss,
+}
+FORWARD, BOTH = "forward", "forward+backward"
+PASSES = {
+    "addmm": (FORWARD,),
+    "mlp": (FORWARD, BOTH),
+    "attention": (FORWARD, BOTH),
+    "block": (BOTH,),
+    "loss": (BOTH,),
+}
+QUICK = ("addmm", "mlp", "block", "loss")
+
+
+def parallelize(impl: str, model: Model, mesh: Any) -> nn.Module:
     """The model cut over `mesh` by the library of `impl`; itself for "local"."""
     if impl == "local":
         return model
     api = importlib.import_module(PARALLEL_MODULES[impl])
-    styles = {name: getattr(api, style)() for name, style in model.styles.items()}
-    cut: nn.Module = api.parallelize_module(model, mesh, styles)
+    cut: nn.Module = api.parallelize_module(model, mesh, model.plan(api, dtensor_api(impl)))
     return cut
+
+
+def loss_context(impl: str) -> AbstractContextManager[Any]:
+    """Where cross entropy keeps the logits where they are."""
+    if impl == "local":
+        return nullcontext()
+    made: AbstractContextManager[Any] = importlib.import_module(PARALLEL_MODULES[impl]).loss_parallel()
+    return made
 
 
 def forward(model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -118,45 +244,53 @@ def build_impl(
     impl: str,
     world: World,
 ) -> Workload:
-    backward = passes == "forward+backward"
+    backward = passes == BOTH
     batch, seq, d_model, heads = shape
     with torch.random.fork_rng(devices=[]), world.device:
         torch.manual_seed(0)  # the same model and data on all ranks
         model, whole = (MODELS[block](d_model, heads).to(dtype) for _ in range(2))
-        x, cotangent = (torch.randn(batch, seq, d_model).to(dtype) for _ in range(2))
-    whole.load_state_dict(model.state_dict())
+        x = torch.randn(batch, seq, d_model).to(dtype)
+        whole.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            cotangent = torch.randn(whole(x).shape).to(dtype)
     x.requires_grad_(backward)
     names = [
         "the output",
         "the gradient of x",
         *(f"the gradient of {name}" for name, _ in whole.named_parameters()),
     ]
-    step: Callable[[nn.Module], list[Tensor]] = partial(forward, x=x)
+    step: Callable[[nn.Module, Tensor], list[Tensor]] = forward
     if backward:
-        step = partial(forward_backward, x=x, cotangent=cotangent)
-    cut = parallelize(impl, model, world.mesh[mesh_dim])
+        step = partial(forward_backward, cotangent=cotangent)
+    mesh = world.mesh[mesh_dim]
+    given = x if impl == "local" else model.place(x, dtensor_api(impl), mesh)
+    cut = parallelize(impl, model, mesh)
+
+    def run() -> list[Tensor]:
+        with loss_context(impl) if block == "loss" else nullcontext():
+            return step(cut, given)
 
     def check() -> str | None:
-        return compare(names if backward else names[:1], step(cut), step(whole))
+        return compare(names if backward else names[:1], run(), step(whole, x))
 
-    return Workload(run=partial(step, cut), check=check)
+    return Workload(run=run, check=check)
 
 
 def shape_for(plan: Plan, n: int) -> tuple[int, int, int, int]:
-    """(batch, seq, d_model, heads) with heads that n ranks can share evenly, d_model as it comes."""
+    """(batch, seq, d_model, heads) with heads and positions that n ranks can share evenly, d_model as it comes."""
     batch, seq, d_model, heads = SHAPES[plan.device_type]
     d_head, shared = d_model // heads, -(-heads // n) * n
-    return batch, seq, d_head * shared, shared
+    return batch, -(-seq // n) * n, d_head * shared, shared
 
 
-@suite("tensor_parallel", world="ranks", help="an MLP and an attention block, cut over one mesh dim")
+@suite("tensor_parallel", world="ranks", help="the parts of a transformer, cut over one mesh dim")
 def tensor_parallel(plan: Plan) -> Iterator[Case]:
     for mesh_dim, n in shared_dims(plan):
         shape = shape_for(plan, n)
         sizes = dict(zip(("batch", "seq", "d_model", "heads"), shape, strict=True))
         for dtype in plan.dtypes:
-            for block in MODELS:
-                for passes in "forward", "forward+backward":
+            for block in QUICK if plan.quick else MODELS:
+                for passes in PASSES[block]:
                     where: dict[str, Param] = {
                         "mesh_dim": mesh_dim,
                         "ranks": n,

@@ -165,10 +165,10 @@ def test_powers_of_two_keep_their_size():
     assert math.prod(redistribute.shape_of(2**20, 4, 4)) * 4 == 2**20
 
 
-def test_heads_divide_by_the_ranks():
+def test_heads_and_positions_divide_by_the_ranks():
     for n in (2, 3, 5, 8):
-        _, _, d_model, heads = tensor_parallel.shape_for(Plan((("tp", n),), SIZES), n)
-        assert heads % n == 0
+        _, seq, d_model, heads = tensor_parallel.shape_for(Plan((("tp", n),), SIZES), n)
+        assert heads % n == 0 and seq % n == 0
         assert d_model % heads == 0
 
 

@@ -140,7 +140,7 @@ def test_a_wrong_result_becomes_wrong_whatever_the_suite(tmp_path: Path):
         "collectives": 6 * 2,  # isolated and back to back
         "redistribute": 9 * 2,  # core and torch
         "bucketer": 2 * 4,
-        "tensor_parallel": 2 * 2 * 3,
+        "tensor_parallel": 5 * 3,
         "embedding": 3 * 2 * 3,
         "overlap": 4,
     }
