@@ -187,7 +187,12 @@ def _inputs_of_every_kind() -> None:
         other = distribute_tensor(whole, mesh["tp"], [Shard(0)])
         bucketer.reduce_scatter_async(other, dp, partial(got.__setitem__, "part"))
         bucketer.reduce_scatter_async([other, other], dp, partial(got.__setitem__, "list"))
+        part = other.to_local()
+        bucketer.reduce_scatter_async([part, part], dp, partial(got.__setitem__, "plain list"))
+        bucketer.reduce_scatter_async(part.flatten(), dp, partial(got.__setitem__, "plain"))
         bucketer.flush()
+        same(got["plain list"], 2 * part)
+        same(got["plain"], got["part"].flatten())
         for placements, _ in placed:
             result = got[str(placements)]
             assert isinstance(result, DTensor) and not result._spec.has_partial()
@@ -245,7 +250,6 @@ def test_gradients_come_by_hooks(ranks: Worlds) -> None:
 
 def _disagreements() -> None:
     me, group = dist.get_rank(), dist.group.WORLD
-    bucketer = ReduceScatterBucketer(2 * 10 * 4 / MIB, check_ranks="always")  # 10 elements per shard
     cases: list[tuple[list[list[int]], list[list[int]], str]] = [
         (
             [[4], [6]],
@@ -258,21 +262,22 @@ def _disagreements() -> None:
         ([[8], [8]], [[8]], "rank 0: a full bucket, 1 inputs.*; rank 1: flush, 1 inputs"),
     ]
     for shapes in cases:
+        bucketer = ReduceScatterBucketer(2 * 10 * 4 / MIB)  # 10 elements per shard
         with pytest.raises(BucketError, match=shapes[2]):
             for shape in shapes[me]:
                 bucketer.reduce_scatter_async([torch.ones(shape)] * 2, group)
             bucketer.flush()
-        for bucket in bucketer.buckets.values():  # rank 0 of the last case has one more waiting
-            bucket.check_ranks, bucket._checking = "never", False
-            if bucket.pending:
-                assert me == 0
-                bucket.__init__(group, bucket.dtype, bucket.device, bucket.layout, bucket.counters)  # type: ignore[misc]
-                bucket.layout.offset = 0
-            bucket.check_ranks, bucket._checking = "always", True
-    got: list[Tensor] = []
-    bucketer.reduce_scatter_async([torch.ones(4)] * 2, group, got.append)
-    bucketer.flush()
-    same(got[0], torch.full((4,), 2.0))
+    bucketer = ReduceScatterBucketer(check_ranks="always")
+    for shape, agree in ([4 + me], False), ([4], True):  # one that was in error can be used on
+        got: list[Tensor] = []
+        bucketer.reduce_scatter_async([torch.ones(shape)] * 2, group, got.append)
+        if agree:
+            bucketer.flush()
+            same(got[0], torch.full((4,), 2.0))
+        else:
+            with pytest.raises(BucketError, match="disagree"):
+                bucketer.flush()
+    bucketer.teardown()
 
     first = ReduceScatterBucketer(2 * 10 * 4 / MIB)
     for expected in (2, 0):
