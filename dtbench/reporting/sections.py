@@ -556,11 +556,11 @@ def tensor_parallel(cases: Sequence[Case]) -> Section:
 
 
 def other_suites(suites: Mapping[str, Sequence[Case]]) -> Section | None:
-    """Suites of the user's own: a table, since what they mean is not known here."""
+    """Suites that have no section of their own, such as a user's: a table, since what they mean is not known here."""
     if not suites:
         return None
     section = Section("others", "Other suites")
-    section.lead = "Suites that are not dtbench’s own, as a table of what was measured."
+    section.lead = "Suites without a section of their own, as a table of what was measured."
     for suite, cases in suites.items():
         entries = [(c, m) for c in cases for m in c.impls.values()]
         section.tables.append(

@@ -1,6 +1,6 @@
 """Gradients reduced in buckets: many small reduce-scatters as a few large ones.
 
-    torchrun --nproc-per-node 2 -m dtbench_suites.examples.bucketed_gradients
+    torchrun --nproc-per-node 4 -m dtbench_suites.examples.bucketed_gradients
 
 Each rank hands over its gradients as they come, and is called back with its shard of each sum. Checks itself.
 """
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dtbench_core import ReduceScatterBucketer
 from dtbench_suites.examples.launched import check, launched, say
 
-RANKS = 2
+RANKS = 4
 SIZES = (100, 30, 200_000, 7, 64)  # elements of each shard; the third is larger than a bucket
 BUCKET_MIB = 0.25
 

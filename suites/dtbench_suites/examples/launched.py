@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 @contextmanager
 def launched(program: str, ranks: int) -> Iterator[torch.device]:
-    """The process group of torchrun's processes; gives this rank's device, a GPU where every rank has one.
+    """The process group of torchrun's processes, made unless it is there; gives this rank's device, a GPU where
+    every rank has one.
 
     Raises:
         SystemExit: not started by torchrun, or with another number of ranks.
@@ -26,6 +27,9 @@ def launched(program: str, ranks: int) -> Iterator[torch.device]:
         )
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if dist.is_initialized():
+        yield device
+        return
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)

@@ -1,6 +1,6 @@
 """A collective that is waited for where its result is used: in eager mode, and in a graph traced with make_fx.
 
-    torchrun --nproc-per-node 2 -m dtbench_suites.examples.wait_on_use
+    torchrun --nproc-per-node 4 -m dtbench_suites.examples.wait_on_use
 
 Checks itself, and prints the graph: the result node after the collective, the wait before its reader.
 """
@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dtbench_core import CommTensor
 from dtbench_suites.examples.launched import check, launched, say
 
-RANKS = 2
+RANKS = 4
 
 
 def step(gradient: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

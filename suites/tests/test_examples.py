@@ -1,0 +1,91 @@
+"""The example programs, as torchrun starts them: each checks itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dtbench_suites.examples
+from dtbench_suites.examples import (
+    bucketed_gradients,
+    placements,
+    sharded_tables,
+    tensor_parallel,
+    wait_on_use,
+)
+
+ROOT = Path(__file__).parents[2]
+LAUNCHED = {
+    m.__name__.rpartition(".")[2]: m
+    for m in (sharded_tables, tensor_parallel, bucketed_gradients, wait_on_use)
+}
+# All in one launch, as starting four ranks takes longer than any of them.
+TOGETHER = f"""
+import importlib
+from dtbench_suites.examples.launched import launched
+
+with launched("together", 4):
+    for name in {list(LAUNCHED)}:
+        importlib.import_module("dtbench_suites.examples." + name).main()
+"""
+
+
+def start(*command: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for name in ("RANK", "WORLD_SIZE"):
+        env.pop(name, None)
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=180
+    )
+
+
+def test_every_program_is_known() -> None:
+    files = {f.stem for f in Path(dtbench_suites.examples.__file__).parent.glob("*.py")}
+    assert files == {*LAUNCHED, "placements", "launched", "__init__"}
+
+
+def test_programs_on_four_ranks(tmp_path: Path) -> None:
+    driver = tmp_path / "together.py"
+    driver.write_text(TOGETHER)
+    done = start("-m", "torch.distributed.run", "--nproc-per-node", "4", str(driver))
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout.splitlines()
+    assert [line for line in said if line.endswith(": right")] == [
+        *(f"{name}: right" for name in (*sharded_tables.SHARDINGS, sharded_tables.TABLE_WISE)),
+        *(f"{name}: right" for name in list(LAUNCHED)[1:]),
+    ]
+    drawn = said[said.index("row-wise-uneven") : said.index("row-wise-uneven: right")]
+    assert [line.split()[0] for line in drawn[4:8]] == ["0:1", "1:4", "4:5", "5:8"]
+    assert {line for line in said if "table-wise: table" in line} == {
+        f"table-wise: table {k}" for k in range(4)
+    }
+
+
+def test_the_program_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    placements.main()
+    assert capsys.readouterr().out.endswith("placements: right\n")
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_the_number_of_ranks_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [name])
+    for size, got in ((None, "no"), ("3", "3")):
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        if size is not None:
+            monkeypatch.setenv("WORLD_SIZE", size)
+        with pytest.raises(
+            SystemExit, match=f"{name} got {got} ranks, expected 4: torchrun --nproc-per-node 4"
+        ):
+            LAUNCHED[name].main()
+
+
+def test_a_wrong_result_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 2)
+    with pytest.raises(SystemExit, match="rank 2: wrong: the values"):
+        sharded_tables.check(False, "the values")
+    sharded_tables.check(True, "the values")
