@@ -27,7 +27,8 @@ _ALLOWED_DEVIATION = {"float16": 1e-2, "bfloat16": 1e-2, "float32": 1e-5, "float
 _SLACK = 1 + 1e-6  # of the arithmetic here
 # A derived time or a bandwidth known worse than this says nothing about a machine.
 _MAX_COARSENESS = 0.05
-_MAX_RANKS = 2**24
+_MAX_RANKS = 2**20
+_MAX_BYTES = 2**62
 
 _HINTS = {
     "all_reduce": ("allreduce",),
@@ -52,18 +53,18 @@ def settle(log: Log, *, collective: str | None = None, ranks: int | None = None)
     collective, ranks: what the user says of tables that do not say it themselves.
     """
     for table in log.tables:
-        if table.refusal:
-            continue
-        _settle_devices(table)
-        _settle_ranks(log, table, ranks)
-        _settle_collective(log, table, collective)
+        if not table.refusal:
+            _settle_devices(table)
+            _settle_mixed(table)
+            _settle_ranks(log, table, ranks)
+            _settle_collective(log, table, collective)
         if not table.refusal and table.ranks is None:
-            _settle_ranks_by_ratio(log, table)
+            _settle_ranks_by_ratio(table)
+        if table.ranks is not None and table.ranks > _MAX_RANKS:
+            table.refusal, table.ranks = f"it has {table.ranks} ranks, which cannot be", None
+        _settle_sizes(log, table)
         if table.refusal or table.collective is None or table.ranks is None:
             continue
-        if table.sizes_are_parts:
-            for row in table.rows:
-                row.size_bytes *= table.ranks
         if table.ranks == 1:
             table.refusal = "one rank: nothing is sent, so its bandwidths are of memory or mean nothing"
             continue
@@ -97,6 +98,24 @@ def _settle_devices(table: Table) -> None:
         )
 
 
+def _settle_mixed(table: Table) -> None:
+    """Refuses rows of several processes that each took themselves for the whole world."""
+    rows = [(row.size_bytes, row.dtype, row.redop, row.root) for row in table.rows if row.size_bytes]
+    if table.mixed and len(set(rows)) < len(rows):
+        table.refusal = (
+            "several processes printed into it at once, each as rank 0: nccl-tests was built without MPI, so "
+            "each measured alone while the others disturbed it; build it with MPI=1"
+        )
+
+
+def _settle_sizes(log: Log, table: Table) -> None:
+    for row in table.rows:
+        row.size_bytes *= (table.ranks or 1) if table.sizes_are_parts else 1
+    for row in [row for row in table.rows if row.size_bytes > _MAX_BYTES]:
+        log.say(row.line, f"its size of {row.size_bytes} bytes cannot be: the row was left out")
+        table.rows.remove(row)
+
+
 def _settle_ranks(log: Log, table: Table, given: int | None) -> None:
     if table.refusal:
         return
@@ -125,10 +144,12 @@ def _parts(row: Row) -> int | None:
     return whole if not rest else None
 
 
-def _settle_ranks_by_ratio(log: Log, table: Table) -> None:
+def _settle_ranks_by_ratio(table: Table) -> None:
     """The number of ranks that agrees with busbw / algbw in the rows; those that print it finely decide."""
     if table.collective in _WHOLE or not table.bandwidths_checked:
-        table.refusal = "how many ranks it ran on is not in the log: give --ranks N"
+        table.ranks, table.ranks_from = table.command_ranks, "the command line"
+        if table.ranks is None:
+            table.refusal = "how many ranks it ran on is not in the log: give --ranks N"
         return
     ranges = sorted(
         (r for _, f in _figures(table) if (r := _ranks_of_ratio(f, table.collective or "")) is not None),
@@ -140,6 +161,8 @@ def _settle_ranks_by_ratio(log: Log, table: Table) -> None:
     found = sorted(n for n, score in scores.items() if score == best)
     if len(found) == 1 and best > 0.5 * len(ranges):
         table.ranks, table.ranks_from = found[0], "bus over algorithm bandwidth"
+    elif table.command_ranks is not None:
+        table.ranks, table.ranks_from = table.command_ranks, "the command line"
     else:
         several = f" ({found[0]} to {found[-1]} fit its bandwidths)" if len(found) > 1 else ""
         table.refusal = f"how many ranks it ran on is not in the log{several}: give --ranks N"
@@ -364,7 +387,7 @@ def _check_data(table: Table) -> None:
         if figure.wrong is None:
             continue
         allowed = _ALLOWED_DEVIATION.get(row.dtype, 0.0) if table.error_column else 0.0
-        if figure.wrong > allowed:
+        if not 0 <= figure.wrong <= allowed:
             what = "a deviation of" if table.error_column else "wrong elements:"
             figure.fail(f"the data were wrong: {what} {figure.wrong:g}", wrong_data=True)
         bad = bad or figure.fault_is_wrong_data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from dtbench.importers.model import Figure, Log, Printed, Row, Table, printed
+from dtbench.importers.model import Figure, Log, Printed, Row, Table, amount
 from dtbench.importers.text import lines_of
 
 _TITLE = re.compile(r"-{2,}\s*Performance of (\w+) on (\d{1,7}) devices\s*-{2,}")
@@ -69,10 +69,10 @@ def _table(name: str, ranks: int, number: int) -> Table:
 def _row(match: re.Match[str], number: int, table: Table, units: tuple[bool, str, str]) -> Row:
     raw, throughput_unit, busbw_unit = units
     count, itemsize = int(match[3]), int(match[4])
-    time = printed(match[5])
+    time = amount(match[5])
     if time is not None:
         time = time.scaled(_TIMES["us" if raw else match[6] or "us"])
-    tput, busbw = printed(match[7]), printed(match[8])
+    tput, busbw = amount(match[7]), amount(match[8])
     busbw = busbw and busbw.scaled(_BANDWIDTHS.get(busbw_unit, 1.0))
     figure = Figure(table.collective in ("all_reduce", "broadcast"), time, None, busbw)
     if not raw and match[6] is None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 
-from dtbench.importers.model import Figure, Log, Printed, Row, Table, printed
+from dtbench.importers.model import Figure, Log, Printed, Row, Table, amount
 from dtbench.importers.text import lines_of
 
-_TITLE = re.compile(r"average bandwidth(?: and the per-call latency)? of (\w+) over (\d{1,7}) ranks")
+_TITLE = re.compile(
+    r"average bandwidth(?: and the per-call latency)? of (?:(\w+)|\d+ collectives) over (\d{1,7}) ranks"
+)
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,3})?)\s?(B|[KMGT]i?B)")
 _BANDWIDTH = re.compile(r"(\S+?)\s?(GBps|MBps|GB/s)")
 _TIME = re.compile(r"(\S+?)\s?(us|µs|ms)")
@@ -18,6 +20,8 @@ _TIME = re.compile(r"(\S+?)\s?(us|µs|ms)")
 _POWERS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _BANDWIDTHS = {"GBps": 1e9, "GB/s": 1e9, "MBps": 1e6}
 _TIMES = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3}
+# torch-dist-bench.py's table of several collectives: GBps and microseconds, without units.
+_COMBINED = re.compile(r"(\w+) (busbw|median)")
 _NAMES = (
     "all_reduce",
     "all_gather",
@@ -37,29 +41,65 @@ def applies(text: str) -> bool:
 
 def read(text: str, log: Log) -> None:
     """Adds the tables of a text to its log."""
-    table: Table | None = None
+    tables: list[Table] = []
     columns: list[str] = []
     title: re.Match[str] | None = None
     for number, line in enumerate(lines_of(text), start=1):
         title = _TITLE.search(line) or title
-        found = _header(line)
-        if found:
-            columns, table = found, _table(title, number)
-            title = None
-            log.tables.append(table)
-            continue
         cells = _cells(line)
-        if table is None or set("".join(cells)) <= set("-: "):
+        if found := _header(line):
+            columns, tables = found, _tables(found, title, number)
+            title = None
+            log.tables += tables
+        elif not tables or set("".join(cells)) <= set("-: "):
             continue
-        if len(cells) < 2 or not _SIZE.fullmatch(cells[0]):
-            table = None if cells else table
-            continue
-        table.rows.append(_row(number, dict(zip(columns, cells, strict=False)), len(cells) - len(columns)))
+        elif len(cells) < 2 or not _SIZE.fullmatch(cells[0]):
+            tables = [] if cells else tables
+        else:
+            _add(tables, number, columns, cells)
 
 
 def _header(line: str) -> list[str]:
     cells = [cell.lower() for cell in _cells(line)]
-    return cells if cells[:3] == ["payload", "busbw", "algbw"] else []
+    if cells[:3] == ["payload", "busbw", "algbw"] or _collectives(cells):
+        return cells
+    return []
+
+
+def _collectives(columns: list[str]) -> list[str]:
+    """Those of a table of several; empty for other tables."""
+    pairs = [_COMBINED.fullmatch(column) for column in columns[1:]]
+    if columns[:1] != ["payload"] or not pairs or not all(pairs):
+        return []
+    return list(dict.fromkeys(pair[1] for pair in pairs if pair))
+
+
+def _tables(columns: list[str], title: re.Match[str] | None, number: int) -> list[Table]:
+    tables = []
+    # all_reduce_bench.py knows one collective only; its table without the line above names none.
+    for name in _collectives(columns) or [title[1] if title and title[1] else ""]:
+        table = Table("ml-engineering", number, ended=True)
+        if title is not None:
+            table.ranks, table.ranks_from = int(title[2]), "its title"
+        if name in _NAMES:
+            table.collective = name
+        elif name:
+            table.refusal = f"{name[:40]!r} is no collective that is known here"
+        tables.append(table)
+    return tables
+
+
+def _add(tables: list[Table], number: int, columns: list[str], cells: list[str]) -> None:
+    row = dict(zip(columns, cells, strict=False))
+    surplus = len(cells) - len(columns)
+    if not _collectives(columns):
+        tables[0].rows.append(_row(number, row, surplus))
+        return
+    for table, name in zip(tables, _collectives(columns), strict=True):
+        busbw, median = row.get(f"{name} busbw", ""), row.get(f"{name} median", "")
+        if busbw or median:  # a collective that does not have this payload leaves both blank
+            own = {"payload": cells[0], "latency median": f"{median}us"}
+            table.rows.append(_row(number, own | {"busbw": f"{busbw}GBps"} if busbw else own, surplus))
 
 
 def _cells(line: str) -> list[str]:
@@ -67,18 +107,6 @@ def _cells(line: str) -> list[str]:
     if start < 0:
         return []
     return [cell.strip() for cell in line[start:].strip().strip("|").split("|")]
-
-
-def _table(title: re.Match[str] | None, number: int) -> Table:
-    table = Table("ml-engineering", number, ended=True)
-    if title is None:  # all_reduce_bench.py knows one collective only; its table alone names none
-        return table
-    table.ranks, table.ranks_from = int(title[2]), "its title"
-    if title[1] in _NAMES:
-        table.collective = title[1]
-    else:
-        table.refusal = f"{title[1][:40]!r} is no collective that is known here"
-    return table
 
 
 def _row(number: int, cells: dict[str, str], surplus: int) -> Row:
@@ -92,12 +120,14 @@ def _row(number: int, cells: dict[str, str], surplus: int) -> Row:
         figure.fail(f"it has {abs(surplus)} cell(s) {'more' if surplus > 0 else 'less'} than its header")
     elif size_bytes % 1:
         figure.fail(f"its payload {cells['payload'][:20]} is no whole number of bytes")
-    elif (busbw is None or algbw is None) and (time is None or cells.get("busbw")):
-        figure.fail("it has no number for busbw or algbw")
+    elif time is None and (busbw is None or algbw is None):
+        figure.fail("it has no number for busbw, algbw or the latency's median")
+    elif busbw is None and cells.get("busbw"):
+        figure.fail(f"its busbw is {cells['busbw'][:20]}")
     return Row(number, int(size_bytes), None, "float32", "", None, [figure])
 
 
 def _scaled(pattern: re.Pattern[str], cell: str, units: dict[str, float]) -> Printed | None:
     match = pattern.fullmatch(cell)
-    number = printed(match[1]) if match else None
+    number = amount(match[1]) if match else None
     return number.scaled(units[match[2]]) if match and number else None

@@ -56,6 +56,12 @@ def printed(text: str) -> Printed | None:
     return Printed(float(text), 0.5 * 10.0**exponent)
 
 
+def amount(text: str) -> Printed | None:
+    """A printed number of at least 0, as times and bandwidths are."""
+    number = printed(text)
+    return number if number is not None and number.value >= 0 else None
+
+
 @dataclass
 class Figure:
     """One measurement of a row. `fault`: why it is no measurement; its numbers then say nothing.
@@ -124,6 +130,7 @@ class Table:
     collective: str | None = None
     ranks: int | None = None
     ranks_from: str = ""
+    command_ranks: int | None = None  # by the options of a program that was started without a launcher
     groups: int = 1
     devices: list[Device] = field(default_factory=list)
     refusal: str = ""
@@ -141,6 +148,7 @@ class Table:
     elided: bool = False
     ended: bool = False
     loose: bool = False  # rows without a header
+    mixed: bool = False  # another process's table was open above it
     started: str = ""
     sizes_are_parts: bool = False  # sizes are one rank's part of S, until the ranks are settled
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from dtbench.importers.model import Device, Figure, Log, Problem, Row, Table, printed
+from dtbench.importers.model import Device, Figure, Log, Problem, Row, Table, amount, printed
 from dtbench.importers.text import hosts_in, lines_of, value_of, without_nccl
 
 # As nccl-tests, rccl-tests and NCCL 1's tests name them -> torch's name, bytes per element.
@@ -51,7 +51,6 @@ PROGRAMS = {
 REDOPS = ("sum", "prod", "max", "min", "avg", "mulsum", "none")
 _TIMES = {"(ns)": 1e-9, "(us)": 1e-6, "(ms)": 1e-3, "(s)": 1.0}
 _BANDWIDTHS = {"(MB/s)": 1e6, "(GB/s)": 1e9, "(MiB/s)": 2.0**20, "(GiB/s)": 2.0**30}
-_MAX_BYTES = 2**62
 
 _NAMES = "|".join(sorted(PROGRAMS, key=len, reverse=True))
 _PROGRAM = re.compile(rf"\b({_NAMES})_perf(?:_mpi)?\b")
@@ -69,6 +68,9 @@ _RANK = re.compile(
 _DEVICE = re.compile(r"#\s+Device\s+(\d{1,4})\s+->\s+(\d{1,4})\s+\[[0-9a-fA-Fx]*\]\s*(.*)$")
 _CONFIG = re.compile(r"\bnThreads?\s+\d+\s+nGpus\s+\d+\s+minBytes\b")
 _ITERS = re.compile(r"(?<!warmup )(?<!agg )\biters:\s+(\d{1,9})")
+_LAUNCHERS = re.compile(r"\b(?:\w*mpirun\w*|mpiexec\w*|[ajp]?s?run|torchrun|flux|ssh|pdsh|kubectl)\b")
+_GPUS = re.compile(r"_perf\S*\s(?:.*\s)?(?:-g\s?|--ngpus[ =])(\d{1,4})\b")
+_THREADS = re.compile(r"_perf\S*\s(?:.*\s)?(?:-t\s?|--nthreads[ =])(\d{1,4})\b")
 _VERSION = re.compile(r"\b(nccl|rccl)-tests(?::)?\s+[Vv]ersion:?\s+(\S+)(?:.*\bnccl-library=(\d{4,6}))?")
 _LIBRARY = re.compile(r"\b(NCCL|RCCL) version\s*:?\s*(\d+\.\d+[\w.+-]*)")
 _BAD = re.compile(r"Out of bounds values\s*:\s*(\d{1,18})\s+(OK|FAILED)")
@@ -140,6 +142,7 @@ class _Reader:
         self.versions: dict[str, str] = {}
         self.iterations: int | None = None
         self.blocking = False
+        self.command_ranks: int | None = None
 
     def read(self) -> None:
         for number, line in enumerate(self.lines, start=1):
@@ -169,7 +172,8 @@ class _Reader:
         self._new_table(number)
         return True
 
-    def _new_table(self, number: int) -> Table:
+    def _new_table(self, number: int, like: Table | None = None) -> Table:
+        """Opens a table: `like` the one whose rows it goes on with, else by what stands above it."""
         before, columns = self.table, self.columns or _MODERN
         table = Table("nccl-tests", number)
         table.devices = self.devices
@@ -180,17 +184,15 @@ class _Reader:
         table.error_column, table.redop_column = columns.error_column, columns.redop
         name = self.stated if self.stated is not None else _only(self.programs)
         name_table(table, name)
-        self.programs, self.stated = set(), None
-        if (
-            before is not None
-            and not (before.rows or before.ended or before.elided)
-            and _both_rank_0(before, table)
-        ):
-            table.refusal = (
-                "several processes printed it at once, each as rank 0: nccl-tests was built without MPI, "
-                "so each measured alone while the others disturbed it; build it with MPI=1"
-            )
-            self.log.tables.remove(before)
+        table.command_ranks = self.command_ranks
+        if like is not None:
+            table.devices, table.collective, table.refusal = like.devices, like.collective, like.refusal
+            table.command_ranks = like.command_ranks
+        self.programs, self.stated, self.command_ranks = set(), None, None
+        if before is not None and not (before.ended or before.elided) and _both_rank_0(before, table):
+            table.mixed = True
+            if not before.rows:
+                self.log.tables.remove(before)
         self.log.tables.append(table)
         self.table = table
         return table
@@ -283,7 +285,10 @@ class _Reader:
             self.blocking = True
         if self.table is not None and _ELISION.match(line.rsplit(">:", 1)[-1].strip()):
             self.table.elided = True
-        self.programs |= {m[1] for m in _PROGRAM.finditer(line)} | {m[1] for m in _SCRIPT.finditer(line)}
+        named = {m[1] for m in _PROGRAM.finditer(line)} | {m[1] for m in _SCRIPT.finditer(line)}
+        if named:
+            self.programs |= named
+            self.command_ranks = _ranks_of_command(line)
         return bool(version or library)
 
     # --------------------------------------------------------------------------------------- its rows
@@ -300,13 +305,16 @@ class _Reader:
         ):
             return False
         self._close("another row begins inside it")
+        if self.table is not None and self.table.ended and self.columns is not None:
+            self._new_table(number, self.table)  # a further cycle, printed without another header
         if self.columns is None and (not self.loose or self.gap or self._smaller(int(match[1]))):
             self._close("")
             self.loose = True
             table = self._new_table(number)
             table.loose = table.elided = True
         self.gap = False
-        tag = re.sub(r"\d+", r"\\d+", re.escape(text[: match.start()].rstrip()))
+        before = text[: match.start()].rstrip()
+        tag = re.sub(r"\d+", r"\\d+", re.escape(before)) if len(before) < 256 else ""
         size, count = int(match[1]), int(match[2])
         self.open = _Open(number, re.compile(tag), size, count, match[3])
         self._feed(text[match.end() :])
@@ -374,9 +382,6 @@ class _Reader:
         if extra:
             for figure in made.figures:
                 figure.fail(f"it has {len(extra)} value(s) more than the header has columns")
-        if made.size_bytes > _MAX_BYTES:
-            for figure in made.figures:
-                figure.fail(f"its size of {made.size_bytes} bytes cannot be")
         table.rows.append(made)
 
     def _close(self, why: str) -> None:
@@ -420,8 +425,8 @@ def _needed(row: _Open, columns: _Columns) -> int:
 
 
 def _figure(values: dict[str, str], columns: _Columns, in_place: bool) -> Figure:
-    time = printed(values.get("cputime" if columns.cpu_time else "time", ""))
-    algbw, busbw = printed(values.get("algbw", "")), printed(values.get("busbw", ""))
+    time = amount(values.get("cputime" if columns.cpu_time else "time", ""))
+    algbw, busbw = amount(values.get("algbw", "")), amount(values.get("busbw", ""))
     figure = Figure(
         in_place,
         time and time.scaled(columns.time_unit),
@@ -434,7 +439,7 @@ def _figure(values: dict[str, str], columns: _Columns, in_place: bool) -> Figure
         bad = [
             f"{k} {v[:20]}"
             for k, v in values.items()
-            if printed(v) is None and k in ("time", "cputime", "algbw", "busbw")
+            if amount(v) is None and k in ("time", "cputime", "algbw", "busbw")
         ]
         figure.fail(f"it has no number for {', '.join(bad) or 'time, algbw or busbw'}")
     text = next((values[name] for name in ("#wrong", "error", "res") if name in values), "N/A")
@@ -466,6 +471,14 @@ def name_table(table: Table, program: str | None) -> None:
             if name == ""
             else f"{program[:40]!r} is no program of nccl-tests that is known here"
         )
+
+
+def _ranks_of_command(line: str) -> int | None:
+    """GPUs x threads of a program that no launcher started; None where the line does not say."""
+    gpus, threads = _GPUS.search(line), _THREADS.search(line)
+    if gpus is None or _LAUNCHERS.search(line):
+        return None
+    return int(gpus[1]) * (int(threads[1]) if threads else 1)
 
 
 def _only(names: set[str]) -> str | None:

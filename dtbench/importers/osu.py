@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from dtbench.importers.model import Figure, Log, Row, Table, printed
+from dtbench.importers.model import Figure, Log, Row, Table, amount
 from dtbench.importers.text import lines_of
 
 _TITLE = re.compile(r"\bOSU MPI(-CUDA|-ROCM|-OPENACC)? (.+?) Latency Test(?: v(\S+))?\s*$")
@@ -94,7 +94,7 @@ def _add(
 ) -> None:
     words = match[2].split()
     values = dict(zip(columns, words, strict=False))
-    time = printed(values.get("avg", ""))
+    time = amount(values.get("avg", ""))
     if len(words) != len(columns) and (time is None or len(words) > len(columns)):
         return  # another line that begins with a number
     figure = Figure(table.collective in ("all_reduce", "broadcast"), time and time.scaled(unit))
