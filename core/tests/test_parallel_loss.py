@@ -184,6 +184,32 @@ def _ways_to_call() -> None:
             torch.testing.assert_close(grad.full_tensor(), x.grad)
 
 
+def _other_ops() -> None:
+    """The context is about cross_entropy: what else is computed of class-sharded logits inside is as outside."""
+    mesh = mesh_of((4,), ("tp",))
+    logits, target, _ = _random((6, 12), (6,), 12)
+    weights = torch.linspace(-1, 1, 72, dtype=torch.float64).view(6, 12)
+    x = logits.clone().requires_grad_()
+    dt = distribute_tensor(logits, mesh, [S1], src_data_rank=None).requires_grad_()
+    there, factors = (distribute_tensor(one, mesh, [R], src_data_rank=None) for one in (target, weights))
+
+    def total(given: Any, labels: Any, scale: Any) -> Any:
+        first = (F.log_softmax(given, 1) * scale).sum() + F.nll_loss(given.log_softmax(1), labels)
+        return first + (given.softmax(1) * scale).sum()
+
+    expected = total(x, target, weights)
+    expected.backward()
+    with loss_parallel():
+        loss = total(dt, there, factors)
+        loss.backward()
+    torch.testing.assert_close(loss.full_tensor(), expected)
+    torch.testing.assert_close(dt.grad.full_tensor(), x.grad)
+
+
+def test_other_ops_inside(worlds: AnyWorlds) -> None:
+    worlds(_other_ops)
+
+
 def test_ways_to_call(worlds: AnyWorlds) -> None:
     worlds(_ways_to_call)
 
