@@ -233,16 +233,40 @@ def coverage(runs: tuple[Path, ...], table: Path | None, save: Path | None, base
 
 @cli.command()
 @click.argument("base", type=_RUN_FILE)
-@click.argument("new", type=_RUN_FILE)
+@click.argument("new", required=False, type=_RUN_FILE)
+@click.option("--reference", is_flag=True, help="Compare BASE with public systems of its kind instead.")
+@click.option("--system", metavar="NAME", help="With --reference: the public system to compare with.")
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
-def compare(base: Path, new: Path, as_json: bool) -> int:
-    """What became slower or faster from BASE to NEW. Exit code 1 if anything became slower."""
+def compare(base: Path, new: Path | None, reference: bool, system: str | None, as_json: bool) -> int:
+    """What became slower or faster from BASE to NEW. Exit code 1 if anything became slower.
+
+    With --reference, BASE's bus bandwidths beside published ones of the same GPUs, ranks and hosts.
+    """
+    if reference == (new is not None):
+        raise click.UsageError("give BASE and NEW, or --reference and one run")
+    if new is None:
+        return _compare_with_reference(base, system, as_json)
+    if system is not None:
+        raise click.UsageError("--system goes with --reference")
     from dtbench.compare import compare as compare_runs
     from dtbench.store import read_run
     from dtbench.tables import print_comparison
 
     comparison = compare_runs([read_run(base)], [read_run(new)])
     print_comparison(comparison, as_json)
+    return comparison.exit_code
+
+
+def _compare_with_reference(run: Path, system: str | None, as_json: bool) -> int:
+    from dtbench import reference
+    from dtbench.store import read_run
+
+    comparison = reference.compare_with_reference(read_run(run), reference.read_systems(), system)
+    if as_json:
+        click.echo(json.dumps(comparison.to_json(), indent=2))
+    else:
+        for line in reference.lines(comparison):
+            click.echo(line)
     return comparison.exit_code
 
 

@@ -1,0 +1,283 @@
+"""Measured figures of public systems, and a run beside those of its kind.
+
+The table is results/reference/systems.json: per system and collective the times that a source has
+printed. It says what others got, which is no verdict: their software, network and day were theirs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dtbench.errors import EXIT_NOTHING, EXIT_OK, UnreadableRunError, UsageError
+from dtbench.model import Result, Run
+from dtbench.units import format_bandwidth, format_ratio, format_size
+
+SCHEMA = 1
+MAX_BYTES = 16 * 2**20
+# In an installed dtbench the table lies in the package, in a checkout beside it.
+_PLACES = (
+    Path(__file__).parent / "reference" / "systems.json",
+    Path(__file__).parent.parent / "results" / "reference" / "systems.json",
+)
+# Between two published sizes the time is read off a line through them, if they are no further apart.
+_MAX_GAP = 4.0
+_WHOLE = ("broadcast", "reduce", "sendrecv")
+
+
+@dataclass(frozen=True)
+class System:
+    """One public system. points: collective -> ((bytes, seconds), ...), sizes rising."""
+
+    name: str
+    gpu: str
+    ranks: int
+    hosts: int
+    link: str
+    note: str
+    points: Mapping[str, tuple[tuple[int, float], ...]]
+    sources: Mapping[str, str]
+
+    def busbw(self, collective: str, size_bytes: int) -> float | None:
+        """Bus bandwidth at a size, bytes per second; None outside what was published."""
+        points = self.points.get(collective, ())
+        for (small, fast), (large, slow) in itertools.pairwise(points):
+            if small <= size_bytes <= large and (large <= small * _MAX_GAP or size_bytes in (small, large)):
+                share = math.log(size_bytes / small) / math.log(large / small)
+                time: float = fast * (slow / fast) ** share
+                return size_bytes / time * factor(collective, self.ranks)
+        return None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One collective at one size: the run's bus bandwidth and the reference's, bytes per second."""
+
+    system: str
+    mesh_dim: str
+    collective: str
+    dtype: str
+    size_bytes: int
+    run_Bps: float  # noqa: N815 - bytes per second
+    reference_Bps: float  # noqa: N815
+
+    @property
+    def ratio(self) -> float:
+        return self.run_Bps / self.reference_Bps
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as a dict of JSON values."""
+        return {**vars(self), "ratio": self.ratio}
+
+
+@dataclass(frozen=True)
+class ReferenceComparison:
+    """The rows, the systems they speak of, and what was left out."""
+
+    rows: tuple[Row, ...]
+    systems: tuple[System, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 4 where nothing could be compared."""
+        return EXIT_OK if self.rows else EXIT_NOTHING
+
+    def to_json(self) -> dict[str, Any]:
+        """The comparison as a dict of JSON values."""
+        return {
+            "kind": "reference_comparison",
+            "exit_code": self.exit_code,
+            "notes": list(self.notes),
+            "systems": [
+                {"name": s.name, "link": s.link, "note": s.note, "sources": dict(s.sources)}
+                for s in self.systems
+            ],
+            "rows": [row.to_json() for row in self.rows],
+        }
+
+
+def factor(collective: str, ranks: int) -> float:
+    """Bus bandwidth over algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md)."""
+    if collective == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return 1.0 if collective in _WHOLE else (ranks - 1) / ranks
+
+
+# ---------------------------------------------------------------------------------------- the table
+
+
+def read_systems(path: Path | None = None) -> list[System]:
+    """The systems of the table that comes with dtbench, or of another.
+
+    Raises:
+        UnreadableRunError: there is none, or it is damaged.
+    """
+    path = path or next((place for place in _PLACES if place.is_file()), _PLACES[-1])
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES} bytes")
+        made = json.loads(path.read_text("utf-8"))
+        if made["kind"] != "reference" or made["schema"] != SCHEMA:
+            raise ValueError(f"expected a reference table of schema {SCHEMA}")
+        return [_system(entry) for entry in made["systems"]]
+    except OSError as error:
+        raise UnreadableRunError(
+            f"cannot read the reference table {path}: {error.strerror or error}"
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UnreadableRunError(f"the reference table {path} is damaged: {str(error)[:120]}") from error
+
+
+def _system(entry: Mapping[str, Any]) -> System:
+    points = {}
+    for name, collective in entry["collectives"].items():
+        pairs = sorted({int(size): float(us) * 1e-6 for size, us in collective["points"]}.items())
+        if not all(size > 0 and 0 < time < math.inf for size, time in pairs):
+            raise ValueError(f"{entry['name']} {name} has a size or a time that is not above 0")
+        points[str(name)] = tuple(pairs)
+    return System(
+        name=str(entry["name"]),
+        gpu=str(entry["gpu"]),
+        ranks=int(entry["ranks"]),
+        hosts=int(entry["hosts"]),
+        link=str(entry["link"]),
+        note=str(entry.get("note", "")),
+        points=points,
+        sources={name: str(collective["source"]) for name, collective in entry["collectives"].items()},
+    )
+
+
+# ----------------------------------------------------------------------------------------- comparing
+
+
+def compare_with_reference(
+    run: Run, systems: Sequence[System], named: str | None = None
+) -> ReferenceComparison:
+    """The run's collectives beside the public systems of its kind: GPU, ranks, hosts per group.
+
+    named: the system to compare with instead, whatever its kind.
+
+    Raises:
+        UsageError: no system of that name.
+    """
+    groups = list(_groups(run))
+    notes: list[str] = []
+    if not groups:
+        notes.append(f"{run.path.name} has no ok results of the collectives suite")
+    rows: list[Row] = []
+    used: dict[str, System] = {}
+    for dim, ranks, hosts in groups:
+        chosen = _named(systems, named) if named else _of_kind(systems, run, ranks, hosts)
+        if not chosen:
+            notes.append(
+                f"no public figures of {ranks} ranks{f' on {hosts} host(s)' if hosts else ''} "
+                f"of {_gpus(run) or run.header['plan'].get('device_type') or 'an unknown device'} (dim {dim}); --system NAME compares with another: "
+                + ", ".join(system.name for system in systems)
+            )
+        for system in chosen:
+            if system.ranks != ranks:
+                notes.append(f"{system.name} has {system.ranks} ranks, dim {dim} has {ranks}")
+            found = list(_rows(run, dim, system))
+            rows += found
+            if found:
+                used[system.name] = system
+    return ReferenceComparison(tuple(rows), tuple(used.values()), tuple(dict.fromkeys(notes)))
+
+
+def _named(systems: Sequence[System], named: str) -> list[System]:
+    exact = [s for s in systems if s.name.lower() == named.lower()]
+    found = exact or [s for s in systems if named.lower() in s.name.lower()]
+    if not found:
+        raise UsageError(
+            f"no public system is called {named!r}: expected one of {', '.join(s.name for s in systems)}"
+        )
+    return found
+
+
+def _groups(run: Run) -> Iterator[tuple[str, int, int | None]]:
+    """Per mesh dim with results: its name, ranks, and hosts per group where the run says."""
+    header = run.header
+    names, shape = header["mesh"]["dim_names"], header["mesh"]["shape"]
+    hosts = {rank["rank"]: rank["host"] for rank in header["ranks"] if rank.get("host")}
+    measured = {r.params.get("mesh_dim") for r in run.ok("collectives")}
+    inside = 1
+    strides = {}
+    for name, size in zip(reversed(names), reversed(shape), strict=True):
+        strides[name] = inside
+        inside *= size
+    for name, size in zip(names, shape, strict=True):
+        if name in measured and size > 1:
+            group = [rank * strides[name] for rank in range(min(size, len(hosts) + 1))]
+            known = size <= len(hosts) and all(rank in hosts for rank in group)
+            yield name, size, len({hosts[rank] for rank in group}) if known else None
+
+
+def _gpus(run: Run) -> str:
+    return ", ".join(
+        sorted({str(gpu.get("name")) for gpu in run.header["machine"]["gpus"] if gpu.get("name")})
+    )
+
+
+def _of_kind(systems: Sequence[System], run: Run, ranks: int, hosts: int | None) -> list[System]:
+    gpus = _gpus(run)
+    if run.header["plan"].get("device_type") == "cpu":
+        return []
+    return [
+        system
+        for system in systems
+        if system.ranks == ranks
+        and hosts in (None, system.hosts)
+        and (not gpus or re.search(rf"(?<![A-Za-z0-9]){re.escape(system.gpu)}(?![0-9])", gpus, re.IGNORECASE))
+    ]
+
+
+def _rows(run: Run, dim: str, system: System) -> Iterator[Row]:
+    cases: dict[tuple[str, str, int], list[Result]] = {}
+    for result in run.ok("collectives"):
+        if result.params.get("mesh_dim") == dim and result.size_bytes and result.busbw_Bps:
+            key = (result.name, str(result.params.get("dtype")), result.size_bytes)
+            cases.setdefault(key, []).append(result)
+    for (name, dtype, size), results in sorted(cases.items()):
+        reference = system.busbw(name, size)
+        mine = [r.busbw_Bps for r in _alike(results) if r.busbw_Bps]
+        if reference is not None and mine:
+            yield Row(system.name, dim, name, dtype, size, median(mine), reference)
+
+
+def _alike(results: Sequence[Result]) -> list[Result]:
+    """The launches measured as the references were: back to back, one group alone, if there are such."""
+    kept = list(results)
+    for param, wanted in (("mode", "back_to_back"), ("groups", "alone")):
+        values = {r.params.get(param) for r in kept}
+        taken = wanted if wanted in values else min(values, key=str)
+        kept = [r for r in kept if r.params.get(param) == taken]
+    return kept
+
+
+# ------------------------------------------------------------------------------------------ printing
+
+
+def lines(comparison: ReferenceComparison) -> Iterator[str]:
+    """The comparison for people."""
+    for system in comparison.systems:
+        mine = [row for row in comparison.rows if row.system == system.name]
+        yield f"{system.name} ({system.link})" + (f", {system.note}" if system.note else "")
+        for name in dict.fromkeys(row.collective for row in mine):
+            yield f"  {name}, from {system.sources[name]}"
+            for row in (row for row in mine if row.collective == name):
+                yield (
+                    f"    {row.dtype:>9} {format_size(row.size_bytes):>14}  {format_bandwidth(row.run_Bps):>11}  "
+                    f"reference {format_bandwidth(row.reference_Bps):>11}  {format_ratio(row.ratio)}"
+                )
+    for note in comparison.notes:
+        yield f"! {note}"
+    if comparison.rows:
+        yield "bus bandwidths; the reference's software, network and day were its own"
