@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from core.tests.gloo_world import mesh_of
 from core.tests.local_world import AnyWorlds
@@ -22,6 +23,7 @@ from dtbench_core import (
     random,
 )
 from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module, tensor_parallel_rng
+from dtbench_core.simulate import run_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -148,3 +150,21 @@ def _two_dims() -> None:
 
 def test_two_dims(worlds: AnyWorlds) -> None:
     worlds(_two_dims)
+
+
+def _as_threads() -> tuple[torch.Tensor, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (2,))
+    rng = tensor_parallel_rng(mesh)
+    rng.enabled = True
+    with rng.region():
+        plain = torch.rand(3)
+    rng.enabled = False
+    return plain, torch.rand(3)
+
+
+def test_ranks_as_threads() -> None:
+    """They share the process, and each has its own streams."""
+    drawn = [outcome.value for outcome in run_ranks(_as_threads, 2)]
+    assert not torch.equal(drawn[0][0], drawn[1][0])
+    assert torch.equal(drawn[0][1], drawn[1][1])
+    assert not random.regions

@@ -37,8 +37,9 @@ from typing import Any
 
 import torch
 
-from dtbench_core import comm, dispatch
+from dtbench_core import comm, dispatch, random
 from dtbench_core.errors import SimulationError
+from dtbench_core.parallel import region
 from dtbench_core.simulate import c10d_state
 from dtbench_core.simulate.group import Meeting, Pending, Signature, ThreadGroup, describe, name_ranks
 
@@ -47,6 +48,8 @@ from dtbench_core.simulate.group import Meeting, Pending, Signature, ThreadGroup
 PER_RANK: list[tuple[ModuleType, str, Callable[[], Any]]] = [
     (dispatch, "_watched", lambda: None),
     (comm, "_counting", list),
+    (random, "regions", dict),
+    (region, "_trackers", dict),
 ]
 
 _BACKEND = "dtbench_threads"
