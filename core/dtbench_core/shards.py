@@ -129,7 +129,7 @@ class LocalShardsWrapper(torch.Tensor):
             results = [func(shard, *args[1:], **(kwargs or {})) for shard in args[0]._shards]
             return LocalShardsWrapper(results, args[0]._offsets)
         if func in _BY_OP:
-            return _BY_OP[func](*args)
+            return _BY_OP[func](*args, **(kwargs or {}))
         raise NoRuleError(
             f"{func} is not supported for LocalShardsWrapper! It knows what a state dict needs: view, detach, clone, "
             "copy_, to, equal and empty_like; for other ops take wrapper.joined(), a plain tensor, and make the "
@@ -232,6 +232,18 @@ def _view(held: LocalShardsWrapper, shape: Sequence[int]) -> LocalShardsWrapper:
     return LocalShardsWrapper([shard.view(shard.shape) for shard in held._shards], held._offsets)
 
 
+def _new_empty(held: LocalShardsWrapper, size: Sequence[int], **others: Any) -> LocalShardsWrapper:
+    """Of its own shape alone, as an asynchronous checkpoint asks for."""
+    if tuple(size) != tuple(held.shape):
+        raise NoRuleError(
+            f"aten.new_empty.default of {list(size)} is not supported for LocalShardsWrapper! Expected its own shape "
+            f"{list(held.shape)}: take wrapper.joined().new_empty({list(size)})"
+        )
+    return LocalShardsWrapper(
+        [shard.new_empty(shard.shape, **others) for shard in held._shards], held._offsets
+    )
+
+
 def _copy_(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Column by column as they stand, whatever either is cut into."""
     if to.shape != source.shape:
@@ -259,6 +271,7 @@ def _is_pinned(held: LocalShardsWrapper, device: torch.device | None = None) -> 
 _BY_OP: dict[Any, Callable[..., Any]] = {
     aten.is_pinned.default: _is_pinned,
     aten.view.default: _view,
+    aten.new_empty.default: _new_empty,
     aten.copy_.default: _copy_,
     aten.equal.default: equal_shards,
 }

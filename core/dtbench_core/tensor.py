@@ -345,6 +345,8 @@ class DetachedView(DTensor):
 
 
 windows[DTensor] = DetachedView
+# An asynchronous checkpoint copies of a tensor what its own class lists, and would write an empty one.
+DTensor.__slots__ = DetachedView.__slots__ = Wrapper.__slots__  # type: ignore[assignment]
 
 
 class FromLocal(torch.autograd.Function):

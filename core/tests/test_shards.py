@@ -176,6 +176,8 @@ def test_other_ops_are_refused() -> None:
         assert isinstance(caught.value, NoRuleError)
     with pytest.raises(NotImplementedError, match="is not supported for LocalShardsWrapper!"):
         held.view(16, 8)  # in which the offset would mean nothing
+    with pytest.raises(NotImplementedError, match="is not supported for LocalShardsWrapper!"):
+        held.new_empty(2, 2)
 
 
 # ---- in a DTensor ----
@@ -417,6 +419,22 @@ def _save_scattered(folder: str) -> bool:
 
 def test_scattered_column_shards_are_saved_where_they_lie(ranks: Worlds, tmp_path: Path) -> None:
     assert ranks(_save_scattered, str(tmp_path)) == [True] * 4
+
+
+def _save_meanwhile(folder: str) -> list[bool]:
+    table = _tensor("column shards")
+    saving = dcp.async_save({"t": table}, checkpoint_id=folder)
+    held: Any = table.to_local()
+    for shard in held.shards:
+        shard.fill_(-1)
+    saving.result()
+    whole = {"t": torch.zeros(ROWS, WIDTH)}
+    dcp.load(whole, checkpoint_id=folder)
+    return [torch.equal(whole["t"], _table()), type(held.new_empty(held.shape)) is LocalShardsWrapper]
+
+
+def test_asynchronous_checkpoints(ranks: Worlds, tmp_path: Path) -> None:
+    assert ranks(_save_meanwhile, str(tmp_path)) == [[True, True]] * 4
 
 
 def _save_outside(folder: str) -> None:

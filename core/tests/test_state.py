@@ -248,6 +248,23 @@ def test_checkpoints_reshard(ranks: Worlds, tmp_path: Path, saved: int) -> None:
         assert ranks(_reshard, str(folder), saved, shape) == [[True] * len(LAYOUTS)] * 4
 
 
+def _save_meanwhile(path: str, layout: Layout) -> list[float]:
+    """What was saved is what the tensor held then, though it is changed before the file is written."""
+    tensor = _tensor(layout)
+    saving = dcp.async_save({"x": tensor}, checkpoint_id=path)
+    with torch.no_grad():
+        tensor.fill_(-1)
+    saving.result()
+    state = {"x": torch.zeros(5, 3)}
+    dcp.load(state, checkpoint_id=path)
+    return state["x"].flatten().tolist()
+
+
+@pytest.mark.parametrize("layout", [0, 3, 4], ids=lambda i: str(LAYOUTS[i]))
+def test_asynchronous_checkpoints(ranks: Worlds, tmp_path: Path, layout: int) -> None:
+    assert ranks(_save_meanwhile, str(tmp_path), LAYOUTS[layout]) == [[float(i) for i in range(15)]] * 4
+
+
 def _whole(path: str) -> list[float]:
     """A plain tensor loads what a DTensor saved."""
     dcp.save({"x": _tensor(LAYOUTS[3])}, checkpoint_id=path)
