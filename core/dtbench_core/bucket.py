@@ -31,39 +31,40 @@ Callback = Callable[[Tensor], object]
 Op = Literal["sum", "avg", "premul"]
 
 
-# Of an input: elements per shard, the result's shape (None: flat), callback, what makes a DTensor of it.
-# A plain tuple, which takes a fifth of the time to make.
-Entry = tuple[int, tuple[int, ...] | None, Callback | None, Callable[[Tensor], Tensor] | None]
-
-# A callback with the result it waits for.
-Due = tuple[Callback, Tensor]
+# What a result that is not handed out flat becomes: its shape, and what makes a DTensor of it.
+Finish = tuple[tuple[int, ...] | None, Callable[[Tensor], Tensor] | None]
 
 
 @dataclass
 class Outcome:
     """What an operation brings about, kept until its bookkeeping is done: callbacks may use the bucketer."""
 
-    due: list[Due] = field(default_factory=list)
+    due: list[tuple[list[Callback | None], list[Tensor]]] = field(default_factory=list)  # with their results
     errors: list[Exception] = field(default_factory=list)
 
     def call(self) -> None:
         """Calls every callback, whatever the others raise."""
-        self.due.reverse()
         with torch.no_grad():
             while self.due:
-                callback, result = self.due.pop()  # lets go of a result as soon as its callback has had it
-                try:
-                    callback(result)
-                except Exception as error:
-                    self.errors.append(error)
-                del result
+                callbacks, results = self.due.pop(0)
+                results.reverse()
+                for callback in callbacks:
+                    result = results.pop()  # to let go of it as soon as its callback has had it
+                    if callback is None:
+                        continue
+                    try:
+                        callback(result)
+                    except Exception as error:
+                        self.errors.append(error)
+                    del result
 
     def end(self) -> None:
         """
         Raises:
             Exception: the one that came up; an ExceptionGroup of several.
         """
-        self.call()
+        if self.due:
+            self.call()
         if len(self.errors) == 1:
             raise self.errors[0]
         if self.errors:
@@ -111,7 +112,10 @@ class Load:
     """One bucketful, from its first input to its callbacks."""
 
     packing: Packing | None  # None: an input reduced alone
-    entries: list[Entry] = field(default_factory=list)
+    # Of each input: elements per shard, callback. By index: what is special about its result.
+    numels: list[int] = field(default_factory=list)
+    callbacks: list[Callback | None] = field(default_factory=list)
+    finishes: dict[int, Finish] = field(default_factory=dict)
     state: LoadState = LoadState.FILLING
     # While reducing: what to wait for, this rank's part, the pool's buffer it lies in, inputs in use.
     work: Work | None = None
@@ -120,6 +124,12 @@ class Load:
     lent: Tensor | None = None
     lent_version: int = 0
     copied: int = 0  # bytes of `lent`, where it is a copy
+
+    def note(self, numel: int, callback: Callback | None, finish: Finish | None) -> None:
+        if finish is not None:
+            self.finishes[len(self.numels)] = finish
+        self.numels.append(numel)
+        self.callbacks.append(callback)
 
     def become(self, state: LoadState) -> None:
         self.state = advance(self.state, state)
@@ -149,7 +159,7 @@ class Bucket:
     @property
     def pending(self) -> int:
         """Inputs that wait for a flush."""
-        return len(self._load.entries) if self._load else 0
+        return len(self._load.numels) if self._load else 0
 
     @property
     def in_flight(self) -> int:
@@ -202,17 +212,12 @@ class Bucket:
     # --- filling -----------------------------------------------------------------------------------
 
     def add(
-        self,
-        source: Source,
-        numel: int,
-        shape: tuple[int, ...] | None,
-        callback: Callback | None,
-        rewrap: Callable[[Tensor], Tensor] | None = None,
+        self, source: Source, numel: int, callback: Callback | None, finish: Finish | None = None
     ) -> None:
         """Takes an input that may have to wait; calls what falls due on the way."""
         load, layout = self._load, self.layout
         if load is None or numel > layout.capacity - layout.offset:
-            self._add_elsewhere(source, numel, (numel, shape, callback, rewrap))
+            self._add_elsewhere(source, numel, callback, finish)
             return
         packing = load.packing
         assert packing is not None
@@ -221,22 +226,26 @@ class Bucket:
             outcome = self._grow(packing, numel)
         packing.add(source, numel)
         layout.offset += numel
-        load.entries.append((numel, shape, callback, rewrap))
+        load.note(numel, callback, finish)
         if outcome is not None:
             outcome.end()
 
-    def _add_elsewhere(self, source: Source, numel: int, entry: Entry) -> None:
+    def _add_elsewhere(
+        self, source: Source, numel: int, callback: Callback | None, finish: Finish | None
+    ) -> None:
         """What does not go into the bucket that is filling: into the next, or into none."""
         outcome = Outcome()
         if self.layout.alone(numel):
-            self._reduce_alone(source, numel, entry, outcome)
+            load = Load(None)
+            load.note(numel, callback, finish)
+            self._reduce_alone(source, load, outcome)
         else:
             self.close(outcome)
             load = self._open(numel)
             assert load.packing is not None
             load.packing.add(source, numel)
             self.layout.place(numel)
-            load.entries.append(entry)
+            load.note(numel, callback, finish)
         outcome.end()
 
     def _open(self, numel: int) -> Load:
@@ -294,7 +303,7 @@ class Bucket:
     def _agree(self, why: str, load: Load) -> None:
         if self._checking:
             how = f"{self.dtype} {self.reduction}"
-            shapes = [(numel,) if shape is None else shape for numel, shape, *_ in load.entries]
+            shapes = [load.finishes.get(i, (None,))[0] or (numel,) for i, numel in enumerate(load.numels)]
             check_ranks_agree(self.group, self.device, why, shapes, how)
 
     def _issue(self, load: Load) -> None:
@@ -323,9 +332,9 @@ class Bucket:
         load.become(LoadState.LOST)
         self._release(load)
         error.add_note(
-            f"The {len(load.entries)} inputs of this bucket are dropped, their callbacks not called."
+            f"The {len(load.numels)} inputs of this bucket are dropped, their callbacks not called."
         )
-        load.entries.clear()
+        load.callbacks.clear()
         return error
 
     def _release(self, load: Load) -> None:
@@ -344,40 +353,39 @@ class Bucket:
                 load.work.wait()
             if load.lent is not None:
                 check_unchanged([load.lent], [load.lent_version])
-            outcome.due += self._results(load)
+            results = self._results(load)
         except Exception as error:
             outcome.errors.append(self._lose(load, error))
             return
+        if results:
+            outcome.due.append((load.callbacks, results))
         self._release(load)
         if load.state is LoadState.REDUCING:
             load.become(LoadState.DONE)
 
-    def _results(self, load: Load) -> list[Due]:
-        """Every callback with a result of its own: what a caller keeps keeps nothing else."""
-        numels = [entry[0] for entry in load.entries]
-        if all(callback is None for _, _, callback, _ in load.entries):
+    def _results(self, load: Load) -> list[Tensor]:
+        """Of each input a result of its own: what a caller keeps keeps nothing else. Empty without callbacks."""
+        if not any(callback is not None for callback in load.callbacks):
             return []
         if load.output is None:
             total = torch.empty(0, dtype=self.dtype, device=self.device)
         else:
             total = self.reduction.finish(load.output, self.dtype, self.world_size)
-        parts = [total]
-        if load.buffer is not None or len(numels) > 1:  # it lies in a buffer that is used again
-            parts = copies_of(total, numels)
+        results = [total]
+        if load.buffer is not None or len(load.numels) > 1:  # it lies in a buffer that is used again
+            results = copies_of(total, load.numels)
             self.counters.bytes_copied += total.nbytes
-        due: list[Due] = []
-        for (_, shape, callback, rewrap), part in zip(load.entries, parts, strict=True):
-            if callback is not None:
-                shaped = part if shape is None else part.view(shape)
-                due.append((callback, shaped if rewrap is None else rewrap(shaped)))
-        return due
+        for index, (shape, rewrap) in load.finishes.items():
+            shaped = results[index] if shape is None else results[index].view(shape)
+            results[index] = shaped if rewrap is None else rewrap(shaped)
+        return results
 
-    def _reduce_alone(self, source: Source, numel: int, entry: Entry, outcome: Outcome) -> None:
+    def _reduce_alone(self, source: Source, load: Load, outcome: Outcome) -> None:
         """An input larger than a bucket, or any without buckets: straight from where it lies, if it can.
 
         Waits, unless inputs are held.
         """
-        load = Load(None, [entry])
+        (numel,) = load.numels
         self._agree("an input for itself", load)
         if numel:
             whole = source if isinstance(source, Tensor) else torch.stack(source)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dtbench_core.bucket_layout import BucketError
+from dtbench_core.torch_compat import chunk_cat
 
 # A bucket whose contents cannot be foreseen starts with so many elements per shard, and doubles.
 FIRST_ELEMENTS = 1024
@@ -32,7 +33,7 @@ SIDE_BY_SIDE_BYTES = 4 * 1024
 SHARED_BYTES = 64 * 1024
 _version = attrgetter("_version")
 
-# An input: (n, k), or the n tensors of one shape that are its rows.
+# An input: (n, k), where inputs are held (n * k,) too; or the n tensors of one shape that are its rows.
 Source = Tensor | Sequence[Tensor]
 
 
@@ -166,10 +167,12 @@ class Held:
     def __init__(self, pool: Pool, world_size: int, room: int) -> None:
         self.used, self.room = 0, room
         self._pool, self._n = pool, world_size
-        self._inputs: list[Tensor] = []  # (n, k) each
+        self._inputs: list[Tensor] = []  # (n, k) or (n * k,) each
         self._versions: list[int] = []
 
     def add(self, source: Source, numel: int) -> None:
+        if not numel:
+            return
         if not isinstance(source, Tensor):  # a copy, which nobody else can change
             source = torch.stack(source).view(self._n, numel)  # type: ignore[arg-type]
             self._pool.counters.bytes_copied += source.nbytes
@@ -191,7 +194,7 @@ class Held:
         total = self._n * self.used
         buffer = self._pool.take(total)
         packed = buffer[:total]
-        torch.cat(self._inputs, dim=1, out=packed.view(self._n, self.used))
+        chunk_cat(self._inputs, 0, self._n, out=packed.view(self._n, self.used))
         self._pool.counters.bytes_copied += packed.nbytes
         self.drop()
         return packed, buffer

@@ -113,7 +113,8 @@ class ReduceScatterBucketer:
             return
         taken = take_in(input_list, group)
         bucket = self.buckets.get((taken.dtype, taken.device, group)) or self._new_bucket(taken, group)
-        bucket.add(taken.source, taken.numel, taken.shape, callback_fn, taken.rewrap)
+        finish = None if taken.shape is None and taken.rewrap is None else (taken.shape, taken.rewrap)
+        bucket.add(taken.source, taken.numel, callback_fn, finish)
 
     def _take_the_short_way(
         self, given: Sequence[Tensor] | Tensor, group: ProcessGroup, callback: Callback | None
@@ -130,10 +131,11 @@ class ReduceScatterBucketer:
             if rest:
                 return False
             try:
-                rows = given.view(bucket.world_size, numel)
-            except NotImplementedError:  # not dense
+                as_is = bucket.hold_inputs and given.is_contiguous()
+                source = given if as_is else given.view(bucket.world_size, numel)
+            except RuntimeError:  # not dense
                 return False
-            bucket.add(rows, numel, None, callback)
+            bucket.add(source, numel, callback)
             return True
         if type(given) is not list or not given or set(map(type, given)) != {Tensor}:
             return False
@@ -153,9 +155,9 @@ class ReduceScatterBucketer:
             return False
         if joined.requires_grad or joined.device != first.device:
             return False
-        shape = None if joined.ndim == 2 else first.shape
         bucket.counters.bytes_copied += joined.nbytes
-        bucket.add(joined.view(bucket.world_size, numel), numel, shape, callback)
+        finish = None if joined.ndim == 2 else (first.shape, None)
+        bucket.add(joined.view(bucket.world_size, numel), numel, callback, finish)
         return True
 
     def flush(self) -> None:

@@ -55,6 +55,9 @@ functorch_level = cast("Callable[[], object]", torch._C._functorch.peek_interpre
 run_backward = cast(
     "Callable[..., tuple[torch.Tensor | None, ...]]", torch.autograd.graph._engine_run_backward
 )
+# Of tensors whose dim 0 is a multiple of n: the n chunks of each, side by side: (n, ...). One call, and on
+# CUDA one kernel, for all of them.
+chunk_cat = cast("Callable[..., torch.Tensor]", torch._chunk_cat)
 make_wrapper = cast("Callable[..., torch.Tensor]", torch.Tensor._make_wrapper_subclass)
 
 

@@ -458,11 +458,13 @@ def test_options_that_make_no_sense(options: dict[str, object], told: str) -> No
 def test_inputs_that_make_no_sense(group: dist.ProcessGroup) -> None:
     averaging = ReduceScatterBucketer(op="avg")
     to_real = ReduceScatterBucketer(reduce_dtype=torch.float32)
-    bucketer = ReduceScatterBucketer()
+    bucketer, holding = ReduceScatterBucketer(), ReduceScatterBucketer(hold_inputs=True)
     small, large = torch.ones(4), torch.ones(JOIN_BYTES)
     for _ in range(2):  # the second time on the short way, where there is one
         bucketer.reduce_scatter_async(torch.ones(8), group)
+        holding.reduce_scatter_async(torch.ones(8), group)
         for use, given, told in [
+            (holding, torch.ones(8).to_sparse(), "expected dense tensors"),
             (averaging, torch.ones(8, dtype=torch.int64), "expected a floating or complex dtype"),
             (to_real, torch.ones(8, dtype=torch.complex64), "expected a complex dtype"),
             (bucketer, torch.ones(9), r"expected a dim 0 that group.size\(\) \(8\) divides"),
