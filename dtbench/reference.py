@@ -177,10 +177,11 @@ def compare_with_reference(
     for dim, ranks, hosts in groups:
         chosen = _named(systems, named) if named else _of_kind(systems, run, ranks, hosts)
         if not chosen:
+            device = _gpus(run) or run.header["plan"].get("device_type") or "an unknown device"
+            where = f" on {hosts} host(s)" if hosts else ""
             notes.append(
-                f"no public figures of {ranks} ranks{f' on {hosts} host(s)' if hosts else ''} "
-                f"of {_gpus(run) or run.header['plan'].get('device_type') or 'an unknown device'} (dim {dim}); --system NAME compares with another: "
-                + ", ".join(system.name for system in systems)
+                f"no public figures of {ranks} ranks{where} of {device} (dim {dim}); "
+                "--system NAME compares with another: " + ", ".join(system.name for system in systems)
             )
         for system in chosen:
             if system.ranks != ranks:

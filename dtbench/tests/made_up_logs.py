@@ -1,0 +1,220 @@
+"""Logs with made-up times in the layouts of other benchmarks, for tests only: nothing here was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtbench.importers.checks import busbw_factor
+
+PROGRAMS = {"all_to_all": "alltoall"}
+PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+REDUCES = ("all_reduce", "reduce_scatter", "reduce", "sendrecv")
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+ITEMSIZE = {"float": 4, "half": 2, "double": 8, "int8": 1, "bfloat16": 2, "f8e4m3": 1, "int64": 8}
+SIZES = tuple(1024 * 4**k for k in range(9))  # 1 KiB to 64 MiB
+
+NCCL = "node-7:4242:4343 [0] NCCL INFO AllReduce: 1024 Bytes -> Algo RING proto LL\n"
+UNRELATED = "[1622510346.876958] [g0185:144167:0] ucp_context.c:1437 UCX  WARN  version is incompatible\n"
+
+
+def time_us(size: int, in_place: bool = False) -> float:
+    """20 us and 100 GB/s, in place 3 % less."""
+    return (20.0 + size / 100e3) * (0.97 if in_place else 1.0)
+
+
+def digits(value: float, width: int) -> str:
+    """A number in so many columns, as nccl-tests shortens it."""
+    for decimals in (2, 1, 0):
+        text = f"{value:{width}.{decimals}f}"
+        if len(text) <= width:
+            return text
+    return f"{value:{width}.1e}" if width >= 7 else f"{value:{width}.0e}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a table is printed. era: modern (2.13 on), error (2.0 to 2.12), old (until 2020), cputime.
+
+    tag: what a launcher puts before each line. cut: what is printed between the three parts of a row.
+    """
+
+    era: str = "modern"
+    tag: str = ""
+    cut: Callable[[int], str] = lambda _: ""
+    head: bool = True  # the program's name and the list of ranks
+    foot: bool = True
+    checked: bool = True
+
+
+def table(
+    collective: str = "all_reduce",
+    ranks: int = 8,
+    sizes: Sequence[int] = SIZES,
+    *,
+    dtype: str = "float",
+    redop: str | None = None,
+    hosts: int = 1,
+    layout: Layout = Layout(),
+    time: Callable[[int, bool], float] = time_us,
+    wrong: Callable[[int, bool], str] = lambda _size, _in_place: "0",
+) -> str:
+    """A log of one table."""
+    lines: list[str] = []
+    name = PROGRAMS.get(collective, collective)
+    if layout.head:
+        lines += ["# nccl-tests version 2.17.6 nccl-headers=22807 nccl-library=22807"]
+        lines += [f"# Collective test starting: {name}_perf"]
+        lines += [
+            "# nThread 1 nGpus 1 minBytes 8 maxBytes 128 step: 2(factor) warmup iters: 5 iters: 20 agg iters: 1"
+        ]
+        lines += ["#", "# Using devices"]
+        lines += [
+            f"#  Rank {r:2} Group  0 Pid {9000 + r} on node-{7 + r * hosts // ranks} device {r:2} [1b:00] NVIDIA H100"
+            for r in range(ranks)
+        ]
+    lines += ["#", *_titles(collective, layout.era)]
+    rows, busbws = [], []
+    for size in sizes:
+        printed, bandwidths = _row(collective, ranks, size, dtype, redop, layout, time, wrong)
+        rows.append(printed)
+        busbws += bandwidths
+    if layout.foot:
+        bad = sum(
+            text not in ("0", "N/A") for size in sizes for text in (wrong(size, False), wrong(size, True))
+        )
+        foot = [f"# Out of bounds values : {bad} {'FAILED' if bad else 'OK'}"]
+        foot += [f"# Avg bus bandwidth    : {sum(busbws) / len(busbws):.6g} ", "#"]
+    else:
+        foot = []
+    return "".join(_tagged(layout, [*(f"{x}\n" for x in lines), *rows, *(f"{x}\n" for x in foot)]))
+
+
+def _tagged(layout: Layout, texts: Sequence[str]) -> list[str]:
+    return ["".join(layout.tag + line for line in text.splitlines(keepends=True)) for text in texts]
+
+
+def _titles(collective: str, era: str) -> list[str]:
+    first = "#       size         count      type"
+    units = "#        (B)    (elements)"
+    if era in ("modern", "cputime"):
+        first, check = f"{first}   redop    root", "#wrong"
+    else:
+        first, check = first + ("   redop" if collective in (*REDUCES, "all_to_all") else ""), "error"
+    clock = "cputime" if era == "cputime" else "time"
+    group, unit = f"  {clock:>7}   algbw   busbw  {check}", "     (us)  (GB/s)  (GB/s)        "
+    return [
+        "#                 out-of-place            in-place",
+        first + 2 * group,
+        units + " " * 20 + 2 * unit,
+    ]
+
+
+def _row(
+    collective: str,
+    ranks: int,
+    size: int,
+    dtype: str,
+    redop: str | None,
+    layout: Layout,
+    time: Callable[[int, bool], float],
+    wrong: Callable[[int, bool], str],
+) -> tuple[str, list[float]]:
+    count = size // ITEMSIZE[dtype] // (ranks if collective in PARTS else 1)
+    start = f"{size:12}  {count:12}  {dtype:>8}"
+    op = redop or ("sum" if collective in REDUCES else "none")
+    if layout.era in ("modern", "cputime"):
+        start += f"  {op:>6}  {0 if collective in ROOTED else -1:6}"
+    elif collective in REDUCES:
+        start += f"  {op:>6}"
+    elif collective == "all_to_all":
+        start += " " * 8
+    parts, busbws = [start], []
+    for in_place in (False, True):
+        us = time(size, in_place)
+        factor = busbw_factor(collective, ranks)
+        algbw = size / us / 1e3
+        old = layout.era == "old" and collective in ("all_gather", "reduce_scatter")
+        algbw *= factor if old else 1.0
+        busbw = algbw if old else algbw * factor
+        shown = us / 7 if layout.era == "cputime" else us
+        check = wrong(size, in_place) if layout.checked else "N/A"
+        parts.append(f"  {digits(shown, 7)}  {digits(algbw, 6)}  {digits(busbw, 6)}  {check:>6}")
+        busbws.append(busbw)
+    return "".join(part + layout.cut(i) for i, part in enumerate(parts)) + "\n", busbws
+
+
+def document(
+    collective: str = "all_gather",
+    ranks: int = 8,
+    sizes: Sequence[int] = SIZES,
+    *,
+    version: int = 1,
+    **changes: Any,
+) -> dict[str, Any]:
+    """The JSON of nccl-tests -J; from version 2 on with single iterations."""
+    results = []
+    for size in sizes:
+        entry: dict[str, Any] = {
+            "size": size,
+            "count": size // 4 // (ranks if collective in PARTS else 1),
+            "type": "float",
+            "redop": "sum" if collective in REDUCES else "none",
+            "root": "    -1",
+        }
+        for in_place, key in ((False, "out_of_place"), (True, "in_place")):
+            us = time_us(size, in_place)
+            algbw = size / us / 1e3
+            entry[key] = {
+                "time": round(us, 6),
+                "alg_bw": round(algbw, 6),
+                "bus_bw": round(algbw * busbw_factor(collective, ranks), 6),
+                "nwrong": 0.0,
+            }
+            if version > 1:
+                times = [us * (1 + k / 10) for k in range(-1, 3)]
+                entry[f"{key}_per_iter"] = {
+                    "skipped_iterations": 1,
+                    "times_us": times,
+                    "per_process_max_times_us": [[t * (1 - r / 100) for t in times] for r in range(ranks)],
+                }
+        entry |= {"actual_iterations": 20, "experiment_name": ""}
+        results.append(entry)
+    return {
+        "version": version,
+        "start_time": "2026-01-01 12:00:00",
+        "args": [f"/home/somebody/build/{PROGRAMS.get(collective, collective)}_perf_mpi", "-b", "1K"],
+        "env": ["AWS_SECRET_ACCESS_KEY=wJalrXUtnFEMI", "USER=somebody", "HOME=/home/somebody"],
+        "nccl_version": 22606,
+        "config": {
+            "nthreads": 1,
+            "ngpus": 1,
+            "iterations": 20,
+            "blocking_collectives": "false",
+            "devices": [
+                {
+                    "rank": r,
+                    "group": 0,
+                    "pid": 9000 + r,
+                    "hostname": f"node-{r * 2 // ranks}",
+                    "device": r,
+                    "device_hex": "0000:06:00",
+                    "device_info": "NVIDIA H100",
+                }
+                for r in range(ranks)
+            ],
+        },
+        "results": results,
+        "out_of_bounds": {"count": 0, "okay": "true"},
+        "average_bus_bandwidth": {"bandwidth": 1.0, "okay": "unchecked"},
+        "errors": [""],
+        "end_time": "2026-01-01 12:00:09",
+        **changes,
+    }
+
+
+def json_text(**changes: Any) -> str:
+    """`document` as the tool writes it: in one line, slashes escaped."""
+    return json.dumps(document(**changes), separators=(",", ":")).replace("/", "\\/")
