@@ -30,6 +30,7 @@ from dtbench_core import DTensor, Partial, Placement, Replicate, Shard, count_co
 from dtbench_core.errors import ArgumentError, LayoutError, MeshError, PlacementError
 from dtbench_core.parallel import (
     ColwiseParallel,
+    PairwiseParallel,
     ParallelStyle,
     PlanError,
     RowwiseParallel,
@@ -274,6 +275,10 @@ def _plans() -> None:
         parallelize_module(MLP(), parallelize_plan=MLP_PLAN)
     with mesh:
         assert isinstance(parallelize_module(MLP(), parallelize_plan=MLP_PLAN).up.weight, DTensor)
+        assert isinstance(parallelize_module(MLP(), PairwiseParallel()).up.weight, DTensor)
+        assert isinstance(parallelize_module(MLP(), MLP_PLAN).up.weight, DTensor)
+    with pytest.raises(MeshError, match="got str as device_mesh"):
+        parallelize_module(MLP(), "tp", MLP_PLAN)  # type: ignore[arg-type]
 
     module = MLP()
     for plan, told in (

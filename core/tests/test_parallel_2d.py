@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import checkpoint
 
-from core.tests.gloo_world import mesh_of
+from core.tests.gloo_world import Worlds, mesh_of
 from core.tests.local_world import AnyWorlds
-from core.tests.parallel_models import VOCAB, WIDTH, Transformer, assert_same_parameters, seeded
+from core.tests.parallel_models import MLP, VOCAB, WIDTH, Transformer, assert_same_parameters, seeded
 from dtbench_core import (
     DTensor,
     MeshError,
@@ -138,6 +140,28 @@ def _placements() -> None:
 
 def test_where_parameters_go(worlds: AnyWorlds) -> None:
     worlds(_placements)
+
+
+def _checkpoints(path: str) -> None:
+    """Saved with dp outside of tp, loaded with tp outside of dp."""
+    plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    models = []
+    for seed, order in enumerate((("dp", "tp"), ("tp", "dp"))):
+        mesh = mesh_of((2, 2), order)
+        torch.manual_seed(seed)
+        models.append(shard_parameters(parallelize_module(MLP(), mesh, plan, "tp"), mesh, "dp"))
+    saved, loaded = models
+    checkpoint.save(saved.state_dict(), checkpoint_id=path)
+    found = loaded.state_dict()
+    checkpoint.load(found, checkpoint_id=path)
+    loaded.load_state_dict(found)
+    for (name, one), other in zip(saved.named_parameters(), loaded.parameters(), strict=True):
+        assert one.placements != other.placements or name == "up.bias"
+        assert torch.equal(one.full_tensor(), other.full_tensor())
+
+
+def test_checkpoints(ranks: Worlds, tmp_path: Path) -> None:
+    ranks(_checkpoints, str(tmp_path))
 
 
 def _plain_module_over_one_dim() -> None:

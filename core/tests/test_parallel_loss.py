@@ -233,6 +233,10 @@ def _precision_and_bytes() -> None:
     expected.backward()
     torch.testing.assert_close(loss.full_tensor().float(), expected.detach(), rtol=2**-8, atol=0)
     torch.testing.assert_close(dt.grad.full_tensor().float(), x.grad, rtol=2**-7, atol=1e-8)
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            again = F.cross_entropy(dt, there)
+        assert not again.requires_grad and torch.equal(again.full_tensor(), loss.full_tensor())
     with torch.autocast("cpu", torch.bfloat16), loss_parallel():
         cast = F.cross_entropy(dt, target)
     assert cast.dtype == torch.float32

@@ -6,6 +6,7 @@ import difflib
 import warnings
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from typing import cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +24,7 @@ Plan = ParallelStyle | Mapping[str, "Plan"]
 
 def parallelize_module(
     module: nn.Module,
-    device_mesh: DeviceMesh | None = None,
+    device_mesh: DeviceMesh | Plan | None = None,
     parallelize_plan: Plan | None = None,
     tp_mesh_dim: int | str = 0,
     *,
@@ -32,7 +33,8 @@ def parallelize_module(
     """Makes a module tensor parallel, in place: modules and their names stay, parameters become DTensors.
 
     Args:
-        device_mesh: of any number of dims; the mesh of the enclosing `with mesh:` when not given.
+        device_mesh: of any number of dims; the mesh of the enclosing `with mesh:` when not given. It may be
+            left out: `parallelize_module(module, plan)`.
         parallelize_plan: a style for `module` itself, or a mapping of fully qualified names to styles.
             Each part of a name between dots is a shell pattern ("layers.*.w[13]"); "" is the module
             itself. A name that matches nothing warns. None warns and does nothing.
@@ -49,6 +51,8 @@ def parallelize_module(
         PlanError: a plan, or a part of it, of another type; nothing has been changed then.
         UnsupportedModuleError: a module that the style chosen for it cannot shard.
     """
+    if parallelize_plan is None and isinstance(device_mesh, ParallelStyle | Mapping):
+        device_mesh, parallelize_plan = None, device_mesh
     if parallelize_plan is None:
         warnings.warn(
             "parallelize_module got no parallelize_plan and changes nothing: "
@@ -56,7 +60,9 @@ def parallelize_module(
             stacklevel=2,
         )
         return module
-    mesh = mesh_of_dim(device_mesh if device_mesh is not None else _current(), tp_mesh_dim)
+    mesh = mesh_of_dim(
+        cast("DeviceMesh", device_mesh) if device_mesh is not None else _current(), tp_mesh_dim
+    )
     tensor_parallel_rng(mesh)  # with its seed set, and off until it is switched on
     unmatched: list[str] = []
     for target, style in list(_resolve(module, parallelize_plan, "", unmatched)):

@@ -29,6 +29,7 @@ def mesh_of_dim(mesh: DeviceMesh, dim: int | str) -> DeviceMesh:
 
 def dim_index(mesh: DeviceMesh, dim: int | str) -> int:
     """The index, from 0, of a mesh dim given by index or name. Errors as for `mesh_of_dim`."""
+    mesh_info(mesh)  # refuses what is no mesh
     names = mesh.mesh_dim_names
     if isinstance(dim, str) and names and dim in names:
         return names.index(dim)
