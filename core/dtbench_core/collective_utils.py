@@ -121,6 +121,7 @@ def _whole(input: torch.Tensor, gather_dim: int, group: ProcessGroup) -> list[in
 
 
 def _exchanged(input: torch.Tensor, gather_dim: int, shard_dim: int, group: ProcessGroup) -> torch.Tensor:
+    gather_dim, shard_dim = gather_dim % input.ndim, shard_dim % input.ndim
     shape = _whole(input, gather_dim, group)
     return _step(input, Shard(gather_dim), Shard(shard_dim), shape, group)
 
