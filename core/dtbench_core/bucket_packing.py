@@ -167,21 +167,26 @@ class Held:
     def __init__(self, pool: Pool, world_size: int, room: int) -> None:
         self.used, self.room = 0, room
         self._pool, self._n = pool, world_size
-        self._inputs: list[Tensor] = []  # (n, k) or (n * k,) each
+        self._inputs: list[Source] = []
+        self._has_lists = False
+        self._tensors: list[Tensor] = []  # that they consist of, and the versions of these
         self._versions: list[int] = []
 
     def add(self, source: Source, numel: int) -> None:
         if not numel:
             return
-        if not isinstance(source, Tensor):  # a copy, which nobody else can change
-            source = torch.stack(source).view(self._n, numel)  # type: ignore[arg-type]
-            self._pool.counters.bytes_copied += source.nbytes
-        try:
-            self._versions.append(source._version)
-        except RuntimeError:  # an inference tensor: torch does not count its writes
-            self._versions.append(0)
-        self._inputs.append(source)
         self.used += numel
+        self._inputs.append(source)
+        if isinstance(source, Tensor):
+            self._tensors.append(source)
+            try:
+                self._versions.append(source._version)
+            except RuntimeError:  # an inference tensor: torch does not count its writes
+                self._versions.append(0)
+        else:
+            self._has_lists = True
+            self._tensors += source
+            self._versions += versions_of(source)
 
     def grow(self, room: int) -> None:
         raise AssertionError("it has room for a whole bucket from the start")
@@ -190,17 +195,31 @@ class Held:
         return self._n * self.used
 
     def pack(self) -> tuple[Tensor, Tensor]:
-        check_unchanged(self._inputs, self._versions)
+        check_unchanged(self._tensors, self._versions)
         total = self._n * self.used
         buffer = self._pool.take(total)
         packed = buffer[:total]
-        chunk_cat(self._inputs, 0, self._n, out=packed.view(self._n, self.used))
+        rows = packed.view(self._n, self.used)
+        if not self._has_lists:
+            chunk_cat(self._tensors, 0, self._n, out=rows)
+        else:
+            columns = [_shards_of(source, self._n) for source in self._inputs]
+            for row, shards in zip(rows.unbind(0), zip(*columns, strict=True), strict=True):
+                torch.cat(shards, out=row)
         self._pool.counters.bytes_copied += packed.nbytes
         self.drop()
         return packed, buffer
 
     def drop(self) -> None:
         self._inputs.clear()
+        self._tensors.clear()
+
+
+def _shards_of(source: Source, n: int) -> Sequence[Tensor]:
+    """The n flat shards of an input."""
+    if isinstance(source, Tensor):
+        return source.view(n, -1).unbind(0)
+    return source if source[0].ndim == 1 else [shard.reshape(-1) for shard in source]
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
@@ -222,7 +241,7 @@ def check_unchanged(inputs: Sequence[Tensor], versions: Sequence[int]) -> None:
         return
     index = next(i for i in range(len(inputs)) if freed[i] or now[i] != versions[i])
     raise BucketError(
-        f"got input {index} of {len(inputs)} in this bucket {'freed' if freed[index] else 'changed'} after it was "
+        f"got tensor {index} of {len(inputs)} in this bucket {'freed' if freed[index] else 'changed'} after it was "
         "handed over, expected it to stay as it was until its callback: hand over a copy, or make the "
         "bucketer with hold_inputs=False, which copies"
     )

@@ -298,8 +298,8 @@ def test_ranks_that_disagree_are_told_so(ranks: Worlds) -> None:
 def test_held_inputs_must_not_change(group: dist.ProcessGroup) -> None:
     bucketer = ReduceScatterBucketer(hold_inputs=True)
     spoil: list[tuple[Callable[[Tensor], object], str]] = [
-        (lambda t: t.add_(1), "got input 1 of 2 in this bucket changed"),
-        (lambda t: t.untyped_storage().resize_(0), "got input 1 of 2 in this bucket freed"),
+        (lambda t: t.add_(1), "got tensor 1 of 2 in this bucket changed"),
+        (lambda t: t.untyped_storage().resize_(0), "got tensor 1 of 2 in this bucket freed"),
     ]
     for change, told in spoil:
         tensors = [torch.ones(16), torch.ones(16)]
@@ -316,6 +316,30 @@ def test_held_inputs_must_not_change(group: dist.ProcessGroup) -> None:
     assert [g.tolist() for g in got] == [[1, 1], [1, 1]]
     bucketer.teardown()
     assert bucketer.counters.held_bytes == 0
+
+
+def test_held_lists_are_packed_from_where_they_lie(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Tensor] = []
+    monkeypatch.setattr(comm, "reduce_scatter", lambda output, packed, *_, **__: sent.append(packed.clone()))
+    bucketer = ReduceScatterBucketer(hold_inputs=True)
+    rows = JOIN_BYTES // 4
+    flat = [torch.randn(rows) for _ in range(8)]
+    deep = [torch.randn(2, rows).T for _ in range(8)]  # not contiguous
+    whole = torch.randn(8 * rows)
+    for _ in range(2):
+        got: list[Tensor] = []
+        for given in (flat, deep, whole, [t[:3] for t in flat]):
+            bucketer.reduce_scatter_async(given, group, got.append)
+        bucketer.flush()
+        want = [torch.cat([flat[r], deep[r].flatten(), whole.chunk(8)[r], flat[r][:3]]) for r in range(8)]
+        same(sent.pop(), torch.cat(want))
+        assert [g.shape for g in got] == [(rows,), (rows, 2), (rows,), (3,)]
+    bucketer.reduce_scatter_async(flat, group)
+    flat[2].zero_()
+    with pytest.raises(BucketError, match="got tensor 2 of 8 in this bucket changed"):
+        bucketer.flush()
 
 
 # --- memory ----------------------------------------------------------------------------------------
@@ -423,6 +447,28 @@ def test_inputs_without_elements_and_without_dims(group: dist.ProcessGroup, cap:
     bucketer.flush()
     assert [tuple(g.shape) for g in got] == [(0,), (), (0, 5), ()]
     assert bucketer.counters.collectives == (1 if cap else 2)
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_a_group_of_one(fake_world: Callable[[int], None], hold: bool) -> None:
+    fake_world(1)
+    group = dist.group.WORLD
+    assert group is not None
+    bucketer, got = ReduceScatterBucketer(hold_inputs=hold), []
+    inputs = [
+        torch.randn(3),
+        torch.tensor(2.0),
+        torch.randn(2, 3).T,
+        torch.randn(0),
+        torch.randn(2 * JOIN_BYTES),
+    ]
+    for _ in range(2):
+        for tensor in inputs:
+            bucketer.reduce_scatter_async([tensor], group, got.append)
+        bucketer.flush()
+        for result, tensor in zip(got, inputs, strict=True):
+            same(result, tensor)
+        got.clear()
 
 
 def test_the_docstring_says_what_happens(
