@@ -101,7 +101,9 @@ def _settle_devices(table: Table) -> None:
 def _settle_mixed(table: Table) -> None:
     """Refuses rows of several processes that each took themselves for the whole world."""
     rows = [(row.size_bytes, row.dtype, row.redop, row.root) for row in table.rows if row.size_bytes]
-    if table.mixed and len(set(rows)) < len(rows):
+    if table.continues is not None and table.continues.refusal:
+        table.refusal = table.continues.refusal
+    elif table.mixed and len(set(rows)) < len(rows):
         table.refusal = (
             "several processes printed into it at once, each as rank 0: nccl-tests was built without MPI, so "
             "each measured alone while the others disturbed it; build it with MPI=1"

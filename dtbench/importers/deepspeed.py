@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 
 from dtbench.importers.model import Figure, Log, Printed, Row, Table, amount
-from dtbench.importers.text import lines_of
+from dtbench.importers.text import lines_of, pattern
 
-_TITLE = re.compile(r"-{2,}\s*Performance of (\w+) on (\d{1,7}) devices\s*-{2,}")
-_HEADER = re.compile(
+_TITLE = pattern(r"-{2,}\s*Performance of (\w+) on (\d{1,7}) devices\s*-{2,}")
+_HEADER = pattern(
     r"Size \(Bytes\)\s+Description\s+Duration( \(us\))?\s+Throughput \((\w+)\)\s+BusBW \((\w+)\)"
 )
 # 31.67 GB   8501054668x4   3176.620 ms   171.272   149.863; with --raw the size and time have no unit.
-_ROW = re.compile(
+_ROW = pattern(
     r"(?:(?<=\s)|^)(\S+)(?: ([KMGTPEZ]?B))?\s+(\d{1,18})x(\d{1,3})\s+(\S+)(?: (us|ms|s))?\s+(\S+)\s+(\S+)\s*$"
 )
 _NAMES = {

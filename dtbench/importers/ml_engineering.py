@@ -8,20 +8,20 @@ from __future__ import annotations
 import re
 
 from dtbench.importers.model import Figure, Log, Printed, Row, Table, amount
-from dtbench.importers.text import lines_of
+from dtbench.importers.text import lines_of, pattern
 
-_TITLE = re.compile(
+_TITLE = pattern(
     r"average bandwidth(?: and the per-call latency)? of (?:(\w+)|\d+ collectives) over (\d{1,7}) ranks"
 )
-_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,3})?)\s?(B|[KMGT]i?B)")
-_BANDWIDTH = re.compile(r"(\S+?)\s?(GBps|MBps|GB/s)")
-_TIME = re.compile(r"(\S+?)\s?(us|µs|ms)")
+_SIZE = pattern(r"(\d{1,18}(?:\.\d{1,3})?)\s?(B|[KMGT]i?B)")
+_BANDWIDTH = pattern(r"(\S+?)\s?(GBps|MBps|GB/s)")
+_TIME = pattern(r"(\S+?)\s?(us|µs|ms)")
 # "KB" in older versions is 2**10 too (their function fmt_bytes).
 _POWERS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _BANDWIDTHS = {"GBps": 1e9, "GB/s": 1e9, "MBps": 1e6}
 _TIMES = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3}
 # torch-dist-bench.py's table of several collectives: GBps and microseconds, without units.
-_COMBINED = re.compile(r"(\w+) (busbw|median)")
+_COMBINED = pattern(r"(\w+) (busbw|median)")
 _NAMES = (
     "all_reduce",
     "all_gather",
@@ -36,7 +36,7 @@ _NAMES = (
 
 def applies(text: str) -> bool:
     """Whether the text may hold such a table."""
-    return any(_header(line) for line in lines_of(text))
+    return "payload" in text and any(_header(line) for line in lines_of(text))
 
 
 def read(text: str, log: Log) -> None:

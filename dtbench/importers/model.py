@@ -19,7 +19,7 @@ COLLECTIVES = (
     "sendrecv",
 )
 
-_NUMBER = re.compile(r"([+-]?)(\d{1,30})(?:\.(\d{0,30}))?(?:[eE]([+-]?\d{1,2}))?")
+_NUMBER = re.compile(r"([+-]?)(\d{1,30})(?:\.(\d{0,30}))?(?:[eE]([+-]?\d{1,2}))?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,8 @@ class Table:
     elided: bool = False
     ended: bool = False
     loose: bool = False  # rows without a header
-    mixed: bool = False  # another process's table was open above it
+    mixed: bool = False  # several processes said they were rank 0 above it
+    continues: Table | None = None  # the table whose rows it goes on with, after its end
     started: str = ""
     sizes_are_parts: bool = False  # sizes are one rank's part of S, until the ranks are settled
 

@@ -13,9 +13,10 @@ from typing import Any
 from dtbench.errors import UnreadableRunError
 from dtbench.importers.model import Device, Figure, Log, Printed, Problem, Row, Table
 from dtbench.importers.nccl_text import DTYPES, library_version, name_table
+from dtbench.importers.text import pattern
 from dtbench.schema import BadFieldError, loads, shown
 
-_PROGRAM = re.compile(r"(?:.*[/\\])?([a-z_]{1,40}?)_perf(?:_mpi)?")
+_PROGRAM = pattern(r"(?:.*[/\\])?([a-z_]{1,40}?)_perf(?:_mpi)?")
 _VERSIONS = (1, 2, 3, 4)
 # %lf prints six decimals.
 _HALF = 0.5e-6
@@ -116,7 +117,7 @@ def _row(entry: Mapping[str, Any], index: int, one_each: bool) -> Row:
     if not isinstance(kind, str) or not isinstance(redop, str):
         raise _Foreign(f"{where} has no type and redop")
     root = entry.get("root")
-    if isinstance(root, str) and re.fullmatch(r"\s*-?\d{1,9}\s*", root):
+    if isinstance(root, str) and re.fullmatch(r"\s*-?[0-9]{1,9}\s*", root):
         root = int(root)
     row = Row(
         index + 1,  # rows stand for lines here

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 
 from dtbench.importers.model import Device, Figure, Log, Problem, Row, Table, amount, printed
-from dtbench.importers.text import hosts_in, lines_of, value_of, without_nccl
+from dtbench.importers.text import hosts_in, lines_of, pattern, value_of, without_nccl
 
 # As nccl-tests, rccl-tests and NCCL 1's tests name them -> torch's name, bytes per element.
 DTYPES = {
@@ -53,31 +53,31 @@ _TIMES = {"(ns)": 1e-9, "(us)": 1e-6, "(ms)": 1e-3, "(s)": 1.0}
 _BANDWIDTHS = {"(MB/s)": 1e6, "(GB/s)": 1e9, "(MiB/s)": 2.0**20, "(GiB/s)": 2.0**30}
 
 _NAMES = "|".join(sorted(PROGRAMS, key=len, reverse=True))
-_PROGRAM = re.compile(rf"\b({_NAMES})_perf(?:_mpi)?\b")
-_SCRIPT = re.compile(rf"nccl_tests\S*\s(?:.*\s)?-t\s+({_NAMES})\b")
-_STATED = re.compile(r"Collective test (starting|concluded):\s*(\S+)")
-_HEADER = re.compile(
+_PROGRAM = pattern(rf"\b({_NAMES})_perf(?:_mpi)?\b")
+_SCRIPT = pattern(rf"nccl_tests\S*\s(?:.*\s)?-t\s+({_NAMES})\b")
+_STATED = pattern(r"Collective test (starting|concluded):\s*(\S+)")
+_HEADER = pattern(
     r"(?:^|[\s#>:)|\]])(?:size|bytes)\s+(?:count|N)\s+type\s.*\b(?:time|cputime)\s+algbw\s+busbw\b"
 )
-_UNITS = re.compile(r"\(B\)\s+\(elements\)\s+(.*)$")
-_START = re.compile(r"(?<![\w.])(\d{1,20})\s+(\d{1,20})\s+([A-Za-z][A-Za-z0-9_]*)(?=\s)")
-_RANK = re.compile(
+_UNITS = pattern(r"\(B\)\s+\(elements\)\s+(.*)$")
+_START = pattern(r"(?<![\w.])(\d{1,20}) +(\d{1,20}) +([A-Za-z][A-Za-z0-9_]*)(?= )")
+_RANK = pattern(
     r"Rank\s+(\d{1,7})\s+(?:Group\s+(\d{1,7})\s+)?Pid\s+(\d{1,10})\s+on\s+(\S+)\s+device\s+(\d{1,4})"
     r"\s+\[[0-9a-fA-Fx:.]*\]\s*(.*)$"
 )
-_DEVICE = re.compile(r"#\s+Device\s+(\d{1,4})\s+->\s+(\d{1,4})\s+\[[0-9a-fA-Fx]*\]\s*(.*)$")
-_CONFIG = re.compile(r"\bnThreads?\s+\d+\s+nGpus\s+\d+\s+minBytes\b")
-_ITERS = re.compile(r"(?<!warmup )(?<!agg )\biters:\s+(\d{1,9})")
-_LAUNCHERS = re.compile(r"\b(?:\w*mpirun\w*|mpiexec\w*|[ajp]?s?run|torchrun|flux|ssh|pdsh|kubectl)\b")
-_GPUS = re.compile(r"_perf\S*\s(?:.*\s)?(?:-g\s?|--ngpus[ =])(\d{1,4})\b")
-_THREADS = re.compile(r"_perf\S*\s(?:.*\s)?(?:-t\s?|--nthreads[ =])(\d{1,4})\b")
-_VERSION = re.compile(r"\b(nccl|rccl)-tests(?::)?\s+[Vv]ersion:?\s+(\S+)(?:.*\bnccl-library=(\d{4,6}))?")
-_LIBRARY = re.compile(r"\b(NCCL|RCCL) version\s*:?\s*(\d+\.\d+[\w.+-]*)")
-_BAD = re.compile(r"Out of bounds values\s*:\s*(\d{1,18})\s+(OK|FAILED)")
-_AVERAGE = re.compile(r"Avg bus bandwidth\s*:\s*(\S+)")
-_ELISION = re.compile(r"(?:#\s*)?(?:\.\.\.|…|\[\.\.\.\]|<snip>|\[snip\])")
-_FAILURE = re.compile(r"Test (?:CUDA |NCCL |HIP )?failure\b.*|\b(?:Cuda|HIP|NCCL) failure\b.*")
-_STAMP = re.compile(r"\s+\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\s*$")
+_DEVICE = pattern(r"#\s+Device\s+(\d{1,4})\s+->\s+(\d{1,4})\s+\[[0-9a-fA-Fx]*\]\s*(.*)$")
+_CONFIG = pattern(r"\bnThreads?\s+\d+\s+nGpus\s+\d+\s+minBytes\b")
+_ITERS = pattern(r"(?<!warmup )(?<!agg )\biters:\s+(\d{1,9})")
+_LAUNCHERS = pattern(r"\b(?:\w*mpirun\w*|mpiexec\w*|[ajp]?s?run|torchrun|flux|ssh|pdsh|kubectl)\b")
+_GPUS = pattern(r"_perf\S*\s(?:.*\s)?(?:-g\s?|--ngpus[ =])(\d{1,4})\b")
+_THREADS = pattern(r"_perf\S*\s(?:.*\s)?(?:-t\s?|--nthreads[ =])(\d{1,4})\b")
+_VERSION = pattern(r"\b(nccl|rccl)-tests(?::)?\s+[Vv]ersion:?\s+(\S+)(?:.*\bnccl-library=(\d{4,6}))?")
+_LIBRARY = pattern(r"\b(NCCL|RCCL) version\s*:?\s*(\d+\.\d+[\w.+-]*)")
+_BAD = pattern(r"Out of bounds values\s*:\s*(\d{1,18})\s+(OK|FAILED)")
+_AVERAGE = pattern(r"Avg bus bandwidth\s*:\s*(\S+)")
+_ELISION = pattern(r"(?:#\s*)?(?:\.\.\.|…|\[\.\.\.\]|<snip>|\[snip\])")
+_FAILURE = pattern(r"Test (?:CUDA |NCCL |HIP )?failure\b.*|\b(?:Cuda|HIP|NCCL) failure\b.*")
+_STAMP = pattern(r"\s+\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\s*$")
 
 
 @dataclass
@@ -114,10 +114,7 @@ _MODERN = _Columns(True, True, [["time", "algbw", "busbw", "#wrong"], ["time", "
 
 def applies(text: str) -> bool:
     """Whether the text may hold such output."""
-    return any(
-        _HEADER.search(line) or _RANK.search(line) or _CONFIG.search(line) or _START.search(line)
-        for line in lines_of(text)
-    )
+    return any(word in text for word in ("algbw", "minBytes", " Pid ")) or bool(_START.search(text))
 
 
 def read(text: str, log: Log) -> None:
@@ -143,6 +140,7 @@ class _Reader:
         self.iterations: int | None = None
         self.blocking = False
         self.command_ranks: int | None = None
+        self.roots: set[int] = set()  # processes that said they were rank 0 since the last table ended
 
     def read(self) -> None:
         for number, line in enumerate(self.lines, start=1):
@@ -151,6 +149,8 @@ class _Reader:
             text = without_nccl(line, self.hosts)
             if self._row(number, text) or self._rest(text):
                 continue
+            if text is not line and "version" not in line and "failure" not in line:
+                continue  # one of NCCL's messages, of which a log may have millions
             for take in (self._header, self._units, self._device, self._footer, self._about):
                 if take(number, line):
                     break
@@ -188,11 +188,11 @@ class _Reader:
         if like is not None:
             table.devices, table.collective, table.refusal = like.devices, like.collective, like.refusal
             table.command_ranks = like.command_ranks
+            table.continues = like
         self.programs, self.stated, self.command_ranks = set(), None, None
-        if before is not None and not (before.ended or before.elided) and _both_rank_0(before, table):
-            table.mixed = True
-            if not before.rows:
-                self.log.tables.remove(before)
+        table.mixed = len(self.roots) > 1
+        if before is not None and table.mixed and not (before.rows or before.ended):
+            self.log.tables.remove(before)
         self.log.tables.append(table)
         self.table = table
         return table
@@ -227,6 +227,8 @@ class _Reader:
             if match is None:
                 return False
             device = Device(int(match[1]), 0, "", int(match[2]), match[3].strip(), 0)
+        if device.rank == 0 and device.group == 0:
+            self.roots.add(device.pid)
         if self._starts_anew(device):
             self.devices = []
         self.devices.append(device)
@@ -251,7 +253,7 @@ class _Reader:
             table.average_busbw, table.average_line, table.ended = printed(match[1]), number, True
             if table.average_busbw is not None:
                 table.average_busbw = table.average_busbw.scaled(1e9)
-            self.programs, self.blocking = set(), False
+            self.programs, self.blocking, self.roots = set(), False, set()
             return True
         return False
 
@@ -316,7 +318,7 @@ class _Reader:
         before = text[: match.start()].rstrip()
         tag = re.sub(r"\d+", r"\\d+", re.escape(before)) if len(before) < 256 else ""
         size, count = int(match[1]), int(match[2])
-        self.open = _Open(number, re.compile(tag), size, count, match[3])
+        self.open = _Open(number, pattern(tag), size, count, match[3])
         self._feed(text[match.end() :])
         return True
 
@@ -369,7 +371,7 @@ class _Reader:
         groups = columns.groups[1:] if row.blank else columns.groups
         width = sum(map(len, groups))
         root = None
-        if columns.root and len(words) > width and re.fullmatch(r"[+-]?\d{1,9}", words[0]):
+        if columns.root and len(words) > width and re.fullmatch(r"[+-]?[0-9]{1,9}", words[0]):
             root = int(words.pop(0))
         extra = [word for word in words[width + columns.after :] if value_of(word)[0]]
         dtype = DTYPES.get(row.dtype, (row.dtype, 0))[0]
@@ -483,11 +485,6 @@ def _ranks_of_command(line: str) -> int | None:
 
 def _only(names: set[str]) -> str | None:
     return next(iter(names)) if len(names) == 1 else None
-
-
-def _both_rank_0(a: Table, b: Table) -> bool:
-    pids = [{d.pid for d in table.devices if d.rank == 0} for table in (a, b)]
-    return bool(pids[0] and pids[1]) and pids[0] != pids[1]
 
 
 def _looks_like_values(rest: str) -> bool:

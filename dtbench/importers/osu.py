@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 
 from dtbench.importers.model import Figure, Log, Row, Table, amount
-from dtbench.importers.text import lines_of
+from dtbench.importers.text import lines_of, pattern
 
-_TITLE = re.compile(r"\bOSU MPI(-CUDA|-ROCM|-OPENACC)? (.+?) Latency Test(?: v(\S+))?\s*$")
-_HEADER = re.compile(r"#\s*Size\s+(Avg )?Latency\s*\((\w+)\)(.*)$")
-_LAUNCH = re.compile(r"\b(?:mpirun\w*|mpiexec\w*|srun)\b.*?\s(?:-np|-n|--np|--ntasks)[ =](\d{1,7})\b.*\bosu_")
-_DATATYPE = re.compile(r"#\s*Datatype:\s*(\w+)")
-_ROW = re.compile(r"(?:(?<=[\s:>])|^)(\d{1,18})((?:\s+\S+)+)\s*$")
+_TITLE = pattern(r"\bOSU MPI(-CUDA|-ROCM|-OPENACC)? (.+?) Latency Test(?: v(\S+))?\s*$")
+_HEADER = pattern(r"#\s*Size\s+(Avg )?Latency\s*\((\w+)\)(.*)$")
+_LAUNCH = pattern(r"\b(?:mpirun\w*|mpiexec\w*|srun)\b.*?\s(?:-np|-n|--np|--ntasks)[ =](\d{1,7})\b.*\bosu_")
+_DATATYPE = pattern(r"#\s*Datatype:\s*(\w+)")
+_ROW = pattern(r"(?:(?<=[\s:>])|^)(\d{1,18})((?:\s+\S+)+)\s*$")
 # Name in the title -> ours, and whether the size printed is one rank's part of S.
 _TESTS = {
     "allreduce": ("all_reduce", False),

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import re
 
+
+def pattern(text: str, flags: int = 0) -> re.Pattern[str]:
+    """A compiled expression whose digits are ASCII's: int() and float() would take other scripts' too."""
+    return re.compile(text, re.ASCII | flags)
+
+
 # A line of a table has some 200 characters; what is longer is another thing, and slow to search.
 MAX_LINE = 8192
-_ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-_])")
+_ESCAPES = pattern(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-_])")
 # What NCCL logs, wherever in a line it begins: "host:pid:tid [device] NCCL INFO ...".
-_NCCL = re.compile(r":\d+:\d+ \[\d+\] (?:\d+\.\d+ \S+ )?NCCL [A-Z]+")
-_LAST_WORD = re.compile(r"\S+$")
-_VALUE = re.compile(r"N/A|[+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|[+-]?nan|[+-]?inf", re.IGNORECASE)
+_NCCL = pattern(r":\d+:\d+ \[\d+\] (?:\d+\.\d+ \S+ )?NCCL [A-Z]+")
+_LAST_WORD = pattern(r"\S+$")
+_VALUE = pattern(r"N/A|[+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|[+-]?nan|[+-]?inf", re.IGNORECASE)
 # A number with text glued to it; where that text begins with a digit, nothing tells them apart.
-_LEADING_VALUE = re.compile(r"(N/A|[+-]?\d+(?:\.\d+)?(?:e[+-]\d+)?)(?=[A-Za-z\[(<_])")
+_LEADING_VALUE = pattern(r"(N/A|[+-]?\d+(?:\.\d+)?(?:e[+-]\d+)?)(?=[A-Za-z\[(<_])")
 
 
 def lines_of(text: str) -> list[str]:
