@@ -8,11 +8,15 @@ computed, which does not need it; at the end all gradients are used. The same fo
     wait_at_once   when the collective is issued
     local          never: the computation alone, without collectives
 
-What can be gained is the smaller of the two, time of the collectives and time of the computation.
+What can be gained is the smaller of the two, time of the collectives and time of the computation; on a CPU
+less, as gloo computes on the same cores. And the time that ranks wait for each other: in the cases with a
+`late_ms`, each layer finds another rank that late (asleep, as one that waits for data is). Who waits at once
+is late by all of these, who waits at first use by its own.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -34,6 +38,7 @@ SWEEPS: dict[str, tuple[Sequence[int], int]] = {
     "cuda": ((1 * MIB, 16 * MIB, 64 * MIB), 4096),
 }
 QUICK = ((64 * KIB,), 128)
+LATE_MS = 20
 
 # Issues the all-reduce of a gradient; gives what stands for the sum.
 Reduce = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
@@ -72,7 +77,7 @@ def use(out: torch.Tensor, reduced: torch.Tensor) -> None:
 
 
 def build_impl(
-    mesh_dim: str, size_bytes: int, width: int, dtype: torch.dtype, impl: str, world: World
+    mesh_dim: str, size_bytes: int, late_ms: int, width: int, dtype: torch.dtype, impl: str, world: World
 ) -> Workload:
     group, reduce = world.mesh.get_group(mesh_dim), IMPLS[impl]
     rank, n, device = group.rank(), group.size(), world.device
@@ -91,7 +96,9 @@ def build_impl(
 
     def run() -> None:
         issued = []
-        for gradient in gradients:
+        for k, gradient in enumerate(gradients):
+            if late_ms and k % n == rank:
+                time.sleep(late_ms / 1000)
             issued.append(reduce(gradient, group))
             torch.mm(activations, layer, out=computed)
         for reduced, out in zip(issued, used, strict=True):
@@ -120,10 +127,16 @@ def overlap(plan: Plan) -> Iterator[Case]:
     sizes, width = QUICK if plan.quick else SWEEPS[plan.device_type]
     for mesh_dim, n in shared_dims(plan):
         for dtype in plan.dtypes:
-            for size_bytes in sizes:
+            middle = sizes[len(sizes) // 2]
+            for size_bytes, late_ms in [*((size, 0) for size in sizes), (middle, LATE_MS)]:
                 where: dict[str, Param] = {"mesh_dim": mesh_dim, "ranks": n, "dtype": dtype}
-                sizes_of: dict[str, Param] = {"size": size_bytes, "layers": LAYERS, "width": width}
-                build = partial(build_impl, mesh_dim, size_bytes, width, torch_dtype(dtype))
+                sizes_of: dict[str, Param] = {
+                    "size": size_bytes,
+                    "late_ms": late_ms,
+                    "layers": LAYERS,
+                    "width": width,
+                }
+                build = partial(build_impl, mesh_dim, size_bytes, late_ms, width, torch_dtype(dtype))
                 yield Case(
                     name="all_reduce",
                     params={**where, **sizes_of},

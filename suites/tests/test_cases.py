@@ -45,7 +45,7 @@ PARAMS = {
     "bucketer": {"mesh_dim", "ranks", "dtype", "tensor_bytes", "bucket_bytes", "total_bytes"},
     "tensor_parallel": {"mesh_dim", "ranks", "pass", "dtype", "batch", "seq", "d_model", "heads"},
     "embedding": {"mesh_dim", "ranks", "pass", "dtype", "rows", "width", "lookups"},
-    "overlap": {"mesh_dim", "ranks", "dtype", "size", "layers", "width"},
+    "overlap": {"mesh_dim", "ranks", "dtype", "size", "late_ms", "layers", "width"},
 }
 
 

@@ -142,7 +142,7 @@ def test_a_wrong_result_becomes_wrong_whatever_the_suite(tmp_path: Path):
         "bucketer": 2 * 4,
         "tensor_parallel": 5 * 3,
         "embedding": 3 * 2 * 3,
-        "overlap": 4,
+        "overlap": 2 * 4,
     }
     assert done.returncode == 5
 
