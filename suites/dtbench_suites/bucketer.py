@@ -1,13 +1,14 @@
 """Reduce-scatter of many small tensors: what bundling them into buckets gains, and at which size.
 
     core         dtbench_core.ReduceScatterBucketer, buckets of bucket_bytes
+    core_held    the same, told that it may hold the tensors until a bucket is full instead of copying them
     reference    fairscale's algorithm (bucketer_reference.py), buckets of the same size
     unbucketed   one collective for each tensor: what bucketing has to beat
     limit        one collective over all bytes at once, nothing copied: what it cannot beat
     copy         one plain copy of all bytes
 
 The large cases are 64 MiB in the bucketers' default buckets. They have no `unbucketed`, which would take
-seconds per sample, and the small ones have no `copy`.
+seconds per sample, and the small ones have no `copy` and no `core_held`.
 
 Counters, per pass over all tensors: collectives issued, bytes_copied on this rank, and peak_bytes of
 buffers besides the inputs and the results.
@@ -71,8 +72,8 @@ class Gradients:
         return None
 
 
-def core(gradients: Gradients, bucket_bytes: int) -> Workload:
-    bucketer = dtbench_core.ReduceScatterBucketer(bucket_cap_mb=bucket_bytes / MIB)
+def core(gradients: Gradients, bucket_bytes: int, hold_inputs: bool = False) -> Workload:
+    bucketer = dtbench_core.ReduceScatterBucketer(bucket_bytes / MIB, hold_inputs=hold_inputs)
 
     def counters(run: Callable[[], object]) -> dict[str, float]:
         """Of one more pass; all ranks together."""
@@ -175,9 +176,16 @@ def plain(
     return Workload(run=run, check=check, counters=lambda: counters)
 
 
-IMPLS = {"core": core, "reference": reference, "unbucketed": unbucketed, "limit": limit, "copy": copy}
+IMPLS: dict[str, Callable[[Gradients, int], Workload]] = {
+    "core": core,
+    "core_held": partial(core, hold_inputs=True),
+    "reference": reference,
+    "unbucketed": unbucketed,
+    "limit": limit,
+    "copy": copy,
+}
 SMALL_IMPLS = ("core", "reference", "unbucketed", "limit")
-LARGE_IMPLS = ("core", "reference", "limit", "copy")
+LARGE_IMPLS = ("core", "core_held", "reference", "limit", "copy")
 
 
 @suite("bucketer", world="ranks", help="bucketed reduce-scatter of many small tensors")

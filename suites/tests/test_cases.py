@@ -37,7 +37,7 @@ IMPLS = {
     "overlap": {"core", "torch", "wait_at_once", "local"},
 }
 # Of the bucketer's cases of 64 MiB.
-LARGE = {"core", "reference", "limit", "copy"}
+LARGE = {"core", "core_held", "reference", "limit", "copy"}
 PARAMS = {
     "dispatch": {"placements", "mesh", "pass", "call"},
     "redistribute": {"mesh_dim", "ranks", "dtype", "size"},
