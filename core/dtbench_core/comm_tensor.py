@@ -110,6 +110,12 @@ class _Flight:
         with untraced():  # some transports finish the result here, with ops
             _wait(self.work)
 
+    def over(self) -> bool:
+        """Whether there is nothing to wait for any more."""
+        if self.landed or self.tracer is not None:
+            return self.landed
+        return self.work is None or bool(Work.unbox(self.work).is_completed())
+
 
 @dataclass
 class _Memory:
@@ -135,7 +141,7 @@ class _Memory:
         return waited
 
     def add_reader(self, flight: _Flight) -> None:
-        self.reading = [*(f for f in self.reading if not f.landed), flight]
+        self.reading = [*(f for f in self.reading if not f.over()), flight]
 
 
 class CommTensor(torch.Tensor):

@@ -354,7 +354,7 @@ def check_places(held: torch.Tensor, spec: DTensorSpec) -> None:
     Raises:
         LayoutError: on every rank, if any rank's do not.
     """
-    if spec.info.coordinate is None or not holds_shards(held):
+    if not holds_shards(held) or spec.info.coordinate is None:
         return
     told = [_misplaced(held, spec)]
     for group in spec.info.groups:

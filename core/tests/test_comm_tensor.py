@@ -170,6 +170,12 @@ def _who_waits() -> dict[str, bool]:
     got["gathered before"] = [o.tolist() for o in outs] == [[float(r)] * 3 for r in range(N)]
     got["written after"] = source.tolist() == [rank + 100] * 3
 
+    for _ in range(20):
+        outs = [CommTensor(torch.zeros(3)) for _ in range(N)]
+        dist.all_gather(outs, source, async_op=True)
+        outs[-1].wait()  # the others are never read
+    got["forgets what is over"] = len(source._memory.reading) <= 2
+
     twice = CommTensor(torch.ones(2))
     dist.all_reduce(twice, async_op=True)
     dist.all_reduce(twice, async_op=True)
