@@ -57,11 +57,11 @@ def settle(log: Log, *, collective: str | None = None, ranks: int | None = None)
             _settle_devices(table)
             _settle_mixed(table)
             _settle_ranks(log, table, ranks)
+            _settle_bounds(table)
             _settle_collective(log, table, collective)
         if not table.refusal and table.ranks is None:
             _settle_ranks_by_ratio(table)
-        if table.ranks is not None and table.ranks > _MAX_RANKS:
-            table.refusal, table.ranks = f"it has {table.ranks} ranks, which cannot be", None
+        _settle_bounds(table)
         _settle_sizes(log, table)
         if table.refusal or table.collective is None or table.ranks is None:
             continue
@@ -108,6 +108,11 @@ def _settle_mixed(table: Table) -> None:
             "several processes printed into it at once, each as rank 0: nccl-tests was built without MPI, so "
             "each measured alone while the others disturbed it; build it with MPI=1"
         )
+
+
+def _settle_bounds(table: Table) -> None:
+    if table.ranks is not None and not 1 <= table.ranks <= _MAX_RANKS:
+        table.refusal, table.ranks = f"it has {table.ranks} ranks, which cannot be", None
 
 
 def _settle_sizes(log: Log, table: Table) -> None:
