@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError
 from dtbench.importers import checks, convert
-from dtbench.importers.model import Log, Problem, Table
+from dtbench.importers.model import COLLECTIVES, Log, Problem, Table
 from dtbench.importers.registry import read_logs
 from dtbench.model import Result
 from dtbench.options import Mesh
@@ -36,6 +36,8 @@ def import_logs(
         UsageError: nothing that can be used, or logs that do not go together.
         OutputError: the run cannot be written.
     """
+    if collective is not None and collective not in COLLECTIVES:
+        raise UsageError(f"--collective {collective}: expected one of {', '.join(COLLECTIVES)}")
     logs = read_logs(paths)
     for log in logs:
         checks.settle(log, collective=collective, ranks=ranks)

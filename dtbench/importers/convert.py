@@ -49,13 +49,12 @@ def to_run(
     _same_machine(usable)
     dims = _dims(usable, mesh, dim)
     shape = mesh or _own_mesh(usable[0][1])
-    places = dict(_places(usable))
     results = _numbered(
         result for log, table in tables for result in _results(log, table, dims.get(id(table)), shape)
     )
-    layout = _mesh_layout(usable, dims, shape) if mesh else None
-    header = _header(logs, usable, argv, shape, results, layout or places)
-    return header, results
+    several = mesh is not None and len(mesh) > 1
+    ranks = _mesh_layout(usable, dims, shape) if several else dict(_places(usable))
+    return _header(logs, usable, argv, shape, results, ranks), results
 
 
 def _has_figures(table: Table) -> bool:
@@ -168,8 +167,8 @@ def _own_mesh(table: Table) -> Mesh:
 
 def _mesh_layout(
     usable: Sequence[tuple[Log, Table]], dims: Mapping[int, str], mesh: Mesh
-) -> dict[int, dict[str, Any]] | None:
-    """Per rank of the mesh its host, where each dim's logs show it within a host or one rank per host."""
+) -> dict[int, dict[str, Any]]:
+    """Per rank of the mesh its host, if each dim's logs show it within a host or one rank per host; else {}."""
     spans: dict[str, set[int]] = {}
     for _, table in usable:
         if (layout := _layout(table)) is not None:
@@ -177,7 +176,7 @@ def _mesh_layout(
     across = []
     for name, size in mesh:
         if size > 1 and spans.get(name) not in ({1}, {size}):
-            return None
+            return {}
         across.append(size > 1 and spans[name] == {size})
     order: dict[tuple[int, ...], int] = {}
     ranks = {}
