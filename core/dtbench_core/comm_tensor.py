@@ -153,8 +153,9 @@ class CommTensor(torch.Tensor):
     tensor. A CommTensor of a CommTensor is the same one.
 
     Raises:
-        ArgumentError: a collective that writes to a plain tensor beside a CommTensor, or one that is traced
-            and is not among the eight of `SUPPORTED`.
+        ArgumentError: a collective that writes to a plain tensor beside a CommTensor; the first use of an output of
+            an all_gather whose input is plain (wrap the input too); a collective that is traced and is not among
+            the eight of `SUPPORTED`.
     """
 
     _tensor: torch.Tensor
