@@ -3,7 +3,7 @@
 Two ways. `Rows` copies each input when it comes, so that the caller may reuse it at once: into the n
 rows of a buffer. Rows as long as they turn out to be filled are the collective's input as they are; if
 the length was guessed wrong, they are copied once more, closer together. `Held` keeps the inputs and
-copies them all in one call when the bucket closes: a third less work for small inputs.
+copies them all in one call when the bucket closes: half the work for small inputs.
 """
 
 from __future__ import annotations
