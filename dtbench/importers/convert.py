@@ -54,6 +54,7 @@ def to_run(
     )
     several = mesh is not None and len(mesh) > 1
     ranks = _mesh_layout(usable, dims, shape) if several else dict(_places(usable))
+    results.sort(key=lambda result: result.suite != SUITE)  # what counts comes first
     return _header(logs, usable, argv, shape, results, ranks), results
 
 
@@ -323,7 +324,7 @@ def _header(
     places: Mapping[int, Mapping[str, Any]],
 ) -> dict[str, Any]:
     first = usable[0][1]
-    names = {d.name for _, table in usable for d in table.devices if d.name}
+    listed = max((table.devices for _, table in usable), key=len)
     return {
         # The same logs make the same run, so that calibrate does not take them for two launches.
         "run_id": hashlib.sha256("".join(sorted(log.sha256 for log in logs)).encode()).hexdigest()[:32],
@@ -337,7 +338,10 @@ def _header(
             **_versions(usable),
         },
         "git": {},
-        "machine": {"cpu": {}, "gpus": [{"name": name} for name in sorted(names)]},
+        "machine": {
+            "cpu": {},
+            "gpus": [{"name": d.name} for d in listed if d.name and d.host == listed[0].host],
+        },
         "ranks": [dict(places[rank]) for rank in sorted(places)],
         "mesh": {"dim_names": [name for name, _ in mesh], "shape": [size for _, size in mesh]},
         "env": {},

@@ -59,7 +59,7 @@ def test_from_logs_to_constants_in_two_commands(dtbench: Cli) -> None:
     assert "nccl.log: nccl-tests text, 15 rows" in out and "all_gather among 8 ranks on 2 host(s)" in out
     assert "30 figures are in run.jsonl, 15 of them for dtbench calibrate" in out
     run = read_run("run.jsonl")
-    assert run.complete and run.header["machine"]["gpus"] == [{"name": "NVIDIA H100"}]
+    assert run.complete and run.header["machine"]["gpus"] == [{"name": "NVIDIA H100"}] * 4
     assert run.header["versions"]["nccl"] == "2.28.7" and run.header["versions"]["backend"] == "nccl"
     assert run.header["imported"][0]["rows"] == 15 and run.header["mesh"]["shape"] == [8]
     assert dtbench("calibrate", "run.jsonl", "-o", "t.json")[0] == EXIT_OK
