@@ -293,6 +293,27 @@ def test_even_shards_need_no_shape(ranks: Worlds) -> None:
     assert ranks(_even_without_a_shape) == [[((ROWS, WIDTH), (WIDTH, 1), True)] * 3] * 4
 
 
+def _on_two_mesh_dims() -> list[Any]:
+    row, column = divmod(dist.get_rank(), 2)
+    grid = _wrapper([(4 * row, 4, 8 * column, 3), (4 * row, 4, 8 * column + 3, 5)])
+    copies = _wrapper([(0, ROWS, 5 * column, (5, 11)[column])])
+    out: list[Any] = []
+    for held, placements in ((grid, [S0, S1]), (copies, [R, S1])):
+        table = DTensor.from_local(held, mesh_of((2, 2)), placements, shape=(ROWS, WIDTH), stride=(WIDTH, 1))
+        moved = table.redistribute(placements=[R, S0])
+        out += [
+            table.placements,
+            _all_equal(table.full_tensor(), _table()),
+            _all_equal(moved.full_tensor(), _table()),
+        ]
+    return out
+
+
+def test_on_two_mesh_dims(ranks: Worlds) -> None:
+    want = [(S0, S1), True, True, (R, RaggedShard(1, (5, 11))), True, True]
+    assert ranks(_on_two_mesh_dims) == [want] * 4
+
+
 def _replicas_made_equal() -> bool:
     held = _wrapper([(0, ROWS, 0, 8), (0, ROWS, 8, 8)])
     for shard in held.shards:
