@@ -28,6 +28,7 @@ _SLACK = 1 + 1e-6  # of the arithmetic here
 # A derived time or a bandwidth known worse than this says nothing about a machine.
 _MAX_COARSENESS = 0.05
 _MAX_RANKS = 2**20
+_LIST = "the list of ranks"
 _MAX_BYTES = 2**62
 
 _HINTS = {
@@ -59,6 +60,7 @@ def settle(log: Log, *, collective: str | None = None, ranks: int | None = None)
             _settle_ranks(log, table, ranks)
             _settle_bounds(table)
             _settle_collective(log, table, collective)
+            _doubt_list(log, table, collective)
         if not table.refusal and table.ranks is None:
             _settle_ranks_by_ratio(table)
         _settle_bounds(table)
@@ -88,7 +90,7 @@ def _settle_devices(table: Table) -> None:
     sizes = {sum(d.group == group for d in table.devices) for group in groups}
     listed = max(device.rank for device in table.devices) + 1
     if table.groups == 1:
-        table.ranks, table.ranks_from = listed, "the list of ranks"
+        table.ranks, table.ranks_from = listed, _LIST
     elif len(sizes) == 1 and len(table.devices) == listed:
         table.ranks, table.ranks_from = sizes.pop(), "the list of ranks and their groups"
     else:
@@ -173,6 +175,28 @@ def _settle_ranks_by_ratio(table: Table) -> None:
     else:
         several = f" ({found[0]} to {found[-1]} fit its bandwidths)" if len(found) > 1 else ""
         table.refusal = f"how many ranks it ran on is not in the log{several}: give --ranks N"
+
+
+def _doubt_list(log: Log, table: Table, given: str | None) -> None:
+    """Takes the ranks that the bandwidths tell, where the list of ranks was cut short."""
+    if table.ranks_from != _LIST or table.ranks is None or not table.bandwidths_checked:
+        return
+    ratios = [r for _, f in _figures(table) if (r := _ratio(f)) is not None]
+    named = table.collective
+    if not ratios or (named and _mostly(_may_have(ratio, named, table.ranks) for ratio in ratios)):
+        return
+    listed, refusal = table.ranks, table.refusal
+    table.ranks, table.refusal = None, ""
+    _settle_collective(log, table, given)
+    if not table.refusal:
+        _settle_ranks_by_ratio(table)
+    if not table.refusal and (table.ranks or 0) > listed:
+        log.say(
+            table.line,
+            f"{listed} ranks are listed, the bandwidths are those of {table.ranks}: the list is cut",
+        )
+    else:
+        table.ranks, table.ranks_from, table.refusal, table.collective = listed, _LIST, refusal, named
 
 
 def _ranks_of_ratio(figure: Figure, collective: str) -> tuple[int, int] | None:

@@ -101,7 +101,8 @@ def _titles(collective: str, era: str) -> list[str]:
     if era in ("modern", "cputime"):
         first, check = f"{first}   redop    root", "#wrong"
     else:
-        first, check = first + ("   redop" if collective in (*REDUCES, "all_to_all") else ""), "error"
+        first += "   redop" if collective in (*REDUCES, "all_to_all") else ""
+        first, check = first + ("    root" if collective in ROOTED else ""), "error"
     clock = "cputime" if era == "cputime" else "time"
     group, unit = f"  {clock:>7}   algbw   busbw  {check}", "     (us)  (GB/s)  (GB/s)        "
     return [
@@ -126,10 +127,10 @@ def _row(
     op = redop or ("sum" if collective in REDUCES else "none")
     if layout.era in ("modern", "cputime"):
         start += f"  {op:>6}  {0 if collective in ROOTED else -1:6}"
-    elif collective in REDUCES:
-        start += f"  {op:>6}"
-    elif collective == "all_to_all":
-        start += " " * 8
+    else:  # up to 2.12 a column is there where the collective needs it, and empty for alltoall
+        start += f"  {op:>6}" if collective in REDUCES else ""
+        start += f"  {0:6}" if collective in ROOTED else ""
+        start += " " * 8 if collective == "all_to_all" else ""
     parts, busbws = [start], []
     for in_place in (False, True):
         us = time(size, in_place)

@@ -108,6 +108,16 @@ def test_the_ranks_follow_from_the_bandwidths_where_none_is_listed() -> None:
         assert (found.collective, found.ranks) == (collective, ranks)
 
 
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("kept", [1, 4])
+def test_a_list_of_ranks_that_was_cut_is_not_believed(named: bool, kept: int) -> None:
+    lines = [line for line in table(ranks=16).splitlines() if named or "Collective test" not in line]
+    ranks = [line for line in lines if "Rank" in line]
+    log = read("\n".join(line for line in lines if line not in ranks[kept:]))
+    assert log.tables[0].ranks == 16 and "the list is cut" in str(log.problems[0])
+    assert_as_printed(log.tables[0])
+
+
 def test_rows_cut_out_of_their_table() -> None:
     rows = [
         "\n".join(line for line in table(ranks=n, sizes=SIZES[-3:]).splitlines() if re.match(r" +\d", line))
