@@ -33,7 +33,7 @@ Reading order, from the idea to the machine:
     topology      the constants of a mesh, built in or calibrated
     comm          the only file that calls collectives
     collective_utils  collectives over one mesh dim, padding, prices: by torch's names
-    bucketer      many small reduce-scatters as few large ones; its parts are bucket*.py
+    bucketer      many small reduce-scatters as few large ones
 """
 
 from dtbench_core.bucketer import BucketError, ReduceScatterBucketer

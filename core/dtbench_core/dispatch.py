@@ -29,7 +29,17 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dtbench_core import contexts, cost, cross_entropy, gradients, layout, linear, random, redistribute, writes
+from dtbench_core import (
+    contexts,
+    cost,
+    cross_entropy,
+    gradients,
+    layout,
+    linear,
+    random,
+    redistribute,
+    writes,
+)
 from dtbench_core.errors import MixedTensorError
 from dtbench_core.plan import OpInfo, Plan, build, verify
 from dtbench_core.rules.compare import equal

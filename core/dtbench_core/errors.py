@@ -6,7 +6,7 @@ CoreError
 +-- LayoutError      (ValueError)           a local shard that contradicts the global shape
 +-- MixedTensorError (RuntimeError)         a plain tensor given where a DTensor is expected
 +-- NoRuleError      (NotImplementedError)  an op, or its placements, that no rule covers
-+-- BucketError      (ValueError, AssertionError)  what a bucketer cannot reduce (bucket_layout.py)
++-- BucketError      (ValueError, AssertionError)  what a bucketer cannot reduce (bucketer/)
 +-- ArgumentError    (RuntimeError)         an argument of the public API that cannot be followed
 +-- RedistributionError (RuntimeError)      an implicit redistribution where only explicit ones may be
 +-- SimulationError  (RuntimeError)         what a simulated world cannot follow, or would hang on real ranks

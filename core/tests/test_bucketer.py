@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.tests.gloo_world import RankError, Worlds, mesh_of
-from dtbench_core import bucket as module
-from dtbench_core.bucket_layout import BucketLayout, Slot, shard_capacity
 from dtbench_core.bucketer import BucketError, ReduceScatterBucketer
+from dtbench_core.bucketer import bucket as module
+from dtbench_core.bucketer.layout import BucketLayout, Slot, shard_capacity
 
 # What gloo sums in torch 2.13; it refuses bool, int16 and complex types.
 GLOO_DTYPES = [

@@ -25,8 +25,8 @@ from dtbench_core import (
     comm,
     distribute_tensor,
 )
-from dtbench_core.bucket_layout import ALLOWED, LoadState, advance
-from dtbench_core.bucket_packing import JOIN_BYTES, side_by_side
+from dtbench_core.bucketer.layout import ALLOWED, LoadState, advance
+from dtbench_core.bucketer.packing import JOIN_BYTES, side_by_side
 from dtbench_core.tensor import DTensor
 
 MIB = 2**20

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dtbench_core.bucket_layout import BucketError
+from dtbench_core.bucketer.layout import BucketError
 from dtbench_core.wrapper import Wrapper, held_by
 
 

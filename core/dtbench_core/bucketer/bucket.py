@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from dtbench_core import comm
-from dtbench_core.bucket_check import CheckRanks, can_check, check_ranks_agree
-from dtbench_core.bucket_layout import BucketError, BucketLayout, Foresight, LoadState, advance
-from dtbench_core.bucket_packing import (
+from dtbench_core.bucketer.check import CheckRanks, can_check, check_ranks_agree
+from dtbench_core.bucketer.layout import BucketError, BucketLayout, Foresight, LoadState, advance
+from dtbench_core.bucketer.packing import (
     FIRST_ELEMENTS,
     BucketCounters,
     Held,

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dtbench_core.bucket_layout import BucketError
+from dtbench_core.bucketer.layout import BucketError
 from dtbench_core.torch_compat import chunk_cat
 
 # A bucket whose contents cannot be foreseen starts with so many elements per shard, and doubles.

@@ -4,8 +4,6 @@ A bucket collects inputs of one dtype, device and group. When the next input doe
 is issued and the one before it waited for: so one is under way while a bucket fills, and two buffers
 are enough. The collective leaves its result in its own input, in this rank's part; callbacks get copies,
 so that one that is kept keeps no buffer.
-
-Reading order: bucket_layout (pure), bucket_packing, bucket_check, bucket, bucket_inputs, bucket_hooks, this.
 """
 
 from __future__ import annotations
@@ -19,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from dtbench_core.bucket import Bucket, Callback, Op, Outcome, Reduction
-from dtbench_core.bucket_check import CHECK_RANKS, CheckRanks
-from dtbench_core.bucket_hooks import GradientFeed, feed_gradients
-from dtbench_core.bucket_inputs import Intake, check_group, take_in
-from dtbench_core.bucket_layout import BucketError, BucketLayout, shard_capacity
-from dtbench_core.bucket_packing import JOIN_BYTES, BucketCounters
+from dtbench_core.bucketer.bucket import Bucket, Callback, Op, Outcome, Reduction
+from dtbench_core.bucketer.check import CHECK_RANKS, CheckRanks
+from dtbench_core.bucketer.hooks import GradientFeed, feed_gradients
+from dtbench_core.bucketer.inputs import Intake, check_group, take_in
+from dtbench_core.bucketer.layout import BucketError, BucketLayout, shard_capacity
+from dtbench_core.bucketer.packing import JOIN_BYTES, BucketCounters
 
 __all__ = ["BucketCounters", "BucketError", "GradientFeed", "ReduceScatterBucketer"]
 
