@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from core.tests.op_case import UA, UB, A, B, Op, index_for
+from core.tests.op_case import UA, UB, A, B, Op, flat, index_for
 from dtbench_core import DTensor, Replicate, Shard, distribute_tensor
 
 
@@ -62,6 +62,23 @@ def _cross_entropy(a: Any) -> Any:
     return F.cross_entropy(a, _classes(a, True), ignore_index=1, label_smoothing=0.1)
 
 
+def _cross_entropy_parts(a: Any) -> Any:
+    """The ops that F.cross_entropy becomes where classes are sharded, called one by one."""
+    ours, classes = torch.ops.dtbench_core, a.shape[1]
+    target, weight = _classes(a, True), _weight(a, classes)
+    top = ours.class_max(a, 1)
+    sums = ours.class_sums(a, top, target, weight, 1, True)
+    losses = ours.class_loss(sums, target, weight, classes, 1, 0.1)
+    options = (1, classes, 1, 0.1)  # dim, classes, ignore_index, smoothing
+    return flat([top, sums, losses, ours.class_gradient(top, a, top, sums, target, weight, *options)])
+
+
+def _embedding_rows_backward(a: Any) -> Any:
+    """The gradient of a table by rows, of whose 7 rows the second is padding."""
+    found = index_for(a, [i % 7 for i in range(a.shape[0])], Shard(0))
+    return torch.ops.dtbench_core.embedding_rows_backward(a, found, 7, 1)
+
+
 IMAGES, UNEVEN_IMAGES = ((4, 3, 4, 2),), ((3, 4, 2, 5),)
 
 OPS: dict[str, Op] = {
@@ -86,4 +103,6 @@ OPS: dict[str, Op] = {
     "nll_images": Op(lambda a: _nll(a, "mean", weighted=True, ignore=1), IMAGES, UNEVEN_IMAGES),
     "nll_images_none": Op(lambda a: _nll(a, "none"), IMAGES, UNEVEN_IMAGES),
     "cross_entropy": Op(_cross_entropy, A, UA),
+    "cross_entropy_parts": Op(_cross_entropy_parts, A, UA, differentiable=False),
+    "embedding_rows_backward": Op(_embedding_rows_backward, A, UA, differentiable=False),
 }
