@@ -226,7 +226,7 @@ def _same_rows(table: Table) -> Iterator[tuple[tuple[Any, list[Figure]], list[Ro
     """Rows of one size, type, reduction and root together: cycles that rccl-tests was told to repeat."""
     rows: dict[Any, list[Row]] = {}
     for row in table.rows:
-        key = (row.size_bytes, row.dtype, row.redop, row.root, len(row.figures))
+        key = (row.size_bytes, row.dtype, row.redop, row.root, tuple(f.in_place for f in row.figures))
         rows.setdefault(key, []).append(row)
     for key, repeats in rows.items():
         yield (key, repeats[0].figures), repeats

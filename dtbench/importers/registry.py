@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dtbench.errors import UnreadableRunError, UsageError
-from dtbench.importers import deepspeed, ml_engineering, nccl_json, nccl_text, osu
+from dtbench.importers import deepspeed, ml_engineering, nccl_json, nccl_text, osu, rccl_json
 from dtbench.importers.model import Log
 
 # Logs with NCCL_DEBUG=INFO of a thousand ranks have some 100 MB.
@@ -24,7 +24,7 @@ TEXTS: dict[str, tuple[Applies, Read]] = {
     "OSU": (osu.applies, osu.read),
     "ml-engineering": (ml_engineering.applies, ml_engineering.read),
 }
-EXPECTED = "the output of nccl-tests or rccl-tests (text, or JSON of -J), DeepSpeed, OSU or ml-engineering"
+EXPECTED = "the output of nccl-tests or rccl-tests (text or JSON), DeepSpeed, OSU or ml-engineering"
 
 
 def read_logs(paths: Sequence[str | Path]) -> list[Log]:
@@ -52,6 +52,10 @@ def parse(data: bytes, name: str) -> Log:
     """
     text = data.decode("utf-8-sig", "replace")
     log = Log(name, hashlib.sha256(data).hexdigest())
+    if rccl_json.applies(text):
+        log.format = "rccl-tests JSON"
+        rccl_json.read(text, log)
+        return log
     if nccl_json.applies(text):
         log.format = "nccl-tests JSON"
         nccl_json.read(text, log)

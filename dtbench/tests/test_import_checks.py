@@ -306,6 +306,8 @@ BASES = (
     DEEPSPEED,
     OSU,
     ML_ENGINEERING,
+    '{"numCycle":0, "name":"AllReduce", "nodes":1, "ranks":8, "gpusPerRank":1, "size":1024, "type":"float", '
+    '"redop":"sum", "inPlace":0, "time":10.0, "algBw":0.1024, "busBw":0.1792, "wrong":"0"}\n' * 2,
 )
 WORDS = (
     *("N/A", "nan", "-inf", "1e+99", "9" * 20, "9" * 40, "-1", "0", "...", "1.04858e+06", "1e-99", "٣"),

@@ -180,7 +180,7 @@ def test_columns_of_newer_versions_are_bound_by_their_names() -> None:
             line = re.sub(r"( 0)(?=  |$)", r"\1 0 1.00 99.0 98.0 3.50", line) + "  2026-01-01 12:00:00"
         lines.append(line)
     assert_as_printed(only("\n".join(lines)), SIZES[:2])
-    lines = [line + ("  algo proto #channels" if "algbw" in line else "") for line in table().splitlines()]
+    lines = [line + ("  algo proto nchannels" if "algbw" in line else "") for line in table().splitlines()]
     lines = [line + ("  RING LL 2" if re.match(r" +\d", line) else "") for line in lines]
     assert_as_printed(only("\n".join(lines)))
 
@@ -236,6 +236,29 @@ def test_json(version: int) -> None:
     assert len(figure.samples_s) == (3 if version > 1 else 0)
     assert len(figure.rank_samples_s) == (8 if version > 1 else 0)
     assert not log.problems
+
+
+@pytest.mark.parametrize("frame", ["[\n{}\n]\n", "{}\n", "{},\n"])
+def test_records_of_rccl_tests(frame: str) -> None:
+    records = []
+    for size in SIZES:
+        for in_place in (0, 1):
+            us = time_us(size, bool(in_place))
+            records.append(
+                '{"numCycle":0, "name":"AllReduce", "nodes":2, "ranks":8, "ranksPerNode":4, "gpusPerRank":1, '
+                f'"size":{size}, "type":"float", "redop":"sum", "inPlace":{in_place}, "time":{us:f}, '
+                f'"algBw":{size / us / 1e3:f}, "busBw":{size / us / 1e3 * 1.75:f}, "wrong":"0"}}'
+            )
+    text = frame.replace("{}", (",\n" if "[" in frame else "\n").join(records))
+    found = only(text)
+    assert (found.tool, found.collective, found.ranks) == ("rccl-tests", "all_reduce", 8)
+    assert_as_printed(found)
+    wrong = read(text.replace('"0"', '"7"', 1).replace('"time":', '"time":1', 1))
+    assert "wrong elements: 7" in wrong.tables[0].rows[0].figures[0].fault
+    cut = read(text[: len(text) - 40])
+    assert "cut" in str(cut.problems[-1]) and len(cut.tables[0].rows[-1].figures) == 1
+    assert not read(text.replace("AllReduce", "Hypercube")).tables[0].rows[0].figures[0].fault
+    assert "no collective" in read(text.replace("AllReduce", "Hypercube")).tables[0].refusal
 
 
 def test_json_takes_nothing_from_the_environment() -> None:

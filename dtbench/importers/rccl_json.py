@@ -1,0 +1,108 @@
+"""The records that rccl-tests writes with -Z json: one object per placement and size.
+
+They came as a list, as lines, and as fragments without their brackets, by version: each object is
+read for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dtbench.importers.model import Figure, Log, Printed, Row, Table
+from dtbench.importers.nccl_text import DTYPES
+from dtbench.importers.text import lines_of, pattern
+from dtbench.schema import BadFieldError, loads, shown
+
+_OBJECT = pattern(r"\{[^{}]*\}")
+_NAMES = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "sendrecv": "sendrecv",
+}
+_HALF = 0.5e-6  # six decimals are written
+
+
+def applies(text: str) -> bool:
+    """Whether the text may hold such records."""
+    return '"numCycle"' in text and '"algBw"' in text
+
+
+def read(text: str, log: Log) -> None:
+    """Adds a table per collective, ranks and cycle to its log."""
+    tables: dict[tuple[object, ...], Table] = {}
+    rows: dict[tuple[object, ...], Row] = {}
+    for number, line in enumerate(lines_of(text), start=1):
+        for match in _OBJECT.finditer(line):
+            try:
+                record = loads(match[0].encode("utf-8", "replace"))
+                key = tuple(record[name] for name in ("name", "ranks", "gpusPerRank", "nodes", "numCycle"))
+                place = (*key, record["size"], record["type"], record["redop"])
+                hash(place)
+                if key not in tables:
+                    tables[key] = _table(record, number)
+                if place not in rows:
+                    rows[place] = _row(record, number)
+                    tables[key].rows.append(rows[place])
+                rows[place].figures.append(_figure(record))
+            except (BadFieldError, KeyError, TypeError, ValueError) as error:
+                log.say(number, f"a record that is not of rccl-tests was left out: {str(error)[:100]}")
+        if line.count("{") > line.count("}"):
+            log.say(number, "a record that is cut was left out")
+    log.tables += tables.values()
+
+
+def _table(record: Mapping[str, Any], number: int) -> Table:
+    table = Table("rccl-tests", number, redop_column=True, ended=True)
+    name = "".join(c for c in str(record["name"]).lower() if c.isalpha())
+    table.collective = _NAMES.get(name)
+    if table.collective is None:
+        table.refusal = f"{shown(record['name'])} is no collective of rccl-tests that is known here"
+    if record["gpusPerRank"] == 1:  # with more it is not said which of both counts the ranks
+        table.ranks, table.ranks_from = _count(record["ranks"], "ranks"), "its records"
+    return table
+
+
+def _row(record: Mapping[str, Any], number: int) -> Row:
+    kind, redop = record["type"], record["redop"]
+    if not isinstance(kind, str) or not isinstance(redop, str):
+        raise ValueError("type and redop are no text")
+    dtype = DTYPES.get(kind, (kind[:20], 0))[0]
+    return Row(number, _count(record["size"], "size"), None, dtype, redop[:20], None, [])
+
+
+def _figure(record: Mapping[str, Any]) -> Figure:
+    time, algbw, busbw = (_printed(record[name]) for name in ("time", "algBw", "busBw"))
+    figure = Figure(
+        bool(_count(record["inPlace"], "inPlace")),
+        time and time.scaled(1e-6),
+        algbw and algbw.scaled(1e9),
+        busbw and busbw.scaled(1e9),
+    )
+    if time is None or algbw is None or busbw is None:
+        figure.fail("it has no number for time, algBw or busBw")
+    wrong = record["wrong"]
+    if isinstance(wrong, str) and wrong.strip().isascii() and wrong.strip().isdigit():
+        wrong = int(wrong)
+    if isinstance(wrong, int | float) and not isinstance(wrong, bool):
+        figure.wrong = float(wrong)
+    elif wrong not in (None, "N/A"):
+        figure.fail(f"its check of the data says {shown(wrong)}", wrong_data=True)
+    return figure
+
+
+def _printed(value: Any) -> Printed | None:
+    fine = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e300
+    return Printed(float(value), _HALF) if fine else None
+
+
+def _count(value: Any, name: str) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} is {shown(value)}, expected a whole number")
+    return int(value)
