@@ -117,6 +117,7 @@ class Plan:
         "kernel",
         "moves",
         "out",
+        "plain_view",
         "replaced",
         "returns_input",
         "simple",
@@ -137,7 +138,8 @@ class Plan:
         self.info = info
         self.aliases, self.copies = info.aliases, False
         self.functional = info.functional and local_op is None and not replaced
-        self.simple = info.functional and not moves and not replaced and isinstance(out, DTensorSpec)
+        still = not moves and not replaced and isinstance(out, DTensorSpec)
+        self.simple, self.plain_view = info.functional and still, info.aliases and still
 
     def run(
         self,
@@ -153,6 +155,10 @@ class Plan:
         args, given: the call's own arguments; locals_, kwargs: the same with shards for DTensors.
         """
         if self.simple:
+            return wrap(cls, call(*locals_, **kwargs) if kwargs else call(*locals_), self.out)
+        if self.plain_view and not (
+            self.copies or getattr(args[0], "_detached_view", False) or is_inference_mode_enabled()
+        ):
             return wrap(cls, call(*locals_, **kwargs) if kwargs else call(*locals_), self.out)
         if self.moves:
             locals_, kwargs = self._moved(args, given, locals_, kwargs)
