@@ -47,9 +47,10 @@ types: install
 imports: install
 	$(BIN)/lint-imports
 
-# One thread per rank: the worlds of the tests hold more ranks than small machines have cores.
+# One thread per rank: the worlds of the tests hold more ranks than small machines have cores. Two files at
+# a time: ranks often wait for each other.
 unit: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .benchmarks

@@ -134,6 +134,6 @@ OPS: dict[str, Op] = {
     "foreach_linear": Op(_linear, B, UB),
     "foreach_in_place": Op(_in_place_linear, B, UB, differentiable=False),
     "foreach_norm": Op(_norms, B, UB, differentiable=False),
-    "fused_steps": Op(_fused, B, UB, differentiable=False, places=3),
+    "fused_steps": Op(_fused, B, UB, differentiable=False, places=2),
     "unscaled": Op(_unscaled, B, UB, differentiable=False),
 }
