@@ -86,9 +86,10 @@ def _dense_shape(specs: list[DTensorSpec]) -> torch.Size | None:
 
 
 def _empty_twin(leaf: Any) -> Any:
-    """For a tensor, one of as many dims and no elements: it decides the dtype alike. 0-dim stays 0-dim."""
+    """For a tensor, one of as many dims and no elements: it decides the dtype alike. 0-dim stays 0-dim, and is 1:
+    memory as it comes may be the degree of a polynomial, of which a kernel computes every term."""
     if isinstance(leaf, DTensorSpec):
-        return torch.empty((0,) * leaf.ndim, dtype=leaf.dtype)
+        return torch.ones((0,) * leaf.ndim, dtype=leaf.dtype)
     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 

@@ -42,3 +42,13 @@ def _known(info: Any, plain: torch.Tensor, normalized: list[int], given: bool) -
     like = torch.empty(normalized, dtype=plain.dtype)
     parameter = DTensorSpec.of(info, (REPLICATE,), like.shape, like.stride(), like.dtype) if given else None
     return metadata.results_of(layer_norm, (spec, normalized, parameter, parameter, 1e-5), {}, False)
+
+
+def test_numbers_that_kernels_loop_over_are_small(fake_world: Any) -> None:
+    """The degree of a polynomial decides how long a kernel takes, and a twin's must not be whatever memory holds."""
+    fake_world(2)
+    info = mesh_info(init_device_mesh("cpu", (2,)))
+    for dtype in (torch.float32, torch.int64):
+        degree = DTensorSpec.of(info, (REPLICATE,), (), (), dtype)
+        torch.full((64,), 2**30, dtype=dtype)  # freed at once: what the next allocation may get
+        assert metadata._empty_twin(degree).item() == 1
