@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dtbench_core import contexts, fallback, outside, random, redistribute, rules, variants, writes
 from dtbench_core.errors import CoreError, MeshError
-from dtbench_core.metadata import results_of
+from dtbench_core.metadata import flattened, results_of
 from dtbench_core.placement import REPLICATE, Placements
 from dtbench_core.rules.base import OpCall, Placed, Strategy
 from dtbench_core.shards import holds_shards
@@ -405,7 +405,7 @@ def _empty_results(
 
 def _describe(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> OpCall:
     """The call with specs in the place of tensors; plain tensors count as replicated."""
-    leaves, tree = tree_flatten((list(args), {name: kwargs[name] for name in sorted(kwargs)}))
+    leaves, rebuilt = flattened(args, _sorted(kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     mesh = next(t._spec.info for t in tensors if isinstance(t, Wrapper))
     specs = []
@@ -422,7 +422,7 @@ def _describe(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> OpCa
             specs.append(DTensorSpec.of(mesh, replicated, tensor.shape, tensor.stride(), tensor.dtype))
     remaining = iter(specs)
     described = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    spec_args, spec_kwargs = tree_unflatten(described, tree)
+    spec_args, spec_kwargs = rebuilt(described)
     return OpCall(info.op, tuple(spec_args), spec_kwargs, tuple(specs))
 
 
