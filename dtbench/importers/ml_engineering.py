@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from dtbench.importers.model import Figure, Log, Printed, Row, Table, amount
+from dtbench.importers.model import COLLECTIVES, Figure, Log, Printed, Row, Table, amount
 from dtbench.importers.text import lines_of, pattern
 
 _TITLE = pattern(
@@ -22,16 +22,8 @@ _BANDWIDTHS = {"GBps": 1e9, "GB/s": 1e9, "MBps": 1e6}
 _TIMES = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3}
 # torch-dist-bench.py's table of several collectives: GBps and microseconds, without units.
 _COMBINED = pattern(r"(\w+) (busbw|median)")
-_NAMES = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-)
+# torch.distributed has no collective that sends and receives.
+_NAMES = tuple(name for name in COLLECTIVES if name != "sendrecv")
 
 
 def applies(text: str) -> bool:

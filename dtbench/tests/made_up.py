@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import numpy as np
 
 from dtbench.model import Param, Result, Run, Timing
 
+# The program in this process (conftest.py).
+Cli = Callable[..., tuple[int, str, str]]
 KIB, MIB = 1024, 1024**2
 SIZES = tuple(KIB * 4**k for k in range(8))  # 1 KiB to 16 MiB
 # What the collectives are made of: dim -> (GiB/s, us per hop). Calibration has to find these again.

@@ -5,36 +5,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from dtbench import cli, registry
+from dtbench import registry
 from dtbench.errors import EXIT_OK, EXIT_USAGE
+from dtbench.tests.made_up import Cli
 
 SUITE = str(Path(__file__).with_name("faults_suite.py"))
-Cli = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def dtbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """The program in this process: (exit code, stdout, stderr) of a command line."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
-        monkeypatch.delenv(name, raising=False)
-    # A user's file registers its suites; they must not stay for the next test.
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's file registers its suites; they must not stay for the next test."""
     registry.load([])
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dtbench", *args])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, *capsys.readouterr()
-
-    return run
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -4,41 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from dtbench import cli, reference
+from dtbench import reference
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_NOTHING, EXIT_OK, EXIT_USAGE, UnreadableRunError
 from dtbench.importers import checks, convert
 from dtbench.importers.registry import parse
 from dtbench.model import Run
 from dtbench.store import read_run
 from dtbench.tests import made_up
+from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_logs import SIZES, json_text, table, time_us
 from dtbench.topology import read_topology
 
-Cli = Callable[..., tuple[int, str, str]]
 RING = ("all_reduce", "all_gather", "reduce_scatter")
-
-
-@pytest.fixture
-def dtbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """The program in this process: (exit code, stdout, stderr) of a command line."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
-        monkeypatch.delenv(name, raising=False)
-
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dtbench", *args])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, *capsys.readouterr()
-
-    return run
 
 
 def ring(ranks: int = 8, hosts: int = 1, bandwidth: float = 100e9, latency_us: float = 2.0) -> str:
