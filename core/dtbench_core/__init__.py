@@ -30,7 +30,9 @@ Reading order, from the idea to the machine:
     redistribute  from one placement to another, by cost
     moves         doing one step of it
     cost          what a collective costs, and the cheapest chain of them
+    prices        what one mesh dim charges: a formula, or what was measured
     topology      the constants of a mesh, built in or calibrated
+    curve         measured time over size
     comm          the only file that calls collectives
     collective_utils  collectives over one mesh dim, padding, prices: by torch's names
     bucketer      many small reduce-scatters as few large ones

@@ -5,7 +5,8 @@ The model is a ring: a collective over the n ranks of a mesh dim takes
     base + hops * latency + bytes * hops / n / bandwidth
 
 with hops = n - 1 for all-gather, reduce-scatter and all-to-all, and 2(n - 1) for all-reduce. The
-constants of a mesh (`MeshTopoInfo`) are topology.py's.
+constants of a mesh (`MeshTopoInfo`) are topology.py's. Where a topology file holds measured times of
+the changes of placement themselves, these price a mesh dim instead of the formula (prices.py).
 
 Units. Times are microseconds. Sizes and bandwidths are in **GiB** (1024^3 bytes) and GiB/s. The
 arguments are called `bytes_gb` and PyTorch writes "GB/s", but it too divides by 1024^3; taking the
@@ -32,8 +33,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtbench_core.curve import GIB, TopologyError
 from dtbench_core.errors import CoreError, PlacementError
 from dtbench_core.placement import REPLICATE, Shard
+from dtbench_core.prices import ALL_TO_ALL_PENALTY_US, DimPrices, JointPrices, Kind, PlacementLike, Ring
 from dtbench_core.topology import (
     BASE_LATENCY_US,
     INTER_HOST_BANDWIDTH_FACTOR,
@@ -42,7 +45,6 @@ from dtbench_core.topology import (
     INTRA_HOST_LATENCY_US,
     MeshTopoInfo,
     Topology,
-    TopologyError,
     on_topology_change,
     topology_in_use,
     topology_of,
@@ -77,16 +79,6 @@ __all__ = [
     "use_topology",
 ]
 
-GIB = 1024**3
-# PyTorch's surcharge on Shard -> Shard; here it stands for the copies around the exchange.
-ALL_TO_ALL_PENALTY_US = 1.0
-
-
-class _Placement(Protocol):
-    def is_shard(self) -> bool: ...
-    def is_partial(self) -> bool: ...
-    def is_replicate(self) -> bool: ...
-
 
 class _Spec(Protocol):
     @property
@@ -102,64 +94,31 @@ class _Spec(Protocol):
 # --- collectives -----------------------------------------------------------------------------------
 
 
-class _Ring(NamedTuple):
-    """The ranks that take part, and the constants between neighbours."""
-
-    ranks: int
-    bandwidth: float  # GiB/s
-    latency_us: float  # per hop
-    base_us: float
-
-    @staticmethod
-    def of(topo: MeshTopoInfo, mesh_dim: int) -> _Ring:
-        return _Ring(
-            topo.mesh_dim_devices[mesh_dim],
-            topo.mesh_dim_bandwidth[mesh_dim],
-            topo.mesh_dim_latency[mesh_dim],
-            topo.base_latency_us,
-        )
-
-    @staticmethod
-    def through(topo: MeshTopoInfo, mesh_dims: Sequence[int]) -> _Ring:
-        """One ring through the ranks of several mesh dims: every hop is taken for the slowest of theirs."""
-        return _Ring(
-            math.prod(topo.mesh_dim_devices[d] for d in mesh_dims),
-            min(topo.mesh_dim_bandwidth[d] for d in mesh_dims),
-            max(topo.mesh_dim_latency[d] for d in mesh_dims),
-            topo.base_latency_us,
-        )
-
-    def us(self, gib: float, trips: int = 1) -> float:
-        hops = trips * (self.ranks - 1)
-        seconds = (gib * hops / self.ranks) / self.bandwidth
-        return self.base_us + hops * self.latency_us + seconds * 1e6
-
-
 def allgather_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
     """us to all-gather over `mesh_dim` into an output of `bytes_gb` GiB on each rank."""
-    return _Ring.of(mesh_topo, mesh_dim).us(bytes_gb)
+    return Ring.of(mesh_topo, mesh_dim).us(bytes_gb)
 
 
 def allreduce_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
     """us to all-reduce `bytes_gb` GiB on each rank of `mesh_dim`: a reduce-scatter and an all-gather."""
-    return _Ring.of(mesh_topo, mesh_dim).us(bytes_gb, trips=2)
+    return Ring.of(mesh_topo, mesh_dim).us(bytes_gb, trips=2)
 
 
 def reduce_scatter_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
     """us to reduce-scatter an input of `bytes_gb` GiB on each rank of `mesh_dim`."""
-    return _Ring.of(mesh_topo, mesh_dim).us(bytes_gb)
+    return Ring.of(mesh_topo, mesh_dim).us(bytes_gb)
 
 
 def all_to_all_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
     """us to exchange `bytes_gb` GiB of each rank of `mesh_dim`, of which 1/n stays where it is."""
-    return _Ring.of(mesh_topo, mesh_dim).us(bytes_gb)
+    return Ring.of(mesh_topo, mesh_dim).us(bytes_gb)
 
 
 # --- one transition --------------------------------------------------------------------------------
 
 
 def transition_cost(
-    src: _Placement, dst: _Placement, local_bytes_gib: float, topo: MeshTopoInfo, mesh_dim: int
+    src: PlacementLike, dst: PlacementLike, local_bytes_gib: float, topo: MeshTopoInfo, mesh_dim: int
 ) -> float:
     """us to go from `src` to `dst` on one mesh dim, when each rank holds `local_bytes_gib` GiB before.
 
@@ -171,22 +130,10 @@ def transition_cost(
         return 0.0
     if dst.is_partial():
         return math.inf
-    return _price(_class_of(src), _class_of(dst), local_bytes_gib, _Ring.of(topo, mesh_dim))
-
-
-def _class_of(placement: _Placement) -> str:
-    return "S" if placement.is_shard() else "R" if placement.is_replicate() else "P"
+    return DimPrices.of(topo, mesh_dim).us(Kind.of(src), Kind.of(dst), local_bytes_gib)
 
 
 _COLLECTIVE = {"SR": "all_gather", "SS": "all_to_all", "PR": "all_reduce", "PS": "reduce_scatter"}
-
-
-def _price(src: str, dst: str, local_gib: float, ring: _Ring) -> float:
-    """us of the collective that turns one class of placement into another."""
-    if src == "P":
-        return ring.us(local_gib, trips=2 if dst == "R" else 1)
-    gathered = ring.us(local_gib * ring.ranks)
-    return gathered if dst == "R" else min(ring.us(local_gib) + ALL_TO_ALL_PENALTY_US, gathered)
 
 
 def spec_to_bytes(spec: _Spec) -> int:
@@ -285,17 +232,18 @@ class _Search:
     ) -> None:
         self.shape, self.itemsize, self.copy_us = shape, itemsize, copy_us
         self.sizes = topo.mesh_dim_devices
-        self.rings = [_Ring.of(topo, d) for d in range(len(self.sizes))]
+        self.prices = [DimPrices.of(topo, d) for d in range(len(self.sizes))]
         self.wide = [d for d, ranks in enumerate(self.sizes) if ranks > 1]
-        self.all = _Ring.through(topo, self.wide) if together and len(self.wide) > 1 else None
+        self.all = JointPrices.of(topo, self.wide) if together and len(self.wide) > 1 else None
         # Placements by number: those at hand, then the Shards that could be on the way.
         self.kinds: list[Any] = [REPLICATE]
         self.src, self.dst = self._number(src), self._number(dst)
         self._number(self._detours())
-        self.classes = [_class_of(kind) for kind in self.kinds]
+        self.priced = [Kind.of(kind) for kind in self.kinds]
+        self.classes = [kind.letter for kind in self.priced]
         self.dims = [kind.dim if kind.is_shard() else None for kind in self.kinds]
         self.odd = [isinstance(kind, Shard) and type(kind) is not Shard for kind in self.kinds]
-        self.least = [ring.us(0.0) for ring in self.rings]  # of any collective on the mesh dim
+        self.least = [prices.least() for prices in self.prices]  # of any collective on the mesh dim
 
     def _number(self, placements: Sequence[Any]) -> State:
         """Equal placements get one number, PyTorch's and ours alike."""
@@ -344,7 +292,7 @@ class _Search:
         """A bound below what is left: a collective for each mesh dim that differs and is not Replicate."""
         pairs = zip(state, self.dst, self.least, strict=True)
         left = sum([least for now, then, least in pairs if now not in (then, 0)])
-        return left if self.all is None else min(left, self.all.us(0.0))
+        return left if self.all is None else min(left, self.all.least())
 
     def _edges(self, state: State) -> Iterator[tuple[tuple[int, ...], State, float]]:
         """(mesh dims, state after, us) of every transition from `state`."""
@@ -356,14 +304,16 @@ class _Search:
             for kind in self._targets(now, self.dst[mesh_dim]):
                 if self.dims[kind] in inner or (self.odd[kind] and not self._fits(kind, mesh_dim, state)):
                     continue
-                us = self.copy_us
+                prices = self.prices[mesh_dim]
                 if now:
-                    us = _price(self.classes[now], self.classes[kind], held, self.rings[mesh_dim])
+                    us = prices.us(self.priced[now], self.priced[kind], held)
+                else:
+                    us = prices.cut_us(self.priced[kind], held, self.copy_us)
                 yield (mesh_dim,), (*state[:mesh_dim], kind, *state[mesh_dim + 1 :]), us
         if self.all is not None:
             for after in self._together(state):
-                move = self.classes[state[self.wide[0]]], self.classes[after[self.wide[0]]]
-                yield tuple(self.wide), after, _price(*move, held, self.all)
+                us = max(self.all.us(self.priced[state[d]], self.priced[after[d]], held) for d in self.wide)
+                yield tuple(self.wide), after, us
 
     def _fits(self, odd: int, mesh_dim: int, state: State) -> bool:
         """Whether the mesh dim may be placed in a way that only some lengths allow (RaggedShard and its like):

@@ -13,7 +13,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench_core.errors import CoreError
+from dtbench_core.curve import Curve, TopologyError, number
 
 # The four constants of torch/distributed/tensor/_collective_utils.py (unchanged from 2.0 to 2.13). They
 # are the Ring/LL entries for Ampere of NCCL's src/graph/tuning.cc: base latency 6.6 us, bandwidth cap
@@ -32,11 +32,18 @@ INTRA_HOST_LATENCY_US = 0.6
 INTER_HOST_BANDWIDTH_FACTOR = 0.22
 INTER_HOST_LATENCY_US = 2.7
 
-TOPOLOGY_SCHEMA = 1
+TOPOLOGY_SCHEMA = 2
 
-
-class TopologyError(CoreError, ValueError):
-    """A topology that cannot be read, or that says nothing about the mesh asked for."""
+# Where the file holds no measured changes of placement: the collective that does most of each. The
+# copies that put a tensor in order are not in its time.
+_STANDS_FOR = {
+    "all_gather": ("S(0)->R", "S(1)->R"),
+    "all_reduce": ("P->R",),
+    "reduce_scatter": ("P->S(0)", "P->S(1)"),
+    "all_to_all": ("S(0)->S(1)", "S(1)->S(0)"),
+}
+# Those that send something; "R->S(0)" and "R->S(1)" are local copies.
+SENDING = tuple(name for names in _STANDS_FOR.values() for name in names)
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,9 @@ class MeshTopoInfo:
     """The constants of each dim of a mesh. The sequences run over the mesh dims.
 
     mesh_dim_devices: ranks. mesh_dim_bandwidth: GiB/s. mesh_dim_latency: us per hop.
-    base_latency_us: of every collective. source: where the numbers come from.
+    base_latency_us: of every collective. source: where the numbers come from. mesh_dim_curves: what
+    changes of placement were measured to take, by name ("S(0)->R"); where there are any, they price the
+    mesh dim, and its constants only what was not measured.
     """
 
     mesh: DeviceMesh
@@ -53,6 +62,7 @@ class MeshTopoInfo:
     mesh_dim_latency: Sequence[float]
     base_latency_us: float = BASE_LATENCY_US
     source: str = "built-in"
+    mesh_dim_curves: Sequence[Mapping[str, Curve]] = ()
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
@@ -85,12 +95,13 @@ class MeshTopoInfo:
 
 @dataclass(frozen=True)
 class DimConstants:
-    """What was measured on one mesh dim: GiB/s, and us per hop."""
+    """What was measured on one mesh dim: GiB/s, us per hop, and times over size."""
 
     name: str
     ranks: int
     bandwidth: float
     latency_us: float
+    curves: Mapping[str, Curve] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -147,7 +158,7 @@ class Topology:
             raise TopologyError(
                 f"{source}: got dims {names}, expected each name once: remove the repeated ones"
             )
-        base = _number(
+        base = number(
             content.get("base_latency_us", BASE_LATENCY_US), f"{source}: base_latency_us", zero=True
         )
         return cls(source, str(content.get("device_type", "")), base, parsed)
@@ -190,6 +201,7 @@ class Topology:
             tuple(dim.latency_us for dim in found),
             self.base_latency_us,
             self.source,
+            tuple(dim.curves for dim in found) if any(dim.curves for dim in found) else (),
         )
 
     def _held(self) -> str:
@@ -204,17 +216,32 @@ def _parse_dim(dim: object, where: str) -> DimConstants:
         raise TopologyError(f"{where}.name: got {name!r}, expected the name of a mesh dim: calibrate again")
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise TopologyError(f"{where}.ranks: got {ranks!r}, expected a count of at least 1: calibrate again")
-    bandwidth = _number(dim.get("bandwidth_GiBps"), f"{where}.bandwidth_GiBps", zero=False)
-    latency = _number(dim.get("latency_us_per_hop"), f"{where}.latency_us_per_hop", zero=True)
-    return DimConstants(name, ranks, bandwidth, latency)
+    bandwidth = number(dim.get("bandwidth_GiBps"), f"{where}.bandwidth_GiBps")
+    latency = number(dim.get("latency_us_per_hop"), f"{where}.latency_us_per_hop", zero=True)
+    return DimConstants(name, ranks, bandwidth, latency, _parse_curves(dim, where))
 
 
-def _number(value: object, where: str, *, zero: bool) -> float:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not isinstance(value, int | float) or not good or value < 0 or (value == 0 and not zero):
-        bound = "at least 0" if zero else "above 0"
-        raise TopologyError(f"{where}: got {value!r}, expected a finite number {bound}: calibrate again")
-    return float(value)
+def _parse_curves(dim: Mapping[str, Any], where: str) -> dict[str, Curve]:
+    """By change of placement: as this library was measured, else as the bare collective was."""
+    curves: dict[str, Curve] = {}
+    collectives = _object(dim.get("collectives"), f"{where}.collectives")
+    for collective, names in _STANDS_FOR.items():
+        if collective in collectives:
+            curve = Curve.parse(collectives[collective], f"{where}.collectives.{collective}")
+            curves |= dict.fromkeys(names, curve)
+    measured = _object(dim.get("transitions"), f"{where}.transitions")
+    for name, content in _object(measured.get("core"), f"{where}.transitions.core").items():
+        curves[str(name)] = Curve.parse(content, f"{where}.transitions.core.{name}")
+    # A mesh dim is priced by its curves or by its constants, not by some of each: they disagree.
+    return curves if curves.keys() >= set(SENDING) else {}
+
+
+def _object(value: object, where: str) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise TopologyError(f"{where}: got {type(value).__name__}, expected an object: calibrate again")
+    return value
 
 
 # --- which constants are in use --------------------------------------------------------------------

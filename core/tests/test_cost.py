@@ -21,10 +21,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec as TorchSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TorchMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtbench_core import cost
+from dtbench_core import cost, redistribute
 from dtbench_core.cost import MeshTopoInfo, TopologyError
+from dtbench_core.curve import Curve
 from dtbench_core.placement import Partial, Placement, Replicate, Shard
 from dtbench_core.spec import DTensorSpec
+from dtbench_core.topology import SENDING
 
 # 512 KiB: large enough that an exchange beats gathering everything, too small for a detour to pay.
 SHAPE = (128, 64, 16)
@@ -63,14 +65,14 @@ def torch_spec(mesh: DeviceMesh, *placements: Placement, dtype: torch.dtype = to
 
 
 def topology(**changes: Any) -> dict[str, Any]:
-    """A valid topology of dp=2, tp=4; `dp__ranks=3` changes a field of a dim, `schema=2` one of the file."""
+    """A valid topology of dp=2, tp=4; `dp__ranks=3` changes a field of a dim, `schema=1` one of the file."""
     dims = {
         "dp": {"name": "dp", "ranks": 2, "bandwidth_GiBps": 0.5, "latency_us_per_hop": 40},
         "tp": {"name": "tp", "ranks": 4, "bandwidth_GiBps": 2.0, "latency_us_per_hop": 10.0},
     }
     made: dict[str, Any] = {
         "kind": "topology",
-        "schema": 1,
+        "schema": 2,
         "device_type": "cpu",
         "base_latency_us": 6.6,
         "dims": list(dims.values()),
@@ -257,6 +259,11 @@ def test_the_inner_shard_of_a_dim_is_in_the_way_of_the_outer_one() -> None:
 
 # --- prices are distances --------------------------------------------------------------------------
 
+CHANGES = [*SENDING, "R->S(0)", "R->S(1)"]
+TABLES = st.tuples(*[st.floats(0.1, 500.0)] * 3).map(sorted)
+CURVES = st.fixed_dictionaries(
+    {name: TABLES.map(lambda us: Curve((256, 2**14, 2**20), tuple(us), 0.5, 2.0)) for name in CHANGES}
+)
 SIZES = st.sampled_from([(2,), (4,), (8,), (2, 2), (2, 4), (4, 2), (1, 4), (2, 2, 2), (2, 3, 2)])
 
 
@@ -272,7 +279,9 @@ def worlds(draw: st.DrawFn) -> tuple[MeshTopoInfo, tuple[int, ...], list[tuple[P
     pending = draw(st.sampled_from([P, Partial("avg"), Partial("max")]))
     first = draw(st.tuples(*[st.sampled_from([*plain, pending])] * n))
     others = [draw(st.tuples(*[st.sampled_from(plain)] * n)) for _ in range(2)]
-    topo = MeshTopoInfo(None, sizes, bandwidth, latency, draw(st.sampled_from([0.0, 6.6, 300.0])))  # type: ignore[arg-type]
+    base = draw(st.sampled_from([0.0, 6.6, 300.0]))
+    curves = tuple(draw(CURVES) for _ in sizes) if draw(st.booleans()) else ()
+    topo = MeshTopoInfo(None, sizes, bandwidth, latency, base, "drawn", curves)  # type: ignore[arg-type]
     return topo, tuple(shape), [first, *others]
 
 
@@ -328,7 +337,10 @@ def brute_force(topo: MeshTopoInfo, shape: Any, src: Any, dst: Any, copy_us: flo
             if kind == state[dim] or kind.is_partial() or nested or extremum:
                 continue
             us = copy_us
-            if not state[dim].is_replicate():
+            if state[dim].is_replicate():
+                if topo.mesh_dim_curves:
+                    us = topo.mesh_dim_curves[dim][f"R->S({min(kind.dim, 1)})"].us(held * cost.GIB)  # type: ignore[union-attr]
+            else:
                 us = cost.transition_cost(state[dim], kind, held, topo, dim)
             edges.append((state, (*state[:dim], kind, *state[dim + 1 :]), us))
     best = dict.fromkeys(states, math.inf)
@@ -435,7 +447,7 @@ def test_mesh_outside_the_topology_falls_back_with_one_warning() -> None:
     ("content", "told"),
     [
         (topology(kind="run"), "got kind 'run', expected 'topology'"),
-        (topology(schema=2), "got schema 2, expected 1"),
+        (topology(schema=1), "got schema 1, expected 2.*calibrate again"),
         (topology(dims=[]), r"got dims \[\], expected a list of mesh dims"),
         (topology(dims=[3]), r"dims\[0\]: got int, expected an object"),
         (topology(base_latency_us=-1), "base_latency_us: got -1, expected a finite number at least 0"),
@@ -479,3 +491,105 @@ def test_unreadable_file_changes_nothing(tmp_path: Path, text: bytes | None, tol
         cost.use_topology(path)
     assert cost.topology_in_use() is not None
     before.restore()
+
+
+# --- measured curves -------------------------------------------------------------------------------
+
+
+def table(*rows: tuple[int, float], alpha: float | None = None, beta: float | None = None) -> dict[str, Any]:
+    """A curve as a topology file holds it."""
+    return {
+        "alpha_us": alpha,
+        "beta_GiBps": beta,
+        "table": [{"size_bytes": size, "time_us": us} for size, us in rows],
+    }
+
+
+def test_a_curve_between_and_beyond_its_sizes() -> None:
+    rows = table((1024, 10.0), (4096, 40.0), (16384, 50.0), alpha=30.0, beta=2.0)
+    curve = Curve.parse(rows, "here")
+    assert [curve.us(size) for size in (1024, 4096, 16384)] == [10.0, 40.0, 50.0]
+    assert curve.us(2048) == pytest.approx(20.0), "proportional on logarithmic axes"
+    assert curve.us(8192) == pytest.approx(math.sqrt(40 * 50))
+    assert curve.us(512) == 10.0, "the line says 30 us, but less cannot take longer"
+    assert curve.us(16385) == 50.0, "the line says 38 us, but more cannot take less"
+    assert curve.us(cost.GIB) == pytest.approx(30 + 0.5e6)
+    low = Curve.parse(table((1024, 10.0), alpha=1.0, beta=1.0), "here")
+    assert low.us(0) == 1.0
+    alone = Curve.parse(table((1024, 10.0)), "here")
+    assert (alone.us(1), alone.us(1024), alone.us(3072)) == (10.0, 10.0, 30.0)
+
+
+def measured(**changed: Any) -> dict[str, Any]:
+    """The topology with every change of placement measured on both mesh dims: 100 us at any size, except
+    as `changed` says: `tp_SR=table(...)`."""
+    made = topology()
+    short = {name.replace("(", "").replace(")", "").replace("->", ""): name for name in CHANGES}
+    for dim in made["dims"]:
+        own = {}
+        for key, name in short.items():
+            own[name] = changed.get(f"{dim['name']}_{key}", table((1024, 100.0), (2**30, 100.0)))
+        dim["transitions"] = {"core": own, "torch": {}}
+    return made
+
+
+def test_measured_changes_price_a_redistribution() -> None:
+    mesh = dp_tp()
+    whole = math.prod(SHAPE) * 4
+    gather = table((1024, 5.0), (whole, 70.0), (2**30, 900.0))
+    with cost.use_topology(measured(tp_S0R=gather, tp_S1R=table((1024, 300.0), (2**30, 300.0)))):
+        priced = cost.redistribute_cost
+        assert priced(spec(mesh, R, Shard(0)), spec(mesh, R, R)) == pytest.approx(70.0), "of the whole tensor"
+        half = math.exp(math.log(5) + math.log(70 / 5) * math.log(whole / 2 / 1024) / math.log(whole / 1024))
+        assert priced(spec(mesh, Shard(1), Shard(0)), spec(mesh, Shard(1), R)) == pytest.approx(half)
+        assert priced(spec(mesh, R, P), spec(mesh, R, Shard(2))) == pytest.approx(100.0)
+        # S(1) -> R takes 300: by way of S(0) it takes 100 + 70.
+        assert priced(spec(mesh, R, Shard(1)), spec(mesh, R, R)) == pytest.approx(170.0)
+        one = cost.one_step_redistribute_cost
+        assert one(spec(mesh, R, Shard(1)), spec(mesh, R, R)) == pytest.approx(300.0)
+
+
+def test_the_planner_goes_the_measured_way() -> None:
+    """gloo's reduce-scatter takes as long as its all-reduce; a measured one may take longer still."""
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    src, dst = spec(mesh, R, P), (R, Shard(0))
+    redistribute.clear_plans()
+    assert [step.collective for step in redistribute.plan(src, dst)] == ["reduce_scatter"]
+    slow = table((1024, 900.0), (2**30, 900.0))
+    cheap = table((1024, 1.0), (2**30, 1.0))
+    with cost.use_topology(measured(tp_PS0=slow, tp_PS1=slow, tp_RS0=cheap)):
+        assert [step.collective for step in redistribute.plan(src, dst)] == ["all_reduce", ""]
+    assert [step.collective for step in redistribute.plan(src, dst)] == ["reduce_scatter"]
+
+
+def test_bare_collectives_stand_in_for_changes_that_were_not_measured() -> None:
+    mesh = dp_tp()
+    made = topology()
+    flat = {"all_gather": 11.0, "all_reduce": 22.0, "reduce_scatter": 33.0, "all_to_all": 44.0}
+    made["dims"][1]["collectives"] = {name: table((1024, us), (2**30, us)) for name, us in flat.items()}
+    info = MeshTopoInfo.from_topology(made, mesh)
+    assert info.mesh_dim_curves[0] == {}, "dp is priced by its constants"
+    prices = [cost.transition_cost(a, b, 1e-3, info, 1) for a, b in ((Shard(0), R), (P, R), (P, Shard(1)))]
+    assert prices == [11.0, 22.0, 33.0]
+    assert cost.transition_cost(Shard(0), Shard(1), 1e-3, info, 1) == 11.0, "gathering and cutting is cheaper"
+    del made["dims"][1]["collectives"]["all_to_all"]
+    assert not MeshTopoInfo.from_topology(made, mesh).mesh_dim_curves, "some of each would not compare"
+
+
+@pytest.mark.parametrize(
+    ("curve", "told"),
+    [
+        (3, "tp|dims.*got no table"),
+        ({"table": []}, "got no table of sizes"),
+        (table((1024, 3.0), (1024, 4.0)), "out of order"),
+        (table((1024, 3.0), (2048, 2.0)), "out of order"),
+        (table((1024, -3.0)), r"table\[0\]\.time_us: got -3.0, expected a finite number above 0"),
+        (table((1024, math.nan)), "got nan"),
+        (table((1024, 3.0), beta=-1.0, alpha=0.0), "beta_GiBps: got -1.0"),
+        (table((1024, 3.0), beta=1.0), "alpha_us: got None"),
+        ({"table": [7]}, r"table\[0\]\.size_bytes: got None"),
+    ],
+)
+def test_bad_curves_are_refused(curve: Any, told: str) -> None:
+    with pytest.raises(TopologyError, match=told):
+        MeshTopoInfo.from_topology(measured(tp_PR=curve), dp_tp())
