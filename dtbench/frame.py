@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from dtbench.layout import Groups, from_last_arrival_s, mesh_groups
 from dtbench.model import Param, Result, Run, Timing
 
 # The order statistics, in seconds: min_s to mean_s. Their number of samples is the column `samples`.
@@ -36,6 +37,9 @@ def results_frame(runs: Sequence[Run]) -> pd.DataFrame:
         samples: their number; min_s, p25_s, median_s, p75_s, p95_s, max_s, mean_s: seconds per call.
         size_bytes, algbw_Bps, busbw_Bps: bytes, and bytes per second.
         rank_spread: longest over shortest reading of the ranks in a sample, median over samples.
+        from_last_s: from the arrival of a group's last rank to the end (the shortest reading within a
+            group of the mesh dim, the longest over its groups), median over samples; where the ranks' own
+            readings are there.
     Then one column per param (`param.` before its name, so none can be mistaken for another column)
     and one per counter (`counter.`), missing where a result has none of that name. A param whose values
     differ in type has the dtype `object`, so that each stays as it is; a counter is a number in any case.
@@ -64,6 +68,8 @@ def results_frame(runs: Sequence[Run]) -> pd.DataFrame:
     for name in _BANDWIDTHS:
         columns[name] = _column([getattr(r, name) for r in results], float)
     columns["rank_spread"] = _column([_rank_spread(r) for r in results], float)
+    groups = {id(run): mesh_groups(run.header) for run in runs}
+    columns["from_last_s"] = _column([_from_last(r, groups[id(run)]) for run, r in pairs], float)
     for name in _names(r.params for r in results):
         values = [r.params.get(name) for r in results]
         kinds = {type(value) for value in values if value is not None}
@@ -81,7 +87,7 @@ def cases_frame(results: pd.DataFrame) -> pd.DataFrame:
     Rows stand in the order of first appearance, indexed by `case`. Columns have two levels:
         (suite, ""), (name, ""), (param.X, ""): the case.
         (F, impl): of each impl the figure F, merged over launches: the median of each launch's
-            min_s to mean_s and of rank_spread; the sum of samples; the bandwidth of the median time;
+            min_s to mean_s, of rank_spread and from_last_s; the sum of samples; the bandwidth of the median time;
             size_bytes and counter.X of the first launch. launches: how many were ok. Other launches
             have no say.
         (status, impl): the first status that is not ok, else ok; missing where the impl is.
@@ -134,7 +140,7 @@ def _merged(results: pd.DataFrame) -> pd.DataFrame:
     # Over launches a bandwidth goes with the time, so its seconds per byte are what has a median.
     good[_BANDWIDTHS] = 1 / good[_BANDWIDTHS].where(good[_BANDWIDTHS] > 0)
     launches = good.groupby("case", sort=False)
-    figures = launches[[*STATISTICS, "rank_spread", *_BANDWIDTHS]].median()
+    figures = launches[[*STATISTICS, "rank_spread", "from_last_s", *_BANDWIDTHS]].median()
     figures[_BANDWIDTHS] = 1 / figures[_BANDWIDTHS]
     counters = [c for c in good.columns if c.startswith(COUNTER)]
     figures = figures.join(launches[["size_bytes", *counters]].first())
@@ -159,6 +165,12 @@ def _rank_spread(result: Result) -> float | None:
     with np.errstate(over="ignore"):  # times of a foreign file may lie so far apart that this is infinite
         ratios = readings.max(axis=0)[there] / shortest[there]
     return float(np.median(ratios)) if there.any() else None
+
+
+def _from_last(result: Result, groups: Mapping[str, Groups]) -> float | None:
+    of_dim = groups.get(str(result.params.get("mesh_dim")))
+    samples = from_last_arrival_s(result, of_dim) if of_dim else ()
+    return float(np.median(samples)) if samples else None
 
 
 def _names(mappings: Iterable[Mapping[str, Any]]) -> list[str]:

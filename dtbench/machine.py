@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import importlib.metadata
 import os
 import platform
 import re
 import socket
+import struct
 import subprocess
 import sys
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -120,20 +123,76 @@ def provenance(
     }
 
 
-def local_rank_info(device: str | None = None) -> dict[str, Any]:
+def local_rank_info(device: str | None = None, backend: str | None = None) -> dict[str, Any]:
     """What this process tells the others about itself, for the header's `ranks`.
 
     device: as torch spells it ("cpu", "cuda:1"); None asks torch, where it is loaded and has
-    initialised CUDA. `boot_id` names the running kernel: it tells hosts of one name apart.
+    initialised CUDA. backend: what it will send through, "gloo" or "nccl"; None where nothing is sent.
+    `boot_id` names the running kernel: it tells hosts of one name apart. `interface` is None where NCCL
+    was not told which to take, and chooses itself.
     """
-    return {
+    device = device or _current_device()
+    info = {
         "rank": _env_int("RANK"),
         "host": socket.gethostname(),
         "boot_id": _read(Path("/proc/sys/kernel/random/boot_id")),
         "local_rank": _env_int("LOCAL_RANK"),
-        "device": device or _current_device(),
+        "device": device,
         "pid": os.getpid(),
+        "numa_nodes": numa_nodes(),
+        "interface": _interface(backend),
     }
+    kind, _, index = device.partition(":")
+    return info | (_gpu_place(int(index or 0)) if kind == "cuda" else {})
+
+
+def numa_nodes(root: Path = Path("/")) -> list[int]:
+    """The NUMA nodes of the CPUs that this process may run on; empty where the kernel does not say."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    mine = os.sched_getaffinity(0)
+    return sorted(
+        int(folder.name.removeprefix("node"))
+        for folder in root.glob("sys/devices/system/node/node[0-9]*")
+        if mine & _cpu_list(_read(folder / "cpulist") or "")
+    )
+
+
+def _cpu_list(text: str) -> set[int]:
+    """`0-2,8` -> {0, 1, 2, 8}, as the kernel spells sets of CPUs."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if first.isdigit():
+            found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _interface(backend: str | None) -> str | None:
+    """The network interface that the backend is told to use; gloo takes that of the address of the host's
+    name otherwise (ProcessGroupGloo::createDefaultDevice)."""
+    told = os.environ.get(f"{backend.upper()}_SOCKET_IFNAME") if backend else None
+    if told or backend != "gloo":
+        return told
+    with contextlib.suppress(OSError, UnicodeError):
+        return _interface_of(socket.gethostbyname(socket.gethostname()))
+    return None
+
+
+def _interface_of(address: str) -> str | None:
+    """The interface that has this IPv4 address (Linux only)."""
+    if not sys.platform.startswith("linux"):
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # an interface without an address
+                # SIOCGIFADDR (linux/sockios.h); the answer is a struct ifreq, its address at byte 20.
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    # Linux answers on all of 127/8, the rest of which (Debian's 127.0.1.1) no interface lists.
+    return "lo" if address.startswith("127.") else None
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -369,6 +428,56 @@ def _nvlink(library: Any, of: Callable[..., Any | None]) -> dict[str, Any] | Non
         "active_links": sum(bool(s) for s in known),
         "version": of("nvmlDeviceGetNvLinkVersion", next(i for i, s in enumerate(states) if s is not None)),
     }
+
+
+def _gpu_place(index: int, root: Path = Path("/")) -> dict[str, Any]:
+    """Where a CUDA device sits: its PCI bus, the NUMA node of that, its NVLink neighbours.
+
+    index: as torch numbers CUDA devices in this process. nvlink: `neighbours` maps the bus ids of GPUs to
+    the number of links to each, `switch_links` counts links to NVSwitches; None without NVLink.
+    """
+    place: dict[str, Any] = {"pci_bus_id": None, "device_numa_node": None, "nvlink": None}
+    library = nvml()
+    handle = None if library is None else _handle_of(library, index)
+    if library is None or handle is None:
+        return place
+    bus_id = _bus_id(ask(query_of(library, "nvmlDeviceGetPciInfo"), handle))
+    if bus_id is None:
+        return place
+    node = _read(root / "sys/bus/pci/devices" / bus_id / "numa_node") or ""
+    return {
+        "pci_bus_id": bus_id,
+        "device_numa_node": int(node) if node.isdigit() else None,  # -1: the kernel does not know
+        "nvlink": _nvlink_peers(library, handle),
+    }
+
+
+def _bus_id(info: Any | None) -> str | None:
+    """NVML's PCI address as the kernel spells it: `0000:1b:00.0`, four digits for the domain."""
+    text = getattr(info, "busId", None)
+    text = text.decode(errors="replace") if isinstance(text, bytes) else text
+    found = re.fullmatch(r"([0-9a-fA-F]{4,8})(:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7])", text or "")
+    return f"{int(found[1], 16):04x}{found[2].lower()}" if found else None
+
+
+def _nvlink_peers(library: Any, handle: Any) -> dict[str, Any] | None:
+    """What the links that are up lead to; None where no link is known."""
+
+    def of(name: str, link: int) -> Any | None:
+        return ask(query_of(library, name), handle, link)
+
+    states = [of("nvmlDeviceGetNvLinkState", i) for i in range(getattr(library, "NVML_NVLINK_MAX_LINKS", 18))]
+    if all(state is None for state in states):
+        return None
+    switch = getattr(library, "NVML_NVLINK_DEVICE_TYPE_SWITCH", 2)
+    neighbours: Counter[str] = Counter()
+    switch_links = 0
+    for link in (i for i, state in enumerate(states) if state):
+        if of("nvmlDeviceGetNvLinkRemoteDeviceType", link) == switch:
+            switch_links += 1
+        elif (bus_id := _bus_id(of("nvmlDeviceGetNvLinkRemotePciInfo", link))) is not None:
+            neighbours[bus_id] += 1
+    return {"neighbours": dict(neighbours), "switch_links": switch_links}
 
 
 def gpu_state(index: int) -> dict[str, Any] | None:

@@ -119,8 +119,14 @@ def _rank(name: str, value: Any) -> Any:
     _dict_of(_any)(name, value)
     _count(0)(f"{name}.rank", value.get("rank"))
     _optional(_count(0))(f"{name}.local_rank", value.get("local_rank"))
-    for key in ("host", "device"):
+    for key in ("host", "boot_id", "device", "pci_bus_id", "interface"):
         _optional(_str)(f"{name}.{key}", value.get(key))
+    _optional(_list_of(_count(0)))(f"{name}.numa_nodes", value.get("numa_nodes"))
+    _optional(_count(0))(f"{name}.device_numa_node", value.get("device_numa_node"))
+    nvlink = _optional(_dict_of(_any))(f"{name}.nvlink", value.get("nvlink"))
+    if nvlink is not None:
+        _dict_of(_count(1))(f"{name}.nvlink.neighbours", nvlink.get("neighbours"))
+        _count(0)(f"{name}.nvlink.switch_links", nvlink.get("switch_links"))
     return value
 
 

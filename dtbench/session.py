@@ -156,7 +156,7 @@ class Session:
         store = self._join_store()
         ranks = StoreRanks(store, self._place.rank, self._place.world_size, self._watch.raised)
         device = _device(job, self._place)
-        infos = ranks.agree(self._info(device), lambda votes: votes)
+        infos = ranks.agree(self._info(job, device), lambda votes: votes)
         self._watch.join(
             self._connect,
             [info["host"] for info in infos],
@@ -368,10 +368,12 @@ class Session:
                 return dict(json.loads(store.get("now")))
         return None
 
-    def _info(self, device: Any) -> dict[str, Any]:
+    def _info(self, job: Job, device: Any) -> dict[str, Any]:
         from dtbench.machine import local_rank_info
+        from dtbench.ranks import backend_of
 
-        return local_rank_info(str(device))
+        sends = any(task.suite.world == "ranks" for task in job.tasks)
+        return local_rank_info(str(device), backend_of(job.plan.device_type) if sends else None)
 
     def _exit(self, code: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):

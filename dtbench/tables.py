@@ -24,6 +24,7 @@ from dtbench.compare import VERDICTS, Comparison, Row
 from dtbench.coverage import VERDICTS as CASE_VERDICTS
 from dtbench.coverage import has_verdicts, mode_of, summary_rows, verdict_of
 from dtbench.doctor import Finding
+from dtbench.layout import DimLayout, layout_of
 from dtbench.model import Param, Result, Run
 from dtbench.units import bandwidth_unit, format_ratio, format_size, significant, time_unit
 
@@ -54,6 +55,7 @@ def print_runs(runs: Sequence[Run], as_json: bool = False) -> None:
     console = _console()
     for run in runs:
         _print_provenance(console, run)
+        _print_layout(console, layout_of(run.header))
         for suite in dict.fromkeys(r.suite for r in run.results if not has_verdicts(r)):
             _print_suite(console, suite, run)
         verdicts = [r for r in run.results if has_verdicts(r)]
@@ -134,7 +136,8 @@ def _print_provenance(console: Console, run: Run) -> None:
         header["ranks"],
         header["mesh"],
     )
-    hosts = dict.fromkeys(str(r.get("host")) for r in ranks)
+    names = {host: str(r.get("host")) for r in ranks for host in [(r.get("host"), r.get("boot_id"))]}
+    hosts = list(names.values())  # nodes of one name are several all the same
     dims = ", ".join(f"{n}={s}" for n, s in zip(mesh["dim_names"], mesh["shape"], strict=True))
     lines = {
         "run": f"{run.path}" + ("" if run.complete else "  INCOMPLETE: no end line, go on with --resume"),
@@ -151,7 +154,7 @@ def _print_provenance(console: Console, run: Run) -> None:
             if fact
         ),
         "gpus": _counted(str(gpu.get("name")) for gpu in gpus),
-        "ranks": f"{len(ranks)} on {', '.join(list(hosts)[:8])}{', ...' if len(hosts) > 8 else ''}"
+        "ranks": f"{len(ranks)} on {', '.join(hosts[:8])}{', ...' if len(hosts) > 8 else ''}"
         if ranks
         else "",
         "mesh": dims,
@@ -159,6 +162,40 @@ def _print_provenance(console: Console, run: Run) -> None:
     for name, value in lines.items():
         if value:
             _line(console, f"{name + ':':<10}{value}")
+
+
+def _print_layout(console: Console, dims: Sequence[DimLayout]) -> None:
+    """Per mesh dim where its groups lie, by what the ranks said; columns that nothing is known of stay out."""
+    if not dims:
+        return
+    words = {"mesh dim": [d.name for d in dims]}
+    figures = {
+        "ranks": [str(d.ranks) for d in dims],
+        "groups": [str(d.groups) for d in dims],
+        "hosts per group": [_span(d.hosts_per_group) for d in dims],
+        "ranks per host": [_span(d.ranks_per_host) for d in dims],
+        "groups per host pair": [str(d.groups_per_host_pair or "-") for d in dims],
+        "NUMA nodes per group": [_span(d.numa_nodes_per_group) for d in dims],
+        "NVLink pairs": ["-" if d.nvlink is None else f"{d.nvlink[0]} of {d.nvlink[1]}" for d in dims],
+    }
+    known = {title: column for title, column in figures.items() if set(column) != {"-"}}
+    table = _table(plain=not console.is_terminal)
+    for title, column in words.items():
+        _add_words(table, title, column)
+    for title in known:
+        _add_figures(table, title)
+    for row in zip(*words.values(), *known.values(), strict=True):
+        table.add_row(*map(_text, row))
+    _line(console, "")
+    _line(console, "layout: where the groups of each mesh dim lie", style="bold")
+    _print_table(console, table)
+
+
+def _span(span: tuple[int, int] | None) -> str:
+    """`2`, or `1..2` where groups differ."""
+    if span is None:
+        return "-"
+    return str(span[0]) if span[0] == span[1] else f"{span[0]}..{span[1]}"
 
 
 def _print_verdicts(console: Console, results: Sequence[Result]) -> None:
@@ -225,7 +262,7 @@ def _print_suite(console: Console, suite: str, run: Run) -> None:
 
 
 def _figure_columns(cases: pd.DataFrame, impls: Sequence[str], statistic: str) -> list[tuple[str, list[str]]]:
-    """(title, cells): a time per impl, core/torch, then the bandwidths that were measured."""
+    """(title, cells): a time per impl; those from the last rank's arrival; core/torch; bandwidths."""
     from dtbench.frame import cells
 
     times = {impl: cells(cases[statistic, impl]) for impl in impls}
@@ -236,6 +273,10 @@ def _figure_columns(cases: pd.DataFrame, impls: Sequence[str], statistic: str) -
         instead = [s if s not in (None, "ok") else "-" for s in cells(cases["status", impl])]
         figures = [s if t is None else unit.format(t) for t, s in zip(column, instead, strict=True)]
         columns.append((f"{_IMPL_TITLES.get(impl, impl)} [{unit.name}]", figures))
+    for impl in impls:
+        if any(from_last := cells(cases["from_last_s", impl])):
+            name = "from last" if len(impls) == 1 else f"{impl} from last"
+            columns.append((f"{name} [{unit.name}]", list(map(unit.format, from_last))))
     if {"core", "torch"} <= set(impls):
         columns.append(("core/torch", list(map(format_ratio, cells(cases["core/torch", statistic])))))
     for which, short in (("algbw_Bps", "algbw"), ("busbw_Bps", "busbw")):

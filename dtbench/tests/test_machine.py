@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from dtbench import machine
+from dtbench.layout import layout_of
 from dtbench.model import Plan, Result
 from dtbench.store import RunWriter, read_run
 
@@ -87,6 +89,15 @@ class FakeNvml:
     def nvmlDeviceGetNvLinkVersion(self, handle: str, link: int) -> int:  # noqa: N802
         return 4
 
+    def nvmlDeviceGetPciInfo(self, handle: str) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(busId=b"00000000:1B:00.0")
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: str, link: int) -> int:  # noqa: N802
+        return {0: 0, 2: 2}[link]  # a GPU, a switch; link 1 is down
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: str, link: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(busId="00000000:C1:00.0")
+
 
 @pytest.fixture
 def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
@@ -134,6 +145,52 @@ def test_a_rank_tells_where_it_sits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert info["host"]
     monkeypatch.setenv("LOCAL_RANK", "none")
     assert machine.local_rank_info("cpu")["local_rank"] == 0
+
+
+def test_two_namespaces_of_one_machine_are_told_apart_by_their_names() -> None:
+    """Real ones, where this user may make them; the made-up ones are in test_layout."""
+    code = "import json; from dtbench import machine; print(json.dumps(machine.local_rank_info('cpu')))"
+    run = [sys.executable, "-c", code]
+    inside = ["unshare", "--uts", "sh", "-c", 'hostname node-b && exec "$@"', "sh", *run]
+    done = subprocess.run(inside, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"needs the right to make a namespace: {done.stderr.strip()[-100:]}")
+    here = machine.local_rank_info("cpu")
+    there = json.loads(done.stdout)
+    assert there["boot_id"] == here["boot_id"] and there["host"] == "node-b" != here["host"]
+    mesh = {"dim_names": ["tp"], "shape": [2]}
+    (tp,) = layout_of({"mesh": mesh, "ranks": [here | {"rank": 0}, there | {"rank": 1}]})
+    assert tp.hosts_per_group == (2, 2)
+
+
+def test_the_numa_nodes_of_the_cpus_that_a_rank_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node, cpus in enumerate(("0-1,8-9", "2-3", "", "16")):
+        folder = tmp_path / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cpus + "\n")
+    for mine, nodes in (({3, 16}, [1, 3]), ({9}, [0]), ({77}, [])):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _pid, mine=mine: mine)
+        assert machine.numa_nodes(tmp_path) == nodes
+
+
+def test_the_interface_is_the_one_told_or_that_of_the_hosts_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(machine.socket, "gethostbyname", lambda _name: "127.0.0.1")
+    assert machine.local_rank_info("cpu", "gloo")["interface"] == "lo"
+    assert machine.local_rank_info("cpu")["interface"] is None
+    assert machine.local_rank_info("cuda:0", "nccl")["interface"] is None
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert machine.local_rank_info("cpu", "gloo")["interface"] == "eth7"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+
+    def unknown(_name: str) -> str:
+        raise OSError("no such host")
+
+    monkeypatch.setattr(machine.socket, "gethostbyname", unknown)
+    assert machine.local_rank_info("cpu", "gloo")["interface"] is None
 
 
 # ------------------------------------------------------------------------------ no secrets
@@ -258,6 +315,23 @@ def test_gpus_as_nvml_tells_them(fake_nvml: FakeNvml) -> None:
     assert found[0]["persistence"] is None  # not in these bindings
     assert machine.driver_version() == "570.1"
     assert header()["machine"]["gpus"] == found
+
+
+def test_a_rank_tells_where_its_gpu_sits(fake_nvml: FakeNvml, tmp_path: Path) -> None:
+    folder = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
+    folder.mkdir(parents=True)
+    (folder / "numa_node").write_text("1\n")
+    assert machine._gpu_place(0, tmp_path) == {
+        "pci_bus_id": "0000:1b:00.0",
+        "device_numa_node": 1,
+        "nvlink": {"neighbours": {"0000:c1:00.0": 1}, "switch_links": 1},
+    }
+    (folder / "numa_node").write_text("-1\n")
+    assert machine._gpu_place(0, tmp_path)["device_numa_node"] is None
+    assert machine.local_rank_info("cuda:0", "nccl")["pci_bus_id"] == "0000:1b:00.0"
+    assert "pci_bus_id" not in machine.local_rank_info("cpu")
+    fake_nvml.nvmlDeviceGetPciInfo = lambda handle: SimpleNamespace(busId=b"?")  # type: ignore[method-assign]
+    assert set(machine._gpu_place(0).values()) == {None}
 
 
 def test_a_throttled_gpu_says_why(fake_nvml: FakeNvml) -> None:

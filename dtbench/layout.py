@@ -1,0 +1,143 @@
+"""Where the groups of a mesh lie: which hosts they span, by what the ranks said of themselves.
+
+A host is a name and a running kernel (`boot_id`): nodes that are all called "localhost" differ in the
+kernel, network namespaces of one machine in the name. Nothing is inferred from the mesh's shape.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dtbench.model import Result
+
+Groups = list[list[int]]
+
+
+@dataclass(frozen=True)
+class DimLayout:
+    """One mesh dim. Pairs are (least, most) over its groups, None where the run does not say.
+
+    hosts_per_group; ranks_per_host: ranks of one group on one host. groups_per_host_pair: the most
+    groups of the dim that span the same two hosts and so share what lies between them; 0 where none
+    leaves its host. numa_nodes_per_group: NUMA nodes of the ranks' GPUs, else of their CPUs.
+    nvlink: of the pairs of ranks of a group on one host, how many GPUs are NVLink neighbours or hang on
+    the same kind of switch, and how many pairs there are.
+    """
+
+    name: str
+    ranks: int
+    groups: int
+    hosts_per_group: tuple[int, int] | None
+    ranks_per_host: tuple[int, int] | None
+    groups_per_host_pair: int | None
+    numa_nodes_per_group: tuple[int, int] | None
+    nvlink: tuple[int, int] | None
+
+
+def groups_of(shape: Sequence[int], dim: int) -> Groups:
+    """The groups of a mesh dim: ranks that differ in that coordinate alone. Meshes are row-major."""
+    ranks = np.arange(math.prod(shape)).reshape(shape)
+    return [list(map(int, group)) for group in np.moveaxis(ranks, dim, -1).reshape(-1, shape[dim])]
+
+
+def hosts_of(header: Mapping[str, Any]) -> list[str | None]:
+    """By rank what tells its host from others; None where the run does not say."""
+    known = {
+        rank["rank"]: f"{rank['host']} {rank.get('boot_id') or ''}"
+        for rank in header["ranks"]
+        if rank.get("host")
+    }
+    return [known.get(rank) for rank in range(math.prod(header["mesh"]["shape"]))]
+
+
+def mesh_groups(header: Mapping[str, Any]) -> dict[str, Groups]:
+    """The groups of each mesh dim of a run; none where its ranks are not those of its mesh (a file from
+    elsewhere may claim a mesh of any size)."""
+    names, shape = header["mesh"]["dim_names"], header["mesh"]["shape"]
+    if not names or math.prod(shape) != len(header["ranks"]):
+        return {}
+    return {name: groups_of(shape, dim) for dim, name in enumerate(names)}
+
+
+def layout_of(header: Mapping[str, Any]) -> list[DimLayout]:
+    """The layout of every mesh dim of a run; empty where it does not list the ranks of its mesh."""
+    groups = mesh_groups(header)
+    hosts = hosts_of(header) if groups else []
+    ranks = {rank["rank"]: rank for rank in header["ranks"]}
+    return [_layout_of_dim(name, of_dim, hosts, ranks) for name, of_dim in groups.items()]
+
+
+def _layout_of_dim(
+    name: str, groups: Groups, hosts: Sequence[str | None], ranks: Mapping[int, Mapping[str, Any]]
+) -> DimLayout:
+    spans = per_host = pairs = None
+    if None not in hosts:
+        counts = [Counter(hosts[rank] for rank in group) for group in groups]
+        spans = _range(len(count) for count in counts)
+        per_host = _range(number for count in counts for number in count.values())
+        shared = Counter(
+            pair for count in counts for pair in itertools.combinations(sorted(map(str, count)), 2)
+        )
+        pairs = max(shared.values(), default=0)
+    nodes = {rank: _numa_nodes(facts) for rank, facts in ranks.items()}
+    per_group = [{(hosts[r], node) for r in group for node in nodes.get(r, ())} for group in groups]
+    return DimLayout(
+        name,
+        len(groups[0]),
+        len(groups),
+        spans,
+        per_host,
+        pairs,
+        _range(map(len, per_group)) if all(per_group) else None,
+        _nvlink_pairs(groups, hosts, ranks),
+    )
+
+
+def _range(numbers: Any) -> tuple[int, int]:
+    found = list(numbers)
+    return min(found), max(found)
+
+
+def _numa_nodes(facts: Mapping[str, Any]) -> list[int]:
+    device = facts.get("device_numa_node")
+    return [device] if device is not None else list(facts.get("numa_nodes") or ())
+
+
+def _nvlink_pairs(
+    groups: Groups, hosts: Sequence[str | None], ranks: Mapping[int, Mapping[str, Any]]
+) -> tuple[int, int] | None:
+    linked = total = 0
+    for group in groups:
+        for a, b in itertools.combinations(group, 2):
+            one, other = ranks.get(a, {}).get("nvlink"), ranks.get(b, {}).get("nvlink")
+            if hosts[a] is None or hosts[a] != hosts[b] or one is None or other is None:
+                continue
+            total += 1
+            direct = ranks[b].get("pci_bus_id") in one["neighbours"]
+            linked += direct or (one["switch_links"] > 0 and other["switch_links"] > 0)
+    return (linked, total) if total else None
+
+
+# ------------------------------------------------------------------------------------- times
+
+
+def from_last_arrival_s(result: Result, groups: Groups) -> tuple[float, ...]:
+    """Per sample the seconds from the arrival of a group's last rank to the end: the shortest reading
+    within a group, the longest over the groups, which work at once.
+
+    A rank's own reading includes its wait for the last one, so the last has the shortest. Empty where
+    the file lacks the ranks' own samples.
+    """
+    own = {int(rank): samples for rank, samples in result.rank_samples_s.items()}
+    if len({len(samples) for samples in own.values()}) != 1:
+        return ()
+    per_group = [[own[rank] for rank in group if rank in own] for group in groups]
+    shortest = [np.min(members, axis=0) for members in per_group if members]
+    return tuple(float(x) for x in np.max(shortest, axis=0)) if shortest else ()

@@ -1,0 +1,151 @@
+"""Where the groups of a mesh lie, and the time from the last arrival: against figures counted by hand."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtbench.errors import UnreadableRunError
+from dtbench.frame import cases_frame, cells, results_frame
+from dtbench.layout import from_last_arrival_s, groups_of, layout_of, mesh_groups
+from dtbench.model import Result
+from dtbench.stats import summarize
+from dtbench.store import RunWriter, read_header
+from dtbench.tables import print_runs
+from dtbench.tests import made_up
+from dtbench.tests.test_tables import table_of
+
+
+def header(mesh: dict[str, int], hosts: list[str], **facts: list[Any]) -> dict[str, Any]:
+    made = made_up.header(mesh, hosts)
+    for rank in made["ranks"]:
+        rank |= {name: values[rank["rank"]] for name, values in facts.items()}
+    return made
+
+
+def test_groups_of_a_mesh_of_three_dims() -> None:
+    assert groups_of((2, 3, 2), 0) == [[0, 6], [1, 7], [2, 8], [3, 9], [4, 10], [5, 11]]
+    assert groups_of((2, 3, 2), 1) == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]]
+    assert groups_of((2, 3, 2), 2) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    assert groups_of((4,), 0) == [[0, 1, 2, 3]]
+
+
+def test_a_file_that_lists_other_ranks_than_its_mesh_has_no_layout() -> None:
+    made = header({"dp": 2, "tp": 2}, ["a"] * 4)
+    assert set(mesh_groups(made)) == {"dp", "tp"}
+    made["mesh"]["shape"] = [10**9, 10**9]
+    assert layout_of(made) == [] and mesh_groups(made) == {}
+
+
+def test_hosts_are_counted_per_group_and_per_pair() -> None:
+    dp, tp = layout_of(header({"dp": 2, "tp": 4}, ["a"] * 4 + ["b"] * 4))
+    assert (dp.hosts_per_group, dp.ranks_per_host, dp.groups_per_host_pair) == ((2, 2), (1, 1), 4)
+    assert (tp.hosts_per_group, tp.ranks_per_host, tp.groups_per_host_pair) == ((1, 1), (4, 4), 0)
+    (tp,) = layout_of(header({"tp": 6}, ["a", "a", "a", "b", "b", "c"]))
+    assert (tp.hosts_per_group, tp.ranks_per_host, tp.groups_per_host_pair) == ((3, 3), (1, 3), 1)
+    mixed, _ = layout_of(header({"dp": 2, "tp": 2}, ["a", "a", "a", "b"]))  # groups 0,2 and 1,3
+    assert (mixed.hosts_per_group, mixed.groups_per_host_pair) == ((1, 2), 1)
+    unknown = header({"tp": 2}, ["a", "b"])
+    del unknown["ranks"][1]["host"]
+    assert layout_of(unknown)[0].hosts_per_group is None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "boots", "count"),
+    [
+        (["a", "b"], ["k", "k"], 2),  # namespaces of one machine, each with a name of its own
+        (["localhost", "localhost"], ["k", "m"], 2),  # nodes of one name
+        (["a", "a"], ["k", "k"], 1),
+        (["a", "a"], [None, None], 1),
+    ],
+)
+def test_a_host_is_a_name_and_a_kernel(
+    hosts: list[str], boots: list[str | None], count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = header({"tp": 2}, hosts, boot_id=boots)
+    assert layout_of(made)[0].hosts_per_group == (count, count)
+    run = made_up.run([], mesh={"tp": 2}, ranks=made["ranks"])
+    print_runs([run])
+    out = capsys.readouterr().out
+    assert f"2 on {', '.join(hosts[:count])}\n" in out
+    (row,) = table_of(out, "layout")
+    assert row["hosts per group"] == str(count)
+    assert row["groups per host pair" if count == 2 else "ranks per host"] == ("1" if count == 2 else "2")
+
+
+def test_numa_nodes_and_nvlink_neighbours() -> None:
+    peers = [{"neighbours": {bus: 4}, "switch_links": 0} for bus in ("1", "0", "3", "2")]
+    made = header(
+        {"dp": 2, "tp": 2},
+        ["a"] * 4,
+        pci_bus_id=list("0123"),
+        nvlink=peers,
+        device_numa_node=[0, 0, 1, None],
+        numa_nodes=[[0, 1]] * 4,
+    )
+    dp, tp = layout_of(made)
+    assert (dp.nvlink, tp.nvlink) == ((0, 2), (2, 2))
+    assert (dp.numa_nodes_per_group, tp.numa_nodes_per_group) == ((2, 2), (1, 2))
+    switched = header({"tp": 2}, ["a"] * 2, nvlink=[{"neighbours": {}, "switch_links": 18}] * 2)
+    assert layout_of(switched)[0].nvlink == (1, 1)
+    assert layout_of(header({"tp": 2}, ["a", "b"], nvlink=peers[:2]))[0].nvlink is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("numa_nodes", [-1]),
+        ("device_numa_node", "0"),
+        ("pci_bus_id", 3),
+        ("nvlink", {"neighbours": {"x": "y"}, "switch_links": 0}),
+        ("nvlink", {"neighbours": {}}),
+        ("interface", ["lo"]),
+    ],
+)
+def test_what_ranks_say_is_checked_when_read(tmp_path: Path, field: str, value: Any) -> None:
+    good = header({"tp": 2}, ["a", "a"], numa_nodes=[[0], None], interface=["lo", None])
+    RunWriter.create(tmp_path / "good.jsonl", good).close()
+    assert read_header(tmp_path / "good.jsonl")["ranks"] == good["ranks"]
+    bad = copy.deepcopy(good)
+    bad["ranks"][1][field] = value
+    with pytest.raises(ValueError, match=field):
+        RunWriter.create(tmp_path / "bad.jsonl", bad)
+    (tmp_path / "bad.jsonl").write_text((tmp_path / "good.jsonl").read_text().replace('"lo"', "7"))
+    with pytest.raises(UnreadableRunError, match="interface"):
+        read_header(tmp_path / "bad.jsonl")
+
+
+# ------------------------------------------------------------------------------------- times
+
+# Two samples of four ranks. Groups of dp: 0,2 and 1,3; of tp: 0,1 and 2,3.
+READINGS = {"0": (5.0, 9.0), "1": (4.0, 2.0), "2": (3.0, 8.0), "3": (7.0, 6.0)}
+
+
+def timed(dim: str, **changes: Any) -> Result:
+    longest = [7.0, 9.0]
+    fields: dict[str, Any] = {"time_s": summarize(longest), "samples_s": tuple(longest)}
+    fields["rank_samples_s"] = READINGS
+    return Result("collectives", "all_reduce", "c10d", {"mesh_dim": dim}, "ok", **fields | changes)
+
+
+def test_the_last_arrival_is_the_shortest_reading_of_a_group_and_the_slowest_group_counts() -> None:
+    assert from_last_arrival_s(timed("dp"), groups_of((2, 2), 0)) == (4.0, 8.0)  # max(3, 4), max(8, 2)
+    assert from_last_arrival_s(timed("tp"), groups_of((2, 2), 1)) == (4.0, 6.0)  # max(4, 3), max(2, 6)
+    alone = {rank: READINGS[rank] for rank in ("0", "1")}
+    assert from_last_arrival_s(timed("tp", rank_samples_s=alone), groups_of((2, 2), 1)) == (4.0, 2.0)
+    for lacking in ({}, {"0": (1.0,), "1": (1.0, 2.0)}, {"9": (1.0,)}):
+        assert from_last_arrival_s(timed("tp", rank_samples_s=lacking), groups_of((2, 2), 1)) == ()
+
+
+def test_it_stands_in_the_frame_and_beside_the_time(capsys: pytest.CaptureFixture[str]) -> None:
+    run = made_up.run([timed("dp"), timed("tp"), timed("tp", launch=1, rank_samples_s={}), timed("none")])
+    frame = results_frame([run])
+    assert cells(frame["from_last_s"]) == [6.0, 5.0, None, None]  # medians of the samples
+    assert cells(cases_frame(frame)["from_last_s", "c10d"]) == [6.0, 5.0, None]
+    print_runs([run])
+    rows = table_of(capsys.readouterr().out, "collectives")
+    assert [row["from last [s]"] for row in rows] == ["6.000", "5.000", "-"]
+    assert [row["c10d [s]"] for row in rows] == ["8.000"] * 3
