@@ -67,6 +67,7 @@ __all__ = [
     "allgather_cost",
     "allreduce_cost",
     "cheapest",
+    "every_chain",
     "local_gib",
     "on_topology_change",
     "one_step_redistribute_cost",
@@ -217,6 +218,24 @@ def cheapest(
     return _Search(shape, itemsize, src, dst, topo, copy_us, together).run()
 
 
+def every_chain(
+    shape: Sequence[int],
+    itemsize: int,
+    src: Sequence[Any],
+    dst: Sequence[Any],
+    topo: MeshTopoInfo,
+    *,
+    longest: int,
+    copy_us: float = 0.0,
+    together: bool = False,
+) -> Iterator[list[Transition]]:
+    """All that `cheapest` chooses from: chains of at most `longest` transitions, no placements twice.
+
+    Their number grows with the power of `longest`; for two mesh dims and a matrix, 3 give some dozens.
+    """
+    return _Search(shape, itemsize, src, dst, topo, copy_us, together).every(longest)
+
+
 class _Search:
     """A* over the placements of all mesh dims."""
 
@@ -287,6 +306,19 @@ class _Search:
                     entry = (total + self._at_least(after), steps + 1, next(order), total, after, link)
                     heapq.heappush(queue, entry)
         return None
+
+    def every(self, longest: int) -> Iterator[list[Transition]]:
+        def go_on(state: State, passed: tuple[State, ...], chain: Any) -> Iterator[list[Transition]]:
+            if state == self.dst:
+                yield self._transitions(chain)
+                return
+            if len(passed) == longest:
+                return
+            for mesh_dims, after, us in self._edges(state):
+                if after not in passed:
+                    yield from go_on(after, (*passed, state), (chain, mesh_dims, state, after, us))
+
+        return go_on(self.src, (), None)
 
     def _at_least(self, state: State) -> float:
         """A bound below what is left: a collective for each mesh dim that differs and is not Replicate."""

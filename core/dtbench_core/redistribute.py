@@ -199,7 +199,6 @@ def _find(src: DTensorSpec, dst: Placements) -> Route:
     if src.placements == dst:
         return Route.of(src, dst, ())
     info = src.info
-    coordinate = info.coordinate or (0,) * info.ndim
     for placement, wanted in zip(src.placements, dst, strict=True):
         if placement.is_partial("avg") and placement != wanted and not _averages(src.dtype):
             raise PlacementError(
@@ -220,6 +219,13 @@ def _find(src: DTensorSpec, dst: Placements) -> Route:
             f"cannot redistribute {src} to {describe(dst)}: a Partial can only come from Replicate or from the same "
             "Partial; redistribute to Replicate or Shard instead"
         )
+    return along(src, transitions)
+
+
+def along(src: DTensorSpec, transitions: Sequence[cost.Transition]) -> Route:
+    """The route that takes these transitions, be they the cheapest or not."""
+    info = src.info
+    coordinate = info.coordinate or (0,) * info.ndim
     steps, state = [], list(src.placements)
     for mesh_dims, before, after, collective, nbytes, us in transitions:
         shared = [REPLICATE if d in mesh_dims else placement for d, placement in enumerate(state)]
@@ -227,7 +233,7 @@ def _find(src: DTensorSpec, dst: Placements) -> Route:
         steps.append(Step(mesh_dims, before, after, shape, collective, nbytes, us))
         for mesh_dim, placement in zip(mesh_dims, after, strict=True):
             state[mesh_dim] = placement
-    return Route.of(src, dst, steps)
+    return Route.of(src, tuple(state), steps)
 
 
 def _averages(dtype: torch.dtype) -> bool:

@@ -363,6 +363,22 @@ def test_no_chain_at_all_is_cheaper(world: Any, copy_us: float) -> None:
     assert price(topo, shape, src, dst, copy_us=copy_us, together=True) <= found + 1e-9
 
 
+@settings(max_examples=40, deadline=None)
+@given(worlds(), st.booleans())
+def test_the_cheapest_chain_is_one_of_all(world: Any, together: bool) -> None:
+    topo, shape, (src, dst, _) = world
+    how: dict[str, Any] = {"copy_us": 1.0, "together": together}
+    best = cost.cheapest(shape, 4, src, dst, topo, **how)
+    assert best is not None
+    if len(best) > 3 or len(topo.mesh_dim_devices) > 2:
+        return
+    chains = list(cost.every_chain(shape, 4, src, dst, topo, longest=3, **how))
+    assert best in chains
+    assert min(sum(step.us for step in chain) for chain in chains) == pytest.approx(sum(s.us for s in best))
+    assert len({repr(chain) for chain in chains}) == len(chains)
+    assert all(len(chain) <= 3 for chain in chains)
+
+
 def test_all_mesh_dims_at_once_where_one_ring_is_cheaper() -> None:
     near = MeshTopoInfo(dp_tp(), (2, 4), (87.7, 87.7), (0.6, 0.6))
     far = MeshTopoInfo(dp_tp(), (2, 4), (0.1, 87.7), (40.0, 0.6))
