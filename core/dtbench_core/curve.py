@@ -1,9 +1,7 @@
 """Measured time over size, of one collective or change of placement on one mesh dim.
 
-Between two measured sizes the logarithm of the time is a straight line in the logarithm of the size.
-Outside, a fitted line `alpha_us + size / beta` takes over, but never one that falls behind the nearest
-measured time. A single measured size without a line stands for all smaller ones; larger ones take
-proportionally longer.
+Between two measured sizes the time is a straight line: a latency and a bandwidth of its own for each step
+of the sweep. Outside, the curve goes on with the slope of its last (or first) factor of four in size.
 """
 
 from __future__ import annotations
@@ -24,36 +22,51 @@ class TopologyError(CoreError, ValueError):
     """A topology that cannot be read, or that says nothing about the mesh asked for."""
 
 
+# The slope at an end is taken over this factor in size: one row alone is at the mercy of noise.
+END_FACTOR = 4
+
+
 @dataclass(frozen=True)
 class Curve:
-    """sizes: bytes of the tensor as one group holds it, ascending. times_us: at these sizes, never falling.
-
-    alpha_us, beta_gib_s: of the line outside, or None both.
-    """
+    """sizes: bytes of the tensor as one group holds it, ascending. times_us: at these sizes, never falling."""
 
     sizes: tuple[int, ...]
     times_us: tuple[float, ...]
-    alpha_us: float | None = None
-    beta_gib_s: float | None = None
 
     def us(self, size_bytes: float) -> float:
         """Microseconds at this size."""
         sizes, times = self.sizes, self.times_us
         if size_bytes < sizes[0]:
-            return times[0] if self.alpha_us is None else min(self._line(size_bytes), times[0])
+            return self._below(size_bytes)
         if size_bytes > sizes[-1]:
-            beyond = times[-1] * size_bytes / sizes[-1]
-            return beyond if self.alpha_us is None else max(self._line(size_bytes), times[-1])
-        right = bisect_left(sizes, size_bytes)
-        if sizes[right] == size_bytes:
-            return times[right]
-        left = right - 1
-        share = math.log(size_bytes / sizes[left]) / math.log(sizes[right] / sizes[left])
-        return times[left] * math.exp(share * math.log(times[right] / times[left]))
+            return times[-1] + (size_bytes - sizes[-1]) * self._end_slope()
+        right = max(bisect_left(sizes, size_bytes), 1) if len(sizes) > 1 else 0
+        left = max(right - 1, 0)
+        share = (size_bytes - sizes[left]) / (sizes[right] - sizes[left]) if right else 0.0
+        return times[left] + share * (times[right] - times[left])
 
-    def _line(self, size_bytes: float) -> float:
-        assert self.alpha_us is not None and self.beta_gib_s is not None
-        return self.alpha_us + size_bytes / GIB / self.beta_gib_s * 1e6
+    def _end_slope(self) -> float:
+        """us per byte beyond the largest size; never more than if all of its time were transfer."""
+        sizes, times = self.sizes, self.times_us
+        proportional = times[-1] / sizes[-1]
+        if len(sizes) == 1:
+            return proportional
+        rows = range(len(sizes))
+        faster = [i for i in rows if sizes[i] * END_FACTOR <= sizes[-1] and times[i] < times[-1]]
+        return min(self._slope(faster[-1] if faster else 0, -1), proportional)
+
+    def _below(self, size_bytes: float) -> float:
+        """Less than the smallest size takes, but never less than its share of that."""
+        sizes, times = self.sizes, self.times_us
+        slope = 0.0
+        if len(sizes) > 1:
+            rows = range(len(sizes))
+            slower = [i for i in rows if sizes[i] >= END_FACTOR * sizes[0] and times[i] > times[0]]
+            slope = self._slope(0, slower[0] if slower else -1)
+        return max(times[0] - (sizes[0] - size_bytes) * slope, times[0] * size_bytes / sizes[0])
+
+    def _slope(self, a: int, b: int) -> float:
+        return (self.times_us[b] - self.times_us[a]) / (self.sizes[b] - self.sizes[a])
 
     @staticmethod
     def parse(content: object, where: str) -> Curve:
@@ -74,11 +87,7 @@ class Curve:
                 f"{where}.table: got sizes or times out of order, expected larger sizes that take no less time: "
                 "calibrate again"
             )
-        line: list[float | None] = [None, None]
-        if content.get("beta_GiBps") is not None:
-            line[0] = number(content.get("alpha_us"), f"{where}.alpha_us", zero=True)
-            line[1] = number(content.get("beta_GiBps"), f"{where}.beta_GiBps")
-        return Curve(tuple(int(size) for size in sizes), tuple(times), line[0], line[1])
+        return Curve(tuple(int(size) for size in sizes), tuple(times))
 
 
 def number(value: Any, where: str, *, zero: bool = False) -> float:

@@ -181,21 +181,27 @@ class Topology:
                 f"the mesh of shape {tuple(mesh.shape)} has no dim names, expected some of "
                 f"{self._held()}: pass mesh_dim_names when making the mesh"
             )
+        return self.info_of(list(zip(names, mesh.shape, strict=True)), mesh)
+
+    def info_of(self, dims: Sequence[tuple[str, int]], mesh: DeviceMesh | None = None) -> MeshTopoInfo:
+        """The constants of a mesh of these dims (name, ranks), which need not exist: for planning ahead.
+
+        Raises:
+            TopologyError: a dim that is not in the topology, or has another size.
+        """
         held = {(dim.name, dim.ranks): dim for dim in self.dims}
-        chosen = [
+        found = []
+        for name, size in dims:
             # One rank sends nothing, so there is nothing to measure, and the file may lack the dim.
-            held.get((name, size), DimConstants(name, 1, math.inf, 0.0) if size == 1 else None)
-            for name, size in zip(names, mesh.shape, strict=True)
-        ]
-        for name, size, dim in zip(names, mesh.shape, chosen, strict=True):
+            dim = held.get((name, size), DimConstants(name, 1, math.inf, 0.0) if size == 1 else None)
             if dim is None:
                 raise TopologyError(
                     f"{self.source} holds {self._held()}, not the mesh dim {name}={size}: "
                     "calibrate with this mesh, or name the dim as it was measured"
                 )
-        found = [dim for dim in chosen if dim is not None]
+            found.append(dim)
         return MeshTopoInfo(
-            mesh,
+            mesh,  # type: ignore[arg-type]
             tuple(dim.ranks for dim in found),
             tuple(dim.bandwidth for dim in found),
             tuple(dim.latency_us for dim in found),

@@ -262,7 +262,7 @@ def test_the_inner_shard_of_a_dim_is_in_the_way_of_the_outer_one() -> None:
 CHANGES = [*SENDING, "R->S(0)", "R->S(1)"]
 TABLES = st.tuples(*[st.floats(0.1, 500.0)] * 3).map(sorted)
 CURVES = st.fixed_dictionaries(
-    {name: TABLES.map(lambda us: Curve((256, 2**14, 2**20), tuple(us), 0.5, 2.0)) for name in CHANGES}
+    {name: TABLES.map(lambda us: Curve((256, 2**14, 2**20), tuple(us))) for name in CHANGES}
 )
 SIZES = st.sampled_from([(2,), (4,), (8,), (2, 2), (2, 4), (4, 2), (1, 4), (2, 2, 2), (2, 3, 2)])
 
@@ -512,28 +512,26 @@ def test_unreadable_file_changes_nothing(tmp_path: Path, text: bytes | None, tol
 # --- measured curves -------------------------------------------------------------------------------
 
 
-def table(*rows: tuple[int, float], alpha: float | None = None, beta: float | None = None) -> dict[str, Any]:
+def table(*rows: tuple[int, float]) -> dict[str, Any]:
     """A curve as a topology file holds it."""
-    return {
-        "alpha_us": alpha,
-        "beta_GiBps": beta,
-        "table": [{"size_bytes": size, "time_us": us} for size, us in rows],
-    }
+    return {"table": [{"size_bytes": size, "time_us": us} for size, us in rows]}
 
 
 def test_a_curve_between_and_beyond_its_sizes() -> None:
-    rows = table((1024, 10.0), (4096, 40.0), (16384, 50.0), alpha=30.0, beta=2.0)
-    curve = Curve.parse(rows, "here")
-    assert [curve.us(size) for size in (1024, 4096, 16384)] == [10.0, 40.0, 50.0]
-    assert curve.us(2048) == pytest.approx(20.0), "proportional on logarithmic axes"
-    assert curve.us(8192) == pytest.approx(math.sqrt(40 * 50))
-    assert curve.us(512) == 10.0, "the line says 30 us, but less cannot take longer"
-    assert curve.us(16385) == 50.0, "the line says 38 us, but more cannot take less"
-    assert curve.us(cost.GIB) == pytest.approx(30 + 0.5e6)
-    low = Curve.parse(table((1024, 10.0), alpha=1.0, beta=1.0), "here")
-    assert low.us(0) == 1.0
+    curve = Curve.parse(table((1000, 10.0), (4000, 40.0), (5000, 45.0), (17000, 57.0)), "here")
+    assert [curve.us(size) for size in (1000, 4000, 5000, 17000)] == [10.0, 40.0, 45.0, 57.0]
+    assert (curve.us(2500), curve.us(4800), curve.us(11000)) == pytest.approx((25.0, 44.0, 51.0))
+    # On with what a factor of four before the end needed per byte: 17 us for 13000 bytes.
+    assert curve.us(17000 + 13000) == pytest.approx(57 + 17)
+    assert (curve.us(500), curve.us(0)) == pytest.approx((5.0, 0.0)), "10 us per 1000 bytes at the start"
+    flat = Curve.parse(table((1000, 10.0), (4000, 11.5), (8000, 11.5)), "here")
+    assert flat.us(0) == pytest.approx(9.5)
+    assert flat.us(16000) == pytest.approx(11.5 + 8000 * 1.5 / 7000), "over what was slower than before"
+    steep = Curve.parse(table((1000, 1.0), (4000, 400.0)), "here")
+    assert steep.us(8000) == pytest.approx(800.0), "never more than its share of the largest"
+    assert steep.us(500) == pytest.approx(0.5), "and never less than its share of the smallest"
     alone = Curve.parse(table((1024, 10.0)), "here")
-    assert (alone.us(1), alone.us(1024), alone.us(3072)) == (10.0, 10.0, 30.0)
+    assert (alone.us(512), alone.us(1024), alone.us(3072)) == (10.0, 10.0, 30.0)
 
 
 def measured(**changed: Any) -> dict[str, Any]:
@@ -556,7 +554,7 @@ def test_measured_changes_price_a_redistribution() -> None:
     with cost.use_topology(measured(tp_S0R=gather, tp_S1R=table((1024, 300.0), (2**30, 300.0)))):
         priced = cost.redistribute_cost
         assert priced(spec(mesh, R, Shard(0)), spec(mesh, R, R)) == pytest.approx(70.0), "of the whole tensor"
-        half = math.exp(math.log(5) + math.log(70 / 5) * math.log(whole / 2 / 1024) / math.log(whole / 1024))
+        half = 5 + (70 - 5) * (whole / 2 - 1024) / (whole - 1024)
         assert priced(spec(mesh, Shard(1), Shard(0)), spec(mesh, Shard(1), R)) == pytest.approx(half)
         assert priced(spec(mesh, R, P), spec(mesh, R, Shard(2))) == pytest.approx(100.0)
         # S(1) -> R takes 300: by way of S(0) it takes 100 + 70.
@@ -601,8 +599,6 @@ def test_bare_collectives_stand_in_for_changes_that_were_not_measured() -> None:
         (table((1024, 3.0), (2048, 2.0)), "out of order"),
         (table((1024, -3.0)), r"table\[0\]\.time_us: got -3.0, expected a finite number above 0"),
         (table((1024, math.nan)), "got nan"),
-        (table((1024, 3.0), beta=-1.0, alpha=0.0), "beta_GiBps: got -1.0"),
-        (table((1024, 3.0), beta=1.0), "alpha_us: got None"),
         ({"table": [7]}, r"table\[0\]\.size_bytes: got None"),
     ],
 )
