@@ -1,0 +1,474 @@
+"""Exported modules in the installed torch, on a fake process group of 16 ranks.
+
+Expected costs are written out from the constants, not taken from dtbench's own formulas.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import math
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _collective_utils, _redistribute
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dtbench.calibration.curve import price
+from dtbench.errors import OutputError, UsageError
+from dtbench.export.module import export, literal, render
+from dtbench.tests.made_up_topology import curve_of, made_curve, made_dim, made_topology
+
+GIB, MIB = 1024**3, 1024**2
+# 64 MiB as float32; a gather of it, and of the eighth that one rank of tp holds.
+SHAPE, SIZE = (4096, 4096), 64 * MIB
+S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()
+# Between 32 MiB at 100 us and 96 MiB at 900 us: 64 MiB is halfway.
+BENT = curve_of((32 * MIB, 96 * MIB), (100.0, 900.0))
+HALFWAY_US = 500.0
+COST = "_compute_placement_transition_cost"
+
+
+@pytest.fixture(autouse=True)
+def fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=16, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 8), mesh_dim_names=("dp", "tp"))
+
+
+def module_of(topology: dict[str, Any], target: Any = "torch", name: str = "exported") -> ModuleType:
+    spec = importlib.util.spec_from_loader(name, loader=None)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    exec(compile(render(topology, target, name), f"{name}.py", "exec"), module.__dict__)
+    return module
+
+
+def two_dims(**tp: Any) -> dict[str, Any]:
+    """dp is slow (5 GiB/s, 20 us a hop), tp is fast (50 GiB/s, 2 us a hop)."""
+    return made_topology(made_dim("dp", 2, 5.0, 20.0), made_dim("tp", 8, 50.0, 2.0, **tp))
+
+
+def spec(mesh: DeviceMesh, *placements: Any, shape: tuple[int, int] = SHAPE) -> DTensorSpec:
+    meta = TensorMeta(torch.Size(shape), (shape[1], 1), torch.float32)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def cost(mesh: DeviceMesh, src: tuple[Any, ...], dst: tuple[Any, ...]) -> float:
+    return _collective_utils.redistribute_cost(spec(mesh, *src), spec(mesh, *dst))
+
+
+# ------------------------------------------------------------------- torch: constants per mesh dim
+
+
+def test_costs_are_those_of_the_constants(mesh: DeviceMesh) -> None:
+    with module_of(two_dims()).apply():
+        topo = _collective_utils.MeshTopoInfo.build_from_mesh(mesh)
+        gathered = _collective_utils.allgather_cost(SIZE / GIB, topo, 0)
+        reduced = _collective_utils.allreduce_cost(SIZE / GIB, topo, 1)
+        by_redistribute = cost(mesh, (R, S0), (R, R))
+    assert gathered == pytest.approx(6.6 + 20 + 0.0625 / 2 / 5 * 1e6)
+    assert reduced == pytest.approx(6.6 + 14 * 2 + 0.0625 * 14 / 8 / 50 * 1e6)
+    assert by_redistribute == pytest.approx(6.6 + 7 * 2 + 0.0625 * 7 / 8 / 50 * 1e6)
+
+
+def test_dims_are_found_by_name_in_a_transposed_mesh(mesh: DeviceMesh) -> None:
+    transposed = DeviceMesh("cpu", torch.arange(16).view(2, 8).T.contiguous(), mesh_dim_names=("tp", "dp"))
+    with module_of(two_dims()).apply():
+        assert cost(transposed, (S0, R), (R, R)) == cost(mesh, (R, S0), (R, R))
+        topo = _collective_utils.MeshTopoInfo.build_from_mesh(transposed)
+    assert (topo.mesh_dim_devices, topo.mesh_dim_bandwidth) == ([8, 2], [50.0, 5.0])
+    assert topo.mesh_dim_latency == [2.0, 20.0]
+
+
+def test_submeshes_keep_their_dims(mesh: DeviceMesh) -> None:
+    with module_of(two_dims()).apply():
+        for name, whole in (("dp", (S0, R)), ("tp", (R, S0))):
+            assert cost(mesh[name], (S0,), (R,)) == cost(mesh, whole, (R, R))
+
+
+def test_a_dim_of_one_rank_need_not_be_measured() -> None:
+    mesh = init_device_mesh("cpu", (1, 2, 8), mesh_dim_names=("pp", "dp", "tp"))
+    with module_of(two_dims()).apply():
+        assert cost(mesh, (R, S0, R), (R, R, R)) == pytest.approx(6.6 + 20 + 0.0625 / 2 / 5 * 1e6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "said"),
+    [
+        ((2, 8), ("dp", "cp"), "cp=8"),
+        ((4, 4), ("dp", "tp"), "dp=4, tp=4"),
+        ((16,), None, "without a name=16"),
+    ],
+)
+def test_other_meshes_keep_torchs_constants_with_one_warning(
+    sizes: tuple[int, ...], names: tuple[str, ...] | None, said: str
+) -> None:
+    other = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    src, dst = (S0, *[R] * (len(sizes) - 1)), (R,) * len(sizes)
+    before = cost(other, src, dst)
+    with module_of(two_dims()).apply():
+        with pytest.warns(UserWarning, match=f"dp=2, tp=8; got .*{said}: torch's own"):
+            assert cost(other, src, dst) == before
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert cost(other, src, dst) == before
+
+
+def test_another_device_type_is_an_error(mesh: DeviceMesh) -> None:
+    topology = two_dims() | {"device_type": "cuda"}
+    with module_of(topology).apply(), pytest.raises(RuntimeError, match=r"measured on 'cuda'.*on 'cpu'"):
+        cost(mesh, (R, S0), (R, R))
+
+
+# --------------------------------------------------------------------- torch: times per transition
+
+
+def test_measured_transitions_replace_the_formulas(mesh: DeviceMesh) -> None:
+    one = mesh["tp"]
+    with module_of(two_dims(transitions={"S(0)->R": BENT, "R->S(0)": BENT, "S(1)->S(0)": BENT})).apply():
+        assert cost(one, (S0,), (R,)) == pytest.approx(HALFWAY_US)
+        assert cost(one, (S1,), (S0,)) == pytest.approx(HALFWAY_US)  # by the whole tensor, not the shard
+        assert cost(one, (R,), (S0,)) == 0  # torch takes more than 0 for communication
+        assert cost(one, (P,), (R,)) == pytest.approx(6.6 + 14 * 2 + 0.0625 * 14 / 8 / 50 * 1e6)
+        assert cost(one, (S0,), (P,)) == math.inf
+        assert cost(mesh["dp"], (S0,), (R,)) == pytest.approx(6.6 + 20 + 0.0625 / 2 / 5 * 1e6)
+
+
+def test_collectives_stand_in_for_transitions(mesh: DeviceMesh) -> None:
+    collectives = {"all_gather": made_curve(50, 2), "all_reduce": BENT, "all_to_all": made_curve(9, 1)}
+    with module_of(two_dims(collectives=collectives, transitions={"P->S(0)": made_curve(7, 4)})).apply():
+        one = mesh["tp"]
+        assert cost(one, (P,), (R,)) == pytest.approx(HALFWAY_US)
+        assert cost(one, (S1,), (R,)) == pytest.approx(50 + 0.0625 / 2 * 1e6)
+        assert cost(one, (P,), (S0,)) == pytest.approx(7 + 0.0625 / 4 * 1e6)
+        assert cost(one, (S0,), (S1,)) == pytest.approx(50 + 0.0625 / 2 * 1e6)  # DTensor gathers on the CPU
+
+
+def test_all_to_all_is_looked_up_by_a_ranks_part(mesh: DeviceMesh) -> None:
+    topology = two_dims(collectives={"all_to_all": made_curve(9, 1)}) | {"device_type": "cuda"}
+    exported = module_of(topology)
+    exported.DEVICE_TYPE = "cpu"  # no mesh on cuda here
+    with exported.apply():
+        assert cost(mesh["tp"], (S0,), (S1,)) == pytest.approx(9 + 0.0625 / 8 * 1e6)
+
+
+# 100 us at 16 KiB, 160 at 64 KiB, 200 at 128 KiB, 1240 at 1 MiB.
+STEEP = curve_of((16 * 1024, 64 * 1024, 128 * 1024, MIB), (100.0, 160.0, 200.0, 1240.0))
+FLAT = curve_of((16 * 1024,), (100.0,))
+
+
+@pytest.mark.parametrize(
+    ("curve", "size_kib", "us"),
+    [
+        (STEEP, 16, 100.0),  # the first row
+        (STEEP, 1024, 1240.0),  # the last
+        (STEEP, 40, 130.0),  # halfway between two
+        (STEEP, 4, 85.0),  # below: 60 us in 48 KiB, as up to the row of four times the size
+        (STEEP, 2048, 1240 + 1040 / 896 * 1024),  # beyond: as from the row of at most a quarter of the size
+        (FLAT, 4, 100.0),  # one size only: smaller ones take as long
+        (FLAT, 64, 400.0),  # and larger ones in proportion
+    ],
+)
+def test_tables_are_read_as_straight_lines(
+    mesh: DeviceMesh, curve: dict[str, Any], size_kib: int, us: float
+) -> None:
+    with module_of(two_dims(transitions={"S(0)->R": curve})).apply():
+        src, dst = (spec(mesh["tp"], p, shape=(size_kib * 16, 16)) for p in (S0, R))
+        assert _collective_utils.redistribute_cost(src, dst) == pytest.approx(us)
+
+
+# ------------------------------------------------------------------------------------- decisions
+
+
+def plan(mesh: DeviceMesh, src: tuple[Any, ...], dst: tuple[Any, ...]) -> list[tuple[int, str, str]]:
+    with _redistribute.use_min_cost_redistribution_plan():
+        steps = _redistribute._gen_transform_infos(spec(mesh, *src), spec(mesh, *dst))
+    return [(step.mesh_dim, *map(str, step.src_dst_placements)) for step in steps]
+
+
+def test_another_redistribution_is_planned(mesh: DeviceMesh) -> None:
+    src, dst = (S0, R), (R, R)
+    straight = [(0, "S(0)", "R")]
+    assert plan(mesh, src, dst) == straight
+    # Straight: 6.6 + 20 + 6250. An eighth over dp, the whole over tp: 26.6 + 781 + 20.6 + 1094.
+    applied = module_of(two_dims()).apply()
+    assert [step[0] for step in plan(mesh, src, dst)] == [1, 0, 1]
+    applied.undo()
+    assert plan(mesh, src, dst) == straight
+
+
+def test_another_sharding_strategy_is_chosen(mesh: DeviceMesh) -> None:
+    one, slow, fast = mesh["tp"], made_curve(1000, 1), made_curve(1, 1000)
+    others = dict.fromkeys(("S(1)->R", "S(1)->S(0)", "P->R", "P->S(0)", "P->S(1)"), slow)
+
+    def product(**prices: Any) -> str:
+        topology = two_dims(transitions=others | {name: prices[key] for key, name in CHANGES.items()})
+        a, b = (DTensor.from_local(torch.ones(8, 64), one, [S0], run_check=False) for _ in range(2))
+        with module_of(topology).apply():
+            return str((a @ b).placements[0])
+
+    # Both factors have their rows sharded: gather the second, or move the first's shards to its columns.
+    assert product(gather=fast, move=slow) == "S(0)"
+    assert product(gather=slow, move=fast).startswith("P")
+    assert product(gather=fast, move=slow) == "S(0)"  # nothing is left of the decision before
+
+
+CHANGES = {"gather": "S(0)->R", "move": "S(0)->S(1)"}
+
+
+# ----------------------------------------------------------------------------------- apply and undo
+
+
+def test_undo_puts_everything_back(mesh: DeviceMesh) -> None:
+    def functions() -> list[object]:
+        own = [vars(_collective_utils.MeshTopoInfo)["build_from_mesh"], getattr(_collective_utils, COST)]
+        from torch.distributed.tensor._ops import single_dim_strategy
+
+        return [*own, getattr(single_dim_strategy, COST, None)]
+
+    before, cost_before = functions(), cost(mesh, (S0, R), (R, R))
+    applied = module_of(two_dims()).apply()
+    changed = [now is not then for now, then in zip(functions(), before, strict=True)]
+    assert changed == [then is not None for then in before]
+    assert cost(mesh, (S0, R), (R, R)) != cost_before
+    applied.undo()
+    applied.undo()
+    assert all(now is then for now, then in zip(functions(), before, strict=True))
+    assert cost(mesh, (S0, R), (R, R)) == cost_before
+
+
+def test_two_are_undone_in_turn(mesh: DeviceMesh) -> None:
+    before = cost(mesh, (S0, R), (R, R))
+    first = module_of(two_dims()).apply()
+    second = module_of(made_topology(made_dim("dp", 2, 1.0, 0.0), made_dim("tp", 8, 1.0, 0.0))).apply()
+    assert cost(mesh, (S0, R), (R, R)) == pytest.approx(6.6 + 0.0625 / 2 * 1e6)
+    with pytest.raises(RuntimeError, match="undo those first"):
+        first.undo()
+    second.undo()
+    assert cost(mesh, (S0, R), (R, R)) == pytest.approx(6.6 + 20 + 0.0625 / 2 / 5 * 1e6)
+    first.undo()
+    assert cost(mesh, (S0, R), (R, R)) == before
+
+
+def other_cost(current: Any, target: Any, mesh_topo: Any, mesh_dim: int) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        (COST, other_cost, r"current_placement.*got \(current, target"),
+        (COST, None, "got none"),
+        ("allreduce_cost", lambda bytes_gb, mesh_topo, mesh_dim: 1.0, "allreduce_cost of 1 GiB.*got 1.0 us"),
+    ],
+)
+def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: Any, said: str) -> None:
+    exported = module_of(two_dims())
+    monkeypatch.setattr(_collective_utils, name, value)
+    with pytest.raises(RuntimeError, match=rf"(?s)another cost model.*{said}.*known are torch 2.11 and 2.13"):
+        exported.apply()
+    assert getattr(_collective_utils, name) is value
+
+
+# ---------------------------------------------------------------------------------------- inductor
+
+
+def graph_of(mesh: DeviceMesh) -> torch.fx.Graph:
+    """One collective of each kind over tp, with the shapes that a trace would note."""
+    ops, group = torch.ops._c10d_functional, mesh.get_group("tp").group_name
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(MIB, device="meta")
+    calls = {
+        "gather": (ops.all_gather_into_tensor.default, (x, 8, group), 8 * MIB),
+        "reduce": (ops.all_reduce.default, (x, "sum", group), MIB),
+        "scatter": (ops.reduce_scatter_tensor.default, (x, "sum", 8, group), MIB // 8),
+        "exchange": (ops.all_to_all_single.default, (x, [MIB // 8] * 8, [MIB // 8] * 8, group), MIB),
+    }
+    for name, (op, args, elements) in calls.items():
+        node = graph.create_node("call_function", op, args, name=name)
+        node.meta["val"] = torch.empty(elements, device="meta")
+    return graph
+
+
+def with_collectives() -> dict[str, Any]:
+    curves = {"all_gather": made_curve(10, 4), "all_reduce": made_curve(20, 2), "reduce_scatter": BENT}
+    return two_dims(collectives=curves)
+
+
+def test_inductor_asks_for_milliseconds(mesh: DeviceMesh) -> None:
+    from torch._inductor import config
+    from torch._inductor.fx_passes.overlap_scheduling import estimate_collective_time
+
+    options = config.aten_distributed_optimizations
+    nodes = {node.name: node for node in graph_of(mesh).nodes}
+    with module_of(with_collectives(), "inductor").apply(mesh):
+        hook = options.custom_runtime_estimation
+        ms = {
+            name: estimate_collective_time(nodes[name], custom_runtime_estimation=hook)
+            for name in ("gather", "reduce")
+        }
+        latency_ms = estimate_collective_time(nodes["gather"], 0, custom_runtime_estimation=hook)
+        assert hook(nodes["exchange"]) is None  # all_to_all was not measured
+        assert hook(nodes["scatter"]) == pytest.approx(hook(nodes["scatter"], None))
+        assert hook(nodes["gather"], 4096) is None
+        assert hook(nodes["x"]) is None
+    assert ms["gather"] == pytest.approx(0.010 + 32 / 1024 / 4 * 1e3)
+    assert ms["reduce"] == pytest.approx(0.020 + 4 / 1024 / 2 * 1e3)
+    assert latency_ms == pytest.approx(0.010)
+    assert options.custom_runtime_estimation is None
+
+
+def test_inductor_counts_the_whole_of_what_is_scattered(mesh: DeviceMesh) -> None:
+    (scatter,) = (node for node in graph_of(mesh).nodes if node.name == "scatter")
+    curves = {"reduce_scatter": made_curve(0, 1)}
+    with module_of(two_dims(collectives=curves), "inductor").apply(mesh) as applied:
+        assert applied.estimate(scatter) == pytest.approx(4 / 1024 * 1e3)
+
+
+def test_inductor_knows_the_dims_by_their_ranks(mesh: DeviceMesh) -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(MIB, device="meta")
+    groups = {
+        "dp": mesh.get_group("dp").group_name,
+        "all": dist.group.WORLD.group_name if dist.group.WORLD else "",
+    }
+    nodes = {}
+    for name, group in groups.items():
+        op = torch.ops._c10d_functional.all_reduce.default
+        nodes[name] = graph.create_node("call_function", op, (x, "sum", group))
+        nodes[name].meta["val"] = x.meta["val"]
+    dims = made_dim("dp", 2, 1.0, 1.0, collectives={"all_reduce": made_curve(1, 1)}), two_dims()["dims"][1]
+    with module_of(made_topology(*dims), "inductor").apply(mesh) as applied:
+        assert applied.estimate(nodes["dp"]) == pytest.approx(0.001 + 4 / 1024 * 1e3)
+        assert applied.estimate(nodes["all"]) is None
+
+
+def test_inductor_keeps_torchs_estimates_of_other_nodes(mesh: DeviceMesh) -> None:
+    """torch leaves nodes out that its hook does not answer, where it would have estimated them without."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(1024, 1024, device="meta")
+    added = graph.call_function(torch.ops.aten.add.Tensor, (x, x))
+    product = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    added.meta["val"] = product.meta["val"] = x.meta["val"]
+    exported = module_of(with_collectives(), "inductor")
+    exported.overlap_scheduling = stand_in = ModuleType("overlap_scheduling")
+    stand_in.is_compute_node = lambda node: node is product  # type: ignore[attr-defined]
+    stand_in.estimate_roofline_runtime_ms = lambda node: 0.25  # type: ignore[attr-defined]
+    estimate = exported.CollectiveEstimate({})
+    assert (estimate(added), estimate(product)) == (0.25, None)
+
+
+def test_inductor_refuses_what_was_not_measured(mesh: DeviceMesh) -> None:
+    exported = module_of(with_collectives(), "inductor")
+    with pytest.raises(ValueError, match="no mesh"):
+        exported.apply()
+    with pytest.raises(ValueError, match=r"cp=8, expected one of dp=2, tp=8"):
+        exported.apply(init_device_mesh("cpu", (2, 8), mesh_dim_names=("dp", "cp")))
+    with pytest.raises(RuntimeError, match="measured on 'cuda'"):
+        module_of(with_collectives() | {"device_type": "cuda"}, "inductor").apply(mesh)
+    swapped = DeviceMesh("cpu", torch.arange(16).view(8, 2), mesh_dim_names=("tp", "dp"))
+    exported.apply(mesh, swapped).undo()  # other ranks, other groups
+
+
+def test_inductors_cache_tells_constants_apart(mesh: DeviceMesh, tmp_path: Path) -> None:
+    """The settings are pickled into the key of compiled graphs: other curves, another key."""
+    import pickle
+    import sys
+
+    saved = []
+    for beta in (4, 5):
+        curves = {"all_gather": made_curve(10, beta)}
+        name = "exported_for_cache"
+        sys.modules[name] = exported = module_of(two_dims(collectives=curves), "inductor", name)
+        with exported.apply(mesh) as applied:
+            saved.append(pickle.dumps(applied.estimate))
+    del sys.modules[name]
+    assert saved[0] != saved[1]
+
+
+# ----------------------------------------------------------------------------- untrusted topologies
+
+NASTY = 'tp"""\n\'); import os; os.abort()  # {{ 7 * 7 }} \\ \u202e\x1b[2J'
+
+
+@pytest.mark.parametrize("target", ["torch", "inductor"])
+def test_names_stay_names(target: Any) -> None:
+    topology = made_topology(made_dim(NASTY, 8, 50.0, 2.0, collectives={"all_reduce": made_curve(1, 1)}))
+    topology["runs"][0]["run_id"] = topology["created"] = NASTY
+    topology["runs"][0]["versions"] = {NASTY: NASTY}
+    topology["warnings"] = topology["dims"][0]["warnings"] = [NASTY]
+    text = render(topology, target, NASTY)
+    assert text.isascii()
+    assert {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)} == {
+        node.id
+        for node in ast.walk(
+            ast.parse(
+                render(
+                    made_topology(made_dim("tp", 8, 1.0, 2.0, collectives={"all_reduce": made_curve(1, 1)})),
+                    target,
+                )
+            )
+        )
+        if isinstance(node, ast.Name)
+    }
+    exported = module_of(topology, target)
+    assert (*exported.DIMS,) == (NASTY,)
+    assert exported.SOURCE["runs"] == (NASTY,)
+
+
+def test_only_plain_values_are_written() -> None:
+    assert literal({"a": (1, [2.5, None], True)}) == "{'a': (1, (2.5, None), True)}"
+    for value in (math.nan, math.inf, object(), b"x"):
+        with pytest.raises(TypeError, match="expected a string"):
+            literal(value)
+
+
+def test_topologies_that_torch_cannot_express_are_refused() -> None:
+    dim = made_dim("tp", 8, 1.0, 1.0)
+    for topology, said in (
+        (made_topology(dim) | {"base_latency_us": 3.0}, "base latency of 3 us"),
+        (made_topology(dim, dim), "each name once"),
+        (made_topology(), "no mesh dim"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            render(topology, "torch")
+
+
+def test_other_files_are_not_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    export(two_dims(), "torch", path)
+    export(two_dims(), "inductor", path)  # its own may be
+    assert path.read_text().startswith('"""Measured times')
+    path.write_text("print('mine')\n")
+    with pytest.raises(OutputError, match="left as it was"):
+        export(two_dims(), "torch", path)
+
+
+def test_curves_are_read_as_dtbench_reads_them() -> None:
+    for seed in range(20):
+        numbers = random.Random(seed)
+        sizes = sorted(numbers.sample(range(1, 10**6), numbers.randint(1, 9)))
+        times = sorted(numbers.choice((numbers.uniform(1, 100), 50.0)) for _ in sizes)
+        curve = curve_of(sizes, times)
+        exported = module_of(two_dims(collectives={"all_reduce": curve}), "inductor")
+        for size in (1, 2, 5000, 77_777, sizes[0], sizes[-1], 10**6, 10**9):
+            got = exported.price_us(exported.CURVES["tp", "all_reduce"], size)
+            assert got == pytest.approx(price(curve, size).time_us, abs=1e-9), (seed, size)
