@@ -1,0 +1,128 @@
+"""Inside a host of a lab: its name and hosts file, then an agent of torch's elastic launcher.
+
+Started by `run` with one argument, its `Orders` as JSON. It is process 1 of a PID namespace, so the
+kernel ends all that it started when it ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dtbench.errors import EXIT_CASE_FAILED
+
+_RENDEZVOUS_PORT = 29400  # torchrun's own; nothing else listens in a lab
+# Agents start together, but many of them on few cores need a while to import torch.
+_JOIN_S = 300
+# What the ranks get to end by themselves before the agent kills them; less than the lab gives the agent.
+_SHUTDOWN_S = 10
+_HOSTS = Path("/etc/hosts")
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What an agent is to do. host: its number; hostnames and addresses: of all hosts, in order;
+    report: where it says which of its ranks failed."""
+
+    host: int
+    hostnames: Sequence[str]
+    addresses: Sequence[str]
+    interface: str
+    ranks_per_host: int
+    command: Sequence[str]
+    report: str
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    def hosts_file(self) -> str:
+        """Names of the hosts: what /etc/hosts says inside the lab. The mapped addresses are those by
+        which torch's store, which listens on IPv6, asks for the names of its clients."""
+        named = [("127.0.0.1", "localhost"), *zip(self.addresses, self.hostnames, strict=True)]
+        lines = [f"{prefix}{address} {name}" for prefix in ("", "::ffff:") for address, name in named]
+        return "\n".join(lines) + "\n"
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """What the ranks' environment gets in addition: never looked up by name, one thread each."""
+        added = {f"{library}_SOCKET_IFNAME": self.interface for library in ("GLOO", "NCCL", "TP")}
+        if "OMP_NUM_THREADS" not in environ:
+            added["OMP_NUM_THREADS"] = "1"
+        return added
+
+
+def main() -> NoReturn:
+    # Process 1 is sent only the signals it has a handler for; `run` holds them back until here.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda got, _frame: sys.exit(128 + got))
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    orders = Orders(**json.loads(sys.argv[1]))
+    try:
+        with tempfile.TemporaryDirectory(prefix="dtbench-lab-") as folder:
+            _become(orders, Path(folder))
+            failures = _launch(orders, folder)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    Path(orders.report).write_text(json.dumps(failures))
+    sys.exit(EXIT_CASE_FAILED if failures else 0)
+
+
+def _become(orders: Orders, folder: Path) -> None:
+    """This process becomes the host. All of it is seen from inside the namespaces only."""
+    socket.sethostname(orders.hostnames[orders.host])
+    if _HOSTS.exists():
+        own = folder / "hosts"
+        own.write_text(orders.hosts_file())
+        subprocess.run(["mount", "--bind", own, _HOSTS], check=True)
+    os.environ.update(orders.environment(os.environ))
+
+
+def _launch(orders: Orders, folder: str) -> list[list[int]]:
+    """Runs the ranks of this host to their end; (rank, exit code) of those that failed, first to last.
+
+    The rendezvous numbers hosts by their addresses as text (`local_addr`), whichever comes first.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    newer: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S}
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}  # torch 2.11 lacks it
+    config = LaunchConfig(
+        min_nodes=len(orders.addresses),
+        max_nodes=len(orders.addresses),
+        nproc_per_node=orders.ranks_per_host,
+        run_id="dtbench-lab",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{orders.addresses[0]}:{_RENDEZVOUS_PORT}",
+        rdzv_configs={"is_host": orders.host == 0, "read_timeout": _JOIN_S},
+        local_addr=orders.addresses[orders.host],
+        max_restarts=0,
+        signals_to_handle="SIGTERM,SIGINT,SIGHUP",
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
+        **{name: value for name, value in newer.items() if name in known},
+    )
+    logging.disable(logging.CRITICAL)  # the launcher's log repeats what ranks and `run` say
+    try:
+        # The launcher fills in `${local_rank}`, and reads `$$` as `$`.
+        elastic_launch(config, orders.command[0])(*(word.replace("$", "$$") for word in orders.command[1:]))
+    except ChildFailedError as error:
+        failed = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+        return [[rank, failure.exitcode] for rank, failure in failed]
+    except SignalException as ended:
+        sys.exit(128 + int(ended.sigval))
+    return []
+
+
+if __name__ == "__main__":
+    main()
