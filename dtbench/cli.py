@@ -17,6 +17,7 @@ import click
 import dtbench
 from dtbench import options as opts
 from dtbench.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, DtbenchError
+from dtbench.lab.command import lab
 from dtbench.model import CHOOSABLE_IMPLS
 
 _T = TypeVar("_T")
@@ -332,3 +333,6 @@ def doctor(as_json: bool) -> None:
     from dtbench.tables import print_findings
 
     print_findings(examine(), as_json)
+
+
+cli.add_command(lab)
