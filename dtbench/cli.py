@@ -301,10 +301,10 @@ def import_(files: tuple[Path, ...], output: Path, **given: Any) -> int:
 @click.argument("runs", nargs=-1, required=True, type=_RUN_FILE, metavar="RUN...")
 @click.option("-o", "--output", required=True, type=_RUN_FILE, help="The topology file to write.")
 def calibrate(runs: tuple[Path, ...], output: Path) -> None:
-    """Fits the cost model's constants to the collectives measured in run files."""
-    from dtbench.calibrate import calibrate as fit
+    """Fits the cost model to what run files measured: collectives and changes of placement, per mesh dim."""
+    from dtbench.calibration import calibrate as fit
+    from dtbench.calibration import write_topology
     from dtbench.store import read_run
-    from dtbench.topology import write_topology
 
     write_topology(fit([read_run(path) for path in runs]), output)
     click.echo(f"the topology is in {output}")
@@ -316,9 +316,9 @@ def calibrate(runs: tuple[Path, ...], output: Path) -> None:
 @click.option("-o", "--output", required=True, type=_RUN_FILE, help="The page to write.")
 def report(runs: tuple[Path, ...], topology: Path | None, output: Path) -> None:
     """One HTML page with the figures and tables of run files."""
+    from dtbench.calibration import read_topology
     from dtbench.reporting.page import write_report
     from dtbench.store import read_run
-    from dtbench.topology import read_topology
 
     fitted = read_topology(topology) if topology is not None else None
     write_report([read_run(path) for path in runs], fitted, output)

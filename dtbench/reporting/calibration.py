@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dtbench.costmodel import GIB, RING_COLLECTIVES, predict_us
+from dtbench.calibration.ring import GIB, RING_COLLECTIVES, predict_us
 from dtbench.reporting import tables as t
 from dtbench.reporting.figures import (
     Axis,

@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from dtbench.calibrate import check_same_setup
+from dtbench.calibration import check_same_setup
 from dtbench.files import write_atomically
 from dtbench.model import Result, Run
 from dtbench.reporting import sections as s
@@ -43,7 +43,7 @@ class Headline:
 def write_report(runs: Sequence[Run], topology: Mapping[str, Any] | None, path: str | Path) -> None:
     """Writes the report of one or several launches of one setup.
 
-    topology: what `calibrate.read_topology` gives, or None to leave the cost model out.
+    topology: what `calibration.read_topology` gives, or None to leave the cost model out.
 
     Raises:
         UsageError: no runs, or runs of different machines, meshes or backends.

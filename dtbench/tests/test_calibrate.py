@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtbench import calibrate, costmodel
+from dtbench import calibration
+from dtbench.calibration import fit, intervals, ring
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.model import Result, Run
 from dtbench.store import RunWriter, read_run
 from dtbench.tests import made_up
 
-RING = costmodel.RING_COLLECTIVES
+RING = ring.RING_COLLECTIVES
 
 
 def dims_of(topology: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -34,13 +35,13 @@ def run_of(results: Any, **changes: Any) -> Run:
 def few_replicates() -> Iterator[None]:
     """A fifth of the usual: these tests ask whether an interval is right in kind, not its last digit."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibrate, "REPLICATES", 40)
+        patch.setattr(intervals, "FITS", 20)
         yield
 
 
 @pytest.fixture(scope="module")
 def topology(few_replicates: None) -> dict[str, Any]:
-    return calibrate.calibrate([run_of(made_up.collectives())])
+    return calibration.calibrate([run_of(made_up.collectives())])
 
 
 # ---------------------------------------------------------------------------- finding what is there
@@ -50,7 +51,7 @@ def topology(few_replicates: None) -> dict[str, Any]:
 def test_exact_times_give_back_their_constants(ranks: int) -> None:
     truth = {"tp": (3.0, 12.0)}
     results = made_up.collectives(mesh={"tp": ranks}, truth=truth, noise=0.0, names=RING, samples=8)
-    topology = calibrate.calibrate([run_of(results, mesh={"tp": ranks}, hosts=["a"] * ranks)])
+    topology = calibration.calibrate([run_of(results, mesh={"tp": ranks}, hosts=["a"] * ranks)])
     dim = topology["dims"][0]
     assert dim["bandwidth_GiBps"] == pytest.approx(3.0, rel=1e-3)
     assert dim["latency_us_per_hop"] == pytest.approx(12.0, rel=1e-3)
@@ -82,7 +83,7 @@ def test_the_formulas_are_those_of_torch() -> None:
         info = theirs.MeshTopoInfo(None, [ranks], [19.3], [2.7])  # type: ignore[arg-type]
         for name, cost in costs.items():
             for size in made_up.SIZES:
-                ours = costmodel.predict_us(name, size, ranks, bandwidth_GiBps=19.3, latency_us_per_hop=2.7)
+                ours = ring.predict_us(name, size, ranks, bandwidth_GiBps=19.3, latency_us_per_hop=2.7)
                 assert ours == pytest.approx(cost(size / 1024**3, info, 0), rel=1e-12)
 
 
@@ -95,7 +96,7 @@ def test_lines_per_collective_find_a_slow_reduce_scatter() -> None:
         )
 
     results = [slow(r) for r in made_up.collectives(noise=0.0, samples=8)]
-    dim = dims_of(calibrate.calibrate([run_of(results)]))["tp"]
+    dim = dims_of(calibration.calibrate([run_of(results)]))["tp"]
     lines = dim["collectives"]
     assert lines["reduce_scatter"]["beta_GiBps"] == pytest.approx(
         lines["all_gather"]["beta_GiBps"] / 2, rel=0.01
@@ -115,14 +116,14 @@ def test_one_burst_does_not_move_the_fit() -> None:
         )
 
     exact = list(made_up.collectives(noise=0.0, names=RING, samples=8))
-    dim = dims_of(calibrate.calibrate([run_of(burst(r) for r in exact)]))["tp"]
+    dim = dims_of(calibration.calibrate([run_of(burst(r) for r in exact)]))["tp"]
     assert dim["bandwidth_GiBps"] == pytest.approx(1.6, rel=0.1)
     assert dim["residuals"]["worst_ratio"] > 8
 
 
 def test_octaves_count_the_same_however_dense_the_sweep() -> None:
     sizes = np.array([1024.0, 1030.0, 1040.0, 4096.0])
-    weights = costmodel.octave_weights(sizes)
+    weights = fit.octave_weights(sizes)
     assert weights[:3].sum() == pytest.approx(weights[3])
     assert weights.mean() == pytest.approx(1)
 
@@ -132,7 +133,7 @@ def test_octaves_count_the_same_however_dense_the_sweep() -> None:
 
 def test_waiting_for_late_ranks_is_no_transfer_time(topology: dict[str, Any]) -> None:
     results = [dataclasses.replace(r, rank_samples_s={}) for r in made_up.collectives()]
-    without = calibrate.calibrate([run_of(results)])
+    without = calibration.calibrate([run_of(results)])
     assert dims_of(without)["tp"]["bandwidth_GiBps"] < 0.9 * dims_of(topology)["tp"]["bandwidth_GiBps"]
     assert any("wait for the last rank" in w for w in dims_of(without)["tp"]["warnings"])
     assert not any("wait for the last rank" in w for w in dims_of(topology)["tp"]["warnings"])
@@ -146,13 +147,13 @@ def test_a_dim_is_as_slow_as_its_slowest_group() -> None:
         return dataclasses.replace(result, rank_samples_s=slowed)
 
     exact = list(made_up.collectives(noise=0.0, names=RING, samples=8))
-    dim = dims_of(calibrate.calibrate([run_of(second_group_slow(r) for r in exact)]))["tp"]
+    dim = dims_of(calibration.calibrate([run_of(second_group_slow(r) for r in exact)]))["tp"]
     assert dim["bandwidth_GiBps"] == pytest.approx(1.6 / 3, rel=0.02)
 
 
 def test_groups_together_are_preferred(topology: dict[str, Any]) -> None:
     assert dims_of(topology)["tp"]["groups_sharing"] == "together"
-    alone = dims_of(calibrate.calibrate([run_of(made_up.collectives(modes=["alone"]))]))["tp"]
+    alone = dims_of(calibration.calibrate([run_of(made_up.collectives(modes=["alone"]))]))["tp"]
     assert alone["groups_sharing"] == "alone"
     assert alone["bandwidth_GiBps"] > 1.8 * dims_of(topology)["tp"]["bandwidth_GiBps"]
     assert any("one group alone" in w for w in alone["warnings"])
@@ -168,7 +169,7 @@ def test_results_that_are_not_ok_do_not_count(topology: dict[str, Any]) -> None:
         )
         for r in made_up.collectives()
     ]
-    again = calibrate.calibrate([run_of([*made_up.collectives(), *spoiled])])
+    again = calibration.calibrate([run_of([*made_up.collectives(), *spoiled])])
     assert again["dims"] == topology["dims"]
 
 
@@ -177,10 +178,10 @@ def test_another_dtype_is_taken_only_where_it_must_and_said() -> None:
         dataclasses.replace(r, params={**r.params, "dtype": "bfloat16"})
         for r in made_up.collectives(names=RING)
     ]
-    both = calibrate.calibrate([run_of([*made_up.collectives(names=RING), *half])])
+    both = calibration.calibrate([run_of([*made_up.collectives(names=RING), *half])])
     assert both["warnings"] == []
-    assert both["dims"] == calibrate.calibrate([run_of(made_up.collectives(names=RING))])["dims"]
-    assert calibrate.calibrate([run_of(half)])["warnings"] == [
+    assert both["dims"] == calibration.calibrate([run_of(made_up.collectives(names=RING))])["dims"]
+    assert calibration.calibrate([run_of(half)])["warnings"] == [
         "no results with dtype float32: bfloat16 was taken"
     ]
 
@@ -198,7 +199,7 @@ def test_launches_that_differ_widen_the_interval(topology: dict[str, Any]) -> No
         run_of(made_up.collectives(seed, launch_factor=factor), run_id=f"r{seed}")
         for seed, factor in enumerate(factors)
     ]
-    merged = dims_of(calibrate.calibrate(runs))["tp"]
+    merged = dims_of(calibration.calibrate(runs))["tp"]
     assert merged["intervals"] == "over 5 launches"
     assert merged["fitted_on"]["launches"] == 5
     low, high = merged["bandwidth_interval"]
@@ -207,17 +208,17 @@ def test_launches_that_differ_widen_the_interval(topology: dict[str, Any]) -> No
     assert low < 1.6 / 0.966 < high
     # Launches inside one file are launches too.
     one_file = [r for i, f in enumerate(factors) for r in made_up.collectives(i, launch_factor=f, launch=i)]
-    assert dims_of(calibrate.calibrate([run_of(one_file)]))["tp"]["fitted_on"] == merged["fitted_on"]
+    assert dims_of(calibration.calibrate([run_of(one_file)]))["tp"]["fitted_on"] == merged["fitted_on"]
 
 
 def test_the_same_runs_give_the_same_topology(topology: dict[str, Any]) -> None:
-    again = calibrate.calibrate([run_of(made_up.collectives())])
+    again = calibration.calibrate([run_of(made_up.collectives())])
     assert again | {"created": ""} == topology | {"created": ""}
 
 
 def test_times_that_do_not_grow_give_a_lower_bound() -> None:
     flat = {"dp": (1e6, 250.0), "tp": (1e6, 90.0)}
-    topology = calibrate.calibrate(
+    topology = calibration.calibrate(
         [run_of(made_up.collectives(truth=flat, sizes=made_up.SIZES[:4], names=RING))]
     )
     for dim in topology["dims"]:
@@ -228,13 +229,13 @@ def test_times_that_do_not_grow_give_a_lower_bound() -> None:
 def test_no_latency_beyond_the_base_is_said() -> None:
     fast = {"dp": (10.0, 0.0), "tp": (20.0, 0.0)}
     results = made_up.collectives(truth=fast, noise=0.0, names=RING, samples=8)
-    for dim in calibrate.calibrate([run_of(results)])["dims"]:
+    for dim in calibration.calibrate([run_of(results)])["dims"]:
         assert dim["latency_us_per_hop"] == pytest.approx(0, abs=0.01)
         assert any("latency" in w for w in dim["warnings"])
 
 
 def test_a_short_range_of_sizes_is_said() -> None:
-    topology = calibrate.calibrate([run_of(made_up.collectives(sizes=made_up.SIZES[3:5], names=RING))])
+    topology = calibration.calibrate([run_of(made_up.collectives(sizes=made_up.SIZES[3:5], names=RING))])
     assert all(any("factor of 4 only" in w for w in dim["warnings"]) for dim in topology["dims"])
 
 
@@ -244,7 +245,7 @@ def test_dims_that_cannot_be_calibrated_are_left_out_with_their_reason() -> None
         *made_up.collectives(mesh=shape, truth={"pp": (1, 1), **made_up.TRUTH}, names=RING),
     ]
     results = [r for r in results if r.params["mesh_dim"] != "dp" or r.size_bytes == made_up.SIZES[0]]
-    topology = calibrate.calibrate([run_of(results, mesh=shape)])
+    topology = calibration.calibrate([run_of(results, mesh=shape)])
     assert [dim["name"] for dim in topology["dims"]] == ["tp"]
     reasons = {dim["name"]: dim["reason"] for dim in topology["left_out"]}
     assert reasons["pp"].startswith("one rank")
@@ -264,13 +265,14 @@ def test_dims_that_cannot_be_calibrated_are_left_out_with_their_reason() -> None
     ],
 )
 def test_the_layout_comes_from_the_hosts(hosts: tuple[str, ...], layouts: dict[str, str]) -> None:
-    dims = dims_of(calibrate.calibrate([run_of(made_up.collectives(names=RING), hosts=hosts)]))
+    dims = dims_of(calibration.calibrate([run_of(made_up.collectives(names=RING), hosts=hosts)]))
     for name, layout in layouts.items():
         builtin = dims[name]["builtin"]
         expected = (87.7, 0.6) if layout == "intra-host" else (pytest.approx(19.294), 2.7)
         assert (builtin["bandwidth_GiBps"], builtin["latency_us_per_hop"]) == expected
         assert builtin["layout"] == layout
-        assert dims[name]["hosts_per_group"] == (1 if layout == "intra-host" else 2)
+        assert dims[name]["layout"]["kind"] == layout
+        assert dims[name]["layout"]["hosts_per_group"] == ([1, 1] if layout == "intra-host" else [2, 2])
 
 
 def test_how_far_off_the_builtin_constants_are() -> None:
@@ -282,21 +284,21 @@ def test_how_far_off_the_builtin_constants_are() -> None:
 
     builtin = {"dp": (87.7 * 0.22, 2.7), "tp": (87.7, 0.6)}
     results = [slower(r) for r in made_up.collectives(truth=builtin, noise=0.0, names=RING, samples=8)]
-    for dim in calibrate.calibrate([run_of(results)])["dims"]:
+    for dim in calibration.calibrate([run_of(results)])["dims"]:
         assert dim["builtin"]["predicted_over_measured"] == pytest.approx(0.25, rel=1e-6)
         assert dim["builtin"]["geometric_mean_ratio"] == pytest.approx(4, rel=1e-6)
 
 
 def test_hosts_that_are_not_recorded_are_not_guessed() -> None:
-    topology = calibrate.calibrate([run_of(made_up.collectives(names=RING), ranks=[])])
+    topology = calibration.calibrate([run_of(made_up.collectives(names=RING), ranks=[])])
     for dim in topology["dims"]:
         assert dim["builtin"] is None
-        assert dim["hosts_per_group"] is None
+        assert set(dim["layout"].values()) == {None}
         assert any("on which host" in w for w in dim["warnings"])
 
 
 def test_groups_over_unlike_hosts_are_called_mixed() -> None:
-    topology = calibrate.calibrate([run_of(made_up.collectives(names=RING), hosts=("a", "a", "a", "b"))])
+    topology = calibration.calibrate([run_of(made_up.collectives(names=RING), hosts=("a", "a", "a", "b"))])
     assert any("mixed dim" in w for w in dims_of(topology)["tp"]["warnings"])
 
 
@@ -317,29 +319,29 @@ def test_runs_of_different_setups_are_refused(changes: dict[str, Any], what: str
     first = run_of(made_up.collectives(names=RING))
     other = run_of(made_up.collectives(names=RING), path="other.jsonl", run_id="other", **changes)
     with pytest.raises(UsageError, match=f"differ in {what}"):
-        calibrate.calibrate([first, other])
+        calibration.calibrate([first, other])
 
 
 def test_the_same_run_twice_is_refused() -> None:
     one = run_of(made_up.collectives(names=RING))
     with pytest.raises(UsageError, match="the same run"):
-        calibrate.calibrate([one, one])
+        calibration.calibrate([one, one])
 
 
 def test_no_runs_and_no_collectives_are_refused() -> None:
     with pytest.raises(UsageError, match="no run given"):
-        calibrate.calibrate([])
+        calibration.calibrate([])
     with pytest.raises(UsageError, match="dtbench run collectives"):
-        calibrate.calibrate([run_of(made_up.dispatch())])
+        calibration.calibrate([run_of(made_up.dispatch())])
     with pytest.raises(UsageError, match="no mesh dim"):
-        calibrate.calibrate([run_of(made_up.collectives(sizes=made_up.SIZES[:1]))])
+        calibration.calibrate([run_of(made_up.collectives(sizes=made_up.SIZES[:1]))])
 
 
 def test_differing_versions_and_a_cut_run_are_said() -> None:
     first = run_of(made_up.collectives(names=RING), complete=False)
     versions = {**made_up.header()["versions"], "torch": "2.11.0"}
     other = run_of(made_up.collectives(1, names=RING), run_id="other", versions=versions)
-    warnings = calibrate.calibrate([first, other])["warnings"]
+    warnings = calibration.calibrate([first, other])["warnings"]
     assert any("versions of torch: 2.11.0, 2.13.0+cpu" in w for w in warnings)
     assert any("incomplete run" in w for w in warnings)
 
@@ -350,7 +352,7 @@ def test_a_run_read_from_its_file_calibrates_the_same(tmp_path: Path, topology: 
         for result in made_up.collectives():
             writer.append(result)
         writer.end()
-    assert calibrate.calibrate([read_run(path)])["dims"] == topology["dims"]
+    assert calibration.calibrate([read_run(path)])["dims"] == topology["dims"]
 
 
 # ---------------------------------------------------------------------------- the file
@@ -358,9 +360,9 @@ def test_a_run_read_from_its_file_calibrates_the_same(tmp_path: Path, topology: 
 
 def test_what_is_written_is_read_again(tmp_path: Path, topology: dict[str, Any]) -> None:
     path = tmp_path / "topology.json"
-    calibrate.write_topology(topology, path)
-    assert calibrate.read_topology(path) == topology
-    calibrate.write_topology(topology, path)  # our own kind may be replaced
+    calibration.write_topology(topology, path)
+    assert calibration.read_topology(path) == topology
+    calibration.write_topology(topology, path)  # our own kind may be replaced
     assert [p.name for p in tmp_path.iterdir()] == ["topology.json"]
 
 
@@ -368,20 +370,20 @@ def test_another_file_is_not_overwritten(tmp_path: Path, topology: dict[str, Any
     path = tmp_path / "run.jsonl"
     path.write_text('{"kind":"run","schema":1}\n')
     with pytest.raises(OutputError, match="is not a topology"):
-        calibrate.write_topology(topology, path)
+        calibration.write_topology(topology, path)
     assert path.read_text() == '{"kind":"run","schema":1}\n'
     with pytest.raises(OutputError, match="not a regular file"):
-        calibrate.write_topology(topology, tmp_path)
+        calibration.write_topology(topology, tmp_path)
     with pytest.raises(OutputError, match="cannot write"):
-        calibrate.write_topology(topology, tmp_path / "missing" / "topology.json")
+        calibration.write_topology(topology, tmp_path / "missing" / "topology.json")
     assert [p.name for p in tmp_path.iterdir()] == ["run.jsonl"]
 
 
 def test_a_link_is_kept_and_its_file_replaced(tmp_path: Path, topology: dict[str, Any]) -> None:
     (tmp_path / "link.json").symlink_to("real.json")
-    calibrate.write_topology(topology, tmp_path / "link.json")
+    calibration.write_topology(topology, tmp_path / "link.json")
     assert (tmp_path / "link.json").is_symlink()
-    assert calibrate.read_topology(tmp_path / "real.json") == topology
+    assert calibration.read_topology(tmp_path / "real.json") == topology
 
 
 def _damage(topology: dict[str, Any], path: str, value: Any) -> str:
@@ -401,7 +403,8 @@ def _damage(topology: dict[str, Any], path: str, value: Any) -> str:
     ("where", "value", "complaint"),
     [
         ("kind", "run", "is not a topology"),
-        ("schema", 2, "newer dtbench"),
+        ("schema", 3, "newer dtbench"),
+        ("schema", 1, "older dtbench .* calibrate again from the run file"),
         ("schema", True, "schema is True"),
         ("dims", {}, "dims is {}"),
         ("dims.0.name", 3, r"dims\[0\].name is 3"),
@@ -424,7 +427,7 @@ def test_a_damaged_file_is_refused_in_one_line(
     path = tmp_path / "topology.json"
     path.write_text(_damage(topology, where, value))
     with pytest.raises(UnreadableRunError, match=complaint) as caught:
-        calibrate.read_topology(path)
+        calibration.read_topology(path)
     assert "\n" not in str(caught.value)
     assert "topology.json" in str(caught.value)
 
@@ -434,13 +437,13 @@ def test_what_is_no_topology_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(content)
     with pytest.raises(UnreadableRunError, match="not a topology"):
-        calibrate.read_topology(path)
+        calibration.read_topology(path)
     with pytest.raises(UnreadableRunError, match="cannot read"):
-        calibrate.read_topology(tmp_path / "missing.json")
+        calibration.read_topology(tmp_path / "missing.json")
     with pytest.raises(UnreadableRunError, match="not a regular file"):
-        calibrate.read_topology(tmp_path)
+        calibration.read_topology(tmp_path)
 
 
 def test_no_torch_is_loaded() -> None:
-    code = "import sys, dtbench.calibrate, dtbench.reporting; sys.exit('torch' in sys.modules)"
+    code = "import sys, dtbench.calibration, dtbench.reporting; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

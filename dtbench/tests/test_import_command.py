@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dtbench import reference
+from dtbench.calibration import read_topology
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_NOTHING, EXIT_OK, EXIT_USAGE, UnreadableRunError
 from dtbench.importers import checks, convert
 from dtbench.importers.registry import parse
@@ -18,7 +19,6 @@ from dtbench.store import read_run
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_logs import SIZES, json_text, table, time_us
-from dtbench.topology import read_topology
 
 RING = ("all_reduce", "all_gather", "reduce_scatter")
 
@@ -49,7 +49,7 @@ def test_from_logs_to_constants_in_two_commands(dtbench: Cli) -> None:
     # 100e9 bytes/s are 93.1 GiB/s: torch's formula divides by GiB.
     assert dim["bandwidth_GiBps"] == pytest.approx(100e9 / 2**30, rel=0.01)
     assert dim["latency_us_per_hop"] == pytest.approx(2.0, rel=0.02)
-    assert (dim["ranks"], dim["hosts_per_group"], dim["builtin"]["layout"]) == (8, 2, "inter-host")
+    assert (dim["ranks"], dim["layout"]["hosts_per_group"], dim["builtin"]["layout"]) == (8, [2, 2], "inter-host")
     assert dtbench("show", "run.jsonl")[0] == EXIT_OK
     assert dtbench("report", "run.jsonl", "--topology", "t.json", "-o", "page.html")[0] == EXIT_OK
 
@@ -179,7 +179,8 @@ def test_dims_of_a_mesh_from_a_log_each(dtbench: Cli) -> None:
     assert {r.params["groups"] for r in run.results} == {"alone"}
     assert dtbench("calibrate", "run.jsonl", "-o", "t.json")[0] == EXIT_OK
     dp, tp = read_topology("t.json")["dims"]
-    assert (dp["name"], dp["hosts_per_group"], tp["name"], tp["hosts_per_group"]) == ("dp", 4, "tp", 1)
+    spans = [(dim["name"], dim["layout"]["hosts_per_group"]) for dim in (dp, tp)]
+    assert spans == [("dp", [4, 4]), ("tp", [1, 1])]
     assert dp["bandwidth_GiBps"] == pytest.approx(10e9 / 2**30, rel=0.01)
     assert tp["bandwidth_GiBps"] == pytest.approx(100e9 / 2**30, rel=0.01)
     assert dtbench("import", "tp.log", "--mesh", "dp=8,tp=8", "--dim", "tp", "-o", "one.jsonl")[0] == EXIT_OK

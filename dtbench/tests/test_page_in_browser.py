@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dtbench import calibrate, reporting
+from dtbench import calibration, reporting
 from dtbench.tests import made_up
 
 REQUIRED = os.environ.get("DTBENCH_REQUIRE_CHROMIUM") == "1"
@@ -40,7 +40,7 @@ def browser() -> Iterator[Any]:
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page with everything on it: figures, warnings, failures, long names."""
     whole = made_up.everything()
-    topology = calibrate.calibrate([whole])
+    topology = calibration.calibrate([whole])
     long = made_up.result("mine", "n" * 300, "a", {"p": "q" * 300}, [1e-3] * 3)
     run = made_up.run([*whole.results, *made_up.NOT_OK, long], complete=False)
     path = tmp_path_factory.mktemp("page") / "page.html"

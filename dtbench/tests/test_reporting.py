@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dtbench import calibrate, reporting
+from dtbench import calibration, reporting
 from dtbench.errors import OutputError, UsageError
 from dtbench.model import Result, Run
 from dtbench.reporting import cases, figures, page, tables
@@ -83,7 +83,7 @@ def run() -> Run:
 
 @pytest.fixture(scope="module")
 def topology(run: Run) -> dict[str, Any]:
-    return calibrate.calibrate([run])
+    return calibration.calibrate([run])
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_the_constants_stand_beside_the_builtin_ones(topology: dict[str, Any], w
 def test_a_lower_bound_is_shown_as_one() -> None:
     flat = {"dp": (1e6, 250.0), "tp": (1e6, 90.0)}
     run = made_up.run(list(made_up.collectives(truth=flat, sizes=made_up.SIZES[:4])))
-    shown = Page(reporting.render([run], calibrate.calibrate([run])))
+    shown = Page(reporting.render([run], calibration.calibrate([run])))
     assert shown.row("dp", "2", "inter-host")[3].startswith("≥ ")
     assert "lower bound only" in shown.text
 

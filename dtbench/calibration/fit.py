@@ -1,6 +1,9 @@
-"""The cost formulas of `torch.distributed.tensor`, and the robust fit of their two constants.
+"""The robust fits: a latency and a bandwidth, and times that rise with size.
 
-Pure arithmetic on times in microseconds; `calibrate` says which times.
+Pure arithmetic on times in microseconds; `points` says which times. What is fitted are times, never bus
+bandwidths. The loss is Huber's on log(predicted / measured), so that 10 % off counts the same at 1 KiB
+and at 1 GiB; plain least squares would fit the largest sizes alone. Sizes count by octave, however
+densely they were swept.
 """
 
 from __future__ import annotations
@@ -11,23 +14,19 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
+from scipy.optimize import isotonic_regression, least_squares
+
+from dtbench.calibration.ring import BASE_LATENCY_US, GIB, hops
 
 Array = NDArray[np.float64]
 
-GIB = 1024**3  # torch's cost functions divide bytes by 1024^3, whatever "GB/s" their comments say
-# The constants below are those of MeshTopoInfo.build_from_mesh and the cost functions beside it, in
-# torch/distributed/tensor/_collective_utils.py (2.11 to 2.13).
-BASE_LATENCY_US = 6.6  # hard-coded in every cost function, so it is held and not fitted
-INTRA_HOST = {"bandwidth_GiBps": 87.7, "latency_us_per_hop": 0.6}
-INTER_HOST = {"bandwidth_GiBps": 87.7 * 0.22, "latency_us_per_hop": 2.7}
-
-RING_COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
 # Where Huber's loss turns from squares to absolute values: residuals of about 20 % are noise here,
 # beyond that lie bursts and changes of algorithm.
 HUBER_DELTA = 0.2
 # A constant whose term is below 1 % of the time at its most telling size cannot be told from noise.
 NEGLIGIBLE = 0.01
+# The solver stops at this relative step: a hundredth of what any of these constants is known to.
+TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -39,29 +38,21 @@ class Line:
     slope_is_bound: bool  # the data only say that the slope is not larger
 
 
-def hops(collective: str, ranks: int) -> int:
-    """Steps of the ring that torch's cost formulas assume."""
-    return 2 * (ranks - 1) if collective == "all_reduce" else ranks - 1
-
-
-def predict_us(
-    collective: str,
-    size_bytes: float,
-    ranks: int,
-    *,
-    bandwidth_GiBps: float,  # noqa: N803 - the unit, as the topology file spells it
-    latency_us_per_hop: float,
-) -> float:
-    """The stock formula's time, microseconds. size_bytes: the whole tensor, as a group holds it."""
-    steps = hops(collective, ranks)
-    transfer_s = size_bytes / GIB * steps / ranks / bandwidth_GiBps
-    return BASE_LATENCY_US + steps * latency_us_per_hop + transfer_s * 1e6
-
-
-def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> dict[str, float]:
+def accuracy(predicted: Sequence[float] | Array, measured: Sequence[float] | Array) -> dict[str, float]:
     """Typical and worst factor between prediction and measurement, 1 being perfect."""
-    logs = np.abs(np.log(np.array(predicted) / np.array(measured)))
+    logs = np.abs(np.log(np.asarray(predicted) / np.asarray(measured)))
     return {"geometric_mean_ratio": float(np.exp(logs.mean())), "worst_ratio": float(np.exp(logs.max()))}
+
+
+def fit_ring(collectives: Sequence[str], sizes: Array, ranks: int, measured_us: Array) -> Line:
+    """The ring's two constants, one pair for all collectives of a mesh dim; element i is one point."""
+    steps = np.array([hops(name, ranks) for name in collectives], dtype=float)
+    return fit_line(BASE_LATENCY_US, steps, steps * sizes / GIB / ranks * 1e6, sizes, measured_us)
+
+
+def fit_curve(sizes: Array, measured_us: Array) -> Line:
+    """Latency and inverse bandwidth of one curve: time_us = intercept + slope * size_GiB * 1e6."""
+    return fit_line(0.0, np.ones_like(sizes), sizes / GIB * 1e6, sizes, measured_us)
 
 
 def fit_line(base: float, per_intercept: Array, per_slope: Array, sizes: Array, measured: Array) -> Line:
@@ -95,12 +86,21 @@ def fit_line(base: float, per_intercept: Array, per_slope: Array, sizes: Array, 
         x_scale=start,
         loss=_huber(octave_weights(sizes)),
         f_scale=HUBER_DELTA,
+        xtol=TOLERANCE,
     )
     intercept, slope = (float(x) for x in fitted.x)
     # The solver stays inside its bounds: it comes near zero and never to it.
     if intercept * per_intercept[smallest] < NEGLIGIBLE**2 * measured[smallest]:
         intercept = 0.0
     return Line(intercept, slope, bool(slope < 1.05 * least_slope))
+
+
+def rising(times_us: Array) -> Array:
+    """The nearest times that do not fall with size, in the logarithm; times_us: by ascending size.
+
+    A larger tensor never has to take less time: where it was measured to, both count the same.
+    """
+    return np.asarray(np.exp(isotonic_regression(np.log(times_us)).x))
 
 
 def octave_weights(sizes: Array) -> Array:

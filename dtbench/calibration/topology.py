@@ -1,4 +1,8 @@
-"""The topology file that `calibrate` writes: JSON, validated when read."""
+"""The topology file that `calibrate` writes: JSON, validated when read.
+
+Schema 2. Schema 1 had no tables of times and no transitions, so it cannot price what schema 2 is asked
+for: such a file is refused, and the run file it came from calibrated again.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from typing import Any
 from dtbench.errors import UnreadableRunError
 from dtbench.files import write_atomically
 
-SCHEMA = 1
+SCHEMA = 2
 # The largest mesh has few dims and each some hundred points; beyond this it is another file.
 MAX_BYTES = 64 * 2**20
 
@@ -64,6 +68,7 @@ def read_topology(path: str | Path) -> dict[str, Any]:
             f"{path} is damaged: {error}; make it again with `dtbench calibrate`"
         ) from error
     made: dict[str, Any] = topology
+    _check_names(path, made)
     return made
 
 
@@ -79,10 +84,29 @@ def _check_kind(path: Path, topology: Any) -> None:
             'expected "topology"; make one with `dtbench calibrate`'
         )
     schema = topology.get("schema")
-    if isinstance(schema, int) and schema > SCHEMA:
+    if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
         raise UnreadableRunError(
-            f"{path} was written by a newer dtbench (schema {schema}, this one reads up to {SCHEMA}): "
+            f"{path} is damaged: schema is {ascii(schema)[:60]}, expected {SCHEMA}; "
+            "make it again with `dtbench calibrate`"
+        )
+    if schema > SCHEMA:
+        raise UnreadableRunError(
+            f"{path} was written by a newer dtbench (schema {schema}, this one reads {SCHEMA}): "
             "upgrade dtbench to read it"
+        )
+    if schema < SCHEMA:
+        raise UnreadableRunError(
+            f"{path} was written by an older dtbench (schema {schema}, this one reads {SCHEMA}): "
+            "calibrate again from the run file, `dtbench calibrate RUN.jsonl -o TOPOLOGY.json`"
+        )
+
+
+def _check_names(path: Path, topology: Mapping[str, Any]) -> None:
+    names = [dim["name"] for dim in topology["dims"]]
+    if len(set(names)) < len(names):
+        raise UnreadableRunError(
+            f"{path} is damaged: dims has {ascii(names)[:60]}, expected each name once; "
+            "make it again with `dtbench calibrate`"
         )
 
 
@@ -110,7 +134,7 @@ def _number(least: float, *, above: bool = False) -> Check:
 
 def _integer(least: int) -> Check:
     def check(name: str, value: Any) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
             raise _BadField(f"{name} is {ascii(value)[:60]}, expected an integer of at least {least}")
 
     return check
@@ -176,19 +200,67 @@ _positive, _amount, _ratio = _number(0, above=True), _number(0), _number(1 - 1e-
 _sizes = _list(_integer(1), 2)
 _CONSTANTS: dict[str, Check] = {"bandwidth_GiBps": _positive, "latency_us_per_hop": _amount}
 
-_collective = _object(
+_interval = _list(_amount, 2)
+_rows = _list(
+    _object(
+        {
+            "size_bytes": _integer(1),
+            "time_us": _positive,
+            "low_us": _positive,
+            "high_us": _positive,
+            "measured_us": _positive,
+        },
+        {"launch_us": _list(_or_none(_positive))},
+    )
+)
+
+
+def _table(name: str, value: Any) -> None:
+    """Rows by size, times that do not fall, each within its interval: what pricing relies on."""
+    _rows(name, value)
+    if not value:
+        raise _BadField(f"{name} is empty, expected a row for every size")
+    for index, row in enumerate(value):
+        before = value[index - 1] if index else {"size_bytes": 0, "time_us": 0}
+        if row["size_bytes"] <= before["size_bytes"]:
+            raise _BadField(f"{name}[{index}].size_bytes is not above that of the row before it")
+        if row["time_us"] < before["time_us"]:
+            raise _BadField(f"{name}[{index}].time_us is below that of the row before it")
+        if not row["low_us"] <= row["time_us"] <= row["high_us"]:
+            raise _BadField(f"{name}[{index}].time_us is not between low_us and high_us")
+
+
+_curve_fields = _object(
     {
         "alpha_us": _or_none(_amount),
         "beta_GiBps": _or_none(_positive),
+        "beta_is_lower_bound": _flag,
+        "alpha_interval": _or_none(_interval),
+        "beta_interval": _or_none(_list(_positive, 2)),
         "geometric_mean_ratio": _or_none(_ratio),
+        "worst_ratio": _or_none(_ratio),
         "size_bytes": _sizes,
         "points": _integer(1),
+        "launches": _integer(1),
+        "table": _table,
     },
+    {"dtype": _text},
+)
+
+
+def _curve(name: str, value: Any) -> None:
+    _curve_fields(name, value)
+    if (value["alpha_us"] is None) != (value["beta_GiBps"] is None):
+        raise _BadField(f"{name} has one of alpha_us and beta_GiBps, expected both or neither")
+
+
+_layout = _object(
     {
-        "worst_ratio": _ratio,
-        "beta_is_lower_bound": _flag,
-        "measured": _list(_object({"size_bytes": _integer(1), "time_s": _positive})),
-    },
+        "kind": _or_none(_one_of("intra-host", "inter-host", "mixed")),
+        "hosts_per_group": _or_none(_sizes),
+        "ranks_per_host": _or_none(_sizes),
+        "groups_per_host_pair": _or_none(_integer(0)),
+    }
 )
 _residuals = _object(
     {
@@ -210,11 +282,11 @@ _dim = _object(
     {
         "name": _text,
         "ranks": _integer(2),
-        "hosts_per_group": _or_none(_integer(1)),
+        "layout": _layout,
         "groups_sharing": _one_of("together", "alone"),
         **_CONSTANTS,
         "bandwidth_interval": _list(_positive, 2),
-        "latency_interval": _list(_amount, 2),
+        "latency_interval": _interval,
         "builtin": _or_none(
             _object(
                 _CONSTANTS,
@@ -235,7 +307,9 @@ _dim = _object(
             {"sample": _text, "estimator": _text},
         ),
         "residuals": _residuals,
-        "collectives": _values(_collective),
+        "collectives": _values(_curve),
+        "transitions": _values(_values(_curve)),
+        "contention": _values(_object({"together_over_alone": _positive, "size_bytes": _integer(1)})),
     },
     {
         "groups": _integer(1),

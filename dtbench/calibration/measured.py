@@ -1,0 +1,125 @@
+"""What runs measured on each mesh dim, chosen and sorted: the input of every fit and validation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtbench.calibration.layout import layout_of_dim, slowest_over_fastest
+from dtbench.calibration.points import (
+    COLLECTIVES,
+    TRANSITIONS,
+    Series,
+    Tagged,
+    one_impl,
+    preferred,
+    series_by_name,
+    tagged,
+)
+from dtbench.layout import groups_of, layout_of
+from dtbench.model import Run
+
+IMPLS = ("core", "torch")  # whose changes of placement are priced apart
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One mesh dim. sharing: whether its groups worked "together", as in training, or one "alone".
+
+    collectives: name -> series. transitions: impl -> name -> series. contention: as in the topology
+    file. own_times: whether each rank's own samples are there.
+    """
+
+    name: str
+    ranks: int
+    groups: int
+    sharing: str
+    collectives: Mapping[str, Series]
+    transitions: Mapping[str, Mapping[str, Series]]
+    contention: Mapping[str, Mapping[str, Any]]
+    layout: Mapping[str, Any]
+    own_times: bool
+    warnings: tuple[str, ...]
+
+
+def measured_dims(runs: Sequence[Run]) -> tuple[list[Measured], list[str]]:
+    """Every mesh dim of runs of one setup, with what was chosen instead of the usual, in words."""
+    header = runs[0].header
+    notes = []
+    collectives = tagged(runs, COLLECTIVES)
+    collectives, note = preferred(collectives, "mode", "isolated")
+    notes += [note] if note else []
+    _, note = preferred(collectives, "dtype", "float32")
+    notes += [note] if note else []
+    collectives, note = one_impl(collectives)
+    notes += [note] if note else []
+    transitions = tagged(runs, TRANSITIONS)
+    layouts = {layout.name: layout for layout in layout_of(header)}
+    dims = []
+    for index, name in enumerate(header["mesh"]["dim_names"]):
+        groups = groups_of(header["mesh"]["shape"], index)
+        of_dim = _of(collectives, name)
+        kept, sharing = _sharing(of_dim)
+        series, warnings = series_by_name(kept, groups)
+        alone, _ = series_by_name(_where(of_dim, "alone"), groups)
+        moved, dtype_warnings = _transitions(_of(transitions, name), groups)
+        times = slowest_over_fastest(kept if sharing == "together" else (), groups)
+        layout, layout_warnings = layout_of_dim(layouts.get(name), times)
+        dims.append(
+            Measured(
+                name,
+                len(groups[0]),
+                len(groups),
+                sharing,
+                series,
+                moved,
+                _contention(series, alone) if sharing == "together" else {},
+                layout,
+                all(r.rank_samples_s for _, r in kept),
+                (*layout_warnings, *warnings, *dtype_warnings),
+            )
+        )
+    return dims, notes
+
+
+def _of(results: Sequence[Tagged], dim: str) -> list[Tagged]:
+    return [(run_id, r) for run_id, r in results if r.params["mesh_dim"] == dim]
+
+
+def _where(results: Sequence[Tagged], sharing: str) -> list[Tagged]:
+    return [(run_id, r) for run_id, r in results if r.params.get("groups", "together") == sharing]
+
+
+def _sharing(results: Sequence[Tagged]) -> tuple[list[Tagged], str]:
+    """The results of all groups at once, or where there are none those of one group alone."""
+    together = _where(results, "together")
+    return (together, "together") if together or not results else (_where(results, "alone"), "alone")
+
+
+def _transitions(
+    results: Sequence[Tagged], groups: list[list[int]]
+) -> tuple[dict[str, dict[str, Series]], list[str]]:
+    found, warnings = {}, []
+    for impl in IMPLS:
+        series, notes = series_by_name([(run_id, r) for run_id, r in results if r.impl == impl], groups)
+        if series:
+            found[impl] = series
+        warnings += notes
+    return found, warnings
+
+
+def _contention(together: Mapping[str, Series], alone: Mapping[str, Series]) -> dict[str, dict[str, Any]]:
+    """Time of all groups at once over that of one alone, at the largest size measured both ways."""
+    ratios = {}
+    for name, series in together.items():
+        other = alone.get(name)
+        if other is None or other.dtype != series.dtype:
+            continue
+        slow = {p.size_bytes: p.measured_us for p in series.points}
+        fast = {p.size_bytes: p.measured_us for p in other.points}
+        common = slow.keys() & fast.keys()
+        if common:
+            size = max(common)
+            ratios[name] = {"together_over_alone": slow[size] / fast[size], "size_bytes": size}
+    return ratios

@@ -1,0 +1,81 @@
+"""Which runs go together: launches of one mesh, backend and machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dtbench.errors import UsageError
+from dtbench.layout import hosts_of
+from dtbench.model import Run
+
+
+def check_same_setup(runs: Sequence[Run]) -> None:
+    """Raises UsageError unless the runs are launches of one mesh, backend and machine."""
+    if not runs:
+        raise UsageError("no run given: name at least one file of `dtbench run`")
+    seen: dict[str, Run] = {}
+    for run in runs:
+        run_id = run.header["run_id"]
+        if run_id in seen:
+            raise UsageError(f"{run.path} and {seen[run_id].path} are the same run ({run_id}): give it once")
+        seen[run_id] = run
+    first = _setup(runs[0])
+    for run in runs[1:]:
+        for what, value in _setup(run).items():
+            if value != first[what]:
+                raise UsageError(
+                    f"{runs[0].path} and {run.path} differ in {what} ({first[what]} and {value}): "
+                    "only launches of one setup can be put together, give the others separately"
+                )
+
+
+def _setup(run: Run) -> dict[str, object]:
+    """What must agree. Hosts by their order of appearance: a scheduler may hand out other nodes."""
+    header = run.header
+    mesh, machine = header["mesh"], header["machine"]
+    cpu = machine.get("cpu") or {}
+    order: dict[str, int] = {}
+    layout = [order.setdefault(host or "?", len(order)) for host in hosts_of(header)]
+    return {
+        "mesh": ", ".join(f"{n}={s}" for n, s in zip(mesh["dim_names"], mesh["shape"], strict=True)),
+        "backend": backend(header),
+        "device type": device_type(header),
+        "CPU": cpu.get("model") or cpu.get("name") or "unknown",
+        "GPUs": ", ".join(str(gpu.get("name")) for gpu in machine.get("gpus") or []) or "none",
+        "hosts of the ranks": layout,
+    }
+
+
+def backend(header: Mapping[str, Any]) -> str:
+    return header["versions"].get("backend") or "unknown"
+
+
+def device_type(header: Mapping[str, Any]) -> str:
+    devices = [rank.get("device") for rank in header["ranks"] if rank.get("device")]
+    return str(header["plan"].get("device_type") or (devices[0] if devices else "unknown")).split(":")[0]
+
+
+def version_warnings(runs: Sequence[Run]) -> list[str]:
+    warnings = []
+    for what in ("torch", "nccl"):
+        versions = sorted({str(run.header["versions"].get(what)) for run in runs})
+        if len(versions) > 1:
+            warnings.append(f"the runs have different versions of {what}: {', '.join(versions)}")
+    if any(not run.complete for run in runs):
+        cut = ", ".join(run.path.name for run in runs if not run.complete)
+        warnings.append(f"incomplete run: {cut}; sizes or collectives may be missing")
+    return warnings
+
+
+def provenance(run: Run) -> dict[str, Any]:
+    return {
+        "run_id": run.header["run_id"],
+        "path": run.path.name,
+        "versions": dict(run.header["versions"]),
+        "hosts": len({host for host in hosts_of(run.header) if host is not None}),
+    }
+
+
+def paths(runs: Sequence[Run]) -> str:
+    return ", ".join(str(run.path) for run in runs)
