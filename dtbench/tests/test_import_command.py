@@ -49,7 +49,11 @@ def test_from_logs_to_constants_in_two_commands(dtbench: Cli) -> None:
     # 100e9 bytes/s are 93.1 GiB/s: torch's formula divides by GiB.
     assert dim["bandwidth_GiBps"] == pytest.approx(100e9 / 2**30, rel=0.01)
     assert dim["latency_us_per_hop"] == pytest.approx(2.0, rel=0.02)
-    assert (dim["ranks"], dim["layout"]["hosts_per_group"], dim["builtin"]["layout"]) == (8, [2, 2], "inter-host")
+    assert (dim["ranks"], dim["layout"]["hosts_per_group"], dim["builtin"]["layout"]) == (
+        8,
+        [2, 2],
+        "inter-host",
+    )
     assert dtbench("show", "run.jsonl")[0] == EXIT_OK
     assert dtbench("report", "run.jsonl", "--topology", "t.json", "-o", "page.html")[0] == EXIT_OK
 
