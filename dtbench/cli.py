@@ -311,6 +311,32 @@ def calibrate(runs: tuple[Path, ...], output: Path) -> None:
 
 
 @cli.command()
+@click.argument("files", nargs=-1, required=True, type=_RUN_FILE, metavar="TOPOLOGY RUN...")
+@click.option("--same", is_flag=True, help="Allow runs that the topology was fitted on, which flatters it.")
+@click.option(
+    "--split", is_flag=True, help="Take one RUN and no topology: fit every second size, predict the rest."
+)
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def validate(files: tuple[Path, ...], same: bool, split: bool, as_json: bool) -> None:
+    """How well a topology predicts runs that it was not fitted on, beside PyTorch's constants and noise."""
+    from dtbench.calibration import read_topology
+    from dtbench.calibration.validate import validate as validate_runs
+    from dtbench.calibration.validate import validate_split
+    from dtbench.store import read_run
+    from dtbench.tables import print_validation
+
+    if split:
+        if len(files) != 1 or same:
+            raise click.UsageError("--split takes one RUN, and neither a topology nor --same")
+        print_validation(validate_split(read_run(files[0])), as_json)
+        return
+    if len(files) < 2:
+        raise click.UsageError("give a TOPOLOGY and at least one RUN, or --split and one RUN")
+    topology, runs = read_topology(files[0]), [read_run(path) for path in files[1:]]
+    print_validation(validate_runs(topology, runs, same=same), as_json)
+
+
+@cli.command()
 @click.argument("runs", nargs=-1, required=True, type=_RUN_FILE, metavar="RUN...")
 @click.option("--topology", type=_RUN_FILE, help="A calibrated topology, drawn over the measurements.")
 @click.option("-o", "--output", required=True, type=_RUN_FILE, help="The page to write.")

@@ -20,6 +20,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from dtbench.calibration.models import WORDS as MODELS
+from dtbench.calibration.validate import REGIMES, Group, Validation
 from dtbench.compare import VERDICTS, Comparison, Row
 from dtbench.coverage import VERDICTS as CASE_VERDICTS
 from dtbench.coverage import has_verdicts, mode_of, summary_rows, verdict_of
@@ -99,6 +101,49 @@ def print_comparison(comparison: Comparison, as_json: bool = False) -> None:
         _line(console, f"note: {note}")
     counts = ", ".join(f"{comparison.count(v)} {v}" for v in VERDICTS if comparison.count(v))
     _line(console, counts or "nothing to compare: the two sides have no case in common")
+
+
+def print_validation(validation: Validation, as_json: bool = False) -> None:
+    """Per group of calls a row per model: how far off it is by size, the noise floor last."""
+    if as_json:
+        _print_json(validation.to_json())
+        return
+    console = _console()
+    _line(console, validation.title, style="bold")
+    for group in validation.groups:
+        _line(console, "")
+        _line(console, f"{group.name}: off by what factor, typically (1 is perfect)", style="bold")
+        _print_group(console, group)
+        if group.inside is not None:
+            share = f"{group.inside:.0%} of {group.points} values lie inside the fit's 90 % intervals"
+            _line(console, share + ", which are of one launch only: too narrow" * group.one_launch)
+        if group.beyond:
+            _line(console, f"{group.beyond} values lie beyond the sizes it was measured at")
+    _line(console, "")
+    for note in validation.notes:
+        _line(console, f"note: {note}")
+
+
+def _print_group(console: Console, group: Group) -> None:
+    regimes = [regime for regime in REGIMES if any(regime in of_model for of_model in group.scores.values())]
+    table = _table(plain=not console.is_terminal)
+    _add_words(table, "model", list(MODELS.values()))
+    for title in (*regimes, "median error", ">= 32 MiB, median error", "values"):
+        _add_figures(table, title)
+    for model, scores in group.scores.items():
+        large = scores.get(">= 32 MiB")
+        table.add_row(
+            _text(MODELS[model]),
+            *(_text(format_ratio(scores[r].geometric_mean_ratio) if r in scores else "-") for r in regimes),
+            _text(_percent(scores["all"].median_error)),
+            _text(_percent(large.median_error) if large else "-"),
+            str(scores["all"].points),
+        )
+    _print_table(console, table)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.{1 if share >= 0.1 else 2}f} %"
 
 
 def print_findings(findings: Sequence[Finding], as_json: bool = False) -> None:

@@ -59,7 +59,7 @@ def calibrate(runs: Sequence[Run]) -> dict[str, Any]:
         )
     dims, left_out = [], []
     for dim in measured:
-        reason = _why_left_out(dim)
+        reason = why_left_out(dim)
         if reason:
             left_out.append({"name": dim.name, "ranks": dim.ranks, "reason": reason})
         else:
@@ -90,7 +90,7 @@ def calibrate(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def calibrate_dim(dim: Measured) -> dict[str, Any]:
-    """One entry of the topology's `dims`; the ring's constants need two sizes of its collectives."""
+    """One entry of the topology's `dims`, of a dim that `why_left_out` gives no reason against."""
     ring = [(name, p) for name in RING_COLLECTIVES if name in dim.collectives for p in _of(dim, name)]
     names, points = [name for name, _ in ring], [p for _, p in ring]
     sizes, measured = (
@@ -130,17 +130,24 @@ def calibrate_dim(dim: Measured) -> dict[str, Any]:
             "estimator": "p25 over samples, median over launches",
         },
         "residuals": residuals,
-        "collectives": {name: curve_of(series) for name, series in dim.collectives.items()},
-        "transitions": {
-            impl: {name: curve_of(series) for name, series in of_impl.items()}
-            for impl, of_impl in dim.transitions.items()
-        },
+        **curves_of(dim),
         "contention": {name: dict(ratio) for name, ratio in dim.contention.items()},
         "warnings": [
             *_warnings_about_data(dim),
             *dim.warnings,
             *_warnings_about_fit(ring, dim.ranks, line, residuals),
         ],
+    }
+
+
+def curves_of(dim: Measured) -> dict[str, Any]:
+    """The curves of a dim's `collectives` and `transitions`."""
+    return {
+        "collectives": {name: curve_of(series) for name, series in dim.collectives.items()},
+        "transitions": {
+            impl: {name: curve_of(series) for name, series in of_impl.items()}
+            for impl, of_impl in dim.transitions.items()
+        },
     }
 
 
@@ -208,7 +215,8 @@ def _of(dim: Measured, name: str) -> tuple[Point, ...]:
     return dim.collectives[name].points
 
 
-def _why_left_out(dim: Measured) -> str | None:
+def why_left_out(dim: Measured) -> str | None:
+    """Why the ring's constants cannot be fitted to a dim, or None."""
     if dim.ranks == 1:
         return "one rank: nothing is sent over this dim"
     sizes = {p.size_bytes for name in RING_COLLECTIVES if name in dim.collectives for p in _of(dim, name)}
