@@ -11,6 +11,7 @@ import jinja2
 
 import dtbench
 from dtbench.calibration.curve import price
+from dtbench.calibration.ring import BASE_LATENCY_US, GIB
 from dtbench.errors import UsageError
 from dtbench.files import write_atomically
 
@@ -18,9 +19,6 @@ Target = Literal["torch", "inductor"]
 TARGETS: tuple[Target, ...] = ("torch", "inductor")
 # The versions whose private functions were read, and with which the tests were run.
 TORCH_VERSIONS = ("2.11", "2.13")
-# Hard-coded in every cost function of torch/distributed/tensor/_collective_utils.py.
-TORCH_BASE_LATENCY_US = 6.6
-GIB = 1024**3
 
 TEMPLATES = Path(__file__).parent
 # What a change of placement is made of; the sizes of both are the whole tensor. Shard to Shard is told apart below.
@@ -105,10 +103,10 @@ def _check(topology: Mapping[str, Any]) -> None:
     if len(set(names)) < len(names):
         raise UsageError(f"the topology holds the mesh dims {', '.join(names)}, expected each name once")
     base = topology["base_latency_us"]
-    if not math.isclose(base, TORCH_BASE_LATENCY_US):
+    if not math.isclose(base, BASE_LATENCY_US):
         raise UsageError(
             f"the topology was fitted with a base latency of {base:g} us, torch's formulas have "
-            f"{TORCH_BASE_LATENCY_US} us built in: calibrate again"
+            f"{BASE_LATENCY_US} us built in: calibrate again"
         )
 
 

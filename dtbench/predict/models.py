@@ -1,0 +1,202 @@
+"""Transformers, as far as their communication depends on them."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from dtbench.errors import UsageError
+
+MAX_FILE_BYTES = 2**20
+# Any of these beyond 2^40 is a slip of the keyboard; it also keeps the products exact in a float.
+MAX_VALUE = 2**40
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder-only transformer. Biases and learned positions are not counted (below 0.1 % of GPT-3)."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int  # inner features of the MLP; of one expert
+    vocab: int
+    gated: bool = True  # three matrices in the MLP (SwiGLU) instead of two
+    experts: int = 1
+    tied: bool = False  # one matrix is both embedding and head
+    source: str = ""
+
+    def layer_elements(self, tp: int = 1) -> int:
+        """Parameters of one layer that one of `tp` tensor-parallel ranks holds; the largest rank's."""
+        per_rank = _ceil(self.heads, tp) + 2 * _ceil(self.kv_heads, tp)  # query, key and value
+        attention = self.hidden * self.head_dim * (per_rank + _ceil(self.heads, tp))
+        mlp = self.experts * (3 if self.gated else 2) * self.hidden * _ceil(self.ffn, tp)
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        return attention + mlp + router + 2 * self.hidden
+
+    def end_elements(self, tp: int = 1) -> int:
+        """Parameters of embedding, head and last norm that one rank holds."""
+        return (1 if self.tied else 2) * _ceil(self.vocab, tp) * self.hidden + self.hidden
+
+    def elements(self) -> int:
+        """All parameters."""
+        return self.layers * self.layer_elements() + self.end_elements()
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _llama(name: str, hidden: int, layers: int, heads: int, ffn: int, repository: str) -> Model:
+    # config.json of the repository on huggingface.co: vocab_size 128256, num_key_value_heads 8
+    return Model(
+        name, hidden, layers, heads, 8, 128, ffn, 128256, source=f"config.json of meta-llama/{repository}"
+    )
+
+
+BUILT_IN = {
+    model.name: model
+    for model in (
+        _llama("llama-8b", 4096, 32, 32, 14336, "Llama-3.1-8B"),
+        _llama("llama-70b", 8192, 80, 64, 28672, "Llama-3.1-70B"),
+        _llama("llama-405b", 16384, 126, 128, 53248, "Llama-3.1-405B"),
+        Model(
+            "gpt3-175b",
+            12288,
+            96,
+            96,
+            96,
+            128,
+            4 * 12288,
+            50257,
+            gated=False,
+            tied=True,
+            source="Brown et al. 2020 (arXiv 2005.14165), table 2.1",
+        ),
+        Model(
+            "mixtral-8x7b",
+            4096,
+            32,
+            32,
+            8,
+            128,
+            14336,
+            32000,
+            experts=8,
+            source="config.json of mistralai/Mixtral-8x7B-v0.1",
+        ),
+    )
+}
+
+REQUIRED = ("hidden", "layers", "heads", "ffn", "vocab")
+_COUNTS = (*REQUIRED, "kv_heads", "head_dim", "experts")
+_FLAGS = ("gated", "tied")
+_TEXTS = ("name", "source")
+# A config.json of Hugging Face's transformers, for the families whose MLPs are known to be gated.
+_HUGGING_FACE = {
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+    "experts": "num_local_experts",
+    "tied": "tie_word_embeddings",
+}
+_GATED_FAMILIES = ("llama", "mistral", "mixtral")
+
+
+def find_model(name_or_path: str) -> Model:
+    """A built-in model by name, or the model in a JSON or TOML file.
+
+    Keys of a file: hidden, layers, heads, ffn, vocab; and, where they differ from what is in brackets,
+    kv_heads [heads], head_dim [hidden / heads], gated [true], experts [1], tied [false], name, source.
+    A config.json of Hugging Face of the families llama, mistral and mixtral is taken too.
+
+    Raises:
+        UsageError: no such model; or a file that is not one, with the key that is wrong.
+    """
+    if name_or_path in BUILT_IN:
+        return BUILT_IN[name_or_path]
+    path = Path(name_or_path)
+    if not path.exists() and path.suffix not in (".json", ".toml"):
+        raise UsageError(
+            f"--model {name_or_path} is not known: expected one of {', '.join(BUILT_IN)}, or a JSON or TOML file"
+        )
+    content = _read(path)
+    if "hidden_size" in content:
+        content = _from_hugging_face(path, content)
+    return _model(path, content)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        if not path.is_file():
+            raise UsageError(
+                f"--model {path} is not a file: expected a JSON or TOML file with the model's keys"
+            )
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise UsageError(f"--model {path} has more than {MAX_FILE_BYTES} bytes: it is no model file")
+        text = path.read_text("utf-8")
+        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise UsageError(f"cannot read --model {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        kind = "TOML" if path.suffix == ".toml" else "JSON"
+        raise UsageError(
+            f"--model {path} is not {kind} ({str(error)[:120]}): expected the keys {', '.join(REQUIRED)}"
+        ) from error
+    if not isinstance(content, dict):
+        raise UsageError(
+            f"--model {path} holds {ascii(content)[:60]}: expected an object with the model's keys"
+        )
+    return content
+
+
+def _from_hugging_face(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    family = content.get("model_type")
+    if family not in _GATED_FAMILIES:
+        raise UsageError(
+            f"--model {path} is a configuration of model_type {ascii(family)[:60]}, expected one of "
+            f"{', '.join(_GATED_FAMILIES)}: write a file with the keys {', '.join(REQUIRED)} instead"
+        )
+    own = {ours: content[theirs] for ours, theirs in _HUGGING_FACE.items() if content.get(theirs) is not None}
+    return {**own, "source": path.name}
+
+
+def _model(path: Path, content: Mapping[str, Any]) -> Model:
+    def fail(what: str, expected: str) -> UsageError:
+        return UsageError(f"--model {path}: {what}, expected {expected}")
+
+    known = {field.name for field in fields(Model)}
+    for key, value in content.items():
+        if key not in known:
+            raise fail(f"the key {ascii(key)[:60]} is not known", f"some of {', '.join(sorted(known))}")
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if key in _COUNTS and not (whole and 1 <= value <= MAX_VALUE):
+            raise fail(f"{key} is {ascii(value)[:60]}", "a whole number from 1 to 2^40")
+        if key in _FLAGS and not isinstance(value, bool):
+            raise fail(f"{key} is {ascii(value)[:60]}", "true or false")
+        if key in _TEXTS and not isinstance(value, str):
+            raise fail(f"{key} is {ascii(value)[:60]}", "a string")
+    missing = [key for key in REQUIRED if key not in content]
+    if missing:
+        raise fail(f"{', '.join(missing)} is missing", f"the keys {', '.join(REQUIRED)}")
+    given = {"name": path.stem, "source": path.name, "kv_heads": content["heads"], **content}
+    if "head_dim" not in given:
+        if given["hidden"] % given["heads"]:
+            raise fail(
+                f"hidden {given['hidden']} is no multiple of heads {given['heads']}", "head_dim as well"
+            )
+        given["head_dim"] = given["hidden"] // given["heads"]
+    if given["kv_heads"] > given["heads"]:
+        raise fail(f"kv_heads {given['kv_heads']} is more than heads {given['heads']}", "at most as many")
+    return Model(**given)

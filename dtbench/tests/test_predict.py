@@ -1,0 +1,391 @@
+"""Predicted communication of transformers: sizes by hand and by torch's own counting, prices by the curves."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtbench.calibration import curve as curves
+from dtbench.calibration.topology import write_topology
+from dtbench.errors import UsageError
+from dtbench.predict import prices, show
+from dtbench.predict.models import BUILT_IN, Model, find_model
+from dtbench.predict.prediction import Prediction, Setup, predict
+from dtbench.tests.made_up import Cli
+from dtbench.tests.made_up_topology import curve_of, made_dim, made_topology, ring_curve
+
+COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
+# dim -> ranks, GiB/s, us per hop
+DIMS = {"dp": (4, 20.0, 10.0), "tp": (8, 150.0, 2.0)}
+# 2 layers; a layer has 2 * 8 * 8 (query, output) + 2 * 8 * 4 (key, value) + 3 * 8 * 16 (MLP) + 2 * 8 (norms)
+SMALL = Model("small", hidden=8, layers=2, heads=4, kv_heads=2, head_dim=2, ffn=16, vocab=32)
+SMALL_LAYER, SMALL_ENDS = 128 + 64 + 384 + 16, 2 * 32 * 8 + 8
+
+
+def topology(**changes: Any) -> dict[str, Any]:
+    dims = [
+        made_dim(name, n, bw, us, collectives={c: ring_curve(c, n, bw, us) for c in COLLECTIVES})
+        for name, (n, bw, us) in DIMS.items()
+    ]
+    return made_topology(*dims) | changes
+
+
+def setup(mesh: dict[str, int], model: Model = SMALL, tokens: int = 64, **changes: Any) -> Setup:
+    given = {"dtype": "bfloat16", "reduce_dtype": "bfloat16", "measured_as": {}, "roles": {}} | changes
+    return Setup(model, tuple(mesh.items()), tokens, **given)
+
+
+def predicted(mesh: dict[str, int], model: Model = SMALL, tokens: int = 64, **changes: Any) -> Prediction:
+    return predict(topology(), setup(mesh, model, tokens, **changes))
+
+
+def calls(prediction: Prediction, scheme: str) -> Counter[tuple[str, str, str, int]]:
+    """(where, phase, collective, bytes) -> how many in a layer, or in a step."""
+    return Counter(
+        {
+            (p.call.where, p.call.phase, p.call.collective, p.call.size_bytes): p.call.count
+            for p in prediction.collectives
+            if p.call.scheme == scheme
+        }
+    )
+
+
+def step_s(prediction: Prediction, *schemes: str) -> float:
+    (found,) = (v for v in prediction.variants if v.schemes == schemes)
+    return found.step.time_us * 1e-6
+
+
+# ------------------------------------------------------------------------------------------ models
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        # safetensors' count of parameters on huggingface.co
+        ("llama-8b", 8_030_261_248),
+        ("llama-70b", 70_553_706_496),
+        ("llama-405b", 405_853_388_800),
+        ("mixtral-8x7b", 46_702_792_704),
+    ],
+)
+def test_built_in_models_have_their_published_parameters(name: str, parameters: int) -> None:
+    assert BUILT_IN[name].elements() == parameters
+
+
+def test_gpt3_has_175_billion_parameters_but_for_what_is_not_counted() -> None:
+    assert BUILT_IN["gpt3-175b"].elements() == pytest.approx(174.6e9, rel=1e-3)
+
+
+def test_ranks_share_a_layer() -> None:
+    assert (SMALL.layer_elements(), SMALL.end_elements()) == (SMALL_LAYER, SMALL_ENDS)
+    # 4 ranks: one head and half a key-value head, which two ranks hold whole; a quarter of the MLP; all norms
+    assert SMALL.layer_elements(4) == 8 * 2 * (1 + 2 * 1 + 1) + 384 // 4 + 16
+
+
+def test_a_file_is_a_model(tmp_path: Path) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text("hidden = 8\nlayers = 2\nheads = 4\nkv_heads = 2\nffn = 16\nvocab = 32\n")
+    assert find_model(str(own)).elements() == 2 * SMALL_LAYER + SMALL_ENDS
+    config = {
+        "model_type": "llama",
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 16,
+        "vocab_size": 32,
+        "tie_word_embeddings": True,
+        "rope_theta": 500000.0,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert find_model(str(tmp_path / "config.json")).elements() == 2 * SMALL_LAYER + 32 * 8 + 8
+
+
+GOOD = {"hidden": 8, "layers": 2, "heads": 4, "ffn": 16, "vocab": 32}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "not JSON"),
+        ('{"hidden": 8,', "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "expected an object"),
+        ("{}", "hidden, layers, heads, ffn, vocab is missing"),
+        (GOOD | {"hidden": True}, "hidden is True, expected a whole number"),
+        (GOOD | {"layers": 0}, "layers is 0"),
+        (GOOD | {"layers": 10**30}, "from 1 to 2"),
+        (GOOD | {"ffn": 1.5}, "ffn is 1.5"),
+        (GOOD | {"gated": 1}, "gated is 1, expected true or false"),
+        (GOOD | {"depth\x1b[2J": 1}, r"the key 'depth\\x1b\[2J' is not known"),
+        (GOOD | {"heads": 3}, "no multiple of heads 3"),
+        (GOOD | {"kv_heads": 8}, "kv_heads 8 is more than heads 4"),
+        ({"hidden_size": 8, "model_type": "bloom"}, "model_type 'bloom', expected one of llama"),
+    ],
+)
+def test_what_is_no_model_is_refused(tmp_path: Path, content: Any, said: str) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(UsageError, match=said):
+        find_model(str(path))
+
+
+def test_an_unknown_model_names_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="expected one of llama-8b, llama-70b"):
+        find_model("lama-8b")
+    with pytest.raises(UsageError, match=r"cannot read|not a file"):
+        find_model(str(tmp_path / "none.json"))
+
+
+# ------------------------------------------------------------------------------- sizes by hand
+
+
+def test_tensor_parallelism_by_hand() -> None:
+    activations = 64 * 8 * 2  # tokens * hidden * bfloat16
+    prediction = predicted({"tp": 4})
+    assert calls(prediction, "tensor parallel") == {
+        ("layer", "forward", "all_reduce", activations): 2,
+        ("layer", "backward", "all_reduce", activations): 2,
+        ("ends", "forward", "all_reduce", activations): 1,
+        ("ends", "backward", "all_reduce", activations): 1,
+        ("ends", "forward", "all_reduce", 64 * 4): 3,
+    }
+    cut = calls(prediction, "sequence parallel")
+    for phase, collective in itertools.product(("forward", "backward"), ("all_gather", "reduce_scatter")):
+        assert cut["layer", phase, collective, activations] == 2
+        assert cut["ends", phase, collective, activations] == 1
+    assert cut["layer", "backward", "all_reduce", 8 * 2] == 2
+
+
+def test_data_parallelism_by_hand() -> None:
+    prediction = predicted({"dp": 4}, reduce_dtype="float32")
+    layer, ends = SMALL_LAYER, SMALL_ENDS
+    assert calls(prediction, "DDP") == {
+        ("layer", "backward", "all_reduce", 4 * layer): 1,
+        ("ends", "backward", "all_reduce", 4 * ends): 1,
+    }
+    zero2 = Counter(
+        {
+            ("layer", "forward", "all_gather", 2 * layer): 1,
+            ("layer", "backward", "reduce_scatter", 4 * layer): 1,
+            ("ends", "forward", "all_gather", 2 * ends): 1,
+            ("ends", "backward", "reduce_scatter", 4 * ends): 1,
+        }
+    )
+    assert calls(prediction, "ZeRO-2") == zero2
+    assert calls(prediction, "FSDP") == zero2 | {("layer", "backward", "all_gather", 2 * layer): 1}
+
+
+def test_hybrid_sharding_reduces_shards_over_the_outer_dim() -> None:
+    prediction = predicted({"replicate": 2, "dp": 4}, measured_as={"replicate": "dp"})
+    shards = [p for p in prediction.collectives if p.call.mesh_dim == "replicate"]
+    assert [(p.call.collective, p.call.size_bytes, p.ranks) for p in shards] == [
+        ("all_reduce", 2 * SMALL_LAYER // 4, 2),
+        ("all_reduce", 2 * SMALL_ENDS // 4, 2),
+    ]
+    assert [v.schemes for v in prediction.variants] == [("HSDP",)]
+
+
+def test_a_step_is_all_layers_and_the_ends() -> None:
+    prediction = predicted({"dp": 4, "tp": 4})
+    assert len(prediction.variants) == 6
+    for variant in prediction.variants:
+        own = [p for p in prediction.collectives if p.call.scheme in variant.schemes]
+        layer = sum(p.call.count * p.one.time_us for p in own if p.call.where == "layer")
+        ends = sum(p.call.count * p.one.time_us for p in own if p.call.where == "ends")
+        assert variant.layer.time_us == pytest.approx(layer)
+        assert variant.step.time_us == pytest.approx(2 * layer + ends)
+        assert variant.step.low_us < variant.step.time_us < variant.step.high_us
+
+
+def test_sequence_parallelism_sends_as_much_as_tensor_parallelism() -> None:
+    by_scheme = {v.schemes[0]: v for v in predicted({"tp": 8}, BUILT_IN["llama-8b"], 8192).variants}
+    # An all-reduce is a reduce-scatter and an all-gather; what is more are the norms' gradients.
+    norms = 65 * 4096 * 2 * 2 * 7 / 8
+    assert by_scheme["sequence parallel"].sent_bytes == by_scheme["tensor parallel"].sent_bytes + norms
+    layers = (4 * 32 + 2) * 8192 * 4096 * 2 * 2 * 7 / 8
+    assert by_scheme["tensor parallel"].sent_bytes == layers + 3 * 8192 * 4 * 2 * 7 / 8
+
+
+# ----------------------------------------------------------------------------------------- prices
+
+
+def test_measured_sizes_and_ranks_cost_what_was_measured() -> None:
+    dim = topology()["dims"][1]
+    for size in (1024, 3000, 2**26):
+        at = prices.estimate(dim, "all_reduce", 8, size)
+        expected = curves.price(dim["collectives"]["all_reduce"], size)
+        assert (at.time_us, at.low_us, at.high_us) == (expected.time_us, expected.low_us, expected.high_us)
+        assert not at.extrapolated
+
+
+def test_other_ranks_cost_what_the_ring_says() -> None:
+    """The made-up curves are the ring's own, so scaling them has to give the ring's time at any size and ranks."""
+    for (measured, bandwidth, us), dim in zip(DIMS.values(), topology()["dims"], strict=True):
+        for ranks, size in itertools.product((2, measured * 16, 4096), (1024, 2**26)):
+            at = prices.estimate(dim, "all_gather", ranks, size)
+            ring = 6.6 + (ranks - 1) * us + size / 2**30 * (ranks - 1) / ranks / bandwidth * 1e6
+            assert at.time_us == pytest.approx(ring)
+            assert at.ranks_factor == ranks / measured
+
+
+def test_a_ring_scales_what_was_measured_and_does_not_replace_it() -> None:
+    slow = made_dim("tp", 8, 150.0, 2.0, collectives={"all_reduce": curve_of((2**26,), (9000.0,))})
+    ring = [6.6 + 2 * (n - 1) * 2 + 2**-4 * 2 * (n - 1) / n / 150 * 1e6 for n in (8, 32)]
+    got = prices.estimate(slow, "all_reduce", 32, 2**26).time_us
+    assert got == pytest.approx(9000 * ring[1] / ring[0])
+
+
+def test_intervals_widen_with_every_doubling() -> None:
+    dim = topology()["dims"][1]
+    by_ranks = [prices.estimate(dim, "all_gather", 8 * 2**k, 2**20) for k in range(6)]
+    by_size = [prices.estimate(dim, "all_gather", 8, 2 ** (30 + k)) for k in range(6)]
+    for estimates in (by_ranks, by_size):
+        widths = [math.log(e.high_us / e.low_us) for e in estimates]
+        steps = [b - a for a, b in itertools.pairwise(widths)]
+        assert steps == pytest.approx([2 * math.log(1.2)] * 5)  # the made-up curves' half width is log 1.2
+        assert all(e.low_us < e.time_us < e.high_us for e in estimates)
+    both = prices.estimate(dim, "all_gather", 16, 2**31)
+    assert math.log(both.high_us / both.low_us) == pytest.approx(2 * math.log(1.2) * 2 * 2)
+
+
+def test_collectives_that_were_not_measured_are_priced_by_the_formula() -> None:
+    dim = made_dim("tp", 8, 150.0, 2.0) | {"residuals": {"worst_ratio": 1.5}}
+    at = prices.estimate(dim, "all_gather", 8, 2**26)
+    assert at.time_us == pytest.approx(6.6 + 7 * 2 + 2**-4 * 7 / 8 / 150 * 1e6)
+    assert (at.by_formula, at.extrapolated) == (True, True)
+    assert at.high_us / at.time_us == pytest.approx(1.5)
+    prediction = predict(made_topology(dim), setup({"tp": 4}))
+    assert any("all_gather was not measured on tp" in w for w in prediction.warnings)
+
+
+def test_more_is_never_faster() -> None:
+    model = BUILT_IN["llama-8b"]
+    for schemes in (("tensor parallel",), ("sequence parallel",)):
+        by_tokens = [step_s(predicted({"tp": 8}, model, 2**k), *schemes) for k in range(8, 22, 2)]
+        assert by_tokens == sorted(by_tokens)
+    for scheme in ("DDP", "ZeRO-2", "FSDP"):
+        by_ranks = [step_s(predicted({"dp": 2**k}, model), scheme) for k in range(1, 14)]
+        assert by_ranks == sorted(by_ranks)
+    small, large = (step_s(predicted({"dp": 64}, BUILT_IN[m]), "FSDP") for m in ("llama-8b", "llama-70b"))
+    assert large > small
+
+
+def test_the_work_does_not_grow_with_ranks_or_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(prices, "price", lambda curve, size: asked.append(size) or curves.price(curve, size))
+    counts = []
+    for mesh, model in (({"dp": 2, "tp": 2}, SMALL), ({"dp": 16384, "tp": 128}, BUILT_IN["llama-405b"])):
+        asked.clear()
+        predicted(mesh, model, 2**20)
+        counts.append(len(asked))
+    assert counts[0] == counts[1] < 50
+
+
+# ------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "said"),
+    [
+        ({"cp": 8}, {}, r"the topology holds dp=4, tp=8: give --map cp=NAME"),
+        ({"tp": 8}, {"measured_as": {"tp": "intra"}}, "priced as intra, the topology holds dp=4, tp=8"),
+        ({"tp": 8}, {"measured_as": {"cp": "tp"}}, "cp is no dim of --mesh tp=8"),
+        ({"pp": 4, "tp": 8}, {"measured_as": {"pp": "dp"}}, "pp=4 has no part in the training"),
+        ({"tp": 8}, {"roles": {"dp": "tp"}}, "one mesh dim has two parts"),
+        ({"tp": 8}, {"roles": {"dp": "inter"}}, "inter is no dim"),
+        ({"tp": 1}, {}, "nothing is communicated"),
+        ({"replicate": 4}, {"measured_as": {"replicate": "dp"}}, "--replicate is for HSDP"),
+        ({"tp": 3}, {}, "3 tensor-parallel ranks cannot share 4 heads"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(
+    mesh: dict[str, int], changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        predicted(mesh, **changes)
+
+
+def test_key_value_heads_must_be_shared_evenly() -> None:
+    model = Model("odd", hidden=24, layers=1, heads=12, kv_heads=3, head_dim=2, ffn=24, vocab=8)
+    with pytest.raises(UsageError, match="cannot share 3 kv_heads"):
+        predicted({"tp": 4}, model)
+    predicted({"tp": 6}, model)
+
+
+def test_other_names_are_mapped() -> None:
+    renamed = predicted(
+        {"inter": 4, "intra": 4},
+        measured_as={"inter": "dp", "intra": "tp"},
+        roles={"dp": "inter", "tp": "intra"},
+    )
+    same = predicted({"dp": 4, "tp": 4})
+    assert [v.step for v in renamed.variants] == [v.step for v in same.variants]
+
+
+def test_a_dim_within_hosts_warns_beyond_the_host() -> None:
+    inside = topology()
+    inside["dims"][1]["layout"] = {"kind": "intra-host", "hosts_per_group": [1, 1], "ranks_per_host": [8, 8]}
+    (warning,) = (w for w in predict(inside, setup({"tp": 4})).warnings if "scaled" in w)
+    assert "tp=4 was measured as tp=8" in warning
+    model = BUILT_IN["llama-70b"]
+    assert any("inside one host of 8" in w for w in predict(inside, setup({"tp": 64}, model)).warnings)
+
+
+# --------------------------------------------------------------------------------------- the program
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    write_topology(topology(), tmp_path / "topology.json")
+    return "topology.json"
+
+
+def test_json_holds_what_the_tables_show(dtbench: Cli, file: str) -> None:
+    options = ("predict", "--topology", file, "--mesh", "dp=128,tp=8", "--model", "llama-8b")
+    code, out, err = dtbench(*options, "--json")
+    assert (code, err) == (0, "")
+    content = json.loads(out)
+    assert content["overlapped"] is False
+    assert [v["schemes"] for v in content["variants"]][:2] == [
+        ["tensor parallel", "DDP"],
+        ["tensor parallel", "ZeRO-2"],
+    ]
+    fsdp = next(v for v in content["variants"] if v["schemes"] == ["sequence parallel", "FSDP"])
+    code, out, err = dtbench(*options)
+    assert (code, err) == (0, "")
+    row = next(line for line in out.splitlines() if line.startswith("sequence parallel + FSDP"))
+    assert f"{fsdp['step']['time_s'] * 1e3:.0f} ms" in row
+    for text in ("not overlapped", "assumed: nothing overlaps", "8,030,261,248 parameters", "ranks 32.0x"):
+        assert text in out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--mesh", "tp"), "is not a mesh dim"),
+        (("--mesh", "tp=8", "--map", "tp"), "--map tp is not understood"),
+        (("--mesh", "tp=8", "--map", "tp=a,tp=b"), "each dim once"),
+        (("--mesh", "cp=8"), "--map cp=NAME"),
+        (("--mesh", "tp=8", "--batch", "0"), "--batch"),
+        (("--mesh", "tp=8", "--model", "nobody"), "expected one of llama-8b"),
+        (("--mesh", "tp=8", "--topology", "none.json"), "none.json"),
+    ],
+)
+def test_mistakes_are_one_line(dtbench: Cli, file: str, options: tuple[str, ...], said: str) -> None:
+    code, out, err = dtbench("predict", "--topology", file, "--model", "llama-8b", *options)
+    assert (code, out) == (2, "")
+    assert said in err and err.count("\n") == 1
+
+
+def test_names_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Model("a\x1b[2J[red]", hidden=8, layers=1, heads=4, kv_heads=4, head_dim=2, ffn=8, vocab=8)
+    show.print_prediction(predicted({"tp": 4}, model))
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and r"a\x1b[2J[red]" in out
