@@ -17,8 +17,10 @@ import click
 import dtbench
 from dtbench import options as opts
 from dtbench.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, DtbenchError
+from dtbench.export.command import export
 from dtbench.lab.command import lab
 from dtbench.model import CHOOSABLE_IMPLS
+from dtbench.predict.command import predict
 
 _T = TypeVar("_T")
 _RUN_FILE = click.Path(path_type=Path)
@@ -362,3 +364,5 @@ def doctor(as_json: bool) -> None:
 
 
 cli.add_command(lab)
+cli.add_command(export)
+cli.add_command(predict)
