@@ -15,7 +15,8 @@ numbers for 10^9 bytes (the unit of nccl-tests) is a silent error of 7.4 %.
 Note [Prices are distances]: a redistribution costs what its cheapest chain of transitions does, so
 going through a third placement never costs less than going straight, and a chain never less than a
 part of it. Both hold because `cheapest` searches all chains, not because of the formulas: added up
-dim by dim, those would let Shard -> Replicate -> Shard undercut Shard -> Shard.
+dim by dim, those would let Shard -> Replicate -> Shard undercut Shard -> Shard. It holds for steps of
+one mesh dim; several go at once only to the placements at the end, never to some on the way.
 
 Note [Nested shards]: where two mesh dims shard the same tensor dim, the inner one (the higher index)
 cuts what the outer one left. So the outer one may be gathered, or made, only while no inner one
@@ -275,16 +276,22 @@ class _Search:
         return tuple(numbers)
 
     def _detours(self) -> list[Shard]:
-        """Shards of tensor dims that neither end shards. All are alike, the larger ones the least uneven,
-        and no chain needs more of them than there are mesh dims."""
+        """Shards of tensor dims that neither end shards. By the formula all are alike, the larger ones the
+        least uneven, and no chain needs more of them than there are mesh dims; measured, those of the first
+        tensor dim have prices of their own."""
         taken = {kind.dim for kind in self.kinds if kind.is_shard()}
-        if len(self.wide) < 2:  # of use where gathering pads: a dim shorter than its ranks, say
+        measured = any(prices.curves for prices in self.prices)
+        if len(self.wide) < 2 and not measured:
+            # Of use where gathering pads: a dim shorter than its ranks, say.
             ranks = math.prod(self.sizes)
             if all(self.shape[dim] % ranks == 0 for dim in taken):
                 return []
         fresh = [dim for dim in range(len(self.shape)) if dim not in taken]
         fresh.sort(key=lambda dim: -self.shape[dim])
-        return [Shard(dim) for dim in fresh[: len(self.wide)]]
+        if not measured:
+            return [Shard(dim) for dim in fresh[: len(self.wide)]]
+        later = [dim for dim in fresh if dim > 0]
+        return [Shard(dim) for dim in (*later[: len(self.wide)], *(dim for dim in fresh if dim == 0))]
 
     def run(self) -> list[Transition] | None:
         order = itertools.count()
@@ -373,7 +380,7 @@ class _Search:
     def _together(self, state: State) -> Iterator[State]:
         """States that one collective over all mesh dims leads to: every rank has equally much for every
         other, which needs even shards, of other tensor dims than before."""
-        now = [state[d] for d in self.wide]
+        now = self._wide(state)
         letters = {self.classes[kind] for kind in now}
         if letters == {"P"}:
             if len(set(now)) > 1:
@@ -381,7 +388,7 @@ class _Search:
         elif letters != {"S"} or not self._even(now):
             return
         yield tuple(0 if d in self.wide else kind for d, kind in enumerate(state))
-        then = [self.dst[d] for d in self.wide]
+        then = self._wide(self.dst)
         if (
             {self.classes[kind] for kind in then} == {"S"}
             and self._even(then)
@@ -389,6 +396,9 @@ class _Search:
             and all(t in self._targets(k, t) for k, t in zip(now, then, strict=True))
         ):
             yield tuple(self.dst[d] if d in self.wide else kind for d, kind in enumerate(state))
+
+    def _wide(self, state: State) -> list[int]:
+        return [state[d] for d in self.wide]
 
     def _even(self, kinds: Sequence[int]) -> bool:
         parts = dict.fromkeys(range(len(self.shape)), 1)
