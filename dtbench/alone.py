@@ -27,7 +27,8 @@ def measure_alone(job: Job, argv: Sequence[str], output: Path) -> int:
         for option, given in (
             ("--nproc", job.options.nproc is not None),
             ("--mesh", job.options.mesh is not None),
-            ("--launches", job.options.launches != 1),
+            ("--max-size", job.options.max_size_bytes is not None),
+            ("--launches", job.options.launches != 1 and job.options.max_size_bytes is None),
             ("--device cuda", job.options.device == "cuda"),
         )
         if given

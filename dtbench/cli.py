@@ -153,6 +153,20 @@ def _listing(suites: list[Any], tasks: list[opts.Task], *, with_cases: bool) -> 
     help="Sizes of the sweeps: 1KiB:16MiB:4x (first, last, factor), 64KiB, or a comma list.",
 )
 @click.option(
+    "--max-size",
+    "max_size_bytes",
+    metavar="SIZE",
+    callback=_parsed(opts.parse_size),
+    help="A run to calibrate with: the largest payload you plan. Sweeps go from 1 KiB to it by 4x, with "
+    "--refine and --launches 5.",
+)
+@click.option(
+    "--refine/--no-refine",
+    default=None,
+    help="Measure further sizes where neighbours miss a size between them by over 10 % and over its noise "
+    "(collectives, redistribute) [default: with --max-size].",
+)
+@click.option(
     "--dtype",
     "dtypes",
     default="float32",
@@ -165,14 +179,17 @@ def _listing(suites: list[Any], tasks: list[opts.Task], *, with_cases: bool) -> 
 )
 @click.option("--quick", is_flag=True, help="Fewer sizes and samples.")
 @click.option(
-    "--launches", default=1, show_default=True, metavar="K", help="Repeat everything in K fresh worlds."
+    "--launches",
+    type=int,
+    metavar="K",
+    help=f"Repeat everything in K fresh worlds [default: {opts.CALIBRATION_LAUNCHES} with --max-size, else 1].",
 )
 @click.option(
     "--timeout", "timeout_s", default=opts.DEFAULT_TIMEOUT_S, show_default=True, help="Seconds per case."
 )
 @click.option("--resume", is_flag=True, help="Go on with the run in -o FILE.")
 @click.option("-o", "--output", type=_RUN_FILE, help="The run file to write [default: run-TIME.jsonl].")
-def run(text: str, sizes: Any, words: tuple[str, ...], **given: Any) -> int:
+def run(text: str, sizes: Any, words: tuple[str, ...], launches: int | None, **given: Any) -> int:
     """Measures the suites (names or paths of .py files; all but `coverage` when none is named).
 
     Starts its own ranks, or joins the world of torchrun or Slurm when started by them. A suite may have
@@ -181,7 +198,11 @@ def run(text: str, sizes: Any, words: tuple[str, ...], **given: Any) -> int:
     from dtbench.run import run as run_suites
 
     suites, own = opts.split_words(words)
-    options = opts.RunOptions(suites=suites, sizes_bytes=sizes, filter=text, suite_options=own, **given)
+    if launches is None:
+        launches = 1 if given["max_size_bytes"] is None else opts.CALIBRATION_LAUNCHES
+    options = opts.RunOptions(
+        suites=suites, sizes_bytes=sizes, filter=text, suite_options=own, launches=launches, **given
+    )
     return run_suites(options, sys.argv[1:])
 
 
@@ -366,3 +387,46 @@ def doctor(as_json: bool) -> None:
 cli.add_command(lab)
 cli.add_command(export)
 cli.add_command(predict)
+
+
+@cli.command()
+@click.argument("target", metavar="SUITE[/CASE]")
+@click.option(
+    "--impl",
+    "impls",
+    default=",".join(CHOOSABLE_IMPLS),
+    show_default=True,
+    metavar="LIST",
+    callback=_parsed(lambda text: opts.parse_list(text, CHOOSABLE_IMPLS, "--impl")),
+)
+@click.option(
+    "--filter", "text", default="", metavar="TEXT", help="Only cases whose line in `list` holds TEXT."
+)
+@click.option("--mesh", metavar="DIMS", callback=_parsed(opts.parse_mesh), help="As for `run`.")
+@click.option("--nproc", type=int, help="Ranks to start here [default: one per GPU, else 4].")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--nvtx", is_flag=True, help="On a GPU: NVTX ranges around the iterations, for Nsight.")
+@click.option("--quick", is_flag=True, help="Fewer cases and rounds.")
+@click.option("--launches", type=click.IntRange(1, 1), default=1, help="1: a profile is of one launch.")
+@click.option(
+    "--timeout", "timeout_s", default=opts.DEFAULT_TIMEOUT_S, show_default=True, help="Seconds per case."
+)
+@click.option("-o", "--output", type=_RUN_FILE, help="The folder to make [default: profile-TIME].")
+def profile(target: str, text: str, nvtx: bool, output: Path | None, **given: Any) -> int:
+    """Where the time of a case goes: dispatch/add by stage, tensor_parallel as one trace of all ranks.
+
+    Writes a table, a trace for Perfetto and, of single calls, a flame graph.
+    """
+    from dtbench.profiling.command import profile as take_apart
+    from dtbench.profiling.request import make_request
+
+    return take_apart(make_request(target, text, output, nvtx, opts.RunOptions(**given)), sys.argv[1:])
+
+
+@cli.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def gate(words: tuple[str, ...]) -> Any:
+    """Is --head slower than --base? Launches of both in random order, as many as it takes."""
+    from dtbench.gate.command import command
+
+    return command.main(list(words), prog_name="dtbench gate", standalone_mode=False)

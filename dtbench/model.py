@@ -35,11 +35,23 @@ class Plan:
     quick: bool = False
     sizes_chosen: bool = False  # by the user, who then gets every size in every suite
     options: Mapping[str, str] = field(default_factory=dict)  # those that the suites declare, as given
+    refine: bool = False  # a sweep to calibrate with: whole, and denser where a suite finds it too coarse
 
     @property
     def coarse_sizes_bytes(self) -> tuple[int, ...]:
         """Every second of the default sizes, for suites that have many cases per size; else all."""
         return self.sizes_bytes if self.sizes_chosen or self.quick else self.sizes_bytes[::2]
+
+    @property
+    def few_sizes_bytes(self) -> tuple[int, ...]:
+        """For regimes that only accompany a suite's sweep: the largest size where it is swept to calibrate,
+        else one from its middle, which costs little; all sizes where the user chose them."""
+        if self.sizes_chosen:
+            return self.sizes_bytes
+        if self.refine:
+            return self.sizes_bytes[-1:]
+        coarse = self.coarse_sizes_bytes
+        return coarse[len(coarse) // 2 :][:1]
 
     @property
     def world_size(self) -> int:
@@ -80,6 +92,8 @@ class Case:
         means back to back, without a barrier between.
     samples: fixed number of samples, or None to let the sampler choose within its budget.
     warmup_calls: at least so many calls are thrown away.
+    tolerance: the largest slowdown that a gate's PASS has to exclude, as a share (0.05 is 5%), or None for
+        the gate's own. floor_s: changes of less than so many seconds are none to a gate.
     """
 
     name: str
@@ -91,6 +105,14 @@ class Case:
     calls_per_sample: int = 1
     samples: int | None = None
     warmup_calls: int = 3
+    tolerance: float | None = None
+    floor_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.tolerance is not None and not 0 < self.tolerance < math.inf:
+            raise ValueError(f"{self.name}: tolerance is {self.tolerance}, expected a share above 0")
+        if not 0 <= self.floor_s < math.inf:
+            raise ValueError(f"{self.name}: floor_s is {self.floor_s}, expected seconds of at least 0")
 
 
 class Skip(Exception):  # noqa: N818 - it is a signal of a builder, not an error

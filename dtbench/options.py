@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtbench.errors import UsageError
-from dtbench.model import CHOOSABLE_IMPLS, Case, Plan, ResultKey
+from dtbench.model import CHOOSABLE_IMPLS, Case, Plan, Result, ResultKey
 from dtbench.registry import Suite
 
 Mesh = tuple[tuple[str, int], ...]
@@ -38,6 +38,11 @@ _DEFAULT_SIZES: Mapping[tuple[DeviceType, bool], str] = {
     ("cuda", False): "1KiB:1GiB:4x",
     ("cuda", True): "64KiB:64MiB:32x",
 }
+# `--max-size`: from where latency alone counts, by the factor at which log-log interpolation between
+# neighbours is good to some per cent on a smooth curve; where it is not, the sweep is refined.
+PLANNED_FROM_BYTES, PLANNED_FACTOR = 1024, 4
+# Launches of a run to calibrate with: the fewest for which an interval over launches means something.
+CALIBRATION_LAUNCHES = 5
 DEFAULT_CPU_RANKS = 4
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -60,10 +65,22 @@ class RunOptions:
     resume: bool = False
     output: Path | None = None
     suite_options: Mapping[str, str] = field(default_factory=dict)
+    max_size_bytes: int | None = None
+    refine: bool | None = None  # None: as --max-size is given
 
     def __post_init__(self) -> None:
         if self.resume and self.output is None:
             raise UsageError("--resume needs -o FILE: the run to go on with")
+        if self.max_size_bytes is not None and self.sizes_bytes is not None:
+            raise UsageError(
+                "--max-size and --size both say what to sweep: give --max-size for a sweep up to the largest "
+                "payload you plan, or --size for sizes of your own (and --refine)"
+            )
+        if self.max_size_bytes is not None and self.max_size_bytes < PLANNED_FROM_BYTES:
+            raise UsageError(
+                f"--max-size {self.max_size_bytes}: the sweep starts at 1 KiB, expected that or more; "
+                f"give --size for smaller payloads"
+            )
         if self.launches < 1:
             raise UsageError(f"--launches {self.launches}: expected 1 or more")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
@@ -92,16 +109,17 @@ class RunOptions:
                 f"--mesh {format_mesh(mesh)} has {ranks_of(mesh)} ranks, the world has {world_size}: "
                 f"give a mesh of {world_size}, for example --mesh {format_mesh(default_mesh(world_size))}"
             )
-        sizes = self.sizes_bytes or parse_sizes(_DEFAULT_SIZES[device_type, self.quick])
+        planned = None if self.max_size_bytes is None else sizes_up_to(self.max_size_bytes)
         return Plan(
             mesh,
-            sizes,
+            self.sizes_bytes or planned or parse_sizes(_DEFAULT_SIZES[device_type, self.quick]),
             self.dtypes,
             device_type,
             self.impls,
             self.quick,
             self.sizes_bytes is not None,
             dict(self.suite_options),
+            planned is not None if self.refine is None else self.refine,
         )
 
 
@@ -150,6 +168,16 @@ def _sweep(text: str) -> Iterator[int]:
     while size <= last:
         yield size
         size *= int(factor[1])
+
+
+def sizes_up_to(last: int) -> tuple[int, ...]:
+    """1 KiB to `last` by 4x, `last` included."""
+    sizes = []
+    size = PLANNED_FROM_BYTES
+    while size < last:
+        sizes.append(size)
+        size *= PLANNED_FACTOR
+    return (*sizes, last)
 
 
 def parse_mesh(text: str) -> Mesh:
@@ -275,7 +303,7 @@ def label_of(suite: str, case: Case) -> str:
 
 def list_tasks(suites: Sequence[Suite], plan: Plan, text: str = "") -> list[Task]:
     """Every case of the suites under the plan, simulated worlds first, with the impls it is to be
-    measured with; those only whose label holds `text`, in any case of letters.
+    measured with; those only whose label holds a line of `text`, in any case of letters.
 
     Raises:
         UsageError: a suite that cannot list its cases or lists one twice, or nothing that matches.
@@ -297,7 +325,7 @@ def list_tasks(suites: Sequence[Suite], plan: Plan, text: str = "") -> list[Task
                 continue
             total += 1
             task = Task(suite, case, impls)
-            if text.lower() in task.label.lower():
+            if any(line in task.label.lower() for line in text.lower().split("\n")):
                 found.append(task)
     if not found:
         names = ", ".join(s.name for s in suites)
@@ -332,6 +360,43 @@ def remaining(tasks: Iterable[Task], done: frozenset[ResultKey], launch: int) ->
     return left
 
 
+def further_tasks(
+    suites: Sequence[Suite], plan: Plan, text: str, results: Sequence[Result], launch: int
+) -> list[Task]:
+    """What to measure beyond the listed cases (`Refinement`), whether that is done already or not.
+
+    results: of the run so far. The first launch decides by them; the others take what it has measured.
+    text: as for `list_tasks`.
+
+    Raises:
+        UsageError: a suite that fails to say, or to build what it asked for.
+    """
+    found: dict[ResultKey, Task] = {}
+    for suite in suites:
+        if suite.refinement is None:
+            continue
+        listed = {(case.name, tuple(sorted(case.params.items()))) for case in _cases_of(suite, plan)}
+        first = [r for r in results if r.suite == suite.name and r.launch == 0]
+        swept = [r for r in first if (r.name, tuple(sorted(r.params.items()))) in listed]
+        added = [r for r in first if (r.name, tuple(sorted(r.params.items()))) not in listed]
+        try:
+            wanted = [(r.name, r.params) for r in added]  # a run may have ended between two impls of one
+            if launch == 0:
+                wanted += suite.refinement.wanted(plan, swept, added)
+            cases = [suite.refinement.case(plan, name, params) for name, params in wanted]
+        except Exception as error:
+            raise UsageError(
+                f"the suite {suite.name} failed to refine its sweep: {type(error).__name__}: {error}; "
+                f"correct the suite, or measure without --refine"
+            ) from error
+        for case in cases:
+            task = Task(suite, case, tuple(impl for impl in case.build if plan.wants(impl)))
+            name = (case.name, tuple(sorted(case.params.items())))
+            if name not in listed and task.impls and text.lower() in task.label.lower():
+                found.setdefault(task.key("", launch), task)
+    return list(found.values())
+
+
 def refuse_other_run(
     header: Mapping[str, Any], plan: Plan, suites: Sequence[str], launches: int, path: Path
 ) -> None:
@@ -340,7 +405,7 @@ def refuse_other_run(
     Raises:
         UsageError: with the first difference, as the file has it and as the options have it.
     """
-    was: dict[str, Any] = {"options": {}} | dict(header.get("plan") or {})
+    was: dict[str, Any] = {"options": {}, "refine": False} | dict(header.get("plan") or {})
     now: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(plan)))
     was |= {"suites": header.get("suites"), "launches": header.get("launches")}
     now |= {"suites": list(suites), "launches": launches}

@@ -19,6 +19,10 @@ class Progress(Protocol):
         """So many results are to come."""
         ...
 
+    def more(self, count: int) -> None:
+        """So many more are to come than `begin` said."""
+        ...
+
     def result(self, result: Result) -> None: ...
 
     def close(self) -> None:
@@ -31,6 +35,9 @@ class Lines:
 
     def begin(self, headline: str, total: int) -> None:
         say(headline)
+
+    def more(self, count: int) -> None:
+        say(f"{count} more results to measure, where the sweep was too coarse")
 
     def result(self, result: Result) -> None:
         say(line_of(result))
@@ -56,12 +63,18 @@ class Bar:
         # Drawn when a result comes and not between: nothing may beat while times are taken.
         self._bar = RichProgress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
         self._task: Any = None
+        self._total = 0
 
     def begin(self, headline: str, total: int) -> None:
+        self._total = total
         self._print(headline)
         self._bar.start()
         self._task = self._bar.add_task("", total=total)
         self._bar.refresh()
+
+    def more(self, count: int) -> None:
+        self._total += count
+        self._bar.update(self._task, total=self._total, refresh=True)
 
     def result(self, result: Result) -> None:
         if result.status in ("failed", "wrong"):

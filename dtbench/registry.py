@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from dtbench.errors import UsageError
-from dtbench.model import Case, Plan, Result
+from dtbench.model import Case, Param, Plan, Result
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,21 @@ WorldKind = Literal["ranks", "simulated", "own"]
 # How a suite of the "own" kind answers cases: given the plan and (case, impls) still to be answered, it
 # calls the last argument with each result as soon as it is there.
 Measure = Callable[[Plan, Sequence[tuple[Case, tuple[str, ...]]], Callable[[Result], None]], None]
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """How a suite of ranks measures more where its sweep turns out too coarse (`--refine`).
+
+    wanted: given the plan, what the first launch measured of the listed cases and what it has measured
+        beyond them, the (name, params) of cases to measure too. Called again with their results until it
+        wants nothing new. Only rank 0 calls it.
+    case: the case of such a name and params, the same on every rank; it may adjust the params (trim a
+        size) as long as those of its own cases stay as they are.
+    """
+
+    wanted: Callable[[Plan, Sequence[Result], Sequence[Result]], Iterable[tuple[str, Mapping[str, Param]]]]
+    case: Callable[[Plan, str, Mapping[str, Param]], Case]
 
 
 class World(Protocol):
@@ -57,6 +72,7 @@ class Suite:
     """world: where the cases run. "own": no ranks are started, `measure` answers in this process.
     options: name -> help of the options of `dtbench run` that are this suite's; the values stand as text
         in `Plan.options`, and the suite checks them. by_default: whether it runs when no suite is named.
+    refinement: what to measure beyond the cases, found while measuring.
     """
 
     name: str
@@ -66,6 +82,7 @@ class Suite:
     measure: Measure | None = None
     options: Mapping[str, str] = field(default_factory=dict)
     by_default: bool = True
+    refinement: Refinement | None = None
 
 
 _registered: dict[str, Suite] = {}
@@ -79,11 +96,12 @@ def suite(
     measure: Measure | None = None,
     options: Mapping[str, str] | None = None,
     by_default: bool = True,
+    refinement: Refinement | None = None,
 ) -> Callable[[Callable[[Plan], Iterator[Case]]], Suite]:
     """Registers a generator of cases as the suite `name`; see `Suite` for the arguments."""
 
     def register(cases: Callable[[Plan], Iterator[Case]]) -> Suite:
-        made = Suite(name, cases, world, help, measure, options or {}, by_default)
+        made = Suite(name, cases, world, help, measure, options or {}, by_default, refinement)
         _registered[name] = made
         return made
 

@@ -59,7 +59,8 @@ def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
     code = EXIT_OK
     for launch in range(options.launches):
         last = launch + 1 == options.launches
-        if not last and not remaining(job.tasks, done, launch):
+        # What a refined launch lacks is known to its ranks only.
+        if not (last or job.plan.refine or remaining(job.tasks, done, launch)):
             continue
         launched = start_ranks(argv, nproc, launch, output)
         if not launched.note.reported:

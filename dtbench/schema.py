@@ -16,6 +16,10 @@ from dtbench.model import STATUSES, Param, Result, Timing
 _T = TypeVar("_T")
 # JSON's integers have no limit; 64-bit readers (pandas, jq) and `float` do.
 _MAX_INT = 2**63 - 1
+# Params that a suite got later, and what its results meant before: old files have the keys of new ones.
+_LATER_PARAMS: Mapping[str, Mapping[str, Param]] = {
+    "redistribute": {"groups": "together", "mode": "isolated"}
+}
 _ORDERED = ("min", "p25", "median", "p75", "p95", "max")
 
 
@@ -150,11 +154,12 @@ def result_of(line: Mapping[str, Any]) -> Result:
         raise BadFieldError(f"status is {shown(status)}, expected one of {', '.join(STATUSES)}")
     get = line.get
     times = _list_of(_amount)
+    suite = _name("suite", get("suite"))
     return Result(
-        suite=_name("suite", get("suite")),
+        suite=suite,
         name=_name("name", get("name")),
         impl=_name("impl", get("impl")),
-        params=_dict_of(_scalar)("params", get("params", {})),
+        params={**_LATER_PARAMS.get(suite, {}), **_dict_of(_scalar)("params", get("params", {}))},
         status=status,
         reason=_str("reason", get("reason", "")),
         rank=_optional(_count(0))("rank", get("rank")),

@@ -23,6 +23,7 @@ from dtbench.options import (
     RunOptions,
     Task,
     format_mesh,
+    further_tasks,
     list_tasks,
     refuse_foreign_options,
     refuse_other_run,
@@ -39,6 +40,9 @@ from dtbench.watch import Diagnosis, Watch, block_signals
 # Refused options are refused on every rank, but only rank 0 says why. The others give it time to:
 # a launcher kills the remaining ranks as soon as one of them has left.
 LET_RANK_0_SPEAK_S = 10.0
+# How often the suites may ask for more cases in a launch; bisection from steps of 4x down to below 2x asks
+# twice. A suite without an end would measure for ever.
+MAX_REFINEMENTS = 8
 # The last decision is on its way to the others; where rank 0 serves the store, it must not leave first.
 FAREWELL_S = 10.0
 
@@ -201,6 +205,8 @@ class Session:
                 sweep.measure(simulated, world, AloneRanks(), tools)
             store.delete_key("now")
         ranks.agree(None, lambda votes: None)  # the other ranks sleep here
+        # A resumed run may have its sweep whole and its refinement not.
+        real = real or self._agree_on_more(job, ranks)
         if not real:
             return
         timeout_s = self._options.timeout_s
@@ -210,8 +216,36 @@ class Session:
                 barrier = barrier_of(device)
                 barrier()
             _settle_memory()
-            sweep.measure(real, world, ranks, instruments(barrier=barrier, budget=budget_of("ranks", quick)))
+            tools = instruments(barrier=barrier, budget=budget_of("ranks", quick))
+            for _ in range(MAX_REFINEMENTS):
+                sweep.measure(real, world, ranks, tools)
+                real = self._agree_on_more(job, ranks)
+                if not real:
+                    break
             ranks.agree(None, lambda votes: None)  # nobody leaves the group while others use it
+
+    def _agree_on_more(self, job: Job, ranks: StoreRanks) -> list[Task]:
+        """What the suites want to measure beyond their cases, as rank 0 finds from the file; names and
+        params travel, and each rank builds the cases of them."""
+        if not job.plan.refine:
+            return []
+
+        def decide(_votes: list[Any]) -> list[Any]:
+            assert self._writer is not None and self._progress is not None
+            results = read_run(self._output).results
+            more = further_tasks(job.suites, job.plan, job.options.filter, results, self._launch)
+            left = remaining(more, self._writer.done, self._launch)
+            if left:
+                self._progress.more(sum(len(task.impls) for task in left))
+            return [[t.suite.name, t.case.name, dict(t.case.params), list(t.impls)] for t in left]
+
+        suites = {suite.name: suite for suite in job.suites}
+        tasks = []
+        for name, case, params, impls in ranks.agree(None, decide):
+            refinement = suites[name].refinement
+            assert refinement is not None
+            tasks.append(Task(suites[name], refinement.case(job.plan, case, params), tuple(impls)))
+        return tasks
 
     def _agree_on_tasks(self, job: Job, ranks: StoreRanks) -> list[Task]:
         """What is left to measure, as rank 0 reads it from the file."""

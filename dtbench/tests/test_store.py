@@ -558,3 +558,14 @@ def test_any_bytes_are_refused_in_one_line(tmp_path: Path, junk: bytes, lines_be
     else:
         assert lines_before > 0
         assert len(run.results) == lines_before - 1
+
+
+def test_a_transition_from_before_its_regimes_was_measured_together_and_isolated(tmp_path: Path) -> None:
+    params = {"mesh_dim": "tp", "ranks": 2, "dtype": "float32", "size": 4096}
+    with RunWriter.create(tmp_path / "x.jsonl", {"run_id": "x"}) as writer:
+        writer.append(Result("redistribute", "P->R", "core", params, "ok"))
+        writer.append(Result("redistribute", "P->R", "core", params | {"groups": "alone", "mode": "m"}, "ok"))
+        writer.append(Result("other", "P->R", "core", params, "ok"))
+    read = [r.params for r in read_run(tmp_path / "x.jsonl").results]
+    assert read[0] == params | {"groups": "together", "mode": "isolated"}
+    assert read[1] == params | {"groups": "alone", "mode": "m"} and read[2] == params

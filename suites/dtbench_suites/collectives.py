@@ -15,7 +15,7 @@ wait) and **together** (all its groups at once, as in training, where they share
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from dtbench.model import Case, Param, Plan, Workload
-from dtbench.registry import World, suite
+from dtbench.refine import sizes_between
+from dtbench.registry import Refinement, World, suite
 from dtbench_core.torch_compat import all_gather_single, reduce_scatter_single
 from dtbench_suites.data import mismatch, moved_values, shared_dims, sum_of_values, summed_values, torch_dtype
 
@@ -164,28 +165,51 @@ def regimes_and_sizes(
         if groups == "alone" and n == plan.world_size:
             continue  # a group that spans the world is alone and together at once
         asked = plan.sizes_bytes if mode == "isolated" else plan.coarse_sizes_bytes
+        if plan.refine and (groups, mode) != ("together", "isolated"):
+            asked = plan.few_sizes_bytes  # calibration fits the sweep; these say what it leaves out
         for size in dict.fromkeys(trimmed(collective, s, n, itemsize) for s in asked):
             yield (groups, mode), size
 
 
-@suite("collectives", world="ranks", help="time and bandwidth of six collectives per mesh dim")
+def case_of(
+    mesh_dim: str, n: int, groups: str, mode: str, dtype_name: str, collective: str, size: int
+) -> Case:
+    params: dict[str, Param] = {
+        "mesh_dim": mesh_dim,
+        "ranks": n,
+        "groups": groups,
+        "mode": mode,
+        "dtype": dtype_name,
+        "size": size,
+    }
+    return Case(
+        name=collective,
+        params=params,
+        build={"c10d": partial(build, collective, mesh_dim, groups, torch_dtype(dtype_name), size)},
+        size_bytes=size,
+        busbw_factor=busbw_factor(collective, n),
+        calls_per_sample=calls_of(mode, size),
+    )
+
+
+def refined_case(plan: Plan, collective: str, params: Mapping[str, Param]) -> Case:
+    """The case of a size between those of the sweep; the size is trimmed as theirs are."""
+    mesh_dim, groups, mode, dtype_name = (str(params[p]) for p in ("mesh_dim", "groups", "mode", "dtype"))
+    n = dict(plan.mesh)[mesh_dim]
+    size = trimmed(collective, int(params["size"]), n, torch_dtype(dtype_name).itemsize)
+    return case_of(mesh_dim, n, groups, mode, dtype_name, collective, size)
+
+
+@suite(
+    "collectives",
+    world="ranks",
+    help="time and bandwidth of six collectives per mesh dim",
+    refinement=Refinement(sizes_between, refined_case),
+)
 def collectives(plan: Plan) -> Iterator[Case]:
     for mesh_dim, n in shared_dims(plan) or plan.mesh[-1:]:
         for dtype_name in plan.dtypes:
-            dtype = torch_dtype(dtype_name)
+            itemsize = torch_dtype(dtype_name).itemsize
             for collective in COLLECTIVES:
-                for (groups, mode), size in regimes_and_sizes(plan, collective, n, dtype.itemsize):
-                    where: dict[str, Param] = {
-                        "mesh_dim": mesh_dim,
-                        "ranks": n,
-                        "groups": groups,
-                        "mode": mode,
-                    }
-                    yield Case(
-                        name=collective,
-                        params=where | {"dtype": dtype_name, "size": size},
-                        build={"c10d": partial(build, collective, mesh_dim, groups, dtype, size)},
-                        size_bytes=size,
-                        busbw_factor=busbw_factor(collective, n),
-                        calls_per_sample=calls_of(mode, size),
-                    )
+                for (groups, mode), size in regimes_and_sizes(plan, collective, n, itemsize):
+                    yield case_of(mesh_dim, n, groups, mode, dtype_name, collective, size)

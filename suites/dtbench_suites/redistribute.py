@@ -4,18 +4,22 @@
     S(0) -> S(1)   all-to-all          P -> S(0)   reduce-scatter
 
 What lies on another tensor dim than 0 also has to be put in order in memory, which is part of the
-time. All groups of the mesh dim work at once. size_bytes is the whole tensor, as one group holds it.
+time. size_bytes is the whole tensor, as one group holds it. `groups` and `mode` are those of the
+collectives suite: all sizes together and isolated, the other regimes where they differ most. In files
+from before these params, everything was measured together and isolated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
 
-from dtbench.model import Case, Plan, Workload
-from dtbench.registry import World, suite
+from dtbench.model import Case, Param, Plan, Workload
+from dtbench.refine import sizes_between
+from dtbench.registry import Refinement, World, suite
+from dtbench_suites.collectives import REGIMES, calls_of
 from dtbench_suites.data import (
     dtensor_api,
     hush_all_to_all,
@@ -51,10 +55,19 @@ def shape_of(size_bytes: int, itemsize: int, n: int) -> tuple[int, int]:
 
 
 def build_impl(
-    mesh_dim: str, src: str, dst: str, shape: tuple[int, int], dtype: torch.dtype, impl: str, world: World
+    where: tuple[str, str],
+    change: tuple[str, str],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    impl: str,
+    world: World,
 ) -> Workload:
+    """where: mesh dim and `groups`. change: the placements before and after."""
+    (mesh_dim, groups), (src, dst) = where, change
     hush_all_to_all()
     api, mesh = dtensor_api(impl), world.mesh[mesh_dim]
+    if groups == "alone" and 0 not in mesh.mesh:
+        return Workload(run=lambda: None, participates=False)
     rank, n, count = mesh.get_local_rank(), mesh.size(), shape[0] * shape[1]
     if src == "P":
         full = sum_of_values(n, count, dtype, world.device).view(shape)
@@ -75,19 +88,59 @@ def build_impl(
     return Workload(run=run, check=check)
 
 
-@suite("redistribute", world="ranks", help="time to change a DTensor's placement, per mesh dim")
+def regimes_and_sizes(plan: Plan, n: int) -> Iterator[tuple[str, str, int]]:
+    """(groups, mode, bytes asked for) of all cases of a transition among n ranks."""
+    swept = plan.sizes_bytes if plan.refine else plan.coarse_sizes_bytes
+    for groups, mode in REGIMES:
+        if groups == "alone" and n == plan.world_size:
+            continue  # a group that spans the world is alone and together at once
+        for size in swept if (groups, mode) == ("together", "isolated") else plan.few_sizes_bytes:
+            yield groups, mode, size
+
+
+def case_of(mesh_dim: str, n: int, groups: str, mode: str, dtype_name: str, name: str, asked: int) -> Case:
+    """name: `S(0)->R`. asked: bytes, of which as many are taken as `shape_of` can share."""
+    dtype = torch_dtype(dtype_name)
+    src, _, dst = name.partition("->")
+    shape = shape_of(asked, dtype.itemsize, n)
+    size = shape[0] * shape[1] * dtype.itemsize
+    params: dict[str, Param] = {
+        "mesh_dim": mesh_dim,
+        "ranks": n,
+        "groups": groups,
+        "mode": mode,
+        "dtype": dtype_name,
+        "size": size,
+    }
+    build = partial(build_impl, (mesh_dim, groups), (src, dst), shape, dtype)
+    return Case(
+        name=name,
+        params=params,
+        build={impl: partial(build, impl) for impl in ("core", "torch")},
+        size_bytes=size,
+        calls_per_sample=calls_of(mode, size),
+    )
+
+
+def refined_case(plan: Plan, name: str, params: Mapping[str, Param]) -> Case:
+    """The case of a size between those of the sweep."""
+    mesh_dim, groups, mode, dtype_name = (str(params[p]) for p in ("mesh_dim", "groups", "mode", "dtype"))
+    return case_of(mesh_dim, dict(plan.mesh)[mesh_dim], groups, mode, dtype_name, name, int(params["size"]))
+
+
+@suite(
+    "redistribute",
+    world="ranks",
+    help="time to change a DTensor's placement, per mesh dim",
+    refinement=Refinement(sizes_between, refined_case),
+)
 def redistribute(plan: Plan) -> Iterator[Case]:
     for mesh_dim, n in shared_dims(plan):
         for dtype_name in plan.dtypes:
-            dtype = torch_dtype(dtype_name)
-            shapes = dict.fromkeys(shape_of(size, dtype.itemsize, n) for size in plan.coarse_sizes_bytes)
             for src, dst in TRANSITIONS:
-                for rows, cols in shapes:
-                    size = rows * cols * dtype.itemsize
-                    build = partial(build_impl, mesh_dim, src, dst, (rows, cols), dtype)
-                    yield Case(
-                        name=f"{src}->{dst}",
-                        params={"mesh_dim": mesh_dim, "ranks": n, "dtype": dtype_name, "size": size},
-                        build={impl: partial(build, impl) for impl in ("core", "torch")},
-                        size_bytes=size,
-                    )
+                cases = [
+                    case_of(mesh_dim, n, groups, mode, dtype_name, f"{src}->{dst}", asked)
+                    for groups, mode, asked in regimes_and_sizes(plan, n)
+                ]
+                # Sizes below what the ranks can share are the same one.
+                yield from {tuple(case.params.items()): case for case in cases}.values()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dtbench.model import Case, Plan
+from dtbench.options import RunOptions
 from dtbench.registry import load
 from dtbench_suites import collectives, dispatch, redistribute, tensor_parallel
 from dtbench_suites.dispatch_programs import PROGRAMS
@@ -40,7 +41,7 @@ IMPLS = {
 LARGE = {"core", "core_held", "reference", "limit", "copy"}
 PARAMS = {
     "dispatch": {"placements", "mesh", "pass", "call"},
-    "redistribute": {"mesh_dim", "ranks", "dtype", "size"},
+    "redistribute": {"mesh_dim", "ranks", "groups", "mode", "dtype", "size"},
     "collectives": {"mesh_dim", "ranks", "groups", "mode", "dtype", "size"},
     "bucketer": {"mesh_dim", "ranks", "dtype", "tensor_bytes", "bucket_bytes", "total_bytes"},
     "tensor_parallel": {"mesh_dim", "ranks", "pass", "dtype", "batch", "seq", "d_model", "heads"},
@@ -92,10 +93,56 @@ def test_only_dims_with_several_ranks_are_measured(suite: str):
 @pytest.mark.parametrize("suite", ["redistribute", "collectives"])
 def test_a_sweep_that_was_chosen_is_measured_whole(suite: str):
     chosen = Plan((("tp", 2),), (2**10, 2**14, 2**18, 2**22), sizes_chosen=True)
-    by_case: dict[tuple[str, object], set[object]] = {}
-    for case in cases(suite, chosen):
-        by_case.setdefault((case.name, case.params.get("mode")), set()).add(case.params["size"])
-    assert set(map(frozenset, by_case.values())) == {frozenset(chosen.sizes_bytes)}
+    assert set(map(frozenset, sizes_by_regime(suite, chosen).values())) == {frozenset(chosen.sizes_bytes)}
+
+
+def sizes_by_regime(suite: str, plan: Plan) -> dict[tuple[str, object, object], set[object]]:
+    found: dict[tuple[str, object, object], set[object]] = {}
+    for case in cases(suite, plan):
+        regime = (case.name, case.params["groups"], case.params["mode"])
+        found.setdefault(regime, set()).add(case.params["size"])
+    return found
+
+
+@pytest.mark.parametrize("mesh", [(("tp", 4),), (("dp", 2), ("tp", 2)), (("pp", 2), ("dp", 2), ("tp", 2))])
+@pytest.mark.parametrize("suite", ["redistribute", "collectives"])
+def test_a_sweep_to_calibrate_with_is_whole_together_and_isolated(
+    suite: str, mesh: tuple[tuple[str, int], ...]
+):
+    plan = RunOptions(max_size_bytes=5 * 2**20, mesh=mesh).plan("cpu", math.prod(n for _, n in mesh))
+    for (_, groups, mode), sizes in sizes_by_regime(suite, plan).items():
+        whole = (groups, mode) == ("together", "isolated")
+        assert sizes == (set(plan.sizes_bytes) if whole else {5 * 2**20})
+    groups = {regime[1] for regime in sizes_by_regime(suite, plan)}
+    assert groups == ({"together"} if len(mesh) == 1 else {"alone", "together"})
+    assert {c.params["mesh_dim"] for c in cases(suite, plan)} == {name for name, _ in mesh}
+
+
+def test_other_regimes_of_a_transition_only_accompany_its_sweep():
+    default = RunOptions().plan("cpu", 4)
+    sizes = sizes_by_regime("redistribute", default)
+    assert sizes["P->R", "together", "isolated"] == set(default.coarse_sizes_bytes)
+    assert {
+        len(sizes["P->R", g, m]) for g, m in collectives.REGIMES if (g, m) != ("together", "isolated")
+    } == {1}
+    # Nine transitions on two dims: four sizes, and one in each of three regimes.
+    assert len(cases("redistribute", default)) == 9 * 2 * (4 + 3)
+    for case in cases("redistribute", default):
+        assert (case.calls_per_sample > 1) == (case.params["mode"] == "back_to_back")
+
+
+@pytest.mark.parametrize("suite", ["redistribute", "collectives"])
+def test_a_refined_case_is_one_that_the_suite_would_list(suite: str):
+    plan = Plan((("dp", 2), ("tp", 3)), (1000, 70000), ("bfloat16",), sizes_chosen=True)
+    refinement = load([suite])[0].refinement
+    assert refinement is not None
+    for case in cases(suite, plan):
+        again = refinement.case(plan, case.name, case.params)
+        facts = [(c.name, c.params, c.size_bytes, c.busbw_factor, c.calls_per_sample) for c in (case, again)]
+        assert facts[0] == facts[1]
+        between = refinement.case(plan, case.name, {**case.params, "size": 12345})
+        assert between.params == {**case.params, "size": between.size_bytes}
+        assert 12345 * 0.8 < (between.size_bytes or 0) <= 12345
 
 
 def test_collectives_of_one_rank_have_no_bus_bandwidth():

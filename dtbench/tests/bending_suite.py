@@ -1,0 +1,37 @@
+"""A suite whose time jumps by 20x at 16 KiB, so that its sweep is refined there; loaded by its path."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+
+from dtbench.model import Case, Param, Plan, Workload
+from dtbench.refine import sizes_between
+from dtbench.registry import Refinement, World, suite
+
+JUMP_BYTES, BROKEN_BYTES = 16 * 2**10, 32 * 2**10
+
+
+def sleep(size: int, world: World) -> Workload:
+    def run() -> None:
+        if size == BROKEN_BYTES:
+            raise ValueError("not at this size")
+        time.sleep(0.02 if size >= JUMP_BYTES else 0.001)
+
+    return Workload(run)
+
+
+def case_of(plan: Plan, name: str, params: Mapping[str, Param]) -> Case:
+    size = int(params["size"]) // 256 * 256
+    return Case(
+        name,
+        {"mesh_dim": "tp", "groups": "together", "mode": "isolated", "size": size},
+        {"c10d": lambda world: sleep(size, world), "core": lambda world: sleep(0, world)},
+        size_bytes=size,
+    )
+
+
+@suite("bends", world="ranks", help="", refinement=Refinement(sizes_between, case_of))
+def bends(plan: Plan) -> Iterator[Case]:
+    for size in plan.sizes_bytes:
+        yield case_of(plan, "jump", {"size": size})
