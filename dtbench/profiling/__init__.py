@@ -1,0 +1,10 @@
+"""`dtbench profile`: where the time of a case goes.
+
+    choose    which cases of which suites, from `suite/case` and a filter
+    calls     cases of simulated worlds: stages, frames, flame graph      (counters, frames -> spans, stages)
+    world     cases of real ranks: one trace of all, on one clock         (clocks, trace, overlap, gpu)
+    flame     spans -> SVG
+    command   options, and what is written where
+
+`spans`, `stages`, `overlap`, `trace` and `flame` are pure: they neither import torch nor read a clock.
+"""

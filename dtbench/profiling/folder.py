@@ -1,0 +1,64 @@
+"""The folder that a profile is written into: whole, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dtbench.errors import OutputError
+
+
+def check_folder(folder: Path) -> None:
+    """Refuses, before anything is measured, a folder that could not be made.
+
+    Raises:
+        OutputError: it exists, or the one around it does not or may not be written.
+    """
+    if folder.exists() or folder.is_symlink():
+        raise OutputError(f"{folder} exists already: give another -o, or remove it")
+    parent = folder.parent
+    if not parent.is_dir():
+        raise OutputError(f"cannot make {folder}: there is no folder {parent}; make it or give another -o")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise OutputError(f"cannot make {folder}: {parent} may not be written; give another -o")
+
+
+def write_folder(folder: Path, files: Mapping[str, str]) -> None:
+    """Makes the folder with these texts in it; a name that ends in .gz is compressed.
+
+    Raises:
+        OutputError: it cannot be written, or came to exist meanwhile.
+    """
+    with _partial(folder) as partial:
+        for name, text in files.items():
+            data = text.encode("utf-8", "replace")
+            if name.endswith(".gz"):
+                data = gzip.compress(data, compresslevel=6, mtime=0)
+            (partial / name).write_bytes(data)
+
+
+@contextlib.contextmanager
+def _partial(folder: Path) -> Iterator[Path]:
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir()
+        yield partial
+        check_folder(folder)
+        partial.replace(folder)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {folder}: {error.strerror or error}; give -o a place that has space and may be written"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def as_json(value: Any) -> str:
+    """Strict JSON, without spaces: traces are large."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
