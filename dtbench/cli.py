@@ -430,35 +430,3 @@ def gate(words: tuple[str, ...]) -> Any:
     from dtbench.gate.command import command
 
     return command.main(list(words), prog_name="dtbench gate", standalone_mode=False)
-
-
-@cli.command()
-@click.argument("target", metavar="SUITE[/CASE]")
-@click.option(
-    "--impl",
-    "impls",
-    default=",".join(CHOOSABLE_IMPLS),
-    show_default=True,
-    metavar="LIST",
-    callback=_parsed(lambda text: opts.parse_list(text, CHOOSABLE_IMPLS, "--impl")),
-)
-@click.option("--filter", "text", default="", metavar="TEXT", help="Only cases whose line in `list` holds TEXT.")
-@click.option("--mesh", metavar="DIMS", callback=_parsed(opts.parse_mesh), help="As for `run`.")
-@click.option("--nproc", type=int, help="Ranks to start here [default: one per GPU, else 4].")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--nvtx", is_flag=True, help="On a GPU: NVTX ranges around the iterations, for Nsight.")
-@click.option("--quick", is_flag=True, help="Fewer cases and rounds.")
-@click.option("--launches", type=click.IntRange(1, 1), default=1, help="1: a profile is of one launch.")
-@click.option(
-    "--timeout", "timeout_s", default=opts.DEFAULT_TIMEOUT_S, show_default=True, help="Seconds per case."
-)
-@click.option("-o", "--output", type=_RUN_FILE, help="The folder to make [default: profile-TIME].")
-def profile(target: str, text: str, nvtx: bool, output: Path | None, **given: Any) -> int:
-    """Where the time of a case goes: dispatch/add by stage, tensor_parallel as one trace of all ranks.
-
-    Writes a table, a trace for Perfetto and, of single calls, a flame graph.
-    """
-    from dtbench.profiling.command import profile as take_apart
-    from dtbench.profiling.request import make_request
-
-    return take_apart(make_request(target, text, output, nvtx, opts.RunOptions(**given)), sys.argv[1:])
