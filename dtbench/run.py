@@ -43,7 +43,7 @@ def run(options: RunOptions, argv: Sequence[str]) -> int:
 def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
     quiet_torch()
     device_type = choose_device(options)
-    nproc = _count_ranks(options, device_type)
+    nproc = count_ranks(options, device_type)
     job = prepare(options, device_type, nproc)
     output = output_of(options)
     if job.suites[0].world == "own":
@@ -78,7 +78,7 @@ def _report(launched: Launched, output: Path, launch: int) -> int:
     return diagnosis.code
 
 
-def _count_ranks(options: RunOptions, device_type: str) -> int:
+def count_ranks(options: RunOptions, device_type: str) -> int:
     """--nproc, or as many as the mesh holds, or one per GPU, or 4 on CPUs.
 
     Raises:

@@ -14,6 +14,7 @@ from dtbench.profiling.folder import as_json, check_folder, write_folder
 from dtbench.profiling.request import DATA_NAME, FLAME_NAME, TABLE_NAME, TRACE_NAME, Request
 from dtbench.progress import complain, say
 from dtbench.ranks import SIMULATED_RANKS, find_place
+from dtbench.run import count_ranks
 from dtbench.sampling import describe
 from dtbench.session import quiet_torch
 from dtbench.watch import INTERRUPTED, Diagnosis
@@ -40,7 +41,7 @@ def profile(request: Request, argv: Sequence[str]) -> int:
 
         RankProfile(request, place).go()
     device_type = request.device_type()
-    nproc = _count_ranks(request, device_type)
+    nproc = count_ranks(request.options, device_type)
     tasks = request.tasks(device_type, nproc)
     check_folder(request.folder)
     world = tasks[0].suite.world
@@ -56,12 +57,6 @@ def profile(request: Request, argv: Sequence[str]) -> int:
         complain(f"{diagnosis.sentence}: no profile was written")
         return diagnosis.code
     return launched.code
-
-
-def _count_ranks(request: Request, device_type: str) -> int:
-    from dtbench.run import _count_ranks as count
-
-    return count(request.options, device_type)
 
 
 def _profile_calls(request: Request, tasks: Sequence[Task], device_type: str) -> int:
