@@ -24,8 +24,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtbench.calibration.curve import price
+from dtbench.calibration.topology import write_topology
 from dtbench.errors import OutputError, UsageError
 from dtbench.export.module import export, literal, render
+from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_topology import curve_of, made_curve, made_dim, made_topology
 
 GIB, MIB = 1024**3, 1024**2
@@ -402,6 +404,50 @@ def test_inductors_cache_tells_constants_apart(mesh: DeviceMesh, tmp_path: Path)
             saved.append(pickle.dumps(applied.estimate))
     del sys.modules[name]
     assert saved[0] != saved[1]
+
+
+# ------------------------------------------------------------------------------------ the program
+
+
+@pytest.mark.parametrize("target", ["torch", "inductor"])
+def test_the_program_writes_a_module(dtbench: Cli, tmp_path: Path, target: str) -> None:
+    write_topology(with_collectives(), tmp_path / "topology.json")
+    code, out, err = dtbench("export", "topology.json", "--to", target, "-o", "mine.py")
+    assert (code, err) == (0, "")
+    assert "mine.py" in out
+    text = (tmp_path / "mine.py").read_text()
+    assert "import mine\n" in text
+    assert "dtbench" not in {alias.name for node in ast.walk(ast.parse(text)) for alias in imported(node)}
+    compile(text, "mine.py", "exec")
+
+
+def imported(node: ast.AST) -> list[ast.alias]:
+    return node.names if isinstance(node, ast.Import | ast.ImportFrom) else []
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "said"),
+    [
+        (None, (), "cannot read"),
+        ("", (), "not JSON"),
+        ('{"kind": "topology", "schema": 2', (), "not JSON"),
+        ('{"kind": "run"}', (), 'expected "topology"'),
+        ('{"kind": "topology", "schema": 1}', (), "schema 1"),
+        (two_dims, ("--to", "jax"), "--to"),
+        (two_dims, ("-o", "none/mine.py"), "cannot write none"),
+    ],
+)
+def test_mistakes_are_one_line(
+    dtbench: Cli, tmp_path: Path, content: Any, options: tuple[str, ...], said: str
+) -> None:
+    if content is two_dims:
+        write_topology(two_dims(), tmp_path / "t.json")
+    elif content is not None:
+        (tmp_path / "t.json").write_text(content)
+    code, out, err = dtbench("export", "t.json", "--to", "torch", "-o", "mine.py", *options)
+    assert (code, out) == (2, "")
+    assert said in err and err.count("\n") == 1
+    assert not (tmp_path / "mine.py").exists()
 
 
 # ----------------------------------------------------------------------------- untrusted topologies
