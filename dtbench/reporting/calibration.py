@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from dtbench.calibration.ring import GIB, RING_COLLECTIVES, predict_us
+from dtbench.calibration import price
+from dtbench.calibration.ring import RING_COLLECTIVES, ring_us
 from dtbench.reporting import tables as t
 from dtbench.reporting.figures import (
     Axis,
@@ -24,11 +25,11 @@ from dtbench.reporting.sections import MAX_PANELS, Figure, Section, capped
 from dtbench.units import format_size, significant
 
 MEASURED, FITTED = Style("ink", "o", None, hollow=True), Style("s0", "")
-BUILTIN, OWN_LINE = Style("s1", "", (5, 2)), Style("s3", "", (1.5, 1.5))
+BUILTIN, TABLE = Style("s1", "", (5, 2)), Style("s3", "", (1.5, 1.5))
 STYLES = {
     "measured": MEASURED,
+    "its own table, with the 90 % interval of a new launch": TABLE,
     "fitted, one bandwidth per dim": FITTED,
-    "fitted, the collective’s own line": OWN_LINE,
     "PyTorch’s built-in constants": BUILTIN,
 }
 
@@ -46,10 +47,17 @@ def calibration(topology: Mapping[str, Any] | None, has_collectives: bool) -> Se
         f"{topology['base_latency_us']:g} µs, a latency per hop, and the bytes over one bandwidth per mesh "
         "dim. Here its two constants are fitted to the measured times; bandwidths are in GiB/s (1024³ "
         "bytes), the unit of PyTorch’s model. The built-in constants are those for the layout that the "
-        "ranks’ hosts show."
+        "ranks’ hosts show. What a call is expected to take is read from a table of its own, which also has "
+        "the interval that a new launch falls into nine times of ten."
     )
     section.figures = _figures(section, topology)
-    section.tables = [_constants(topology), *_left_out(topology), _residuals(topology), _own_lines(topology)]
+    section.tables = [
+        _constants(topology),
+        *_left_out(topology),
+        *_contention(topology),
+        _residuals(topology),
+        _curves_table(topology),
+    ]
     return section
 
 
@@ -60,16 +68,14 @@ def _figures(section: Section, topology: Mapping[str, Any]) -> list[Figure]:
     wanted = [
         (dim, name)
         for dim in topology["dims"]
-        for name in RING_COLLECTIVES
-        if any(p["collective"] == name for p in dim["residuals"]["points"])
+        for name in sorted(dim["collectives"], key=lambda n: n not in RING_COLLECTIVES)
     ]
     if not wanted:
         return []
     chosen = capped(section, wanted, MAX_PANELS, "panels")
-    points = [p for dim, name in chosen for p in dim["residuals"]["points"] if p["collective"] == name]
-    x = size_axis([p["size_bytes"] for p in points])
+    x = size_axis([row["size_bytes"] for dim, name in chosen for row in dim["collectives"][name]["table"]])
     curves = [_curves(dim, name) for dim, name in chosen]
-    values = [v for series in curves for one in series for v in one.y]
+    values = [v for series in curves for one in series for v in (*one.y, *(one.band or ((), ()))[1])]
     y = value_axis(values, seconds_tick, log=True, most=6)
     panels = [
         _panel(dim, name, series, x, y, i)
@@ -78,7 +84,8 @@ def _figures(section: Section, topology: Mapping[str, Any]) -> list[Figure]:
     return [
         Figure(
             "Time over tensor size, both axes logarithmic and common to all panels. "
-            "A point is the lower quartile of the samples, from the last arrival of a rank on.",
+            "A point is the lower quartile of the samples, from the last arrival of a rank on; shaded is what "
+            "nine of ten new launches would measure.",
             legend(STYLES, prefix="fitL"),
             panels,
             3,
@@ -91,7 +98,8 @@ def _panel(
 ) -> Panel:
     ratio = dim["residuals"]["geometric_mean_ratio"]
     desc = (
-        f"Measured times and the fitted line; over the dim the fit is off by {ratio:.2f} times in the mean."
+        "Measured times, their table with its interval, and the fitted constants; "
+        f"over the dim the constants are off by {ratio:.2f} times in the mean."
     )
     title = f"{name} over {dim['name']}, {dim['ranks']} ranks"
     return line_panel(title, series, x, y, columns=3, prefix=f"fit{index}", desc=desc)
@@ -99,32 +107,23 @@ def _panel(
 
 def _curves(dim: Mapping[str, Any], name: str) -> list[Series]:
     """The lines first, so that the points lie on top. Nothing is drawn beyond the measured sizes."""
-    points = [p for p in dim["residuals"]["points"] if p["collective"] == name]
-    ends = [p["size_bytes"] for p in points]
-    sizes = [float(s) for s in np.geomspace(min(ends), max(ends), 33)]
+    table = dim["collectives"][name]["table"]
+    ends = [float(row["size_bytes"]) for row in table]
+    # What is linear in size is bent on a logarithmic axis: it takes points between the rows to draw it.
+    sizes = sorted({*ends, *(float(s) for s in np.geomspace(ends[0], ends[-1], 33))})
 
     def ring(constants: Mapping[str, Any]) -> list[float]:
-        return [
-            1e-6
-            * predict_us(
-                name,
-                size,
-                dim["ranks"],
-                bandwidth_GiBps=constants["bandwidth_GiBps"],
-                latency_us_per_hop=constants["latency_us_per_hop"],
-            )
-            for size in sizes
-        ]
+        return [1e-6 * ring_us(name, size, dim["ranks"], constants) for size in sizes]
 
     series = []
-    if dim["builtin"] is not None:
-        series.append(Series("built-in", BUILTIN, sizes, ring(dim["builtin"])))
-    series.append(Series("fitted", FITTED, sizes, ring(dim)))
-    own = dim["collectives"].get(name)
-    if own and own["beta_GiBps"]:
-        line = [own["alpha_us"] * 1e-6 + size / GIB / own["beta_GiBps"] for size in sizes]
-        series.append(Series("own line", OWN_LINE, sizes, line))
-    series.append(Series("measured", MEASURED, ends, [p["measured_s"] for p in points]))
+    if name in RING_COLLECTIVES:
+        if dim["builtin"] is not None:
+            series.append(Series("built-in", BUILTIN, sizes, ring(dim["builtin"])))
+        series.append(Series("fitted", FITTED, sizes, ring(dim)))
+    prices = [price(dim["collectives"][name], size) for size in sizes]
+    band = [p.low_us * 1e-6 for p in prices], [p.high_us * 1e-6 for p in prices]
+    series.append(Series("table", TABLE, sizes, [p.time_us * 1e-6 for p in prices], band))
+    series.append(Series("measured", MEASURED, ends, [row["measured_us"] * 1e-6 for row in table]))
     return series
 
 
@@ -159,7 +158,7 @@ def _constants(topology: Mapping[str, Any]) -> t.Table:
         [
             t.text("Mesh dim", [dim["name"] for dim in dims]),
             t.counts("Ranks", [dim["ranks"] for dim in dims]),
-            t.text("Layout", [b.get("layout", "unknown") for b in builtin]),
+            t.text("Layout", [dim["layout"]["kind"] or "unknown" for dim in dims]),
             t.Column("Bandwidth", [bandwidth(dim) for dim in dims], True, "GiB/s"),
             t.Column("90 % interval", [_interval(dim["bandwidth_interval"]) for dim in dims], True, "GiB/s"),
             t.Column("built-in", ours("bandwidth_GiBps"), True, "GiB/s"),
@@ -205,13 +204,7 @@ def _residuals(topology: Mapping[str, Any]) -> t.Table:
         constants = dim["builtin"]
         if constants is None or point["collective"] not in RING_COLLECTIVES:
             return None
-        return 1e-6 * predict_us(
-            point["collective"],
-            point["size_bytes"],
-            dim["ranks"],
-            bandwidth_GiBps=constants["bandwidth_GiBps"],
-            latency_us_per_hop=constants["latency_us_per_hop"],
-        )
+        return 1e-6 * ring_us(point["collective"], point["size_bytes"], dim["ranks"], constants)
 
     predicted = [builtin(dim, p) for dim, p in rows]
     return t.Table(
@@ -240,20 +233,53 @@ def _residuals(topology: Mapping[str, Any]) -> t.Table:
     )
 
 
-def _own_lines(topology: Mapping[str, Any]) -> t.Table:
-    rows = [(dim, name, line) for dim in topology["dims"] for name, line in dim["collectives"].items()]
+def _contention(topology: Mapping[str, Any]) -> list[t.Table]:
+    rows = [(dim, name, ratio) for dim in topology["dims"] for name, ratio in dim["contention"].items()]
+    if not rows:
+        return []
+    return [
+        t.Table(
+            "Time of all groups at once over the time of one alone: 2 where two share one link",
+            [
+                t.text("Mesh dim", [dim["name"] for dim, _, _ in rows]),
+                t.text("Collective", [name for _, name, _ in rows]),
+                t.sizes("Size", [format_size(ratio["size_bytes"]) for _, _, ratio in rows]),
+                t.ratios("together / alone", [ratio["together_over_alone"] for _, _, ratio in rows]),
+            ],
+            folded=True,
+        )
+    ]
+
+
+def _curves_table(topology: Mapping[str, Any]) -> t.Table:
+    rows = [
+        (dim, what, name, curve)
+        for dim in topology["dims"]
+        for what, curves in {"c10d": dim["collectives"], **dim["transitions"]}.items()
+        for name, curve in curves.items()
+    ]
+    curves = [curve for *_, curve in rows]
+
+    def interval(which: str) -> list[str]:
+        return [_interval(curve[which]) if curve[which] else t.MISSING for curve in curves]
+
     return t.Table(
-        "A line of its own for every collective: time = α + size / β",
+        "A line of its own for every collective and change of placement: time = α + size / β",
         [
-            t.text("Mesh dim", [dim["name"] for dim, _, _ in rows]),
-            t.text("Collective", [name for _, name, _ in rows]),
-            t.Column("α", t.aligned([line["alpha_us"] for _, _, line in rows]), True, "µs"),
-            t.Column("β", t.aligned([line["beta_GiBps"] for _, _, line in rows]), True, "GiB/s"),
-            t.ratios("off by, mean", [line["geometric_mean_ratio"] for _, _, line in rows]),
-            t.counts("Points", [line["points"] for _, _, line in rows]),
+            t.text("Mesh dim", [dim["name"] for dim, *_ in rows]),
+            t.text("Of", [what for _, what, _, _ in rows]),
+            t.text("Call", [name for _, _, name, _ in rows]),
+            t.Column("α", t.aligned([curve["alpha_us"] for curve in curves]), True, "µs"),
+            t.Column("90 % interval", interval("alpha_interval"), True, "µs"),
+            t.Column("β", t.aligned([curve["beta_GiBps"] for curve in curves]), True, "GiB/s"),
+            t.Column("90 % interval", interval("beta_interval"), True, "GiB/s"),
+            t.ratios("off by, mean", [curve["geometric_mean_ratio"] for curve in curves]),
+            t.counts("Points", [curve["points"] for curve in curves]),
+            t.counts("Launches", [curve["launches"] for curve in curves]),
             t.Column(
-                "Sizes", [" – ".join(format_size(s) for s in line["size_bytes"]) for _, _, line in rows], True
+                "Sizes", [" – ".join(format_size(s) for s in curve["size_bytes"]) for curve in curves], True
             ),
         ],
+        note="Prices are read from the tables of measured times; a line sums one up.",
         folded=True,
     )

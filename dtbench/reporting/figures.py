@@ -33,10 +33,13 @@ class Style:
 
 @dataclass(frozen=True)
 class Series:
+    """band: the low and the high y at each x, shaded."""
+
     label: str
     style: Style
     x: Sequence[float]
     y: Sequence[float]
+    band: tuple[Sequence[float], Sequence[float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,7 @@ def _nice_step(rough: float) -> float:
 PANEL_PX = {2: (430.0, 245.0), 3: (330.0, 220.0)}
 DOTS_PX = 430.0
 ROW_PX = 17.0
+BAND_OPACITY = 0.18  # lines and marks stay legible on it, in light and in dark
 
 
 def line_panel(
@@ -140,6 +144,9 @@ def line_panel(
     def paint(canvas: Canvas) -> None:
         axes = _axes(canvas, width, height, left=62, right=14, top=10, bottom=26)
         for one in series:
+            if one.band is not None:
+                colour = STAND_IN[one.style.colour]
+                axes.fill_between(one.x, *one.band, color=colour, alpha=BAND_OPACITY, linewidth=0)
             axes.plot(one.x, one.y, clip_on=False, **_look(one.style))
         x.apply(axes, "x")
         y.apply(axes, "y")
