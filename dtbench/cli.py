@@ -361,6 +361,20 @@ def validate(files: tuple[Path, ...], same: bool, split: bool, as_json: bool) ->
 
 @cli.command()
 @click.argument("runs", nargs=-1, required=True, type=_RUN_FILE, metavar="RUN...")
+@click.option("--topology", required=True, type=_RUN_FILE, help="What `dtbench calibrate` wrote.")
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def regret(runs: tuple[Path, ...], topology: Path, as_json: bool) -> None:
+    """What the choices of each cost model cost more than the best, in runs of the suite `regret`."""
+    from dtbench.calibration import read_topology
+    from dtbench.regret import regret as score
+    from dtbench.store import read_run
+    from dtbench.tables import print_regret
+
+    print_regret(score([read_run(path) for path in runs], read_topology(topology)), as_json)
+
+
+@cli.command()
+@click.argument("runs", nargs=-1, required=True, type=_RUN_FILE, metavar="RUN...")
 @click.option("--topology", type=_RUN_FILE, help="A calibrated topology, drawn over the measurements.")
 @click.option("-o", "--output", required=True, type=_RUN_FILE, help="The page to write.")
 def report(runs: tuple[Path, ...], topology: Path | None, output: Path) -> None:

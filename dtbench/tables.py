@@ -33,6 +33,8 @@ from dtbench.units import bandwidth_unit, format_ratio, format_size, significant
 if TYPE_CHECKING:
     import pandas as pd
 
+    from dtbench.regret import Regret
+
 # Core and its rival first, then the references that they are read against.
 _IMPL_ORDER = ("core", "torch", "local", "c10d", "unbucketed", "limit")
 _IMPL_TITLES = {"local": "floor (local)"}
@@ -140,6 +142,45 @@ def _print_group(console: Console, group: Group) -> None:
             str(scores["all"].points),
         )
     _print_table(console, table)
+
+
+def print_regret(found: Regret, as_json: bool = False) -> None:
+    """Per library, kind and size a row per model: what its choices cost more than the best."""
+    if as_json:
+        _print_json(found.to_json())
+        return
+    from dtbench.regret import MODELS as CHOOSERS  # loads torch, as what made `found` has
+
+    console = _console()
+    for group in found.groups:
+        head = f"{group.name} by {group.library}, {format_size(group.size_bytes)}, {found.mesh}: "
+        counts = f"{next(iter(group.scores.values())).decisions} decisions, {group.launches} launches"
+        _line(console, head + counts, style="bold")
+        table = _table(plain=not console.is_terminal)
+        _add_words(table, "chosen by", list(CHOOSERS.values()))
+        for title in (
+            "mean regret",
+            "90 % interval",
+            "largest",
+            "within 10 %",
+            "pairs in order",
+            "no preference",
+        ):
+            _add_figures(table, title)
+        for model, score in group.scores.items():
+            low, high = score.interval
+            shares = (score.near, score.ranked_right, score.ties)
+            table.add_row(
+                _text(CHOOSERS[model]),
+                _percent(score.mean),
+                f"{_percent(low)} to {_percent(high)}",
+                _percent(score.worst),
+                *("-" if share is None else f"{share:.0%}" for share in shares),
+            )
+        _print_table(console, table)
+        _line(console, "")
+    for note in found.notes:
+        _line(console, f"note: {note}")
 
 
 def _percent(share: float) -> str:

@@ -12,6 +12,7 @@ from dtbench_suites import (
     overlap,
     packing,
     redistribute,
+    regret,
     tensor_parallel,
 )
 
@@ -24,5 +25,6 @@ __all__ = [
     "overlap",
     "packing",
     "redistribute",
+    "regret",
     "tensor_parallel",
 ]

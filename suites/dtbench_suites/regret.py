@@ -1,0 +1,268 @@
+"""What a wrong choice costs: the candidate ways of redistributing a tensor, and of a sharded product.
+
+Each case is a decision: from these placements to those, or a @ b of sharded matrices. Its impls are the
+candidates (ways.py), run in turn on the same data. `dtbench regret` then asks each cost model which it would have
+taken, and what that would have cost more than the best.
+
+The library that moves the data is part of the case: on CPUs torch.distributed.tensor sends an all-to-all
+as an all-gather, so the best way is not the same in both. size_bytes is the whole tensor, of a product the
+larger input.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import _redistribute as torch_planner
+
+from dtbench.errors import UsageError
+from dtbench.model import Case, Param, Plan, Workload
+from dtbench.registry import World, suite
+from dtbench_core import redistribute
+from dtbench_core.cost import Topology, TopologyError
+from dtbench_core.spec import DTensorSpec
+from dtbench_suites.data import MOVED_VALUES, hush_all_to_all, mismatch, shared_dims, torch_dtype
+from dtbench_suites.ways import (
+    Dims,
+    Leg,
+    Placed,
+    Product,
+    Way,
+    offline_mesh,
+    ours,
+    torch_leg,
+    torch_product,
+    torch_spec,
+    ways_between,
+    ways_of_product,
+)
+
+KIB, MIB = 2**10, 2**20
+# Where bandwidth decides, and where latency still has a say.
+SIZES = {"cpu": (512 * KIB, 4 * MIB), "cuda": (4 * MIB, 64 * MIB)}
+# What training loops do to a matrix over two mesh dims, and some that need more than one step.
+REDISTRIBUTIONS: tuple[tuple[Placed, Placed], ...] = (
+    (("S(0)", "S(1)"), ("S(1)", "S(0)")),
+    (("S(0)", "S(0)"), ("S(1)", "S(1)")),
+    (("S(0)", "S(1)"), ("R", "R")),
+    (("S(0)", "S(0)"), ("R", "R")),
+    (("S(0)", "R"), ("R", "S(0)")),
+    (("R", "S(0)"), ("S(0)", "R")),
+    (("S(1)", "R"), ("S(0)", "S(1)")),
+    (("P", "P"), ("R", "R")),
+    (("P", "P"), ("S(0)", "S(1)")),
+    (("P", "S(0)"), ("R", "R")),
+    (("S(0)", "P"), ("R", "R")),
+    (("R", "P"), ("R", "S(0)")),
+)
+# (placements of a, of b, wanted of out): data- and tensor-parallel layers, and weights sharded over both.
+PRODUCTS: tuple[tuple[Placed, Placed, Placed], ...] = (
+    (("S(0)", "S(1)"), ("R", "R"), ("S(0)", "R")),
+    (("S(0)", "S(1)"), ("R", "S(0)"), ("S(0)", "R")),
+    (("S(0)", "R"), ("S(0)", "S(1)"), ("S(0)", "S(0)")),
+    (("R", "S(1)"), ("S(0)", "R"), ("R", "R")),
+)
+# Columns of both factors: few, so that what is sent costs more than the product itself.
+WIDTH = 128
+
+
+def coordinates(world: World) -> list[int]:
+    """Of this rank, on the mesh dims with more than one rank."""
+    at = world.mesh.get_coordinate()
+    assert at is not None
+    return [c for c, n in zip(at, world.mesh.shape, strict=True) if n > 1]
+
+
+def local_of(full: Tensor, placed: Placed, at: list[int], dims: Dims) -> Tensor:
+    """What the rank at these coordinates holds of `full`; of a pending sum, one term."""
+    local, terms, first = full, 1, True
+    for placement, index, (_, n) in zip(placed, at, dims, strict=True):
+        if placement.startswith("S"):
+            local = local.chunk(n, dim=int(placement[2:-1]))[index]
+        elif placement == "P":
+            terms, first = terms * n, first and index == 0
+    if terms == 1:
+        return local.contiguous()
+    # All but one of the terms are 1: whole numbers, whose sum is exact.
+    return local - (terms - 1) if first else torch.ones_like(local)
+
+
+def mover(leg: Leg, dtype: torch.dtype, library: str, world: World) -> Callable[[Tensor], Tensor]:
+    """What takes this rank's part of the leg's tensor from its first placements to its last."""
+    mesh = world.mesh[tuple(name for name, n in world_dims(world) if n > 1)]
+    if library == "core":
+        stride = torch.empty(leg.shape, device="meta").stride()
+        spec = DTensorSpec.of(mesh, ours(leg.placed[0]), leg.shape, stride, dtype)
+        route = redistribute.along(spec, leg.steps)
+        return lambda local: redistribute.apply(local, route)
+    specs = [torch_spec(leg.shape, placed, mesh, dtype) for placed in leg.placed]
+
+    def move(local: Tensor) -> Tensor:
+        for before, after in itertools.pairwise(specs):
+            local = torch_planner.redistribute_local_tensor(local, before, after)
+        return local
+
+    return move
+
+
+def world_dims(world: World) -> Dims:
+    names = world.mesh.mesh_dim_names
+    assert names is not None
+    return list(zip(names, world.mesh.shape, strict=True))
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Small whole numbers, different from their neighbours."""
+    return (torch.arange(math.prod(shape), device=device) % MOVED_VALUES).to(dtype).view(shape)
+
+
+def build_move(way: Way, dtype: torch.dtype, library: str, world: World) -> Workload:
+    hush_all_to_all()
+    (leg,) = way.legs
+    dims, at = [d for d in world_dims(world) if d[1] > 1], coordinates(world)
+    full = values(leg.shape, dtype, world.device)
+    local = local_of(full, leg.placed[0], at, dims)
+    run = partial(mover(leg, dtype, library, world), local)
+    return Workload(
+        run=run, check=lambda: mismatch(run(), local_of(full, leg.placed[-1], at, dims), "the shard")
+    )
+
+
+def build_product(way: Way, dtype: torch.dtype, library: str, world: World) -> Workload:
+    hush_all_to_all()
+    dims, at = [d for d in world_dims(world) if d[1] > 1], coordinates(world)
+    move_a, move_b, move_out = (mover(leg, dtype, library, world) for leg in way.legs)
+    a, b, out = way.legs
+    full_a, full_b = (values(leg.shape, dtype, world.device) % 3 for leg in (a, b))
+    local_a, local_b = (local_of(full, leg.placed[0], at, dims) for full, leg in ((full_a, a), (full_b, b)))
+
+    def run() -> Tensor:
+        return move_out(move_a(local_a) @ move_b(local_b))
+
+    def check() -> str | None:
+        return mismatch(run(), local_of(full_a @ full_b, out.placed[-1], at, dims), "the shard")
+
+    return Workload(run=run, check=check)
+
+
+def matrix_of(size_bytes: int, itemsize: int, ranks: int) -> tuple[int, int]:
+    """A nearly square matrix of about so many bytes whose sides `ranks` ranks share evenly."""
+    side = math.isqrt(size_bytes // itemsize)
+    rows = max(round(side / ranks), 1) * ranks
+    return rows, max(round(size_bytes / itemsize / rows / ranks), 1) * ranks
+
+
+def topology_of(plan: Plan) -> Topology | None:
+    """The topology whose favourites are measured too.
+
+    Raises:
+        UsageError: it cannot be read or does not fit the mesh.
+    """
+    path = plan.options.get("topology")
+    if path is None:
+        return None
+    try:
+        topology = Topology.load(Path(path))
+        topology.info_of(shared_dims(plan))
+    except TopologyError as error:
+        raise UsageError(f"--topology {path}: {error}") from error
+    return topology
+
+
+@suite(
+    "regret",
+    world="ranks",
+    by_default=False,
+    help="the candidate ways of redistributions and products over two mesh dims, for `dtbench regret`",
+    options={"topology": "a calibrated topology whose favourite ways are measured, too"},
+)
+def regret(plan: Plan) -> Iterator[Case]:
+    dims = shared_dims(plan)
+    if len(dims) != 2:
+        shape = ",".join(f"{name}={n}" for name, n in plan.mesh)
+        raise UsageError(
+            f"the regret suite got the mesh {shape}, expected two mesh dims of more than one rank each: "
+            "on one, there is hardly a choice; give --mesh dp=2,tp=2"
+        )
+    topology = topology_of(plan)
+    sizes = plan.sizes_bytes if plan.sizes_chosen else SIZES[plan.device_type]
+    for dtype_name in plan.dtypes:
+        for size in sizes:
+            for library in plan.impls:
+                yield from redistributions(dims, size, dtype_name, library, topology)
+                yield from products(dims, size, dtype_name, library, topology)
+
+
+def redistributions(
+    dims: Dims, size: int, dtype_name: str, library: str, topology: Topology | None
+) -> Iterator[Case]:
+    dtype, mesh = torch_dtype(dtype_name), offline_mesh(dims)
+    shape = matrix_of(size, dtype.itemsize, dims[0][1] * dims[1][1])
+    for src, dst in REDISTRIBUTIONS:
+        greedy, by_cost = (
+            Way((torch_leg("x", shape, src, dst, mesh, dtype, by_cost=by_cost),)) for by_cost in (False, True)
+        )
+        ways = ways_between(shape, dtype.itemsize, src, dst, dims, topology, together=library == "core")
+        yield decision(
+            "redistribute",
+            {
+                "problem": f"{','.join(src)}->{','.join(dst)}",
+                "torch_greedy": greedy.words(dims, dtype.itemsize),
+                "torch_by_cost": by_cost.words(dims, dtype.itemsize),
+            },
+            [*ways, greedy, by_cost],
+            build_move,
+            (library, dtype_name, math.prod(shape) * dtype.itemsize),
+            dims,
+        )
+
+
+def products(
+    dims: Dims, size: int, dtype_name: str, library: str, topology: Topology | None
+) -> Iterator[Case]:
+    dtype, mesh = torch_dtype(dtype_name), offline_mesh(dims)
+    ranks = dims[0][1] * dims[1][1]
+    width = max(WIDTH // ranks, 1) * ranks
+    rows = max(size // dtype.itemsize // width // ranks, 1) * ranks
+    for a, b, out in PRODUCTS:
+        product = Product(rows, width, width, a, b, out)
+        chosen = torch_product(product, mesh, dtype)
+        ways = ways_of_product(product, dtype.itemsize, dims, topology, together=library == "core")
+        yield decision(
+            "product",
+            {
+                "problem": f"({','.join(a)})@({','.join(b)})->{','.join(out)}",
+                "torch_greedy": chosen.words(dims, dtype.itemsize),
+            },
+            [*ways, chosen],
+            build_product,
+            (library, dtype_name, rows * width * dtype.itemsize),
+            dims,
+        )
+
+
+def decision(
+    name: str,
+    params: dict[str, Param],
+    ways: list[Way],
+    build: Callable[[Way, torch.dtype, str, World], Workload],
+    where: tuple[str, str, int],
+    dims: Dims,
+) -> Case:
+    """The case of one decision: each different way is an impl, named by its words."""
+    library, dtype_name, size = where
+    dtype = torch_dtype(dtype_name)
+    by_words = {way.words(dims, dtype.itemsize): way for way in ways}
+    mesh = ",".join(f"{dim}={n}" for dim, n in dims)
+    return Case(
+        name=name,
+        params={"library": library, **params, "mesh": mesh, "dtype": dtype_name, "size": size},
+        build={words: partial(build, way, dtype, library) for words, way in by_words.items()},
+        size_bytes=size,
+    )

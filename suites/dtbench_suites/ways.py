@@ -1,0 +1,313 @@
+"""The ways from one placement to another, and of multiplying two sharded matrices: which to measure.
+
+All is worked out without ranks, from the mesh's shape alone, so that every rank lists the same ways.
+A way is written as its steps, which is also how `dtbench regret` prices it:
+
+    dp:S(0)->R:4194304 tp:R->S(1):4194304 dp+tp:P+P->S(0)+S(1):8388608
+
+mesh dims, change of placement of each, bytes of the tensor as the ranks of these mesh dims share it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import _redistribute as torch_planner
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
+
+import dtbench_core
+from dtbench_core import cost
+from dtbench_core.cost import MeshTopoInfo, Transition
+from dtbench_core.topology import (
+    INTER_HOST_BANDWIDTH_FACTOR,
+    INTER_HOST_LATENCY_US,
+    INTRA_HOST_BANDWIDTH,
+    INTRA_HOST_LATENCY_US,
+    Topology,
+)
+
+Placed = tuple[str, ...]  # a placement per mesh dim: ("S(0)", "P")
+Dims = Sequence[tuple[str, int]]  # mesh dims: name, ranks
+# Longer chains exist, none that a sensible model picks: each transition more is a collective more.
+LONGEST = 3
+# The best so many by each model are measured.
+BEST_OF_EACH = 2
+INTRA = (INTRA_HOST_BANDWIDTH, INTRA_HOST_LATENCY_US)
+INTER = (INTRA_HOST_BANDWIDTH * INTER_HOST_BANDWIDTH_FACTOR, INTER_HOST_LATENCY_US)
+# Slow enough that bytes alone decide, and no hop counts.
+BYTES_ALONE = (1e-6, 0.0)
+
+
+@dataclass(frozen=True)
+class Leg:
+    """What happens to one tensor: from its placements through others. joint: a step of several mesh dims.
+
+    tensor: "x" of a redistribution; "a", "b" or "out" of a product.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    placed: tuple[Placed, ...]  # at the start and after every step
+    steps: tuple[Transition, ...]
+
+    def words(self, dims: Dims, itemsize: int) -> list[str]:
+        """Its steps as they are written."""
+        return [
+            ("" if self.tensor == "x" else f"{self.tensor}.")
+            + "+".join(dims[d][0] for d in step.mesh_dims)
+            + ":"
+            + "->".join("+".join(text_of(p) for p in placements) for placements in (step.src, step.dst))
+            + f":{shared_bytes(self.shape, itemsize, before, step.mesh_dims, dims)}"
+            for step, before in zip(self.steps, self.placed, strict=False)
+        ]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One candidate: its legs, in order; after "a" and "b" of a product comes the product itself."""
+
+    legs: tuple[Leg, ...]
+
+    def words(self, dims: Dims, itemsize: int) -> str:
+        """The way as one line, or "nothing to send"."""
+        return " ".join(word for leg in self.legs for word in leg.words(dims, itemsize)) or "nothing to send"
+
+
+def text_of(placement: Any) -> str:
+    """`S(0)`, `R` or `P`."""
+    if placement.is_shard():
+        return f"S({placement.dim})"
+    return "R" if placement.is_replicate() else "P"
+
+
+def shared_bytes(
+    shape: Sequence[int], itemsize: int, before: Placed, mesh_dims: Sequence[int], dims: Dims
+) -> int:
+    """Bytes of what the ranks of some mesh dims share: the tensor less what the other mesh dims shard away."""
+    others = [d for d in range(len(dims)) if d not in mesh_dims and before[d].startswith("S")]
+    count = itemsize
+    for extent in shape:
+        count *= extent
+    for d in others:
+        count //= dims[d][1]
+    return count
+
+
+# ------------------------------------------------------------------------------- the models that propose
+
+
+def proposers(dims: Dims, topology: Topology | None) -> list[MeshTopoInfo]:
+    """Models whose favourites are measured: every guess of which mesh dims cross hosts, bytes alone, and
+    the measured topology where there is one."""
+    ranks = tuple(n for _, n in dims)
+    guesses = [*itertools.product((INTRA, INTER), repeat=len(dims)), (BYTES_ALONE,) * len(dims)]
+    # No mesh: it is only carried along.
+    infos = [
+        MeshTopoInfo(None, ranks, [g[0] for g in guess], [g[1] for g in guess])  # type: ignore[arg-type]
+        for guess in guesses
+    ]
+    if topology is not None:
+        infos.append(topology.info_of(dims))
+    return infos
+
+
+def offline_mesh(dims: Dims) -> DeviceMesh:
+    """A CPU mesh of this shape without ranks behind it: enough for planners, not for collectives."""
+    names, sizes = zip(*dims, strict=True)
+    ranks = torch.arange(torch.Size(sizes).numel()).view(sizes)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
+
+
+# ------------------------------------------------------------------------------- redistributions
+
+
+def ways_between(
+    shape: tuple[int, int],
+    itemsize: int,
+    src: Placed,
+    dst: Placed,
+    dims: Dims,
+    topology: Topology | None,
+    *,
+    together: bool,
+) -> list[Way]:
+    """The best few by every model, in the order of their first proposal.
+
+    together: with collectives over several mesh dims at once.
+    """
+    ways: dict[Way, None] = {}
+    for info in proposers(dims, topology):
+        chains = cost.every_chain(
+            shape, itemsize, ours(src), ours(dst), info, longest=LONGEST, together=together
+        )
+        best = heapq.nsmallest(BEST_OF_EACH, chains, key=lambda chain: sum(step.us for step in chain))
+        ways.update(dict.fromkeys(Way((leg_of("x", shape, src, chain),)) for chain in best))
+    return list(ways)
+
+
+def leg_of(tensor: str, shape: tuple[int, ...], src: Placed, chain: Iterable[Transition]) -> Leg:
+    placed = [src]
+    steps = []
+    for step in chain:
+        after = list(placed[-1])
+        for mesh_dim, placement in zip(step.mesh_dims, step.dst, strict=True):
+            after[mesh_dim] = text_of(placement)
+        placed.append(tuple(after))
+        # Without its price, so that two models' equal proposals are one.
+        steps.append(step._replace(us=0.0))
+    return Leg(tensor, shape, tuple(placed), tuple(steps))
+
+
+def ours(placed: Placed) -> tuple[Any, ...]:
+    made = {"R": dtbench_core.Replicate, "P": dtbench_core.Partial}
+    return tuple(dtbench_core.Shard(int(p[2:-1])) if p.startswith("S") else made[p]() for p in placed)
+
+
+def theirs(placed: Placed) -> tuple[Any, ...]:
+    made = {"R": Replicate, "P": Partial}
+    return tuple(Shard(int(p[2:-1])) if p.startswith("S") else made[p]() for p in placed)
+
+
+def torch_spec(shape: Sequence[int], placed: Placed, mesh: DeviceMesh, dtype: torch.dtype) -> DTensorSpec:
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensorSpec(mesh, theirs(placed), TensorMeta(torch.Size(shape), stride, dtype))
+
+
+def torch_leg(
+    tensor: str,
+    shape: tuple[int, ...],
+    src: Placed,
+    dst: Placed,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    *,
+    by_cost: bool,
+) -> Leg:
+    """What torch.distributed.tensor does: its default (greedy) planner, or the one that looks at costs."""
+    infos = torch_planner._gen_transform_infos_non_cached(
+        torch_spec(shape, src, mesh, dtype), torch_spec(shape, dst, mesh, dtype), by_cost
+    )
+    chain = [
+        Transition((info.mesh_dim,), (ours_of(before),), (ours_of(after),), "", 0, 0.0)
+        for info in infos
+        for before, after in [info.src_dst_placements]
+    ]
+    return leg_of(tensor, shape, src, with_collectives(chain, shape, src, mesh, dtype))
+
+
+def ours_of(placement: Any) -> Any:
+    return ours((text_of(placement),))[0]
+
+
+def with_collectives(
+    chain: Sequence[Transition], shape: Sequence[int], src: Placed, mesh: DeviceMesh, dtype: torch.dtype
+) -> Iterator[Transition]:
+    """torch's steps as the core's planner writes them, so that equal steps are equal."""
+    state = list(src)
+    info = MeshTopoInfo(mesh, tuple(mesh.shape), [1.0] * mesh.ndim, [1.0] * mesh.ndim)
+    for step in chain:
+        (d,) = step.mesh_dims
+        after = [*state[:d], text_of(step.dst[0]), *state[d + 1 :]]
+        (found,) = next(
+            made
+            for made in cost.every_chain(
+                shape, dtype.itemsize, ours(tuple(state)), ours(tuple(after)), info, longest=1
+            )
+            if made[0].mesh_dims == step.mesh_dims
+        )
+        yield found
+        state = after
+
+
+# ------------------------------------------------------------------------------- products
+
+# (a, b) -> out, along one mesh dim: the ways of sharing a @ b that need nothing sent in between.
+STRATEGIES: Mapping[tuple[str, str], str] = {
+    ("R", "R"): "R",
+    ("S(0)", "R"): "S(0)",
+    ("R", "S(1)"): "S(1)",
+    ("S(1)", "S(0)"): "P",
+}
+
+
+@dataclass(frozen=True)
+class Product:
+    """a (m, k) @ b (k, n) -> out (m, n): where the inputs are and where the result is wanted."""
+
+    m: int
+    k: int
+    n: int
+    a: Placed
+    b: Placed
+    out: Placed
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        return {"a": (self.m, self.k), "b": (self.k, self.n), "out": (self.m, self.n)}
+
+
+def ways_of_product(
+    product: Product, itemsize: int, dims: Dims, topology: Topology | None, *, together: bool
+) -> list[Way]:
+    """The best few by every model, each strategy with the chains that this model finds cheapest."""
+    ways: dict[Way, None] = {}
+    for info in proposers(dims, topology):
+        priced: list[tuple[float, int, Way]] = []
+        for strategy in itertools.product(STRATEGIES, repeat=len(dims)):
+            legs = product_legs(product, strategy, itemsize, info, together)
+            if legs is not None:
+                us, way = legs
+                priced.append((us, len(priced), way))
+        ways.update(dict.fromkeys(way for _, _, way in heapq.nsmallest(BEST_OF_EACH, priced)))
+    return list(ways)
+
+
+def product_legs(
+    product: Product, strategy: Sequence[tuple[str, str]], itemsize: int, info: MeshTopoInfo, together: bool
+) -> tuple[float, Way] | None:
+    """(us, way) by the cheapest chains; None where a chain does not exist."""
+    ends = {
+        "a": (product.a, tuple(a for a, _ in strategy)),
+        "b": (product.b, tuple(b for _, b in strategy)),
+        "out": (tuple(STRATEGIES[pair] for pair in strategy), product.out),
+    }
+    us, legs = 0.0, []
+    for tensor, (src, dst) in ends.items():
+        shape = product.shapes[tensor]
+        chain = cost.cheapest(shape, itemsize, ours(src), ours(dst), info, together=together)
+        if chain is None:
+            return None
+        us += sum(step.us for step in chain)
+        legs.append(leg_of(tensor, shape, src, chain))
+    return us, Way(tuple(legs))
+
+
+def torch_product(product: Product, mesh: DeviceMesh, dtype: torch.dtype) -> Way:
+    """The strategy that torch.distributed.tensor picks for a @ b, moved there by its default planner."""
+    shapes = product.shapes
+    specs: list[Any] = [torch_spec(shapes[t], getattr(product, t), mesh, dtype) for t in ("a", "b")]
+    schema = OpSchema(torch.ops.aten.mm.default, tuple(specs), {})
+    found = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(schema)
+    moved = found.redistribute_schema
+    wanted: Sequence[Any] = specs if moved is None else moved.args_schema
+    assert isinstance(found.output_spec, DTensorSpec)
+    result = tuple(text_of(p) for p in found.output_spec.placements)
+    ends: list[tuple[str, Placed, Placed]] = [
+        ("a", product.a, tuple(text_of(p) for p in wanted[0].placements)),
+        ("b", product.b, tuple(text_of(p) for p in wanted[1].placements)),
+        ("out", result, product.out),
+    ]
+    return Way(
+        tuple(
+            torch_leg(tensor, shapes[tensor], src, dst, mesh, dtype, by_cost=False)
+            for tensor, src, dst in ends
+        )
+    )
