@@ -6,6 +6,7 @@
     +-- OutputError             a place that cannot be written (full, forbidden, taken) exit 2
     +-- NothingToCompareError   two runs without a case in common                      exit 4
     +-- WorldBrokenError        a rank died or hung: the run cannot go on              exit 5
+    +-- ArmError                an arm of a gate that cannot be built or started       exit 5
 
 Every message says what was got, what was expected and what to do.
 """
@@ -48,5 +49,11 @@ class NothingToCompareError(DtbenchError):
 
 class WorldBrokenError(DtbenchError):
     """A rank died or hung, so the remaining cases cannot be measured in this world."""
+
+    exit_code = EXIT_CASE_FAILED
+
+
+class ArmError(DtbenchError):
+    """An arm of a gate that cannot be built, or whose interpreter cannot run the harness."""
 
     exit_code = EXIT_CASE_FAILED

@@ -44,14 +44,10 @@ class Plan:
 
     @property
     def few_sizes_bytes(self) -> tuple[int, ...]:
-        """For regimes that only accompany a suite's sweep: the largest size where it is swept to calibrate,
-        else one from its middle, which costs little; all sizes where the user chose them."""
-        if self.sizes_chosen:
-            return self.sizes_bytes
-        if self.refine:
-            return self.sizes_bytes[-1:]
+        """For regimes that only accompany a suite's sweep: one from its middle, which costs little; all
+        sizes where the user chose them."""
         coarse = self.coarse_sizes_bytes
-        return coarse[len(coarse) // 2 :][:1]
+        return self.sizes_bytes if self.sizes_chosen else coarse[len(coarse) // 2 :][:1]
 
     @property
     def world_size(self) -> int:

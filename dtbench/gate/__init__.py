@@ -1,0 +1,18 @@
+"""`dtbench gate`: does a change make anything slower? Two arms, measured in fresh launches of one job.
+
+    command.py    from the options to the exit code
+    arms.py       a revision, an interpreter or a set of variables -> what a launch is started with
+    benchmark.py  what is judged: selections, the listing of an arm's benchmarks
+    worker.py     one launch, in the arm's interpreter: lists and counts, or times
+    control.py    the benchmarks that no arm touches
+    counting.py   the counters of one call: Python calls, allocations, collectives
+    launcher.py   starts workers, reads what they wrote, keeps it for a gate that goes on
+    schedule.py   which launches are needed, and when to stop; pure
+    verdict.py    paired statistics, counters, trust; pure
+    outputs.py    tables, JUnit, GitHub, JSON
+    history.py    estimates of earlier revisions and their change points; advisory
+    selftest.py   false alarms and detection on this machine
+
+The harness is the same in both arms: only `dtbench_core`, the suites and what else a revision holds
+differ, so that the instrument is not part of the comparison.
+"""

@@ -1,0 +1,145 @@
+"""Sampling for a gate: a fixed number of samples of every benchmark, spread over the whole launch.
+
+On a shared machine a core is slower while its neighbour works, for tens of milliseconds at a time. Samples taken
+in one go all meet that, or none does; samples taken in many short visits find the quiet moments, and
+their minimum is the same from launch to launch.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtbench.clock import Clock
+from dtbench.model import Case, Result, Skip, Workload
+from dtbench.options import Task
+from dtbench.sampling import describe
+from dtbench.stats import summarize
+
+VISITS = 20
+SAMPLES = 100
+FEWEST_SAMPLES = 5
+# One benchmark's samples together, so that slow ones do not make a launch long.
+SAMPLES_S = 0.25
+# The first of a visit finds its caches cold and is thrown away, where calls may be repeated at will.
+WARMUP_CALLS = 20
+# So many benchmarks are alive at a time.
+GROUP = 200
+
+
+def samples_for(case: Case, call_s: float) -> int:
+    """How many samples of a case a launch takes, given what one call takes; both arms take the same."""
+    if case.samples is not None:
+        return case.samples
+    fit = int(SAMPLES_S / max(call_s * case.calls_per_sample, 1e-9))
+    return max(FEWEST_SAMPLES, min(SAMPLES, fit))
+
+
+@dataclass
+class Live:
+    """One impl of a case, set up."""
+
+    task: Task
+    impl: str
+    samples: int
+    workload: Workload
+    taken_s: list[float] = field(default_factory=list)
+    bad: tuple[str, str] | None = None  # status and why
+
+    def attempt(self, step: Callable[[], object]) -> Any:
+        """What the step gives; what it raises is this benchmark's end."""
+        if self.bad is not None:
+            return None
+        try:
+            return step()
+        except Skip as skip:
+            self.bad = ("skipped", str(skip))
+        except Exception as error:
+            self.bad = ("failed", describe(error))
+        return None
+
+
+def measure(
+    wanted: Sequence[tuple[Task, str, int]],
+    world: Any,
+    clocks: Mapping[str, Clock],
+    starting: Callable[[str], None],
+) -> Iterator[Result]:
+    """Results of the benchmarks (task, impl, samples), in their order.
+
+    starting: called with a case's label before anything of it runs, once per phase.
+    """
+    for first in range(0, len(wanted), GROUP):
+        group = [
+            _build(task, impl, samples, world, starting)
+            for task, impl, samples in wanted[first : first + GROUP]
+        ]
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        try:
+            for visit in range(VISITS):
+                for live in group:
+                    starting(live.task.label)
+                    live.attempt(lambda live=live, visit=visit: _visit(live, visit, clocks))  # type: ignore[misc]
+        finally:
+            gc.enable()
+        for live in group:
+            starting(live.task.label)
+            _check(live, "after the samples")
+            if live.workload.close is not None:
+                live.attempt(live.workload.close)
+            yield _result(live)
+
+
+def _build(task: Task, impl: str, samples: int, world: Any, starting: Callable[[str], None]) -> Live:
+    starting(task.label)
+    live = Live(task, impl, samples, Workload(run=lambda: None))
+    made = live.attempt(lambda: task.case.build[impl](world))
+    if made is not None:
+        live.workload = made
+    live.attempt(lambda: _warm_up(live))
+    _check(live, "after the warm-up")
+    return live
+
+
+def _warm_up(live: Live) -> None:
+    workload = live.workload
+    for _ in range(max(live.task.case.warmup_calls, WARMUP_CALLS if live.task.case.samples is None else 0)):
+        if workload.before is not None:
+            workload.before()
+        workload.run()
+
+
+def _visit(live: Live, visit: int, clocks: Mapping[str, Clock]) -> None:
+    case, workload, clock = live.task.case, live.workload, clocks[live.task.case.clock]
+    share = live.samples * (visit + 1) // VISITS - live.samples * visit // VISITS
+    if share and workload.before is None:
+        workload.run()
+    for _ in range(share):
+        if workload.before is not None:
+            workload.before()
+        clock.settle(cold=False)
+        live.taken_s.append(clock.measure(workload.run, case.calls_per_sample))
+
+
+def _check(live: Live, when: str) -> None:
+    check = live.workload.check
+    wrong = live.attempt(check) if check is not None else None
+    if wrong is not None:
+        live.bad = ("wrong", f"{wrong} ({when})")
+
+
+def _result(live: Live) -> Result:
+    case = live.task.case
+    named = (live.task.suite.name, case.name, live.impl, case.params)
+    if live.bad is not None:
+        status, reason = live.bad
+        return Result(*named, status, reason)  # type: ignore[arg-type]
+    try:
+        timing = summarize(live.taken_s)
+    except ValueError as error:
+        return Result(*named, "failed", str(error))
+    return Result(*named, "ok", size_bytes=case.size_bytes, time_s=timing, samples_s=tuple(live.taken_s))

@@ -1,0 +1,238 @@
+"""Which launches a verdict needs, and when to stop. Pure: launches are made by a function it is given.
+
+    rounds of the screen   base, head and base again, in random order: five of them pass what is clearly fine
+    fresh pairs            base and head, for what the screen does not pass; they alone can call it slower
+
+Fresh pairs are looked at after 5 (only to pass), 10 and 16: the level of the test is split over the looks
+at which it is made. What the screen saw may help to pass a benchmark, never to condemn it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Literal
+
+from dtbench.gate.benchmark import Benchmark, Key
+from dtbench.gate.verdict import (
+    FAMILY_P,
+    Effect,
+    Judged,
+    Trust,
+    alpha_of,
+    effect_of,
+    geometric_means,
+    has_moved,
+    passes,
+    smallest_change,
+    trust_of,
+)
+
+ArmName = Literal["base", "head", "null"]
+
+SCREEN_ROUNDS = 5
+# Where something moved that nobody touched, as many rounds again tell chance from a disturbed machine.
+MORE_ROUNDS = 5
+PASS_LOOK = 5
+TEST_LOOKS = (10, 16)
+# A gain is worth fresh pairs where the screen shows so much of it in every pair.
+SCREEN_GAIN = 0.04
+
+
+class OutOfTimeError(Exception):
+    """The budget does not hold another launch."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of one arm. times_s: the estimates, control included. bad: what failed, and why."""
+
+    times_s: Mapping[Key, float]
+    bad: Mapping[Key, str] = field(default_factory=dict)
+    counters: Mapping[Key, Mapping[str, float]] = field(default_factory=dict)
+
+
+LaunchArm = Callable[[ArmName, Sequence[Benchmark]], Launch]
+
+
+@dataclass
+class Evidence:
+    """What was measured: per benchmark the pairs (base, head) of the screen and the fresh ones."""
+
+    screen: dict[Key, list[tuple[float, float]]] = field(default_factory=dict)
+    fresh: dict[Key, list[tuple[float, float]]] = field(default_factory=dict)
+    control: list[tuple[float, float]] = field(default_factory=list)
+    null: list[tuple[float, float]] = field(default_factory=list)
+    launches: int = 0
+    stopped: str = ""
+
+
+class Schedule:
+    """A gate's launches. `run` makes them and returns the verdicts, in the order of the benchmarks."""
+
+    def __init__(
+        self,
+        benchmarks: Sequence[Benchmark],
+        control: Sequence[Benchmark],
+        launch: LaunchArm,
+        seed: int,
+        say: Callable[[str], None] = lambda _text: None,
+    ) -> None:
+        self._benchmarks = list(benchmarks)
+        self._control = list(control)
+        self._launch = launch
+        self._random = random.Random(seed)
+        self._say = say
+        self.evidence = Evidence()
+        self._judged: dict[Key, Judged] = {}
+
+    def run(self) -> tuple[list[Judged], Trust]:
+        """Launches until every benchmark has its verdict or the budget is spent."""
+        if self._benchmarks:
+            try:
+                self._screen()
+                self._confirm()
+            except OutOfTimeError as error:
+                self.evidence.stopped = str(error)
+        for benchmark in self._left():
+            self._judge(benchmark, self._undecided(benchmark))
+        trust = trust_of(
+            self._effect(self.evidence.control), self._effect(self.evidence.null), bool(self._benchmarks)
+        )
+        return [self._judged[b.key] for b in self._benchmarks], trust
+
+    # ---- stages ----
+
+    def _screen(self) -> None:
+        self._rounds(SCREEN_ROUNDS)
+        moved = [self._effect(pairs) for pairs in (self.evidence.control, self.evidence.null)]
+        if any(has_moved(effect) for effect in moved):
+            self._say("something moved that nobody touched: five more rounds tell whether by chance")
+            self._rounds(MORE_ROUNDS)
+        for benchmark in self._left():
+            effect, base_s, head_s = self._effect_of(benchmark, self.evidence.screen)
+            gain = effect.ratio < 1 - SCREEN_GAIN and effect.high < 1
+            if passes(benchmark, effect, base_s) and not gain:
+                self._judge(benchmark, Judged(benchmark, "PASS", "", "screen", effect, base_s, head_s))
+
+    def _rounds(self, count: int) -> None:
+        for number in range(count):
+            arms: list[ArmName] = ["base", "head", "null"]
+            self._random.shuffle(arms)
+            left = self._left()
+            self._say(f"screen {number + 1} of {count}: {len(left)} benchmarks")
+            made = {arm: self._one(arm, left) for arm in arms}
+            for benchmark in self._left():
+                pair = made["base"].times_s[benchmark.key], made["head"].times_s[benchmark.key]
+                self.evidence.screen.setdefault(benchmark.key, []).append(pair)
+            self._keep_control(made["base"], made["head"])
+            keys = [b.key for b in self._left()]
+            if keys:
+                base, null = geometric_means([made["base"].times_s, made["null"].times_s], keys)
+                self.evidence.null.append((base, null))
+
+    def _confirm(self) -> None:
+        left = self._left()
+        if not left:
+            return
+        family = len(left)
+        last = max(TEST_LOOKS[-1], fewest_pairs(family))
+        looks = [*TEST_LOOKS[:-1], last]
+        alpha = alpha_of(family, len(looks))
+        for number in range(1, last + 1):
+            left = self._left()
+            if not left:
+                return
+            self._say(f"fresh pair {number} of at most {last}: {len(left)} benchmarks")
+            arms: list[ArmName] = ["base", "head"]
+            self._random.shuffle(arms)
+            made = {arm: self._one(arm, left) for arm in arms}
+            for benchmark in self._left():
+                pair = made["base"].times_s[benchmark.key], made["head"].times_s[benchmark.key]
+                self.evidence.fresh.setdefault(benchmark.key, []).append(pair)
+            self._keep_control(made["base"], made["head"])
+            if number == PASS_LOOK or number in looks:
+                for benchmark in self._left():
+                    self._look(benchmark, alpha if number in looks else None, number == last)
+
+    def _look(self, benchmark: Benchmark, alpha: float | None, last: bool) -> None:
+        fresh, base_s, head_s = self._effect_of(benchmark, self.evidence.fresh)
+        both = self.evidence.screen[benchmark.key] + self.evidence.fresh[benchmark.key]
+        whole, whole_base_s, whole_head_s = effect_and_times(both)
+        matters = smallest_change(benchmark, base_s)
+        figures = (fresh, base_s, head_s, alpha)
+        if alpha is not None and fresh.p_slower < alpha and fresh.ratio > 1 + matters:
+            self._judge(benchmark, Judged(benchmark, "REGRESSION", "", "confirmed", *figures))
+        elif alpha is not None and fresh.p_faster < alpha and fresh.ratio < 1 / (1 + matters):
+            self._judge(benchmark, Judged(benchmark, "IMPROVED", "", "confirmed", *figures))
+        elif passes(benchmark, whole, whole_base_s) and (last or fresh.ratio > 1 / (1 + matters)):
+            done = Judged(benchmark, "PASS", "", "confirmed", whole, whole_base_s, whole_head_s)
+            self._judge(benchmark, done)
+        elif last and passes(benchmark, fresh, base_s, share=1.0):
+            self._judge(benchmark, Judged(benchmark, "PASS", "", "confirmed", *figures))
+
+    # ---- parts ----
+
+    def _one(self, arm: ArmName, benchmarks: Sequence[Benchmark]) -> Launch:
+        launch = self._launch(arm, benchmarks)
+        self.evidence.launches += 1
+        who = "head" if arm == "head" else "base"
+        for benchmark in benchmarks:
+            key = benchmark.key
+            if key in self._judged:
+                continue
+            time_s = launch.times_s.get(key)
+            if key in launch.bad:
+                self._judge(benchmark, Judged(benchmark, "FAILED", f"in {who}: {launch.bad[key]}"))
+            elif time_s is None:
+                self._judge(benchmark, Judged(benchmark, "FAILED", f"a launch of {who} gave no time of it"))
+            elif not 0 < time_s < math.inf:
+                reason = f"a launch of {who} measured {time_s:g} s: below what the clock resolves, or no time"
+                self._judge(benchmark, Judged(benchmark, "INCONCLUSIVE", reason))
+        return launch
+
+    def _keep_control(self, base: Launch, head: Launch) -> None:
+        keys = [b.key for b in self._control]
+        if keys and all(0 < launch.times_s.get(k, 0.0) < math.inf for launch in (base, head) for k in keys):
+            one, other = geometric_means([base.times_s, head.times_s], keys)
+            self.evidence.control.append((one, other))
+
+    def _left(self) -> list[Benchmark]:
+        return [b for b in self._benchmarks if b.key not in self._judged]
+
+    def _judge(self, benchmark: Benchmark, judged: Judged) -> None:
+        self._judged[benchmark.key] = judged
+
+    def _effect(self, pairs: Sequence[tuple[float, float]]) -> Effect | None:
+        return effect_and_times(pairs)[0] if pairs else None
+
+    def _effect_of(
+        self, benchmark: Benchmark, evidence: Mapping[Key, list[tuple[float, float]]]
+    ) -> tuple[Effect, float, float]:
+        return effect_and_times(evidence[benchmark.key])
+
+    def _undecided(self, benchmark: Benchmark) -> Judged:
+        pairs = self.evidence.screen.get(benchmark.key, []) + self.evidence.fresh.get(benchmark.key, [])
+        why = self.evidence.stopped or "neither slower nor within its tolerance"
+        if not pairs:
+            return Judged(benchmark, "INCONCLUSIVE", f"{why}; it was not measured")
+        effect, base_s, head_s = effect_and_times(pairs)
+        smallest = effect.smallest_detectable
+        found = f"{smallest:.1%} would be found" if math.isfinite(smallest) else "one pair shows nothing"
+        reason = f"{why}; with {effect.pairs} pairs of this spread a change of {found}"
+        return Judged(benchmark, "INCONCLUSIVE", reason, "", effect, base_s, head_s)
+
+
+def effect_and_times(pairs: Sequence[tuple[float, float]]) -> tuple[Effect, float, float]:
+    """The effect of the pairs, and the medians of base and head."""
+    base, head = [b for b, _ in pairs], [h for _, h in pairs]
+    return effect_of(base, head), median(base), median(head)
+
+
+def fewest_pairs(family: int) -> int:
+    """How many pairs the test of one of so many benchmarks needs to be able to speak at all, and two more:
+    n pairs that all agree have p = 2**-n."""
+    return math.ceil(-math.log2(FAMILY_P / family / len(TEST_LOOKS))) + 2

@@ -1,0 +1,247 @@
+"""One launch of an arm: `PYTHON -P -m dtbench.gate.worker ORDER.json OUTPUT`.
+
+An order of the mode "count" lists the selected benchmarks and counts what one call of each does; "time"
+samples the cases it names a fixed number of times and nothing else. Simulated suites only: those of
+ranks are measured by `dtbench run`, which the gate starts beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dtbench import registry
+from dtbench.clock import Clock
+from dtbench.errors import EXIT_OK, EXIT_USAGE, DtbenchError, UsageError
+from dtbench.gate import control
+from dtbench.gate.benchmark import DEFAULT_TOLERANCE, Benchmark, Listing, Selection, write_listing
+from dtbench.model import Case, Plan, Result, Skip, Workload
+from dtbench.options import RunOptions, Task, list_tasks
+from dtbench.session import quiet_torch
+from dtbench.store import RunWriter
+
+# As the dispatch suite's own warm-up; more than ten make no difference.
+COUNT_WARMUP_CALLS = 20
+SAMPLES_WANTED = "samples"  # beside the counters: how many samples a launch is to take
+NOTE_SUFFIX = ".now"  # the case in hand, for the gate to name when this process dies
+
+
+def main(argv: Sequence[str]) -> int:
+    """Carries out the order; 0, or 2 with one line on stderr."""
+    quiet_torch()
+    order = json.loads(Path(argv[0]).read_text())
+    output = Path(argv[1])
+    try:
+        plan = plan_of(order["plan"])
+        if order["mode"] == "count":
+            _count(order, plan, output)
+        else:
+            _time(order, plan, output)
+    except DtbenchError as error:
+        print(str(error), file=sys.stderr)  # noqa: T201 - the gate reads it
+        return EXIT_USAGE
+    return EXIT_OK
+
+
+def plan_of(given: Mapping[str, Any]) -> Plan:
+    """The plan that the options of the gate make, the same in both arms."""
+    mesh = given.get("mesh")
+    options = RunOptions(
+        impls=tuple(given["impls"]),
+        mesh=None if mesh is None else tuple((name, size) for name, size in mesh),
+        nproc=given["nproc"],
+        sizes_bytes=None if given.get("sizes") is None else tuple(given["sizes"]),
+        dtypes=tuple(given["dtypes"]),
+    )
+    return options.plan(given["device"], given["nproc"])
+
+
+# ------------------------------------------------------------------------------ which cases
+
+
+def selected(selections: Sequence[Selection], plan: Plan) -> tuple[list[Task], list[str]]:
+    """The tasks of the selections, each once, and why a selection has none."""
+    tasks: dict[tuple[Any, ...], Task] = {}
+    problems: list[str] = []
+    for selection in selections:
+        try:
+            suites = registry.load([selection.suite])
+            found = list_tasks(suites, plan, selection.text)
+        except UsageError as error:
+            problems.append(str(error))
+            continue
+        for task in found:
+            if task.suite.world == "own":
+                problems.append(f"{task.suite.name} gives verdicts and no times: it has no place in a gate")
+                break
+            tasks.setdefault((task.suite.name, task.case.name, *sorted(task.case.params.items())), task)
+    return list(tasks.values()), problems
+
+
+def control_tasks(plan: Plan) -> list[Task]:
+    """What is measured beside every selection."""
+    return list_tasks([control.control], plan)
+
+
+def benchmark_of(task: Task, impl: str) -> Benchmark:
+    """How the gate judges one impl of a task."""
+    case = task.case
+    return Benchmark(
+        key=(task.suite.name, case.name, impl, tuple(sorted(case.params.items()))),
+        label=f"{task.label} [{impl}]",
+        world="ranks" if task.suite.world == "ranks" else "simulated",
+        # Noise only adds to a host latency; a collective's fastest call is a lucky meeting of ranks.
+        estimator="min" if case.clock == "host" else "p25",
+        tolerance=DEFAULT_TOLERANCE if case.tolerance is None else case.tolerance,
+        floor_s=case.floor_s,
+    )
+
+
+# ------------------------------------------------------------------------------ the two modes
+
+
+def _count(order: Mapping[str, Any], plan: Plan, output: Path) -> None:
+    import torch
+
+    tasks, problems = selected([Selection(**s) for s in order["selections"]], plan)
+    chosen = [*tasks, *control_tasks(plan)]
+    listing = Listing(
+        tuple(benchmark_of(task, impl) for task in chosen for impl in task.impls),
+        tuple(problems),
+        ".".join(platform.python_version_tuple()[:2]),
+        torch.__version__,
+    )
+    write_listing(Path(order["listing"]), listing)
+    simulated = [task for task in tasks if task.suite.world == "simulated"]
+    left_out = set(order["without"])
+    with _writer(plan, output, chosen) as writer, _world(plan) as world:
+        gc.collect()
+        gc.freeze()  # what is alive now stays: no later collection needs to look at it
+        now = _Note(output)
+        for task in simulated:
+            for impl in task.impls:
+                benchmark = benchmark_of(task, impl)
+                if benchmark.label in left_out:
+                    continue
+                now.write(benchmark.label)
+                writer.append(_counted(task, impl, world))
+        writer.end()
+        now.write("")
+
+
+def _counted(task: Task, impl: str, world: Any) -> Result:
+    from dtbench.gate.counting import count_calls
+    from dtbench.gate.sampler import samples_for
+    from dtbench.sampling import describe
+
+    case: Case = task.case
+    named = (task.suite.name, case.name, impl, case.params)
+    try:
+        workload = case.build[impl](world)
+        try:
+            warm_up = case.warmup_calls if case.samples is not None else COUNT_WARMUP_CALLS
+            counters = count_calls(workload, max(case.warmup_calls, warm_up))
+            call_s = _call_s(workload)
+            wrong = workload.check() if workload.check is not None else None
+        finally:
+            if workload.close is not None:
+                workload.close()
+    except Skip as skip:
+        return Result(*named, "skipped", str(skip))
+    except Exception as error:
+        return Result(*named, "failed", describe(error))
+    if wrong is not None:
+        return Result(*named, "wrong", wrong)
+    return Result(*named, "ok", counters={**counters, SAMPLES_WANTED: float(samples_for(case, call_s))})
+
+
+def _call_s(workload: Workload) -> float:
+    """What a warm call takes, roughly: it sets the number of samples."""
+    taken = []
+    for _ in range(3):
+        if workload.before is not None:
+            workload.before()
+        began = time.perf_counter()
+        workload.run()
+        taken.append(time.perf_counter() - began)
+    return min(taken)
+
+
+def _time(order: Mapping[str, Any], plan: Plan, output: Path) -> None:
+    from dtbench.gate.sampler import SAMPLES, measure
+
+    tasks, _ = selected([Selection(**s) for s in order["selections"]], plan)
+    samples: Mapping[str, int] = order["samples"]  # by label
+    wanted = [(task, impl, SAMPLES) for task in control_tasks(plan) for impl in task.impls]
+    for task in tasks:
+        for impl in task.impls:
+            label = benchmark_of(task, impl).label
+            if label in samples and task.suite.world == "simulated":
+                wanted.append((task, impl, samples[label]))
+    with _writer(plan, output, [task for task, _, _ in wanted]) as writer, _world(plan) as world:
+        now = _Note(output)
+        for result in measure(wanted, world, _clocks(world.device), now.write):
+            writer.append(result)
+        writer.end()
+        now.write("")
+
+
+def _clocks(device: Any) -> dict[str, Clock]:
+    from dtbench.clock import CudaClock, HostClock, HostClockOnCuda
+
+    if device.type == "cpu":
+        return {"host": HostClock(), "device": HostClock()}
+    return {"host": HostClockOnCuda(), "device": CudaClock(device)}
+
+
+class _Note:
+    """The case in hand, in a file of fixed length that is rewritten in place: no time to speak of."""
+
+    def __init__(self, output: Path) -> None:
+        self._fd = os.open(f"{output}{NOTE_SUFFIX}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._last = ""
+
+    def write(self, label: str) -> None:
+        """Names the case, or none."""
+        if label != self._last:
+            data = label.encode("utf-8", "replace")
+            os.pwrite(self._fd, data, 0)
+            os.ftruncate(self._fd, len(data))
+            self._last = label
+
+
+@contextlib.contextmanager
+def _world(plan: Plan) -> Iterator[Any]:
+    from dtbench.ranks import device_of, simulated_world
+
+    with simulated_world(device_of(plan.device_type, 0)) as world:
+        yield world
+
+
+@contextlib.contextmanager
+def _writer(plan: Plan, output: Path, tasks: Sequence[Task]) -> Iterator[RunWriter]:
+    from dtbench.machine import local_rank_info, provenance
+
+    header = provenance(
+        argv=sys.argv[1:],
+        plan=plan,
+        suites=sorted({task.suite.name for task in tasks}),
+        mesh=(),
+        ranks=[local_rank_info(plan.device_type)],
+        backend=None,
+        launches=1,
+    )
+    with RunWriter.create(output, header) as writer:
+        yield writer
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
