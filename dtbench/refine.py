@@ -5,7 +5,8 @@ others by over 10 %, the curve bends (a protocol switch, a cache, the knee from 
 what lies between the neighbours cannot be known: the geometric middles on both sides of the point are
 measured too, and looked at in the same way, until the steps are narrow or enough sizes are added.
 
-Noise must not drive it. The spread of a point is its samples' interquartile ratio; the miss has to exceed
+Noise must not drive it. What disturbs a machine only adds time, and more bytes do not take less of it: a
+point that lies over 10 % above one of a larger size was disturbed and is left out. The spread of a point is its samples' interquartile ratio; the miss has to exceed
 that of the three points together. This asks for more than the error of a quartile over some samples (which
 is smaller by the root of their number), because launches differ by more than samples within one do.
 """
@@ -65,7 +66,7 @@ def middles(points: Mapping[int, Sequence[float]]) -> dict[int, float]:
 
     points: size -> the samples of a curve, seconds.
     """
-    sizes = sorted(points)
+    sizes = _undisturbed({size: float(np.quantile(samples, 0.25)) for size, samples in points.items()})
     x, y = np.log(sizes), np.log([np.quantile(points[size], 0.25) for size in sizes])
     spread = np.array([np.log(np.quantile(points[s], 0.75)) for s in sizes]) - y
     found: dict[int, float] = {}
@@ -82,6 +83,17 @@ def middles(points: Mapping[int, Sequence[float]]) -> dict[int, float]:
                 size = round(math.sqrt(low * high))
                 found[size] = found.get(size, 0.0) + miss
     return found
+
+
+def _undisturbed(times: Mapping[int, float]) -> list[int]:
+    """The sizes, ascending, without those that take over 10 % longer than a larger one."""
+    kept: list[int] = []
+    least = math.inf
+    for size in sorted(times, reverse=True):
+        if times[size] <= least * math.exp(MISS):
+            kept.append(size)
+            least = min(least, times[size])
+    return kept[::-1]
 
 
 def _name(result: Result) -> Name:

@@ -82,6 +82,14 @@ def test_a_miss_within_the_spread_of_the_samples_counts_for_nothing() -> None:
     assert not found(1.3, 1.3) and found(1.5, 1.3)
 
 
+def test_a_burst_that_hits_one_point_refines_nothing() -> None:
+    for at in SIZES[:-1]:  # nothing larger says that the largest was disturbed
+        times = {size: power(size) * (10 if size == at else 1) for size in SIZES}
+        assert middles({size: samples(t) for size, t in times.items()}) == {}
+    slightly = {1024: 1.0, 4096: 0.95, 16384: 9.0}  # a knee whose flat part is not quite flat
+    assert len(middles({size: samples(t) for size, t in slightly.items()})) == 2
+
+
 def test_random_noise_alone_refines_little() -> None:
     rng = np.random.default_rng(7)
     curves = 200
@@ -173,8 +181,8 @@ def test_the_impl_that_misses_most_decides_and_failures_have_no_say() -> None:
 
 def test_the_time_from_the_last_arrival_decides() -> None:
     def late(size: int) -> Result:
-        """Ranks 0 and 2 wait long for the others, up to 256 KiB; the transfers are a power law."""
-        wait = 1.0 if size < 256 * KIB else 0.0
+        """Ranks 0 and 2 wait long for the others, from 256 KiB on; the transfers are a power law."""
+        wait = 1.0 if size >= 256 * KIB else 0.0
         times = {rank: power(size) + (wait if rank in "02" else 0.0) for rank in "0123"}
         return result(
             "x", size, max(times.values()), rank_samples_s={r: samples(t) for r, t in times.items()}

@@ -157,6 +157,14 @@ def calls_of(mode: str, size_bytes: int) -> int:
     return min(max(BACK_TO_BACK_BYTES // size_bytes, 2), BACK_TO_BACK_CALLS)
 
 
+def accompanying_sizes(plan: Plan, groups: str, mode: str) -> tuple[int, ...]:
+    """Bytes of the regimes beside the sweep that calibration fits, of all groups together and isolated. One
+    group alone tells by the largest size, which fills the links, how much the groups share."""
+    if plan.refine and not plan.sizes_chosen and (groups, mode) == ("alone", "isolated"):
+        return plan.sizes_bytes[-1:]
+    return plan.few_sizes_bytes
+
+
 def regimes_and_sizes(
     plan: Plan, collective: str, n: int, itemsize: int
 ) -> Iterator[tuple[tuple[str, str], int]]:
@@ -166,7 +174,7 @@ def regimes_and_sizes(
             continue  # a group that spans the world is alone and together at once
         asked = plan.sizes_bytes if mode == "isolated" else plan.coarse_sizes_bytes
         if plan.refine and (groups, mode) != ("together", "isolated"):
-            asked = plan.few_sizes_bytes  # calibration fits the sweep; these say what it leaves out
+            asked = accompanying_sizes(plan, groups, mode)
         for size in dict.fromkeys(trimmed(collective, s, n, itemsize) for s in asked):
             yield (groups, mode), size
 

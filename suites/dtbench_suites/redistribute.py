@@ -5,8 +5,8 @@
 
 What lies on another tensor dim than 0 also has to be put in order in memory, which is part of the
 time. size_bytes is the whole tensor, as one group holds it. `groups` and `mode` are those of the
-collectives suite: all sizes together and isolated, the other regimes where they differ most. In files
-from before these params, everything was measured together and isolated.
+collectives suite: all sizes together and isolated, one in each other regime. In files from before these
+params, everything was measured together and isolated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from dtbench.model import Case, Param, Plan, Workload
 from dtbench.refine import sizes_between
 from dtbench.registry import Refinement, World, suite
-from dtbench_suites.collectives import REGIMES, calls_of
+from dtbench_suites.collectives import REGIMES, accompanying_sizes, calls_of
 from dtbench_suites.data import (
     dtensor_api,
     hush_all_to_all,
@@ -94,7 +94,8 @@ def regimes_and_sizes(plan: Plan, n: int) -> Iterator[tuple[str, str, int]]:
     for groups, mode in REGIMES:
         if groups == "alone" and n == plan.world_size:
             continue  # a group that spans the world is alone and together at once
-        for size in swept if (groups, mode) == ("together", "isolated") else plan.few_sizes_bytes:
+        beside = (groups, mode) != ("together", "isolated")
+        for size in accompanying_sizes(plan, groups, mode) if beside else swept:
             yield groups, mode, size
 
 

@@ -112,7 +112,8 @@ def test_a_sweep_to_calibrate_with_is_whole_together_and_isolated(
     plan = RunOptions(max_size_bytes=5 * 2**20, mesh=mesh).plan("cpu", math.prod(n for _, n in mesh))
     for (_, groups, mode), sizes in sizes_by_regime(suite, plan).items():
         whole = (groups, mode) == ("together", "isolated")
-        assert sizes == (set(plan.sizes_bytes) if whole else {5 * 2**20})
+        few = {5 * 2**20} if (groups, mode) == ("alone", "isolated") else {256 * 2**10}
+        assert sizes == (set(plan.sizes_bytes) if whole else few)
     groups = {regime[1] for regime in sizes_by_regime(suite, plan)}
     assert groups == ({"together"} if len(mesh) == 1 else {"alone", "together"})
     assert {c.params["mesh_dim"] for c in cases(suite, plan)} == {name for name, _ in mesh}
