@@ -54,7 +54,8 @@ def measured_dims(runs: Sequence[Run]) -> tuple[list[Measured], list[str]]:
     notes += [note] if note else []
     collectives, note = one_impl(collectives)
     notes += [note] if note else []
-    transitions = tagged(runs, TRANSITIONS)
+    transitions, note = preferred(tagged(runs, TRANSITIONS), "mode", "isolated")
+    notes += [f"changes of placement: {note}"] if note else []
     layouts = {layout.name: layout for layout in layout_of(header)}
     dims = []
     for index, name in enumerate(header["mesh"]["dim_names"]):
@@ -101,6 +102,11 @@ def _transitions(
     results: Sequence[Tagged], groups: list[list[int]]
 ) -> tuple[dict[str, dict[str, Series]], list[str]]:
     found, warnings = {}, []
+    results, sharing = _sharing(results)
+    if sharing == "alone" and len(groups) > 1:
+        warnings.append(
+            "changes of placement were measured with one group alone: together they may be slower"
+        )
     for impl in IMPLS:
         series, notes = series_by_name([(run_id, r) for run_id, r in results if r.impl == impl], groups)
         if series:

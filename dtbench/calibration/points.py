@@ -86,12 +86,17 @@ def tagged(runs: Sequence[Run], suite: str) -> list[Tagged]:
 
 
 def preferred(results: Sequence[Tagged], param: str, wanted: str) -> tuple[list[Tagged], str | None]:
-    """The results with param = wanted; where there are none, those of the first other value, in words."""
-    values = {r.params.get(param) for _, r in results}
-    taken = wanted if wanted in values else min(values, key=str, default=None)
-    kept = [(run_id, r) for run_id, r in results if r.params.get(param) == taken]
-    other = taken != wanted and values not in (set(), {None})
-    return kept, f"no results with {param} {wanted}: {taken} was taken" if other else None
+    """The results with param = wanted; where there are none, those of the first other value, in words.
+
+    A result that lacks the param is one of before it was recorded, when all were as wanted.
+    """
+    values = {r.params.get(param, wanted) for _, r in results}
+    if wanted in values or not values:
+        taken, note = wanted, None
+    else:
+        taken = min(map(str, values))
+        note = f"no results with {param} {wanted}: {taken} was taken"
+    return [(run_id, r) for run_id, r in results if str(r.params.get(param, wanted)) == taken], note
 
 
 def one_impl(results: Sequence[Tagged]) -> tuple[list[Tagged], str | None]:
@@ -106,8 +111,8 @@ def series_by_name(results: Sequence[Tagged], groups: Groups) -> tuple[dict[str,
     found, notes = {}, []
     for name in sorted({r.name for _, r in results}):
         by_dtype = {}
-        for dtype in sorted({str(r.params.get("dtype")) for _, r in results if r.name == name}):
-            mine = [x for x in results if x[1].name == name and str(x[1].params.get("dtype")) == dtype]
+        for dtype in sorted({_dtype(r) for _, r in results if r.name == name}):
+            mine = [x for x in results if x[1].name == name and _dtype(x[1]) == dtype]
             points = _points(mine, groups)
             if points:
                 by_dtype[dtype] = Series(name, dtype, points)
@@ -116,6 +121,10 @@ def series_by_name(results: Sequence[Tagged], groups: Groups) -> tuple[dict[str,
             found[name] = chosen
             notes += _differing(chosen, by_dtype)
     return found, notes
+
+
+def _dtype(result: Result) -> str:
+    return str(result.params.get("dtype", "unknown"))
 
 
 def _differing(chosen: Series, by_dtype: Mapping[str, Series]) -> list[str]:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from dtbench import calibration
-from dtbench.calibration import fit, intervals, ring
+from dtbench.calibration import fit, ring
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.model import Result, Run
 from dtbench.store import RunWriter, read_run
@@ -31,16 +30,8 @@ def run_of(results: Any, **changes: Any) -> Run:
     return made_up.run(list(results), **changes)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def few_replicates() -> Iterator[None]:
-    """A fifth of the usual: these tests ask whether an interval is right in kind, not its last digit."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(intervals, "FITS", 20)
-        yield
-
-
 @pytest.fixture(scope="module")
-def topology(few_replicates: None) -> dict[str, Any]:
+def topology() -> dict[str, Any]:
     return calibration.calibrate([run_of(made_up.collectives())])
 
 
