@@ -6,9 +6,10 @@ what lies between the neighbours cannot be known: the geometric middles on both 
 measured too, and looked at in the same way, until the steps are narrow or enough sizes are added.
 
 Noise must not drive it. What disturbs a machine only adds time, and more bytes do not take less of it: a
-point that lies over 10 % above one of a larger size was disturbed and is left out. The spread of a point is its samples' interquartile ratio; the miss has to exceed
-that of the three points together. This asks for more than the error of a quartile over some samples (which
-is smaller by the root of their number), because launches differ by more than samples within one do.
+point that lies over 10 % above one of a larger size was disturbed and is left out. The spread of a point is
+its samples' interquartile ratio; a miss has to exceed that of the three points together. This asks for more
+than the error of a quartile over some samples (which is smaller by the root of their number), because
+launches differ by more than samples within one do.
 """
 
 from __future__ import annotations

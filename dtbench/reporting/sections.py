@@ -380,7 +380,9 @@ def redistribute(cases: Sequence[Case]) -> Section:
     if ratio is not None:
         section.lead += f" Over all transitions and sizes the core takes {ratio:.2f}× the time of torch."
     dtype = main_dtype(cases)
-    drawn = [c for c in cases if c.get("dtype") == dtype]
+    plain = (("groups", "together"), ("mode", "isolated"))
+    sweep = [c for c in cases if all(c.get(param) in ("", value) for param, value in plain)]
+    drawn = [c for c in sweep or cases if c.get("dtype") == dtype]
     ends = sorted({c.number("size") for c in drawn})
     ends = [ends[0], ends[-1]] if len(ends) > 1 else ends
     panels = {

@@ -57,6 +57,9 @@ def test_version_and_bare_call(dtbench: Cli) -> None:
         ("SUITE --filter zzz", "--filter 'zzz' matches none"),
         ("SUITE --nproc two", "'two' is not a valid integer; `dtbench run --help`"),
         ("SUITE --launches 0", "--launches 0: expected 1 or more"),
+        ("SUITE --max-size 3x", "'3x' is not a size"),
+        ("SUITE --max-size 1MiB --size 1KiB", "--max-size and --size both say what to sweep"),
+        ("SUITE --max-size 100", "--max-size 100: the sweep starts at 1 KiB"),
         ("SUITE --timeout -1", "--timeout -1.0: expected seconds above 0"),
         ("SUITE --resume", "--resume needs -o FILE"),
         ("SUITE --resume -o nosuch.jsonl", "there is no file nosuch.jsonl"),
@@ -149,3 +152,24 @@ def test_doctor_for_machines(dtbench: Cli) -> None:
     code, out, _ = dtbench("doctor", "--json")
     findings = json.loads(out)
     assert code == EXIT_OK and findings and all({"check", "ok", "got"} <= f.keys() for f in findings)
+
+
+@pytest.mark.parametrize(
+    ("args", "launches", "refines"),
+    [
+        ("", 1, False),
+        ("--max-size 16MiB", 5, True),
+        ("--max-size 16MiB --launches 2", 2, True),
+        ("--max-size 16MiB --no-refine", 5, False),
+        ("--size 1KiB:1MiB:4x --refine", 1, True),
+    ],
+)
+def test_a_run_to_calibrate_with_has_five_launches_and_refines(
+    dtbench: Cli, monkeypatch: pytest.MonkeyPatch, args: str, launches: int, refines: bool
+) -> None:
+    got = []
+    monkeypatch.setattr("dtbench.run.run", lambda options, argv: got.append(options) or 0)
+    assert dtbench("run", "collectives", *args.split())[0] == EXIT_OK
+    (options,) = got
+    assert options.suites == ("collectives",) and options.launches == launches
+    assert options.plan("cpu", 4).refine == refines
