@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dtbench.calibration.curve import BEYOND_HALF_WIDTH, MAX_HALF_WIDTH, price
+from dtbench.calibration.curve import BEYOND_HALF_WIDTH, MAX_HALF_WIDTH, Price, price
 from dtbench.calibration.ring import ring_us
 
 
@@ -36,23 +36,30 @@ def estimate(dim: Mapping[str, Any], collective: str, ranks: int, size_bytes: in
     """One collective of `calibration.ring.RING_COLLECTIVES` on a dim of the topology. ranks: of a group, at least 2.
 
     Over other ranks than measured, the measured time is multiplied by the ratio that a ring with the dim's
-    bandwidth and latency per hop has, and its interval widens by every doubling of ranks as it does by
-    every doubling of size.
+    bandwidth and latency per hop has, and its interval widens by every doubling of ranks as much as by a
+    doubling of size.
     """
     measured = dim["ranks"]
     curve = dim["collectives"].get(collective)
-    if curve is None:
-        time_us = ring_us(collective, size_bytes, measured, dim)
-        half_width = max(math.log(dim["residuals"]["worst_ratio"]), BEYOND_HALF_WIDTH)
-        low, high, size_factor = time_us / math.exp(half_width), time_us * math.exp(half_width), 1.0
-    else:
-        at = price(curve, size_bytes)
-        time_us, low, high, size_factor = at.time_us, at.low_us, at.high_us, at.beyond
-    factor = ranks / measured
-    if factor != 1:
-        scale = ring_us(collective, size_bytes, ranks, dim) / ring_us(collective, size_bytes, measured, dim)
-        half_width = max(math.log(high / time_us), math.log(time_us / low), BEYOND_HALF_WIDTH)
-        half_width = min(half_width * (1 + abs(math.log2(factor))), MAX_HALF_WIDTH)
-        time_us *= scale
-        low, high = time_us / math.exp(half_width), time_us * math.exp(half_width)
-    return Estimate(time_us, low, high, size_factor, factor, curve is None)
+    at = _by_formula(dim, collective, size_bytes) if curve is None else price(curve, size_bytes)
+    factor, by_formula = ranks / measured, curve is None
+    if factor == 1:
+        return Estimate(at.time_us, at.low_us, at.high_us, at.beyond, factor, by_formula)
+    scale = ring_us(collective, size_bytes, ranks, dim) / ring_us(collective, size_bytes, measured, dim)
+    half_width = max(math.log(at.high_us / at.time_us), math.log(at.time_us / at.low_us))
+    per_doubling = max(half_width / (1 + math.log2(at.beyond)), BEYOND_HALF_WIDTH)
+    spread = math.exp(min(half_width + per_doubling * abs(math.log2(factor)), MAX_HALF_WIDTH))
+    time_us = at.time_us * scale
+    return Estimate(time_us, time_us / spread, time_us * spread, at.beyond, factor, by_formula)
+
+
+def _by_formula(dim: Mapping[str, Any], collective: str, size_bytes: int) -> Price:
+    """The ring's time over as many ranks as were measured, as far off as the worst point of its fit."""
+    smallest, largest = dim["fitted_on"]["size_bytes"]
+    beyond = max(1.0, size_bytes / largest, smallest / size_bytes)
+    half_width = max(math.log(dim["residuals"]["worst_ratio"]), BEYOND_HALF_WIDTH) * (1 + math.log2(beyond))
+    time_us, spread = (
+        ring_us(collective, size_bytes, dim["ranks"], dim),
+        math.exp(min(half_width, MAX_HALF_WIDTH)),
+    )
+    return Price(time_us, time_us / spread, time_us * spread, beyond)

@@ -18,6 +18,8 @@ from dtbench.units import format_bytes, format_seconds, significant
 
 # Wide enough that nothing wraps where no terminal reads along.
 _PIPE_WIDTH = 10_000
+# An interval wider than this factor to either side says nothing that its ends would add to.
+NOT_KNOWN = 100
 
 
 def print_prediction(prediction: Prediction, as_json: bool = False) -> None:
@@ -135,6 +137,8 @@ def _times(of: Total | Estimate) -> dict[str, float]:
 
 
 def _interval(of: Total | Estimate) -> str:
+    if of.high_us > NOT_KNOWN**2 * of.low_us:
+        return f"unknown within {NOT_KNOWN}x"
     return f"{format_seconds(of.low_us * 1e-6)} .. {format_seconds(of.high_us * 1e-6)}"
 
 

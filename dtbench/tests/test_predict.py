@@ -252,7 +252,7 @@ def test_intervals_widen_with_every_doubling() -> None:
         assert steps == pytest.approx([2 * math.log(1.2)] * 5)  # the made-up curves' half width is log 1.2
         assert all(e.low_us < e.time_us < e.high_us for e in estimates)
     both = prices.estimate(dim, "all_gather", 16, 2**31)
-    assert math.log(both.high_us / both.low_us) == pytest.approx(2 * math.log(1.2) * 2 * 2)
+    assert math.log(both.high_us / both.low_us) == pytest.approx(2 * math.log(1.2) * 3)
 
 
 def test_collectives_that_were_not_measured_are_priced_by_the_formula() -> None:
@@ -261,6 +261,8 @@ def test_collectives_that_were_not_measured_are_priced_by_the_formula() -> None:
     assert at.time_us == pytest.approx(6.6 + 7 * 2 + 2**-4 * 7 / 8 / 150 * 1e6)
     assert (at.by_formula, at.extrapolated) == (True, True)
     assert at.high_us / at.time_us == pytest.approx(1.5)
+    beyond = prices.estimate(dim, "all_gather", 8, 2**32)  # it was fitted up to 1 GiB
+    assert (beyond.size_factor, beyond.high_us / beyond.time_us) == (4, pytest.approx(1.5**3))
     prediction = predict(made_topology(dim), setup({"tp": 4}))
     assert any("all_gather was not measured on tp" in w for w in prediction.warnings)
 
@@ -382,6 +384,14 @@ def test_mistakes_are_one_line(dtbench: Cli, file: str, options: tuple[str, ...]
     code, out, err = dtbench("predict", "--topology", file, "--model", "llama-8b", *options)
     assert (code, out) == (2, "")
     assert said in err and err.count("\n") == 1
+
+
+def test_what_is_not_known_is_not_given_in_digits(dtbench: Cli, tmp_path: Path) -> None:
+    dim = made_dim("dp", 2, 1.0, 1.0, collectives={"all_reduce": curve_of((1024,), (90.0,))})
+    write_topology(made_topology(dim), tmp_path / "t.json")
+    code, out, _ = dtbench("predict", "--topology", "t.json", "--mesh", "dp=4096", "--model", "llama-8b")
+    assert code == 0
+    assert "unknown within 100x" in next(line for line in out.splitlines() if line.startswith("DDP"))
 
 
 def test_names_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
