@@ -51,6 +51,11 @@ def choose(tasks: Sequence[Task], case: str, filter_text: str) -> list[Task]:
             f"--filter {filter_text!r} matches none of the {len(named)} cases of {suite}: "
             f"they are such as {_some(named)}"
         )
+    suites = list(dict.fromkeys(task.suite.name for task in found))
+    if len({task.suite.world for task in found}) > 1:
+        raise UsageError(
+            f"cases of {' and '.join(suites)} match, of which one needs ranks and one does not: name a case of one"
+        )
     if len(found) > MOST_CASES:
         raise UsageError(
             f"{len(found)} cases match, a profile shows at most {MOST_CASES}: name one, as in "

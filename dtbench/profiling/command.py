@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK
 from dtbench.launch import start_ranks
 from dtbench.model import Skip
 from dtbench.options import Task
@@ -44,13 +44,8 @@ def profile(request: Request, argv: Sequence[str]) -> int:
     nproc = count_ranks(request.options, device_type)
     tasks = request.tasks(device_type, nproc)
     check_folder(request.folder)
-    world = tasks[0].suite.world
-    if world == "simulated":
+    if tasks[0].suite.world == "simulated":
         return _profile_calls(request, tasks, device_type)
-    if world == "own":
-        raise UsageError(
-            f"{tasks[0].suite.name} times nothing that a profile could take apart: name another suite"
-        )
     launched = start_ranks(argv, nproc, 0, request.folder)
     if not launched.note.reported:
         diagnosis = Diagnosis(launched.died, launched.rank) if launched.died else INTERRUPTED

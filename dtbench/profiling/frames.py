@@ -84,6 +84,8 @@ def short_name(name: str) -> str:
     """`/usr/lib/torch/distributed/tensor/_dispatch.py(759): wrap` -> `_dispatch.py: wrap`, and C functions
     without the address of what they belong to."""
     place = _PLACE.match(name)
+    if place is not None and place["name"] == profiled_call.__name__:
+        return "one call"
     if place is not None:
         return f"{place['file'].rpartition('/')[2]}: {place['name']}"
     if name.startswith("<built-in"):

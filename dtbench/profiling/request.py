@@ -12,6 +12,7 @@ from dtbench.errors import UsageError
 from dtbench.launch import OUTPUT
 from dtbench.options import RunOptions, Task
 from dtbench.profiling.choose import choose, split_target
+from dtbench.registry import load
 from dtbench.session import choose_device, prepare
 
 TRACE_NAME, FLAME_NAME = "trace.json.gz", "flame.svg"
@@ -48,7 +49,12 @@ class Request:
         Raises:
             UsageError: no such suite or case, or too many.
         """
-        # The case's name is looked for before the filter, so that the message names the nearest.
+        for suite in load(self.options.suites):
+            if suite.world == "own":
+                raise UsageError(
+                    f"{suite.name} times nothing that a profile could take apart: name another suite"
+                )
+        # The filter comes after the case's name, so that a message can name the nearest.
         listed = prepare(self.options, device_type, world_size)
         return choose(listed.tasks, self.case, self.filter_text)
 

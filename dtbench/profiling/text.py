@@ -41,8 +41,9 @@ def _stage_table(impls: Sequence[Breakdown]) -> list[str]:
         rows.append(["plain op alone", *(t for f in floors for t in f)])
     lines = ["  " + line for line in _aligned(rows)]
     lines += [
-        f"  {b.impl}: from {b.source}; {b.spans_per_call:.0f} spans a call, recording one took "
-        f"{significant(b.fitted_to_calibrated, 3)} times its calibrated cost ({b.calls} calls)"
+        f"  {b.impl}: from {b.source}; {b.spans_per_call:.0f} spans a call make it "
+        f"{significant(b.recorded_ns / b.whole_ns, 3)} times as long, {significant(b.fitted_to_calibrated, 3)} times "
+        f"what recording as many costs by itself ({b.calls} calls)"
         for b in impls
     ]
     return lines

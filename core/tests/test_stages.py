@@ -1,0 +1,84 @@
+"""The stopwatches around a dispatch: they see its stages, change nothing it gives, and leave nothing behind."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import dtbench_core as dt
+from dtbench_core import dispatch, stages
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    yield init_device_mesh("cpu", (8,))
+    dist.destroy_process_group()
+
+
+def opened(log: stages.Log) -> list[str]:
+    """The names of the stages in the order in which they began."""
+    pairs = list(zip(log[::2], log[1::2], strict=True))
+    assert len(pairs) % 2 == 0
+    return [stages.NAMES[first] for first, second in pairs if second != stages.END]
+
+
+def everything() -> dict[Any, Any]:
+    """What every module and class of the core holds."""
+    modules = [m for name, m in sys.modules.items() if name.partition(".")[0] == "dtbench_core"]
+    held = {(m.__name__, name): value for m in modules for name, value in vars(m).items()}
+    for cls in (dt.DTensor, dispatch.Plan):
+        held |= {(cls.__name__, name): value for name, value in vars(cls).items()}
+    return held
+
+
+def test_a_cached_call_passes_each_stage_once(mesh: DeviceMesh) -> None:
+    x = dt.distribute_tensor(torch.ones(16, 4), mesh, [dt.Shard(0)])
+    for _ in range(3):
+        torch.add(x, x)
+    with stages.Watch() as log:
+        result = torch.add(x, x)
+    seen = [name for name in opened(log) if name != stages.BOOKKEEPING]
+    assert seen == ["glue", "checks", "checks", "key", "cache", "local op", "wrap"]
+    assert torch.equal(result.to_local(), torch.full((2, 4), 2.0))
+
+
+def test_moves_communication_plans_and_backward_are_seen(mesh: DeviceMesh) -> None:
+    x = dt.distribute_tensor(torch.ones(16, 24), mesh, [dt.Shard(0)])
+    y = dt.distribute_tensor(torch.ones(16, 24), mesh, [dt.Shard(1)]).requires_grad_()
+    with stages.Watch() as log:
+        torch.autograd.grad(torch.mul(x, y).sum(), y)
+    assert set(stages.NAMES) <= {*opened(log), "entry"}
+
+
+def test_it_leaves_nothing_behind_even_after_an_error(mesh: DeviceMesh) -> None:
+    x = dt.distribute_tensor(torch.ones(16, 4), mesh, [dt.Shard(0)])
+    torch.add(x, x)
+    watch, before = stages.Watch(), everything()
+    for _ in range(2):
+        with pytest.raises(dt.errors.MixedTensorError), watch as log:
+            torch.add(x, torch.ones(16, 4))
+        opened(log)  # every bracket is closed
+        assert len(log) > 0
+        after = everything()
+        assert after.keys() == before.keys()
+        assert [key for key, value in before.items() if after[key] is not value] == []
+
+
+def test_what_is_learnt_while_watching_is_kept(mesh: DeviceMesh) -> None:
+    dispatch.clear_caches()
+    x = dt.distribute_tensor(torch.ones(16, 5), mesh, [dt.Shard(0)])
+    with stages.Watch() as log:
+        torch.mul(x, x)
+        assert "plan" in opened(log)
+    assert dispatch.cache_info()["plans"] > 0
+    with stages.Watch() as log:
+        torch.mul(x, x)
+    assert "plan" not in opened(log)

@@ -1,0 +1,169 @@
+"""`dtbench profile` through its real entry point: simulated ranks, two gloo ranks, and what it refuses."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from dtbench.profiling.trace import LANES
+from dtbench.tests.made_up import Cli
+
+LIMIT_S = 120  # for a whole command; a healthy one takes seconds
+ONE_CASE = ("dispatch/add", "--filter", "S(0),S(0) mesh=8 pass=forward call=cached")
+
+
+def start(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("DTBENCH_", "SLURM_", "TORCHELASTIC_"))}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"):
+        env.pop(name, None)
+    command = [sys.executable, "-P", "-m", "dtbench", "profile", *args, "--quick"]
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=env | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
+def read_trace(folder: Path) -> list[dict[str, Any]]:
+    with gzip.open(folder / "trace.json.gz", "rt", encoding="utf-8") as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    for event in events:
+        assert event["ph"] in "XMC" and isinstance(event["pid"], int)
+        if event["ph"] == "X":
+            assert event["ts"] >= 0 and event["dur"] >= 0 and event["name"]
+    return events
+
+
+def test_a_dispatch_by_stage_for_core_and_torch(tmp_path: Path) -> None:
+    done = start(tmp_path, *ONE_CASE, "-o", "p")
+    assert (done.returncode, done.stderr) == (0, "")
+    folder = tmp_path / "p"
+    core, other = json.loads((folder / "table.json").read_text())["cases"]
+    assert (core["impl"], core["source"]) == ("core", "the core's counters")
+    assert (other["impl"], other["source"]) == ("torch", "Python and C++ frames")
+    for made in (core, other):
+        total = sum(row["ns"] for row in made["rows"]) + made["unattributed_ns"]
+        assert total == pytest.approx(made["whole_ns"])
+        stages = {row["stage"] for row in made["rows"]}
+        assert {"entry", "key", "cache", "local op", "wrap"} <= stages and "redistribute" not in stages
+        assert made["floor_ns"] > 0 and made["recorded_ns"] > 0
+    for line in (folder / "table.txt").read_text().splitlines():
+        assert line in done.stdout
+    frames = {
+        "".join(e.itertext()) for e in ElementTree.fromstring((folder / "flame.svg").read_text()).iter()
+    }
+    assert any("wrapper.py: wrap" in name for name in frames) and any("aten::add" in name for name in frames)
+    events = read_trace(folder)
+    names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert {name.rpartition("(")[2] for name in names} == {
+        "core), frames",
+        "core), counters",
+        "torch), frames",
+    }
+    assert {"entry", "key", "wrap", "aten::add"} <= {e["name"] for e in events if e["ph"] == "X"}
+
+
+def test_two_ranks_in_one_trace(tmp_path: Path) -> None:
+    args = ("--filter", "pass=forward ", "--impl", "core", "--nproc", "2", "--launches", "1", "-o", "p")
+    done = start(tmp_path, "tensor_parallel/mlp", *args)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    made = json.loads((tmp_path / "p" / "table.json").read_text())
+    core, whole = made["sections"]
+    assert core["label"].endswith("(core)") and whole["label"].endswith("(local)")
+    for section in (core, whole):
+        assert section["iterations"] == 3 and section["plain_us"] > 0 and section["unmatched"] == 0
+        for parts in section["parts_us"].values():
+            assert parts["whole"] > 0 and parts["compute"] > 0
+            assert parts["exposed"] == pytest.approx(parts["communication"] - parts["overlap"])
+            busy = parts["compute"] + parts["exposed"]
+            assert parts["host"] == pytest.approx(parts["whole"] - busy, abs=0.01)
+    assert core["parts_us"].keys() == {"0", "1"}
+    (skew,) = core["skews"]
+    assert (skew["kind"], skew["count"]) == ("allreduce", 3)
+    assert sum(skew["late"].values()) + skew["unclear"] == 3
+    assert whole["skews"] == [] and whole["parts_us"]["0"]["communication"] == 0
+    assert "without the profiler" in done.stdout and "clocks:" in done.stdout
+
+    events = read_trace(tmp_path / "p")
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    drawn = [e for e in events if e["ph"] == "X"]
+    for rank in (0, 1):
+        of_lane = {tid: [e for e in drawn if (e["pid"], e["tid"]) == (rank, tid)] for tid in LANES}
+        assert {lanes[rank, tid] for tid in LANES} == set(LANES.values())
+        assert [e["name"] for e in of_lane[1]] == ["allreduce"] * 3
+        assert of_lane[2] and of_lane[3]
+        assert "aten::addmm" in {e["name"] for e in drawn if e["pid"] == rank}
+    # On one clock: the all-reduce of a rank cannot end before the other one has come.
+    for mine, theirs in zip(
+        *([e for e in drawn if (e["pid"], e["tid"]) == (r, 1)] for r in (0, 1)), strict=True
+    ):
+        late_us = sum(made["clock_us"].values())
+        assert mine["ts"] + mine["dur"] >= theirs["ts"] - late_us
+        assert theirs["ts"] + theirs["dur"] >= mine["ts"] - late_us
+
+
+def test_what_cannot_be_profiled_is_refused_in_one_line(
+    dtbench: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "taken").mkdir()
+    for args, says in (
+        (("dispatch/ad",), "dispatch has no case 'ad': the nearest are add"),
+        (("dispatch",), "cases match, a profile shows at most 24: name one"),
+        (("dispatch/add", "--filter", "mesh=9"), "matches none of the"),
+        (("nothing/add",), "no suite is called 'nothing'"),
+        (("dispatch/",), "is not SUITE or SUITE/CASE"),
+        (("coverage/add",), "coverage times nothing that a profile could take apart"),
+        ((*ONE_CASE, "-o", "taken"), "taken exists already: give another -o"),
+        ((*ONE_CASE, "-o", "no/folder"), "there is no folder no"),
+        ((*ONE_CASE, "--nvtx"), "leave --nvtx out"),
+        ((*ONE_CASE, "--device", "cuda"), "torch finds no CUDA device"),
+        ((*ONE_CASE, "--launches", "2"), "--launches"),
+        ((*ONE_CASE, "--impl", "jax"), "'jax' is not known"),
+        (("tensor_parallel/mlp", "--mesh", "tp=2", "--nproc", "3"), "make them agree"),
+        ((), "SUITE"),
+    ):
+        code, out, err = dtbench("profile", *args)
+        assert (code, out, err.count("\n")) == (2, "", 1), (args, out, err)
+        assert says in err, err
+    assert [p.name for p in tmp_path.iterdir()] == ["taken"]
+
+
+BROKEN = """
+from dtbench.model import Case, Skip, Workload
+from dtbench.registry import suite
+
+def build(world, how):
+    if how == "skips":
+        raise Skip("not here")
+    if how == "raises":
+        raise RuntimeError("no such shape")
+    return Workload(run=lambda: None, check=lambda: "got 3, expected 4")
+
+@suite("broken", world="simulated", help="all that can go wrong")
+def broken(plan):
+    for how in ("skips", "raises", "wrong"):
+        yield Case(how, {}, {"core": lambda world, how=how: build(world, how)}, clock="host")
+"""
+
+
+def test_cases_that_fail_leave_no_folder(dtbench: Cli, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(BROKEN)
+    code, out, err = dtbench("profile", "mine.py", "-o", "p")
+    assert code == 5
+    assert "broken skips (core): skipped, not here" in out
+    assert "broken raises (core): failed, RuntimeError: no such shape" in err
+    assert "got 3, expected 4" in err and "no profile was written" in err
+    assert not (tmp_path / "p").exists()

@@ -1,0 +1,451 @@
+"""The parts of a profile that are arithmetic and drawing: on made-up spans, traces and clocks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtbench import machine
+from dtbench.errors import OutputError, UsageError
+from dtbench.model import Case
+from dtbench.options import Task
+from dtbench.profiling import clocks, flame, folder, gpu, overlap, sections, spans, stages, text, trace, world
+from dtbench.profiling.choose import choose, split_target
+from dtbench.profiling.frames import short_name
+from dtbench.profiling.skew import skews
+from dtbench.profiling.spans import Overhead, Span
+from dtbench.registry import Suite
+
+# ------------------------------------------------------------------------------- intervals
+
+INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)
+
+
+def points(intervals: list[tuple[float, float]]) -> set[int]:
+    """The unit cells that whole-numbered intervals cover."""
+    return {cell for a, b in intervals for cell in range(int(a), int(b))}
+
+
+@given(INTERVALS, INTERVALS)
+def test_intervals_against_counting_cells(a: Any, b: Any) -> None:
+    assert points(overlap.union(a)) == points(a)
+    assert points(overlap.intersection(a, b)) == points(a) & points(b)
+    assert points(overlap.difference(a, b)) == points(a) - points(b)
+    assert overlap.length(a) == len(points(a))
+    for made in (overlap.union(a), overlap.intersection(a, b), overlap.difference(a, b)):
+        assert all(start < end for start, end in made)
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(made))
+    merged = overlap.union(a)
+    assert all(one[1] < other[0] for one, other in itertools.pairwise(merged))
+
+
+# ------------------------------------------------------------------------------- spans and stages
+
+COST = {"counter": Overhead(90.0, 300.0)}
+
+
+def recorded(name: str, own_ns: float, *children: Any, cost: Overhead = COST["counter"]) -> Any:
+    """A call as a recorder that costs `cost` shows it: (name, own time, children) -> builder of spans."""
+
+    def build(at: float) -> Span:
+        span = Span(name, "counter", at, at)
+        at += cost.inside_ns + own_ns
+        for child in children:
+            made = child(at + cost.outside_ns / 2)
+            at = made.end_ns + cost.outside_ns / 2
+            span.children.append(made)
+        span.end_ns = at
+        return span
+
+    return build
+
+
+def made_up_call(cost: Overhead = COST["counter"], slow: float = 1.0) -> Span:
+    def leaf(name: str, ns: float) -> Any:
+        return recorded(name, ns * slow, cost=cost)
+
+    inner = recorded(
+        "glue", 250 * slow, leaf("stopwatch", 60), leaf("local op", 1100), leaf("wrap", 900), cost=cost
+    )
+    parts = (leaf("checks", 500), leaf("key", 700), leaf("cache", 100), inner)
+    return recorded("entry", 1500 * slow, recorded("glue", 250 * slow, *parts, cost=cost), cost=cost)(0.0)
+
+
+TRUE_NS = {"entry": 1500, "checks": 500, "key": 700, "cache": 100, "local op": 1100, "wrap": 900, "glue": 500}
+
+
+def broken_down(calls: list[Span], whole_ns: float, cost: dict[str, Overhead] = COST) -> stages.Breakdown:
+    return stages.break_down(
+        calls,
+        whole_ns,
+        cost,
+        stages.named_pieces,
+        ignored="stopwatch",
+        label="case",
+        impl="core",
+        source="made up",
+    )
+
+
+def test_stages_are_found_again_below_what_recording_adds() -> None:
+    calls = [made_up_call() for _ in range(3)]
+    made = broken_down(calls, 5300.0)
+    assert {row.stage: row.ns for row in made.rows} == pytest.approx(TRUE_NS)
+    assert [row.stage for row in made.rows] == [s for s in stages.ORDER if s in TRUE_NS]
+    assert made.fitted_to_calibrated == pytest.approx(1)
+    assert max(row.plus_minus_ns for row in made.rows) == pytest.approx(0, abs=1e-6)
+    assert made.unattributed_ns == pytest.approx(0)
+
+
+def test_a_dearer_recording_is_fitted_and_said() -> None:
+    """Recording costs 1.5 times what its calibration says: the rows still come out, with their doubt."""
+    calls = [made_up_call(Overhead(135.0, 450.0))]
+    made = broken_down(calls, 5300.0)
+    assert made.fitted_to_calibrated == pytest.approx(1.5, rel=0.02)
+    assert {row.stage: row.ns for row in made.rows} == pytest.approx(TRUE_NS, abs=40)
+    assert sum(row.ns for row in made.rows) == pytest.approx(5300)
+    doubts = {row.stage: row.plus_minus_ns for row in made.rows}
+    assert doubts["key"] == pytest.approx(45, abs=3) and doubts["glue"] > 5 * doubts["key"]
+
+
+def test_what_no_fit_explains_is_left_unattributed() -> None:
+    made = broken_down([made_up_call()], 20_000.0)  # a call alone took longer than a recorded one
+    assert made.fitted_to_calibrated == 0
+    assert made.unattributed_ns > 5000
+    assert all(row.plus_minus_ns > 0 for row in made.rows)
+    assert broken_down([made_up_call(slow=9)], 10.0).fitted_to_calibrated == stages.MOST_FIT
+    with pytest.raises(ValueError, match="no call"):
+        broken_down([], 10.0)
+
+
+def test_self_times_add_up_to_the_whole() -> None:
+    rng = random.Random(0)
+
+    def tree(depth: int) -> Any:
+        children = [tree(depth - 1) for _ in range(rng.randrange(3) if depth else 0)]
+        return recorded(rng.choice("abc"), rng.uniform(0, 9), *children)
+
+    for _ in range(50):
+        call = tree(4)(rng.uniform(0, 1e6))
+        alone = sum(ns for _, _, ns in spans.self_times(call, COST))
+        assert alone == pytest.approx(spans.whole_ns(call, COST))
+        assert sum(spans.fold([call], COST).values()) == pytest.approx(alone)
+
+
+def test_brackets_become_trees() -> None:
+    log = [0, 10, 1, 20, 30, -1, 1, 40, 45, -1, 60, -1, 1, 70, 80, -1]
+    first, second = spans.from_brackets(log, ("a", "b"), "counter")
+    assert (first.name, first.duration_ns, [c.duration_ns for c in first.children]) == ("a", 50, [10, 5])
+    assert (second.name, second.duration_ns) == ("b", 10)
+    for bad in (log[:-2], log[:3]):
+        with pytest.raises(ValueError, match=r"entered|pairs"):
+            spans.from_brackets(bad, ("a", "b"), "counter")
+
+
+def frame(name: str, start: float, end: float, *children: Span, kind: str = "PyCall") -> Span:
+    return Span(name, kind, start, end, list(children))
+
+
+def test_frames_of_torch_go_to_their_stages() -> None:
+    where = "torch/distributed/tensor/"
+    handed = frame(
+        "PythonSubclass",
+        30,
+        100,
+        frame(f"{where}_dtensor_spec.py(446): __hash__", 35, 40),
+        frame("torch/distributed/device_mesh.py(1232): get_coordinate", 50, 52),
+        frame("aten::add", 60, 70),
+        frame(f"{where}_dispatch.py(759): wrap", 75, 95, frame("torch/_ops.py(9): __hash__", 80, 85)),
+        kind="TorchOp",
+    )
+    call = frame("profiled_call", 0, 110, frame("aten::add", 20, 105, handed, kind="TorchOp"))
+    found: dict[str, float] = {}
+    for stage, ns, _ in stages.frame_pieces(call, {}):
+        found[stage] = found.get(stage, 0) + ns
+    # C++ between two frames counts with the one that comes next.
+    assert found == {"entry": 20 + 5 + 10 + 5 + 5, "key": 10, "cache": 12, "local op": 18, "wrap": 25}
+    assert sum(found.values()) == 110
+
+
+def test_names_of_frames_are_short_and_hold_no_address() -> None:
+    assert short_name("/usr/lib/torch/_dispatch.py(759): wrap") == "_dispatch.py: wrap"
+    assert short_name("<built-in method get of dict object at 0x7f7eb1b0c240>") == "get (C)"
+    assert short_name("<built-in function hash>") == "hash (C)"
+    assert short_name("aten::add") == "aten::add"
+
+
+# ------------------------------------------------------------------------------- the flame graph
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_a_flame_graph_draws_times_to_scale() -> None:
+    slow = {("call",): 20.0, ("call", "a.py: f"): 60.0, ("call", "a.py: f", "aten::add"): 20.0}
+    quick = {("call",): 50.0}
+    root = ElementTree.fromstring(
+        flame.draw([flame.Graph("c", "x", slow), flame.Graph("c", "y", quick)], "t")
+    )
+    widths = {}
+    for group in root.iter(f"{SVG}g"):
+        tip, box = group.find(f"{SVG}title"), group.find(f"{SVG}rect")
+        assert tip is not None and tip.text is not None and box is not None
+        widths[tip.text.split("\n")[0], box.get("class")] = float(str(box.get("width")))
+    full = flame.WIDTH_PX - 2 * flame.MARGIN_PX
+    assert widths == {
+        ("call", "python"): pytest.approx(full / 2, abs=0.01),  # the second graph's, on the first one's scale
+        ("a.py: f", "python"): pytest.approx(full * 0.8, abs=0.01),
+        ("aten::add", "op"): pytest.approx(full * 0.2, abs=0.01),
+    }
+
+
+def test_hostile_names_are_text_in_the_svg() -> None:
+    evil = "</title><script>alert(1)</script><a href='javascript:x'>&lt; \x00\x1b\ud800 " + "n" * 5000
+    drawn = flame.draw([flame.Graph(evil, evil, {(evil,): 5.0, (evil, '" onload="x'): 3.0})], evil)
+    drawn.encode("utf-8")
+    root = ElementTree.fromstring(drawn)
+    tags = {element.tag.removeprefix(SVG) for element in root.iter()}
+    assert tags <= {"svg", "title", "desc", "style", "text", "rect", "g"}
+    assert not any(name.startswith("on") for element in root.iter() for name in element.attrib)
+    assert len(drawn) < 10_000
+    assert any("<script>" in (element.text or "") for element in root.iter(f"{SVG}title"))
+
+
+def test_frames_too_narrow_to_see_are_counted() -> None:
+    folded = {("call",): 1e6} | {("call", f"f{i}"): 1.0 for i in range(7)}
+    assert "7 frames too narrow" in flame.draw([flame.Graph("c", "x", folded)], "t")
+    ElementTree.fromstring(flame.draw([flame.Graph("c", "nothing", {})], "empty"))
+
+
+# ------------------------------------------------------------------------------- traces
+
+
+def event(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "pid": 9, "tid": tid, "args": args}
+
+
+def iteration(number: int, start: float, dur: float) -> dict[str, Any]:
+    return event(f"{trace.ITERATION} s (core) #{number}", start, dur, "user_annotation")
+
+
+def cpu_rank(rank: int, late: float, shift_us: float) -> trace.RankTrace:
+    """Compute 0-20, an all-reduce from 20 + late to 50, of which 30-40 lies under an op; on a shifted clock."""
+    events = [
+        iteration(0, 0, 60),
+        event("aten::linear", 0, 20),
+        event("aten::addmm", 5, 10),
+        event("c10d::allreduce_", 20 + late, 2),
+        event("gloo:all_reduce", 28, 22, "user_annotation", tid=2),
+        event("aten::mul", 30, 30),
+        event("PythonSubclass", 31, 28),
+        event("aten::mul", 32, 8),
+        event("aten::add", 200, 50),  # outside of any iteration
+        {"ph": "M", "name": "thread_name", "pid": 9, "tid": 2, "args": {"name": "gloo"}},
+    ]
+    moved = [e | {"ts": e["ts"] - shift_us} if "ts" in e else e for e in events]
+    return trace.RankTrace(rank, "here", "cpu", moved, shift_us, 0.5)
+
+
+def test_an_iteration_is_taken_apart() -> None:
+    (window,) = trace.windows_of(cpu_rank(0, 1, 1000.0))
+    assert (window.section, window.number) == ("s (core)", 0)
+    assert [c.interval for c in window.collectives] == [(21, 50)]
+    assert list(window.compute) == [(0, 20), (32, 40)]  # the op that was handed over counts as its inner one
+    times = window.times_us()
+    assert times == {"whole": 60, "communication": 29, "compute": 28, "overlap": 8, "exposed": 21, "host": 11}
+    assert window.exposed == [(21, 32), (40, 50)]
+
+
+def test_on_a_gpu_kernels_count() -> None:
+    events = [
+        iteration(0, 0, 100),
+        event(f"{trace.ITERATION} s (core) #0", 0, 100, "gpu_user_annotation"),
+        event("aten::mm", 0, 90),
+        event("gemm", 10, 30, "kernel", tid=7),
+        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)", 30, 40, "kernel", tid=8),
+        event("Memcpy DtoD", 60, 5, "gpu_memcpy", tid=7),
+    ]
+    (window,) = trace.windows_of(trace.RankTrace(0, "here", "cuda:0", events))
+    assert [c.kind for c in window.collectives] == ["AllReduce"]
+    assert window.times_us()["overlap"] == 15 and window.times_us()["exposed"] == 25
+
+
+def test_traces_merge_on_one_clock_with_lanes() -> None:
+    ranks = [cpu_rank(0, 0, 1000.0), cpu_rank(1, 3, -500.0)]
+    made = trace.merge(ranks, {"by": "test"})
+    json.dumps(made, allow_nan=False)
+    drawn = [e for e in made["traceEvents"] if e["ph"] == "X"]
+    assert min(e["ts"] for e in drawn) == 0
+    names = {
+        (e["pid"], e["tid"]): e["args"]["name"] for e in made["traceEvents"] if e["name"] == "thread_name"
+    }
+    for pid in (0, 1):
+        assert {names[pid, tid] for tid in trace.LANES} == set(trace.LANES.values())
+        assert "gloo" in names.values()
+        lane = {n: [e for e in drawn if (e["pid"], e["tid"]) == (pid, tid)] for tid, n in trace.LANES.items()}
+        assert [(e["ts"], e["dur"]) for e in lane["communication"]] == [(20 + 3 * pid, 30 - 3 * pid)]
+        assert [(e["ts"], e["dur"]) for e in lane["compute"]] == [(0, 20), (32, 8)]
+        assert sum(e["dur"] for e in lane["exposed communication"]) == 22 - 3 * pid
+    assert all((e["pid"], e["tid"]) in names for e in drawn)
+
+
+def test_the_late_rank_is_named() -> None:
+    ranks = [cpu_rank(0, 0, 0.0), cpu_rank(1, 4, 700.0)]
+    windows = {r.rank: trace.windows_of(r) * 20 for r in ranks}
+    (found,), unmatched = skews(windows, [[0, 1]], {0: 0.5, 1: 0.5})
+    assert (found.kind, found.count, unmatched) == ("allreduce", 20, 0)
+    assert (found.mean_us, found.p95_us) == (4, 4)
+    assert (found.latest, found.late, found.unclear) == (1, {1: 20}, 0)
+    # Clocks that may be wrong by as much do not tell.
+    (vague,), _ = skews(windows, [[0, 1]], {0: 2.0, 1: 2.0})
+    assert (vague.latest, vague.unclear) == (None, 20)
+    assert skews(windows, [[0], [1]], {})[0] == []  # each communicates with itself alone
+
+
+def test_collectives_that_differ_are_not_matched() -> None:
+    windows = {0: trace.windows_of(cpu_rank(0, 0, 0.0)), 1: trace.windows_of(cpu_rank(1, 0, 0.0))}
+    first = windows[1][0]
+    windows[1] = [trace.Window(first.section, 0, 0, 60, (), first.compute)]
+    assert skews(windows, [[0, 1]], {}) == ([], 1)
+    traces = [cpu_rank(0, 0, 0.0), cpu_rank(1, 4, 0.0)]
+    (section,) = sections.sections_of(traces, {"s (core)": [[0, 1]]}, {"s (core)": [40.0, 50.0, 60.0]})
+    lines = "\n".join(text.section_tables([section], {0: 0.5, 1: 0.5}))
+    assert section.overhead == pytest.approx(0.2)
+    assert "rank 1 is last most often, 1 of 1 times" in lines and "50.00 µs without" in lines
+
+
+def test_groups_of_mesh_dims() -> None:
+    mesh = (("dp", 2), ("tp", 3))
+    assert world.groups_of(mesh, "tp", 6) == [[0, 1, 2], [3, 4, 5]]
+    assert world.groups_of(mesh, "dp", 6) == [[0, 3], [1, 4], [2, 5]]
+    assert world.groups_of(mesh, "world", 6) == [[0, 1, 2, 3, 4, 5]]
+
+
+# ------------------------------------------------------------------------------- clocks
+
+
+def test_marks_tie_two_clocks() -> None:
+    # The profiler's clock is 1000 behind; marks of 2 within readings 10 apart, placed unevenly.
+    marks = [(100.0, -899.0, -897.0, 110.0), (200.0, -793.0, -791.0, 210.0)]
+    offset = clocks.from_marks(marks)
+    assert abs(offset.ns - 1000) <= offset.uncertainty_ns < 2
+    # A drift that no offset fits: the tightest mark decides.
+    drifting = clocks.from_marks([(100.0, -900.0, -898.0, 102.5), (200.0, -700.0, -698.0, 230.0)])
+    assert drifting.ns == pytest.approx(1000.25)
+    with pytest.raises(ValueError, match="no marks"):
+        clocks.from_marks([])
+
+
+def test_another_hosts_clock_is_found_over_the_store() -> None:
+    import time
+
+    from torch._C._distributed_c10d import HashStore
+
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    ahead_ns = 5_000_000_000
+    thread = threading.Thread(target=clocks.answer, args=(store, 3, lambda: time.time_ns() + ahead_ns))
+    thread.start()
+    offset = clocks.ask(store, 3)
+    thread.join()
+    assert abs(offset.ns - ahead_ns) <= offset.uncertainty_ns
+    with pytest.raises(ValueError, match="no exchanges"):
+        clocks.from_exchanges([])
+
+
+# ------------------------------------------------------------------------------- GPUs
+
+
+def test_gpu_samples_become_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = iter(range(0, 10**9, 1000))
+
+    def values(handle: str, fields: list[tuple[int, int]]) -> list[Any]:
+        of = {0: 0, 1: 0, 2: 3}  # NVML's code per link: the third is not there
+        amount = next(sent)
+        return [SimpleNamespace(nvmlReturn=of[i], value=SimpleNamespace(ullVal=amount)) for _, i in fields]
+
+    library = SimpleNamespace(
+        NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX=138,
+        NVML_NVLINK_MAX_LINKS=3,
+        nvmlDeviceGetFieldValues=values,
+        nvmlDeviceGetHandleByIndex=lambda index: f"gpu {index}",
+    )
+    state = {"sm_clock_MHz": 1500, "memory_clock_MHz": None, "temperature_C": 61, "power_W": 345.6}
+    monkeypatch.setattr(machine, "nvml", lambda: library)
+    monkeypatch.setattr(machine, "gpu_state", lambda index: state | {"throttled_by": ["hw_slowdown"]})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu.nvlink_KiB(0) == {"nvlink_sent_KiB": 0.0}
+    with gpu.Sampler(0, every_s=0.001) as sampler:
+        while len(sampler.samples.get("nvlink_sent_KiB", ())) < 3:
+            pass
+    assert sampler.reasons == {"hw_slowdown"}
+    drawn = gpu.counters_of(sampler.samples)
+    assert drawn.keys() == {"sm_clock_MHz", "temperature_C", "power_W", "throttled", "nvlink_sent_GBps"}
+    assert {value for _, value in drawn["power_W"]} == {345.6}
+    # Two links that each count 2000 KiB in half a second, and a counter that starts again.
+    rates = gpu.counters_of({"nvlink_sent_KiB": [(0.0, 0.0), (5e5, 4000.0), (6e5, 10.0)]})
+    assert rates == {"nvlink_sent_GBps": [(0.0, pytest.approx(8000 * 1024 / 1e9))]}
+    monkeypatch.setattr(machine, "nvml", lambda: None)
+    assert gpu.nvlink_KiB(0) == {}
+
+
+# ------------------------------------------------------------------------------- choosing
+
+
+def tasks(names: list[str], variants: int = 1) -> list[Task]:
+    own = Suite("dispatch", lambda plan: iter(()), "simulated", "help")
+    return [
+        Task(own, Case(name, {"n": n}, {"core": lambda world: world}), ("core",))
+        for name in names
+        for n in range(variants)
+    ]
+
+
+def test_a_case_is_chosen_by_its_whole_name() -> None:
+    all_of_them = tasks(["add", "addmm", "add_", "relu"], variants=3)
+    assert [t.label for t in choose(all_of_them, "add", "")] == [f"dispatch add n={n}" for n in range(3)]
+    assert [t.label for t in choose(all_of_them, "add", "N=2")] == ["dispatch add n=2"]
+    assert len(choose(all_of_them, "", "")) == 12
+    with pytest.raises(UsageError, match="no case 'ad': the nearest are add, add_"):
+        choose(all_of_them, "ad", "")
+    with pytest.raises(UsageError, match="no case 'xyzzy': there are add, add_, addmm, relu"):
+        choose(all_of_them, "xyzzy", "")
+    with pytest.raises(UsageError, match=r"matches none of the 3 cases.*dispatch add n=0"):
+        choose(all_of_them, "add", "n=7")
+    with pytest.raises(UsageError, match=r"28 cases match.*at most 24.*dispatch relu n=0"):
+        choose(tasks(["add", "relu"], variants=14), "", "")
+
+
+def test_targets() -> None:
+    assert split_target("dispatch") == ("dispatch", "")
+    assert split_target("dispatch/add") == ("dispatch", "add")
+    assert split_target("../my/suite.py") == ("../my/suite.py", "")
+    assert split_target("my/suite.py/a/b") == ("my/suite.py", "a/b")
+    for bad in ("", "/add", "dispatch/", "suite.py/"):
+        with pytest.raises(UsageError, match="expected such as dispatch/add"):
+            split_target(bad)
+
+
+# ------------------------------------------------------------------------------- the folder
+
+
+def test_a_folder_is_made_whole_or_not_at_all(tmp_path: Any) -> None:
+    folder.write_folder(tmp_path / "p", {"a.txt": "a\ud800", "b.json.gz": folder.as_json({"x": 1})})
+    assert sorted(p.name for p in (tmp_path / "p").iterdir()) == ["a.txt", "b.json.gz"]
+    for taken in (tmp_path / "p", tmp_path / "no" / "p"):
+        with pytest.raises(OutputError, match="another -o"):
+            folder.check_folder(taken)
+    with pytest.raises(OutputError, match="exists already"):
+        folder.write_folder(tmp_path / "p", {"c": ""})
+    with pytest.raises(OutputError, match="cannot write"):
+        folder.write_folder(tmp_path / "q", {"no/folder": ""})
+    assert [p.name for p in tmp_path.iterdir()] == ["p"]
