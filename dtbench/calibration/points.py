@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,12 +40,12 @@ class Point:
     size_bytes: int
     launches: Mapping[Launch, Array]
 
-    @property
+    @cached_property
     def by_launch(self) -> dict[Launch, float]:
         """Microseconds of each launch."""
         return {launch: float(np.quantile(s, QUANTILE)) for launch, s in self.launches.items()}
 
-    @property
+    @cached_property
     def measured_us(self) -> float:
         return float(np.median(list(self.by_launch.values())))
 

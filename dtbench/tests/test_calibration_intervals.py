@@ -1,0 +1,157 @@
+"""A 90 % interval holds nine of ten new launches: on launches whose spread is known."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from dtbench import calibration
+from dtbench.calibration import intervals
+from dtbench.calibration.points import QUANTILE, Point
+from dtbench.model import Result
+from dtbench.tests import made_up
+
+Array = NDArray[np.float64]
+Draw = Callable[..., Array]
+
+SIZES = [1024 * 4**k for k in range(8)]
+REPETITIONS, NEW = 20, 5
+
+
+def draws(tails: str, rng: np.random.Generator) -> Draw:
+    """Values of standard deviation 1: normal, or Student's t of 3 degrees of freedom."""
+    if tails == "normal":
+        return lambda size=(): np.asarray(rng.normal(size=size))
+    return lambda size=(): np.asarray(rng.standard_t(3, size) / np.sqrt(3))
+
+
+def coverage(
+    launches: int, common: float, own: Array, tails: str = "normal", machines: int = 60
+) -> tuple[float, float]:
+    """Share of new launches inside, and mean half width in logs.
+
+    common: sd of what a launch does to all sizes; own: sd of what it does to each size.
+    """
+    rng = np.random.default_rng(7)
+    draw = draws(tails, rng)
+    centre = np.log(100 + np.array(SIZES) * 1e-4)
+
+    def launch() -> Array:  # (sizes, repetitions) us
+        exact = centre + common * draw() + own * draw(len(SIZES))
+        return np.exp(exact[:, None] + rng.normal(0, 0.05, (len(SIZES), REPETITIONS)))
+
+    inside, widths = [], []
+    for _ in range(machines):
+        measured = [launch() for _ in range(launches)]
+        points = [
+            Point(size, {("r", k): m[i] for k, m in enumerate(measured)}) for i, size in enumerate(SIZES)
+        ]
+        low, high = intervals.quantiles(intervals.new_launch(points, 200))
+        widths.append(np.log(high / low) / 2)
+        for _ in range(NEW):
+            new = np.quantile(launch(), QUANTILE, axis=1)
+            inside.append((low <= new) & (new <= high))
+    return float(np.mean(inside)), float(np.mean(widths))
+
+
+@pytest.mark.parametrize("tails", ["normal", "heavy"])
+@pytest.mark.parametrize(("common", "own"), [(0.1, 0.02), (0.1, 0.1), (0.0, 0.1)])
+def test_nine_of_ten_new_launches_lie_inside(common: float, own: float, tails: str) -> None:
+    share, width = coverage(5, common, np.full(len(SIZES), own), tails)
+    assert 0.85 <= share <= 0.97
+    # Not by being boundless: Student's t of 4 degrees of freedom is 1.42 times a normal's 1.645 sd wide.
+    assert width < 1.6 * 1.645 * float(np.hypot(common, own)) + 0.05
+
+
+def test_few_launches_make_wide_intervals_that_hold() -> None:
+    own = np.full(len(SIZES), 0.05)
+    shares, widths = zip(*(coverage(k, 0.1, own) for k in (2, 3, 8)), strict=True)
+    assert min(shares) >= 0.85
+    assert widths[0] > 1.5 * widths[1] > 1.5 * widths[2]
+
+
+def test_sizes_that_scatter_more_have_wider_intervals() -> None:
+    own = np.geomspace(0.2, 0.02, len(SIZES))
+    rng = np.random.default_rng(3)
+    points = [
+        Point(size, {("r", k): np.exp(rng.normal(5, sd, 1)) for k in range(5)})
+        for size, sd in zip(SIZES, own, strict=True)
+    ]
+    low, high = intervals.quantiles(intervals.new_launch(points))
+    widths = np.log(high / low)
+    assert widths[:3].mean() > 1.5 * widths[-3:].mean()
+
+
+def test_one_launch_is_known_to_be_too_narrow() -> None:
+    share, _ = coverage(1, 0.1, np.full(len(SIZES), 0.02))
+    assert share < 0.5
+
+
+def test_launches_without_some_sizes_still_count() -> None:
+    rng = np.random.default_rng(4)
+    points = [
+        Point(size, {("r", k): np.exp(rng.normal(5, 0.1, 3)) for k in range(5) if (i + k) % 4 or i == 0})
+        for i, size in enumerate(SIZES)
+    ]
+    lonely = Point(2**30, {("r", 2): np.array([200.0])})
+    replicates = intervals.new_launch([*points, lonely])
+    assert np.isfinite(replicates).all()
+    low, high = intervals.quantiles(replicates)
+    assert low[-1] < 200.0 < high[-1]  # measured once, but launches are known to differ
+
+
+def test_one_burst_does_not_make_every_size_uncertain() -> None:
+    rng = np.random.default_rng(5)
+
+    def widths(burst: float) -> Array:
+        points = []
+        for i, size in enumerate(SIZES):
+            factors = [burst if (i, k) == (3, 2) else 1.0 for k in range(5)]
+            points.append(
+                Point(size, {("r", k): f * np.exp(rng.normal(5, 0.05, 1)) for k, f in enumerate(factors)})
+            )
+        low, high = intervals.quantiles(intervals.new_launch(points))
+        return np.asarray(np.log(high / low))
+
+    assert widths(3.0)[-1] < 2.5 * widths(1.0)[-1]
+
+
+def test_the_file_says_what_a_new_launch_measures() -> None:
+    """From launches in one run file to the table: 90 % of further launches inside."""
+    rng = np.random.default_rng(8)
+
+    def slower(result: Result, factor: float) -> Result:
+        samples = {rank: tuple(factor * t for t in s) for rank, s in result.rank_samples_s.items()}
+        return dataclasses.replace(result, rank_samples_s=samples)
+
+    def results(launch: int) -> list[Result]:
+        made = made_up.collectives(
+            launch, names=("all_gather",), modes=["together"], samples=20, launch=launch
+        )
+        return [slower(r, float(np.exp(rng.normal(0, 0.1)))) for r in made]
+
+    dims = calibration.calibrate([made_up.run([r for k in range(6) for r in results(k)])])["dims"]
+    inside = []
+    for k in range(100, 110):
+        new = calibration.calibrate([made_up.run(results(k))])["dims"]
+        for dim, of_new in zip(dims, new, strict=True):
+            tables = (d["collectives"]["all_gather"]["table"] for d in (dim, of_new))
+            inside += [
+                row["low_us"] <= other["measured_us"] <= row["high_us"]
+                for row, other in zip(*tables, strict=True)
+            ]
+    assert 0.85 <= np.mean(inside) <= 0.98
+    curve = dims[0]["collectives"]["all_gather"]
+    assert curve["launches"] == 6 and len(curve["table"][0]["launch_us"]) == 6
+    median = float(np.median(curve["table"][0]["launch_us"]))
+    assert curve["table"][0]["measured_us"] == pytest.approx(median)
+
+
+def test_intervals_are_the_same_every_time() -> None:
+    points = [Point(size, {("r", k): np.array([100.0 + k]) for k in range(3)}) for size in SIZES]
+    again = [dataclasses.replace(p) for p in points]
+    assert (intervals.new_launch(points) == intervals.new_launch(again)).all()
