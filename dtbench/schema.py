@@ -155,11 +155,13 @@ def result_of(line: Mapping[str, Any]) -> Result:
     get = line.get
     times = _list_of(_amount)
     suite = _name("suite", get("suite"))
+    params = _dict_of(_scalar)("params", get("params", {}))
+    later = _LATER_PARAMS.get(suite, {})
     return Result(
         suite=suite,
         name=_name("name", get("name")),
         impl=_name("impl", get("impl")),
-        params={**_LATER_PARAMS.get(suite, {}), **_dict_of(_scalar)("params", get("params", {}))},
+        params=params | {name: value for name, value in later.items() if name not in params},
         status=status,
         reason=_str("reason", get("reason", "")),
         rank=_optional(_count(0))("rank", get("rank")),
