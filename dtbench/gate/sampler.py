@@ -19,10 +19,10 @@ from dtbench.sampling import describe
 from dtbench.stats import summarize
 
 VISITS = 20
-SAMPLES = 100
-FEWEST_SAMPLES = 5
+SAMPLES = 60
+FEWEST_SAMPLES = 10
 # One benchmark's samples together, so that slow ones do not make a launch long.
-SAMPLES_S = 0.25
+SAMPLES_S = 0.05
 # The first of a visit finds its caches cold and is thrown away, where calls may be repeated at will.
 WARMUP_CALLS = 20
 # So many benchmarks are alive at a time.

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -38,17 +38,25 @@ _MDE_QUANTILES = 2.3263 + 0.8416
 @dataclass(frozen=True)
 class Effect:
     """What n pairs say. ratio: head / base (Hodges-Lehmann of the paired log ratios). low, high: its one-sided
-    bounds at 95%, 0 and inf where there are too few pairs. p_slower, p_faster: exact signed-rank test.
-    sd: of the log ratios.
+    bounds at 95%, 0 and inf where there are too few pairs. sd: of the log ratios `logs`.
     """
 
     ratio: float
     low: float
     high: float
-    p_slower: float
-    p_faster: float
     sd: float
     pairs: int
+    logs: tuple[float, ...] = ()
+
+    @cached_property  # most effects are judged by their bounds alone, and the test takes a millisecond
+    def p_slower(self) -> float:
+        """The exact signed-rank test of head being slower."""
+        return signed_rank_p(np.asarray(self.logs))
+
+    @cached_property
+    def p_faster(self) -> float:
+        """The same of head being faster."""
+        return signed_rank_p(-np.asarray(self.logs))
 
     @property
     def smallest_detectable(self) -> float:
@@ -76,10 +84,9 @@ def effect_of(base: Sequence[float], head: Sequence[float]) -> Effect:
         ratio=math.exp(float(np.median(walsh))),
         low=math.exp(float(walsh[k - 1])) if k else 0.0,
         high=math.exp(float(walsh[-k])) if k else math.inf,
-        p_slower=signed_rank_p(logs),
-        p_faster=signed_rank_p(-logs),
         sd=float(np.std(logs, ddof=1)) if n > 1 else math.inf,
         pairs=n,
+        logs=tuple(float(x) for x in logs),
     )
 
 
@@ -152,11 +159,13 @@ class Judged:
     def to_json(self) -> dict[str, Any]:
         """As a dict of JSON values."""
         suite, name, impl, params = self.benchmark.key
-        effect = None
+        effect: dict[str, float | None] | None = None
         if self.effect is not None:
-            effect = {k: v if math.isfinite(v) else None for k, v in dataclasses.asdict(self.effect).items()}
-            detectable = self.effect.smallest_detectable
-            effect["smallest_detectable"] = detectable if math.isfinite(detectable) else None
+            found = self.effect
+            names = ("ratio", "low", "high", "sd", "p_slower", "p_faster", "smallest_detectable")
+            figures = {name: float(getattr(found, name)) for name in names}
+            effect = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+            effect["pairs"] = found.pairs
         return {
             "suite": suite,
             "name": name,
@@ -226,7 +235,7 @@ def has_moved(effect: Effect | None) -> bool:
     if effect is None:
         return False
     change = math.exp(abs(math.log(effect.ratio))) - 1
-    return change > TRUST_CHANGE and min(effect.p_slower, effect.p_faster) < TRUST_P
+    return change > TRUST_CHANGE and (effect.p_slower if effect.ratio > 1 else effect.p_faster) < TRUST_P
 
 
 def trust_of(control: Effect | None, null: Effect | None, measured: bool) -> Trust:
