@@ -1,0 +1,237 @@
+"""Validation scores each model on launches it has not seen, with errors that are known in advance."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtbench.calibration import calibrate, write_topology
+from dtbench.calibration.ring import RING_COLLECTIVES
+from dtbench.calibration.validate import Validation, validate, validate_split
+from dtbench.errors import EXIT_OK, EXIT_USAGE, UsageError
+from dtbench.model import Result, Run
+from dtbench.store import RunWriter
+from dtbench.tests import made_up
+from dtbench.tests.made_up import Cli
+
+SIZES = made_up.SIZES
+
+
+def results(scale: float = 1.0, launch: int = 0, **changes: Any) -> list[Result]:
+    given = {"names": RING_COLLECTIVES, "noise": 0.0, "samples": 6, "modes": ["together"]}
+    made = made_up.collectives(launch, launch=launch, launch_factor=scale, **{**given, **changes})
+    return list(made)
+
+
+def run_of(made: list[Result], run_id: str = "new", **changes: Any) -> Run:
+    return made_up.run(made, path=f"{run_id}.jsonl", run_id=run_id, **changes)
+
+
+def fitted(*scales: float) -> dict[str, Any]:
+    made = [r for k, scale in enumerate(scales) for r in results(scale, k)]
+    return calibrate([run_of(made, "fitted")])
+
+
+def ratio(validation: Validation, model: str, regime: str = "all", group: str = "ring collectives") -> float:
+    (found,) = [g for g in validation.groups if g.name == group]
+    return found.scores[model][regime].geometric_mean_ratio
+
+
+def test_errors_and_the_noise_floor_are_those_of_the_launches() -> None:
+    """Fitted on launches of 0.9, 1 and 1.1; new ones take 1.2 and 0.8 of what the formula says."""
+    new = run_of([*results(1.2, 0), *results(0.8, 1)])
+    found = validate(fitted(0.9, 1.0, 1.1), [new])
+    expected = math.exp((math.log(1.2) - math.log(0.8)) / 2)
+    for model in ("ring", "table"):
+        assert ratio(found, model) == pytest.approx(expected, rel=2e-3)
+    (group,) = found.groups
+    assert group.scores["table"]["all"].points == 2 * 2 * 3 * len(SIZES)
+    assert group.scores["table"]["all"].median_error == pytest.approx(
+        (1 - 1 / 1.2 + 1 / 0.8 - 1) / 2, rel=2e-3
+    )
+    # Each new launch forecast by the other new one and by the three that were fitted.
+    forecasts = [(a, b) for a, b in ((1.2, 0.8), (0.8, 1.2))]
+    forecasts += [(a, b) for a in (0.9, 1.0, 1.1) for b in (1.2, 0.8)]
+    logs = [abs(math.log(a / b)) for a, b in forecasts]
+    assert ratio(found, "floor") == pytest.approx(math.exp(sum(logs) / len(logs)), rel=1e-3)
+    assert group.scores["floor"]["all"].points == len(forecasts) * 2 * 3 * len(SIZES)
+
+
+def test_torchs_own_layout_and_the_right_one_are_told_apart() -> None:
+    """On CPU torch takes every dim for crossing hosts; here tp does not, and takes what torch would say."""
+    builtin = {"dp": (87.7 * 0.22, 2.7), "tp": (87.7, 0.6)}
+    topology = calibrate([run_of(results(truth=builtin), "fitted")])
+    found = validate(topology, [run_of(results(truth=builtin))])
+    assert ratio(found, "builtin_layout") == pytest.approx(1, abs=1e-6)
+    assert ratio(found, "builtin_scaled") == pytest.approx(1, abs=1e-6)
+    assert ratio(found, "builtin", "> 1 MiB") > 1.5
+    assert any("1 device per host" in note for note in found.notes)
+    # With as many GPUs per host as ranks it guesses right.
+    gpus = {"machine": {"cpu": {}, "gpus": [{"name": "H"}, {"name": "H"}]}, "plan": {"device_type": "cuda"}}
+    topology = calibrate([run_of(results(truth=builtin), "fitted", **gpus)])
+    found = validate(topology, [run_of(results(truth=builtin), **gpus)])
+    assert ratio(found, "builtin") == pytest.approx(1, abs=1e-6)
+
+
+def test_one_number_cannot_repair_what_is_wrong_per_dim() -> None:
+    """dp 4 times slower than torch's constants, tp as they say: the median of both is what one number gives."""
+    found = validate(
+        calibrate([run_of(results(4.0, truth={"dp": (87.7 * 0.22, 2.7), "tp": (87.7, 0.6)}), "fitted")]),
+        [run_of(results(4.0, truth={"dp": (87.7 * 0.22, 2.7), "tp": (87.7, 0.6)}))],
+    )
+    assert ratio(found, "builtin_layout") == pytest.approx(4)
+    assert ratio(found, "builtin_scaled") == pytest.approx(1, abs=1e-3)
+
+
+def test_regimes_count_by_size() -> None:
+    def slow_when_large(result: Result) -> Result:
+        factor = 3.0 if (result.size_bytes or 0) > 2**20 else 1.0
+        samples = {k: tuple(factor * t for t in v) for k, v in result.rank_samples_s.items()}
+        return dataclasses.replace(result, rank_samples_s=samples)
+
+    found = validate(fitted(1.0), [run_of(list(map(slow_when_large, results())))])
+    assert ratio(found, "table", "> 1 MiB") == pytest.approx(3)
+    assert ratio(found, "table", "64 KiB - 1 MiB") == ratio(found, "table", "< 64 KiB") == pytest.approx(1)
+    assert ">= 32 MiB" not in found.groups[0].scores["table"]
+
+
+def test_intervals_are_scored_on_each_new_value() -> None:
+    topology = fitted(0.9, 1.0, 1.1)
+    near, far = results(1.05, 0), results(3.0, 1)
+    (group,) = validate(topology, [run_of([*near, *far])]).groups
+    assert (group.inside, group.points, group.beyond, group.one_launch) == (0.5, 96, 0, False)
+    (group,) = validate(topology, [run_of(results(sizes=[*SIZES, 4 * SIZES[-1]]))]).groups
+    assert group.beyond == 6 and group.points == 48
+    assert validate(fitted(1.0), [run_of(results())]).groups[0].one_launch
+
+
+def test_other_collectives_and_changes_of_placement_are_scored_apart() -> None:
+    made = [*made_up.collectives(noise=0.0, samples=6, modes=["together"]), *made_up.redistribute()]
+    found = validate(calibrate([run_of(made, "fitted")]), [run_of(made)])
+    names = [group.name for group in found.groups]
+    assert names == [
+        "ring collectives",
+        "other collectives",
+        "changes of placement, core",
+        "changes of placement, torch",
+    ]
+    assert set(found.groups[1].scores) == set(found.groups[2].scores) == {"line", "table", "floor"}
+    assert ratio(found, "table", group="changes of placement, torch") == pytest.approx(1, abs=0.02)
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+def test_runs_that_it_was_fitted_on_are_refused_unless_asked_for() -> None:
+    topology, own = fitted(1.0), run_of(results(), "fitted")
+    with pytest.raises(UsageError, match=r"what the topology was fitted on.*--same"):
+        validate(topology, [own])
+    found = validate(topology, [own], same=True)
+    assert any(note.startswith("FITTED ON THE SAME RUN (fitted.jsonl)") for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"versions": {"backend": "nccl"}}, "of backend gloo, new.jsonl of nccl"),
+        ({"plan": {"device_type": "cuda"}}, "of device type cpu, new.jsonl of cuda"),
+        ({"mesh": {"x": 2, "y": 2}}, r"no mesh dim of the topology \(dp=2, tp=2\) was measured"),
+    ],
+)
+def test_runs_of_another_setup_are_refused(changes: dict[str, Any], says: str) -> None:
+    made = (
+        results()
+        if "mesh" not in changes
+        else results(mesh=changes["mesh"], truth={"x": (1, 1), "y": (1, 1)})
+    )
+    with pytest.raises(UsageError, match=says):
+        validate(fitted(1.0), [run_of(made, **changes)])
+
+
+def test_differences_that_may_make_the_errors_are_said() -> None:
+    half = [dataclasses.replace(r, params={**r.params, "dtype": "bfloat16"}) for r in results()]
+    notes = validate(fitted(1.0), [run_of(half, hosts=("a",) * 4)]).notes
+    assert any("dp spans [1, 1] hosts in the runs (least, most), [2, 2] in the topology" in n for n in notes)
+    assert any("all_gather over dp is bfloat16 in the runs, float32 in the topology" in n for n in notes)
+    alone = validate(fitted(1.0), [run_of(results(modes=["alone"]))]).notes
+    assert any("dp was measured alone in the runs, together in the topology" in n for n in alone)
+    more = validate(fitted(1.0), [run_of([*results(), *results(names=("broadcast",))])]).notes
+    assert any("broadcast over tp is not in the topology" in n for n in more)
+
+
+# ----------------------------------------------------------------------------------- held-out sizes
+
+
+def test_sizes_held_out_are_predicted_from_their_neighbours() -> None:
+    """Times linear in size: a table that is read linearly is exact, whatever it was not fitted on."""
+    found = validate_split(run_of(results()))
+    (group,) = found.groups
+    # 8 sizes: 1, 3 and 5 are held out, the ends kept.
+    assert group.scores["table"]["all"].points == 3 * 3 * 2
+    assert ratio(found, "table") == pytest.approx(1, abs=1e-9)
+    assert "every second size of new.jsonl" in found.title
+
+
+def test_a_held_out_size_does_not_help_to_predict_itself() -> None:
+    held = set(SIZES[1:-1:2])
+
+    def odd(result: Result) -> Result:
+        factor = 2.0 if result.size_bytes in held else 1.0
+        samples = {k: tuple(factor * t for t in v) for k, v in result.rank_samples_s.items()}
+        return dataclasses.replace(result, rank_samples_s=samples)
+
+    found = validate_split(run_of(list(map(odd, results()))))
+    assert ratio(found, "table") == pytest.approx(2, rel=1e-9)
+
+
+def test_collectives_without_a_ring_formula_and_one_launch_can_be_split() -> None:
+    (group,) = validate_split(run_of(results(names=("all_to_all",)))).groups
+    assert group.name == "other collectives" and set(group.scores) == {"line", "table"}
+    with pytest.raises(UsageError, match="measured at 3 sizes or more: none can be held out"):
+        validate_split(run_of(results(sizes=SIZES[:2])))
+
+
+# ------------------------------------------------------------------------------------- the command
+
+
+def written(path: str, run: Run) -> None:
+    with RunWriter.create(Path(path), run.header) as writer:
+        for result in run.results:
+            writer.append(result)
+        writer.end()
+
+
+def test_the_command_prints_a_table_or_json(dtbench: Cli) -> None:
+    write_topology(fitted(0.9, 1.1), "t.json")
+    written("new.jsonl", run_of([*results(1.2, 0), *results(1.3, 1)]))
+    code, out, _ = dtbench("validate", "t.json", "new.jsonl")
+    assert code == EXIT_OK and "noise floor: one launch forecasts another" in out
+    assert "2 new launches of dp=2, tp=2" in out and "values lie inside the fit's 90 % intervals" in out
+    code, out, _ = dtbench("validate", "t.json", "new.jsonl", "--json")
+    found = json.loads(out)
+    assert found["kind"] == "validation" and found["groups"][0]["scores"]["table"]["all"]["points"] == 96
+    code, out, _ = dtbench("validate", "--split", "new.jsonl")
+    assert code == EXIT_OK and "every second size of new.jsonl" in out
+
+
+def test_wrong_usage_is_one_line(dtbench: Cli) -> None:
+    write_topology(fitted(1.0), "t.json")
+    written("fitted.jsonl", run_of(results(), "fitted"))
+    Path("cut.json").write_text(Path("t.json").read_text()[:300])
+    for args, says in (
+        ("t.json", "at least one RUN"),
+        ("--split t.json fitted.jsonl", "--split takes one RUN"),
+        ("--split fitted.jsonl --same", "--split takes one RUN"),
+        ("t.json fitted.jsonl", "was fitted on"),
+        ("fitted.jsonl t.json", "is not a topology"),
+        ("t.json t.json", "t.json"),
+        ("cut.json fitted.jsonl", "cut.json is not a topology"),
+        ("nosuch.json fitted.jsonl", "cannot read nosuch.json"),
+    ):
+        code, out, err = dtbench("validate", *args.split())
+        assert (code, out, err.count("\n")) == (EXIT_USAGE, "", 1) and says in err, args
