@@ -92,7 +92,6 @@ class Window:
 def windows_of(trace: RankTrace) -> list[Window]:
     """The iterations that the rank recorded, in the order of time."""
     events = [e for e in trace.events if e.get("ph") == "X"]
-    collectives = collectives_of(events)
     compute = compute_of(events)
     found: list[Window] = []
     for event in sorted(events, key=_start):
@@ -102,7 +101,8 @@ def windows_of(trace: RankTrace) -> list[Window]:
             continue
         section, _, number = name.removeprefix(ITERATION).strip().rpartition(" #")
         window = (_start(event), _end(event))
-        inside = [c for c in collectives if window[0] <= c.arrival_us < window[1]]
+        # What goes on after an iteration, such as the next barrier, is not its own.
+        inside = collectives_of([e for e in events if window[0] <= _start(e) < window[1]], window[1])
         shift = trace.shift_us
         found.append(
             Window(
@@ -117,23 +117,26 @@ def windows_of(trace: RankTrace) -> list[Window]:
     return found
 
 
-def collectives_of(events: Sequence[Event]) -> list[Collective]:
-    """The collectives among one rank's events, by arrival: NCCL's kernels where there are any, else the
-    process group's calls with what gloo's threads did for them."""
+def collectives_of(events: Sequence[Event], until_us: float) -> list[Collective]:
+    """The collectives among one rank's events, by arrival and cut off at the end of the time given: NCCL's
+    kernels where there are any, else the process group's calls with what gloo's threads did for them."""
     kernels = [e for e in events if e.get("cat") == "kernel" and "nccl" in e["name"].lower()]
     if kernels:
-        found = [Collective(_nccl_kind(e["name"]), _start(e), _end(e)) for e in kernels]
+        found = [Collective(_nccl_kind(e["name"]), _start(e), min(_end(e), until_us)) for e in kernels]
         return sorted(found, key=lambda c: c.arrival_us)
-    calls = sorted((e for e in events if e["name"].startswith("c10d::")), key=_start)
+    # A tensor subclass may issue a call again, inside: the innermost one is what goes to the transport.
+    threads = by_thread(e for e in events if e["name"].startswith("c10d::")).values()
+    calls = [s for thread in threads for top in nested(thread) for s, _ in top.walk() if not s.children]
+    calls.sort(key=lambda span: span.start_ns)
     transports = sorted((e for e in events if e["name"].startswith("gloo:")), key=_start)
     ends: dict[int, float] = {}
     waiting = list(range(len(calls)))
     for transport in transports:  # gloo starts works in the order of the calls
-        if waiting and _start(calls[waiting[0]]) <= _end(transport):
+        if waiting and calls[waiting[0]].start_ns <= _start(transport):
             ends[waiting.pop(0)] = _end(transport)
     return [
-        Collective(_c10d_kind(call["name"]), _start(call), max(ends.get(i, 0.0), _end(call)))
-        for i, call in enumerate(calls)
+        Collective(_c10d_kind(c.name), c.start_ns, min(max(ends.get(i, 0.0), c.end_ns), until_us))
+        for i, c in enumerate(calls)
     ]
 
 

@@ -265,6 +265,29 @@ def test_an_iteration_is_taken_apart() -> None:
     assert window.exposed == [(21, 32), (40, 50)]
 
 
+def test_calls_are_paired_with_what_the_transport_did_for_them() -> None:
+    """Not with a barrier's before, nor twice where a tensor subclass issues a call again inside itself."""
+    events = [
+        event("c10d::barrier", -30, 5),
+        event("gloo:barrier", -20, 15, "user_annotation", tid=2),
+        event("gloo:late", -3, 9, "user_annotation", tid=3),
+        iteration(0, 0, 100),
+        event("c10d::allreduce_", 10, 20),
+        event("PythonSubclass", 12, 17),
+        event("c10d::allreduce_", 15, 3),
+        event("gloo:all_reduce", 20, 30, "user_annotation", tid=2),
+        event("c10d::_allgather_base_", 40, 2),
+        event("gloo:all_gather", 45, 70, "user_annotation", tid=3),
+        event("c10d::barrier", 120, 5),
+    ]
+    (window,) = trace.windows_of(trace.RankTrace(0, "here", "cpu", events))
+    assert [(c.kind, c.interval) for c in window.collectives] == [
+        ("allreduce", (15, 50)),
+        ("allgather_base", (40, 100)),
+    ]
+    assert window.times_us()["communication"] == 85
+
+
 def test_on_a_gpu_kernels_count() -> None:
     events = [
         iteration(0, 0, 100),
