@@ -14,18 +14,15 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dtbench.errors import EXIT_CASE_FAILED
-
 _RENDEZVOUS_PORT = 29400  # torchrun's own; nothing else listens in a lab
 # Agents start together, but many of them on few cores need a while to import torch.
 _JOIN_S = 300
-# What the ranks get to end by themselves before the agent kills them; less than the lab gives the agent.
+# What ranks get to end by themselves before the agent kills them; less than `run` gives the agent.
 _SHUTDOWN_S = 10
 _HOSTS = Path("/etc/hosts")
 
@@ -33,7 +30,7 @@ _HOSTS = Path("/etc/hosts")
 @dataclass(frozen=True)
 class Orders:
     """What an agent is to do. host: its number; hostnames and addresses: of all hosts, in order;
-    report: where it says which of its ranks failed."""
+    folder: for its files; report_fd: the pipe on which it says which of its ranks failed."""
 
     host: int
     hostnames: Sequence[str]
@@ -41,7 +38,8 @@ class Orders:
     interface: str
     ranks_per_host: int
     command: Sequence[str]
-    report: str
+    folder: str
+    report_fd: int
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -62,33 +60,35 @@ class Orders:
 
 
 def main() -> NoReturn:
-    # Process 1 is sent only the signals it has a handler for; `run` holds them back until here.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda got, _frame: sys.exit(128 + got))
+    # Process 1 gets only the signals it has a handler for. `run` holds them back until here, and the
+    # elastic launcher has handlers of its own once there are ranks. Until then it might swallow an
+    # exception of ours while it imports.
+    _leave_on_signals()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     orders = Orders(**json.loads(sys.argv[1]))
-    try:
-        with tempfile.TemporaryDirectory(prefix="dtbench-lab-") as folder:
-            _become(orders, Path(folder))
-            failures = _launch(orders, folder)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
-    Path(orders.report).write_text(json.dumps(failures))
-    sys.exit(EXIT_CASE_FAILED if failures else 0)
+    _become(orders)
+    logging.disable(logging.CRITICAL)  # the launcher's log repeats what the ranks and `run` say
+    _launch(orders)
+    sys.exit()
 
 
-def _become(orders: Orders, folder: Path) -> None:
+def _leave_on_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda got, _frame: os._exit(128 + got))
+
+
+def _become(orders: Orders) -> None:
     """This process becomes the host. All of it is seen from inside the namespaces only."""
     socket.sethostname(orders.hostnames[orders.host])
     if _HOSTS.exists():
-        own = folder / "hosts"
+        own = Path(orders.folder) / "hosts"
         own.write_text(orders.hosts_file())
         subprocess.run(["mount", "--bind", own, _HOSTS], check=True)
     os.environ.update(orders.environment(os.environ))
 
 
-def _launch(orders: Orders, folder: str) -> list[list[int]]:
-    """Runs the ranks of this host to their end; (rank, exit code) of those that failed, first to last.
+def _launch(orders: Orders) -> None:
+    """Runs the ranks of this host to their end. Does not return where one fails.
 
     The rendezvous numbers hosts by their addresses as text (`local_addr`), whichever comes first.
     """
@@ -109,19 +109,28 @@ def _launch(orders: Orders, folder: str) -> list[list[int]]:
         local_addr=orders.addresses[orders.host],
         max_restarts=0,
         signals_to_handle="SIGTERM,SIGINT,SIGHUP",
-        logs_specs=DefaultLogsSpecs(log_dir=folder),
+        logs_specs=DefaultLogsSpecs(log_dir=orders.folder),
         **{name: value for name, value in newer.items() if name in known},
     )
-    logging.disable(logging.CRITICAL)  # the launcher's log repeats what ranks and `run` say
     try:
         # The launcher fills in `${local_rank}`, and reads `$$` as `$`.
         elastic_launch(config, orders.command[0])(*(word.replace("$", "$$") for word in orders.command[1:]))
     except ChildFailedError as error:
-        failed = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-        return [[rank, failure.exitcode] for rank, failure in failed]
+        # The error holds the launcher's frames and with them the store that the first host serves: the
+        # ranks elsewhere need it to tell who broke their world.
+        _report(orders, error)
     except SignalException as ended:
         sys.exit(128 + int(ended.sigval))
-    return []
+
+
+def _report(orders: Orders, error: Any) -> NoReturn:
+    """Says which ranks failed, first to last, and waits for `run` to end us."""
+    failed = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+    _leave_on_signals()
+    report = [[rank, failure.exitcode] for rank, failure in failed]
+    os.write(orders.report_fd, json.dumps(report).encode() + b"\n")
+    while True:
+        signal.pause()
 
 
 if __name__ == "__main__":

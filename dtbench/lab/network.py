@@ -32,13 +32,13 @@ _PREFIX = "dtlab"
 _SWITCH = "switch"
 _BRIDGE = "bridge"
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,6}[a-z0-9])?")
-_NAMESPACE = re.compile(rf"{_PREFIX}-({_NAME.pattern})-(\d+|{_SWITCH})")
+_NAMESPACE = re.compile(rf"{_PREFIX}-({_NAME.pattern})-([0-9]+|{_SWITCH})")
 # The hosts are on a network of their own, so every lab can have the same addresses. Three digits each:
 # torch's rendezvous numbers hosts by their addresses as text, where "10.210.0.9" comes after "10.210.0.10".
 _NETWORK = "10.210.0.0/24"
 _FIRST_ADDRESS = 101
 MAX_HOSTS = 32
-_RATE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)(kbit|mbit|gbit)", re.IGNORECASE)
+_RATE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)(kbit|mbit|gbit)", re.IGNORECASE)
 _BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _MIN_RATE, _MAX_RATE = 10**6, 10**11
 MTU = 1500

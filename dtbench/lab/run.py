@@ -8,16 +8,18 @@ and ranks with their agent, both by the kernel's doing.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence, Set
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
@@ -28,10 +30,12 @@ from dtbench.lab.agent import Orders
 from dtbench.lab.signals import ending_signals, signals_held
 
 # After the first failure: so long may the other hosts take to notice and say what they know. dtbench's
-# own ranks need its roll call of 2 s.
-_GRACE_S = 6.0
+# own ranks need 5 s for their roll call, more on busy cores.
+_GRACE_S = 10.0
 # From the signal to the kill: agents give their ranks 10 s.
 _SHUTDOWN_S = 15.0
+# So often it looks even if nothing wakes it.
+_TICK_S = 1.0
 _SHOWN_LINES = 20
 _NAMESPACES = Path("/var/run/netns")  # where iproute2 keeps them
 
@@ -67,22 +71,31 @@ def entry_of(namespace: str) -> list[str]:
 
 @dataclass
 class _Agent:
-    """A started agent. output: what the ranks of a host other than the first print."""
+    """A started agent. output: what the ranks of a host other than the first print. failures: (rank,
+    exit code) of its ranks, once one of them failed and all have ended."""
 
     hostname: str
     process: subprocess.Popen[bytes]
-    report: Path
     output: Path | None
+    failures: list[tuple[int, int]] = field(default_factory=list)
 
     @property
-    def running(self) -> bool:
-        return self.process.poll() is None
+    def over(self) -> bool:
+        """Whether its ranks have ended."""
+        return bool(self.failures) or self.process.poll() is not None
 
-    def failures(self) -> list[tuple[int, int]]:
-        """(rank, exit code) of its ranks that failed by themselves, first to last."""
-        with suppress(OSError, ValueError):
-            return [(rank, code) for rank, code in json.loads(self.report.read_text())]
-        return []
+    @property
+    def failed(self) -> bool:
+        return bool(self.failures or self.process.poll())
+
+    def listen(self, pipe: int) -> None:
+        """Waits for the agent's report, in a thread; wakes `_wait` when it comes."""
+        with os.fdopen(pipe) as reports:
+            if line := reports.readline():
+                found = [(rank, code) for rank, code in json.loads(line)]
+                # The launcher ends the others when one has failed.
+                self.failures = [f for f in found if f[1] != -signal.SIGTERM] or found
+                os.kill(os.getpid(), signal.SIGCHLD)
 
     def last_lines(self) -> list[str]:
         """Of what its ranks printed, if that was not shown."""
@@ -113,15 +126,18 @@ def run(lab: network.Lab, ranks_per_host: int, command: Sequence[str]) -> int:
             hosts = range(lab.hosts)
             agents.extend(_start(lab, host, ranks_per_host, program, Path(folder)) for host in hosts)
             ended_by = _wait(agents, held)
+            return 128 + ended_by if ended_by else _conclude(agents)
         finally:
             for agent in agents:
                 agent.process.kill()
                 agent.process.wait()
             network.end_processes(lab.namespaces)
-        return 128 + ended_by if ended_by else _conclude(agents)
 
 
 def _start(lab: network.Lab, host: int, ranks_per_host: int, program: Sequence[str], folder: Path) -> _Agent:
+    own = folder / str(host)
+    own.mkdir()
+    ours, theirs = os.pipe()
     orders = Orders(
         host=host,
         hostnames=lab.hostnames,
@@ -129,50 +145,55 @@ def _start(lab: network.Lab, host: int, ranks_per_host: int, program: Sequence[s
         interface=network.INTERFACE,
         ranks_per_host=ranks_per_host,
         command=program,
-        report=str(folder / f"{host}.json"),
+        folder=str(own),
+        report_fd=theirs,
     )
     entry = entry_of(lab.namespaces[host])
     command = [*entry, sys.executable, "-P", "-m", "dtbench.lab.agent", orders.to_json()]
-    output = None if host == 0 else folder / f"{host}.txt"
-    with output.open("wb") if output else nullcontext() as file:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,  # Ctrl-C reaches us alone; we pass it on
-        )
-    return _Agent(lab.hostnames[host], process, Path(orders.report), output)
+    output = None if host == 0 else own / "output"
+    try:
+        with output.open("wb") if output else nullcontext() as file:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                pass_fds=[theirs],
+                start_new_session=True,  # Ctrl-C reaches us alone; we pass it on
+            )
+    finally:
+        os.close(theirs)
+    agent = _Agent(lab.hostnames[host], process, output)
+    threading.Thread(target=agent.listen, args=(ours,), daemon=True).start()
+    return agent
 
 
 def _wait(agents: Sequence[_Agent], held: Set[signal.Signals]) -> int:
     """Until all agents have ended, or were told to and had their time; the signal that ended us, or 0.
 
-    Sleeps in the kernel: nothing polls while the ranks measure.
+    Sleeps in the kernel until a child ends, one reports or a signal comes: nothing to disturb the ranks.
     """
     ended_by, told = 0, False
     deadline: float | None = None
-    while any(agent.running for agent in agents):
-        got: signal.struct_siginfo | None
-        if deadline is None:
-            got = signal.sigwaitinfo(held)
-        else:
-            got = signal.sigtimedwait(held, max(deadline - time.monotonic(), 0.0))
-        if got is None or got.si_signo in ending_signals():
+    while not all(agent.over for agent in agents):
+        if deadline is None and any(agent.failed for agent in agents):
+            deadline = time.monotonic() + _GRACE_S
+        left = math.inf if deadline is None else deadline - time.monotonic()
+        got = signal.sigtimedwait(held, max(0.0, min(left, _TICK_S)))
+        number = got.si_signo if got is not None and got.si_signo in ending_signals() else 0
+        if number or left <= 0:
             if told:  # their time is over, or Ctrl-C was pressed twice
                 break
-            ended_by, told = got.si_signo if got else 0, True
-            _tell(agents, ended_by or signal.SIGTERM)
+            ended_by, told = number, True
+            _tell(agents, number or signal.SIGTERM)
             deadline = time.monotonic() + _SHUTDOWN_S
-        elif deadline is None and any(agent.process.poll() for agent in agents):
-            deadline = time.monotonic() + _GRACE_S
     return ended_by
 
 
 def _tell(agents: Sequence[_Agent], number: int) -> None:
     """Sends the signal to the agents that run; they pass it on to their ranks."""
     for agent in agents:
-        if agent.running:
+        if not agent.over:
             # `unshare` and the agent are this process group; the ranks are in sessions of their own.
             os.killpg(agent.process.pid, number)
 
@@ -182,22 +203,19 @@ def _conclude(agents: Sequence[_Agent]) -> int:
 
     It is the code of a rank that ended by itself, before that of one that a signal ended.
     """
-    if all(agent.process.returncode == 0 for agent in agents):
+    if not any(agent.failed for agent in agents):
         return EXIT_OK
-    failures = [(code, rank, agent) for agent in agents for rank, code in agent.failures()]
     for agent in agents:
         for line in agent.last_lines():
             click.echo(f"{agent.hostname}: {line}", err=True)
-    for code, rank, agent in failures:
-        if code < 0:
-            click.echo(f"dtbench: rank {rank} on {agent.hostname} died of {_name(-code)}", err=True)
-    if not failures:
-        ended = ", ".join(f"{a.hostname} {a.process.returncode}" for a in agents)
-        click.echo(
-            f"dtbench: the command did not come to its end (exit codes of the agents: {ended})", err=True
-        )
+        for rank, code in agent.failures:
+            if code < 0:
+                click.echo(f"dtbench: rank {rank} on {agent.hostname} died of {_name(-code)}", err=True)
+    codes = [code for agent in agents for _, code in agent.failures]
+    if not codes:
+        lost = ", ".join(agent.hostname for agent in agents if agent.failed)
+        click.echo(f"dtbench: the ranks on {lost} could not be started or watched", err=True)
         return EXIT_CASE_FAILED
-    codes = [code for code, _, _ in failures]
     return next((code for code in codes if code > 0), 128 - codes[0])
 
 
