@@ -119,12 +119,13 @@ def test_a_group_that_is_always_slower_makes_a_dim_mixed() -> None:
 
 
 def test_groups_that_differ_by_chance_are_not_mixed() -> None:
+    """Each size has a slow group, now one and now the other."""
     rng = np.random.default_rng(1)
-    factors: dict[tuple[Any, ...], float] = {}
+    slow: dict[tuple[Any, ...], int] = {}
 
     def either_group(result: Result, rank: int) -> float:
-        key = (result.name, result.size_bytes, result.params["mesh_dim"], rank // 2)
-        return factors.setdefault(key, float(rng.choice([1.0, 2.0])))
+        key = (result.name, result.size_bytes, result.params["mesh_dim"])
+        return 2.0 if slow.setdefault(key, int(rng.integers(2))) == rank // 2 else 1.0
 
     dims = dims_of(slowed(exact(), either_group), hosts=("a",) * 4)
     assert dims["tp"]["layout"]["kind"] == "intra-host"
