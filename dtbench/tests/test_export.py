@@ -123,7 +123,8 @@ def test_other_meshes_keep_torchs_constants_with_one_warning(
     other = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     src, dst = (S0, *[R] * (len(sizes) - 1)), (R,) * len(sizes)
     before = cost(other, src, dst)
-    with module_of(two_dims()).apply():
+    dims = made_dim("dp", 2, 5.0, 20.0, transitions={"S(0)->R": BENT}), made_dim("tp", 8, 50.0, 2.0)
+    with module_of(made_topology(*dims)).apply():
         with pytest.warns(UserWarning, match=f"dp=2, tp=8; got .*{said}: torch's own"):
             assert cost(other, src, dst) == before
         with warnings.catch_warnings():
@@ -167,6 +168,8 @@ def test_all_to_all_is_looked_up_by_a_ranks_part(mesh: DeviceMesh) -> None:
     exported.DEVICE_TYPE = "cpu"  # no mesh on cuda here
     with exported.apply():
         assert cost(mesh["tp"], (S0,), (S1,)) == pytest.approx(9 + 0.0625 / 8 * 1e6)
+        topo = _collective_utils.MeshTopoInfo.build_from_mesh(mesh["tp"])
+        assert getattr(_collective_utils, COST)(S0, S0, topo, 0, 0.0625) == (0.0, 0.0625)
 
 
 # 100 us at 16 KiB, 160 at 64 KiB, 200 at 128 KiB, 1240 at 1 MiB.
