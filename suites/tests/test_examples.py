@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,8 +15,8 @@ from dtbench_suites.examples import (
     tensor_parallel,
     wait_on_use,
 )
+from suites.tests.started import start
 
-ROOT = Path(__file__).parents[2]
 LAUNCHED = {
     m.__name__.rpartition(".")[2]: m
     for m in (sharded_tables, tensor_parallel, bucketed_gradients, wait_on_use)
@@ -32,16 +30,6 @@ with launched("together", 4):
     for name in {list(LAUNCHED)}:
         importlib.import_module("dtbench_suites.examples." + name).main()
 """
-
-
-def start(*command: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    for name in ("RANK", "WORLD_SIZE"):
-        env.pop(name, None)
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=180
-    )
 
 
 def test_every_program_is_known() -> None:

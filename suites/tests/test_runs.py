@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,22 +15,10 @@ from dtbench.model import Plan, Result
 from dtbench.options import RunOptions, list_tasks
 from dtbench.registry import load
 from dtbench.store import read_run
+from suites.tests.started import start
 
-ROOT = Path(__file__).parents[2]
 FAULTY = Path(__file__).parent / "faulty_suite.py"
 MESH = (("dp", 2), ("tp", 2))
-LIMIT_S = 240  # a hang, not slowness
-
-
-def start(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    for name in list(env):
-        # Also what tells pytest that it is a worker: it would then not measure.
-        if name in ("RANK", "WORLD_SIZE", "PYTEST_ADDOPTS") or name.startswith("PYTEST_XDIST"):
-            del env[name]
-    return subprocess.run(
-        [sys.executable, *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=LIMIT_S
-    )
 
 
 @pytest.fixture(scope="module")
