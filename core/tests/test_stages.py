@@ -40,7 +40,7 @@ def everything() -> dict[Any, Any]:
 
 
 def test_a_cached_call_passes_each_stage_once(mesh: DeviceMesh) -> None:
-    x = dt.distribute_tensor(torch.ones(16, 4), mesh, [dt.Shard(0)])
+    x = dt.DTensor.from_local(torch.ones(2, 4), mesh, [dt.Shard(0)])
     for _ in range(3):
         torch.add(x, x)
     with stages.Watch() as log:
@@ -51,15 +51,15 @@ def test_a_cached_call_passes_each_stage_once(mesh: DeviceMesh) -> None:
 
 
 def test_moves_communication_plans_and_backward_are_seen(mesh: DeviceMesh) -> None:
-    x = dt.distribute_tensor(torch.ones(16, 24), mesh, [dt.Shard(0)])
-    y = dt.distribute_tensor(torch.ones(16, 24), mesh, [dt.Shard(1)]).requires_grad_()
+    x = dt.DTensor.from_local(torch.ones(2, 24), mesh, [dt.Shard(0)])
+    y = dt.DTensor.from_local(torch.ones(16, 3), mesh, [dt.Shard(1)]).requires_grad_()
     with stages.Watch() as log:
         torch.autograd.grad(torch.mul(x, y).sum(), y)
     assert set(stages.NAMES) <= {*opened(log), "entry"}
 
 
 def test_it_leaves_nothing_behind_even_after_an_error(mesh: DeviceMesh) -> None:
-    x = dt.distribute_tensor(torch.ones(16, 4), mesh, [dt.Shard(0)])
+    x = dt.DTensor.from_local(torch.ones(2, 4), mesh, [dt.Shard(0)])
     torch.add(x, x)
     watch, before = stages.Watch(), everything()
     for _ in range(2):
@@ -74,7 +74,7 @@ def test_it_leaves_nothing_behind_even_after_an_error(mesh: DeviceMesh) -> None:
 
 def test_what_is_learnt_while_watching_is_kept(mesh: DeviceMesh) -> None:
     dispatch.clear_caches()
-    x = dt.distribute_tensor(torch.ones(16, 5), mesh, [dt.Shard(0)])
+    x = dt.DTensor.from_local(torch.ones(2, 5), mesh, [dt.Shard(0)])
     with stages.Watch() as log:
         torch.mul(x, x)
         assert "plan" in opened(log)

@@ -211,8 +211,10 @@ class RankProfile:
             reason = f"skipped, {skip}"
         except Exception as error:
             reason = f"failed, {describe(error)}"
+            self._now.raised, self._now.raised_in = describe(error), self._now.impl
             ranks.raised(describe(error))
         reasons = ranks.agree(reason, lambda votes: votes)
+        self._now.raised = self._now.raised_in = None
         bad = [(rank, said) for rank, said in enumerate(reasons) if said]
         if not bad:
             return made
