@@ -16,6 +16,8 @@ from dtbench.layout import DimLayout, Groups
 # Groups of one dim that take this much longer than others, at the median over what they measured
 # together, lie on other links: pairwise bandwidths of like links agree within 10 to 25 %.
 GROUPS_DIFFER = 1.25
+# ... and are behind in at least this share of it: two groups that are slow by turns are alike.
+MOSTLY = 0.75
 # From this size on: below, times are latency and the order in which the host schedules the ranks.
 COMPARED_FROM_BYTES = 64 * 1024
 
@@ -70,7 +72,11 @@ def slowest_over_fastest(results: Sequence[Tagged], groups: Groups) -> float:
     if not ratios:
         return 1.0
     of_group = np.median(ratios, axis=0)
-    return float(np.exp(of_group.max() - of_group.min()))
+    slowest, fastest = int(np.argmax(of_group)), int(np.argmin(of_group))
+    behind = [ratio[slowest] > ratio[fastest] for ratio in ratios]
+    if np.mean(behind) < MOSTLY:
+        return 1.0
+    return float(np.exp(of_group[slowest] - of_group[fastest]))
 
 
 def crosses_hosts(layout: Mapping[str, Any]) -> bool | None:
