@@ -2,6 +2,7 @@
 
     pytest suites                                          the simulated suites, in this process
     torchrun --nproc-per-node 4 -m pytest suites           all suites, on 4 ranks
+    pytest suites --dtbench-gate --dtbench-base rev:main -k relu    judged by `dtbench gate`, a test per verdict
 
 The cases and the world are those of `dtbench run`; sampling and files are pytest-benchmark's.
 """
@@ -43,6 +44,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--mesh", type=parse_mesh, metavar="DIMS", help="Mesh dims, outermost first: dp=2,tp=2.")
     group.addoption("--size", type=parse_sizes, metavar="SIZES", help="1KiB:16MiB:4x, or a comma list.")
     group.addoption("--dtype", default="float32", metavar="LIST", help="Comma list.")
+    group.addoption(
+        "--dtbench-gate", action="store_true", help="Judge by `dtbench gate` instead of timing here."
+    )
+    group.addoption(
+        "--dtbench-base", metavar="ARM", help="What is compared with: rev:REVISION, python:PATH, env:..."
+    )
+    group.addoption(
+        "--dtbench-head", metavar="ARM", default="env:", help="What is judged [default: this checkout]."
+    )
+    group.addoption("--dtbench-budget", metavar="TIME", help="At most so long: 5m.")
     group.addoption("--rounds", type=int, metavar="N", help="Samples per benchmark [default: 20, quick: 5].")
 
 
@@ -59,6 +70,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before pytest-benchmark reads its options: only rank 0 has anything to save or to compare with."""
+    if config.option.dtbench_gate:
+        config.pluginmanager.register(GateTests(config), "dtbench-gate")
     place = find_place()
     if place is None or place.rank == 0:
         return
@@ -187,6 +200,78 @@ def rounds(request: pytest.FixtureRequest) -> int:
     """The same on every rank: it follows from the command line."""
     given = request.config.option.rounds
     return int(given if given is not None else 5 if request.config.option.quick else 20)
+
+
+# ----------------------------------------------------------------------------- the gate as tests
+
+
+class GateTests:
+    """`--dtbench-gate`: the chosen tests become the selection of one gate, and each tells its verdict."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        if config.option.dtbench_base is None:
+            raise pytest.UsageError("--dtbench-gate needs --dtbench-base ARM, such as rev:origin/main")
+        self._option = config.option
+        self._report: Any = None
+        self.labels: list[str] = []
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """What is left of the tests after -k is what is judged."""
+        pairs = [item.callspec.params["task"] for item in session.items if hasattr(item, "callspec")]
+        self.labels = [f"{task.label} [{impl}]" for task, impl in pairs]
+        self._lines = list(dict.fromkeys(task.label for task, _ in pairs))
+
+    def report(self) -> Any:
+        """The gate, run once."""
+        if self._report is None:
+            from dtbench.errors import DtbenchError
+            from dtbench.gate.benchmark import Selection
+            from dtbench.gate.command import GateOptions, gate, parse_duration
+
+            suites = dict.fromkeys(line.partition(" ")[0] for line in self._lines)
+            text = "\n".join(self._lines)
+            option = self._option
+            try:
+                options = GateOptions(
+                    option.dtbench_base,
+                    option.dtbench_head,
+                    tuple(Selection(suite, text) for suite in suites),
+                    mesh=option.mesh,
+                    sizes_bytes=option.size,
+                    dtypes=tuple(option.dtype.split(",")),
+                    budget_s=parse_duration(option.dtbench_budget) if option.dtbench_budget else None,
+                )
+                self._report = gate(options)
+            except DtbenchError as error:
+                pytest.exit(f"dtbench gate: {error}", returncode=error.exit_code)
+        return self._report
+
+    def judge(self, label: str) -> None:
+        """Fails the test unless its benchmark has passed."""
+        from dtbench.gate.outputs import words
+
+        report = self.report()
+        judged = next((j for j in report.judged if j.benchmark.label == label), None)
+        if judged is None:
+            pytest.skip("skipped by both arms")
+        if judged.verdict not in ("PASS", "IMPROVED"):
+            pytest.fail(f"{judged.verdict}: {words(judged)}", pytrace=False)
+        if report.trust.reasons:
+            pytest.fail(f"UNTRUSTED: {'; '.join(report.trust.reasons)}", pytrace=False)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """The exit code is the gate's: benchmarks that only base has are no tests here, and count all the same."""
+        if self._report is not None:
+            session.exitstatus = self._report.exit_code
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """The gate's own lines."""
+        if self._report is not None:
+            from dtbench.gate.outputs import lines
+
+            terminalreporter.section("dtbench gate")
+            for line in lines(self._report):
+                terminalreporter.write_line(line)
 
 
 @pytest.fixture

@@ -21,8 +21,12 @@ Verdict = tuple[str, str] | None  # "failed", "skipped" or "wrong", and why
 
 # An impl that does not get as far as its rounds has its own reason for it.
 @pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")
-def test_case(benchmark: Any, live: Any, task: tuple[Task, str], rounds: int) -> None:
+def test_case(request: Any, benchmark: Any, live: Any, task: tuple[Task, str], rounds: int) -> None:
     (todo, impl) = task
+    gate = request.config.pluginmanager.get_plugin("dtbench-gate")
+    if gate is not None:
+        gate.judge(f"{todo.label} [{impl}]")
+        return
     world, ranks, barrier = live.enter(todo.suite.world)
     if todo.suite.world == "simulated" and live.rank != 0:
         pytest.skip("rank 0 measures alone")

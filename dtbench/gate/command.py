@@ -503,7 +503,7 @@ def publish(
     if trend_file is not None:
         _write(trend_file, outputs.smaller_is_better(report) + "\n", "[")
     if os.environ.get("GITHUB_ACTIONS") == "true":
-        for line in outputs.annotation_lines(report):
+        for line in outputs.annotations_of(report):
             click.echo(line)
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if summary:

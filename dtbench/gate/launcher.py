@@ -77,7 +77,7 @@ class Launcher:
         self._arms = arms
         self._selections = selections
         self._plan = plan
-        self._folder = folder
+        self._folder = folder.absolute()  # launches start elsewhere
         self._limits = limits
         self._samples: dict[Key, int] = {}
         self._variables = dict(variables or {})

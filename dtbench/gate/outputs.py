@@ -183,7 +183,7 @@ def _is_xml(code: int) -> bool:
 # --------------------------------------------------------------------------------- GitHub
 
 
-def annotation_lines(report: Report) -> list[str]:
+def annotations_of(report: Report) -> list[str]:
     """Workflow commands, which GitHub shows beside the change."""
     made = []
     for judged in ordered(report.judged):

@@ -1,0 +1,155 @@
+"""What a gate writes, with names and reasons of any characters."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from collections.abc import Mapping, Sequence
+from html.parser import HTMLParser
+
+import pytest
+
+from dtbench.gate import outputs
+from dtbench.gate.benchmark import Benchmark, from_json, to_json
+from dtbench.gate.outputs import Report
+from dtbench.gate.schedule import effect_and_times
+from dtbench.gate.verdict import Judged, Trust, Verdict
+from dtbench.schema import BadFieldError
+
+HOSTILE = "a|b`c<script>alert(1)</script>&\"'%0A::error::\r\n\x1b[31m\x00\x07\ud800\u202e]]>*_[x](y)"
+
+
+def benchmark(name: str) -> Benchmark:
+    return Benchmark((name, name, "core", ()), f"{name} [core]", "simulated", "min")
+
+
+def judged(
+    verdict: Verdict, name: str = "s", reason: str = "", **fields: Mapping[str, tuple[float, float]]
+) -> Judged:
+    effect, base_s, head_s = effect_and_times([(1e-5, 1.1e-5), (1e-5, 1.2e-5), (1e-5, 1.15e-5)])
+    return Judged(benchmark(name), verdict, reason, "confirmed", effect, base_s, head_s, **fields)
+
+
+def report(items: Sequence[Judged], *reasons: str) -> Report:
+    facts = {"base": {"commit": "a" * 40}, "head": {"commit": "b" * 40}}
+    return Report(tuple(items), Trust(None, None, tuple(reasons)), facts, (HOSTILE,))
+
+
+ALL: tuple[Verdict, ...] = ("PASS", "REGRESSION", "IMPROVED", "INCONCLUSIVE", "MISSING", "FAILED", "NEW")
+
+
+def test_junit_says_of_each_benchmark_what_became_of_it():
+    text = outputs.junit(report([judged(v, v) for v in ALL], "the control moved"))
+    suite = ET.fromstring(text)[0]
+    kinds = {case.get("classname"): [child.tag for child in case] for case in suite}
+    assert kinds == {
+        "PASS": ["system-out"],
+        "IMPROVED": ["system-out"],
+        "REGRESSION": ["failure"],
+        "INCONCLUSIVE": ["skipped"],
+        "MISSING": ["error"],
+        "FAILED": ["error"],
+        "NEW": ["error"],
+        "gate": ["error"],
+    }
+    counts = {name: suite.get(name) for name in ("tests", "failures", "errors", "skipped")}
+    assert counts == {"tests": "8", "failures": "1", "errors": "4", "skipped": "1"}
+
+
+def test_junit_holds_any_name():
+    suite = ET.fromstring(outputs.junit(report([judged("REGRESSION", HOSTILE, HOSTILE)])))[0]
+    name = suite[0].get("name") or ""
+    assert "<script>alert(1)</script>" in name and "\\x1b" in name and "\\x00" in name
+
+
+def test_a_terminal_gets_no_control_characters():
+    lines = outputs.lines(report([judged("FAILED", HOSTILE, HOSTILE)], HOSTILE))
+    assert all(c.isprintable() or c == "\n" for line in lines for c in line)
+    assert all(line.count("\n") <= 1 for line in lines)
+
+
+def test_a_workflow_command_is_one_line_and_one_command():
+    for line in outputs.annotations_of(report([judged("REGRESSION", HOSTILE, HOSTILE)], HOSTILE)):
+        assert "\n" not in line and "\r" not in line
+        command, _, rest = line.partition(" ")
+        assert command in ("::error", "::warning")
+        title = rest.partition("::")[0]
+        assert ":" not in title and "," not in title
+        assert "%0A" not in line, "GitHub would unescape it"
+
+
+def test_of_many_regressions_the_last_annotation_says_how_many():
+    made = outputs.annotations_of(report([judged("REGRESSION", f"s{i}") for i in range(30)]))
+    assert len(made) == outputs.ANNOTATIONS
+    assert "30 REGRESSION" in made[-1]
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.seen.add(tag)
+
+
+def test_a_job_summary_is_a_table_whatever_the_names():
+    text = outputs.markdown(
+        report([judged("REGRESSION", HOSTILE, HOSTILE), judged("PASS", HOSTILE)], HOSTILE)
+    )
+    tags = Tags()
+    tags.feed(text)
+    assert tags.seen == {"details", "summary"}
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert {row.count("|") for row in rows} == {7}
+    assert "`" not in text and "](" not in text
+
+
+def test_thousands_are_cut_short():
+    many = report([judged("REGRESSION", f"s{i}") for i in range(5000)])
+    assert len(outputs.markdown(many)) < 2**20
+    assert "and 4800 more" in outputs.markdown(many)
+    passed = outputs.lines(report([judged("PASS", f"s{i}") for i in range(5000)]))
+    assert len(passed) < 10 and any("5000 more" in line for line in passed)
+
+
+def test_json_is_strict_and_whole():
+    one = Judged(benchmark("s"), "INCONCLUSIVE", "", "", effect_and_times([(1.0, 2.0)])[0], 1.0, 2.0)
+    made = json.loads(json.dumps(outputs.to_json(report([one, judged("PASS", HOSTILE)])), allow_nan=False))
+    assert made["benchmarks"][0]["effect"]["high"] is None
+    assert made["benchmarks"][0]["effect"]["ratio"] == pytest.approx(2.0)
+    assert made["benchmarks"][1]["name"] == HOSTILE
+    assert made["counts"]["PASS"] == 1
+
+
+def test_smaller_is_better_is_what_the_action_reads():
+    rows = json.loads(outputs.smaller_is_better(report([judged("PASS"), Judged(benchmark("x"), "MISSING")])))
+    assert len(rows) == 1
+    assert rows[0] | {"extra": "", "range": ""} == {
+        "name": "s [core]",
+        "unit": "us",
+        "value": pytest.approx(11.5),
+        "range": "",
+        "extra": "",
+    }
+
+
+def test_counters_are_told_in_words():
+    counted = Judged(
+        benchmark("s"), "REGRESSION", counters={"python_calls": (41.0, 43.0), "collectives": (1.0, 2.0)}
+    )
+    assert outputs.words(counted) == "python_calls 41 -> 43, collectives 1 -> 2"
+
+
+def test_a_benchmark_survives_the_listing():
+    made = Benchmark(("s", "n", "i", (("a", 1), ("b", "x"))), "s n", "ranks", "p25", 0.1, 1e-6)
+    assert from_json(json.loads(json.dumps(to_json(made)))) == made
+    for name, value in (
+        ("tolerance", -1),
+        ("floor_s", None),
+        ("world", "moon"),
+        ("label", ""),
+        ("params", [1]),
+    ):
+        with pytest.raises(BadFieldError):
+            from_json(to_json(made) | {name: value})

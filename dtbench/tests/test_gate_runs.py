@@ -1,0 +1,262 @@
+"""Whole gates through the command line, on arms whose launches take milliseconds, and one on real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtbench.gate import command, launcher
+from dtbench.gate.arms import Arm
+from dtbench.tests.made_up import Cli
+from dtbench.tests.made_up_arm import made_up_arm
+
+Gate = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def gate(dtbench: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """`dtbench gate` with made-up arms: base and head are dicts of their variables."""
+    for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(base: dict[str, str], head: dict[str, str], *options: str) -> tuple[int, str, str]:
+        @contextlib.contextmanager
+        def made_up(*_: Any) -> Iterator[tuple[Arm, Arm]]:
+            yield made_up_arm(tmp_path / "base-arm", **base), made_up_arm(tmp_path / "head-arm", **head)
+
+        monkeypatch.setattr(command, "open_arms", made_up)
+        where = () if "-o" in options else ("-o", "g")
+        return dtbench("gate", "--base", "env:", "--head", "env:", "fake", *where, *options)
+
+    return run
+
+
+def verdicts(folder: str = "g") -> dict[str, str]:
+    benchmarks = json.loads(Path(folder, "gate.json").read_text())["benchmarks"]
+    return {b["name"]: b["verdict"] for b in benchmarks}
+
+
+def test_the_same_twice_passes(gate: Gate):
+    code, out, _ = gate({}, {})
+    assert code == 0, out
+    assert verdicts() == dict.fromkeys(("add", "mul", "view"), "PASS")
+    assert "no regression (3 PASS); exit code 0" in out
+
+
+def test_a_slower_head_is_a_regression_everywhere_it_is_told(
+    gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    files = ("--json", "all.json", "--junit", "j.xml", "--smaller-is-better", "s.json")
+    code, out, _ = gate({}, {"SLOW": "1.10"}, *files)
+    assert code == 1
+    assert out.count("::error title=REGRESSION fake ") == 3
+    suite = ET.parse("j.xml").getroot()[0]
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("3", "3", "0")
+    assert all("(at least +" in (f.get("message") or "") for f in suite.iter("failure"))
+    everything = json.loads(Path("all.json").read_text())
+    assert everything["exit_code"] == 1
+    assert everything["benchmarks"][0]["effect"]["ratio"] == pytest.approx(1.10, abs=0.01)
+    assert everything["benchmarks"][0]["effect"]["pairs"] == 10
+    trend = json.loads(Path("s.json").read_text())
+    assert [row["unit"] for row in trend] == ["us"] * 3
+    assert trend[0]["value"] == pytest.approx(110, rel=0.02)
+    assert (tmp_path / "summary.md").read_text().count("| REGRESSION |") == 3
+
+
+def test_more_calls_are_a_regression_without_a_timed_launch(gate: Gate):
+    code, out, _ = gate({}, {"CALLS": "43", "SLOW": "0.5"})
+    assert code == 1
+    assert "python_calls 41 -> 43" in out
+    assert not list(Path("g/launches").glob("*-null.jsonl"))
+
+
+def test_fewer_calls_are_none_and_reported_ones_do_not_judge(gate: Gate):
+    assert gate({}, {"CALLS": "40"})[0] == 0
+    code, out, _ = gate({}, {"CALLS": "43"}, "--counters", "report", "-o", "g2")
+    assert code == 0
+    assert "python_calls 41 -> 43" in out
+
+
+def test_a_count_that_differs_between_launches_is_not_judged(gate: Gate):
+    code, out, _ = gate({}, {"CALLS": "43", "FLAKY": "1"})
+    assert code == 0
+    assert "differ between launches" in out
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "options", "code", "add", "said"),
+    [
+        ({}, {"LACKS": "add"}, (), 4, "MISSING", "head has no benchmark of this name"),
+        ({"LACKS": "add"}, {}, (), 4, "NEW", "base has no benchmark"),
+        ({"LACKS": "add"}, {}, ("--allow-new",), 0, "NEW", "base has no benchmark"),
+        ({}, {"LACKS": "add,mul,view"}, (), 4, "MISSING", "no suite is called 'fake'"),
+        ({}, {"RAISES": "add"}, (), 5, "FAILED", "in head: failed: ValueError"),
+        ({"RAISES": "add"}, {}, (), 5, "FAILED", "in base: failed: ValueError"),
+        ({}, {"CRASHES": "add"}, (), 5, "FAILED", "died of SIGKILL"),
+        ({}, {"SKIPS": "add"}, (), 4, "MISSING", "skipped in head: not here"),
+        ({}, {"CONTROL": "1.05"}, (), 3, "PASS", "UNTRUSTED: the control"),
+        ({"TIME": "0"}, {"TIME": "0"}, (), 3, "INCONCLUSIVE", "below what the clock resolves"),
+    ],
+)
+def test_what_is_not_clearly_fine_never_passes(
+    gate: Gate,
+    base: dict[str, str],
+    head: dict[str, str],
+    options: tuple[str, ...],
+    code: int,
+    add: str,
+    said: str,
+):
+    ended, out, err = gate(base, head, *options)
+    assert (ended, verdicts()["add"]) == (code, add), out + err
+    assert said in out
+
+
+def test_what_both_skip_is_left_out(gate: Gate):
+    code, out, _ = gate({"SKIPS": "add"}, {"SKIPS": "add"})
+    assert code == 0 and "left out" in out and "add" not in verdicts()
+
+
+def test_a_launch_that_hangs_fails_and_the_others_are_judged(gate: Gate):
+    code, out, _ = gate({}, {"HANGS": "add"}, "--timeout", "2")
+    assert code == 5
+    assert verdicts() == {"add": "FAILED", "mul": "PASS", "view": "PASS"}
+    assert "no end after 2 s" in out
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "code", "said"),
+    [
+        ({}, {"MUTE": "1"}, 5, "cannot list its benchmarks: the launch ended with exit code 1: no such luck"),
+        ({"LACKS": "add,mul,view"}, {"LACKS": "add,mul,view"}, 2, "no suite is called"),
+        ({}, {"SCHEMA": "99"}, 5, "FAILED"),
+    ],
+)
+def test_arms_that_cannot_be_judged_at_all(
+    gate: Gate, base: dict[str, str], head: dict[str, str], code: int, said: str
+):
+    ended, out, err = gate(base, head)
+    assert ended == code, out + err
+    assert said in out + err
+    assert "Traceback" not in err
+
+
+def test_a_gate_goes_on_where_it_stopped(gate: Gate, monkeypatch: pytest.MonkeyPatch):
+    real, calls = launcher.Launcher.launch, []
+
+    def interrupted(self: Any, *arguments: Any) -> Any:
+        calls.append(arguments[0])
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return real(self, *arguments)
+
+    monkeypatch.setattr(launcher.Launcher, "launch", interrupted)
+    code, _, err = gate({}, {"SLOW": "1.1"})
+    assert code == 130 and "--resume -o g" in err
+    before = {p: p.stat().st_mtime_ns for p in Path("g/launches").glob("*.jsonl")}
+    monkeypatch.setattr(launcher.Launcher, "launch", real)
+    code, _, err = gate({}, {"SLOW": "1.1"}, "-o", "g", "--resume")
+    assert code == 1
+    assert len(before) == 2 + 7
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+    assert json.loads(Path("g/gate.json").read_text())["reused_launches"] == 9
+    code, _, err = gate({}, {"SLOW": "1.2"}, "-o", "g", "--resume")
+    assert code == 2 and "its head is" in err
+    assert gate({}, {})[0] == 2, "the folder is taken"
+
+
+def test_a_budget_holds(gate: Gate):
+    code, out, _ = gate({}, {}, "--budget", "0.6s")
+    assert code in (2, 3)
+    assert "budget of 0.6 s" in out + _
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--head", "env:", "dispatch"), "give --base ARM and --head ARM"),
+        (("--base", "env:", "--head", "env:"), "nothing is selected"),
+        (("--base", "main", "--head", "env:", "dispatch"), "'main' is not an arm"),
+        (("--base", "rev:", "--head", "env:", "dispatch"), "is not an arm"),
+        (("--base", "env:A", "--head", "env:", "dispatch"), "is no variable"),
+        (("--base", "env:RANK=1", "--head", "env:", "dispatch"), "which the gate sets itself"),
+        (("--base", "rev:no-such-revision", "--head", "env:", "dispatch"), "git knows no such commit"),
+        (("--base", "python:/no/such", "--head", "env:", "dispatch"), "no program lies there"),
+        (("--base", "env:", "--head", "env:", "/add"), "names no suite"),
+        (("--base", "env:", "--head", "env:", "dispatch", "--budget", "soon"), "is no duration"),
+        (("--base", "env:", "--head", "env:", "dispatch", "--record"), "--record needs --history"),
+        (("--base", "env:", "--head", "env:", "dispatch", "--resume"), "--resume needs -o"),
+        (("--base", "env:", "--head", "env:", "dispatch", "--resume", "-o", "x"), "holds no gate"),
+        (("--base", "env:", "--head", "env:", "dispatch", "--nonsense"), "No such option"),
+    ],
+)
+def test_options_that_cannot_be_followed(dtbench: Cli, words: tuple[str, ...], said: str):
+    code, _, err = dtbench("gate", *words)
+    assert (code, said in err) == (2, True), err
+    assert err.rstrip().count("\n") == 0
+
+
+def test_ranks_of_another_launcher_start_no_gate(dtbench: Cli, monkeypatch: pytest.MonkeyPatch):
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "localhost"),
+        ("MASTER_PORT", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+    assert dtbench("gate", "--base", "env:", "--head", "env:", "dispatch")[0] == 2
+
+
+def test_an_interpreter_that_cannot_run_the_harness_is_named(dtbench: Cli, tmp_path: Path):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho 'No module named torch' >&2\nexit 1\n")
+    program.chmod(0o755)
+    code, _, err = dtbench("gate", "--base", f"python:{program}", "--head", "env:", "dispatch")
+    assert code == 5
+    assert "cannot run the harness: No module named torch" in err
+
+
+SUITE = """
+import os
+from dtbench.model import Case, Workload
+from dtbench.registry import suite
+
+MORE = "TINY_MORE" in os.environ
+
+@suite("tiny", world="simulated", help="two sums")
+def tiny(plan):
+    for n in (100, 200):
+        yield Case("sum", {"n": n}, build={"python": lambda world, n=n: Workload(run=lambda: work(n))}, clock="host",
+                   tolerance=0.2, floor_s=1e-6)
+
+def work(n):
+    if MORE:
+        step()
+    return sum(range(n))
+
+def step():
+    pass
+"""
+
+
+def test_real_launches_count_what_a_call_does(dtbench: Cli, tmp_path: Path):
+    """Two launches of each arm: the extra call is counted, twice the same, and nothing needs to be timed."""
+    (tmp_path / "tiny.py").write_text(SUITE)
+    code, out, err = dtbench("gate", "--base", "env:", "--head", "env:TINY_MORE=1", "tiny.py", "-o", "g")
+    assert code == 1, out + err
+    benchmarks = json.loads(Path("g/gate.json").read_text())["benchmarks"]
+    for b in benchmarks:
+        rise = b["counters"]
+        assert (
+            list(rise) == ["python_calls"]
+            and rise["python_calls"]["head"] == rise["python_calls"]["base"] + 1
+        )
+        assert (b["tolerance"], b["floor_s"]) == (0.2, 1e-6)
