@@ -48,8 +48,8 @@ PAYLOAD_BYTES = MTU - 52
 # The depth of the token bucket, in seconds at the rate. Tokens that come while it is full are lost, so it
 # must outlast the shaper's late wake-ups (64 KiB, 0.3 ms, at 1.6 Gbit/s gave half the rate); a transfer
 # after a pause is faster by at most this. Measured on 2 cores, all-reduce of 8 MiB between 2 ranks, alone:
-# 1, 2, 4 ms gave 98, 98, 98 % of the goodput at 100 Mbit/s and (-, 100, 100) at 400; messages of less than
-# some 50 times this depth (100 ms) beat the rate by more than 2 %.
+# 1, 2, 4 ms gave 98, 98, 98 % of the goodput at 100 Mbit/s and 80, 100, 100 % at 400, where other programs
+# kept the cores busy. Messages of less than some 50 times this depth (100 ms) beat the rate by over 2 %.
 BURST_S = 0.002
 MIN_BURST_BYTES = 16 * FRAME_BYTES
 # How long a frame may wait in a full shaper.
