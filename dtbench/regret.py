@@ -31,7 +31,7 @@ from dtbench.calibration.ring import guessed_constants
 from dtbench.errors import UsageError
 from dtbench.model import Result, Run
 from dtbench_core.curve import GIB, TopologyError
-from dtbench_core.prices import DimPrices, JointPrices, Kind
+from dtbench_core.prices import DimPrices, Kind, joint_prices
 from dtbench_core.redistribute import LOCAL_COPY_US
 from dtbench_core.topology import (
     BASE_LATENCY_US,
@@ -225,7 +225,7 @@ def _models(
             ranks, [(g["bandwidth_GiBps"], g["latency_us_per_hop"]) for g in guesses], "torch's guess"
         ),
         "layout": _info(ranks, [_builtin(crosses) for crosses in crossing], "the hosts"),
-        "constants": dataclasses.replace(calibrated, mesh_dim_curves=()),
+        "constants": dataclasses.replace(calibrated, mesh_dim_curves=(), joint_curves={}),
     }
     return models | ({"curves": calibrated} if calibrated.mesh_dim_curves else {})
 
@@ -273,8 +273,10 @@ def _step_us(word: str, dims: Sequence[str], info: MeshTopoInfo) -> float:
     ranks = math.prod(info.mesh_dim_devices[d] for d in indices)
     held = whole / ranks if src[0].letter == "S" else whole
     if len(indices) > 1:
-        joint = JointPrices.of(info, indices)
-        return max(joint.us(a, b, held) for a, b in zip(src, dst, strict=True))
+        joint = joint_prices(info, indices)
+        return (
+            math.inf if joint is None else max(joint.us(*pair, held) for pair in zip(src, dst, strict=True))
+        )
     prices = DimPrices.of(info, indices[0])
     if src[0].letter == "R":
         return prices.cut_us(dst[0], held, LOCAL_COPY_US)
@@ -356,9 +358,8 @@ def _ranked(decision: Decision, prices: Mapping[str, float]) -> list[float]:
     right = []
     for slow, fast in itertools.permutations(decision.ways, 2):
         if times[slow] >= TOLD_APART * times[fast]:
-            difference = prices[slow] - prices[fast]
-            tie = abs(difference) <= TIE * max(prices[slow], prices[fast])
-            right.append(0.5 if tie else float(difference > 0))
+            tie = math.isclose(prices[slow], prices[fast], rel_tol=TIE)
+            right.append(0.5 if tie else float(prices[slow] > prices[fast]))
     return right
 
 

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtbench_core.curve import GIB, TopologyError
 from dtbench_core.errors import CoreError, PlacementError
 from dtbench_core.placement import REPLICATE, Shard
-from dtbench_core.prices import ALL_TO_ALL_PENALTY_US, DimPrices, JointPrices, Kind, PlacementLike, Ring
+from dtbench_core.prices import ALL_TO_ALL_PENALTY_US, DimPrices, Kind, PlacementLike, Ring, joint_prices
 from dtbench_core.topology import (
     BASE_LATENCY_US,
     INTER_HOST_BANDWIDTH_FACTOR,
@@ -254,7 +254,7 @@ class _Search:
         self.sizes = topo.mesh_dim_devices
         self.prices = [DimPrices.of(topo, d) for d in range(len(self.sizes))]
         self.wide = [d for d, ranks in enumerate(self.sizes) if ranks > 1]
-        self.all = JointPrices.of(topo, self.wide) if together and len(self.wide) > 1 else None
+        self.all = joint_prices(topo, self.wide) if together and len(self.wide) > 1 else None
         # Placements by number: those at hand, then the Shards that could be on the way.
         self.kinds: list[Any] = [REPLICATE]
         self.src, self.dst = self._number(src), self._number(dst)

@@ -123,35 +123,13 @@ class DimPrices(NamedTuple):
         return min(self.curves[name].us(0.0) for name in SENDING)
 
 
-class JointPrices(NamedTuple):
+def joint_prices(topo: MeshTopoInfo, mesh_dims: Sequence[int]) -> DimPrices | None:
     """The prices of one collective over all ranks of several mesh dims.
 
-    Where curves were measured, there is none for the mesh dims together. The joint ring is then the
-    slowest mesh dim's measured time, as much longer as its formula says that the joint ring is.
+    None where the mesh dims were measured one by one but not together: a formula beside measured times
+    would win or lose for being a formula.
     """
-
-    ring: Ring
-    dims: Sequence[DimPrices]
-
-    @staticmethod
-    def of(topo: MeshTopoInfo, mesh_dims: Sequence[int]) -> JointPrices:
-        return JointPrices(Ring.through(topo, mesh_dims), [DimPrices.of(topo, d) for d in mesh_dims])
-
-    def us(self, src: Kind, dst: Kind, held_gib: float) -> float:
-        """us, when each rank holds `held_gib` GiB before."""
-        joint = self.ring.change_us(src.letter, dst.letter, held_gib)
-        if not all(dim.curves for dim in self.dims):
-            return joint
-        longest = 0.0
-        for dim in self.dims:
-            # The same tensor, shared by the ranks of this mesh dim alone.
-            held = held_gib * (self.ring.ranks / dim.ring.ranks if src.letter == "S" else 1)
-            formula = dim.ring.change_us(src.letter, dst.letter, held)
-            longest = max(longest, dim.us(src, dst, held) * max(joint / formula, 1.0))
-        return longest
-
-    def least(self) -> float:
-        """us that no change undercuts."""
-        if not all(dim.curves for dim in self.dims):
-            return self.ring.us(0.0)
-        return max(dim.least() for dim in self.dims)
+    measured = any(topo.mesh_dim_curves[d] for d in mesh_dims) if topo.mesh_dim_curves else False
+    if measured and not topo.joint_curves:
+        return None
+    return DimPrices(Ring.through(topo, mesh_dims), topo.joint_curves)

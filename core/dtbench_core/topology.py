@@ -53,7 +53,7 @@ class MeshTopoInfo:
     mesh_dim_devices: ranks. mesh_dim_bandwidth: GiB/s. mesh_dim_latency: us per hop.
     base_latency_us: of every collective. source: where the numbers come from. mesh_dim_curves: what
     changes of placement were measured to take, by name ("S(0)->R"); where there are any, they price the
-    mesh dim, and its constants only what was not measured.
+    mesh dim, and its constants only what was not measured. joint_curves: the same of all mesh dims at once.
     """
 
     mesh: DeviceMesh
@@ -63,6 +63,7 @@ class MeshTopoInfo:
     base_latency_us: float = BASE_LATENCY_US
     source: str = "built-in"
     mesh_dim_curves: Sequence[Mapping[str, Curve]] = ()
+    joint_curves: Mapping[str, Curve] = field(default_factory=dict)
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
@@ -208,7 +209,16 @@ class Topology:
             self.base_latency_us,
             self.source,
             tuple(dim.curves for dim in found) if any(dim.curves for dim in found) else (),
+            self._together([dim for dim in found if dim.ranks > 1]),
         )
+
+    def _together(self, dims: Sequence[DimConstants]) -> Mapping[str, Curve]:
+        """The curves of all these at once, which a file holds as a dim called "dp+tp"."""
+        names, ranks = sorted(dim.name for dim in dims), math.prod(dim.ranks for dim in dims)
+        for dim in self.dims:
+            if len(dims) > 1 and dim.ranks == ranks and sorted(dim.name.split("+")) == names:
+                return dim.curves
+        return {}
 
     def _held(self) -> str:
         return ", ".join(f"{dim.name}={dim.ranks}" for dim in self.dims)

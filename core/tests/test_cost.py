@@ -578,6 +578,24 @@ def test_the_planner_goes_the_measured_way() -> None:
     assert [step.collective for step in redistribute.plan(src, dst)] == ["reduce_scatter"]
 
 
+def test_several_mesh_dims_at_once_by_what_they_take_together() -> None:
+    mesh = dp_tp()
+    content = measured()
+    ends = (Shard(0), Shard(0)), (R, R)
+
+    def steps(content: dict[str, Any]) -> list[tuple[tuple[int, ...], float]]:
+        topo = MeshTopoInfo.from_topology(content, mesh)
+        chain = cost.cheapest((64, 64), 4, *ends, topo, together=True)
+        assert chain is not None
+        return [(step.mesh_dims, step.us) for step in chain]
+
+    assert steps(content) == [((1,), 100.0), ((0,), 100.0)], "together they were not measured"
+    both = {"name": "tp+dp", "ranks": 8, "bandwidth_GiBps": 1.0, "latency_us_per_hop": 1.0}
+    curves = {name: table((1024, 30.0), (2**30, 30.0)) for name in CHANGES}
+    content["dims"].append({**both, "transitions": {"core": curves}})
+    assert steps(content) == [((0, 1), 30.0)]
+
+
 def test_bare_collectives_stand_in_for_changes_that_were_not_measured() -> None:
     mesh = dp_tp()
     made = topology()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,12 @@ def test_prices_are_the_cores() -> None:
     assert price_us("tp:R->S(1):4096 dp:S(0)->S(1):4096", DIMS, info) == pytest.approx(101)
     assert price_us("a.tp:S(1)->R:4096 b.dp:S(0)->R:64 out.tp:P->S(0):8192", DIMS, info) == 300
     assert price_us(NOTHING, DIMS, info) == 0
+    assert price_us(LONG, DIMS, info) == math.inf, "measured one by one, but not together"
+    both = topology()
+    both["dims"].append({**both["dims"][0], "name": "dp+tp", "ranks": 4})
+    both["dims"][2]["transitions"] = {"core": {c: flat(55.0) for c in CHANGES}, "torch": {}}
+    joint = Topology.load(both).info_of((("dp", 2), ("tp", 2)))
+    assert price_us(LONG, DIMS, joint) == 55
     bare = MeshTopoInfo(None, (2, 2), (0.5, 2.0), (40.0, 10.0))  # type: ignore[arg-type]
     quarter_gib = 2**28
     # One hop of 10 us, and half of it over 2 GiB/s.
