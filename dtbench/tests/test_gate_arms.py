@@ -1,0 +1,161 @@
+"""Arms: revisions of a small repository, interpreters, variables; and what an order of launches is given."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dtbench.errors import ArmError, UsageError
+from dtbench.gate import arms
+from dtbench.gate.arms import open_arms, parse_variables
+from dtbench.gate.benchmark import Selection, parse_selection
+from dtbench.gate.command import parse_duration
+from dtbench.gate.launcher import environment_of
+from dtbench.tests.made_up_arm import made_up_arm
+
+
+def git(*words: str) -> str:
+    names = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")
+    done = subprocess.run(["git", *names, *words], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two commits; the second one's suite and core differ. Interpreters answer without torch."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(arms, "_probe", lambda *_: ("3.11.7", "0", 0))
+    git("init", "-q")
+    core = folder / "core" / "dtbench_core"
+    core.mkdir(parents=True)
+    for number in (1, 2):
+        (core / "__init__.py").write_text(f"NUMBER = {number}\n")
+        (folder / "my_suite.py").write_text(f"NUMBER = {number}\n")
+        (folder / "pyproject.toml").write_text('[project]\nname = "x"\ndependencies = ["click>=1"]\n')
+        git("add", "-A")
+        git("commit", "-qm", f"number {number}")
+    return folder
+
+
+def test_a_revision_has_its_own_core_and_the_harness_of_the_gate(repository: Path):
+    with open_arms("rev:HEAD~1", "rev:HEAD") as (base, head):
+        for arm, number in ((base, 1), (head, 2)):
+            sources = Path(arm.path[0])
+            assert (sources / "dtbench_core" / "__init__.py").read_text() == f"NUMBER = {number}\n"
+            assert (sources / "dtbench" / "gate" / "worker.py").is_file()
+            assert (sources / "dtbench_suites" / "dispatch.py").is_file()
+            assert not (sources / "dtbench" / "tests").exists()
+            assert arm.python == sys.executable and "in this environment" in arm.note
+            suite = arm.selections([Selection("my_suite.py"), Selection("dispatch", "add")], repository)
+            assert Path(suite[0].suite).read_text() == f"NUMBER = {number}\n"
+            assert suite[1] == Selection("dispatch", "add")
+        assert base.revision == git("rev-parse", "HEAD~1")
+        made = [Path(arm.root) for arm in (base, head)]
+        assert all(root.is_dir() for root in made)
+    assert not any(root.exists() for root in made)
+    assert git("worktree", "list").count("\n") == 0
+
+
+def test_other_arms_take_the_sources_of_the_gate_as_they_were(repository: Path):
+    with open_arms("env:", "env:A=1") as (base, head):
+        for arm in (base, head):
+            assert Path(arm.path[0], "dtbench_core", "dispatch.py").is_file()
+            assert not Path(arm.path[0]).is_relative_to(repository)
+        assert environment_of(head, {"B": "2"})["A"] == "1" and "A" not in environment_of(base, {})
+
+
+def test_a_revision_that_needs_other_packages_gets_an_environment(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (repository / "pyproject.toml").write_text(
+        '[project]\nname="x"\ndependencies = ["click>=1", "no-such-thing-1>=3"]\n'
+    )
+    git("commit", "-qam", "needs more")
+    asked: list[list[str]] = []
+
+    def environment(wanted: list[str]) -> str:
+        asked.append(wanted)
+        return "/its/own/python"
+
+    monkeypatch.setattr(arms, "_environment", environment)
+    with open_arms("env:", "rev:HEAD") as (_, head):
+        assert head.python == "/its/own/python"
+        assert "lacks no-such-thing-1>=3" in head.note
+    assert asked == [["click>=1", "no-such-thing-1>=3"]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["nonsense = [", '[project]\ndependencies = "click"', '[project]\ndependencies = ["??"]'],
+)
+def test_a_revision_whose_requirements_cannot_be_read_is_an_error(repository: Path, text: str):
+    (repository / "pyproject.toml").write_text(text)
+    git("commit", "-qam", "broken")
+    with pytest.raises(ArmError), open_arms("env:", "rev:HEAD"):
+        pass
+    assert git("worktree", "list").count("\n") == 0
+
+
+def test_requirements_are_met_by_version_and_marker():
+    assert arms._is_installed("click>=1")
+    assert not arms._is_installed("click>=1000")
+    assert arms._is_installed("no-such-thing-1; python_version < '3'")
+
+
+@pytest.mark.parametrize(
+    ("text", "variables"),
+    [
+        ("", {}),
+        ("NCCL_ALGO=Ring", {"NCCL_ALGO": "Ring"}),
+        ("A=x,y,B=", {"A": "x,y", "B": ""}),
+        ("A=1=2", {"A": "1=2"}),
+    ],
+)
+def test_variables(text: str, variables: dict[str, str]):
+    assert parse_variables(text) == variables
+
+
+@pytest.mark.parametrize("text", ["A", "=1", "1A=2", "PYTHONPATH=x", "A=\0", "DTBENCH_GATE_CONTROL=x"])
+def test_what_is_no_variable(text: str):
+    with pytest.raises(UsageError):
+        parse_variables(text)
+
+
+@pytest.mark.parametrize(
+    ("word", "selection"),
+    [
+        ("dispatch", Selection("dispatch")),
+        ("dispatch/add placements=S(0)", Selection("dispatch", "add placements=S(0)")),
+        ("a/b.py", Selection("a/b.py")),
+        ("a/b.py/x/y", Selection("a/b.py", "x/y")),
+    ],
+)
+def test_selections(word: str, selection: Selection):
+    assert parse_selection(word) == selection
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("5m", 300), ("90", 90), ("1.5h", 5400), ("3 s", 3)])
+def test_durations(text: str, seconds: float):
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "0s", "-1m", "1d", "nan", "9" * 400])
+def test_no_durations(text: str):
+    with pytest.raises(UsageError):
+        parse_duration(text)
+
+
+def test_a_launch_gets_nothing_of_the_job_around_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("RANK", "TORCHELASTIC_RUN_ID", "PYTEST_CURRENT_TEST", "DTBENCH_NOTE"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("KEPT", "1")
+    env = environment_of(made_up_arm(tmp_path, SLOW="2"), {"C": "3"})
+    assert not {"RANK", "TORCHELASTIC_RUN_ID", "PYTEST_CURRENT_TEST", "DTBENCH_NOTE"} & set(env)
+    assert (env["KEPT"], env["SLOW"], env["C"]) == ("1", "2", "3")
+    assert env["PYTHONPATH"] == os.pathsep.join(made_up_arm(tmp_path).path)
