@@ -1,0 +1,227 @@
+"""Topology files: what they say of a mesh, how they price it, and which are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from core.tests.priced import CHANGES, SHAPE, P, R, dp_tp, measured, spec, table, topology
+from dtbench_core import cost, redistribute
+from dtbench_core.cost import MeshTopoInfo, TopologyError
+from dtbench_core.curve import Curve
+from dtbench_core.placement import Shard
+
+
+@pytest.fixture(autouse=True)
+def fake_world() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    MeshTopoInfo.build_from_mesh.cache_clear()  # type: ignore[attr-defined]
+    yield
+    cost.use_topology(None)
+    MeshTopoInfo.build_from_mesh.cache_clear()  # type: ignore[attr-defined]
+    dist.destroy_process_group()
+
+
+# --- measured constants ----------------------------------------------------------------------------
+
+
+def test_topology_by_name_and_size(tmp_path: Path) -> None:
+    mesh = dp_tp()
+    path = tmp_path / "topology.json"
+    path.write_text(json.dumps(topology()))
+    info = MeshTopoInfo.from_topology(path, mesh)
+    assert info == MeshTopoInfo(mesh, (2, 4), (0.5, 2.0), (40.0, 10.0), 6.6, str(path))
+    swapped = init_device_mesh("cpu", (4, 2), mesh_dim_names=("tp", "dp"))
+    assert MeshTopoInfo.from_topology(topology(), swapped).mesh_dim_bandwidth == (2.0, 0.5)
+    assert MeshTopoInfo.from_topology(topology(), mesh["tp"]).mesh_dim_devices == (4,)
+
+
+def test_dims_of_one_rank_need_no_measurement() -> None:
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("pp", "tp"))
+    info = MeshTopoInfo.from_topology(topology(), mesh)
+    assert (info.mesh_dim_devices, info.mesh_dim_bandwidth[1]) == ((1, 4), 2.0)
+    assert cost.allreduce_cost(1.0, info, 0) == 6.6
+
+
+def test_topology_prices_redistributions_until_undone() -> None:
+    mesh = dp_tp()
+    pair = spec(mesh, R, Shard(0)), spec(mesh, R, R)
+    builtin = cost.redistribute_cost(*pair)
+    gib = math.prod(SHAPE) * 4 / cost.GIB
+    changes: list[object] = []
+    cost.on_topology_change(lambda: changes.append(cost.topology_in_use()))
+    with cost.use_topology(topology()):
+        assert cost.topology_in_use() is not None
+        assert cost.redistribute_cost(*pair) == pytest.approx(6.6 + 30 + gib * 0.75 / 2.0 * 1e6)
+        inner = cost.use_topology(topology(tp__latency_us_per_hop=100.0, base_latency_us=0))
+        assert cost.redistribute_cost(*pair) == pytest.approx(300 + gib * 0.75 / 2.0 * 1e6)
+        inner.restore()
+        inner.restore()
+        assert cost.topology_of(mesh).mesh_dim_latency == (40.0, 10.0)
+    assert cost.topology_in_use() is None
+    assert cost.redistribute_cost(*pair) == builtin
+    assert [c is None for c in changes] == [False, False, False, True]
+
+
+def test_mesh_outside_the_topology_falls_back_with_one_warning() -> None:
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))
+    cost.use_topology(topology())
+    with pytest.warns(UserWarning, match="holds dp=2, tp=4, not the mesh dim world=8.*built-in constants"):
+        assert cost.topology_of(mesh) is MeshTopoInfo.build_from_mesh(mesh)
+    cost.topology_of(mesh)  # warnings are errors here: a second one would raise
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (topology(kind="run"), "got kind 'run', expected 'topology'"),
+        (topology(schema=1), "got schema 1, expected 2.*calibrate again"),
+        (topology(dims=[]), r"got dims \[\], expected a list of mesh dims"),
+        (topology(dims=[3]), r"dims\[0\]: got int, expected an object"),
+        (topology(base_latency_us=-1), "base_latency_us: got -1, expected a finite number at least 0"),
+        (topology(dp__name="tp"), "expected each name once"),
+        (topology(dp__name=""), r"dims\[0\]\.name: got ''"),
+        (topology(tp__ranks=0), r"dims\[1\]\.ranks: got 0, expected a count of at least 1"),
+        (topology(tp__ranks=True), r"dims\[1\]\.ranks: got True"),
+        (topology(tp__bandwidth_GiBps=0), "bandwidth_GiBps: got 0, expected a finite number above 0"),
+        (topology(tp__bandwidth_GiBps=math.inf), "bandwidth_GiBps: got inf"),
+        (topology(dp__latency_us_per_hop="3"), r"dims\[0\]\.latency_us_per_hop: got '3'"),
+        (topology(dp__latency_us_per_hop=math.nan), "latency_us_per_hop: got nan"),
+        (topology(device_type="cuda"), "measured on 'cuda', the mesh is on 'cpu'"),
+        (topology(tp__ranks=8), "holds dp=2, tp=8, not the mesh dim tp=4"),
+    ],
+)
+def test_bad_topology_is_refused(content: dict[str, Any], told: str) -> None:
+    with pytest.raises(TopologyError, match=told):
+        MeshTopoInfo.from_topology(content, dp_tp())
+
+
+def test_mesh_without_names_is_refused() -> None:
+    with pytest.raises(TopologyError, match=r"shape \(2, 4\) has no dim names, expected .*mesh_dim_names"):
+        MeshTopoInfo.from_topology(topology(), init_device_mesh("cpu", (2, 4)))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (b"{", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[1]", "got kind 'list'"),
+        (None, "cannot read the topology .*No such file"),
+    ],
+)
+def test_unreadable_file_changes_nothing(tmp_path: Path, text: bytes | None, told: str) -> None:
+    path = tmp_path / "topology.json"
+    if text is not None:
+        path.write_bytes(text)
+    before = cost.use_topology(topology())
+    with pytest.raises(TopologyError, match=told):
+        cost.use_topology(path)
+    assert cost.topology_in_use() is not None
+    before.restore()
+
+
+# --- measured curves -------------------------------------------------------------------------------
+
+
+def test_a_curve_between_and_beyond_its_sizes() -> None:
+    curve = Curve.parse(table((1000, 10.0), (4000, 40.0), (5000, 45.0), (17000, 57.0)), "here")
+    assert [curve.us(size) for size in (1000, 4000, 5000, 17000)] == [10.0, 40.0, 45.0, 57.0]
+    assert (curve.us(2500), curve.us(4800), curve.us(11000)) == pytest.approx((25.0, 44.0, 51.0))
+    # On with what a factor of four before the end needed per byte: 17 us for 13000 bytes.
+    assert curve.us(17000 + 13000) == pytest.approx(57 + 17)
+    assert (curve.us(500), curve.us(0)) == pytest.approx((5.0, 0.0)), "10 us per 1000 bytes at the start"
+    flat = Curve.parse(table((1000, 10.0), (4000, 11.5), (8000, 11.5)), "here")
+    assert flat.us(0) == pytest.approx(9.5)
+    assert flat.us(16000) == pytest.approx(11.5 + 8000 * 1.5 / 7000), "over what was slower than before"
+    steep = Curve.parse(table((1000, 1.0), (4000, 400.0)), "here")
+    assert steep.us(8000) == pytest.approx(800.0), "never more than its share of the largest"
+    assert steep.us(500) == pytest.approx(0.5), "and never less than its share of the smallest"
+    alone = Curve.parse(table((1024, 10.0)), "here")
+    assert (alone.us(512), alone.us(1024), alone.us(3072)) == (10.0, 10.0, 30.0)
+
+
+def test_measured_changes_price_a_redistribution() -> None:
+    mesh = dp_tp()
+    whole = math.prod(SHAPE) * 4
+    gather = table((1024, 5.0), (whole, 70.0), (2**30, 900.0))
+    with cost.use_topology(measured(tp_S0R=gather, tp_S1R=table((1024, 300.0), (2**30, 300.0)))):
+        priced = cost.redistribute_cost
+        assert priced(spec(mesh, R, Shard(0)), spec(mesh, R, R)) == pytest.approx(70.0), "of the whole tensor"
+        half = 5 + (70 - 5) * (whole / 2 - 1024) / (whole - 1024)
+        assert priced(spec(mesh, Shard(1), Shard(0)), spec(mesh, Shard(1), R)) == pytest.approx(half)
+        assert priced(spec(mesh, R, P), spec(mesh, R, Shard(2))) == pytest.approx(100.0)
+        # S(1) -> R takes 300: by way of S(0) it takes 100 + 70.
+        assert priced(spec(mesh, R, Shard(1)), spec(mesh, R, R)) == pytest.approx(170.0)
+        one = cost.one_step_redistribute_cost
+        assert one(spec(mesh, R, Shard(1)), spec(mesh, R, R)) == pytest.approx(300.0)
+
+
+def test_the_planner_goes_the_measured_way() -> None:
+    """gloo's reduce-scatter takes as long as its all-reduce; a measured one may take longer still."""
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    src, dst = spec(mesh, R, P), (R, Shard(0))
+    redistribute.clear_plans()
+    assert [step.collective for step in redistribute.plan(src, dst)] == ["reduce_scatter"]
+    slow = table((1024, 900.0), (2**30, 900.0))
+    cheap = table((1024, 1.0), (2**30, 1.0))
+    with cost.use_topology(measured(tp_PS0=slow, tp_PS1=slow, tp_RS0=cheap)):
+        assert [step.collective for step in redistribute.plan(src, dst)] == ["all_reduce", ""]
+    assert [step.collective for step in redistribute.plan(src, dst)] == ["reduce_scatter"]
+
+
+def test_several_mesh_dims_at_once_by_what_they_take_together() -> None:
+    mesh = dp_tp()
+    content = measured()
+    ends = (Shard(0), Shard(0)), (R, R)
+
+    def steps(content: dict[str, Any]) -> list[tuple[tuple[int, ...], float]]:
+        topo = MeshTopoInfo.from_topology(content, mesh)
+        chain = cost.cheapest((64, 64), 4, *ends, topo, together=True)
+        assert chain is not None
+        return [(step.mesh_dims, step.us) for step in chain]
+
+    assert steps(content) == [((1,), 100.0), ((0,), 100.0)], "together they were not measured"
+    both = {"name": "tp+dp", "ranks": 8, "bandwidth_GiBps": 1.0, "latency_us_per_hop": 1.0}
+    curves = {name: table((1024, 30.0), (2**30, 30.0)) for name in CHANGES}
+    content["dims"].append({**both, "transitions": {"core": curves}})
+    assert steps(content) == [((0, 1), 30.0)]
+
+
+def test_bare_collectives_stand_in_for_changes_that_were_not_measured() -> None:
+    mesh = dp_tp()
+    made = topology()
+    flat = {"all_gather": 11.0, "all_reduce": 22.0, "reduce_scatter": 33.0, "all_to_all": 44.0}
+    made["dims"][1]["collectives"] = {name: table((1024, us), (2**30, us)) for name, us in flat.items()}
+    info = MeshTopoInfo.from_topology(made, mesh)
+    assert info.mesh_dim_curves[0] == {}, "dp is priced by its constants"
+    prices = [cost.transition_cost(a, b, 1e-3, info, 1) for a, b in ((Shard(0), R), (P, R), (P, Shard(1)))]
+    assert prices == [11.0, 22.0, 33.0]
+    assert cost.transition_cost(Shard(0), Shard(1), 1e-3, info, 1) == 11.0, "gathering and cutting is cheaper"
+    del made["dims"][1]["collectives"]["all_to_all"]
+    assert not MeshTopoInfo.from_topology(made, mesh).mesh_dim_curves, "some of each would not compare"
+
+
+@pytest.mark.parametrize(
+    ("curve", "told"),
+    [
+        (3, "tp|dims.*got no table"),
+        ({"table": []}, "got no table of sizes"),
+        (table((1024, 3.0), (1024, 4.0)), "out of order"),
+        (table((1024, 3.0), (2048, 2.0)), "out of order"),
+        (table((1024, -3.0)), r"table\[0\]\.time_us: got -3.0, expected a finite number above 0"),
+        (table((1024, math.nan)), "got nan"),
+        ({"table": [7]}, r"table\[0\]\.size_bytes: got None"),
+    ],
+)
+def test_bad_curves_are_refused(curve: Any, told: str) -> None:
+    with pytest.raises(TopologyError, match=told):
+        MeshTopoInfo.from_topology(measured(tp_PR=curve), dp_tp())
