@@ -98,11 +98,14 @@ class Profiled:
         of frames, which go deeper.
         """
         caller = Caller(workload)
+        quiet_ns = floor_ns(caller, effort)
         shown, calls = by_frames(caller, effort, label, impl)
+        shown = shown.at_pace(quiet_ns)
         self.graphs.append(Graph(label, f"{label} ({impl})", shown.folded))
         self.traced[f"{label} ({impl}), frames"] = calls
         if impl == "core":
             shown, calls = by_counters(caller, effort, label)
+            shown = shown.at_pace(quiet_ns)
             self.traced[f"{label} (core), counters"] = calls
         self.breakdowns.append(dataclasses.replace(shown, floor_ns=floor))
 
@@ -155,7 +158,7 @@ def by_frames(caller: Caller, effort: Effort, label: str, impl: str) -> tuple[Br
 
 
 def floor_ns(caller: Caller, effort: Effort) -> float:
-    """Of a call that nobody records, in the quickest blocks."""
+    """Of a call that nobody records, in the quickest of some blocks: short ones meet a quiet moment."""
     return _mean(sorted(caller.whole_ns() for _ in range(effort.rounds))[: max(1, effort.rounds // 4)])
 
 

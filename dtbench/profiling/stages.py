@@ -9,7 +9,7 @@ calibrated one says how well each stage is known, and stands beside it as "plus 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from dtbench.profiling.spans import NOTHING, Overhead, Span, fold, self_times
@@ -47,6 +47,7 @@ class Breakdown:
 
     source: what recorded the calls. whole_ns: of a call that nobody recorded; recorded_ns: of one that
     was. fitted_to_calibrated: the cost of recording a span here, over that of recording one alone.
+    slowed: by how much the machine was slower while it was recorded; all times are without that.
     """
 
     label: str
@@ -59,12 +60,26 @@ class Breakdown:
     spans_per_call: float
     fitted_to_calibrated: float
     floor_ns: float | None = None
+    slowed: float = 1.0
     folded: Mapping[tuple[str, ...], float] = field(default_factory=dict)
 
     @property
     def unattributed_ns(self) -> float:
         """What the rows leave of the whole: 0 unless the fit was out of reach."""
         return self.whole_ns - sum(row.ns for row in self.rows)
+
+    def at_pace(self, whole_ns: float) -> Breakdown:
+        """The same where the whole call takes so long: another moment's pace slows every stage alike."""
+        ratio = whole_ns / self.whole_ns
+        rows = (StageRow(row.stage, row.ns * ratio, row.plus_minus_ns * ratio) for row in self.rows)
+        return replace(
+            self,
+            whole_ns=whole_ns,
+            recorded_ns=self.recorded_ns * ratio,
+            rows=tuple(rows),
+            slowed=1 / ratio,
+            folded={stack: ns * ratio for stack, ns in self.folded.items()},
+        )
 
     def to_json(self) -> dict[str, Any]:
         made = asdict(self) | {"unattributed_ns": self.unattributed_ns}

@@ -128,6 +128,17 @@ def test_what_no_fit_explains_is_left_unattributed() -> None:
         broken_down([], 10.0)
 
 
+def test_a_slower_moment_is_taken_off_all_stages_alike() -> None:
+    quiet = broken_down([made_up_call()], 5300.0)
+    slow = broken_down([made_up_call(Overhead(180.0, 600.0), slow=2.0)], 10_600.0).at_pace(5300.0)
+    assert slow.slowed == pytest.approx(2)
+    assert {row.stage: row.ns for row in slow.rows} == pytest.approx(
+        {r.stage: r.ns for r in quiet.rows}, abs=40
+    )
+    assert sum(slow.folded.values()) == pytest.approx(sum(quiet.folded.values()), rel=0.02)
+    assert slow.unattributed_ns == pytest.approx(0, abs=1e-6)
+
+
 def test_self_times_add_up_to_the_whole() -> None:
     rng = random.Random(0)
 
