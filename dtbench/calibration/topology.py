@@ -173,7 +173,7 @@ def _values(check: Check) -> Check:
         if not isinstance(value, dict):
             raise _BadField(f"{name} is {ascii(value)[:60]}, expected an object")
         for key, item in value.items():
-            check(f"{name}.{ascii(key)[1:61]}", item)
+            check(f"{name}.{ascii(key)[1:-1][:60]}", item)
 
     return check_values
 

@@ -274,14 +274,18 @@ def _differences(models: Models, dims: Sequence[Measured]) -> list[str]:
             notes.append(
                 f"{dim.name} was measured {dim.sharing} in the runs, {ours['groups_sharing']} in the topology"
             )
+        unknown = []
         for what, series in _series(dim):
             curve = models.curve(dim.name, what, series.name)
+            name = series.name if what == COLLECTIVES else f"{what} {series.name}"
             if curve is None:
-                notes.append(f"{series.name} over {dim.name} is not in the topology")
+                unknown.append(name)
             elif curve.get("dtype", series.dtype) != series.dtype:
                 notes.append(
-                    f"{series.name} over {dim.name} is {series.dtype} in the runs, {curve['dtype']} in the topology"
+                    f"{name} over {dim.name} is {series.dtype} in the runs, {curve['dtype']} in the topology"
                 )
+        if unknown:
+            notes.append(f"not scored, since the topology has no {', '.join(unknown)} over {dim.name}")
     return notes
 
 

@@ -408,6 +408,21 @@ def _damage(topology: dict[str, Any], path: str, value: Any) -> str:
         ("dims.0.residuals.points.0.measured_s", "1", "expected a number"),
         ("dims.0.builtin.bandwidth_GiBps", None, "expected a number"),
         ("dims.0.collectives", [], "expected an object"),
+        ("dims.0.collectives.all_gather.table", [], r"all_gather.table is empty"),
+        ("dims.0.collectives.all_gather.table.1.size_bytes", 1, r"table\[1\].size_bytes is not above"),
+        ("dims.0.collectives.all_gather.table.3.time_us", 1e-3, r"table\[3\].time_us is below"),
+        ("dims.0.collectives.all_gather.table.2.low_us", 1e9, r"table\[2\].time_us is not between"),
+        ("dims.0.collectives.all_gather.table.2.size_bytes", 10**30, "expected an integer"),
+        ("dims.0.collectives.all_gather.table.2.time_us", float("nan"), "not JSON"),
+        ("dims.0.collectives.all_gather.table.0.measured_us", KeyError, "measured_us is missing"),
+        ("dims.0.collectives.all_gather.alpha_us", None, "one of alpha_us and beta_GiBps"),
+        ("dims.0.collectives.all_gather.beta_interval", [0, 1], "above 0"),
+        ("dims.0.transitions", KeyError, "transitions is missing"),
+        ("dims.0.transitions", {"core": {"S(0)->R": {}}}, r"transitions.core.S\(0\)->R.alpha_us is missing"),
+        ("dims.0.layout.kind", "inside", "expected one of intra-host, inter-host, mixed"),
+        ("dims.0.layout.hosts_per_group", 2, "a list of 2"),
+        ("dims.0.contention", {"all_gather": {"size_bytes": 1}}, "together_over_alone is missing"),
+        ("dims.1.name", "dp", "expected each name once"),
         ("dims.0.bandwidth_interval", [1], "a list of 2"),
         ("dims.0.name", "\ud800", "not a topology"),
     ],
@@ -421,6 +436,16 @@ def test_a_damaged_file_is_refused_in_one_line(
         calibration.read_topology(path)
     assert "\n" not in str(caught.value)
     assert "topology.json" in str(caught.value)
+
+
+def test_a_file_that_was_cut_is_refused(tmp_path: Path, topology: dict[str, Any]) -> None:
+    path = tmp_path / "topology.json"
+    calibration.write_topology(topology, path)
+    text = path.read_text()
+    for share in (0.01, 0.5, 0.999):
+        path.write_text(text[: int(len(text) * share)])
+        with pytest.raises(UnreadableRunError, match=r"topology\.json is not a topology"):
+            calibration.read_topology(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])

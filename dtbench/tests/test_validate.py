@@ -161,7 +161,7 @@ def test_differences_that_may_make_the_errors_are_said() -> None:
     alone = validate(fitted(1.0), [run_of(results(modes=["alone"]))]).notes
     assert any("dp was measured alone in the runs, together in the topology" in n for n in alone)
     more = validate(fitted(1.0), [run_of([*results(), *results(names=("broadcast",))])]).notes
-    assert any("broadcast over tp is not in the topology" in n for n in more)
+    assert any("the topology has no broadcast over tp" in n for n in more)
 
 
 # ----------------------------------------------------------------------------------- held-out sizes
