@@ -236,7 +236,17 @@ def _interpreter_for(root: Path) -> tuple[str, str]:
     missing = [text for text in wanted if not _is_installed(text)]
     if not missing:
         return sys.executable, "in this environment, which has what it requires"
-    return _environment(wanted), f"in an environment of its own, since this one lacks {', '.join(missing)}"
+    made = _environment([*wanted, *_of_the_harness(wanted)])
+    return made, f"in an environment of its own, since this one lacks {', '.join(missing)}"
+
+
+def _of_the_harness(wanted: Sequence[str]) -> list[str]:
+    """What the harness requires and the revision does not name."""
+    from packaging.requirements import Requirement
+
+    named = {Requirement(text).name.lower() for text in wanted}
+    own = importlib.metadata.requires("dtbench") or []
+    return [text for text in own if "extra ==" not in text and Requirement(text).name.lower() not in named]
 
 
 def _dependencies(pyproject: Path) -> list[str]:
