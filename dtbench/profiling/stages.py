@@ -125,7 +125,9 @@ def break_down(
     known = [stage for stage in ORDER if stage in time]
     off = abs(scale - 1)
     rows = [StageRow(s, time[s], borne[s] * off) for s in [*known, *sorted(time.keys() - set(known))]]
-    kept = fold(calls, fitted, rename)
+    kept = {k: ns for k, ns in fold(calls, fitted, rename).items() if not ignored or ignored not in k}
+    # Frames that came out below zero count as zero there: the others make room, so that the sum stays.
+    room = sum(time.values()) / max(sum(kept.values()), 1e-9)
     return Breakdown(
         whole_ns=whole_ns,
         recorded_ns=recorded,
@@ -133,7 +135,7 @@ def break_down(
         rows=tuple(rows),
         spans_per_call=sum(1 for c in calls for _ in c.walk()) / len(calls),
         fitted_to_calibrated=scale,
-        folded={stack: ns for stack, ns in kept.items() if not ignored or ignored not in stack},
+        folded={stack: ns * max(room, 0.0) for stack, ns in kept.items()},
         **about,
     )
 

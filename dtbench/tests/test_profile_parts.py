@@ -114,6 +114,7 @@ def test_a_dearer_recording_is_fitted_and_said() -> None:
     assert made.fitted_to_calibrated == pytest.approx(1.5, rel=0.02)
     assert {row.stage: row.ns for row in made.rows} == pytest.approx(TRUE_NS, abs=40)
     assert sum(row.ns for row in made.rows) == pytest.approx(5300)
+    assert sum(made.folded.values()) == pytest.approx(5300)
     doubts = {row.stage: row.plus_minus_ns for row in made.rows}
     assert doubts["key"] == pytest.approx(45, abs=3) and doubts["glue"] > 5 * doubts["key"]
 
