@@ -1,7 +1,7 @@
 """The price of a curve: what a collective, or a change of placement, of some size is expected to take.
 
 A curve is measured times over sizes (its `table`), rising with size. Between two rows the time is
-linear in the size, which is a latency and a bandwidth of its own for each step. On 55 public curves of
+linear in the size, which is a latency and a bandwidth of its own for each step. On 56 public curves of
 nccl-tests, every second size held out, that halves the error of a log-log interpolation (median 1.1 %
 against 2.0 %; from 32 MiB on 0.4 % against 0.8 %), and does no worse than splines.
 
@@ -21,7 +21,7 @@ import numpy as np
 
 # The end slope is taken over this factor in size: one row back is at the mercy of noise.
 END_FACTOR = 4
-# Half width of the interval per doubling beyond the table, at least: covers 82 to 100 % of what 55
+# Half width of the interval per doubling beyond the table, at least: covers 82 to 100 % of what 56
 # public curves measured at 2, 4 and 16 times the size they were cut off at.
 BEYOND_HALF_WIDTH = math.log(1.2)
 MAX_HALF_WIDTH = 20.0  # a factor of e^20 says that nothing is known, and can be computed with
