@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError
 from dtbench.launch import start_ranks
 from dtbench.model import Skip
 from dtbench.options import Task
@@ -45,6 +45,8 @@ def profile(request: Request, argv: Sequence[str]) -> int:
     tasks = request.tasks(device_type, nproc)
     check_folder(request.folder)
     if tasks[0].suite.world == "simulated":
+        if request.nvtx:
+            raise UsageError("--nvtx marks iterations of ranks, and these cases start none: leave --nvtx out")
         return _profile_calls(request, tasks, device_type)
     launched = start_ranks(argv, nproc, 0, request.folder)
     if not launched.note.reported:
