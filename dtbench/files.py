@@ -24,7 +24,7 @@ def write_atomically(path: Path, text: str, is_ours: Callable[[str], bool], kind
         OutputError: the place cannot be written, or holds a file of another kind.
     """
     target = Path(os.path.realpath(path))  # a link stays a link: what it points to is replaced
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    partial = target.parent / f".{target.name}.{os.getpid()}.partial"  # a root has no name to replace
     try:
         _refuse_foreign(target, path, is_ours, kind)
         with partial.open("x", encoding="utf-8", newline="\n") as file:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,13 @@ class DimLayout:
     nvlink: tuple[int, int] | None
 
 
+def joint_dim(dims: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
+    """All mesh dims of more than one rank taken as one, ("dp+tp", 4): what a collective over the whole
+    mesh runs on. None where fewer than two dims have ranks to share."""
+    wide = [(name, ranks) for name, ranks in dims if ranks > 1]
+    return ("+".join(name for name, _ in wide), math.prod(n for _, n in wide)) if len(wide) > 1 else None
+
+
 def groups_of(shape: Sequence[int], dim: int) -> Groups:
     """The groups of a mesh dim: ranks that differ in that coordinate alone. Meshes are row-major."""
     ranks = np.arange(math.prod(shape)).reshape(shape)
@@ -58,12 +65,14 @@ def hosts_of(header: Mapping[str, Any]) -> list[str | None]:
 
 
 def mesh_groups(header: Mapping[str, Any]) -> dict[str, Groups]:
-    """The groups of each mesh dim of a run; none where its ranks are not those of its mesh (a file from
-    elsewhere may claim a mesh of any size)."""
+    """The groups of each mesh dim of a run, and of all dims as one; none where its ranks are not those of its
+    mesh (a file from elsewhere may claim a mesh of any size)."""
     names, shape = header["mesh"]["dim_names"], header["mesh"]["shape"]
     if not names or math.prod(shape) != len(header["ranks"]):
         return {}
-    return {name: groups_of(shape, dim) for dim, name in enumerate(names)}
+    groups = {name: groups_of(shape, dim) for dim, name in enumerate(names)}
+    joint = joint_dim(zip(names, shape, strict=True))
+    return groups | ({joint[0]: [list(range(joint[1]))]} if joint else {})
 
 
 def layout_of(header: Mapping[str, Any]) -> list[DimLayout]:

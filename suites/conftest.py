@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from dtbench.model import CHOOSABLE_IMPLS
 from dtbench.options import DEFAULT_CPU_RANKS, RunOptions, Task, list_tasks, parse_mesh, parse_sizes
 from dtbench.ranks import (
     AloneRanks,
@@ -213,38 +214,53 @@ class GateTests:
             raise pytest.UsageError("--dtbench-gate needs --dtbench-base ARM, such as rev:origin/main")
         self._option = config.option
         self._report: Any = None
-        self.labels: list[str] = []
+        self._whole = True
+        self._pairs: list[tuple[Task, str]] = []
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        """Whether -k and the like left something out; otherwise whole suites are judged, in both arms."""
+        self._whole = False
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """What is left of the tests after -k is what is judged."""
-        pairs = [item.callspec.params["task"] for item in session.items if hasattr(item, "callspec")]
-        self.labels = [f"{task.label} [{impl}]" for task, impl in pairs]
-        self._lines = list(dict.fromkeys(task.label for task, _ in pairs))
+        self._pairs = [item.callspec.params["task"] for item in session.items if hasattr(item, "callspec")]
 
     def report(self) -> Any:
         """The gate, run once."""
         if self._report is None:
-            from dtbench.errors import DtbenchError
-            from dtbench.gate.benchmark import Selection
-            from dtbench.gate.command import GateOptions, gate, parse_duration
+            import tempfile
 
-            suites = dict.fromkeys(line.partition(" ")[0] for line in self._lines)
-            text = "\n".join(self._lines)
-            option = self._option
+            from dtbench.errors import DtbenchError
+            from dtbench.gate.command import gate
+
             try:
-                options = GateOptions(
-                    option.dtbench_base,
-                    option.dtbench_head,
-                    tuple(Selection(suite, text) for suite in suites),
-                    mesh=option.mesh,
-                    sizes_bytes=option.size,
-                    dtypes=tuple(option.dtype.split(",")),
-                    budget_s=parse_duration(option.dtbench_budget) if option.dtbench_budget else None,
-                )
-                self._report = gate(options)
+                with tempfile.TemporaryDirectory(prefix="dtbench-gate-") as folder:
+                    self._report = gate(self._options(Path(folder)))
             except DtbenchError as error:
                 pytest.exit(f"dtbench gate: {error}", returncode=error.exit_code)
         return self._report
+
+    def _options(self, folder: Path) -> Any:
+        from dtbench.gate.benchmark import Selection
+        from dtbench.gate.command import GateOptions, parse_duration
+
+        option = self._option
+        suites = dict.fromkeys(task.suite.name for task, _ in self._pairs)
+        text = "" if self._whole else "\n".join(dict.fromkeys(task.label for task, _ in self._pairs))
+        chosen = () if self._whole else (f"{task.label} [{impl}]" for task, impl in self._pairs)
+        impls = tuple(i for i in CHOOSABLE_IMPLS if any(impl == i for _, impl in self._pairs))
+        return GateOptions(
+            option.dtbench_base,
+            option.dtbench_head,
+            tuple(Selection(suite, text) for suite in suites),
+            impls=impls or CHOOSABLE_IMPLS,
+            mesh=option.mesh,
+            sizes_bytes=option.size,
+            dtypes=tuple(option.dtype.split(",")),
+            budget_s=parse_duration(option.dtbench_budget) if option.dtbench_budget else None,
+            folder=folder,
+            only=frozenset(chosen),
+        )
 
     def judge(self, label: str) -> None:
         """Fails the test unless its benchmark has passed."""

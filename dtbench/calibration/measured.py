@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from dtbench.calibration.points import (
     series_by_name,
     tagged,
 )
-from dtbench.layout import groups_of, layout_of
+from dtbench.layout import Groups, groups_of, joint_dim, layout_of
 from dtbench.model import Run
 
 IMPLS = ("core", "torch")  # whose changes of placement are priced apart
@@ -58,8 +59,9 @@ def measured_dims(runs: Sequence[Run]) -> tuple[list[Measured], list[str]]:
     notes += [f"changes of placement: {note}"] if note else []
     layouts = {layout.name: layout for layout in layout_of(header)}
     dims = []
-    for index, name in enumerate(header["mesh"]["dim_names"]):
-        groups = groups_of(header["mesh"]["shape"], index)
+    for name, groups in _groups_of(
+        header, {str(r.params["mesh_dim"]) for _, r in (*collectives, *transitions)}
+    ):
         of_dim = _of(collectives, name)
         kept, sharing = _sharing(of_dim)
         series, warnings = series_by_name(kept, groups)
@@ -82,6 +84,16 @@ def measured_dims(runs: Sequence[Run]) -> tuple[list[Measured], list[str]]:
             )
         )
     return dims, notes
+
+
+def _groups_of(header: Mapping[str, Any], measured: AbstractSet[str]) -> Iterator[tuple[str, Groups]]:
+    """Each mesh dim, then all dims as one where that was measured."""
+    names, shape = header["mesh"]["dim_names"], header["mesh"]["shape"]
+    for index, name in enumerate(names):
+        yield name, groups_of(shape, index)
+    joint = joint_dim(zip(names, shape, strict=True))
+    if joint is not None and joint[0] in measured:
+        yield joint[0], [list(range(joint[1]))]
 
 
 def _of(results: Sequence[Tagged], dim: str) -> list[Tagged]:

@@ -96,6 +96,18 @@ def test_constants_and_layout_of_meshes_with_unlike_dims(
 # ------------------------------------------------------------------------------------- mixed dims
 
 
+def test_all_mesh_dims_as_one_have_an_entry_where_they_were_measured() -> None:
+    joint = exact(mesh={"both": 4}, truth={"both": (0.3, 120.0)})
+    renamed = [dataclasses.replace(r, params={**r.params, "mesh_dim": "dp+tp"}) for r in joint]
+    dims = dims_of([*exact(), *renamed])
+    assert list(dims) == ["dp", "tp", "dp+tp"]
+    both = dims["dp+tp"]
+    assert (both["ranks"], both["groups"], both["layout"]["kind"]) == (4, 1, "inter-host")
+    assert both["bandwidth_GiBps"] == pytest.approx(0.3, rel=1e-3)
+    assert both["latency_us_per_hop"] == pytest.approx(120.0, rel=1e-3)
+    assert list(dims_of(exact())) == ["dp", "tp"]
+
+
 def test_groups_over_unlike_numbers_of_hosts_are_mixed() -> None:
     dims = dims_of(exact(), hosts=("a", "a", "a", "b"))
     assert dims["tp"]["layout"]["kind"] == dims["dp"]["layout"]["kind"] == "mixed"

@@ -35,18 +35,20 @@ def test_groups_of_a_mesh_of_three_dims() -> None:
 
 def test_a_file_that_lists_other_ranks_than_its_mesh_has_no_layout() -> None:
     made = header({"dp": 2, "tp": 2}, ["a"] * 4)
-    assert set(mesh_groups(made)) == {"dp", "tp"}
+    assert set(mesh_groups(made)) == {"dp", "tp", "dp+tp"}
     made["mesh"]["shape"] = [10**9, 10**9]
     assert layout_of(made) == [] and mesh_groups(made) == {}
 
 
 def test_hosts_are_counted_per_group_and_per_pair() -> None:
-    dp, tp = layout_of(header({"dp": 2, "tp": 4}, ["a"] * 4 + ["b"] * 4))
+    dp, tp, both = layout_of(header({"dp": 2, "tp": 4}, ["a"] * 4 + ["b"] * 4))
+    assert (both.name, both.ranks, both.groups) == ("dp+tp", 8, 1)
+    assert (both.hosts_per_group, both.ranks_per_host, both.groups_per_host_pair) == ((2, 2), (4, 4), 1)
     assert (dp.hosts_per_group, dp.ranks_per_host, dp.groups_per_host_pair) == ((2, 2), (1, 1), 4)
     assert (tp.hosts_per_group, tp.ranks_per_host, tp.groups_per_host_pair) == ((1, 1), (4, 4), 0)
     (tp,) = layout_of(header({"tp": 6}, ["a", "a", "a", "b", "b", "c"]))
     assert (tp.hosts_per_group, tp.ranks_per_host, tp.groups_per_host_pair) == ((3, 3), (1, 3), 1)
-    mixed, _ = layout_of(header({"dp": 2, "tp": 2}, ["a", "a", "a", "b"]))  # groups 0,2 and 1,3
+    mixed, *_ = layout_of(header({"dp": 2, "tp": 2}, ["a", "a", "a", "b"]))  # groups 0,2 and 1,3
     assert (mixed.hosts_per_group, mixed.groups_per_host_pair) == ((1, 2), 1)
     unknown = header({"tp": 2}, ["a", "b"])
     del unknown["ranks"][1]["host"]
@@ -86,7 +88,7 @@ def test_numa_nodes_and_nvlink_neighbours() -> None:
         device_numa_node=[0, 0, 1, None],
         numa_nodes=[[0, 1]] * 4,
     )
-    dp, tp = layout_of(made)
+    dp, tp, _ = layout_of(made)
     assert (dp.nvlink, tp.nvlink) == ((0, 2), (2, 2))
     assert (dp.numa_nodes_per_group, tp.numa_nodes_per_group) == ((2, 2), (1, 2))
     switched = header({"tp": 2}, ["a"] * 2, nvlink=[{"neighbours": {}, "switch_links": 18}] * 2)

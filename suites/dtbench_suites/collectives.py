@@ -9,7 +9,8 @@
     scatter                 S (rank 0)   S/4          the buffer on rank 0
 
 S is counted as nccl-tests counts it. Each dim is measured **alone** (one group works, the others
-wait) and **together** (all its groups at once, as in training, where they share the links).
+wait) and **together** (all its groups at once, as in training, where they share the links); all dims as one
+group ("dp+tp") are measured, too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ from dtbench.model import Case, Param, Plan, Workload
 from dtbench.refine import sizes_between
 from dtbench.registry import Refinement, World, suite
 from dtbench_core.torch_compat import all_gather_single, reduce_scatter_single
-from dtbench_suites.data import mismatch, moved_values, shared_dims, sum_of_values, summed_values, torch_dtype
+from dtbench_suites.data import (
+    mesh_of_dim,
+    mismatch,
+    moved_values,
+    priced_dims,
+    sum_of_values,
+    summed_values,
+    torch_dtype,
+)
 
 # Calls between two clock readings when back to back: 10, fewer once they move so many bytes that what
 # the calls overlap no longer matters. nccl-tests launches 20 of any size (`-n`, src/common.cu).
@@ -135,7 +144,7 @@ def busbw_factor(collective: str, n: int) -> float | None:
 def build(
     collective: str, mesh_dim: str, groups: str, dtype: torch.dtype, size_bytes: int, world: World
 ) -> Workload:
-    group = world.mesh.get_group(mesh_dim)
+    group = mesh_of_dim(world, mesh_dim).get_group()
     if groups == "alone" and 0 not in dist.get_process_group_ranks(group):
         return Workload(run=lambda: None, participates=False)
     count = size_bytes // dtype.itemsize
@@ -203,7 +212,7 @@ def case_of(
 def refined_case(plan: Plan, collective: str, params: Mapping[str, Param]) -> Case:
     """The case of a size between those of the sweep; the size is trimmed as theirs are."""
     mesh_dim, groups, mode, dtype_name = (str(params[p]) for p in ("mesh_dim", "groups", "mode", "dtype"))
-    n = dict(plan.mesh)[mesh_dim]
+    n = int(params["ranks"])
     size = trimmed(collective, int(params["size"]), n, torch_dtype(dtype_name).itemsize)
     return case_of(mesh_dim, n, groups, mode, dtype_name, collective, size)
 
@@ -215,7 +224,7 @@ def refined_case(plan: Plan, collective: str, params: Mapping[str, Param]) -> Ca
     refinement=Refinement(sizes_between, refined_case),
 )
 def collectives(plan: Plan) -> Iterator[Case]:
-    for mesh_dim, n in shared_dims(plan) or plan.mesh[-1:]:
+    for mesh_dim, n in priced_dims(plan) or plan.mesh[-1:]:
         for dtype_name in plan.dtypes:
             itemsize = torch_dtype(dtype_name).itemsize
             for collective in COLLECTIVES:

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import importlib
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtbench.layout import joint_dim
 from dtbench.model import Plan, Skip
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from dtbench.registry import World
 
 # The two libraries that offer the DTensor API, by impl name.
 DTENSOR_MODULES = {"core": "dtbench_core", "torch": "torch.distributed.tensor"}
@@ -45,6 +51,17 @@ def shard_of(full: torch.Tensor, text: str, rank: int, ranks: int) -> torch.Tens
 def shared_dims(plan: Plan) -> list[tuple[str, int]]:
     """The mesh dims with more than one rank: (name, ranks)."""
     return [(name, ranks) for name, ranks in plan.mesh if ranks > 1]
+
+
+def priced_dims(plan: Plan) -> list[tuple[str, int]]:
+    """The shared dims, and all of them as one ("dp+tp"): what the cost model has prices for."""
+    joint = joint_dim(plan.mesh)
+    return shared_dims(plan) + ([joint] if joint else [])
+
+
+def mesh_of_dim(world: World, mesh_dim: str) -> DeviceMesh:
+    """The one-dimensional mesh of a priced dim that this rank belongs to."""
+    return world.mesh_of((world.world_size,)) if "+" in mesh_dim else world.mesh[mesh_dim]
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -23,11 +23,12 @@ from dtbench_suites.collectives import REGIMES, accompanying_sizes, calls_of
 from dtbench_suites.data import (
     dtensor_api,
     hush_all_to_all,
+    mesh_of_dim,
     mismatch,
     moved_values,
     placement,
+    priced_dims,
     shard_of,
-    shared_dims,
     sum_of_values,
     summed_values,
     torch_dtype,
@@ -65,7 +66,7 @@ def build_impl(
     """where: mesh dim and `groups`. change: the placements before and after."""
     (mesh_dim, groups), (src, dst) = where, change
     hush_all_to_all()
-    api, mesh = dtensor_api(impl), world.mesh[mesh_dim]
+    api, mesh = dtensor_api(impl), mesh_of_dim(world, mesh_dim)
     if groups == "alone" and 0 not in mesh.mesh:
         return Workload(run=lambda: None, participates=False)
     rank, n, count = mesh.get_local_rank(), mesh.size(), shape[0] * shape[1]
@@ -126,7 +127,7 @@ def case_of(mesh_dim: str, n: int, groups: str, mode: str, dtype_name: str, name
 def refined_case(plan: Plan, name: str, params: Mapping[str, Param]) -> Case:
     """The case of a size between those of the sweep."""
     mesh_dim, groups, mode, dtype_name = (str(params[p]) for p in ("mesh_dim", "groups", "mode", "dtype"))
-    return case_of(mesh_dim, dict(plan.mesh)[mesh_dim], groups, mode, dtype_name, name, int(params["size"]))
+    return case_of(mesh_dim, int(params["ranks"]), groups, mode, dtype_name, name, int(params["size"]))
 
 
 @suite(
@@ -136,7 +137,7 @@ def refined_case(plan: Plan, name: str, params: Mapping[str, Param]) -> Case:
     refinement=Refinement(sizes_between, refined_case),
 )
 def redistribute(plan: Plan) -> Iterator[Case]:
-    for mesh_dim, n in shared_dims(plan):
+    for mesh_dim, n in priced_dims(plan):
         for dtype_name in plan.dtypes:
             for src, dst in TRANSITIONS:
                 cases = [

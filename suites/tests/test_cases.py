@@ -86,7 +86,8 @@ def test_quick_cases_are_fewer(suite: str):
 @pytest.mark.parametrize("suite", sorted(IMPLS.keys() - {"dispatch"}))
 def test_only_dims_with_several_ranks_are_measured(suite: str):
     assert {c.params["mesh_dim"] for c in cases(suite, PLANS["a dim of one rank"])} == {"tp"}
-    assert {c.params["mesh_dim"] for c in cases(suite, PLANS["2x2"])} == {"dp", "tp"}
+    joint = {"dp+tp"} if suite in ("collectives", "redistribute") else set()
+    assert {c.params["mesh_dim"] for c in cases(suite, PLANS["2x2"])} == {"dp", "tp"} | joint
     assert {c.params["dtype"] for c in cases(suite, PLANS["2x2"])} == {"float32", "bfloat16"}
 
 
@@ -116,7 +117,8 @@ def test_a_sweep_to_calibrate_with_is_whole_together_and_isolated(
         assert sizes == (set(plan.sizes_bytes) if whole else few)
     groups = {regime[1] for regime in sizes_by_regime(suite, plan)}
     assert groups == ({"together"} if len(mesh) == 1 else {"alone", "together"})
-    assert {c.params["mesh_dim"] for c in cases(suite, plan)} == {name for name, _ in mesh}
+    names = [name for name, _ in mesh]
+    assert {c.params["mesh_dim"] for c in cases(suite, plan)} == {*names, "+".join(names)}
 
 
 def test_other_regimes_of_a_transition_only_accompany_its_sweep():
@@ -126,8 +128,9 @@ def test_other_regimes_of_a_transition_only_accompany_its_sweep():
     assert {
         len(sizes["P->R", g, m]) for g, m in collectives.REGIMES if (g, m) != ("together", "isolated")
     } == {1}
-    # Nine transitions on two dims: four sizes, and one in each of three regimes.
-    assert len(cases("redistribute", default)) == 9 * 2 * (4 + 3)
+    # Nine transitions on two dims: four sizes, and one in each of three regimes; on both at once, no group is
+    # alone.
+    assert len(cases("redistribute", default)) == 9 * 2 * (4 + 3) + 9 * (4 + 1)
     for case in cases("redistribute", default):
         assert (case.calls_per_sample > 1) == (case.params["mode"] == "back_to_back")
 
