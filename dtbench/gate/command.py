@@ -55,6 +55,7 @@ class GateOptions:
     folder: Path | None = None
     resume: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
+    only: frozenset[str] = frozenset()  # labels of the benchmarks to judge; empty is all of the selection
 
     def __post_init__(self) -> None:
         if not self.selections:
@@ -180,7 +181,7 @@ class _Gate:
 
     def _sort_out(self, old: Counted, new: Counted) -> list[Benchmark]:
         """Those in both arms that can be measured; the others have their verdicts."""
-        before, after = by_key(_real(old.listing.benchmarks)), by_key(_real(new.listing.benchmarks))
+        before, after = by_key(self._wanted(old)), by_key(self._wanted(new))
         skipped = [k for k in after if k in before and k in old.skipped and k in new.skipped]
         if skipped:
             self._notes.append(f"{len(skipped)} benchmark(s) are skipped by both arms and are left out")
@@ -195,6 +196,10 @@ class _Gate:
             else:
                 self._judged[key] = verdict
         return left
+
+    def _wanted(self, counted: Counted) -> list[Benchmark]:
+        only = self._options.only
+        return [b for b in _real(counted.listing.benchmarks) if not only or b.label in only]
 
     def _first_verdict(
         self,

@@ -221,8 +221,8 @@ class Schedule:
             return Judged(benchmark, "INCONCLUSIVE", f"{why}; it was not measured")
         effect, base_s, head_s = effect_and_times(pairs)
         smallest = effect.smallest_detectable
-        found = f"{smallest:.1%} would be found" if math.isfinite(smallest) else "one pair shows nothing"
-        reason = f"{why}; with {effect.pairs} pairs of this spread a change of {found}"
+        found = f"with {effect.pairs} pairs of this spread a change of {smallest:.1%} would be found"
+        reason = f"{why}; {found if math.isfinite(smallest) else 'one pair shows nothing'}"
         return Judged(benchmark, "INCONCLUSIVE", reason, "", effect, base_s, head_s)
 
 

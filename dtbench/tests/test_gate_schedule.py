@@ -109,6 +109,12 @@ def test_false_alarms_and_detection_at_the_noise_of_this_kind_of_machine():
         assert found.count("REGRESSION") >= goal * 150
 
 
+def test_a_sure_change_that_is_too_small_to_matter_is_no_regression():
+    judged, _ = judge(Machine({"b0": 1.018}, noise=0.0005))
+    assert judged[0].verdict == "PASS"
+    assert judged[0].effect and judged[0].effect.p_slower < 0.005
+
+
 def test_a_gain_is_told_and_a_small_one_passes():
     assert judge(Machine({"b0": 0.90}, noise=0.003))[0][0].verdict == "IMPROVED"
     machine = Machine({"b0": 0.97}, noise=0.003)
