@@ -1,7 +1,7 @@
 """Which sizes a sweep lacks: those next to a point that interpolation between its neighbours misses.
 
-A table of times is read by log-log interpolation. Where that would miss a measured point between two
-others by over 10 %, the curve bends (a protocol switch, a cache, the knee from latency to bandwidth), and
+A table of times is read as straight lines between its sizes. Where that would miss a measured point between
+two others by over 10 %, the curve bends (a protocol switch, a cache, the knee from latency to bandwidth), and
 what lies between the neighbours cannot be known: the geometric middles on both sides of the point are
 measured too, and looked at in the same way, until the steps are narrow or enough sizes are added.
 
@@ -68,15 +68,17 @@ def middles(points: Mapping[int, Sequence[float]]) -> dict[int, float]:
     points: size -> the samples of a curve, seconds.
     """
     sizes = _undisturbed({size: float(np.quantile(samples, 0.25)) for size, samples in points.items()})
-    x, y = np.log(sizes), np.log([np.quantile(points[size], 0.25) for size in sizes])
-    spread = np.array([np.log(np.quantile(points[s], 0.75)) for s in sizes]) - y
+    times = [float(np.quantile(points[size], 0.25)) for size in sizes]
+    spread = [math.log(np.quantile(points[s], 0.75) / t) for s, t in zip(sizes, times, strict=True)]
     found: dict[int, float] = {}
     for left, middle, right in zip(
         range(len(sizes)), range(1, len(sizes)), range(2, len(sizes)), strict=False
     ):
-        share = (x[middle] - x[left]) / (x[right] - x[left])
-        miss = abs(float(y[middle] - (1 - share) * y[left] - share * y[right]))
-        noise = math.hypot(spread[middle], (1 - share) * spread[left], share * spread[right])
+        share = (sizes[middle] - sizes[left]) / (sizes[right] - sizes[left])
+        parts = (1 - share) * times[left], share * times[right]
+        miss = abs(math.log(times[middle] / sum(parts)))
+        weights = [part / sum(parts) for part in parts]
+        noise = math.hypot(spread[middle], weights[0] * spread[left], weights[1] * spread[right])
         if miss <= max(MISS, noise):
             continue
         for low, high in ((sizes[left], sizes[middle]), (sizes[middle], sizes[right])):
@@ -106,5 +108,5 @@ def _samples(plan: Plan, result: Result) -> tuple[float, ...]:
     shape = [size for _, size in plan.mesh]
     dims = [name for name, _ in plan.mesh]
     dim = result.params.get("mesh_dim")
-    groups = groups_of(shape, dims.index(str(dim))) if dim in dims else []
+    groups = groups_of(shape, dims.index(str(dim))) if dim in dims else [list(range(plan.world_size))]
     return from_last_arrival_s(result, groups) or result.samples_s

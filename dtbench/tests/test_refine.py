@@ -32,10 +32,6 @@ def line(size: int) -> float:
     return 1e-4 + size / 1e9
 
 
-def power(size: int) -> float:
-    return 1e-4 * size**0.4
-
-
 def jump(size: int) -> float:
     return 1e-4 if size < 100 * KIB else 1e-3
 
@@ -48,34 +44,35 @@ def samples(seconds: float, spread: float = 1.0) -> tuple[float, ...]:
 # ------------------------------------------------------------------------------------- one curve
 
 
-def test_a_power_law_is_what_log_log_interpolation_draws() -> None:
-    assert middles({size: samples(power(size)) for size in SIZES}) == {}
+def test_a_line_is_what_a_table_draws() -> None:
+    assert middles({size: samples(line(size)) for size in SIZES}) == {}
 
 
 def test_both_sides_of_a_missed_point_are_halved() -> None:
     found = middles({size: samples(jump(size)) for size in SIZES})
-    # Missed are 64 KiB and 256 KiB, by half of the jump in logs; their steps are 16, 64, 256, 1024 KiB.
+    # Missed are 64 KiB and 256 KiB; each is a fifth of the way between its neighbours, 16 to 256 KiB and
+    # 64 to 1024 KiB, where a line gives 2.8 times the time before the jump.
     assert sorted(found) == [32 * KIB, 128 * KIB, 512 * KIB]
-    half = math.log(10) / 2
-    assert [found[s * KIB] for s in (32, 128, 512)] == pytest.approx([half, 2 * half, half])
+    before, after = math.log(2.8), math.log(10 / 2.8)
+    assert [found[s * KIB] for s in (32, 128, 512)] == pytest.approx([before, before + after, after])
 
 
 def test_the_miss_of_ten_per_cent_is_that_of_the_interpolated_time() -> None:
     def bent(miss: float) -> dict[int, float]:
-        times = {1024: 1.0, 4096: 2.0 * miss, 16384: 4.0}
+        times = {1024: 1.0, 4096: 1.6 * miss, 16384: 4.0}
         return middles({size: samples(t) for size, t in times.items()})
 
     assert bent(1.09) == bent(1 / 1.09) == {}
     assert set(bent(1.11)) == set(bent(1 / 1.11)) == {2048, 8192}
-    # Uneven steps: at 2 KiB between 1 and 16 KiB a quarter of the way in logs.
+    # Uneven steps: 2 KiB is a fifteenth of the way from 1 to 16 KiB.
     assert middles({1024: samples(1.0), 2048: samples(2.0), 16384: samples(16.0)}) == {}
     uneven = middles({1024: samples(1.0), 2048: samples(2.0), 16384: samples(10.0)})
-    assert list(uneven.values()) == pytest.approx([math.log(2) - math.log(10) / 4] * 2)
+    assert list(uneven.values()) == pytest.approx([math.log(2 / 1.6)] * 2)
 
 
 def test_a_miss_within_the_spread_of_the_samples_counts_for_nothing() -> None:
     def found(miss: float, spread: float) -> bool:
-        times = {1024: 1.0, 4096: 2.0 * miss, 16384: 4.0}
+        times = {1024: 1.0, 4096: 1.6 * miss, 16384: 4.0}
         return bool(middles({size: samples(t, spread) for size, t in times.items()}))
 
     assert found(1.3, 1.2) and not found(1.2, 1.2)
@@ -84,7 +81,7 @@ def test_a_miss_within_the_spread_of_the_samples_counts_for_nothing() -> None:
 
 def test_a_burst_that_hits_one_point_refines_nothing() -> None:
     for at in SIZES[:-1]:  # nothing larger says that the largest was disturbed
-        times = {size: power(size) * (10 if size == at else 1) for size in SIZES}
+        times = {size: line(size) * (10 if size == at else 1) for size in SIZES}
         assert middles({size: samples(t) for size, t in times.items()}) == {}
     slightly = {1024: 1.0, 4096: 0.95, 16384: 9.0}  # a knee whose flat part is not quite flat
     assert len(middles({size: samples(t) for size, t in slightly.items()})) == 2
@@ -95,7 +92,7 @@ def test_random_noise_alone_refines_little() -> None:
     curves = 200
     refined = 0
     for _ in range(curves):
-        points = {s: tuple(power(s) * np.exp(rng.normal(0, 0.15, 15))) for s in SIZES}
+        points = {s: tuple(line(s) * np.exp(rng.normal(0, 0.15, 15))) for s in SIZES}
         refined += bool(middles(points))
     assert refined < 0.05 * curves
 
@@ -130,7 +127,7 @@ def refined(curve: Curve, sizes: Iterable[int] = SIZES) -> list[int]:
 
 def interpolated(curve: Curve, sizes: Sequence[int], at: int) -> float:
     known = sorted(sizes)
-    return math.exp(np.interp(math.log(at), np.log(known), np.log([curve(s) for s in known])))
+    return float(np.interp(at, known, [curve(s) for s in known]))
 
 
 def test_bisection_closes_in_on_a_jump_and_stops() -> None:
@@ -168,7 +165,7 @@ def test_only_the_sweep_of_all_groups_isolated_is_refined() -> None:
 
 
 def test_the_impl_that_misses_most_decides_and_failures_have_no_say() -> None:
-    straight = [result("x", s, power(s), "torch") for s in SIZES]
+    straight = [result("x", s, line(s), "torch") for s in SIZES]
     bent = [result("x", s, jump(s), "core") for s in SIZES]
     assert len(list(sizes_between(PLAN, straight + bent, []))) == 3
     assert len(list(sizes_between(PLAN, straight, []))) == 0
@@ -181,9 +178,9 @@ def test_the_impl_that_misses_most_decides_and_failures_have_no_say() -> None:
 
 def test_the_time_from_the_last_arrival_decides() -> None:
     def late(size: int) -> Result:
-        """Ranks 0 and 2 wait long for the others, from 256 KiB on; the transfers are a power law."""
+        """Ranks 0 and 2 wait long for the others, from 256 KiB on; the transfers are a line."""
         wait = 1.0 if size >= 256 * KIB else 0.0
-        times = {rank: power(size) + (wait if rank in "02" else 0.0) for rank in "0123"}
+        times = {rank: line(size) + (wait if rank in "02" else 0.0) for rank in "0123"}
         return result(
             "x", size, max(times.values()), rank_samples_s={r: samples(t) for r, t in times.items()}
         )
@@ -217,7 +214,7 @@ def test_the_first_launch_decides_and_the_others_follow() -> None:
     assert {t.impls for t in tasks} == {("core", "torch")}
     assert further_tasks([made_suite()], PLAN, "", first, launch=1) == []  # nothing was added yet
     added = [result("x", 32 * KIB, 1e-4, "core"), result("x", 32 * KIB, 1e-4, "torch")]
-    second = [result("x", size, power(size), "core", launch=1) for size in SIZES]
+    second = [result("x", size, line(size), "core", launch=1) for size in SIZES]
     for launch in (0, 1):  # in the first beside what it wants now, in case an impl is still to be measured
         tasks = further_tasks([made_suite()], PLAN, "", first + added + second, launch)
         assert (32 * KIB in {t.case.params["size"] for t in tasks}) and (len(tasks) == 1) == (launch == 1)
