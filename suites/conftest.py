@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from dtbench.model import CHOOSABLE_IMPLS
 from dtbench.options import DEFAULT_CPU_RANKS, RunOptions, Task, list_tasks, parse_mesh, parse_sizes
 from dtbench.ranks import (
     AloneRanks,
@@ -248,12 +247,12 @@ class GateTests:
         suites = dict.fromkeys(task.suite.name for task, _ in self._pairs)
         text = "" if self._whole else "\n".join(dict.fromkeys(task.label for task, _ in self._pairs))
         chosen = () if self._whole else (f"{task.label} [{impl}]" for task, impl in self._pairs)
-        impls = tuple(i for i in CHOOSABLE_IMPLS if any(impl == i for _, impl in self._pairs))
+        impls = () if self._whole else tuple(dict.fromkeys(impl for _, impl in self._pairs))
         return GateOptions(
             option.dtbench_base,
             option.dtbench_head,
             tuple(Selection(suite, text) for suite in suites),
-            impls=impls or CHOOSABLE_IMPLS,
+            impls=impls,
             mesh=option.mesh,
             sizes_bytes=option.size,
             dtypes=tuple(option.dtype.split(",")),

@@ -41,7 +41,7 @@ class GateOptions:
     base: str
     head: str
     selections: tuple[Selection, ...]
-    impls: tuple[str, ...] = CHOOSABLE_IMPLS
+    impls: tuple[str, ...] = ()  # to judge; empty is all
     mesh: Mesh | None = None
     nproc: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -173,10 +173,12 @@ class _Gate:
         old, new = self._launcher.count("base"), self._launcher.count("head")
         for name, counted in (("base", old), ("head", new)):
             self._notes += [f"in {name}: {problem}" for problem in counted.listing.problems]
-        if not _real(old.listing.benchmarks) and not _real(new.listing.benchmarks):
-            raise UsageError(
-                "; ".join(new.listing.problems) or "the selection holds no benchmark in either arm"
+        if not self._wanted(old) and not self._wanted(new):
+            known = ", ".join(sorted({b.key[2] for b in new.listing.benchmarks if b.key[0] != control.NAME}))
+            empty = (
+                f"the selection holds no benchmark of --impl {','.join(self._options.impls)}: it has {known}"
             )
+            raise UsageError("; ".join(new.listing.problems) or empty)
         return old, new
 
     def _sort_out(self, old: Counted, new: Counted) -> list[Benchmark]:
@@ -198,8 +200,10 @@ class _Gate:
         return left
 
     def _wanted(self, counted: Counted) -> list[Benchmark]:
-        only = self._options.only
-        return [b for b in _real(counted.listing.benchmarks) if not only or b.label in only]
+        only, impls = self._options.only, self._options.impls
+        kept = [b for b in counted.listing.benchmarks if b.key[0] != control.NAME]
+        kept = [b for b in kept if not impls or b.key[2] in impls]
+        return [b for b in kept if not only or b.label in only]
 
     def _first_verdict(
         self,
@@ -274,10 +278,6 @@ class _Gate:
         return Report(judged, trust, facts, tuple(dict.fromkeys(self._notes)), self._options.allow_new)
 
 
-def _real(benchmarks: Sequence[Benchmark]) -> list[Benchmark]:
-    return [b for b in benchmarks if b.key[0] != control.NAME]
-
-
 def _of(counted: Counted, benchmark: Benchmark) -> Mapping[str, float]:
     return counted.counters.get(benchmark.key, {})
 
@@ -313,7 +313,7 @@ def _plan(options: GateOptions, base: Arm, head: Arm) -> dict[str, Any]:
         for _, size in options.mesh:
             ranks *= size
     plan = {
-        "impls": list(options.impls),
+        "impls": [i for i in CHOOSABLE_IMPLS if i in options.impls] or list(CHOOSABLE_IMPLS),
         "mesh": options.mesh,
         "nproc": ranks or (gpus if device == "cuda" else DEFAULT_CPU_RANKS),
         "sizes": options.sizes_bytes,
@@ -393,11 +393,9 @@ def _parsed(parse: Callable[[str], Any]) -> Callable[[Any, Any, str | None], Any
 @click.option(
     "--impl",
     "impls",
-    default=",".join(CHOOSABLE_IMPLS),
-    show_default=True,
     metavar="LIST",
-    callback=_parsed(lambda text: parse_list(text, CHOOSABLE_IMPLS, "--impl")),
-    help="Which implementations; the references beside them are always judged.",
+    callback=lambda _context, _option, text: tuple(text.split(",")) if text else (),
+    help="Judge these implementations only, such as core [default: all].",
 )
 @click.option("--mesh", metavar="DIMS", callback=_parsed(parse_mesh), help="As for `dtbench run`.")
 @click.option("--nproc", type=int, help="Ranks of the suites that need some [default: one per GPU, else 4].")

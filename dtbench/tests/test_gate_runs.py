@@ -120,6 +120,12 @@ def test_what_is_not_clearly_fine_never_passes(
     assert said in out
 
 
+def test_only_the_impls_asked_for_are_judged(gate: Gate):
+    assert gate({}, {}, "--impl", "core")[0] == 0
+    code, _, err = gate({}, {}, "--impl", "torch,local", "-o", "g2")
+    assert code == 2 and "no benchmark of --impl torch,local: it has core" in err
+
+
 def test_what_both_skip_is_left_out(gate: Gate):
     code, out, _ = gate({"SKIPS": "add"}, {"SKIPS": "add"})
     assert code == 0 and "left out" in out and "add" not in verdicts()
