@@ -153,7 +153,7 @@ class _Gate:
         try:
             old, new = self._count()
         except OutOfTimeError as error:
-            raise UsageError(f"{error} before a benchmark could be counted: give --budget more") from error
+            raise UsageError(f"{error}, and not all is counted yet: give --budget more") from error
         benchmarks = self._sort_out(old, new)
         with contextlib.suppress(OutOfTimeError):
             self._compare_counters(benchmarks, old, new)

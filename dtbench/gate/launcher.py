@@ -241,7 +241,7 @@ class Launcher:
         if self._limits.deadline is not None:
             rest_s = self._limits.deadline - time.monotonic()
             if rest_s < self._longest_s or rest_s <= 0:
-                raise OutOfTimeError(f"the budget of {self._limits.budget} is spent")
+                raise OutOfTimeError(f"the budget of {self._limits.budget} holds no further launch")
         began = time.monotonic()
         with Path(f"{stem}.log").open("wb") as log:
             process = subprocess.Popen(
@@ -257,7 +257,7 @@ class Launcher:
                 code = process.wait(left_s)
             except subprocess.TimeoutExpired:
                 if left_s < self._limits.timeout_s:
-                    raise OutOfTimeError(f"the budget of {self._limits.budget} is spent") from None
+                    raise OutOfTimeError(f"the budget of {self._limits.budget} holds no further launch") from None
                 return f"no end after {self._limits.timeout_s:g} s (--timeout)"
             finally:
                 with contextlib.suppress(ProcessLookupError):
