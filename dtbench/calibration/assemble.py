@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dtbench.calibration import intervals
+from dtbench.calibration.curve import end_slope
 from dtbench.calibration.fit import Array, Line, accuracy, fit_curve, fit_ring, rising
 from dtbench.calibration.layout import crosses_hosts
 from dtbench.calibration.measured import Measured, measured_dims
@@ -169,12 +170,29 @@ def curve_of(series: Series) -> dict[str, Any]:
     ]
     return {
         **_line(series, sizes, measured),
+        **_end(series, sizes, measured),
         "dtype": series.dtype,
         "size_bytes": [int(sizes.min()), int(sizes.max())],
         "points": len(table),
         "launches": len(launches),
         "table": table,
     }
+
+
+def _end(series: Series, sizes: Array, measured: Array) -> dict[str, Any]:
+    """The bandwidth that the table ends with, which one line through all sizes need not have: a protocol, a
+    cache or a shaper's burst that serves small messages better pulls the line, not the end."""
+    nothing = {"end_GiBps": None, "end_interval": None}
+    if len(sizes) < 2:
+        return nothing
+
+    def slope(times_us: Array) -> tuple[float]:
+        rows = [{"size_bytes": s, "time_us": t} for s, t in zip(sizes, rising(times_us), strict=True)]
+        return (end_slope(rows) * GIB / 1e6,)  # seconds per GiB
+
+    (end,), ((low, high),) = slope(measured), intervals.fitted(series.points, slope)
+    # Times that do not grow with size say nothing of a bandwidth.
+    return nothing if min(end, low) <= 0 else {"end_GiBps": 1 / end, "end_interval": [1 / high, 1 / low]}
 
 
 def _line(series: Series, sizes: Array, measured: Array) -> dict[str, Any]:

@@ -70,15 +70,24 @@ def price(curve: Mapping[str, Any], size_bytes: float) -> Price:
 
 
 def _above(table: Sequence[Mapping[str, Any]], size_bytes: float) -> float:
+    last = table[-1]
+    beyond = (size_bytes - last["size_bytes"]) * end_slope(table)
+    return float(last["time_us"]) + float(beyond)
+
+
+def end_slope(table: Sequence[Mapping[str, Any]]) -> float:
+    """Microseconds per byte that a table ends with: of its last factor of END_FACTOR in size, and never more
+    than if all of the last time were transfer. Its inverse is the bandwidth of large messages."""
     last, first = table[-1], table[0]
-    proportional = float(last["time_us"]) / last["size_bytes"]
+    proportional = float(last["time_us"] / last["size_bytes"])
     faster = [
         row
         for row in table
         if row["size_bytes"] * END_FACTOR <= last["size_bytes"] and row["time_us"] < last["time_us"]
     ]
-    slope = proportional if len(table) == 1 else min(_slope((faster or [first])[-1], last), proportional)
-    return float(last["time_us"] + (size_bytes - last["size_bytes"]) * slope)
+    if len(table) == 1:
+        return proportional
+    return min(_slope((faster or [first])[-1], last), proportional)
 
 
 def _below(table: Sequence[Mapping[str, Any]], size_bytes: float) -> float:

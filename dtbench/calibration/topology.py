@@ -244,7 +244,7 @@ _curve_fields = _object(
         "launches": _integer(1),
         "table": _table,
     },
-    {"dtype": _text},
+    {"dtype": _text, "end_GiBps": _or_none(_positive), "end_interval": _or_none(_list(_positive, 2))},
 )
 
 

@@ -262,6 +262,27 @@ def test_tables_never_fall_with_size_and_keep_what_was_measured() -> None:
     assert all(row["low_us"] <= row["time_us"] <= row["high_us"] for row in table)
 
 
+def test_the_bandwidth_a_table_ends_with_is_that_of_its_large_messages() -> None:
+    (tp,) = [d for name, d in dims_of(exact()).items() if name == "tp"]
+    reduced = tp["collectives"]["all_reduce"]  # two ranks: its algbw is the ring's
+    assert reduced["end_GiBps"] == pytest.approx(1.6, rel=1e-3)
+    assert reduced["end_interval"] == pytest.approx([1.6, 1.6], rel=1e-3)
+    # Messages below 4 MiB go twice as fast, as through a shaper's bucket: the line is pulled, the end not.
+    quick = [
+        dataclasses.replace(
+            r, rank_samples_s={k: tuple(t / 2 for t in v) for k, v in r.rank_samples_s.items()}
+        )
+        if (r.size_bytes or 0) < 4 * MIB
+        else r
+        for r in exact()
+    ]
+    bent = dims_of(quick)["tp"]["collectives"]["all_reduce"]
+    assert bent["end_GiBps"] == pytest.approx(1.6, rel=1e-3)
+    assert bent["beta_GiBps"] != pytest.approx(1.6, rel=0.05)
+    one_size = [r for r in exact() if r.name != "all_reduce" or r.size_bytes == MIB]
+    assert dims_of(one_size)["tp"]["collectives"]["all_reduce"]["end_GiBps"] is None
+
+
 def test_few_sizes_are_said() -> None:
     one, two = transitions()[:1], [*transitions()[:1], *transitions()[3:4]]
     dim = dims_of([*exact(), *one])["tp"]
