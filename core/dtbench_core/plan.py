@@ -250,22 +250,51 @@ class Plan:
     def _moved(
         self, args: Sequence[Any], given: dict[str, Any], locals_: list[Any], kwargs: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
+        if contexts.entered:
+            for move in self.moves:
+                contexts.observe(self.info.op, move.spec, move.placements)
+        places = _places(args)
+        if places is None or self.moves[-1].at >= len(places):
+            return self._moved_inside(args, given, locals_, kwargs)
+        locals_ = list(locals_)
+        for index, route, _, placements in self.moves:
+            at = places[index]
+            locals_[at] = _settled(args[at], locals_[at], placements, route)
+        return locals_, kwargs
+
+    def _moved_inside(
+        self, args: Sequence[Any], given: dict[str, Any], locals_: list[Any], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The same where a tensor may lie in a list, or is given by name."""
         tensors = [
             leaf for leaf in tree_leaves((list(args), _sorted(given))) if isinstance(leaf, torch.Tensor)
         ]
         leaves, tree = tree_flatten((locals_, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        if contexts.entered:
-            for move in self.moves:
-                contexts.observe(self.info.op, move.spec, move.placements)
         for index, route, _, placements in self.moves:
-            tensor = tensors[index]
-            if isinstance(tensor, Wrapper):
-                leaves[places[index]] = redistribute.settle(tensor, placements, route)
-            else:
-                leaves[places[index]] = redistribute.apply(leaves[places[index]], route)
+            at = places[index]
+            leaves[at] = _settled(tensors[index], leaves[at], placements, route)
         moved: tuple[list[Any], dict[str, Any]] = tree_unflatten(leaves, tree)
         return moved
+
+
+def _places(args: Sequence[Any]) -> list[int] | None:
+    """Where the tensors are among the arguments; None if some may lie inside another argument."""
+    places = []
+    for at, arg in enumerate(args):
+        if isinstance(arg, torch.Tensor):
+            places.append(at)
+        elif isinstance(arg, (list, tuple, dict)) and not all(isinstance(x, (int, float)) for x in arg):
+            return None
+    return places
+
+
+def _settled(
+    tensor: Any, local: torch.Tensor, placements: Placements, route: redistribute.Route
+) -> torch.Tensor:
+    if isinstance(tensor, Wrapper):
+        return redistribute.settle(tensor, placements, route)
+    return redistribute.apply(local, route)
 
 
 def _sorted(kwargs: dict[str, Any]) -> dict[str, Any]:
