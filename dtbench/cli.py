@@ -374,17 +374,36 @@ def regret(runs: tuple[Path, ...], topology: Path, as_json: bool) -> None:
 
 
 @cli.command()
-@click.argument("runs", nargs=-1, required=True, type=_RUN_FILE, metavar="RUN...")
-@click.option("--topology", type=_RUN_FILE, help="A calibrated topology, drawn over the measurements.")
+@click.argument("files", nargs=-1, type=_RUN_FILE, metavar="FILE...")
+@click.option(
+    "--baseline", multiple=True, type=_RUN_FILE, metavar="RUN", help="What to compare with; repeatable."
+)
+@click.option("--topology", type=_RUN_FILE, help="A topology; may as well be one of the FILEs.")
+@click.option(
+    "--index", type=_RUN_FILE, metavar="FOLDER", help="Instead: a page that lists a folder's reports."
+)
 @click.option("-o", "--output", required=True, type=_RUN_FILE, help="The page to write.")
-def report(runs: tuple[Path, ...], topology: Path | None, output: Path) -> None:
-    """One HTML page with the figures and tables of run files."""
-    from dtbench.calibration import read_topology
-    from dtbench.reporting.page import write_report
-    from dtbench.store import read_run
+def report(
+    files: tuple[Path, ...],
+    baseline: tuple[Path, ...],
+    topology: Path | None,
+    index: Path | None,
+    output: Path,
+) -> None:
+    """One HTML page of what was measured and found out.
 
-    fitted = read_topology(topology) if topology is not None else None
-    write_report([read_run(path) for path in runs], fitted, output)
+    FILEs are told apart by what they hold: runs, a topology, the JSON of gate or regret, a profile's folder, a
+    history of gates, verdicts on ops.
+    """
+    from dtbench.reporting import gather, write_index, write_report
+
+    if index is not None:
+        if files or baseline or topology:
+            raise click.UsageError("--index takes a folder of reports and nothing else")
+        write_index(index, output)
+        click.echo(f"the index is in {output}")
+        return
+    write_report(gather(files, baseline, topology), output)
     click.echo(f"the report is in {output}")
 
 

@@ -1,5 +1,11 @@
-"""The report: one HTML page of one or several launches, with its figures, tables and data inside."""
+"""The report: one HTML page of runs and what was found out about them, with figures, tables and data inside.
 
+Read `page` first: it is the table of contents. `sources` says what a report is made of, `parts` holds a file for
+each part, `section` what these have in common; `figures` and `shapes` draw, `index` lists the reports of a folder.
+"""
+
+from dtbench.reporting.index import write_index
 from dtbench.reporting.page import render, write_report
+from dtbench.reporting.sources import Sources, gather
 
-__all__ = ["render", "write_report"]
+__all__ = ["Sources", "gather", "render", "write_index", "write_report"]

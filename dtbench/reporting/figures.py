@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from markupsafe import Markup
@@ -44,8 +45,21 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
+    """One drawing. make: draws it, once, and not at all where the page has no room for it."""
+
     title: str
-    svg: Markup
+    make: Callable[[], Markup]
+
+    @cached_property
+    def svg(self) -> Markup:
+        return self.make()
+
+
+def panel(
+    title: str, width: float, height: float, paint: Callable[[Canvas], None], *, prefix: str, desc: str
+) -> Panel:
+    """A panel of this many pixels."""
+    return Panel(title, lambda: draw(width, height, paint, prefix=prefix, title=title, desc=desc))
 
 
 @dataclass(frozen=True)
@@ -56,11 +70,13 @@ class LegendItem:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a dot plot. values: series name -> value, where it was measured. note: at its right end."""
+    """A line of a dot plot. values: series name -> value, where it was measured. note: at its right end.
+    spans: series name -> from where to where, drawn as a thin line through the mark."""
 
     label: str
     values: Mapping[str, float]
     note: str = ""
+    spans: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -94,7 +110,7 @@ def value_axis(
     if log is None:
         log = high > 12 * low
     if not log:
-        step = _nice_step(high / most)
+        step = nice_step(high / most)
         ticks = [k * step for k in range(math.ceil(high / step) + 1)]
         return Axis(0.0, high * 1.06, False, format_tick, ticks)
     room = max((high / low) ** 0.06, 1.15)
@@ -121,7 +137,7 @@ def log_ticks(low: float, high: float, most: int) -> list[float]:
     return ticks
 
 
-def _nice_step(rough: float) -> float:
+def nice_step(rough: float) -> float:
     power = 10.0 ** math.floor(math.log10(rough))
     return next(d * power for d in (1, 2, 5, 10) if d * power >= rough * (1 - 1e-9))
 
@@ -132,26 +148,40 @@ def _nice_step(rough: float) -> float:
 PANEL_PX = {2: (430.0, 245.0), 3: (330.0, 220.0)}
 DOTS_PX = 430.0
 ROW_PX = 17.0
+SHADE_OPACITY = 0.09
 BAND_OPACITY = 0.18  # lines and marks stay legible on it, in light and in dark
 
 
 def line_panel(
-    title: str, series: Sequence[Series], x: Axis, y: Axis, *, columns: int, prefix: str, desc: str
+    title: str,
+    series: Sequence[Series],
+    x: Axis,
+    y: Axis,
+    *,
+    columns: int,
+    prefix: str,
+    desc: str,
+    shade: tuple[float, float] | None = None,
+    level: float | None = None,
 ) -> Panel:
-    """Lines over a common pair of axes."""
+    """Lines over a common pair of axes. shade: a range of x that is marked. level: a y that is marked."""
     width, height = PANEL_PX[columns]
 
     def paint(canvas: Canvas) -> None:
-        axes = _axes(canvas, width, height, left=62, right=14, top=10, bottom=26)
+        axes = axes_in(canvas, width, height, left=62, right=14, top=10, bottom=26)
+        if shade is not None:
+            axes.axvspan(*shade, color=STAND_IN["muted"], alpha=SHADE_OPACITY, linewidth=0, zorder=0)
+        if level is not None:
+            axes.axhline(level, color=STAND_IN["ink"], linewidth=1.0, zorder=1.5)
         for one in series:
             if one.band is not None:
                 colour = STAND_IN[one.style.colour]
                 axes.fill_between(one.x, *one.band, color=colour, alpha=BAND_OPACITY, linewidth=0)
-            axes.plot(one.x, one.y, clip_on=False, **_look(one.style))
+            axes.plot(one.x, one.y, clip_on=False, **look_of(one.style))
         x.apply(axes, "x")
         y.apply(axes, "y")
 
-    return Panel(title, draw(width, height, paint, prefix=prefix, title=title, desc=desc))
+    return panel(title, width, height, paint, prefix=prefix, desc=desc)
 
 
 def dot_panel(
@@ -163,7 +193,7 @@ def dot_panel(
     height = ROW_PX * len(rows) + 34
 
     def paint(canvas: Canvas) -> None:
-        axes = _axes(canvas, DOTS_PX, height, left=left, right=right, top=6, bottom=28)
+        axes = axes_in(canvas, DOTS_PX, height, left=left, right=right, top=6, bottom=28)
         joined = [name for name in styles if name in ("core", "torch")]
         for place, row in enumerate(rows):
             ends = [row.values[name] for name in joined if name in row.values]
@@ -180,23 +210,28 @@ def dot_panel(
                 fontsize=9,
             )
         for name, style in styles.items():
+            for place, row in enumerate(rows):
+                if name in row.spans and name in row.values:
+                    axes.plot(
+                        row.spans[name], [place] * 2, color=STAND_IN[style.colour], linewidth=1.1, zorder=2
+                    )
             marks = [(row.values[name], place) for place, row in enumerate(rows) if name in row.values]
             if marks:
                 # Open marks are see-through, or the one drawn last would hide its equal.
-                look = _look(style) | {"linestyle": "none", "markersize": 8 if style.marker == "|" else 5}
+                look = look_of(style) | {"linestyle": "none", "markersize": 8 if style.marker == "|" else 5}
                 if style.hollow:
                     look["markerfacecolor"] = "none"
                 axes.plot(*zip(*marks, strict=True), zorder=2.5, **look)
         x.apply(axes, "x")
         axes.set_ylim(len(rows) - 0.4, -0.6)
-        axes.set_yticks(range(len(rows)), [printable(_cut(row.label, 30)) for row in rows])
+        axes.set_yticks(range(len(rows)), [printable(cut(row.label, 30)) for row in rows])
         axes.tick_params(axis="y", length=0, labelcolor=STAND_IN["ink"], labelsize=9)
         axes.grid(axis="y", linewidth=0.35)
 
-    return Panel(title, draw(DOTS_PX, height, paint, prefix=prefix, title=title, desc=desc))
+    return panel(title, DOTS_PX, height, paint, prefix=prefix, desc=desc)
 
 
-def _axes(
+def axes_in(
     canvas: Canvas, width: float, height: float, *, left: float, right: float, top: float, bottom: float
 ) -> Axes:
     """Axes with margins in pixels."""
@@ -206,7 +241,7 @@ def _axes(
     return axes
 
 
-def _look(style: Style) -> dict[str, Any]:
+def look_of(style: Style) -> dict[str, Any]:
     colour = STAND_IN[style.colour]
     if style.dash is None:
         line: Any = "none"
@@ -222,7 +257,7 @@ def _look(style: Style) -> dict[str, Any]:
     }
 
 
-def _cut(text: str, most: int) -> str:
+def cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
@@ -239,15 +274,20 @@ def legend(styles: Mapping[str, Style], *, prefix: str, lines: bool = True) -> l
             axes.set_axis_off()
             axes.set_xlim(0, 30)
             axes.set_ylim(-6, 6)
-            look = _look(style)
+            look = look_of(style)
             if lines and look["linestyle"] != "none":
                 axes.plot([1, 29], [0, 0], **(look | {"marker": "none"}))
             if style.marker:
                 axes.plot([15], [0], **look, markersize=9 if style.marker == "|" else 5)
 
-        svg = draw(30, 12, paint, prefix=f"{prefix}{index}", title=label, desc="how it is drawn")
-        items.append(LegendItem(label, Markup(str(svg).replace('role="img"', 'aria-hidden="true"'))))
+        items.append(LegendItem(label, swatch(paint, f"{prefix}{index}", label)))
     return items
+
+
+def swatch(paint: Callable[[Canvas], None], prefix: str, label: str) -> Markup:
+    """30 x 12 pixels beside a legend's words; nothing for a screen reader, which has the words."""
+    svg = draw(30, 12, paint, prefix=prefix, title=label, desc="how it is drawn")
+    return Markup(str(svg).replace('role="img"', 'aria-hidden="true"'))
 
 
 def seconds_tick(value: float) -> str:

@@ -21,20 +21,32 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """caption: what it holds, in words. folded: shown behind its caption. total_rows: before a cut."""
+    """caption: what it holds, in words. folded: shown behind its caption. most: rows after which it is cut.
+
+    ids, tags: per row the anchor that leads to it and the word it is filtered by; of tables with `filter`,
+    an id that the address may name, there are fields to filter by.
+    """
 
     caption: str
     columns: Sequence[Column]
     folded: bool = False
     note: str = ""
+    most: int = 2**31
+    ids: Sequence[str] = ()
+    tags: Sequence[str] = ()
+    filter: str = ""
 
     @property
     def total_rows(self) -> int:
         return len(self.columns[0].cells) if self.columns else 0
 
-    def rows(self, most: int) -> list[list[str]]:
-        """At most so many rows of cells, as the template writes them."""
-        return [list(row) for row in zip(*(c.cells[:most] for c in self.columns), strict=True)]
+    @property
+    def rows(self) -> list[tuple[str, str, list[str]]]:
+        """Anchor, tag and cells per row, as the template writes them."""
+        rows = [list(row) for row in zip(*(c.cells[: self.most] for c in self.columns), strict=True)]
+        ids = self.ids or [""] * len(rows)
+        tags = self.tags or [""] * len(rows)
+        return list(zip(ids, tags, rows, strict=False))
 
 
 def text(header: str, cells: Sequence[object]) -> Column:

@@ -44,7 +44,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     long = made_up.result("mine", "n" * 300, "a", {"p": "q" * 300}, [1e-3] * 3)
     run = made_up.run([*whole.results, *made_up.NOT_OK, long], complete=False)
     path = tmp_path_factory.mktemp("page") / "page.html"
-    reporting.write_report([run], topology, path)
+    reporting.write_report(reporting.Sources(runs=(run,), topology=topology), path)
     return path
 
 

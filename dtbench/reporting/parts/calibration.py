@@ -21,8 +21,13 @@ from dtbench.reporting.figures import (
     size_axis,
     value_axis,
 )
-from dtbench.reporting.sections import MAX_PANELS, Figure, Section, capped
+from dtbench.reporting.parts.residuals import regret_figure, regret_table, residual_figure
+from dtbench.reporting.section import Figure, Section, capped
+from dtbench.reporting.sources import Regret
 from dtbench.units import format_size, significant
+
+# Those that the constants are fitted to; the tables have all.
+MAX_PANELS = 6
 
 MEASURED, FITTED = Style("ink", "o", None, hollow=True), Style("s0", "")
 BUILTIN, TABLE = Style("s1", "", (5, 2)), Style("s3", "", (1.5, 1.5))
@@ -34,14 +39,23 @@ STYLES = {
 }
 
 
-def calibration(topology: Mapping[str, Any] | None, has_collectives: bool) -> Section:
+def calibration(topology: Mapping[str, Any] | None, regret: Regret | None, has_collectives: bool) -> Section:
     section = Section("calibration", "Cost model")
-    if topology is None:
+    if topology is not None:
+        _fit(section, topology)
+    if regret is not None and regret.groups:
+        section.figures.append(regret_figure(regret))
+        section.tables.append(regret_table(regret))
+        section.lead = section.lead or "What the choices of each cost model cost more than the best."
+    if topology is None and regret is None:
         run = "" if has_collectives else "dtbench run collectives -o RUN.jsonl, "
         section.missing = (
-            f"{run}dtbench calibrate RUN.jsonl -o TOPOLOGY.json, then report with --topology TOPOLOGY.json"
+            f"{run}dtbench calibrate RUN.jsonl -o TOPOLOGY.json, then add TOPOLOGY.json to this report"
         )
-        return section
+    return section
+
+
+def _fit(section: Section, topology: Mapping[str, Any]) -> None:
     section.lead = (
         "DTensor chooses redistributions by a model of a ring: a base latency of "
         f"{topology['base_latency_us']:g} µs, a latency per hop, and the bytes over one bandwidth per mesh "
@@ -50,7 +64,8 @@ def calibration(topology: Mapping[str, Any] | None, has_collectives: bool) -> Se
         "ranks’ hosts show. What a call is expected to take is read from a table of its own, which also has "
         "the interval that a new launch falls into nine times of ten."
     )
-    section.figures = _figures(section, topology)
+    residuals = residual_figure(topology)
+    section.figures = [*_figures(section, topology), *([residuals] if residuals else [])]
     section.tables = [
         _constants(topology),
         *_left_out(topology),
@@ -58,7 +73,6 @@ def calibration(topology: Mapping[str, Any] | None, has_collectives: bool) -> Se
         _residuals(topology),
         _curves_table(topology),
     ]
-    return section
 
 
 # ------------------------------------------------------------------------------------------ figure
@@ -70,6 +84,10 @@ def _figures(section: Section, topology: Mapping[str, Any]) -> list[Figure]:
         for dim in topology["dims"]
         for name in sorted(dim["collectives"], key=lambda n: n not in RING_COLLECTIVES)
     ]
+    # The all_reduce of each dim first.
+    ring = ("all_reduce", "all_gather", "reduce_scatter")
+    fitted = [(dim, name) for name in ring for dim in topology["dims"] if name in dim["collectives"]]
+    wanted = fitted or wanted
     if not wanted:
         return []
     chosen = capped(section, wanted, MAX_PANELS, "panels")
@@ -84,8 +102,9 @@ def _figures(section: Section, topology: Mapping[str, Any]) -> list[Figure]:
     return [
         Figure(
             "Time over tensor size, both axes logarithmic and common to all panels. "
-            "A point is the lower quartile of the samples, from the last arrival of a rank on; shaded is what "
-            "nine of ten new launches would measure.",
+            "A point is the lower quartile of the samples, from the last arrival of a rank on; the band is what "
+            "nine of ten new launches would measure, and the grey ground the sizes that the constants are fitted on. "
+            "Far from the points, a line misleads DTensor’s planner.",
             legend(STYLES, prefix="fitL"),
             panels,
             3,
@@ -102,7 +121,9 @@ def _panel(
         f"over the dim the constants are off by {ratio:.2f} times in the mean."
     )
     title = f"{name} over {dim['name']}, {dim['ranks']} ranks"
-    return line_panel(title, series, x, y, columns=3, prefix=f"fit{index}", desc=desc)
+    low, high = dim["fitted_on"]["size_bytes"]
+    shade = (low / 1.1, high * 1.1)
+    return line_panel(title, series, x, y, columns=3, prefix=f"fit{index}", desc=desc, shade=shade)
 
 
 def _curves(dim: Mapping[str, Any], name: str) -> list[Series]:

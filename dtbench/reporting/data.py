@@ -1,0 +1,65 @@
+"""The raw data inside the page: JSON in an element, CSV behind a link, neither with single samples."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from dtbench.frame import results_frame
+from dtbench.model import Result, Run
+from dtbench.reporting.sources import Sources
+from dtbench.reporting.svg import printable
+
+# https://owasp.org/www-community/attacks/CSV_Injection: what a spreadsheet takes for a formula.
+_FORMULA = ("=", "+", "-", "@")
+
+
+def as_json(sources: Sources) -> Markup | None:
+    """Headers, results and the topology, as JSON that cannot end its element; None where there are none."""
+    if not sources.runs and sources.topology is None:
+        return None
+    data = {
+        "runs": [_run(run) for run in sources.runs],
+        "baseline": [_run(run) for run in sources.baseline],
+        "topology": sources.topology,
+    }
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+def _run(run: Run) -> dict[str, Any]:
+    return {"header": dict(run.header), "complete": run.complete, "results": [_line(r) for r in run.results]}
+
+
+def _line(result: Result) -> dict[str, Any]:
+    line = dataclasses.asdict(dataclasses.replace(result, samples_s=(), rank_samples_s={}))
+    return {k: v for k, v in line.items() if v not in (None, "", (), {})}
+
+
+def as_csv(runs: Sequence[Run]) -> str:
+    """A head, then a line per result; text is harmless in a spreadsheet. Six digits of every figure."""
+    frame = results_frame(runs).drop(columns="case")
+    for name in frame.select_dtypes(["string", "object"]).columns:
+        frame[name] = frame[name].map(lambda v: _harmless(v) if isinstance(v, str) else v)
+    frame.columns = frame.columns.map(printable)
+    text: str = frame.dropna(axis="columns", how="all").to_csv(
+        index=False, lineterminator="\n", float_format="%.6g"
+    )
+    return text
+
+
+def csv_link(runs: Sequence[Run]) -> str:
+    """The CSV as an address that holds it: it works without script and without a request."""
+    return "data:text/csv;charset=utf-8;base64," + base64.b64encode(as_csv(runs).encode()).decode()
+
+
+def _harmless(text: str) -> str:
+    shown = printable(text)
+    return f"'{shown}" if shown.startswith(_FORMULA) else shown
