@@ -1,5 +1,5 @@
-# `make bench` measures, calibrates and reports. `make test` checks everything,
-# `make coverage` every op against a committed table. All install first.
+# `make bench` measures, calibrates and reports; `make lab` calibrates two hosts made on this machine. `make test`
+# checks everything, `make coverage` every op against a committed table. All install first.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,7 +9,10 @@ RUN := results/bench-$(STAMP)
 PAGE := reports/bench-$(STAMP).html
 COVERAGE := results/run-coverage-$(STAMP)
 
-.PHONY: bench test coverage install lint types imports unit clean
+LAB := results/lab-$(STAMP)
+HOSTS := $(BIN)/dtbench lab run --hosts 2 --rate 400mbit --ranks-per-host 2 -- dtbench run --device cpu --mesh dp=2,tp=2
+
+.PHONY: bench lab test coverage install lint types imports unit clean
 
 bench: install
 	@mkdir -p results reports
@@ -20,6 +23,17 @@ bench: install
 	@echo "results:  $(RUN).jsonl"
 	@echo "topology: $(RUN).topology.json"
 	@echo "report:   $(CURDIR)/$(PAGE)"
+
+# Two hosts on this machine with a link of 400 Mbit/s between them (needs root; half an hour): calibrates, then
+# says how well new launches at other sizes are predicted, and what the choices of each model cost.
+lab: install
+	@mkdir -p results
+	$(HOSTS) collectives redistribute --max-size 8MiB --filter mode=isolated -o $(LAB).jsonl
+	$(BIN)/dtbench calibrate $(LAB).jsonl -o $(LAB).topology.json
+	$(HOSTS) collectives redistribute --size 1536B:6MiB:4x --launches 2 --filter "groups=together mode=isolated" -o $(LAB)-new.jsonl
+	$(BIN)/dtbench validate $(LAB).topology.json $(LAB)-new.jsonl
+	$(HOSTS) regret --filter redistribute --topology $(LAB).topology.json --launches 3 --timeout 120 -o $(LAB)-ways.jsonl
+	$(BIN)/dtbench regret $(LAB)-ways.jsonl --topology $(LAB).topology.json
 
 test: lint types imports unit
 
