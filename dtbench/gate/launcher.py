@@ -132,7 +132,7 @@ class Launcher:
 
     # ---- timing ----
 
-    def launch(self, arm: ArmName, benchmarks: Sequence[Benchmark]) -> Launch:
+    def launch(self, arm: ArmName, benchmarks: Sequence[Benchmark], again: bool = False) -> Launch:
         """One launch of all the benchmarks: a process for the simulated ones and the control, and a world of
         ranks for the others. What brings a process down fails, and the rest is launched again.
 
@@ -257,7 +257,9 @@ class Launcher:
                 code = process.wait(left_s)
             except subprocess.TimeoutExpired:
                 if left_s < self._limits.timeout_s:
-                    raise OutOfTimeError(f"the budget of {self._limits.budget} holds no further launch") from None
+                    raise OutOfTimeError(
+                        f"the budget of {self._limits.budget} holds no further launch"
+                    ) from None
                 return f"no end after {self._limits.timeout_s:g} s (--timeout)"
             finally:
                 with contextlib.suppress(ProcessLookupError):

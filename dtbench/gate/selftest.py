@@ -26,8 +26,8 @@ from dtbench.gate.schedule import ArmName, Launch, LaunchArm, OutOfTimeError, Sc
 from dtbench.gate.verdict import Judged
 
 DEFAULT_BUDGET_S = 600.0
-# A trial that needs everything takes 10 rounds of the screen and 16 fresh pairs.
-FEWEST_ROUNDS = 21
+# A trial that needs everything takes 5 rounds of the screen and 20 fresh pairs.
+FEWEST_ROUNDS = 25
 TRIALS = 1000
 CONFIDENCE = 0.95
 # The goals on a loaded machine of two cores.
@@ -148,17 +148,22 @@ def trials(
 
 
 def _replay(drawn: Sequence[Round], *, slowed: bool) -> LaunchArm:
-    """Gives the launches of the drawn rounds, a round for each pair."""
+    """Gives the launches of the drawn rounds, a round for each pair; for a disturbed one, another round's."""
     asked = {"base": 0, "head": 0, "null": 0}
+    spare = random.Random(len(drawn))
 
-    def launch(arm: ArmName, _benchmarks: Sequence[Benchmark]) -> Launch:
+    def launch(arm: ArmName, _benchmarks: Sequence[Benchmark], again: bool) -> Launch:
         at = asked[arm]
-        asked[arm] += 1
-        if at >= len(drawn):
+        if again:
+            one = spare.choice(drawn)
+        elif at < len(drawn):
+            asked[arm] += 1
+            one = drawn[at]
+        else:
             raise OutOfTimeError("the pool is used up")
         if arm == "head":
-            return drawn[at].slowed if slowed else drawn[at].same
-        return drawn[at].base if arm == "base" else drawn[at].null
+            return one.slowed if slowed else one.same
+        return one.base if arm == "base" else one.null
 
     return launch
 

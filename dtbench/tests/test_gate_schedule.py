@@ -39,19 +39,23 @@ class Machine:
         control: float = 1.0,
         null: float = 1.0,
         launches: int = 10**6,
+        disturbed: float = 0.0,
     ) -> None:
         self.factors, self.noise, self.drift = factors or {}, noise, drift
         self.control, self.null, self.left = control, null, launches
+        self.disturbed = disturbed
         self.random = random.Random(seed)
         self.arms: list[ArmName] = []
         self.measured: Counter[str] = Counter()
 
-    def __call__(self, arm: ArmName, wanted: Sequence[Benchmark]) -> Launch:
+    def __call__(self, arm: ArmName, wanted: Sequence[Benchmark], again: bool = False) -> Launch:
         if len(self.arms) >= self.left:
             raise OutOfTimeError("the budget of 5 s is spent")
         self.arms.append(arm)
         self.measured.update(b.key[1] for b in wanted)
         base = TIME_S * math.exp(self.drift * len(self.arms))
+        if self.random.random() < self.disturbed:  # a core shared with another program, for a whole launch
+            base *= 1.6
         times = {}
         for b in wanted:
             factor = self.factors.get(b.key[1], 1.0) if arm == "head" else self.null if arm == "null" else 1.0
@@ -95,7 +99,7 @@ def test_the_order_is_random_by_seed():
 
 def test_false_alarms_and_detection_at_the_noise_of_this_kind_of_machine():
     """The goals, with seeds: 0.5% of benchmarks, 2% of runs; 80% at +3%, 95% at +5%."""
-    runs, false, alarmed = 60, 0, 0
+    runs, false, alarmed = 120, 0, 0
     for seed in range(runs):
         judged, _ = judge(Machine(seed=seed, drift=0.002), 20, seed)
         alarms = sum(j.verdict == "REGRESSION" for j in judged)
@@ -113,6 +117,17 @@ def test_a_sure_change_that_is_too_small_to_matter_is_no_regression():
     judged, _ = judge(Machine({"b0": 1.018}, noise=0.0005))
     assert judged[0].verdict == "PASS"
     assert judged[0].effect and judged[0].effect.p_slower < 0.005
+
+
+def test_disturbed_launches_are_made_again_and_hide_nothing():
+    """One launch of five has its core shared, as measured beside other programs."""
+    found = [
+        judge(Machine({"b0": 1.05}, seed=seed, disturbed=0.2), 1, seed)[0][0].verdict for seed in range(60)
+    ]
+    assert found.count("REGRESSION") >= 0.95 * 60
+    calm = [judge(Machine(seed=seed, disturbed=0.2), 10, seed) for seed in range(30)]
+    assert sum(j.verdict == "REGRESSION" for judged, _ in calm for j in judged) <= 1
+    assert sum(bool(trust.reasons) for _, trust in calm) <= 1
 
 
 def test_a_gain_is_told_and_a_small_one_passes():
@@ -142,7 +157,7 @@ def test_a_spent_budget_leaves_it_open_and_says_what_would_have_been_found():
 
 def test_too_much_noise_is_inconclusive_and_no_pass():
     verdicts = Counter(judge(Machine(noise=0.3, seed=s))[0][0].verdict for s in range(20))
-    assert verdicts["INCONCLUSIVE"] >= 15 and verdicts["REGRESSION"] <= 1
+    assert verdicts["INCONCLUSIVE"] >= 12 and verdicts["REGRESSION"] <= 1
 
 
 def test_a_control_that_moves_makes_the_run_untrusted():
@@ -150,6 +165,9 @@ def test_a_control_that_moves_makes_the_run_untrusted():
     _, trust = judge(machine)
     assert "control" in trust.reasons[0]
     assert len(machine.arms) >= 30, "five more rounds tell whether by chance"
+    assert judge(Machine(noise=0.002, control=1.30))[1].reasons, (
+        "a control that always differs is no disturbance"
+    )
 
 
 def test_base_against_itself_that_moves_makes_the_run_untrusted():
@@ -164,7 +182,7 @@ def test_base_against_itself_that_moves_makes_the_run_untrusted():
 def test_what_is_no_time_never_passes(time_s: float | None, verdict: str):
     machine = Machine(noise=0.001)
 
-    def launch(arm: ArmName, wanted: Sequence[Benchmark]) -> Launch:
+    def launch(arm: ArmName, wanted: Sequence[Benchmark], again: bool) -> Launch:
         made = machine(arm, wanted)
         times = dict(made.times_s)
         key = benchmarks(1)[0].key
@@ -181,7 +199,7 @@ def test_what_is_no_time_never_passes(time_s: float | None, verdict: str):
 def test_what_fails_in_a_launch_fails_and_is_not_measured_on():
     machine = Machine(noise=0.001)
 
-    def launch(arm: ArmName, wanted: Sequence[Benchmark]) -> Launch:
+    def launch(arm: ArmName, wanted: Sequence[Benchmark], again: bool) -> Launch:
         made = machine(arm, wanted)
         return Launch(made.times_s, {wanted[0].key: "it broke"} if arm == "head" and len(wanted) == 2 else {})
 
