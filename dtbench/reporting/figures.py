@@ -6,9 +6,10 @@ Series differ by colour, marker and dash, so that colour is never alone in telli
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from markupsafe import Markup
@@ -16,10 +17,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from dtbench.reporting.svg import STAND_IN, draw, printable
+from dtbench.reporting.svg import FONT_PX, STAND_IN, draw, printable
 from dtbench.units import format_size
 
 Dash = tuple[float, ...]
+# Of ids in a swatch that is drawn once for all legends.
+_PREFIX = "swatch"
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ def nice_step(rough: float) -> float:
 # Width and height of a line panel by the columns of its figure, so that text has one size on the page.
 PANEL_PX = {2: (430.0, 245.0), 3: (330.0, 220.0)}
 DOTS_PX = 430.0
-ROW_PX = 17.0
+ROW_PX = 18.0
 SHADE_OPACITY = 0.09
 BAND_OPACITY = 0.18  # lines and marks stay legible on it, in light and in dark
 
@@ -188,8 +191,8 @@ def dot_panel(
     title: str, rows: Sequence[Row], styles: Mapping[str, Style], x: Axis, *, prefix: str, desc: str
 ) -> Panel:
     """One line per row, a mark per series; the two compared series are joined to show their distance."""
-    left = min(24 + 5.9 * max(len(row.label) for row in rows), 190.0)
-    right = 14 + 6.0 * max(len(row.note) for row in rows)
+    left = min(24 + 6.2 * max(len(row.label) for row in rows), 190.0)
+    right = 14 + 6.2 * max(len(row.note) for row in rows)
     height = ROW_PX * len(rows) + 34
 
     def paint(canvas: Canvas) -> None:
@@ -207,7 +210,7 @@ def dot_panel(
                 textcoords="offset points",
                 va="center",
                 color=STAND_IN["muted"],
-                fontsize=9,
+                fontsize=FONT_PX,
             )
         for name, style in styles.items():
             for place, row in enumerate(rows):
@@ -225,7 +228,7 @@ def dot_panel(
         x.apply(axes, "x")
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.set_yticks(range(len(rows)), [printable(cut(row.label, 30)) for row in rows])
-        axes.tick_params(axis="y", length=0, labelcolor=STAND_IN["ink"], labelsize=9)
+        axes.tick_params(axis="y", length=0, labelcolor=STAND_IN["ink"], labelsize=FONT_PX)
         axes.grid(axis="y", linewidth=0.35)
 
     return panel(title, DOTS_PX, height, paint, prefix=prefix, desc=desc)
@@ -266,28 +269,33 @@ def cut(text: str, most: int) -> str:
 
 def legend(styles: Mapping[str, Style], *, prefix: str, lines: bool = True) -> list[LegendItem]:
     """A swatch per series, drawn by the same code as the figure. lines False: the marks alone."""
-    items = []
-    for index, (label, style) in enumerate(styles.items()):
-
-        def paint(canvas: Canvas, style: Style = style) -> None:
-            axes = canvas.add_axes((0, 0, 1, 1))
-            axes.set_axis_off()
-            axes.set_xlim(0, 30)
-            axes.set_ylim(-6, 6)
-            look = look_of(style)
-            if lines and look["linestyle"] != "none":
-                axes.plot([1, 29], [0, 0], **(look | {"marker": "none"}))
-            if style.marker:
-                axes.plot([15], [0], **look, markersize=9 if style.marker == "|" else 5)
-
-        items.append(LegendItem(label, swatch(paint, f"{prefix}{index}", label)))
-    return items
+    return [
+        LegendItem(label, Markup(_swatch_of(style, lines).replace(_PREFIX, f"{prefix}{index}")))
+        for index, (label, style) in enumerate(styles.items())
+    ]
 
 
-def swatch(paint: Callable[[Canvas], None], prefix: str, label: str) -> Markup:
+@lru_cache(maxsize=256)
+def _swatch_of(style: Style, lines: bool) -> str:
+    def paint(canvas: Canvas) -> None:
+        axes = canvas.add_axes((0, 0, 1, 1))
+        axes.set_axis_off()
+        axes.set_xlim(0, 30)
+        axes.set_ylim(-6, 6)
+        look = look_of(style)
+        if lines and look["linestyle"] != "none":
+            axes.plot([1, 29], [0, 0], **(look | {"marker": "none"}))
+        if style.marker:
+            axes.plot([15], [0], **look, markersize=9 if style.marker == "|" else 5)
+
+    return str(swatch(paint, _PREFIX))
+
+
+def swatch(paint: Callable[[Canvas], None], prefix: str) -> Markup:
     """30 x 12 pixels beside a legend's words; nothing for a screen reader, which has the words."""
-    svg = draw(30, 12, paint, prefix=prefix, title=label, desc="how it is drawn")
-    return Markup(str(svg).replace('role="img"', 'aria-hidden="true"'))
+    svg = draw(30, 12, paint, prefix=prefix, title="", desc="")
+    hidden = re.sub(r'role="img"(.*?) aria-labelledby="[^"]*"', r'aria-hidden="true"\1', str(svg), count=1)
+    return Markup(re.sub(r"<title.*?</desc>", "", hidden, count=1))
 
 
 def seconds_tick(value: float) -> str:

@@ -34,7 +34,7 @@ from dtbench.reporting.parts.redistribute import redistribute
 from dtbench.reporting.parts.verdict import Verdict, verdict
 from dtbench.reporting.section import Figure, Section
 from dtbench.reporting.sources import KINDS, Sources
-from dtbench.reporting.svg import printable
+from dtbench.reporting.svg import printable, settings
 
 GENERATOR = "dtbench report"
 BUDGET_BYTES = 2_000_000
@@ -85,6 +85,11 @@ def render(sources: Sources) -> str:
         raise UsageError(f"nothing to report: name at least one file, {KINDS}")
     if sources.runs:
         check_same_setup(sources.runs)
+    with settings():
+        return _render(sources)
+
+
+def _render(sources: Sources) -> str:
     suites = collect(sources.runs)
     changes = _changes(sources)
     judged = verdict(changes, sources)
@@ -111,6 +116,8 @@ def render(sources: Sources) -> str:
         "provenance": provenance(sources),
         "failures": failures,
         "generator": GENERATOR,
+        "raw": data.as_json(sources),
+        "csv": data.csv_link(sources.runs) if sources.runs else None,
     }
     page = ""
     for economy in ECONOMIES:
@@ -148,11 +155,12 @@ def _fill(context: Mapping[str, Any], sections: Sequence[Section], economy: Econ
     script = (TEMPLATES / "page.js").read_text("utf-8")
     return render_template(
         "page.html.j2",
-        **{**context, "verdict": _reachable(context["verdict"], fitted)},
+        **{k: v for k, v in context.items() if k not in ("raw", "csv", "verdict")},
+        verdict=_reachable(context["verdict"], fitted),
         sections=fitted,
         cuts=cuts,
-        raw=data.as_json(sources) if economy.json else None,
-        csv=data.csv_link(sources.runs) if economy.csv and sources.runs else None,
+        raw=context["raw"] if economy.json else None,
+        csv=context["csv"] if economy.csv else None,
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         most_reasons=min(economy.rows, 200),
@@ -190,7 +198,7 @@ def _cut(figure: Figure, panels: int) -> Figure:
     total = len(figure.panels)
     if panels >= total:
         return figure
-    caption = f"{figure.caption} Here are {panels} of {total} panels; the tables have the rest."
+    caption = f"{figure.caption} Here are {panels} of {total} panels."
     return replace(figure, panels=figure.panels[:panels], caption=caption)
 
 

@@ -205,7 +205,7 @@ def bar_legend(colours: Mapping[str, Shade], *, prefix: str) -> list[LegendItem]
             box.set(color=STAND_IN[shade[0]], alpha=shade[1])
             axes.add_patch(box)
 
-        return LegendItem(label, swatch(paint, f"{prefix}{index}", label))
+        return LegendItem(label, swatch(paint, f"{prefix}{index}"))
 
     return [item(index, label, shade) for index, (label, shade) in enumerate(colours.items())]
 

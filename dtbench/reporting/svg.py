@@ -7,11 +7,12 @@ them, and every id gets the figure's own prefix.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import io
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import matplotlib
@@ -52,29 +53,35 @@ _RC: dict[str, Any] = {
 }
 
 
-def draw(
-    width_px: float, height_px: float, paint: Callable[[Figure], None], *, prefix: str, title: str, desc: str
-) -> Markup:
-    """The SVG that `paint` draws on a figure of this size; one unit is one CSS pixel.
-
-    prefix: unique in the page, letters and digits. title, desc: what a screen reader says.
-    """
+@contextlib.contextmanager
+def settings() -> Iterator[None]:
+    """What figures are drawn in: the same whatever a user's matplotlibrc says. Entered once per page."""
     # rcdefaults first: a user's matplotlibrc is no input of a report.
     with matplotlib.rc_context(), warnings.catch_warnings():
         # A name may hold letters that matplotlib's font lacks; the browser has its own.
         warnings.filterwarnings("ignore", message=r"(?s).*Glyph .* missing from")
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_RC)  # type: ignore[arg-type]  # its stubs want literal keys
-        figure = Figure(figsize=(width_px / 72, height_px / 72))
-        FigureCanvasSVG(figure)
-        paint(figure)
-        buffer = io.StringIO()
-        figure.savefig(
-            buffer,
-            format="svg",
-            transparent=True,
-            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
-        )
+        yield
+
+
+def draw(
+    width_px: float, height_px: float, paint: Callable[[Figure], None], *, prefix: str, title: str, desc: str
+) -> Markup:
+    """The SVG that `paint` draws on a figure of this size, within `settings`; one unit is one CSS pixel.
+
+    prefix: unique in the page, letters and digits. title, desc: what a screen reader says.
+    """
+    figure = Figure(figsize=(width_px / 72, height_px / 72))
+    FigureCanvasSVG(figure)
+    paint(figure)
+    buffer = io.StringIO()
+    figure.savefig(
+        buffer,
+        format="svg",
+        transparent=True,
+        metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+    )
     return Markup(_adopt(buffer.getvalue(), width_px, height_px, prefix, title, desc))
 
 

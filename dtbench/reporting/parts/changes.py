@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from dtbench.reporting import tables as t
+from dtbench.reporting.cases import distinct
 from dtbench.reporting.changes import WORDS, Change, Changes
 from dtbench.reporting.figures import Style, legend
 from dtbench.reporting.parts.verdict import anchor_of
@@ -43,9 +44,14 @@ def _forest(section: Section, drawn: Sequence[Change]) -> Figure:
         section.cuts.append(
             f"The figure shows the {MOST_INTERVALS} gravest of {len(drawn)} cases; the table has more."
         )
+    varying = {
+        name
+        for name in distinct(name for c in drawn for name in c.params)
+        if len({c.params.get(name) for c in drawn}) > 1
+    }
     rows = [
         Interval(
-            f"{c.words}, {c.impl}",
+            _label(c, varying),
             c.ratio,
             c.low,
             c.high,
@@ -67,6 +73,12 @@ def _forest(section: Section, drawn: Sequence[Change]) -> Figure:
         [forest_panel("New over base", rows, prefix="forest0", desc=desc)],
         1,
     )
+
+
+def _label(change: Change, varying: Set[str]) -> str:
+    """Short enough for a figure: what tells the case from the others in it."""
+    told = [str(value) for name, value in change.params.items() if name in varying]
+    return " ".join([change.name, *told, f"({change.impl})"])
 
 
 def _table(changes: Sequence[Change]) -> t.Table:
