@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -467,6 +468,7 @@ def command(words: tuple[str, ...], **given: Any) -> int:
             "give --base ARM and --head ARM, such as --base rev:origin/main --head rev:HEAD"
         )
     options = GateOptions(base, head, tuple(parse_selection(word) for word in words), **given)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cancelled job cleans up as Ctrl-C does
     try:
         report = gate(options, _say)
     except KeyboardInterrupt:
