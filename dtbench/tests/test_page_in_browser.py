@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from dtbench import calibration, reporting
-from dtbench.tests import made_up
+from dtbench.tests import made_up, made_up_findings
 
 REQUIRED = os.environ.get("DTBENCH_REQUIRE_CHROMIUM") == "1"
 if REQUIRED:
@@ -39,19 +40,40 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page with everything on it: figures, warnings, failures, long names."""
+    folder = tmp_path_factory.mktemp("page")
     whole = made_up.everything()
     topology = calibration.calibrate([whole])
     long = made_up.result("mine", "n" * 300, "a", {"p": "q" * 300}, [1e-3] * 3)
     run = made_up.run([*whole.results, *made_up.NOT_OK, long], complete=False)
-    path = tmp_path_factory.mktemp("page") / "page.html"
-    reporting.write_report(reporting.Sources(runs=(run,), topology=topology), path)
+    found = reporting.gather(
+        [
+            made_up_findings.write(folder, "gate.json", made_up_findings.gate()),
+            made_up_findings.write(folder, "calls.json", made_up_findings.calls()),
+            made_up_findings.write_profile(folder / "profile"),
+            made_up_findings.write_lines(folder, "history.jsonl", made_up_findings.history()),
+        ]
+    )
+    path = folder / "page.html"
+    reporting.write_report(dataclasses.replace(found, runs=(run,), topology=topology), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page without runs, for what takes its time on a large one."""
+    folder = tmp_path_factory.mktemp("small")
+    findings = [made_up_findings.gate(), made_up_findings.calls(), made_up_findings.regret()]
+    files = [made_up_findings.write(folder, f"{i}.json", finding) for i, finding in enumerate(findings)]
+    files.append(made_up_findings.write_profile(folder / "profile"))
+    path = folder / "page.html"
+    reporting.write_report(reporting.gather(files), path)
     return path
 
 
 class Visit:
     """A page opened, with what it requested and said."""
 
-    def __init__(self, browser: Any, path: Path, *, width: int = 1200, **options: Any) -> None:
+    def __init__(self, browser: Any, path: Path, *, width: int = 1200, at: str = "", **options: Any) -> None:
         self.context = browser.new_context(viewport={"width": width, "height": 900}, **options)
         self.page = self.context.new_page()
         self.requests: list[str] = []
@@ -59,7 +81,7 @@ class Visit:
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.on("console", lambda message: self.messages.append(message.text))
         self.page.on("pageerror", lambda error: self.messages.append(str(error)))
-        self.page.goto(path.as_uri(), wait_until="load")
+        self.page.goto(path.as_uri() + at, wait_until="load")
 
     def __enter__(self) -> Visit:
         return self
@@ -139,3 +161,112 @@ def test_the_keyboard_reaches_links_folds_and_wide_tables(browser: Any, path: Pa
                 visit.page.evaluate("document.activeElement.tagName + document.activeElement.className")
             )
         assert {"A", "SUMMARY", "DIVscroll"} <= reached
+
+
+ROWS = (
+    "[...document.querySelectorAll('#changes-table tbody tr')]"
+    ".filter(r => !r.hidden).map(r => r.cells[2].textContent)"
+)
+
+
+def names(visit: Visit) -> list[str]:
+    """The cases that the table of changes shows, in its order."""
+    return [text.split()[0] for text in visit.page.evaluate(ROWS)]
+
+
+def test_changes_are_filtered_and_sorted_and_the_address_says_how(browser: Any, small: Path) -> None:
+    with Visit(browser, small) as visit:
+        assert names(visit) == ["add", "matmul", "mm", "relu", "sum", "cat", "gelu", "view"]
+        visit.page.get_by_label("Verdict").select_option("slower")
+        assert names(visit) == ["add", "matmul"]
+        assert visit.page.locator("output").inner_text() == "2 of 8 cases"
+        visit.page.get_by_label("Cases that hold").fill("mat S(0)")
+        assert names(visit) == ["matmul"]
+        visit.page.get_by_label("Cases that hold").fill("")
+        visit.page.get_by_role("button", name="ratio").click()
+        assert names(visit) == ["matmul", "add"]
+        address = visit.page.url.partition("#")[2]
+        assert address == "changes?verdict=slower&sort=6"
+        visit.page.get_by_role("button", name="ratio").click()
+        assert visit.page.locator("th[aria-sort]").get_attribute("aria-sort") == "descending"
+        assert visit.page.url.endswith("sort=-6")
+        assert visit.messages == []
+    with Visit(browser, small, at=f"#{address}") as again:
+        assert names(again) == ["matmul", "add"]
+        assert again.page.evaluate("scrollY") > 100
+        assert again.messages == []
+
+
+def test_an_address_of_nonsense_shows_everything(browser: Any, small: Path) -> None:
+    for at in ("#changes?verdict=%3Cscript%3E&sort=99&q=", "#changes?sort=x", "#changes?%E0%A4%A"):
+        with Visit(browser, small, at=at) as visit:
+            assert len(names(visit)) == 8, at
+            assert visit.messages == []
+
+
+def test_sizes_sort_by_what_they_are(browser: Any, path: Path) -> None:
+    with Visit(browser, path) as visit:
+        table = visit.page.locator("#redistribute details table").first
+        visit.page.locator("#redistribute summary").click()
+        table.locator("th button", has_text="Size").click()
+        sizes = table.evaluate("t => [...t.tBodies[0].rows].map(r => r.cells[3].textContent)")
+        assert list(dict.fromkeys(sizes)) == ["64 KiB", "1 MiB", "16 MiB"]
+
+
+def test_without_script_there_are_no_dead_controls(browser: Any, small: Path) -> None:
+    with Visit(browser, small, java_script_enabled=False) as visit:
+        assert visit.page.locator("form, button, select, input").locator("visible=true").count() == 0
+        assert visit.page.locator("#changes-table tbody tr").count() == 8
+        visit.page.locator(".links a").first.click()
+        assert visit.page.url.endswith("#case-0")
+
+
+def test_the_raw_data_come_as_files(browser: Any, path: Path) -> None:
+    with Visit(browser, path) as visit:
+        for name, start in (("results.csv", "run_id,"), ("results.json", '{"runs":')):
+            link = visit.page.locator(f'a[download="{name}"]')
+            if name == "results.json" and link.count() == 0:
+                pytest.fail("the page has no JSON: is it too large?")
+            with visit.page.expect_download() as waiting:
+                link.click()
+            assert waiting.value.suggested_filename == name
+            assert Path(waiting.value.path()).read_text("utf-8").startswith(start)
+        assert visit.messages == []
+
+
+def test_controls_are_large_enough_and_named(browser: Any, small: Path) -> None:
+    """WCAG 2.2: 24 px for what is not in a sentence; every control has a name."""
+    with Visit(browser, small, width=400) as visit:
+        found = visit.page.evaluate(
+            "[...document.querySelectorAll('button, input, select, summary, nav a, .tallies a, .links a')]"
+            ".map(e => [e.tagName, (e.labels?.[0] || e).textContent.trim(), e.getBoundingClientRect().height])"
+        )
+        assert {tag for tag, *_ in found} == {"BUTTON", "INPUT", "SELECT", "SUMMARY", "A"}
+        assert [one for one in found if not one[1] or one[2] < 24] == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1200])
+def test_axe_finds_nothing(browser: Any, small: Path, tmp_path: Path, scheme: str, width: int) -> None:
+    """WCAG 2.2 A and AA, with everything unfolded. The control: a page made worse is not let through."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
+    rules = {
+        "runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"],
+        "resultTypes": ["violations"],
+    }
+
+    def violations(page_path: Path) -> set[str]:
+        with Visit(browser, page_path, width=width, color_scheme=scheme, bypass_csp=True) as visit:
+            visit.page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+            return {v["id"] for v in axe.Axe().run(visit.page, options=rules).response["violations"]}
+
+    assert violations(small) == set()
+    index = small.with_name("index.html")
+    reporting.write_index(small.parent, index)
+    assert violations(index) == set()
+    worse = tmp_path / "worse.html"
+    text = (
+        small.read_text("utf-8").replace('<html lang="en">', "<html>").replace("<label>Verdict ", "<label>")
+    )
+    worse.write_text(text.replace("--muted: #", "--muted: #888888; --old: #"), "utf-8")
+    assert {"html-has-lang", "select-name"} <= violations(worse)

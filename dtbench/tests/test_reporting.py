@@ -7,88 +7,22 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from html.parser import HTMLParser
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dtbench import calibration, reporting
+from dtbench import calibration
 from dtbench.errors import OutputError, UsageError
 from dtbench.model import Result, Run
-from dtbench.reporting import Sources, cases, figures, page, tables
+from dtbench.reporting import cases, figures, page, tables
 from dtbench.reporting.svg import STAND_IN
 from dtbench.tests import made_up
+from dtbench.tests.html_page import Page, render, write_report
 
 SECTIONS = ["collectives", "redistribute", "calibration", "dispatch", "bucketer", "tensor_parallel"]
 FIGURES = {"dispatch": 2, "collectives": 4}  # of each suite measured alone; the others have one
-
-
-def sources(runs: Sequence[Run], topology: Mapping[str, Any] | None = None, **more: Any) -> Sources:
-    return Sources(runs=tuple(runs), topology=topology, **more)
-
-
-def render(runs: Sequence[Run], topology: Mapping[str, Any] | None = None, **more: Any) -> str:
-    return reporting.render(sources(runs, topology, **more))
-
-
-def write_report(runs: Sequence[Run], topology: Mapping[str, Any] | None, path: Path) -> None:
-    reporting.write_report(sources(runs, topology), path)
-
-
-class Page(HTMLParser):
-    """What the tests look at: tags, ids, and the text of each section."""
-
-    VOID = frozenset({"meta", "link", "br", "hr", "img", "input"})
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.section_text: dict[str, str] = {}
-        self.text = ""
-        self.rows: list[list[str]] = []
-        self._open: list[str] = []
-        self._sections: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self._open == [], "elements left open"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self._open.append(tag)
-        if tag == "section":
-            self._sections.append(dict(attrs).get("id") or "")
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-        if tag == "section":
-            self._sections.pop()
-
-    def handle_data(self, data: str) -> None:
-        if "style" in self._open or "script" in self._open:
-            return
-        self.text += data
-        for section in self._sections:
-            self.section_text[section] = self.section_text.get(section, "") + data
-        if self._open[-1:] and self._open[-1] in ("td", "th"):
-            self.rows[-1][-1] += data
-
-    def ids(self) -> list[str]:
-        return [value for _, attrs in self.tags if (value := attrs.get("id"))]
-
-    def row(self, *start: str) -> list[str]:
-        """The one table row that begins with these cells."""
-        (found,) = [row for row in self.rows if tuple(row[: len(start)]) == start]
-        return found
 
 
 @pytest.fixture(scope="module")

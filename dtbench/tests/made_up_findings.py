@@ -1,0 +1,145 @@
+"""Results of gate, regret, profile and history with made-up numbers, for tests of the report only."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+LABEL = "dispatch add placements=S(0) mesh=8"
+SECTION = "overlap all_reduce mesh_dim=tp size=65536 (core)"
+
+
+def benchmark(verdict: str, name: str, ratio: float | None, **changes: Any) -> dict[str, Any]:
+    effect = None
+    if ratio is not None:
+        effect = {"ratio": ratio, "low": ratio / 1.02, "high": ratio * 1.02, "sd": 0.015, "pairs": 10}
+        effect |= {"p_slower": 0.001, "p_faster": 1.0, "smallest_detectable": 0.02}
+    return {
+        "suite": "dispatch",
+        "name": name,
+        "impl": "core",
+        "params": {"placements": "S(0)", "mesh": "8"},
+        "verdict": verdict,
+        "reason": "",
+        "stage": "confirmed",
+        "tolerance": 0.05,
+        "floor_s": 0.0,
+        "estimator": "min",
+        "effect": effect,
+        "base_s": 10e-6,
+        "head_s": None if ratio is None else 10e-6 * ratio,
+        "alpha": 0.01,
+        "counters": {},
+    } | changes
+
+
+def gate(**changes: Any) -> dict[str, Any]:
+    """A gate's result with each of its verdicts; in an order that is not that of gravity."""
+    benchmarks = [
+        benchmark("PASS", "view", 1.001),
+        benchmark("REGRESSION", "matmul", 1.25),
+        benchmark("IMPROVED", "cat", 0.8),
+        benchmark("INCONCLUSIVE", "sum", 1.03, effect=None, reason="the budget is spent"),
+        benchmark("REGRESSION", "add", 1.5, counters={"collectives": {"base": 1, "head": 2}}),
+        benchmark("MISSING", "relu", None),
+        benchmark("FAILED", "mm", None, reason="out of memory"),
+        benchmark("NEW", "gelu", None, base_s=None),
+    ]
+    arm = {"arm": "main", "commit": "0123456789ab", "built": "a wheel", "python": "3.11", "torch": "2.13"}
+    return {
+        "kind": "gate",
+        "schema": 1,
+        "exit_code": 1,
+        "counts": {},
+        "trust": {"control": 1.001, "null": 0.999, "reasons": []},
+        "notes": ["a note of the gate"],
+        "base": arm,
+        "head": arm | {"arm": "change"},
+        "benchmarks": benchmarks,
+    } | changes
+
+
+def regret() -> dict[str, Any]:
+    def score(mean: float) -> dict[str, Any]:
+        interval = [0.5 * mean, 1.5 * mean]
+        shares = {"near": 0.5, "ranked_right": None, "ties": None}
+        return {"mean": mean, "interval": interval, "worst": 3 * mean, "decisions": 4} | shares
+
+    scores = {"greedy": score(0.4), "constants": score(0.1), "oracle": score(0.02), "worst": score(3.0)}
+    twice = {model: score(0.5) for model in scores}
+    groups = [
+        {"library": "core", "name": "product", "size_bytes": 2**19, "launches": 2, "scores": scores},
+        {"library": "core", "name": "chain", "size_bytes": 2**20, "launches": 2, "scores": twice},
+    ]
+    return {"mesh": "dp=2, tp=2", "groups": groups, "notes": ["hardly told apart"]}
+
+
+def calls() -> dict[str, Any]:
+    rows = [
+        {"stage": s, "ns": ns, "plus_minus_ns": 20.0} for s, ns in (("local op", 2500.0), ("entry", 1500.0))
+    ]
+    case = {"label": LABEL, "impl": "core", "source": "counters", "whole_ns": 4000.0, "unattributed_ns": 0.0}
+    case |= {"recorded_ns": 6000.0, "calls": 10, "rows": rows, "floor_ns": 1200.0}
+    return {"kind": "profile of calls", "cases": [case, case | {"impl": "torch", "floor_ns": None}]}
+
+
+def ranks() -> dict[str, Any]:
+    parts = {"whole": 1000.0, "compute": 300.0, "communication": 600.0}
+    parts |= {"overlap": 150.0, "exposed": 450.0, "host": 100.0}
+    skew = {"kind": "allreduce", "count": 4, "mean_us": 12.0, "p95_us": 20.0, "latest": 1}
+    section = {"label": SECTION, "iterations": 3, "parts_us": {"0": parts, "1": parts}, "skews": [skew]}
+    return {"kind": "profile of ranks", "sections": [section | {"plain_us": 900.0, "profiled_us": 1000.0}]}
+
+
+def trace() -> dict[str, Any]:
+    """Three iterations of two ranks; the middle one begins at 2000 us."""
+    events: list[dict[str, Any]] = []
+    for rank in (0, 1):
+        for number in range(3):
+            start = 1000.0 * (number + 1)
+            whole = {"name": f"dtbench iteration {SECTION} #{number}", "cat": "user_annotation", "tid": 10}
+            events.append(whole | {"ph": "X", "pid": rank, "ts": start, "dur": 800.0})
+            for tid, at in ((1, 100.0 * (rank + 1)), (2, 400.0)):
+                lane = {"name": "x", "ph": "X", "pid": rank, "tid": tid}
+                events.append(lane | {"ts": start + at, "dur": 50.0 + number})
+    return {"traceEvents": events}
+
+
+def history(revisions: int = 6, **changes: Any) -> list[dict[str, Any]]:
+    """`add` becomes 20 % slower at the last revision, `view` stays."""
+    machine = {"cpu": "Made-up CPU", "cores": 2, "gpus": [], "system": "Linux", "arch": "x86_64"}
+    return [
+        {
+            "kind": "history",
+            "schema": 1,
+            "machine": machine,
+            "time": f"2026-01-{k + 1:02d}T00:00:00+00:00",
+            "revision": f"{k}" * 40,
+            "torch": "2.13",
+            "times_s": {"view": 5e-6, "add": 10e-6 * (1.2 if k == revisions - 1 else 1.0)},
+        }
+        | changes
+        for k in range(revisions)
+    ]
+
+
+def write(folder: Path, name: str, data: Any) -> Path:
+    path = folder / name
+    path.write_text(json.dumps(data))
+    return path
+
+
+def write_lines(folder: Path, name: str, lines: list[dict[str, Any]]) -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def write_profile(folder: Path) -> Path:
+    """A folder as `dtbench profile` writes it."""
+    folder.mkdir()
+    write(folder, "table.json", ranks())
+    (folder / "trace.json.gz").write_bytes(gzip.compress(json.dumps(trace()).encode()))
+    return folder

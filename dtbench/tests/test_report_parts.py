@@ -1,0 +1,591 @@
+"""The report's parts beyond the runs: verdict, changes, provenance, ranks, regret, stages, history, ops, limits."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import dataclasses
+import gzip
+import io
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dtbench import calibration, coverage, reporting
+from dtbench.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.model import Run
+from dtbench.reporting import Sources, gather, page, render
+from dtbench.reporting.parts import collectives, mesh, overlap, residuals
+from dtbench.reporting.profiles import spans_of
+from dtbench.store import RunWriter
+from dtbench.tests import made_up, made_up_findings
+from dtbench.tests import test_coverage as verdicts
+from dtbench.tests.html_page import Page
+
+HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>{{ 7*7 }}]]><!--\x1b[2J\u202e</style>"
+
+
+def launches(factor: dict[str, float], run_id: str, count: int = 6, **changes: Any) -> Run:
+    """Launches of one case per name, each times a factor, with a spread of 1 %."""
+    rng = np.random.default_rng(len(run_id))
+    results = [
+        made_up.result(
+            "dispatch",
+            name,
+            "core",
+            {"mesh": "8", "placements": "S(0)"},
+            (50e-6 * times * np.exp(rng.normal(0, 0.01)) * np.linspace(1, 1.1, 9)).tolist(),
+            launch=launch,
+        )
+        for name, times in factor.items()
+        for launch in range(count)
+    ]
+    return made_up.run(results, run_id=run_id, **changes)
+
+
+BASE = {"same": 1.0, "slow": 1.0, "fast": 1.0, "gone": 1.0}
+NEW = {"same": 1.0, "slow": 1.5, "fast": 0.6, "fresh": 1.0}
+
+
+@pytest.fixture(scope="module")
+def compared() -> Sources:
+    base = launches(BASE, "base", versions={"torch": "2.12.0", "backend": "gloo"}, env={"A": "1", "B": "2"})
+    new = launches(NEW, "new-run", env={"A": "1", "C": "3"})
+    return Sources(runs=(new,), baseline=(base,))
+
+
+@pytest.fixture(scope="module")
+def compared_text(compared: Sources) -> str:
+    return render(compared)
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    """Everything but runs."""
+    return gather(finding_files(tmp_path_factory.mktemp("findings")))
+
+
+def finding_files(folder: Path) -> list[Path]:
+    table = folder / "ops.json"
+    coverage.write_baseline(coverage.baseline_of(verdicts.RUN), table)
+    return [
+        made_up_findings.write(folder, "gate.json", made_up_findings.gate()),
+        made_up_findings.write(folder, "regret.json", made_up_findings.regret()),
+        made_up_findings.write(folder, "calls.json", made_up_findings.calls()),
+        made_up_findings.write_profile(folder / "profile"),
+        made_up_findings.write_lines(folder, "history.jsonl", made_up_findings.history()),
+        table,
+    ]
+
+
+@pytest.fixture(scope="module")
+def shown(findings: Sources) -> Page:
+    return Page(render(findings))
+
+
+# ------------------------------------------------------------------------------------ verdict and changes
+
+
+def test_the_verdict_comes_first_in_words_and_shape(compared_text: str) -> None:
+    text = compared_text
+    assert text.index('id="verdict"') < text.index('id="provenance"') < text.index('id="changes"')
+    said = Page(text).section_text["verdict"]
+    assert "▲ Slower" in said
+    assert "5 cases were compared: 1 slower, 1 missing, 1 faster, 1 new, 1 same." in said
+    for shape, word in (("▲", "slower"), ("∅", "missing"), ("▼", "faster"), ("+", "new"), ("=", "same")):
+        assert re.search(rf"{re.escape(shape)}\s+1\s+{word}", said), word
+    for threshold in ("at least 5 launches", "p < 0.01", "more than 2% and 200 ns", "within ±5%"):
+        assert threshold in said
+
+
+def test_every_grave_case_is_linked_to_its_row(compared_text: str) -> None:
+    text = compared_text
+    links = dict(re.findall(r'<a href="#(case-\d+)">([^<]*)</a>', text))
+    assert [words.split(":")[0] for words in links.values()] == ["slower", "missing"]
+    for anchor, words in links.items():
+        row = re.search(rf'<tr id="{anchor}"[^>]*>(.*?)</tr>', text)
+        assert row is not None
+        assert words.split(":")[0] in row[1]
+        assert ("slow" in row[1], "gone" in row[1]) == ("slow (" in words, "gone" in words)
+
+
+def test_a_row_of_the_changes_is_the_comparison(compared: Sources, compared_text: str) -> None:
+    (row,) = [r for r in Page(compared_text).rows if r[:1] == ["▲ slower"]]
+    slow = [r.time_s.min for r in compared.runs[0].results if r.name == "slow" and r.time_s]
+    was = [r.time_s.min for r in compared.baseline[0].results if r.name == "slow" and r.time_s]
+    ratios = sorted(math.log(a / b) for a in slow for b in was)
+    middle = math.exp((ratios[17] + ratios[18]) / 2)  # Hodges-Lehmann: the median of 36 differences
+    assert row[1:4] == ["dispatch", "slow (mesh=8, placements=S(0))", "core"]
+    assert float(row[6].rstrip("×")) == pytest.approx(middle, abs=0.006)
+    assert float(row[7].rstrip("×")) < middle < float(row[8].rstrip("×"))
+    assert float(row[9]) == 2.0
+    assert float(row[10]) == pytest.approx((middle - 1) / 0.02, abs=0.1)
+    assert any(cell.startswith("6 + 6 launches, interval of 9") for cell in row)
+
+
+def test_without_a_baseline_nothing_is_called_slower() -> None:
+    text = render(Sources(runs=(launches(BASE, "base"),)))
+    said = Page(text).section_text["verdict"]
+    assert "Measured, not compared" in said
+    assert "--baseline" in said
+    assert 'id="changes"' not in text
+    assert "≠ baseline" not in text
+
+
+def test_the_gates_verdicts_are_the_pages(shown: Page) -> None:
+    said = shown.section_text["verdict"]
+    assert "▲ Slower" in said
+    assert (
+        "8 cases were compared: 2 slower, 1 failed, 1 missing, 1 uncertain, 1 faster, 1 new, 1 same." in said
+    )
+    assert "a note of the gate" in said
+    assert "the control moved by +0.10%" in said
+    rows = [
+        r
+        for r in shown.rows
+        if r[0][2:] in ("slower", "failed", "missing", "uncertain", "faster", "same", "new")
+    ]
+    assert [r[2].split()[0] for r in rows] == ["add", "matmul", "mm", "relu", "sum", "cat", "gelu", "view"]
+    assert rows[0][6:9] == ["1.50×", "1.47×", "1.53×"]
+    assert rows[0][-1] == "collectives 1 → 2"
+    assert rows[4][6:9] == ["–", "–", "–"]  # no ratio, no bound: a gap, not a zero
+
+
+def test_a_gate_that_cannot_be_trusted_says_so(tmp_path: Path) -> None:
+    trust = {"control": 1.2, "null": None, "reasons": ["the control moved"]}
+    data = made_up_findings.gate(
+        trust=trust, exit_code=3, benchmarks=[made_up_findings.benchmark("PASS", "a", 1.0)]
+    )
+    found = gather([made_up_findings.write(tmp_path, "gate.json", data)])
+    said = Page(render(found)).section_text["verdict"]
+    assert "? Not to be trusted" in said
+    assert "Not to be trusted: the control moved" in said
+
+
+def test_bounds_that_are_open_are_said_to_be(tmp_path: Path) -> None:
+    few = made_up_findings.benchmark("INCONCLUSIVE", "sum", 1.03)
+    few["effect"] |= {"low": 0.0, "high": None}
+    data = made_up_findings.gate(benchmarks=[few], exit_code=3)
+    text = render(gather([made_up_findings.write(tmp_path, "gate.json", data)]))
+    (row,) = [r for r in Page(text).rows if r[:1] == ["? uncertain"]]
+    assert row[6:9] == ["1.03×", "open", "open"]
+
+
+# ------------------------------------------------------------------------------------ provenance
+
+
+def test_what_differs_from_the_baseline_is_marked(compared_text: str) -> None:
+    text = compared_text
+    differs = dict(re.findall(r'<dt>([^<]*)</dt><dd class="differs">.*?</strong> ([^<]*)</span>', text))
+    assert set(differs) == {"Versions", "B", "C"}
+    assert "torch 2.12.0" in differs["Versions"]
+    assert (differs["B"], differs["C"]) == ("2", "unset")
+
+
+# ------------------------------------------------------------------------------------ ranks
+
+
+def test_who_is_late_and_which_group_is_slow() -> None:
+    # Ranks 0, 2 and 1, 3 are the groups of dp. Rank 2 comes 3 ms after 0, rank 3 with 1; both groups need 1 ms.
+    late_s = {0: 0.0, 1: 0.0, 2: 3e-3, 3: 0.0}
+    work_s = {0: 1e-3, 2: 1e-3, 1: 2e-3, 3: 2e-3}
+    own = {
+        str(r): [work_s[r] + max(late_s.values() if r in (0, 2) else [0.0]) - late_s[r]] * 8 for r in range(4)
+    }
+    params = {"mesh_dim": "dp", "ranks": 2, "groups": "together", "mode": "isolated", "dtype": "float32"}
+    result = made_up.result(
+        "collectives",
+        "all_reduce",
+        "c10d",
+        params,
+        [4e-3] * 8,
+        rank_samples=own,
+        size_bytes=10**6,
+        factor=1.0,
+    )
+    (found,) = mesh.ranks_of([made_up.run([result])])
+    assert {rank: found.late_s[rank][1] for rank in range(4)} == pytest.approx(late_s)
+    assert found.last[2] == 1.0
+    assert found.last[0] == 0.0
+    assert found.busbw_Bps == pytest.approx({0: 1e9, 2: 1e9, 1: 0.5e9, 3: 0.5e9})
+    shown = Page(render(Sources(runs=(made_up.run([result]),))))
+    assert shown.row("dp", "all_reduce", "1000000 B", "2")[5:8] == [
+        "3.00",
+        "3.00",
+        "3.00",
+    ]
+
+
+def test_runs_without_the_ranks_own_samples_have_no_map() -> None:
+    results = [
+        dataclasses.replace(r, rank_samples_s={}) for r in made_up.collectives(sizes=made_up.SIZES[:3])
+    ]
+    text = render(Sources(runs=(made_up.run(results),)))
+    assert 'id="bandwidth0-t"' in text
+    assert 'id="mesh0-t"' not in text
+    assert 'id="skew0-t"' not in text
+
+
+def test_the_limit_is_the_links_of_a_gpu() -> None:
+    gpu = {"name": "NVIDIA H100 80GB HBM3", "nvlink": {"links": 18, "active_links": 18, "version": 6}}
+    link = {"neighbours": {}, "switch_links": 18}
+    header = made_up.header(hosts=["a"] * 4, machine={"cpu": {}, "gpus": [gpu] * 4})
+    for rank in header["ranks"]:
+        rank |= {"nvlink": link, "pci_bus_id": f"{rank['rank']}", "boot_id": "1"}
+    limit = collectives.limit_of(header, "tp")
+    assert limit is not None
+    assert limit.Bps == 450e9  # NVLink 4: 18 links of 25 GB/s in each direction
+    header["ranks"][3] |= {"nvlink": {"neighbours": {}, "switch_links": 0}}
+    assert collectives.limit_of(header, "tp") is None  # a pair without a link
+    assert collectives.limit_of(made_up.header(), "tp") is None  # no GPU
+
+
+# ------------------------------------------------------------------------------------ model, stages, overlap
+
+
+def test_residuals_are_percent_of_the_measured() -> None:
+    assert [residuals.percent_off(r) for r in (0.5, 1.0, 2.0, 0.01, 0.001)] == [
+        "−50 %", "0 %", "+100 %", "−99 %", "−99.90 %",
+    ]  # fmt: skip
+    truth = made_up.TRUTH["dp"]
+    topology = calibration.calibrate([made_up.run(list(made_up.collectives(noise=0.0)))])
+    (dim,) = [d for d in topology["dims"] if d["name"] == "dp"]
+    series = {one.label: one for one in residuals._residuals(dim)}
+    # The made-up times follow the formula, so the fitted constants are right everywhere ...
+    assert series["fitted"].y == pytest.approx([1.0] * len(series["fitted"].y), abs=0.02)
+    # ... and the built-in ones are as far off as the two formulas are.
+    point = dim["residuals"]["points"][0]
+    built = made_up.ring_us(point["collective"], point["size_bytes"], 2, 19.3, 2.7)
+    true = made_up.ring_us(point["collective"], point["size_bytes"], 2, *truth)
+    assert series["builtin"].y[0] == pytest.approx(built / true, rel=0.05)
+
+
+def test_regret_is_weighted_by_decisions(findings: Sources, shown: Page) -> None:
+    assert findings.regret is not None
+    assert residuals._overall(findings.regret, "core", "greedy") == pytest.approx((0.4, 0.45, 0.5))
+    row = shown.row("core", "product", "512 KiB", "torch’s planner (greedy)")
+    assert row[4:] == ["40.0", "20.0 – 60.0", "120.0", "50.0", "4", "2"]
+    assert "Hardly told apart." in shown.section_text["calibration"]
+
+
+def test_stages_add_up_in_the_table(shown: Page) -> None:
+    assert shown.row(made_up_findings.LABEL, "core", "local op")[3:6] == ["2.50", "0.02", "62"]
+    assert shown.row(made_up_findings.LABEL, "core", "entry")[3:6] == ["1.50", "0.02", "38"]
+
+
+def test_what_is_hidden_is_the_share_of_the_collectives_time() -> None:
+    times = {"core": 7.0, "wait_at_once": 10.0, "local": 4.0, "torch": 8.0}
+    params = {"mesh_dim": "dp", "dtype": "float32", "size": 65536, "late_ms": 0}
+    results = [made_up.result("overlap", "all_reduce", i, params, [t * 1e-3] * 3) for i, t in times.items()]
+    shown = Page(render(Sources(runs=(made_up.run(results),))))
+    assert shown.row("dp", "64 KiB")[-1] == "50"
+    assert overlap._hidden_words(-0.25) == "−25% hidden"
+
+
+def test_a_timeline_is_the_middle_iteration(findings: Sources, shown: Page) -> None:
+    spans = findings.spans[made_up_findings.SECTION]
+    of_one = [(s.lane, s.start_us, s.end_us) for s in spans if s.rank == 1]
+    assert of_one == [("whole", 0, 800), ("communication", 200, 251), ("compute", 400, 451)]
+    assert "timeline0-t" in shown.ids()
+    assert shown.row(made_up_findings.SECTION, "0")[2:6] == ["300", "150", "450", "100"]
+    assert "25% hidden" in shown.section_text["bucketer"]
+
+
+def test_spans_of_other_traces_are_none() -> None:
+    assert (
+        spans_of({"traceEvents": [{"ph": "X", "name": "other", "pid": 1, "tid": 1, "ts": 0, "dur": 1}]}) == {}
+    )
+
+
+# ------------------------------------------------------------------------------------ history, ops
+
+
+def test_history_puts_first_what_moved_most(shown: Page) -> None:
+    rows = [r for r in shown.rows if r[0] in ("add", "view") and len(r) == 7]
+    assert [r[0] for r in rows] == ["add", "view"]
+    assert rows[0][1:5] == ["6", "10.00", "12.00", "+20.0"]
+    assert rows[0][5] == "5" * 40
+    assert "Made-up CPU, 2, Linux" in shown.section_text["history"]
+
+
+def test_a_line_cut_short_is_no_revision(tmp_path: Path) -> None:
+    path = made_up_findings.write_lines(tmp_path, "h.jsonl", made_up_findings.history(3))
+    path.write_text(path.read_text()[:-5])
+    assert len(gather([path]).histories[0].points) == 2
+
+
+def test_ops_have_a_letter_per_mode_the_worst_first(tmp_path: Path) -> None:
+    run = made_up.run(list(verdicts.RUN.results))
+    path = tmp_path / "ops.jsonl"
+    with RunWriter.create(
+        path, {k: v for k, v in run.header.items() if k not in ("kind", "schema")}
+    ) as writer:
+        for result in run.results:
+            writer.append(result)
+    shown = Page(render(gather([path])))
+    head = next(r for r in shown.rows if r[0] == "Op" and len(r) > 2)
+    ops = {r[0]: dict(zip(head[1:], r[1:], strict=True)) for r in shown.rows if r[0] in ("add", "mul")}
+    assert list(ops) == ["add", "mul"]
+    assert ops["add"]["even, core"] == "✓*"
+    assert ops["add"]["even, torch"] == "W"
+    assert ops["add"]["inplace, torch"] == "H"
+    assert ops["mul"]["even, torch"] == "–"
+
+
+# ------------------------------------------------------------------------------------ files
+
+
+def test_files_are_told_apart_by_what_they_hold(findings: Sources) -> None:
+    assert findings.gate is not None
+    assert findings.regret is not None
+    assert len(findings.calls) == 2
+    assert len(findings.ranks) == 1
+    assert len(findings.histories) == 1
+    assert len(findings.verdict_tables) == 1
+    assert not findings.runs
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("not json", "is not JSON"),
+        ("[1]", "is not JSON"),
+        ('{"kind": "other"}', "is none of the files"),
+        ('{"kind": "gate", "schema": 1', "is not JSON"),
+        ('{"kind": "gate", "schema": 2}', "schema is 2, expected 1"),
+        ('{"kind": "gate", "schema": 1, "trust": {}, "benchmarks": [3]}', "expected an object"),
+        ('{"kind": "gate", "schema": 1, "trust": {}, "benchmarks": [], "exit_code": 9}', "exit_code is 9"),
+        ('{"kind": "gate", "schema": 1, "trust": {}, "benchmarks": [], "exit_code": NaN}', "is not JSON"),
+        ('{"mesh": "a", "groups": [{"library": 1}]}', "library is 1, expected text"),
+        ('{"kind": "profile of calls", "cases": [{"label": "a"}]}', "impl is missing"),
+        ('{"kind": "profile of ranks", "sections": {}}', "expected a list"),
+        ('{"kind": "history", "schema": 7}\n', "no line of a history"),
+        ('{"kind": "history", "schema": 1, "machine": {}, "revision": "a", "times_s": {"a": 0}}\n', "a is 0"),
+        ('{"kind": "topology", "schema": 99}', "schema 99"),
+        ('{"torch": "2", "verdicts": 3}', "no table of verdicts"),
+        ('{"kind": "run", "schema": 1}\n', "damaged"),
+    ],
+)
+def test_other_files_are_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "file"
+    path.write_text(text)
+    with pytest.raises(UnreadableRunError, match=re.escape(message)) as caught:
+        gather([path])
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_damaged_trace_and_a_folder_without_a_table_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableRunError, match=r"holds no table\.json"):
+        gather([tmp_path])
+    folder = made_up_findings.write_profile(tmp_path / "p")
+    for data in (
+        b"no gzip",
+        gzip.compress(b"{}")[:-9],
+        gzip.compress(b'{"traceEvents": 1}'),
+        gzip.compress(b"["),
+    ):
+        (folder / "trace.json.gz").write_bytes(data)
+        with pytest.raises(UnreadableRunError, match="is damaged"):
+            gather([folder])
+
+
+def test_two_gates_are_one_too_many(tmp_path: Path) -> None:
+    paths = [made_up_findings.write(tmp_path, name, made_up_findings.gate()) for name in "ab"]
+    with pytest.raises(UsageError, match="a second result of a gate"):
+        gather(paths)
+    with pytest.raises(UsageError, match="nothing to report"):
+        render(gather([]))
+
+
+# ------------------------------------------------------------------------------------ safe, small, the same
+
+
+def _hostile(value: Any, kept: tuple[str, ...]) -> Any:
+    if isinstance(value, dict):
+        return {k: v if k in kept else _hostile(v, kept) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_hostile(v, kept) for v in value]
+    return HOSTILE if isinstance(value, str) else value
+
+
+def test_hostile_text_of_findings_stays_text(tmp_path: Path) -> None:
+    kept = ("kind", "verdict")
+    gate = _hostile(made_up_findings.gate(), kept)
+    for benchmark in gate["benchmarks"]:
+        benchmark["params"] = {HOSTILE: HOSTILE}
+        benchmark["counters"] = {HOSTILE: {"base": 1, "head": 2}}
+    regret = _hostile(made_up_findings.regret(), kept)
+    regret["groups"][0]["scores"][HOSTILE] = regret["groups"][0]["scores"]["greedy"]
+    history = [
+        _hostile(line, kept) | {"times_s": {HOSTILE: 1e-6 * (k + 1)}}
+        for k, line in enumerate(made_up_findings.history(3))
+    ]
+    ranks = _hostile(made_up_findings.ranks(), kept)
+    table = tmp_path / "ops.json"
+    coverage.write_baseline(
+        coverage.Baseline(HOSTILE, {}, {HOSTILE: {HOSTILE: HOSTILE, "even": "pass"}}), table
+    )
+    folder = tmp_path / "p"
+    folder.mkdir()
+    made_up_findings.write(folder, "table.json", ranks)
+    named = json.dumps(HOSTILE)[1:-1]
+    trace = json.loads(json.dumps(made_up_findings.trace()).replace(made_up_findings.SECTION, named))
+    (folder / "trace.json.gz").write_bytes(gzip.compress(json.dumps(trace).encode()))
+    files = [
+        made_up_findings.write(tmp_path, "gate.json", gate),
+        made_up_findings.write(tmp_path, "regret.json", regret),
+        made_up_findings.write(tmp_path, "calls.json", _hostile(made_up_findings.calls(), kept)),
+        made_up_findings.write_lines(tmp_path, "h.jsonl", history),
+        table,
+        folder,
+    ]
+    text = render(gather(files))
+    shown = Page(text)  # fails on an element that the text opened or closed
+    assert [attrs for tag, attrs in shown.tags if tag == "script"] == [{}]
+    assert not any(tag == "img" for tag, _ in shown.tags)
+    assert not any(name.startswith("on") for _, attrs in shown.tags for name in attrs)
+    assert "{{ 7*7 }}" in shown.text
+    assert not {"\x1b", "\u202e"} & set(text)
+    assert len(shown.ids()) == len(set(shown.ids()))
+    for part in (
+        "timeline0-t",
+        "parts0-t",
+        "stages0-t",
+        "history0p0-t",
+        "coverage0-t",
+        "regret0-t",
+        "forest0-t",
+    ):
+        assert part in shown.ids(), part
+
+
+@pytest.fixture(scope="module")
+def large() -> Run:
+    """5,000 results of many suites and cases."""
+    results = list(made_up.everything().results)
+    for k in range(5):
+        results += [
+            dataclasses.replace(r, params={**r.params, "variant": k}) for r in made_up.dispatch(seed=k)
+        ]
+    results += [made_up.result("mine", "case", "a", {"n": k}, [1e-3] * 3) for k in range(4000)]
+    return made_up.run(results[:5000])
+
+
+def test_a_large_run_is_cut_and_it_is_said(large: Run) -> None:
+    assert len(large.results) == 5000
+    text = render(Sources(runs=(large,)))
+    assert len(text.encode()) <= 2_000_000
+    shown = Page(text)
+    drawings = sum(attrs.get("role") == "img" for tag, attrs in shown.tags if tag == "svg")
+    heads = sum(tag == "thead" for tag, _ in shown.tags)
+    assert drawings <= 40
+    assert len(shown.rows) - heads <= 2000
+    said = shown.section_text[""]
+    assert re.search(r"The raw data (as JSON )?are left out", said)
+    assert "Tables are cut after" in said
+
+
+def test_links_to_rows_that_were_cut_lead_to_the_table(
+    monkeypatch: pytest.MonkeyPatch, findings: Sources
+) -> None:
+    monkeypatch.setattr(page, "ECONOMIES", (page.Economy(True, True, 12, 3),))
+    shown = Page(render(findings))
+    wanted = {str(attrs["href"])[1:] for tag, attrs in shown.tags if tag == "a" and attrs.get("href")}
+    assert "changes" in wanted
+    assert wanted <= set(shown.ids())
+
+
+@pytest.mark.parametrize("most", [1, 3, 7, 10, 40])
+def test_drawings_are_shared_out(most: int) -> None:
+    wanted = [4, 8, 2, 1, 12, 6]
+    given = page.shares(wanted, most)
+    assert sum(given) <= min(most, sum(wanted))
+    assert all(g <= w for g, w in zip(given, wanted, strict=True))
+    if most >= len(wanted):
+        assert min(given) >= 1
+        assert min(most, sum(wanted)) - sum(given) < len(wanted)
+
+
+def test_the_findings_give_the_same_bytes(findings: Sources, tmp_path: Path) -> None:
+    assert render(gather(finding_files(tmp_path))) == render(findings)
+
+
+def test_no_result_of_nothing_is_a_number(shown: Page) -> None:
+    words = set(re.findall(r"[A-Za-z]+", shown.text))
+    assert not {"nan", "NaN", "inf", "None", "Infinity"} & words
+    empty = Page(render(Sources(runs=(made_up.run([]),))))
+    assert not {"nan", "NaN", "inf", "None"} & set(re.findall(r"[A-Za-z]+", empty.text))
+
+
+def test_the_csv_in_the_page_holds_the_results() -> None:
+    results = [
+        made_up.result("=1+1", "name, with comma", "core", {"n": 3}, [1e-3, 2e-3, 3e-3]),
+        *made_up.tensor_parallel(),
+    ]
+    text = render(Sources(runs=(made_up.run(results),)))
+    found = re.search(r'download="results.csv" href="data:text/csv;charset=utf-8;base64,([^"]*)"', text)
+    assert found is not None
+    rows = list(csv.DictReader(io.StringIO(base64.b64decode(found[1]).decode())))
+    assert len(rows) == len(results)
+    assert rows[0]["suite"] == "'=1+1"  # no formula
+    assert rows[0]["name"] == "name, with comma"
+    assert float(rows[0]["median_s"]) == 2e-3
+    assert rows[0]["param.n"] == "3"
+
+
+# ------------------------------------------------------------------------------------ index, command
+
+
+def test_the_index_lists_the_reports_the_newest_first(tmp_path: Path, compared: Sources) -> None:
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    old = made_up.run([], started="2025-01-01T00:00:00+00:00")
+    reporting.write_report(Sources(runs=(old,)), folder / "a old & <b>.html")
+    reporting.write_report(compared, folder / "new.html")
+    (folder / "other.html").write_text("<title>not ours</title>")
+    (folder / "run.jsonl").write_text("{}")
+    reporting.write_index(folder, folder / "index.html")
+    reporting.write_index(folder, folder / "index.html")  # lists itself neither time
+    text = (folder / "index.html").read_text()
+    rows = Page(text).rows[1:]
+    assert [(row[1], row[3]) for row in rows] == [
+        ("▲ Slower", "new.html"),
+        ("– Measured, not compared", "a old & <b>.html"),
+    ]
+    assert 'href="a%20old%20%26%20%3Cb%3E.html"' in text
+    assert "not ours" not in text
+
+
+def test_a_folder_without_reports_has_no_index(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableRunError, match="holds no report"):
+        reporting.write_index(tmp_path, tmp_path / "index.html")
+    with pytest.raises(UnreadableRunError, match="cannot read"):
+        reporting.write_index(tmp_path / "no", tmp_path / "index.html")
+    (tmp_path / "mine.html").write_text("mine")
+    reporting.write_report(Sources(runs=(made_up.run([]),)), tmp_path / "page.html")
+    with pytest.raises(OutputError, match="index of reports"):
+        reporting.write_index(tmp_path, tmp_path / "mine.html")
+
+
+def test_the_command_takes_any_of_the_files(dtbench: made_up.Cli, tmp_path: Path) -> None:
+    files = [str(p) for p in finding_files(tmp_path)]
+    code, out, err = dtbench("report", *files, "-o", "page.html")
+    assert (code, err) == (0, "")
+    assert "the report is in page.html" in out
+    assert dtbench("report", "--index", ".", "-o", "index.html")[0] == 0
+    assert "page.html" in (tmp_path / "index.html").read_text()
+    code, _, err = dtbench("report", "-o", "page.html")
+    assert code == 2
+    assert "nothing to report" in err
+    code, _, err = dtbench("report", "--index", ".", *files[:1], "-o", "index.html")
+    assert code == 2
+    code, _, err = dtbench("report", "missing.jsonl", "-o", "page.html")
+    assert code == 2
+    assert "cannot read missing.jsonl" in err
