@@ -33,6 +33,7 @@ from dtbench.units import format_size
 BUCKET_STYLES = {
     "core": CORE,
     "unbucketed": Style("s3", "^", (5, 1.5, 1, 1.5), hollow=True),
+    "reference": Style("s4", "D", (8, 2), hollow=True),
     "limit": Style("s2", "", (1.5, 1.5)),
 }
 
@@ -64,14 +65,15 @@ def bucketer(
 def _throughput(section: Section, cases: Sequence[Case]) -> None:
     section.lead = (
         "Many small tensors are reduced and scattered: through the bucketer, one call for each (unbucketed), "
-        "and as one single tensor of the same bytes, which no bucketing can beat (limit). GB = 10⁹ bytes."
+        "and as one single tensor of the same bytes, which no bucketing can beat (limit). The reference is fairscale’s "
+        "algorithm. GB = 10⁹ bytes."
     )
     values = [m.algbw_Bps for c in cases for m in c.impls.values() if m.algbw_Bps]
     x = size_axis([c.number("bucket_bytes") or 1 for c in cases])
     y = value_axis(values, bandwidth_tick)
     swept = [c for c in cases if c.name == "reduce_scatter"]  # the large ones have one bucket size
     grouped = group(swept, lambda c: (c.get("mesh_dim"), c.get("dtype"), c.number("tensor_bytes")))
-    columns = 2 if len(grouped) <= 2 else 3
+    columns = 2 if len(grouped) in (1, 2, 4) else 3
     panels = []
     for index, (key, members) in enumerate(capped(section, list(grouped.items()), MAX_PANELS, "panels")):
         panels.append(_bucket_panel(key, members, x, y, columns, index))

@@ -43,7 +43,7 @@ def overlap_figure(cases: Sequence[Case]) -> Figure | None:
     values = [s for c in cases for i in STYLES if (s := c.seconds(i)) is not None]
     if not values:
         return None
-    x = value_axis(values, seconds_tick)
+    x = value_axis(values, seconds_tick, most=4)
     for index, (dim, members) in enumerate(group(cases, lambda c: c.get("mesh_dim")).items()):
         rows = [
             Row(
