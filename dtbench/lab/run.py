@@ -95,7 +95,8 @@ class _Agent:
                 found = [(rank, code) for rank, code in json.loads(line)]
                 # The launcher ends the others when one has failed.
                 self.failures = [f for f in found if f[1] != -signal.SIGTERM] or found
-                os.kill(os.getpid(), signal.SIGCHLD)
+                # To the thread that waits: a process's signal may go to any that does not hold it back.
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
 
     def last_lines(self) -> list[str]:
         """Of what its ranks printed, if that was not shown."""

@@ -1,4 +1,4 @@
-"""A suite whose time jumps by 20x at 16 KiB, so that its sweep is refined there; loaded by its path."""
+"""A suite whose time jumps by 60x at 16 KiB, so that its sweep is refined there; loaded by its path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def sleep(size: int, world: World) -> Workload:
     def run() -> None:
         if size == BROKEN_BYTES:
             raise ValueError("not at this size")
-        time.sleep(0.02 if size >= JUMP_BYTES else 0.001)
+        time.sleep(0.06 if size >= JUMP_BYTES else 0.001)
 
     return Workload(run)
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,15 @@ def test_what_a_host_knows() -> None:
     assert "OMP_NUM_THREADS" not in orders.environment({"OMP_NUM_THREADS": "2"})
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """As in a terminal: a shell's background jobs, and what they start, are deaf to SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_held_signals_wait() -> None:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with pytest.raises(KeyboardInterrupt), signals_held(signal.SIGCHLD) as held:
