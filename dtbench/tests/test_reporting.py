@@ -16,7 +16,8 @@ import pytest
 from dtbench import calibration
 from dtbench.errors import OutputError, UsageError
 from dtbench.model import Result, Run
-from dtbench.reporting import cases, figures, page, tables
+from dtbench.reporting import cases, figures, page, shapes, tables
+from dtbench.reporting.parts import coverage
 from dtbench.reporting.svg import STAND_IN
 from dtbench.tests import made_up
 from dtbench.tests.html_page import Page, render, write_report
@@ -464,6 +465,19 @@ def test_colours_can_be_told_from_the_page(index: int) -> None:
                 assert _contrast(palette[name], ground) >= 3, name
     assert _contrast(palette["warn"], palette["warn-page"]) >= 4.5
     assert _contrast(palette["ink"], palette["warn-page"]) >= 4.5
+
+
+def _mixed(colour: str, opacity: float, ground: str) -> str:
+    pairs = [(int(colour[i : i + 2], 16), int(ground[i : i + 2], 16)) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(opacity * c + (1 - opacity) * g):02x}" for c, g in pairs)
+
+
+@pytest.mark.parametrize("index", range(3), ids=["light", "dark", "print"])
+def test_words_on_bars_and_maps_can_be_read(index: int) -> None:
+    palette = _palettes()[index]
+    shades = [*shapes.shades([str(k) for k in range(12)]).values(), *coverage.SHADES.values()]
+    for colour, opacity in [*shades, *(("s0", opacity) for opacity in shapes.CELL_OPACITY)]:
+        assert _contrast(palette["ink"], _mixed(palette[colour], opacity, palette["page"])) >= 4.5, colour
 
 
 # ------------------------------------------------------------------------------------- small parts

@@ -26,12 +26,12 @@ LETTERS: Mapping[str, str] = {
 ORDER = ("pass", "refused", "random differs", "no rule", "error", "hang", "wrong")
 SHADES: Mapping[str, Shade] = {
     "pass": ("s0", 0.25),
-    "refused": ("s2", 0.3),
+    "refused": ("s2", 0.15),
     "random differs": ("s3", 0.42),
     "no rule": ("s4", 0.42),
-    "error": ("s5", 0.5),
-    "hang": ("ink", 0.4),
-    "wrong": ("s1", 0.75),
+    "error": ("s5", 0.42),
+    "hang": ("muted", 0.3),
+    "wrong": ("s1", 0.42),
 }
 BY_FALLBACK = "*"
 
