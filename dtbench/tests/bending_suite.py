@@ -9,7 +9,7 @@ from dtbench.model import Case, Param, Plan, Workload
 from dtbench.refine import sizes_between
 from dtbench.registry import Refinement, World, suite
 
-JUMP_BYTES, BROKEN_BYTES = 16 * 2**10, 32 * 2**10
+JUMP_BYTES, BROKEN_BYTES = 16 * 2**10, 8 * 2**10
 
 
 def sleep(size: int, world: World) -> Workload:
