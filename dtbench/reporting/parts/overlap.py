@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dtbench.reporting import tables as t
 from dtbench.reporting.cases import Case, group
 from dtbench.reporting.figures import Axis, Panel, Row, Style, dot_panel, legend, seconds_tick, value_axis
-from dtbench.reporting.profiles import RankProfile, Span
+from dtbench.reporting.profiles import MAX_SPANS, RankProfile, Span
 from dtbench.reporting.section import CORE, FLOOR, TORCH, Figure
 from dtbench.reporting.shapes import Bar, Lane, bar_legend, bars_panel, shades, timeline_panel
 from dtbench.units import format_seconds, format_size
@@ -121,7 +121,8 @@ def parts_figure(profiles: Sequence[RankProfile]) -> Figure | None:
         return None
     return Figure(
         "What each rank does in one iteration, mean over the profiled ones. “Communicating” is exposed: nothing is "
-        "computed meanwhile; “both” is what overlaps.",
+        "computed meanwhile; “both” is what overlaps. "
+        f"At most {MAX_SECTIONS} sections and {MAX_RANKS} ranks are drawn; the table has all.",
         bar_legend(shades(list(PARTS.values())), prefix="partsL"),
         panels,
         1,
@@ -160,7 +161,9 @@ def timeline_figure(spans: Mapping[str, Sequence[Span]]) -> Figure | None:
     return Figure(
         "One iteration as a timeline: for each rank when it communicates (from its call until the transport is done) "
         "and when it computes, on rank 0’s clock. Bars above each other of different length: a rank waits for another. "
-        "The whole trace opens in Perfetto.",
+        "At most "
+        f"{MAX_SECTIONS} sections, {MAX_RANKS} ranks and {MAX_SPANS} spans of a lane are drawn; the whole trace opens in "
+        "Perfetto.",
         (),
         panels,
         1,

@@ -110,7 +110,7 @@ def stage_figure(calls: Sequence[CallProfile]) -> Figure | None:
     return Figure(
         "Where the time of one call goes, stage by stage, what recording costs taken off; the upright strokes are the "
         "plain op alone, so what lies beyond its length is what distribution adds. Stages too short for their name "
-        "are in the table.",
+        f"are in the table; so are cases beyond the first {MAX_CASES}.",
         bar_legend(colours, prefix="stagesL"),
         panels,
         1,
