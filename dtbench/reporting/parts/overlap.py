@@ -162,8 +162,8 @@ def timeline_figure(spans: Mapping[str, Sequence[Span]]) -> Figure | None:
         "One iteration as a timeline: for each rank when it communicates (from its call until the transport is done) "
         "and when it computes, on rank 0’s clock. Bars above each other of different length: a rank waits for another. "
         "At most "
-        f"{MAX_SECTIONS} sections, {MAX_RANKS} ranks and {MAX_SPANS} spans of a lane are drawn; the whole trace opens in "
-        "Perfetto.",
+        f"{MAX_SECTIONS} sections, {MAX_RANKS} ranks and {MAX_SPANS} spans of a lane are drawn; the whole trace "
+        "opens in Perfetto.",
         (),
         panels,
         1,
