@@ -114,6 +114,30 @@ def quiet_torch() -> None:
         warnings.simplefilter("ignore")
 
 
+def join_store(connect: Callable[[bool], Any], place: Place) -> Any:
+    """The store of the ranks.
+
+    Raises:
+        WorldBrokenError: it does not answer.
+    """
+    try:
+        return connect(True)
+    except RuntimeError as error:
+        raise WorldBrokenError(
+            f"rank {place.rank} cannot reach the store of the ranks at {place.address}:"
+            f"{place.port} ({describe(error)}); check MASTER_ADDR, MASTER_PORT and the firewall"
+        ) from error
+
+
+def tell_refusal(error: DtbenchError, place: Place, note: str | None) -> None:
+    """Rank 0 says why the options cannot be followed, and the others leave it the time to."""
+    if place.rank == 0:
+        complain(str(error))
+        Note(code=error.exit_code, reported=True).write(note)
+    else:
+        time.sleep(LET_RANK_0_SPEAK_S)
+
+
 class Session:
     """This rank's part in one launch of a run. `go` never returns."""
 
@@ -157,7 +181,7 @@ class Session:
     # ---- the run ----
 
     def _run(self, job: Job) -> int:
-        store = self._join_store()
+        store = join_store(self._connect, self._place)
         ranks = StoreRanks(store, self._place.rank, self._place.world_size, self._watch.raised)
         device = _device(job, self._place)
         infos = ranks.agree(self._info(job, device), lambda votes: votes)
@@ -345,22 +369,9 @@ class Session:
 
     # ---- endings ----
 
-    def _join_store(self) -> Any:
-        try:
-            return self._connect(True)
-        except RuntimeError as error:
-            raise WorldBrokenError(
-                f"rank {self._place.rank} cannot reach the store of the ranks at {self._place.address}:"
-                f"{self._place.port} ({describe(error)}); check MASTER_ADDR, MASTER_PORT and the firewall"
-            ) from error
-
     def _refuse(self, error: DtbenchError) -> NoReturn:
         """The options are refused, on all ranks alike."""
-        if self._place.rank == 0:
-            complain(str(error))
-            Note(code=error.exit_code, reported=True).write(self._note)
-        else:
-            time.sleep(LET_RANK_0_SPEAK_S)
+        tell_refusal(error, self._place, self._note)
         self._exit(error.exit_code)
 
     def _stop(self, error: DtbenchError) -> NoReturn:

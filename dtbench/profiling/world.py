@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError, WorldBrokenError
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError
 from dtbench.launch import NOTE, Note, end_with_launcher
 from dtbench.model import Skip, Workload
 from dtbench.options import Mesh, Task, format_mesh
@@ -24,7 +24,7 @@ from dtbench.profiling.request import DATA_NAME, TABLE_NAME, TRACE_NAME, Request
 from dtbench.progress import complain, say
 from dtbench.ranks import Place, StoreRanks, barrier_of, device_of, real_world, store_of
 from dtbench.sampling import Now, describe
-from dtbench.session import FAREWELL_S, LET_RANK_0_SPEAK_S
+from dtbench.session import FAREWELL_S, join_store, tell_refusal
 from dtbench.watch import Diagnosis, Watch, block_signals
 
 _T = TypeVar("_T")
@@ -82,7 +82,7 @@ class RankProfile:
         self._exit(code)
 
     def _profile(self, tasks: Sequence[Task], device_type: str) -> int:
-        store = self._join_store()
+        store = join_store(self._connect, self._place)
         ranks = StoreRanks(store, self._place.rank, self._place.world_size, self._watch.raised)
         device = device_of(device_type, self._place.local_rank)
         from dtbench.machine import local_rank_info
@@ -326,21 +326,8 @@ class RankProfile:
 
     # ---- endings ----
 
-    def _join_store(self) -> Any:
-        try:
-            return self._connect(True)
-        except RuntimeError as error:
-            raise WorldBrokenError(
-                f"rank {self._place.rank} cannot reach the store of the ranks at {self._place.address}:"
-                f"{self._place.port} ({describe(error)}); check MASTER_ADDR, MASTER_PORT and the firewall"
-            ) from error
-
     def _refuse(self, error: DtbenchError) -> NoReturn:
-        if self._place.rank == 0:
-            complain(str(error))
-            Note(code=error.exit_code, reported=True).write(self._note)
-        else:
-            time.sleep(LET_RANK_0_SPEAK_S)
+        tell_refusal(error, self._place, self._note)
         self._exit(error.exit_code)
 
     def _on_end(self, diagnosis: Diagnosis) -> None:

@@ -188,20 +188,24 @@ def regimes_and_sizes(
             yield (groups, mode), size
 
 
-def case_of(
-    mesh_dim: str, n: int, groups: str, mode: str, dtype_name: str, collective: str, size: int
-) -> Case:
-    params: dict[str, Param] = {
+def params_of(mesh_dim: str, n: int, groups: str, mode: str, dtype: str, size: int) -> dict[str, Param]:
+    """What tells the cases of a collective, or of a change of placement, apart."""
+    return {
         "mesh_dim": mesh_dim,
         "ranks": n,
         "groups": groups,
         "mode": mode,
-        "dtype": dtype_name,
+        "dtype": dtype,
         "size": size,
     }
+
+
+def case_of(
+    mesh_dim: str, n: int, groups: str, mode: str, dtype_name: str, collective: str, size: int
+) -> Case:
     return Case(
         name=collective,
-        params=params,
+        params=params_of(mesh_dim, n, groups, mode, dtype_name, size),
         build={"c10d": partial(build, collective, mesh_dim, groups, torch_dtype(dtype_name), size)},
         size_bytes=size,
         busbw_factor=busbw_factor(collective, n),

@@ -19,7 +19,7 @@ import torch
 from dtbench.model import Case, Param, Plan, Workload
 from dtbench.refine import sizes_between
 from dtbench.registry import Refinement, World, suite
-from dtbench_suites.collectives import REGIMES, accompanying_sizes, calls_of
+from dtbench_suites.collectives import REGIMES, accompanying_sizes, calls_of, params_of
 from dtbench_suites.data import (
     dtensor_api,
     hush_all_to_all,
@@ -106,18 +106,10 @@ def case_of(mesh_dim: str, n: int, groups: str, mode: str, dtype_name: str, name
     src, _, dst = name.partition("->")
     shape = shape_of(asked, dtype.itemsize, n)
     size = shape[0] * shape[1] * dtype.itemsize
-    params: dict[str, Param] = {
-        "mesh_dim": mesh_dim,
-        "ranks": n,
-        "groups": groups,
-        "mode": mode,
-        "dtype": dtype_name,
-        "size": size,
-    }
     build = partial(build_impl, (mesh_dim, groups), (src, dst), shape, dtype)
     return Case(
         name=name,
-        params=params,
+        params=params_of(mesh_dim, n, groups, mode, dtype_name, size),
         build={impl: partial(build, impl) for impl in ("core", "torch")},
         size_bytes=size,
         calls_per_sample=calls_of(mode, size),
