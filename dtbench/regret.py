@@ -124,8 +124,8 @@ class Regret:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return dataclasses.asdict(self)
+        """As plain data, which says what it is."""
+        return {"kind": "regret", "schema": 1, **dataclasses.asdict(self)}
 
 
 def regret(runs: Sequence[Run], topology: Mapping[str, Any]) -> Regret:
