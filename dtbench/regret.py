@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from dtbench.calibration.ring import guessed_constants
+from dtbench.choices import CHOOSERS, Group, Regret, Score
 from dtbench.errors import UsageError
 from dtbench.model import Result, Run
 from dtbench_core.curve import GIB, TopologyError
@@ -43,16 +44,6 @@ from dtbench_core.topology import (
     Topology,
 )
 
-MODELS: Mapping[str, str] = {
-    "greedy": "torch's planner (greedy, its default)",
-    "by_cost": "torch's planner by cost",
-    "guessed": "built-in constants, hosts as torch guesses them",
-    "layout": "built-in constants, hosts as they are",
-    "constants": "calibrated constants",
-    "curves": "calibrated curves",
-    "oracle": "what was fastest in the other launches",
-    "worst": "the slowest way",
-}
 # Two ways are told apart from here on when the order of their prices is judged.
 TOLD_APART = 1.25
 NEAR = 0.10  # "within 10 % of the best"
@@ -85,47 +76,6 @@ class Decision:
         """Those measured in every launch."""
         of_launches = list(self.times_s.values())
         return [way for way in of_launches[0] if all(way in times for times in of_launches)]
-
-
-@dataclass(frozen=True)
-class Score:
-    """A model's regret over decisions and launches. interval: 90 %, over decisions.
-
-    ranked_right: of the pairs of ways that differ by TOLD_APART or more, the share whose prices have the
-    order of their times; None for a planner that has no prices. ties: share of decisions with no preference.
-    """
-
-    mean: float
-    interval: tuple[float, float]
-    worst: float
-    near: float
-    ranked_right: float | None
-    ties: float | None
-    decisions: int
-
-
-@dataclass(frozen=True)
-class Group:
-    """Decisions of one library, kind and size, and how each model fares."""
-
-    library: str
-    name: str
-    size_bytes: int
-    launches: int
-    scores: Mapping[str, Score]
-
-
-@dataclass(frozen=True)
-class Regret:
-    """All groups; notes say what weakens them."""
-
-    mesh: str
-    groups: tuple[Group, ...]
-    notes: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data, which says what it is."""
-        return {"kind": "regret", "schema": 1, **dataclasses.asdict(self)}
 
 
 def regret(runs: Sequence[Run], topology: Mapping[str, Any]) -> Regret:
@@ -306,10 +256,10 @@ class _Prices:
 
 
 def _scores(decisions: Sequence[Decision], models: Mapping[str, _Prices]) -> dict[str, Score]:
-    """By model, in the order of MODELS."""
+    """By model, in the order of CHOOSERS."""
     launches = len(decisions[0].times_s)
     scores: dict[str, Score] = {}
-    for model in MODELS:
+    for model in CHOOSERS:
         rows, ranked, ties = [], [], []
         for decision in decisions:
             if model in models:

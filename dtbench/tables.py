@@ -22,6 +22,7 @@ from rich.text import Text
 
 from dtbench.calibration.models import WORDS as MODELS
 from dtbench.calibration.validate import REGIMES, Group, Validation
+from dtbench.choices import CHOOSERS, Regret
 from dtbench.compare import VERDICTS, Comparison, Row
 from dtbench.coverage import VERDICTS as CASE_VERDICTS
 from dtbench.coverage import has_verdicts, mode_of, summary_rows, verdict_of
@@ -32,8 +33,6 @@ from dtbench.units import bandwidth_unit, format_ratio, format_size, significant
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from dtbench.regret import Regret
 
 # Core and its rival first, then the references that they are read against.
 _IMPL_ORDER = ("core", "torch", "local", "c10d", "unbucketed", "limit")
@@ -149,8 +148,6 @@ def print_regret(found: Regret, as_json: bool = False) -> None:
     if as_json:
         _print_json(found.to_json())
         return
-    from dtbench.regret import MODELS as CHOOSERS  # loads torch, as what made `found` has
-
     console = _console()
     for group in found.groups:
         head = f"{group.name} by {group.library}, {format_size(group.size_bytes)}, {found.mesh}: "

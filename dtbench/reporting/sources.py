@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dtbench.calibration import read_topology
+from dtbench.choices import Group, Regret, Score
 from dtbench.coverage import Baseline, has_verdicts, read_baseline
 from dtbench.errors import UnreadableRunError, UsageError
 from dtbench.model import Run
@@ -29,36 +30,6 @@ MAX_HISTORY_LINES = 10_000
 _HEAD_BYTES = 4096
 _FIRST_KIND = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(run|history)"')
 KINDS = "a run, a topology, results of gate, regret or profile, a history, or a table of verdicts on ops"
-
-
-@dataclass(frozen=True)
-class Score:
-    """A model's regret as shares. interval: 90 %."""
-
-    mean: float
-    low: float
-    high: float
-    worst: float
-    near: float
-    decisions: int
-
-
-@dataclass(frozen=True)
-class RegretGroup:
-    library: str
-    name: str
-    size_bytes: int
-    launches: int
-    scores: Mapping[str, Score]
-
-
-@dataclass(frozen=True)
-class Regret:
-    """What `dtbench regret --json` printed."""
-
-    mesh: str
-    groups: tuple[RegretGroup, ...]
-    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -227,7 +198,7 @@ def _with_profile(sources: Sources, folder: Path) -> Sources:
 
 def _regret(data: Mapping[str, Any]) -> Regret:
     groups = [
-        RegretGroup(
+        Group(
             f.text(group, "library"),
             f.text(group, "name"),
             int(f.number(group, "size_bytes", least=0)),
@@ -247,12 +218,17 @@ def _score(of: Mapping[str, Any]) -> Score:
     if not isinstance(interval, list) or len(interval) != 2:
         raise BadFieldError(f"interval is {shown(interval)}, expected two numbers")
     ends = {"low": interval[0], "high": interval[1]}
+    shares = {
+        name: None if of.get(name) is None else f.number(of, name, least=0)
+        for name in ("ranked_right", "ties")
+    }
     return Score(
         f.number(of, "mean", least=0),
-        f.number(ends, "low", least=0),
-        f.number(ends, "high", least=0),
+        (f.number(ends, "low", least=0), f.number(ends, "high", least=0)),
         f.number(of, "worst", least=0),
         f.number(of, "near", least=0),
+        shares["ranked_right"],
+        shares["ties"],
         int(f.number(of, "decisions", least=0)),
     )
 

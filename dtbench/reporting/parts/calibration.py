@@ -9,6 +9,7 @@ import numpy as np
 
 from dtbench.calibration import price
 from dtbench.calibration.ring import RING_COLLECTIVES, ring_us
+from dtbench.choices import Regret
 from dtbench.reporting import tables as t
 from dtbench.reporting.figures import (
     Axis,
@@ -23,7 +24,6 @@ from dtbench.reporting.figures import (
 )
 from dtbench.reporting.parts.residuals import regret_figure, regret_table, residual_figure
 from dtbench.reporting.section import Figure, Section, capped
-from dtbench.reporting.sources import Regret
 from dtbench.units import format_size, significant
 
 # Those that the constants are fitted to; the tables have all.

@@ -8,11 +8,11 @@ from typing import Any
 
 from dtbench.calibration import price
 from dtbench.calibration.ring import RING_COLLECTIVES, ring_us
+from dtbench.choices import Regret
 from dtbench.reporting import tables as t
 from dtbench.reporting.cases import distinct
 from dtbench.reporting.figures import Axis, Row, Series, Style, dot_panel, legend, line_panel, size_axis
 from dtbench.reporting.section import Figure
-from dtbench.reporting.sources import Regret
 from dtbench.units import format_size
 
 RESIDUAL_STYLES = {
@@ -99,7 +99,7 @@ def percent_off(ratio: float) -> str:
 
 # ------------------------------------------------------------------------------------ regret
 
-# As `dtbench.regret.MODELS`, whose module needs torch.
+# As `dtbench.choices.CHOOSERS`, short enough for a figure.
 MODELS: Mapping[str, str] = {
     "greedy": "torch’s planner (greedy)",
     "by_cost": "torch’s planner by cost",
@@ -183,7 +183,10 @@ def regret_table(regret: Regret) -> t.Table:
             t.text("Chosen by", [MODELS.get(model, model) for _, model, _ in rows]),
             t.Column("mean", percent([s.mean for *_, s in rows]), True, "%"),
             t.Column(
-                "90 % interval", [f"{100 * s.low:.1f} – {100 * s.high:.1f}" for *_, s in rows], True, "%"
+                "90 % interval",
+                [f"{100 * s.interval[0]:.1f} – {100 * s.interval[1]:.1f}" for *_, s in rows],
+                True,
+                "%",
             ),
             t.Column("largest", percent([s.worst for *_, s in rows]), True, "%"),
             t.Column("within 10 % of the best", percent([s.near for *_, s in rows]), True, "% of choices"),
