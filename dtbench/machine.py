@@ -438,7 +438,7 @@ def _gpu_place(index: int, root: Path = Path("/")) -> dict[str, Any]:
     """
     place: dict[str, Any] = {"pci_bus_id": None, "device_numa_node": None, "nvlink": None}
     library = nvml()
-    handle = None if library is None else _handle_of(library, index)
+    handle = None if library is None else handle_of(library, index)
     if library is None or handle is None:
         return place
     bus_id = _bus_id(ask(query_of(library, "nvmlDeviceGetPciInfo"), handle))
@@ -490,7 +490,7 @@ def gpu_state(index: int) -> dict[str, Any] | None:
     Returns None without NVML.
     """
     library = nvml()
-    handle = None if library is None else _handle_of(library, index)
+    handle = None if library is None else handle_of(library, index)
     if library is None or handle is None:
         return None
 
@@ -524,7 +524,7 @@ def throttling(reasons: Sequence[str]) -> list[str]:
     return [r for r in reasons if r not in _NOT_THROTTLING]
 
 
-def _handle_of(library: Any, index: int) -> Any | None:
+def handle_of(library: Any, index: int) -> Any | None:
     """NVML's handle of a CUDA device: CUDA_VISIBLE_DEVICES renumbers, and CUDA may sort otherwise."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

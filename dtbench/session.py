@@ -138,6 +138,15 @@ def tell_refusal(error: DtbenchError, place: Place, note: str | None) -> None:
         time.sleep(LET_RANK_0_SPEAK_S)
 
 
+def leave(ranks: StoreRanks, watch: Watch, code: int) -> None:
+    """Ends the watch; rank 0, which may serve the store, leaves last."""
+    if ranks.rank == 0:
+        ranks.wait_for_farewells(FAREWELL_S)
+    watch.finish(code)
+    if ranks.rank != 0:
+        ranks.say_farewell()
+
+
 class Session:
     """This rank's part in one launch of a run. `go` never returns."""
 
@@ -206,11 +215,7 @@ class Session:
         )
         self._measure(job, tasks, sweep, store, ranks, device)
         code = int(ranks.agree(None, lambda votes: self._close()))
-        if ranks.rank == 0:
-            ranks.wait_for_farewells(FAREWELL_S)
-        self._watch.finish(code)
-        if ranks.rank != 0:
-            ranks.say_farewell()
+        leave(ranks, self._watch, code)
         return code
 
     def _measure(

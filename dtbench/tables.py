@@ -1,23 +1,13 @@
-"""What the terminal shows: runs, comparisons, findings; tables for people, strict JSON for machines.
-
-A figure is never cut: numbers do not wrap, and where a terminal is narrower than they need, the
-lines run over its edge instead. Text from files is foreign: it is shown without markup and without
-the control characters that would move a terminal's cursor.
-"""
+"""What the terminal shows: runs, comparisons, findings; tables for people, strict JSON for machines."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.cells import cell_len
 from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
 from rich.text import Text
 
 from dtbench.calibration.models import WORDS as MODELS
@@ -29,6 +19,17 @@ from dtbench.coverage import has_verdicts, mode_of, summary_rows, verdict_of
 from dtbench.doctor import Finding
 from dtbench.layout import DimLayout, layout_of
 from dtbench.model import Param, Result, Run
+from dtbench.terminal import (
+    add_figures,
+    add_words,
+    as_text,
+    new_console,
+    new_table,
+    print_json,
+    print_line,
+    print_table,
+    printable,
+)
 from dtbench.units import bandwidth_unit, format_ratio, format_size, significant, time_unit
 
 if TYPE_CHECKING:
@@ -44,8 +45,6 @@ _VERDICT_STYLE = {
     "inconclusive": "yellow",
     "faster": "green",
 }
-# Wide enough that nothing wraps where no terminal reads along.
-_PIPE_WIDTH = 10_000
 # How many cases are named where many share one reason; the rest is counted.
 _NAMED = 5
 
@@ -53,9 +52,9 @@ _NAMED = 5
 def print_runs(runs: Sequence[Run], as_json: bool = False) -> None:
     """Each run's provenance, then per suite one row per case with the impls side by side."""
     if as_json:
-        _print_json([_run_json(run) for run in runs])
+        print_json([_run_json(run) for run in runs])
         return
-    console = _console()
+    console = new_console()
     for run in runs:
         _print_provenance(console, run)
         _print_layout(console, layout_of(run.header))
@@ -78,8 +77,8 @@ def print_csv(runs: Sequence[Run]) -> None:
 
     frame = results_frame(runs)
     for name in frame.select_dtypes(["string", "object"]).columns:
-        frame[name] = frame[name].map(lambda v: _no_formula(_printable(v)) if isinstance(v, str) else v)
-    frame.columns = frame.columns.map(_printable)
+        frame[name] = frame[name].map(lambda v: _no_formula(printable(v)) if isinstance(v, str) else v)
+    frame.columns = frame.columns.map(printable)
     frame.to_csv(sys.stdout, index=False, lineterminator="\n")
 
 
@@ -92,69 +91,69 @@ def _no_formula(text: str) -> str:
 def print_comparison(comparison: Comparison, as_json: bool = False) -> None:
     """One row per case and impl, the worst verdicts first, then what weakens them."""
     if as_json:
-        _print_json(comparison.to_json())
+        print_json(comparison.to_json())
         return
-    console = _console()
+    console = new_console()
     rows = sorted(comparison.rows, key=lambda r: (VERDICTS.index(r.verdict), -(r.ratio or 0)))
     for suite in dict.fromkeys(row.key[0] for row in comparison.rows):
         _print_suite_comparison(console, suite, [row for row in rows if row.key[0] == suite])
     for note in comparison.notes:
-        _line(console, f"note: {note}")
+        print_line(console, f"note: {note}")
     counts = ", ".join(f"{comparison.count(v)} {v}" for v in VERDICTS if comparison.count(v))
-    _line(console, counts or "nothing to compare: the two sides have no case in common")
+    print_line(console, counts or "nothing to compare: the two sides have no case in common")
 
 
 def print_validation(validation: Validation, as_json: bool = False) -> None:
     """Per group of calls a row per model: how far off it is by size, the noise floor last."""
     if as_json:
-        _print_json(validation.to_json())
+        print_json(validation.to_json())
         return
-    console = _console()
-    _line(console, validation.title, style="bold")
+    console = new_console()
+    print_line(console, validation.title, style="bold")
     for group in validation.groups:
-        _line(console, "")
-        _line(console, f"{group.name}: off by what factor, typically (1 is perfect)", style="bold")
+        print_line(console, "")
+        print_line(console, f"{group.name}: off by what factor, typically (1 is perfect)", style="bold")
         _print_group(console, group)
         if group.inside is not None:
             share = f"{group.inside:.0%} of {group.points} values lie inside the fit's 90 % intervals"
-            _line(console, share + ", which are of one launch only: too narrow" * group.one_launch)
+            print_line(console, share + ", which are of one launch only: too narrow" * group.one_launch)
         if group.beyond:
-            _line(console, f"{group.beyond} values lie beyond the sizes it was measured at")
-    _line(console, "")
+            print_line(console, f"{group.beyond} values lie beyond the sizes it was measured at")
+    print_line(console, "")
     for note in validation.notes:
-        _line(console, f"note: {note}")
+        print_line(console, f"note: {note}")
 
 
 def _print_group(console: Console, group: Group) -> None:
     regimes = [regime for regime in REGIMES if any(regime in of_model for of_model in group.scores.values())]
-    table = _table(plain=not console.is_terminal)
-    _add_words(table, "model", list(MODELS.values()))
+    table = new_table(plain=not console.is_terminal)
+    add_words(table, "model", list(MODELS.values()))
     for title in (*regimes, "median error", ">= 32 MiB, median error", "values"):
-        _add_figures(table, title)
+        add_figures(table, title)
     for model, scores in group.scores.items():
         large = scores.get(">= 32 MiB")
         table.add_row(
-            _text(MODELS[model]),
-            *(_text(format_ratio(scores[r].geometric_mean_ratio) if r in scores else "-") for r in regimes),
-            _text(_percent(scores["all"].median_error)),
-            _text(_percent(large.median_error) if large else "-"),
+            as_text(MODELS[model]),
+            *(as_text(format_ratio(scores[r].geometric_mean_ratio) if r in scores else "-") for r in regimes),
+            as_text(_percent(scores["all"].median_error)),
+            as_text(_percent(large.median_error) if large else "-"),
             str(scores["all"].points),
         )
-    _print_table(console, table)
+    print_table(console, table)
 
 
 def print_regret(found: Regret, as_json: bool = False) -> None:
     """Per library, kind and size a row per model: what its choices cost more than the best."""
     if as_json:
-        _print_json(found.to_json())
+        print_json(found.to_json())
         return
-    console = _console()
+    console = new_console()
     for group in found.groups:
         head = f"{group.name} by {group.library}, {format_size(group.size_bytes)}, {found.mesh}: "
         counts = f"{next(iter(group.scores.values())).decisions} decisions, {group.launches} launches"
-        _line(console, head + counts, style="bold")
-        table = _table(plain=not console.is_terminal)
-        _add_words(table, "chosen by", list(CHOOSERS.values()))
+        print_line(console, head + counts, style="bold")
+        table = new_table(plain=not console.is_terminal)
+        add_words(table, "chosen by", list(CHOOSERS.values()))
         for title in (
             "mean regret",
             "90 % interval",
@@ -163,21 +162,21 @@ def print_regret(found: Regret, as_json: bool = False) -> None:
             "pairs in order",
             "no preference",
         ):
-            _add_figures(table, title)
+            add_figures(table, title)
         for model, score in group.scores.items():
             low, high = score.interval
             shares = (score.near, score.ranked_right, score.ties)
             table.add_row(
-                _text(CHOOSERS[model]),
+                as_text(CHOOSERS[model]),
                 _percent(score.mean),
                 f"{_percent(low)} to {_percent(high)}",
                 _percent(score.worst),
                 *("-" if share is None else f"{share:.0%}" for share in shares),
             )
-        _print_table(console, table)
-        _line(console, "")
+        print_table(console, table)
+        print_line(console, "")
     for note in found.notes:
-        _line(console, f"note: {note}")
+        print_line(console, f"note: {note}")
 
 
 def _percent(share: float) -> str:
@@ -187,24 +186,24 @@ def _percent(share: float) -> str:
 def print_findings(findings: Sequence[Finding], as_json: bool = False) -> None:
     """What disturbs a measurement first, each with effect and remedy; then what is in order."""
     if as_json:
-        _print_json([finding.to_json() for finding in findings])
+        print_json([finding.to_json() for finding in findings])
         return
-    console = _console()
-    table = _table(plain=not console.is_terminal)
-    _add_words(table, "", ["DISTURBS"])
-    _add_words(table, "check", [f.check for f in findings])
-    _add_words(table, "found", [f.got for f in findings])
+    console = new_console()
+    table = new_table(plain=not console.is_terminal)
+    add_words(table, "", ["DISTURBS"])
+    add_words(table, "check", [f.check for f in findings])
+    add_words(table, "found", [f.got for f in findings])
     for finding in findings:
         mark = {True: "ok", False: "DISTURBS", None: "unknown"}[finding.ok]
         style = {True: "green", False: "red", None: "yellow"}[finding.ok]
-        table.add_row(Text(mark, style=style), _text(finding.check), _text(finding.got))
-    _print_table(console, table)
+        table.add_row(Text(mark, style=style), as_text(finding.check), as_text(finding.got))
+    print_table(console, table)
     bad = [f for f in findings if f.ok is False]
     for finding in bad:
-        _line(console, f"{finding.check}: {finding.got}")
-        _line(console, f"    effect: {finding.effect}")
-        _line(console, f"    remedy: {finding.remedy}")
-    _line(console, f"{len(bad)} of {len(findings)} checks found something that disturbs a measurement")
+        print_line(console, f"{finding.check}: {finding.got}")
+        print_line(console, f"    effect: {finding.effect}")
+        print_line(console, f"    remedy: {finding.remedy}")
+    print_line(console, f"{len(bad)} of {len(findings)} checks found something that disturbs a measurement")
 
 
 # ------------------------------------------------------------------------------------- runs
@@ -244,7 +243,7 @@ def _print_provenance(console: Console, run: Run) -> None:
     }
     for name, value in lines.items():
         if value:
-            _line(console, f"{name + ':':<10}{value}")
+            print_line(console, f"{name + ':':<10}{value}")
 
 
 def _print_layout(console: Console, dims: Sequence[DimLayout]) -> None:
@@ -262,16 +261,16 @@ def _print_layout(console: Console, dims: Sequence[DimLayout]) -> None:
         "NVLink pairs": ["-" if d.nvlink is None else f"{d.nvlink[0]} of {d.nvlink[1]}" for d in dims],
     }
     known = {title: column for title, column in figures.items() if set(column) != {"-"}}
-    table = _table(plain=not console.is_terminal)
+    table = new_table(plain=not console.is_terminal)
     for title, column in words.items():
-        _add_words(table, title, column)
+        add_words(table, title, column)
     for title in known:
-        _add_figures(table, title)
+        add_figures(table, title)
     for row in zip(*words.values(), *known.values(), strict=True):
-        table.add_row(*map(_text, row))
-    _line(console, "")
-    _line(console, "layout: where the groups of each mesh dim lie", style="bold")
-    _print_table(console, table)
+        table.add_row(*map(as_text, row))
+    print_line(console, "")
+    print_line(console, "layout: where the groups of each mesh dim lie", style="bold")
+    print_table(console, table)
 
 
 def _span(span: tuple[int, int] | None) -> str:
@@ -284,20 +283,20 @@ def _span(span: tuple[int, int] | None) -> str:
 def _print_verdicts(console: Console, results: Sequence[Result]) -> None:
     """Per mode and impl how many ops have which verdict, then each op that does not pass."""
     head, rows = summary_rows(results)
-    table = _table(plain=not console.is_terminal)
+    table = new_table(plain=not console.is_terminal)
     for title, column in zip(head, zip(*rows, strict=True), strict=True):
         if title in ("mode", "impl"):
-            _add_words(table, title, column)
+            add_words(table, title, column)
         else:
-            _add_figures(table, title)
+            add_figures(table, title)
     for row in rows:
-        table.add_row(*map(_text, row))
-    _line(console, "")
-    _print_table(console, table)
+        table.add_row(*map(as_text, row))
+    print_line(console, "")
+    print_table(console, table)
     for verdict in CASE_VERDICTS[:-1]:
         for r in results:
             if verdict_of(r) == verdict:
-                _line(console, f"{verdict}: {r.impl} {mode_of(r)} {r.name}: {r.reason}")
+                print_line(console, f"{verdict}: {r.impl} {mode_of(r)} {r.name}: {r.reason}")
 
 
 def _with(unit: str, value: object) -> str:
@@ -328,20 +327,20 @@ def _print_suite(console: Console, suite: str, run: Run) -> None:
     words |= {name: [_param(name, of_case.get(name)) for of_case in params] for name in varying}
     figures = _figure_columns(cases, impls, f"{statistic}_s")
 
-    table = _table(plain=not console.is_terminal)
+    table = new_table(plain=not console.is_terminal)
     for title, column in words.items():
-        _add_words(table, title, column)
+        add_words(table, title, column)
     for title, _ in figures:
-        _add_figures(table, title)
+        add_figures(table, title)
     for row in zip(*words.values(), *(column for _, column in figures), strict=True):
-        table.add_row(*map(_text, row))
+        table.add_row(*map(as_text, row))
 
-    _line(console, "")
+    print_line(console, "")
     launches = results["launch"].nunique()
     title = f"{suite}: {statistic} of the samples"
     title += f", median over {launches} launches" if launches > 1 else ""
-    _line(console, _title(title, same), style="bold")
-    _print_table(console, table)
+    print_line(console, _title(title, same), style="bold")
+    print_table(console, table)
 
 
 def _figure_columns(cases: pd.DataFrame, impls: Sequence[str], statistic: str) -> list[tuple[str, list[str]]]:
@@ -394,14 +393,14 @@ def _print_not_ok(console: Console, run: Run) -> None:
             continue
         if r.status != "ok" or r.reason:  # a good time with a reservation: its GPU was throttled
             groups.setdefault((r.status, r.suite, r.impl, r.reason), []).append(r)
-    _line(console, "")
+    print_line(console, "")
     for (status, suite, impl, reason), results in groups.items():
         names = list(dict.fromkeys(_case_text(r.name, r.params) for r in results))
         shown = "; ".join(names[:_NAMED]) + (
             f"; and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         )
-        _line(console, f"{status}: {suite}/{impl}: {reason or 'no reason given'} ({shown})")
-    _line(console, _counted(r.status for r in run.results) or "no results")
+        print_line(console, f"{status}: {suite}/{impl}: {reason or 'no reason given'} ({shown})")
+    print_line(console, _counted(r.status for r in run.results) or "no results")
 
 
 def _run_json(run: Run) -> dict[str, Any]:
@@ -418,34 +417,36 @@ def _run_json(run: Run) -> dict[str, Any]:
 def _print_suite_comparison(console: Console, suite: str, rows: Sequence[Row]) -> None:
     varying, same = _split_params([dict(row.key[3]) for row in rows])
     unit = time_unit(t for row in rows for t in (row.base_s, row.new_s) if t is not None)
-    table = _table(plain=not console.is_terminal)
-    _add_words(table, "verdict", [row.verdict for row in rows])
-    _add_words(table, "case", [row.key[1] for row in rows])
-    _add_words(table, "impl", [row.key[2] for row in rows])
+    table = new_table(plain=not console.is_terminal)
+    add_words(table, "verdict", [row.verdict for row in rows])
+    add_words(table, "case", [row.key[1] for row in rows])
+    add_words(table, "impl", [row.key[2] for row in rows])
     for name in varying:
-        _add_words(table, name, [_param(name, dict(row.key[3]).get(name)) for row in rows])
+        add_words(table, name, [_param(name, dict(row.key[3]).get(name)) for row in rows])
     for title in (f"base [{unit.name}]", f"new [{unit.name}]", "new/base", "interval", "p", "launches"):
-        _add_figures(table, title)
-    _add_words(table, "why", [row.reason for row in rows])
+        add_figures(table, title)
+    add_words(table, "why", [row.reason for row in rows])
     for row in rows:
         smaller = min((p for p in (row.p_slower, row.p_faster) if p is not None), default=None)
         table.add_row(
             Text(row.verdict, style=_VERDICT_STYLE.get(row.verdict, "")),
-            _text(row.key[1]),
-            _text(row.key[2]),
-            *(_text(_param(name, dict(row.key[3]).get(name))) for name in varying),
-            _text(unit.format(row.base_s)),
-            _text(unit.format(row.new_s)),
-            _text(format_ratio(row.ratio)),
-            _text(_interval(row)),
-            _text("-" if smaller is None else f"{smaller:.2g}"),
+            as_text(row.key[1]),
+            as_text(row.key[2]),
+            *(as_text(_param(name, dict(row.key[3]).get(name))) for name in varying),
+            as_text(unit.format(row.base_s)),
+            as_text(unit.format(row.new_s)),
+            as_text(format_ratio(row.ratio)),
+            as_text(_interval(row)),
+            as_text("-" if smaller is None else f"{smaller:.2g}"),
             f"{row.base_launches}/{row.new_launches}",
-            _text(row.reason),
+            as_text(row.reason),
         )
     estimator = rows[0].estimator
-    _line(console, _title(f"{suite}: {estimator} of each launch, median over launches", same), style="bold")
-    _print_table(console, table)
-    _line(console, "")
+    print_line(
+        console, _title(f"{suite}: {estimator} of each launch, median over launches", same), style="bold"
+    )
+    print_table(console, table)
+    print_line(console, "")
 
 
 def _interval(row: Row) -> str:
@@ -458,65 +459,7 @@ def _case_text(name: str, params: Mapping[str, Param]) -> str:
     return " ".join([name, *(f"{key}={_param(key, value)}" for key, value in params.items())])
 
 
-# --------------------------------------------------------------------------------- printing
-
-
-def _console() -> Console:
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _PIPE_WIDTH
-    return console
-
-
-def _table(plain: bool) -> Table:
-    return Table(box=None if plain else box.SIMPLE_HEAD, pad_edge=False, header_style="" if plain else "bold")
-
-
-def _add_words(table: Table, title: str, cells: Sequence[str]) -> None:
-    """A column of text, which may break between words where the terminal is narrow."""
-    words = [word for cell in (title, *cells) for word in _printable(cell).split()]
-    table.add_column(_text(title), min_width=max(map(cell_len, words), default=0))
-
-
-def _add_figures(table: Table, title: str) -> None:
-    table.add_column(_text(title), justify="right", no_wrap=True)
-
-
 def _title(title: str, same: Mapping[str, Param]) -> str:
     """With the params that all cases of a table share, so that they need no column."""
     fixed = ", ".join(f"{name}={_param(name, value)}" for name, value in same.items())
     return f"{title}; {fixed}" if fixed else title
-
-
-def _print_table(console: Console, table: Table) -> None:
-    # What a table needs at least: its figures whole and each word of its text on one line.
-    wide = console.options.update(width=_PIPE_WIDTH)
-    needed = Measurement.get(console, wide, table).minimum
-    width = console.width
-    console.width = max(width, needed)
-    console.print(table, crop=False)
-    console.width = width
-
-
-def _line(console: Console, line: str, style: str = "") -> None:
-    console.print(_text(line, style), soft_wrap=True)
-
-
-def _text(text: str, style: str = "") -> Text:
-    return Text(_printable(text), style=style, overflow="fold")
-
-
-def _printable(text: str) -> str:
-    """Without control characters (an escape sequence in a file could rewrite the screen), and such
-    that the terminal's encoding can spell it."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return text.replace("µ", "u").encode(encoding, "backslashreplace").decode(encoding)
-    return text
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, allow_nan=False, indent=2) + "\n")

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from dtbench.predict.prediction import Prediction, Priced, Total
 from dtbench.predict.prices import Estimate
+from dtbench.terminal import as_text, new_console, new_table, print_json, print_line, print_table
 from dtbench.units import format_bytes, format_seconds, significant
 
-# Wide enough that nothing wraps where no terminal reads along.
-_PIPE_WIDTH = 10_000
 # An interval wider than this factor to either side says nothing that its ends would add to.
 NOT_KNOWN = 100
 
@@ -25,24 +19,22 @@ NOT_KNOWN = 100
 def print_prediction(prediction: Prediction, as_json: bool = False) -> None:
     """The collectives, then the shardings with their sums, then everything that was assumed."""
     if as_json:
-        sys.stdout.write(json.dumps(to_json(prediction), allow_nan=False, indent=2) + "\n")
+        print_json(to_json(prediction))
         return
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = _PIPE_WIDTH
+    console = new_console()
     setup = prediction.setup
     mesh = ",".join(f"{name}={size}" for name, size in setup.mesh)
-    _line(console, f"{setup.model.name} on {mesh}: communication only, not overlapped", "bold")
+    print_line(console, f"{setup.model.name} on {mesh}: communication only, not overlapped", "bold")
     for where, title in (("layer", "one layer"), ("ends", "embedding, head and loss, once a step")):
         _print_collectives(console, title, [p for p in prediction.collectives if p.call.where == where])
     _print_variants(console, prediction)
     for title, lines in (("warning", prediction.warnings), ("assumed", prediction.assumptions)):
         for line in lines:
-            _line(console, f"{title}: {line}")
+            print_line(console, f"{title}: {line}")
 
 
 def _print_collectives(console: Console, title: str, priced: list[Priced]) -> None:
-    table = _table(console)
+    table = new_table(plain=not console.is_terminal)
     for name in ("sharding", "pass", "what", "collective", "over"):
         table.add_column(name)
     for name in ("count", "size", "time", "interval"):
@@ -52,7 +44,7 @@ def _print_collectives(console: Console, title: str, priced: list[Priced]) -> No
         call = p.call
         table.add_row(
             *(
-                _text(cell)
+                as_text(cell)
                 for cell in (
                     call.scheme,
                     call.phase,
@@ -67,13 +59,13 @@ def _print_collectives(console: Console, title: str, priced: list[Priced]) -> No
                 )
             )
         )
-    _line(console, "")
-    _line(console, title)
-    console.print(table, crop=False)
+    print_line(console, "")
+    print_line(console, title)
+    print_table(console, table)
 
 
 def _print_variants(console: Console, prediction: Prediction) -> None:
-    table = _table(console)
+    table = new_table(plain=not console.is_terminal)
     table.add_column("sharding")
     for name in ("layer", "interval", "step", "interval", "sent per rank", "against best"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -88,11 +80,11 @@ def _print_variants(console: Console, prediction: Prediction) -> None:
             format_bytes(variant.sent_bytes),
             f"{significant(variant.step.time_us / best, 3)}x",
         )
-        table.add_row(*map(_text, cells))
-    _line(console, "")
-    _line(console, f"all {prediction.setup.model.layers} layers and the rest, per step and rank")
-    console.print(table, crop=False)
-    _line(console, "")
+        table.add_row(*map(as_text, cells))
+    print_line(console, "")
+    print_line(console, f"all {prediction.setup.model.layers} layers and the rest, per step and rank")
+    print_table(console, table)
+    print_line(console, "")
 
 
 def to_json(prediction: Prediction) -> dict[str, Any]:
@@ -151,23 +143,3 @@ def _beyond(one: Estimate) -> str:
     if one.ranks_factor != 1:
         parts.append(f"ranks {significant(one.ranks_factor, 3)}x")
     return ", ".join(parts)
-
-
-def _table(console: Console) -> Table:
-    plain = not console.is_terminal
-    return Table(box=None if plain else box.SIMPLE_HEAD, pad_edge=False, header_style="" if plain else "bold")
-
-
-def _line(console: Console, line: str, style: str = "") -> None:
-    console.print(_text(line, style), soft_wrap=True)
-
-
-def _text(text: str, style: str = "") -> Text:
-    """Without what could move a terminal's cursor, and such that its encoding can spell it."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        text = text.replace("µ", "u").encode(encoding, "backslashreplace").decode(encoding)
-    return Text(text, style=style, overflow="fold")

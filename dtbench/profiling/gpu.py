@@ -71,7 +71,7 @@ def nvlink_KiB(index: int) -> dict[str, float]:  # noqa: N802 - the unit as it i
     """Payload sent and received over all NVLinks since the driver was loaded; empty where NVML knows of
     none. Source: NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX and _RX of nvml.h, in KiB per link."""
     library = machine.nvml()
-    handle = None if library is None else machine._handle_of(library, index)
+    handle = None if library is None else machine.handle_of(library, index)
     if library is None or handle is None:
         return {}
     found: dict[str, float] = {}

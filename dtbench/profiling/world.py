@@ -24,7 +24,7 @@ from dtbench.profiling.request import DATA_NAME, TABLE_NAME, TRACE_NAME, Request
 from dtbench.progress import complain, say
 from dtbench.ranks import Place, StoreRanks, barrier_of, device_of, real_world, store_of
 from dtbench.sampling import Now, describe
-from dtbench.session import FAREWELL_S, join_store, tell_refusal
+from dtbench.session import join_store, leave, tell_refusal
 from dtbench.watch import Diagnosis, Watch, block_signals
 
 _T = TypeVar("_T")
@@ -107,11 +107,7 @@ class RankProfile:
                 self._profile_task(task, world, ranks, barrier, plan.mesh)
             ranks.agree(None, lambda votes: None)  # nobody leaves the group while others use it
         code = self._gather(store, ranks, infos, host_clock, sampler)
-        if ranks.rank == 0:
-            ranks.wait_for_farewells(FAREWELL_S)
-        self._watch.finish(code)
-        if ranks.rank != 0:
-            ranks.say_farewell()
+        leave(ranks, self._watch, code)
         return code
 
     # ---- one case ----

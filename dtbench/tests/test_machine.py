@@ -360,7 +360,7 @@ def test_a_cuda_device_is_found_behind_visible_devices(
     fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, visible: str, index: int, handle: str | None
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert machine._handle_of(fake_nvml, index) == handle
+    assert machine.handle_of(fake_nvml, index) == handle
     assert (machine.gpu_state(index) is None) == (handle is None)
 
 

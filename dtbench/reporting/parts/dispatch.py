@@ -53,14 +53,20 @@ def dispatch(cases: Sequence[Case], calls: Sequence[CallProfile] = ()) -> Sectio
     return section
 
 
+def _names(cases: Sequence[Case]) -> list[t.Column]:
+    """What tells the cases apart."""
+    params = [("Placements", "placements"), ("Mesh", "mesh"), ("Pass", "pass")]
+    return [
+        t.text("Op", [c.name for c in cases]),
+        *(t.text(title, [c.get(param) for c in cases]) for title, param in params),
+    ]
+
+
 def _first_table(cases: Sequence[Case]) -> t.Table:
     return t.Table(
         "Every op: median time of a first call",
         [
-            t.text("Op", [c.name for c in cases]),
-            t.text("Placements", [c.get("placements") for c in cases]),
-            t.text("Mesh", [c.get("mesh") for c in cases]),
-            t.text("Pass", [c.get("pass") for c in cases]),
+            *_names(cases),
             *t.times([(word, [c.seconds(i) for c in cases]) for i, word in impl_headers(cases)]),
             t.ratios("core / torch", [c.ratio("core", "torch") for c in cases], mark_above=1.05),
         ],
@@ -104,10 +110,7 @@ def _dispatch_table(cached: Sequence[Case], cases: Sequence[Case]) -> t.Table:
     return t.Table(
         "Every op: median time per call",
         [
-            t.text("Op", [c.name for c in cached]),
-            t.text("Placements", [c.get("placements") for c in cached]),
-            t.text("Mesh", [c.get("mesh") for c in cached]),
-            t.text("Pass", [c.get("pass") for c in cached]),
+            *_names(cached),
             *others_column(cached, known),
             *t.times([(word, [c.seconds(i) for c in cached]) for i, word in impl_headers(cached)]),
             t.ratios("core / torch", [c.ratio("core", "torch") for c in cached], mark_above=1.05),

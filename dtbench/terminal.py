@@ -1,0 +1,84 @@
+"""How the terminal is written to: consoles, tables whose figures are never cut, foreign text made harmless.
+
+Numbers do not wrap; where a terminal is narrower than they need, the lines run over its edge instead. Text
+from files is shown without markup and without the control characters that would move a cursor.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+# Wide enough that nothing wraps where no terminal reads along.
+_PIPE_WIDTH = 10_000
+
+
+def new_console() -> Console:
+    """The terminal; as wide as its lines where nobody reads along."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
+    return console
+
+
+def new_table(plain: bool) -> Table:
+    """plain: without rules and bold heads, for what reads along."""
+    return Table(box=None if plain else box.SIMPLE_HEAD, pad_edge=False, header_style="" if plain else "bold")
+
+
+def add_words(table: Table, title: str, cells: Sequence[str]) -> None:
+    """A column of text, which may break between words where the terminal is narrow."""
+    words = [word for cell in (title, *cells) for word in printable(cell).split()]
+    table.add_column(as_text(title), min_width=max(map(cell_len, words), default=0))
+
+
+def add_figures(table: Table, title: str) -> None:
+    """A column of numbers, which never wrap."""
+    table.add_column(as_text(title), justify="right", no_wrap=True)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Whole, over the terminal's edge if need be."""
+    # What a table needs at least: its figures whole and each word of its text on one line.
+    wide = console.options.update(width=_PIPE_WIDTH)
+    needed = Measurement.get(console, wide, table).minimum
+    width = console.width
+    console.width = max(width, needed)
+    console.print(table, crop=False)
+    console.width = width
+
+
+def print_line(console: Console, line: str, style: str = "") -> None:
+    """One line of text, which the terminal may wrap."""
+    console.print(as_text(line, style), soft_wrap=True)
+
+
+def as_text(text: str, style: str = "") -> Text:
+    """Foreign text, without markup and made harmless."""
+    return Text(printable(text), style=style, overflow="fold")
+
+
+def printable(text: str) -> str:
+    """Without control characters (an escape sequence in a file could rewrite the screen), and such
+    that the terminal's encoding can spell it."""
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.replace("µ", "u").encode(encoding, "backslashreplace").decode(encoding)
+    return text
+
+
+def print_json(value: Any) -> None:
+    """Strict JSON: neither NaN nor infinity."""
+    sys.stdout.write(json.dumps(value, allow_nan=False, indent=2) + "\n")
