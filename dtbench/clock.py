@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
 
 class Clock(Protocol):
-    """Measures calls."""
+    """Measures calls.
+
+    started_ns: when the last sample began, on the running kernel's monotonic clock; None where the work runs
+    on a clock of its own.
+    """
+
+    started_ns: int | None
 
     def settle(self, *, cold: bool = False) -> None:
         """Before a sample, untimed: waits for earlier work; `cold` also empties the device's cache."""
@@ -29,6 +35,8 @@ class Clock(Protocol):
 class HostClock:
     """The calling thread's wall time. On a CPU, where the caller does the work, also the work's."""
 
+    started_ns: int | None = None
+
     def settle(self, *, cold: bool = False) -> None:
         pass
 
@@ -36,12 +44,15 @@ class HostClock:
         if calls == 1:
             start = perf_counter_ns()
             run()
-            return (perf_counter_ns() - start) * 1e-9
-        repeats = itertools.repeat(None, calls)
-        start = perf_counter_ns()
-        for _ in repeats:
-            run()
-        return (perf_counter_ns() - start) * 1e-9 / calls
+            end = perf_counter_ns()
+        else:
+            repeats = itertools.repeat(None, calls)
+            start = perf_counter_ns()
+            for _ in repeats:
+                run()
+            end = perf_counter_ns()
+        self.started_ns = start
+        return (end - start) * 1e-9 / calls
 
 
 class HostClockOnCuda(HostClock):
@@ -56,6 +67,8 @@ class HostClockOnCuda(HostClock):
 
 class CudaClock:
     """The GPU's time between two events on the current stream."""
+
+    started_ns: int | None = None
 
     def __init__(self, device: torch.device) -> None:
         import torch

@@ -37,9 +37,8 @@ def results_frame(runs: Sequence[Run]) -> pd.DataFrame:
         samples: their number; min_s, p25_s, median_s, p75_s, p95_s, max_s, mean_s: seconds per call.
         size_bytes, algbw_Bps, busbw_Bps: bytes, and bytes per second.
         rank_spread: longest over shortest reading of the ranks in a sample, median over samples.
-        from_last_s: from the arrival of a group's last rank to the end (the shortest reading within a
-            group of the mesh dim, the longest over its groups), median over samples; where the ranks' own
-            readings are there.
+        from_last_s: from the arrival of a group's last rank until all of it is done, the longest over the groups
+            of the mesh dim, median over samples; where the ranks' own readings are there.
     Then one column per param (`param.` before its name, so none can be mistaken for another column)
     and one per counter (`counter.`), missing where a result has none of that name. A param whose values
     differ in type has the dtype `object`, so that each stays as it is; a counter is a number in any case.

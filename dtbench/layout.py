@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dtbench.model import Result
 
@@ -138,15 +139,29 @@ def _nvlink_pairs(
 
 
 def from_last_arrival_s(result: Result, groups: Groups) -> tuple[float, ...]:
-    """Per sample the seconds from the arrival of a group's last rank to the end: the shortest reading
-    within a group, the longest over the groups, which work at once.
+    """Per sample the seconds from the arrival of a group's last rank until all of it is done, the longest
+    over the groups, which work at once.
 
-    A rank's own reading includes its wait for the last one, so the last has the shortest. Empty where
-    the file lacks the ranks' own samples.
+    Where the file does not say when the ranks came, it is the shortest reading within a group: a rank's own
+    includes its wait for the last one. That is too short where ranks end one by one (all-to-all). Empty
+    where the file lacks the ranks' own samples.
     """
     own = {int(rank): samples for rank, samples in result.rank_samples_s.items()}
-    if len({len(samples) for samples in own.values()}) != 1:
+    late = {int(rank): times for rank, times in result.rank_arrivals_s.items()}
+    if len({len(times) for times in (*own.values(), *late.values())}) != 1:
         return ()
-    per_group = [[own[rank] for rank in group if rank in own] for group in groups]
-    shortest = [np.min(members, axis=0) for members in per_group if members]
-    return tuple(float(x) for x in np.max(shortest, axis=0)) if shortest else ()
+    per_group = [[rank for rank in group if rank in own] for group in groups]
+    taken = [_of_group([own[r] for r in g], [late[r] for r in g if r in late]) for g in per_group if g]
+    return tuple(float(x) for x in np.max(taken, axis=0)) if taken else ()
+
+
+def _of_group(own: Sequence[Sequence[float]], late: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+    """Per sample from the last arrival to the last end; what clocks disagree on is no less than the shortest
+    reading and no more than the longest, between which the truth lies."""
+    readings = np.array(own, dtype=np.float64)
+    shortest: NDArray[np.float64] = readings.min(axis=0)
+    if len(late) != len(own):
+        return shortest
+    arrivals = np.array(late, dtype=np.float64)
+    taken = (arrivals + readings).max(axis=0) - arrivals.max(axis=0)
+    return np.asarray(np.clip(taken, shortest, readings.max(axis=0)))

@@ -123,6 +123,11 @@ def provenance(
     }
 
 
+def boot_id() -> str | None:
+    """What names the running kernel; its processes share one monotonic clock."""
+    return _read(Path("/proc/sys/kernel/random/boot_id"))
+
+
 def local_rank_info(device: str | None = None, backend: str | None = None) -> dict[str, Any]:
     """What this process tells the others about itself, for the header's `ranks`.
 
@@ -135,7 +140,7 @@ def local_rank_info(device: str | None = None, backend: str | None = None) -> di
     info = {
         "rank": _env_int("RANK"),
         "host": socket.gethostname(),
-        "boot_id": _read(Path("/proc/sys/kernel/random/boot_id")),
+        "boot_id": boot_id(),
         "local_rank": _env_int("LOCAL_RANK"),
         "device": device,
         "pid": os.getpid(),

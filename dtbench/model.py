@@ -137,7 +137,8 @@ class Result:
     """One impl of one case in one launch: a line of the run file.
 
     samples_s: per sample, the max over the participating ranks. rank_samples_s: rank (as text) ->
-    that rank's own samples. rank: the rank that failed, where one did.
+    that rank's own samples; rank_arrivals_s: how much later than the first rank it began each of them,
+    per call as the samples are, empty where no common clock tells. rank: the rank that failed, where one did.
     """
 
     suite: str
@@ -151,6 +152,7 @@ class Result:
     time_s: Timing | None = None
     samples_s: tuple[float, ...] = ()
     rank_samples_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    rank_arrivals_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     algbw_Bps: float | None = None  # noqa: N815 - bytes per second, as the file spells it
     busbw_Bps: float | None = None  # noqa: N815
     counters: Mapping[str, float] = field(default_factory=dict)

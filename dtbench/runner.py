@@ -81,6 +81,7 @@ def to_result(task: Task, impl: str, outcome: Outcome, launch: int) -> Result:
         time_s=timing,
         samples_s=outcome.samples_s,
         rank_samples_s=outcome.rank_samples_s,
+        rank_arrivals_s=outcome.rank_arrivals_s,
         algbw_Bps=algbw,
         busbw_Bps=busbw,
         counters=outcome.counters,

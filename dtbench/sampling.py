@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from dtbench.arrivals import lateness_s
 from dtbench.clock import Clock
 from dtbench.model import Case, Skip, Status, Workload
 
@@ -90,13 +91,15 @@ class Budget:
 class Instruments:
     """What a measurement is made with; tests replace each by a fake.
 
-    barrier: all ranks of the world leave it together. gpu_state: clocks and throttling of this rank's
-    GPU, None without one. throttled: what of two such states disturbed the samples between, or None.
+    barrier: all ranks of the world leave it together. kernel: names the running kernel, whose monotonic clock
+    says when samples began. gpu_state: clocks and throttling of this rank's GPU, None without one. throttled:
+    what of two such states disturbed the samples between, or None.
     """
 
     clocks: Mapping[Literal["host", "device"], Clock]
     barrier: Callable[[], None]
     budget: Budget
+    kernel: str | None = None
     gpu_state: Callable[[], Mapping[str, Any] | None] = lambda: None
     throttled: Callable[[Any, Any], str | None] = lambda _before, _after: None
     monotonic: Callable[[], float] = time.monotonic
@@ -104,13 +107,16 @@ class Instruments:
 
 @dataclass
 class Outcome:
-    """One impl's end. samples_s: per sample, the max over participating ranks; seconds per call."""
+    """One impl's end. samples_s: per sample, the max over participating ranks; seconds per call. The ranks'
+    own are as in `Result`.
+    """
 
     status: Status
     reason: str = ""
     rank: int | None = None
     samples_s: tuple[float, ...] = ()
     rank_samples_s: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    rank_arrivals_s: dict[str, tuple[float, ...]] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
 
 
@@ -149,6 +155,7 @@ class Measurement:
         self._bad: dict[str, tuple[Status, str]] = {}  # found on this rank since the last vote
         self._outcomes: dict[str, Outcome] = {}
         self._samples: dict[str, list[float | None]] = {}
+        self._started: dict[str, list[int | None]] = {}
         self._throttled: str | None = None
         self._call_s: dict[str, float] = {}  # on rank 0: the slowest rank's time per call
 
@@ -210,6 +217,7 @@ class Measurement:
         self._check("after the warm-up")
         total = self._vote({}, lambda votes: self._choose_total())
         self._samples = {impl: [] for impl in self._live}
+        self._started = {impl: [] for impl in self._live}
         before = self._with.gpu_state()
         rounds = self._vote({}, lambda votes: self._choose_rounds(0, total))
         done = 0
@@ -226,11 +234,19 @@ class Measurement:
             with self._guard(impl):
                 counters = dict(workload.counters()) if workload.counters else {}
                 samples = self._samples[impl] if workload.participates else None
-                mine[impl] = {"counters": counters, "samples": samples, "throttled": self._throttled}
+                mine[impl] = {
+                    "counters": counters,
+                    "samples": samples,
+                    "started": self._started[impl],
+                    "kernel": self._with.kernel,
+                    "throttled": self._throttled,
+                }
         gathered: list[Any] = []
         self._vote({"all": mine}, gathered.extend)
+        calls = self._case.calls_per_sample
         for impl in self._live:
-            self._outcomes[impl] = combine([v["all"][impl] for v in gathered]) if gathered else Outcome("ok")
+            parts = [v["all"][impl] for v in gathered]
+            self._outcomes[impl] = combine(parts, calls) if parts else Outcome("ok")
 
     # ---- calls ----
 
@@ -261,8 +277,11 @@ class Measurement:
                     continue  # the other impls go on: other ranks may not have failed, and expect them
                 with self._guard(impl):
                     self._samples[impl].append(self._one_sample(impl, self._case.calls_per_sample))
+                    self._started[impl].append(self._clock.started_ns)
         for impl in order:  # rounds that this rank missed, so that round i is round i on every rank
-            self._samples[impl] += [None] * (rounds.stop - len(self._samples[impl]))
+            missed = [None] * (rounds.stop - len(self._samples[impl]))
+            self._samples[impl] += missed
+            self._started[impl] += missed
 
     def _check(self, when: str) -> None:
         for impl, workload in self._live.items():
@@ -388,9 +407,9 @@ def _worst(votes: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, tuple[str,
     return worst
 
 
-def combine(parts: Sequence[Mapping[str, Any]]) -> Outcome:
-    """The outcome of an impl from what each rank has: its samples (None: it only waited), its
-    counters, what throttled it. A round that some rank missed is left out.
+def combine(parts: Sequence[Mapping[str, Any]], calls: int = 1) -> Outcome:
+    """The outcome of an impl from what each rank has: its samples (None: it only waited), when they
+    began, its counters, what throttled it. A round that some rank missed is left out.
 
     The counters are the lowest participating rank's. Where several ranks take part, `skew_s` is added:
     the median over samples of the difference between the slowest and the fastest rank. The rank with
@@ -399,19 +418,34 @@ def combine(parts: Sequence[Mapping[str, Any]]) -> Outcome:
     own = {rank: part["samples"] for rank, part in enumerate(parts) if part["samples"] is not None}
     if not own:
         return Outcome("failed", "no rank takes part in it: expected `participates` on at least one rank")
-    rounds = [row for row in zip(*own.values(), strict=True) if None not in row]
+    whole = [i for i, row in enumerate(zip(*own.values(), strict=True)) if None not in row]
+    rounds = [tuple(samples[i] for samples in own.values()) for i in whole]
     if not rounds:
         return Outcome("failed", "no sample was completed by all ranks")
     counters: dict[str, float] = dict(parts[min(own)]["counters"])
     by_rank: dict[str, tuple[float, ...]] = {}
+    arrivals: dict[str, tuple[float, ...]] = {}
     if len(own) > 1:
         counters["skew_s"] = statistics.median(max(row) - min(row) for row in rounds)
         by_rank = {str(r): tuple(column) for r, column in zip(own, zip(*rounds, strict=True), strict=True)}
+        arrivals = _arrivals({rank: parts[rank] for rank in own}, whole, calls)
     throttled = {rank: part["throttled"] for rank, part in enumerate(parts) if part["throttled"]}
     if throttled:
         counters["throttled"] = 1.0
     reason = "; ".join(f"the GPU of rank {rank} was throttled: {why}" for rank, why in throttled.items())
-    return Outcome("ok", reason, None, tuple(max(row) for row in rounds), by_rank, counters)
+    return Outcome("ok", reason, None, tuple(max(row) for row in rounds), by_rank, arrivals, counters)
+
+
+def _arrivals(
+    parts: Mapping[int, Mapping[str, Any]], rounds: Sequence[int], calls: int
+) -> dict[str, tuple[float, ...]]:
+    """Per rank how late it began these rounds, per call; empty where some clock does not say."""
+    began = {rank: [part["started"][i] for i in rounds] for rank, part in parts.items()}
+    if any(time is None for times in began.values() for time in times):
+        return {}
+    late = lateness_s(began, {rank: part["kernel"] for rank, part in parts.items()})
+    # Nanoseconds: more digits would only fill the file.
+    return {str(rank): tuple(round(float(s) / calls, 9) for s in late[rank]) for rank in late}
 
 
 @contextlib.contextmanager

@@ -168,10 +168,8 @@ def result_of(line: Mapping[str, Any]) -> Result:
         size_bytes=_optional(_count(0))("size_bytes", get("size_bytes")),
         time_s=_optional(_timing)("time_s", get("time_s")),
         samples_s=tuple(times("samples_s", get("samples_s", []))),
-        rank_samples_s={
-            _rank_number(k): tuple(v)
-            for k, v in _dict_of(times)("rank_samples_s", get("rank_samples_s", {})).items()
-        },
+        rank_samples_s=_by_rank("rank_samples_s", get("rank_samples_s", {})),
+        rank_arrivals_s=_by_rank("rank_arrivals_s", get("rank_arrivals_s", {})),
         algbw_Bps=_optional(_amount)("algbw_Bps", get("algbw_Bps")),
         busbw_Bps=_optional(_amount)("busbw_Bps", get("busbw_Bps")),
         counters=_dict_of(_number)("counters", get("counters", {})),
@@ -191,10 +189,12 @@ def _timing(name: str, value: Any) -> Timing:
     return Timing(**figures, n=_count(1)(f"{name}.n", value.get("n")))
 
 
-def _rank_number(text: str) -> str:
-    if not (text.isascii() and text.isdigit()):
-        raise BadFieldError(f"rank_samples_s has the key {shown(text)}, expected a rank")
-    return text
+def _by_rank(name: str, value: Any) -> dict[str, tuple[float, ...]]:
+    times = _dict_of(_list_of(_amount))(name, value)
+    for text in times:
+        if not (text.isascii() and text.isdigit()):
+            raise BadFieldError(f"{name} has the key {shown(text)}, expected a rank")
+    return {rank: tuple(own) for rank, own in times.items()}
 
 
 def _any(name: str, value: Any) -> Any:

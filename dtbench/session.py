@@ -522,7 +522,9 @@ def _instruments(device: Any, *, barrier: Callable[[], None], budget: Any) -> In
     from dtbench.clock import CudaClock, HostClock, HostClockOnCuda
 
     if device.type == "cpu":
-        return Instruments({"host": HostClock(), "device": HostClock()}, barrier, budget)
+        return Instruments(
+            {"host": HostClock(), "device": HostClock()}, barrier, budget, kernel=machine.boot_id()
+        )
     return Instruments(
         {"host": HostClockOnCuda(), "device": CudaClock(device)},
         barrier,

@@ -407,7 +407,8 @@ def _run_json(run: Run) -> dict[str, Any]:
     """The run without its samples, which lie in its file."""
     results = [r.to_json() for r in run.results]
     for result in results:
-        del result["kind"], result["samples_s"], result["rank_samples_s"]
+        for name in ("kind", "samples_s", "rank_samples_s", "rank_arrivals_s"):
+            del result[name]
     return {"path": str(run.path), "complete": run.complete, "header": dict(run.header), "results": results}
 
 

@@ -125,7 +125,7 @@ def calibrate_dim(dim: Measured) -> dict[str, Any]:
             "size_bytes": [int(sizes.min()), int(sizes.max())],
             "points": len(points),
             "launches": len(launches),
-            "sample": "shortest rank of a group, longest group"
+            "sample": "last arrival to last end of a group, longest group"
             if dim.own_times
             else "longest rank: the ranks' own samples are not in the file",
             "estimator": "p25 over samples, median over launches",

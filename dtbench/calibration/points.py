@@ -2,9 +2,9 @@
 
 A sample is taken after a barrier, but ranks leave a barrier one by one, and a rank's own reading
 includes its wait for the last one to arrive. The cost formulas know no such wait. So within a group a
-sample is the *shortest* reading of its ranks (the last arrival, until it is done), and over the groups of
-a dim, which run together, the *longest*: a dim is as slow as its slowest group. Over samples it is the
-lower quartile, over launches the median.
+sample lasts from the last arrival until all are done, and over the groups of a dim, which run together, it
+is the *longest*: a dim is as slow as its slowest group. Over samples it is the lower quartile, over launches
+the median.
 
 Which results go together. One curve holds one dtype: bytes are what a collective moves, but a reduction
 also adds, at a speed of its own per dtype. float32 comes first, else the dtype measured at the most
@@ -143,7 +143,7 @@ def _differing(chosen: Series, by_dtype: Mapping[str, Series]) -> list[str]:
 
 
 def samples_us(result: Result, groups: Groups) -> Array:
-    """Per sample the shortest reading within a group, the longest over the groups.
+    """Per sample from the last arrival in a group until it is done, the longest over the groups.
 
     Without the ranks' own readings (or where they do not match up) it is what the file holds, the
     longest over all ranks; without any samples, the lower quartile alone.

@@ -39,7 +39,9 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _line(result: Result) -> dict[str, Any]:
-    line = dataclasses.asdict(dataclasses.replace(result, samples_s=(), rank_samples_s={}))
+    line = dataclasses.asdict(
+        dataclasses.replace(result, samples_s=(), rank_samples_s={}, rank_arrivals_s={})
+    )
     return {k: v for k, v in line.items() if v not in (None, "", (), {})}
 
 

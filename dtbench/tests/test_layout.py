@@ -6,8 +6,12 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from dtbench.arrivals import lateness_s
 from dtbench.errors import UnreadableRunError
 from dtbench.frame import cases_frame, cells, results_frame
 from dtbench.layout import from_last_arrival_s, groups_of, layout_of, mesh_groups
@@ -140,6 +144,38 @@ def test_the_last_arrival_is_the_shortest_reading_of_a_group_and_the_slowest_gro
     assert from_last_arrival_s(timed("tp", rank_samples_s=alone), groups_of((2, 2), 1)) == (4.0, 2.0)
     for lacking in ({}, {"0": (1.0,), "1": (1.0, 2.0)}, {"9": (1.0,)}):
         assert from_last_arrival_s(timed("tp", rank_samples_s=lacking), groups_of((2, 2), 1)) == ()
+
+
+def test_where_a_clock_tells_a_sample_lasts_until_the_last_rank_of_a_group_is_done() -> None:
+    # Rank 2 came first and waited; rank 0 came 2 s later and ended at 7 s, the last.
+    late = {"0": (2.0, 0.0), "1": (1.0, 0.0), "2": (0.0, 1.0), "3": (0.0, 0.0)}
+    made = timed("dp", rank_arrivals_s=late)
+    assert from_last_arrival_s(made, groups_of((2, 2), 0)) == (6.0, 8.0)  # max(7 - 2, 7 - 1), max(9 - 1, 6)
+    assert from_last_arrival_s(made, [[0, 2]]) == (5.0, 8.0)
+    # What cannot be, as no rank's reading is so short or so long, is brought back to what can.
+    impossible = timed("dp", rank_arrivals_s={"0": (0.0, 0.0), "2": (9.0, 0.0)})
+    assert from_last_arrival_s(impossible, [[0, 2]]) == (3.0, 9.0)
+    lacking = timed("dp", rank_arrivals_s={"0": (2.0,)})
+    assert from_last_arrival_s(lacking, [[0, 2]]) == ()
+
+
+@given(st.data())
+def test_arrivals_are_found_whatever_the_clocks_of_the_hosts_show(data: st.DataObject) -> None:
+    samples = 9
+    times = st.lists(st.integers(0, 10**9), min_size=samples, max_size=samples)
+    barrier = data.draw(times)
+    behind = {rank: data.draw(times) for rank in range(4)}
+    clock = {0: 0, 1: 0, 2: data.draw(st.integers(-(10**17), 10**17)), 3: data.draw(st.integers(0, 10**17))}
+    started = {r: [b + d + clock[r] for b, d in zip(barrier, behind[r], strict=True)] for r in range(4)}
+    found = lateness_s(started, {0: "a", 1: "a", 2: "b", 3: None})
+    # On one kernel exactly; between kernels but for a shift, which leaves both together in the median.
+    assert found[1] - found[0] == pytest.approx((np.array(behind[1]) - behind[0]) * 1e-9, abs=1e-7)
+    for rank in (2, 3):
+        ours = (found[rank] - (found[0] + found[1]) / 2) * 1e9
+        assert np.median(ours) == pytest.approx(0.0, abs=100.0)
+        true = np.array(behind[rank]) - (np.array(behind[0]) + behind[1]) / 2
+        assert ours - true == pytest.approx(np.full(samples, ours[0] - true[0]), abs=100.0)
+    assert np.min(list(found.values()), axis=0) == pytest.approx(np.zeros(samples))
 
 
 def test_it_stands_in_the_frame_and_beside_the_time(capsys: pytest.CaptureFixture[str]) -> None:

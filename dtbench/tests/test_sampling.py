@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,12 +32,14 @@ class FakeClock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.started_ns: int | None = None
         self.settled: list[bool] = []
 
     def settle(self, *, cold: bool = False) -> None:
         self.settled.append(cold)
 
     def measure(self, run: Callable[[], object], calls: int) -> float:
+        self.started_ns = round(self.now * 1e9)
         took = [run() for _ in range(calls)]
         assert all(isinstance(t, float) for t in took)
         self.now += sum(took)  # type: ignore[arg-type]
@@ -83,8 +86,9 @@ class RankOfThreads:
 class Trial:
     """A case measured on threads; what happened on each rank is kept for the test."""
 
-    def __init__(self, size: int = 1, timeout_s: float = 60.0) -> None:
+    def __init__(self, size: int = 1, timeout_s: float = 60.0, kernel: str | None = None) -> None:
         self.size = size
+        self.kernel = kernel
         self.timeout_s = timeout_s
         self.clocks = [FakeClock() for _ in range(size)]
         self.barriers = [0] * size
@@ -106,6 +110,7 @@ class Trial:
             clocks={"host": self.clocks[rank], "device": self.clocks[rank]},
             barrier=barrier,
             budget=BUDGET,
+            kernel=self.kernel,
             gpu_state=lambda: next(states),
             throttled=lambda before, after: after and after.get("throttled"),
             monotonic=lambda: self.clocks[rank].now,
@@ -153,6 +158,27 @@ def test_all_ranks_make_the_same_calls_and_the_slowest_counts() -> None:
     assert outcome.rank_samples_s.keys() == {"0", "1", "2"}
     assert outcome.rank_samples_s["1"] == pytest.approx([0.002] * 33)
     assert outcome.counters["skew_s"] == pytest.approx(0.002)
+
+
+def test_ranks_of_one_kernel_say_how_late_they_began() -> None:
+    trial = Trial(size=2, kernel="k")
+    case = case_of({"core": trial.impl("core", lambda rank, i: 0.001 * (rank + 1))}, calls_per_sample=4)
+    outcome = trial.run(case)[0]["core"]
+    # Nothing holds the clocks of these ranks together: rank 1 falls behind by 1 ms with each call.
+    first, second = outcome.rank_arrivals_s["0"], outcome.rank_arrivals_s["1"]
+    assert set(first) == {0.0} and len(first) == len(second) == len(outcome.samples_s)
+    assert [b - a for a, b in itertools.pairwise(second)] == pytest.approx([0.001] * (len(second) - 1))
+    alone = Trial().run(case_of({"core": Trial().impl("core")}))[0]["core"]
+    assert alone.rank_arrivals_s == {}
+
+
+def test_a_clock_of_its_own_says_nothing_of_arrivals() -> None:
+    trial = Trial(size=2)
+    for clock in trial.clocks:
+        clock.measure = lambda run, calls: float(run())  # type: ignore[method-assign,arg-type]
+    outcome = trial.run(case_of({"core": trial.impl("core")}))[0]["core"]
+    assert outcome.status == "ok" and outcome.rank_samples_s.keys() == {"0", "1"}
+    assert outcome.rank_arrivals_s == {}
 
 
 def test_a_sample_is_the_mean_of_its_calls() -> None:
@@ -324,11 +350,19 @@ def test_garbage_is_not_collected_while_sampling() -> None:
 
 def test_combining_leaves_out_rounds_that_a_rank_missed() -> None:
     def part(*samples: float | None) -> dict[str, Any]:
-        return {"samples": list(samples), "counters": {"n": 1}, "throttled": None}
+        return {
+            "samples": list(samples),
+            "started": [None if s is None else 10**18 + round(s * 1e9) for s in samples],
+            "kernel": "k",
+            "counters": {"n": 1},
+            "throttled": None,
+        }
 
     outcome = combine([part(1.0, 2.0, 5.0), part(4.0, None, 3.0)])
     assert outcome.samples_s == (4.0, 5.0)
     assert outcome.rank_samples_s == {"0": (1.0, 5.0), "1": (4.0, 3.0)}
+    assert outcome.rank_arrivals_s == {"0": (0.0, 2.0), "1": (3.0, 0.0)}
+    assert combine([part(1.0), part(4.0)], calls=3).rank_arrivals_s == {"0": (0.0,), "1": (1.0,)}
     assert outcome.counters == {"n": 1, "skew_s": 2.5}
     assert combine([part(None), part(1.0)]).status == "failed"
     assert combine([{"samples": None, "counters": {}, "throttled": None}]).status == "failed"

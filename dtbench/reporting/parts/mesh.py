@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dtbench.layout import Groups, mesh_groups
+from dtbench.layout import Groups, from_last_arrival_s, mesh_groups
 from dtbench.model import Result, Run
 from dtbench.reporting import tables as t
 from dtbench.reporting.figures import Row, Style, dot_panel, legend, seconds_tick, value_axis
@@ -75,9 +75,8 @@ def _ranks_of(dim: str, results: Sequence[Result], groups: Groups) -> Ranks:
             shared = min(map(len, own.values()))
             if len(group) < 2 or not shared:
                 continue
-            readings = np.array([samples[:shared] for samples in own.values()])
-            from_last = float(np.median(readings.min(axis=0)))
-            for rank, behind in zip(group, readings.max(axis=0) - readings, strict=True):
+            from_last = float(np.median(from_last_arrival_s(result, [group])))
+            for rank, behind in zip(group, _lateness_s(result, group, shared), strict=True):
                 late.setdefault(rank, []).append(behind)
                 if from_last > 0:
                     bandwidths.setdefault(rank, []).append(moved / from_last)
@@ -93,6 +92,17 @@ def _ranks_of(dim: str, results: Sequence[Result], groups: Groups) -> Ranks:
         },
         _last(groups, together),
     )
+
+
+def _lateness_s(result: Result, group: Sequence[int], samples: int) -> np.ndarray:
+    """How much later than the first of its group each rank came; without a common clock, how much shorter its
+    reading is than the longest."""
+    came = [result.rank_arrivals_s.get(str(rank), ())[:samples] for rank in group]
+    if all(len(times) == samples for times in came):
+        arrivals = np.array(came)
+        return np.asarray(arrivals - arrivals.min(axis=0))
+    readings = np.array([result.rank_samples_s[str(rank)][:samples] for rank in group])
+    return np.asarray(readings.max(axis=0) - readings)
 
 
 def _last(groups: Groups, late: Mapping[int, np.ndarray]) -> dict[int, float]:
