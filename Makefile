@@ -28,9 +28,9 @@ bench: install
 # says how well new launches at other sizes are predicted, and what the choices of each model cost.
 lab: install
 	@mkdir -p results
-	$(HOSTS) collectives redistribute --max-size 8MiB --filter mode=isolated -o $(LAB).jsonl
+	$(HOSTS) collectives redistribute --max-size 4MiB --filter mode=isolated -o $(LAB).jsonl
 	$(BIN)/dtbench calibrate $(LAB).jsonl -o $(LAB).topology.json
-	$(HOSTS) collectives redistribute --size 1536B:6MiB:4x --launches 2 --filter "groups=together mode=isolated" -o $(LAB)-new.jsonl
+	$(HOSTS) collectives redistribute --size 1536B:1536KiB:4x --launches 2 --filter "groups=together mode=isolated" -o $(LAB)-new.jsonl
 	$(BIN)/dtbench validate $(LAB).topology.json $(LAB)-new.jsonl
 	$(HOSTS) regret --filter redistribute --topology $(LAB).topology.json --launches 3 --timeout 120 -o $(LAB)-ways.jsonl
 	$(BIN)/dtbench regret $(LAB)-ways.jsonl --topology $(LAB).topology.json

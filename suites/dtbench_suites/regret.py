@@ -70,6 +70,9 @@ PRODUCTS: tuple[tuple[Placed, Placed, Placed], ...] = (
 )
 # Columns of both factors: few, so that what is sent costs more than the product itself.
 WIDTH = 128
+# Of each way in a launch. TCP flows that share a link now take it in turn, now starve each other: the quartile
+# of five samples is a matter of luck then (44 or 60 ms for the same all-to-all).
+SAMPLES = 11
 
 
 def coordinates(world: World) -> list[int]:
@@ -195,13 +198,14 @@ def regret(plan: Plan) -> Iterator[Case]:
     for dtype_name in plan.dtypes:
         for size in sizes:
             for library in plan.impls:
-                yield from redistributions(dims, size, dtype_name, library, topology)
-                yield from products(dims, size, dtype_name, library, topology)
+                yield from redistributions(plan, size, dtype_name, library, topology)
+                yield from products(plan, size, dtype_name, library, topology)
 
 
 def redistributions(
-    dims: Dims, size: int, dtype_name: str, library: str, topology: Topology | None
+    plan: Plan, size: int, dtype_name: str, library: str, topology: Topology | None
 ) -> Iterator[Case]:
+    dims = shared_dims(plan)
     dtype, mesh = torch_dtype(dtype_name), offline_mesh(dims)
     shape = matrix_of(size, dtype.itemsize, dims[0][1] * dims[1][1])
     for src, dst in REDISTRIBUTIONS:
@@ -220,12 +224,14 @@ def redistributions(
             build_move,
             (library, dtype_name, math.prod(shape) * dtype.itemsize),
             dims,
+            plan.quick,
         )
 
 
 def products(
-    dims: Dims, size: int, dtype_name: str, library: str, topology: Topology | None
+    plan: Plan, size: int, dtype_name: str, library: str, topology: Topology | None
 ) -> Iterator[Case]:
+    dims = shared_dims(plan)
     dtype, mesh = torch_dtype(dtype_name), offline_mesh(dims)
     ranks = dims[0][1] * dims[1][1]
     width = max(WIDTH // ranks, 1) * ranks
@@ -244,6 +250,7 @@ def products(
             build_product,
             (library, dtype_name, rows * width * dtype.itemsize),
             dims,
+            plan.quick,
         )
 
 
@@ -254,6 +261,7 @@ def decision(
     build: Callable[[Way, torch.dtype, str, World], Workload],
     where: tuple[str, str, int],
     dims: Dims,
+    quick: bool,
 ) -> Case:
     """The case of one decision: each different way is an impl, named by its words."""
     library, dtype_name, size = where
@@ -265,4 +273,5 @@ def decision(
         params={"library": library, **params, "mesh": mesh, "dtype": dtype_name, "size": size},
         build={words: partial(build, way, dtype, library) for words, way in by_words.items()},
         size_bytes=size,
+        samples=None if quick else SAMPLES,
     )
