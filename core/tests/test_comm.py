@@ -51,12 +51,14 @@ def _moving(async_op: bool) -> list[str]:
         sent, received = _mine(dtype, 2, 3), torch.empty(2, 3, dtype=dtype)
         pieces = [_of(r, dtype, 2, 3) for r in range(N)] if rank == 2 else None
         uneven = torch.empty(N * (rank + 1), 2, dtype=dtype)
+        some = torch.empty(N * rank, 2, dtype=dtype)  # rank 0 gets nothing
         works = [
             comm.all_gather(gathered, _mine(dtype, 2, 3), group, async_op),
             comm.all_to_all(exchanged, _mine(dtype, N * 2, 3), group, async_op=async_op),
             comm.all_to_all(
                 uneven, _mine(dtype, 10, 2), group, [rank + 1] * N, [1, 2, 3, 4], async_op=async_op
             ),
+            comm.all_to_all(some, _mine(dtype, 6, 2), group, [rank] * N, [0, 1, 2, 3], async_op=async_op),
             comm.broadcast(sent, group, 1, async_op),
             comm.scatter(received, pieces, group, 2, async_op),
         ]
@@ -67,11 +69,15 @@ def _moving(async_op: bool) -> list[str]:
             elif work is not None:
                 wrong.append("a call that waits has nothing to wait for")
         whole, cuts = _all(dtype, N * 2, 3), _all(dtype, 10, 2)
-        starts = [0, 1, 3, 6]
+        starts, others = [0, 1, 3, 6], [0, 0, 1, 3]
         wanted = {
             "all_gather": (gathered, _all(dtype, 2, 3).flatten(0, 1)),
             "all_to_all": (exchanged, whole[:, 2 * rank : 2 * rank + 2].flatten(0, 1)),
             "uneven all_to_all": (uneven, cuts[:, starts[rank] : starts[rank] + rank + 1].flatten(0, 1)),
+            "all_to_all of some": (
+                some,
+                _all(dtype, 6, 2)[:, others[rank] : others[rank] + rank].flatten(0, 1),
+            ),
             "broadcast": (sent, _of(1, dtype, 2, 3)),
             "scatter": (received, _of(rank, dtype, 2, 3)),
         }

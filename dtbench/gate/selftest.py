@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -24,6 +25,7 @@ from dtbench.gate.benchmark import Benchmark, Selection
 from dtbench.gate.launcher import Launcher, Limits
 from dtbench.gate.schedule import ArmName, Launch, LaunchArm, OutOfTimeError, Schedule
 from dtbench.gate.verdict import Judged
+from dtbench.store import read_run
 
 DEFAULT_BUDGET_S = 600.0
 # A trial that needs everything takes 5 rounds of the screen and 20 fresh pairs.
@@ -78,12 +80,19 @@ def selftest(budget_s: float | None, folder: Path | None, resume: bool, say: Cal
         )
     unchanged = trials(rounds, benchmarks, controls, slowed=False, count=TRIALS, seed=1)
     changed = trials(rounds, benchmarks, controls, slowed=True, count=TRIALS, seed=2)
-    for line in lines(unchanged, changed, len(rounds)):
+    said = lines(unchanged, changed, len(rounds))
+    for line in said:
         click.echo(line)
-    (folder / "selftest.json").write_text(
-        json.dumps({"unchanged": vars(unchanged), "changed": vars(changed)})
-    )
+    found = {"rounds": len(rounds), "unchanged": vars(unchanged), "changed": vars(changed), "lines": said}
+    (folder / "selftest.json").write_text(json.dumps(_where_from(folder) | found, indent=1) + "\n")
     return EXIT_OK if meets_goals(unchanged, changed) else EXIT_INCONCLUSIVE
+
+
+def _where_from(folder: Path) -> dict[str, Any]:
+    """The machine and builds, as the pool's first launch says."""
+    header = read_run(min((folder / "launches").glob("*.jsonl"))).header
+    kept = {key: header.get(key) for key in ("started", "versions", "git", "machine")}
+    return {"kind": "gate-selftest", "schema": 1, **kept}
 
 
 def _pool(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 pytest.importorskip("expecttest", reason="torch's op database imports it")
 
 import dtbench_core as core
+from dtbench.cli import cli
 from dtbench.errors import UsageError
 from dtbench.options import RunOptions, split_words
 from dtbench.run import run
@@ -265,13 +266,19 @@ def test_a_worker_that_takes_too_long_is_ended() -> None:
 # ---- the command line ----
 
 
-def _dtbench(*args: str) -> subprocess.CompletedProcess[str]:
+def _run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "dtbench", *args], capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "dtbench", "run", *args], capture_output=True, text=True, timeout=300
     )
 
 
-def test_a_run_its_table_and_its_baseline(tmp_path: Path) -> None:
+def _read(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
+    """Exit code and output of a command that only reads, in this process."""
+    code = cli.main(args, standalone_mode=False)
+    return code or 0, capsys.readouterr().out
+
+
+def test_a_run_its_table_and_its_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, table, baseline = (tmp_path / name for name in ("run.jsonl", "table.md", "baseline.json"))
     options = [
         "--impl",
@@ -284,24 +291,24 @@ def test_a_run_its_table_and_its_baseline(tmp_path: Path) -> None:
         "--places",
         "2",
     ]
-    done = _dtbench("run", "coverage", *options, "-o", str(path))
+    done = _run("coverage", *options, "-o", str(path))
     assert done.returncode == 0, done.stderr
     assert "3 results to measure" in done.stdout and "3 ok" in done.stdout
-    again = _dtbench("run", "coverage", *options, "-o", str(path), "--resume")
+    again = _run("coverage", *options, "-o", str(path), "--resume")
     assert again.returncode == 0 and "is complete already" in again.stdout
-    assert "100.0%" in _dtbench("show", str(path)).stdout
+    assert "100.0%" in _read(capsys, "show", str(path))[1]
 
-    made = _dtbench("coverage", str(path), "--table", str(table), "--save", str(baseline))
-    assert made.returncode == 0, made.stderr
+    code, said = _read(capsys, "coverage", str(path), "--table", str(table), "--save", str(baseline))
+    assert code == 0, said
     assert "| abs | pass | pass |" in table.read_text() and "| mean | pass |  |" in table.read_text()
-    same = _dtbench("coverage", str(path), "--baseline", str(baseline))
-    assert same.returncode == 0 and "0 worse" in same.stdout
+    code, said = _read(capsys, "coverage", str(path), "--baseline", str(baseline))
+    assert code == 0 and "0 worse" in said
 
     known = json.loads(baseline.read_text())
     known["verdicts"]["argsort"] = {"even": "pass"}
     baseline.write_text(json.dumps(known))
-    worse = _dtbench("coverage", str(path), "--baseline", str(baseline))
-    assert worse.returncode == 1 and "worse: argsort (even): was pass, is not measured" in worse.stdout
+    code, said = _read(capsys, "coverage", str(path), "--baseline", str(baseline))
+    assert code == 1 and "worse: argsort (even): was pass, is not measured" in said
 
 
 @pytest.mark.parametrize(

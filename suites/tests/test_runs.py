@@ -19,6 +19,17 @@ from suites.tests.started import start
 
 FAULTY = Path(__file__).parent / "faulty_suite.py"
 MESH = (("dp", 2), ("tp", 2))
+# Every suite, each change of placement as training has it, and one of them in all regimes (a third of the time).
+CASES = "\n".join(
+    [
+        *(
+            f"{name} "
+            for name in ("dispatch", "collectives", "bucketer", "tensor_parallel", "embedding", "overlap")
+        ),
+        "groups=together mode=isolated",
+        "redistribute S(0)->S(1) ",
+    ]
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +40,8 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Co
         "-m",
         "dtbench",
         "run",
-        "--quick",
-        "--mesh",
-        "dp=2,tp=2",
-        "--size",
-        "4KiB",
-        "--device",
-        "cpu",
-        "-o",
-        str(output),
+        *("--quick", "--mesh", "dp=2,tp=2", "--size", "4KiB", "--device", "cpu", "--filter", CASES),
+        *("-o", str(output)),
     )
     return output, done
 
@@ -51,7 +55,8 @@ def results(quick: tuple[Path, subprocess.CompletedProcess[str]]) -> tuple[Resul
 
 def test_every_case_and_impl_is_ok(results: tuple[Result, ...], quick: Any):
     plan: Plan = RunOptions(mesh=MESH, sizes_bytes=(4096,), quick=True).plan("cpu", 4)
-    listed = {task.key(impl, 0) for task in list_tasks(load(), plan) for impl in task.impls}
+    listed = {task.key(impl, 0) for task in list_tasks(load(), plan, CASES) for impl in task.impls}
+    assert {suite.name for suite in load()} == {key[0] for key in listed}
     assert {r.key for r in results} == listed
     assert [(r.suite, r.name, r.impl, r.params, r.reason) for r in results if r.status != "ok"] == []
     assert quick[1].returncode == 0
