@@ -159,8 +159,16 @@ def test_the_rate_is_the_links(tmp_path: Path) -> None:
 
 
 def test_ranks_are_numbered_host_by_host_and_each_launch_is_a_fresh_world(lab: network.Lab) -> None:
-    run = ("dtbench", "run", "collectives", "--mesh", "dp=2,tp=2", "--quick", "--launches", "2")
-    only = ("--filter", "all_reduce mesh_dim=dp ranks=2 groups=together mode=isolated", "-o", "x.jsonl")
+    run = ("dtbench", "run", "collectives", "--mesh", "dp=2,tp=2", "--launches", "2")
+    only = (
+        "--quick",
+        "--size",
+        "1MiB",
+        "--filter",
+        "all_reduce mesh_dim=dp ranks=2 groups=together mode=isolated",
+        "-o",
+        "x.jsonl",
+    )
     done = finish("--name", NAME, "--ranks-per-host", "2", "--", *run, *only)
     assert done.returncode == 0, done.stderr
     run_file = read_run("x.jsonl")

@@ -157,13 +157,10 @@ def test_under_slurm_rank_0_serves_the_store_and_each_launch_is_a_fresh_world(he
 
 
 def test_under_torchrun_bad_options_are_refused_once(here: Path) -> None:
-    for option, says in [
-        (("--mesh", "tp=3"), "has 3 ranks, the world has 2"),
-        (("--size", "x"), "'x' is not a size"),
-    ]:
-        done = run(*option, launcher=TORCHRUN)
-        assert done.returncode != 0 and not Path("x.jsonl").exists()
-        assert len(own_lines(done.stderr)) == 1 and says in own_lines(done.stderr)[0]
+    done = run("--mesh", "tp=3", launcher=TORCHRUN)
+    assert done.returncode != 0 and not Path("x.jsonl").exists()
+    (line,) = own_lines(done.stderr)
+    assert "has 3 ranks, the world has 2" in line
 
 
 def test_under_torchrun_a_killed_rank_is_named(here: Path) -> None:
