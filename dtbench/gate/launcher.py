@@ -26,8 +26,8 @@ from dtbench.model import Result
 from dtbench.options import format_mesh
 from dtbench.store import read_run
 
-# How many samples the counting launch of base asks for; both arms take as many.
-SAMPLES_WANTED = "samples"
+# How many samples the counting launch of base asks for, and of how many calls; both arms take as many.
+SAMPLES_WANTED, CALLS_WANTED = "samples", "calls_per_sample"
 DEFAULT_SAMPLES = 50
 NOTE_SUFFIX = ".now"  # as the worker writes it
 # A command line's longest argument on Linux is 128 KiB; beyond half of it, ranks measure the whole selection.
@@ -80,6 +80,7 @@ class Launcher:
         self._folder = folder.absolute()  # launches start elsewhere
         self._limits = limits
         self._samples: dict[Key, int] = {}
+        self._calls: dict[Key, int] = {}
         self._variables = dict(variables or {})
         self._number = 0
         self._longest_s = 0.0
@@ -123,6 +124,8 @@ class Launcher:
         for key, result in results.items():
             if name == "base" and SAMPLES_WANTED in result.counters:
                 self._samples.setdefault(key, int(result.counters[SAMPLES_WANTED]))
+                if CALLS_WANTED in result.counters:
+                    self._calls.setdefault(key, int(result.counters[CALLS_WANTED]))
         return Counted(
             listing,
             bad,
@@ -146,7 +149,9 @@ class Launcher:
         while True:
             stem = self._next(arm)
             samples = {b.label: self._samples.get(b.key, DEFAULT_SAMPLES) for b in left}
-            died = self._work(self._arms[name], self._order(name, "time") | {"samples": samples}, stem)
+            calls = {b.label: self._calls[b.key] for b in left if b.key in self._calls}
+            order = self._order(name, "time") | {"samples": samples} | ({"calls": calls} if calls else {})
+            died = self._work(self._arms[name], order, stem)
             results |= {r.case_key: r for r in _results(stem)}
             if not died:
                 break

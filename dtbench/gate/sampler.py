@@ -21,6 +21,8 @@ from dtbench.stats import summarize
 VISITS = 20
 SAMPLES = 60
 FEWEST_SAMPLES = 10
+# A sample longer than a quiet moment always meets a disturbance: slow calls are sampled in smaller groups.
+SAMPLE_S = 1e-3
 # One benchmark's samples together, so that slow ones do not make a launch long.
 SAMPLES_S = 0.05
 # The first of a visit finds its caches cold and is thrown away, where calls may be repeated at will.
@@ -29,11 +31,18 @@ WARMUP_CALLS = 20
 GROUP = 200
 
 
+def calls_for(case: Case, call_s: float) -> int:
+    """How many calls of a case make a sample, given what one call takes; both arms make the same."""
+    if case.samples is not None:
+        return case.calls_per_sample
+    return max(1, min(case.calls_per_sample, int(SAMPLE_S / max(call_s, 1e-9))))
+
+
 def samples_for(case: Case, call_s: float) -> int:
-    """How many samples of a case a launch takes, given what one call takes; both arms take the same."""
+    """How many samples of a case a launch takes; both arms take the same."""
     if case.samples is not None:
         return case.samples
-    fit = int(SAMPLES_S / max(call_s * case.calls_per_sample, 1e-9))
+    fit = int(SAMPLES_S / max(call_s * calls_for(case, call_s), 1e-9))
     return max(FEWEST_SAMPLES, min(SAMPLES, fit))
 
 
@@ -44,6 +53,7 @@ class Live:
     task: Task
     impl: str
     samples: int
+    calls: int
     workload: Workload
     taken_s: list[float] = field(default_factory=list)
     bad: tuple[str, str] | None = None  # status and why
@@ -62,19 +72,19 @@ class Live:
 
 
 def measure(
-    wanted: Sequence[tuple[Task, str, int]],
+    wanted: Sequence[tuple[Task, str, int, int]],
     world: Any,
     clocks: Mapping[str, Clock],
     starting: Callable[[str], None],
 ) -> Iterator[Result]:
-    """Results of the benchmarks (task, impl, samples), in their order.
+    """Results of the benchmarks (task, impl, samples, calls per sample), in their order.
 
     starting: called with a case's label before anything of it runs, once per phase.
     """
     for first in range(0, len(wanted), GROUP):
         group = [
-            _build(task, impl, samples, world, starting)
-            for task, impl, samples in wanted[first : first + GROUP]
+            _build(task, impl, samples, calls, world, starting)
+            for task, impl, samples, calls in wanted[first : first + GROUP]
         ]
         gc.collect()
         gc.freeze()
@@ -94,9 +104,11 @@ def measure(
             yield _result(live)
 
 
-def _build(task: Task, impl: str, samples: int, world: Any, starting: Callable[[str], None]) -> Live:
+def _build(
+    task: Task, impl: str, samples: int, calls: int, world: Any, starting: Callable[[str], None]
+) -> Live:
     starting(task.label)
-    live = Live(task, impl, samples, Workload(run=lambda: None))
+    live = Live(task, impl, samples, calls, Workload(run=lambda: None))
     made = live.attempt(lambda: task.case.build[impl](world))
     if made is not None:
         live.workload = made
@@ -114,7 +126,7 @@ def _warm_up(live: Live) -> None:
 
 
 def _visit(live: Live, visit: int, clocks: Mapping[str, Clock]) -> None:
-    case, workload, clock = live.task.case, live.workload, clocks[live.task.case.clock]
+    workload, clock = live.workload, clocks[live.task.case.clock]
     share = live.samples * (visit + 1) // VISITS - live.samples * visit // VISITS
     if share and workload.before is None:
         workload.run()
@@ -122,7 +134,7 @@ def _visit(live: Live, visit: int, clocks: Mapping[str, Clock]) -> None:
         if workload.before is not None:
             workload.before()
         clock.settle(cold=False)
-        live.taken_s.append(clock.measure(workload.run, case.calls_per_sample))
+        live.taken_s.append(clock.measure(workload.run, live.calls))
 
 
 def _check(live: Live, when: str) -> None:

@@ -30,7 +30,8 @@ from dtbench.store import RunWriter
 
 # As the dispatch suite's own warm-up; more than ten make no difference.
 COUNT_WARMUP_CALLS = 20
-SAMPLES_WANTED = "samples"  # beside the counters: how many samples a launch is to take
+# Beside the counters: how many samples a launch is to take, of how many calls.
+SAMPLES_WANTED, CALLS_WANTED = "samples", "calls_per_sample"
 NOTE_SUFFIX = ".now"  # the case in hand, for the gate to name when this process dies
 
 
@@ -139,7 +140,7 @@ def _count(order: Mapping[str, Any], plan: Plan, output: Path) -> None:
 
 def _counted(task: Task, impl: str, world: Any) -> Result:
     from dtbench.gate.counting import count_calls
-    from dtbench.gate.sampler import samples_for
+    from dtbench.gate.sampler import calls_for, samples_for
     from dtbench.sampling import describe
 
     case: Case = task.case
@@ -160,7 +161,10 @@ def _counted(task: Task, impl: str, world: Any) -> Result:
         return Result(*named, "failed", describe(error))
     if wrong is not None:
         return Result(*named, "wrong", wrong)
-    return Result(*named, "ok", counters={**counters, SAMPLES_WANTED: float(samples_for(case, call_s))})
+    wanted = {SAMPLES_WANTED: samples_for(case, call_s)}
+    if calls_for(case, call_s) != case.calls_per_sample:
+        wanted[CALLS_WANTED] = calls_for(case, call_s)
+    return Result(*named, "ok", counters={**counters, **wanted})
 
 
 def _call_s(workload: Workload) -> float:
@@ -180,13 +184,19 @@ def _time(order: Mapping[str, Any], plan: Plan, output: Path) -> None:
 
     tasks, _ = selected([Selection(**s) for s in order["selections"]], plan)
     samples: Mapping[str, int] = order["samples"]  # by label
-    wanted = [(task, impl, SAMPLES) for task in control_tasks(plan) for impl in task.impls]
+    calls: Mapping[str, int] = order.get("calls", {})  # where they are not the case's own
+    wanted = [
+        (task, impl, SAMPLES, task.case.calls_per_sample)
+        for task in control_tasks(plan)
+        for impl in task.impls
+    ]
     for task in tasks:
         for impl in task.impls:
             label = benchmark_of(task, impl).label
             if label in samples and task.suite.world == "simulated":
-                wanted.append((task, impl, samples[label]))
-    with _writer(plan, output, [task for task, _, _ in wanted]) as writer, _world(plan) as world:
+                own = calls.get(label, task.case.calls_per_sample)
+                wanted.append((task, impl, samples[label], own))
+    with _writer(plan, output, [task for task, *_ in wanted]) as writer, _world(plan) as world:
         now = _Note(output)
         for result in measure(wanted, world, _clocks(world.device), now.write):
             writer.append(result)

@@ -13,6 +13,8 @@ import pytest
 
 from dtbench.gate import command, launcher
 from dtbench.gate.arms import Arm
+from dtbench.gate.sampler import calls_for, samples_for
+from dtbench.model import Case
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_arm import made_up_arm
 
@@ -266,3 +268,14 @@ def test_real_launches_count_what_a_call_does(dtbench: Cli, tmp_path: Path):
             and rise["python_calls"]["head"] == rise["python_calls"]["base"] + 1
         )
         assert (b["tolerance"], b["floor_s"]) == (0.2, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call_s", "calls", "samples"),
+    [(5e-6, 100, 60), (44e-6, 22, 51), (0.8e-3, 1, 60), (5e-3, 1, 10), (1.0, 1, 10), (0.0, 100, 60)],
+)
+def test_a_sample_of_slow_calls_holds_fewer_of_them(call_s: float, calls: int, samples: int):
+    case = Case("x", {}, {}, calls_per_sample=100)
+    assert (calls_for(case, call_s), samples_for(case, call_s)) == (calls, samples)
+    fixed = Case("x", {}, {}, calls_per_sample=100, samples=3)
+    assert (calls_for(fixed, call_s), samples_for(fixed, call_s)) == (100, 3)
