@@ -13,6 +13,6 @@ Reading order:
 tracebacks.
 """
 
-from dtbench_suites.coverage import suite
+from dtbench_suites.coverage.suite import coverage
 
-__all__ = ["suite"]
+__all__ = ["coverage"]
