@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 from dtbench import registry
-from dtbench.errors import EXIT_OK, EXIT_USAGE
+from dtbench.errors import EXIT_OK, EXIT_USAGE, UsageError
 from dtbench.tests.made_up import Cli
 
 SUITE = str(Path(__file__).with_name("faults_suite.py"))
@@ -173,3 +174,18 @@ def test_a_run_to_calibrate_with_has_five_launches_and_refines(
     (options,) = got
     assert options.suites == ("collectives",) and options.launches == launches
     assert options.plan("cpu", 4).refine == refines
+
+
+def test_suites_of_an_earlier_revision_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gate's arm: the package imported all of its suites and listed them in __all__."""
+    earlier = types.ModuleType("earlier_suites")
+    earlier.__all__ = ["old"]  # type: ignore[attr-defined]
+    module = types.ModuleType("earlier_suites.old")
+    module.inner = types.ModuleType("inner")  # type: ignore[attr-defined] # where the suite itself is
+    made = registry.suite("old", world="ranks", help="x")(lambda plan: iter(()))
+    monkeypatch.setitem(sys.modules, "earlier_suites", earlier)
+    monkeypatch.setitem(sys.modules, "earlier_suites.old", module)
+    monkeypatch.setattr(registry, "BUILTIN_PACKAGE", "earlier_suites")
+    assert registry.load() == registry.load(["old"]) == [made]
+    with pytest.raises(UsageError, match="the suites are old, or give"):
+        registry.load(["new"])
