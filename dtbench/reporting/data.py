@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
@@ -20,7 +20,9 @@ _FORMULA = ("=", "+", "-", "@")
 
 
 def as_json(sources: Sources) -> Markup | None:
-    """Headers, results and the topology, as JSON that cannot end its element; None where there are none."""
+    """Headers, results and the topology, as JSON that cannot end its element; None where there are none.
+    Six digits of every figure.
+    """
     if not sources.runs and sources.topology is None:
         return None
     data = {
@@ -28,10 +30,18 @@ def as_json(sources: Sources) -> Markup | None:
         "baseline": [_run(run) for run in sources.baseline],
         "topology": sources.topology,
     }
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    text = json.dumps(_six_digits(data), separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)
+
+
+def _six_digits(data: Any) -> Any:
+    if isinstance(data, float):
+        return float(f"{data:.6g}")
+    if isinstance(data, Mapping):
+        return {key: _six_digits(value) for key, value in data.items()}
+    return [_six_digits(value) for value in data] if isinstance(data, list | tuple) else data
 
 
 def _run(run: Run) -> dict[str, Any]:
