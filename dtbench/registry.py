@@ -142,6 +142,11 @@ def _builtin(name: str) -> Suite:
     return found[0] if found else _registered[name]
 
 
+def _is_builtin(suite: Suite) -> bool:
+    """Whether it came with a built-in module that a user's file imports."""
+    return str(getattr(suite.cases, "__module__", "")).startswith(f"{BUILTIN_PACKAGE}.")
+
+
 def _load_file(path: Path) -> list[Suite]:
     before = dict(_registered)
     spec = importlib.util.spec_from_file_location(f"dtbench_user_suite_{path.stem}", path)
@@ -153,7 +158,7 @@ def _load_file(path: Path) -> list[Suite]:
         spec.loader.exec_module(module)
     except Exception as error:
         raise UsageError(f"the suite file {path} failed to load: {type(error).__name__}: {error}") from error
-    new = [s for name, s in _registered.items() if before.get(name) is not s]
+    new = [s for name, s in _registered.items() if before.get(name) is not s and not _is_builtin(s)]
     if not new:
         raise UsageError(
             f"{path} registers no suite: decorate a function of the plan with @dtbench.registry.suite"

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from core.tests.gloo_world import Worlds, mesh_of
@@ -241,8 +241,8 @@ def simulated(fn: Any, mesh_shape: tuple[int, ...], *args: Any) -> list[Any]:
 
 def _terms(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:
     """This rank's term of `full`: for every Partial another one by mesh coordinate, of which the reduction
-    over the ranks gives `full`."""
-    term = full.clone()
+    over the ranks gives `full`; over one of several mesh dims, the terms by the others (not of products)."""
+    term, summed = full.clone(), 1
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Partial):
             ranks, rank = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
@@ -255,7 +255,8 @@ def _terms(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torc
                 term = term * factor if rank == 0 else torch.full_like(term, factor)
             else:
                 mean = term if op == "avg" else term / ranks
-                term = mean + (rank - (ranks - 1) / 2) * 4.0
+                term = mean + (rank - (ranks - 1) / 2) * 4.0 / summed
+                summed *= 1 if op == "avg" else ranks
     return term
 
 
@@ -302,13 +303,17 @@ def moves(draw: st.DrawFn) -> tuple[Any, ...]:
     src = draw(st.tuples(*[st.sampled_from([*plain, *plain, pending])] * len(mesh_shape)))
     dst = list(draw(st.tuples(*[st.sampled_from(plain)] * len(mesh_shape))))
     for mesh_dim, placement in enumerate(src):
-        if placement.is_partial() and draw(st.integers(0, 3)) == 0:
+        several = pending.is_partial("product") and src.count(pending) > 1
+        if placement.is_partial() and not several and draw(st.integers(0, 3)) == 0:
             dst[mesh_dim] = placement
     return mesh_shape, tuple(shape), src, tuple(dst)
 
 
 @settings(max_examples=120, deadline=None)
 @given(moves())
+@example(((2, 2), (), (P, P), (R, P)))
+@example(((2, 3), (4,), (P, P), (P, R)))
+@example(((2, 2), (4, 6), (Partial("avg"), Partial("avg")), (Partial("avg"), Shard(1))))
 def test_any_move(case: Any) -> None:
     mesh_shape, shape, src, dst = case
     full = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))

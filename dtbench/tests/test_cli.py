@@ -189,3 +189,14 @@ def test_suites_of_an_earlier_revision_are_found(monkeypatch: pytest.MonkeyPatch
     assert registry.load() == registry.load(["old"]) == [made]
     with pytest.raises(UsageError, match="the suites are old, or give"):
         registry.load(["new"])
+
+
+def test_a_file_that_imports_a_built_in_suite_is_not_that_suite(tmp_path: Path) -> None:
+    """In a process of its own: here the built-in ones are loaded already."""
+    (tmp_path / "mine.py").write_text(
+        "from dtbench.registry import suite\nfrom dtbench_suites import overlap\n"
+        "@suite('mine', world='ranks', help='x')\ndef mine(plan):\n    yield from overlap.overlap.cases(plan)\n"
+    )
+    program = "from dtbench import registry; print([s.name for s in registry.load(['mine.py'])])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "['mine']\n", done.stderr
