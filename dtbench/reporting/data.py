@@ -21,7 +21,7 @@ _FORMULA = ("=", "+", "-", "@")
 
 def as_json(sources: Sources) -> Markup | None:
     """Headers, results and the topology, as JSON that cannot end its element; None where there are none.
-    Six digits of every figure.
+    Six digits of every figure of a result.
     """
     if not sources.runs and sources.topology is None:
         return None
@@ -30,7 +30,7 @@ def as_json(sources: Sources) -> Markup | None:
         "baseline": [_run(run) for run in sources.baseline],
         "topology": sources.topology,
     }
-    text = json.dumps(_six_digits(data), separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)
@@ -45,7 +45,8 @@ def _six_digits(data: Any) -> Any:
 
 
 def _run(run: Run) -> dict[str, Any]:
-    return {"header": dict(run.header), "complete": run.complete, "results": [_line(r) for r in run.results]}
+    results = [_six_digits(_line(r)) for r in run.results]
+    return {"header": dict(run.header), "complete": run.complete, "results": results}
 
 
 def _line(result: Result) -> dict[str, Any]:
