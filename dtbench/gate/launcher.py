@@ -20,14 +20,20 @@ from typing import Any
 from dtbench.errors import ArmError, DtbenchError
 from dtbench.gate import control
 from dtbench.gate.arms import Arm
-from dtbench.gate.benchmark import Benchmark, Key, Listing, Selection, read_listing
+from dtbench.gate.benchmark import (
+    CALLS_WANTED,
+    SAMPLES_WANTED,
+    Benchmark,
+    Key,
+    Listing,
+    Selection,
+    read_listing,
+)
 from dtbench.gate.schedule import ArmName, Launch, OutOfTimeError
 from dtbench.model import Result
 from dtbench.options import format_mesh
 from dtbench.store import read_run
 
-# How many samples the counting launch of base asks for, and of how many calls; both arms take as many.
-SAMPLES_WANTED, CALLS_WANTED = "samples", "calls_per_sample"
 DEFAULT_SAMPLES = 50
 NOTE_SUFFIX = ".now"  # as the worker writes it
 # A command line's longest argument on Linux is 128 KiB; beyond half of it, ranks measure the whole selection.

@@ -22,7 +22,15 @@ from dtbench import registry
 from dtbench.clock import Clock
 from dtbench.errors import EXIT_OK, EXIT_USAGE, DtbenchError, UsageError
 from dtbench.gate import control
-from dtbench.gate.benchmark import DEFAULT_TOLERANCE, Benchmark, Listing, Selection, write_listing
+from dtbench.gate.benchmark import (
+    CALLS_WANTED,
+    DEFAULT_TOLERANCE,
+    SAMPLES_WANTED,
+    Benchmark,
+    Listing,
+    Selection,
+    write_listing,
+)
 from dtbench.model import Case, Plan, Result, Skip, Workload
 from dtbench.options import RunOptions, Task, list_tasks
 from dtbench.session import quiet_torch
@@ -30,8 +38,6 @@ from dtbench.store import RunWriter
 
 # As the dispatch suite's own warm-up; more than ten make no difference.
 COUNT_WARMUP_CALLS = 20
-# Beside the counters: how many samples a launch is to take, of how many calls.
-SAMPLES_WANTED, CALLS_WANTED = "samples", "calls_per_sample"
 NOTE_SUFFIX = ".now"  # the case in hand, for the gate to name when this process dies
 
 

@@ -231,6 +231,19 @@ def test_runs_without_the_ranks_own_samples_have_no_map() -> None:
     assert 'id="skew0-t"' not in text
 
 
+def test_ranks_with_unequally_many_samples_are_late_and_have_no_bandwidth() -> None:
+    params = {"mesh_dim": "dp", "ranks": 2, "groups": "together", "mode": "isolated", "dtype": "float32"}
+    own = {str(r): [1e-3 * (r + 1)] * (8 + r) for r in range(4)}
+    result = made_up.result(
+        *("collectives", "all_reduce", "c10d", params, [4e-3] * 8),
+        rank_samples=own,
+        size_bytes=10**6,
+        factor=1.0,
+    )
+    (found,) = mesh.ranks_of([made_up.run([result])])
+    assert found.busbw_Bps == {} and found.late_s.keys() == set(range(4))
+
+
 def test_the_limit_is_the_links_of_a_gpu() -> None:
     gpu = {"name": "NVIDIA H100 80GB HBM3", "nvlink": {"links": 18, "active_links": 18, "version": 6}}
     link = {"neighbours": {}, "switch_links": 18}

@@ -75,7 +75,8 @@ def _ranks_of(dim: str, results: Sequence[Result], groups: Groups) -> Ranks:
             shared = min(map(len, own.values()))
             if len(group) < 2 or not shared:
                 continue
-            from_last = float(np.median(from_last_arrival_s(result, [group])))
+            # Nothing where ranks hold unequally many samples, as a file from elsewhere may.
+            from_last = float(np.median(from_last_arrival_s(result, [group]) or 0.0))
             for rank, behind in zip(group, _lateness_s(result, group, shared), strict=True):
                 late.setdefault(rank, []).append(behind)
                 if from_last > 0:
