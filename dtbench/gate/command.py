@@ -173,7 +173,7 @@ class _Gate:
 
     def _count(self) -> tuple[Counted, Counted]:
         self._say("counting what one call of each benchmark does, in base and in head")
-        old, new = self._launcher.count("base"), self._launcher.count("head")
+        old, new = self._launcher.count("base", "head")
         for name, counted in (("base", old), ("head", new)):
             self._notes += [f"in {name}: {problem}" for problem in counted.listing.problems]
         if not self._wanted(old) and not self._wanted(new):
@@ -240,7 +240,7 @@ class _Gate:
         if not risen:
             return
         self._say(f"{len(risen)} benchmark(s) do more per call in head: counting again")
-        again = self._launcher.count("base"), self._launcher.count("head")
+        again = self._launcher.count("base", "head")
         for benchmark in benchmarks:
             rise = risen.get(benchmark.key, {})
             sure = {

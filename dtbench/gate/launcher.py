@@ -6,11 +6,7 @@ is read instead of made.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,6 +25,7 @@ from dtbench.gate.benchmark import (
     Selection,
     read_listing,
 )
+from dtbench.gate.process import Started
 from dtbench.gate.schedule import ArmName, Launch, OutOfTimeError
 from dtbench.model import Result
 from dtbench.options import format_mesh
@@ -38,9 +35,6 @@ DEFAULT_SAMPLES = 50
 NOTE_SUFFIX = ".now"  # as the worker writes it
 # A command line's longest argument on Linux is 128 KiB; beyond half of it, ranks measure the whole selection.
 _MAX_FILTER_CHARS = 60_000
-# What belongs to the job that the gate runs in, not to a launch.
-_LEFT_OUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_LEFT_OUT_PREFIXES = ("TORCHELASTIC_", "PYTEST_", "DTBENCH_LAUNCH", "DTBENCH_OUTPUT", "DTBENCH_NOTE")
 
 
 @dataclass(frozen=True)
@@ -94,40 +88,47 @@ class Launcher:
 
     # ---- counting ----
 
-    def count(self, name: str) -> Counted:
-        """Lists an arm's benchmarks and counts what one call of each does.
+    def count(self, *names: str) -> list[Counted]:
+        """Lists the benchmarks of the arms and counts what one call of each does, all arms at once.
 
         Raises:
-            ArmError: the arm cannot even list them.
+            ArmError: an arm cannot even list them.
             OutOfTimeError: the budget is spent.
         """
+        started = [self._begin(*self._counting(name, frozenset())) for name in names]
+        try:
+            return [self._counted(name, work) for name, work in zip(names, started, strict=True)]
+        finally:
+            _end_all(started)
+
+    def _counting(self, name: str, without: frozenset[str]) -> tuple[Arm, dict[str, Any], Path]:
+        stem = self._next(f"{name}-count")
+        order = self._order(name, "count")
+        order |= {"listing": f"{stem}.listing.json", "without": sorted(without)}
+        return self._arms[name], order, stem
+
+    def _counted(self, name: str, work: _Work) -> Counted:
         bad: dict[Key, str] = {}
         without: set[str] = set()
         results: dict[Key, Result] = {}
-        listing: Listing
         while True:
-            stem = self._next(f"{name}-count")
-            order = self._order(name, "count") | {
-                "listing": f"{stem}.listing.json",
-                "without": sorted(without),
-            }
-            died = self._work(self._arms[name], order, stem)
-            listing = _listing_of(stem, self._arms[name], died)
+            died = self._finish(work)
+            listing = _listing_of(work.stem, self._arms[name], died)
             by_label = {b.label: b for b in listing.benchmarks}
-            results |= {r.case_key: r for r in _results(stem)}
+            results |= {r.case_key: r for r in _results(work.stem)}
             if not died:
                 break
-            blamed = by_label.get(_in_hand(stem))
+            blamed = by_label.get(_in_hand(work.stem))
             if blamed is None or blamed.key in bad:
                 raise ArmError(f"{name} cannot be counted: {died}")
             bad[blamed.key] = died
             without.add(blamed.label)
+            work = self._begin(*self._counting(name, frozenset(without)))
         if any(b.world == "ranks" for b in listing.benchmarks):
             results |= self._ranks(name, [b for b in listing.benchmarks if b.world == "ranks"], bad)
         for key, result in results.items():
             if result.status in ("failed", "wrong"):
                 bad[key] = f"{result.status}: {result.reason}"
-        for key, result in results.items():
             if name == "base" and SAMPLES_WANTED in result.counters:
                 self._samples.setdefault(key, int(result.counters[SAMPLES_WANTED]))
                 if CALLS_WANTED in result.counters:
@@ -141,50 +142,57 @@ class Launcher:
 
     # ---- timing ----
 
-    def launch(self, arm: ArmName, benchmarks: Sequence[Benchmark], again: bool = False) -> Launch:
-        """One launch of all the benchmarks: a process for the simulated ones and the control, and a world of
-        ranks for the others. What brings a process down fails, and the rest is launched again.
+    def launch(
+        self, arms: Sequence[ArmName], benchmarks: Sequence[Benchmark], again: bool = False
+    ) -> list[Launch]:
+        """A launch of all the benchmarks per arm, in this order: a process for the simulated ones and the
+        control, and a world of ranks for the others. The processes load side by side and measure in turn.
+        What brings a process down fails, and the rest is launched again.
 
         Raises:
-            OutOfTimeError: the budget does not hold it.
+            OutOfTimeError: the budget does not hold them.
         """
-        name = "head" if arm == "head" else "base"
+        simulated = [b for b in benchmarks if b.world == "simulated"]
+        started = [self._begin(*self._timing(arm, simulated)) for arm in arms]
+        try:
+            for work in started:
+                work.await_ready(self._limits)
+            return [self._timed(arm, work, benchmarks) for arm, work in zip(arms, started, strict=True)]
+        finally:
+            _end_all(started)
+
+    def _timing(self, arm: ArmName, simulated: Sequence[Benchmark]) -> tuple[Arm, dict[str, Any], Path]:
+        name = _side(arm)
+        samples = {b.label: self._samples.get(b.key, DEFAULT_SAMPLES) for b in simulated}
+        calls = {b.label: self._calls[b.key] for b in simulated if b.key in self._calls}
+        order = self._order(name, "time") | {"samples": samples} | ({"calls": calls} if calls else {})
+        return self._arms[name], order, self._next(arm)
+
+    def _timed(self, arm: ArmName, work: _Work, benchmarks: Sequence[Benchmark]) -> Launch:
         bad: dict[Key, str] = {}
         results: dict[Key, Result] = {}
         left = [b for b in benchmarks if b.world == "simulated"]
         while True:
-            stem = self._next(arm)
-            samples = {b.label: self._samples.get(b.key, DEFAULT_SAMPLES) for b in left}
-            calls = {b.label: self._calls[b.key] for b in left if b.key in self._calls}
-            order = self._order(name, "time") | {"samples": samples} | ({"calls": calls} if calls else {})
-            died = self._work(self._arms[name], order, stem)
-            results |= {r.case_key: r for r in _results(stem)}
+            died = self._finish(work)
+            results |= {r.case_key: r for r in _results(work.stem)}
             if not died:
                 break
-            case = _in_hand(stem)
+            case = _in_hand(work.stem)
             blamed = [b for b in left if b.key not in results and case and b.label.startswith(f"{case} [")]
             gone = blamed or [b for b in left if b.key not in results]
             bad |= {b.key: died for b in gone}
             left = [b for b in left if b.key not in results and b.key not in bad]
             if not left:
                 break
+            work = self._begin(*self._timing(arm, left))
         ranks = [b for b in benchmarks if b.world == "ranks"]
         if ranks:
             results |= self._ranks(arm, ranks, bad)
-        wanted = {b.key: b for b in benchmarks}
-        times: dict[Key, float] = {}
-        for key, result in results.items():
-            if result.status != "ok" or result.time_s is None:
-                if key in wanted:
-                    bad[key] = f"{result.status}: {result.reason}"
-            elif key in wanted or key[0] == control.NAME:
-                estimator = wanted[key].estimator if key in wanted else "min"
-                times[key] = getattr(result.time_s, estimator)
-        return Launch(times, bad, {k: r.counters for k, r in results.items() if r.status == "ok"})
+        return _launch_of(results, benchmarks, bad)
 
     def _ranks(self, arm: str, benchmarks: Sequence[Benchmark], bad: dict[Key, str]) -> dict[Key, Result]:
         """One `dtbench run` of the selected suites of ranks."""
-        name = "head" if arm.startswith("head") else "base"
+        name = _side(arm)
         stem = self._next(f"{arm}-ranks")
         suites = list(dict.fromkeys(s.suite for s in self._selections[name]))
         command = ["run", *suites, "--device", self._plan["device"], "--nproc", str(self._plan["nproc"])]
@@ -218,87 +226,115 @@ class Launcher:
             "plan": dict(self._plan),
         }
 
-    def _work(self, arm: Arm, order: Mapping[str, Any], stem: Path) -> str:
-        """Has a worker carry out the order; what went wrong, or ""."""
+    def _begin(self, arm: Arm, order: Mapping[str, Any], stem: Path) -> _Work:
+        """Starts a worker, unless what it was asked lies there from before."""
         text = json.dumps(_portable(order), sort_keys=True)
-        asked = stem.with_name(f"{stem.name}.order.json")
-        if asked.exists() and asked.read_text() == text and _is_complete(stem):
-            self.reused += 1
-            return ""
-        _clear(stem)
+        if self._is_there(stem, text):
+            return _Work(stem, text)
         # What is compared when a gate goes on is without the folders that each gate makes anew.
         real = stem.with_name(f"{stem.name}.full-order.json")
         real.write_text(json.dumps(order))
-        died = self._run(arm, ["dtbench.gate.worker", str(real), f"{stem}.jsonl"], stem)
+        module = ["dtbench.gate.worker", str(real), f"{stem}.jsonl"]
+        return _Work(stem, text, self._process(arm, module, stem, waits=order["mode"] == "time"))
+
+    def _finish(self, work: _Work) -> str:
+        """Has a worker carry out its order; what went wrong, or ""."""
+        if work.process is None:
+            return ""
+        died = self._run(work.process)
         if not died:
-            asked.write_text(text)
+            _asked(work.stem).write_text(work.text)
         return died
 
     def _start(self, arm: Arm, command: Sequence[str], stem: Path) -> str:
-        asked = stem.with_name(f"{stem.name}.order.json")
         text = json.dumps([arm.identity, list(command[len(self._selections["base"]) + 1 :])])
-        if asked.exists() and asked.read_text() == text and _is_complete(stem):
-            self.reused += 1
+        if self._is_there(stem, text):
             return ""
-        _clear(stem)
-        died = self._run(arm, ["dtbench", *command, "-o", f"{stem}.jsonl"], stem)
+        died = self._run(self._process(arm, ["dtbench", *command, "-o", f"{stem}.jsonl"], stem, waits=False))
         if _is_complete(stem):  # cases may have failed: the file says which
-            asked.write_text(text)
+            _asked(stem).write_text(text)
             return ""
         return died
 
-    def _run(self, arm: Arm, module: Sequence[str], stem: Path) -> str:
-        left_s = self._limits.left_s()
-        if self._limits.deadline is not None:
-            rest_s = self._limits.deadline - time.monotonic()
-            if rest_s < self._longest_s or rest_s <= 0:
-                raise OutOfTimeError(f"the budget of {self._limits.budget} holds no further launch")
-        began = time.monotonic()
-        with Path(f"{stem}.log").open("wb") as log:
-            process = subprocess.Popen(
-                [arm.python, "-P", "-m", *module],
-                cwd=arm.root,
-                env=environment_of(arm, self._variables),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                code = process.wait(left_s)
-            except subprocess.TimeoutExpired:
-                if left_s < self._limits.timeout_s:
-                    raise OutOfTimeError(
-                        f"the budget of {self._limits.budget} holds no further launch"
-                    ) from None
-                return f"no end after {self._limits.timeout_s:g} s (--timeout)"
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    def _is_there(self, stem: Path, text: str) -> bool:
+        asked = _asked(stem)
+        if asked.exists() and asked.read_text() == text and _is_complete(stem):
+            self.reused += 1
+            return True
+        for path in stem.parent.glob(f"{stem.name}.*"):
+            path.unlink()
+        return False
+
+    def _process(self, arm: Arm, module: Sequence[str], stem: Path, *, waits: bool) -> Started:
+        self._check_budget()
+        return Started(arm, module, Path(f"{stem}.log"), self._variables, waits=waits)
+
+    def _run(self, process: Started) -> str:
+        try:
+            self._check_budget()
+            left_s, began = self._limits.left_s(), time.monotonic()
+            died = process.run(left_s)
+        finally:
+            process.end()
+        if died is None:
+            if left_s < self._limits.timeout_s:
+                raise self._out_of_time()
+            return f"no end after {self._limits.timeout_s:g} s (--timeout)"
         self._longest_s = max(self._longest_s, time.monotonic() - began)
-        return "" if code == 0 else _how(code, Path(f"{stem}.log"))
+        return died
+
+    def _check_budget(self) -> None:
+        left_s = self._limits.left_s()
+        if self._limits.deadline is not None and left_s <= self._longest_s:
+            raise self._out_of_time()
+
+    def _out_of_time(self) -> OutOfTimeError:
+        return OutOfTimeError(f"the budget of {self._limits.budget} holds no further launch")
 
 
-def environment_of(arm: Arm, variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a launch: those of the gate, without what belongs to its job, and the arm's."""
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _LEFT_OUT and not name.startswith(_LEFT_OUT_PREFIXES)
-    }
-    env.setdefault("OMP_NUM_THREADS", "1")
-    return env | {"PYTHONPATH": os.pathsep.join(arm.path)} | dict(arm.env) | dict(variables)
+@dataclass(frozen=True)
+class _Work:
+    """What a worker was asked. process: None where its answer lies there already."""
+
+    stem: Path
+    text: str
+    process: Started | None = None
+
+    def await_ready(self, limits: Limits) -> None:
+        if self.process is not None:
+            self.process.await_ready(time.monotonic() + limits.left_s())
+
+
+def _end_all(started: Sequence[_Work]) -> None:
+    for work in started:
+        if work.process is not None:
+            work.process.end()
+
+
+def _side(arm: str) -> str:
+    return "head" if arm.startswith("head") else "base"
+
+
+def _launch_of(results: Mapping[Key, Result], benchmarks: Sequence[Benchmark], bad: dict[Key, str]) -> Launch:
+    wanted = {b.key: b for b in benchmarks}
+    times: dict[Key, float] = {}
+    for key, result in results.items():
+        if result.status != "ok" or result.time_s is None:
+            if key in wanted:
+                bad[key] = f"{result.status}: {result.reason}"
+        elif key in wanted or key[0] == control.NAME:
+            estimator = wanted[key].estimator if key in wanted else "min"
+            times[key] = getattr(result.time_s, estimator)
+    return Launch(times, bad, {k: r.counters for k, r in results.items() if r.status == "ok"})
+
+
+def _asked(stem: Path) -> Path:
+    return stem.with_name(f"{stem.name}.order.json")
 
 
 def _portable(order: Mapping[str, Any]) -> dict[str, Any]:
     kept = {k: v for k, v in order.items() if k not in ("listing", "selections")}
     return kept | {"selections": [[Path(s["suite"]).name, s["text"]] for s in order["selections"]]}
-
-
-def _clear(stem: Path) -> None:
-    for path in stem.parent.glob(f"{stem.name}.*"):
-        path.unlink()
 
 
 def _is_complete(stem: Path) -> bool:
@@ -328,14 +364,3 @@ def _listing_of(stem: Path, arm: Arm, died: str) -> Listing:
         return read_listing(Path(f"{stem}.listing.json"))
     except DtbenchError as error:
         raise ArmError(f"{arm.text} cannot list its benchmarks: {died or error}") from error
-
-
-def _how(code: int, log: Path) -> str:
-    """How a process ended, and the last line it said."""
-    how = f"the launch ended with exit code {code}"
-    if code < 0:
-        how = f"the launch died of signal {-code}"
-        with contextlib.suppress(ValueError):
-            how = f"the launch died of {signal.Signals(-code).name}"
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"{how}: {lines[-1][:300]}" if lines else how

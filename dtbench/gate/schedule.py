@@ -60,8 +60,9 @@ class Launch:
     counters: Mapping[Key, Mapping[str, float]] = field(default_factory=dict)
 
 
-# Makes one launch of the benchmarks; True says that it takes the place of a disturbed one.
-LaunchArm = Callable[[ArmName, Sequence[Benchmark], bool], Launch]
+# Makes one launch of the benchmarks per arm, next to each other, in this order; True says that they take the
+# place of disturbed ones.
+LaunchArms = Callable[[Sequence[ArmName], Sequence[Benchmark], bool], Sequence[Launch]]
 
 
 @dataclass
@@ -84,7 +85,7 @@ class Schedule:
         self,
         benchmarks: Sequence[Benchmark],
         control: Sequence[Benchmark],
-        launch: LaunchArm,
+        launch: LaunchArms,
         seed: int,
         say: Callable[[str], None] = lambda _text: None,
     ) -> None:
@@ -185,7 +186,7 @@ class Schedule:
 
     def _together(self, arms: Sequence[ArmName], benchmarks: Sequence[Benchmark]) -> dict[ArmName, Launch]:
         """Launches of the arms next to each other, those that were disturbed made again."""
-        made = {arm: self._one(arm, benchmarks, again=False) for arm in arms}
+        made = self._each(arms, benchmarks, again=False)
         for _ in range(TRIES - 1):
             controls = {arm: self._control_s(launch) for arm, launch in made.items()}
             known = [time_s for time_s in controls.values() if time_s is not None]
@@ -194,8 +195,7 @@ class Schedule:
             slow = [arm for arm in arms if (controls[arm] or 0.0) > (1 + DISTURBED) * min(known)]
             if not slow:
                 break
-            for arm in slow:
-                made[arm] = self._one(arm, benchmarks, again=True)
+            made |= self._each(slow, benchmarks, again=True)
             self.evidence.repeated += len(slow)
         return made
 
@@ -205,10 +205,17 @@ class Schedule:
             return None
         return geometric_means([launch.times_s], keys)[0]
 
-    def _one(self, arm: ArmName, benchmarks: Sequence[Benchmark], *, again: bool) -> Launch:
-        launch = self._launch(arm, benchmarks, again)
-        self.evidence.launches += 1
-        who = "head" if arm == "head" else "base"
+    def _each(
+        self, arms: Sequence[ArmName], benchmarks: Sequence[Benchmark], *, again: bool
+    ) -> dict[ArmName, Launch]:
+        made = dict(zip(arms, self._launch(arms, benchmarks, again), strict=True))
+        self.evidence.launches += len(made)
+        for arm, launch in made.items():
+            self._sort_out("head" if arm == "head" else "base", launch, benchmarks)
+        return made
+
+    def _sort_out(self, who: str, launch: Launch, benchmarks: Sequence[Benchmark]) -> None:
+        """What has no time in this launch has its verdict."""
         for benchmark in benchmarks:
             key = benchmark.key
             if key in self._judged:
@@ -221,7 +228,6 @@ class Schedule:
             elif not 0 < time_s < math.inf:
                 reason = f"a launch of {who} measured {time_s:g} s: below what the clock resolves, or no time"
                 self._judge(benchmark, Judged(benchmark, "INCONCLUSIVE", reason))
-        return launch
 
     def _keep_control(self, base: Launch, head: Launch) -> None:
         one, other = self._control_s(base), self._control_s(head)

@@ -23,7 +23,7 @@ from dtbench.gate import control, selftest_suite
 from dtbench.gate.arms import open_arms
 from dtbench.gate.benchmark import Benchmark, Selection
 from dtbench.gate.launcher import Launcher, Limits
-from dtbench.gate.schedule import ArmName, Launch, LaunchArm, OutOfTimeError, Schedule
+from dtbench.gate.schedule import ArmName, Launch, LaunchArms, OutOfTimeError, Schedule
 from dtbench.gate.verdict import Judged
 from dtbench.store import read_run
 
@@ -118,7 +118,8 @@ def _pool(
             limits,
             variables={control.KIND: "torch"},
         )
-        listed = launcher.count("base").listing.benchmarks
+        (counted,) = launcher.count("base")
+        listed = counted.listing.benchmarks
         benchmarks = [b for b in listed if b.key[0] != control.NAME]
         controls = [b for b in listed if b.key[0] == control.NAME]
         order = random.Random(0)
@@ -128,8 +129,8 @@ def _pool(
                 names = ["base", "same", "null", "slowed"]
                 order.shuffle(names)
                 arms: dict[str, ArmName] = {"base": "base", "same": "base", "null": "base", "slowed": "head"}
-                made = {name: launcher.launch(arms[name], benchmarks) for name in names}
-                rounds.append(Round(**made))
+                made = launcher.launch([arms[name] for name in names], benchmarks)
+                rounds.append(Round(**dict(zip(names, made, strict=True))))
                 say(f"round {len(rounds)} of the pool")
         except OutOfTimeError:
             return rounds, benchmarks, controls
@@ -156,25 +157,25 @@ def trials(
     return tally
 
 
-def _replay(drawn: Sequence[Round], *, slowed: bool) -> LaunchArm:
+def _replay(drawn: Sequence[Round], *, slowed: bool) -> LaunchArms:
     """Gives the launches of the drawn rounds, a round for each pair; for a disturbed one, another round's."""
     asked = {"base": 0, "head": 0, "null": 0}
     spare = random.Random(len(drawn))
 
-    def launch(arm: ArmName, _benchmarks: Sequence[Benchmark], again: bool) -> Launch:
+    def one(arm: ArmName, again: bool) -> Launch:
         at = asked[arm]
         if again:
-            one = spare.choice(drawn)
+            drawn_round = spare.choice(drawn)
         elif at < len(drawn):
             asked[arm] += 1
-            one = drawn[at]
+            drawn_round = drawn[at]
         else:
             raise OutOfTimeError("the pool is used up")
         if arm == "head":
-            return one.slowed if slowed else one.same
-        return one.base if arm == "base" else one.null
+            return drawn_round.slowed if slowed else drawn_round.same
+        return drawn_round.base if arm == "base" else drawn_round.null
 
-    return launch
+    return lambda arms, _benchmarks, again: [one(arm, again) for arm in arms]
 
 
 def _tell(tally: Tally, judged: Sequence[Judged], *, slowed: bool) -> None:

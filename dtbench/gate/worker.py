@@ -1,8 +1,8 @@
-"""One launch of an arm: `PYTHON -P -m dtbench.gate.worker ORDER.json OUTPUT`.
+"""One launch of an arm: `PYTHON -P -m dtbench.gate.worker ORDER.json OUTPUT [SOCKET]`.
 
 An order of the mode "count" lists the selected benchmarks and counts what one call of each does; "time"
-samples the cases it names a fixed number of times and nothing else. Simulated suites only: those of
-ranks are measured by `dtbench run`, which the gate starts beside it.
+samples the cases it names a fixed number of times and nothing else, when it is its turn. Simulated suites
+only: those of ranks are measured by `dtbench run`, which the gate starts beside it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from dtbench.gate.benchmark import (
     Selection,
     write_listing,
 )
+from dtbench.gate.process import wait_for_turn
 from dtbench.model import Case, Plan, Result, Skip, Workload
 from dtbench.options import RunOptions, Task, list_tasks
 from dtbench.session import quiet_torch
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         if order["mode"] == "count":
             _count(order, plan, output)
         else:
-            _time(order, plan, output)
+            _time(order, plan, output, int(argv[2]) if len(argv) > 2 else None)
     except DtbenchError as error:
         print(str(error), file=sys.stderr)  # noqa: T201 - the gate reads it
         return EXIT_USAGE
@@ -185,7 +186,7 @@ def _call_s(workload: Workload) -> float:
     return min(taken)
 
 
-def _time(order: Mapping[str, Any], plan: Plan, output: Path) -> None:
+def _time(order: Mapping[str, Any], plan: Plan, output: Path, turn: int | None) -> None:
     from dtbench.gate.sampler import SAMPLES, measure
 
     tasks, _ = selected([Selection(**s) for s in order["selections"]], plan)
@@ -204,6 +205,8 @@ def _time(order: Mapping[str, Any], plan: Plan, output: Path) -> None:
                 wanted.append((task, impl, samples[label], own))
     with _writer(plan, output, [task for task, *_ in wanted]) as writer, _world(plan) as world:
         now = _Note(output)
+        if turn is not None:
+            wait_for_turn(turn)
         for result in measure(wanted, world, _clocks(world.device), now.write):
             writer.append(result)
         writer.end()

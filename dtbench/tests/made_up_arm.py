@@ -6,6 +6,7 @@ CRASHES=add      dies with SIGKILL in that benchmark       HANGS=add   never end
 RAISES=add       fails in it                               CONTROL=1.1 the control's times, times this
 TIME=0           the time itself                           SCHEMA=99   of the run file
 MUTE=1           dies before it lists anything             FLAKY=1     the calls differ between launches
+SLEEPS=1         a timed launch lasts so many seconds longer
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ for b in benchmarks:
         t = float(env("TIME", "1e-4")) * factor * draw.lognormvariate(0, 0.002)
         result["time_s"] = dict.fromkeys(("min", "p25", "median", "p75", "p95", "max", "mean"), t) | {"n": 10}
     lines.append(result)
+if order["mode"] == "time":
+    time.sleep(float(env("SLEEPS", "0")))
 lines.append({"kind": "end"})
 flush()
 """

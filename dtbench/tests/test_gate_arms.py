@@ -14,7 +14,7 @@ from dtbench.gate import arms
 from dtbench.gate.arms import open_arms, parse_variables
 from dtbench.gate.benchmark import Selection, parse_selection
 from dtbench.gate.command import parse_duration
-from dtbench.gate.launcher import environment_of
+from dtbench.gate.process import environment_of
 from dtbench.tests.made_up_arm import made_up_arm
 
 

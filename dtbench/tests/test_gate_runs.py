@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from dtbench.gate import command, launcher
 from dtbench.gate.arms import Arm
+from dtbench.gate.benchmark import Benchmark, Selection
 from dtbench.gate.sampler import calls_for, samples_for
 from dtbench.model import Case
 from dtbench.tests.made_up import Cli
@@ -162,7 +164,8 @@ def test_a_gate_goes_on_where_it_stopped(gate: Gate, monkeypatch: pytest.MonkeyP
 
     def interrupted(self: Any, *arguments: Any) -> Any:
         calls.append(arguments[0])
-        if len(calls) == 8:
+        if len(calls) == 3:
+            real(self, arguments[0][:1], *arguments[1:])
             raise KeyboardInterrupt
         return real(self, *arguments)
 
@@ -182,9 +185,12 @@ def test_a_gate_goes_on_where_it_stopped(gate: Gate, monkeypatch: pytest.MonkeyP
 
 
 def test_a_budget_holds(gate: Gate):
-    code, out, _ = gate({}, {}, "--budget", "0.6s")
-    assert code in (2, 3)
-    assert "budget of 0.6 s" in out + _
+    code, out, err = gate({"SLEEPS": "1"}, {"SLEEPS": "1"}, "--budget", "4s")
+    assert code == 3, out + err
+    assert "the budget of 4 s holds no further launch" in out
+    code, _, err = gate({}, {"HANGS": "add"}, "--budget", "1s", "-o", "g2")
+    assert code == 2
+    assert "the budget of 1 s holds no further launch, and not all is counted yet" in err
 
 
 @pytest.mark.parametrize(
@@ -268,6 +274,51 @@ def test_real_launches_count_what_a_call_does(dtbench: Cli, tmp_path: Path):
             and rise["python_calls"]["head"] == rise["python_calls"]["base"] + 1
         )
         assert (b["tolerance"], b["floor_s"]) == (0.2, 1e-6)
+
+
+def test_compared_launches_load_together_and_measure_one_after_another(tmp_path: Path):
+    """Real ones: no call of one lies between two calls of the other, and both are ready before either starts."""
+    seen = tmp_path / "seen"
+    (tmp_path / "timed.py").write_text(TIMED)
+    top = Path(__file__).parents[2]
+    paths = (str(top), str(top / "core"), str(top / "suites"))
+    arm = Arm("env:", "env:", "", sys.executable, paths, {"SEEN": str(seen)}, top, "", "", "")
+    suite = [Selection(str(tmp_path / "timed.py"))]
+    (tmp_path / "launches").mkdir()
+    plan = {
+        "impls": ["core"],
+        "mesh": None,
+        "nproc": 4,
+        "sizes": None,
+        "dtypes": ["float32"],
+        "device": "cpu",
+    }
+    arms, selections = {"base": arm, "head": arm}, {"base": suite, "head": suite}
+    made = launcher.Launcher(arms, selections, plan, tmp_path / "launches", launcher.Limits(60))
+    benchmark = Benchmark(("timed", "sum", "python", ()), "timed sum [python]", "simulated", "min")
+    one, other = made.launch(["head", "base"], [benchmark])
+    assert one.times_s[benchmark.key] > 0 and other.times_s[benchmark.key] > 0
+    rows = [line.split() for line in seen.read_text().splitlines()]
+    calls = [pid for what, pid in rows if what == "call"]
+    assert len(set(calls)) == 2 and calls == sorted(calls, key=calls.index)
+    assert [what for what, _ in rows[:2]] == ["loaded", "loaded"]
+
+
+TIMED = """
+import os
+from dtbench.model import Case, Workload
+from dtbench.registry import suite
+
+def see(what):
+    with open(os.environ["SEEN"], "a") as file:
+        file.write(f"{what} {os.getpid()}\\n")
+
+see("loaded")
+
+@suite("timed", world="simulated", help="sums")
+def timed(plan):
+    yield Case("sum", {}, build={"python": lambda world: Workload(run=lambda: see("call"))}, clock="host", samples=5)
+"""
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,10 @@ class Machine:
         self.arms: list[ArmName] = []
         self.measured: Counter[str] = Counter()
 
-    def __call__(self, arm: ArmName, wanted: Sequence[Benchmark], again: bool = False) -> Launch:
+    def __call__(self, arms: Sequence[ArmName], wanted: Sequence[Benchmark], again: bool) -> list[Launch]:
+        return [self.one(arm, wanted) for arm in arms]
+
+    def one(self, arm: ArmName, wanted: Sequence[Benchmark]) -> Launch:
         if len(self.arms) >= self.left:
             raise OutOfTimeError("the budget of 5 s is spent")
         self.arms.append(arm)
@@ -182,15 +185,17 @@ def test_base_against_itself_that_moves_makes_the_run_untrusted():
 def test_what_is_no_time_never_passes(time_s: float | None, verdict: str):
     machine = Machine(noise=0.001)
 
-    def launch(arm: ArmName, wanted: Sequence[Benchmark], again: bool) -> Launch:
-        made = machine(arm, wanted)
-        times = dict(made.times_s)
+    def one(arm: ArmName, wanted: Sequence[Benchmark]) -> Launch:
+        times = dict(machine.one(arm, wanted).times_s)
         key = benchmarks(1)[0].key
         if arm == "head" and key in times:
             del times[key]
             if time_s is not None:
                 times[key] = time_s
         return Launch(times)
+
+    def launch(arms: Sequence[ArmName], wanted: Sequence[Benchmark], again: bool) -> list[Launch]:
+        return [one(arm, wanted) for arm in arms]
 
     judged, _ = Schedule(benchmarks(2), CONTROL, launch, 0).run()
     assert [j.verdict for j in judged] == [verdict, "PASS"]
@@ -199,9 +204,12 @@ def test_what_is_no_time_never_passes(time_s: float | None, verdict: str):
 def test_what_fails_in_a_launch_fails_and_is_not_measured_on():
     machine = Machine(noise=0.001)
 
-    def launch(arm: ArmName, wanted: Sequence[Benchmark], again: bool) -> Launch:
-        made = machine(arm, wanted)
+    def one(arm: ArmName, wanted: Sequence[Benchmark]) -> Launch:
+        made = machine.one(arm, wanted)
         return Launch(made.times_s, {wanted[0].key: "it broke"} if arm == "head" and len(wanted) == 2 else {})
+
+    def launch(arms: Sequence[ArmName], wanted: Sequence[Benchmark], again: bool) -> list[Launch]:
+        return [one(arm, wanted) for arm in arms]
 
     judged, _ = Schedule(benchmarks(2), CONTROL, launch, 0).run()
     assert [(j.verdict, j.reason) for j in judged] == [("FAILED", "in head: it broke"), ("PASS", "")]
