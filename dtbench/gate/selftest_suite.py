@@ -19,7 +19,7 @@ VARIABLE = "DTBENCH_SELFTEST_EXTRA"
 NAME = "gate-selftest"
 CALLS = 100
 EXTRA = (0, 3, 5, 10, 0)  # calls more per hundred, by the number of the benchmark
-BENCHMARKS = 30
+BENCHMARKS = 50
 ROWS = 4
 
 
