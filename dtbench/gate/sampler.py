@@ -2,12 +2,15 @@
 
 On a shared machine a core is slower while its neighbour works, for tens of milliseconds at a time. Samples taken
 in one go all meet that, or none does; samples taken in many short visits find the quiet moments, and
-their minimum is the same from launch to launch.
+their minimum is the same from launch to launch. A loop that no arm touches is timed before and after each
+sample: where few of a benchmark's samples met a quiet moment it is visited more often, and those of its samples are
+kept, as many as planned, beside which the loop was fastest.
 """
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +28,13 @@ FEWEST_SAMPLES = 10
 SAMPLE_S = 1e-3
 # One benchmark's samples together, so that slow ones do not make a launch long.
 SAMPLES_S = 0.05
+# Where fewer of the samples than this share met a quiet moment, that many visits more may follow.
+QUIET_SHARE = 0.25
+MORE_VISITS = 40
+# A moment is quiet if the loop took at most so much longer than the fastest time of the launch: a neighbour
+# makes a core slower by 40% and more.
+QUIET = 1.15
+LOOP = (None,) * 500  # 5 to 10 us
 # The first of a visit finds its caches cold and is thrown away, where calls may be repeated at will.
 WARMUP_CALLS = 20
 # So many benchmarks are alive at a time.
@@ -56,7 +66,18 @@ class Live:
     calls: int
     workload: Workload
     taken_s: list[float] = field(default_factory=list)
+    loops_ns: list[int] = field(default_factory=list)  # of each sample: the slower loop beside it
     bad: tuple[str, str] | None = None  # status and why
+
+    def disturbed(self, fastest_ns: int) -> bool:
+        """Whether too few of its samples met a quiet moment."""
+        quiet = sum(loop <= QUIET * fastest_ns for loop in self.loops_ns)
+        return self.bad is None and quiet < QUIET_SHARE * self.samples
+
+    def quietest_s(self) -> tuple[float, ...]:
+        """As many samples as were planned, those with the fastest loops beside them; in order of time."""
+        order = sorted(range(len(self.taken_s)), key=self.loops_ns.__getitem__)
+        return tuple(self.taken_s[i] for i in sorted(order[: self.samples]))
 
     def attempt(self, step: Callable[[], object]) -> Any:
         """What the step gives; what it raises is this benchmark's end."""
@@ -90,10 +111,14 @@ def measure(
         gc.freeze()
         gc.disable()
         try:
-            for visit in range(VISITS):
-                for live in group:
+            for visit in range(VISITS + MORE_VISITS):
+                chosen = group
+                if visit >= VISITS:
+                    fastest_ns = min((min(live.loops_ns, default=0) for live in group), default=0)
+                    chosen = [live for live in group if live.disturbed(fastest_ns)]
+                for live in chosen:
                     starting(live.task.label)
-                    live.attempt(lambda live=live, visit=visit: _visit(live, visit, clocks))  # type: ignore[misc]
+                    live.attempt(lambda live=live, visit=visit: _visit(live, visit % VISITS, clocks))  # type: ignore[misc]
         finally:
             gc.enable()
         for live in group:
@@ -134,7 +159,16 @@ def _visit(live: Live, visit: int, clocks: Mapping[str, Clock]) -> None:
         if workload.before is not None:
             workload.before()
         clock.settle(cold=False)
+        before_ns = _loop_ns()
         live.taken_s.append(clock.measure(workload.run, live.calls))
+        live.loops_ns.append(max(before_ns, _loop_ns()))
+
+
+def _loop_ns() -> int:
+    began = time.perf_counter_ns()
+    for _ in LOOP:
+        pass
+    return time.perf_counter_ns() - began
 
 
 def _check(live: Live, when: str) -> None:
@@ -151,7 +185,8 @@ def _result(live: Live) -> Result:
         status, reason = live.bad
         return Result(*named, status, reason)  # type: ignore[arg-type]
     try:
-        timing = summarize(live.taken_s)
+        taken_s = live.quietest_s()
+        timing = summarize(taken_s)
     except ValueError as error:
         return Result(*named, "failed", str(error))
-    return Result(*named, "ok", size_bytes=case.size_bytes, time_s=timing, samples_s=tuple(live.taken_s))
+    return Result(*named, "ok", size_bytes=case.size_bytes, time_s=timing, samples_s=taken_s)

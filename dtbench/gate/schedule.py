@@ -37,10 +37,13 @@ SCREEN_ROUNDS = 5
 # Where something moved that nobody touched, as many rounds again tell chance from a disturbed machine.
 MORE_ROUNDS = 5
 # A launch in which the control is slower than in its neighbours by so much was disturbed (a core that is shared
-# with another program is slower by 40 to 70%) and is made again, at most so many times. The control knows
-# nothing of the arms, so both are chosen alike; and one that does differ between them stays and is seen.
+# with another program is slower by 40 to 70%) and is made again, at most so many times; and so is one that
+# is slower by more than processes differ than the median of the launches before, however its neighbours fared.
+# The control knows nothing of the arms, so both are chosen alike; and one that does differ between them
+# stays and is seen.
 DISTURBED = 0.05
-TRIES = 3
+DISTURBED_FOR_LONG = 0.15
+TRIES = 4
 PASS_LOOKS = (1, 2, 3, 5)
 TEST_LOOKS = (10, 20)
 # A gain is worth fresh pairs where the screen shows so much of it in every pair.
@@ -96,6 +99,7 @@ class Schedule:
         self._say = say
         self.evidence = Evidence()
         self._judged: dict[Key, Judged] = {}
+        self._controls: list[float] = []  # of the launches that were kept
 
     def run(self) -> tuple[list[Judged], Trust]:
         """Launches until every benchmark has its verdict or the budget is spent."""
@@ -188,15 +192,20 @@ class Schedule:
         """Launches of the arms next to each other, those that were disturbed made again."""
         made = self._each(arms, benchmarks, again=False)
         for _ in range(TRIES - 1):
-            controls = {arm: self._control_s(launch) for arm, launch in made.items()}
-            known = [time_s for time_s in controls.values() if time_s is not None]
-            if len(known) < len(made):
+            controls = {arm: time_s for arm in arms if (time_s := self._control_s(made[arm])) is not None}
+            if len(controls) < len(made):
                 break
-            slow = [arm for arm in arms if (controls[arm] or 0.0) > (1 + DISTURBED) * min(known)]
+            most = (1 + DISTURBED) * min(controls.values())
+            if self._controls:
+                most = min(most, (1 + DISTURBED_FOR_LONG) * median(self._controls))
+            slow = [arm for arm in arms if controls[arm] > most]
             if not slow:
                 break
             made |= self._each(slow, benchmarks, again=True)
             self.evidence.repeated += len(slow)
+        self._controls += [
+            time_s for launch in made.values() if (time_s := self._control_s(launch)) is not None
+        ]
         return made
 
     def _control_s(self, launch: Launch) -> float | None:
