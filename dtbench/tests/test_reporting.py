@@ -145,11 +145,11 @@ def test_bandwidths_count_in_thousands(run: Run, whole: Page) -> None:
     assert float(row[6]) == pytest.approx(result.busbw_Bps / 1e6, rel=0.01)
 
 
-def test_warnings_come_first(run: Run, topology: dict[str, Any]) -> None:
+def test_warnings_come_first(run: Run, topology: dict[str, Any], text: str) -> None:
     broken = dataclasses.replace(run, results=(*run.results, *made_up.NOT_OK), complete=False)
-    text = render([broken], topology)
-    shown = Page(text)
-    assert text.index("Read first") < text.index('id="provenance"')
+    warned = render([broken], topology)
+    shown = Page(warned)
+    assert warned.index("Read first") < warned.index('id="provenance"')
     warnings = shown.section_text[""]
     assert "Incomplete: made-up.jsonl" in warnings
     assert "1 result held wrong data" in warnings
@@ -157,7 +157,7 @@ def test_warnings_come_first(run: Run, topology: dict[str, Any]) -> None:
     for reason in ("got 3, expected 4", "out of memory", "no rule for it"):
         assert reason in shown.section_text["failures"]
     assert "bucketer reduce_scatter, core (mesh_dim=tp), rank 3, launch 0" in shown.section_text["failures"]
-    assert "Read first" not in render([run], topology)
+    assert "Read first" not in text
 
 
 def test_a_topology_of_another_run_is_said(run: Run, topology: dict[str, Any]) -> None:
@@ -525,7 +525,8 @@ def test_the_page_is_written_and_may_be_written_again(
     path = tmp_path / "page.html"
     write_report([run], topology, path)
     assert path.read_text("utf-8") == text
-    write_report([run], topology, path)
+    write_report([made_up.run([])], None, path)
+    assert path.read_text("utf-8") != text
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
 
 
