@@ -27,7 +27,7 @@ from dtbench.gate.schedule import ArmName, Launch, LaunchArms, OutOfTimeError, S
 from dtbench.gate.verdict import Judged
 from dtbench.store import read_run
 
-DEFAULT_BUDGET_S = 900.0
+DEFAULT_BUDGET_S = 1200.0
 # A trial that needs everything takes 5 rounds of the screen and 20 fresh pairs.
 FEWEST_ROUNDS = 25
 TRIALS = 1000
