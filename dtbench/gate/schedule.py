@@ -38,11 +38,12 @@ SCREEN_ROUNDS = 5
 MORE_ROUNDS = 5
 # A launch in which the control is slower than in its neighbours by so much was disturbed (a core that is shared
 # with another program is slower by 40 to 70%) and is made again, at most so many times; and so is one that
-# is slower by more than processes differ than the median of the launches before, however its neighbours fared.
+# is slower by more than processes differ than the median of three rounds before, however its neighbours fared.
 # The control knows nothing of the arms, so both are chosen alike; and one that does differ between them
 # stays and is seen.
 DISTURBED = 0.05
 DISTURBED_FOR_LONG = 0.15
+LATELY = 9
 TRIES = 4
 PASS_LOOKS = (1, 2, 3, 5)
 TEST_LOOKS = (10, 20)
@@ -197,7 +198,7 @@ class Schedule:
                 break
             most = (1 + DISTURBED) * min(controls.values())
             if self._controls:
-                most = min(most, (1 + DISTURBED_FOR_LONG) * median(self._controls))
+                most = min(most, (1 + DISTURBED_FOR_LONG) * median(self._controls[-LATELY:]))
             slow = [arm for arm in arms if controls[arm] > most]
             if not slow:
                 break

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -266,14 +264,8 @@ def test_a_worker_that_takes_too_long_is_ended() -> None:
 # ---- the command line ----
 
 
-def _run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "dtbench", "run", *args], capture_output=True, text=True, timeout=300
-    )
-
-
-def _read(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
-    """Exit code and output of a command that only reads, in this process."""
+def _do(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
+    """Exit code and output of a command, in this process, which has torch's op database already."""
     code = cli.main(args, standalone_mode=False)
     return code or 0, capsys.readouterr().out
 
@@ -291,23 +283,23 @@ def test_a_run_its_table_and_its_baseline(tmp_path: Path, capsys: pytest.Capture
         "--places",
         "2",
     ]
-    done = _run("coverage", *options, "-o", str(path))
-    assert done.returncode == 0, done.stderr
-    assert "3 results to measure" in done.stdout and "3 ok" in done.stdout
-    again = _run("coverage", *options, "-o", str(path), "--resume")
-    assert again.returncode == 0 and "is complete already" in again.stdout
-    assert "100.0%" in _read(capsys, "show", str(path))[1]
+    code, said = _do(capsys, "run", "coverage", *options, "-o", str(path))
+    assert code == 0, said
+    assert "3 results to measure" in said and "3 ok" in said
+    code, said = _do(capsys, "run", "coverage", *options, "-o", str(path), "--resume")
+    assert code == 0 and "is complete already" in said
+    assert "100.0%" in _do(capsys, "show", str(path))[1]
 
-    code, said = _read(capsys, "coverage", str(path), "--table", str(table), "--save", str(baseline))
+    code, said = _do(capsys, "coverage", str(path), "--table", str(table), "--save", str(baseline))
     assert code == 0, said
     assert "| abs | pass | pass |" in table.read_text() and "| mean | pass |  |" in table.read_text()
-    code, said = _read(capsys, "coverage", str(path), "--baseline", str(baseline))
+    code, said = _do(capsys, "coverage", str(path), "--baseline", str(baseline))
     assert code == 0 and "0 worse" in said
 
     known = json.loads(baseline.read_text())
     known["verdicts"]["argsort"] = {"even": "pass"}
     baseline.write_text(json.dumps(known))
-    code, said = _read(capsys, "coverage", str(path), "--baseline", str(baseline))
+    code, said = _do(capsys, "coverage", str(path), "--baseline", str(baseline))
     assert code == 1 and "worse: argsort (even): was pass, is not measured" in said
 
 

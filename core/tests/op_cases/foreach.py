@@ -130,7 +130,7 @@ def _unscaled(a: Any, b: Any) -> Any:
 
 
 OPS: dict[str, Op] = {
-    "foreach": Op(_every_overload, B, UB, differentiable=False, places=2),
+    "foreach": Op(_every_overload, B, UB, differentiable=False, places=1),
     "foreach_linear": Op(_linear, B, UB),
     "foreach_in_place": Op(_in_place_linear, B, UB, differentiable=False),
     "foreach_norm": Op(_norms, B, UB, differentiable=False),
