@@ -20,6 +20,8 @@ Key = tuple[str, str, str, tuple[tuple[str, Param], ...]]  # as `Result.case_key
 DEFAULT_TOLERANCE = 0.05
 # Beside the counters of a counting launch: how many samples to take, of how many calls; both arms do alike.
 SAMPLES_WANTED, CALLS_WANTED = "samples", "calls_per_sample"
+# Beside the times of a launch: 1 where too few of the samples met a quiet moment.
+DISTURBED = "disturbed"
 MAX_LISTING_BYTES = 256 * 2**20
 
 

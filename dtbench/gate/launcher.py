@@ -18,6 +18,7 @@ from dtbench.gate import control
 from dtbench.gate.arms import Arm
 from dtbench.gate.benchmark import (
     CALLS_WANTED,
+    DISTURBED,
     SAMPLES_WANTED,
     Benchmark,
     Key,
@@ -325,7 +326,8 @@ def _launch_of(results: Mapping[Key, Result], benchmarks: Sequence[Benchmark], b
         elif key in wanted or key[0] == control.NAME:
             estimator = wanted[key].estimator if key in wanted else "min"
             times[key] = getattr(result.time_s, estimator)
-    return Launch(times, bad, {k: r.counters for k, r in results.items() if r.status == "ok"})
+    told = [r.counters[DISTURBED] for r in results.values() if DISTURBED in r.counters]
+    return Launch(times, bad, disturbed=sum(told) / len(told) if told else 0.0)
 
 
 def _asked(stem: Path) -> Path:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtbench.clock import Clock
+from dtbench.gate.benchmark import DISTURBED
 from dtbench.model import Case, Result, Skip, Workload
 from dtbench.options import Task
 from dtbench.sampling import describe
@@ -114,8 +115,7 @@ def measure(
             for visit in range(VISITS + MORE_VISITS):
                 chosen = group
                 if visit >= VISITS:
-                    fastest_ns = min((min(live.loops_ns, default=0) for live in group), default=0)
-                    chosen = [live for live in group if live.disturbed(fastest_ns)]
+                    chosen = [live for live in group if live.disturbed(_fastest_ns(group))]
                 for live in chosen:
                     starting(live.task.label)
                     live.attempt(lambda live=live, visit=visit: _visit(live, visit % VISITS, clocks))  # type: ignore[misc]
@@ -126,7 +126,11 @@ def measure(
             _check(live, "after the samples")
             if live.workload.close is not None:
                 live.attempt(live.workload.close)
-            yield _result(live)
+            yield _result(live, disturbed=live.disturbed(_fastest_ns(group)))
+
+
+def _fastest_ns(group: Sequence[Live]) -> int:
+    return min((loop for live in group for loop in live.loops_ns), default=0)
 
 
 def _build(
@@ -178,7 +182,7 @@ def _check(live: Live, when: str) -> None:
         live.bad = ("wrong", f"{wrong} ({when})")
 
 
-def _result(live: Live) -> Result:
+def _result(live: Live, *, disturbed: bool) -> Result:
     case = live.task.case
     named = (live.task.suite.name, case.name, live.impl, case.params)
     if live.bad is not None:
@@ -189,4 +193,5 @@ def _result(live: Live) -> Result:
         timing = summarize(taken_s)
     except ValueError as error:
         return Result(*named, "failed", str(error))
-    return Result(*named, "ok", size_bytes=case.size_bytes, time_s=timing, samples_s=taken_s)
+    found = {DISTURBED: float(disturbed)}
+    return Result(*named, "ok", size_bytes=case.size_bytes, time_s=timing, samples_s=taken_s, counters=found)

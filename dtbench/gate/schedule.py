@@ -40,10 +40,12 @@ MORE_ROUNDS = 5
 # with another program is slower by 40 to 70%) and is made again, at most so many times; and so is one that
 # is slower by more than processes differ than the median of three rounds before, however its neighbours fared.
 # The control knows nothing of the arms, so both are chosen alike; and one that does differ between them
-# stays and is seen.
+# stays and is seen. So is one in which many benchmarks found no quiet moments, however the control fared. As many
+# launches are made again as half of all, at most.
 DISTURBED = 0.05
 DISTURBED_FOR_LONG = 0.15
 LATELY = 9
+DISTURBED_SHARE = 0.1
 TRIES = 4
 PASS_LOOKS = (2, 5)
 TEST_LOOKS = (10, 20)
@@ -57,11 +59,13 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of one arm. times_s: the estimates, control included. bad: what failed, and why."""
+    """One launch of one arm. times_s: the estimates, control included. bad: what failed, and why. disturbed: the
+    share of its benchmarks that found too few quiet moments.
+    """
 
     times_s: Mapping[Key, float]
     bad: Mapping[Key, str] = field(default_factory=dict)
-    counters: Mapping[Key, Mapping[str, float]] = field(default_factory=dict)
+    disturbed: float = 0.0
 
 
 # Makes one launch of the benchmarks per arm, next to each other, in this order; True says that they take the
@@ -199,8 +203,8 @@ class Schedule:
             most = (1 + DISTURBED) * min(controls.values())
             if self._controls:
                 most = min(most, (1 + DISTURBED_FOR_LONG) * median(self._controls[-LATELY:]))
-            slow = [arm for arm in arms if controls[arm] > most]
-            if not slow:
+            slow = [arm for arm in arms if controls[arm] > most or made[arm].disturbed > DISTURBED_SHARE]
+            if not slow or 2 * self.evidence.repeated + len(slow) > self.evidence.launches:
                 break
             made |= self._each(slow, benchmarks, again=True)
             self.evidence.repeated += len(slow)

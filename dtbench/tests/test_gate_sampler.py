@@ -55,7 +55,7 @@ def run(monkeypatch: pytest.MonkeyPatch, quiet: Iterator[bool]) -> tuple[Result,
 def test_a_quiet_machine_gives_the_samples_that_were_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     result, machine = run(monkeypatch, iter(lambda: True, None))
     assert machine.samples == len(result.samples_s) == SAMPLES
-    assert set(result.samples_s) == {1e-3}
+    assert set(result.samples_s) == {1e-3} and not result.counters["disturbed"]
 
 
 def test_more_visits_find_quiet_moments_and_no_more_samples_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,10 +70,11 @@ def test_more_visits_find_quiet_moments_and_no_more_samples_are_kept(monkeypatch
     assert SAMPLES < machine.samples < SAMPLES * (VISITS + MORE_VISITS) // VISITS
     assert len(result.samples_s) == SAMPLES
     assert sum(s == 1e-3 for s in result.samples_s) >= SAMPLES // 4
+    assert not result.counters["disturbed"]
 
 
 def test_a_machine_that_is_never_quiet_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     result, machine = run(monkeypatch, (n == 0 for n in iter(range(10**6))))
     assert machine.samples == SAMPLES * (VISITS + MORE_VISITS) // VISITS
     assert len(result.samples_s) == SAMPLES and result.time_s is not None
-    assert result.time_s.min == 1e-3
+    assert result.time_s.min == 1e-3 and result.counters["disturbed"]

@@ -144,6 +144,24 @@ def test_launches_that_were_all_disturbed_are_made_again():
     assert len(machine.arms) == 15 + 4
 
 
+def test_launches_without_quiet_moments_are_made_again_and_not_for_ever():
+    machine = Machine(noise=0.002)
+
+    def launch(arms: Sequence[ArmName], wanted: Sequence[Benchmark], again: bool) -> list[Launch]:
+        return [
+            Launch(machine.one(arm, wanted).times_s, disturbed=float(len(machine.arms) in busy))
+            for arm in arms
+        ]
+
+    busy = range(8, 10)
+    Schedule(benchmarks(2), CONTROL, launch, 0).run()
+    assert len(machine.arms) == 15 + 2
+    machine, busy = Machine(noise=0.002), range(10**6)
+    judged, _ = Schedule(benchmarks(2), CONTROL, launch, 0).run()
+    assert [j.verdict for j in judged] == ["PASS"] * 2
+    assert len(machine.arms) <= 2 * 15
+
+
 def test_a_gain_is_told_and_a_small_one_passes():
     assert judge(Machine({"b0": 0.90}, noise=0.003))[0][0].verdict == "IMPROVED"
     machine = Machine({"b0": 0.97}, noise=0.003)
