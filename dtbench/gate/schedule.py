@@ -40,12 +40,13 @@ MORE_ROUNDS = 5
 # with another program is slower by 40 to 70%) and is made again, at most so many times; and so is one that
 # is slower by more than processes differ than the median of three rounds before, however its neighbours fared.
 # The control knows nothing of the arms, so both are chosen alike; and one that does differ between them
-# stays and is seen. So is one in which many benchmarks found no quiet moments, however the control fared. As many
-# launches are made again as half of all, at most.
+# stays and is seen. So is one in which most benchmarks found too few quiet moments, however the control fared: of
+# 108 launches beside other tenants' work, all with less than three quarters of such benchmarks measured what
+# the undisturbed ones did, and one of five with more was 8% off. At most half of all launches are repeats.
 DISTURBED = 0.05
 DISTURBED_FOR_LONG = 0.15
 LATELY = 9
-DISTURBED_SHARE = 0.1
+DISTURBED_SHARE = 0.75
 TRIES = 4
 PASS_LOOKS = (2, 5)
 TEST_LOOKS = (10, 20)
