@@ -96,8 +96,9 @@ class Launcher:
             ArmError: an arm cannot even list them.
             OutOfTimeError: the budget is spent.
         """
-        started = [self._begin(*self._counting(name, frozenset())) for name in names]
+        started: list[_Work] = []
         try:
+            started.extend(self._begin(*self._counting(name, frozenset())) for name in names)
             return [self._counted(name, work) for name, work in zip(names, started, strict=True)]
         finally:
             _end_all(started)
@@ -154,8 +155,9 @@ class Launcher:
             OutOfTimeError: the budget does not hold them.
         """
         simulated = [b for b in benchmarks if b.world == "simulated"]
-        started = [self._begin(*self._timing(arm, simulated)) for arm in arms]
+        started: list[_Work] = []
         try:
+            started.extend(self._begin(*self._timing(arm, simulated)) for arm in arms)
             for work in started:
                 work.await_ready(self._limits)
             return [self._timed(arm, work, benchmarks) for arm, work in zip(arms, started, strict=True)]

@@ -28,8 +28,9 @@ from dtbench.gate.verdict import Judged
 from dtbench.store import read_run
 
 DEFAULT_BUDGET_S = 1200.0
-# A trial that needs everything takes 5 rounds of the screen and 20 fresh pairs.
-FEWEST_ROUNDS = 25
+# A trial that needs everything takes 5 rounds of the screen, 5 more where something moved, and 20 fresh pairs;
+# one that finds the pool used up misses what it would have found.
+FEWEST_ROUNDS = 30
 TRIALS = 1000
 CONFIDENCE = 0.95
 # The goals on a loaded machine of two cores.

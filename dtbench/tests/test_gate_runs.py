@@ -304,6 +304,30 @@ def test_compared_launches_load_together_and_measure_one_after_another(tmp_path:
     assert [what for what, _ in rows[:2]] == ["loaded", "loaded"]
 
 
+def test_a_launch_that_cannot_be_started_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ended: list[str] = []
+
+    class Started:
+        def __init__(self, arm: Arm, *_: Any, **__: Any) -> None:
+            self.name = arm.text
+            if arm.text == "head":
+                raise OSError("no memory")
+
+        def end(self) -> None:
+            ended.append(self.name)
+
+    monkeypatch.setattr(launcher, "Started", Started)
+    (tmp_path / "launches").mkdir()
+    arms = {
+        name: Arm(name, name, "", sys.executable, (), {}, tmp_path, "", "", "") for name in ("base", "head")
+    }
+    made = launcher.Launcher(arms, {"base": [], "head": []}, {}, tmp_path / "launches", launcher.Limits(60))
+    for start in (lambda: made.launch(["base", "head"], []), lambda: made.count("base", "head")):
+        with pytest.raises(OSError, match="no memory"):
+            start()
+    assert ended == ["base", "base"]
+
+
 TIMED = """
 import os
 from dtbench.model import Case, Workload
