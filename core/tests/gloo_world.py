@@ -1,11 +1,12 @@
 """Persistent worlds of real gloo processes that execute a test's function on every rank.
 
-A world is started once and serves many calls, because starting four processes that import torch costs
-seconds while a small collective costs milliseconds. A call that leaves the ranks in doubt (one hangs,
-dies, or fails while others do not) throws the world away; the next call starts a fresh one.
+A world is started once and serves many calls, because starting four processes costs more than most
+calls. A call that leaves the ranks in doubt (one hangs, dies, or fails while others do not) throws the
+world away; the next call starts a fresh one.
 
-Each rank is `python -c "... serve()"` with one end of a pipe. Functions travel by module name, file and
-qualified name; arguments and results by plain pickle.
+Ranks are forked off multiprocessing's fork server, which has imported torch once for all of them and
+done nothing else: an import takes seconds of a core. Functions travel by module name, file and qualified
+name; arguments and results by plain pickle.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import multiprocessing
 import os
 import pickle
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,6 +36,8 @@ from types import ModuleType
 from typing import Any
 
 WORLD_SIZE = 4
+START = multiprocessing.get_context("forkserver")
+START.set_forkserver_preload(["torch.distributed", "dtbench_core"])
 CALL_TIMEOUT_S = 60.0
 # Below the call's timeout, so that a collective without its peers raises where it stands.
 GROUP_TIMEOUT_S = 45.0
@@ -97,14 +100,19 @@ def load_module(name: str, file: Path) -> ModuleType:
 # --- the rank's side -------------------------------------------------------------------------------
 
 
-def serve(fd: int, rank: int, world_size: int, store: str) -> None:
+def serve(connection: Connection, rank: int, world_size: int, store: str, stderr_path: str) -> None:
     """Joins the world and executes calls until the pipe closes."""
+    with Path(stderr_path).open("wb") as stderr:
+        os.dup2(stderr.fileno(), 1)
+        os.dup2(stderr.fileno(), 2)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # The name of the machine need not resolve to an address that reaches it.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
     import torch.distributed as dist
 
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
-    connection = Connection(fd)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, world_size),
@@ -170,30 +178,12 @@ class _Rank:
         self.rank = rank
         self.stderr_path = folder / f"stderr{rank}"
         self.connection, theirs = Pipe()
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(p or str(Path.cwd()) for p in sys.path),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONFAULTHANDLER": "1",
-        }
-        if sys.platform == "linux":
-            # The name of the machine need not resolve to an address that reaches it.
-            env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        code = (
-            f"import sys; from pathlib import Path; import importlib.util as u\n"
-            f"s = u.spec_from_file_location({__name__!r}, {__file__!r}); m = u.module_from_spec(s)\n"
-            f"sys.modules[{__name__!r}] = m; s.loader.exec_module(m)\n"
-            f"m.serve({theirs.fileno()}, {rank}, {world_size}, {str(folder / 'store')!r})"
+        self.process = START.Process(
+            target=serve,
+            args=(theirs, rank, world_size, str(folder / "store"), str(self.stderr_path)),
+            daemon=True,
         )
-        with self.stderr_path.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                env=env,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=stderr,
-                stderr=stderr,
-            )
+        self.process.start()
         theirs.close()
 
     def stderr_tail(self) -> str:
@@ -201,7 +191,8 @@ class _Rank:
 
     def describe_hang(self) -> str:
         """Where the rank stands, by asking it for its stacks."""
-        self.process.send_signal(signal.SIGUSR1)
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGUSR1)
         time.sleep(0.5)
         return f"did not answer in time; its stacks and stderr:\n{self.stderr_tail()}"
 
@@ -216,7 +207,7 @@ class World:
         self.healthy = True
 
     @property
-    def pids(self) -> list[int]:
+    def pids(self) -> list[int | None]:
         return [r.process.pid for r in self._ranks]
 
     def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float) -> list[Any]:
@@ -228,7 +219,7 @@ class World:
                 rank.connection.send_bytes(message)
         answers = self._collect(time.monotonic() + timeout_s, failures)
         for rank in self._ranks:
-            if rank.rank not in answers and rank.rank not in failures and rank.process.poll() is None:
+            if rank.rank not in answers and rank.rank not in failures and rank.process.is_alive():
                 failures[rank.rank] = rank.describe_hang()
         errors = {r: value for r, (ok, value) in answers.items() if not ok}
         # All failing alike is a verdict on the code; anything else may have left collectives half done.
@@ -248,9 +239,8 @@ class World:
                 try:
                     answers[rank.rank] = pickle.loads(rank.connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        rank.process.wait(1)
-                    failures[rank.rank] = f"died (exit {rank.process.poll()}):\n{rank.stderr_tail()}"
+                    rank.process.join(1)
+                    failures[rank.rank] = f"died (exit {rank.process.exitcode}):\n{rank.stderr_tail()}"
                 if rank.rank in failures or not answers[rank.rank][0]:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         return answers
@@ -260,10 +250,9 @@ class World:
             rank.connection.close()
         for rank in self._ranks:
             if self.healthy:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    rank.process.wait(5)
+                rank.process.join(5)
             rank.process.kill()
-            rank.process.wait()
+            rank.process.join()
         self._folder.cleanup()
 
 
@@ -312,7 +301,7 @@ class Worlds:
                 del self._worlds[world_size]
                 world.close()
 
-    def pids(self, world_size: int = WORLD_SIZE) -> list[int]:
+    def pids(self, world_size: int = WORLD_SIZE) -> list[int | None]:
         return self._worlds[world_size].pids if world_size in self._worlds else []
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ copying in reaches.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -65,11 +66,20 @@ def check(run: Callable[[], object], module: Any, name: str, whole: Tensor, n: i
     return mismatch(rows, whole.view(len(whole), n, -1).transpose(0, 1).reshape(n, -1), "what is packed")
 
 
+@functools.lru_cache(maxsize=1)
+def made(number: int, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """The gradients as one (number, count), and each, (count,), in memory of its own as a model's are.
+
+    All impls read the same: with copies for each, what is measured is how these evict each other from the cache.
+    """
+    whole = (torch.arange(number * count, device=device) % MOVED_VALUES).to(dtype).view(number, count)
+    return whole, [t.clone() for t in whole]
+
+
 def build(impl: str, number: int, count: int, dtype: torch.dtype, world: World) -> Workload:
     group = world.mesh.get_group(0)
     n = group.size()
-    whole = (torch.arange(number * count, device=world.device) % MOVED_VALUES).to(dtype).view(number, count)
-    gradients = [t.clone() for t in whole]  # (count,) each, in memory of their own as a model's are
+    whole, gradients = made(number, count, dtype, world.device)
     lists = [list(t.chunk(n)) for t in gradients]
     if impl == "copy":
         target = torch.empty_like(whole)

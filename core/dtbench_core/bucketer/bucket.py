@@ -230,6 +230,36 @@ class Bucket:
         if outcome is not None:
             outcome.end()
 
+    def add_flat(self, tensor: Tensor, callback: Callback | None) -> bool:
+        """As `add` of a flat tensor, n shards in a row. False: it is none, and nothing was done."""
+        total = tensor.numel()
+        numel = total // self.world_size
+        if tensor.ndim != 1 or tensor.requires_grad or numel * self.world_size != total:
+            return False
+        if self.hold_inputs and self._hold(tensor, numel, callback):
+            return True
+        try:
+            shards = tensor.view(self.world_size, numel)
+        except RuntimeError:  # not dense
+            return False
+        self.add(shards, numel, callback)
+        return True
+
+    def _hold(self, tensor: Tensor, numel: int, callback: Callback | None) -> bool:
+        """Whether a flat tensor went into the bucket that is filling, as it is."""
+        load, layout = self._load, self.layout
+        if load is None or not 0 < numel <= layout.capacity - layout.offset or not tensor.is_contiguous():
+            return False
+        assert isinstance(load.packing, Held)
+        try:
+            load.packing.add_flat(tensor, numel)
+        except RuntimeError:  # of inference mode
+            return False
+        layout.offset += numel
+        load.numels.append(numel)
+        load.callbacks.append(callback)
+        return True
+
     def _add_elsewhere(
         self, source: Source, numel: int, callback: Callback | None, finish: Finish | None
     ) -> None:

@@ -107,35 +107,23 @@ class ReduceScatterBucketer:
                 a dim 0 that n does not divide; ranks that disagree.
             Exception: what a callback that became due has raised; this input is safe in its bucket.
         """
-        if self._take_the_short_way(input_list, group, callback_fn):
+        # What comes most is asked the fewest questions; `take_in` knows the rest and what to say of what is wrong.
+        if type(input_list) is Tensor:
+            found = self.buckets.get((input_list.dtype, input_list.device, group))
+            if found is not None and found.add_flat(input_list, callback_fn):
+                return
+        elif type(input_list) is list and self._take_small_tensors(input_list, group, callback_fn):
             return
         taken = take_in(input_list, group)
         bucket = self.buckets.get((taken.dtype, taken.device, group)) or self._new_bucket(taken, group)
         finish = None if taken.shape is None and taken.rewrap is None else (taken.shape, taken.rewrap)
         bucket.add(taken.source, taken.numel, callback_fn, finish)
 
-    def _take_the_short_way(
-        self, given: Sequence[Tensor] | Tensor, group: ProcessGroup, callback: Callback | None
+    def _take_small_tensors(
+        self, given: list[Tensor], group: ProcessGroup, callback: Callback | None
     ) -> bool:
-        """What comes most, handed over with the fewest questions: flat tensors, and lists of small ones.
-
-        False leaves it to `take_in`, which knows the rest and what to say of what is wrong.
-        """
-        if type(given) is Tensor:
-            bucket = self.buckets.get((given.dtype, given.device, group))
-            if bucket is None or given.ndim != 1 or given.requires_grad:
-                return False
-            numel, rest = divmod(given.numel(), bucket.world_size)
-            if rest:
-                return False
-            try:
-                as_is = bucket.hold_inputs and given.is_contiguous()
-                source = given if as_is else given.view(bucket.world_size, numel)
-            except RuntimeError:  # not dense
-                return False
-            bucket.add(source, numel, callback)
-            return True
-        if type(given) is not list or not given or set(map(type, given)) != {Tensor}:
+        """Joins tensors that are cheaper to copy as one. False: they are not, or `take_in` must look at them."""
+        if not given or set(map(type, given)) != {Tensor}:
             return False
         first = given[0]
         bucket = self.buckets.get((first.dtype, first.device, group))

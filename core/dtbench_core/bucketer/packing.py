@@ -8,8 +8,10 @@ copies them all in one call when the bucket closes: half the work for small inpu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import attrgetter
 from typing import Protocol
 
@@ -167,26 +169,29 @@ class Held:
     def __init__(self, pool: Pool, world_size: int, room: int) -> None:
         self.used, self.room = 0, room
         self._pool, self._n = pool, world_size
-        self._inputs: list[Source] = []
-        self._has_lists = False
-        self._tensors: list[Tensor] = []  # that they consist of, and the versions of these
+        self._tensors: list[Tensor] = []  # all that inputs consist of, and the versions of these
         self._versions: list[int] = []
+        self._lists: set[int] = set()  # where the n tensors of one input begin
 
     def add(self, source: Source, numel: int) -> None:
         if not numel:
             return
         self.used += numel
-        self._inputs.append(source)
-        if isinstance(source, Tensor):
-            self._tensors.append(source)
-            try:
-                self._versions.append(source._version)
-            except RuntimeError:  # an inference tensor: torch does not count its writes
-                self._versions.append(0)
-        else:
-            self._has_lists = True
-            self._tensors += source
-            self._versions += versions_of(source)
+        given = [source] if isinstance(source, Tensor) else source
+        if given is source:
+            self._lists.add(len(self._tensors))
+        self._tensors += given
+        self._versions += versions_of(given)
+
+    def add_flat(self, tensor: Tensor, numel: int) -> None:
+        """As `add` of (n * k,), k > 0, with nothing asked.
+
+        Raises:
+            RuntimeError: an inference tensor, which counts no writes; nothing is taken in.
+        """
+        self._versions.append(tensor._version)
+        self._tensors.append(tensor)
+        self.used += numel
 
     def grow(self, room: int) -> None:
         raise AssertionError("it has room for a whole bucket from the start")
@@ -200,26 +205,28 @@ class Held:
         buffer = self._pool.take(total)
         packed = buffer[:total]
         rows = packed.view(self._n, self.used)
-        if not self._has_lists:
+        if not self._lists:
             chunk_cat(self._tensors, 0, self._n, out=rows)
         else:
-            columns = [_shards_of(source, self._n) for source in self._inputs]
-            for row, shards in zip(rows.unbind(0), zip(*columns, strict=True), strict=True):
+            for row, shards in zip(rows.unbind(0), zip(*self._columns(), strict=True), strict=True):
                 torch.cat(shards, out=row)
         self._pool.counters.bytes_copied += packed.nbytes
         self.drop()
         return packed, buffer
 
+    def _columns(self) -> Iterator[Sequence[Tensor]]:
+        """The n flat shards of each input."""
+        start = 0
+        while start < len(self._tensors):
+            if start in self._lists:
+                yield [shard.reshape(-1) for shard in self._tensors[start : start + self._n]]
+                start += self._n
+            else:
+                yield self._tensors[start].view(self._n, -1).unbind(0)
+                start += 1
+
     def drop(self) -> None:
-        self._inputs.clear()
         self._tensors.clear()
-
-
-def _shards_of(source: Source, n: int) -> Sequence[Tensor]:
-    """The n flat shards of an input."""
-    if isinstance(source, Tensor):
-        return source.view(n, -1).unbind(0)
-    return source if source[0].ndim == 1 else [shard.reshape(-1) for shard in source]
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
@@ -236,6 +243,9 @@ def check_unchanged(inputs: Sequence[Tensor], versions: Sequence[int]) -> None:
         BucketError: an input was written to since its version was noted, or its memory was freed.
     """
     now = versions_of(inputs)
+    plain = set(map(type, inputs)) <= {Tensor}  # others have no address
+    if now == versions and not (plain and 0 in map(Tensor.data_ptr, inputs)):
+        return
     freed = [type(t) is Tensor and t.numel() > 0 and t.data_ptr() == 0 for t in inputs]
     if now == versions and not any(freed):
         return
@@ -261,16 +271,16 @@ def side_by_side(shards: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((len(shards), numel), (numel, 1))
 
 
-def copies_of(total: Tensor, numels: Sequence[int]) -> list[Tensor]:
+def copies_of(total: Tensor, numels: list[int]) -> list[Tensor]:
     """`total`, cut into these lengths, in memory of their own."""
     parts: list[Tensor] = []
     most = SHARED_BYTES // total.itemsize
-    start = end = first = 0  # the stretch that shares, and its first part
-    for index, numel in enumerate([*numels, most + 1]):
-        if end + numel - start > most and index > first:
-            shared = total[start:end].clone()
-            # Not views of each other to autograd: each counts its own writes.
-            parts += torch.unsafe_split_with_sizes(shared, list(numels[first:index]))
-            start, first = end, index
-        end += numel
+    ends = list(accumulate(numels))
+    first = start = 0
+    while first < len(ends):
+        last = max(bisect_right(ends, start + most, first), first + 1)
+        shared = total[start : ends[last - 1]].clone()
+        # Not views of each other to autograd: each counts its own writes.
+        parts += torch.unsafe_split_with_sizes(shared, numels[first:last])
+        first, start = last, ends[last - 1]
     return parts
