@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from markupsafe import Markup
 
@@ -17,18 +17,21 @@ from dtbench.reporting.svg import printable
 
 # https://owasp.org/www-community/attacks/CSV_Injection: what a spreadsheet takes for a formula.
 _FORMULA = ("=", "+", "-", "@")
+# RFC 3986, 2.2: reserved characters that stand for themselves in the path of an address.
+_PLAIN_IN_ADDRESS = "/:@!$*+,;=()"
 
 
 def as_json(sources: Sources) -> Markup | None:
     """Headers, results and the topology, as JSON that cannot end its element; None where there are none.
-    Six digits of every figure of a result.
+
+    Results are a table, as every name in every result would be half of the page. Six digits of every figure.
     """
     if not sources.runs and sources.topology is None:
         return None
     data = {
         "runs": [_run(run) for run in sources.runs],
         "baseline": [_run(run) for run in sources.baseline],
-        "topology": sources.topology,
+        "topology": _six_digits(sources.topology) if sources.topology is not None else None,
     }
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     for character in "<>&":
@@ -45,14 +48,23 @@ def _six_digits(data: Any) -> Any:
 
 
 def _run(run: Run) -> dict[str, Any]:
-    results = [_six_digits(_line(r)) for r in run.results]
-    return {"header": dict(run.header), "complete": run.complete, "results": results}
+    lines = [_six_digits(_line(r)) for r in run.results]
+    columns = list(dict.fromkeys(name for line in lines for name in line))
+    rows = [[line.get(name) for name in columns] for line in lines]
+    return {
+        "header": dict(run.header),
+        "complete": run.complete,
+        "results": {"columns": columns, "rows": rows},
+    }
 
 
 def _line(result: Result) -> dict[str, Any]:
+    """What there is of a result; times under names like time_s.median."""
     line = dataclasses.asdict(
         dataclasses.replace(result, samples_s=(), rank_samples_s={}, rank_arrivals_s={})
     )
+    times = line.pop("time_s") or {}
+    line |= {f"time_s.{name}": value for name, value in times.items()}
     return {k: v for k, v in line.items() if v not in (None, "", (), {})}
 
 
@@ -70,7 +82,7 @@ def as_csv(runs: Sequence[Run]) -> str:
 
 def csv_link(runs: Sequence[Run]) -> str:
     """The CSV as an address that holds it: it works without script and without a request."""
-    return "data:text/csv;charset=utf-8;base64," + base64.b64encode(as_csv(runs).encode()).decode()
+    return "data:text/csv;charset=utf-8," + quote(as_csv(runs), safe=_PLAIN_IN_ADDRESS)
 
 
 def _harmless(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import dataclasses
 import gzip
@@ -10,8 +9,10 @@ import io
 import json
 import math
 import re
+from html import unescape
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -543,9 +544,9 @@ def test_the_csv_in_the_page_holds_the_results() -> None:
         *made_up.tensor_parallel(),
     ]
     text = render(Sources(runs=(made_up.run(results),)))
-    found = re.search(r'download="results.csv" href="data:text/csv;charset=utf-8;base64,([^"]*)"', text)
+    found = re.search(r'download="results.csv" href="data:text/csv;charset=utf-8,([^"]*)"', text)
     assert found is not None
-    rows = list(csv.DictReader(io.StringIO(base64.b64decode(found[1]).decode())))
+    rows = list(csv.DictReader(io.StringIO(unquote(unescape(found[1])))))
     assert len(rows) == len(results)
     assert rows[0]["suite"] == "'=1+1"  # no formula
     assert rows[0]["name"] == "name, with comma"

@@ -318,13 +318,20 @@ def test_the_data_in_the_page_are_the_results(run: Run, topology: dict[str, Any]
     raw = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
     assert raw is not None
     data = json.loads(raw[1])
-    assert len(data["runs"][0]["results"]) == len(run.results)
-    median = run.results[0].time_s.median  # type: ignore[union-attr]
-    assert data["runs"][0]["results"][0]["time_s"]["median"] == float(f"{median:.6g}")
-    assert data["topology"] == topology
+    table = data["runs"][0]["results"]
+    assert len(table["rows"]) == len(run.results)
+    for row, result in zip(table["rows"], run.results, strict=True):
+        found = dict(zip(table["columns"], row, strict=True))
+        assert (found["suite"], found["name"], found["impl"]) == (result.suite, result.name, result.impl)
+        assert (found["params"] or {}) == result.params
+        median = None if result.time_s is None else float(f"{result.time_s.median:.6g}")
+        assert found["time_s.median"] == median
+    assert data["topology"].keys() == topology.keys()
+    for dim, original in zip(data["topology"]["dims"], topology["dims"], strict=True):
+        assert dim["bandwidth_GiBps"] == pytest.approx(original["bandwidth_GiBps"], rel=1e-5)
 
 
-OWN_DATA = ("data:,", "data:text/csv;charset=utf-8;base64,")
+OWN_DATA = ("data:,", "data:text/csv;charset=utf-8,")
 
 
 def test_nothing_is_loaded_from_elsewhere(whole: Page, text: str) -> None:
