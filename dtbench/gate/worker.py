@@ -15,6 +15,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,9 +206,8 @@ def _time(order: Mapping[str, Any], plan: Plan, output: Path, turn: int | None) 
                 wanted.append((task, impl, samples[label], own))
     with _writer(plan, output, [task for task, *_ in wanted]) as writer, _world(plan) as world:
         now = _Note(output)
-        if turn is not None:
-            wait_for_turn(turn)
-        for result in measure(wanted, world, _clocks(world.device), now.write):
+        await_turn = (lambda: None) if turn is None else partial(wait_for_turn, turn)
+        for result in measure(wanted, world, _clocks(world.device), now.write, await_turn):
             writer.append(result)
         writer.end()
         now.write("")
