@@ -148,7 +148,7 @@ class Launcher:
         self, arms: Sequence[ArmName], benchmarks: Sequence[Benchmark], again: bool = False
     ) -> list[Launch]:
         """A launch of all the benchmarks per arm, in this order: a process for the simulated ones and the
-        control, and a world of ranks for the others. The processes are set up side by side and measure in turn.
+        control, and a world of ranks for the others. The processes load side by side and measure in turn.
         What brings a process down fails, and the rest is launched again.
 
         Raises:
@@ -305,7 +305,7 @@ class _Work:
 
     def await_ready(self, limits: Limits) -> None:
         if self.process is not None:
-            self.process.await_ready(time.monotonic() + min(limits.left_s(), limits.timeout_s))
+            self.process.await_ready(time.monotonic() + limits.left_s())
 
 
 def _end_all(started: Sequence[_Work]) -> None:

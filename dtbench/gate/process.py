@@ -1,7 +1,7 @@
 """The process of a launch: it loads what it needs, says that it is ready, and measures when it is told to.
 
 Loading torch takes longer than measuring thirty benchmarks. Processes that are compared are started together, so
-that they are set up side by side, and measure one after another, while the others sleep.
+that they load side by side, and measure one after another, while the others sleep.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Started:
 
 
 def wait_for_turn(fd: int) -> None:
-    """In the process itself: says on the socket that all is set up, and returns when it is its turn."""
+    """In the process itself: says on the socket that all is loaded, and returns when it is its turn."""
     with socket.socket(fileno=fd) as turn, contextlib.suppress(OSError):
         turn.send(b"r")
         turn.recv(1)

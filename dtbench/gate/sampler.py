@@ -98,20 +98,16 @@ def measure(
     world: Any,
     clocks: Mapping[str, Clock],
     starting: Callable[[str], None],
-    await_turn: Callable[[], None] = lambda: None,
 ) -> Iterator[Result]:
     """Results of the benchmarks (task, impl, samples, calls per sample), in their order.
 
-    starting: called with a case's label before anything of it runs, once per phase. await_turn: called once, when
-    what is measured first is set up: that takes longer than the samples, and may be done beside other launches.
+    starting: called with a case's label before anything of it runs, once per phase.
     """
     for first in range(0, len(wanted), GROUP):
         group = [
             _build(task, impl, samples, calls, world, starting)
             for task, impl, samples, calls in wanted[first : first + GROUP]
         ]
-        if first == 0:
-            await_turn()
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -119,20 +115,18 @@ def measure(
             for visit in range(VISITS + MORE_VISITS):
                 chosen = group
                 if visit >= VISITS:
-                    fastest_ns = _fastest_ns(group)
-                    chosen = [live for live in group if live.disturbed(fastest_ns)]
+                    chosen = [live for live in group if live.disturbed(_fastest_ns(group))]
                 for live in chosen:
                     starting(live.task.label)
                     live.attempt(lambda live=live, visit=visit: _visit(live, visit % VISITS, clocks))  # type: ignore[misc]
         finally:
             gc.enable()
-        fastest_ns = _fastest_ns(group)
         for live in group:
             starting(live.task.label)
             _check(live, "after the samples")
             if live.workload.close is not None:
                 live.attempt(live.workload.close)
-            yield _result(live, disturbed=live.disturbed(fastest_ns))
+            yield _result(live, disturbed=live.disturbed(_fastest_ns(group)))
 
 
 def _fastest_ns(group: Sequence[Live]) -> int:

@@ -15,7 +15,6 @@ import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +205,9 @@ def _time(order: Mapping[str, Any], plan: Plan, output: Path, turn: int | None) 
                 wanted.append((task, impl, samples[label], own))
     with _writer(plan, output, [task for task, *_ in wanted]) as writer, _world(plan) as world:
         now = _Note(output)
-        await_turn = (lambda: None) if turn is None else partial(wait_for_turn, turn)
-        for result in measure(wanted, world, _clocks(world.device), now.write, await_turn):
+        if turn is not None:
+            wait_for_turn(turn)
+        for result in measure(wanted, world, _clocks(world.device), now.write):
             writer.append(result)
         writer.end()
         now.write("")
