@@ -67,6 +67,6 @@ def _steps() -> Callable[[], object]:
 
 
 TORCH = {name: partial(_op, name) for name in ("add", "mm", "relu", "sum", "clone")}
-# No numbers in a loop that need memory and no lookups in tables: how fast these are depends on what else a process
-# has imported, and moved a control by 1.0 and 1.7% between two builds of torch.
+# No numbers in a loop that need memory, and no lookups in tables. A control of those moved by 1.0 and 1.7% between two
+# builds of torch: presumably because what else a process has imported decides where they lie.
 PYTHON = {"powers": _powers, "steps": _steps}

@@ -50,7 +50,7 @@ LARGE: Sweep = (64 * MIB, (16 * KIB, 256 * KIB, 1 * MIB), (25 * MIB,))
 class Gradients:
     """The tensors of one rank, and what is to come out. Tensor k holds other values than its neighbours.
 
-    All impls read the same: with copies for each, what is measured is how these evict each other from the cache.
+    All impls read the same: they only differ in what they do with it, and memory holds it once.
     """
 
     group: dist.ProcessGroup

@@ -70,7 +70,7 @@ def check(run: Callable[[], object], module: Any, name: str, whole: Tensor, n: i
 def made(number: int, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor]]:
     """The gradients as one (number, count), and each, (count,), in memory of its own as a model's are.
 
-    All impls read the same: with copies for each, what is measured is how these evict each other from the cache.
+    All impls read the same: they only differ in what they do with it, and memory holds it once.
     """
     whole = (torch.arange(number * count, device=device) % MOVED_VALUES).to(dtype).view(number, count)
     return whole, [t.clone() for t in whole]
