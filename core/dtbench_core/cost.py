@@ -282,9 +282,13 @@ class _Search:
         taken = {kind.dim for kind in self.kinds if kind.is_shard()}
         measured = any(prices.curves for prices in self.prices)
         if len(self.wide) < 2 and not measured:
-            # Of use where gathering pads: a dim shorter than its ranks, say.
+            # Of use where gathering pads: a dim shorter than its ranks, say; and where the shard of an inner mesh dim
+            # is in the way of an outer one of a single rank.
             ranks = math.prod(self.sizes)
-            if all(self.shape[dim] % ranks == 0 for dim in taken):
+            ends = ([self.kinds[kind] for kind in end] for end in (self.src, self.dst))
+            cuts = [[kind.dim for kind in end if kind.is_shard()] for end in ends]
+            nested = any(len(set(dims)) < len(dims) for dims in cuts)
+            if not nested and all(self.shape[dim] % ranks == 0 for dim in taken):
                 return []
         fresh = [dim for dim in range(len(self.shape)) if dim not in taken]
         fresh.sort(key=lambda dim: -self.shape[dim])

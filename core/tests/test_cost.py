@@ -328,6 +328,14 @@ def test_no_chain_at_all_is_cheaper(world: Any, copy_us: float) -> None:
     assert price(topo, shape, src, dst, copy_us=copy_us, together=True) <= found + 1e-9
 
 
+def test_an_inner_shard_gets_out_of_the_way_of_a_single_rank_by_another_tensor_dim() -> None:
+    topo = MeshTopoInfo(None, (1, 4), (0.5, 0.5), (0.0, 0.0), 0.0)  # type: ignore[arg-type]
+    ends = (Shard(1), Shard(1)), (R, Shard(1))
+    assert price(topo, (3, 4096), *ends, copy_us=0.0) == pytest.approx(
+        brute_force(topo, (3, 4096), *ends, 0.0)
+    )
+
+
 @settings(max_examples=40, deadline=None)
 @given(worlds(), st.booleans())
 def test_the_cheapest_chain_is_one_of_all(world: Any, together: bool) -> None:
