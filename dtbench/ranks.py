@@ -28,6 +28,8 @@ SIMULATED_RANKS = 8
 # Waits on the store are ended by the watch, which knows why; this only has to be longer than any run.
 _FOREVER = timedelta(days=7)
 _JOIN_TIMEOUT = timedelta(minutes=5)
+# Further connections are made once when a launch begins, and where something went wrong.
+_DYING_S = 0.2
 # The watch fires at the case's timeout and says what hangs; the group's own end comes after it.
 GROUP_GRACE_S = 30.0
 
@@ -169,9 +171,16 @@ def store_of(place: Place, launch: int) -> Callable[[bool], Store]:
 
 
 def _expect_server(address: str, port: int) -> None:
-    """Says at once that nobody serves the store any more, where torch would try and log for a while."""
+    """Says at once that nobody serves the store any more, where torch would try and log for a while.
+
+    A process that dies still takes connections until its last thread is gone, and then drops them.
+    """
     try:
-        socket.create_connection((address, port), timeout=5.0).close()
+        with socket.create_connection((address, port), timeout=5.0) as probe:
+            probe.settimeout(_DYING_S)
+            with contextlib.suppress(TimeoutError):
+                if not probe.recv(1):
+                    raise ConnectionResetError("the connection was dropped")
     except OSError as error:
         raise RuntimeError(f"nobody serves the store at {address}:{port}: {error}") from error
 

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import socket
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from dtbench.errors import UsageError
-from dtbench.ranks import Place, StoreRanks, find_place, first_host
+from dtbench.ranks import Place, StoreRanks, find_place, first_host, store_of
 
 TORCHRUN = {
     "RANK": "3",
@@ -95,3 +98,27 @@ def test_ranks_agree_over_a_store(size: int) -> None:
     assert heard == [expected] * size
     # Only the last decision is left: a long run does not fill the store.
     assert store.num_keys() <= 1
+
+
+def test_a_store_whose_server_is_dying_is_given_up_before_torch_asks_it() -> None:
+    """Its port still takes connections for a moment; torch would try for seconds and log what it meets."""
+    with socket.create_server(("localhost", 0)) as server:
+
+        def die() -> None:
+            taken, _ = server.accept()
+            time.sleep(0.02)
+            taken.close()
+
+        threading.Thread(target=die, daemon=True).start()
+        place = Place(1, 2, 1, 2, "localhost", server.getsockname()[1], True, "torchrun")
+        with pytest.raises(RuntimeError, match=r"nobody serves the store at localhost:.*dropped"):
+            store_of(place, 0)(False)
+
+
+def test_a_store_that_is_served_takes_more_connections() -> None:
+    from torch.distributed import TCPStore
+
+    server = TCPStore("localhost", 0, None, True, wait_for_workers=False)
+    place = Place(1, 2, 1, 2, "localhost", server.port, True, "torchrun")
+    store_of(place, 0)(False).set("a", "1")
+    assert store_of(place, 0)(False).get("a") == b"1"
