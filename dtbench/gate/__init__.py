@@ -4,6 +4,8 @@
     arms.py       a revision, an interpreter or a set of variables -> what a launch is started with
     benchmark.py  what is judged: selections, the listing of an arm's benchmarks
     worker.py     one launch, in the arm's interpreter: lists and counts, or times
+    loader.py     the process that launches are forked off, once it has loaded torch
+    process.py    these processes, seen from the gate
     control.py    the benchmarks that no arm touches
     counting.py   the counters of one call: Python calls, allocations, collectives
     launcher.py   starts workers, reads what they wrote, keeps it for a gate that goes on

@@ -23,7 +23,8 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtbench.errors import ArmError, UsageError
@@ -89,12 +90,12 @@ def open_arms(
         check_text(text)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dtbench-gate-")))
-        made = []
-        for role, text in (("base", base), ("head", head)):
-            arm = stack.enter_context(_open(text, folder / role))
-            say(f"{role} {text}: {arm.note}")
-            made.append(arm)
-        yield made[0], made[1]
+        made = [stack.enter_context(_open(text, folder / f"arm{n}")) for n, text in enumerate((base, head))]
+        with ThreadPoolExecutor() as pool:  # each loads torch
+            old, new = pool.map(_answered, made)
+        for role, arm in (("base", old), ("head", new)):
+            say(f"{role} {arm.text}: {arm.note}")
+        yield old, new
 
 
 def check_text(text: str) -> tuple[str, str]:
@@ -157,10 +158,15 @@ def _open(text: str, folder: Path) -> Iterator[Arm]:
             note = f"{len(variables)} variable(s) set, with this gate's sources"
         snapshot = folder / "sources"
         _snapshot(sources, snapshot)
-        path = (str(snapshot), *extra)
-        version, torch, gpus = _probe(text, python, path)
-        made = json.dumps([kind, revision, python, variables, version, torch])
-        yield Arm(text, made, note, python, path, variables, root, revision, version, torch, gpus)
+        asked = json.dumps([kind, revision, python, variables])
+        yield Arm(text, asked, note, python, (str(snapshot), *extra), variables, root, revision)
+
+
+def _answered(arm: Arm) -> Arm:
+    """The arm with what its interpreter says."""
+    version, torch, gpus = _probe(arm.text, arm.python, arm.path)
+    identity = json.dumps([*json.loads(arm.identity), version, torch])
+    return replace(arm, identity=identity, python_version=version, torch_version=torch, gpus=gpus)
 
 
 # --------------------------------------------------------------------------------- sources

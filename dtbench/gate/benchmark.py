@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ SAMPLES_WANTED, CALLS_WANTED = "samples", "calls_per_sample"
 # Beside the times of a launch: 1 where too few of the samples met a quiet moment.
 DISTURBED = "disturbed"
 MAX_LISTING_BYTES = 256 * 2**20
+_MODULE = re.compile(r"torch(\.[A-Za-z_]\w*)+")
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,15 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Listing:
-    """An arm's benchmarks, and why a selection has none. python: its version, "3.11"."""
+    """An arm's benchmarks, and why a selection has none. python: its version, "3.11". loaded: by the label of a
+    benchmark, the modules of torch that it was the first to load; by "", those that the suites load.
+    """
 
     benchmarks: tuple[Benchmark, ...]
     problems: tuple[str, ...]
     python: str
     torch: str
+    loaded: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def to_json(benchmark: Benchmark) -> dict[str, Any]:
@@ -120,8 +125,17 @@ def from_json(line: Mapping[str, Any]) -> Benchmark:
 def write_listing(path: Path, listing: Listing) -> None:
     """Writes what `read_listing` reads."""
     lines = [to_json(b) for b in listing.benchmarks]
-    body = {"kind": "listing", "python": listing.python, "torch": listing.torch}
-    path.write_text(json.dumps(body | {"problems": list(listing.problems), "benchmarks": lines}))
+    body = {
+        "kind": "listing",
+        "python": listing.python,
+        "torch": listing.torch,
+        "problems": listing.problems,
+        "loaded": dict(listing.loaded),
+        "benchmarks": lines,
+    }
+    written = path.with_suffix(".part")
+    written.write_text(json.dumps(body))
+    written.replace(path)
 
 
 def read_listing(path: Path) -> Listing:
@@ -139,9 +153,17 @@ def read_listing(path: Path) -> Listing:
         if body.get("kind") != "listing" or not isinstance(lines, list) or not isinstance(problems, list):
             raise BadFieldError("expected an object of kind listing")
         made = tuple(from_json(line) for line in lines)
+        loaded = body.get("loaded", {})
+        if not isinstance(loaded, dict) or not all(_are_modules(names) for names in loaded.values()):
+            raise BadFieldError(f"loaded is {shown(loaded)}, expected modules of torch by benchmark")
     except (OSError, ValueError, AttributeError) as error:
         raise UnreadableRunError(f"{path} is no listing of an arm: {error}") from error
-    return Listing(made, tuple(map(str, problems)), str(body.get("python")), str(body.get("torch")))
+    versions = str(body.get("python")), str(body.get("torch"))
+    return Listing(made, tuple(map(str, problems)), *versions, loaded)
+
+
+def _are_modules(names: Any) -> bool:
+    return isinstance(names, list) and all(isinstance(n, str) and _MODULE.fullmatch(n) for n in names)
 
 
 def by_key(benchmarks: Sequence[Benchmark]) -> dict[Key, Benchmark]:

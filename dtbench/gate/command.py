@@ -111,7 +111,8 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
             variables={**options.variables, control.KIND: kind},
         )
         run = _Gate(options, launcher, base, head, seed, say, with_control=bool(kind))
-        report = run.judge(began)
+        with contextlib.closing(launcher):
+            report = run.judge(began)
     _write(
         folder / "gate.json", json.dumps(outputs.to_json(report), indent=2, allow_nan=False), '"kind": "gate"'
     )
@@ -161,7 +162,8 @@ class _Gate:
         left = [b for b in benchmarks if b.key not in self._judged]
         controls = [b for b in new.listing.benchmarks if b.key[0] == control.NAME and self._with_control]
         if left:
-            schedule = Schedule(left, controls, self._launcher.launch, self._seed, self._say)
+            launcher = self._launcher
+            schedule = Schedule(left, controls, launcher.launch, self._seed, self._say, launcher.prepare)
             judged, trust = schedule.run()
             self._judged |= {j.benchmark.key: j for j in judged}
             launches, stopped = schedule.evidence.launches, schedule.evidence.stopped

@@ -6,10 +6,11 @@ is read instead of made.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from dtbench.gate.benchmark import (
     Selection,
     read_listing,
 )
-from dtbench.gate.process import Started
+from dtbench.gate.process import Job, Round, Started, run_alone
 from dtbench.gate.schedule import ArmName, Launch, OutOfTimeError
 from dtbench.model import Result
 from dtbench.options import format_mesh
@@ -36,6 +37,12 @@ DEFAULT_SAMPLES = 50
 NOTE_SUFFIX = ".now"  # as the worker writes it
 # A command line's longest argument on Linux is 128 KiB; beyond half of it, ranks measure the whole selection.
 _MAX_FILTER_CHARS = 60_000
+# Launches of a few benchmarks take more samples of each, up to so many times as many: beside starting a process it
+# costs nothing, and what scatters needs fewer pairs.
+FEW_BENCHMARKS, MOST_SAMPLES = 16, 8
+# Each is a process with torch, of some 300 MB.
+ROUNDS_TOGETHER = 3
+Asked = tuple[Arm, dict[str, Any], Path]  # a worker's arm, its order, and how its files begin
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class Limits:
 
 
 class Launcher:
-    """Makes the launches of one gate."""
+    """Makes the launches of one gate; to be closed."""
 
     def __init__(
         self,
@@ -83,9 +90,19 @@ class Launcher:
         self._samples: dict[Key, int] = {}
         self._calls: dict[Key, int] = {}
         self._variables = dict(variables or {})
+        self._loaded: dict[str, list[str]] = {}  # modules of torch, in all arms, as in a listing
+        self._round: Round | None = None
+        self._prepared: list[Round] = []
+        self._ahead = 0
         self._number = 0
-        self._longest_s = 0.0
+        self._longest_s = 0.0  # of launches that were made together
         self.reused = 0
+
+    def close(self) -> None:
+        """Leaves no process behind."""
+        for made in [*([self._round] if self._round else []), *self._prepared]:
+            made.close()
+        self._round, self._prepared = None, []
 
     # ---- counting ----
 
@@ -96,14 +113,14 @@ class Launcher:
             ArmError: an arm cannot even list them.
             OutOfTimeError: the budget is spent.
         """
-        started: list[_Work] = []
-        try:
-            started.extend(self._begin(*self._counting(name, frozenset())) for name in names)
-            return [self._counted(name, work) for name, work in zip(names, started, strict=True)]
-        finally:
-            _end_all(started)
+        with self._together([self._counting(name, frozenset()) for name in names]) as works:
+            counted = [self._counted(name, work) for name, work in zip(names, works, strict=True)]
+        one, *others = (c.listing.loaded for c in counted)
+        for label, modules in one.items():
+            self._loaded[label] = [m for m in modules if all(m in other.get(label, ()) for other in others)]
+        return counted
 
-    def _counting(self, name: str, without: frozenset[str]) -> tuple[Arm, dict[str, Any], Path]:
+    def _counting(self, name: str, without: frozenset[str]) -> Asked:
         stem = self._next(f"{name}-count")
         order = self._order(name, "count")
         order |= {"listing": f"{stem}.listing.json", "without": sorted(without)}
@@ -125,7 +142,7 @@ class Launcher:
                 raise ArmError(f"{name} cannot be counted: {died}")
             bad[blamed.key] = died
             without.add(blamed.label)
-            work = self._begin(*self._counting(name, frozenset(without)))
+            (work,) = self._begin([self._counting(name, frozenset(without))], again=True)
         if any(b.world == "ranks" for b in listing.benchmarks):
             results |= self._ranks(name, [b for b in listing.benchmarks if b.world == "ranks"], bad)
         for key, result in results.items():
@@ -144,31 +161,36 @@ class Launcher:
 
     # ---- timing ----
 
+    def prepare(self, rounds: int) -> None:
+        """Says that so many rounds follow: they load together, which keeps all cores busy."""
+        self._ahead = rounds
+
     def launch(
         self, arms: Sequence[ArmName], benchmarks: Sequence[Benchmark], again: bool = False
     ) -> list[Launch]:
         """A launch of all the benchmarks per arm, in this order: a process for the simulated ones and the
-        control, and a world of ranks for the others. The processes load side by side and measure in turn.
-        What brings a process down fails, and the rest is launched again.
+        control, and a world of ranks for the others. The processes are set up side by side and measure in turn.
+        What brings a process down fails, and the rest is launched again. again: in the place of launches of the
+        last round.
 
         Raises:
             OutOfTimeError: the budget does not hold them.
         """
         simulated = [b for b in benchmarks if b.world == "simulated"]
-        started: list[_Work] = []
-        try:
-            started.extend(self._begin(*self._timing(arm, simulated)) for arm in arms)
-            for work in started:
-                work.await_ready(self._limits)
-            return [self._timed(arm, work, benchmarks) for arm, work in zip(arms, started, strict=True)]
-        finally:
-            _end_all(started)
+        with self._together([self._timing(arm, simulated) for arm in arms], again=again) as works:
+            for work in works:
+                if work.process is not None:
+                    work.process.await_ready(self._limits.left_s())
+            for made in self._prepared:
+                made.await_prepared(self._limits.left_s())
+            return [self._timed(arm, work, benchmarks) for arm, work in zip(arms, works, strict=True)]
 
-    def _timing(self, arm: ArmName, simulated: Sequence[Benchmark]) -> tuple[Arm, dict[str, Any], Path]:
+    def _timing(self, arm: ArmName, simulated: Sequence[Benchmark]) -> Asked:
         name = _side(arm)
         samples = {b.label: self._samples.get(b.key, DEFAULT_SAMPLES) for b in simulated}
         calls = {b.label: self._calls[b.key] for b in simulated if b.key in self._calls}
         order = self._order(name, "time") | {"samples": samples} | ({"calls": calls} if calls else {})
+        order["times"] = max(1, min(MOST_SAMPLES, FEW_BENCHMARKS // max(len(simulated), 1)))
         return self._arms[name], order, self._next(arm)
 
     def _timed(self, arm: ArmName, work: _Work, benchmarks: Sequence[Benchmark]) -> Launch:
@@ -187,7 +209,7 @@ class Launcher:
             left = [b for b in left if b.key not in results and b.key not in bad]
             if not left:
                 break
-            work = self._begin(*self._timing(arm, left))
+            (work,) = self._begin([self._timing(arm, left)], again=True)
         ranks = [b for b in benchmarks if b.world == "ranks"]
         if ranks:
             results |= self._ranks(arm, ranks, bad)
@@ -207,13 +229,25 @@ class Launcher:
         text = "\n".join(dict.fromkeys(b.label.rpartition(" [")[0] for b in benchmarks))
         if len(text) <= _MAX_FILTER_CHARS:
             command += ["--filter", text]
-        died = self._start(self._arms[name], command, stem)
+        died = self._run_ranks(self._arms[name], command, stem)
         keys = {b.key for b in benchmarks}
         results = {r.case_key: r for r in _results(stem) if r.case_key in keys}
         for benchmark in benchmarks:
             if benchmark.key not in results and died:
                 bad[benchmark.key] = died
         return results
+
+    def _run_ranks(self, arm: Arm, command: Sequence[str], stem: Path) -> str:
+        text = json.dumps([arm.identity, list(command[len(self._selections["base"]) + 1 :])])
+        if self._is_there(stem, text):
+            return ""
+        self._check_budget()
+        module, log = ["dtbench", *command, "-o", f"{stem}.jsonl"], Path(f"{stem}.log")
+        died = self._within_limits(lambda limit_s: run_alone(arm, module, log, self._variables, limit_s))
+        if _is_complete(stem):  # cases may have failed: the file says which
+            _asked(stem).write_text(text)
+            return ""
+        return died
 
     # ---- processes ----
 
@@ -229,34 +263,66 @@ class Launcher:
             "plan": dict(self._plan),
         }
 
-    def _begin(self, arm: Arm, order: Mapping[str, Any], stem: Path) -> _Work:
-        """Starts a worker, unless what it was asked lies there from before."""
-        text = json.dumps(_portable(order), sort_keys=True)
-        if self._is_there(stem, text):
-            return _Work(stem, text)
-        # What is compared when a gate goes on is without the folders that each gate makes anew.
-        real = stem.with_name(f"{stem.name}.full-order.json")
-        real.write_text(json.dumps(order))
-        module = ["dtbench.gate.worker", str(real), f"{stem}.jsonl"]
-        return _Work(stem, text, self._process(arm, module, stem, waits=order["mode"] == "time"))
+    @contextlib.contextmanager
+    def _together(self, asked: Sequence[Asked], *, again: bool = False) -> Iterator[list[_Work]]:
+        """Workers begun together; nothing of them is left in the end."""
+        began = time.monotonic()
+        works = self._begin(asked, again=again)
+        try:
+            yield works
+        finally:
+            for work in works:
+                if work.process is not None:
+                    work.process.end()
+        if any(work.process is not None for work in works):
+            self._longest_s = max(self._longest_s, time.monotonic() - began)
+
+    def _begin(self, asked: Sequence[Asked], *, again: bool) -> list[_Work]:
+        """Starts the workers, but for those whose answer lies there from before. again: in the place of some of
+        the round, and so forked off the same process.
+        """
+        works, jobs = [], {}
+        for arm, order, stem in asked:
+            # What is compared when a gate goes on is without the folders that each gate makes anew.
+            text = json.dumps(_portable(order), sort_keys=True)
+            works.append(_Work(stem, text))
+            if not self._is_there(stem, text):
+                full = stem.with_name(f"{stem.name}.full-order.json")
+                full.write_text(json.dumps(order))
+                jobs[stem] = Job(arm, full, Path(f"{stem}.jsonl"), Path(f"{stem}.log"))
+        if not jobs:
+            return works
+        self._check_budget()
+        if self._round is None or not again:
+            self._round = self._next_round(asked)
+        started = dict(zip(jobs, self._round.start(list(jobs.values())), strict=True))
+        return [replace(work, process=started.get(work.stem)) for work in works]
+
+    def _next_round(self, asked: Sequence[Asked]) -> Round:
+        """One of which nothing was launched. If none is prepared, as many are as are known to follow."""
+        if self._round is not None:
+            self._round.close()
+        if not self._prepared:
+            wanted = {"", *(label for _, order, _ in asked for label in order.get("samples", ()))}
+            load = [name for label, names in self._loaded.items() if label in wanted for name in names]
+            stem = asked[0][2]
+            for number in range(max(1, min(self._ahead, ROUNDS_TOGETHER))):
+                self._prepared.append(Round(self._arms.values(), self._variables, load))
+                log = stem.with_name(f"{stem.name}.loader{number}")
+                self._prepared[-1].prepare((arm for arm, *_ in asked), log)
+        self._ahead -= 1
+        return self._prepared.pop(0)
 
     def _finish(self, work: _Work) -> str:
         """Has a worker carry out its order; what went wrong, or ""."""
         if work.process is None:
             return ""
-        died = self._run(work.process)
+        try:
+            died = self._within_limits(work.process.run)
+        finally:
+            work.process.end()
         if not died:
             _asked(work.stem).write_text(work.text)
-        return died
-
-    def _start(self, arm: Arm, command: Sequence[str], stem: Path) -> str:
-        text = json.dumps([arm.identity, list(command[len(self._selections["base"]) + 1 :])])
-        if self._is_there(stem, text):
-            return ""
-        died = self._run(self._process(arm, ["dtbench", *command, "-o", f"{stem}.jsonl"], stem, waits=False))
-        if _is_complete(stem):  # cases may have failed: the file says which
-            _asked(stem).write_text(text)
-            return ""
         return died
 
     def _is_there(self, stem: Path, text: str) -> bool:
@@ -268,22 +334,14 @@ class Launcher:
             path.unlink()
         return False
 
-    def _process(self, arm: Arm, module: Sequence[str], stem: Path, *, waits: bool) -> Started:
-        self._check_budget()
-        return Started(arm, module, Path(f"{stem}.log"), self._variables, waits=waits)
-
-    def _run(self, process: Started) -> str:
-        try:
-            self._check_budget()
-            left_s, began = self._limits.left_s(), time.monotonic()
-            died = process.run(left_s)
-        finally:
-            process.end()
+    def _within_limits(self, run: Callable[[float], str | None]) -> str:
+        """How a process ended that is given so many seconds."""
+        left_s = self._limits.left_s()
+        died = run(left_s)
         if died is None:
             if left_s < self._limits.timeout_s:
                 raise self._out_of_time()
             return f"no end after {self._limits.timeout_s:g} s (--timeout)"
-        self._longest_s = max(self._longest_s, time.monotonic() - began)
         return died
 
     def _check_budget(self) -> None:
@@ -303,16 +361,6 @@ class _Work:
     text: str
     process: Started | None = None
 
-    def await_ready(self, limits: Limits) -> None:
-        if self.process is not None:
-            self.process.await_ready(time.monotonic() + limits.left_s())
-
-
-def _end_all(started: Sequence[_Work]) -> None:
-    for work in started:
-        if work.process is not None:
-            work.process.end()
-
 
 def _side(arm: str) -> str:
     return "head" if arm.startswith("head") else "base"
@@ -328,8 +376,7 @@ def _launch_of(results: Mapping[Key, Result], benchmarks: Sequence[Benchmark], b
         elif key in wanted or key[0] == control.NAME:
             estimator = wanted[key].estimator if key in wanted else "min"
             times[key] = getattr(result.time_s, estimator)
-    told = [r.counters[DISTURBED] for r in results.values() if DISTURBED in r.counters]
-    return Launch(times, bad, disturbed=sum(told) / len(told) if told else 0.0)
+    return Launch(times, bad, frozenset(key for key in times if results[key].counters.get(DISTURBED)))
 
 
 def _asked(stem: Path) -> Path:

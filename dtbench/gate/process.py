@@ -1,82 +1,240 @@
-"""The process of a launch: it loads what it needs, says that it is ready, and measures when it is told to.
+"""Launches as processes, seen from the gate: they are set up side by side and measure in turn.
 
-Loading torch takes longer than measuring thirty benchmarks. Processes that are compared are started together, so
-that they load side by side, and measure one after another, while the others sleep.
+Those that load the same (one interpreter, the same variables but for those of suites) are forked off one
+process, see `loader`; others have one each.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from dtbench.gate.arms import Arm
+from dtbench.gate.loader import ENDED, GO, MESSAGE, PID, READY, ask
 
 # What belongs to the job that the gate runs in, not to a launch.
 _LEFT_OUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LEFT_OUT_PREFIXES = ("TORCHELASTIC_", "PYTEST_", "DTBENCH_LAUNCH", "DTBENCH_OUTPUT", "DTBENCH_NOTE")
+# Variables that no library reads while it loads: arms that differ in them alone load the same.
+_OF_SUITES = "DTBENCH_"
 
 
-class Started:
-    """`PYTHON -P -m MODULE...` of an arm, in a session of its own, which `end` takes down whole.
+@dataclass(frozen=True)
+class Job:
+    """What a launch is to do: the worker's order, where its results go, and what it says."""
 
-    waits: the module takes a socket's number as its last argument, writes a byte to it once it is
-    ready, and measures when it reads the end of it (see `wait_for_turn`).
+    arm: Arm
+    order: Path
+    output: Path
+    log: Path
+
+
+class Round:
+    """Launches of these arms next to each other, and the processes they are forked off, until it is closed.
+
+    load: modules of torch that all of them will need.
     """
 
+    def __init__(self, arms: Iterable[Arm], variables: Mapping[str, str], load: Sequence[str]) -> None:
+        self._arms = list(arms)
+        self._variables = variables
+        self._load = load
+        self._loaders: dict[object, _Loader] = {}
+        self._started: list[Started] = []
+
+    def prepare(self, arms: Iterable[Arm], log: Path) -> None:
+        """Has loaded what launches of these arms need. log: takes what is said meanwhile, with a number."""
+        for arm in arms:
+            key = _alike(arm)
+            if key not in self._loaders:
+                alike = [a for a in self._arms if _alike(a) == key]
+                own = log.with_name(f"{log.name}.{len(self._loaders)}")
+                self._loaders[key] = _Loader(alike, self._variables, self._load, own)
+
+    def await_prepared(self, limit_s: float) -> None:
+        """Returns when it is, or that takes too long: nothing is to load beside what is measured."""
+        deadline = time.monotonic() + limit_s
+        for loader in self._loaders.values():
+            loader.await_loaded(deadline)
+
+    def start(self, jobs: Sequence[Job]) -> list[Started]:
+        """Starts a launch per job, in this order."""
+        began = len(self._started)
+        for job in jobs:
+            self.prepare([job.arm], job.log.with_suffix(".loader"))
+            self._started.append(self._loaders[_alike(job.arm)].fork(job))
+        return self._started[began:]
+
+    def close(self) -> None:
+        """Takes down whatever is left of them."""
+        while self._started:
+            self._started.pop().end()
+        while self._loaders:
+            self._loaders.popitem()[1].close()
+
+
+class _Loader:
+    """A process that loads and forks, in a session of its own with its launches."""
+
     def __init__(
-        self, arm: Arm, module: Sequence[str], log: Path, variables: Mapping[str, str], *, waits: bool
+        self, arms: Sequence[Arm], variables: Mapping[str, str], load: Sequence[str], log: Path
     ) -> None:
-        self._log = log
-        self._turn, theirs = socket.socketpair()
-        with theirs, log.open("wb") as out:
-            self._process = subprocess.Popen(
-                [arm.python, "-P", "-m", *module, *([str(theirs.fileno())] if waits else [])],
-                cwd=arm.root,
-                env=environment_of(arm, variables),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=(theirs.fileno(),) if waits else (),
-            )
-
-    def await_ready(self, deadline: float) -> None:
-        """Returns when the process waits for its turn, when it has ended, or at the deadline."""
-        self._turn.settimeout(max(deadline - time.monotonic(), 1e-3))
-        with contextlib.suppress(OSError):
-            self._turn.recv(1)
-
-    def run(self, limit_s: float) -> str | None:
-        """Gives it its turn and waits for its end: what went wrong, "" if nothing, None if it took too long."""
-        self._turn.close()
+        arm, self._log, self._loaded = arms[0], log, False
+        paths = list(dict.fromkeys(arm.path for arm in arms))
+        self._control, theirs = socket.socketpair()
+        asked = json.dumps({"load": list(load), "paths": paths, "control": theirs.fileno()})
         try:
-            code = self._process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return None
-        return "" if code == 0 else _how(code, self._log)
+            with theirs, log.open("wb") as out:
+                self._process = subprocess.Popen(
+                    [arm.python, "-P", "-m", "dtbench.gate.loader", asked],
+                    cwd=arm.root,
+                    env=environment_of(
+                        variables, _for_loading(arm), arm.path if len(paths) == 1 else arm.path[:1]
+                    ),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=[theirs.fileno()],
+                )
+        except BaseException:
+            self._control.close()
+            raise
 
-    def end(self) -> None:
-        """Takes down whatever is left of it."""
-        self._turn.close()
+    def await_loaded(self, deadline: float) -> None:
+        """Returns when it has loaded, when it has ended, or at the deadline."""
+        if self._loaded:
+            return
+        self._control.settimeout(max(deadline - time.monotonic(), 1e-3))
+        with contextlib.suppress(OSError):
+            self._control.recv(MESSAGE.size)
+            self._loaded = True
+        self._control.settimeout(None)
+
+    def fork(self, job: Job) -> Started:
+        """A launch of one of its arms."""
+        launch = {
+            "order": str(job.order),
+            "output": str(job.output),
+            "log": str(job.log),
+            "root": str(job.arm.root),
+            "path": list(job.arm.path),
+            "env": dict(job.arm.env),
+        }
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.suppress(ConnectionError):  # it has ended: so has the launch
+            ask(self._control, launch, theirs.fileno())
+        return Started(self, ours, job.log)
+
+    def how(self) -> str:
+        """How it ended, once it has."""
+        return _how(self._process.wait(), self._log)
+
+    def close(self) -> None:
+        """Takes it down, and what was forked off it."""
+        self._control.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
-def wait_for_turn(fd: int) -> None:
-    """In the process itself: says on the socket that all is loaded, and returns when it is its turn."""
-    with socket.socket(fileno=fd) as turn, contextlib.suppress(OSError):
-        turn.send(b"r")
-        turn.recv(1)
+class Started:
+    """One launch, from the start of its process to its end."""
+
+    def __init__(self, loader: _Loader, turn: socket.socket, log: Path) -> None:
+        self._loader = loader
+        self._turn = turn
+        self._log = log
+        self._pid: int | None = None
+        self._ended: str | None = None  # how, "" if in order
+        self._late = False
+
+    def await_ready(self, limit_s: float) -> None:
+        """Returns when the launch waits for its turn, when it has ended, or when that takes too long."""
+        try:
+            self._listen(READY, time.monotonic() + limit_s)
+        except TimeoutError:
+            self._late = True
+
+    def run(self, limit_s: float) -> str | None:
+        """Gives it its turn and waits for its end: what went wrong, "" if nothing, None if it took too long."""
+        if self._late:
+            return None
+        with contextlib.suppress(OSError):
+            self._turn.sendall(MESSAGE.pack(GO, 0))
+        try:
+            self._listen(ENDED, time.monotonic() + limit_s)
+        except TimeoutError:
+            return None
+        return self._ended
+
+    def end(self) -> None:
+        """Takes down what is left of it."""
+        if self._turn.fileno() < 0:
+            return
+        with contextlib.suppress(TimeoutError):
+            self._listen(ENDED, time.monotonic())  # says its pid, if it has one
+        if self._ended is None and self._pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+        self._turn.close()
+
+    def _listen(self, wanted: bytes, deadline: float) -> None:
+        """Takes in what it says until that is `wanted`, or its end."""
+        while self._ended is None:
+            self._turn.settimeout(max(deadline - time.monotonic(), 1e-3))
+            try:
+                said = self._turn.recv(MESSAGE.size, socket.MSG_WAITALL)
+            except ConnectionError:
+                said = b""
+            if len(said) < MESSAGE.size:
+                self._ended = self._loader.how()
+                return
+            what, number = MESSAGE.unpack(said)
+            if what == PID:
+                self._pid = number
+            elif what == ENDED:
+                self._ended = _how(number, self._log) if number else ""
+            if what == wanted:
+                return
 
 
-def environment_of(arm: Arm, variables: Mapping[str, str]) -> dict[str, str]:
+def run_alone(
+    arm: Arm, module: Sequence[str], log: Path, variables: Mapping[str, str], limit_s: float
+) -> str | None:
+    """`PYTHON -P -m MODULE...` of an arm, in a session that ends with it: what went wrong, as `Started.run`."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [arm.python, "-P", "-m", *module],
+            cwd=arm.root,
+            env=environment_of(variables, arm.env, arm.path),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return "" if code == 0 else _how(code, log)
+
+
+def environment_of(
+    variables: Mapping[str, str], of_arm: Mapping[str, str], path: Sequence[str]
+) -> dict[str, str]:
     """The variables of a launch: those of the gate, without what belongs to its job, and the arm's."""
     env = {
         name: value
@@ -84,7 +242,16 @@ def environment_of(arm: Arm, variables: Mapping[str, str]) -> dict[str, str]:
         if name not in _LEFT_OUT and not name.startswith(_LEFT_OUT_PREFIXES)
     }
     env.setdefault("OMP_NUM_THREADS", "1")
-    return env | {"PYTHONPATH": os.pathsep.join(arm.path)} | dict(arm.env) | dict(variables)
+    return env | {"PYTHONPATH": os.pathsep.join(path)} | dict(of_arm) | dict(variables)
+
+
+def _alike(arm: Arm) -> object:
+    """What two arms have in common whose launches may be forked off one process."""
+    return arm.python, tuple(sorted(_for_loading(arm).items()))
+
+
+def _for_loading(arm: Arm) -> dict[str, str]:
+    return {name: value for name, value in arm.env.items() if not name.startswith(_OF_SUITES)}
 
 
 def _how(code: int, log: Path) -> str:

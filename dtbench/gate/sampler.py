@@ -10,6 +10,7 @@ kept, as many as planned, beside which the loop was fastest.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,9 +30,10 @@ FEWEST_SAMPLES = 10
 SAMPLE_S = 1e-3
 # One benchmark's samples together, so that slow ones do not make a launch long.
 SAMPLES_S = 0.05
-# Where fewer of the samples than this share met a quiet moment, that many visits more may follow.
+# Where fewer of the samples than this share met a quiet moment, visits go on for as long: that takes less than making
+# the launch again.
 QUIET_SHARE = 0.25
-MORE_VISITS = 40
+MORE_S = 2.5
 # A moment is quiet if the loop took at most so much longer than the fastest time of the launch: a neighbour
 # makes a core slower by 40% and more.
 QUIET = 1.15
@@ -98,35 +100,44 @@ def measure(
     world: Any,
     clocks: Mapping[str, Clock],
     starting: Callable[[str], None],
+    await_turn: Callable[[], None] = lambda: None,
 ) -> Iterator[Result]:
     """Results of the benchmarks (task, impl, samples, calls per sample), in their order.
 
-    starting: called with a case's label before anything of it runs, once per phase.
+    starting: called with a case's label before anything of it runs, once per phase. await_turn: called once, when
+    what is measured first is set up: that takes longer than the samples, and may be done beside other launches.
     """
     for first in range(0, len(wanted), GROUP):
         group = [
             _build(task, impl, samples, calls, world, starting)
             for task, impl, samples, calls in wanted[first : first + GROUP]
         ]
+        if first == 0:
+            await_turn()
         gc.collect()
         gc.freeze()
         gc.disable()
         try:
-            for visit in range(VISITS + MORE_VISITS):
-                chosen = group
-                if visit >= VISITS:
-                    chosen = [live for live in group if live.disturbed(_fastest_ns(group))]
+            chosen, visit, deadline = group, 0, math.inf
+            while chosen and time.monotonic() < deadline:
                 for live in chosen:
                     starting(live.task.label)
                     live.attempt(lambda live=live, visit=visit: _visit(live, visit % VISITS, clocks))  # type: ignore[misc]
+                visit += 1
+                if visit == VISITS:
+                    deadline = time.monotonic() + MORE_S
+                if visit >= VISITS:
+                    fastest_ns = _fastest_ns(group)
+                    chosen = [live for live in group if live.disturbed(fastest_ns)]
         finally:
             gc.enable()
+        fastest_ns = _fastest_ns(group)
         for live in group:
             starting(live.task.label)
             _check(live, "after the samples")
             if live.workload.close is not None:
                 live.attempt(live.workload.close)
-            yield _result(live, disturbed=live.disturbed(_fastest_ns(group)))
+            yield _result(live, disturbed=live.disturbed(fastest_ns))
 
 
 def _fastest_ns(group: Sequence[Live]) -> int:

@@ -3,8 +3,9 @@
     rounds of the screen   base, head and base again, in random order: five of them pass what is clearly fine
     fresh pairs            base and head, for what the screen does not pass; they alone can call it slower
 
-Fresh pairs are looked at after 2 and 5 (only to pass), 10 and 20: the level of the test is split over the looks
-at which it is made. What the screen saw may help to pass a benchmark, never to condemn it.
+Fresh pairs may let a benchmark pass from the second on, and are tested after 10 and 20: the level of the test is split
+over these. What the screen saw may help to pass a benchmark, never to condemn it. A pair counts for the
+benchmarks that found quiet moments in both of its launches.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ DISTURBED_FOR_LONG = 0.15
 LATELY = 9
 DISTURBED_SHARE = 0.75
 TRIES = 4
-PASS_LOOKS = (2, 5)
+# From here on each pair may let a benchmark pass. Only at the test's looks may it be called slower or faster.
+FIRST_PASS_LOOK = 2
 TEST_LOOKS = (10, 20)
 # A gain is worth fresh pairs where the screen shows so much of it in every pair.
 SCREEN_GAIN = 0.04
@@ -60,13 +62,18 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of one arm. times_s: the estimates, control included. bad: what failed, and why. disturbed: the
-    share of its benchmarks that found too few quiet moments.
+    """One launch of one arm. times_s: the estimates, control included. bad: what failed, and why. disturbed: which
+    of its benchmarks found too few quiet moments.
     """
 
     times_s: Mapping[Key, float]
     bad: Mapping[Key, str] = field(default_factory=dict)
-    disturbed: float = 0.0
+    disturbed: frozenset[Key] = frozenset()
+
+    @property
+    def disturbed_share(self) -> float:
+        """Of all its benchmarks."""
+        return len(self.disturbed) / max(len(self.times_s), 1)
 
 
 # Makes one launch of the benchmarks per arm, next to each other, in this order; True says that they take the
@@ -74,14 +81,34 @@ class Launch:
 LaunchArms = Callable[[Sequence[ArmName], Sequence[Benchmark], bool], Sequence[Launch]]
 
 
+Pair = tuple[float, float]  # base and head, seconds
+
+
+@dataclass
+class Pairs:
+    """What was measured of one benchmark. quiet: both launches of the pair found quiet moments. loud: one did not."""
+
+    quiet: list[Pair] = field(default_factory=list)
+    loud: list[Pair] = field(default_factory=list)
+
+    def add(self, pair: Pair, *, quiet: bool) -> None:
+        (self.quiet if quiet else self.loud).append(pair)
+
+    @property
+    def counted(self) -> list[Pair]:
+        """The quiet ones if they are enough; a machine that is hardly ever quiet is taken as it is."""
+        enough = len(self.quiet) >= min(SCREEN_ROUNDS, len(self.loud))
+        return self.quiet if enough else self.quiet + self.loud
+
+
 @dataclass
 class Evidence:
-    """What was measured: per benchmark the pairs (base, head) of the screen and the fresh ones."""
+    """What was measured: the pairs of each benchmark in the screen and the fresh ones; null: base against itself."""
 
-    screen: dict[Key, list[tuple[float, float]]] = field(default_factory=dict)
-    fresh: dict[Key, list[tuple[float, float]]] = field(default_factory=dict)
-    control: list[tuple[float, float]] = field(default_factory=list)
-    null: list[tuple[float, float]] = field(default_factory=list)
+    screen: dict[Key, Pairs] = field(default_factory=dict)
+    fresh: dict[Key, Pairs] = field(default_factory=dict)
+    control: Pairs = field(default_factory=Pairs)
+    null: Pairs = field(default_factory=Pairs)
     launches: int = 0
     repeated: int = 0  # of them, in the place of disturbed ones
     stopped: str = ""
@@ -97,12 +124,15 @@ class Schedule:
         launch: LaunchArms,
         seed: int,
         say: Callable[[str], None] = lambda _text: None,
+        prepare: Callable[[int], None] = lambda _rounds: None,
     ) -> None:
+        """prepare: is told how many rounds or pairs are sure to follow."""
         self._benchmarks = list(benchmarks)
         self._control = list(control)
         self._launch = launch
         self._random = random.Random(seed)
         self._say = say
+        self._prepare = prepare
         self.evidence = Evidence()
         self._judged: dict[Key, Judged] = {}
         self._controls: list[float] = []  # of the launches that were kept
@@ -130,27 +160,29 @@ class Schedule:
         if any(has_moved(effect) for effect in moved):
             self._say("something moved that nobody touched: five more rounds tell whether by chance")
             self._rounds(MORE_ROUNDS)
+        for _ in range(MORE_ROUNDS):
+            short = [b for b in self._left() if 0 < len(self.evidence.screen[b.key].quiet) < SCREEN_ROUNDS]
+            if not short:
+                break
+            self._rounds(1, short)
         for benchmark in self._left():
-            effect, base_s, head_s = self._effect_of(benchmark, self.evidence.screen)
+            effect, base_s, head_s = effect_and_times(self.evidence.screen[benchmark.key].counted)
             gain = effect.ratio < 1 - SCREEN_GAIN and effect.high < 1
             if passes(benchmark, effect, base_s) and not gain:
                 self._judge(benchmark, Judged(benchmark, "PASS", "", "screen", effect, base_s, head_s))
 
-    def _rounds(self, count: int) -> None:
+    def _rounds(self, count: int, short: Sequence[Benchmark] = ()) -> None:
+        """Rounds of all that is left, or of those that fell short of quiet ones."""
+        self._prepare(count)
         for number in range(count):
             arms: list[ArmName] = ["base", "head", "null"]
             self._random.shuffle(arms)
-            left = self._left()
-            self._say(f"screen {number + 1} of {count}: {len(left)} benchmarks")
-            made = self._together(arms, left)
-            for benchmark in self._left():
-                pair = made["base"].times_s[benchmark.key], made["head"].times_s[benchmark.key]
-                self.evidence.screen.setdefault(benchmark.key, []).append(pair)
-            self._keep_control(made["base"], made["head"])
-            keys = [b.key for b in self._left()]
-            if keys:
-                base, null = geometric_means([made["base"].times_s, made["null"].times_s], keys)
-                self.evidence.null.append((base, null))
+            wanted = short or self._left()
+            what = "again, for want of quiet moments" if short else f"{number + 1} of {count}"
+            self._say(f"screen {what}: {len(wanted)} benchmarks")
+            made = self._together(arms, wanted)
+            self._keep(self.evidence.screen, wanted, made["base"], made["head"])
+            _compare(self.evidence.null, made["base"], made["null"], self._among_left(wanted))
 
     def _confirm(self) -> None:
         left = self._left()
@@ -160,6 +192,7 @@ class Schedule:
         last = max(TEST_LOOKS[-1], fewest_pairs(family))
         looks = [*TEST_LOOKS[:-1], last]
         alpha = alpha_of(family, len(looks))
+        self._prepare(FIRST_PASS_LOOK)
         for number in range(1, last + 1):
             left = self._left()
             if not left:
@@ -168,18 +201,15 @@ class Schedule:
             arms: list[ArmName] = ["base", "head"]
             self._random.shuffle(arms)
             made = self._together(arms, left)
-            for benchmark in self._left():
-                pair = made["base"].times_s[benchmark.key], made["head"].times_s[benchmark.key]
-                self.evidence.fresh.setdefault(benchmark.key, []).append(pair)
-            self._keep_control(made["base"], made["head"])
-            if number in PASS_LOOKS or number in looks:
+            self._keep(self.evidence.fresh, left, made["base"], made["head"])
+            if number >= FIRST_PASS_LOOK:
                 for benchmark in self._left():
                     self._look(benchmark, alpha if number in looks else None, number == last)
 
     def _look(self, benchmark: Benchmark, alpha: float | None, last: bool) -> None:
-        fresh, base_s, head_s = self._effect_of(benchmark, self.evidence.fresh)
-        both = self.evidence.screen[benchmark.key] + self.evidence.fresh[benchmark.key]
-        whole, whole_base_s, whole_head_s = effect_and_times(both)
+        screened, confirmed = (e[benchmark.key].counted for e in (self.evidence.screen, self.evidence.fresh))
+        fresh, base_s, head_s = effect_and_times(confirmed)
+        whole, whole_base_s, whole_head_s = effect_and_times(screened + confirmed)
         matters = smallest_change(benchmark, base_s)
         figures = (fresh, base_s, head_s, alpha)
         if alpha is not None and fresh.p_slower < alpha and fresh.ratio > 1 + matters:
@@ -204,7 +234,9 @@ class Schedule:
             most = (1 + DISTURBED) * min(controls.values())
             if self._controls:
                 most = min(most, (1 + DISTURBED_FOR_LONG) * median(self._controls[-LATELY:]))
-            slow = [arm for arm in arms if controls[arm] > most or made[arm].disturbed > DISTURBED_SHARE]
+            slow = [
+                arm for arm in arms if controls[arm] > most or made[arm].disturbed_share > DISTURBED_SHARE
+            ]
             if not slow or 2 * self.evidence.repeated + len(slow) > self.evidence.launches:
                 break
             made |= self._each(slow, benchmarks, again=True)
@@ -244,27 +276,30 @@ class Schedule:
                 reason = f"a launch of {who} measured {time_s:g} s: below what the clock resolves, or no time"
                 self._judge(benchmark, Judged(benchmark, "INCONCLUSIVE", reason))
 
-    def _keep_control(self, base: Launch, head: Launch) -> None:
-        one, other = self._control_s(base), self._control_s(head)
-        if one is not None and other is not None:
-            self.evidence.control.append((one, other))
+    def _keep(
+        self, evidence: dict[Key, Pairs], measured: Sequence[Benchmark], base: Launch, head: Launch
+    ) -> None:
+        for benchmark in self._among_left(measured):
+            key = benchmark.key
+            quiet = key not in base.disturbed | head.disturbed
+            evidence.setdefault(key, Pairs()).add((base.times_s[key], head.times_s[key]), quiet=quiet)
+        _compare(self.evidence.control, base, head, self._control)
+
+    def _among_left(self, benchmarks: Sequence[Benchmark]) -> list[Benchmark]:
+        return [b for b in benchmarks if b.key not in self._judged]
 
     def _left(self) -> list[Benchmark]:
-        return [b for b in self._benchmarks if b.key not in self._judged]
+        return self._among_left(self._benchmarks)
 
     def _judge(self, benchmark: Benchmark, judged: Judged) -> None:
         self._judged[benchmark.key] = judged
 
-    def _effect(self, pairs: Sequence[tuple[float, float]]) -> Effect | None:
-        return effect_and_times(pairs)[0] if pairs else None
-
-    def _effect_of(
-        self, benchmark: Benchmark, evidence: Mapping[Key, list[tuple[float, float]]]
-    ) -> tuple[Effect, float, float]:
-        return effect_and_times(evidence[benchmark.key])
+    def _effect(self, pairs: Pairs) -> Effect | None:
+        return effect_and_times(pairs.counted)[0] if pairs.counted else None
 
     def _undecided(self, benchmark: Benchmark) -> Judged:
-        pairs = self.evidence.screen.get(benchmark.key, []) + self.evidence.fresh.get(benchmark.key, [])
+        stages = (self.evidence.screen, self.evidence.fresh)
+        pairs = [pair for stage in stages for pair in stage.get(benchmark.key, Pairs()).counted]
         why = self.evidence.stopped or "neither slower nor within its tolerance"
         if not pairs:
             return Judged(benchmark, "INCONCLUSIVE", f"{why}; it was not measured")
@@ -275,7 +310,17 @@ class Schedule:
         return Judged(benchmark, "INCONCLUSIVE", reason, "", effect, base_s, head_s)
 
 
-def effect_and_times(pairs: Sequence[tuple[float, float]]) -> tuple[Effect, float, float]:
+def _compare(pairs: Pairs, one: Launch, other: Launch, benchmarks: Sequence[Benchmark]) -> None:
+    """Adds two launches as a whole, by the benchmarks that both measured in quiet, if there are any."""
+    times = [one.times_s, other.times_s]
+    keys = [b.key for b in benchmarks if all(0 < t.get(b.key, 0.0) < math.inf for t in times)]
+    quiet = [key for key in keys if key not in one.disturbed | other.disturbed]
+    if keys:
+        first, second = geometric_means(times, quiet or keys)
+        pairs.add((first, second), quiet=bool(quiet))
+
+
+def effect_and_times(pairs: Sequence[Pair]) -> tuple[Effect, float, float]:
     """The effect of the pairs, and the medians of base and head."""
     base, head = [b for b, _ in pairs], [h for _, h in pairs]
     return effect_of(base, head), median(base), median(head)

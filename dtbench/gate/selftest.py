@@ -8,8 +8,10 @@ hold for the pool and are somewhat too narrow for the machine, which the report 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +38,14 @@ CONFIDENCE = 0.95
 # The goals on a loaded machine of two cores.
 FALSE_PER_BENCHMARK, FALSE_PER_RUN = 0.005, 0.02
 FOUND = {3: 0.80, 5: 0.95, 10: 0.95}
+PLAN = {
+    "impls": ["core"],
+    "mesh": None,
+    "nproc": 4,
+    "sizes": None,
+    "dtypes": ["float32"],
+    "device": "cpu",
+}
 
 
 @dataclass(frozen=True)
@@ -99,30 +109,25 @@ def _where_from(folder: Path) -> dict[str, Any]:
 def _pool(
     folder: Path, budget_s: float, say: Callable[[str], None]
 ) -> tuple[list[Round], list[Benchmark], list[Benchmark]]:
-    plan = {
-        "impls": ["core"],
-        "mesh": None,
-        "nproc": 4,
-        "sizes": None,
-        "dtypes": ["float32"],
-        "device": "cpu",
-    }
     limits = Limits(600.0, time.monotonic() + budget_s, f"{budget_s:g} s")
-    with open_arms("env:", f"env:{selftest_suite.VARIABLE}=1", say) as (base, slowed):
+    with contextlib.ExitStack() as stack:
+        base, slowed = stack.enter_context(open_arms("env:", f"env:{selftest_suite.VARIABLE}=1", say))
         suite = str(Path(base.path[0]) / "dtbench" / "gate" / "selftest_suite.py")
         selections = {name: [Selection(suite)] for name in ("base", "head")}
         launcher = Launcher(
             {"base": base, "head": slowed},
             selections,
-            plan,
+            PLAN,
             folder / "launches",
             limits,
             variables={control.KIND: "torch"},
         )
+        stack.callback(launcher.close)
         (counted,) = launcher.count("base")
         listed = counted.listing.benchmarks
         benchmarks = [b for b in listed if b.key[0] != control.NAME]
         controls = [b for b in listed if b.key[0] == control.NAME]
+        launcher.prepare(sys.maxsize)
         order = random.Random(0)
         rounds: list[Round] = []
         try:

@@ -1,4 +1,4 @@
-"""One launch of an arm: `PYTHON -P -m dtbench.gate.worker ORDER.json OUTPUT [SOCKET]`.
+"""One launch of an arm: what `loader` loads for all of them, and what each does then.
 
 An order of the mode "count" lists the selected benchmarks and counts what one call of each does; "time"
 samples the cases it names a fixed number of times and nothing else, when it is its turn. Simulated suites
@@ -8,13 +8,15 @@ only: those of ranks are measured by `dtbench run`, which the gate starts beside
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
+import importlib
 import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,6 @@ from dtbench.gate.benchmark import (
     Selection,
     write_listing,
 )
-from dtbench.gate.process import wait_for_turn
 from dtbench.model import Case, Plan, Result, Skip, Workload
 from dtbench.options import RunOptions, Task, list_tasks
 from dtbench.session import quiet_torch
@@ -42,9 +43,26 @@ COUNT_WARMUP_CALLS = 20
 NOTE_SUFFIX = ".now"  # the case in hand, for the gate to name when this process dies
 
 
-def main(argv: Sequence[str]) -> int:
-    """Carries out the order; 0, or 2 with one line on stderr."""
+def load(more: Sequence[str]) -> None:
+    """Loads what a launch of any arm needs, and nothing of an arm. more: modules of torch that this selection
+    needs too, if it is so in every arm.
+    """
     quiet_torch()
+    import torch.distributed
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+    import dtbench.gate.counting
+    import dtbench.gate.sampler
+    import dtbench.machine
+    import dtbench.ranks  # noqa: F401
+
+    for name in more:
+        with contextlib.suppress(Exception):  # it is loaded again where it is needed, and fails there
+            importlib.import_module(name)
+
+
+def main(argv: Sequence[str], await_turn: Callable[[], None]) -> int:
+    """Carries out the order argv[0] with its results in argv[1]; 0, or 2 with one line on stderr."""
     order = json.loads(Path(argv[0]).read_text())
     output = Path(argv[1])
     try:
@@ -52,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         if order["mode"] == "count":
             _count(order, plan, output)
         else:
-            _time(order, plan, output, int(argv[2]) if len(argv) > 2 else None)
+            _time(order, plan, output, await_turn)
     except DtbenchError as error:
         print(str(error), file=sys.stderr)  # noqa: T201 - the gate reads it
         return EXIT_USAGE
@@ -119,6 +137,7 @@ def benchmark_of(task: Task, impl: str) -> Benchmark:
 def _count(order: Mapping[str, Any], plan: Plan, output: Path) -> None:
     import torch
 
+    known = set(sys.modules)
     tasks, problems = selected([Selection(**s) for s in order["selections"]], plan)
     chosen = [*tasks, *control_tasks(plan)]
     listing = Listing(
@@ -130,6 +149,7 @@ def _count(order: Mapping[str, Any], plan: Plan, output: Path) -> None:
     write_listing(Path(order["listing"]), listing)
     simulated = [task for task in tasks if task.suite.world == "simulated"]
     left_out = set(order["without"])
+    loaded = {"": _new_modules(known)}
     with _writer(plan, output, chosen) as writer, _world(plan) as world:
         gc.collect()
         gc.freeze()  # what is alive now stays: no later collection needs to look at it
@@ -141,8 +161,19 @@ def _count(order: Mapping[str, Any], plan: Plan, output: Path) -> None:
                     continue
                 now.write(benchmark.label)
                 writer.append(_counted(task, impl, world))
+                loaded[benchmark.label] = _new_modules(known)
         writer.end()
         now.write("")
+    write_listing(Path(order["listing"]), dataclasses.replace(listing, loaded=loaded))
+
+
+def _new_modules(known: set[str]) -> list[str]:
+    """Modules of torch that are loaded and not known, in their order; now they are known. Without its compiler,
+    which starts processes that launches must not share.
+    """
+    new = [name for name in sys.modules if name not in known]
+    known.update(new)
+    return [name for name in new if name.startswith("torch.") and not name.startswith("torch._inductor.")]
 
 
 def _counted(task: Task, impl: str, world: Any) -> Result:
@@ -186,7 +217,7 @@ def _call_s(workload: Workload) -> float:
     return min(taken)
 
 
-def _time(order: Mapping[str, Any], plan: Plan, output: Path, turn: int | None) -> None:
+def _time(order: Mapping[str, Any], plan: Plan, output: Path, await_turn: Callable[[], None]) -> None:
     from dtbench.gate.sampler import SAMPLES, measure
 
     tasks, _ = selected([Selection(**s) for s in order["selections"]], plan)
@@ -202,12 +233,11 @@ def _time(order: Mapping[str, Any], plan: Plan, output: Path, turn: int | None) 
             label = benchmark_of(task, impl).label
             if label in samples and task.suite.world == "simulated":
                 own = calls.get(label, task.case.calls_per_sample)
-                wanted.append((task, impl, samples[label], own))
+                times = order["times"] if task.case.samples is None else 1
+                wanted.append((task, impl, samples[label] * times, own))
     with _writer(plan, output, [task for task, *_ in wanted]) as writer, _world(plan) as world:
         now = _Note(output)
-        if turn is not None:
-            wait_for_turn(turn)
-        for result in measure(wanted, world, _clocks(world.device), now.write):
+        for result in measure(wanted, world, _clocks(world.device), now.write, await_turn):
             writer.append(result)
         writer.end()
         now.write("")
@@ -260,7 +290,3 @@ def _writer(plan: Plan, output: Path, tasks: Sequence[Task]) -> Iterator[RunWrit
     )
     with RunWriter.create(output, header) as writer:
         yield writer
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

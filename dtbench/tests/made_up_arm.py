@@ -14,62 +14,69 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from dtbench.gate import loader
 from dtbench.gate.arms import Arm
 
 NAMES = ("add", "mul", "view")
 
 WORKER = """
 import hashlib, json, os, random, signal, sys, time
-order, out = json.load(open(sys.argv[1])), sys.argv[2]
-env = os.environ.get
-listed = lambda name: env(name, "").split(",")
-if env("MUTE"):
-    sys.exit("no such luck")
-names = [n for n in ("add", "mul", "view") if n not in listed("LACKS")]
-benchmarks = [("fake", n, "core") for n in names] + [("gate-control", "add", "plain")]
-label = lambda b: f"{b[0]} {b[1]} [{b[2]}]"
-draw = random.Random(hashlib.sha256((out + env("SEED", "")).encode()).hexdigest())
-if order["mode"] == "count":
-    lines = [{"suite": s, "name": n, "impl": i, "params": {}, "label": label((s, n, i)), "world": "simulated",
-              "estimator": "min", "tolerance": 0.05, "floor_s": 0.0} for s, n, i in benchmarks]
-    problems = [] if names else ["no suite is called 'fake'"]
-    json.dump({"kind": "listing", "python": "3.11", "torch": "0", "problems": problems,
-               "benchmarks": lines if names else lines[-1:]}, open(order["listing"], "w"))
-    benchmarks = benchmarks[:-1]
-lines = [{"kind": "run", "schema": int(env("SCHEMA", "1")), "run_id": "made up"}]
-def flush():
-    with open(out, "w") as file:
-        file.writelines(json.dumps(line) + "\\n" for line in lines)
-for b in benchmarks:
-    control = b[0] == "gate-control"
-    if not control and order["mode"] == "count" and label(b) in order["without"]:
-        continue
-    if not control and order["mode"] == "time" and label(b) not in order["samples"]:
-        continue
+
+def load(more):
+    pass
+
+def main(argv, await_turn):
+    order, out = json.load(open(argv[0])), argv[1]
+    env = os.environ.get
+    listed = lambda name: env(name, "").split(",")
+    if env("MUTE"):
+        sys.exit("no such luck")
+    names = [n for n in ("add", "mul", "view") if n not in listed("LACKS")]
+    benchmarks = [("fake", n, "core") for n in names] + [("gate-control", "add", "plain")]
+    label = lambda b: f"{b[0]} {b[1]} [{b[2]}]"
+    draw = random.Random(hashlib.sha256((out + env("SEED", "")).encode()).hexdigest())
+    if order["mode"] == "count":
+        lines = [{"suite": s, "name": n, "impl": i, "params": {}, "label": label((s, n, i)), "world": "simulated",
+                  "estimator": "min", "tolerance": 0.05, "floor_s": 0.0} for s, n, i in benchmarks]
+        problems = [] if names else ["no suite is called 'fake'"]
+        json.dump({"kind": "listing", "python": "3.11", "torch": "0", "problems": problems,
+                   "benchmarks": lines if names else lines[-1:]}, open(order["listing"], "w"))
+        benchmarks = benchmarks[:-1]
+    lines = [{"kind": "run", "schema": int(env("SCHEMA", "1")), "run_id": "made up"}]
+    def flush():
+        with open(out, "w") as file:
+            file.writelines(json.dumps(line) + "\\n" for line in lines)
+    for b in benchmarks:
+        control = b[0] == "gate-control"
+        if not control and order["mode"] == "count" and label(b) in order["without"]:
+            continue
+        if not control and order["mode"] == "time" and label(b) not in order["samples"]:
+            continue
+        flush()
+        with open(out + ".now", "w") as file:
+            file.write(label(b) if order["mode"] == "count" else f"{b[0]} {b[1]}")
+        if b[1] in listed("CRASHES") and not control:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if b[1] in listed("HANGS") and not control:
+            time.sleep(600)
+        result = {"kind": "result", "suite": b[0], "name": b[1], "impl": b[2], "params": {}, "status": "ok"}
+        if b[1] in listed("RAISES") and not control:
+            result |= {"status": "failed", "reason": "ValueError: <b>|no`"}
+        elif b[1] in listed("SKIPS") and not control:
+            result |= {"status": "skipped", "reason": "not here"}
+        elif order["mode"] == "count":
+            calls = float(env("CALLS", "41")) + (draw.random() if env("FLAKY") else 0)
+            result["counters"] = {"python_calls": calls, "samples": 10}
+        else:
+            factor = float(env("CONTROL" if control else "SLOW", "1"))
+            t = float(env("TIME", "1e-4")) * factor * draw.lognormvariate(0, 0.002)
+            result["time_s"] = dict.fromkeys(("min", "p25", "median", "p75", "p95", "max", "mean"), t) | {"n": 10}
+        lines.append(result)
+    if order["mode"] == "time":
+        time.sleep(float(env("SLEEPS", "0")))
+    lines.append({"kind": "end"})
     flush()
-    with open(out + ".now", "w") as file:
-        file.write(label(b) if order["mode"] == "count" else f"{b[0]} {b[1]}")
-    if b[1] in listed("CRASHES") and not control:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if b[1] in listed("HANGS") and not control:
-        time.sleep(600)
-    result = {"kind": "result", "suite": b[0], "name": b[1], "impl": b[2], "params": {}, "status": "ok"}
-    if b[1] in listed("RAISES") and not control:
-        result |= {"status": "failed", "reason": "ValueError: <b>|no`"}
-    elif b[1] in listed("SKIPS") and not control:
-        result |= {"status": "skipped", "reason": "not here"}
-    elif order["mode"] == "count":
-        calls = float(env("CALLS", "41")) + (draw.random() if env("FLAKY") else 0)
-        result["counters"] = {"python_calls": calls, "samples": 10}
-    else:
-        factor = float(env("CONTROL" if control else "SLOW", "1"))
-        t = float(env("TIME", "1e-4")) * factor * draw.lognormvariate(0, 0.002)
-        result["time_s"] = dict.fromkeys(("min", "p25", "median", "p75", "p95", "max", "mean"), t) | {"n": 10}
-    lines.append(result)
-if order["mode"] == "time":
-    time.sleep(float(env("SLEEPS", "0")))
-lines.append({"kind": "end"})
-flush()
+    return 0
 """
 
 
@@ -80,6 +87,7 @@ def made_up_arm(folder: Path, **variables: str) -> Arm:
     (package.parent / "__init__.py").touch()
     (package / "__init__.py").touch()
     (package / "worker.py").write_text(WORKER)
+    (package / "loader.py").write_text(Path(loader.__file__).read_text())
     text = "env:" + ",".join(f"{k}={v}" for k, v in variables.items())
     path = (str(folder / "sources"),)
     return Arm(text, text, "made up", sys.executable, path, variables, folder, "", "3.11.7", "0")

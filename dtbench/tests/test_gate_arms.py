@@ -67,7 +67,7 @@ def test_other_arms_take_the_sources_of_the_gate_as_they_were(repository: Path):
         for arm in (base, head):
             assert Path(arm.path[0], "dtbench_core", "dispatch.py").is_file()
             assert not Path(arm.path[0]).is_relative_to(repository)
-        assert environment_of(head, {"B": "2"})["A"] == "1" and "A" not in environment_of(base, {})
+        assert environment_of({}, head.env, head.path)["A"] == "1" and "A" not in base.env
 
 
 def test_a_revision_that_needs_other_packages_gets_an_environment(
@@ -157,7 +157,8 @@ def test_a_launch_gets_nothing_of_the_job_around_it(tmp_path: Path, monkeypatch:
     for name in ("RANK", "TORCHELASTIC_RUN_ID", "PYTEST_CURRENT_TEST", "DTBENCH_NOTE"):
         monkeypatch.setenv(name, "x")
     monkeypatch.setenv("KEPT", "1")
-    env = environment_of(made_up_arm(tmp_path, SLOW="2"), {"C": "3"})
+    arm = made_up_arm(tmp_path, SLOW="2")
+    env = environment_of({"C": "3"}, arm.env, arm.path)
     assert not {"RANK", "TORCHELASTIC_RUN_ID", "PYTEST_CURRENT_TEST", "DTBENCH_NOTE"} & set(env)
     assert (env["KEPT"], env["SLOW"], env["C"]) == ("1", "2", "3")
-    assert env["PYTHONPATH"] == os.pathsep.join(made_up_arm(tmp_path).path)
+    assert env["PYTHONPATH"] == os.pathsep.join(arm.path)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dtbench.gate import command, launcher
+from dtbench.gate import command, launcher, process
 from dtbench.gate.arms import Arm
 from dtbench.gate.benchmark import Benchmark, Selection
 from dtbench.gate.sampler import calls_for, samples_for
+from dtbench.gate.selftest import PLAN
 from dtbench.model import Case
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_arm import made_up_arm
@@ -276,56 +278,104 @@ def test_real_launches_count_what_a_call_does(dtbench: Cli, tmp_path: Path):
         assert (b["tolerance"], b["floor_s"]) == (0.2, 1e-6)
 
 
-def test_compared_launches_load_together_and_measure_one_after_another(tmp_path: Path):
-    """Real ones: no call of one lies between two calls of the other, and both are ready before either starts."""
+def launcher_of(arms: dict[str, Arm], suite: Path, folder: Path) -> launcher.Launcher:
+    folder.mkdir()
+    selections = {name: [Selection(str(suite))] for name in arms}
+    return launcher.Launcher(arms, selections, PLAN, folder, launcher.Limits(60))
+
+
+def real_arm(text: str, path: Sequence[str], **variables: str) -> Arm:
+    return Arm(text, text, "", sys.executable, (*OWN, *path), variables, Path(OWN[0]), "", "", "")
+
+
+OWN = tuple(str(Path(__file__).parents[2] / name) for name in ("", "core", "suites"))
+SUM = Benchmark(("timed", "sum", "python", ()), "timed sum [python]", "simulated", "min")
+
+
+def test_compared_launches_are_set_up_together_and_measure_one_after_another(tmp_path: Path):
+    """Real ones: both are warm before either measures, and then no call of one lies between two of the other."""
     seen = tmp_path / "seen"
     (tmp_path / "timed.py").write_text(TIMED)
-    top = Path(__file__).parents[2]
-    paths = (str(top), str(top / "core"), str(top / "suites"))
-    arm = Arm("env:", "env:", "", sys.executable, paths, {"SEEN": str(seen)}, top, "", "", "")
-    suite = [Selection(str(tmp_path / "timed.py"))]
-    (tmp_path / "launches").mkdir()
-    plan = {
-        "impls": ["core"],
-        "mesh": None,
-        "nproc": 4,
-        "sizes": None,
-        "dtypes": ["float32"],
-        "device": "cpu",
-    }
-    arms, selections = {"base": arm, "head": arm}, {"base": suite, "head": suite}
-    made = launcher.Launcher(arms, selections, plan, tmp_path / "launches", launcher.Limits(60))
-    benchmark = Benchmark(("timed", "sum", "python", ()), "timed sum [python]", "simulated", "min")
-    one, other = made.launch(["head", "base"], [benchmark])
-    assert one.times_s[benchmark.key] > 0 and other.times_s[benchmark.key] > 0
-    rows = [line.split() for line in seen.read_text().splitlines()]
-    calls = [pid for what, pid in rows if what == "call"]
-    assert len(set(calls)) == 2 and calls == sorted(calls, key=calls.index)
-    assert [what for what, _ in rows[:2]] == ["loaded", "loaded"]
+    arm = real_arm("env:", (), SEEN=str(seen))
+    made = launcher_of({"base": arm, "head": arm}, tmp_path / "timed.py", tmp_path / "launches")
+    with contextlib.closing(made):
+        one, other = made.launch(["head", "base"], [SUM])
+        assert one.times_s[SUM.key] > 0 and other.times_s[SUM.key] > 0
+        rows = [line.split() for line in seen.read_text().splitlines()]
+        calls = [pid for what, pid, _ in rows if what == "call"]
+        pids = set(calls)
+        warm_up = [i for pid in pids for i in [i for i, p in enumerate(calls) if p == pid][:4]]
+        assert len(pids) == 2 and sorted(warm_up) == list(range(8))
+        measured = calls[8:]
+        assert set(measured) == pids and measured == sorted(measured, key=measured.index)
+
+        made.launch(["base"], [SUM], again=True)
+        made.prepare(2)
+        for _ in range(3):
+            made.launch(["base"], [SUM])
+        parents = [
+            parent for what, _, parent in map(str.split, seen.read_text().splitlines()) if what == "loaded"
+        ]
+        assert len(parents) == 6
+        assert len(set(parents[:3])) == 1, "a launch made again belongs to its round"
+        assert len(set(parents[2:])) == 4, "each round loads anew, those that are prepared too"
+
+
+def test_an_arm_that_brings_what_is_loaded_already_gets_its_own(tmp_path: Path):
+    """A revision of a library that the harness loads too: its launches share nothing, and so load it."""
+    (tmp_path / "timed.py").write_text(TIMED + "\nimport click\nsee(click.__file__)\n")
+    arms = {}
+    for name in ("base", "head"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "click.py").write_text("")
+        arms[name] = real_arm(name, [str(tmp_path / name)], DTBENCH_SEEN=str(tmp_path / f"{name}.seen"))
+    with contextlib.closing(launcher_of(arms, tmp_path / "timed.py", tmp_path / "launches")) as made:
+        for launch in made.launch(["head", "base"], [SUM]):
+            assert launch.times_s[SUM.key] > 0
+    for name in arms:
+        assert str(tmp_path / name / "click.py") in (tmp_path / f"{name}.seen").read_text()
+
+
+def test_arms_load_apart_where_variables_differ_that_a_library_may_read(tmp_path: Path):
+    (tmp_path / "timed.py").write_text(TIMED)
+    seen = {name: tmp_path / f"{name}.seen" for name in ("base", "head")}
+    for variable, loaders in (("DTBENCH_SEEN", 1), ("SEEN", 2)):
+        arms = {name: real_arm(name, (), **{variable: str(path)}) for name, path in seen.items()}
+        with contextlib.closing(launcher_of(arms, tmp_path / "timed.py", tmp_path / variable)) as made:
+            made.launch(["base", "head"], [SUM])
+        parents = {path.read_text().splitlines()[0].split()[2] for path in seen.values()}
+        assert len(parents) == loaders
+        for path in seen.values():
+            path.unlink()
 
 
 def test_a_launch_that_cannot_be_started_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    ended: list[str] = []
+    began: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
 
-    class Started:
-        def __init__(self, arm: Arm, *_: Any, **__: Any) -> None:
-            self.name = arm.text
-            if arm.text == "head":
-                raise OSError("no memory")
+    def popen(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if began:
+            raise OSError("no memory")
+        began.append(real(*args, **options))
+        return began[-1]
 
-        def end(self) -> None:
-            ended.append(self.name)
+    arms = {name: made_up_arm(tmp_path / name, SLEEPS="60", NAME=name) for name in ("base", "head")}
+    for number, start in enumerate(
+        (lambda m: m.launch(["base", "head"], []), lambda m: m.count("base", "head"))
+    ):
+        monkeypatch.setattr(process.subprocess, "Popen", popen)
+        made = launcher_of(arms, Path("fake"), tmp_path / str(number))
+        with contextlib.closing(made), pytest.raises(OSError, match="no memory"):
+            start(made)
+        assert began.pop().returncode is not None
 
-    monkeypatch.setattr(launcher, "Started", Started)
-    (tmp_path / "launches").mkdir()
-    arms = {
-        name: Arm(name, name, "", sys.executable, (), {}, tmp_path, "", "", "") for name in ("base", "head")
-    }
-    made = launcher.Launcher(arms, {"base": [], "head": []}, {}, tmp_path / "launches", launcher.Limits(60))
-    for start in (lambda: made.launch(["base", "head"], []), lambda: made.count("base", "head")):
-        with pytest.raises(OSError, match="no memory"):
-            start()
-    assert ended == ["base", "base"]
+
+def test_a_loader_that_fails_is_told_as_its_launches_end(tmp_path: Path):
+    arm = made_up_arm(tmp_path / "base")
+    (tmp_path / "base/sources/dtbench/gate/worker.py").write_text("raise ImportError('libtorch is gone')")
+    with contextlib.closing(launcher_of({"base": arm}, Path("fake"), tmp_path / "launches")) as made:
+        (launch,) = made.launch(["base"], [SUM])
+    assert launch.bad[SUM.key] == "the launch ended with exit code 1: ImportError: libtorch is gone"
 
 
 TIMED = """
@@ -334,14 +384,15 @@ from dtbench.model import Case, Workload
 from dtbench.registry import suite
 
 def see(what):
-    with open(os.environ["SEEN"], "a") as file:
-        file.write(f"{what} {os.getpid()}\\n")
+    with open(os.environ.get("DTBENCH_SEEN") or os.environ["SEEN"], "a") as file:
+        file.write(f"{what} {os.getpid()} {os.getppid()}\\n")
 
 see("loaded")
 
 @suite("timed", world="simulated", help="sums")
 def timed(plan):
-    yield Case("sum", {}, build={"python": lambda world: Workload(run=lambda: see("call"))}, clock="host", samples=5)
+    yield Case("sum", {}, build={"python": lambda world: Workload(run=lambda: see("call"))}, clock="host", samples=5,
+               warmup_calls=4)
 """
 
 

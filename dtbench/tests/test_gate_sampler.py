@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dtbench.clock import HostClock
 from dtbench.gate import sampler
-from dtbench.gate.sampler import MORE_VISITS, VISITS, measure
+from dtbench.gate.sampler import MORE_S, measure
 from dtbench.model import Case, Result, Workload
 from dtbench.options import Task
 from dtbench.registry import Suite
 
 SAMPLES = 40
 QUIET_NS, LOUD_NS = 1000, 1600
+SAMPLE_S = 2**-6  # on the clock that ends the search for quiet moments
 
 
 class Machine:
@@ -43,6 +45,7 @@ class Machine:
 def run(monkeypatch: pytest.MonkeyPatch, quiet: Iterator[bool]) -> tuple[Result, Machine]:
     machine = Machine(quiet)
     monkeypatch.setattr(sampler, "_loop_ns", machine.loop_ns)
+    monkeypatch.setattr(sampler, "time", SimpleNamespace(monotonic=lambda: machine.samples * SAMPLE_S))
     clock = HostClock()
     monkeypatch.setattr(clock, "measure", machine.sample_s)
     case = Case("x", {}, {"python": lambda _world: Workload(run=lambda: None)}, clock="host")
@@ -67,7 +70,7 @@ def test_more_visits_find_quiet_moments_and_no_more_samples_are_kept(monkeypatch
             yield True
 
     result, machine = run(monkeypatch, quiet())
-    assert SAMPLES < machine.samples < SAMPLES * (VISITS + MORE_VISITS) // VISITS
+    assert SAMPLES < machine.samples < 2 * SAMPLES
     assert len(result.samples_s) == SAMPLES
     assert sum(s == 1e-3 for s in result.samples_s) >= SAMPLES // 4
     assert not result.counters["disturbed"]
@@ -75,6 +78,6 @@ def test_more_visits_find_quiet_moments_and_no_more_samples_are_kept(monkeypatch
 
 def test_a_machine_that_is_never_quiet_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     result, machine = run(monkeypatch, (n == 0 for n in iter(range(10**6))))
-    assert machine.samples == SAMPLES * (VISITS + MORE_VISITS) // VISITS
+    assert machine.samples == SAMPLES + MORE_S / SAMPLE_S
     assert len(result.samples_s) == SAMPLES and result.time_s is not None
     assert result.time_s.min == 1e-3 and result.counters["disturbed"]

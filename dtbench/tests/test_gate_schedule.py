@@ -148,10 +148,8 @@ def test_launches_without_quiet_moments_are_made_again_and_not_for_ever():
     machine = Machine(noise=0.002)
 
     def launch(arms: Sequence[ArmName], wanted: Sequence[Benchmark], again: bool) -> list[Launch]:
-        return [
-            Launch(machine.one(arm, wanted).times_s, disturbed=float(len(machine.arms) in busy))
-            for arm in arms
-        ]
+        made = [(machine.one(arm, wanted), len(machine.arms) in busy) for arm in arms]
+        return [Launch(m.times_s, {}, frozenset(m.times_s) if loud else frozenset()) for m, loud in made]
 
     busy = range(8, 10)
     Schedule(benchmarks(2), CONTROL, launch, 0).run()
@@ -160,6 +158,49 @@ def test_launches_without_quiet_moments_are_made_again_and_not_for_ever():
     judged, _ = Schedule(benchmarks(2), CONTROL, launch, 0).run()
     assert [j.verdict for j in judged] == ["PASS"] * 2
     assert len(machine.arms) <= 2 * 15
+
+
+def test_rounds_that_are_sure_to_follow_are_announced():
+    told: list[int] = []
+    machine = Machine({"b0": 1.05}, noise=0.005)
+    Schedule(benchmarks(2), CONTROL, machine, 0, prepare=told.append).run()
+    assert told == [5, 2]
+
+
+def test_what_a_launch_measured_in_noise_does_not_count():
+    """One benchmark of some launches is 40% slower than it is, and they say so: a round more for it is enough."""
+    machine = Machine(noise=0.002)
+    asked: list[int] = []
+
+    def launch(arms: Sequence[ArmName], wanted: Sequence[Benchmark], again: bool) -> list[Launch]:
+        asked.append(len(wanted))
+        made = [machine.one(arm, wanted) for arm in arms]
+        if len(asked) not in (2, 3):
+            return made
+        key = benchmarks(1)[0].key
+        return [
+            Launch({**m.times_s, key: 1.4 * m.times_s[key]}, {}, frozenset([key])) for m in made[:2]
+        ] + made[2:]
+
+    judged, trust = Schedule(benchmarks(3), CONTROL, launch, 0).run()
+    assert [j.verdict for j in judged] == ["PASS"] * 3 and not trust.reasons
+    assert asked == [3, 3, 3, 3, 3, 1, 1]
+    assert judged[0].effect is not None and judged[0].effect.pairs == 5
+    assert judged[0].base_s == pytest.approx(TIME_S, rel=0.02)
+
+
+def test_a_machine_that_is_never_quiet_is_judged_as_it_is():
+    """No more rounds are asked for, and what is slower is still found."""
+    machine = Machine({"b0": 1.10}, noise=0.005)
+
+    def launch(arms: Sequence[ArmName], wanted: Sequence[Benchmark], again: bool) -> list[Launch]:
+        return [
+            Launch(m.times_s, {}, frozenset(m.times_s)) for m in (machine.one(arm, wanted) for arm in arms)
+        ]
+
+    judged, trust = Schedule(benchmarks(3), CONTROL, launch, 0).run()
+    assert [j.verdict for j in judged] == ["REGRESSION", "PASS", "PASS"] and not trust.reasons
+    assert trust.control is not None and trust.control.pairs == 5 + 10
 
 
 def test_a_gain_is_told_and_a_small_one_passes():
