@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from dtbench.gate.benchmark import (
     Selection,
     read_listing,
 )
-from dtbench.gate.process import Job, Round, Started, run_alone
+from dtbench.gate.process import Job, Round, Started, run_alone, take_turns
 from dtbench.gate.schedule import ArmName, Launch, OutOfTimeError
 from dtbench.model import Result
 from dtbench.options import format_mesh
@@ -39,7 +40,7 @@ NOTE_SUFFIX = ".now"  # as the worker writes it
 _MAX_FILTER_CHARS = 60_000
 # Launches of a few benchmarks take more samples of each, up to so many times as many: beside starting a process it
 # costs nothing, and what scatters needs fewer pairs.
-FEW_BENCHMARKS, MOST_SAMPLES = 16, 8
+FEW_BENCHMARKS = 16
 # Each is a process with torch, of some 300 MB.
 ROUNDS_TOGETHER = 3
 Asked = tuple[Arm, dict[str, Any], Path]  # a worker's arm, its order, and how its files begin
@@ -57,16 +58,14 @@ class Counted:
 
 @dataclass
 class Limits:
-    """timeout_s: of one launch. deadline: when the budget ends, on the monotonic clock; None is never."""
+    """timeout_s: of one launch. deadline: when the budget ends, on the monotonic clock."""
 
     timeout_s: float
-    deadline: float | None = None
+    deadline: float = math.inf
     budget: str = ""
 
     def left_s(self) -> float:
         """What one launch may take now."""
-        if self.deadline is None:
-            return self.timeout_s
         return min(self.timeout_s, self.deadline - time.monotonic())
 
 
@@ -169,7 +168,7 @@ class Launcher:
         self, arms: Sequence[ArmName], benchmarks: Sequence[Benchmark], again: bool = False
     ) -> list[Launch]:
         """A launch of all the benchmarks per arm, in this order: a process for the simulated ones and the
-        control, and a world of ranks for the others. The processes are set up side by side and measure in turn.
+        control, and a world of ranks for the others. The processes are set up side by side and measure by turns.
         What brings a process down fails, and the rest is launched again. again: in the place of launches of the
         last round.
 
@@ -178,11 +177,12 @@ class Launcher:
         """
         simulated = [b for b in benchmarks if b.world == "simulated"]
         with self._together([self._timing(arm, simulated) for arm in arms], again=again) as works:
-            for work in works:
-                if work.process is not None:
-                    work.process.await_ready(self._limits.left_s())
+            processes = [work.process for work in works if work.process is not None]
+            for process in processes:
+                process.await_ready(self._limits.left_s())
             for made in self._prepared:
                 made.await_prepared(self._limits.left_s())
+            take_turns(processes, self._limits.timeout_s, self._limits.deadline)
             return [self._timed(arm, work, benchmarks) for arm, work in zip(arms, works, strict=True)]
 
     def _timing(self, arm: ArmName, simulated: Sequence[Benchmark]) -> Asked:
@@ -190,7 +190,7 @@ class Launcher:
         samples = {b.label: self._samples.get(b.key, DEFAULT_SAMPLES) for b in simulated}
         calls = {b.label: self._calls[b.key] for b in simulated if b.key in self._calls}
         order = self._order(name, "time") | {"samples": samples} | ({"calls": calls} if calls else {})
-        order["times"] = max(1, min(MOST_SAMPLES, FEW_BENCHMARKS // max(len(simulated), 1)))
+        order["times"] = max(1, FEW_BENCHMARKS // max(len(simulated), 1))
         return self._arms[name], order, self._next(arm)
 
     def _timed(self, arm: ArmName, work: _Work, benchmarks: Sequence[Benchmark]) -> Launch:
@@ -243,7 +243,7 @@ class Launcher:
             return ""
         self._check_budget()
         module, log = ["dtbench", *command, "-o", f"{stem}.jsonl"], Path(f"{stem}.log")
-        died = self._within_limits(lambda limit_s: run_alone(arm, module, log, self._variables, limit_s))
+        died = self._why(run_alone(arm, module, log, self._variables, self._limits.left_s()))
         if _is_complete(stem):  # cases may have failed: the file says which
             _asked(stem).write_text(text)
             return ""
@@ -314,11 +314,11 @@ class Launcher:
         return self._prepared.pop(0)
 
     def _finish(self, work: _Work) -> str:
-        """Has a worker carry out its order; what went wrong, or ""."""
+        """Has a worker carry out what is left of its order; what went wrong, or ""."""
         if work.process is None:
             return ""
         try:
-            died = self._within_limits(work.process.run)
+            died = self._why(work.process.run(self._limits.timeout_s, self._limits.deadline))
         finally:
             work.process.end()
         if not died:
@@ -334,19 +334,16 @@ class Launcher:
             path.unlink()
         return False
 
-    def _within_limits(self, run: Callable[[float], str | None]) -> str:
-        """How a process ended that is given so many seconds."""
-        left_s = self._limits.left_s()
-        died = run(left_s)
-        if died is None:
-            if left_s < self._limits.timeout_s:
-                raise self._out_of_time()
-            return f"no end after {self._limits.timeout_s:g} s (--timeout)"
-        return died
+    def _why(self, died: str | None) -> str:
+        """How a process ended. died: None if it took too long."""
+        if died is not None:
+            return died
+        if time.monotonic() >= self._limits.deadline:
+            raise self._out_of_time()
+        return f"no end after {self._limits.timeout_s:g} s (--timeout)"
 
     def _check_budget(self) -> None:
-        left_s = self._limits.left_s()
-        if self._limits.deadline is not None and left_s <= self._longest_s:
+        if self._limits.deadline - time.monotonic() <= self._longest_s:
             raise self._out_of_time()
 
     def _out_of_time(self) -> OutOfTimeError:

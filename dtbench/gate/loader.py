@@ -3,7 +3,7 @@
     gate ---> python -P -m dtbench.gate.loader ...       a fresh process for every round of launches
                 load torch and the harness
                 READY
-       ---> launch: fork, path and variables of one arm, set up, READY, wait for GO, measure, ENDED
+       ---> launch: fork, path and variables of one arm, set up; READY, wait for GO, a visit, READY, ...; ENDED
        ---> launch: the same of another arm, or again of one that was disturbed
 
 Loading torch takes longer than measuring thirty benchmarks. Launches of one round share its luck, such as where its
@@ -143,7 +143,7 @@ def _carry_out(launch: Mapping[str, Any]) -> NoReturn:
 
 
 def _await_turn(fd: int) -> None:
-    """Says that all is set up, and returns when it is this launch's turn; ends it where the gate is gone."""
+    """Says that it can go on, and returns when it is this launch's turn; ends it where the gate is gone."""
     _send(fd, READY, 0)
     if os.read(fd, MESSAGE.size)[:1] != GO:
         raise SystemExit("the gate is gone")

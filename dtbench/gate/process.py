@@ -1,4 +1,5 @@
-"""Launches as processes, seen from the gate: they are set up side by side and measure in turn.
+"""Launches as processes, seen from the gate: they are set up side by side and measure in turn, a visit of all their
+benchmarks at a time.
 
 Those that load the same (one interpreter, the same variables but for those of suites) are forked off one
 process, see `loader`; others have one each.
@@ -156,6 +157,7 @@ class Started:
         self._pid: int | None = None
         self._ended: str | None = None  # how, "" if in order
         self._late = False
+        self._used_s = 0.0  # of its turns
 
     def await_ready(self, limit_s: float) -> None:
         """Returns when the launch waits for its turn, when it has ended, or when that takes too long."""
@@ -164,17 +166,28 @@ class Started:
         except TimeoutError:
             self._late = True
 
-    def run(self, limit_s: float) -> str | None:
-        """Gives it its turn and waits for its end: what went wrong, "" if nothing, None if it took too long."""
-        if self._late:
-            return None
+    def turn(self, limit_s: float, deadline: float) -> bool:
+        """Gives it one turn; whether it wants another. It is taken down at the deadline, and when its turns have taken
+        `limit_s` together.
+        """
+        if self._late or self._ended is not None:
+            return False
+        began = time.monotonic()
         with contextlib.suppress(OSError):
             self._turn.sendall(MESSAGE.pack(GO, 0))
         try:
-            self._listen(ENDED, time.monotonic() + limit_s)
+            self._listen(READY, min(began + limit_s - self._used_s, deadline))
         except TimeoutError:
-            return None
-        return self._ended
+            self._late = True
+            self.end()
+        self._used_s += time.monotonic() - began
+        return not self._late and self._ended is None
+
+    def run(self, limit_s: float, deadline: float) -> str | None:
+        """Gives it all the turns that it wants: what went wrong, "" if nothing, None if it took too long."""
+        while self.turn(limit_s, deadline):
+            pass
+        return None if self._late else self._ended
 
     def end(self) -> None:
         """Takes down what is left of it."""
@@ -205,6 +218,13 @@ class Started:
                 self._ended = _how(number, self._log) if number else ""
             if what == wanted:
                 return
+
+
+def take_turns(launches: Sequence[Started], limit_s: float, deadline: float) -> None:
+    """Has them measure by turns until all have ended, one at a time. limit_s: for the turns of each."""
+    going = list(launches)
+    while going:
+        going = [launch for launch in going if launch.turn(limit_s, deadline)]
 
 
 def run_alone(

@@ -1,16 +1,16 @@
 """Sampling for a gate: a fixed number of samples of every benchmark, spread over the whole launch.
 
-On a shared machine a core is slower while its neighbour works, for tens of milliseconds at a time. Samples taken
-in one go all meet that, or none does; samples taken in many short visits find the quiet moments, and
-their minimum is the same from launch to launch. A loop that no arm touches is timed before and after each
-sample: where few of a benchmark's samples met a quiet moment it is visited more often, and those of its samples are
-kept, as many as planned, beside which the loop was fastest.
+On a shared machine a core is slower while its neighbour works, for tens of milliseconds at a time or for many seconds.
+Samples taken in one go all meet that, or none does; samples taken in many short visits meet both, and launches that
+are compared make their visits in turn, so that they meet the same. A loop that no arm touches is timed before and
+after each sample. It says which moments were quiet: as good as the best that were no rare exception. Where few of a
+benchmark's samples met one it is visited more often, and those of its samples are kept, as many as planned, beside
+which the loop was fastest.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,9 +34,11 @@ SAMPLES_S = 0.05
 # the launch again.
 QUIET_SHARE = 0.25
 MORE_S = 2.5
-# A moment is quiet if the loop took at most so much longer than the fastest time of the launch: a neighbour
-# makes a core slower by 40% and more.
+# A moment is quiet if the loop took so much longer at most than at the best tenth of the launch's samples: a neighbour
+# makes a core slower by 40% and more, and one that never rests leaves it fast for less than a hundredth of the time.
+# Such exceptions, faster by as much, are left out: they would make the minimum of a few.
 QUIET = 1.15
+BEST = 0.1
 LOOP = (None,) * 500  # 5 to 10 us
 # The first of a visit finds its caches cold and is thrown away, where calls may be repeated at will.
 WARMUP_CALLS = 20
@@ -72,14 +74,17 @@ class Live:
     loops_ns: list[int] = field(default_factory=list)  # of each sample: the slower loop beside it
     bad: tuple[str, str] | None = None  # status and why
 
-    def disturbed(self, fastest_ns: int) -> bool:
+    def disturbed(self, quiet_ns: float) -> bool:
         """Whether too few of its samples met a quiet moment."""
-        quiet = sum(loop <= QUIET * fastest_ns for loop in self.loops_ns)
+        quiet = sum(quiet_ns / QUIET <= loop <= quiet_ns * QUIET for loop in self.loops_ns)
         return self.bad is None and quiet < QUIET_SHARE * self.samples
 
-    def quietest_s(self) -> tuple[float, ...]:
-        """As many samples as were planned, those with the fastest loops beside them; in order of time."""
-        order = sorted(range(len(self.taken_s)), key=self.loops_ns.__getitem__)
+    def quietest_s(self, quiet_ns: float) -> tuple[float, ...]:
+        """At most as many samples as were planned, those with the fastest loops beside them but for rare exceptions; in
+        order of time.
+        """
+        usual = [i for i, loop in enumerate(self.loops_ns) if loop >= quiet_ns / QUIET]
+        order = sorted(usual or range(len(self.taken_s)), key=self.loops_ns.__getitem__)
         return tuple(self.taken_s[i] for i in sorted(order[: self.samples]))
 
     def attempt(self, step: Callable[[], object]) -> Any:
@@ -104,44 +109,46 @@ def measure(
 ) -> Iterator[Result]:
     """Results of the benchmarks (task, impl, samples, calls per sample), in their order.
 
-    starting: called with a case's label before anything of it runs, once per phase. await_turn: called once, when
-    what is measured first is set up: that takes longer than the samples, and may be done beside other launches.
+    starting: called with a case's label before anything of it runs, once per phase. await_turn: called before each
+    visit. What is measured first is set up before: that takes longer than the samples, and may be done beside other
+    launches.
     """
     for first in range(0, len(wanted), GROUP):
         group = [
             _build(task, impl, samples, calls, world, starting)
             for task, impl, samples, calls in wanted[first : first + GROUP]
         ]
-        if first == 0:
-            await_turn()
         gc.collect()
         gc.freeze()
         gc.disable()
         try:
-            chosen, visit, deadline = group, 0, math.inf
-            while chosen and time.monotonic() < deadline:
+            chosen, visit, more_s = group, 0, 0.0
+            while chosen and more_s < MORE_S:
+                await_turn()
+                began = time.monotonic()
                 for live in chosen:
                     starting(live.task.label)
                     live.attempt(lambda live=live, visit=visit: _visit(live, visit % VISITS, clocks))  # type: ignore[misc]
                 visit += 1
-                if visit == VISITS:
-                    deadline = time.monotonic() + MORE_S
+                if visit > VISITS:
+                    more_s += time.monotonic() - began
                 if visit >= VISITS:
-                    fastest_ns = _fastest_ns(group)
-                    chosen = [live for live in group if live.disturbed(fastest_ns)]
+                    quiet_ns = _quiet_ns(group)
+                    chosen = [live for live in group if live.disturbed(quiet_ns)]
         finally:
             gc.enable()
-        fastest_ns = _fastest_ns(group)
+        quiet_ns = _quiet_ns(group)
         for live in group:
             starting(live.task.label)
             _check(live, "after the samples")
             if live.workload.close is not None:
                 live.attempt(live.workload.close)
-            yield _result(live, disturbed=live.disturbed(fastest_ns))
+            yield _result(live, quiet_ns)
 
 
-def _fastest_ns(group: Sequence[Live]) -> int:
-    return min((loop for live in group for loop in live.loops_ns), default=0)
+def _quiet_ns(group: Sequence[Live]) -> float:
+    loops = sorted(loop for live in group for loop in live.loops_ns)
+    return loops[int(BEST * len(loops))] if loops else 0
 
 
 def _build(
@@ -193,16 +200,16 @@ def _check(live: Live, when: str) -> None:
         live.bad = ("wrong", f"{wrong} ({when})")
 
 
-def _result(live: Live, *, disturbed: bool) -> Result:
+def _result(live: Live, quiet_ns: float) -> Result:
     case = live.task.case
     named = (live.task.suite.name, case.name, live.impl, case.params)
     if live.bad is not None:
         status, reason = live.bad
         return Result(*named, status, reason)  # type: ignore[arg-type]
     try:
-        taken_s = live.quietest_s()
+        taken_s = live.quietest_s(quiet_ns)
         timing = summarize(taken_s)
     except ValueError as error:
         return Result(*named, "failed", str(error))
-    found = {DISTURBED: float(disturbed)}
+    found = {DISTURBED: float(live.disturbed(quiet_ns))}
     return Result(*named, "ok", size_bytes=case.size_bytes, time_s=timing, samples_s=taken_s, counters=found)

@@ -38,15 +38,12 @@ SCREEN_ROUNDS = 5
 # Where something moved that nobody touched, as many rounds again tell chance from a disturbed machine.
 MORE_ROUNDS = 5
 # A launch in which the control is slower than in its neighbours by so much was disturbed (a core that is shared
-# with another program is slower by 40 to 70%) and is made again, at most so many times; and so is one that
-# is slower by more than processes differ than the median of three rounds before, however its neighbours fared.
+# with another program is slower by 40 to 70%) and is made again, at most so many times.
 # The control knows nothing of the arms, so both are chosen alike; and one that does differ between them
 # stays and is seen. So is one in which most benchmarks found too few quiet moments, however the control fared: of
 # 108 launches beside other tenants' work, all with less than three quarters of such benchmarks measured what
 # the undisturbed ones did, and one of five with more was 8% off. At most half of all launches are repeats.
 DISTURBED = 0.05
-DISTURBED_FOR_LONG = 0.15
-LATELY = 9
 DISTURBED_SHARE = 0.75
 TRIES = 4
 # From here on each pair may let a benchmark pass. Only at the test's looks may it be called slower or faster.
@@ -135,7 +132,6 @@ class Schedule:
         self._prepare = prepare
         self.evidence = Evidence()
         self._judged: dict[Key, Judged] = {}
-        self._controls: list[float] = []  # of the launches that were kept
 
     def run(self) -> tuple[list[Judged], Trust]:
         """Launches until every benchmark has its verdict or the budget is spent."""
@@ -232,8 +228,6 @@ class Schedule:
             if len(controls) < len(made):
                 break
             most = (1 + DISTURBED) * min(controls.values())
-            if self._controls:
-                most = min(most, (1 + DISTURBED_FOR_LONG) * median(self._controls[-LATELY:]))
             slow = [
                 arm for arm in arms if controls[arm] > most or made[arm].disturbed_share > DISTURBED_SHARE
             ]
@@ -241,9 +235,6 @@ class Schedule:
                 break
             made |= self._each(slow, benchmarks, again=True)
             self.evidence.repeated += len(slow)
-        self._controls += [
-            time_s for launch in made.values() if (time_s := self._control_s(launch)) is not None
-        ]
         return made
 
     def _control_s(self, launch: Launch) -> float | None:

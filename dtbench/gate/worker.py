@@ -1,7 +1,7 @@
 """One launch of an arm: what `loader` loads for all of them, and what each does then.
 
 An order of the mode "count" lists the selected benchmarks and counts what one call of each does; "time"
-samples the cases it names a fixed number of times and nothing else, when it is its turn. Simulated suites
+samples the cases it names a fixed number of times and nothing else, by turns. Simulated suites
 only: those of ranks are measured by `dtbench run`, which the gate starts beside it.
 """
 

@@ -40,11 +40,10 @@ class Machine:
         null: float = 1.0,
         launches: int = 10**6,
         disturbed: float = 0.0,
-        for_long: range = range(0),
     ) -> None:
         self.factors, self.noise, self.drift = factors or {}, noise, drift
         self.control, self.null, self.left = control, null, launches
-        self.disturbed, self.for_long = disturbed, for_long
+        self.disturbed = disturbed
         self.random = random.Random(seed)
         self.arms: list[ArmName] = []
         self.measured: Counter[str] = Counter()
@@ -58,9 +57,7 @@ class Machine:
         self.arms.append(arm)
         self.measured.update(b.key[1] for b in wanted)
         base = TIME_S * math.exp(self.drift * len(self.arms))
-        if (
-            self.random.random() < self.disturbed or len(self.arms) in self.for_long
-        ):  # a core shared with another program, for a whole launch
+        if self.random.random() < self.disturbed:  # a core shared with another program, for a whole launch
             base *= 1.6
         times = {}
         for b in wanted:
@@ -134,14 +131,6 @@ def test_disturbed_launches_are_made_again_and_hide_nothing():
     calm = [judge(Machine(seed=seed, disturbed=0.2), 10, seed) for seed in range(30)]
     assert sum(j.verdict == "REGRESSION" for judged, _ in calm for j in judged) <= 1
     assert sum(bool(trust.reasons) for _, trust in calm) <= 1
-
-
-def test_launches_that_were_all_disturbed_are_made_again():
-    """Their neighbours fared no better: the launches before them tell."""
-    machine = Machine(noise=0.002, for_long=range(7, 11))
-    judged, trust = judge(machine, 4)
-    assert [j.verdict for j in judged] == ["PASS"] * 4 and not trust.reasons
-    assert len(machine.arms) == 15 + 4
 
 
 def test_launches_without_quiet_moments_are_made_again_and_not_for_ever():
