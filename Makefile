@@ -64,7 +64,7 @@ imports: install
 # One thread per rank: the worlds of the tests hold more ranks than small machines have cores. Two files at
 # a time: ranks often wait for each other.
 unit: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .benchmarks

@@ -20,10 +20,10 @@ from suites.tests.started import start
 FAULTY = Path(__file__).parent / "faulty_suite.py"
 MESH = (("dp", 2), ("tp", 2))
 # Every suite; each change of placement as training has it, and one of them in all regimes; what is measured on
-# each mesh dim alike, on one (half of the time).
+# each mesh alike, or each mesh dim, on one (half of the time).
 CASES = "\n".join(
     [
-        *("dispatch ", "collectives ", "groups=together mode=isolated", "redistribute S(0)->S(1) "),
+        *("mesh=8 pass=", "collectives ", "groups=together mode=isolated", "redistribute S(0)->S(1) "),
         *(f"tensor_parallel {name} mesh_dim=tp" for name in ("addmm", "mlp", "block", "loss")),
         *(f"embedding {name} mesh_dim=tp" for name in ("row-wise", "column-wise", "table-wise")),
         *("overlap all_reduce mesh_dim=tp", "bucketer reduce_scatter mesh_dim=tp"),
