@@ -19,10 +19,8 @@ Key = tuple[str, str, str, tuple[tuple[str, Param], ...]]  # as `Result.case_key
 # The largest slowdown that a PASS has to exclude, unless the benchmark says otherwise. Process-to-process
 # noise of 1.5 to 2% makes 5% the least that five pairs of launches exclude most of the time.
 DEFAULT_TOLERANCE = 0.05
-# Beside the counters of a counting launch: how many samples to take, of how many calls; both arms do alike.
-SAMPLES_WANTED, CALLS_WANTED = "samples", "calls_per_sample"
-# Beside the times of a launch: 1 where too few of the samples met a quiet moment.
-DISTURBED = "disturbed"
+# Beside the counters of a counting launch: what a call took, seconds, roughly; base's says how both arms sample.
+CALL_S = "call_s"
 MAX_LISTING_BYTES = 256 * 2**20
 _MODULE = re.compile(r"torch(\.[A-Za-z_]\w*)+")
 

@@ -167,8 +167,6 @@ class _Gate:
             judged, trust = schedule.run()
             self._judged |= {j.benchmark.key: j for j in judged}
             launches, stopped = schedule.evidence.launches, schedule.evidence.stopped
-            if schedule.evidence.repeated:
-                self._notes.append(f"{schedule.evidence.repeated} launch(es) were disturbed and made again")
         else:
             trust = trust_of(None, None, measured=False)
         return self._report(old, new, trust, launches, stopped, began)

@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,7 @@ from dtbench.errors import ArmError, DtbenchError
 from dtbench.gate import control
 from dtbench.gate.arms import Arm
 from dtbench.gate.benchmark import (
-    CALLS_WANTED,
-    DISTURBED,
-    SAMPLES_WANTED,
+    CALL_S,
     Benchmark,
     Key,
     Listing,
@@ -34,13 +32,9 @@ from dtbench.model import Result
 from dtbench.options import format_mesh
 from dtbench.store import read_run
 
-DEFAULT_SAMPLES = 50
 NOTE_SUFFIX = ".now"  # as the worker writes it
 # A command line's longest argument on Linux is 128 KiB; beyond half of it, ranks measure the whole selection.
 _MAX_FILTER_CHARS = 60_000
-# Launches of a few benchmarks take more samples of each, up to so many times as many: beside starting a process it
-# costs nothing, and what scatters needs fewer pairs.
-FEW_BENCHMARKS = 16
 # Each is a process with torch, of some 300 MB.
 ROUNDS_TOGETHER = 3
 Asked = tuple[Arm, dict[str, Any], Path]  # a worker's arm, its order, and how its files begin
@@ -86,8 +80,7 @@ class Launcher:
         self._plan = plan
         self._folder = folder.absolute()  # launches start elsewhere
         self._limits = limits
-        self._samples: dict[Key, int] = {}
-        self._calls: dict[Key, int] = {}
+        self._call_s: dict[Key, float] = {}
         self._variables = dict(variables or {})
         self._loaded: dict[str, list[str]] = {}  # modules of torch, in all arms, as in a listing
         self._round: Round | None = None
@@ -147,10 +140,8 @@ class Launcher:
         for key, result in results.items():
             if result.status in ("failed", "wrong"):
                 bad[key] = f"{result.status}: {result.reason}"
-            if name == "base" and SAMPLES_WANTED in result.counters:
-                self._samples.setdefault(key, int(result.counters[SAMPLES_WANTED]))
-                if CALLS_WANTED in result.counters:
-                    self._calls.setdefault(key, int(result.counters[CALLS_WANTED]))
+            if name == "base" and CALL_S in result.counters:
+                self._call_s.setdefault(key, result.counters[CALL_S])
         return Counted(
             listing,
             bad,
@@ -164,19 +155,16 @@ class Launcher:
         """Says that so many rounds follow: they load together, which keeps all cores busy."""
         self._ahead = rounds
 
-    def launch(
-        self, arms: Sequence[ArmName], benchmarks: Sequence[Benchmark], again: bool = False
-    ) -> list[Launch]:
+    def launch(self, arms: Sequence[ArmName], benchmarks: Sequence[Benchmark]) -> list[Launch]:
         """A launch of all the benchmarks per arm, in this order: a process for the simulated ones and the
         control, and a world of ranks for the others. The processes are set up side by side and measure by turns.
-        What brings a process down fails, and the rest is launched again. again: in the place of launches of the
-        last round.
+        What brings a process down fails, and the rest is launched again.
 
         Raises:
             OutOfTimeError: the budget does not hold them.
         """
         simulated = [b for b in benchmarks if b.world == "simulated"]
-        with self._together([self._timing(arm, simulated) for arm in arms], again=again) as works:
+        with self._together([self._timing(arm, simulated) for arm in arms]) as works:
             processes = [work.process for work in works if work.process is not None]
             for process in processes:
                 process.await_ready(self._limits.left_s())
@@ -187,19 +175,20 @@ class Launcher:
 
     def _timing(self, arm: ArmName, simulated: Sequence[Benchmark]) -> Asked:
         name = _side(arm)
-        samples = {b.label: self._samples.get(b.key, DEFAULT_SAMPLES) for b in simulated}
-        calls = {b.label: self._calls[b.key] for b in simulated if b.key in self._calls}
-        order = self._order(name, "time") | {"samples": samples} | ({"calls": calls} if calls else {})
-        order["times"] = max(1, FEW_BENCHMARKS // max(len(simulated), 1))
+        order = self._order(name, "time")
+        order["call_s"] = {b.label: self._call_s.get(b.key, 0.0) for b in simulated}
         return self._arms[name], order, self._next(arm)
 
     def _timed(self, arm: ArmName, work: _Work, benchmarks: Sequence[Benchmark]) -> Launch:
         bad: dict[Key, str] = {}
         results: dict[Key, Result] = {}
         left = [b for b in benchmarks if b.world == "simulated"]
+        in_turn: set[Key] | None = None
         while True:
             died = self._finish(work)
             results |= {r.case_key: r for r in _results(work.stem)}
+            if in_turn is None:  # what is launched again measures on its own
+                in_turn = set(results)
             if not died:
                 break
             case = _in_hand(work.stem)
@@ -213,7 +202,7 @@ class Launcher:
         ranks = [b for b in benchmarks if b.world == "ranks"]
         if ranks:
             results |= self._ranks(arm, ranks, bad)
-        return _launch_of(results, benchmarks, bad)
+        return _launch_of(results, benchmarks, bad, in_turn)
 
     def _ranks(self, arm: str, benchmarks: Sequence[Benchmark], bad: dict[Key, str]) -> dict[Key, Result]:
         """One `dtbench run` of the selected suites of ranks."""
@@ -239,7 +228,7 @@ class Launcher:
 
     def _run_ranks(self, arm: Arm, command: Sequence[str], stem: Path) -> str:
         text = json.dumps([arm.identity, list(command[len(self._selections["base"]) + 1 :])])
-        if self._is_there(stem, text):
+        if self._are_there([_Work(stem, text)]):
             return ""
         self._check_budget()
         module, log = ["dtbench", *command, "-o", f"{stem}.jsonl"], Path(f"{stem}.log")
@@ -264,10 +253,10 @@ class Launcher:
         }
 
     @contextlib.contextmanager
-    def _together(self, asked: Sequence[Asked], *, again: bool = False) -> Iterator[list[_Work]]:
+    def _together(self, asked: Sequence[Asked]) -> Iterator[list[_Work]]:
         """Workers begun together; nothing of them is left in the end."""
         began = time.monotonic()
-        works = self._begin(asked, again=again)
+        works = self._begin(asked)
         try:
             yield works
         finally:
@@ -277,33 +266,31 @@ class Launcher:
         if any(work.process is not None for work in works):
             self._longest_s = max(self._longest_s, time.monotonic() - began)
 
-    def _begin(self, asked: Sequence[Asked], *, again: bool) -> list[_Work]:
-        """Starts the workers, but for those whose answer lies there from before. again: in the place of some of
-        the round, and so forked off the same process.
+    def _begin(self, asked: Sequence[Asked], *, again: bool = False) -> list[_Work]:
+        """Starts the workers, but for those whose answer lies there from before. again: in the place of one of
+        the round that died, and so forked off the same process.
         """
-        works, jobs = [], {}
-        for arm, order, stem in asked:
-            # What is compared when a gate goes on is without the folders that each gate makes anew.
-            text = json.dumps(_portable(order), sort_keys=True)
-            works.append(_Work(stem, text))
-            if not self._is_there(stem, text):
-                full = stem.with_name(f"{stem.name}.full-order.json")
-                full.write_text(json.dumps(order))
-                jobs[stem] = Job(arm, full, Path(f"{stem}.jsonl"), Path(f"{stem}.log"))
-        if not jobs:
+        # What is compared when a gate goes on is without the folders that each gate makes anew.
+        works = [_Work(stem, json.dumps(_portable(order), sort_keys=True)) for _, order, stem in asked]
+        if self._are_there(works):
             return works
+        jobs = []
+        for arm, order, stem in asked:
+            full = stem.with_name(f"{stem.name}.full-order.json")
+            full.write_text(json.dumps(order))
+            jobs.append(Job(arm, full, Path(f"{stem}.jsonl"), Path(f"{stem}.log")))
         self._check_budget()
         if self._round is None or not again:
             self._round = self._next_round(asked)
-        started = dict(zip(jobs, self._round.start(list(jobs.values())), strict=True))
-        return [replace(work, process=started.get(work.stem)) for work in works]
+        started = self._round.start(jobs)
+        return [replace(work, process=process) for work, process in zip(works, started, strict=True)]
 
     def _next_round(self, asked: Sequence[Asked]) -> Round:
         """One of which nothing was launched. If none is prepared, as many are as are known to follow."""
         if self._round is not None:
             self._round.close()
         if not self._prepared:
-            wanted = {"", *(label for _, order, _ in asked for label in order.get("samples", ()))}
+            wanted = {"", *(label for _, order, _ in asked for label in order.get("call_s", ()))}
             load = [name for label, names in self._loaded.items() if label in wanted for name in names]
             stem = asked[0][2]
             for number in range(max(1, min(self._ahead, ROUNDS_TOGETHER))):
@@ -325,13 +312,14 @@ class Launcher:
             _asked(work.stem).write_text(work.text)
         return died
 
-    def _is_there(self, stem: Path, text: str) -> bool:
-        asked = _asked(stem)
-        if asked.exists() and asked.read_text() == text and _is_complete(stem):
-            self.reused += 1
+    def _are_there(self, works: Sequence[_Work]) -> bool:
+        """Whether all were answered before: what was measured beside another launch is of no use without it."""
+        if all(_is_answered(work.stem, work.text) for work in works):
+            self.reused += len(works)
             return True
-        for path in stem.parent.glob(f"{stem.name}.*"):
-            path.unlink()
+        for work in works:
+            for path in work.stem.parent.glob(f"{work.stem.name}.*"):
+                path.unlink()
         return False
 
     def _why(self, died: str | None) -> str:
@@ -363,7 +351,9 @@ def _side(arm: str) -> str:
     return "head" if arm.startswith("head") else "base"
 
 
-def _launch_of(results: Mapping[Key, Result], benchmarks: Sequence[Benchmark], bad: dict[Key, str]) -> Launch:
+def _launch_of(
+    results: Mapping[Key, Result], benchmarks: Sequence[Benchmark], bad: dict[Key, str], in_turn: Set[Key]
+) -> Launch:
     wanted = {b.key: b for b in benchmarks}
     times: dict[Key, float] = {}
     for key, result in results.items():
@@ -373,7 +363,8 @@ def _launch_of(results: Mapping[Key, Result], benchmarks: Sequence[Benchmark], b
         elif key in wanted or key[0] == control.NAME:
             estimator = wanted[key].estimator if key in wanted else "min"
             times[key] = getattr(result.time_s, estimator)
-    return Launch(times, bad, frozenset(key for key in times if results[key].counters.get(DISTURBED)))
+    samples = {key: results[key].samples_s for key in in_turn if key in times}
+    return Launch(times, bad, samples)
 
 
 def _asked(stem: Path) -> Path:
@@ -383,6 +374,11 @@ def _asked(stem: Path) -> Path:
 def _portable(order: Mapping[str, Any]) -> dict[str, Any]:
     kept = {k: v for k, v in order.items() if k not in ("listing", "selections")}
     return kept | {"selections": [[Path(s["suite"]).name, s["text"]] for s in order["selections"]]}
+
+
+def _is_answered(stem: Path, text: str) -> bool:
+    asked = _asked(stem)
+    return asked.exists() and asked.read_text() == text and _is_complete(stem)
 
 
 def _is_complete(stem: Path) -> bool:

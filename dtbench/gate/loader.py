@@ -3,8 +3,8 @@
     gate ---> python -P -m dtbench.gate.loader ...       a fresh process for every round of launches
                 load torch and the harness
                 READY
-       ---> launch: fork, path and variables of one arm, set up; READY, wait for GO, a visit, READY, ...; ENDED
-       ---> launch: the same of another arm, or again of one that was disturbed
+       ---> launch: fork, path and variables of one arm, set up; READY, wait for GO, a sample, READY, ...; ENDED
+       ---> launch: the same of another arm
 
 Loading torch takes longer than measuring thirty benchmarks. Launches of one round share its luck, such as where its
 libraries lie in memory, so that it does not tell them apart; the next round draws anew. Of an arm nothing is

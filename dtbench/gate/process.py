@@ -1,5 +1,5 @@
-"""Launches as processes, seen from the gate: they are set up side by side and measure in turn, a visit of all their
-benchmarks at a time.
+"""Launches as processes, seen from the gate: they are set up side by side and measure in turn, a sample
+at a time.
 
 Those that load the same (one interpreter, the same variables but for those of suites) are forked off one
 process, see `loader`; others have one each.

@@ -1,11 +1,9 @@
 """Sampling for a gate: a fixed number of samples of every benchmark, spread over the whole launch.
 
-On a shared machine a core is slower while its neighbour works, for tens of milliseconds at a time or for many seconds.
-Samples taken in one go all meet that, or none does; samples taken in many short visits meet both, and launches that
-are compared make their visits in turn, so that they meet the same. A loop that no arm touches is timed before and
-after each sample. It says which moments were quiet: as good as the best that were no rare exception. Where few of a
-benchmark's samples met one it is visited more often, and those of its samples are kept, as many as planned, beside
-which the loop was fastest.
+On a shared machine a core is slower by half while its neighbour works, for milliseconds or for many seconds. So the
+launches that are compared take each sample in turn, within a few milliseconds of each other, where they mostly meet
+the same; what counts is the ratio of two that were taken together. Between two samples of one benchmark lie those of
+all the others: what a neighbour does for a moment meets few of them.
 """
 
 from __future__ import annotations
@@ -17,48 +15,52 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtbench.clock import Clock
-from dtbench.gate.benchmark import DISTURBED
 from dtbench.model import Case, Result, Skip, Workload
 from dtbench.options import Task
 from dtbench.sampling import describe
 from dtbench.stats import summarize
 
-VISITS = 20
-SAMPLES = 60
-FEWEST_SAMPLES = 10
-# A sample longer than a quiet moment always meets a disturbance: slow calls are sampled in smaller groups.
-SAMPLE_S = 1e-3
-# One benchmark's samples together, so that slow ones do not make a launch long.
-SAMPLES_S = 0.05
-# Where fewer of the samples than this share met a quiet moment, visits go on for as long: that takes less than making
-# the launch again.
-QUIET_SHARE = 0.25
-MORE_S = 2.5
-# A moment is quiet if the loop took so much longer at most than at the best tenth of the launch's samples: a neighbour
-# makes a core slower by 40% and more, and one that never rests leaves it fast for less than a hundredth of the time.
-# Such exceptions, faster by as much, are left out: they would make the minimum of a few.
-QUIET = 1.15
-BEST = 0.1
-LOOP = (None,) * 500  # 5 to 10 us
-# The first of a visit finds its caches cold and is thrown away, where calls may be repeated at will.
+SAMPLES, FEWEST_SAMPLES = 20, 10
+# A sample is the fastest of so many takes: the first meets caches that others have filled.
+TAKES = 3
+# Takes of slow calls hold fewer of them: samples that are taken together are to lie close to each other. Of takes a
+# quarter as long the ratios of ops that last 30 to 50 us scattered by half as much again.
+TAKE_S = 1e-3
+# One benchmark's takes together, so that slow ones do not make a launch long.
+SAMPLES_S = SAMPLES * TAKES * TAKE_S
+# Launches of few benchmarks take more samples of each, up to so many times as many: beside setting them up it costs
+# nothing, and what scatters needs fewer pairs.
+FEW_BENCHMARKS = 16
+# Before a sample others had the core: calls are thrown away for so long, where they may be repeated at will.
+WARMUP_S = 2e-4
 WARMUP_CALLS = 20
 # So many benchmarks are alive at a time.
 GROUP = 200
 
 
-def calls_for(case: Case, call_s: float) -> int:
-    """How many calls of a case make a sample, given what one call takes; both arms make the same."""
-    if case.samples is not None:
-        return case.calls_per_sample
-    return max(1, min(case.calls_per_sample, int(SAMPLE_S / max(call_s, 1e-9))))
+@dataclass(frozen=True)
+class Sampling:
+    """How a benchmark is sampled, in both arms alike: samples, each the fastest of so many takes of so many calls."""
+
+    samples: int
+    takes: int
+    calls: int
 
 
-def samples_for(case: Case, call_s: float) -> int:
-    """How many samples of a case a launch takes; both arms take the same."""
-    if case.samples is not None:
-        return case.samples
-    fit = int(SAMPLES_S / max(call_s * calls_for(case, call_s), 1e-9))
-    return max(FEWEST_SAMPLES, min(SAMPLES, fit))
+def sampling_for(case: Case, call_s: float, benchmarks: int) -> Sampling:
+    """How a case is sampled in a launch of so many benchmarks.
+
+    call_s: what one call takes, seconds, roughly. A case with a number of samples of its own gets at least these, of
+    as many calls as it says.
+    """
+    calls = case.calls_per_sample
+    if case.samples is None:
+        calls = max(1, min(calls, int(TAKE_S / max(call_s, 1e-9))))
+    take_s = max(call_s * calls, 1e-9)
+    takes = TAKES if take_s <= TAKE_S else 1
+    times = max(1, FEW_BENCHMARKS // max(benchmarks, 1))
+    fit = min(SAMPLES * times, int(SAMPLES_S * times / (takes * take_s)))
+    return Sampling(max(case.samples or FEWEST_SAMPLES, fit), takes, calls)
 
 
 @dataclass
@@ -67,25 +69,10 @@ class Live:
 
     task: Task
     impl: str
-    samples: int
-    calls: int
+    sampling: Sampling
     workload: Workload
     taken_s: list[float] = field(default_factory=list)
-    loops_ns: list[int] = field(default_factory=list)  # of each sample: the slower loop beside it
     bad: tuple[str, str] | None = None  # status and why
-
-    def disturbed(self, quiet_ns: float) -> bool:
-        """Whether too few of its samples met a quiet moment."""
-        quiet = sum(quiet_ns / QUIET <= loop <= quiet_ns * QUIET for loop in self.loops_ns)
-        return self.bad is None and quiet < QUIET_SHARE * self.samples
-
-    def quietest_s(self, quiet_ns: float) -> tuple[float, ...]:
-        """At most as many samples as were planned, those with the fastest loops beside them but for rare exceptions; in
-        order of time.
-        """
-        usual = [i for i, loop in enumerate(self.loops_ns) if loop >= quiet_ns / QUIET]
-        order = sorted(usual or range(len(self.taken_s)), key=self.loops_ns.__getitem__)
-        return tuple(self.taken_s[i] for i in sorted(order[: self.samples]))
 
     def attempt(self, step: Callable[[], object]) -> Any:
         """What the step gives; what it raises is this benchmark's end."""
@@ -101,61 +88,54 @@ class Live:
 
 
 def measure(
-    wanted: Sequence[tuple[Task, str, int, int]],
+    wanted: Sequence[tuple[Task, str, Sampling]],
     world: Any,
     clocks: Mapping[str, Clock],
     starting: Callable[[str], None],
     await_turn: Callable[[], None] = lambda: None,
 ) -> Iterator[Result]:
-    """Results of the benchmarks (task, impl, samples, calls per sample), in their order.
+    """Results of the benchmarks (task, impl, how), in their order.
 
-    starting: called with a case's label before anything of it runs, once per phase. await_turn: called before each
-    visit. What is measured first is set up before: that takes longer than the samples, and may be done beside other
-    launches.
+    starting: called with a case's label before anything of it runs. await_turn: called before each sample, also where
+    the benchmark has failed, so that launches of the same benchmarks stay in step. What is measured first is set up
+    before: that takes longer than the samples, and may be done beside other launches.
     """
     for first in range(0, len(wanted), GROUP):
         group = [
-            _build(task, impl, samples, calls, world, starting)
-            for task, impl, samples, calls in wanted[first : first + GROUP]
+            _build(task, impl, sampling, world, starting)
+            for task, impl, sampling in wanted[first : first + GROUP]
         ]
         gc.collect()
         gc.freeze()
         gc.disable()
         try:
-            chosen, visit, more_s = group, 0, 0.0
-            while chosen and more_s < MORE_S:
+            for live in _in_order(group):
                 await_turn()
-                began = time.monotonic()
-                for live in chosen:
-                    starting(live.task.label)
-                    live.attempt(lambda live=live, visit=visit: _visit(live, visit % VISITS, clocks))  # type: ignore[misc]
-                visit += 1
-                if visit > VISITS:
-                    more_s += time.monotonic() - began
-                if visit >= VISITS:
-                    quiet_ns = _quiet_ns(group)
-                    chosen = [live for live in group if live.disturbed(quiet_ns)]
+                starting(live.task.label)
+                live.attempt(lambda live=live: _sample(live, clocks))  # type: ignore[misc]
         finally:
             gc.enable()
-        quiet_ns = _quiet_ns(group)
         for live in group:
             starting(live.task.label)
             _check(live, "after the samples")
             if live.workload.close is not None:
                 live.attempt(live.workload.close)
-            yield _result(live, quiet_ns)
+            yield _result(live)
 
 
-def _quiet_ns(group: Sequence[Live]) -> float:
-    loops = sorted(loop for live in group for loop in live.loops_ns)
-    return loops[int(BEST * len(loops))] if loops else 0
+def _in_order(group: Sequence[Live]) -> Iterator[Live]:
+    """Whose sample is next: each has its own spread evenly over the whole."""
+    rounds = max(live.sampling.samples for live in group)
+    for number in range(rounds):
+        for live in group:
+            samples = live.sampling.samples
+            if samples * (number + 1) // rounds > samples * number // rounds:
+                yield live
 
 
-def _build(
-    task: Task, impl: str, samples: int, calls: int, world: Any, starting: Callable[[str], None]
-) -> Live:
+def _build(task: Task, impl: str, sampling: Sampling, world: Any, starting: Callable[[str], None]) -> Live:
     starting(task.label)
-    live = Live(task, impl, samples, calls, Workload(run=lambda: None))
+    live = Live(task, impl, sampling, Workload(run=lambda: None))
     made = live.attempt(lambda: task.case.build[impl](world))
     if made is not None:
         live.workload = made
@@ -172,25 +152,20 @@ def _warm_up(live: Live) -> None:
         workload.run()
 
 
-def _visit(live: Live, visit: int, clocks: Mapping[str, Clock]) -> None:
+def _sample(live: Live, clocks: Mapping[str, Clock]) -> None:
     workload, clock = live.workload, clocks[live.task.case.clock]
-    share = live.samples * (visit + 1) // VISITS - live.samples * visit // VISITS
-    if share and workload.before is None:
+    if workload.before is None:
+        end = time.perf_counter() + WARMUP_S
         workload.run()
-    for _ in range(share):
+        while time.perf_counter() < end:
+            workload.run()
+    takes = []
+    for _ in range(live.sampling.takes):
         if workload.before is not None:
             workload.before()
         clock.settle(cold=False)
-        before_ns = _loop_ns()
-        live.taken_s.append(clock.measure(workload.run, live.calls))
-        live.loops_ns.append(max(before_ns, _loop_ns()))
-
-
-def _loop_ns() -> int:
-    began = time.perf_counter_ns()
-    for _ in LOOP:
-        pass
-    return time.perf_counter_ns() - began
+        takes.append(clock.measure(workload.run, live.sampling.calls))
+    live.taken_s.append(min(takes))
 
 
 def _check(live: Live, when: str) -> None:
@@ -200,16 +175,14 @@ def _check(live: Live, when: str) -> None:
         live.bad = ("wrong", f"{wrong} ({when})")
 
 
-def _result(live: Live, quiet_ns: float) -> Result:
+def _result(live: Live) -> Result:
     case = live.task.case
     named = (live.task.suite.name, case.name, live.impl, case.params)
     if live.bad is not None:
         status, reason = live.bad
         return Result(*named, status, reason)  # type: ignore[arg-type]
     try:
-        taken_s = live.quietest_s(quiet_ns)
-        timing = summarize(taken_s)
+        timing = summarize(live.taken_s)
     except ValueError as error:
         return Result(*named, "failed", str(error))
-    found = {DISTURBED: float(live.disturbed(quiet_ns))}
-    return Result(*named, "ok", size_bytes=case.size_bytes, time_s=timing, samples_s=taken_s, counters=found)
+    return Result(*named, "ok", size_bytes=case.size_bytes, time_s=timing, samples_s=tuple(live.taken_s))

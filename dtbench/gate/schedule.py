@@ -4,8 +4,7 @@
     fresh pairs            base and head, for what the screen does not pass; they alone can call it slower
 
 Fresh pairs may let a benchmark pass from the second on, and are tested after 10 and 20: the level of the test is split
-over these. What the screen saw may help to pass a benchmark, never to condemn it. A pair counts for the
-benchmarks that found quiet moments in both of its launches.
+over these. What the screen saw may help to pass a benchmark, never to condemn it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Literal
 
 from dtbench.gate.benchmark import Benchmark, Key
@@ -25,7 +24,6 @@ from dtbench.gate.verdict import (
     Trust,
     alpha_of,
     effect_of,
-    geometric_means,
     has_moved,
     passes,
     smallest_change,
@@ -37,15 +35,6 @@ ArmName = Literal["base", "head", "null"]
 SCREEN_ROUNDS = 5
 # Where something moved that nobody touched, as many rounds again tell chance from a disturbed machine.
 MORE_ROUNDS = 5
-# A launch in which the control is slower than in its neighbours by so much was disturbed (a core that is shared
-# with another program is slower by 40 to 70%) and is made again, at most so many times.
-# The control knows nothing of the arms, so both are chosen alike; and one that does differ between them
-# stays and is seen. So is one in which most benchmarks found too few quiet moments, however the control fared: of
-# 108 launches beside other tenants' work, all with less than three quarters of such benchmarks measured what
-# the undisturbed ones did, and one of five with more was 8% off. At most half of all launches are repeats.
-DISTURBED = 0.05
-DISTURBED_SHARE = 0.75
-TRIES = 4
 # From here on each pair may let a benchmark pass. Only at the test's looks may it be called slower or faster.
 FIRST_PASS_LOOK = 2
 TEST_LOOKS = (10, 20)
@@ -59,55 +48,31 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of one arm. times_s: the estimates, control included. bad: what failed, and why. disturbed: which
-    of its benchmarks found too few quiet moments.
+    """One launch of one arm. times_s: the estimates, control included. samples_s: what was sampled in turn with the
+    launches beside it, the first with the first. bad: what failed, and why.
     """
 
     times_s: Mapping[Key, float]
     bad: Mapping[Key, str] = field(default_factory=dict)
-    disturbed: frozenset[Key] = frozenset()
-
-    @property
-    def disturbed_share(self) -> float:
-        """Of all its benchmarks."""
-        return len(self.disturbed) / max(len(self.times_s), 1)
+    samples_s: Mapping[Key, Sequence[float]] = field(default_factory=dict)
 
 
-# Makes one launch of the benchmarks per arm, next to each other, in this order; True says that they take the
-# place of disturbed ones.
-LaunchArms = Callable[[Sequence[ArmName], Sequence[Benchmark], bool], Sequence[Launch]]
+# Makes one launch of the benchmarks per arm, next to each other, in this order.
+LaunchArms = Callable[[Sequence[ArmName], Sequence[Benchmark]], Sequence[Launch]]
 
 
 Pair = tuple[float, float]  # base and head, seconds
 
 
 @dataclass
-class Pairs:
-    """What was measured of one benchmark. quiet: both launches of the pair found quiet moments. loud: one did not."""
-
-    quiet: list[Pair] = field(default_factory=list)
-    loud: list[Pair] = field(default_factory=list)
-
-    def add(self, pair: Pair, *, quiet: bool) -> None:
-        (self.quiet if quiet else self.loud).append(pair)
-
-    @property
-    def counted(self) -> list[Pair]:
-        """The quiet ones if they are enough; a machine that is hardly ever quiet is taken as it is."""
-        enough = len(self.quiet) >= min(SCREEN_ROUNDS, len(self.loud))
-        return self.quiet if enough else self.quiet + self.loud
-
-
-@dataclass
 class Evidence:
     """What was measured: the pairs of each benchmark in the screen and the fresh ones; null: base against itself."""
 
-    screen: dict[Key, Pairs] = field(default_factory=dict)
-    fresh: dict[Key, Pairs] = field(default_factory=dict)
-    control: Pairs = field(default_factory=Pairs)
-    null: Pairs = field(default_factory=Pairs)
+    screen: dict[Key, list[Pair]] = field(default_factory=dict)
+    fresh: dict[Key, list[Pair]] = field(default_factory=dict)
+    control: list[Pair] = field(default_factory=list)
+    null: list[Pair] = field(default_factory=list)
     launches: int = 0
-    repeated: int = 0  # of them, in the place of disturbed ones
     stopped: str = ""
 
 
@@ -156,29 +121,22 @@ class Schedule:
         if any(has_moved(effect) for effect in moved):
             self._say("something moved that nobody touched: five more rounds tell whether by chance")
             self._rounds(MORE_ROUNDS)
-        for _ in range(MORE_ROUNDS):
-            short = [b for b in self._left() if 0 < len(self.evidence.screen[b.key].quiet) < SCREEN_ROUNDS]
-            if not short:
-                break
-            self._rounds(1, short)
         for benchmark in self._left():
-            effect, base_s, head_s = effect_and_times(self.evidence.screen[benchmark.key].counted)
+            effect, base_s, head_s = effect_and_times(self.evidence.screen[benchmark.key])
             gain = effect.ratio < 1 - SCREEN_GAIN and effect.high < 1
             if passes(benchmark, effect, base_s) and not gain:
                 self._judge(benchmark, Judged(benchmark, "PASS", "", "screen", effect, base_s, head_s))
 
-    def _rounds(self, count: int, short: Sequence[Benchmark] = ()) -> None:
-        """Rounds of all that is left, or of those that fell short of quiet ones."""
+    def _rounds(self, count: int) -> None:
         self._prepare(count)
         for number in range(count):
             arms: list[ArmName] = ["base", "head", "null"]
             self._random.shuffle(arms)
-            wanted = short or self._left()
-            what = "again, for want of quiet moments" if short else f"{number + 1} of {count}"
-            self._say(f"screen {what}: {len(wanted)} benchmarks")
-            made = self._together(arms, wanted)
-            self._keep(self.evidence.screen, wanted, made["base"], made["head"])
-            _compare(self.evidence.null, made["base"], made["null"], self._among_left(wanted))
+            left = self._left()
+            self._say(f"screen {number + 1} of {count}: {len(left)} benchmarks")
+            made = self._together(arms, left)
+            self._keep(self.evidence.screen, made["base"], made["head"])
+            _compare(self.evidence.null, made["base"], made["null"], self._left())
 
     def _confirm(self) -> None:
         left = self._left()
@@ -197,13 +155,13 @@ class Schedule:
             arms: list[ArmName] = ["base", "head"]
             self._random.shuffle(arms)
             made = self._together(arms, left)
-            self._keep(self.evidence.fresh, left, made["base"], made["head"])
+            self._keep(self.evidence.fresh, made["base"], made["head"])
             if number >= FIRST_PASS_LOOK:
                 for benchmark in self._left():
                     self._look(benchmark, alpha if number in looks else None, number == last)
 
     def _look(self, benchmark: Benchmark, alpha: float | None, last: bool) -> None:
-        screened, confirmed = (e[benchmark.key].counted for e in (self.evidence.screen, self.evidence.fresh))
+        screened, confirmed = (e[benchmark.key] for e in (self.evidence.screen, self.evidence.fresh))
         fresh, base_s, head_s = effect_and_times(confirmed)
         whole, whole_base_s, whole_head_s = effect_and_times(screened + confirmed)
         matters = smallest_change(benchmark, base_s)
@@ -221,32 +179,8 @@ class Schedule:
     # ---- parts ----
 
     def _together(self, arms: Sequence[ArmName], benchmarks: Sequence[Benchmark]) -> dict[ArmName, Launch]:
-        """Launches of the arms next to each other, those that were disturbed made again."""
-        made = self._each(arms, benchmarks, again=False)
-        for _ in range(TRIES - 1):
-            controls = {arm: time_s for arm in arms if (time_s := self._control_s(made[arm])) is not None}
-            if len(controls) < len(made):
-                break
-            most = (1 + DISTURBED) * min(controls.values())
-            slow = [
-                arm for arm in arms if controls[arm] > most or made[arm].disturbed_share > DISTURBED_SHARE
-            ]
-            if not slow or 2 * self.evidence.repeated + len(slow) > self.evidence.launches:
-                break
-            made |= self._each(slow, benchmarks, again=True)
-            self.evidence.repeated += len(slow)
-        return made
-
-    def _control_s(self, launch: Launch) -> float | None:
-        keys = [b.key for b in self._control]
-        if not keys or not all(0 < launch.times_s.get(key, 0.0) < math.inf for key in keys):
-            return None
-        return geometric_means([launch.times_s], keys)[0]
-
-    def _each(
-        self, arms: Sequence[ArmName], benchmarks: Sequence[Benchmark], *, again: bool
-    ) -> dict[ArmName, Launch]:
-        made = dict(zip(arms, self._launch(arms, benchmarks, again), strict=True))
+        """Launches of the arms next to each other."""
+        made = dict(zip(arms, self._launch(arms, benchmarks), strict=True))
         self.evidence.launches += len(made)
         for arm, launch in made.items():
             self._sort_out("head" if arm == "head" else "base", launch, benchmarks)
@@ -267,30 +201,23 @@ class Schedule:
                 reason = f"a launch of {who} measured {time_s:g} s: below what the clock resolves, or no time"
                 self._judge(benchmark, Judged(benchmark, "INCONCLUSIVE", reason))
 
-    def _keep(
-        self, evidence: dict[Key, Pairs], measured: Sequence[Benchmark], base: Launch, head: Launch
-    ) -> None:
-        for benchmark in self._among_left(measured):
-            key = benchmark.key
-            quiet = key not in base.disturbed | head.disturbed
-            evidence.setdefault(key, Pairs()).add((base.times_s[key], head.times_s[key]), quiet=quiet)
+    def _keep(self, evidence: dict[Key, list[Pair]], base: Launch, head: Launch) -> None:
+        for benchmark in self._left():
+            evidence.setdefault(benchmark.key, []).append(pair_of(base, head, benchmark.key))
         _compare(self.evidence.control, base, head, self._control)
 
-    def _among_left(self, benchmarks: Sequence[Benchmark]) -> list[Benchmark]:
-        return [b for b in benchmarks if b.key not in self._judged]
-
     def _left(self) -> list[Benchmark]:
-        return self._among_left(self._benchmarks)
+        return [b for b in self._benchmarks if b.key not in self._judged]
 
     def _judge(self, benchmark: Benchmark, judged: Judged) -> None:
         self._judged[benchmark.key] = judged
 
-    def _effect(self, pairs: Pairs) -> Effect | None:
-        return effect_and_times(pairs.counted)[0] if pairs.counted else None
+    def _effect(self, pairs: Sequence[Pair]) -> Effect | None:
+        return effect_and_times(pairs)[0] if pairs else None
 
     def _undecided(self, benchmark: Benchmark) -> Judged:
         stages = (self.evidence.screen, self.evidence.fresh)
-        pairs = [pair for stage in stages for pair in stage.get(benchmark.key, Pairs()).counted]
+        pairs = [pair for stage in stages for pair in stage.get(benchmark.key, [])]
         why = self.evidence.stopped or "neither slower nor within its tolerance"
         if not pairs:
             return Judged(benchmark, "INCONCLUSIVE", f"{why}; it was not measured")
@@ -301,14 +228,24 @@ class Schedule:
         return Judged(benchmark, "INCONCLUSIVE", reason, "", effect, base_s, head_s)
 
 
-def _compare(pairs: Pairs, one: Launch, other: Launch, benchmarks: Sequence[Benchmark]) -> None:
-    """Adds two launches as a whole, by the benchmarks that both measured in quiet, if there are any."""
+def pair_of(base: Launch, head: Launch, key: Key) -> Pair:
+    """What the launches say of a benchmark: base's estimate, and head's as far from it as samples taken together are
+    from each other in the median. Noise that lasts longer than two samples is in both, and the median
+    leaves out what is not; the estimates themselves where nothing was sampled in turn.
+    """
+    base_s, ours, theirs = base.times_s[key], base.samples_s.get(key, ()), head.samples_s.get(key, ())
+    if not ours or len(ours) != len(theirs):
+        return base_s, head.times_s[key]
+    return base_s, base_s * median(h / b for b, h in zip(ours, theirs, strict=True))
+
+
+def _compare(pairs: list[Pair], one: Launch, other: Launch, benchmarks: Sequence[Benchmark]) -> None:
+    """Adds two launches as a whole, by the benchmarks that both measured, if there are any."""
     times = [one.times_s, other.times_s]
     keys = [b.key for b in benchmarks if all(0 < t.get(b.key, 0.0) < math.inf for t in times)]
-    quiet = [key for key in keys if key not in one.disturbed | other.disturbed]
     if keys:
-        first, second = geometric_means(times, quiet or keys)
-        pairs.add((first, second), quiet=bool(quiet))
+        first, second = zip(*(pair_of(one, other, key) for key in keys), strict=True)
+        pairs.append((geometric_mean(first), geometric_mean(second)))
 
 
 def effect_and_times(pairs: Sequence[Pair]) -> tuple[Effect, float, float]:

@@ -164,24 +164,19 @@ def trials(
 
 
 def _replay(drawn: Sequence[Round], *, slowed: bool) -> LaunchArms:
-    """Gives the launches of the drawn rounds, a round for each pair; for a disturbed one, another round's."""
+    """Gives the launches of the drawn rounds, a round for each pair."""
     asked = {"base": 0, "head": 0, "null": 0}
-    spare = random.Random(len(drawn))
 
-    def one(arm: ArmName, again: bool) -> Launch:
+    def one(arm: ArmName) -> Launch:
         at = asked[arm]
-        if again:
-            drawn_round = spare.choice(drawn)
-        elif at < len(drawn):
-            asked[arm] += 1
-            drawn_round = drawn[at]
-        else:
+        if at == len(drawn):
             raise OutOfTimeError("the pool is used up")
+        asked[arm] += 1
         if arm == "head":
-            return drawn_round.slowed if slowed else drawn_round.same
-        return drawn_round.base if arm == "base" else drawn_round.null
+            return drawn[at].slowed if slowed else drawn[at].same
+        return drawn[at].base if arm == "base" else drawn[at].null
 
-    return lambda arms, _benchmarks, again: [one(arm, again) for arm in arms]
+    return lambda arms, _benchmarks: [one(arm) for arm in arms]
 
 
 def _tell(tally: Tally, judged: Sequence[Judged], *, slowed: bool) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from dtbench import errors
 from dtbench.compare import MAX_P, MIN_CHANGE, MIN_CHANGE_S
-from dtbench.gate.benchmark import Benchmark, Key
+from dtbench.gate.benchmark import Benchmark
 
 Verdict = Literal["REGRESSION", "FAILED", "MISSING", "INCONCLUSIVE", "IMPROVED", "NEW", "PASS"]
 VERDICTS: tuple[Verdict, ...] = ("REGRESSION", "FAILED", "MISSING", "INCONCLUSIVE", "IMPROVED", "NEW", "PASS")
@@ -278,8 +278,3 @@ def exit_code_of(judged: Sequence[Judged], trust: Trust, *, allow_new: bool = Fa
     if not verdicts & {"PASS", "IMPROVED"}:  # nothing was judged, which is no reason to be content
         return errors.EXIT_NOTHING
     return errors.EXIT_OK
-
-
-def geometric_means(launches: Sequence[Mapping[Key, float]], keys: Sequence[Key]) -> list[float]:
-    """Per launch, the geometric mean over the benchmarks, for what is judged as a whole."""
-    return [math.exp(math.fsum(math.log(launch[k]) for k in keys) / len(keys)) for launch in launches]

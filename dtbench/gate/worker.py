@@ -25,9 +25,8 @@ from dtbench.clock import Clock
 from dtbench.errors import EXIT_OK, EXIT_USAGE, DtbenchError, UsageError
 from dtbench.gate import control
 from dtbench.gate.benchmark import (
-    CALLS_WANTED,
+    CALL_S,
     DEFAULT_TOLERANCE,
-    SAMPLES_WANTED,
     Benchmark,
     Listing,
     Selection,
@@ -178,7 +177,6 @@ def _new_modules(known: set[str]) -> list[str]:
 
 def _counted(task: Task, impl: str, world: Any) -> Result:
     from dtbench.gate.counting import count_calls
-    from dtbench.gate.sampler import calls_for, samples_for
     from dtbench.sampling import describe
 
     case: Case = task.case
@@ -199,14 +197,11 @@ def _counted(task: Task, impl: str, world: Any) -> Result:
         return Result(*named, "failed", describe(error))
     if wrong is not None:
         return Result(*named, "wrong", wrong)
-    wanted = {SAMPLES_WANTED: samples_for(case, call_s)}
-    if calls_for(case, call_s) != case.calls_per_sample:
-        wanted[CALLS_WANTED] = calls_for(case, call_s)
-    return Result(*named, "ok", counters={**counters, **wanted})
+    return Result(*named, "ok", counters={**counters, CALL_S: call_s})
 
 
 def _call_s(workload: Workload) -> float:
-    """What a warm call takes, roughly: it sets the number of samples."""
+    """What a warm call takes, seconds, roughly: it sets the number of samples."""
     taken = []
     for _ in range(3):
         if workload.before is not None:
@@ -218,23 +213,20 @@ def _call_s(workload: Workload) -> float:
 
 
 def _time(order: Mapping[str, Any], plan: Plan, output: Path, await_turn: Callable[[], None]) -> None:
-    from dtbench.gate.sampler import SAMPLES, measure
+    from dtbench.gate.sampler import SAMPLES, TAKES, Sampling, measure, sampling_for
 
     tasks, _ = selected([Selection(**s) for s in order["selections"]], plan)
-    samples: Mapping[str, int] = order["samples"]  # by label
-    calls: Mapping[str, int] = order.get("calls", {})  # where they are not the case's own
+    call_s: Mapping[str, float] = order["call_s"]  # by label
     wanted = [
-        (task, impl, SAMPLES, task.case.calls_per_sample)
+        (task, impl, Sampling(SAMPLES, TAKES, task.case.calls_per_sample))
         for task in control_tasks(plan)
         for impl in task.impls
     ]
     for task in tasks:
         for impl in task.impls:
             label = benchmark_of(task, impl).label
-            if label in samples and task.suite.world == "simulated":
-                own = calls.get(label, task.case.calls_per_sample)
-                times = order["times"] if task.case.samples is None else 1
-                wanted.append((task, impl, samples[label] * times, own))
+            if label in call_s and task.suite.world == "simulated":
+                wanted.append((task, impl, sampling_for(task.case, call_s[label], len(call_s))))
     with _writer(plan, output, [task for task, *_ in wanted]) as writer, _world(plan) as world:
         now = _Note(output)
         for result in measure(wanted, world, _clocks(world.device), now.write, await_turn):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,8 @@ import pytest
 from dtbench.gate import command, launcher, process
 from dtbench.gate.arms import Arm
 from dtbench.gate.benchmark import Benchmark, Selection
-from dtbench.gate.sampler import VISITS, calls_for, samples_for
+from dtbench.gate.sampler import FEW_BENCHMARKS, SAMPLES
 from dtbench.gate.selftest import PLAN
-from dtbench.model import Case
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_arm import made_up_arm
 
@@ -180,8 +180,9 @@ def test_a_gate_goes_on_where_it_stopped(gate: Gate, monkeypatch: pytest.MonkeyP
     code, _, err = gate({}, {"SLOW": "1.1"}, "-o", "g", "--resume")
     assert code == 1
     assert len(before) == 2 + 7
+    del before[max(before)]  # the launches beside it were not made
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
-    assert json.loads(Path("g/gate.json").read_text())["reused_launches"] == 9
+    assert json.loads(Path("g/gate.json").read_text())["reused_launches"] == 8
     code, _, err = gate({}, {"SLOW": "1.2"}, "-o", "g", "--resume")
     assert code == 2 and "its head is" in err
     assert gate({}, {})[0] == 2, "the folder is taken"
@@ -280,7 +281,7 @@ def test_real_launches_count_what_a_call_does(dtbench: Cli, tmp_path: Path):
 
 
 def launcher_of(arms: dict[str, Arm], suite: Path, folder: Path) -> launcher.Launcher:
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     selections = {name: [Selection(str(suite))] for name in arms}
     return launcher.Launcher(arms, selections, PLAN, folder, launcher.Limits(60))
 
@@ -294,7 +295,7 @@ SUM = Benchmark(("timed", "sum", "python", ()), "timed sum [python]", "simulated
 
 
 def test_compared_launches_are_set_up_together_and_measure_by_turns(tmp_path: Path):
-    """Real ones: both are warm before either measures, and then each visit of one follows one of the other."""
+    """Real ones: both are warm before either measures, and then each sample of one follows one of the other."""
     seen = tmp_path / "seen"
     (tmp_path / "timed.py").write_text(TIMED)
     arm = real_arm("env:", (), SEEN=str(seen))
@@ -307,21 +308,48 @@ def test_compared_launches_are_set_up_together_and_measure_by_turns(tmp_path: Pa
         pids = set(calls)
         warm_up = [i for pid in pids for i in [i for i, p in enumerate(calls) if p == pid][:4]]
         assert len(pids) == 2 and sorted(warm_up) == list(range(8))
-        visits = [(pid, len(list(same))) for pid, same in itertools.groupby(calls[8:])]
-        assert [pid for pid, _ in visits[: 2 * VISITS]] == [pid for pid, _ in visits[:2]] * VISITS
-        counts = [count for _, count in visits[: 2 * VISITS - 2]]  # one may go on for want of quiet moments
-        assert {pid for pid, _ in visits} == pids and counts[::2] == counts[1::2]
+        turns = [pid for pid, _ in itertools.groupby(calls[8:])]
+        samples = len(one.samples_s[SUM.key])
+        assert samples == len(other.samples_s[SUM.key]) == SAMPLES * FEW_BENCHMARKS
+        assert turns == turns[:2] * samples
 
-        made.launch(["base"], [SUM], again=True)
         made.prepare(2)
         for _ in range(3):
             made.launch(["base"], [SUM])
         parents = [
             parent for what, _, parent in map(str.split, seen.read_text().splitlines()) if what == "loaded"
         ]
-        assert len(parents) == 6
-        assert len(set(parents[:3])) == 1, "a launch made again belongs to its round"
-        assert len(set(parents[2:])) == 4, "each round loads anew, those that are prepared too"
+        assert len(parents) == 5 and parents[0] == parents[1]
+        assert len(set(parents)) == 4, "each round loads anew, those that are prepared too"
+
+
+def test_what_is_launched_again_has_nothing_that_was_sampled_in_turn(tmp_path: Path):
+    """A benchmark that takes its process down leaves the others of the arm to be measured alone."""
+    (tmp_path / "timed.py").write_text(TIMED)
+    base, head = real_arm("env:", ()), real_arm("env:", (), DTBENCH_DIES="1")
+    dies = replace(SUM, key=("timed", "dies", "python", ()), label="timed dies [python]")
+    made = launcher_of({"base": base, "head": head}, tmp_path / "timed.py", tmp_path / "launches")
+    with contextlib.closing(made):
+        sound, broken = made.launch(["base", "head"], [SUM, dies])
+    assert "exit code 7" in broken.bad[dies.key] and not sound.bad
+    assert broken.times_s[SUM.key] > 0 and SUM.key not in broken.samples_s
+    assert sound.samples_s[SUM.key]
+
+
+def test_a_gate_that_goes_on_measures_both_again_where_one_is_missing(tmp_path: Path):
+    """What was sampled beside a launch is of no use without it."""
+    (tmp_path / "timed.py").write_text(TIMED)
+    arms = {name: real_arm("env:", ()) for name in ("base", "head")}
+    reused = []
+    for missing in ("", "", "0002-head"):
+        for path in (tmp_path / "launches").glob(f"{missing}.*" if missing else "-"):
+            path.unlink()
+        made = launcher_of(arms, tmp_path / "timed.py", tmp_path / "launches")
+        with contextlib.closing(made):
+            launches = made.launch(["base", "head"], [SUM])
+        assert all(launch.samples_s[SUM.key] for launch in launches)
+        reused.append(made.reused)
+    assert reused == [0, 2, 0]
 
 
 def test_an_arm_that_brings_what_is_loaded_already_gets_its_own(tmp_path: Path):
@@ -387,24 +415,19 @@ from dtbench.model import Case, Workload
 from dtbench.registry import suite
 
 def see(what):
-    with open(os.environ.get("DTBENCH_SEEN") or os.environ["SEEN"], "a") as file:
+    with open(os.environ.get("DTBENCH_SEEN") or os.environ.get("SEEN", os.devnull), "a") as file:
         file.write(f"{what} {os.getpid()} {os.getppid()}\\n")
 
 see("loaded")
 
 @suite("timed", world="simulated", help="sums")
 def timed(plan):
-    yield Case("sum", {}, build={"python": lambda world: Workload(run=lambda: see("call"))}, clock="host", samples=5,
-               warmup_calls=4)
+    for name in ("sum", "dies"):
+        yield Case(name, {}, build={"python": lambda world, name=name: Workload(run=lambda: call(name))},
+                   clock="host", samples=5, warmup_calls=4)
+
+def call(name):
+    see("call")
+    if name == "dies" and os.environ.get("DTBENCH_DIES"):
+        os._exit(7)
 """
-
-
-@pytest.mark.parametrize(
-    ("call_s", "calls", "samples"),
-    [(5e-6, 100, 60), (44e-6, 22, 51), (0.8e-3, 1, 60), (5e-3, 1, 10), (1.0, 1, 10), (0.0, 100, 60)],
-)
-def test_a_sample_of_slow_calls_holds_fewer_of_them(call_s: float, calls: int, samples: int):
-    case = Case("x", {}, {}, calls_per_sample=100)
-    assert (calls_for(case, call_s), samples_for(case, call_s)) == (calls, samples)
-    fixed = Case("x", {}, {}, calls_per_sample=100, samples=3)
-    assert (calls_for(fixed, call_s), samples_for(fixed, call_s)) == (100, 3)

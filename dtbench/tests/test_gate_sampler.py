@@ -1,107 +1,112 @@
-"""How a gate's launch samples: quiet moments are looked for, and both arms keep equally many samples."""
+"""How a gate's launch samples: in turn with the launches beside it, and as often as they do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from dtbench.clock import HostClock
 from dtbench.gate import sampler
-from dtbench.gate.sampler import MORE_S, VISITS, measure
+from dtbench.gate.sampler import Sampling, measure, sampling_for
 from dtbench.model import Case, Result, Workload
 from dtbench.options import Task
 from dtbench.registry import Suite
 
-SAMPLES = 40
-QUIET_NS, LOUD_NS = 1000, 1600
-SAMPLE_S = 2**-6  # on the clock that ends the search for quiet moments
+SUITE = Suite("made_up", lambda _plan: iter(()), "simulated", "", None, {}, False, None)
 
 
 class Machine:
-    """A neighbour whose work slows everything down. quiet: whether it is, for each sample."""
+    """What happens, in order: "turn", "warm", "before" and "take" of a benchmark by its number."""
 
-    def __init__(self, quiet: Iterator[bool]) -> None:
-        self._quiet = quiet
-        self._now = True
-        self.asked = 0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, takes_s: Sequence[float] = (1e-3,)) -> None:
+        self.seen: list[str] = []
+        self._takes_s = takes_s
+        self._taken = 0
+        self._measuring = False
+        self._clock = HostClock()
+        monkeypatch.setattr(self._clock, "measure", self._measure)
+        monkeypatch.setattr(sampler, "WARMUP_S", 0.0)  # one call
 
-    def loop_ns(self) -> int:
-        if self.asked % 2 == 0:  # before a sample; the other comes after it
-            self._now = next(self._quiet)
-        self.asked += 1
-        return QUIET_NS if self._now else LOUD_NS
+    def _measure(self, run: Callable[[], object], calls: int) -> float:
+        self._measuring = True
+        for _ in range(calls):
+            run()
+        self._measuring = False
+        self._taken += 1
+        return self._takes_s[(self._taken - 1) % len(self._takes_s)]
 
-    def sample_s(self, *_: Any) -> float:
-        return 1e-3 if self._now else 1.6e-3
+    def run(self, *samplings: Sampling, before: bool = False, broken: int | None = None) -> list[Result]:
+        """Results of a benchmark per sampling; the broken one cannot be built."""
+        wanted = [(self._task(n, before, n == broken), "python", how) for n, how in enumerate(samplings)]
+        clocks = {"host": self._clock}
+        return list(measure(wanted, None, clocks, lambda _: None, lambda: self.seen.append("turn")))
 
-    @property
-    def samples(self) -> int:
-        return self.asked // 2
+    def _task(self, number: int, before: bool, broken: bool) -> Task:
+        def build(_world: Any) -> Workload:
+            if broken:
+                raise RuntimeError("no such op")
+            prepare = (lambda: self.seen.append(f"before {number}")) if before else None
+            return Workload(run=lambda: self.seen.append(f"{self._what()} {number}"), before=prepare)
 
+        case = Case("x", {"n": number}, {"python": build}, clock="host", samples=2, warmup_calls=0)
+        return Task(SUITE, case, ("python",))
 
-def run(
-    monkeypatch: pytest.MonkeyPatch,
-    quiet: Iterator[bool],
-    *,
-    benchmarks: int = 1,
-    await_turn: Callable[[Machine], None] = lambda _machine: None,
-) -> tuple[Result, Machine]:
-    """The last benchmark's result, and the machine."""
-    machine = Machine(quiet)
-    monkeypatch.setattr(sampler, "_loop_ns", machine.loop_ns)
-    monkeypatch.setattr(sampler, "time", SimpleNamespace(monotonic=lambda: machine.samples * SAMPLE_S))
-    clock = HostClock()
-    monkeypatch.setattr(clock, "measure", machine.sample_s)
-    made = Suite("made_up", lambda _plan: iter(()), "simulated", "", None, {}, False, None)
-    wanted = []
-    for number in range(benchmarks):
-        case = Case("x", {"n": number}, {"python": lambda _world: Workload(run=lambda: None)}, clock="host")
-        wanted.append((Task(made, case, ("python",)), "python", SAMPLES, 1))
-    *_, result = measure(wanted, None, {"host": clock}, lambda _label: None, lambda: await_turn(machine))
-    return result, machine
+    def _what(self) -> str:
+        return "take" if self._measuring else "warm"
 
 
-def test_a_quiet_machine_gives_the_samples_that_were_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    result, machine = run(monkeypatch, iter(lambda: True, None))
-    assert machine.samples == len(result.samples_s) == SAMPLES
-    assert set(result.samples_s) == {1e-3} and not result.counters["disturbed"]
+def test_as_many_samples_as_planned_each_the_fastest_of_its_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    (result,) = Machine(monkeypatch, [3e-3, 1e-3, 2e-3, 6e-3, 5e-3, 4e-3]).run(Sampling(4, 3, 1))
+    assert result.samples_s == (1e-3, 4e-3, 1e-3, 4e-3)
 
 
-def test_more_visits_find_quiet_moments_and_no_more_samples_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def quiet() -> Iterator[bool]:
-        yield from [True] * (SAMPLES // 8)  # too few, and too many to be exceptions
-        yield from [False] * SAMPLES
-        while True:
-            yield True
-
-    result, machine = run(monkeypatch, quiet())
-    assert SAMPLES < machine.samples < 2 * SAMPLES
-    assert len(result.samples_s) == SAMPLES
-    assert sum(s == 1e-3 for s in result.samples_s) >= SAMPLES // 4
-    assert not result.counters["disturbed"]
+def test_a_turn_is_awaited_before_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    machine.run(Sampling(2, 1, 2), Sampling(2, 1, 1))
+    one, other = ["turn", "warm 0", "take 0", "take 0"], ["turn", "warm 1", "take 1"]
+    assert machine.seen == (one + other) * 2
 
 
-def test_a_machine_that_is_hardly_ever_quiet_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The minimum of a launch that met an exception would be that of another kind of launch."""
-    result, machine = run(monkeypatch, (n % 30 == 7 for n in range(10**6)))
-    assert machine.samples == SAMPLES and len(result.samples_s) == SAMPLES - 2
-    assert set(result.samples_s) == {1.6e-3} and not result.counters["disturbed"]
+def test_what_must_precede_a_call_precedes_each_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    machine.run(Sampling(1, 2, 1), before=True)
+    assert machine.seen == ["turn", "before 0", "take 0", "before 0", "take 0"]
 
 
-def test_the_search_for_quiet_moments_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two benchmarks one never meets any."""
-    each_visit = SAMPLES // VISITS
-    first = (n < 2 * SAMPLES and n // each_visit % 2 == 0 for n in range(10**6))
-    result, machine = run(monkeypatch, first, benchmarks=2)
-    assert machine.samples == 2 * SAMPLES + MORE_S / SAMPLE_S
-    assert len(result.samples_s) == SAMPLES and set(result.samples_s) == {1.6e-3}
-    assert result.counters["disturbed"]
+def test_few_samples_are_spread_over_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    machine.run(Sampling(6, 1, 1), Sampling(2, 1, 1))
+    assert [what[-1] for what in machine.seen if what.startswith("take")] == list("00010001")
 
 
-def test_a_turn_is_awaited_before_each_visit(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[int] = []
-    run(monkeypatch, iter(lambda: True, None), await_turn=lambda machine: measured.append(machine.samples))
-    assert measured == list(range(0, SAMPLES, SAMPLES // VISITS))
+def test_a_benchmark_that_fails_takes_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch beside it, where it does not, would be out of step."""
+    machine = Machine(monkeypatch)
+    sound, bad = machine.run(Sampling(3, 1, 1), Sampling(3, 1, 1), broken=1)
+    assert machine.seen.count("turn") == 6
+    assert (sound.status, bad.status) == ("ok", "failed") and "no such op" in bad.reason
+
+
+@pytest.mark.parametrize(
+    ("call_s", "benchmarks", "wanted"),
+    [
+        (5e-6, 30, Sampling(20, 3, 100)),
+        (5e-6, 4, Sampling(80, 3, 100)),  # few benchmarks
+        (44e-6, 30, Sampling(20, 3, 22)),  # a take of at most a millisecond
+        (0.8e-3, 30, Sampling(20, 3, 1)),
+        (5e-3, 30, Sampling(12, 1, 1)),  # too slow for more takes
+        (1.0, 30, Sampling(10, 1, 1)),
+        (1.0, 1, Sampling(10, 1, 1)),
+        (0.0, 30, Sampling(20, 3, 100)),
+    ],
+)
+def test_slow_calls_are_sampled_less(call_s: float, benchmarks: int, wanted: Sampling) -> None:
+    assert sampling_for(Case("x", {}, {}, calls_per_sample=100), call_s, benchmarks) == wanted
+
+
+def test_a_case_that_says_its_samples_gets_at_least_these() -> None:
+    case = Case("x", {}, {}, calls_per_sample=7, samples=3)
+    assert sampling_for(case, 1.0, 30) == Sampling(3, 1, 7)
+    assert sampling_for(case, 1e-6, 30) == Sampling(20, 3, 7)
