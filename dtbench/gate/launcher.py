@@ -7,8 +7,10 @@ is read instead of made.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
@@ -83,6 +85,7 @@ class Launcher:
         self._call_s: dict[Key, float] = {}
         self._variables = dict(variables or {})
         self._loaded: dict[str, list[str]] = {}  # modules of torch, in all arms, as in a listing
+        self._cpus = itertools.cycle(_cpus())
         self._round: Round | None = None
         self._prepared: list[Round] = []
         self._ahead = 0
@@ -294,7 +297,7 @@ class Launcher:
             load = [name for label, names in self._loaded.items() if label in wanted for name in names]
             stem = asked[0][2]
             for number in range(max(1, min(self._ahead, ROUNDS_TOGETHER))):
-                self._prepared.append(Round(self._arms.values(), self._variables, load))
+                self._prepared.append(Round(self._arms.values(), self._variables, load, next(self._cpus)))
                 log = stem.with_name(f"{stem.name}.loader{number}")
                 self._prepared[-1].prepare((arm for arm, *_ in asked), log)
         self._ahead -= 1
@@ -345,6 +348,11 @@ class _Work:
     stem: Path
     text: str
     process: Started | None = None
+
+
+def _cpus() -> list[int]:
+    """Those that launches may measure on; -1 where the system does not say."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [-1]
 
 
 def _side(arm: str) -> str:

@@ -143,10 +143,17 @@ def _carry_out(launch: Mapping[str, Any]) -> NoReturn:
 
 
 def _await_turn(fd: int) -> None:
-    """Says that it can go on, and returns when it is this launch's turn; ends it where the gate is gone."""
+    """Says that it can go on, and returns when it is this launch's turn, on the CPU that the gate names; ends it where
+    the gate is gone.
+    """
     _send(fd, READY, 0)
-    if os.read(fd, MESSAGE.size)[:1] != GO:
+    said = os.read(fd, MESSAGE.size)
+    if said[:1] != GO:
         raise SystemExit("the gate is gone")
+    _, cpu = MESSAGE.unpack(said)
+    if cpu >= 0 and os.sched_getaffinity(0) != {cpu}:
+        with contextlib.suppress(OSError):  # then it is only noisier
+            os.sched_setaffinity(0, {cpu})
 
 
 def _send(fd: int, what: bytes, number: int) -> None:

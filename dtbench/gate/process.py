@@ -41,11 +41,16 @@ class Job:
 class Round:
     """Launches of these arms next to each other, and the processes they are forked off, until it is closed.
 
-    load: modules of torch that all of them will need.
+    load: modules of torch that all of them will need. cpu: on which they measure, -1 for any. Of two
+    processes each tends to stay on its own, and one may be slower than the other for seconds: where nothing held them,
+    ratios of samples taken together scattered twice as much.
     """
 
-    def __init__(self, arms: Iterable[Arm], variables: Mapping[str, str], load: Sequence[str]) -> None:
+    def __init__(
+        self, arms: Iterable[Arm], variables: Mapping[str, str], load: Sequence[str], cpu: int = -1
+    ) -> None:
         self._arms = list(arms)
+        self._cpu = cpu
         self._variables = variables
         self._load = load
         self._loaders: dict[object, _Loader] = {}
@@ -71,7 +76,7 @@ class Round:
         began = len(self._started)
         for job in jobs:
             self.prepare([job.arm], job.log.with_suffix(".loader"))
-            self._started.append(self._loaders[_alike(job.arm)].fork(job))
+            self._started.append(self._loaders[_alike(job.arm)].fork(job, self._cpu))
         return self._started[began:]
 
     def close(self) -> None:
@@ -120,7 +125,7 @@ class _Loader:
             self._loaded = True
         self._control.settimeout(None)
 
-    def fork(self, job: Job) -> Started:
+    def fork(self, job: Job, cpu: int) -> Started:
         """A launch of one of its arms."""
         launch = {
             "order": str(job.order),
@@ -133,7 +138,7 @@ class _Loader:
         ours, theirs = socket.socketpair()
         with theirs, contextlib.suppress(ConnectionError):  # it has ended: so has the launch
             ask(self._control, launch, theirs.fileno())
-        return Started(self, ours, job.log)
+        return Started(self, ours, job.log, cpu)
 
     def how(self) -> str:
         """How it ended, once it has."""
@@ -150,10 +155,11 @@ class _Loader:
 class Started:
     """One launch, from the start of its process to its end."""
 
-    def __init__(self, loader: _Loader, turn: socket.socket, log: Path) -> None:
+    def __init__(self, loader: _Loader, turn: socket.socket, log: Path, cpu: int) -> None:
         self._loader = loader
         self._turn = turn
         self._log = log
+        self._cpu = cpu
         self._pid: int | None = None
         self._ended: str | None = None  # how, "" if in order
         self._late = False
@@ -174,7 +180,7 @@ class Started:
             return False
         began = time.monotonic()
         with contextlib.suppress(OSError):
-            self._turn.sendall(MESSAGE.pack(GO, 0))
+            self._turn.sendall(MESSAGE.pack(GO, self._cpu))
         try:
             self._listen(READY, min(began + limit_s - self._used_s, deadline))
         except TimeoutError:

@@ -1,9 +1,9 @@
 """Sampling for a gate: a fixed number of samples of every benchmark, spread over the whole launch.
 
 On a shared machine a core is slower by half while its neighbour works, for milliseconds or for many seconds. So the
-launches that are compared take each sample in turn, within a few milliseconds of each other, where they mostly meet
-the same; what counts is the ratio of two that were taken together. Between two samples of one benchmark lie those of
-all the others: what a neighbour does for a moment meets few of them.
+launches that are compared take each sample in turn, on one CPU and within a few milliseconds of each other, where they
+mostly meet the same; what counts is the ratio of two that were taken together. Between two samples of one benchmark
+lie those of all the others: what a neighbour does for a moment meets few of them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from dtbench.sampling import describe
 from dtbench.stats import summarize
 
 SAMPLES, FEWEST_SAMPLES = 20, 10
-# A sample is the fastest of so many takes: the first meets caches that others have filled.
+# A sample is the fastest of so many takes: the first meets caches that others have filled. Of one take each, thrice as
+# many, the ratios of ops that last 20 to 50 us scattered by 5% instead of 2.
 TAKES = 3
 # Takes of slow calls hold fewer of them: samples that are taken together are to lie close to each other. Of takes a
-# quarter as long the ratios of ops that last 30 to 50 us scattered by half as much again.
+# quarter as long the ratios of the same ops scattered by half as much again.
 TAKE_S = 1e-3
 # One benchmark's takes together, so that slow ones do not make a launch long.
 SAMPLES_S = SAMPLES * TAKES * TAKE_S

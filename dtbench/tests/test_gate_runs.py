@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -323,6 +324,24 @@ def test_compared_launches_are_set_up_together_and_measure_by_turns(tmp_path: Pa
         assert len(set(parents)) == 4, "each round loads anew, those that are prepared too"
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not say")
+def test_launches_of_a_round_measure_on_the_same_cpu_and_those_of_the_next_on_another(tmp_path: Path):
+    seen = tmp_path / "seen"
+    (tmp_path / "timed.py").write_text(TIMED + "\n" + ON)
+    arm = real_arm("env:", (), SEEN=str(seen))
+    made = launcher_of({"base": arm, "head": arm}, tmp_path / "timed.py", tmp_path / "launches")
+    rounds = []
+    with contextlib.closing(made):
+        for _ in range(2):
+            made.launch(["base", "head"], [SUM])
+            held = {line for line in seen.read_text().splitlines() if line.startswith("on ")}
+            seen.unlink()
+            rounds.append({tuple(line.split()[1].split(",")) for line in held})
+    cpus = sorted(os.sched_getaffinity(0))
+    everywhere = {tuple(map(str, cpus))}  # while they are set up
+    assert rounds == [everywhere | {(str(cpu),)} for cpu in (cpus * 2)[:2]]
+
+
 def test_what_is_launched_again_has_nothing_that_was_sampled_in_turn(tmp_path: Path):
     """A benchmark that takes its process down leaves the others of the arm to be measured alone."""
     (tmp_path / "timed.py").write_text(TIMED)
@@ -430,4 +449,9 @@ def call(name):
     see("call")
     if name == "dies" and os.environ.get("DTBENCH_DIES"):
         os._exit(7)
+"""
+
+ON = """
+def call(name):
+    see("on " + ",".join(map(str, sorted(os.sched_getaffinity(0)))))
 """
