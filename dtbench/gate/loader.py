@@ -127,7 +127,9 @@ def _carry_out(launch: Mapping[str, Any]) -> NoReturn:
     code = 1
     try:
         _send(launch["fd"], PID, os.getpid())
-        code = worker.main([launch["order"], launch["output"]], lambda: _await_turn(launch["fd"]))
+        code = worker.main(
+            [launch["order"], launch["output"]], lambda number: _await_turn(launch["fd"], number)
+        )
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
@@ -142,11 +144,11 @@ def _carry_out(launch: Mapping[str, Any]) -> NoReturn:
         os._exit(code)
 
 
-def _await_turn(fd: int) -> None:
-    """Says that it can go on, and returns when it is this launch's turn, on the CPU that the gate names; ends it where
-    the gate is gone.
+def _await_turn(fd: int, number: int) -> None:
+    """Says that it can go on with a sample of this number, and returns when it is this launch's turn, on the CPU that
+    the gate names; ends it where the gate is gone.
     """
-    _send(fd, READY, 0)
+    _send(fd, READY, number)
     said = os.read(fd, MESSAGE.size)
     if said[:1] != GO:
         raise SystemExit("the gate is gone")

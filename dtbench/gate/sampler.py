@@ -93,13 +93,14 @@ def measure(
     world: Any,
     clocks: Mapping[str, Clock],
     starting: Callable[[str], None],
-    await_turn: Callable[[], None] = lambda: None,
+    await_turn: Callable[[int], None] = lambda _number: None,
 ) -> Iterator[Result]:
     """Results of the benchmarks (task, impl, how), in their order.
 
-    starting: called with a case's label before anything of it runs. await_turn: called before each sample, also where
-    the benchmark has failed, so that launches of the same benchmarks stay in step. What is measured first is set up
-    before: that takes longer than the samples, and may be done beside other launches.
+    starting: called with a case's label before anything of it runs. await_turn: called before each sample with its
+    number among those of the benchmark, also where that has failed, so that launches of the same benchmarks stay
+    in step. What is measured first is set up before: that takes longer than the samples, and may be done beside
+    other launches.
     """
     for first in range(0, len(wanted), GROUP):
         group = [
@@ -110,8 +111,8 @@ def measure(
         gc.freeze()
         gc.disable()
         try:
-            for live in _in_order(group):
-                await_turn()
+            for live, number in _in_order(group):
+                await_turn(number)
                 starting(live.task.label)
                 live.attempt(lambda live=live: _sample(live, clocks))  # type: ignore[misc]
         finally:
@@ -124,14 +125,14 @@ def measure(
             yield _result(live)
 
 
-def _in_order(group: Sequence[Live]) -> Iterator[Live]:
-    """Whose sample is next: each has its own spread evenly over the whole."""
+def _in_order(group: Sequence[Live]) -> Iterator[tuple[Live, int]]:
+    """Whose sample is next, and which: each has its own spread evenly over the whole."""
     rounds = max(live.sampling.samples for live in group)
-    for number in range(rounds):
+    for at in range(rounds):
         for live in group:
-            samples = live.sampling.samples
-            if samples * (number + 1) // rounds > samples * number // rounds:
-                yield live
+            number = live.sampling.samples * at // rounds
+            if live.sampling.samples * (at + 1) // rounds > number:
+                yield live, number
 
 
 def _build(task: Task, impl: str, sampling: Sampling, world: Any, starting: Callable[[str], None]) -> Live:

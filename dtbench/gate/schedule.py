@@ -236,7 +236,7 @@ def pair_of(base: Launch, head: Launch, key: Key) -> Pair:
     base_s, ours, theirs = base.times_s[key], base.samples_s.get(key, ()), head.samples_s.get(key, ())
     if not ours or len(ours) != len(theirs):
         return base_s, head.times_s[key]
-    return base_s, base_s * median(h / b for b, h in zip(ours, theirs, strict=True))
+    return base_s, base_s * math.exp(median(math.log(h / b) for b, h in zip(ours, theirs, strict=True)))
 
 
 def _compare(pairs: list[Pair], one: Launch, other: Launch, benchmarks: Sequence[Benchmark]) -> None:

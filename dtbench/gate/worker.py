@@ -60,7 +60,7 @@ def load(more: Sequence[str]) -> None:
             importlib.import_module(name)
 
 
-def main(argv: Sequence[str], await_turn: Callable[[], None]) -> int:
+def main(argv: Sequence[str], await_turn: Callable[[int], None]) -> int:
     """Carries out the order argv[0] with its results in argv[1]; 0, or 2 with one line on stderr."""
     order = json.loads(Path(argv[0]).read_text())
     output = Path(argv[1])
@@ -212,7 +212,7 @@ def _call_s(workload: Workload) -> float:
     return min(taken)
 
 
-def _time(order: Mapping[str, Any], plan: Plan, output: Path, await_turn: Callable[[], None]) -> None:
+def _time(order: Mapping[str, Any], plan: Plan, output: Path, await_turn: Callable[[int], None]) -> None:
     from dtbench.gate.sampler import SAMPLES, TAKES, Sampling, measure, sampling_for
 
     tasks, _ = selected([Selection(**s) for s in order["selections"]], plan)

@@ -18,7 +18,7 @@ SUITE = Suite("made_up", lambda _plan: iter(()), "simulated", "", None, {}, Fals
 
 
 class Machine:
-    """What happens, in order: "turn", "warm", "before" and "take" of a benchmark by its number."""
+    """What happens, in order: "turn" of a sample, "warm", "before" and "take" of a benchmark by its number."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, takes_s: Sequence[float] = (1e-3,)) -> None:
         self.seen: list[str] = []
@@ -41,7 +41,9 @@ class Machine:
         """Results of a benchmark per sampling; the broken one cannot be built."""
         wanted = [(self._task(n, before, n == broken), "python", how) for n, how in enumerate(samplings)]
         clocks = {"host": self._clock}
-        return list(measure(wanted, None, clocks, lambda _: None, lambda: self.seen.append("turn")))
+        return list(
+            measure(wanted, None, clocks, lambda _: None, lambda number: self.seen.append(f"turn {number}"))
+        )
 
     def _task(self, number: int, before: bool, broken: bool) -> Task:
         def build(_world: Any) -> Workload:
@@ -65,14 +67,14 @@ def test_as_many_samples_as_planned_each_the_fastest_of_its_takes(monkeypatch: p
 def test_a_turn_is_awaited_before_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
     machine.run(Sampling(2, 1, 2), Sampling(2, 1, 1))
-    one, other = ["turn", "warm 0", "take 0", "take 0"], ["turn", "warm 1", "take 1"]
-    assert machine.seen == (one + other) * 2
+    one, other = ["warm 0", "take 0", "take 0"], ["warm 1", "take 1"]
+    assert machine.seen == ["turn 0", *one, "turn 0", *other, "turn 1", *one, "turn 1", *other]
 
 
 def test_what_must_precede_a_call_precedes_each_take(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
     machine.run(Sampling(1, 2, 1), before=True)
-    assert machine.seen == ["turn", "before 0", "take 0", "before 0", "take 0"]
+    assert machine.seen == ["turn 0", "before 0", "take 0", "before 0", "take 0"]
 
 
 def test_few_samples_are_spread_over_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +87,7 @@ def test_a_benchmark_that_fails_takes_its_turns(monkeypatch: pytest.MonkeyPatch)
     """The launch beside it, where it does not, would be out of step."""
     machine = Machine(monkeypatch)
     sound, bad = machine.run(Sampling(3, 1, 1), Sampling(3, 1, 1), broken=1)
-    assert machine.seen.count("turn") == 6
+    assert [what for what in machine.seen if "turn" in what] == [f"turn {n // 2}" for n in range(6)]
     assert (sound.status, bad.status) == ("ok", "failed") and "no such op" in bad.reason
 
 
