@@ -388,6 +388,76 @@ def test_memory_stays_below_two_buckets(
     assert 0 < bucketer.counters.held_bytes <= bucket
 
 
+def _callback_fills_more_buckets(hold: bool) -> None:
+    """While callbacks of a bucket are called, they fill others."""
+    group, n, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    bucketer = ReduceScatterBucketer(4096 / MIB, hold_inputs=hold)
+    got: dict[float, Tensor] = {}
+
+    def give(value: float, more: int) -> None:
+        def keep(result: Tensor) -> None:
+            got[value] = result
+            for extra in range(more):
+                give(100 * value + extra, 0)
+
+        whole = torch.full((n, 128), value) * (torch.arange(n) + 1.0)[:, None] + rank
+        bucketer.reduce_scatter_async(whole.view(-1), group, keep)
+
+    for value in range(1, 11):
+        give(float(value), 9 if value in (2, 7) else 0)
+    while any(bucket.pending or bucket.in_flight for bucket in bucketer.buckets.values()):
+        bucketer.flush()
+    assert len(got) == 10 + 2 * 9
+    for value, result in got.items():
+        same(result, torch.full((128,), n * value * (rank + 1) + n * (n - 1) / 2))
+    assert bucketer.counters.peak_bytes <= 2 * 4096
+    bucketer.teardown()
+    assert bucketer.counters.held_bytes == 0
+
+
+def test_callbacks_may_fill_more_buckets(ranks: Worlds) -> None:
+    for hold in (False, True):
+        ranks(_callback_fills_more_buckets, hold, world_size=2)
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_a_teardown_in_a_callback_frees_all_and_loses_nothing(group: dist.ProcessGroup, hold: bool) -> None:
+    bucketer, got = ReduceScatterBucketer(1, hold_inputs=hold), []
+
+    def stop(result: Tensor) -> None:
+        got.append(result)
+        bucketer.teardown()
+        assert bucketer.counters.held_bytes == 0
+
+    for value in range(4):
+        callback = stop if value == 1 else got.append
+        bucketer.reduce_scatter_async(torch.full((80_000,), float(value))[: 8 * 5_000], group, callback)
+    bucketer.flush()
+    assert bucketer.counters.held_bytes == 0
+    for value, result in enumerate(got):  # rank 0's own part: the others send nothing
+        same(result, torch.full((5_000,), float(value)))
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_an_interrupted_callback_gives_its_buffers_back(group: dist.ProcessGroup, hold: bool) -> None:
+    bucketer, got = ReduceScatterBucketer(1, hold_inputs=hold), []
+
+    def interrupt(_: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    for callback in (got.append, interrupt, got.append):
+        bucketer.reduce_scatter_async(torch.ones(80_000), group, callback)
+    with pytest.raises(KeyboardInterrupt):
+        bucketer.flush()
+    (bucket,) = bucketer.buckets.values()
+    assert len(got) == 1 and bucket.pool.in_use == 0
+    bucketer.reduce_scatter_async(torch.ones(80_000), group, got.append)
+    bucketer.flush()
+    assert len(got) == 2
+    bucketer.teardown()
+    assert bucketer.counters.held_bytes == 0
+
+
 def test_the_second_round_copies_each_input_once(group: dist.ProcessGroup) -> None:
     for hold in (False, True):
         bucketer = ReduceScatterBucketer(1, hold_inputs=hold)
