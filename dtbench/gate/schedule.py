@@ -231,10 +231,10 @@ class Schedule:
 def pair_of(base: Launch, head: Launch, key: Key) -> Pair:
     """What the launches say of a benchmark: base's estimate, and head's as far from it as samples taken together are
     from each other in the median. Noise that lasts longer than two samples is in both, and the median
-    leaves out what is not; the estimates themselves where nothing was sampled in turn.
+    leaves out what is not; the estimates themselves where nothing was sampled in turn, or a sample is no time.
     """
     base_s, ours, theirs = base.times_s[key], base.samples_s.get(key, ()), head.samples_s.get(key, ())
-    if not ours or len(ours) != len(theirs):
+    if not ours or len(ours) != len(theirs) or not all(0 < t < math.inf for t in (*ours, *theirs)):
         return base_s, head.times_s[key]
     return base_s, base_s * math.exp(median(math.log(h / b) for b, h in zip(ours, theirs, strict=True)))
 

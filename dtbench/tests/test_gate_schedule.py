@@ -160,6 +160,10 @@ def test_the_ratio_of_two_launches_is_the_median_of_samples_taken_together():
     assert pair_of(base, head, key) == pytest.approx((1.0, 1.1))
     assert pair_of(base, Launch({key: 1.3}), key) == (1.0, 1.3), "nothing was taken together"
     assert pair_of(base, Launch({key: 1.3}, {}, {key: (1.3,)}), key) == (1.0, 1.3)
+    for no_time in (0.0, -1.0, math.inf, math.nan):
+        odd = Launch({key: 1.3}, {}, {key: (1.3, no_time, 1.3)})
+        assert pair_of(base, odd, key) == (1.0, 1.3)
+        assert pair_of(odd, base, key) == (1.3, 1.0)
 
 
 def test_a_gain_is_told_and_a_small_one_passes():
