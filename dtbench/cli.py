@@ -15,12 +15,13 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 import dtbench
-from dtbench import options as opts
+from dtbench.bench import options as opts
+from dtbench.cost.export.command import export
+from dtbench.cost.predict.command import predict
 from dtbench.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, DtbenchError
-from dtbench.export.command import export
-from dtbench.lab.command import lab
+from dtbench.mesh import parse_mesh
 from dtbench.model import CHOOSABLE_IMPLS
-from dtbench.predict.command import predict
+from dtbench.world.lab.command import lab
 
 _T = TypeVar("_T")
 _RUN_FILE = click.Path(path_type=Path)
@@ -56,8 +57,8 @@ def main() -> NoReturn:
 
 def _refuse(text: str, code: int) -> int:
     """One line on stderr, from one rank: in a launched world all ranks come here alike."""
-    from dtbench.ranks import find_place
-    from dtbench.session import LET_RANK_0_SPEAK_S
+    from dtbench.bench.session import LET_RANK_0_SPEAK_S
+    from dtbench.world.ranks import find_place
 
     try:
         place = find_place()
@@ -89,8 +90,8 @@ def cli(context: click.Context) -> None:
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def list_(suite: str | None, as_json: bool) -> None:
     """The suites, or the cases of one (as 4 CPU ranks would measure them)."""
-    from dtbench import registry
-    from dtbench.session import quiet_torch
+    from dtbench import suite as registry
+    from dtbench.bench.session import quiet_torch
 
     quiet_torch()
     suites = registry.load([suite] if suite else [], all_kinds=True)
@@ -141,7 +142,7 @@ def _listing(suites: list[Any], tasks: list[opts.Task], *, with_cases: bool) -> 
     help="Which implementations; the references beside them are always measured.",
 )
 @click.option(
-    "--mesh", metavar="DIMS", callback=_parsed(opts.parse_mesh), help="Mesh dims, outermost first: dp=2,tp=2."
+    "--mesh", metavar="DIMS", callback=_parsed(parse_mesh), help="Mesh dims, outermost first: dp=2,tp=2."
 )
 @click.option("--nproc", type=int, help="Ranks to start here [default: one per GPU, else 4].")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
@@ -195,7 +196,7 @@ def run(text: str, sizes: Any, words: tuple[str, ...], launches: int | None, **g
     Starts its own ranks, or joins the world of torchrun or Slurm when started by them. A suite may have
     options of its own, which `dtbench list SUITE` shows.
     """
-    from dtbench.run import run as run_suites
+    from dtbench.bench.run import run as run_suites
 
     suites, own = opts.split_words(words)
     if launches is None:
@@ -212,8 +213,8 @@ def run(text: str, sizes: Any, words: tuple[str, ...], launches: int | None, **g
 @click.option("--csv", "as_csv", is_flag=True, help="One line per result, for spreadsheets.")
 def show(runs: tuple[Path, ...], as_json: bool, as_csv: bool) -> None:
     """Tables of the results in run files."""
-    from dtbench.store import read_run
-    from dtbench.tables import print_csv, print_runs
+    from dtbench.files.store import read_run
+    from dtbench.show.tables import print_csv, print_runs
 
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other: give one of them")
@@ -231,8 +232,8 @@ def show(runs: tuple[Path, ...], as_json: bool, as_csv: bool) -> None:
 @click.option("--baseline", type=_RUN_FILE, help="What must not become worse: exit code 1 if something did.")
 def coverage(runs: tuple[Path, ...], table: Path | None, save: Path | None, baseline: Path | None) -> int:
     """The verdicts in run files of `dtbench run coverage`: a table of them, a check against a baseline."""
-    from dtbench import coverage as verdicts
-    from dtbench.store import read_run
+    from dtbench.files.store import read_run
+    from dtbench.judge import op_verdicts as verdicts
 
     read = [read_run(path) for path in runs]
     if len(read) > 1 and (save or baseline):
@@ -272,9 +273,9 @@ def compare(base: Path, new: Path | None, reference: bool, system: str | None, a
         return _compare_with_reference(base, system, as_json)
     if system is not None:
         raise click.UsageError("--system goes with --reference")
-    from dtbench.compare import compare as compare_runs
-    from dtbench.store import read_run
-    from dtbench.tables import print_comparison
+    from dtbench.files.store import read_run
+    from dtbench.judge.compare import compare as compare_runs
+    from dtbench.show.tables import print_comparison
 
     comparison = compare_runs([read_run(base)], [read_run(new)])
     print_comparison(comparison, as_json)
@@ -282,8 +283,8 @@ def compare(base: Path, new: Path | None, reference: bool, system: str | None, a
 
 
 def _compare_with_reference(run: Path, system: str | None, as_json: bool) -> int:
-    from dtbench import reference
-    from dtbench.store import read_run
+    from dtbench.files.store import read_run
+    from dtbench.judge import references as reference
 
     comparison = reference.compare_with_reference(read_run(run), reference.read_systems(), system)
     if as_json:
@@ -300,7 +301,7 @@ def _compare_with_reference(run: Path, system: str | None, as_json: bool) -> int
 @click.option(
     "--mesh",
     metavar="DIMS",
-    callback=_parsed(opts.parse_mesh),
+    callback=_parsed(parse_mesh),
     help="The mesh whose dims the logs are of, by their ranks: dp=16,tp=8 [default: the logs' own ranks].",
 )
 @click.option("--dim", metavar="NAME", help="The dim of --mesh that all the logs are of.")
@@ -325,9 +326,9 @@ def import_(files: tuple[Path, ...], output: Path, **given: Any) -> int:
 @click.option("-o", "--output", required=True, type=_RUN_FILE, help="The topology file to write.")
 def calibrate(runs: tuple[Path, ...], output: Path) -> None:
     """Fits the cost model to what run files measured: collectives and changes of placement, per mesh dim."""
-    from dtbench.calibration import calibrate as fit
-    from dtbench.calibration import write_topology
-    from dtbench.store import read_run
+    from dtbench.cost.calibration import calibrate as fit
+    from dtbench.cost.calibration import write_topology
+    from dtbench.files.store import read_run
 
     write_topology(fit([read_run(path) for path in runs]), output)
     click.echo(f"the topology is in {output}")
@@ -342,11 +343,11 @@ def calibrate(runs: tuple[Path, ...], output: Path) -> None:
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def validate(files: tuple[Path, ...], same: bool, split: bool, as_json: bool) -> None:
     """How well a topology predicts runs that it was not fitted on, beside PyTorch's constants and noise."""
-    from dtbench.calibration import read_topology
-    from dtbench.calibration.validate import validate as validate_runs
-    from dtbench.calibration.validate import validate_split
-    from dtbench.store import read_run
-    from dtbench.tables import print_validation
+    from dtbench.cost.calibration import read_topology
+    from dtbench.cost.calibration.validate import validate as validate_runs
+    from dtbench.cost.calibration.validate import validate_split
+    from dtbench.files.store import read_run
+    from dtbench.show.tables import print_validation
 
     if split:
         if len(files) != 1 or same:
@@ -365,10 +366,10 @@ def validate(files: tuple[Path, ...], same: bool, split: bool, as_json: bool) ->
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def regret(runs: tuple[Path, ...], topology: Path, as_json: bool) -> None:
     """What the choices of each cost model cost more than the best, in runs of the suite `regret`."""
-    from dtbench.calibration import read_topology
-    from dtbench.regret import regret as score
-    from dtbench.store import read_run
-    from dtbench.tables import print_regret
+    from dtbench.cost.calibration import read_topology
+    from dtbench.cost.regret import regret as score
+    from dtbench.files.store import read_run
+    from dtbench.show.tables import print_regret
 
     print_regret(score([read_run(path) for path in runs], read_topology(topology)), as_json)
 
@@ -395,7 +396,7 @@ def report(
     FILEs are told apart by what they hold: runs, a topology, the JSON of gate or regret, a profile's folder, a
     history of gates, verdicts on ops.
     """
-    from dtbench.reporting import gather, write_index, write_report
+    from dtbench.show.report import gather, write_index, write_report
 
     if index is not None:
         if files or baseline or topology:
@@ -411,8 +412,8 @@ def report(
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def doctor(as_json: bool) -> None:
     """What will disturb a measurement on this machine, each finding with its remedy."""
-    from dtbench.doctor import examine
-    from dtbench.tables import print_findings
+    from dtbench.machine.doctor import examine
+    from dtbench.show.tables import print_findings
 
     print_findings(examine(), as_json)
 
@@ -435,7 +436,7 @@ cli.add_command(predict)
 @click.option(
     "--filter", "text", default="", metavar="TEXT", help="Only cases whose line in `list` holds TEXT."
 )
-@click.option("--mesh", metavar="DIMS", callback=_parsed(opts.parse_mesh), help="As for `run`.")
+@click.option("--mesh", metavar="DIMS", callback=_parsed(parse_mesh), help="As for `run`.")
 @click.option("--nproc", type=int, help="Ranks to start here [default: one per GPU, else 4].")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--nvtx", is_flag=True, help="On a GPU: NVTX ranges around the iterations, for Nsight.")
@@ -450,8 +451,8 @@ def profile(target: str, text: str, nvtx: bool, output: Path | None, **given: An
 
     Writes a table, a trace for Perfetto and, of single calls, a flame graph.
     """
-    from dtbench.profiling.command import profile as take_apart
-    from dtbench.profiling.request import make_request
+    from dtbench.profile.command import profile as take_apart
+    from dtbench.profile.request import make_request
 
     return take_apart(make_request(target, text, output, nvtx, opts.RunOptions(**given)), sys.argv[1:])
 
@@ -460,6 +461,6 @@ def profile(target: str, text: str, nvtx: bool, output: Path | None, **given: An
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def gate(words: tuple[str, ...]) -> Any:
     """Is --head slower than --base? Launches of both in random order, as many as it takes."""
-    from dtbench.gate.command import command
+    from dtbench.judge.gate.command import command
 
     return command.main(list(words), prog_name="dtbench gate", standalone_mode=False)

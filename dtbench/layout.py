@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dtbench.mesh import Groups, groups_of
 from dtbench.model import Result
-
-Groups = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,6 @@ def joint_dim(dims: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
     mesh runs on. None where fewer than two dims have ranks to share."""
     wide = [(name, ranks) for name, ranks in dims if ranks > 1]
     return ("+".join(name for name, _ in wide), math.prod(n for _, n in wide)) if len(wide) > 1 else None
-
-
-def groups_of(shape: Sequence[int], dim: int) -> Groups:
-    """The groups of a mesh dim: ranks that differ in that coordinate alone. Meshes are row-major."""
-    ranks = np.arange(math.prod(shape)).reshape(shape)
-    return [list(map(int, group)) for group in np.moveaxis(ranks, dim, -1).reshape(-1, shape[dim])]
 
 
 def hosts_of(header: Mapping[str, Any]) -> list[str | None]:

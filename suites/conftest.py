@@ -18,8 +18,11 @@ from typing import Any
 
 import pytest
 
-from dtbench.options import DEFAULT_CPU_RANKS, RunOptions, Task, list_tasks, parse_mesh, parse_sizes
-from dtbench.ranks import (
+from dtbench.bench.options import DEFAULT_CPU_RANKS, RunOptions, Task, list_tasks, parse_sizes
+from dtbench.bench.session import choose_device, quiet_torch
+from dtbench.mesh import parse_mesh
+from dtbench.suite import load
+from dtbench.world.ranks import (
     AloneRanks,
     Place,
     StoreRanks,
@@ -30,8 +33,6 @@ from dtbench.ranks import (
     simulated_world,
     store_of,
 )
-from dtbench.registry import load
-from dtbench.session import choose_device, quiet_torch
 
 TESTS = Path(__file__).parent / "tests"
 # Seconds for which a collective may hang before its group gives up.
@@ -230,7 +231,7 @@ class GateTests:
             import tempfile
 
             from dtbench.errors import DtbenchError
-            from dtbench.gate.command import gate
+            from dtbench.judge.gate.command import gate
 
             try:
                 with tempfile.TemporaryDirectory(prefix="dtbench-gate-") as folder:
@@ -240,8 +241,8 @@ class GateTests:
         return self._report
 
     def _options(self, folder: Path) -> Any:
-        from dtbench.gate.benchmark import Selection
-        from dtbench.gate.command import GateOptions, parse_duration
+        from dtbench.judge.gate.benchmark import Selection
+        from dtbench.judge.gate.command import GateOptions, parse_duration
 
         option = self._option
         suites = dict.fromkeys(task.suite.name for task, _ in self._pairs)
@@ -263,7 +264,7 @@ class GateTests:
 
     def judge(self, label: str) -> None:
         """Fails the test unless its benchmark has passed."""
-        from dtbench.gate.outputs import words
+        from dtbench.judge.gate.outputs import words
 
         report = self.report()
         judged = next((j for j in report.judged if j.benchmark.label == label), None)
@@ -282,7 +283,7 @@ class GateTests:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """The gate's own lines."""
         if self._report is not None:
-            from dtbench.gate.outputs import lines
+            from dtbench.judge.gate.outputs import lines
 
             terminalreporter.section("dtbench gate")
             for line in lines(self._report):

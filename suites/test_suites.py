@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from dtbench.bench.options import Task
+from dtbench.bench.sampling import describe
 from dtbench.model import Skip, Workload
-from dtbench.options import Task
-from dtbench.sampling import describe
 
 Verdict = tuple[str, str] | None  # "failed", "skipped" or "wrong", and why
 

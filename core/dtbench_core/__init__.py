@@ -1,7 +1,7 @@
 """A complete distributed-tensor library in pure Python on `torch.distributed`.
 
 Names and signatures are those of torch.distributed.tensor: code written for it runs here by
-changing the import. `dtbench_core.parallel` holds tensor parallelism, `dtbench_core.cost` the cost
+changing the import. `dtbench_core.parallel` holds tensor parallelism, `dtbench_core.cost.search` the cost
 model.
 
 Reading order, from the idea to the machine:
@@ -41,13 +41,13 @@ Reading order, from the idea to the machine:
 from dtbench_core.bucketer import BucketError, ReduceScatterBucketer
 from dtbench_core.comm import CommCount, count_collectives
 from dtbench_core.comm_tensor import CommTensor
-from dtbench_core.contexts import (
+from dtbench_core.dispatch.contexts import (
     ExplicitRedistributionContext,
     ImplicitRedistributionWarning,
     implicit_replication,
 )
-from dtbench_core.dispatch import cache_info, clear_caches
-from dtbench_core.distribute import distribute_module, distribute_tensor
+from dtbench_core.dispatch.entry import cache_info, clear_caches
+from dtbench_core.dispatch.fallback import FallbackWarning, clear_fallbacks, fallbacks
 from dtbench_core.errors import (
     ArgumentError,
     CoreError,
@@ -58,16 +58,16 @@ from dtbench_core.errors import (
     PlacementError,
     RedistributionError,
 )
-from dtbench_core.factories import empty, full, ones, rand, randn, zeros
-from dtbench_core.fallback import FallbackWarning, clear_fallbacks, fallbacks
-from dtbench_core.local_map import local_map
-from dtbench_core.placement import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
-from dtbench_core.redistribute import explain, plan_of
+from dtbench_core.interop.local_map import local_map
+from dtbench_core.interop.visualize import sharding_svg, sharding_text, visualize_sharding
+from dtbench_core.layout.local_shards import LocalShardsWrapper
+from dtbench_core.layout.placement import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from dtbench_core.layout.spec import DTensorSpec, TensorMeta
+from dtbench_core.redistribute.route import explain, plan_of
 from dtbench_core.rules.register import register_sharding
-from dtbench_core.shards import LocalShardsWrapper
-from dtbench_core.spec import DTensorSpec, TensorMeta
-from dtbench_core.tensor import DTensor
-from dtbench_core.visualize import sharding_svg, sharding_text, visualize_sharding
+from dtbench_core.tensor.distribute import distribute_module, distribute_tensor
+from dtbench_core.tensor.dtensor import DTensor
+from dtbench_core.tensor.factories import empty, full, ones, rand, randn, zeros
 
 __all__ = [
     "ArgumentError",

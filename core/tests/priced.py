@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtbench_core.placement import Partial, Placement, Replicate
-from dtbench_core.spec import DTensorSpec
-from dtbench_core.topology import SENDING
+from dtbench_core.cost.topology import SENDING
+from dtbench_core.layout.placement import Partial, Placement, Replicate
+from dtbench_core.layout.spec import DTensorSpec
 
 # 512 KiB: large enough that an exchange beats gathering everything, too small for a detour to pay.
 SHAPE = (128, 64, 16)

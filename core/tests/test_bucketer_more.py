@@ -27,7 +27,7 @@ from dtbench_core import (
 )
 from dtbench_core.bucketer.layout import ALLOWED, LoadState, advance
 from dtbench_core.bucketer.packing import JOIN_BYTES, side_by_side
-from dtbench_core.tensor import DTensor
+from dtbench_core.tensor.dtensor import DTensor
 
 MIB = 2**20
 

@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import _collective_utils as torch_utils
 
 from core.tests.gloo_world import RankError, Worlds, mesh_of
-from dtbench_core import ArgumentError, collective_utils, cost, count_collectives
+from dtbench_core import ArgumentError, count_collectives
+from dtbench_core.cost import search as cost
+from dtbench_core.interop import collective_utils
 
 
 def test_all_names_of_torch_are_here() -> None:

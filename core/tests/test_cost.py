@@ -20,11 +20,11 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta as TorchMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.tests.priced import CHANGES, SHAPE, P, R, dp_tp, spec
-from dtbench_core import cost
-from dtbench_core.cost import MeshTopoInfo
-from dtbench_core.curve import Curve
-from dtbench_core.placement import Partial, Placement, Replicate, Shard
-from dtbench_core.spec import DTensorSpec
+from dtbench_core.cost import search as cost
+from dtbench_core.cost.curve import Curve
+from dtbench_core.cost.search import MeshTopoInfo
+from dtbench_core.layout.placement import Partial, Placement, Replicate, Shard
+from dtbench_core.layout.spec import DTensorSpec
 
 
 @pytest.fixture(autouse=True)

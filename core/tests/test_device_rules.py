@@ -16,11 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 
 from core.tests.op_case import DEVICE_ONLY
-from dtbench_core import variants
-from dtbench_core.mesh import MeshInfo, mesh_info
-from dtbench_core.placement import REPLICATE
+from dtbench_core.dispatch import rank_check as variants
+from dtbench_core.layout.mesh import MeshInfo, mesh_info
+from dtbench_core.layout.placement import REPLICATE
+from dtbench_core.layout.spec import DTensorSpec, TensorMeta
 from dtbench_core.rules.base import OpCall, rule_of
-from dtbench_core.spec import DTensorSpec, TensorMeta
 
 aten = torch.ops.aten
 BATCH, HEADS, LENGTH, WIDTH = 7, 5, 32, 16  # uneven on 4 and on 2 ranks, and nowhere empty on 2

@@ -23,7 +23,7 @@ from dtbench_core import (
     cache_info,
     clear_caches,
 )
-from dtbench_core import dispatch as dispatching
+from dtbench_core.dispatch import entry as dispatching
 from dtbench_core.rules.base import Row, Strategy
 
 
@@ -286,7 +286,7 @@ def test_caches_are_bounded(x: DTensor, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_topology_change_forgets_plans(x: DTensor) -> None:
-    from dtbench_core.cost import use_topology
+    from dtbench_core.cost.search import use_topology
 
     x + x
     with use_topology(None):

@@ -30,12 +30,12 @@ from dtbench_core import (
     StridedShard,
     count_collectives,
     distribute_tensor,
-    local_map,
     sharding_text,
     zeros,
 )
+from dtbench_core import local_map
 
-pytestmark = pytest.mark.filterwarnings("ignore::dtbench_core.fallback.FallbackWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 ROWS = RaggedShard(0, (1, 3, 1, 3))

@@ -25,8 +25,8 @@ from dtbench_core import (
     rand,
     zeros,
 )
+from dtbench_core.dispatch.fallback import clear_fallbacks
 from dtbench_core.errors import RankDependentError, SimulationError
-from dtbench_core.fallback import clear_fallbacks
 from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dtbench_core.simulate import LocalTensor, LocalTensorMode, per_rank, rank_map
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtbench_core import metadata
-from dtbench_core.mesh import mesh_info
-from dtbench_core.placement import REPLICATE
-from dtbench_core.spec import DTensorSpec
+from dtbench_core.dispatch import metadata
+from dtbench_core.layout.mesh import mesh_info
+from dtbench_core.layout.placement import REPLICATE
+from dtbench_core.layout.spec import DTensorSpec
 
 layer_norm = torch.ops.aten.native_layer_norm.default
 CASES = list(itertools.product([(4,), (2, 3, 4), (1, 4), (5, 2, 4)], [1, 2], [torch.float32, torch.float64]))

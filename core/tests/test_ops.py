@@ -20,7 +20,8 @@ from core.tests.gloo_world import Worlds, mesh_of
 from core.tests.local_world import LocalWorlds
 from core.tests.op_case import DEVICE_ONLY
 from core.tests.op_cases import OPS
-from dtbench_core import DTensor, Partial, Placement, Replicate, Shard, dispatch, distribute_tensor
+from dtbench_core import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from dtbench_core.dispatch import entry as dispatch
 from dtbench_core.rules.base import ops_with_rules
 from dtbench_core.simulate import maybe_run_for_local_tensor
 

@@ -33,7 +33,7 @@ from dtbench_core import (
     zeros,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::dtbench_core.fallback.FallbackWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 A = torch.arange(12.0).reshape(4, 3)

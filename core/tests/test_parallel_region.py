@@ -12,16 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from core.tests.gloo_world import mesh_of
 from core.tests.local_world import AnyWorlds
-from dtbench_core import (
-    ArgumentError,
-    DTensor,
-    PlacementError,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    rand,
-    random,
-)
+from dtbench_core import ArgumentError, DTensor, PlacementError, Replicate, Shard, distribute_tensor, rand
+from dtbench_core.layout import rng as random
 from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module, tensor_parallel_rng
 from dtbench_core.simulate import run_ranks
 

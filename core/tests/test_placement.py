@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import dtbench_core
 from core.tests.gloo_world import Worlds
 from dtbench_core import Partial, Replicate, Shard
-from dtbench_core.placement import chunk_extent, chunk_lengths, describe, local_extents, splits_evenly
+from dtbench_core.layout.placement import chunk_extent, chunk_lengths, describe, local_extents, splits_evenly
 
 sizes = st.integers(0, 40)
 parts = st.integers(1, 9)

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from core.tests.gloo_world import Worlds, mesh_of
-from dtbench_core import ArgumentError, Replicate, Shard, distribute_tensor, random
+from dtbench_core import ArgumentError, Replicate, Shard, distribute_tensor
+from dtbench_core.layout import rng as random
 
 S0, R = Shard(0), Replicate()
 

@@ -19,10 +19,10 @@ from core.tests.gloo_world import Worlds, mesh_of
 from core.tests.local_world import AnyWorlds, LocalWorlds
 from core.tests.test_ops import place
 from dtbench_core import DTensorSpec, Partial, Placement, PlacementError, Replicate, Shard, count_collectives
-from dtbench_core.placement import Placements, RaggedShard, StridedShard, describe
-from dtbench_core.redistribute import apply, explain, plan, plan_of
+from dtbench_core.layout.placement import Placements, RaggedShard, StridedShard, describe
+from dtbench_core.layout.spec import contiguous_stride
+from dtbench_core.redistribute.route import apply, explain, plan, plan_of
 from dtbench_core.simulate import ThreadWorld
-from dtbench_core.spec import contiguous_stride
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 

@@ -22,7 +22,7 @@ from dtbench_core import (
     count_collectives,
     distribute_tensor,
 )
-from dtbench_core.placement import Placements
+from dtbench_core.layout.placement import Placements
 from dtbench_core.rules.regroup import kept
 from dtbench_core.rules.view import _factor_groups
 

@@ -347,7 +347,7 @@ def _elsewhere(use: str) -> None:
 
 
 @pytest.mark.parametrize("use", ["run_check", "full_tensor", "redistribute", "fallback"])
-@pytest.mark.filterwarnings("ignore::dtbench_core.fallback.FallbackWarning")
+@pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
 def test_offsets_that_contradict_the_placements(ranks: Worlds, use: str) -> None:
     with pytest.raises(RankError, match=r"mesh rank 2: \[2, 16\] at \(4, 16\) where \(4, 0\)") as caught:
         ranks(_elsewhere, use)

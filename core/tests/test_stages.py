@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtbench_core as dt
-from dtbench_core import dispatch, stages
+from dtbench_core.dispatch import entry as dispatch
+from dtbench_core.interop import stages
 
 
 @pytest.fixture

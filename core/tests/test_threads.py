@@ -507,7 +507,7 @@ def test_calls_learnt_while_ranks_take_turns_are_fast_later(world: ThreadWorld) 
     with torch.no_grad():
         world.run(body)
     # One entry per rank (their specs are different ones), none of them spoilt by another rank's ops.
-    from dtbench_core import dispatch
+    from dtbench_core.dispatch import entry as dispatch
 
     learnt = [plan for key, plan in dispatch._fast.items() if "add" in str(key[0])]
     assert len(learnt) == N and all(plan is not None for plan in learnt)

@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.tests.priced import CHANGES, SHAPE, P, R, dp_tp, measured, spec, table, topology
-from dtbench_core import cost, redistribute
-from dtbench_core.cost import MeshTopoInfo, TopologyError
-from dtbench_core.curve import Curve
-from dtbench_core.placement import Shard
+from dtbench_core.cost import search as cost
+from dtbench_core.cost.curve import Curve
+from dtbench_core.cost.search import MeshTopoInfo, TopologyError
+from dtbench_core.layout.placement import Shard
+from dtbench_core.redistribute import route as redistribute
 
 
 @pytest.fixture(autouse=True)

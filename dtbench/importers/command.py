@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError
+from dtbench.files.store import RunWriter
 from dtbench.importers import checks, convert
 from dtbench.importers.model import COLLECTIVES, Log, Problem, Table
 from dtbench.importers.registry import read_logs
+from dtbench.mesh import Mesh
 from dtbench.model import Result
-from dtbench.options import Mesh
-from dtbench.store import RunWriter
 
 # How many problems of one log are spelled out.
 _SHOWN = 12

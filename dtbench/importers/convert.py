@@ -19,8 +19,8 @@ import dtbench
 from dtbench.errors import UsageError
 from dtbench.importers.checks import busbw_factor
 from dtbench.importers.model import Figure, Log, Row, Table
+from dtbench.mesh import Mesh, format_mesh, ranks_of
 from dtbench.model import Param, Result, Status
-from dtbench.options import Mesh, format_mesh, ranks_of
 from dtbench.stats import summarize
 
 SUITE, OTHER = "collectives", "collectives_other"

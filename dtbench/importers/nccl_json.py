@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtbench.errors import UnreadableRunError
+from dtbench.files.schema import BadFieldError, loads, shown
 from dtbench.importers.model import Device, Figure, Log, Printed, Problem, Row, Table
 from dtbench.importers.nccl_text import DTYPES, library_version, name_table
 from dtbench.importers.text import pattern
-from dtbench.schema import BadFieldError, loads, shown
 
 _PROGRAM = pattern(r"(?:.*[/\\])?([a-z_]{1,40}?)_perf(?:_mpi)?")
 _VERSIONS = (1, 2, 3, 4)

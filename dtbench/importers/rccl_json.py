@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dtbench.files.schema import BadFieldError, loads, shown
 from dtbench.importers.model import Figure, Log, Printed, Row, Table
 from dtbench.importers.nccl_text import DTYPES
 from dtbench.importers.text import lines_of, pattern
-from dtbench.schema import BadFieldError, loads, shown
 
 _OBJECT = pattern(r"\{[^{}]*\}")
 _NAMES = {

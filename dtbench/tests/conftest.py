@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dtbench import cli
-from dtbench.calibration import intervals
+from dtbench.cost.calibration import intervals
 from dtbench.tests.made_up import Cli
 
 

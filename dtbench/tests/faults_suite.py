@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dtbench.model import Case, Plan, Skip, Workload
-from dtbench.registry import World, suite
+from dtbench.suite import World, suite
 
 
 def reduced(world: World, *, wrong: bool = False, alone: Callable[[], None] | None = None) -> Workload:

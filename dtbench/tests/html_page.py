@@ -7,9 +7,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from dtbench import reporting
 from dtbench.model import Run
-from dtbench.reporting import Sources
+from dtbench.show import report as reporting
+from dtbench.show.report import Sources
 
 
 def sources(runs: Sequence[Run], topology: Mapping[str, Any] | None = None, **more: Any) -> Sources:

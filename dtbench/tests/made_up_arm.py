@@ -14,8 +14,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from dtbench.gate import loader
-from dtbench.gate.arms import Arm
+from dtbench.judge.gate import loader
+from dtbench.judge.gate.arms import Arm
 
 NAMES = ("add", "mul", "view")
 
@@ -82,10 +82,10 @@ def main(argv, await_turn):
 
 def made_up_arm(folder: Path, **variables: str) -> Arm:
     """An arm of the worker above."""
-    package = folder / "sources" / "dtbench" / "gate"
+    package = folder / "sources" / "dtbench" / "judge" / "gate"
     package.mkdir(parents=True, exist_ok=True)
-    (package.parent / "__init__.py").touch()
-    (package / "__init__.py").touch()
+    for room in (package, package.parent, package.parent.parent):
+        (room / "__init__.py").touch()
     (package / "worker.py").write_text(WORKER)
     (package / "loader.py").write_text(Path(loader.__file__).read_text())
     text = "env:" + ",".join(f"{k}={v}" for k, v in variables.items())

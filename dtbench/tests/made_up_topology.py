@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dtbench.calibration.ring import BASE_LATENCY_US, predict_us
+from dtbench.cost.calibration.ring import BASE_LATENCY_US, predict_us
 
 GIB = 1024**3
 SIZES = tuple(2**k for k in range(10, 31))  # 1 KiB to 1 GiB

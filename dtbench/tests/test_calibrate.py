@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtbench import calibration
-from dtbench.calibration import fit, ring
+from dtbench.cost import calibration
+from dtbench.cost.calibration import fit, ring
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.files.store import RunWriter, read_run
 from dtbench.model import Result, Run
-from dtbench.store import RunWriter, read_run
 from dtbench.tests import made_up
 
 RING = ring.RING_COLLECTIVES
@@ -461,5 +461,5 @@ def test_what_is_no_topology_is_refused(tmp_path: Path, content: bytes) -> None:
 
 
 def test_no_torch_is_loaded() -> None:
-    code = "import sys, dtbench.calibration, dtbench.reporting; sys.exit('torch' in sys.modules)"
+    code = "import sys, dtbench.cost.calibration, dtbench.show.report; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

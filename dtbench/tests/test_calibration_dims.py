@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtbench.calibration import calibrate
-from dtbench.calibration.ring import RING_COLLECTIVES
+from dtbench.cost.calibration import calibrate
+from dtbench.cost.calibration.ring import RING_COLLECTIVES
 from dtbench.errors import UsageError
 from dtbench.model import Result
 from dtbench.tests import made_up

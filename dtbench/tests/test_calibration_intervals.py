@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dtbench import calibration
-from dtbench.calibration import intervals
-from dtbench.calibration.points import QUANTILE, Point
+from dtbench.cost import calibration
+from dtbench.cost.calibration import intervals
+from dtbench.cost.calibration.points import QUANTILE, Point
 from dtbench.model import Result
 from dtbench.tests import made_up
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dtbench import registry
+from dtbench import suite as registry
 from dtbench.errors import EXIT_OK, EXIT_USAGE, UsageError
 from dtbench.tests.made_up import Cli
 
@@ -109,7 +109,7 @@ def test_more_ranks_than_gpus_are_refused(dtbench: Cli, monkeypatch: pytest.Monk
 
 
 def test_only_rank_0_speaks(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtbench.session.LET_RANK_0_SPEAK_S", 0.0)
+    monkeypatch.setattr("dtbench.bench.session.LET_RANK_0_SPEAK_S", 0.0)
     for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RANK", "1")
@@ -169,7 +169,7 @@ def test_a_run_to_calibrate_with_has_five_launches_and_refines(
     dtbench: Cli, monkeypatch: pytest.MonkeyPatch, args: str, launches: int, refines: bool
 ) -> None:
     got = []
-    monkeypatch.setattr("dtbench.run.run", lambda options, argv: got.append(options) or 0)
+    monkeypatch.setattr("dtbench.bench.run.run", lambda options, argv: got.append(options) or 0)
     assert dtbench("run", "collectives", *args.split())[0] == EXIT_OK
     (options,) = got
     assert options.suites == ("collectives",) and options.launches == launches
@@ -194,9 +194,9 @@ def test_suites_of_an_earlier_revision_are_found(monkeypatch: pytest.MonkeyPatch
 def test_a_file_that_imports_a_built_in_suite_is_not_that_suite(tmp_path: Path) -> None:
     """In a process of its own: here the built-in ones are loaded already."""
     (tmp_path / "mine.py").write_text(
-        "from dtbench.registry import suite\nfrom dtbench_suites import overlap\n"
+        "from dtbench.suite import suite\nfrom dtbench_suites import overlap\n"
         "@suite('mine', world='ranks', help='x')\ndef mine(plan):\n    yield from overlap.overlap.cases(plan)\n"
     )
-    program = "from dtbench import registry; print([s.name for s in registry.load(['mine.py'])])"
+    program = "from dtbench import suite; print([s.name for s in suite.load(['mine.py'])])"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "['mine']\n", done.stderr

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtbench.compare import Comparison, Row, compare
+from dtbench.files.schema import check_header
+from dtbench.judge.compare import Comparison, Row, compare
 from dtbench.model import Result, Run
-from dtbench.schema import check_header
 from dtbench.stats import summarize
 
 

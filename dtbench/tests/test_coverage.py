@@ -7,12 +7,19 @@ from typing import Any
 
 import pytest
 
-from dtbench import coverage
-from dtbench.coverage import Baseline, baseline_of, became_worse, markdown, read_baseline, write_baseline
+from dtbench.bench.options import refuse_foreign_options, split_words
 from dtbench.errors import UnreadableRunError, UsageError
+from dtbench.judge import op_verdicts as coverage
+from dtbench.judge.op_verdicts import (
+    Baseline,
+    baseline_of,
+    became_worse,
+    markdown,
+    read_baseline,
+    write_baseline,
+)
 from dtbench.model import Plan, Result, Run
-from dtbench.options import refuse_foreign_options, split_words
-from dtbench.registry import Suite
+from dtbench.suite import Suite
 
 STATUS: dict[str, Any] = {"pass": "ok", "wrong": "wrong", "n/a": "skipped"}
 

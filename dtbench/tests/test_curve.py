@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtbench.calibration import price
+from dtbench.cost.calibration import price
 from dtbench.tests.made_up_topology import curve_of
-from dtbench_core.curve import Curve
+from dtbench_core.cost.curve import Curve
 
 KIB, MIB = 1024, 1024**2
 SIZES = [KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB]

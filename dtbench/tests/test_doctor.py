@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dtbench import doctor
-from dtbench.doctor import Finding, Surroundings, examine
+from dtbench.machine import doctor
+from dtbench.machine.doctor import Finding, Surroundings, examine
 
 CPU = "sys/devices/system/cpu"
 GOOD_FILES = {

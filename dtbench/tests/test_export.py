@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _collec
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtbench.calibration.curve import price
-from dtbench.calibration.topology import write_topology
+from dtbench.cost.calibration.curve import price
+from dtbench.cost.export.module import export, literal, render
 from dtbench.errors import OutputError, UsageError
-from dtbench.export.module import export, literal, render
+from dtbench.files.topology import write_topology
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_topology import curve_of, made_curve, made_dim, made_topology
 

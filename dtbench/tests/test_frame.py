@@ -18,11 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dtbench.cli import cli
-from dtbench.frame import STATISTICS, cases_frame, cells, impls_of, params_of, results_frame
+from dtbench.files.frame import STATISTICS, cases_frame, cells, impls_of, params_of, results_frame
+from dtbench.files.store import RunWriter
 from dtbench.model import STATUSES, Result, Run
+from dtbench.show.tables import print_csv
 from dtbench.stats import summarize
-from dtbench.store import RunWriter
-from dtbench.tables import print_csv
 from dtbench.tests import made_up
 
 EVIL = ("=1+1", "+1", "-1", "@SUM(A1)", "a\0b", "a\0c", "\x1b[2J", '","', "\r\nnext", "\u202e", "'", " ", "é")
@@ -283,14 +283,14 @@ def test_no_cell_of_the_csv_is_a_formula_or_steers_a_terminal(capsys: pytest.Cap
 
 
 def test_reading_a_run_as_a_frame_loads_no_torch() -> None:
-    code = "import sys, dtbench.frame; sys.exit('torch' in sys.modules)"
+    code = "import sys, dtbench.files.frame; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_json_and_comparisons_do_not_wait_for_pandas() -> None:
     code = (
         "import sys, pathlib\n"
-        "from dtbench import compare, tables\n"
+        "from dtbench.judge import compare; from dtbench.show import tables\n"
         "from dtbench.tests import made_up\n"
         "run = made_up.run(made_up.NOT_OK)\n"
         "tables.print_runs([run], as_json=True)\n"

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from dtbench.errors import ArmError, UsageError
-from dtbench.gate import arms
-from dtbench.gate.arms import open_arms, parse_variables
-from dtbench.gate.benchmark import Selection, parse_selection
-from dtbench.gate.command import parse_duration
-from dtbench.gate.process import environment_of
+from dtbench.judge.gate import arms
+from dtbench.judge.gate.arms import open_arms, parse_variables
+from dtbench.judge.gate.benchmark import Selection, parse_selection
+from dtbench.judge.gate.command import parse_duration
+from dtbench.judge.gate.process import environment_of
 from dtbench.tests.made_up_arm import made_up_arm
 
 
@@ -48,7 +48,7 @@ def test_a_revision_has_its_own_core_and_the_harness_of_the_gate(repository: Pat
         for arm, number in ((base, 1), (head, 2)):
             sources = Path(arm.path[0])
             assert (sources / "dtbench_core" / "__init__.py").read_text() == f"NUMBER = {number}\n"
-            assert (sources / "dtbench" / "gate" / "worker.py").is_file()
+            assert (sources / "dtbench" / "judge" / "gate" / "worker.py").is_file()
             assert (sources / "dtbench_suites" / "dispatch.py").is_file()
             assert not (sources / "dtbench" / "tests").exists()
             assert arm.python == sys.executable and "in this environment" in arm.note
@@ -65,7 +65,7 @@ def test_a_revision_has_its_own_core_and_the_harness_of_the_gate(repository: Pat
 def test_other_arms_take_the_sources_of_the_gate_as_they_were(repository: Path):
     with open_arms("env:", "env:A=1") as (base, head):
         for arm in (base, head):
-            assert Path(arm.path[0], "dtbench_core", "dispatch.py").is_file()
+            assert Path(arm.path[0], "dtbench_core", "comm.py").is_file()
             assert not Path(arm.path[0]).is_relative_to(repository)
         assert environment_of({}, head.env, head.path)["A"] == "1" and "A" not in base.env
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from dtbench.errors import UnreadableRunError
-from dtbench.gate import history
-from dtbench.gate.benchmark import Benchmark
-from dtbench.gate.outputs import Report
-from dtbench.gate.verdict import Judged, Trust
+from dtbench.judge.gate import history
+from dtbench.judge.gate.benchmark import Benchmark
+from dtbench.judge.gate.outputs import Report
+from dtbench.judge.gate.verdict import Judged, Trust
 
 MACHINE = {"cpu": "Some CPU @ 2 GHz", "cores": 2}
 

@@ -9,12 +9,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from dtbench.gate import outputs
-from dtbench.gate.benchmark import Benchmark, from_json, to_json
-from dtbench.gate.outputs import Report
-from dtbench.gate.schedule import effect_and_times
-from dtbench.gate.verdict import Judged, Trust, Verdict
-from dtbench.schema import BadFieldError
+from dtbench.files.schema import BadFieldError
+from dtbench.judge.gate import outputs
+from dtbench.judge.gate.benchmark import Benchmark, from_json, to_json
+from dtbench.judge.gate.outputs import Report
+from dtbench.judge.gate.schedule import effect_and_times
+from dtbench.judge.gate.verdict import Judged, Trust, Verdict
 
 HOSTILE = "a|b`c<script>alert(1)</script>&\"'%0A::error::\r\n\x1b[31m\x00\x07\ud800\u202e]]>*_[x](y)"
 

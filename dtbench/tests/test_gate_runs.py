@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from dtbench.gate import command, launcher, process
-from dtbench.gate.arms import Arm
-from dtbench.gate.benchmark import Benchmark, Selection
-from dtbench.gate.sampler import FEW_BENCHMARKS, SAMPLES
-from dtbench.gate.selftest import PLAN
+from dtbench.judge.gate import command, launcher, process
+from dtbench.judge.gate.arms import Arm
+from dtbench.judge.gate.benchmark import Benchmark, Selection
+from dtbench.judge.gate.sampler import FEW_BENCHMARKS, SAMPLES
+from dtbench.judge.gate.selftest import PLAN
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_arm import made_up_arm
 
@@ -246,7 +246,7 @@ def test_an_interpreter_that_cannot_run_the_harness_is_named(dtbench: Cli, tmp_p
 SUITE = """
 import os
 from dtbench.model import Case, Workload
-from dtbench.registry import suite
+from dtbench.suite import suite
 
 MORE = "TINY_MORE" in os.environ
 
@@ -396,7 +396,7 @@ def test_a_launch_that_cannot_be_started_leaves_no_process(tmp_path: Path, monke
 
 def test_a_loader_that_fails_is_told_as_its_launches_end(tmp_path: Path):
     arm = made_up_arm(tmp_path / "base")
-    (tmp_path / "base/sources/dtbench/gate/worker.py").write_text("raise ImportError('libtorch is gone')")
+    (tmp_path / "base/sources/dtbench/judge/gate/worker.py").write_text("raise ImportError('libtorch is gone')")
     with contextlib.closing(launcher_of({"base": arm}, Path("fake"), tmp_path / "launches")) as made:
         (launch,) = made.launch(["base"], [SUM])
     assert launch.bad[SUM.key] == "the launch ended with exit code 1: ImportError: libtorch is gone"
@@ -405,7 +405,7 @@ def test_a_loader_that_fails_is_told_as_its_launches_end(tmp_path: Path):
 TIMED = """
 import os
 from dtbench.model import Case, Workload
-from dtbench.registry import suite
+from dtbench.suite import suite
 
 def see(what):
     with open(os.environ.get("DTBENCH_SEEN") or os.environ.get("SEEN", os.devnull), "a") as file:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from dtbench.clock import HostClock
-from dtbench.gate import sampler
-from dtbench.gate.sampler import Sampling, measure, sampling_for
+from dtbench.bench.clock import HostClock
+from dtbench.bench.options import Task
+from dtbench.judge.gate import sampler
+from dtbench.judge.gate.sampler import Sampling, measure, sampling_for
 from dtbench.model import Case, Result, Workload
-from dtbench.options import Task
-from dtbench.registry import Suite
+from dtbench.suite import Suite
 
 SUITE = Suite("made_up", lambda _plan: iter(()), "simulated", "", None, {}, False, None)
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from dtbench.gate.benchmark import Benchmark, Key
-from dtbench.gate.schedule import ArmName, Launch, OutOfTimeError, Schedule, fewest_pairs, pair_of
-from dtbench.gate.verdict import Judged, Trust
+from dtbench.judge.gate.benchmark import Benchmark, Key
+from dtbench.judge.gate.schedule import ArmName, Launch, OutOfTimeError, Schedule, fewest_pairs, pair_of
+from dtbench.judge.gate.verdict import Judged, Trust
 
 # Of a launch's minimum, as 80 processes of one build showed: 1.5 to 2.1%.
 NOISE = 0.018

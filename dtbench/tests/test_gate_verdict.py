@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from dtbench.gate.benchmark import Benchmark
-from dtbench.gate.verdict import (
+from dtbench.judge.gate.benchmark import Benchmark
+from dtbench.judge.gate.verdict import (
     Effect,
     Judged,
     Trust,

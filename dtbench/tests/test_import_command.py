@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from dtbench import reference
-from dtbench.calibration import read_topology
+from dtbench.cost.calibration import read_topology
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_NOTHING, EXIT_OK, EXIT_USAGE, UnreadableRunError
+from dtbench.files.store import read_run
 from dtbench.importers import checks, convert
 from dtbench.importers.registry import parse
+from dtbench.judge import references as reference
 from dtbench.model import Run
-from dtbench.store import read_run
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_logs import SIZES, json_text, table, time_us

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from dtbench.errors import UsageError
-from dtbench.lab import network, run
-from dtbench.lab.agent import Orders
-from dtbench.lab.signals import refuse_if_ending, signals_held
 from dtbench.tests.made_up import Cli
+from dtbench.world.lab import network, run
+from dtbench.world.lab.agent import Orders
+from dtbench.world.lab.signals import refuse_if_ending, signals_held
 
 LAB = network.Lab("ab", 3, 400_000_000)
 

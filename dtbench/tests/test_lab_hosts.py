@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from dtbench.errors import UsageError
-from dtbench.lab import network
-from dtbench.store import read_run
+from dtbench.files.store import read_run
 from dtbench.tests.made_up import Cli
+from dtbench.world.lab import network
 
 REQUIRED = bool(os.environ.get("CI") or os.environ.get("DTBENCH_REQUIRE_LAB"))
 LIMIT_S = 240  # for a whole command; a healthy one takes seconds

@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtbench.arrivals import lateness_s
+from dtbench.bench.arrivals import lateness_s
 from dtbench.errors import UnreadableRunError
-from dtbench.frame import cases_frame, cells, results_frame
-from dtbench.layout import from_last_arrival_s, groups_of, layout_of, mesh_groups
+from dtbench.files.frame import cases_frame, cells, results_frame
+from dtbench.files.store import RunWriter, read_header
+from dtbench.layout import from_last_arrival_s, layout_of, mesh_groups
+from dtbench.mesh import groups_of
 from dtbench.model import Result
+from dtbench.show.tables import print_runs
 from dtbench.stats import summarize
-from dtbench.store import RunWriter, read_header
-from dtbench.tables import print_runs
 from dtbench.tests import made_up
 from dtbench.tests.test_tables import table_of
 

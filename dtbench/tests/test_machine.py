@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from dtbench import machine
+from dtbench.files.store import RunWriter, read_run
 from dtbench.layout import layout_of
+from dtbench.machine import provenance as machine
 from dtbench.model import Plan, Result
-from dtbench.store import RunWriter, read_run
 
 PLAN = Plan((("dp", 2), ("tp", 2)), (1024, 4096), quick=True)
 
@@ -132,7 +132,7 @@ def test_each_run_has_its_own_id_and_may_have_another_mesh() -> None:
 
 
 def test_this_module_does_not_load_torch() -> None:
-    code = "import sys, dtbench.machine, dtbench.doctor, dtbench.tables; sys.exit('torch' in sys.modules)"
+    code = "import sys, dtbench.machine.doctor, dtbench.show.tables; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -149,7 +149,7 @@ def test_a_rank_tells_where_it_sits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_two_namespaces_of_one_machine_are_told_apart_by_their_names() -> None:
     """Real ones, where this user may make them; the made-up ones are in test_layout."""
-    code = "import json; from dtbench import machine; print(json.dumps(machine.local_rank_info('cpu')))"
+    code = "import json; from dtbench.machine import provenance; print(json.dumps(provenance.local_rank_info('cpu')))"
     run = [sys.executable, "-c", code]
     inside = ["unshare", "--uts", "sh", "-c", 'hostname node-b && exec "$@"', "sh", *run]
     done = subprocess.run(inside, capture_output=True, text=True)

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from dtbench import options
+from dtbench.bench import options
+from dtbench.bench.options import RunOptions
 from dtbench.errors import UsageError
+from dtbench.mesh import default_mesh, format_mesh, parse_mesh
 from dtbench.model import Case, Plan
-from dtbench.options import RunOptions
-from dtbench.registry import Suite, WorldKind
+from dtbench.suite import Suite, WorldKind
 
 PLAN = Plan(mesh=(("tp", 2),), sizes_bytes=(1024,))
 
@@ -57,8 +58,8 @@ def test_sizes_that_do_not_parse(text: str, says: str) -> None:
 
 
 def test_mesh() -> None:
-    assert options.parse_mesh("dp=2, tp=4") == (("dp", 2), ("tp", 4))
-    assert options.format_mesh(options.parse_mesh("dp=2,tp=4")) == "dp=2,tp=4"
+    assert parse_mesh("dp=2, tp=4") == (("dp", 2), ("tp", 4))
+    assert format_mesh(parse_mesh("dp=2,tp=4")) == "dp=2,tp=4"
     for bad, says in [
         ("dp", "expected NAME=RANKS"),
         ("dp=0", "expected"),
@@ -66,7 +67,7 @@ def test_mesh() -> None:
         ("", "''"),
     ]:
         with pytest.raises(UsageError, match=says):
-            options.parse_mesh(bad)
+            parse_mesh(bad)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_mesh() -> None:
     ],
 )
 def test_default_mesh_is_the_most_square_one(ranks: int, mesh: str) -> None:
-    assert options.format_mesh(options.default_mesh(ranks)) == mesh
+    assert format_mesh(default_mesh(ranks)) == mesh
 
 
 def test_lists_keep_their_order_and_refuse_the_unknown() -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from dtbench.calibration import curve as curves
-from dtbench.calibration.topology import write_topology
+from dtbench.cost.calibration import curve as curves
+from dtbench.cost.predict import prices, show
+from dtbench.cost.predict.models import BUILT_IN, Model, find_model
+from dtbench.cost.predict.prediction import Prediction, Setup, predict
 from dtbench.errors import UsageError
-from dtbench.predict import prices, show
-from dtbench.predict.models import BUILT_IN, Model, find_model
-from dtbench.predict.prediction import Prediction, Setup, predict
+from dtbench.files.topology import write_topology
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_topology import curve_of, made_dim, made_topology, ring_curve
 

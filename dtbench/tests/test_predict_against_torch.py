@@ -30,8 +30,8 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtbench.predict.models import Model
-from dtbench.predict.prediction import Setup, predict
+from dtbench.cost.predict.models import Model
+from dtbench.cost.predict.prediction import Setup, predict
 from dtbench.tests.made_up_topology import made_dim, made_topology
 
 SEQUENCE_LENGTH, HIDDEN, LAYERS, HEADS, HEAD_DIM, FFN, VOCAB = 24, 32, 3, 8, 4, 80, 64

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from dtbench.profiling.trace import LANES
+from dtbench.profile.trace import LANES
 from dtbench.tests.made_up import Cli
 
 LIMIT_S = 120  # for a whole command; a healthy one takes seconds
@@ -143,7 +143,7 @@ def test_what_cannot_be_profiled_is_refused_in_one_line(
 
 BROKEN = """
 from dtbench.model import Case, Skip, Workload
-from dtbench.registry import suite
+from dtbench.suite import suite
 
 def build(world, how):
     if how == "skips":

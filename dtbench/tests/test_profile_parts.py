@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtbench import machine
+from dtbench.bench.options import Task
 from dtbench.errors import OutputError, UsageError
+from dtbench.machine import provenance as machine
 from dtbench.model import Case
-from dtbench.options import Task
-from dtbench.profiling import clocks, flame, folder, gpu, overlap, sections, spans, stages, text, trace, world
-from dtbench.profiling.choose import choose, split_target
-from dtbench.profiling.frames import short_name
-from dtbench.profiling.skew import skews
-from dtbench.profiling.spans import Overhead, Span
-from dtbench.registry import Suite
+from dtbench.profile import clocks, flame, folder, gpu, overlap, sections, spans, stages, text, trace, world
+from dtbench.profile.choose import choose, split_target
+from dtbench.profile.frames import short_name
+from dtbench.profile.skew import skews
+from dtbench.profile.spans import Overhead, Span
+from dtbench.suite import Suite
 
 # ------------------------------------------------------------------------------- intervals
 
@@ -360,9 +360,9 @@ def test_collectives_that_differ_are_not_matched() -> None:
 
 def test_groups_of_mesh_dims() -> None:
     mesh = (("dp", 2), ("tp", 3))
-    assert world.groups_of(mesh, "tp", 6) == [[0, 1, 2], [3, 4, 5]]
-    assert world.groups_of(mesh, "dp", 6) == [[0, 3], [1, 4], [2, 5]]
-    assert world.groups_of(mesh, "world", 6) == [[0, 1, 2, 3, 4, 5]]
+    assert world._groups_of(mesh, Case("c", {"mesh_dim": "tp"}, build={})) == [[0, 1, 2], [3, 4, 5]]
+    assert world._groups_of(mesh, Case("c", {"mesh_dim": "dp"}, build={})) == [[0, 3], [1, 4], [2, 5]]
+    assert world._groups_of(mesh, Case("c", {"mesh_dim": "world"}, build={})) == [[0, 1, 2, 3, 4, 5]]
 
 
 # ------------------------------------------------------------------------------- clocks

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtbench import options
+from dtbench.bench import options
+from dtbench.bench.options import RunOptions, further_tasks
+from dtbench.bench.refine import MOST_ADDED, middles, sizes_between
 from dtbench.errors import UsageError
+from dtbench.files.store import read_run
 from dtbench.model import Case, Param, Plan, Result
-from dtbench.options import RunOptions, further_tasks
-from dtbench.refine import MOST_ADDED, middles, sizes_between
-from dtbench.registry import Refinement, Suite
 from dtbench.stats import summarize
-from dtbench.store import read_run
+from dtbench.suite import Refinement, Suite
 from dtbench.tests.test_runs import here, kinds, run  # noqa: F401 - `here` is a fixture
 
 SUITE = str(Path(__file__).with_name("bending_suite.py"))

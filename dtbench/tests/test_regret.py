@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from dtbench.calibration import write_topology
+from dtbench.cost.calibration import write_topology
+from dtbench.cost.regret import NOTHING, price_us, regret
 from dtbench.errors import UsageError
+from dtbench.files.store import RunWriter
 from dtbench.model import Result, Run
-from dtbench.regret import NOTHING, price_us, regret
-from dtbench.store import RunWriter
 from dtbench.tests.made_up import MIB, Cli, header, result, run
 from dtbench.tests.made_up_topology import curve_of, made_dim, made_topology
-from dtbench_core.topology import MeshTopoInfo, Topology
+from dtbench_core.cost.topology import MeshTopoInfo, Topology
 
 CHANGES = ("S(0)->R", "S(1)->R", "P->R", "P->S(0)", "P->S(1)", "S(0)->S(1)", "S(1)->S(0)")
 DIMS = ("dp", "tp")

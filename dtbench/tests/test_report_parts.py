@@ -17,13 +17,15 @@ from urllib.parse import unquote
 import numpy as np
 import pytest
 
-from dtbench import calibration, coverage, reporting
+from dtbench.cost import calibration
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.files.store import RunWriter
+from dtbench.judge import op_verdicts as coverage
 from dtbench.model import Run
-from dtbench.reporting import Sources, gather, page, render
-from dtbench.reporting.parts import collectives, mesh, overlap, residuals
-from dtbench.reporting.profiles import spans_of
-from dtbench.store import RunWriter
+from dtbench.show import report as reporting
+from dtbench.show.report import Sources, gather, page, render
+from dtbench.show.report.parts import collectives, mesh, overlap, residuals
+from dtbench.show.report.profiles import spans_of
 from dtbench.tests import made_up, made_up_findings
 from dtbench.tests import test_coverage as verdicts
 from dtbench.tests.html_page import Page

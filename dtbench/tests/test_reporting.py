@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from dtbench import calibration
+from dtbench.cost import calibration
 from dtbench.errors import OutputError, UsageError
 from dtbench.model import Result, Run
-from dtbench.reporting import cases, figures, page, shapes, tables
-from dtbench.reporting.parts import coverage
-from dtbench.reporting.svg import STAND_IN
+from dtbench.show.report import cases, figures, page, shapes, tables
+from dtbench.show.report.parts import coverage
+from dtbench.show.report.svg import STAND_IN
 from dtbench.tests import made_up
 from dtbench.tests.html_page import Page, render, write_report
 

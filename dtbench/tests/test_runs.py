@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from dtbench.files.store import read_run
 from dtbench.model import Result, Run
-from dtbench.store import read_run
 
 SUITE = str(Path(__file__).with_name("faults_suite.py"))
 LIMIT_S = 120  # for a whole command; a healthy one takes seconds

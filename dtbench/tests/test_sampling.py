@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from dtbench.bench.sampling import Budget, Instruments, Measurement, Outcome, combine, describe
 from dtbench.model import Case, Skip, Workload
-from dtbench.sampling import Budget, Instruments, Measurement, Now, Outcome, combine, describe
+from dtbench.world.watch import Now
 
 BUDGET = Budget(samples_s=0.1, least=5, most=100, warmup_s=0.1)
 CHEAP = 1e-3

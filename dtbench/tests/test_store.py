@@ -15,11 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtbench import store
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.files import store
+from dtbench.files.store import RunWriter, read_header, read_run
 from dtbench.model import STATUSES, Result, Timing
 from dtbench.stats import summarize
-from dtbench.store import RunWriter, read_header, read_run
 
 HEADER: dict[str, Any] = {
     "kind": "run",
@@ -304,7 +304,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
         import resource, sys
         from dtbench.errors import OutputError
         from dtbench.model import Result
-        from dtbench.store import RunWriter
+        from dtbench.files.store import RunWriter
         writer = RunWriter.create(sys.argv[1], {"run_id": "r"})
         writer.append(Result("s", "first", "core", {}, "ok"))
         size = writer.path.stat().st_size

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from dtbench.compare import compare
-from dtbench.doctor import Finding
+from dtbench.files.schema import check_header
+from dtbench.judge.compare import compare
+from dtbench.machine.doctor import Finding
 from dtbench.model import Result, Run
-from dtbench.schema import check_header
+from dtbench.show.tables import print_comparison, print_findings, print_runs
 from dtbench.stats import summarize
-from dtbench.tables import print_comparison, print_findings, print_runs
 
 Capture = pytest.CaptureFixture[str]
 

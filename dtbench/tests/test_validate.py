@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from dtbench.calibration import calibrate, write_topology
-from dtbench.calibration.ring import RING_COLLECTIVES
-from dtbench.calibration.validate import Validation, validate, validate_split
+from dtbench.cost.calibration import calibrate, write_topology
+from dtbench.cost.calibration.ring import RING_COLLECTIVES
+from dtbench.cost.calibration.validate import Validation, validate, validate_split
 from dtbench.errors import EXIT_OK, EXIT_USAGE, UsageError
+from dtbench.files.store import RunWriter
 from dtbench.model import Result, Run
-from dtbench.store import RunWriter
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 

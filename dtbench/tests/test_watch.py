@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtbench.watch import INTERRUPTED, Diagnosis, Stand, diagnose
+from dtbench.world.watch import INTERRUPTED, Diagnosis, Stand, diagnose
 
 HOSTS = ["n1", "n1", "n2", "n2"]
 

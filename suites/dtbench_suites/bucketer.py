@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 import dtbench_core
 from dtbench.model import Case, Plan, Workload
-from dtbench.registry import World, suite
+from dtbench.suite import World, suite
 from dtbench_core.torch_compat import reduce_scatter_single
 from dtbench_suites.bucketer_reference import ReferenceBucketer
 from dtbench_suites.data import mismatch, shared_dims, sum_of_values, summed_values, torch_dtype

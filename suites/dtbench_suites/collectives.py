@@ -23,9 +23,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from dtbench.bench.refine import sizes_between
 from dtbench.model import Case, Param, Plan, Workload
-from dtbench.refine import sizes_between
-from dtbench.registry import Refinement, World, suite
+from dtbench.suite import Refinement, World, suite
 from dtbench_core.torch_compat import all_gather_single, reduce_scatter_single
 from dtbench_suites.data import (
     mesh_of_dim,

@@ -18,7 +18,7 @@ from dtbench.model import Plan, Skip
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from dtbench.registry import World
+    from dtbench.suite import World
 
 # The two libraries that offer the DTensor API, by impl name.
 DTENSOR_MODULES = {"core": "dtbench_core", "torch": "torch.distributed.tensor"}

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench.model import Case, Param, Plan, Workload
-from dtbench.registry import World, suite
+from dtbench.suite import World, suite
 from dtbench_suites.data import dtensor_api, mismatch, placement, shard_of
 from dtbench_suites.dispatch_programs import PROGRAMS, WORLD, Program, build_program, impls
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtbench.model import Case, Plan, Workload
-from dtbench.registry import World, suite
+from dtbench.suite import World, suite
 from dtbench_suites.data import (
     MOVED_VALUES,
     SUMMED_VALUES,

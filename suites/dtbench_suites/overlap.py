@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 from dtbench.model import Case, Param, Plan, Workload
-from dtbench.registry import World, suite
+from dtbench.suite import World, suite
 from dtbench_core import CommTensor
 from dtbench_suites.data import mismatch, shared_dims, sum_of_values, summed_values, torch_dtype
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import dtbench_core
 from dtbench.model import Case, Plan, Workload
-from dtbench.registry import World, suite
+from dtbench.suite import World, suite
 from dtbench_core import comm
 from dtbench_suites import bucketer_reference
 from dtbench_suites.bucketer_reference import ReferenceBucketer

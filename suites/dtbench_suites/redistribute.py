@@ -16,9 +16,9 @@ from functools import partial
 
 import torch
 
+from dtbench.bench.refine import sizes_between
 from dtbench.model import Case, Param, Plan, Workload
-from dtbench.refine import sizes_between
-from dtbench.registry import Refinement, World, suite
+from dtbench.suite import Refinement, World, suite
 from dtbench_suites.collectives import REGIMES, accompanying_sizes, calls_of, params_of
 from dtbench_suites.data import (
     dtensor_api,

@@ -23,10 +23,10 @@ from torch.distributed.tensor import _redistribute as torch_planner
 
 from dtbench.errors import UsageError
 from dtbench.model import Case, Param, Plan, Workload
-from dtbench.registry import World, suite
-from dtbench_core import redistribute
-from dtbench_core.cost import Topology, TopologyError
-from dtbench_core.spec import DTensorSpec
+from dtbench.suite import World, suite
+from dtbench_core.cost.search import Topology, TopologyError
+from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.redistribute import route as redistribute
 from dtbench_suites.data import MOVED_VALUES, hush_all_to_all, mismatch, shared_dims, torch_dtype
 from dtbench_suites.ways import (
     Dims,

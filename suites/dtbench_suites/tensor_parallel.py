@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtbench.model import Case, Param, Plan, Workload
-from dtbench.registry import World, suite
+from dtbench.suite import World, suite
 from dtbench_suites.data import dtensor_api, mismatch, shared_dims, torch_dtype
 
 PARALLEL_MODULES = {"core": "dtbench_core.parallel", "torch": "torch.distributed.tensor.parallel"}

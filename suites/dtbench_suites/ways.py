@@ -24,9 +24,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 
 import dtbench_core
-from dtbench_core import cost
-from dtbench_core.cost import MeshTopoInfo, Transition
-from dtbench_core.topology import (
+from dtbench_core.cost import search as cost
+from dtbench_core.cost.search import MeshTopoInfo, Transition
+from dtbench_core.cost.topology import (
     INTER_HOST_BANDWIDTH_FACTOR,
     INTER_HOST_LATENCY_US,
     INTRA_HOST_BANDWIDTH,

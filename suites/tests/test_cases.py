@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dtbench.bench.options import RunOptions
 from dtbench.model import Case, Plan
-from dtbench.options import RunOptions
-from dtbench.registry import load
+from dtbench.suite import load
 from dtbench_suites import collectives, dispatch, redistribute, tensor_parallel
 from dtbench_suites.dispatch_programs import PROGRAMS
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dtbench.model import Skip
-from dtbench.ranks import simulated_world
+from dtbench.world.ranks import simulated_world
 from dtbench_suites import dispatch
 from dtbench_suites.data import (
     largest_exact,

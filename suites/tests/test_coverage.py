@@ -15,10 +15,10 @@ import torch.distributed as dist
 pytest.importorskip("expecttest", reason="torch's op database imports it")
 
 import dtbench_core as core
+from dtbench.bench.options import RunOptions, split_words
+from dtbench.bench.run import run
 from dtbench.cli import cli
 from dtbench.errors import UsageError
-from dtbench.options import RunOptions, split_words
-from dtbench.run import run
 from dtbench_core.simulate import ThreadWorld
 from dtbench_suites.coverage import judge, pool, samples
 from dtbench_suites.coverage.verdicts import RANKS, Caps, Case, OpVerdict, spell, summarize

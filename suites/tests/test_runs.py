@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from dtbench.bench.options import RunOptions, list_tasks
+from dtbench.files.store import read_run
 from dtbench.model import Plan, Result
-from dtbench.options import RunOptions, list_tasks
-from dtbench.registry import load
-from dtbench.store import read_run
+from dtbench.suite import load
 from suites.tests.started import start
 
 FAULTY = Path(__file__).parent / "faulty_suite.py"

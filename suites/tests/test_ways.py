@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from dtbench.errors import UsageError
+from dtbench.files.store import read_run
 from dtbench.model import Plan
-from dtbench.registry import load
-from dtbench.store import read_run
+from dtbench.suite import load
 from dtbench_suites import regret as suite
 from dtbench_suites.ways import (
     Leg,

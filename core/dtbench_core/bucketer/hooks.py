@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dtbench_core.bucketer.layout import BucketError
-from dtbench_core.wrapper import Wrapper, held_by
+from dtbench_core.layout.wrapper import Wrapper, held_by
 
 
 class GradientFeed:

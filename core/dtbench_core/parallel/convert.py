@@ -23,10 +23,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import ArgumentError, MeshError
-from dtbench_core.mesh import mesh_info, mesh_or_current
-from dtbench_core.placement import Placement, Placements, Replicate, Shard
-from dtbench_core.spec import normalize
-from dtbench_core.tensor import DTensor
+from dtbench_core.layout.mesh import mesh_info, mesh_or_current
+from dtbench_core.layout.placement import Placement, Placements, Replicate, Shard
+from dtbench_core.layout.spec import normalize
+from dtbench_core.tensor.dtensor import DTensor
 
 
 def placed(tensor: DTensor, placements: Placements) -> DTensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtbench_core.placement import REPLICATE, Shard
+from dtbench_core.layout.placement import REPLICATE, Shard
 from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, rule
 
 _library = torch.library.Library("dtbench_core", "FRAGMENT")

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from dtbench_core import cross_entropy as core
-from dtbench_core.contexts import implicit_replication
-from dtbench_core.mesh import mesh_info
-from dtbench_core.placement import Replicate
-from dtbench_core.tensor import DTensor
+from dtbench_core.dispatch.contexts import implicit_replication
+from dtbench_core.layout.mesh import mesh_info
+from dtbench_core.layout.placement import Replicate
+from dtbench_core.rules import cross_entropy_autograd as core
+from dtbench_core.tensor.dtensor import DTensor
 
 
 class loss_parallel(TorchFunctionMode):  # noqa: N801 - a context, called as torch's is

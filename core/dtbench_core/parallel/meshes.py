@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import MeshError
-from dtbench_core.mesh import mesh_info
+from dtbench_core.layout.mesh import mesh_info
 
 
 def mesh_of_dim(mesh: DeviceMesh, dim: int | str) -> DeviceMesh:

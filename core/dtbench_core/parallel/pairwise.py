@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench_core.mesh import mesh_or_current
+from dtbench_core.layout.mesh import mesh_or_current
+from dtbench_core.layout.placement import Placement, Replicate, Shard
 from dtbench_core.parallel.convert import make_input_replicate_1d, make_output_tensor, placed
 from dtbench_core.parallel.errors import PlanError, UnsupportedModuleError, UnsupportedStyleError
 from dtbench_core.parallel.meshes import mesh_of_dim
@@ -26,8 +27,7 @@ from dtbench_core.parallel.style import (
     RowwiseParallel,
     one_placement,
 )
-from dtbench_core.placement import Placement, Replicate, Shard
-from dtbench_core.tensor import DTensor
+from dtbench_core.tensor.dtensor import DTensor
 
 Prepare = Callable[[Any, DeviceMesh], Any]
 

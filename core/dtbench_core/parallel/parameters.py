@@ -10,12 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dtbench_core.distribute import distribute_tensor
 from dtbench_core.errors import ArgumentError
-from dtbench_core.mesh import MeshInfo, mesh_info
+from dtbench_core.layout.mesh import MeshInfo, mesh_info
+from dtbench_core.layout.placement import Placement
 from dtbench_core.parallel.errors import UnsupportedModuleError
-from dtbench_core.placement import Placement
-from dtbench_core.tensor import DTensor
+from dtbench_core.tensor.distribute import distribute_tensor
+from dtbench_core.tensor.dtensor import DTensor
 
 # Original parameter -> what it became, so that tied parameters stay tied. It lives while any module
 # still holds the original.

@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import ArgumentError
+from dtbench_core.layout.placement import Placement, describe
 from dtbench_core.parallel.convert import placed
 from dtbench_core.parallel.errors import LayoutsError
 from dtbench_core.parallel.style import ParallelStyle, one_placement
-from dtbench_core.placement import Placement, describe
-from dtbench_core.tensor import DTensor
+from dtbench_core.tensor.dtensor import DTensor
 
 Layouts = Placement | Sequence[Placement | None] | None
 Listed = tuple[Placement | None, ...] | None

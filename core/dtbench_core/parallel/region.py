@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench_core import random
 from dtbench_core.errors import ArgumentError, PlacementError
-from dtbench_core.layout import empty_part
-from dtbench_core.mesh import MeshInfo, mesh_info
-from dtbench_core.placement import Placement, Shard
-from dtbench_core.spec import DTensorSpec
+from dtbench_core.layout import rng as random
+from dtbench_core.layout.mesh import MeshInfo, mesh_info
+from dtbench_core.layout.placement import Placement, Shard
+from dtbench_core.layout.shard_layout import empty_part
+from dtbench_core.layout.spec import DTensorSpec
 
 # torch's first tensor-parallel API seeded its tracker so.
 BASE_SEED = 1234

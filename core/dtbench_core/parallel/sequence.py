@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench_core.distribute import distribute_module
 from dtbench_core.errors import ArgumentError
+from dtbench_core.layout.placement import Replicate, Shard
 from dtbench_core.parallel.convert import placed
 from dtbench_core.parallel.parameters import check_parameters, place_parameter
 from dtbench_core.parallel.style import ParallelStyle
-from dtbench_core.placement import Replicate, Shard
-from dtbench_core.tensor import DTensor
+from dtbench_core.tensor.distribute import distribute_module
+from dtbench_core.tensor.dtensor import DTensor
 
 
 class SequenceParallel(ParallelStyle):

@@ -22,13 +22,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench_core import distribute
 from dtbench_core.errors import ArgumentError, MeshError
-from dtbench_core.mesh import mesh_info
+from dtbench_core.layout.mesh import mesh_info
+from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Placements, Shard, StridedShard
+from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.parallel.meshes import dim_index, mesh_of_dim
-from dtbench_core.placement import REPLICATE, Partial, Placement, Placements, Shard, StridedShard
-from dtbench_core.spec import DTensorSpec, contiguous_stride, normalize
-from dtbench_core.tensor import DTensor, wrapped
+from dtbench_core.tensor import distribute
+from dtbench_core.tensor.dtensor import DTensor, wrapped
 
 
 class _Held(NamedTuple):

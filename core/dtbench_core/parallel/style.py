@@ -23,16 +23,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench_core.distribute import distribute_module
 from dtbench_core.errors import ArgumentError, PlacementError
-from dtbench_core.mesh import mesh_info
+from dtbench_core.layout.mesh import mesh_info
+from dtbench_core.layout.placement import Placement, Replicate, Shard, describe
+from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.parallel.convert import placed
 from dtbench_core.parallel.embedding import look_up_rows
 from dtbench_core.parallel.errors import UnsupportedModuleError
 from dtbench_core.parallel.parameters import check_parameters, place_parameter
-from dtbench_core.placement import Placement, Replicate, Shard, describe
-from dtbench_core.spec import DTensorSpec, contiguous_stride, normalize
-from dtbench_core.tensor import DTensor, wrapped
+from dtbench_core.tensor.distribute import distribute_module
+from dtbench_core.tensor.dtensor import DTensor, wrapped
 
 # (module, its inputs or outputs, mesh) -> what takes their place.
 Convert = Callable[[nn.Module, Any, DeviceMesh], Any]

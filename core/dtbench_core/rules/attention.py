@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from dtbench_core.placement import REPLICATE, Placement, Placements, Shard
+from dtbench_core.layout.placement import REPLICATE, Placement, Placements, Shard
+from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, rule
 from dtbench_core.rules.labels import SUM
-from dtbench_core.spec import DTensorSpec
 
 BATCH, HEAD = 0, 1  # of query, key, value [batch, head, length, width]
 

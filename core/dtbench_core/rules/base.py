@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload
 
-from dtbench_core.placement import REPLICATE, Partial, Placement, Placements, Shard
-from dtbench_core.spec import DTensorSpec, TensorMeta
+from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Placements, Shard
+from dtbench_core.layout.spec import DTensorSpec, TensorMeta
 
 aten = torch.ops.aten
 

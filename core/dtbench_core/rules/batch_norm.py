@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from dtbench_core.placement import REPLICATE, Placement, Placements, Shard
+from dtbench_core.layout.placement import REPLICATE, Placement, Placements, Shard
+from dtbench_core.layout.spec import DTensorSpec, TensorMeta
+from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.rules.base import OpCall, Row, Strategy, aten, decomposition, replicated_row, rule
 from dtbench_core.rules.labels import SUM, accurate, linear_in_first, settled, whole
-from dtbench_core.spec import DTensorSpec, TensorMeta
-from dtbench_core.wrapper import Wrapper
 
 CHANNEL = 1  # of the input [n, c, ...]
 

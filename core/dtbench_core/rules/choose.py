@@ -11,11 +11,18 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from dtbench_core import cost
+from dtbench_core.cost import search as cost
 from dtbench_core.errors import PlacementError
-from dtbench_core.placement import Placement, Placements, RaggedShard, Shard, StridedShard, chunk_extent
+from dtbench_core.layout.placement import (
+    Placement,
+    Placements,
+    RaggedShard,
+    Shard,
+    StridedShard,
+    chunk_extent,
+)
+from dtbench_core.layout.spec import normalize
 from dtbench_core.rules.base import OpCall, Row, Strategy, replicated_row
-from dtbench_core.spec import normalize
 
 
 def choose(

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from dtbench_core import comm
+from dtbench_core.layout.local_shards import holds_shards
+from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.rules.base import OpCall, Strategy, aten, decomposition, rule
-from dtbench_core.shards import holds_shards
-from dtbench_core.wrapper import Wrapper
 
 
 @rule(aten._local_scalar_dense.default, aten.equal.default)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dtbench_core.placement import REPLICATE, Partial, Placement
+from dtbench_core.layout.placement import REPLICATE, Partial, Placement
 from dtbench_core.rules.base import OpCall, Row, Strategy, aten, pending, rule
 from dtbench_core.rules.labels import SUM, in_groups, place
 

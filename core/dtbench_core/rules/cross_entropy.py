@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtbench_core.placement import REPLICATE, Partial, Placement, Shard
+from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Shard
 from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, rule
 
 _library = torch.library.Library("dtbench_core", "FRAGMENT")

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from dtbench_core import redistribute
-from dtbench_core.placement import REPLICATE, Partial, Placements
+from dtbench_core.layout.placement import REPLICATE, Partial, Placements
+from dtbench_core.layout.spec import DTensorSpec, TensorMeta
+from dtbench_core.layout.wrapper import Wrapper, wrap
+from dtbench_core.redistribute import route as redistribute
 from dtbench_core.rules.base import (
     OpCall,
     Row,
@@ -28,8 +30,6 @@ from dtbench_core.rules.base import (
 )
 from dtbench_core.rules.choose import choose
 from dtbench_core.rules.pointwise import is_pointwise, pointwise
-from dtbench_core.spec import DTensorSpec, TensorMeta
-from dtbench_core.wrapper import Wrapper, wrap
 
 # Of each, torch has `_foreach_<name>` and most in place: with numbers, lists of numbers, or tensors.
 NAMES = """

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from dtbench_core.placement import REDUCE_OPS, REPLICATE, Partial, Placement, Shard
+from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Partial, Placement, Shard
+from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, pending, rule
-from dtbench_core.spec import DTensorSpec
 
 SUM = Partial("sum")
 INTEGER = (torch.int8, torch.int16, torch.int32, torch.int64)

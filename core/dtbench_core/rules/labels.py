@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from dtbench_core.placement import REPLICATE, Partial, Placement, Placements, Shard
+from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Placements, Shard
+from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.rules.base import OpCall, Row, along, pending
-from dtbench_core.spec import DTensorSpec
-from dtbench_core.wrapper import Wrapper
 
 SUM = Partial("sum")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dtbench_core.placement import REPLICATE, Partial, Placement, Shard
+from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Shard
 from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, pending, rule
 from dtbench_core.torch_compat import kernel_of
 

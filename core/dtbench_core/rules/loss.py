@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from dtbench_core.placement import REPLICATE, Placement, Shard
+from dtbench_core.layout.placement import REPLICATE, Placement, Shard
 from dtbench_core.rules.base import OpCall, Row, Strategy, aten, decomposition, rule
 from dtbench_core.rules.labels import SUM, all_replicated, broadcast, linear_in_first, settled, whole
 

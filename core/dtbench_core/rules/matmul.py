@@ -5,7 +5,7 @@ A label shards every tensor that has it. A contracted label (not in the output) 
 
 from __future__ import annotations
 
-from dtbench_core.placement import REPLICATE, Partial, Placement, Shard
+from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Shard
 from dtbench_core.rules.base import OpCall, Row, Strategy, aten, pending, rule
 from dtbench_core.rules.labels import letters
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dtbench_core.placement import REPLICATE, Partial, Placement, Shard
+from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Shard
 from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, along, aten, linear_rows, pending, rule
 from dtbench_core.rules.labels import (
     SUM,

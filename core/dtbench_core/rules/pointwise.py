@@ -14,7 +14,9 @@ import torch
 from torch._ops import OpOverload
 
 from dtbench_core.errors import PlacementError
-from dtbench_core.placement import REDUCE_OPS, REPLICATE, Partial, Placement, Shard
+from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Partial, Placement, Shard
+from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.layout.wrapper import Wrapper, detach_view
 from dtbench_core.rules import base
 from dtbench_core.rules.base import (
     OpCall,
@@ -28,8 +30,6 @@ from dtbench_core.rules.base import (
     pending,
     rule,
 )
-from dtbench_core.spec import DTensorSpec
-from dtbench_core.wrapper import Wrapper, detach_view
 
 
 def is_pointwise(op: OpOverload) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from dtbench_core.placement import Partial, Shard
+from dtbench_core.layout.placement import Partial, Shard
 from dtbench_core.rules.base import OpCall, Row, Strategy, along, aten, linear_rows, rule
 from dtbench_core.rules.labels import batch_rows, label_rows, linear_in_first
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from dtbench_core import random
-from dtbench_core.placement import REDUCE_OPS, REPLICATE, Partial, Shard
+from dtbench_core.layout import rng as random
+from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Partial, Shard
 from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, along, aten, linear_rows, rule
 from dtbench_core.rules.pointwise import neutral_term
 

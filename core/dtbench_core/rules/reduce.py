@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dtbench_core.placement import Partial, Placement, Shard, splits_evenly
+from dtbench_core.layout.placement import Partial, Placement, Shard, splits_evenly
 from dtbench_core.rules.base import OpCall, Row, Strategy, aten, linear_rows, pending, rule
 from dtbench_core.rules.labels import SUM
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from torch._ops import OpOverload
 
 from dtbench_core.errors import ArgumentError
-from dtbench_core.placement import REPLICATE, Placement
+from dtbench_core.layout.placement import REPLICATE, Placement
+from dtbench_core.layout.spec import normalize_one
 from dtbench_core.rules import base
 from dtbench_core.rules.base import OpCall, Row, Strategy
-from dtbench_core.spec import normalize_one
 
 PlacementList = Sequence[Placement | None]
 ShardingFunction = Callable[..., Sequence[tuple[PlacementList, PlacementList]]]

@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtbench_core.placement import (
+from dtbench_core.layout.placement import (
     Placement,
     Placements,
     RaggedShard,

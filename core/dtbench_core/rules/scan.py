@@ -5,7 +5,7 @@ The other dims are a batch and keep their shards.
 
 from __future__ import annotations
 
-from dtbench_core.placement import REDUCE_OPS
+from dtbench_core.layout.placement import REDUCE_OPS
 from dtbench_core.rules.base import OpCall, Strategy, along, aten, linear_rows, rule
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from dtbench_core import redistribute
-from dtbench_core.placement import REDUCE_OPS, REPLICATE, Shard
+from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Shard
+from dtbench_core.layout.spec import numel
+from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.redistribute import route as redistribute
 from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, along, aten, linear_rows, rule
 from dtbench_core.rules.regroup import kept
-from dtbench_core.spec import numel
-from dtbench_core.wrapper import Wrapper
 
 
 def mapped_rows(call: OpCall, dims: Mapping[int, int], outs: int = 1) -> list[Row]:

@@ -15,17 +15,22 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from dtbench_core import distribute, fallback, mesh, random, redistribute, spec, tensor
+from dtbench_core.dispatch import fallback
+from dtbench_core.dispatch.out_and_resize import restate
 from dtbench_core.errors import SimulationError
-from dtbench_core.mesh import MeshInfo, mesh_info
+from dtbench_core.layout import mesh, spec
+from dtbench_core.layout import rng as random
+from dtbench_core.layout.local_shards import plain_part
+from dtbench_core.layout.mesh import MeshInfo, mesh_info
+from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.parallel import region
-from dtbench_core.shards import plain_part
+from dtbench_core.redistribute import route as redistribute
 from dtbench_core.simulate.local_groups import coordinate_of
 from dtbench_core.simulate.local_int import describe_ranks, values_of
 from dtbench_core.simulate.local_tensor import LocalTensor, Parts, joined
-from dtbench_core.spec import DTensorSpec
-from dtbench_core.wrapper import Wrapper, wrap
-from dtbench_core.writes import restate
+from dtbench_core.tensor import distribute
+from dtbench_core.tensor import dtensor as tensor
 
 # (where it is called, its name): functions of a rank's part, which run as each rank.
 RANK_BY_RANK: list[tuple[Any, str]] = [

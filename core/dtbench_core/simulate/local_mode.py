@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from dtbench_core.errors import SimulationError
+from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.simulate import local_patches
 from dtbench_core.simulate.group import describe
 from dtbench_core.simulate.local_collectives import NAMESPACES, issue
@@ -32,7 +33,6 @@ from dtbench_core.simulate.local_tensor import (
     run_on_each,
 )
 from dtbench_core.torch_compat import DisableTorchFunction
-from dtbench_core.wrapper import Wrapper
 
 P = ParamSpec("P")
 R = TypeVar("R")

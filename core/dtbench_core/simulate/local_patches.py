@@ -18,14 +18,16 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench_core import mesh as core_mesh
-from dtbench_core import random, redistribute, tensor
 from dtbench_core.errors import RankDependentError, SimulationError
+from dtbench_core.layout import mesh as core_mesh
+from dtbench_core.layout import rng as random
+from dtbench_core.redistribute import route as redistribute
 from dtbench_core.simulate import local_core
 from dtbench_core.simulate.local_groups import Arrival, RankGroup, coordinate_of, fibres_of_group
 from dtbench_core.simulate.local_int import describe_ranks, local_int, values_of
 from dtbench_core.simulate.local_random import RankStates
 from dtbench_core.simulate.local_tensor import LocalTensor, joined_states
+from dtbench_core.tensor import dtensor as tensor
 
 
 class Simulation(Protocol):

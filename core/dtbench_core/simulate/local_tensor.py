@@ -39,7 +39,7 @@ import torch
 from torch._ops import OpOverload
 
 from dtbench_core.errors import RankDependentError, SimulationError
-from dtbench_core.shards import equal_shards, holds_shards
+from dtbench_core.layout.local_shards import equal_shards, holds_shards
 from dtbench_core.simulate.local_int import describe_ranks, describe_values, local_number, values_of
 from dtbench_core.torch_compat import make_wrapper
 

@@ -37,8 +37,10 @@ from typing import Any
 
 import torch
 
-from dtbench_core import comm, dispatch, random
+from dtbench_core import comm
+from dtbench_core.dispatch import entry as dispatch
 from dtbench_core.errors import SimulationError
+from dtbench_core.layout import rng as random
 from dtbench_core.parallel import region
 from dtbench_core.simulate import c10d_state
 from dtbench_core.simulate.group import Meeting, Pending, Signature, ThreadGroup, describe, name_ranks

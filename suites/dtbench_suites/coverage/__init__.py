@@ -9,7 +9,7 @@ Reading order:
     pool     the workers: hands out ops, watches the time
     suite    `dtbench run coverage`
 
-`dtbench.coverage` makes the tables. `python -m dtbench_suites.coverage` judges in one process, with
+`dtbench.judge.op_verdicts` makes the tables. `python -m dtbench_suites.coverage` judges in one process, with
 tracebacks.
 """
 

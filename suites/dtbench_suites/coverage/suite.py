@@ -6,10 +6,10 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from dtbench.coverage import FALLBACKS, NOTHING
 from dtbench.errors import UsageError, WorldBrokenError
+from dtbench.judge.op_verdicts import FALLBACKS, NOTHING
 from dtbench.model import Case, Plan, Result, Status, Workload
-from dtbench.registry import suite
+from dtbench.suite import suite
 from dtbench_suites.coverage import pool
 from dtbench_suites.coverage.verdicts import IMPLS, MODES, Caps, OpVerdict
 

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dtbench.coverage import MODES, NOTHING, VERDICTS
+from dtbench.judge.op_verdicts import MODES, NOTHING, VERDICTS
 
 __all__ = [
     "IMPLS",

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtbench_core import DTensor, Partial, Replicate, Shard, count_collectives, distribute_tensor, explain
-from dtbench_core.collective_utils import mesh_broadcast, pad_tensor, unpad_tensor
+from dtbench_core.interop.collective_utils import mesh_broadcast, pad_tensor, unpad_tensor
 from dtbench_core.simulate import LocalTensorMode, rank_map
 
 RANKS = 4

@@ -1,0 +1,1 @@
+"""One op on distributed tensors: entry, cache key, plan, fallback, out= and resizing."""

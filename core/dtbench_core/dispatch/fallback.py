@@ -1,0 +1,219 @@
+"""Replicate-and-run: the way an op runs that has no sharding rule, or none for its placements.
+
+Every rank gathers the inputs, runs the op on whole tensors and keeps the whole result. It is right for
+every op, and costs communication and memory; so each use is counted, and the first of each op warns.
+A tensor that the op writes to gets its own part of the written values back.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
+
+from dtbench_core.dispatch import contexts
+from dtbench_core.dispatch import outside_mesh as outside
+from dtbench_core.dispatch.metadata import results_of
+from dtbench_core.errors import NoRuleError, PlacementError
+from dtbench_core.layout import rng as random
+from dtbench_core.layout.mesh import MeshInfo
+from dtbench_core.layout.placement import REPLICATE
+from dtbench_core.layout.shard_layout import empty_part
+from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.layout.wrapper import Wrapper, detach_view, wrap
+from dtbench_core.redistribute import route as redistribute
+
+
+class FallbackWarning(UserWarning):
+    """An op ran on replicated inputs because no sharding rule covers it."""
+
+
+_calls: Counter[OpOverload] = Counter()
+_warned: set[OpOverload] = set()
+
+
+def fallbacks() -> Counter[OpOverload]:
+    """How often each op ran on replicated inputs in this process."""
+    return Counter(_calls)
+
+
+def clear_fallbacks() -> None:
+    """Forgets the counts, so that each op warns again."""
+    _calls.clear()
+    _warned.clear()
+
+
+def run(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`op` on whole tensors, alike on every rank; tensor results are replicated.
+
+    Raises:
+        PlacementError: the op writes to a tensor whose placement cannot take the values.
+        NoRuleError: the op changes the shape of a tensor that it writes to.
+    """
+    written = _written(op, args, kwargs)
+    for one in written:
+        _refuse_unwritable(op, one)
+    _report(op)
+    whole: dict[int, torch.Tensor] = {}  # id of each DTensor -> its full values
+    distributed: list[Wrapper] = []
+    mesh: MeshInfo | None = None
+
+    def unwrap(leaf: Any) -> Any:
+        nonlocal mesh
+        if not isinstance(leaf, Wrapper):
+            return leaf
+        mesh = leaf._spec.info
+        if id(leaf) not in whole:
+            if contexts.entered:
+                contexts.observe(op, leaf._spec, (REPLICATE,) * mesh.ndim)
+            whole[id(leaf)] = gathered(leaf, copied=any(leaf is one for one in written))
+            distributed.append(leaf)
+        return whole[id(leaf)]
+
+    full_args, full_kwargs = tree_map(unwrap, (list(args), kwargs))
+    assert mesh is not None  # dispatch comes here with a DTensor only
+    if mesh.coordinate is None:
+        return _outside(cls, op, args, kwargs, mesh, written)
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        random.keep_in_step(mesh)
+    result = op(*full_args, **full_kwargs)
+    for one in written:
+        _write_back(op, one, whole[id(one)])
+    for_written = {id(whole[id(one)]): one for one in written}
+    views = any(r.alias_info is not None for r in op._schema.returns)
+    moved = [t for t in distributed if whole[id(t)] is not t._local_tensor or t._detached_view]
+    return _wrapped(cls, result, mesh, for_written, moved[0] if views and moved else None)
+
+
+def _outside(
+    cls: type[Wrapper],
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    mesh: MeshInfo,
+    written: list[Wrapper],
+) -> Any:
+    """What `run` gives on a rank outside the mesh (see outside.py): metadata, and the written tensors."""
+    replicated = (REPLICATE,) * mesh.ndim
+
+    def described(leaf: Any) -> Any:
+        if isinstance(leaf, Wrapper):
+            return leaf._spec
+        plain = isinstance(leaf, torch.Tensor)
+        return DTensorSpec.of(mesh, replicated, leaf.shape, leaf.stride(), leaf.dtype) if plain else leaf
+
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        outside.keep_in_step(op, args, kwargs)
+    spec_args, spec_kwargs = tree_map(described, (list(args), kwargs))
+    try:
+        metas, structure = results_of(op, tuple(spec_args), spec_kwargs, False)
+    except NotImplementedError as error:
+        raise outside.unknown_value(op, mesh) from error
+    if structure == "value":
+        return outside.kernel(op, mesh, (), structure)()
+    if written:
+        return written[0] if structure == "tensor" else tuple(written)
+    specs = [None if meta is None else DTensorSpec.of(mesh, replicated, *meta) for meta in metas]
+    made = [None if s is None else wrap(cls, empty_part(s.dtype, mesh.device_type), s) for s in specs]
+    return tuple(made) if structure == "list" else made[0]
+
+
+def gathered(tensor: Wrapper, copied: bool = True) -> torch.Tensor:
+    """The full values of `tensor`, outside autograd: its own memory where it is replicated already, else to be
+    written to only if `copied`."""
+    spec = tensor._spec
+    replicated = (REPLICATE,) * spec.info.ndim
+    route = redistribute.plan(spec, replicated)
+    if copied:
+        return redistribute.apply(tensor._local_tensor, route)
+    return redistribute.settle(tensor, replicated, route)
+
+
+def _report(op: OpOverload) -> None:
+    _calls[op] += 1
+    if op not in _warned:
+        _warned.add(op)
+        warnings.warn(
+            f"no sharding rule covers {op} with these placements: it runs on replicated inputs on every rank, which is "
+            "right but costs communication and memory; register_sharding can give it a rule",
+            FallbackWarning,
+            stacklevel=2,
+        )
+
+
+def _written(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Wrapper]:
+    """The DTensors that the schema says are written, each once."""
+    found: dict[int, Wrapper] = {}
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        for one in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(one, Wrapper):
+                found[id(one)] = one
+    return list(found.values())
+
+
+def _refuse_unwritable(op: OpOverload, tensor: Wrapper) -> None:
+    if tensor._detached_view:
+        raise lost_write(tensor)
+    if any(p.is_partial("product") for p in tensor._spec.placements):
+        raise PlacementError(
+            f"{op} would have to move the tensor it writes to, which is {tensor._spec}: redistribute it to Shard or "
+            "Replicate before, or use the functional form"
+        )
+
+
+def lost_write(written: Wrapper) -> PlacementError:
+    return PlacementError(
+        f"got an in-place write to a view of {written._spec}, whose sharded dim had to be gathered before it could be "
+        "cut: the view is a copy and the write would be lost; redistribute the tensor so that the dim is whole, "
+        "then take the view"
+    )
+
+
+def _write_back(op: OpOverload, tensor: Wrapper, full: torch.Tensor) -> None:
+    """This rank's part of `full` into `tensor`'s shard."""
+    spec = tensor._spec
+    if tuple(full.shape) != tuple(spec.shape):
+        raise NoRuleError(
+            f"{op} changes the shape of the tensor it writes to from {list(spec.shape)} to {list(full.shape)}: "
+            "use the functional form and assign its result"
+        )
+    if full is tensor._local_tensor:
+        return
+    store(tensor, full)
+
+
+def store(tensor: Wrapper, full: torch.Tensor) -> None:
+    """Overwrites `tensor`'s shard with its part of the replicated values `full`."""
+    spec = tensor._spec
+    source = DTensorSpec.of(spec.info, (REPLICATE,) * spec.info.ndim, full.shape, full.stride(), full.dtype)
+    tensor._local_tensor.copy_(redistribute.apply(full, redistribute.plan(source, spec.placements)))
+
+
+def _wrapped(
+    cls: type[Wrapper], result: Any, mesh: MeshInfo, written: dict[int, Wrapper], base: Wrapper | None
+) -> Any:
+    """`result` with replicated DTensors for its tensors, and the written tensors themselves.
+
+    base: what the results were to be views of, but that had to be gathered.
+    """
+    replicated = (REPLICATE,) * mesh.ndim
+
+    def rewrap(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) in written:
+            return written[id(leaf)]
+        made = wrap(cls, leaf, DTensorSpec.of(mesh, replicated, leaf.shape, leaf.stride(), leaf.dtype))
+        if base is not None:
+            detach_view(made, base)
+        return made
+
+    return tree_map(rewrap, result)

@@ -1,0 +1,110 @@
+"""The global shape, stride and dtype of an op's results, from those of its inputs.
+
+In general the op itself answers, run on meta tensors. torch's meta kernels are Python and take hundreds
+of microseconds; so the commonest case, an elementwise op on dense tensors, is answered from a twin of
+the call whose tensors have no elements, and the slowest of the common ones, layer norm, here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dtbench_core.layout.spec import DTensorSpec, TensorMeta, contiguous_stride
+from dtbench_core.torch_compat import kernel_of
+
+Results = tuple[tuple[TensorMeta | None, ...], str]
+
+
+def results_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], elementwise: bool) -> Results:
+    """(metadata of each result, "tensor" | "list" | "value") of `op` on arguments that hold specs for tensors.
+
+    Raises:
+        NotImplementedError: the shape depends on the values, or torch has no meta kernel.
+        Whatever the op raises for arguments of such shapes and dtypes.
+    """
+    if not any("Tensor" in str(r.type) for r in op._schema.returns):
+        return (), "value"
+    leaves, rebuilt = flattened(args, kwargs)
+    if elementwise:
+        shape = _dense_shape([leaf for leaf in leaves if isinstance(leaf, DTensorSpec)])
+        if shape is not None:
+            twin_args, twin_kwargs = rebuilt([_empty_twin(leaf) for leaf in leaves])
+            result = kernel_of(op)(*twin_args, **twin_kwargs)
+            if isinstance(result, torch.Tensor) and result.ndim == len(shape):
+                return (TensorMeta(shape, contiguous_stride(shape), result.dtype),), "tensor"
+    if op is torch.ops.aten.native_layer_norm.default and len(args) == 5:
+        known = _layer_norm(*args)
+        if known is not None:
+            return known
+    meta_args, meta_kwargs = rebuilt([_as_meta(leaf) for leaf in leaves])
+    result = op(*meta_args, **meta_kwargs)
+    several = isinstance(result, (list, tuple))
+    listed = result if several else [result]
+    metas = tuple(
+        TensorMeta(t.shape, t.stride(), t.dtype) if isinstance(t, torch.Tensor) else None for t in listed
+    )
+    return metas, "list" if several else "tensor"
+
+
+def flattened(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The leaves of a call's arguments, and what makes (args, kwargs) of as many others."""
+    if not kwargs and not any(isinstance(a, (list, tuple, dict)) for a in args):
+        return list(args), lambda leaves: (leaves, {})  # without pytree, a tenth of making a plan
+    leaves, tree = tree_flatten((list(args), kwargs))
+    return leaves, lambda others: tree_unflatten(others, tree)
+
+
+def _layer_norm(
+    input: DTensorSpec, normalized: list[int], weight: Any, bias: Any, eps: float
+) -> Results | None:
+    """Of a contiguous input in full precision, which is what comes most; its meta kernel takes a millisecond.
+
+    None: the meta kernel has to say, or to refuse.
+    """
+    given = [s for s in (weight, bias) if s is not None]
+    rows = input.ndim - len(normalized)
+    if input.dtype not in (torch.float32, torch.float64) or input.stride != contiguous_stride(input.shape):
+        return None
+    if not normalized or rows < 0 or 0 in input.shape or tuple(input.shape[rows:]) != tuple(normalized):
+        return None
+    if any(s.dtype != input.dtype or tuple(s.shape) != tuple(normalized) for s in given):
+        return None
+    moments = torch.Size((*input.shape[:rows], *(1,) * len(normalized)))
+    moment = TensorMeta(moments, contiguous_stride(moments), input.dtype)
+    return (TensorMeta(input.shape, input.stride, input.dtype), moment, moment), "list"
+
+
+def _dense_shape(specs: list[DTensorSpec]) -> torch.Size | None:
+    """The shape that the specs broadcast to, if those of that shape are contiguous and one of them is.
+
+    An elementwise op then gives a contiguous result.
+    """
+    shape = max((s.shape for s in specs), key=len)
+    for spec in specs:
+        if spec.shape == shape:
+            if spec.stride != contiguous_stride(shape):
+                return None
+        elif spec.ndim and spec.shape != shape[len(shape) - spec.ndim :]:
+            return None
+    return shape if 0 not in shape else None
+
+
+def _empty_twin(leaf: Any) -> Any:
+    """For a tensor, one of as many dims and no elements: it decides the dtype alike. 0-dim stays 0-dim, and is 1:
+    memory as it comes may be the degree of a polynomial, of which a kernel computes every term."""
+    if isinstance(leaf, DTensorSpec):
+        return torch.ones((0,) * leaf.ndim, dtype=leaf.dtype)
+    return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+
+def _as_meta(leaf: Any) -> Any:
+    if isinstance(leaf, DTensorSpec):
+        return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
+    if isinstance(leaf, torch.Generator):  # of another device
+        return None
+    return torch.device("meta") if isinstance(leaf, torch.device) else leaf

@@ -1,0 +1,161 @@
+"""Ops that write to a tensor in a way that a sharded kernel cannot: `out=`, and new shapes in place.
+
+Both run the functional form of the op and put its result where the caller wants it. Plain in-place
+ops (`add_`) are not here: they run on the shards like any other op (plan.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from dtbench_core.dispatch import contexts
+from dtbench_core.dispatch.fallback import gathered, lost_write
+from dtbench_core.errors import ArgumentError, PlacementError
+from dtbench_core.layout.placement import REPLICATE
+from dtbench_core.layout.spec import DTensorSpec, contiguous_stride
+from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.redistribute import route as redistribute
+from dtbench_core.torch_compat import increment_version, set_wrapper_metadata, version_of
+
+Dispatch = Callable[[type[Wrapper], OpOverload, Any, Sequence[Any], dict[str, Any]], Any]  # torch_dispatch
+
+
+def out_names(op: OpOverload) -> tuple[str, ...]:
+    """The names of the op's `out=` arguments."""
+    return tuple(a.name for a in op._schema.arguments if a.is_out)
+
+
+@functools.cache
+def functional_of(op: OpOverload) -> OpOverload | None:
+    """The overload that computes what `op` writes: `add.Tensor` for `add.out` and `add_.Tensor`; or None."""
+    name = op._schema.name.removeprefix(f"{op.namespace}::")
+    inplace = name.endswith("_") and not name.endswith("__")
+    packet = getattr(getattr(torch.ops, op.namespace), name.removesuffix("_") if inplace else name, None)
+    if packet is None:
+        return None
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+    for overload in packet.overloads():
+        candidate: OpOverload = getattr(packet, overload)
+        arguments = candidate._schema.arguments
+        if [(a.name, str(a.type)) for a in arguments] == wanted and not any(
+            a.alias_info is not None and a.alias_info.is_write for a in arguments
+        ):
+            return candidate
+    return None
+
+
+def run_out(
+    dispatch: Dispatch, cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """`op(..., out=...)`: computes and stores; returns what it stored to.
+
+    Raises:
+        ArgumentError: a result dtype that cannot be cast to the output's.
+        PlacementError: an output whose placement the result cannot take.
+    """
+    functional = functional_of(op)
+    assert functional is not None  # dispatch asks first
+    names = out_names(op)
+    outs = [kwargs[name] for name in names]
+    rest = {name: value for name, value in kwargs.items() if name not in names}
+    for out in outs:
+        if getattr(out, "_detached_view", False):
+            raise lost_write(out)
+    result = dispatch(cls, functional, (), args, rest)
+    results = result if isinstance(result, (list, tuple)) else (result,)
+    for out, value in zip(outs, results, strict=True):
+        _store(op, out, value)
+    return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+def call_with_out(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A user's `func(..., out=...)`, run by torch; made good where torch forgets a tensor subclass.
+
+    Some of torch's composite functions (matrix_rank, matmul of batches) put their result elsewhere when
+    a subclass is among the tensors, and give back `out` as it was.
+    """
+    given = kwargs["out"]
+    outs = given if isinstance(given, (list, tuple)) else (given,)
+    ours = [out for out in outs if isinstance(out, Wrapper)]
+    if func not in _FORGETFUL:
+        versions = [version_of(out) for out in ours]
+        result = func(*args, **kwargs)
+        if any(v is None or v != version_of(out) for v, out in zip(versions, ours, strict=True)) or not ours:
+            return result
+    rest = {name: value for name, value in kwargs.items() if name != "out"}
+    made = func(*args, **rest)
+    for out, value in zip(outs, made if isinstance(made, (list, tuple)) else (made,), strict=True):
+        _store(getattr(func, "__name__", str(func)), out, value)
+        increment_version((out,))
+    return given
+
+
+_FORGETFUL = {torch.matmul, torch.Tensor.matmul}
+
+
+def _store(op: object, out: torch.Tensor, value: torch.Tensor) -> None:
+    """`value` into `out`. A plain `out`, which an op made on the way, counts as replicated."""
+    if not isinstance(out, Wrapper):
+        full = gathered(value, copied=False) if isinstance(value, Wrapper) else value
+        out.resize_(full.shape).copy_(full)
+        return
+    if not torch.can_cast(value.dtype, out._spec.dtype):
+        raise ArgumentError(
+            f"{op} got out= of {out._spec.dtype}, expected a dtype that its result, {value.dtype}, can be cast to"
+        )
+    spec = out._spec
+    if spec.has_partial() and not (isinstance(value, Wrapper) and value._spec.placements == spec.placements):
+        raise PlacementError(
+            f"{op} got out= that is {spec}, expected Shard or Replicate: nothing says which terms the ranks should hold"
+        )
+    if tuple(value.shape) != tuple(spec.shape):
+        _resize(op, out, value)
+        spec = out._spec
+    local = value
+    if isinstance(value, Wrapper):
+        if contexts.entered:
+            contexts.observe(op, value._spec, spec.placements)
+        local = redistribute.redistribute_tensor(value, spec.placements)._local_tensor
+    out._local_tensor.copy_(local)
+
+
+def _resize(op: object, out: Wrapper, value: torch.Tensor) -> None:
+    """Torch resizes an out= of another shape, and warns unless it was empty. The placement is the result's."""
+    if out._spec.shape.numel():
+        warnings.warn(
+            f"{op} got out= of shape {list(out._spec.shape)} for a result of shape {list(value.shape)} and resized it, "
+            "as torch does: resize it to 0 elements or pass the right shape",
+            UserWarning,
+            stacklevel=2,
+        )
+    info = out._spec.info
+    placements = value._spec.placements if isinstance(value, Wrapper) else (REPLICATE,) * info.ndim
+    spec = DTensorSpec.of(info, placements, value.shape, contiguous_stride(value.shape), out._spec.dtype)
+    local = out._local_tensor.new_empty(spec.local_shape)
+    restate(out, local, spec)
+
+
+def run_restating(
+    dispatch: Dispatch, cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """In-place views (`t_`, `squeeze_`, `unsqueeze_`): the same data under another shape."""
+    functional = functional_of(op)
+    assert functional is not None
+    written: Wrapper = args[0]
+    if written._detached_view:
+        raise lost_write(written)
+    made = dispatch(cls, functional, (), args, kwargs)
+    restate(written, made._local_tensor, made._spec)
+    return written
+
+
+def restate(tensor: Wrapper, local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Makes `tensor` the DTensor of `local` and `spec`, keeping its identity."""
+    set_wrapper_metadata(tensor, spec.shape, spec.stride)
+    tensor._local_tensor, tensor._spec = local, spec

@@ -1,0 +1,114 @@
+"""Whether an op can run on every rank's shards: asked before any rank starts.
+
+Where shards are uneven, a kernel may refuse a short or an empty one that other ranks do not have, and a
+rank that raises alone leaves the others waiting. So the op is tried on meta tensors of every shape that
+a rank may hold. The answer depends on specs alone: all ranks come to the same one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dtbench_core.layout.placement import Placements, local_extents, splits_evenly
+from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.rules.base import OpCall, Strategy
+from dtbench_core.torch_compat import kernel_of
+
+
+def every_rank_can(
+    call: OpCall,
+    strategy: Strategy,
+    inputs: Sequence[Placements],
+    outputs: Sequence[Placements],
+) -> bool:
+    """Whether the op runs on all ranks' shards and gives the shards that `outputs` says."""
+    sizes = call.inputs[0].info.sizes
+    placed, made = _placed(call, inputs, outputs)
+    if all_even(call, inputs, outputs):
+        return True
+    seen: set[Any] = set()
+    for coordinate in _corners(sizes):
+        held = tuple(local_extents(shape, p, sizes, coordinate)[0] for shape, p in placed)
+        expected = tuple(local_extents(shape, p, sizes, coordinate)[0] for shape, p in made)
+        if (held, expected) in seen:
+            continue
+        seen.add((held, expected))
+        if not _runs(call, strategy, held, expected):
+            return False
+    return True
+
+
+def all_even(call: OpCall, inputs: Sequence[Placements], outputs: Sequence[Placements]) -> bool:
+    """Whether all ranks hold equally much of everything."""
+    placed, made = _placed(call, inputs, outputs)
+    sizes = call.inputs[0].info.sizes
+    return all(_even(shape, placements, sizes) for shape, placements in (*placed, *made))
+
+
+def _placed(
+    call: OpCall, inputs: Sequence[Placements], outputs: Sequence[Placements]
+) -> tuple[list[tuple[tuple[int, ...], Placements]], ...]:
+    """(global shape, placements) of the inputs, and of the outputs that are tensors."""
+    placed = [(tuple(s.shape), p) for s, p in zip(call.inputs, inputs, strict=True)]
+    made = [(tuple(m.shape), p) for m, p in zip(call.outputs, outputs, strict=True) if m is not None]
+    return placed, made
+
+
+def _even(shape: tuple[int, ...], placements: Placements, sizes: tuple[int, ...]) -> bool:
+    return all(
+        splits_evenly(shape[dim], dim, placements, sizes)
+        for dim in {p.dim for p in placements if p.is_shard()}  # type: ignore[attr-defined]
+    )
+
+
+def _corners(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Coordinates that together hold every combination of full, short and empty shards.
+
+    torch.chunk gives full shards first, then one short one, then empty ones; where the short one is
+    depends on the length, so all indices of small mesh dims are taken.
+    """
+    return itertools.product(*(range(n) for n in sizes))
+
+
+def _runs(
+    call: OpCall, strategy: Strategy, held: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]
+) -> bool:
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in call.op._schema.arguments)
+    if expected and not writes and all(0 in shape for shape in expected):
+        return True  # the kernel does not run there (plan.py)
+    if strategy.localize is not None:
+        return True  # made for its rank: the rule answers for it
+    leaves, tree = tree_flatten((list(call.args), call.kwargs), is_leaf=lambda x: isinstance(x, DTensorSpec))
+    shapes = iter(held)
+    local = [
+        _meta(leaf, next(shapes)) if isinstance(leaf, DTensorSpec) else _on_meta(leaf) for leaf in leaves
+    ]
+    args, kwargs = tree_unflatten(local, tree)
+    for position in strategy.local_shape_args:
+        args[position] = list(expected[0])
+    try:
+        result = (strategy.local_op or kernel_of(call.op))(*args, **kwargs)
+    except Exception:  # whatever it is, the op must not be run so
+        return False
+    results = result if isinstance(result, (list, tuple)) else [result]
+    tensors = [r for r in results if isinstance(r, torch.Tensor)]
+    return [tuple(t.shape) for t in tensors] == list(expected)
+
+
+def _meta(spec: DTensorSpec, shape: tuple[int, ...]) -> torch.Tensor:
+    """A shard of that shape, its dims in the order of the global strides."""
+    order = sorted(range(len(shape)), key=lambda d: spec.stride[d])
+    strides, step = [0] * len(shape), 1
+    for dim in order:
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return torch.empty_strided(shape, strides, dtype=spec.dtype, device="meta")
+
+
+def _on_meta(leaf: Any) -> Any:
+    return torch.device("meta") if isinstance(leaf, torch.device) else leaf

@@ -1,0 +1,165 @@
+"""local_map: a function of plain tensors, applied to the shards of DTensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dtbench_core.errors import ArgumentError, PlacementError
+from dtbench_core.layout.mesh import mesh_info
+from dtbench_core.layout.placement import Placement, describe
+from dtbench_core.layout.shard_layout import joined_layout
+from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
+from dtbench_core.tensor.dtensor import DTensor, wrapped
+
+PlacementsOf = Sequence[Placement] | None
+InputPlacements = tuple[PlacementsOf, ...] | None
+OutputPlacements = PlacementsOf | tuple[PlacementsOf, ...]
+
+
+def local_map(
+    func: Callable[..., Any] | None = None,
+    out_placements: OutputPlacements = None,
+    in_placements: InputPlacements = None,
+    in_grad_placements: InputPlacements = None,
+    device_mesh: DeviceMesh | None = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Callable[..., Any]:
+    """Makes of `func`, written for plain tensors, a function of DTensors that runs it on their shards.
+
+    Differentiable. Called without any DTensor, the result is `func` itself. Without `func`, this is a
+    decorator.
+
+    Args:
+        out_placements: of the result; a tuple of placements for several results, in the order of the
+            flattened output, with None for one that is no tensor. Where an argument is spread
+            unevenly, the ranks tell each other how large their results are; else they are taken to be
+            equally large, as in `DTensor.from_local`.
+        in_placements: of each flattened positional argument, with None for one that is no tensor; not
+            looked at when not given. A plain tensor is passed as it is.
+        in_grad_placements: how the ranks' gradients of each argument make up the global one, as in
+            `DTensor.to_local`.
+        device_mesh: of the results; that of the first DTensor argument when not given.
+        redistribute_inputs: move arguments that are placed otherwise than `in_placements` says.
+
+    Raises:
+        PlacementError: an argument placed otherwise, without `redistribute_inputs`.
+        ArgumentError: placements that do not match the arguments or results one to one.
+    """
+    if func is None:
+        return functools.partial(
+            local_map,
+            out_placements=out_placements,
+            in_placements=in_placements,
+            in_grad_placements=in_grad_placements,
+            device_mesh=device_mesh,
+            redistribute_inputs=redistribute_inputs,
+        )
+
+    @functools.wraps(func)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = tree_flatten(args)
+        for name, given in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
+            if given is not None and len(given) != len(leaves):
+                raise ArgumentError(
+                    f"local_map got {len(given)} {name} for {len(leaves)} arguments of {_name(func)}, expected one for "
+                    "each flattened positional argument: give None for those that are no tensors"
+                )
+        wanted = in_placements or (None,) * len(leaves)
+        grads = in_grad_placements or (None,) * len(leaves)
+        local = [
+            _local(func, leaf, index, want, grad, redistribute_inputs, in_placements is not None)
+            for index, (leaf, want, grad) in enumerate(zip(leaves, wanted, grads, strict=True))
+        ]
+        result = func(*tree_unflatten(local, tree), **kwargs)
+        first = next((leaf for leaf in leaves if isinstance(leaf, DTensor)), None)
+        if first is None:
+            return result
+        uneven = any(isinstance(leaf, DTensor) and not leaf._spec.is_even() for leaf in leaves)
+        return _wrapped(func, result, out_placements, device_mesh or first.device_mesh, uneven)
+
+    return mapped
+
+
+def _local(
+    func: Callable[..., Any],
+    leaf: Any,
+    index: int,
+    wanted: PlacementsOf,
+    grad_placements: PlacementsOf,
+    redistribute: bool,
+    checked: bool,
+) -> Any:
+    """The shard of a DTensor argument, placed as wanted; any other argument as it is."""
+    if not isinstance(leaf, DTensor):
+        if wanted is not None and not isinstance(leaf, torch.Tensor):
+            raise ArgumentError(
+                f"local_map got in_placements for argument {index} of {_name(func)}, which is {leaf!r}; expected None "
+                "for what is no tensor"
+            )
+        return leaf
+    if wanted is None:
+        if checked:
+            raise ArgumentError(
+                f"local_map got None in in_placements for argument {index} of {_name(func)}, which is {leaf._spec}; "
+                "expected its placements"
+            )
+    else:
+        placed = normalize(wanted, leaf.ndim, mesh_info(leaf.device_mesh))
+        if leaf.placements != placed:
+            if not redistribute:
+                raise PlacementError(
+                    f"local_map got {leaf._spec} as argument {index} of {_name(func)}, expected the placements "
+                    f"{describe(placed)}: redistribute it before, or pass redistribute_inputs=True"
+                )
+            leaf = leaf.redistribute(placements=placed)
+    return leaf.to_local(grad_placements=grad_placements)
+
+
+def _wrapped(
+    func: Callable[..., Any], result: Any, placements: OutputPlacements, mesh: DeviceMesh, uneven: bool
+) -> Any:
+    leaves, tree = tree_flatten(result)
+    several = isinstance(placements, tuple) and not all(isinstance(p, Placement) for p in placements)
+    given: Sequence[Any] = placements if several else (placements,)  # type: ignore[assignment]
+    if len(given) != len(leaves):
+        raise ArgumentError(
+            f"local_map got {len(given)} out_placements for {len(leaves)} results of {_name(func)}, expected one for "
+            "each: give a tuple of placements, with None for results that are no tensors"
+        )
+    made = []
+    for index, (leaf, placed) in enumerate(zip(leaves, given, strict=True)):
+        if isinstance(leaf, DTensor):
+            raise ArgumentError(
+                f"local_map got a DTensor, {leaf._spec}, as result {index} of {_name(func)}, expected a plain tensor: "
+                "the function works on shards"
+            )
+        if isinstance(leaf, torch.Tensor) != (placed is not None):
+            kind = "a tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
+            raise ArgumentError(
+                f"local_map got out_placements {placed} for result {index} of {_name(func)}, which is {kind}; expected "
+                "placements for tensors and None for the rest"
+            )
+        made.append(leaf if placed is None else _distributed(leaf, mesh, placed, uneven))
+    return tree_unflatten(made, tree)
+
+
+def _distributed(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], uneven: bool
+) -> DTensor:
+    info = mesh_info(mesh)
+    if not uneven or info.coordinate is None:
+        return DTensor.from_local(local, mesh, placements)
+    shape, placed = joined_layout(local, info, normalize(placements, local.ndim, info))
+    spec = DTensorSpec.of(info, placed, shape, contiguous_stride(shape), local.dtype)
+    return wrapped(local.contiguous(), spec)
+
+
+def _name(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", repr(func))

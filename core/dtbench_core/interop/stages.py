@@ -1,0 +1,163 @@
+"""Where the microseconds of a dispatch go: the core's own counters.
+
+`Watch` puts a stopwatch around the functions that a dispatch is made of and takes it away again. The
+functions themselves hold no switch, so nothing is slower when nobody watches. A stopwatch costs some
+0.3 us per call, more than some of the stages: what is read off must be corrected for it (dtbench's
+`profile` does, and says how well that adds up).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import Any
+
+from dtbench_core import comm
+from dtbench_core.dispatch import entry as dispatch
+from dtbench_core.dispatch import plan
+from dtbench_core.dispatch.plan import Plan
+from dtbench_core.layout import shard_layout as layout
+from dtbench_core.layout import wrapper
+from dtbench_core.redistribute import route as redistribute
+from dtbench_core.tensor import dtensor as tensor
+from dtbench_core.tensor.dtensor import DTensor
+
+# Stage -> what it holds. Time between the functions of a stage belongs to the caller's stage.
+STAGES: dict[str, str] = {
+    "entry": "torch's argument parser, its dispatcher and autograd, until the core is asked and after it has answered",
+    "checks": "whether autograd or a mode must see the call",
+    "key": "the cache key: op, specs and static arguments, in one walk",
+    "cache": "looking the plan up",
+    "plan": "making a plan, on a miss",
+    "redistribute": "moving inputs that must be placed otherwise",
+    "communicate": "the process group's own calls",
+    "local op": "torch's op on the shards",
+    "wrap": "the result as a DTensor",
+    "glue": "Python between the stages",
+}
+BOOKKEEPING = "stopwatch"  # time of the stopwatches themselves, which belongs to no stage
+NAMES = (*STAGES, BOOKKEEPING)
+
+_METHODS: tuple[tuple[type, str, str], ...] = (
+    (Plan, "_moved", "redistribute"),
+    (Plan, "_write", "glue"),
+    (DTensor, "redistribute", "glue"),
+    (DTensor, "to_local", "glue"),
+    (DTensor, "full_tensor", "glue"),
+)
+_CACHES = ("_plans", "_fast")
+
+# What is recorded: NAME INDEX, START NS ... END NS, -1, as brackets.
+Log = list[int]
+_Swap = tuple[Any, str, Any]  # owner, attribute, what it is while watched
+END = -1
+
+
+def stopwatch(function: Callable[..., Any], stage: str, log: Log) -> Callable[..., Any]:
+    """`function`, with a bracket in the log around each call. stage: one of `NAMES`."""
+    record, now, index = log.append, perf_counter_ns, NAMES.index(stage)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        record(index)
+        record(now())
+        try:
+            return function(*args, **kwargs)
+        finally:
+            record(now())
+            record(END)
+
+    return timed
+
+
+class _TimedCache(dict[Any, Any]):
+    """A copy of a cache whose `get` is timed; all else is the dict's."""
+
+    get: Callable[..., Any]
+
+    def __init__(self, plain: dict[Any, Any], log: Log) -> None:
+        super().__init__(plain)
+        self._plain = plain
+        self.get = stopwatch(super().get, "cache", log)
+
+    def put_back(self, name: str) -> None:
+        """The plain dict again, with what was learnt meanwhile."""
+        self._plain.clear()
+        self._plain.update(self)
+        setattr(dispatch, name, self._plain)
+
+
+class Watch:
+    """Entered, every dispatch of this process is written into `log`; left, nothing is. Any number of times.
+
+    Not for several threads at once: their brackets would cross.
+    """
+
+    def __init__(self) -> None:
+        self.log: Log = []
+        self._swaps: list[_Swap] = []
+        self._was: list[Any] = []
+        for function, stage in _functions():
+            timed = stopwatch(function, stage, self.log)
+            self._swaps += [(owner, name, timed) for owner, name in _holders(function)]
+        for entry in (dispatch.torch_function, dispatch.torch_dispatch):
+            timed = stopwatch(entry, "glue", self.log)
+            self._swaps.append((dispatch, entry.__name__, timed))
+            self._swaps.append((DTensor, f"__{entry.__name__}__", classmethod(timed)))
+        for owner, name, stage in _METHODS:
+            self._swaps.append((owner, name, stopwatch(vars(owner)[name], stage, self.log)))
+        self._swaps.append((Plan, "run", _timed_run(self.log)))
+
+    def __enter__(self) -> Log:
+        self.log.clear()
+        self._was = [vars(owner)[name] for owner, name, _ in self._swaps]
+        for owner, name, timed in self._swaps:
+            setattr(owner, name, timed)
+        for name in _CACHES:
+            setattr(dispatch, name, _TimedCache(vars(dispatch)[name], self.log))
+        return self.log
+
+    def __exit__(self, *_: object) -> None:
+        for (owner, name, _timed), was in zip(self._swaps, self._was, strict=True):
+            setattr(owner, name, was)
+        for name in _CACHES:
+            vars(dispatch)[name].put_back(name)
+
+
+def _functions() -> list[tuple[Callable[..., Any], str]]:
+    """Module-level functions and the stages that they are."""
+    stages: dict[str, tuple[Callable[..., Any], ...]] = {
+        "entry": (dispatch._through_torch,),
+        "checks": (dispatch._requires_grad, dispatch._modes_active),
+        "key": (dispatch._key_of,),
+        "cache": (redistribute.request, layout.even_spec),
+        "plan": (plan.build, plan.verify),
+        "redistribute": (redistribute.apply, redistribute.follow, redistribute.settle),
+        "communicate": (
+            comm.all_gather,
+            comm.all_reduce,
+            comm.all_to_all,
+            comm.broadcast,
+            comm.reduce_scatter,
+            comm.scatter,
+        ),
+        "wrap": (wrapper.wrap, tensor.wrapped),
+    }
+    return [(function, stage) for stage, functions in stages.items() for function in functions]
+
+
+def _holders(function: Callable[..., Any]) -> list[tuple[Any, str]]:
+    """Every module of the core that holds the function, and under which name."""
+    modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == "dtbench_core"]
+    return [(m, name) for m in modules for name, held in list(vars(m).items()) if held is function]
+
+
+def _timed_run(log: Log) -> Callable[..., Any]:
+    """`Plan.run` with a stopwatch around the local op that it is given."""
+    run = Plan.run
+    timed_op = stopwatch(lambda call: stopwatch(call, "local op", log), BOOKKEEPING, log)
+
+    def timed_run(self: Plan, cls: Any, call: Any, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+        return run(self, cls, timed_op(call), args, given, locals_, kwargs)
+
+    return timed_run

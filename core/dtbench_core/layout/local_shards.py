@@ -1,0 +1,374 @@
+"""LocalShardsWrapper: the shards of one embedding table that a rank holds, each where it lies in the table.
+
+What torchrec's sharded modules keep in a state dict, as a DTensor around a wrapper:
+
+    wrapper = LocalShardsWrapper([rows], [(first_row, 0)])
+    DTensor.from_local(wrapper, mesh, [Shard(0)], run_check=False, shape=table_shape, stride=(width, 1))
+
+`to_local()` hands the wrapper back. torch.distributed.checkpoint writes and reads the shards one by one at
+their own offsets. The wrapper itself knows the few ops that this takes; `joined()` gives a plain tensor for
+all others, and `full_tensor()` and `redistribute()` of the DTensor use it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+from dtbench_core import comm
+from dtbench_core.errors import LayoutError, NoRuleError
+from dtbench_core.torch_compat import disabled_torch_function, make_wrapper
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorStorageMetadata,
+    )
+    from torch.distributed.checkpoint.planner import WriteItem
+
+    from dtbench_core.layout.spec import DTensorSpec
+
+aten = torch.ops.aten
+
+# Done shard by shard with the same further arguments; the result lies where the shards lie.
+_SHARD_BY_SHARD = (
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.empty_like.default,
+)
+
+
+class LocalShardsWrapper(torch.Tensor):
+    """The shards of one table that this rank holds: one, or several column shards of the same rows.
+
+    As a tensor it has the shape of the shards set side by side, [rows, columns of all], and no memory of
+    its own. A rank that holds none wraps one without elements: `torch.empty(0, width)` where rows are cut,
+    `torch.empty(rows, 0)` where columns are.
+
+    Args:
+        local_shards: tensors [rows, columns] of one dtype and device, with equally many rows. Kept, not
+            copied.
+        offsets: of each shard its (row, column) in the table.
+
+    Raises:
+        LayoutError: shards that cannot stand side by side, or offsets that do not fit them.
+    """
+
+    _shards: list[torch.Tensor]
+    _offsets: list[torch.Size]
+
+    __torch_function__ = disabled_torch_function
+
+    @staticmethod
+    def __new__(
+        cls, local_shards: Sequence[torch.Tensor], offsets: Sequence[Sequence[int]]
+    ) -> LocalShardsWrapper:
+        shards, places = list(local_shards), [torch.Size(offset) for offset in offsets]
+        _check(shards, places)
+        first = shards[0]
+        shape = (first.size(0), sum(shard.size(1) for shard in shards))
+        # By position: storage offset, memory format, dtype, layout, device, pinned, requires grad.
+        made = make_wrapper(
+            cls,
+            shape,
+            (max(shape[1], 1), 1),
+            None,
+            None,
+            first.dtype,
+            torch.strided,
+            first.device,
+            False,
+            False,
+        )
+        made._shards, made._offsets = shards, places  # type: ignore[attr-defined]
+        return made  # type: ignore[return-value]
+
+    @property
+    def shards(self) -> list[torch.Tensor]:
+        """The shards, in the order given."""
+        return self._shards
+
+    @property
+    def shard_sizes(self) -> list[torch.Size]:
+        """The shape of each shard."""
+        return [shard.shape for shard in self._shards]
+
+    @property
+    def shard_offsets(self) -> list[torch.Size]:
+        """The (row, column) in the table of each shard's first element."""
+        return self._offsets
+
+    @functools.cached_property
+    def storage_meta(self) -> TensorStorageMetadata:
+        """What torch.distributed.checkpoint records of a tensor: properties, the wrapper's shape, its shards
+        as chunks."""
+        from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+
+        properties = TensorProperties.create_from_tensor(self._shards[0])
+        return TensorStorageMetadata(properties=properties, size=self.shape, chunks=_chunks(self))
+
+    def joined(self) -> torch.Tensor:
+        """[rows, columns of all] the shards side by side: a copy if there are several, else the shard."""
+        return self._shards[0] if len(self._shards) == 1 else torch.cat(self._shards, dim=1)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        held = ", ".join(f"{s} at {tuple(o)}" for s, o in zip(self._shards, self._offsets, strict=True))
+        return f"LocalShardsWrapper({held})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _SHARD_BY_SHARD and isinstance(args[0], LocalShardsWrapper):
+            results = [func(shard, *args[1:], **(kwargs or {})) for shard in args[0]._shards]
+            return LocalShardsWrapper(results, args[0]._offsets)
+        if func in _BY_OP:
+            return _BY_OP[func](*args, **(kwargs or {}))
+        raise NoRuleError(
+            f"{func} is not supported for LocalShardsWrapper! It knows what a state dict needs: view, detach, clone, "
+            "copy_, to, equal and empty_like; for other ops take wrapper.joined(), a plain tensor, and make the "
+            "DTensor of that"
+        )
+
+    # As torch's own way would make them without their shards.
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return LocalShardsWrapper, (self._shards, [tuple(offset) for offset in self._offsets])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalShardsWrapper:
+        if id(self) not in memo:
+            memo[id(self)] = LocalShardsWrapper([_own(shard) for shard in self._shards], self._offsets)
+        made: LocalShardsWrapper = memo[id(self)]
+        return made
+
+    # What torch.distributed.checkpoint asks of a tensor; a DTensor passes the question on.
+    def __create_write_items__(self, fqn: str, object: torch.Tensor) -> list[WriteItem]:
+        """The shards as parts of `object`, whose shape is the table's.
+
+        Raises:
+            LayoutError: a shard that reaches out of the table.
+        """
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties, size = self.storage_meta.properties, torch.Size(object.shape)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
+            )
+            for chunk in chunks_within(self, size)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return _chunks(self)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """The shard that starts at `index.offset`."""
+        for shard, offset in zip(self._shards, self._offsets, strict=True):
+            if index.offset is not None and tuple(offset) == tuple(index.offset) and shard.numel():
+                return shard
+        raise LayoutError(
+            f"got the offset {index.offset} of {index.fqn}, expected one of {list(map(tuple, self._offsets))}, where "
+            "this rank's shards start"
+        )
+
+
+def _own(shard: torch.Tensor) -> torch.Tensor:
+    return shard.detach().clone(memory_format=torch.contiguous_format)
+
+
+torch.serialization.add_safe_globals([LocalShardsWrapper])
+
+
+def holds_shards(tensor: torch.Tensor) -> TypeGuard[LocalShardsWrapper]:
+    return tensor.__class__ is LocalShardsWrapper
+
+
+def _check(shards: list[torch.Tensor], places: list[torch.Size]) -> None:
+    got = f"LocalShardsWrapper got shards of the shapes {[list(s.shape) for s in shards]}"
+    if not shards:
+        raise LayoutError(
+            f"{got}, expected at least one: on a rank without a shard wrap one without elements, such as "
+            "torch.empty(0, width)"
+        )
+    if len(shards) != len(places):
+        raise LayoutError(
+            f"{got} and {len(places)} offsets, expected one (row, column) offset for each shard"
+        )
+    if any(shard.ndim != 2 for shard in shards):
+        raise LayoutError(
+            f"{got}, expected matrices [rows, columns]: a shard is a part of an embedding table"
+        )
+    if any(len(place) != 2 or min(place) < 0 for place in places):
+        raise LayoutError(f"{got} at {[tuple(p) for p in places]}, expected offsets (row, column) >= 0")
+    kinds = {(s.size(0), s.dtype, s.device) for s in shards}
+    if len(kinds) > 1 or len({place[0] for place in places}) > 1:
+        raise LayoutError(
+            f"{got}, {[str(s.dtype) for s in shards]}, at {[tuple(p) for p in places]}, expected column shards of the "
+            "same rows, of one dtype on one device: put shards of other rows in a table of their own"
+        )
+    columns = sorted((place[1], shard.size(1)) for shard, place in zip(shards, places, strict=True))
+    if any(one[0] + one[1] > other[0] for one, other in itertools.pairwise(columns)):
+        raise LayoutError(f"{got} at {[tuple(p) for p in places]}, expected shards that do not overlap")
+
+
+# ---- the ops that are more than one call per shard ----
+
+
+def _view(held: LocalShardsWrapper, shape: Sequence[int]) -> LocalShardsWrapper:
+    """Only as it is: an offset says nothing of a shard in another shape."""
+    if tuple(torch.empty(held.shape, device="meta").view(shape).shape) != tuple(held.shape):
+        raise NoRuleError(
+            f"aten.view.default to {list(shape)} is not supported for LocalShardsWrapper! Expected its own shape "
+            f"{list(held.shape)}, in which its shards have their places: take wrapper.joined().view({list(shape)})"
+        )
+    return LocalShardsWrapper([shard.view(shard.shape) for shard in held._shards], held._offsets)
+
+
+def _new_empty(held: LocalShardsWrapper, size: Sequence[int], **others: Any) -> LocalShardsWrapper:
+    """Of its own shape alone, as an asynchronous checkpoint asks for."""
+    if tuple(size) != tuple(held.shape):
+        raise NoRuleError(
+            f"aten.new_empty.default of {list(size)} is not supported for LocalShardsWrapper! Expected its own shape "
+            f"{list(held.shape)}: take wrapper.joined().new_empty({list(size)})"
+        )
+    return LocalShardsWrapper(
+        [shard.new_empty(shard.shape, **others) for shard in held._shards], held._offsets
+    )
+
+
+def _copy_(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Column by column as they stand, whatever either is cut into."""
+    if to.shape != source.shape:
+        raise LayoutError(f"copy_ got {list(source.shape)} for {list(to.shape)}, expected the same shape")
+    cuts = sorted({0, *_ends(to), *_ends(source)})
+    for start, end in itertools.pairwise(cuts):
+        _columns(to, start, end).copy_(_columns(source, start, end), non_blocking)
+    return to
+
+
+def equal_shards(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal values; of two wrappers, in the same places of the table. Goes to the shards without dispatch."""
+    if one.shape != other.shape:
+        return False
+    if holds_shards(one) and holds_shards(other) and _places(one) != _places(other):
+        return False
+    cuts = sorted({0, *_ends(one), *_ends(other)})
+    return all(torch.equal(_columns(one, *cut), _columns(other, *cut)) for cut in itertools.pairwise(cuts))
+
+
+def _is_pinned(held: LocalShardsWrapper, device: torch.device | None = None) -> bool:
+    return held._shards[0].is_pinned()
+
+
+_BY_OP: dict[Any, Callable[..., Any]] = {
+    aten.is_pinned.default: _is_pinned,
+    aten.view.default: _view,
+    aten.new_empty.default: _new_empty,
+    aten.copy_.default: _copy_,
+    aten.equal.default: equal_shards,
+}
+
+
+def _ends(tensor: torch.Tensor) -> list[int]:
+    """The columns of the joined tensor at which a shard ends."""
+    shards = tensor._shards if holds_shards(tensor) else [tensor]
+    return list(itertools.accumulate(shard.size(1) for shard in shards))
+
+
+def _columns(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """These columns of the joined tensor, which lie in one shard: a view."""
+    if not holds_shards(tensor):
+        return tensor[:, start:end]
+    before = 0
+    for shard in tensor._shards:
+        if before <= start and end <= before + shard.size(1):
+            return shard[:, start - before : end - before]
+        before += shard.size(1)
+    raise AssertionError(f"columns {start}:{end} span shards of {tensor.shard_sizes}")
+
+
+def _places(held: LocalShardsWrapper) -> list[tuple[int, int, int]]:
+    """(row, column, columns) of the stretches of the table that the joined tensor is made of, in order."""
+    found: list[tuple[int, int, int]] = []
+    for shard, (row, column) in zip(held._shards, held._offsets, strict=True):
+        if found and found[-1][1] + found[-1][2] == column:
+            found[-1] = (row, found[-1][1], found[-1][2] + shard.size(1))
+        elif shard.numel() or len(held._shards) == 1:
+            found.append((row, column, shard.size(1)))
+    return found
+
+
+# ---- where the shards lie ----
+
+
+def _chunks(held: LocalShardsWrapper) -> list[ChunkStorageMetadata]:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    pairs = zip(held._offsets, held.shard_sizes, strict=True)
+    return [ChunkStorageMetadata(offsets=offset, sizes=size) for offset, size in pairs]
+
+
+def chunks_within(held: LocalShardsWrapper, shape: torch.Size) -> list[ChunkStorageMetadata]:
+    """The shards with elements, for a checkpoint of a table of this shape.
+
+    Raises:
+        LayoutError: one that reaches out of the table.
+    """
+    chunks = [c for c in _chunks(held) if 0 not in c.sizes]
+    for chunk in chunks:
+        ends = [o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if len(shape) != 2 or any(end > size for end, size in zip(ends, shape, strict=True)):
+            raise LayoutError(
+                f"got a shard of {list(chunk.sizes)} at {tuple(chunk.offsets)} in a table of {list(shape)}, expected "
+                "one that lies within: an offset is the (row, column) of the shard's first element; save the DTensor, "
+                "which knows the table's shape"
+            )
+    return chunks
+
+
+def _misplaced(held: LocalShardsWrapper, spec: DTensorSpec) -> str | None:
+    """How the offsets contradict what the placements say of this rank's part, or None."""
+    expected: Iterator[int] = itertools.accumulate(
+        (shard.size(1) for shard in held._shards), initial=spec.local_offset[1]
+    )
+    for shard, (row, column), wanted in zip(held._shards, held._offsets, expected):  # noqa: B905 - one end too many
+        if shard.numel() and (row, column) != (spec.local_offset[0], wanted):
+            return (
+                f"{list(shard.shape)} at {(row, column)} where {(spec.local_offset[0], wanted)} was expected"
+            )
+    return None
+
+
+def check_places(held: torch.Tensor, spec: DTensorSpec) -> None:
+    """Whether every rank's shards lie where the placements say; nothing to ask of plain tensors. All ranks of
+    the mesh call it.
+
+    Raises:
+        LayoutError: on every rank, if any rank's do not.
+    """
+    if not holds_shards(held) or spec.info.coordinate is None:
+        return
+    told = [_misplaced(held, spec)]
+    for group in spec.info.groups:
+        told = [reason for part in comm.all_gather_objects(told, group) for reason in part]
+    wrong = [f"mesh rank {i}: {reason}" for i, reason in enumerate(told) if reason is not None]
+    if wrong:
+        raise LayoutError(
+            f"got shards of {spec} in other places than its placements say ({'; '.join(wrong)}); expected them in the "
+            "order of the ranks: correct the offsets, or save and load through torch.distributed.checkpoint, which "
+            "takes any"
+        )
+
+
+def plain_part(held: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """This rank's part of the tensor, shards joined; all ranks of the mesh call it. Errors as for `check_places`."""
+    check_places(held, spec)
+    return held.joined() if holds_shards(held) else held

@@ -1,0 +1,127 @@
+"""Random numbers that are those of one device, however the tensor is placed.
+
+Every rank draws the whole tensor with its default generator, by the same kernel and with the same
+global shape and strides as one device would, and keeps its part: the numbers are the same, and so is
+how far the generator advances. That costs each rank the memory and time of the whole tensor for a
+moment, and sends nothing.
+
+It holds while the generators of the ranks are alike. Seed them alike, with `manual_seed` or with
+`torch.manual_seed(seed)` on every rank. For those who did neither, every rank takes over the generator
+state of the mesh's first rank before the first random op on a mesh. A rank that afterwards seeds or
+draws by itself (`torch.rand` under `if rank == 0`) leaves the others' sequence, and replicas then
+differ. A generator passed as `generator=` is the caller's: it must be in the same state on all ranks.
+Ranks outside the mesh draw too, and keep nothing, to stay in step with the members.
+
+Where a mesh has a region (see `regions`), that draws instead.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtbench_core import comm
+from dtbench_core.errors import ArgumentError
+from dtbench_core.layout.mesh import MeshInfo, mesh_info
+from dtbench_core.layout.shard_layout import part_of
+from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.layout.wrapper import Wrapper, held_by
+
+
+class Region(Protocol):
+    """What draws for the DTensors of a mesh in another way (parallel/region.py)."""
+
+    def draw(self, spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor: ...
+
+
+# Those that are switched on. A generator that the caller brings goes before them.
+regions: dict[DeviceMesh, Region] = {}
+
+
+def draw(spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor:
+    """This rank's part of `make(spec.shape)`, where `make` draws a tensor of the shape it is given."""
+    region = regions.get(spec.info.mesh) if regions else None
+    return part_of(make(spec.shape), spec) if region is None else region.draw(spec, make)
+
+
+def draw_like(
+    spec: DTensorSpec,
+    device: torch.device,
+    op: Callable[[torch.Tensor], torch.Tensor],
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """This rank's part of `op(whole)`, where `whole` has the global shape, strides and dtype of `spec`.
+
+    `op` draws for every element of `whole`, whose values are undefined, in place or not. generator: the one
+    that it draws from, if not the default one.
+    """
+    region = regions.get(spec.info.mesh) if regions and generator is None else None
+    if region is not None:
+        return region.draw(spec, lambda shape: op(torch.empty(shape, dtype=spec.dtype, device=device)))
+    return part_of(op(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)), spec)
+
+
+def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = False, **others: Any) -> Any:
+    """F.dropout as torch does it on a CPU, in two ops of four; NotImplemented where it is not for it."""
+    training = others.pop("training", train)
+    if others or inplace or not training or not 0 < p < 1 or not isinstance(input, Wrapper):
+        return NotImplemented
+    if input._spec.info.device_type != "cpu" or not input._spec.dtype.is_floating_point or 0 in input.shape:
+        return NotImplemented
+    with torch.no_grad():
+        keep = type(input).__torch_dispatch__(torch.ops.aten.bernoulli.p, (), (input, 1 - p))  # type: ignore[call-arg]
+        held_by(keep).div_(1 - p)
+    return input * keep
+
+
+_in_step: weakref.WeakSet[MeshInfo] = weakref.WeakSet()
+
+
+def keep_in_step(mesh: MeshInfo) -> None:
+    """Before the first random op on `mesh`: every rank takes the generator state of the mesh's first."""
+    if mesh in _in_step:
+        return
+    _in_step.add(mesh)
+    module = generators(mesh)
+    state = module.get_rng_state().to(mesh.device_type)
+    for group in mesh.groups:
+        comm.broadcast(state, group)
+    module.set_rng_state(state.cpu())
+
+
+def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
+    """Seeds the default generator of the mesh's device type; every rank of the mesh calls it alike.
+
+    What DTensors of the mesh draw from then on is what one device would draw after
+    `torch.manual_seed(seed)`.
+
+    Raises:
+        ArgumentError: the ranks gave different seeds, told to every rank; or not an int.
+    """
+    if not isinstance(seed, int):
+        raise ArgumentError(f"manual_seed got {seed!r}, expected an int: the seed of torch.manual_seed")
+    mesh = mesh_info(device_mesh)
+    halves = divmod(seed % 2**64, 2**32)  # as int64 cannot hold every seed
+    highest = torch.tensor([*halves, *(-h for h in halves)], device=mesh.device_type)
+    for group in mesh.groups:
+        comm.all_reduce(highest, group, "max")
+    most, least = highest[:2].tolist(), (-highest[2:]).tolist()
+    if most != least:
+        raise ArgumentError(
+            f"manual_seed got {seed} on this rank, but seeds differ over the {mesh} (the largest is "
+            f"{most[0] * 2**32 + most[1]}): pass the same seed on every rank"
+        )
+    _in_step.add(mesh)
+    if mesh.device_type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        generators(mesh).manual_seed(seed)
+
+
+def generators(mesh: MeshInfo) -> Any:
+    """The module that holds the default generator of the mesh's devices."""
+    return torch if mesh.device_type == "cpu" else torch.get_device_module(mesh.device_type)

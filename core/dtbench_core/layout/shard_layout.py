@@ -1,0 +1,246 @@
+"""Local tensors and global ones: cutting the one from the other, and what shards say of their whole."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dtbench_core import comm
+from dtbench_core.errors import LayoutError
+from dtbench_core.layout.local_shards import holds_shards
+from dtbench_core.layout.mesh import MeshInfo
+from dtbench_core.layout.placement import (
+    Placement,
+    Placements,
+    RaggedShard,
+    Shard,
+    StridedShard,
+    describe,
+    local_extents,
+)
+from dtbench_core.layout.spec import DTensorSpec, normalize
+
+
+def empty_part(dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """What a rank outside the mesh holds of any tensor."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def part_of(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """This rank's part of the global tensor `whole`, as a contiguous copy unless it is all of it."""
+    coordinate = spec.info.coordinate
+    if coordinate is None:
+        return empty_part(whole.dtype, whole.device)
+    part = whole
+    for placement, parts, index in zip(spec.placements, spec.info.sizes, coordinate, strict=True):
+        if isinstance(placement, Shard):
+            part = placement.part(part, parts, index)
+    return part if part is whole else part.clone(memory_format=torch.contiguous_format)
+
+
+def even_layout(
+    local: torch.Tensor, info: MeshInfo, placements: Placements
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Global shape and stride when every rank holds as much as this one, or what its RaggedShard says."""
+    shape, stride = list(local.shape), list(local.stride())
+    for placement, parts in zip(placements, info.sizes, strict=True):
+        if isinstance(placement, Shard):
+            dim, was = placement.dim, shape[placement.dim]
+            ragged = isinstance(placement, RaggedShard)
+            shape[dim] = sum(placement.lengths(was, parts)) if ragged else was * parts
+            stride = [
+                s // max(was, 1) * shape[dim] if d != dim and s > stride[dim] else s
+                for d, s in enumerate(stride)
+            ]
+    return tuple(shape), tuple(stride)
+
+
+# What `even_layout` comes to, by what it is asked. At the bound the oldest goes first.
+_even_specs: dict[tuple[Any, ...], DTensorSpec | None] = {}
+MAX_SPECS = 4096
+
+
+def even_spec(local: torch.Tensor, info: MeshInfo, placements: Sequence[Placement]) -> DTensorSpec | None:
+    """The spec of a tensor of which every rank holds as much as this one; cached. None: look closer.
+
+    Errors as for `normalize`.
+    """
+    key = (info, tuple(placements), local.shape, local.stride(), local.dtype, local.device.type)
+    try:
+        return _even_specs[key]
+    except (KeyError, TypeError):  # TypeError: no placements, which `normalize` tells
+        pass
+    placed = normalize(placements, local.ndim, info)
+    here = local.device.type in (info.device_type, "meta") and info.coordinate is not None
+    plain = not any(isinstance(p, RaggedShard | StridedShard) for p in placed)
+    spec = (
+        DTensorSpec.of(info, placed, *even_layout(local, info, placed), local.dtype)
+        if here and plain
+        else None
+    )
+    while len(_even_specs) >= MAX_SPECS:
+        del _even_specs[next(iter(_even_specs))]
+    _even_specs[key] = spec
+    return spec
+
+
+def clear_specs() -> None:
+    """Forgets the cached specs."""
+    _even_specs.clear()
+
+
+# Of a tensor whose shape the ranks compare. torch's own limit is 64 for most ops.
+MAX_DIMS = 64
+
+
+def agreed_placements(
+    local: torch.Tensor,
+    info: MeshInfo,
+    placements: Placements,
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> Placements:
+    """The placements under which the ranks' local tensors make up the global one.
+
+    The ranks tell each other their local shapes, so that all come to the same answer or raise alike.
+    Where they do not cut as torch.chunk does, a Shard becomes a RaggedShard. On the fake backend there
+    is nobody to ask: the placements stay.
+
+    Raises:
+        LayoutError: shapes that do not fit together.
+    """
+    if not _can_ask(info, placements):
+        return placements
+    kind = "shards" if holds_shards(local) else "tensor"
+    described = (tuple(shape), tuple(stride), str(local.dtype), describe(placements), kind)
+    return _settled(placements, shape, _everybodys(tuple(local.shape), described, info), info)
+
+
+def joined_layout(
+    local: torch.Tensor, info: MeshInfo, placements: Placements
+) -> tuple[tuple[int, ...], Placements]:
+    """The global shape, and the placements, that the ranks' local tensors come to when joined as they are.
+
+    The ranks tell each other their local shapes. Errors as for `agreed_placements`.
+    """
+    if not _can_ask(info, placements):
+        return even_layout(local, info, placements)[0], placements
+    shapes = _everybodys(tuple(local.shape), (str(local.dtype), describe(placements)), info)
+    origin = [0] * info.ndim
+    shape = []
+    for dim in range(local.ndim):
+        cutting = [d for d, p in enumerate(placements) if p.is_shard(dim)]
+        size = 0
+        for index in itertools.product(*(range(info.sizes[d]) for d in cutting)):
+            at = list(origin)
+            for mesh_dim, i in zip(cutting, index, strict=True):
+                at[mesh_dim] = i
+            held = shapes[tuple(at)]
+            size += held[dim] if dim < len(held) else 0
+        shape.append(size)
+    return tuple(shape), _settled(placements, shape, shapes, info)
+
+
+def _can_ask(info: MeshInfo, placements: Placements) -> bool:
+    """Whether there are ranks that may hold other lengths, and that can tell."""
+    cuts = [parts for p, parts in zip(placements, info.sizes, strict=True) if p.is_shard()]
+    return max(cuts, default=1) > 1 and bool(info.groups) and dist.get_backend(info.groups[0]) != "fake"
+
+
+def _settled(
+    placements: Placements,
+    shape: Sequence[int],
+    shapes: dict[tuple[int, ...], tuple[int, ...]],
+    info: MeshInfo,
+) -> Placements:
+    for candidate in (placements, _ragged(placements, shape, shapes, info)):
+        if all(
+            local_extents(tuple(shape), candidate, info.sizes, at)[0] == held for at, held in shapes.items()
+        ):
+            return candidate
+    listed = "; ".join(f"{list(held)} at {at}" for at, held in shapes.items())
+    raise LayoutError(
+        f"from_local got local tensors of the shapes {listed} (by mesh coordinate) for a tensor of shape "
+        f"{list(shape)} placed as {describe(placements)}; expected shards that make it up, alike wherever a mesh dim "
+        "does not cut: correct the shards, or the global shape"
+    )
+
+
+def _everybodys(
+    held: tuple[int, ...], described: object, info: MeshInfo
+) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """The local shape of every rank by mesh coordinate.
+
+    Raises:
+        LayoutError: ranks that disagree on what else they were given.
+    """
+    if len(held) > MAX_DIMS:
+        raise LayoutError(f"from_local got a tensor of {len(held)} dims, expected at most {MAX_DIMS}")
+    told = zlib.crc32(repr(described).encode())
+    mine = [told, len(held), *held, *[0] * (MAX_DIMS - len(held))]
+    seen = torch.tensor([mine], dtype=torch.int64, device=info.device_type)
+    for group in reversed(info.groups):  # the innermost first, so that the ranks end in row-major order
+        gathered = seen.new_empty((group.size() * len(seen), seen.size(1)))
+        comm.all_gather(gathered, seen, group)
+        seen = gathered
+    rows = seen.tolist()
+    if any(row[0] != told for row in rows):
+        raise LayoutError(
+            f"from_local got different arguments on the ranks: here shape, stride, dtype and placements {described}; "
+            "expected the same on every rank: pass the global shape and stride, and shards on all ranks or on none"
+        )
+    coordinates = itertools.product(*map(range, info.sizes))
+    return {at: tuple(row[2 : 2 + row[1]]) for at, row in zip(coordinates, rows, strict=True)}
+
+
+def _ragged(
+    placements: Placements,
+    shape: Sequence[int],
+    shapes: dict[tuple[int, ...], tuple[int, ...]],
+    info: MeshInfo,
+) -> Placements:
+    """`placements` with the lengths that the ranks hold along the first line of each mesh dim, where these
+    add up. A dim that several mesh dims cut stays as it is: the inner lengths would depend on the outer."""
+    made = list(placements)
+    origin = (0,) * info.ndim
+    for mesh_dim, (placement, parts) in enumerate(zip(placements, info.sizes, strict=True)):
+        if type(placement) is not Shard or sum(p.is_shard(placement.dim) for p in placements) > 1:
+            continue
+        line = [shapes[(*origin[:mesh_dim], i, *origin[mesh_dim + 1 :])] for i in range(parts)]
+        counts = tuple(held[placement.dim] for held in line if len(held) == len(shape))
+        if len(counts) == parts and sum(counts) == shape[placement.dim]:
+            made[mesh_dim] = RaggedShard(placement.dim, counts)
+    return tuple(made)
+
+
+def checked_over_mesh(
+    local: torch.Tensor, info: MeshInfo, placements: Placements, *, given_shape: bool
+) -> torch.Tensor:
+    """run_check: every rank sees every rank's metadata, so that all raise alike; replicas are made equal."""
+    sizes = [tuple(shard.shape) for shard in local.shards] if holds_shards(local) else tuple(local.shape)
+    mine = (str(local.dtype), None if given_shape else sizes)
+    seen = [mine]
+    for group in info.groups:
+        seen = [meta for part in comm.all_gather_objects(seen, group) for meta in part]
+    if any(meta != mine for meta in seen):
+        listed = "; ".join(f"mesh rank {i}: {dtype} {shape or ''}" for i, (dtype, shape) in enumerate(seen))
+        raise LayoutError(
+            f"from_local got local tensors that differ between ranks ({listed}), expected one dtype and one shape: "
+            "for uneven shards pass the global shape and stride"
+        )
+    for placement, group in zip(placements, info.groups, strict=True):
+        if placement.is_replicate():
+            if holds_shards(local):
+                local = copy.deepcopy(local)
+                for shard in local.shards:
+                    comm.broadcast(shard, group)
+            else:
+                local = local.clone(memory_format=torch.contiguous_format)
+                comm.broadcast(local.detach(), group)
+    return local

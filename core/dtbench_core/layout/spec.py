@@ -1,0 +1,247 @@
+"""The description of a distributed tensor: mesh, placements and global metadata.
+
+Note [Interned specs]: two specs with the same content are the same object, so a spec is compared
+and hashed by identity, and a cached plan is found by a dict lookup that never looks inside one.
+The table holds them weakly; a cached plan keeps the specs of its key alive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtbench_core.errors import PlacementError
+from dtbench_core.layout.mesh import MeshInfo, mesh_info
+from dtbench_core.layout.placement import (
+    REPLICATE,
+    Partial,
+    Placement,
+    Placements,
+    RaggedShard,
+    Shard,
+    StridedShard,
+    describe,
+    local_extents,
+    splits_evenly,
+)
+
+
+class TensorMeta(NamedTuple):
+    """Global metadata of a distributed tensor."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class DTensorSpec:
+    """Mesh, placements, global shape, stride and dtype. Make one with `DTensorSpec.of`.
+
+    Attributes:
+        info: the `MeshInfo`; mesh: its DeviceMesh.
+        placements: one per mesh dim; Shard dims are non-negative.
+        shape, stride, dtype: of the global tensor.
+        local_shape, local_offset: this rank's part of it; (0,) on a rank outside the mesh.
+    """
+
+    __slots__ = ("__weakref__", "_local", "dtype", "info", "placements", "shape", "stride")
+
+    info: MeshInfo
+    placements: Placements
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __init__(self) -> None:
+        raise TypeError(
+            "specs are interned: make one with DTensorSpec.of(mesh, placements, shape, stride, dtype)"
+        )
+
+    @staticmethod
+    def of(
+        mesh: DeviceMesh | MeshInfo,
+        placements: Placements,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+    ) -> DTensorSpec:
+        """The one spec of this content. `placements` must be normalised (see `normalize`)."""
+        info = mesh if isinstance(mesh, MeshInfo) else mesh_info(mesh)
+        key = (info, placements, tuple(shape), tuple(stride), dtype)
+        found = _interned.get(key)
+        if found is not None:
+            return found
+        made = object.__new__(DTensorSpec)
+        made.info, made.placements = info, placements
+        made.shape, made.stride, made.dtype = torch.Size(key[2]), key[3], dtype
+        made._local = None
+        _interned[key] = made
+        return made
+
+    _local: tuple[tuple[int, ...], tuple[int, ...]] | None
+
+    def with_placements(self, placements: Placements) -> DTensorSpec:
+        """The same tensor, placed otherwise."""
+        return DTensorSpec.of(self.info, placements, self.shape, self.stride, self.dtype)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.info.mesh
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def tensor_meta(self) -> TensorMeta:
+        return TensorMeta(self.shape, self.stride, self.dtype)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's shard."""
+        return self._extents()[0]
+
+    @property
+    def local_offset(self) -> tuple[int, ...]:
+        """Global index of this rank's first element."""
+        return self._extents()[1]
+
+    def _extents(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if self._local is None:
+            info = self.info
+            if info.coordinate is None:
+                self._local = (0,), (0,)  # see outside.py
+            else:
+                self._local = local_extents(self.shape, self.placements, info.sizes, info.coordinate)
+        return self._local
+
+    def is_replicated(self) -> bool:
+        return all(p.is_replicate() for p in self.placements)
+
+    def is_even(self) -> bool:
+        """Whether every rank holds equally much."""
+        sizes, dims = self.info.sizes, range(self.ndim)
+        return all(splits_evenly(self.shape[d], d, self.placements, sizes) for d in dims)
+
+    def has_partial(self) -> bool:
+        return any(p.is_partial() for p in self.placements)
+
+    def __deepcopy__(self, memo: object) -> DTensorSpec:
+        return self  # interned: see Note [Interned specs]
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}{list(self.shape)} {describe(self.placements)} on {self.info}"
+
+
+_interned: weakref.WeakValueDictionary[
+    tuple[MeshInfo, Placements, tuple[int, ...], tuple[int, ...], torch.dtype], DTensorSpec
+] = weakref.WeakValueDictionary()
+
+
+def normalize(
+    placements: Sequence[Placement] | None,
+    ndim: int,
+    info: MeshInfo,
+    shape: Sequence[int] | None = None,
+) -> Placements:
+    """Placements ready for a spec: one per mesh dim (all Replicate for None), Shard dims >= 0.
+
+    With the global `shape`, also that RaggedShard and StridedShard fit it; those that cut as
+    torch.chunk does become Shard.
+
+    Raises:
+        PlacementError: wrong count, not a placement, or one that the tensor cannot have.
+    """
+    if placements is None:
+        return (REPLICATE,) * info.ndim
+    if isinstance(placements, Placement):
+        raise PlacementError(
+            f"got the placement {placements}, expected a sequence of them: write [{placements!r}]"
+        )
+    given = tuple(placements)
+    if len(given) != info.ndim:
+        raise PlacementError(
+            f"got {len(given)} placements {[str(p) for p in given]} for the {info}, "
+            f"expected one for each of its {info.ndim} dims: add Replicate() for the dims that do not shard"
+        )
+    placed = tuple(normalize_one(p, ndim) for p in given)
+    pending = {p.reduce_op for p in placed if isinstance(p, Partial)}
+    if len(pending) > 1 and not pending <= {"sum", "avg"}:
+        raise PlacementError(
+            f"got {describe(placed)}: the reductions {sorted(pending)} cannot be pending together, as their order "
+            "would change the result; reduce one of them first"
+        )
+    if shape is not None and any(isinstance(p, Shard) and type(p) is not Shard for p in placed):
+        return _fitted(placed, shape, info)
+    return placed
+
+
+def normalize_one(placement: Placement, ndim: int) -> Placement:
+    """One placement of a tensor of `ndim` dims, its dim >= 0. Errors as for `normalize`."""
+    if not isinstance(placement, Placement):
+        raise PlacementError(
+            f"got {placement!r} ({type(placement).__module__}.{type(placement).__qualname__}) as a placement, "
+            "expected dtbench_core's Shard, Replicate or Partial: import them from dtbench_core"
+        )
+    if not isinstance(placement, Shard):
+        return placement
+    if not -ndim <= placement.dim < ndim:
+        raise PlacementError(
+            f"got {_written(placement)} for a tensor of {ndim} dims, expected a dim in [{-ndim}, {ndim}): "
+            "choose a dim the tensor has, or Replicate()"
+        )
+    return dataclasses.replace(placement, dim=placement.dim + ndim) if placement.dim < 0 else placement
+
+
+def _written(placement: Shard) -> str:
+    """As a user writes it: `Shard(2)`."""
+    return f"Shard({placement.dim})" if type(placement) is Shard else repr(placement)
+
+
+def _fitted(placed: Placements, shape: Sequence[int], info: MeshInfo) -> Placements:
+    """`placed`, checked against the lengths that each mesh dim finds, whatever the outer ones cut."""
+    left = [{size} for size in shape]
+    fitted: list[Placement] = []
+    for mesh_dim, (placement, parts) in enumerate(zip(placed, info.sizes, strict=True)):
+        made = placement
+        if isinstance(placement, Shard):
+            sizes = left[placement.dim]
+            where = f"mesh dim {mesh_dim}, of {parts} ranks, for tensor dim {placement.dim} of {sorted(sizes)} elements"
+            if isinstance(placement, RaggedShard) and (
+                len(placement.counts) != parts or sizes != {sum(placement.counts)}
+            ):
+                raise PlacementError(
+                    f"got {placement!r} on {where}, expected one count per rank, {sorted(sizes)} together: correct the "
+                    "counts; one that an outer mesh dim cuts too must get equally much from it"
+                )
+            if isinstance(placement, StridedShard) and any(n % placement.split_factor for n in sizes):
+                raise PlacementError(
+                    f"got {placement!r} on {where}, expected a split_factor that divides it: use Shard({placement.dim})"
+                )
+            if all(
+                placement.runs(n, parts, i) == Shard(0).runs(n, parts, i) for n in sizes for i in range(parts)
+            ):
+                made = Shard(placement.dim)
+            left[placement.dim] = {length for n in sizes for length in placement.lengths(n, parts)}
+        fitted.append(made)
+    return tuple(fitted)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides of `shape`, as torch.empty gives them."""
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(range(len(shape))):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def numel(shape: Sequence[int]) -> int:
+    return math.prod(shape)

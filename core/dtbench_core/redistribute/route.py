@@ -1,0 +1,348 @@
+"""Moving a tensor from one placement to another: plan(src, dst) -> a route, and apply(route).
+
+A route is the cheapest chain of steps under the cost model in use (cost.py searches it, moves.py does
+a step). It depends on specs alone, so that every rank computes the same one and it can be cached and
+printed: `print(plan_of(tensor, placements))`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from dtbench_core.cost import search as cost
+from dtbench_core.errors import PlacementError
+from dtbench_core.layout.local_shards import plain_part
+from dtbench_core.layout.placement import REPLICATE, Placement, Placements, describe, local_extents
+from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
+from dtbench_core.layout.wrapper import Wrapped, Wrapper, wrap
+from dtbench_core.redistribute.movers import Exchange, Mover, mover
+from dtbench_core.torch_compat import any_requires_grad, version_of
+
+
+class Step(NamedTuple):
+    """One transition, of one mesh dim or of several at once.
+
+    src, dst: per mesh dim of `mesh_dims`. shape: of the tensor that the ranks of these mesh dims share.
+    collective: a function of comm.py, or "" when nothing is sent. nbytes, us: what the cost model
+    expects: bytes of the larger side, and microseconds.
+    """
+
+    mesh_dims: tuple[int, ...]
+    src: Placements
+    dst: Placements
+    shape: tuple[int, ...]
+    collective: str
+    nbytes: int
+    us: float
+
+    def __str__(self) -> str:
+        dims = ", ".join(map(str, self.mesh_dims))
+        return (
+            f"mesh dim{'s' if len(self.mesh_dims) > 1 else ''} {dims}: {describe(self.src)} -> "
+            f"{describe(self.dst)} of {list(self.shape)}"
+        )
+
+
+class Route(tuple[Step, ...]):
+    """The steps from one spec to another, ready to run; printed, what they are expected to cost.
+
+    source, result: the specs at its ends. gradient: the placements that a gradient goes back to.
+    """
+
+    source: DTensorSpec
+    result: DTensorSpec
+    gradient: Placements
+    movers: tuple[Mover, ...]
+
+    @staticmethod
+    def of(source: DTensorSpec, dst: Placements, steps: Sequence[Step]) -> Route:
+        made = Route(steps)
+        made.source = made.result = source
+        if steps:
+            # The steps leave contiguous shards, whatever the strides were before.
+            stride = contiguous_stride(source.shape)
+            made.result = DTensorSpec.of(source.info, dst, source.shape, stride, source.dtype)
+        made.gradient = placements_of_gradient(source.placements)
+        member = source.info.coordinate is not None  # a rank outside the mesh has nothing to move
+        made.movers = tuple(_mover(step, source) for step in steps) if member else ()
+        return made
+
+    @property
+    def us(self) -> float:
+        """Microseconds that the cost model expects."""
+        return sum(step.us for step in self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the larger side of every collective, as `count_collectives` counts them."""
+        return sum(step.nbytes for step in self)
+
+    def __str__(self) -> str:
+        source, result = self.source, self.result
+        kind = f"{str(source.dtype).removeprefix('torch.')}{list(source.shape)}"
+        head = f"{kind} {describe(source.placements)} -> {describe(result.placements)} on {source.info}"
+        if not self:
+            return f"{head}: nothing to do"
+        rows = [
+            (f"{number}.", str(step), step.collective or "local", _bytes(step.nbytes), f"{step.us:.1f} us")
+            for number, step in enumerate(self, 1)
+        ]
+        rows.append(("", "total", "", _bytes(self.nbytes), f"{self.us:.1f} us"))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        lines = [
+            "  ".join(
+                [
+                    *(f"{text:<{width}}" for text, width in zip(row[:3], widths[:3], strict=True)),
+                    *(f"{text:>{width}}" for text, width in zip(row[3:], widths[3:], strict=True)),
+                ]
+            )
+            for row in rows
+        ]
+        return "\n".join([head, *lines])
+
+
+def _bytes(count: int) -> str:
+    """`0 B`, `512 B`, `1.5 KiB`."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+# ---- planning (pure) ----
+
+# Cutting a replica sends nothing but copies, as the reshuffle of an all-to-all does: priced alike, so
+# that gathering and cutting is never cheaper than exchanging.
+LOCAL_COPY_US = cost.ALL_TO_ALL_PENALTY_US
+
+_plans: dict[tuple[DTensorSpec, Placements], Route] = {}
+# By placements as the user writes them; None: all Replicate.
+_requests: dict[tuple[DTensorSpec, tuple[Placement, ...] | None], Route] = {}
+# A plan holds a few hundred bytes; at the bound the oldest goes first.
+MAX_PLANS = 4096
+
+
+def plan(src: DTensorSpec, dst: Placements) -> Route:
+    """The cheapest route from `src` to the placements `dst`; cached.
+
+    Raises:
+        PlacementError: there is no way (a Shard or another reduction to Partial).
+    """
+    key = (src, dst)
+    route = _plans.get(key)
+    if route is None:
+        route = _find(src, dst)
+        _store(_plans, key, route)
+    return route
+
+
+def request(spec: DTensorSpec, placements: Sequence[Placement] | None) -> Route:
+    """The route to placements that a user wrote, checked; cached.
+
+    Raises:
+        PlacementError: not placements of this tensor, or a Partial that it is not already.
+    """
+    try:
+        return _requests[spec, None if placements is None else tuple(placements)]
+    except (KeyError, TypeError):  # TypeError: no sequence, or no placements, which `normalize` tells
+        pass
+    placed = normalize(placements, spec.ndim, spec.info, spec.shape)
+    for current, wanted in zip(spec.placements, placed, strict=True):
+        if wanted.is_partial() and wanted != current:
+            raise PlacementError(
+                f"redistribute got {describe(placed)} for {spec}, expected Shard or Replicate where the tensor is "
+                "not already that Partial: nothing says which terms the ranks should hold"
+            )
+    route = plan(spec, placed)
+    _store(_requests, (spec, None if placements is None else tuple(placements)), route)
+    return route
+
+
+def _store(cache: dict[Any, Route], key: Any, route: Route) -> None:
+    while len(cache) >= MAX_PLANS:
+        del cache[next(iter(cache))]
+    cache[key] = route
+
+
+def clear_plans() -> None:
+    """Forgets every cached plan."""
+    _plans.clear()
+    _requests.clear()
+
+
+cost.on_topology_change(clear_plans)
+
+
+def plan_of(tensor: Wrapper | DTensorSpec, placements: Sequence[Placement] | None = None) -> Route:
+    """How `redistribute(placements=placements)` would move `tensor` (or a tensor of that spec).
+
+    Nothing is sent. Printed, the route shows a line per step with the bytes and microseconds that the
+    cost model expects; `dtbench_core.cost.search.use_topology` makes these your machine's.
+
+    Raises:
+        PlacementError: as redistribute would.
+    """
+    return request(tensor if isinstance(tensor, DTensorSpec) else tensor._spec, placements)
+
+
+def explain(tensor: Wrapper | DTensorSpec, placements: Sequence[Placement] | None = None) -> str:
+    """`plan_of` as text."""
+    return str(plan_of(tensor, placements))
+
+
+def _find(src: DTensorSpec, dst: Placements) -> Route:
+    if src.placements == dst:
+        return Route.of(src, dst, ())
+    info = src.info
+    for placement, wanted in zip(src.placements, dst, strict=True):
+        if placement.is_partial("avg") and placement != wanted and not _averages(src.dtype):
+            raise PlacementError(
+                f"cannot redistribute {src} to {describe(dst)}: the average of whole numbers is none; use floating "
+                "point, or Partial() and divide"
+            )
+    transitions = cost.cheapest(
+        src.shape,
+        src.dtype.itemsize,
+        src.placements,
+        dst,
+        cost.topology_of(info.mesh),
+        copy_us=LOCAL_COPY_US,
+        together=info.whole is not None,
+    )
+    if transitions is None:
+        raise PlacementError(
+            f"cannot redistribute {src} to {describe(dst)}: a Partial can only come from Replicate or from the same "
+            "Partial; redistribute to Replicate or Shard instead"
+        )
+    return along(src, transitions)
+
+
+def along(src: DTensorSpec, transitions: Sequence[cost.Transition]) -> Route:
+    """The route that takes these transitions, be they the cheapest or not."""
+    info = src.info
+    coordinate = info.coordinate or (0,) * info.ndim
+    steps, state = [], list(src.placements)
+    for mesh_dims, before, after, collective, nbytes, us in transitions:
+        shared = [REPLICATE if d in mesh_dims else placement for d, placement in enumerate(state)]
+        shape, _ = local_extents(src.shape, tuple(shared), info.sizes, coordinate)
+        steps.append(Step(mesh_dims, before, after, shape, collective, nbytes, us))
+        for mesh_dim, placement in zip(mesh_dims, after, strict=True):
+            state[mesh_dim] = placement
+    return Route.of(src, tuple(state), steps)
+
+
+def _averages(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _mover(step: Step, spec: DTensorSpec) -> Mover:
+    info, dims = spec.info, step.mesh_dims
+    coordinate = info.my_coordinate()
+    group, index = info.groups[dims[0]], coordinate[dims[0]]
+    sizes = tuple(info.sizes[d] for d in dims)
+    if len(dims) > 1:
+        assert info.whole is not None  # else the planner moves one mesh dim at a time
+        group, index = info.whole, 0
+        for mesh_dim, size in zip(dims, sizes, strict=True):
+            index = index * size + coordinate[mesh_dim]
+    return mover(Exchange(step.src, step.dst, sizes, step.shape, spec.dtype, group, index))
+
+
+# ---- applying ----
+
+
+def apply(local: torch.Tensor, route: Route) -> torch.Tensor:
+    """Runs the route on this rank's shard; every rank of the mesh must call it. Never aliases `local`
+    when there is a step."""
+    if local.__class__ is not torch.Tensor and route:
+        local = plain_part(local, route.source)
+    for move in route.movers:
+        local = move(local)
+    return local
+
+
+# ---- on DTensors ----
+
+
+def settle(tensor: Wrapper, dst: Placements, route: Route) -> torch.Tensor:
+    """The local part of `tensor` at `dst`, for an op to read. A pending sum is added up once.
+
+    Two collectives add the same terms in different orders, and what one rounds up the other may round
+    down. A gradient formula that looks for the maximum in the tensor it was taken from would then find
+    nothing, and divide by the count of nothing. So the sum of a tensor under autograd is kept with it,
+    until it is written to.
+    """
+    if not _rounds(tensor._spec.placements) or _rounds(dst) or not any_requires_grad(tensor):
+        return apply(tensor._local_tensor, route)
+    version = version_of(tensor)
+    kept = tensor.__dict__.get("_settled")
+    if kept is None or kept[0] != version:
+        spec = tensor._spec.with_placements(dst)
+        kept = tensor.__dict__["_settled"] = (version, spec, apply(tensor._local_tensor, route))
+    _, spec, local = kept
+    found: torch.Tensor = local if spec.placements == dst else apply(local, plan(spec, dst))
+    return found
+
+
+def _rounds(placements: Placements) -> bool:
+    return any(p.is_partial() and not (p.is_partial("max") or p.is_partial("min")) for p in placements)
+
+
+def redistribute_tensor(tensor: Wrapped, dst: Placements) -> Wrapped:
+    """`tensor` placed as `dst`, outside autograd; itself under another name when nothing changes."""
+    return follow(tensor, plan(tensor._spec, dst))
+
+
+def follow(tensor: Wrapped, route: Route) -> Wrapped:
+    """`tensor` at the end of the route, outside autograd."""
+    return wrap(tensor.__class__, apply(tensor._local_tensor, route), route.result)
+
+
+def placements_of_gradient(placements: Placements) -> Placements:
+    """Where the gradient of a tensor so placed belongs: each term of a Partial has the whole gradient."""
+    return tuple(REPLICATE if p.is_partial() else p for p in placements)
+
+
+class Redistribute(torch.autograd.Function):
+    """Redistribution under autograd. It leaves the global tensor unchanged, so the gradient passes
+    through, brought back to the input's own placements."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Wrapper,
+        route: Route,
+        forward_dtype: torch.dtype | None,
+        backward_dtype: torch.dtype | None,
+    ) -> Wrapper:
+        ctx.route, ctx.backward_dtype = route, backward_dtype
+        if forward_dtype is not None and forward_dtype != route.source.dtype:
+            tensor = cast_dtype(tensor, forward_dtype)
+            route = plan(tensor._spec, route.result.placements)
+        return follow(tensor, route)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Wrapper) -> tuple[Wrapper, None, None, None]:
+        route: Route = ctx.route
+        if ctx.backward_dtype is not None and grad._spec.dtype != ctx.backward_dtype:
+            grad = cast_dtype(grad, ctx.backward_dtype)
+        back = plan(grad._spec, route.gradient)
+        if torch.is_grad_enabled():  # a backward that is itself differentiated needs its own graph
+            moved: Wrapper = Redistribute.apply(grad, back, None, None)
+        else:
+            moved = follow(grad, back)
+        if moved._spec.dtype != route.source.dtype:
+            moved = cast_dtype(moved, route.source.dtype)
+        return moved, None, None, None
+
+
+def cast_dtype(tensor: Wrapped, dtype: torch.dtype) -> Wrapped:
+    """`tensor` in another dtype, shard by shard, outside autograd."""
+    spec = tensor._spec
+    cast = DTensorSpec.of(spec.info, spec.placements, spec.shape, spec.stride, dtype)
+    return wrap(type(tensor), tensor._local_tensor.to(dtype), cast)

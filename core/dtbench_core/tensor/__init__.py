@@ -1,0 +1,1 @@
+"""DTensor, its methods, factories, distribution of tensors and modules, checkpoints."""

@@ -1,0 +1,198 @@
+"""DTensors on their way to disk and back: pickling, torch.save, torch.distributed.checkpoint.
+
+A pickled DTensor holds its rank's part, the mesh, the placements and the global metadata; it is loaded
+by the same rank of the same world. A checkpoint holds the global tensor in blocks, so it can be loaded
+on another mesh or placed otherwise.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtbench_core.errors import CoreError, LayoutError, MeshError, PlacementError
+from dtbench_core.layout.local_shards import chunks_within, holds_shards
+from dtbench_core.layout.mesh import mesh_info
+from dtbench_core.layout.placement import Partial, Placements, RaggedShard, Replicate, Shard, StridedShard
+from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.layout.wrapper import MARKS, Wrapper, class_of, wrap
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+# ---- pickling ----
+
+
+def reduce(tensor: Wrapper) -> tuple[Any, ...]:
+    """What `pickle` and `torch.save` keep of a DTensor: see `rebuild`."""
+    spec = tensor._spec
+    attributes = {k: v for k, v in tensor.__dict__.items() if k not in MARKS}
+    described = (spec.mesh, spec.placements, tuple(spec.shape), spec.stride, tensor.requires_grad)
+    return rebuild, (class_of(tensor), tensor._local_tensor, *described, attributes)
+
+
+def rebuild(
+    cls: type[Wrapper],
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Placements,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    requires_grad: bool,
+    attributes: dict[str, Any],
+) -> Wrapper:
+    """The DTensor that was pickled.
+
+    Raises:
+        MeshError: its mesh does not exist in this process. LayoutError: another rank's part.
+    """
+    if not dist.is_initialized():
+        raise MeshError(
+            f"got a pickled DTensor on {mesh} and no process group, expected the world it was saved in: call "
+            "init_process_group and make the mesh first, or use torch.distributed.checkpoint to change worlds"
+        )
+    try:
+        info = mesh_info(mesh)
+    except CoreError:
+        raise
+    except Exception as error:  # torch raises differently for each thing that can be missing
+        raise MeshError(
+            f"got a pickled DTensor on {mesh}, whose process groups are not in this process ({error}); expected the "
+            "mesh to exist: make it first, in the order it was made in when the tensor was saved"
+        ) from error
+    spec = DTensorSpec.of(info, tuple(placements), shape, stride, local.dtype)
+    if _rank_in(info.mesh) != info.coordinate or tuple(local.shape) != spec.local_shape:
+        raise LayoutError(
+            f"got the part {list(local.shape)} of {spec} on rank {dist.get_rank()}, expected "
+            f"{list(spec.local_shape)}: every rank loads the part that it saved itself"
+        )
+    made = wrap(cls, local, spec, requires_grad)
+    made.__dict__.update(attributes)
+    return made
+
+
+def _rank_in(mesh: DeviceMesh) -> tuple[int, ...] | None:
+    """This process's coordinate, from the ranks; a pickled mesh carries that of the rank that saved it."""
+    found = (mesh.mesh == dist.get_rank()).nonzero().tolist()
+    return tuple(found[0]) if found else None
+
+
+# For torch.load(weights_only=True), torch's default.
+torch.serialization.add_safe_globals(
+    [rebuild, DeviceMesh, Shard, RaggedShard, StridedShard, Replicate, Partial]
+)
+
+
+# ---- checkpoints ----
+
+
+class Block(NamedTuple):
+    """A box of the global tensor that this rank holds: offset and shape there, offset in the local tensor."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    local_offset: tuple[int, ...]
+
+
+def blocks(spec: DTensorSpec) -> list[Block]:
+    """The boxes that make up this rank's part, empty ones left out unless the whole tensor is empty."""
+    if spec.info.coordinate is None:
+        return []
+    pieces = [_pieces(spec, dim) for dim in range(spec.ndim)]
+    found = []
+    for combination in itertools.product(*pieces):
+        offset, shape, local = (tuple(p[i] for p in combination) for i in range(3))
+        found.append(Block(offset, shape, local))
+    whole_is_empty = 0 in spec.shape
+    return [b for b in found if whole_is_empty or 0 not in b.shape]
+
+
+def _pieces(spec: DTensorSpec, dim: int) -> list[tuple[int, int, int]]:
+    """(global offset, length, local offset) of the runs of dim `dim` that this rank holds, in order."""
+    coordinate = spec.info.my_coordinate()
+    held = [(0, spec.shape[dim])]
+    for placement, parts, index in zip(spec.placements, spec.info.sizes, coordinate, strict=True):
+        if isinstance(placement, Shard) and placement.dim == dim:
+            size = sum(length for _, length in held)
+            held = [run for wanted in placement.runs(size, parts, index) for run in within(held, wanted)]
+    pieces, before = [], 0
+    for start, length in held:
+        pieces.append((start, length, before))
+        before += length
+    return pieces
+
+
+def within(held: Sequence[tuple[int, int]], wanted: tuple[int, int]) -> list[tuple[int, int]]:
+    """What the run `wanted` of the joined runs `held`, all (offset, length), is in their own offsets."""
+    offset, length = wanted
+    if length == 0:
+        return [(held[0][0] + min(offset, held[0][1]), 0)] if len(held) else []
+    found, before = [], 0
+    for start, n in held:
+        low, high = max(offset, before), min(offset + length, before + n)
+        if low < high:
+            found.append((start + low - before, high - low))
+        before += n
+    return found
+
+
+def create_write_items(name: str, tensor: Wrapper) -> list[WriteItem]:
+    """What torch.distributed.checkpoint saves of a DTensor on this rank. Ranks that hold the same block
+    name it alike, and it is written once."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    properties = TensorProperties.create_from_tensor(tensor._local_tensor)
+    return [
+        WriteItem(
+            index=MetadataIndex(name, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor._spec.shape),
+        )
+        for chunk in create_chunk_list(tensor)
+    ]
+
+
+def create_chunk_list(tensor: Wrapper) -> list[ChunkStorageMetadata]:
+    """The blocks of this rank, as torch.distributed.checkpoint describes them.
+
+    Raises:
+        PlacementError: a Partial, of which no rank has a value to save.
+        LayoutError: a shard of a `LocalShardsWrapper` that reaches out of the tensor.
+    """
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    if tensor._spec.has_partial():
+        raise PlacementError(
+            f"got a checkpoint of {tensor._spec}, expected Shard or Replicate: redistribute it before, as the ranks "
+            "hold terms of its values, not values"
+        )
+    if holds_shards(tensor._local_tensor):
+        return chunks_within(tensor._local_tensor, tensor._spec.shape)
+    return [
+        ChunkStorageMetadata(offsets=torch.Size(b.offset), sizes=torch.Size(b.shape))
+        for b in blocks(tensor._spec)
+    ]
+
+
+def get_tensor_shard(tensor: Wrapper, index: MetadataIndex) -> torch.Tensor:
+    """The local memory of the block that starts at `index.offset`."""
+    if holds_shards(tensor._local_tensor):
+        return tensor._local_tensor.__get_tensor_shard__(index)
+    held = blocks(tensor._spec)
+    for block in held:
+        if index.offset is None or tuple(index.offset) == block.offset:
+            local = tensor._local_tensor
+            for dim, (start, length) in enumerate(zip(block.local_offset, block.shape, strict=True)):
+                local = local if length == local.size(dim) else local.narrow(dim, start, length)
+            return local
+    raise LayoutError(
+        f"got the offset {index.offset} of {index.fqn}, expected one of {[b.offset for b in held]}, where this "
+        "rank's blocks start"
+    )

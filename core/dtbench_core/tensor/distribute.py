@@ -1,0 +1,149 @@
+"""Spreading plain tensors and modules over a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtbench_core import comm
+from dtbench_core.errors import ArgumentError, PlacementError
+from dtbench_core.layout.mesh import MeshInfo, mesh_info, mesh_or_current
+from dtbench_core.layout.placement import Placement, Placements, Shard, describe
+from dtbench_core.layout.shard_layout import empty_part, part_of
+from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
+from dtbench_core.layout.wrapper import wrap
+from dtbench_core.tensor.dtensor import DTensor
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """The global `tensor`, which every rank passes in the same shape, spread over the mesh.
+
+    Args:
+        placements: one per mesh dim, Shard or Replicate; all Replicate when not given.
+        src_data_rank: the rank, within each mesh dim, whose values count. None: every rank cuts its
+            part from its own copy and nothing is sent.
+
+    Returns:
+        A leaf DTensor that requires grad if `tensor` does.
+
+    Raises:
+        ArgumentError: a tensor computed from others under autograd, a DTensor already placed otherwise.
+        PlacementError: a Partial placement.
+    """
+    info = mesh_info(mesh_or_current(device_mesh))
+    placed = normalize(placements, tensor.ndim, info, tensor.shape)
+    if isinstance(tensor, DTensor):
+        if tensor._spec.info is info and tensor.placements == placed:
+            return tensor
+        raise ArgumentError(
+            f"distribute_tensor got a DTensor, {tensor._spec}, to be placed as {describe(placed)} on {info}; expected "
+            "a plain tensor: use tensor.redistribute(placements=...)"
+        )
+    if not tensor.is_leaf:
+        raise ArgumentError(
+            "distribute_tensor got the result of a computation under autograd, expected a leaf tensor: use "
+            "DTensor.from_local, which is differentiable, or detach() it"
+        )
+    if any(p.is_partial() for p in placed):
+        raise PlacementError(
+            f"distribute_tensor got {describe(placed)}, expected Shard or Replicate: wrap terms of a sum with "
+            "DTensor.from_local(term, mesh, [Partial()])"
+        )
+    local = tensor.detach()
+    if local.device.type not in (info.device_type, "meta"):
+        local = local.to(info.device_type)
+    spec = DTensorSpec.of(info, placed, tensor.shape, contiguous_stride(tensor.shape), tensor.dtype)
+    if info.coordinate is None:
+        part = empty_part(local.dtype, local.device)
+    elif src_data_rank is None or local.is_meta:
+        part = part_of(local, spec)
+        part = part.clone(memory_format=torch.contiguous_format) if part is local else part
+    else:
+        part = _sent(local, info, placed, src_data_rank)
+    return wrap(DTensor, part, spec, requires_grad=tensor.requires_grad)
+
+
+def _sent(whole: torch.Tensor, info: MeshInfo, placements: Placements, src: int) -> torch.Tensor:
+    """This rank's contiguous part of rank `src`'s tensor, mesh dim by mesh dim, outermost first."""
+    local = whole
+    for mesh_dim, placement in enumerate(placements):
+        group, index, parts = info.groups[mesh_dim], info.my_coordinate()[mesh_dim], info.sizes[mesh_dim]
+        if isinstance(placement, Shard):
+            pieces = [placement.part(local, parts, rank) for rank in range(parts)]
+            local = _scattered(pieces, placement.dim, group, index, src)
+        else:
+            if local is whole:
+                local = local.clone(memory_format=torch.contiguous_format)
+            comm.broadcast(local, group, src)
+    return local
+
+
+def _scattered(parts: Sequence[torch.Tensor], dim: int, group: Any, index: int, src: int) -> torch.Tensor:
+    """Part `index` of the source rank's parts; padded on the way, as a scatter moves equal shapes."""
+    lengths = [part.size(dim) for part in parts]
+    mine, most = lengths[index], max(lengths)
+    shape = (*parts[0].shape[:dim], most, *parts[0].shape[dim + 1 :])
+    if 0 in shape:
+        return parts[index].clone(memory_format=torch.contiguous_format)
+
+    def padded(part: torch.Tensor, length: int) -> torch.Tensor:
+        if length == most:
+            return part.contiguous()
+        full = part.new_zeros(shape)
+        full.narrow(dim, 0, length).copy_(part)
+        return full
+
+    output = parts[0].new_empty(shape)
+    sent = [padded(*one) for one in zip(parts, lengths, strict=True)] if index == src else None
+    comm.scatter(output, sent, group, src)
+    return output if mine == most else output.narrow(dim, 0, mine).contiguous()
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+    input_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
+    output_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
+) -> nn.Module:
+    """Makes a module's parameters and buffers DTensors, in place, and its inputs and outputs as told.
+
+    Args:
+        partition_fn: called with (fully qualified name, submodule, mesh) for every submodule; replaces
+            its parameters. What it leaves plain is replicated.
+        input_fn: called with (module, inputs, mesh) before forward; its result replaces the inputs.
+        output_fn: called with (module, outputs, mesh) after forward; its result replaces the outputs.
+
+    Returns:
+        The same module.
+    """
+    mesh = mesh_or_current(device_mesh)
+    for name, part in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, part, mesh)
+        _replicate_plain(part, mesh)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, mesh))
+    return module
+
+
+def _replicate_plain(module: nn.Module, mesh: DeviceMesh) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if not isinstance(parameter, DTensor):
+            replicated = nn.Parameter(distribute_tensor(parameter.detach(), mesh), parameter.requires_grad)
+            module.register_parameter(name, replicated)
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        if not isinstance(buffer, DTensor):
+            setattr(module, name, distribute_tensor(buffer, mesh))

@@ -1,0 +1,427 @@
+"""DTensor: a tensor spread over a device mesh that is used like one tensor.
+
+`from_local` makes one of local tensors (distribute.py and factories.py of global ones and of nothing),
+`to_local` and `full_tensor` leave, `redistribute` changes how it is placed. Every op goes through
+dispatch.py. Names and signatures are those of torch.distributed.tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtbench_core.dispatch import entry as dispatch
+from dtbench_core.errors import ArgumentError, LayoutError, MeshError, MixedTensorError, PlacementError
+from dtbench_core.layout.local_shards import check_places, holds_shards, plain_part
+from dtbench_core.layout.mesh import MeshInfo, mesh_info, mesh_or_current
+from dtbench_core.layout.placement import Partial, Placement, Placements, RaggedShard
+from dtbench_core.layout.shard_layout import (
+    agreed_placements,
+    checked_over_mesh,
+    empty_part,
+    even_layout,
+    even_spec,
+)
+from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
+from dtbench_core.layout.wrapper import MARKS, Wrapper, held_by, windows, wrap
+from dtbench_core.redistribute.route import (
+    Redistribute,
+    Route,
+    apply,
+    cast_dtype,
+    follow,
+    placements_of_gradient,
+    plan,
+    redistribute_tensor,
+    request,
+)
+from dtbench_core.tensor import checkpoint as state
+from dtbench_core.tensor.methods import straight_methods
+from dtbench_core.torch_compat import (
+    DisableTorchFunction,
+    any_requires_grad,
+    register_foreach_type,
+    version_of,
+)
+
+
+@straight_methods
+class DTensor(Wrapper):
+    """One global tensor, of which every rank holds the part its placements say.
+
+    Shape, stride and dtype are the global ones; `placements` has one entry per mesh dim. Under
+    autograd it is a tensor like any other; its gradient is a DTensor too.
+    """
+
+    __slots__ = ()
+
+    __torch_function__ = classmethod(dispatch.torch_function)
+
+    __torch_dispatch__ = classmethod(dispatch.torch_dispatch)  # type: ignore[assignment]
+
+    # Answered at once: torch's own getters would go through __torch_function__ first.
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self._spec.shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._spec.dtype
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self._spec.shape)
+
+    @property
+    def requires_grad(self) -> bool:
+        return any_requires_grad(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    @property
+    def data(self) -> DTensor:
+        """The same values outside autograd, sharing memory. May be assigned another DTensor."""
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # torch's setter would take over the metadata and leave the shard behind.
+        if not isinstance(value, DTensor):
+            raise MixedTensorError(
+                f"got .data = a {type(value).__name__} of shape {list(value.shape)} on {self._spec}, expected a "
+                "DTensor: place it with distribute_tensor(tensor, mesh, placements)"
+            )
+        with DisableTorchFunction():
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._local_tensor, self._spec = value._local_tensor, value._spec
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return self._spec.info.mesh
+
+    @property
+    def placements(self) -> Placements:
+        return self._spec.placements
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"DTensor({self._spec}, local={self._local_tensor!r})"
+
+    # The parts of a wrapper, for torch's own machinery: it exchanges parameters on Module.to by them.
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[DTensorSpec, bool]]:
+        return ["_local_tensor"], (self._spec, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor],
+        described: tuple[DTensorSpec, bool],
+        outer_size: Any,
+        outer_stride: Any,
+    ) -> DTensor:
+        spec, requires_grad = described
+        local = inner["_local_tensor"]
+        spec = DTensorSpec.of(spec.info, spec.placements, outer_size, outer_stride, local.dtype)
+        return wrap(DTensor, local, spec, requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return state.reduce(self)
+
+    def __deepcopy__(self, memo: Any) -> DTensor:
+        if self._detached_view and self.is_leaf and id(self) not in memo:
+            # A copy of a window stands for itself, and may be written to.
+            memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        made: DTensor = memo[id(self)] if id(self) in memo else super().__deepcopy__(memo)
+        for mark in MARKS:
+            made.__dict__.pop(mark, None)
+        return made
+
+    # What torch.distributed.checkpoint asks of a tensor.
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return list(state.create_write_items(fqn, self))
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return list(state.create_chunk_list(self))
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return state.get_tensor_shard(self, index)
+
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> DTensor:
+        """A DTensor of which `local_tensor` is this rank's part; differentiable, nothing is copied.
+
+        Args:
+            local_tensor: a tensor, or a `LocalShardsWrapper`, which `to_local` hands back.
+            placements: one per mesh dim; all Replicate when not given.
+            run_check: compare shapes over the mesh, and make replicas equal to the first rank's; of shards,
+                also that they lie where the placements say.
+            shape, stride: global ones, given together. Without them every rank is taken to hold
+                equally much. With them the shards may be of any lengths: the ranks tell each other
+                theirs (one small all-gather per mesh dim), and where they are not those of
+                torch.chunk the placement becomes a RaggedShard.
+            grad_placements: how the gradient is placed before its local part flows on; the default
+                is `placements`, with Replicate for Partial.
+
+        Returns:
+            A DTensor; on a rank outside the mesh one that holds nothing, whatever was passed.
+
+        Raises:
+            LayoutError: local shapes that do not make up the global one, or differ between ranks (with
+                run_check).
+            PlacementError, ArgumentError: placements or arguments that cannot hold.
+        """
+        info = mesh_info(mesh_or_current(device_mesh))
+        simple = shape is None and stride is None and grad_placements is None and not run_check
+        if simple and local_tensor.__class__ is torch.Tensor and isinstance(placements, (list, tuple)):
+            spec = even_spec(local_tensor, info, placements)
+            if spec is not None:
+                return wrapped(local_tensor, spec)
+        if isinstance(local_tensor, DTensor):
+            raise ArgumentError(
+                f"from_local got a DTensor, {local_tensor._spec}, expected a plain tensor: use redistribute"
+            )
+        if (shape is None) != (stride is None):
+            raise ArgumentError(
+                f"from_local got shape={shape} and stride={stride}, expected both or neither: add the other"
+            )
+        ndim = local_tensor.ndim if shape is None else len(shape)
+        placed = normalize(placements, ndim, info, shape)
+        grad_placed = None if grad_placements is None else normalize(grad_placements, ndim, info, shape)
+        if local_tensor.device.type not in (info.device_type, "meta"):
+            local_tensor = local_tensor.to(info.device_type)
+        if run_check and info.coordinate is not None:
+            local_tensor = checked_over_mesh(local_tensor, info, placed, given_shape=shape is not None)
+        ask = shape is not None
+        if shape is None or stride is None:
+            shape, stride = even_layout(local_tensor, info, placed)
+            ask = any(isinstance(p, RaggedShard) for p in placed)
+            placed = normalize(placed, ndim, info, shape)
+        if ask:
+            placed = agreed_placements(local_tensor, info, placed, shape, stride)
+        spec = DTensorSpec.of(info, placed, shape, stride, local_tensor.dtype)
+        if run_check and local_tensor.__class__ is not torch.Tensor:
+            check_places(local_tensor, spec)
+        return wrapped(local_tensor, spec, grad_placed)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's part, sharing memory; differentiable.
+
+        Args:
+            grad_placements: how the gradients that flow back on the ranks make up the global one; the
+                default is the tensor's placements, with Replicate for Partial.
+        """
+        if torch.is_grad_enabled() and any_requires_grad(self):
+            spec = self._spec
+            placed = None if grad_placements is None else normalize(grad_placements, spec.ndim, spec.info)
+            local: torch.Tensor = ToLocal.apply(self, placed)
+            return local
+        return _detached(self._local_tensor)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """The same tensor placed as `placements` (all Replicate when not given); differentiable.
+
+        Args:
+            device_mesh: only the tensor's own; may be left out.
+            async_op: accepted for compatibility; the result is complete on return.
+            forward_dtype, backward_dtype: cast before moving, forward and backward.
+
+        Raises:
+            MeshError: another mesh. PlacementError: a Partial that the tensor is not already.
+        """
+        spec = self._spec
+        if (
+            device_mesh is not None
+            and device_mesh is not spec.info.mesh
+            and mesh_info(device_mesh) is not spec.info
+        ):
+            raise MeshError(
+                f"redistribute got {mesh_info(device_mesh)} for a tensor on {spec.info}, expected the same mesh: "
+                "full_tensor() and distribute_tensor() move between meshes"
+            )
+        route = request(spec, placements)
+        if torch.is_grad_enabled() and any_requires_grad(self):
+            moved: DTensor = Redistribute.apply(self, route, forward_dtype, backward_dtype)
+            return moved
+        if forward_dtype is not None and forward_dtype != spec.dtype:
+            return redistribute_tensor(cast_dtype(self, forward_dtype), route.result.placements)
+        return follow(self, route)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor on every rank; differentiable. `grad_placements` as in `to_local`."""
+        route = request(self._spec, None)
+        if torch.is_grad_enabled() and any_requires_grad(self):
+            info = self._spec.info
+            placed = None if grad_placements is None else normalize(grad_placements, self.ndim, info)
+            whole: torch.Tensor = FullTensor.apply(self, route, placed)
+            return whole
+        return _whole(self, route)
+
+
+def wrapped(local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements | None = None) -> DTensor:
+    """`local` as this rank's part of `spec`, under autograd if it requires grad."""
+    member = spec.info.coordinate is not None
+    if member and tuple(local.shape) != spec.local_shape:
+        raise LayoutError(
+            f"from_local got a local tensor of shape {list(local.shape)} for {spec}, expected "
+            f"{list(spec.local_shape)} on this rank: pass the tensor's global shape and stride, or that shard"
+        )
+    if torch.is_grad_enabled() and local.requires_grad:
+        made: DTensor = FromLocal.apply(local, spec, grad_placements)
+        return made
+    return wrap(DTensor, _detached(local) if member else empty_part(spec.dtype, local.device), spec)
+
+
+def _gradient(local: torch.Tensor, info: MeshInfo, placements: Placements, shape: Sequence[int]) -> DTensor:
+    """The local gradient that came back as a DTensor. Nothing is asked of the other ranks."""
+    local = local.contiguous()
+    return wrapped(local, DTensorSpec.of(info, placements, shape, contiguous_stride(shape), local.dtype))
+
+
+def _whole(tensor: DTensor, route: Route) -> torch.Tensor:
+    """The tensor at the end of its route to Replicate, outside autograd."""
+    if route:
+        return apply(tensor._local_tensor, route)
+    return plain_part(tensor._local_tensor, tensor._spec).detach()
+
+
+def _detached(local: torch.Tensor) -> torch.Tensor:
+    """Another tensor object on the same memory: autograd marks the one, and must not mark the other."""
+    if local.__class__ is torch.Tensor:
+        return local.detach()
+    if holds_shards(local):  # handed on, and back, as it is
+        return local
+    try:
+        return local.detach()
+    except NotImplementedError:  # a subclass that holds shards and knows few ops
+        return local
+
+
+class DetachedView(DTensor):
+    """A view of values that had to be gathered before they could be cut: a copy, where plain torch gives a window.
+
+    It reads as the DTensor it was until its base is written to, and is an error from then on. Results of ops
+    on it are DTensors. Writes to it are refused (see `Wrapper._detached_view`).
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch.torch_function(DTensor, func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return dispatch.torch_dispatch(DTensor, func, types, args, kwargs)
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        seen = self.__dict__.get("_base_version")
+        if seen is not None and seen != version_of(self):
+            raise PlacementError(
+                f"got a view, {self._spec}, whose sharded dim had to be gathered before it could be cut, and "
+                "whose base has been written to since: it shows the old values; take the view again after the write, "
+                "or redistribute the base so that the dim is whole"
+            )
+        return held_by(self)
+
+    @_local_tensor.setter
+    def _local_tensor(self, held: torch.Tensor) -> None:
+        Wrapper.__dict__["_local_tensor"].__set__(self, held)
+
+
+windows[DTensor] = DetachedView
+# An asynchronous checkpoint copies of a tensor what its own class lists, and would write an empty one.
+DTensor.__slots__ = DetachedView.__slots__ = Wrapper.__slots__  # type: ignore[assignment]
+
+
+class FromLocal(torch.autograd.Function):
+    """local tensor -> DTensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements | None
+    ) -> DTensor:
+        ctx.spec, ctx.local_shape = spec, local.shape
+        ctx.grad_placements = grad_placements or placements_of_gradient(spec.placements)
+        held = _detached(local) if spec.info.coordinate is not None else empty_part(spec.dtype, local.device)
+        return wrap(DTensor, held, spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None, None]:
+        if ctx.spec.info.coordinate is None:  # what was passed here is no part of the tensor
+            return torch.zeros(ctx.local_shape, dtype=grad.dtype, device=grad.device), None, None
+        local = grad.redistribute(placements=ctx.grad_placements).to_local()
+        for placement, parts in zip(ctx.spec.placements, ctx.spec.info.sizes, strict=True):
+            if placement.is_partial("avg"):
+                local = local / parts  # one of `parts` terms of a mean
+            elif isinstance(placement, Partial) and placement.reduce_op != "sum":
+                raise PlacementError(
+                    f"cannot differentiate from_local with {placement}: which rank's term decided is not known; "
+                    "reduce the local tensors yourself before wrapping them"
+                )
+        return local, None, None
+
+
+class ToLocal(torch.autograd.Function):
+    """DTensor -> local tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, grad_placements: Placements | None) -> torch.Tensor:
+        ctx.spec = tensor._spec
+        ctx.grad_placements = grad_placements or placements_of_gradient(tensor._spec.placements)
+        # A fresh tensor object: autograd marks the result, and must not mark `_local_tensor`.
+        return tensor._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:
+        spec: DTensorSpec = ctx.spec
+        return _gradient(grad, spec.info, ctx.grad_placements, spec.shape), None
+
+
+class FullTensor(torch.autograd.Function):
+    """DTensor -> global tensor: redistribute and to_local in one."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, route: Route, grad_placements: Placements | None) -> torch.Tensor:
+        ctx.route, ctx.grad_placements = route, grad_placements
+        return _whole(tensor, route)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None, None]:
+        route: Route = ctx.route
+        spec, stride = route.result, contiguous_stride(route.result.shape)
+        if torch.is_grad_enabled() or ctx.grad_placements is not None:
+            # A backward that is itself differentiated needs its own graph.
+            placed = ctx.grad_placements or spec.placements
+            made = _gradient(grad, spec.info, placed, spec.shape)
+            return made.redistribute(placements=route.gradient), None, None
+        here = DTensorSpec.of(spec.info, spec.placements, spec.shape, stride, grad.dtype)
+        back = plan(here, route.gradient)
+        local = apply(grad, back) if back else grad.contiguous()
+        return wrap(DTensor, local, back.result), None, None
+
+
+torch.serialization.add_safe_globals([DTensor])
+register_foreach_type(DTensor)

@@ -1,0 +1,62 @@
+"""Tensor methods that need nothing but torch's own path, called without `__torch_function__` first.
+
+A view must pass through torch, which tracks views and their versions; asking `__torch_function__` on
+the way costs a microsecond and changes nothing. (Torch function modes still see the call.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dtbench_core.layout.wrapper import Wrapped
+from dtbench_core.torch_compat import DisableTorchFunction
+
+# Methods that take one tensor, and give views of it.
+VIEWS: tuple[str, ...] = (
+    "chunk",
+    "detach",
+    "expand",
+    "flatten",
+    "movedim",
+    "narrow",
+    "permute",
+    "select",
+    "split",
+    "squeeze",
+)
+VIEWS += ("swapaxes", "t", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view")
+
+_PLAIN_INDEX = (int, slice, type(None), type(Ellipsis))
+_getitem = torch.Tensor.__getitem__
+
+
+def _straight(name: str) -> Callable[..., Any]:
+    method = getattr(torch.Tensor, name)
+
+    def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with DisableTorchFunction():
+            return method(self, *args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = method.__doc__
+    return call
+
+
+def getitem(self: torch.Tensor, index: Any) -> Any:
+    """`x[index]`: a view straight through torch, unless a tensor is among the indices."""
+    for one in index if index.__class__ is tuple else (index,):
+        if one.__class__ not in _PLAIN_INDEX:
+            return _getitem(self, index)
+    with DisableTorchFunction():
+        return _getitem(self, index)
+
+
+def straight_methods(cls: type[Wrapped]) -> type[Wrapped]:
+    """Class decorator: gives `cls` the methods above."""
+    for name in VIEWS:
+        setattr(cls, name, _straight(name))
+    cls.__getitem__ = getitem  # type: ignore[method-assign, assignment]
+    return cls

@@ -1,0 +1,1 @@
+"""`dtbench run`: options, refinement, the session, the measuring loop, clocks, progress."""

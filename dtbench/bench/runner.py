@@ -1,0 +1,89 @@
+"""From tasks to results: measures one task after another in a live world."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from dtbench.bench.options import Task
+from dtbench.bench.sampling import Budget, Instruments, Measurement, Outcome, Ranks
+from dtbench.model import Result
+from dtbench.stats import summarize
+from dtbench.world.watch import Now
+
+
+def budget_of(world: str, quick: bool) -> Budget:
+    """How much is measured per impl of a case.
+
+    Host latencies need rounds enough for a steady quartile, and cost microseconds each; collectives
+    between processes on one machine cost milliseconds, and five say what thirty say within the noise
+    between launches. Seconds are set so that the whole `--quick` job stays in minutes on two cores.
+    """
+    seconds = 0.02 if quick else 0.10
+    least, most = (20, 50) if world == "simulated" else (5, 30)
+    return Budget(samples_s=seconds, least=least, most=most, warmup_s=seconds)
+
+
+@dataclasses.dataclass
+class Sweep:
+    """Measures tasks and hands on their results.
+
+    record: called on rank 0 with each result as soon as it is there. starting: called on every rank
+        before a task. limit: a context that ends the run if a task is still in it after so many
+        seconds.
+    """
+
+    launch: int
+    timeout_s: float
+    now: Now
+    record: Callable[[Result], None]
+    starting: Callable[[Task], None]
+    limit: Callable[[float], AbstractContextManager[None]]
+
+    def measure(self, tasks: Sequence[Task], world: Any, ranks: Ranks, instruments: Instruments) -> None:
+        """Measures the tasks in order, all ranks of `ranks` together."""
+        for task in tasks:
+            case, now = task.case, self.now
+            now.suite, now.name, now.params, now.impls = task.suite.name, case.name, case.params, task.impls
+            now.case, now.step = now.case + 1, 0
+            self.starting(task)
+            with self.limit(self.timeout_s):
+                measurement = Measurement(case, world, ranks, instruments, now, self.timeout_s)
+                outcomes = measurement.outcomes(task.impls)
+            if ranks.rank == 0:
+                for impl in task.impls:
+                    self.record(to_result(task, impl, outcomes[impl], self.launch))
+            now.suite = ""
+
+
+def to_result(task: Task, impl: str, outcome: Outcome, launch: int) -> Result:
+    """The line of the run file for one impl of a task."""
+    case = task.case
+    result = Result(
+        suite=task.suite.name,
+        name=case.name,
+        impl=impl,
+        params=case.params,
+        status=outcome.status,
+        reason=outcome.reason,
+        rank=outcome.rank,
+        size_bytes=case.size_bytes,
+        launch=launch,
+    )
+    if outcome.status != "ok":
+        return result
+    timing = summarize(outcome.samples_s)
+    algbw = None if case.size_bytes is None or timing.median <= 0 else case.size_bytes / timing.median
+    busbw = None if algbw is None or case.busbw_factor is None else algbw * case.busbw_factor
+    return dataclasses.replace(
+        result,
+        time_s=timing,
+        samples_s=outcome.samples_s,
+        rank_samples_s=outcome.rank_samples_s,
+        rank_arrivals_s=outcome.rank_arrivals_s,
+        algbw_Bps=algbw,
+        busbw_Bps=busbw,
+        counters=outcome.counters,
+    )

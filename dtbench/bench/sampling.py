@@ -1,0 +1,449 @@
+"""How one case is timed on every rank of a world.
+
+The ranks talk about counts and verdicts through `Ranks.agree`, never through the collectives that are
+being measured: each rank casts a vote, rank 0 decides, all ranks act on the decision. So they always
+make the same number of calls, and a fault on one of them is known to all before the next phase.
+
+    build -> first call -> warm-up blocks until steady -> check -> samples in rounds -> check -> gather
+
+The impls of a case are sampled in turn, round by round, each round starting with another impl: what
+disturbs the machine for a while disturbs all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from dtbench.bench.arrivals import lateness_s
+from dtbench.bench.clock import Clock
+from dtbench.model import Case, Skip, Status, Workload
+from dtbench.world.watch import Now
+
+# A block of warm-up calls that is less than this much faster than the one before ends the warm-up.
+STEADY_GAIN = 0.10
+MAX_WARMUP_BLOCKS = 10
+# Rounds between two decisions take about so long: rare enough not to disturb fast cases, often
+# enough to stop a slow one near its timeout.
+CHUNK_S = 0.25
+# A case is given up when fewer samples than this fit into what is left of its timeout.
+FEWEST_SAMPLES = 2
+MAX_REASON_CHARS = 400
+
+
+class Ranks(Protocol):
+    """The ranks of a world, reached outside its collectives."""
+
+    rank: int
+    size: int
+
+    def agree(self, vote: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """Every rank gives a vote (JSON data); rank 0 decides on the list of all; all get the decision."""
+        ...
+
+    def raised(self, reason: str) -> None:
+        """Tells the others that a call raised here: they may be waiting in a collective."""
+        ...
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much to measure, per impl: seconds of samples, bounds of their number, seconds of warm-up."""
+
+    samples_s: float
+    least: int
+    most: int
+    warmup_s: float
+
+
+@dataclass(frozen=True)
+class Instruments:
+    """What a measurement is made with; tests replace each by a fake.
+
+    barrier: all ranks of the world leave it together. kernel: names the running kernel, whose monotonic clock
+    says when samples began. gpu_state: clocks and throttling of this rank's GPU, None without one. throttled:
+    what of two such states disturbed the samples between, or None.
+    """
+
+    clocks: Mapping[Literal["host", "device"], Clock]
+    barrier: Callable[[], None]
+    budget: Budget
+    kernel: str | None = None
+    gpu_state: Callable[[], Mapping[str, Any] | None] = lambda: None
+    throttled: Callable[[Any, Any], str | None] = lambda _before, _after: None
+    monotonic: Callable[[], float] = time.monotonic
+
+
+@dataclass
+class Outcome:
+    """One impl's end. samples_s: per sample, the max over participating ranks; seconds per call. The ranks'
+    own are as in `Result`.
+    """
+
+    status: Status
+    reason: str = ""
+    rank: int | None = None
+    samples_s: tuple[float, ...] = ()
+    rank_samples_s: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    rank_arrivals_s: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+def describe(error: BaseException) -> str:
+    """The error as one line: its type and the first line of its message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= MAX_REASON_CHARS else text[: MAX_REASON_CHARS - 3] + "..."
+
+
+class _GaveUp(Exception):  # noqa: N818 - ends a measurement, on all ranks at once
+    """Every impl of the case has its verdict."""
+
+
+class _TooSlow(Exception):  # noqa: N818 - rank 0's decision, not an error
+    """What is left of the timeout does not hold what comes next."""
+
+
+class Measurement:
+    """One case, from building its impls to their outcomes. Used once, by all ranks together."""
+
+    def __init__(
+        self, case: Case, world: Any, ranks: Ranks, instruments: Instruments, now: Now, timeout_s: float
+    ) -> None:
+        self._case = case
+        self._world = world
+        self._ranks = ranks
+        self._with = instruments
+        self._clock = instruments.clocks[case.clock]
+        self._now = now
+        self._timeout_s = timeout_s
+        self._deadline = instruments.monotonic() + timeout_s
+        self._alone = case.calls_per_sample == 1 and case.clock == "device"
+        self._live: dict[str, Workload] = {}
+        self._dropped: list[Workload] = []  # to be closed
+        self._bad: dict[str, tuple[Status, str]] = {}  # found on this rank since the last vote
+        self._outcomes: dict[str, Outcome] = {}
+        self._samples: dict[str, list[float | None]] = {}
+        self._started: dict[str, list[int | None]] = {}
+        self._throttled: str | None = None
+        self._call_s: dict[str, float] = {}  # on rank 0: the slowest rank's time per call
+
+    def outcomes(self, impls: Sequence[str]) -> dict[str, Outcome]:
+        """Measures the impls. On rank 0 the outcomes are whole; elsewhere they hold the status alone."""
+        try:
+            with _steady_memory():
+                self._build(impls)
+                self._first_calls()
+                self._warm_up()
+                self._sample()
+            self._finish()
+        except _GaveUp:
+            pass
+        finally:
+            self._now.impl = None
+            self._dropped += self._live.values()
+            self._close_dropped()
+        return self._outcomes
+
+    # ---- the phases ----
+
+    def _build(self, impls: Sequence[str]) -> None:
+        for impl in impls:
+            with self._guard(impl):
+                self._live[impl] = self._case.build[impl](self._world)
+        self._vote({}, lambda votes: None)
+
+    def _first_calls(self) -> None:
+        """One call of each, voted on singly: the first that takes most of the timeout ends the case."""
+        for impl in list(self._live):
+            if impl in self._live:
+                self._vote({"s": {impl: self._block(impl, 1)}}, self._learn)
+
+    def _warm_up(self) -> None:
+        sizes = dict.fromkeys(self._live, max(self._case.warmup_calls - 1, 1))
+        fastest: dict[str, float] = {}
+        spent: dict[str, float] = {}
+
+        def decide(votes: list[Any]) -> dict[str, int]:
+            self._learn(votes)
+            again: dict[str, int] = {}
+            for impl in [i for i in sizes if i in self._live]:
+                call_s, before = self._call_s[impl], fastest.get(impl, math.inf)
+                fastest[impl] = call_s
+                spent[impl] = spent.get(impl, 0.0) + sizes[impl] * call_s
+                if call_s < (1 - STEADY_GAIN) * before and spent[impl] < self._with.budget.warmup_s:
+                    again[impl] = sizes[impl]
+            return again
+
+        for _ in range(MAX_WARMUP_BLOCKS):
+            took = {impl: self._block(impl, calls) for impl, calls in sizes.items()}
+            again = self._vote({"s": took}, decide)
+            sizes = {impl: calls for impl, calls in again.items() if impl in self._live}
+            if not sizes:
+                return
+
+    def _sample(self) -> None:
+        self._check("after the warm-up")
+        total = self._vote({}, lambda votes: self._choose_total())
+        self._samples = {impl: [] for impl in self._live}
+        self._started = {impl: [] for impl in self._live}
+        before = self._with.gpu_state()
+        rounds = self._vote({}, lambda votes: self._choose_rounds(0, total))
+        done = 0
+        while rounds:
+            self._rounds(range(done, done + rounds))
+            done += rounds
+            rounds = self._vote({}, functools.partial(self._next_rounds, done, total))
+        self._throttled = self._with.throttled(before, self._with.gpu_state())
+
+    def _finish(self) -> None:
+        self._check("after the samples")
+        mine: dict[str, Any] = {}
+        for impl, workload in self._live.items():
+            with self._guard(impl):
+                counters = dict(workload.counters()) if workload.counters else {}
+                samples = self._samples[impl] if workload.participates else None
+                mine[impl] = {
+                    "counters": counters,
+                    "samples": samples,
+                    "started": self._started[impl],
+                    "kernel": self._with.kernel,
+                    "throttled": self._throttled,
+                }
+        gathered: list[Any] = []
+        self._vote({"all": mine}, gathered.extend)
+        calls = self._case.calls_per_sample
+        for impl in self._live:
+            parts = [v["all"][impl] for v in gathered]
+            self._outcomes[impl] = combine(parts, calls) if parts else Outcome("ok")
+
+    # ---- calls ----
+
+    def _block(self, impl: str, calls: int) -> float | None:
+        """The fastest of so many calls, seconds; None if one raised."""
+        took: list[float] = []
+        with self._guard(impl):
+            took += [self._one_sample(impl, 1) for _ in range(calls)]
+        return min(took, default=None)
+
+    def _one_sample(self, impl: str, calls: int) -> float:
+        workload = self._live[impl]
+        self._now.impl = impl
+        self._now.step += 1
+        if workload.before is not None:
+            workload.before()
+        self._clock.settle(cold=self._alone)
+        if self._case.clock == "device":
+            self._with.barrier()
+        return self._clock.measure(workload.run, calls)
+
+    def _rounds(self, rounds: range) -> None:
+        order = list(self._live)
+        for number in rounds:
+            turn = number % len(order)
+            for impl in order[turn:] + order[:turn]:
+                if impl in self._bad:
+                    continue  # the other impls go on: other ranks may not have failed, and expect them
+                with self._guard(impl):
+                    self._samples[impl].append(self._one_sample(impl, self._case.calls_per_sample))
+                    self._started[impl].append(self._clock.started_ns)
+        for impl in order:  # rounds that this rank missed, so that round i is round i on every rank
+            missed = [None] * (rounds.stop - len(self._samples[impl]))
+            self._samples[impl] += missed
+            self._started[impl] += missed
+
+    def _check(self, when: str) -> None:
+        for impl, workload in self._live.items():
+            if workload.check is None:
+                continue
+            with self._guard(impl):
+                wrong = workload.check()
+                if wrong is not None:
+                    self._bad[impl] = ("wrong", f"{wrong} ({when})")
+
+    # ---- what rank 0 decides ----
+
+    def _learn(self, votes: list[Any]) -> None:
+        """Keeps the slowest rank's time per call; raises when not even one more call would fit."""
+        for impl in votes[0]["s"]:
+            took = [v["s"][impl] for v in votes if v["s"][impl] is not None]
+            if took:
+                self._call_s[impl] = max(took)
+        if self._left_s() < max((self._call_s.get(impl, 0.0) for impl in self._live), default=0.0):
+            raise _TooSlow
+
+    def _left_s(self) -> float:
+        return self._deadline - self._with.monotonic()
+
+    def _round_s(self) -> float:
+        calls = self._case.calls_per_sample
+        return max(sum(self._call_s[impl] * calls for impl in self._live), 1e-9)
+
+    def _choose_total(self) -> int:
+        budget, total = self._with.budget, self._case.samples
+        if total is None:
+            wanted = budget.samples_s * len(self._live) / self._round_s()
+            total = int(min(max(wanted, budget.least), budget.most))
+        fit = int(self._left_s() / self._round_s())
+        if fit < min(total, FEWEST_SAMPLES):
+            raise _TooSlow
+        return min(total, fit)
+
+    def _choose_rounds(self, done: int, total: int) -> int:
+        return min(max(int(CHUNK_S / self._round_s()), 1), total - done)
+
+    def _next_rounds(self, done: int, total: int, _votes: list[Any]) -> int:
+        if done < total and self._left_s() < self._round_s():
+            if done < FEWEST_SAMPLES:
+                raise _TooSlow
+            return 0
+        return self._choose_rounds(done, total)
+
+    def _why_too_slow(self) -> str:
+        calls = ", ".join(f"{impl} {self._call_s[impl]:.2g} s" for impl in self._live if impl in self._call_s)
+        return f"the case does not fit into --timeout {self._timeout_s:g} s (per call: {calls}); give it more"
+
+    # ---- verdicts ----
+
+    @contextlib.contextmanager
+    def _guard(self, impl: str) -> Iterator[None]:
+        """What the block raises is the impl's failure on this rank."""
+        self._now.impl = impl
+        try:
+            yield
+        except Skip as skip:
+            self._bad[impl] = ("skipped", str(skip))
+        except Exception as error:
+            reason = describe(error)
+            self._bad[impl] = ("failed", reason)
+            if self._now.raised is None:
+                self._now.raised, self._now.raised_in = reason, impl
+            self._ranks.raised(reason)
+
+    def _vote(self, vote: dict[str, Any], decide: Callable[[list[Any]], Any]) -> Any:
+        """Agrees on the verdicts since the last vote, then on what `decide` makes of the votes.
+
+        `decide` runs on rank 0 with the impls that are left.
+
+        Raises:
+            _GaveUp: no impl is left.
+        """
+
+        def decide_all(votes: list[Any]) -> dict[str, Any]:
+            bad = _worst([v["bad"] for v in votes])
+            self._drop(bad)
+            try:
+                return {"bad": bad, "next": decide(votes) if self._live else None}
+            except _TooSlow:
+                reason = self._why_too_slow()
+                return {"bad": bad | dict.fromkeys(self._live, ("failed", reason, None)), "next": None}
+
+        bad, self._bad = self._bad, {}
+        decision = self._ranks.agree({"bad": bad, **vote}, decide_all)
+        self._now.raised = self._now.raised_in = None
+        self._drop(decision["bad"])
+        self._close_dropped()
+        if not self._live:
+            raise _GaveUp
+        return decision["next"]
+
+    def _drop(self, bad: Mapping[str, Sequence[Any]]) -> None:
+        for impl, (status, reason, rank) in bad.items():
+            self._outcomes[impl] = Outcome(status, reason, rank)
+            if impl in self._live:
+                self._dropped.append(self._live.pop(impl))
+
+    def _close_dropped(self) -> None:
+        if not self._dropped:
+            return
+        for workload in self._dropped:
+            if workload.close is not None:
+                # The impl has its verdict already; what closing it raises would say nothing new.
+                with contextlib.suppress(Exception):
+                    workload.close()
+        self._dropped.clear()
+        _release_memory()
+
+
+def _worst(votes: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, tuple[str, str, int]]:
+    """impl -> status, reason and rank of the gravest verdict any rank has; the lowest rank's if equal."""
+    gravity = ("skipped", "wrong", "failed")
+    worst: dict[str, tuple[str, str, int]] = {}
+    for rank, bad in enumerate(votes):
+        for impl, (status, reason) in bad.items():
+            if impl not in worst or gravity.index(status) > gravity.index(worst[impl][0]):
+                worst[impl] = (status, reason, rank)
+    return worst
+
+
+def combine(parts: Sequence[Mapping[str, Any]], calls: int = 1) -> Outcome:
+    """The outcome of an impl from what each rank has: its samples (None: it only waited), when they
+    began, its counters, what throttled it. A round that some rank missed is left out.
+
+    The counters are the lowest participating rank's. Where several ranks take part, `skew_s` is added:
+    the median over samples of the difference between the slowest and the fastest rank. The rank with
+    the shortest time in a collective is the one that came last.
+    """
+    own = {rank: part["samples"] for rank, part in enumerate(parts) if part["samples"] is not None}
+    if not own:
+        return Outcome("failed", "no rank takes part in it: expected `participates` on at least one rank")
+    whole = [i for i, row in enumerate(zip(*own.values(), strict=True)) if None not in row]
+    rounds = [tuple(samples[i] for samples in own.values()) for i in whole]
+    if not rounds:
+        return Outcome("failed", "no sample was completed by all ranks")
+    counters: dict[str, float] = dict(parts[min(own)]["counters"])
+    by_rank: dict[str, tuple[float, ...]] = {}
+    arrivals: dict[str, tuple[float, ...]] = {}
+    if len(own) > 1:
+        counters["skew_s"] = statistics.median(max(row) - min(row) for row in rounds)
+        by_rank = {str(r): tuple(column) for r, column in zip(own, zip(*rounds, strict=True), strict=True)}
+        arrivals = _arrivals({rank: parts[rank] for rank in own}, whole, calls)
+    throttled = {rank: part["throttled"] for rank, part in enumerate(parts) if part["throttled"]}
+    if throttled:
+        counters["throttled"] = 1.0
+    reason = "; ".join(f"the GPU of rank {rank} was throttled: {why}" for rank, why in throttled.items())
+    return Outcome("ok", reason, None, tuple(max(row) for row in rounds), by_rank, arrivals, counters)
+
+
+def _arrivals(
+    parts: Mapping[int, Mapping[str, Any]], rounds: Sequence[int], calls: int
+) -> dict[str, tuple[float, ...]]:
+    """Per rank how late it began these rounds, per call; empty where some clock does not say."""
+    began = {rank: [part["started"][i] for i in rounds] for rank, part in parts.items()}
+    if any(time is None for times in began.values() for time in times):
+        return {}
+    late = lateness_s(began, {rank: part["kernel"] for rank, part in parts.items()})
+    # Nanoseconds: more digits would only fill the file.
+    return {str(rank): tuple(round(float(s) / calls, 9) for s in late[rank]) for rank in late}
+
+
+@contextlib.contextmanager
+def _steady_memory() -> Iterator[None]:
+    """Collects garbage now and not while sampling."""
+    gc.collect()
+    # What survived is modules, caches and results. Left unfrozen, the next case's collection would walk
+    # through all of torch again: longer than a short case takes.
+    gc.freeze()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _release_memory() -> None:
+    """Gives back what a dropped impl held, so that running out of memory ends one case, not the run."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -1,0 +1,553 @@
+"""One rank's life: join the world, measure what is left to measure, leave with everybody's exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dtbench.bench.options import (
+    RunOptions,
+    Task,
+    further_tasks,
+    list_tasks,
+    refuse_foreign_options,
+    refuse_other_run,
+    remaining,
+)
+from dtbench.bench.progress import Progress, complain, make_progress, say, summary_of
+from dtbench.bench.runner import Sweep, budget_of
+from dtbench.bench.sampling import Instruments, describe
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError, WorldBrokenError
+from dtbench.files.store import RunWriter, read_run
+from dtbench.mesh import format_mesh
+from dtbench.model import Plan, Result, Run
+from dtbench.suite import Suite, load
+from dtbench.world.launch import NOTE, OUTPUT, Note, end_with_launcher, launch_number, start_again
+from dtbench.world.ranks import Place, StoreRanks, store_of
+from dtbench.world.watch import Diagnosis, Now, Watch, block_signals
+
+# Refused options are refused on every rank, but only rank 0 says why. The others give it time to:
+# a launcher kills the remaining ranks as soon as one of them has left.
+LET_RANK_0_SPEAK_S = 10.0
+# How often the suites may ask for more cases in a launch; bisection from steps of 4x down to below 2x asks
+# twice. A suite without an end would measure for ever.
+MAX_REFINEMENTS = 8
+# The last decision is on its way to the others; where rank 0 serves the store, it must not leave first.
+FAREWELL_S = 10.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run is to do, the same on every rank and in the launcher."""
+
+    options: RunOptions
+    plan: Plan
+    suites: tuple[Suite, ...]
+    tasks: tuple[Task, ...]
+
+    @property
+    def suite_names(self) -> list[str]:
+        """As the header has them."""
+        return [suite.name for suite in self.suites]
+
+
+def prepare(options: RunOptions, device_type: str, world_size: int) -> Job:
+    """Validates all that can be validated before ranks exist.
+
+    Raises:
+        UsageError: options that cannot be followed.
+    """
+    plan = options.plan("cuda" if device_type == "cuda" else "cpu", world_size)
+    suites = tuple({suite.name: suite for suite in load(options.suites)}.values())
+    refuse_foreign_options(suites, options.suite_options)
+    return Job(options, plan, suites, tuple(list_tasks(suites, plan, options.filter)))
+
+
+def refuse_without_ranks(job: Job) -> None:
+    """Checks that there is something for ranks to do.
+
+    Raises:
+        UsageError: a suite that needs none.
+    """
+    alone = [suite.name for suite in job.suites if suite.world == "own"]
+    if alone:
+        raise UsageError(
+            f"{alone[0]} needs no ranks, but a launcher has started some: run `dtbench run {alone[0]}` without it"
+        )
+
+
+def choose_device(options: RunOptions) -> str:
+    """The device type to measure on.
+
+    Raises:
+        UsageError: --device cuda without CUDA.
+    """
+    if options.device == "cpu":
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if options.device == "cuda":
+        raise UsageError(
+            "--device cuda: torch finds no CUDA device here; expected a GPU, its driver and a CUDA build "
+            "of torch; use --device cpu, or ask `dtbench doctor`"
+        )
+    return "cpu"
+
+
+def quiet_torch() -> None:
+    """Before torch loads: no log lines of its C++ side and no warnings about its own names."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+
+
+def join_store(connect: Callable[[bool], Any], place: Place) -> Any:
+    """The store of the ranks.
+
+    Raises:
+        WorldBrokenError: it does not answer.
+    """
+    try:
+        return connect(True)
+    except RuntimeError as error:
+        raise WorldBrokenError(
+            f"rank {place.rank} cannot reach the store of the ranks at {place.address}:"
+            f"{place.port} ({describe(error)}); check MASTER_ADDR, MASTER_PORT and the firewall"
+        ) from error
+
+
+def tell_refusal(error: DtbenchError, place: Place, note: str | None) -> None:
+    """Rank 0 says why the options cannot be followed, and the others leave it the time to."""
+    if place.rank == 0:
+        complain(str(error))
+        Note(code=error.exit_code, reported=True).write(note)
+    else:
+        time.sleep(LET_RANK_0_SPEAK_S)
+
+
+def leave(ranks: StoreRanks, watch: Watch, code: int) -> None:
+    """Ends the watch; rank 0, which may serve the store, leaves last."""
+    if ranks.rank == 0:
+        ranks.wait_for_farewells(FAREWELL_S)
+    watch.finish(code)
+    if ranks.rank != 0:
+        ranks.say_farewell()
+
+
+class Session:
+    """This rank's part in one launch of a run. `go` never returns."""
+
+    def __init__(self, options: RunOptions, place: Place, argv: Sequence[str]) -> None:
+        self._options = options
+        self._place = place
+        self._argv = argv
+        self._launch = launch_number()
+        self._note = os.environ.get(NOTE)
+        self._output = output_of(options)
+        self._now = Now(launch=self._launch)
+        self._writer: RunWriter | None = None
+        self._progress: Progress | None = None
+        self._connect = store_of(place, self._launch)
+
+    def go(self) -> NoReturn:
+        """Measures and exits."""
+        block_signals()
+        if self._note is not None:
+            end_with_launcher()
+        quiet_torch()
+        self._watch = Watch(self._now, self._place.rank, self._place.world_size, self._on_end)
+        try:
+            device_type = choose_device(self._options)
+            job = prepare(self._options, device_type, self._place.world_size)
+            refuse_without_ranks(job)
+        except DtbenchError as error:
+            self._refuse(error)
+        except BaseException as error:
+            self._break(error)
+        try:
+            code = self._run(job)
+        except DtbenchError as error:
+            self._stop(error)
+        except BaseException as error:  # SystemExit in a suite's code is a fault like any other
+            self._break(error)
+        if self._launch + 1 < self._options.launches and self._note is None:
+            start_again(self._launch + 1, self._output)
+        self._exit(code)
+
+    # ---- the run ----
+
+    def _run(self, job: Job) -> int:
+        store = join_store(self._connect, self._place)
+        ranks = StoreRanks(store, self._place.rank, self._place.world_size, self._watch.raised)
+        device = _device(job, self._place)
+        infos = ranks.agree(self._info(job, device), lambda votes: votes)
+        self._watch.join(
+            self._connect,
+            [info["host"] for info in infos],
+            lambda: ranks.votes,
+            None if self._place.agent_store else 0,
+        )
+        if self._place.rank == 0:
+            self._open(job, infos)
+        tasks = self._agree_on_tasks(job, ranks)
+        if self._place.rank == 0:
+            self._begin(job, sum(len(task.impls) for task in tasks))
+        sweep = Sweep(
+            launch=self._launch,
+            timeout_s=self._options.timeout_s,
+            now=self._now,
+            record=self._record,
+            starting=functools.partial(self._starting, store),
+            limit=self._watch.limit,
+        )
+        self._measure(job, tasks, sweep, store, ranks, device)
+        code = int(ranks.agree(None, lambda votes: self._close()))
+        leave(ranks, self._watch, code)
+        return code
+
+    def _measure(
+        self, job: Job, tasks: Sequence[Task], sweep: Sweep, store: Any, ranks: StoreRanks, device: Any
+    ) -> None:
+        from dtbench.world.ranks import AloneRanks, barrier_of, real_world, simulated_world
+
+        simulated = [task for task in tasks if task.suite.world == "simulated"]
+        real = [task for task in tasks if task.suite.world == "ranks"]
+        quick = job.plan.quick
+        instruments = functools.partial(_instruments, device)
+        if simulated and ranks.rank == 0:
+            with simulated_world(device) as world:
+                _settle_memory()
+                tools = instruments(barrier=lambda: None, budget=budget_of("simulated", quick))
+                sweep.measure(simulated, world, AloneRanks(), tools)
+            store.delete_key("now")
+        ranks.agree(None, lambda votes: None)  # the other ranks sleep here
+        # A resumed run may have its sweep whole and its refinement not.
+        real = real or self._agree_on_more(job, ranks)
+        if not real:
+            return
+        timeout_s = self._options.timeout_s
+        with contextlib.ExitStack() as stack:
+            with self._watch.limit(max(timeout_s, 60.0)):
+                world = stack.enter_context(real_world(self._place, store, device, job.plan.mesh, timeout_s))
+                barrier = barrier_of(device)
+                barrier()
+            _settle_memory()
+            tools = instruments(barrier=barrier, budget=budget_of("ranks", quick))
+            for _ in range(MAX_REFINEMENTS):
+                sweep.measure(real, world, ranks, tools)
+                real = self._agree_on_more(job, ranks)
+                if not real:
+                    break
+            ranks.agree(None, lambda votes: None)  # nobody leaves the group while others use it
+
+    def _agree_on_more(self, job: Job, ranks: StoreRanks) -> list[Task]:
+        """What the suites want to measure beyond their cases, as rank 0 finds from the file; names and
+        params travel, and each rank builds the cases of them."""
+        if not job.plan.refine:
+            return []
+
+        def decide(_votes: list[Any]) -> list[Any]:
+            assert self._writer is not None and self._progress is not None
+            results = read_run(self._output).results
+            more = further_tasks(job.suites, job.plan, job.options.filter, results, self._launch)
+            left = remaining(more, self._writer.done, self._launch)
+            if left:
+                self._progress.more(sum(len(task.impls) for task in left))
+            return [[t.suite.name, t.case.name, dict(t.case.params), list(t.impls)] for t in left]
+
+        suites = {suite.name: suite for suite in job.suites}
+        tasks = []
+        for name, case, params, impls in ranks.agree(None, decide):
+            refinement = suites[name].refinement
+            assert refinement is not None
+            tasks.append(Task(suites[name], refinement.case(job.plan, case, params), tuple(impls)))
+        return tasks
+
+    def _agree_on_tasks(self, job: Job, ranks: StoreRanks) -> list[Task]:
+        """What is left to measure, as rank 0 reads it from the file."""
+
+        def decide(_votes: list[Any]) -> list[list[str]]:
+            assert self._writer is not None
+            left = remaining(job.tasks, self._writer.done, self._launch)
+            impls = {id(task.case): list(task.impls) for task in left}
+            return [impls.get(id(task.case), []) for task in job.tasks]
+
+        # Ranks that list other cases would wait in different collectives.
+        mine = [task.label for task in job.tasks] if ranks.size > 1 else []
+        different = ranks.agree(
+            hash_of(mine), lambda votes: [r for r, v in enumerate(votes) if v != votes[0]]
+        )
+        if different:
+            raise UsageError(
+                f"ranks {different} list other cases than rank 0: expected the same suites and options on "
+                f"every rank; a suite's cases may depend on its plan only"
+            )
+        chosen: list[list[str]] = ranks.agree(None, decide)
+        return [
+            Task(task.suite, task.case, tuple(impls))
+            for task, impls in zip(job.tasks, chosen, strict=True)
+            if impls
+        ]
+
+    # ---- rank 0's file and terminal ----
+
+    def _open(self, job: Job, infos: Sequence[Mapping[str, Any]]) -> None:
+        from dtbench.machine.provenance import provenance
+        from dtbench.world.ranks import backend_of
+
+        if self._launch > 0:
+            self._writer = RunWriter.resume(self._output)
+        elif self._options.resume:
+            run = check_resume(job, self._output)
+            if run.complete:
+                self._leave_complete(run)
+            self._writer = RunWriter.resume(self._output, {"argv": list(self._argv)})
+        else:
+            header = provenance(
+                argv=self._argv,
+                plan=job.plan,
+                suites=job.suite_names,
+                mesh=job.plan.mesh,
+                ranks=infos,
+                backend=backend_of(job.plan.device_type),
+                launches=self._options.launches,
+            )
+            self._writer = RunWriter.create(self._output, header)
+
+    def _leave_complete(self, run: Run) -> NoReturn:
+        code = say_complete(run)
+        self._watch.stop_others(code)
+        self._exit(code)
+
+    def _begin(self, job: Job, total: int) -> None:
+        self._progress = make_progress()
+        plan = job.plan
+        launches = self._options.launches
+        words = [
+            f"{total} results to measure on {plan.world_size} {plan.device_type} ranks",
+            f"({format_mesh(plan.mesh)}),",
+            f"launch {self._launch + 1} of {launches}," if launches > 1 else "",
+            f"into {self._output}",
+        ]
+        self._progress.begin(" ".join(word for word in words if word), total)
+
+    def _starting(self, store: Any, task: Task) -> None:
+        if self._place.rank != 0:
+            return
+        case = {"suite": task.suite.name, "name": task.case.name, "params": dict(task.case.params)}
+        case["impls"] = list(task.impls)
+        Note(case).write(self._note)
+        if task.suite.world == "simulated":  # the other ranks do not see which case it is
+            store.set("now", json.dumps(case))
+
+    def _record(self, result: Result) -> None:
+        assert self._writer is not None and self._progress is not None
+        self._progress.result(self._writer.append(result))
+
+    def _close(self) -> int:
+        """On rank 0, when all is measured: the end of the file and the last line. The exit code."""
+        assert self._writer is not None and self._progress is not None
+        last = self._launch + 1 >= self._options.launches
+        if last:
+            self._writer.end()
+        self._writer.close()
+        self._progress.close()
+        run = read_run(self._output)
+        code = exit_code_of(run)
+        if last:
+            say(f"{self._output}: {summary_of(run.results)}")
+        Note(code=code, reported=True, whole=True).write(self._note)
+        return code
+
+    # ---- endings ----
+
+    def _refuse(self, error: DtbenchError) -> NoReturn:
+        """The options are refused, on all ranks alike."""
+        tell_refusal(error, self._place, self._note)
+        self._exit(error.exit_code)
+
+    def _stop(self, error: DtbenchError) -> NoReturn:
+        """This rank cannot go on, for a reason that one line explains."""
+        if self._place.rank == 0:
+            self._watch.stop_others(error.exit_code)
+            if self._progress is not None:
+                self._progress.close()
+            complain(str(error))
+            Note(code=error.exit_code, reported=True).write(self._note)
+            self._exit(error.exit_code)
+        self._break(error)
+
+    def _break(self, error: BaseException) -> NoReturn:
+        """A fault that nothing foresaw: the world ends, with this rank named."""
+        if os.environ.get("DTBENCH_TRACEBACK"):
+            sys.excepthook(type(error), error, error.__traceback__)
+        self._watch.fault(describe(error))
+
+    def _on_end(self, diagnosis: Diagnosis) -> None:
+        """On the lowest living rank, in a helper thread: the failed result and the last line."""
+        if self._progress is not None:
+            with suppress(Exception):  # whatever the terminal does, the last line comes
+                self._progress.close()
+        report_end(diagnosis, self._case_in_hand(), self._output, self._writer, self._launch)
+        Note(code=diagnosis.code, reported=True).write(self._note)
+
+    def _case_in_hand(self) -> Mapping[str, Any] | None:
+        now = self._now
+        if now.suite:
+            impl = now.raised_in or now.impl
+            impls = [impl] if impl else list(now.impls)
+            return {"suite": now.suite, "name": now.name, "params": dict(now.params), "impls": impls}
+        if self._place.rank == 0:
+            return None
+        with suppress(RuntimeError, ValueError):  # rank 0 may have died in its simulated world
+            store = self._connect(False)
+            if store.check(["now"]):
+                return dict(json.loads(store.get("now")))
+        return None
+
+    def _info(self, job: Job, device: Any) -> dict[str, Any]:
+        from dtbench.machine.provenance import local_rank_info
+        from dtbench.world.ranks import backend_of
+
+        sends = any(task.suite.world == "ranks" for task in job.tasks)
+        return local_rank_info(str(device), backend_of(job.plan.device_type) if sends else None)
+
+    def _exit(self, code: int) -> NoReturn:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)  # threads of ours sleep in C++ and would hold up an orderly end
+
+
+# --------------------------------------------------------------------------------- shared with the launcher
+
+
+def output_of(options: RunOptions) -> Path:
+    """The run file: -o, or a name by the time in the current folder."""
+    if options.output is not None:
+        return options.output
+    given = os.environ.get(OUTPUT)
+    return Path(given) if given else Path(time.strftime("run-%Y%m%dT%H%M%SZ.jsonl", time.gmtime()))
+
+
+def exit_code_of(run: Run) -> int:
+    """0, or 5 where a result failed or is wrong."""
+    return EXIT_CASE_FAILED if any(r.status in ("failed", "wrong") for r in run.results) else EXIT_OK
+
+
+def check_resume(job: Job, output: Path) -> Run:
+    """The run to go on with.
+
+    Raises:
+        UnreadableRunError: it is no run.
+        UsageError: it was asked for something else.
+    """
+    run = read_run(output)
+    refuse_other_run(run.header, job.plan, job.suite_names, job.options.launches, output)
+    return run
+
+
+def say_complete(run: Run) -> int:
+    """There is nothing to resume; the exit code."""
+    say(f"{run.path} is complete already: {summary_of(run.results)}; nothing to go on with")
+    return exit_code_of(run)
+
+
+def report_end(
+    diagnosis: Diagnosis, case: Mapping[str, Any] | None, output: Path, writer: RunWriter | None, launch: int
+) -> None:
+    """Records the case that was in hand as failed and prints the run's last line."""
+    if case is not None and diagnosis.blames_case:
+        with suppress(DtbenchError, ValueError):
+            _record_failed(diagnosis, case, output, writer, launch)
+    where = ""
+    if case is not None and diagnosis.blames_case:
+        params = " ".join(f"{k}={v}" for k, v in case["params"].items())
+        impl = f" ({case['impls'][0]})" if len(case["impls"]) == 1 else ""
+        where = f" during {case['suite']} {case['name']} {params}".rstrip() + impl
+    try:
+        count = len(read_run(output).results)
+        results = "1 result is" if count == 1 else f"{count} results are"
+        kept = f"{results} in {output}; go on with --resume -o {output}"
+    except DtbenchError:
+        kept = "nothing was measured"
+    complain(f"{diagnosis.sentence}{where}: {kept}")
+
+
+def _record_failed(
+    diagnosis: Diagnosis, case: Mapping[str, Any], output: Path, writer: RunWriter | None, launch: int
+) -> None:
+    with contextlib.ExitStack() as stack:
+        if writer is None:
+            writer = stack.enter_context(RunWriter.resume(output))
+        for impl in case["impls"]:
+            result = Result(
+                suite=case["suite"],
+                name=case["name"],
+                impl=impl,
+                params=case["params"],
+                status="failed",
+                reason=diagnosis.sentence,
+                rank=diagnosis.rank,
+                launch=launch,
+            )
+            if result.key not in writer.done:
+                writer.append(result)
+
+
+# --------------------------------------------------------------------------------- the real instruments
+
+
+def _device(job: Job, place: Place) -> Any:
+    from dtbench.world.ranks import device_of
+
+    return device_of(job.plan.device_type, place.local_rank)
+
+
+def _instruments(device: Any, *, barrier: Callable[[], None], budget: Any) -> Instruments:
+    from dtbench.bench.clock import CudaClock, HostClock, HostClockOnCuda
+    from dtbench.machine import provenance as machine
+
+    if device.type == "cpu":
+        return Instruments(
+            {"host": HostClock(), "device": HostClock()}, barrier, budget, kernel=machine.boot_id()
+        )
+    return Instruments(
+        {"host": HostClockOnCuda(), "device": CudaClock(device)},
+        barrier,
+        budget,
+        gpu_state=functools.partial(machine.gpu_state, device.index),
+        throttled=throttled_between,
+    )
+
+
+def throttled_between(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> str | None:
+    """What slowed the GPU against its setting, before or after the samples."""
+    reasons = [r for state in (before, after) if state is not None for r in state["throttled_by"]]
+    return ", ".join(dict.fromkeys(reasons)) or None
+
+
+def _settle_memory() -> None:
+    """What is alive now stays: the collections between cases need not look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def hash_of(labels: Sequence[str]) -> str:
+    """The same on every rank for the same list of cases."""
+    import hashlib
+
+    return hashlib.sha256("\n".join(labels).encode("utf-8", "replace")).hexdigest()

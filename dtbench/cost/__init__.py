@@ -1,0 +1,1 @@
+"""What measurements say of cost models: calibration, regret, prediction, exports."""

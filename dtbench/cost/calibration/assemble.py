@@ -1,0 +1,358 @@
+"""From runs to the topology: constants, curves, layout and contention of every mesh dim.
+
+Two levels. The first has the form of torch's own formulas (ring.py), one bandwidth and one latency per
+mesh dim, so that it can stand in place of the built-in constants. The second is a curve of its own for
+every collective and every change of placement: one bandwidth cannot describe a backend whose
+reduce_scatter costs as much as its all_reduce (gloo), nor the copies around a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+from dtbench.cost.calibration import intervals
+from dtbench.cost.calibration.curve import end_slope
+from dtbench.cost.calibration.fit import Array, Line, accuracy, fit_curve, fit_ring, rising
+from dtbench.cost.calibration.layout import crosses_hosts
+from dtbench.cost.calibration.measured import Measured, measured_dims
+from dtbench.cost.calibration.points import Point, Series
+from dtbench.cost.calibration.ring import (
+    BASE_LATENCY_US,
+    GIB,
+    INTER_HOST,
+    INTRA_HOST,
+    RING_COLLECTIVES,
+    hops,
+    ring_us,
+)
+from dtbench.cost.calibration.setups import (
+    backend,
+    check_same_setup,
+    device_type,
+    paths,
+    provenance,
+    version_warnings,
+)
+from dtbench.errors import UsageError
+from dtbench.files.topology import SCHEMA
+from dtbench.model import Run
+
+ONE_LAUNCH = "within one launch only: too narrow"
+
+
+def calibrate(runs: Sequence[Run]) -> dict[str, Any]:
+    """The topology that the `collectives` and `redistribute` results of launches amount to.
+
+    Raises:
+        UsageError: no usable results, or runs that are not of one machine, mesh and backend.
+    """
+    check_same_setup(runs)
+    header = runs[0].header
+    measured, notes = measured_dims(runs)
+    if not any(dim.collectives for dim in measured):
+        raise UsageError(
+            f"no ok results of the collectives suite in {paths(runs)}: "
+            "measure them with `dtbench run collectives`, then calibrate that file"
+        )
+    dims, left_out = [], []
+    for dim in measured:
+        reason = why_left_out(dim)
+        if reason:
+            left_out.append({"name": dim.name, "ranks": dim.ranks, "reason": reason})
+        else:
+            dims.append(calibrate_dim(dim))
+    if not dims:
+        reasons = "; ".join(f"{dim['name']}: {dim['reason']}" for dim in left_out)
+        raise UsageError(f"no mesh dim of {paths(runs)} can be calibrated ({reasons})")
+    return {
+        "kind": "topology",
+        "schema": SCHEMA,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "runs": [provenance(run) for run in runs],
+        "device_type": device_type(header),
+        "backend": backend(header),
+        "mesh": {"dim_names": list(header["mesh"]["dim_names"]), "shape": list(header["mesh"]["shape"])},
+        "base_latency_us": BASE_LATENCY_US,
+        "units": "GiB = 1024^3 bytes; us = microseconds; sizes are the whole tensor as one group holds it",
+        "formula": "time_us = base_latency_us + hops * latency_us_per_hop"
+        " + size_GiB * hops / ranks / bandwidth_GiBps * 1e6;"
+        " hops = ranks - 1, all_reduce 2 * (ranks - 1)",
+        "formula_of_a_line": "time_us = alpha_us + size_GiB / beta_GiBps * 1e6",
+        "price_of_a_table": "linear in size between rows; beyond them the slope of the last factor of 4 in size",
+        "interval_method": intervals.METHOD,
+        "dims": dims,
+        "left_out": left_out,
+        "warnings": version_warnings(runs) + notes,
+    }
+
+
+def calibrate_dim(dim: Measured) -> dict[str, Any]:
+    """One entry of the topology's `dims`, of a dim that `why_left_out` gives no reason against."""
+    ring = [(name, p) for name in RING_COLLECTIVES if name in dim.collectives for p in _of(dim, name)]
+    names, points = [name for name, _ in ring], [p for _, p in ring]
+    sizes, measured = (
+        np.array([float(p.size_bytes) for p in points]),
+        np.array([p.measured_us for p in points]),
+    )
+    line = fit_ring(names, sizes, dim.ranks, measured)
+    constants = {"bandwidth_GiBps": 1 / line.slope, "latency_us_per_hop": line.intercept}
+    launches = {launch for point in points for launch in point.launches}
+
+    def refit(times_us: Array) -> tuple[float, float]:
+        again = fit_ring(names, sizes, dim.ranks, times_us)
+        return 1 / again.slope, again.intercept
+
+    bandwidth_interval, latency_interval = intervals.fitted(points, refit)
+    residuals = _residuals(ring, dim.ranks, constants)
+    return {
+        "name": dim.name,
+        "ranks": dim.ranks,
+        "groups": dim.groups,
+        "layout": dict(dim.layout),
+        "groups_sharing": dim.sharing,
+        **constants,
+        "bandwidth_is_lower_bound": line.slope_is_bound,
+        "bandwidth_interval": bandwidth_interval,
+        "latency_interval": latency_interval,
+        "intervals": f"over {len(launches)} launches" if len(launches) > 1 else ONE_LAUNCH,
+        "builtin": _builtin(dim.layout, residuals, dim.ranks),
+        "fitted_on": {
+            "collectives": sorted(set(names)),
+            "size_bytes": [int(sizes.min()), int(sizes.max())],
+            "points": len(points),
+            "launches": len(launches),
+            "sample": "last arrival to last end of a group, longest group"
+            if dim.own_times
+            else "longest rank: the ranks' own samples are not in the file",
+            "estimator": "p25 over samples, median over launches",
+        },
+        "residuals": residuals,
+        **curves_of(dim),
+        "contention": {name: dict(ratio) for name, ratio in dim.contention.items()},
+        "warnings": [
+            *_warnings_about_data(dim),
+            *dim.warnings,
+            *_warnings_about_fit(ring, dim.ranks, line, residuals),
+        ],
+    }
+
+
+def curves_of(dim: Measured) -> dict[str, Any]:
+    """The curves of a dim's `collectives` and `transitions`."""
+    return {
+        "collectives": {name: curve_of(series) for name, series in dim.collectives.items()},
+        "transitions": {
+            impl: {name: curve_of(series) for name, series in of_impl.items()}
+            for impl, of_impl in dim.transitions.items()
+        },
+    }
+
+
+def curve_of(series: Series) -> dict[str, Any]:
+    """The CURVE object of a series: its line and its table, with what a new launch may measure."""
+    sizes, measured = series.sizes, series.measured_us
+    low, high = intervals.quantiles(intervals.new_launch(series.points))
+    launches = series.launches
+    table = [
+        {
+            "size_bytes": p.size_bytes,
+            "time_us": float(time_us),
+            "low_us": float(min(low[i], time_us)),
+            "high_us": float(max(high[i], time_us)),
+            "measured_us": float(measured[i]),
+            "launch_us": [p.by_launch.get(launch) for launch in launches],
+        }
+        for i, (p, time_us) in enumerate(zip(series.points, rising(measured), strict=True))
+    ]
+    return {
+        **_line(series, sizes, measured),
+        **_end(series, sizes, measured),
+        "dtype": series.dtype,
+        "size_bytes": [int(sizes.min()), int(sizes.max())],
+        "points": len(table),
+        "launches": len(launches),
+        "table": table,
+    }
+
+
+def _end(series: Series, sizes: Array, measured: Array) -> dict[str, Any]:
+    """The bandwidth that the table ends with, which one line through all sizes need not have: a protocol, a
+    cache or a shaper's burst that serves small messages better pulls the line, not the end."""
+    nothing = {"end_GiBps": None, "end_interval": None}
+    if len(sizes) < 2:
+        return nothing
+
+    def slope(times_us: Array) -> tuple[float]:
+        rows = [{"size_bytes": s, "time_us": t} for s, t in zip(sizes, rising(times_us), strict=True)]
+        return (end_slope(rows) * GIB / 1e6,)  # seconds per GiB
+
+    (end,), ((low, high),) = slope(measured), intervals.fitted(series.points, slope)
+    # Times that do not grow with size say nothing of a bandwidth.
+    return nothing if min(end, low) <= 0 else {"end_GiBps": 1 / end, "end_interval": [1 / high, 1 / low]}
+
+
+def _line(series: Series, sizes: Array, measured: Array) -> dict[str, Any]:
+    """The line's fields; None where a single size leaves it open."""
+    names = (
+        "alpha_us",
+        "beta_GiBps",
+        "alpha_interval",
+        "beta_interval",
+        "geometric_mean_ratio",
+        "worst_ratio",
+    )
+    if len(sizes) < 2:
+        return {**dict.fromkeys(names), "beta_is_lower_bound": False}
+
+    def fit(times_us: Array) -> tuple[float, float]:
+        line = fit_curve(sizes, times_us)
+        return line.intercept, 1 / line.slope
+
+    line = fit_curve(sizes, measured)
+    alpha_interval, beta_interval = intervals.fitted(series.points, fit)
+    return {
+        "alpha_us": line.intercept,
+        "beta_GiBps": 1 / line.slope,
+        "beta_is_lower_bound": line.slope_is_bound,
+        "alpha_interval": alpha_interval,
+        "beta_interval": beta_interval,
+        **accuracy(line.intercept + line.slope * sizes / GIB * 1e6, measured),
+    }
+
+
+# -------------------------------------------------------------------------------- the ring's constants
+
+Ring = Sequence[tuple[str, Point]]  # collective, point
+
+
+def _of(dim: Measured, name: str) -> tuple[Point, ...]:
+    return dim.collectives[name].points
+
+
+def why_left_out(dim: Measured) -> str | None:
+    """Why the ring's constants cannot be fitted to a dim, or None."""
+    if dim.ranks == 1:
+        return "one rank: nothing is sent over this dim"
+    sizes = {p.size_bytes for name in RING_COLLECTIVES if name in dim.collectives for p in _of(dim, name)}
+    if not sizes:
+        return f"no ok results of {', '.join(RING_COLLECTIVES)} on it"
+    if len(sizes) < 2:
+        return "one size only: latency and bandwidth cannot be told apart, measure a range of sizes"
+    return None
+
+
+def _builtin(layout: Mapping[str, Any], residuals: Mapping[str, Any], ranks: int) -> dict[str, Any] | None:
+    """torch's constants for where the ranks really are, and how far off they are."""
+    crosses = crosses_hosts(layout)
+    if crosses is None:
+        return None
+    constants = INTER_HOST if crosses else INTRA_HOST
+    logs = np.log(
+        [
+            ring_us(p["collective"], p["size_bytes"], ranks, constants) * 1e-6 / p["measured_s"]
+            for p in residuals["points"]
+        ]
+    )
+    return {
+        **constants,
+        "layout": "inter-host" if crosses else "intra-host",
+        "predicted_over_measured": float(np.exp(logs.mean())),
+        "geometric_mean_ratio": float(np.exp(np.abs(logs).mean())),
+    }
+
+
+def _residuals(ring: Ring, ranks: int, constants: Mapping[str, float]) -> dict[str, Any]:
+    predicted = [ring_us(name, p.size_bytes, ranks, constants) for name, p in ring]
+    return {
+        **accuracy(predicted, [p.measured_us for _, p in ring]),
+        "points": [
+            {
+                "collective": name,
+                "size_bytes": p.size_bytes,
+                "measured_s": p.measured_us * 1e-6,
+                "predicted_s": us * 1e-6,
+            }
+            for (name, p), us in zip(ring, predicted, strict=True)
+        ],
+    }
+
+
+# ---------------------------------------------------------------------------------------- warnings
+
+
+def _warnings_about_data(dim: Measured) -> list[str]:
+    warnings = []
+    if dim.sharing == "alone" and dim.groups > 1:
+        warnings.append(
+            "measured with one group alone; DTensor runs all groups of a dim at once, which may be slower"
+        )
+    missing = [name for name in RING_COLLECTIVES if name not in dim.collectives]
+    if missing:
+        warnings.append(f"no results of {', '.join(missing)}: the constants rest on the other collectives")
+    if not dim.own_times:
+        warnings.append("without the ranks' own samples the times include the wait for the last rank")
+    curves = {
+        **dim.collectives,
+        **{f"{i} {n}": s for i, of in dim.transitions.items() for n, s in of.items()},
+    }
+    for count, what in (
+        (1, "one size only: they have no line, and no price but near that size"),
+        (2, "two sizes only: a line goes through any two, so how good it is is unknown"),
+    ):
+        few = [name for name, series in curves.items() if len(series.points) == count]
+        if few:
+            warnings.append(f"{', '.join(few)} measured at {what}")
+    return warnings
+
+
+def _warnings_about_fit(ring: Ring, ranks: int, line: Line, residuals: Mapping[str, Any]) -> list[str]:
+    sizes = sorted({p.size_bytes for _, p in ring})
+    ratio = sizes[-1] / sizes[0]
+    warnings = []
+    if ratio < 64:
+        warnings.append(
+            f"the sizes span a factor of {ratio:g} only: latency and bandwidth are hard to tell apart, "
+            "measure from 1 KiB to the largest tensor in use"
+        )
+    slope_shares = [_share(x, ranks, line, "slope") for x in ring if x[1].size_bytes == sizes[-1]]
+    if line.slope_is_bound:
+        warnings.append(
+            f"the times do not grow with size up to {sizes[-1]} bytes: the bandwidth is a lower bound only, "
+            "measure larger sizes"
+        )
+    elif max(slope_shares) < 0.5:
+        warnings.append(
+            f"at the largest size bandwidth makes {max(slope_shares):.0%} of the time: it is poorly known, "
+            "measure larger sizes"
+        )
+    intercept_shares = [_share(x, ranks, line, "intercept") for x in ring if x[1].size_bytes == sizes[0]]
+    if line.intercept == 0:
+        warnings.append(
+            f"the latency fits to 0: the base of {BASE_LATENCY_US} us is all the formula has at small sizes"
+        )
+    elif max(intercept_shares) < 0.1:
+        warnings.append(
+            f"at the smallest size latency makes {max(intercept_shares):.0%} of the time: it is poorly "
+            "known, measure smaller sizes"
+        )
+    if residuals["geometric_mean_ratio"] > 1.5:
+        warnings.append(
+            f"the stock formulas are off by {residuals['geometric_mean_ratio']:.2f}x in the geometric mean: "
+            "the curves per collective describe this dim better"
+        )
+    return warnings
+
+
+def _share(of: tuple[str, Point], ranks: int, line: Line, term: str) -> float:
+    """How much of the predicted time one term makes."""
+    name, point = of
+    steps = hops(name, ranks)
+    terms = {
+        "intercept": steps * line.intercept,
+        "slope": point.size_bytes / GIB * steps / ranks * line.slope * 1e6,
+    }
+    return terms[term] / (BASE_LATENCY_US + sum(terms.values()))

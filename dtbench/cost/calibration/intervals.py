@@ -1,0 +1,113 @@
+"""What one new launch would measure: the spread that prices and constants are given with.
+
+Most of the variance lies between launches, so a curve of K launches holds few independent values, and to
+resample K = 5 of them is to claim that a sixth lies among them: it does 67 % of the time. `new_launch`
+therefore draws from a model of what differs, on the log scale:
+
+    new launch = centre + launch effect + rest - error of the centre
+
+*Launch effect*: a launch's mean deviation over all sizes of the curve, one of the K found. *Rest*: what
+is left at each size, of all launches and sizes pooled, shrunk towards how much that size itself scatters;
+the noise of the repetitions is in it, and drawing that again would count it twice. Both are inflated for
+the mean taken out, and by a random factor for a standard deviation that few launches barely tell: the
+one that makes Student's t of a normal distribution. *Error of the centre*: that of a median of K such
+launches.
+
+With one launch there is no such spread to see: its repetitions are resampled, and the result is too narrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dtbench.cost.calibration.points import QUANTILE, Point
+
+Array = NDArray[np.float64]
+
+INTERVAL = 0.9
+REPLICATES = 400
+FITS = 100  # replicates that a line is fitted to
+SEED = 20240229
+# A size's own scatter counts by its launches, the pooled one as if it came from so many.
+POOLED_COUNTS_AS = 4
+METHOD = (
+    f"{INTERVAL:.0%} interval of what one new launch measures: {REPLICATES} bootstrap replicates (launch effect,"
+    f" rest, error of the centre; {FITS} of them refitted for latency and bandwidth), seed {SEED};"
+    " with one launch its repetitions alone, which is too narrow"
+)
+
+
+def new_launch(points: Sequence[Point], count: int | None = None) -> Array:
+    """Microseconds that a new launch may measure: (replicates, points). The same points give the same."""
+    rng = np.random.default_rng(SEED)
+    count = REPLICATES if count is None else count
+    launches = sorted({launch for p in points for launch in p.launches})
+    logs = np.full((len(launches), len(points)), np.nan)
+    for column, point in enumerate(points):
+        for launch, time_us in point.by_launch.items():
+            logs[launches.index(launch), column] = np.log(time_us)
+    repeated = np.sum(np.isfinite(logs), axis=0) > 1
+    if not repeated.any():
+        return _repetitions(points, count, rng)
+    centre = np.nanmedian(logs, axis=0)
+    drawn = _deviations(logs, repeated, count, rng)
+    return np.asarray(np.exp(centre + drawn[:, 0] - np.median(drawn[:, 1:], axis=1)))
+
+
+def quantiles(replicates: Array) -> Array:
+    """(low, high) of each column."""
+    return np.asarray(np.quantile(replicates, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2], axis=0))
+
+
+def fitted(points: Sequence[Point], fit: Callable[[Array], Sequence[float]]) -> list[list[float]]:
+    """[low, high] of each constant that `fit` makes of the points' times, over new launches."""
+    constants = np.array([fit(times) for times in new_launch(points, FITS)])
+    return [[float(x) for x in pair] for pair in quantiles(constants).T]
+
+
+def _deviations(logs: Array, repeated: NDArray[np.bool_], count: int, rng: np.random.Generator) -> Array:
+    """Log deviations of drawn launches: (count, 1 new launch + as many as were measured, points)."""
+    seen = logs[:, repeated]
+    launches = int(np.max(np.sum(np.isfinite(seen), axis=0)))
+    deviations = seen - np.nanmean(seen, axis=0)
+    present = np.isfinite(deviations).any(axis=1)
+    effects = np.nanmean(deviations[present], axis=1)
+    effects *= np.sqrt(effects.size / (effects.size - 1))
+    rest = deviations[present] - np.nanmean(deviations[present], axis=1, keepdims=True)
+    freedom = max(int(np.isfinite(rest).sum()) - rest.shape[1] - effects.size + 1, 1)
+    rest *= np.sqrt(np.isfinite(rest).sum() / freedom)
+    scale = np.ones(logs.shape[1])
+    scale[repeated] = _own_scale(rest)
+    pool = (rest / scale[repeated])[np.isfinite(rest)]
+
+    size = (count, launches + 1)
+    drawn = rng.choice(effects, size) * _student(effects.size - 1, count, rng)[:, None]
+    noise = rng.choice(pool, (*size, logs.shape[1])) * scale * _student(freedom, count, rng)[:, None, None]
+    return np.asarray(drawn[:, :, None] + noise)
+
+
+def _own_scale(rest: Array) -> Array:
+    """How much more than the others each size scatters: between its own estimate and 1."""
+    pooled = float(np.nanmean(rest**2))
+    if pooled == 0:
+        return np.ones(rest.shape[1])
+    own = np.nanmean(rest**2, axis=0) / pooled
+    weight = np.isfinite(rest).sum(axis=0) - 1
+    return np.asarray(np.sqrt((weight * own + POOLED_COUNTS_AS) / (weight + POOLED_COUNTS_AS)))
+
+
+def _student(freedom: int, count: int, rng: np.random.Generator) -> Array:
+    """Factors that turn normal draws into Student's t of so many degrees of freedom."""
+    return np.asarray(np.sqrt(freedom / rng.chisquare(freedom, count)))
+
+
+def _repetitions(points: Sequence[Point], count: int, rng: np.random.Generator) -> Array:
+    columns = []
+    for point in points:
+        samples = np.concatenate(list(point.launches.values()))
+        picks = samples[rng.integers(samples.size, size=(count, samples.size))]
+        columns.append(np.quantile(picks, QUANTILE, axis=1))
+    return np.stack(columns, axis=1)

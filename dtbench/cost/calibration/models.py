@@ -1,0 +1,112 @@
+"""The models that validation compares, from what is built into torch to the tables of a topology."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dtbench.cost.calibration.curve import price
+from dtbench.cost.calibration.layout import crosses_hosts
+from dtbench.cost.calibration.ring import (
+    GIB,
+    INTER_HOST,
+    INTRA_HOST,
+    RING_COLLECTIVES,
+    guessed_constants,
+    ring_us,
+)
+
+# In order of what they know. The noise floor is no model: one launch's times as the forecast of another's.
+WORDS = {
+    "builtin": "PyTorch's constants, layout guessed from the mesh's shape",
+    "builtin_layout": "PyTorch's constants, layout from the ranks' hosts",
+    "builtin_scaled": "the same times one fitted number",
+    "ring": "calibrated latency and bandwidth of each dim",
+    "line": "each call's own latency and bandwidth",
+    "table": "each call's own table (what prices are)",
+    "floor": "noise floor: one launch forecasts another",
+}
+COLLECTIVES = "collectives"
+
+
+class Models:
+    """What each model says a call takes, for the mesh dims of a topology.
+
+    dims: those of the topology file; constants of the ring may be missing, where only curves are known.
+    mesh, devices_per_host: what torch guesses the layout from; None where the devices are not known.
+    """
+
+    def __init__(
+        self, dims: Sequence[Mapping[str, Any]], mesh: Mapping[str, Any], devices_per_host: int | None
+    ) -> None:
+        self.dims = {dim["name"]: dim for dim in dims}
+        self._guessed = {
+            name: guessed_constants(mesh["shape"], index, devices_per_host)
+            for index, name in enumerate(mesh["dim_names"])
+            if devices_per_host is not None
+        }
+        self._scale = self._fitted_scale()
+
+    def curve(self, dim: str, what: str, name: str) -> Mapping[str, Any] | None:
+        """what: "collectives", or the impl that changes a placement."""
+        found = self.dims[dim]
+        curves: Mapping[str, Mapping[str, Any]] = (
+            found["collectives"] if what == COLLECTIVES else found["transitions"].get(what, {})
+        )
+        return curves.get(name)
+
+    def predict_us(self, dim: str, what: str, name: str, size_bytes: int) -> dict[str, float]:
+        """Model -> microseconds, of those models that say something about this call."""
+        predicted = {}
+        if what == COLLECTIVES and name in RING_COLLECTIVES:
+            ranks = self.dims[dim]["ranks"]
+            if dim in self._guessed:
+                predicted["builtin"] = ring_us(name, size_bytes, ranks, self._guessed[dim])
+            constants = self._right_layout(dim)
+            if constants is not None:
+                predicted["builtin_layout"] = ring_us(name, size_bytes, ranks, constants)
+                predicted["builtin_scaled"] = predicted["builtin_layout"] * self._scale
+            if self.dims[dim].get("bandwidth_GiBps"):
+                predicted["ring"] = ring_us(name, size_bytes, ranks, self.dims[dim])
+        curve = self.curve(dim, what, name)
+        if curve is not None:
+            if curve["beta_GiBps"] is not None:
+                predicted["line"] = max(
+                    curve["alpha_us"] + size_bytes / GIB / curve["beta_GiBps"] * 1e6, 1e-9
+                )
+            predicted["table"] = price(curve, size_bytes).time_us
+        return predicted
+
+    def _right_layout(self, dim: str) -> Mapping[str, float] | None:
+        crosses = crosses_hosts(self.dims[dim]["layout"])
+        return None if crosses is None else INTER_HOST if crosses else INTRA_HOST
+
+    def _fitted_scale(self) -> float:
+        """The number that takes torch's constants nearest to the topology's own tables.
+
+        The median of the logs, which makes the mean of |log| least, the metric that is reported.
+        """
+        logs = [
+            np.log(row["measured_us"] / ring_us(name, row["size_bytes"], dim["ranks"], constants))
+            for dim in self.dims.values()
+            if (constants := self._right_layout(dim["name"])) is not None
+            for name in RING_COLLECTIVES
+            if name in dim["collectives"]
+            for row in dim["collectives"][name]["table"]
+        ]
+        return float(np.exp(np.median(logs))) if logs else 1.0
+
+
+def devices_per_host(header: Mapping[str, Any], device_type: str) -> tuple[int | None, str]:
+    """How many devices torch counts on a host of a run, and how that is known, in words."""
+    if device_type == "cpu":
+        return 1, "on CPU it counts 1 device per host, so that every dim of two ranks or more crosses hosts"
+    gpus = len(header["machine"].get("gpus") or [])
+    ranks = max((rank.get("local_rank") or 0 for rank in header["ranks"]), default=-1) + 1
+    if gpus == ranks == 0:
+        return None, "left out, since the run does not say how many devices its hosts have"
+    if gpus >= ranks:
+        return gpus, f"it counts {gpus} GPUs per host, those of the first rank's host"
+    return ranks, f"it counts {ranks} GPUs per host, by the ranks' local numbers"

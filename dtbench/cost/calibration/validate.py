@@ -1,0 +1,318 @@
+"""How well a topology predicts runs that it was not fitted on.
+
+The measure is exp(mean |ln(predicted / measured)|), 1 being perfect: a percentage flatters a model that
+is too low, which can be 100 % off at most. A launch is one forecast's target, not their median, since
+that is what a program will meet. The *noise floor* is what launches differ by among themselves: every
+other launch known, of the new runs or of those the topology was fitted on, as the forecast of each new
+one at the sizes both have. No model of one number per size can do much better.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dtbench.cost.calibration.assemble import calibrate_dim, curves_of, why_left_out
+from dtbench.cost.calibration.curve import price
+from dtbench.cost.calibration.measured import Measured, measured_dims
+from dtbench.cost.calibration.models import COLLECTIVES, WORDS, Models, devices_per_host
+from dtbench.cost.calibration.points import Point, Series
+from dtbench.cost.calibration.ring import RING_COLLECTIVES
+from dtbench.cost.calibration.setups import backend, check_same_setup, device_type, version_warnings
+from dtbench.errors import UsageError
+from dtbench.model import Run
+
+KIB, MIB = 1024, 1024**2
+REGIMES = {
+    "all": (0, 2**63),
+    "< 64 KiB": (0, 64 * KIB),
+    "64 KiB - 1 MiB": (64 * KIB, MIB + 1),
+    "> 1 MiB": (MIB + 1, 2**63),
+    ">= 32 MiB": (32 * MIB, 2**63),
+}
+RING, OTHER = "ring collectives", "other collectives"
+MIN_SIZES = 3  # of a curve, to hold one out between two ends
+
+
+@dataclass(frozen=True)
+class Score:
+    """How far predictions lie from measurements. ratio: the typical factor; median_error: |p / m - 1|."""
+
+    points: int
+    geometric_mean_ratio: float
+    median_error: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """The calls that are scored together. scores: model -> regime -> score, where there are points.
+
+    inside: share of the new values within the topology's 90 % intervals, of `points` that lie inside the
+    tables' sizes; beyond: the number of those outside, which the scores count too. one_launch: whether
+    the intervals come from a single launch, so that they are too narrow.
+    """
+
+    name: str
+    scores: Mapping[str, Mapping[str, Score]]
+    inside: float | None
+    points: int
+    beyond: int
+    one_launch: bool
+
+
+@dataclass(frozen=True)
+class Validation:
+    """groups, and what to know about them in words."""
+
+    title: str
+    groups: tuple[Group, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "validation", "models": WORDS, **dataclasses.asdict(self)}
+
+
+@dataclass
+class _Errors:
+    """Log errors and sizes by model, and how many values lay within their interval."""
+
+    logs: dict[str, list[tuple[int, float]]] = dataclasses.field(default_factory=dict)
+    inside: list[bool] = dataclasses.field(default_factory=list)
+    beyond: int = 0
+    one_launch: bool = False
+
+    def add(self, model: str, size_bytes: int, predicted_us: float, measured_us: float) -> None:
+        self.logs.setdefault(model, []).append((size_bytes, float(np.log(predicted_us / measured_us))))
+
+    def group(self, name: str) -> Group:
+        scores = {model: _scores(self.logs[model]) for model in WORDS if model in self.logs}
+        share = float(np.mean(self.inside)) if self.inside else None
+        return Group(name, scores, share, len(self.inside), self.beyond, self.one_launch)
+
+
+def _scores(errors: Sequence[tuple[int, float]]) -> dict[str, Score]:
+    sizes, logs = np.array([size for size, _ in errors]), np.array([log for _, log in errors])
+    scores = {}
+    for regime, (least, end) in REGIMES.items():
+        mine = logs[(sizes >= least) & (sizes < end)]
+        if mine.size:
+            median = float(np.median(np.abs(np.expm1(mine))))
+            scores[regime] = Score(int(mine.size), float(np.exp(np.abs(mine).mean())), median)
+    return scores
+
+
+def validate(topology: Mapping[str, Any], runs: Sequence[Run], *, same: bool = False) -> Validation:
+    """The models' errors on the runs' launches.
+
+    same: allow runs that the topology was fitted on; the result then says so.
+
+    Raises:
+        UsageError: runs of another setup than the topology's, or that it was fitted on.
+    """
+    check_same_setup(runs)
+    notes = [*_fitted_on(topology, runs, same), *version_warnings(runs)]
+    measured, chosen = measured_dims(runs)
+    dims = _common(topology, measured, runs)
+    header = runs[0].header
+    devices, guess = devices_per_host(header, topology["device_type"])
+    models = Models(topology["dims"], topology["mesh"], devices)
+    notes += [*chosen, *_differences(models, dims), f"PyTorch's guess: {guess}"]
+    launches = sorted({launch for dim in dims for _, s in _series(dim) for launch in s.launches})
+    title = f"{len(launches)} new launch{'es' * (len(launches) > 1)} of {_names(dims)}"
+    return Validation(title, _scored(models, dims, use_fitted=not same), tuple(notes))
+
+
+def validate_split(run: Run) -> Validation:
+    """The models' errors at every second size of a run, fitted on the others and both ends.
+
+    Raises:
+        UsageError: no collective or transition measured at three sizes or more.
+    """
+    measured, notes = measured_dims([run])
+    held, fitted, few = [], [], 0
+    for dim in measured:
+        kept, out = (
+            _map(dim, lambda s: _alternate(s, kept=True)),
+            _map(dim, lambda s: _alternate(s, kept=False)),
+        )
+        few += sum(1 for _, s in _series(dim)) - sum(1 for _, s in _series(kept))
+        if dim.ranks > 1 and any(True for _ in _series(kept)):
+            held.append(out)
+            fitted.append(_fit(kept))
+    if not held:
+        raise UsageError(
+            f"{run.path} has no collective measured at {MIN_SIZES} sizes or more: none can be held out; "
+            "measure a range of sizes, 1KiB:1GiB:4x for one"
+        )
+    devices, guess = devices_per_host(run.header, device_type(run.header))
+    models = Models(fitted, run.header["mesh"], devices)
+    notes += version_warnings([run])
+    if few:
+        notes.append(f"{few} curves with fewer than {MIN_SIZES} sizes were left out")
+    title = f"every second size of {run.path.name}, fitted on the others"
+    groups = _scored(models, held, use_fitted=False)
+    return Validation(title, groups, (*notes, f"PyTorch's guess: {guess}"))
+
+
+def _scored(models: Models, dims: Sequence[Measured], *, use_fitted: bool) -> tuple[Group, ...]:
+    errors: dict[str, _Errors] = {}
+    for dim in dims:
+        for what, series in _series(dim):
+            curve = models.curve(dim.name, what, series.name)
+            if curve is None:
+                continue
+            into = errors.setdefault(_group_of(what, series.name), _Errors())
+            into.one_launch |= curve["launches"] == 1
+            fitted = _fitted_launches(curve) if use_fitted else {}
+            for point in series.points:
+                _score_point(into, models, dim.name, what, series.name, point, curve)
+                for forecast, value in _pairs(point, fitted.get(point.size_bytes, ())):
+                    into.add("floor", point.size_bytes, forecast, value)
+    return tuple(
+        errors[name].group(name) for name in sorted(errors, key=lambda n: (n != RING, n != OTHER, n))
+    )
+
+
+def _score_point(
+    into: _Errors, models: Models, dim: str, what: str, name: str, point: Point, curve: Mapping[str, Any]
+) -> None:
+    predicted = models.predict_us(dim, what, name, point.size_bytes)
+    expected = price(curve, point.size_bytes)
+    for measured in point.by_launch.values():
+        for model, time_us in predicted.items():
+            into.add(model, point.size_bytes, time_us, measured)
+        if expected.extrapolated:
+            into.beyond += 1
+        else:
+            into.inside.append(expected.low_us <= measured <= expected.high_us)
+
+
+def _group_of(what: str, name: str) -> str:
+    if what != COLLECTIVES:
+        return f"changes of placement, {what}"
+    return RING if name in RING_COLLECTIVES else OTHER
+
+
+def _pairs(point: Point, fitted: Sequence[float]) -> Iterator[tuple[float, float]]:
+    """(forecast, value): every other launch for each new one."""
+    new = list(point.by_launch.values())
+    for i, value in enumerate(new):
+        for forecast in (*new[:i], *new[i + 1 :], *fitted):
+            yield forecast, value
+
+
+def _fitted_launches(curve: Mapping[str, Any]) -> dict[int, list[float]]:
+    return {
+        row["size_bytes"]: [us for us in row.get("launch_us", ()) if us is not None] for row in curve["table"]
+    }
+
+
+def _series(dim: Measured) -> Iterator[tuple[str, Series]]:
+    """("collectives" or an impl, series) of all that was measured on a dim."""
+    for series in dim.collectives.values():
+        yield COLLECTIVES, series
+    for impl, of_impl in dim.transitions.items():
+        for series in of_impl.values():
+            yield impl, series
+
+
+def _names(dims: Sequence[Measured]) -> str:
+    return ", ".join(f"{dim.name}={dim.ranks}" for dim in dims)
+
+
+# ------------------------------------------------------------------------------- runs and topologies
+
+
+def _fitted_on(topology: Mapping[str, Any], runs: Sequence[Run], same: bool) -> list[str]:
+    known = {run["run_id"] for run in topology["runs"]}
+    own = [str(run.path) for run in runs if run.header["run_id"] in known]
+    if own and not same:
+        raise UsageError(
+            f"{', '.join(own)} is what the topology was fitted on, so its errors would flatter: "
+            "give a run of another day, or --same to see them nevertheless"
+        )
+    return [f"FITTED ON THE SAME RUN ({', '.join(own)}): a new launch will be further off"] if own else []
+
+
+def _common(topology: Mapping[str, Any], measured: Sequence[Measured], runs: Sequence[Run]) -> list[Measured]:
+    """The dims that both have."""
+    header, path = runs[0].header, runs[0].path
+    for what, ours, theirs in (
+        ("backend", topology["backend"], backend(header)),
+        ("device type", topology["device_type"], device_type(header)),
+    ):
+        if ours != theirs:
+            raise UsageError(
+                f"the topology is of {what} {ours}, {path} of {theirs}: calibrate on what is used"
+            )
+    known = {dim["name"]: dim["ranks"] for dim in topology["dims"]}
+    common = [dim for dim in measured if known.get(dim.name) == dim.ranks and any(True for _ in _series(dim))]
+    if not common:
+        have = ", ".join(f"{name}={ranks}" for name, ranks in known.items())
+        raise UsageError(
+            f"no mesh dim of the topology ({have}) was measured in {path} ({_names(measured)}): "
+            "give a run of `dtbench run collectives redistribute` on the same mesh"
+        )
+    return common
+
+
+def _differences(models: Models, dims: Sequence[Measured]) -> list[str]:
+    """What is not alike between the topology and the runs, and may make the errors."""
+    notes = []
+    for dim in dims:
+        ours = models.dims[dim.name]
+        if ours["layout"]["hosts_per_group"] != dim.layout["hosts_per_group"]:
+            notes.append(
+                f"{dim.name} spans {dim.layout['hosts_per_group']} hosts in the runs (least, most), "
+                f"{ours['layout']['hosts_per_group']} in the topology"
+            )
+        if ours["groups_sharing"] != dim.sharing:
+            notes.append(
+                f"{dim.name} was measured {dim.sharing} in the runs, {ours['groups_sharing']} in the topology"
+            )
+        unknown = []
+        for what, series in _series(dim):
+            curve = models.curve(dim.name, what, series.name)
+            name = series.name if what == COLLECTIVES else f"{what} {series.name}"
+            if curve is None:
+                unknown.append(name)
+            elif curve.get("dtype", series.dtype) != series.dtype:
+                notes.append(
+                    f"{name} over {dim.name} is {series.dtype} in the runs, {curve['dtype']} in the topology"
+                )
+        if unknown:
+            notes.append(f"not scored, since the topology has no {', '.join(unknown)} over {dim.name}")
+    return notes
+
+
+# ------------------------------------------------------------------------------------ held-out sizes
+
+
+def _alternate(series: Series, *, kept: bool) -> Series:
+    """Every second size and the last, or those between; a series that is too short keeps none."""
+    sizes = [p.size_bytes for p in series.points]
+    if len(sizes) < MIN_SIZES:
+        return series.only(())
+    fitted = {*sizes[::2], sizes[-1]}
+    return series.only(fitted if kept else set(sizes) - fitted)
+
+
+def _map(dim: Measured, change: Any) -> Measured:
+    """The dim with each series changed; those left without points are dropped."""
+
+    def changed(of: Mapping[str, Series]) -> dict[str, Series]:
+        return {name: new for name, series in of.items() if (new := change(series)).points}
+
+    transitions = {impl: of_impl for impl, of in dim.transitions.items() if (of_impl := changed(of))}
+    return dataclasses.replace(dim, collectives=changed(dim.collectives), transitions=transitions)
+
+
+def _fit(dim: Measured) -> dict[str, Any]:
+    """A topology's entry of the dim, without the ring's constants where its collectives are not there."""
+    if why_left_out(dim) is None:
+        return calibrate_dim(dim)
+    return {"name": dim.name, "ranks": dim.ranks, "layout": dim.layout, **curves_of(dim)}

@@ -1,0 +1,173 @@
+"""Renders the modules of `dtbench export`. Everything that comes from the topology goes through `literal`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+
+import dtbench
+from dtbench.cost.calibration.curve import price
+from dtbench.cost.calibration.ring import BASE_LATENCY_US, GIB
+from dtbench.errors import UsageError
+from dtbench.files.atomic import write_atomically
+
+Target = Literal["torch", "inductor"]
+TARGETS: tuple[Target, ...] = ("torch", "inductor")
+# The versions whose private functions were read, and with which the tests were run.
+TORCH_VERSIONS = ("2.11", "2.13")
+
+TEMPLATES = Path(__file__).parent
+# What a change of placement is made of; the sizes of both are the whole tensor. Shard to Shard is told apart below.
+COLLECTIVE_OF = {
+    "S(0)->R": "all_gather",
+    "S(1)->R": "all_gather",
+    "P->R": "all_reduce",
+    "P->S(0)": "reduce_scatter",
+    "P->S(1)": "reduce_scatter",
+}
+SHARD_TO_SHARD = ("S(0)->S(1)", "S(1)->S(0)")
+ALL_TO_ALL = "all_to_all"
+INDUCTOR_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+
+Row = tuple[int, float]  # size_bytes, time_us
+Curve = tuple[float, tuple[Row, ...]]  # us per GiB beyond the last row, rows
+
+
+def export(topology: Mapping[str, Any], target: Target, path: Path) -> None:
+    """Writes the module whole or not at all.
+
+    Raises:
+        UsageError: the topology cannot be said in torch's terms.
+        OutputError: the place cannot be written, or holds a file that `export` did not write.
+    """
+    write_atomically(path, render(topology, target, path.stem), _is_export, "module of `dtbench export`")
+
+
+def render(topology: Mapping[str, Any], target: Target, module: str = "topology") -> str:
+    """The text of the module. topology: as `read_topology` gives it; module: the name to import it by."""
+    _check(topology)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters["literal"] = literal
+    curves = _placement_curves(topology) if target == "torch" else _collective_curves(topology)
+    return environment.get_template(f"{target}.py.jinja").render(
+        module=module if module.isascii() and module.isidentifier() else "topology",
+        source=_source(topology),
+        device_type=topology["device_type"],
+        dims={
+            dim["name"]: (dim["ranks"], dim["bandwidth_GiBps"], dim["latency_us_per_hop"])
+            for dim in topology["dims"]
+        },
+        ranks={dim["name"]: dim["ranks"] for dim in topology["dims"]},
+        curves=dict(curves),
+        all_to_all=ALL_TO_ALL,
+        versions=" and ".join(TORCH_VERSIONS),
+        newest=TORCH_VERSIONS[-1],
+    )
+
+
+def literal(value: object) -> str:
+    """The value as Python source, in ASCII on one line: whatever a string holds, it stays a string.
+
+    Raises:
+        TypeError: not a string, number, None, or a tuple, list or dict of such.
+    """
+    if isinstance(value, str):
+        return ascii(str(value))
+    if value is None or isinstance(value, bool | int):
+        return repr(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        items = [literal(item) for item in value]
+        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{literal(key)}: {literal(item)}' for key, item in value.items())}}}"
+    raise TypeError(f"got {type(value).__name__}, expected a string, a finite number, None or a collection")
+
+
+def _check(topology: Mapping[str, Any]) -> None:
+    names = [dim["name"] for dim in topology["dims"]]
+    if not names:
+        raise UsageError(
+            "the topology holds no mesh dim, expected at least one: calibrate from a run with collectives"
+        )
+    if len(set(names)) < len(names):
+        raise UsageError(f"the topology holds the mesh dims {', '.join(names)}, expected each name once")
+    base = topology["base_latency_us"]
+    if not math.isclose(base, BASE_LATENCY_US):
+        raise UsageError(
+            f"the topology was fitted with a base latency of {base:g} us, torch's formulas have "
+            f"{BASE_LATENCY_US} us built in: calibrate again"
+        )
+
+
+def _source(topology: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the numbers come from and how sure they are."""
+    versions = topology["runs"][0].get("versions") if topology["runs"] else None
+    return {
+        "written_by": f"dtbench {dtbench.__version__}",
+        "calibrated": topology.get("created", ""),
+        "runs": [run["run_id"] for run in topology["runs"]],
+        "versions": {
+            key: str(value) for key, value in (versions if isinstance(versions, dict) else {}).items()
+        },
+        "device_type": topology["device_type"],
+        "backend": topology["backend"],
+        "mesh": dict(zip(topology["mesh"]["dim_names"], topology["mesh"]["shape"], strict=True)),
+        "bandwidth_GiBps_90_percent": {dim["name"]: dim["bandwidth_interval"] for dim in topology["dims"]},
+        "latency_us_90_percent": {dim["name"]: dim["latency_interval"] for dim in topology["dims"]},
+        "warnings": [
+            *topology.get("warnings", []),
+            *(f"{dim['name']}: {warning}" for dim in topology["dims"] for warning in dim.get("warnings", [])),
+        ],
+    }
+
+
+def _placement_curves(topology: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Curve]]:
+    """DTensor's own measured transitions; where one was not measured, the collective that it is made of.
+
+    What starts at Replicate sends nothing and stays free: torch asks for a cost of 0 to know that.
+    """
+    on_cpu = topology["device_type"] == "cpu"
+    for dim in topology["dims"]:
+        measured, collectives = dim["transitions"].get("torch", {}), dim["collectives"]
+        for change in (*COLLECTIVE_OF, *SHARD_TO_SHARD):
+            # On the CPU, DTensor gathers the whole tensor and keeps its part (`shard_dim_alltoall` in
+            # torch/distributed/tensor/_collective_utils.py).
+            made_of = COLLECTIVE_OF.get(change, "all_gather" if on_cpu else None)
+            curve = measured.get(change) or collectives.get(made_of)
+            if curve is not None:
+                yield (dim["name"], change), _curve(curve)
+        if ALL_TO_ALL in collectives and not on_cpu and not all(c in measured for c in SHARD_TO_SHARD):
+            yield (dim["name"], ALL_TO_ALL), _curve(collectives[ALL_TO_ALL])
+
+
+def _collective_curves(topology: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Curve]]:
+    for dim in topology["dims"]:
+        for name in INDUCTOR_COLLECTIVES:
+            if name in dim["collectives"]:
+                yield (dim["name"], name), _curve(dim["collectives"][name])
+
+
+def _curve(curve: Mapping[str, Any]) -> Curve:
+    """As `price` reads it: below the first row and beyond the last it is a straight line too."""
+    rows = tuple((row["size_bytes"], row["time_us"]) for row in curve["table"])
+    (first, first_us), (last, last_us) = rows[0], rows[-1]
+    beyond = (price(curve, 2 * last).time_us - last_us) / last * GIB
+    if first == 1:
+        return beyond, rows
+    one_us = price(curve, 1).time_us
+    return beyond, ((0, max(one_us - (first_us - one_us) / (first - 1), 0.0)), *rows)
+
+
+def _is_export(head: str) -> bool:
+    return head.startswith('"""Measured ') and "written by `dtbench export" in head.split("\n", 1)[0]

@@ -1,0 +1,1 @@
+"""Every file that dtbench reads or writes: runs, topologies, data frames, atomic writing."""

@@ -1,0 +1,187 @@
+"""Runs as pandas data frames: flat for notebooks and CSV, and one row per case for tables.
+
+Here alone launches are merged and the impls of a case set side by side; `show` and `report` read it.
+Units stand in the names, as in the run file. Missing is NA, or NaN in columns of floats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dtbench.layout import from_last_arrival_s, mesh_groups
+from dtbench.mesh import Groups
+from dtbench.model import Param, Result, Run, Timing
+
+# The order statistics, in seconds: min_s to mean_s. Their number of samples is the column `samples`.
+STATISTICS = tuple(f"{f.name}_s" for f in dataclasses.fields(Timing) if f.name != "n")
+PARAM, COUNTER = "param.", "counter."
+
+_BANDWIDTHS = ["algbw_Bps", "busbw_Bps"]
+# Nullable, so that a column which some rows lack still holds whole numbers and bools as such.
+_DTYPES = {str: "string", bool: "boolean", int: "Int64", float: "float64"}
+
+
+def results_frame(runs: Sequence[Run]) -> pd.DataFrame:
+    """One row per result of the runs, in the order of their files.
+
+    Columns, always there:
+        run_id, suite, name, impl: text.
+        launch: whole number, from 0 in each run.
+        case: whole number, the same for all impls, launches and runs of one case (suite, name and
+            params), counted from 0 in the order of first appearance.
+        status: ok, failed, skipped or wrong; reason: text; rank: the rank that failed.
+        samples: their number; min_s, p25_s, median_s, p75_s, p95_s, max_s, mean_s: seconds per call.
+        size_bytes, algbw_Bps, busbw_Bps: bytes, and bytes per second.
+        rank_spread: longest over shortest reading of the ranks in a sample, median over samples.
+        from_last_s: from the arrival of a group's last rank until all of it is done, the longest over the groups
+            of the mesh dim, median over samples; where the ranks' own readings are there.
+    Then one column per param (`param.` before its name, so none can be mistaken for another column)
+    and one per counter (`counter.`), missing where a result has none of that name. A param whose values
+    differ in type has the dtype `object`, so that each stays as it is; a counter is a number in any case.
+    A null character, which pandas may take for the end of a text, is spelled out as \\x00.
+    """
+    pairs = [(run, result) for run in runs for result in run.results]
+    results = [result for _, result in pairs]
+    times = [result.time_s for result in results]
+    numbers: dict[tuple[Any, ...], int] = {}
+    columns = {
+        "run_id": _column([run.header["run_id"] for run, _ in pairs], str),
+        "suite": _column([r.suite for r in results], str),
+        "name": _column([r.name for r in results], str),
+        "impl": _column([r.impl for r in results], str),
+        "launch": _column([r.launch for r in results], int),
+        "case": _column([numbers.setdefault(_case(r), len(numbers)) for r in results], int),
+        "status": _column([r.status for r in results], str),
+        "reason": _column([r.reason for r in results], str),
+        "rank": _column([r.rank for r in results], int),
+        "samples": _column([None if t is None else t.n for t in times], int),
+    }
+    for statistic in STATISTICS:
+        field = statistic.removesuffix("_s")
+        columns[statistic] = _column([None if t is None else getattr(t, field) for t in times], float)
+    columns["size_bytes"] = _column([r.size_bytes for r in results], int)
+    for name in _BANDWIDTHS:
+        columns[name] = _column([getattr(r, name) for r in results], float)
+    columns["rank_spread"] = _column([_rank_spread(r) for r in results], float)
+    groups = {id(run): mesh_groups(run.header) for run in runs}
+    columns["from_last_s"] = _column([_from_last(r, groups[id(run)]) for run, r in pairs], float)
+    for name in _names(r.params for r in results):
+        values = [r.params.get(name) for r in results]
+        kinds = {type(value) for value in values if value is not None}
+        columns[PARAM + _text(name)] = _column(values, kinds.pop() if len(kinds) == 1 else object)
+    for name in _names(r.counters for r in results):
+        counts = [r.counters.get(name) for r in results]
+        whole = all(isinstance(count, int) for count in counts if count is not None)
+        columns[COUNTER + _text(name)] = _column(counts, int if whole else float)
+    return pd.DataFrame(columns)
+
+
+def cases_frame(results: pd.DataFrame) -> pd.DataFrame:
+    """One row per case of a `results_frame` (or of some of its rows), with its impls side by side.
+
+    Rows stand in the order of first appearance, indexed by `case`. Columns have two levels:
+        (suite, ""), (name, ""), (param.X, ""): the case.
+        (F, impl): of each impl the figure F, merged over launches: the median of each launch's
+            min_s to mean_s, of rank_spread and from_last_s; the sum of samples; the bandwidth of the median time;
+            size_bytes and counter.X of the first launch. launches: how many were ok. Other launches
+            have no say.
+        (status, impl): the first status that is not ok, else ok; missing where the impl is.
+        (core/torch, F): F of core over F of torch, for min_s to mean_s.
+
+    So `cases_frame(results)["median_s"]` is a table of cases by impls.
+    """
+    case = results.drop_duplicates("case").set_index("case")
+    case = case[["suite", "name", *(c for c in case.columns if c.startswith(PARAM))]]
+    impls = list(dict.fromkeys(results["impl"]))
+    merged = {impl: _merged(results[results["impl"] == impl]).reindex(case.index) for impl in impls}
+    columns = {(str(c), ""): case[c] for c in case.columns}
+    for figure in merged[impls[0]].columns if impls else ():
+        columns |= {(figure, impl): merged[impl][figure] for impl in impls}
+    for statistic in STATISTICS if {"core", "torch"} <= set(impls) else ():
+        torch = merged["torch"][statistic]
+        columns["core/torch", statistic] = merged["core"][statistic] / torch.where(torch > 0)
+    return pd.DataFrame(columns, index=case.index)
+
+
+def cells(column: pd.Series[Any]) -> list[Any]:
+    """The column's values as Python's own, None where one is missing."""
+    return column.astype(object).where(column.notna(), None).tolist()
+
+
+def impls_of(cases: pd.DataFrame) -> list[str]:
+    """The impls of a `cases_frame`, in the order of first appearance."""
+    impls = cases.columns.get_level_values(1)
+    return list(impls[cases.columns.get_level_values(0) == "median_s"])
+
+
+def names_of(cases: pd.DataFrame, prefix: str) -> list[str]:
+    """The columns of a `cases_frame` for params (`PARAM`) or counters (`COUNTER`), prefix included."""
+    return list(dict.fromkeys(c for c in cases.columns.get_level_values(0) if c.startswith(prefix)))
+
+
+def params_of(cases: pd.DataFrame) -> list[dict[str, Param]]:
+    """Per row of a `cases_frame` the case's params by their names."""
+    columns = {name.removeprefix(PARAM): cells(cases[name, ""]) for name in names_of(cases, PARAM)}
+    return [
+        {name: values[row] for name, values in columns.items() if values[row] is not None}
+        for row in range(len(cases))
+    ]
+
+
+def _merged(results: pd.DataFrame) -> pd.DataFrame:
+    """The launches of one impl put together: one row per case."""
+    bad = results[results["status"] != "ok"].groupby("case", sort=False)
+    good = results[(results["status"] == "ok") & results["median_s"].notna()].copy()
+    # Over launches a bandwidth goes with the time, so its seconds per byte are what has a median.
+    good[_BANDWIDTHS] = 1 / good[_BANDWIDTHS].where(good[_BANDWIDTHS] > 0)
+    launches = good.groupby("case", sort=False)
+    figures = launches[[*STATISTICS, "rank_spread", "from_last_s", *_BANDWIDTHS]].median()
+    figures[_BANDWIDTHS] = 1 / figures[_BANDWIDTHS]
+    counters = [c for c in good.columns if c.startswith(COUNTER)]
+    figures = figures.join(launches[["size_bytes", *counters]].first())
+    figures = figures.assign(launches=launches.size().astype("Int64"), samples=launches["samples"].sum())
+    figures = figures.reindex(results["case"].drop_duplicates())
+    return figures.assign(status=bad["status"].first().reindex(figures.index).fillna("ok"))
+
+
+def _case(result: Result) -> tuple[Any, ...]:
+    suite, name, _, params = result.case_key
+    return suite, name, params
+
+
+def _rank_spread(result: Result) -> float | None:
+    per_rank = [samples for samples in result.rank_samples_s.values() if samples]
+    if len(per_rank) < 2:
+        return None
+    shared = min(map(len, per_rank))
+    readings = np.array([samples[:shared] for samples in per_rank])
+    shortest = readings.min(axis=0)
+    there = shortest > 0
+    with np.errstate(over="ignore"):  # times of a foreign file may lie so far apart that this is infinite
+        ratios = readings.max(axis=0)[there] / shortest[there]
+    return float(np.median(ratios)) if there.any() else None
+
+
+def _from_last(result: Result, groups: Mapping[str, Groups]) -> float | None:
+    of_dim = groups.get(str(result.params.get("mesh_dim")))
+    samples = from_last_arrival_s(result, of_dim) if of_dim else ()
+    return float(np.median(samples)) if samples else None
+
+
+def _names(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for mapping in mappings for name in mapping))
+
+
+def _column(values: Iterable[Any], kind: type) -> pd.Series[Any]:
+    if kind in (str, object):
+        values = [_text(value) if isinstance(value, str) else value for value in values]
+    return pd.Series(list(values), dtype=_DTYPES.get(kind, "object"))
+
+
+def _text(text: str) -> str:
+    return text.replace("\0", "\\x00")

@@ -1,0 +1,400 @@
+"""The run file: JSON Lines, one durable line per finished case.
+
+The first line is the header (`kind` run), then come results, `resume` lines where a run went on,
+and an `end` line. A line is written, flushed and fsynced before `RunWriter.append` returns, so
+what a killed run leaves is readable: at worst its last line is cut, and the reader drops that one.
+
+Files from elsewhere are not trusted: `dtbench.files.schema` checks every field for type and range.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import math
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from dtbench.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.files.schema import BadFieldError, check_header, loads, result_of, shown
+from dtbench.model import SCHEMA, STATUSES, Result, ResultKey, Run
+
+# A line holds every rank's samples: 1024 ranks x 1000 samples x 22 characters are 22 MiB. Beyond
+# these limits a file is not a run, and reading it would only fill the memory.
+MAX_LINE_BYTES = 64 * 2**20
+MAX_FILE_BYTES = 2 * 2**30
+
+
+# --------------------------------------------------------------------------------- writing
+
+
+class RunWriter:
+    """Appends results to a run file; one writer per file, any thread.
+
+    A write that fails (no space, quota) is undone back to the last whole line before `OutputError`
+    is raised, so the file stays readable and can be resumed once there is space.
+    """
+
+    def __init__(self, path: Path, fd: int, end_of_last_line: int, results: tuple[Result, ...]) -> None:
+        self.path = path
+        self._fd: int | None = fd
+        self._length = end_of_last_line
+        self._status = {r.key: r.status for r in results}
+        self._lock = threading.RLock()
+
+    @classmethod
+    def create(cls, path: str | Path, header: Mapping[str, Any]) -> RunWriter:
+        """A new file that holds `header`.
+
+        Raises:
+            OutputError: the file is there already, or cannot be made.
+        """
+        path = Path(path)
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise OutputError(_why_not_created(path, error)) from error
+        writer = cls(path, fd, 0, ())
+        try:
+            _lock(fd, path)
+            line = {"kind": "run", **_strict(header), "schema": SCHEMA}
+            check_header(line)
+            writer._write(line)
+            _sync_folder(path)
+        except BaseException as error:
+            writer.close()
+            path.unlink(missing_ok=True)
+            if isinstance(error, BadFieldError):
+                raise ValueError(f"the header of a run is malformed: {error}") from error
+            raise
+        return writer
+
+    @classmethod
+    def resume(cls, path: str | Path, record: Mapping[str, Any] | None = None) -> RunWriter:
+        """Goes on with an existing file: drops a last line cut short, appends a `resume` line.
+
+        record: what to note in the `resume` line; None appends none (a further launch of one run).
+
+        Raises:
+            UnreadableRunError: the file is not a run that can be read.
+            OutputError: it cannot be written, or another dtbench is writing to it.
+        """
+        path = Path(path)
+        run = read_run(path)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_APPEND)
+        except OSError as error:
+            raise OutputError(f"cannot append to {path}: {_reason(error)}; give another -o") from error
+        writer = cls(path, fd, 0, run.results)
+        try:
+            _lock(fd, path)
+            writer._drop_cut_line()
+            if record is not None:
+                writer._write({"kind": "resume", "resumed": _now(), **_strict(record)})
+        except BaseException:
+            writer.close()
+            raise
+        return writer
+
+    @property
+    def done(self) -> frozenset[ResultKey]:
+        """The results that the file holds, whatever their status: `--resume` repeats none."""
+        with self._lock:
+            return frozenset(self._status)
+
+    def append(self, result: Result) -> Result:
+        """Writes one line and waits until it is on the disk.
+
+        Returns the result as recorded: one that the file cannot hold (a time that is not finite,
+        a line beyond the limit) is recorded as failed, with that reason.
+
+        Raises:
+            OutputError: the line cannot be written; the file ends with the line before it.
+            UsageError: a param that is not a scalar, so the case has no name in the file.
+        """
+        result = _representable(result)
+        with self._lock:
+            self._write(result.to_json())
+            self._status[result.key] = result.status
+        return result
+
+    def end(self) -> None:
+        """Marks the run as complete."""
+        with self._lock:
+            counts = {s: sum(status == s for status in self._status.values()) for s in STATUSES}
+            self._write({"kind": "end", "finished": _now(), "failed": counts["failed"], "counts": counts})
+
+    def close(self) -> None:
+        """Closes the file; without `end` before it the run counts as incomplete."""
+        with self._lock:
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        data = _encode(line)
+        with self._lock:
+            fd = self._fd
+            if fd is None:
+                raise ValueError(f"the run file {self.path} is closed")
+            try:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[os.write(fd, rest) :]
+                _sync(fd)
+            except BaseException as error:  # Ctrl-C between two partial writes counts too
+                with contextlib.suppress(OSError):
+                    os.ftruncate(fd, self._length)
+                if isinstance(error, OSError):
+                    raise OutputError(
+                        f"cannot write to {self.path}: {_reason(error)}; "
+                        f"what was measured before is kept, go on with --resume"
+                    ) from error
+                raise
+            self._length += len(data)
+
+    def _drop_cut_line(self) -> None:
+        assert self._fd is not None
+        data = self.path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        tail = data[whole:]
+        if tail and _parse_tail(tail) is not None:  # only its newline is missing
+            os.write(self._fd, b"\n")
+            whole = len(data) + 1
+        else:
+            os.ftruncate(self._fd, whole)
+        self._length = whole
+
+
+def _why_not_created(path: Path, error: OSError) -> str:
+    if isinstance(error, FileExistsError):
+        if path.is_dir():
+            return f"{path} is a folder: give the path of a file to -o"
+        return f"{path} exists already: give another -o, or --resume to go on with it"
+    if isinstance(error, FileNotFoundError):
+        return f"the folder of {path} does not exist: make it (mkdir -p {path.parent}) or give another -o"
+    return f"cannot make {path}: {_reason(error)}; give another -o"
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or type(error).__name__).lower()
+
+
+def _lock(fd: int, path: Path) -> None:
+    """Two writers would interleave their lines. A file system without locks goes without."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise OutputError(f"another dtbench is writing to {path}: wait for it or give another -o") from error
+    except OSError:
+        pass
+
+
+def _sync(fd: int) -> None:
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a pipe or a file system that cannot
+            raise
+
+
+def _sync_folder(path: Path) -> None:
+    """Makes the new name durable too (a file can be synced while its folder's entry is not)."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _encode(line: Mapping[str, Any]) -> bytes:
+    return json.dumps(line, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def _strict(value: Any) -> Any:
+    """`value` as JSON can hold it: no NaN or infinity (null), no half of a surrogate pair."""
+    if isinstance(value, Mapping):
+        return {_text(str(k)): _strict(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(v) for v in value]
+    if isinstance(value, str | Path):
+        return _text(str(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _text(text: str) -> str:
+    """Names of files and arguments may hold bytes that are no UTF-8; spell those out."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _representable(result: Result) -> Result:
+    """`result` if what it says can be read back, else a failed one with the reason."""
+    named = Result(result.suite, result.name, result.impl, result.params, "failed", launch=result.launch)
+    try:  # a case without a name in the file could never be found again
+        result_of(loads(_encode(named.to_json())))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"the case {result.suite}/{result.name} [{result.impl}] cannot be named in a run file: "
+            f"{_fault(named, error)}; expected names and, as params, strings, bools and finite numbers"
+        ) from error
+    result = dataclasses.replace(result, reason=_text(result.reason))
+    try:
+        line = _encode(result.to_json())
+        if len(line) > MAX_LINE_BYTES:
+            raise BadFieldError(f"the line has {len(line)} bytes, the limit is {MAX_LINE_BYTES}")
+        result_of(loads(line))
+    except (TypeError, ValueError) as error:
+        reason = f"the result cannot be recorded: {_fault(result, error)}"
+        return dataclasses.replace(named, reason=_text(reason), rank=result.rank)
+    return result
+
+
+def _fault(result: Result, error: Exception) -> str:
+    """What is wrong with a result that JSON cannot hold; the encoder itself does not name the field."""
+    for name, value in result.to_json().items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            return f"{name} holds {shown(value)}, which JSON cannot"
+    return str(error)
+
+
+# --------------------------------------------------------------------------------- reading
+
+
+def read_run(path: str | Path) -> Run:
+    """The run in a file: its header and results, in the file's order.
+
+    A last line cut short is dropped and leaves the run incomplete. Unknown kinds of lines and
+    unknown fields are ignored. A result that appears twice counts as its last line says.
+
+    Raises:
+        UnreadableRunError: not a file, not a run, of a newer schema, or damaged (with the line).
+    """
+    path = Path(path)
+    header: Mapping[str, Any] | None = None
+    results: dict[ResultKey, Result] = {}
+    complete = False
+    for number, data in _lines(path):
+        cut = not data.endswith(b"\n")
+        if header is None:
+            header = _first_line(path, data)
+            continue
+        if not data.strip():
+            continue
+        try:
+            line = _parse_tail(data) if cut else loads(data)
+            if line is None:
+                complete = False
+                break
+            match line.get("kind"):
+                case "result":
+                    result = result_of(line)
+                    results[result.key] = result
+                case "end":
+                    complete = True
+                case "resume":
+                    complete = False
+                case "run":
+                    raise BadFieldError("a second header: two runs were joined in one file, split them")
+                case str():
+                    pass
+                case other:
+                    raise BadFieldError(f"kind is {shown(other)}, expected a string")
+        except ValueError as error:
+            raise UnreadableRunError(f"{path}: line {number} is damaged: {error}") from error
+    if header is None:
+        raise UnreadableRunError(f"{path} is empty: expected a dtbench run (JSON Lines)")
+    return Run(path, header, tuple(results.values()), complete)
+
+
+def read_header(path: str | Path) -> Mapping[str, Any]:
+    """The first line of a run file, checked; fields that are missing have empty values.
+
+    Raises:
+        UnreadableRunError: as `read_run`, for the first line.
+    """
+    path = Path(path)
+    for _, data in _lines(path):
+        return _first_line(path, data)
+    raise UnreadableRunError(f"{path} is empty: expected a dtbench run (JSON Lines)")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    try:
+        if path.is_dir():
+            raise UnreadableRunError(f"{path} is a folder: expected the file of a dtbench run (.jsonl)")
+        if path.exists() and not path.is_file():  # a pipe would be waited on for ever
+            raise UnreadableRunError(f"{path} is not a regular file: expected the file of a dtbench run")
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_FILE_BYTES:
+                raise UnreadableRunError(f"{path} has {size} bytes: a run has at most {MAX_FILE_BYTES}")
+            number = 0
+            while data := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if len(data) > MAX_LINE_BYTES:
+                    raise UnreadableRunError(
+                        f"{path}: line {number} is longer than {MAX_LINE_BYTES} bytes: not a dtbench run"
+                    )
+                yield number, data
+    except FileNotFoundError as error:
+        raise UnreadableRunError(f"there is no file {path}: expected a dtbench run (JSON Lines)") from error
+    except OSError as error:
+        raise UnreadableRunError(f"cannot read {path}: {_reason(error)}") from error
+    except ValueError as error:  # a null byte in the name
+        raise UnreadableRunError(f"{str(path)!r} is not the path of a file: {error}") from error
+
+
+def _first_line(path: Path, data: bytes) -> Mapping[str, Any]:
+    try:
+        line = loads(data)
+    except ValueError as error:
+        raise UnreadableRunError(
+            f"{path} is not a dtbench run: its first line is not a JSON object ({error})"
+        ) from error
+    if line.get("kind") != "run":
+        raise UnreadableRunError(
+            f'{path} is not a dtbench run: its first line has kind {shown(line.get("kind"))}, expected "run"'
+        )
+    schema = line.get("schema")
+    if isinstance(schema, int) and not isinstance(schema, bool) and schema > SCHEMA:
+        raise UnreadableRunError(
+            f"{path} was written by a newer dtbench (schema {schema}, this one reads up to {SCHEMA}): "
+            f"upgrade dtbench to read it"
+        )
+    try:
+        return check_header(line)
+    except BadFieldError as error:
+        raise UnreadableRunError(f"{path}: line 1 is damaged: {error}") from error
+
+
+def _parse_tail(data: bytes) -> dict[str, Any] | None:
+    """A last line without its newline: whole if it is an object all the same, else None."""
+    try:
+        return loads(data)
+    except ValueError:
+        return None

@@ -1,0 +1,1 @@
+"""Statistics and verdicts: comparison, the gate, ops right or wrong, published references."""

@@ -1,0 +1,72 @@
+"""Benchmarks that no arm touches: when one of them moves, the machine has moved, and no verdict holds.
+
+`torch`: plain ops on tensors of 16 values, for arms that share one torch. `python`: arithmetic of the
+interpreter alone, for arms with different builds of torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from dtbench.model import Case, Plan, Workload
+from dtbench.suite import World, suite
+
+NAME = "gate-control"
+KIND = "DTBENCH_GATE_CONTROL"  # "torch" or "python"; set by the gate in every launch of both arms
+# A sample lasts 50 to 200 us, as one of a dispatch benchmark does.
+TORCH_CALLS = 50
+PYTHON_CALLS = 5
+PYTHON_STEPS = 500
+WARMUP_CALLS = 100
+
+
+@suite(NAME, world="simulated", help="what no arm touches, beside every gate", by_default=False)
+def control(plan: Plan) -> Iterator[Case]:
+    python = os.environ.get(KIND) == "python"
+    builders = PYTHON if python else TORCH
+    for name, build in builders.items():
+        yield Case(
+            name,
+            {},
+            build={"plain": partial(_build, build)},
+            clock="host",
+            calls_per_sample=PYTHON_CALLS if python else TORCH_CALLS,
+            warmup_calls=WARMUP_CALLS,
+        )
+
+
+def _build(build: Callable[[], Callable[[], object]], world: World) -> Workload:
+    return Workload(run=build())
+
+
+def _op(name: str) -> Callable[[], object]:
+    import torch
+
+    x, y = torch.ones(4, 4), torch.ones(4, 4)
+    op = getattr(torch, name)
+    return partial(op, x, y) if name in ("add", "mm") else partial(op, x)
+
+
+def _powers() -> Callable[[], object]:
+    modulus = 2**255 - 19  # any odd number of some words
+    return partial(pow, 3, 2**40 - 1, modulus)
+
+
+def _steps() -> Callable[[], object]:
+    steps = (None,) * PYTHON_STEPS
+
+    def run() -> int:
+        total = 0
+        for _ in steps:
+            total = (total + 3) % 7
+        return total
+
+    return run
+
+
+TORCH = {name: partial(_op, name) for name in ("add", "mm", "relu", "sum", "clone")}
+# No numbers in a loop that need memory, and no lookups in tables. A control of those moved by 1.0 and 1.7% between two
+# builds of torch: presumably because what else a process has imported decides where they lie.
+PYTHON = {"powers": _powers, "steps": _steps}

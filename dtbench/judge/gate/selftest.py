@@ -1,0 +1,243 @@
+"""How often the gate is wrong on this machine: false alarms, and known slowdowns that it finds.
+
+Real launches make a pool: rounds of base, base again (head of an unchanged gate), a third base (its null arm) and an
+arm with real extra work, in random order. Trials then run the gate's own schedule on rounds drawn from
+the pool without replacement. The launches are real, the trials share them: the intervals (Clopper-Pearson)
+hold for the pool and are somewhat too narrow for the machine, which the report says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dtbench.errors import EXIT_INCONCLUSIVE, EXIT_OK, UsageError
+from dtbench.files.store import read_run
+from dtbench.judge.gate import control, selftest_suite
+from dtbench.judge.gate.arms import open_arms
+from dtbench.judge.gate.benchmark import Benchmark, Selection
+from dtbench.judge.gate.launcher import Launcher, Limits
+from dtbench.judge.gate.schedule import ArmName, Launch, LaunchArms, OutOfTimeError, Schedule
+from dtbench.judge.gate.verdict import Judged
+
+DEFAULT_BUDGET_S = 1200.0
+# A trial that needs everything takes 5 rounds of the screen, 5 more where something moved, and 20 fresh pairs;
+# one that finds the pool used up misses what it would have found.
+FEWEST_ROUNDS = 30
+TRIALS = 1000
+CONFIDENCE = 0.95
+# The goals on a loaded machine of two cores.
+FALSE_PER_BENCHMARK, FALSE_PER_RUN = 0.005, 0.02
+FOUND = {3: 0.80, 5: 0.95, 10: 0.95}
+PLAN = {
+    "impls": ["core"],
+    "mesh": None,
+    "nproc": 4,
+    "sizes": None,
+    "dtypes": ["float32"],
+    "device": "cpu",
+}
+
+
+@dataclass(frozen=True)
+class Round:
+    """Four launches next to each other: same code three times, and the slowed one."""
+
+    base: Launch
+    same: Launch
+    null: Launch
+    slowed: Launch
+
+
+@dataclass
+class Tally:
+    """Trials of one kind. judged: benchmark verdicts. Keys of `found` are the extra work in percent."""
+
+    runs: int = 0
+    alarmed_runs: int = 0
+    judged: int = 0
+    alarms: int = 0
+    untrusted: int = 0
+    undecided: int = 0
+    launches: int = 0
+    injected: dict[int, int] = field(default_factory=dict)
+    found: dict[int, int] = field(default_factory=dict)
+
+
+def selftest(budget_s: float | None, folder: Path | None, resume: bool, say: Callable[[str], None]) -> int:
+    """Makes the pool, runs the trials, prints what came out; 0 where the goals are met, else 3.
+
+    Raises:
+        UsageError: a budget that holds too few launches.
+    """
+    folder = folder or Path(time.strftime("gate-selftest-%Y%m%dT%H%M%SZ", time.gmtime()))
+    if (folder / "launches").exists() and not resume:
+        raise UsageError(f"{folder} exists already: give another -o, or --resume to go on with its pool")
+    (folder / "launches").mkdir(parents=True, exist_ok=True)
+    rounds, benchmarks, controls = _pool(folder, budget_s or DEFAULT_BUDGET_S, say)
+    if len(rounds) < FEWEST_ROUNDS:
+        raise UsageError(
+            f"the budget held {len(rounds)} rounds of four launches, trials need {FEWEST_ROUNDS}: "
+            f"give --budget more, with --resume -o {folder} to keep these"
+        )
+    unchanged = trials(rounds, benchmarks, controls, slowed=False, count=TRIALS, seed=1)
+    changed = trials(rounds, benchmarks, controls, slowed=True, count=TRIALS, seed=2)
+    said = lines(unchanged, changed, len(rounds))
+    for line in said:
+        click.echo(line)
+    found = {"rounds": len(rounds), "unchanged": vars(unchanged), "changed": vars(changed), "lines": said}
+    (folder / "selftest.json").write_text(json.dumps(_where_from(folder) | found, indent=1) + "\n")
+    return EXIT_OK if meets_goals(unchanged, changed) else EXIT_INCONCLUSIVE
+
+
+def _where_from(folder: Path) -> dict[str, Any]:
+    """The machine and builds, as the pool's first launch says."""
+    header = read_run(min((folder / "launches").glob("*.jsonl"))).header
+    kept = {key: header.get(key) for key in ("started", "versions", "git", "machine")}
+    return {"kind": "gate-selftest", "schema": 1, **kept}
+
+
+def _pool(
+    folder: Path, budget_s: float, say: Callable[[str], None]
+) -> tuple[list[Round], list[Benchmark], list[Benchmark]]:
+    limits = Limits(600.0, time.monotonic() + budget_s, f"{budget_s:g} s")
+    with contextlib.ExitStack() as stack:
+        base, slowed = stack.enter_context(open_arms("env:", f"env:{selftest_suite.VARIABLE}=1", say))
+        suite = str(Path(base.path[0]) / "dtbench" / "gate" / "selftest_suite.py")
+        selections = {name: [Selection(suite)] for name in ("base", "head")}
+        launcher = Launcher(
+            {"base": base, "head": slowed},
+            selections,
+            PLAN,
+            folder / "launches",
+            limits,
+            variables={control.KIND: "torch"},
+        )
+        stack.callback(launcher.close)
+        (counted,) = launcher.count("base")
+        listed = counted.listing.benchmarks
+        benchmarks = [b for b in listed if b.key[0] != control.NAME]
+        controls = [b for b in listed if b.key[0] == control.NAME]
+        launcher.prepare(sys.maxsize)
+        order = random.Random(0)
+        rounds: list[Round] = []
+        try:
+            while True:
+                names = ["base", "same", "null", "slowed"]
+                order.shuffle(names)
+                arms: dict[str, ArmName] = {"base": "base", "same": "base", "null": "base", "slowed": "head"}
+                made = launcher.launch([arms[name] for name in names], benchmarks)
+                rounds.append(Round(**dict(zip(names, made, strict=True))))
+                say(f"round {len(rounds)} of the pool")
+        except OutOfTimeError:
+            return rounds, benchmarks, controls
+
+
+def trials(
+    rounds: Sequence[Round],
+    benchmarks: Sequence[Benchmark],
+    controls: Sequence[Benchmark],
+    *,
+    slowed: bool,
+    count: int,
+    seed: int,
+) -> Tally:
+    """The gate's schedule on rounds drawn from the pool, so many times."""
+    tally = Tally()
+    for number in range(count):
+        drawn = random.Random(f"{seed}/{number}").sample(list(rounds), len(rounds))
+        schedule = Schedule(benchmarks, controls, _replay(drawn, slowed=slowed), seed=number)
+        judged, trust = schedule.run()
+        _tell(tally, judged, slowed=slowed)
+        tally.untrusted += bool(trust.reasons)
+        tally.launches += schedule.evidence.launches
+    return tally
+
+
+def _replay(drawn: Sequence[Round], *, slowed: bool) -> LaunchArms:
+    """Gives the launches of the drawn rounds, a round for each pair."""
+    asked = {"base": 0, "head": 0, "null": 0}
+
+    def one(arm: ArmName) -> Launch:
+        at = asked[arm]
+        if at == len(drawn):
+            raise OutOfTimeError("the pool is used up")
+        asked[arm] += 1
+        if arm == "head":
+            return drawn[at].slowed if slowed else drawn[at].same
+        return drawn[at].base if arm == "base" else drawn[at].null
+
+    return lambda arms, _benchmarks: [one(arm) for arm in arms]
+
+
+def _tell(tally: Tally, judged: Sequence[Judged], *, slowed: bool) -> None:
+    alarmed = False
+    for verdict in judged:
+        extra = int(dict(verdict.benchmark.key[3])["extra"]) if slowed else 0
+        called = verdict.verdict == "REGRESSION"
+        tally.undecided += verdict.verdict == "INCONCLUSIVE"
+        if extra:
+            tally.injected[extra] = tally.injected.get(extra, 0) + 1
+            tally.found[extra] = tally.found.get(extra, 0) + called
+        else:
+            tally.judged += 1
+            tally.alarms += called
+            alarmed |= called
+    tally.runs += 1
+    tally.alarmed_runs += alarmed
+
+
+# --------------------------------------------------------------------------------- the report
+
+
+def share(part: int, whole: int) -> str:
+    """`0.12 % (0.03 to 0.31 %)`: a share with its Clopper-Pearson interval at 95%."""
+    from scipy.stats import binomtest
+
+    if not whole:
+        return "nothing"
+    interval = binomtest(part, whole).proportion_ci(CONFIDENCE, method="exact")
+    return f"{part / whole:.2%} ({interval.low:.2%} to {interval.high:.2%}; {part} of {whole})"
+
+
+def meets_goals(unchanged: Tally, changed: Tally) -> bool:
+    """Whether the shares themselves, not their intervals, are within the goals."""
+    quiet = unchanged.alarms <= FALSE_PER_BENCHMARK * unchanged.judged
+    quiet &= unchanged.alarmed_runs <= FALSE_PER_RUN * unchanged.runs
+    return quiet and all(
+        changed.found.get(extra, 0) >= goal * changed.injected.get(extra, 0) for extra, goal in FOUND.items()
+    )
+
+
+def lines(unchanged: Tally, changed: Tally, rounds: int) -> list[str]:
+    """For a terminal."""
+    runs = unchanged.runs
+    made = [
+        f"pool: {rounds} rounds of 4 real launches; {runs} trials of each kind, resampled from it: they share",
+        "launches, so the intervals are narrower than fresh gates would give",
+        f"no change: false alarms per benchmark {share(unchanged.alarms, unchanged.judged)}, goal 0.5 %",
+        (
+            f"           runs of {unchanged.judged // max(runs, 1)} benchmarks with one "
+            f"{share(unchanged.alarmed_runs, runs)}, goal 2 %"
+        ),
+        (
+            f"           untrusted {share(unchanged.untrusted, runs)}; "
+            f"undecided benchmarks {share(unchanged.undecided, unchanged.judged)}; "
+            f"{unchanged.launches / max(runs, 1):.1f} launches per run"
+        ),
+        f"changed: false alarms of the unchanged benchmarks {share(changed.alarms, changed.judged)}",
+    ]
+    for extra, goal in FOUND.items():
+        found = share(changed.found.get(extra, 0), changed.injected.get(extra, 0))
+        made.append(f"         +{extra} % found {found}, goal {goal:.0%}")
+    made.append(f"         {changed.launches / max(changed.runs, 1):.1f} launches per run")
+    return [*made, "the goals are met" if meets_goals(unchanged, changed) else "the goals are NOT met"]

@@ -1,0 +1,1 @@
+"""What machine this is, and what on it disturbs a measurement."""

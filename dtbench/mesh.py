@@ -1,0 +1,58 @@
+"""Device meshes as the command line and the headers of runs write them: names and sizes of their dims."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dtbench.errors import UsageError
+
+Mesh = tuple[tuple[str, int], ...]
+Groups = list[list[int]]
+
+_DIM = re.compile(r"([A-Za-z_]\w*)=(\d+)")
+
+
+def parse_mesh(text: str) -> Mesh:
+    """`dp=2,tp=2` -> (("dp", 2), ("tp", 2)), outermost first."""
+    dims: list[tuple[str, int]] = []
+    for part in text.split(","):
+        match = _DIM.fullmatch(part.strip())
+        if match is None or int(match[2]) < 1:
+            raise UsageError(
+                f"{part.strip()!r} in --mesh {text} is not a mesh dim: "
+                f"expected NAME=RANKS, such as --mesh dp=2,tp=2"
+            )
+        dims.append((match[1], int(match[2])))
+    names = [name for name, _ in dims]
+    if len(set(names)) < len(names):
+        raise UsageError(f"--mesh {text} gives a mesh dim twice: expected every name once")
+    return tuple(dims)
+
+
+def ranks_of(mesh: Mesh) -> int:
+    """How many ranks the mesh holds."""
+    return math.prod(size for _, size in mesh)
+
+
+def format_mesh(mesh: Iterable[Sequence[Any]]) -> str:
+    """(("dp", 2), ("tp", 2)) -> `dp=2,tp=2`, as --mesh reads it."""
+    return ",".join(f"{name}={size}" for name, size in mesh)
+
+
+def default_mesh(world_size: int) -> Mesh:
+    """The most square dp x tp of the world, the larger dim inside; one dim `tp` when it is prime."""
+    for outer in range(math.isqrt(world_size), 1, -1):
+        if world_size % outer == 0:
+            return (("dp", outer), ("tp", world_size // outer))
+    return (("tp", world_size),)
+
+
+def groups_of(shape: Sequence[int], dim: int) -> Groups:
+    """The groups of a mesh dim: ranks that differ in that coordinate alone. Meshes are row-major."""
+    inner = math.prod(shape[dim + 1 :])
+    size = shape[dim]
+    firsts = (rank for rank in range(math.prod(shape)) if rank // inner % size == 0)
+    return [[first + inner * at for at in range(size)] for first in firsts]

@@ -1,0 +1,80 @@
+"""The core's own counters as spans: `dtbench_core.interop.stages` around the calls of a workload."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import Any
+
+from dtbench.profile.spans import Overhead, Span, from_brackets
+
+KIND = "counter"
+# Brackets per calibration: the quickest of some rounds of it agree within nanoseconds.
+_CALIBRATION_CALLS = 50
+
+
+class Counters:
+    """Records calls of one workload. Made once: finding what to put stopwatches around takes milliseconds."""
+
+    def __init__(self, run: Callable[[], object], before: Callable[[], None] | None) -> None:
+        from dtbench_core.interop import stages
+
+        self._watch = stages.Watch()
+        self._timed = stages.stopwatch(run, "entry", self._watch.log)
+        self._names = stages.NAMES
+        self._before = before
+
+    def calls(self, warmup: int, calls: int) -> list[Span]:
+        """One tree per call; its root is the call as a whole, at stage "entry"."""
+        roots: list[Span] = []
+        with self._watch as log:
+            for number in range(warmup + calls):
+                if self._before is not None:
+                    self._before()
+                log.clear()
+                self._timed()
+                if number >= warmup:
+                    roots += from_brackets(log, self._names, KIND)
+        return roots
+
+
+def bracket_overhead() -> Overhead:
+    """What one bracket of the counters costs here and now."""
+    from dtbench_core.interop import stages
+
+    log: list[int] = []
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    timed = stages.stopwatch(nothing, "glue", log)
+    bare_ns = _per_call_ns(nothing)
+    with_ns = _per_call_ns(timed)
+    recorded = sorted(log[at + 2] - log[at + 1] for at in range(0, len(log), 4))
+    inside_ns = recorded[len(recorded) // 2] - bare_ns
+    return Overhead(max(inside_ns, 0.0), max(with_ns - bare_ns - max(inside_ns, 0.0), 0.0))
+
+
+def _per_call_ns(function: Callable[..., Any]) -> float:
+    """Of a call with three arguments, as the dispatch's functions take; without the loop's own time."""
+    empty, full = [], []
+    for _ in range(3):
+        repeats = itertools.repeat(None, _CALIBRATION_CALLS)
+        start = perf_counter_ns()
+        for _ in repeats:
+            pass
+        empty.append(perf_counter_ns() - start)
+        repeats = itertools.repeat(None, _CALIBRATION_CALLS)
+        start = perf_counter_ns()
+        for _ in repeats:
+            function(1, 2, 3)
+        full.append(perf_counter_ns() - start)
+    return max(min(full) - min(empty), 0) / _CALIBRATION_CALLS
+
+
+def bookkeeping() -> str:
+    """The name of the counters' own work among the spans."""
+    from dtbench_core.interop import stages
+
+    return stages.BOOKKEEPING

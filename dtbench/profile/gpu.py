@@ -1,0 +1,112 @@
+"""What NVML says of a GPU while the ranks work: clocks, power, temperature, throttling, NVLink traffic."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dtbench.machine import provenance as machine
+
+# NVML renews clocks and power every 20 to 100 ms, depending on the GPU; a reading takes about 1 ms.
+SAMPLE_EVERY_S = 0.05
+
+Samples = dict[str, list[tuple[float, float]]]  # counter -> (us on the host's clock, value)
+
+
+class Sampler:
+    """Reads a GPU's state in a thread while it is entered.
+
+    index: as torch numbers CUDA devices in this process. read: replaced by tests.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        read: Callable[[int], Mapping[str, float]] | None = None,
+        every_s: float = SAMPLE_EVERY_S,
+    ) -> None:
+        self.samples: Samples = {}
+        self.reasons: set[str] = set()
+        self._index = index
+        self._read = read or self._state
+        self._every_s = every_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="nvml", daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while True:
+            before_ns = time.time_ns()
+            state = self._read(self._index)
+            at_us = (before_ns + time.time_ns()) / 2e3
+            for name, value in state.items():
+                self.samples.setdefault(name, []).append((at_us, value))
+            if self._stop.wait(self._every_s):
+                return
+
+    def _state(self, index: int) -> dict[str, float]:
+        state = machine.gpu_state(index)
+        if state is None:
+            return {}
+        self.reasons.update(state["throttled_by"])
+        found = {
+            name: float(state[name])
+            for name in ("sm_clock_MHz", "memory_clock_MHz", "temperature_C", "power_W")
+            if state[name] is not None
+        }
+        return found | {"throttled": float(bool(state["throttled_by"]))} | nvlink_KiB(index)
+
+
+def nvlink_KiB(index: int) -> dict[str, float]:  # noqa: N802 - the unit as it is written
+    """Payload sent and received over all NVLinks since the driver was loaded; empty where NVML knows of
+    none. Source: NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX and _RX of nvml.h, in KiB per link."""
+    library = machine.nvml()
+    handle = None if library is None else machine.handle_of(library, index)
+    if library is None or handle is None:
+        return {}
+    found: dict[str, float] = {}
+    for name, field in (
+        ("nvlink_sent_KiB", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX"),
+        ("nvlink_received_KiB", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX"),
+    ):
+        number = getattr(library, field, None)
+        links = range(getattr(library, "NVML_NVLINK_MAX_LINKS", 18))
+        query = machine.query_of(library, "nvmlDeviceGetFieldValues")
+        values = (
+            machine.ask(query, handle, [(number, link) for link in links]) if number is not None else None
+        )
+        known = [float(v.value.ullVal) for v in values or () if v.nvmlReturn == 0]
+        if known:
+            found[name] = sum(known)
+    return found
+
+
+def rises_between(samples: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of a counter that only rises: (us, increase per second) from sample to sample."""
+    pairs: list[tuple[float, float]] = []
+    for (at, value), (later, higher) in itertools.pairwise(samples):
+        if later > at and higher >= value:
+            pairs.append((at, (higher - value) / (later - at) * 1e6))
+    return pairs
+
+
+def counters_of(samples: Mapping[str, list[tuple[float, float]]]) -> Samples:
+    """As the trace draws them: what only rises as a rate, in GB/s (10^9 bytes/s)."""
+    drawn: Samples = {}
+    for name, values in samples.items():
+        if name.endswith("_KiB"):
+            rates: Any = rises_between(values)
+            drawn[name.replace("_KiB", "_GBps")] = [(at, rate * 1024 / 1e9) for at, rate in rates]
+        else:
+            drawn[name] = list(values)
+    return drawn

@@ -1,0 +1,226 @@
+"""From recorded calls to a table of stages that adds up to the measured whole. Pure.
+
+What records a call slows it. The whole call's time is known from calls that nobody recorded, so the cost
+of recording is fitted: it is what takes the recorded time down to the measured one, shared out among the
+spans as the calibration says. The table therefore adds up; how far the fitted cost lies from the
+calibrated one says how well each stage is known, and stands beside it as "plus or minus".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from dtbench.profile.spans import NOTHING, Overhead, Span, fold, self_times
+
+# Yields, for each piece of a call, (stage, ns in it, spans whose recording it bears).
+Pieces = Callable[[Span, Mapping[str, Overhead]], Iterator[tuple[str, float, float]]]
+
+# In the order in which a call passes them, and the rest at the end.
+ORDER = (
+    "entry",
+    "checks",
+    "key",
+    "cache",
+    "plan",
+    "redistribute",
+    "communicate",
+    "local op",
+    "wrap",
+    "glue",
+)
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """A stage, per call of the case. ns: without what recording cost; plus_minus_ns: see the module."""
+
+    stage: str
+    ns: float
+    plus_minus_ns: float
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Where the time of one impl of a case goes.
+
+    source: what recorded the calls. whole_ns: of a call that nobody recorded; recorded_ns: of one that
+    was. fitted_to_calibrated: the cost of recording a span here, over that of recording one alone.
+    slowed: by how much the machine was slower while it was recorded; all times are without that.
+    """
+
+    label: str
+    impl: str
+    source: str
+    whole_ns: float
+    recorded_ns: float
+    calls: int
+    rows: tuple[StageRow, ...]
+    spans_per_call: float
+    fitted_to_calibrated: float
+    floor_ns: float | None = None
+    slowed: float = 1.0
+    folded: Mapping[tuple[str, ...], float] = field(default_factory=dict)
+
+    @property
+    def unattributed_ns(self) -> float:
+        """What the rows leave of the whole: 0 unless the fit was out of reach."""
+        return self.whole_ns - sum(row.ns for row in self.rows)
+
+    def at_pace(self, whole_ns: float) -> Breakdown:
+        """The same where the whole call takes so long: another moment's pace slows every stage alike."""
+        ratio = whole_ns / self.whole_ns
+        rows = (StageRow(row.stage, row.ns * ratio, row.plus_minus_ns * ratio) for row in self.rows)
+        return replace(
+            self,
+            whole_ns=whole_ns,
+            recorded_ns=self.recorded_ns * ratio,
+            rows=tuple(rows),
+            slowed=1 / ratio,
+            folded={stack: ns * ratio for stack, ns in self.folded.items()},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        made = asdict(self) | {"unattributed_ns": self.unattributed_ns}
+        del made["folded"]  # is the flame graph's
+        return made
+
+
+# The fitted cost of recording may be so many times the calibrated one: beyond that something else than
+# recording was slow, and the difference is left unattributed.
+MOST_FIT = 3.0
+
+
+def break_down(
+    calls: Sequence[Span],
+    whole_ns: float,
+    calibrated: Mapping[str, Overhead],
+    pieces: Pieces,
+    *,
+    ignored: str = "",
+    rename: Callable[[str], str] = lambda name: name,
+    **about: Any,
+) -> Breakdown:
+    """The table of the calls. ignored: name of spans that are the instrument's own work.
+
+    Raises:
+        ValueError: no calls.
+    """
+    if not calls:
+        raise ValueError("no call was recorded")
+    recorded = sum(call.duration_ns for call in calls) / len(calls)
+    own = sum(s.duration_ns for c in calls for s, _ in c.walk() if s.name == ignored) / len(calls)
+    cost = sum(_cost_within(call, calibrated, ignored) for call in calls) / len(calls)
+    scale = min(max((recorded - own - whole_ns) / cost, 0.0), MOST_FIT) if cost > 0 else 1.0
+    fitted = {kind: Overhead(o.inside_ns * scale, o.outside_ns * scale) for kind, o in calibrated.items()}
+    time: dict[str, float] = {}
+    borne: dict[str, float] = {}
+    for call in calls:
+        for stage, ns, _ in pieces(call, fitted):
+            time[stage] = time.get(stage, 0.0) + ns / len(calls)
+        for stage, _, cost_ns in pieces(call, calibrated):
+            borne[stage] = borne.get(stage, 0.0) + cost_ns / len(calls)
+    time.pop(ignored, None)
+    known = [stage for stage in ORDER if stage in time]
+    off = abs(scale - 1)
+    rows = [StageRow(s, time[s], borne[s] * off) for s in [*known, *sorted(time.keys() - set(known))]]
+    kept = {k: ns for k, ns in fold(calls, fitted, rename).items() if not ignored or ignored not in k}
+    # Frames that came out below zero count as zero there: the others make room, so that the sum stays.
+    room = sum(time.values()) / max(sum(kept.values()), 1e-9)
+    return Breakdown(
+        whole_ns=whole_ns,
+        recorded_ns=recorded,
+        calls=len(calls),
+        rows=tuple(rows),
+        spans_per_call=sum(1 for c in calls for _ in c.walk()) / len(calls),
+        fitted_to_calibrated=scale,
+        folded={stack: ns * max(room, 0.0) for stack, ns in kept.items()},
+        **about,
+    )
+
+
+def _cost_within(call: Span, overheads: Mapping[str, Overhead], ignored: str) -> float:
+    """What recording the call's spans added to its duration, but for what lies inside the ignored ones."""
+    cost = -overheads.get(call.kind, NOTHING).outside_ns  # the root's lies before and after it
+    for span, _ in call.walk():
+        of = overheads.get(span.kind, NOTHING)
+        cost += of.outside_ns if span.name == ignored else of.total_ns
+    return cost
+
+
+def named_pieces(call: Span, overheads: Mapping[str, Overhead]) -> Iterator[tuple[str, float, float]]:
+    """Where the spans are named by their stage, as the core's counters name them."""
+    for span, _, alone in self_times(call, overheads):
+        own = overheads.get(span.kind, NOTHING)
+        outside = sum(overheads.get(child.kind, NOTHING).outside_ns for child in span.children)
+        yield span.name, alone, own.inside_ns + outside
+
+
+# --------------------------------------------------------------------------------- torch's frames
+
+# torch's DTensor, by file and function: (part of the frame's name, stage). Read from
+# torch/distributed/tensor of 2.11 and 2.13; a frame that none names belongs to its caller's stage.
+_FRAMES: tuple[tuple[str, str], ...] = (
+    ("simple_registry.py", "entry"),
+    ("_ops.py(", "key"),
+    ("_dtensor_spec.py", "key"),
+    ("): device_mesh", "key"),
+    ("): get_coordinate", "cache"),
+    ("): _is_current_rank_part_of_mesh", "cache"),
+    ("_sharding_prop.py", "plan"),
+    ("_op_schema.py", "plan"),
+    ("_redistribute.py", "redistribute"),
+    ("_collective_utils.py", "redistribute"),
+    ("_functional_collectives.py", "communicate"),
+    ("distributed_c10d.py", "communicate"),
+    ("c10d::", "communicate"),
+    ("_c10d_functional::", "communicate"),
+    ("_dispatch.py(", "glue"),
+    ("): wrap", "wrap"),
+)
+# Once a call is in one of these, it stays until it returns; a redistribution may communicate.
+_KEEPS = frozenset({"plan", "redistribute", "communicate", "local op", "wrap"})
+# torch's record of an op that is handed to a tensor subclass.
+HANDED_OVER = "PythonSubclass"
+# C++ between two Python frames belongs to what comes next: after the last hash comes the look-up.
+_LAST_GAP = "entry"
+
+
+def frame_pieces(call: Span, overheads: Mapping[str, Overhead]) -> Iterator[tuple[str, float, float]]:
+    """Where the spans are torch's Python and C++ frames.
+
+    The C++ of torch's dispatch has no frames of its own. Between two Python frames it is counted with the
+    stage of the frame that comes next; before the op on the shards, with that op.
+    """
+    handing = {id(span) for span, _ in call.walk() if _hands_over(span)}
+    stack: list[tuple[Span, str]] = [(call, "entry")]
+    while stack:
+        span, stage = stack.pop()
+        own = overheads.get(span.kind, NOTHING)
+        at, left_inside = span.start_ns, own.inside_ns
+        for child in span.children:
+            next_stage = _stage_of(child, stage, handing)
+            outside = overheads.get(child.kind, NOTHING).outside_ns
+            gap_stage = next_stage if span.name == HANDED_OVER else stage
+            yield gap_stage, child.start_ns - at - outside - left_inside, outside + left_inside
+            at, left_inside = child.end_ns, 0.0
+            stack.append((child, next_stage))
+        end_stage = _LAST_GAP if span.name == HANDED_OVER and span.children else stage
+        yield end_stage, span.end_ns - at - left_inside, left_inside
+
+
+def _hands_over(span: Span) -> bool:
+    return any(below.name == HANDED_OVER for below, depth in span.walk() if depth)
+
+
+def _stage_of(span: Span, stage: str, handing: set[int]) -> str:
+    if span.name.startswith("aten::") and id(span) not in handing:
+        return stage if stage in _KEEPS else "local op"
+    named = stage
+    for part, of in _FRAMES:
+        if part in span.name:
+            named = of
+    if stage in _KEEPS and not (stage == "redistribute" and named == "communicate"):
+        return stage
+    return named

@@ -1,0 +1,305 @@
+"""Traces of ranks as one Chrome trace on one clock, with lanes of communication and compute. Pure.
+
+Events are dicts of the Chrome trace format ("X": complete, `ts` and `dur` in microseconds), as
+torch.profiler writes them; Perfetto and chrome://tracing read the result. See overlap.py for what is
+counted and skew.py for who comes late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtbench.profile.overlap import Interval, difference, intersection, length, union
+from dtbench.profile.spans import Span
+
+Event = Mapping[str, Any]
+
+# What an iteration is wrapped in: the name of a user annotation, then the section and the number.
+ITERATION = "dtbench iteration"
+# Lanes that dtbench adds to each rank, above its threads and streams.
+LANES = {1: "communication", 2: "compute", 3: "exposed communication"}
+_FIRST_TID = 10
+_GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+# torch hands an op to a tensor subclass inside this record: what is around it is dispatch, not work.
+_HANDED_OVER = "PythonSubclass"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of one rank, us on the merged clock. arrival_us: when this rank came to it.
+
+    It lasts from the rank's call (a GPU: its kernel's start) until the transport is done.
+    """
+
+    kind: str
+    arrival_us: float
+    end_us: float
+
+    @property
+    def interval(self) -> Interval:
+        return (self.arrival_us, self.end_us)
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank recorded. shift_us: to be added to its times to get to the merged clock;
+    uncertainty_us: of that. counters: name -> (us, value) samples, on the merged clock already."""
+
+    rank: int
+    host: str
+    device: str
+    events: Sequence[Event]
+    shift_us: float = 0.0
+    uncertainty_us: float = 0.0
+    counters: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Window:
+    """One iteration of a section on one rank, and what was done in it; all on the merged clock, us."""
+
+    section: str
+    number: int
+    start_us: float
+    end_us: float
+    collectives: tuple[Collective, ...]
+    compute: tuple[Interval, ...]
+
+    @property
+    def communication(self) -> list[Interval]:
+        return union(c.interval for c in self.collectives)
+
+    @property
+    def exposed(self) -> list[Interval]:
+        """Communication that no compute of the same rank covers."""
+        return difference(self.communication, self.compute)
+
+    def times_us(self) -> dict[str, float]:
+        """How long: whole, communication, compute, both at once, communication alone, neither."""
+        busy = length([*self.communication, *self.compute])
+        return {
+            "whole": self.end_us - self.start_us,
+            "communication": length(self.communication),
+            "compute": length(self.compute),
+            "overlap": length(intersection(self.communication, self.compute)),
+            "exposed": length(self.exposed),
+            "host": self.end_us - self.start_us - busy,
+        }
+
+
+def windows_of(trace: RankTrace) -> list[Window]:
+    """The iterations that the rank recorded, in the order of time."""
+    events = [e for e in trace.events if e.get("ph") == "X"]
+    compute = compute_of(events)
+    found: list[Window] = []
+    for event in sorted(events, key=_start):
+        name = event["name"]
+        # The same annotation is drawn on the GPU's lanes a second time.
+        if not name.startswith(ITERATION) or event.get("cat") != "user_annotation":
+            continue
+        section, _, number = name.removeprefix(ITERATION).strip().rpartition(" #")
+        window = (_start(event), _end(event))
+        # What goes on after an iteration, such as the next barrier, is not its own.
+        inside = collectives_of([e for e in events if window[0] <= _start(e) < window[1]], window[1])
+        shift = trace.shift_us
+        found.append(
+            Window(
+                section,
+                int(number) if number.isdigit() else len(found),
+                window[0] + shift,
+                window[1] + shift,
+                tuple(Collective(c.kind, c.arrival_us + shift, c.end_us + shift) for c in inside),
+                tuple((a + shift, b + shift) for a, b in intersection(compute, [window])),
+            )
+        )
+    return found
+
+
+def collectives_of(events: Sequence[Event], until_us: float) -> list[Collective]:
+    """The collectives among one rank's events, by arrival and cut off at the end of the time given: NCCL's
+    kernels where there are any, else the process group's calls with what gloo's threads did for them."""
+    kernels = [e for e in events if e.get("cat") == "kernel" and "nccl" in e["name"].lower()]
+    if kernels:
+        found = [Collective(_nccl_kind(e["name"]), _start(e), min(_end(e), until_us)) for e in kernels]
+        return sorted(found, key=lambda c: c.arrival_us)
+    # A tensor subclass may issue a call again, inside: the innermost one is what goes to the transport.
+    threads = by_thread(e for e in events if e["name"].startswith("c10d::")).values()
+    calls = [s for thread in threads for top in nested(thread) for s, _ in top.walk() if not s.children]
+    calls.sort(key=lambda span: span.start_ns)
+    transports = sorted((e for e in events if e["name"].startswith("gloo:")), key=_start)
+    ends: dict[int, float] = {}
+    waiting = list(range(len(calls)))
+    for transport in transports:  # gloo starts works in the order of the calls
+        if waiting and calls[waiting[0]].start_ns <= _start(transport):
+            ends[waiting.pop(0)] = _end(transport)
+    return [
+        Collective(_c10d_kind(c.name), c.start_ns, min(max(ends.get(i, 0.0), c.end_ns), until_us))
+        for i, c in enumerate(calls)
+    ]
+
+
+def compute_of(events: Sequence[Event]) -> list[Interval]:
+    """When the rank computed: its GPU's kernels and copies but for NCCL's, or without a GPU the ops of
+    torch that neither communicate nor were handed to a tensor subclass."""
+    gpu = [e for e in events if e.get("cat") in _GPU_WORK]
+    if gpu:
+        return union((_start(e), _end(e)) for e in gpu if "nccl" not in e["name"].lower())
+    ops = [e for e in events if e.get("cat") == "cpu_op"]
+    return union(i for thread in by_thread(ops).values() for i in _work(nested(thread)))
+
+
+def by_thread(events: Iterable[Event]) -> dict[Any, list[Event]]:
+    """The events of each thread or stream."""
+    threads: dict[Any, list[Event]] = {}
+    for event in events:
+        threads.setdefault((event.get("pid"), event.get("tid")), []).append(event)
+    return threads
+
+
+def nested(events: Iterable[Event]) -> list[Span]:
+    """The events of one thread as trees; times in us. One that outlasts its parent is cut there."""
+    top: list[Span] = []
+    open_: list[Span] = []
+    for event in sorted(events, key=lambda e: (_start(e), -e["dur"])):
+        span = Span(event["name"], event.get("cat", ""), _start(event), _end(event))
+        while open_ and open_[-1].end_ns <= span.start_ns:
+            open_.pop()
+        if open_:
+            span.end_ns = min(span.end_ns, open_[-1].end_ns)
+        (open_[-1].children if open_ else top).append(span)
+        open_.append(span)
+    return top
+
+
+def _work(spans: Sequence[Span]) -> Iterator[Interval]:
+    for span in spans:
+        if span.name.startswith("aten::") and not any(_is_dispatch(below) for below, _ in span.walk()):
+            yield (span.start_ns, span.end_ns)
+        else:
+            yield from _work(span.children)
+
+
+def _is_dispatch(span: Span) -> bool:
+    return span.name == _HANDED_OVER or span.name.startswith(("c10d::", "_c10d_functional::"))
+
+
+def _start(event: Event) -> float:
+    return float(event["ts"])
+
+
+def _end(event: Event) -> float:
+    return float(event["ts"]) + float(event["dur"])
+
+
+def _c10d_kind(name: str) -> str:
+    return name.removeprefix("c10d::").strip("_")
+
+
+def _nccl_kind(name: str) -> str:
+    """`ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)` -> `AllReduce`."""
+    parts = name.partition("(")[0].split("_")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+# --------------------------------------------------------------------------------- the merged trace
+
+
+def merge(ranks: Sequence[RankTrace], notes: Mapping[str, Any]) -> dict[str, Any]:
+    """One trace of all ranks, a process each, times in us from the earliest event on.
+
+    notes: go into `otherData`, which the viewers show as the trace's metadata.
+    """
+    starts = [_start(e) + r.shift_us for r in ranks for e in r.events if "ts" in e and e.get("ph") != "M"]
+    zero = min(starts, default=0.0)
+    events: list[dict[str, Any]] = []
+    for trace in ranks:
+        events += _rank_events(trace, zero)
+    clock = {f"rank {r.rank}": f"+-{r.uncertainty_us:.1f} us" for r in ranks}
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ns",
+        "otherData": {**notes, "clock": clock, "zero_us": zero},
+    }
+
+
+def _rank_events(trace: RankTrace, zero: float) -> Iterator[dict[str, Any]]:
+    pid, shift = trace.rank, trace.shift_us - zero
+    yield _meta(pid, 0, "process_name", name=f"rank {trace.rank} ({trace.host}, {trace.device})")
+    yield _meta(pid, 0, "process_sort_index", sort_index=trace.rank)
+    lanes: dict[Any, int] = {}
+    names = {(e.get("pid"), e.get("tid")): e["args"]["name"] for e in trace.events if _names_thread(e)}
+    drawn = [e for e in trace.events if e.get("ph") == "X"]
+    for event in sorted(drawn, key=_start):
+        thread = (event.get("pid"), event.get("tid"))
+        if thread not in lanes:
+            lanes[thread] = _FIRST_TID + len(lanes)
+        kept = {"name": event["name"], "cat": event.get("cat", ""), "ph": "X"}
+        kept |= {"ts": round(_start(event) + shift, 3), "dur": event["dur"]}
+        yield kept | {"pid": pid, "tid": lanes[thread]} | _args(event)
+    for thread, tid in lanes.items():
+        yield from _named_lane(pid, tid, str(names.get(thread, f"thread {thread[1]}")))
+    for tid, name in LANES.items():
+        yield from _named_lane(pid, tid, name)
+    for window in windows_of(trace):
+        yield from _lane_events(pid, window, zero)
+    for name, samples in trace.counters.items():
+        for at_us, value in samples:
+            yield {"name": name, "ph": "C", "pid": pid, "ts": round(at_us - zero, 3), "args": {name: value}}
+
+
+def _lane_events(pid: int, window: Window, zero: float) -> Iterator[dict[str, Any]]:
+    def drawn(tid: int, name: str, interval: Interval) -> dict[str, Any]:
+        start, end = interval
+        at = {"ts": round(start - zero, 3), "dur": round(end - start, 3)}
+        return {"name": name, "cat": LANES[tid], "ph": "X", "pid": pid, "tid": tid, **at}
+
+    for collective in window.collectives:
+        yield drawn(1, collective.kind, collective.interval)
+    for interval in window.compute:
+        yield drawn(2, "compute", interval)
+    for interval in window.exposed:
+        yield drawn(3, "exposed", interval)
+
+
+def _names_thread(event: Event) -> bool:
+    return event.get("ph") == "M" and event.get("name") == "thread_name"
+
+
+def _args(event: Event) -> dict[str, Any]:
+    args = event.get("args") or {}
+    # Numbers that only tie torch's own events together.
+    kept = {k: v for k, v in args.items() if k not in ("Ev Idx", "Record function id", "Fwd thread id")}
+    return {"args": kept} if kept else {}
+
+
+def _named_lane(pid: int, tid: int, name: str) -> Iterator[dict[str, Any]]:
+    yield _meta(pid, tid, "thread_name", name=name)
+    yield _meta(pid, tid, "thread_sort_index", sort_index=tid)
+
+
+def _meta(pid: int, tid: int, fact: str, /, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": fact, "pid": pid, "tid": tid, "args": args}
+
+
+# --------------------------------------------------------------------------------- calls of one process
+
+
+def of_calls(groups: Mapping[str, Sequence[Span]], rename: Any = str) -> dict[str, Any]:
+    """A trace of recorded calls: a process per group, each from its own zero on, calls one after another.
+
+    The times are as recorded: recording is not taken off.
+    """
+    events: list[dict[str, Any]] = []
+    for pid, (label, calls) in enumerate(groups.items(), 1):
+        events.append(_meta(pid, 0, "process_name", name=label))
+        events.append(_meta(pid, 0, "process_sort_index", sort_index=pid))
+        zero = min((call.start_ns for call in calls), default=0.0)
+        for call in sorted(calls, key=lambda c: c.start_ns):
+            for span, _ in call.walk():
+                at = {"ts": (span.start_ns - zero) / 1e3, "dur": span.duration_ns / 1e3}
+                events.append(
+                    {"name": rename(span.name), "cat": span.kind, "ph": "X", "pid": pid, "tid": 1, **at}
+                )
+    return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"times": "as recorded"}}

@@ -1,0 +1,440 @@
+"""Profiling cases of real ranks: this rank's part. Every rank records; rank 0 merges and writes."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from dtbench.bench.options import Task
+from dtbench.bench.progress import complain, say
+from dtbench.bench.sampling import describe
+from dtbench.bench.session import join_store, leave, tell_refusal
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError
+from dtbench.mesh import Groups, Mesh, format_mesh, groups_of, ranks_of
+from dtbench.model import Case, Skip, Workload
+from dtbench.profile import clocks, sections, trace
+from dtbench.profile.folder import as_json, check_folder, write_folder
+from dtbench.profile.request import DATA_NAME, TABLE_NAME, TRACE_NAME, Request
+from dtbench.world.launch import NOTE, Note, end_with_launcher
+from dtbench.world.ranks import Place, StoreRanks, barrier_of, device_of, real_world, store_of
+from dtbench.world.watch import Diagnosis, Now, Watch, block_signals
+
+_T = TypeVar("_T")
+# Iterations of a section: some, to tell a habit from an accident; few, since each is drawn.
+LEAST_ITERATIONS, MOST_ITERATIONS, ITERATIONS_S = 3, 10, 0.2
+QUICK_ITERATIONS = 3
+WARMUP_CALLS = 3
+# Marks that tie the profiler's clock to the host's; the tightest decides.
+_MARKS = 20
+_MARK = "dtbench clock"
+# The store takes values of any size, but one message at a time.
+_CHUNK_BYTES = 2**20
+_GATHER_TIMEOUT = timedelta(minutes=5)
+
+
+class RankProfile:
+    """This rank's part in a profile. `go` never returns."""
+
+    def __init__(self, request: Request, place: Place) -> None:
+        self._request = request
+        self._place = place
+        self._note = os.environ.get(NOTE)
+        self._now = Now()
+        self._connect = store_of(place, 0)
+        self._events: list[dict[str, Any]] = []
+        self._uncertainty_us = 0.0
+        self._plain_us: dict[str, list[float]] = {}
+        self._groups: dict[str, list[list[int]]] = {}
+        self._failed = False
+
+    def go(self) -> NoReturn:
+        """Profiles and exits."""
+        block_signals()
+        if self._note is not None:
+            end_with_launcher()
+        rank, size = self._place.rank, self._place.world_size
+        self._watch = Watch(self._now, rank, size, self._on_end)
+        try:
+            device_type = self._request.device_type()
+            tasks = self._request.tasks(device_type, size)
+            if tasks[0].suite.world != "ranks":
+                raise UsageError(
+                    f"{tasks[0].suite.name} needs no ranks, but a launcher has started some: profile it without it"
+                )
+            if rank == 0:
+                check_folder(self._request.folder)
+        except DtbenchError as error:
+            self._refuse(error)
+        try:
+            code = self._profile(tasks, device_type)
+        except BaseException as error:  # SystemExit in a suite's code is a fault like any other
+            if os.environ.get("DTBENCH_TRACEBACK"):
+                sys.excepthook(type(error), error, error.__traceback__)
+            self._watch.fault(describe(error))
+        self._exit(code)
+
+    def _profile(self, tasks: Sequence[Task], device_type: str) -> int:
+        store = join_store(self._connect, self._place)
+        ranks = StoreRanks(store, self._place.rank, self._place.world_size, self._watch.raised)
+        device = device_of(device_type, self._place.local_rank)
+        from dtbench.machine.provenance import local_rank_info
+
+        infos = ranks.agree(local_rank_info(str(device)), lambda votes: votes)
+        hosts = [info["host"] for info in infos]
+        self._watch.join(self._connect, hosts, lambda: ranks.votes, None if self._place.agent_store else 0)
+        self._epoch_ns = int(ranks.agree(time.time_ns(), lambda votes: votes[0]))
+        host_clock = self._host_clock(store, [info["boot_id"] for info in infos])
+        plan = self._request.options.plan("cuda" if device_type == "cuda" else "cpu", ranks.size)
+        if ranks.rank == 0:
+            count = f"{len(tasks)} case{'s' if len(tasks) > 1 else ''}"
+            say(f"{count} to profile on {ranks.size} {device_type} ranks ({format_mesh(plan.mesh)})")
+        timeout_s = self._request.options.timeout_s
+        with contextlib.ExitStack() as stack:
+            sampler = stack.enter_context(_sampler(device))
+            with self._watch.limit(max(timeout_s, 60.0)):
+                world = stack.enter_context(real_world(self._place, store, device, plan.mesh, timeout_s))
+                barrier = barrier_of(device)
+                barrier()
+            for task in tasks:
+                self._profile_task(task, world, ranks, barrier, plan.mesh)
+            ranks.agree(None, lambda votes: None)  # nobody leaves the group while others use it
+        code = self._gather(store, ranks, infos, host_clock, sampler)
+        leave(ranks, self._watch, code)
+        return code
+
+    # ---- one case ----
+
+    def _profile_task(
+        self, task: Task, world: Any, ranks: StoreRanks, barrier: Callable[[], None], mesh: Mesh
+    ) -> None:
+        now, case = self._now, task.case
+        now.suite, now.name, now.params, now.impls = task.suite.name, case.name, case.params, task.impls
+        for impl in task.impls:
+            now.case, now.impl = now.case + 1, impl
+            section = f"{task.label} ({impl})"
+            with self._watch.limit(self._request.options.timeout_s):
+                workload = self._agreed(ranks, section, lambda: self._ready(task, impl, world))  # noqa: B023
+                if workload is None:
+                    continue
+                self._groups[section] = _groups_of(mesh, case)
+                self._agreed(ranks, section, lambda: self._record(section, workload, world, ranks, barrier))  # noqa: B023
+                if workload.close is not None:
+                    workload.close()
+        now.suite, now.impl = "", None
+
+    def _ready(self, task: Task, impl: str, world: Any) -> Workload:
+        """The workload, warmed up and found right."""
+        workload = task.case.build[impl](world)
+        for _ in range(WARMUP_CALLS):
+            _call(workload)
+        wrong = workload.check() if workload.check is not None else None
+        if wrong is not None:
+            raise ValueError(f"wrong data: {wrong}")
+        return workload
+
+    def _record(
+        self, section: str, workload: Workload, world: Any, ranks: StoreRanks, barrier: Callable[[], None]
+    ) -> bool:
+        """Iterations without the profiler, for what it costs, and with it."""
+        from torch.profiler import ProfilerActivity, profile, record_function
+
+        settle = _settler(world.device)
+        barrier()
+        took_s = _timed_s(lambda: _call(workload), settle)
+        count = int(ranks.agree(took_s, self._decide_iterations))
+        plain = []
+        for _ in range(count):
+            _before(workload)
+            barrier()
+            plain.append(_timed_s(workload.run, settle) * 1e6)
+        activities = [ProfilerActivity.CPU]
+        if world.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        marks = []
+        with profile(activities=activities) as profiler:
+            for number in range(count):
+                _before(workload)
+                barrier()
+                name = f"{trace.ITERATION} {section} #{number}"
+                with record_function(name), _nvtx(name, self._request.nvtx):
+                    workload.run()
+                    settle()
+            for _ in range(_MARKS):
+                before = time.time_ns()
+                with record_function(_MARK):
+                    pass
+                marks.append((before, time.time_ns()))
+        self._plain_us[section] = plain
+        self._keep(_events_of(profiler, self._epoch_ns), marks)
+        return True
+
+    def _decide_iterations(self, took_s: list[float]) -> int:
+        if self._request.options.quick:
+            return QUICK_ITERATIONS
+        return int(min(max(ITERATIONS_S / max(*took_s, 1e-6), LEAST_ITERATIONS), MOST_ITERATIONS))
+
+    def _keep(self, events: list[dict[str, Any]], marks: Sequence[tuple[int, int]]) -> None:
+        """The events on this host's clock, less the marks."""
+        drawn = sorted(
+            (e for e in events if e["name"] == _MARK and e.get("ph") == "X"), key=lambda e: e["ts"]
+        )
+        known = [
+            (before - self._epoch_ns, e["ts"] * 1e3, (e["ts"] + e["dur"]) * 1e3, after - self._epoch_ns)
+            for (before, after), e in zip(marks, drawn, strict=True)
+        ]
+        offset = clocks.from_marks(known)
+        self._uncertainty_us = max(self._uncertainty_us, offset.uncertainty_ns / 1e3)
+        for event in events:
+            if event["name"] != _MARK:
+                if "ts" in event:
+                    event["ts"] += offset.ns / 1e3
+                self._events.append(event)
+
+    def _agreed(self, ranks: StoreRanks, section: str, step: Callable[[], _T]) -> _T | None:
+        """What the step gives, or None on all ranks if it raised on one."""
+        made, reason = None, None
+        try:
+            made = step()
+        except Skip as skip:
+            reason = f"skipped, {skip}"
+        except Exception as error:
+            reason = f"failed, {describe(error)}"
+            self._now.raised, self._now.raised_in = describe(error), self._now.impl
+            ranks.raised(describe(error))
+        reasons = ranks.agree(reason, lambda votes: votes)
+        self._now.raised = self._now.raised_in = None
+        bad = [(rank, said) for rank, said in enumerate(reasons) if said]
+        if not bad:
+            return made
+        rank, said = bad[0]
+        self._failed |= said.startswith("failed")
+        if self._place.rank == 0:
+            complain(f"{section}: {said} (rank {rank})")
+        return None
+
+    # ---- all ranks' traces ----
+
+    def _host_clock(self, store: Any, boot_ids: Sequence[str | None]) -> clocks.Offset:
+        """From this rank's host clock to rank 0's; ranks of other hosts ask in turn."""
+        mine = self._place.rank
+        for rank, boot_id in enumerate(boot_ids):
+            if rank == 0 or (boot_id is not None and boot_id == boot_ids[0]):
+                continue
+            if mine == 0:
+                clocks.answer(store, rank)
+            elif mine == rank:
+                return clocks.ask(store, rank)
+        return clocks.SAME_CLOCK
+
+    def _gather(
+        self,
+        store: Any,
+        ranks: StoreRanks,
+        infos: Sequence[Mapping[str, Any]],
+        host_clock: clocks.Offset,
+        sampler: Any,
+    ) -> int:
+        """Hands this rank's trace to rank 0, which writes the folder. The exit code."""
+        counters = {} if sampler is None else self._counters(sampler, host_clock)
+        mine = {
+            "events": self._events,
+            "shift_us": host_clock.ns / 1e3,
+            "uncertainty_us": self._uncertainty_us + host_clock.uncertainty_ns / 1e3,
+            "counters": counters,
+            "plain_us": self._plain_us,
+            "reasons": sorted(sampler.reasons) if sampler is not None else [],
+        }
+        if ranks.rank != 0:
+            send(store, f"trace/{ranks.rank}", mine)
+            return int(ranks.agree(None, lambda votes: None))
+        gathered = [mine, *(receive(store, f"trace/{rank}") for rank in range(1, ranks.size))]
+        try:
+            code = self._write(gathered, infos)
+        except DtbenchError as error:
+            complain(str(error))
+            code = error.exit_code
+        Note(code=code, reported=True, whole=True).write(self._note)
+        return int(ranks.agree(None, lambda votes: code))
+
+    def _counters(self, sampler: Any, host_clock: clocks.Offset) -> Mapping[str, Any]:
+        from dtbench.profile.gpu import counters_of
+
+        shift_us = (host_clock.ns - self._epoch_ns) / 1e3
+        return {
+            name: [(at + shift_us, value) for at, value in samples]
+            for name, samples in counters_of(sampler.samples).items()
+        }
+
+    def _write(self, gathered: Sequence[Mapping[str, Any]], infos: Sequence[Mapping[str, Any]]) -> int:
+        from dtbench.profile.text import section_tables
+
+        traces = [
+            trace.RankTrace(
+                rank=rank,
+                host=info["host"],
+                device=info["device"],
+                events=given["events"],
+                shift_us=given["shift_us"],
+                uncertainty_us=given["uncertainty_us"],
+                counters=given["counters"],
+            )
+            for rank, (given, info) in enumerate(zip(gathered, infos, strict=True))
+        ]
+        # Of each iteration the slowest rank's time.
+        plain = {
+            section: [
+                max(turn) for turn in zip(*(given["plain_us"][section] for given in gathered), strict=True)
+            ]
+            for section in gathered[0]["plain_us"]
+        }
+        if not plain:
+            complain("nothing could be profiled: no profile was written")
+            return EXIT_CASE_FAILED
+        found = sections.sections_of(traces, self._groups, plain)
+        lines = section_tables(found, {t.rank: t.uncertainty_us for t in traces})
+        throttled = {rank: given["reasons"] for rank, given in enumerate(gathered) if given["reasons"]}
+        lines += [f"rank {rank} was throttled: {', '.join(reasons)}" for rank, reasons in throttled.items()]
+        for line in lines:
+            say(line)
+        data = {
+            "kind": "profile of ranks",
+            "sections": [s.to_json() for s in found],
+            "clock_us": {t.rank: t.uncertainty_us for t in traces},
+            "throttled": throttled,
+        }
+        files = {
+            TABLE_NAME: "\n".join(lines) + "\n",
+            DATA_NAME: as_json(data),
+            TRACE_NAME: as_json(trace.merge(traces, {"made by": "dtbench profile"})),
+        }
+        folder = self._request.folder
+        write_folder(folder, files)
+        say(f"{folder}: {', '.join(files)}; open the trace at https://ui.perfetto.dev or chrome://tracing")
+        return EXIT_CASE_FAILED if self._failed else EXIT_OK
+
+    # ---- endings ----
+
+    def _refuse(self, error: DtbenchError) -> NoReturn:
+        tell_refusal(error, self._place, self._note)
+        self._exit(error.exit_code)
+
+    def _on_end(self, diagnosis: Diagnosis) -> None:
+        where = f" during {self._now.label}" if self._now.label and diagnosis.blames_case else ""
+        complain(f"{diagnosis.sentence}{where}: no profile was written")
+        Note(code=diagnosis.code, reported=True).write(self._note)
+
+    def _exit(self, code: int) -> NoReturn:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)  # threads of the watch sleep in C++ and would hold up an orderly end
+
+
+# --------------------------------------------------------------------------------- helpers
+
+
+def _groups_of(mesh: Mesh, case: Case) -> Groups:
+    """The ranks that communicate in the case; all together where it names no dim of the mesh."""
+    names = [name for name, _ in mesh]
+    dim = case.params.get("mesh_dim")
+    return (
+        groups_of([n for _, n in mesh], names.index(dim)) if dim in names else [list(range(ranks_of(mesh)))]
+    )
+
+
+def send(store: Any, key: str, value: Any) -> None:
+    """Puts JSON data into the store, compressed and in pieces."""
+    data = gzip.compress(as_json(value).encode(), compresslevel=3)
+    pieces = [data[i : i + _CHUNK_BYTES] for i in range(0, len(data), _CHUNK_BYTES)]
+    for number, piece in enumerate(pieces):
+        store.set(f"{key}/{number}", piece)
+    store.set(f"{key}/count", str(len(pieces)))
+
+
+def receive(store: Any, key: str) -> Any:
+    """What another rank has sent, or will."""
+    store.wait([f"{key}/count"], _GATHER_TIMEOUT)
+    count = int(store.get(f"{key}/count"))
+    data = b"".join(bytes(store.get(f"{key}/{number}")) for number in range(count))
+    for number in range(count):
+        store.delete_key(f"{key}/{number}")
+    return json.loads(gzip.decompress(data))
+
+
+def _events_of(profiler: Any, epoch_ns: int) -> list[dict[str, Any]]:
+    """What the profiler recorded, as Chrome trace events with `ts` in us since the epoch given."""
+    with tempfile.TemporaryDirectory(prefix="dtbench-") as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        made = json.loads(path.read_text("utf-8", "replace"))
+    # Whole nanoseconds first: microseconds since 1970 have no room for fractions in a double.
+    base_us = (int(made.get("baseTimeNanoseconds", 0)) - epoch_ns) / 1e3
+    kept = []
+    for event in made["traceEvents"]:
+        if event.get("ph") == "X" and event.get("cat") not in ("Trace", None):
+            kept.append(event | {"ts": event["ts"] + base_us})
+        elif event.get("ph") == "M" and event.get("name") == "thread_name":
+            kept.append({key: event[key] for key in ("ph", "name", "pid", "tid", "args")})
+    return kept
+
+
+def _call(workload: Workload) -> None:
+    _before(workload)
+    workload.run()
+
+
+def _before(workload: Workload) -> None:
+    if workload.before is not None:
+        workload.before()
+
+
+def _timed_s(run: Callable[[], object], settle: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    settle()
+    return time.perf_counter() - start
+
+
+def _settler(device: Any) -> Callable[[], None]:
+    """Waits for the work on the device."""
+    if device.type == "cpu":
+        return lambda: None
+    import torch
+
+    return lambda: torch.cuda.synchronize(device)
+
+
+@contextlib.contextmanager
+def _sampler(device: Any) -> Iterator[Any]:
+    """NVML's readings of the device meanwhile; None without a GPU."""
+    if device.type == "cpu":
+        yield None
+        return
+    from dtbench.profile.gpu import Sampler
+
+    with Sampler(device.index) as sampler:
+        yield sampler
+
+
+@contextlib.contextmanager
+def _nvtx(name: str, wanted: bool) -> Iterator[None]:
+    if not wanted:
+        yield
+        return
+    from torch.cuda import nvtx
+
+    ranges: Any = nvtx  # its functions have no types
+    ranges.range_push(name)
+    try:
+        yield
+    finally:
+        ranges.range_pop()

@@ -1,0 +1,11 @@
+"""The report: one HTML page of runs and what was found out about them, with figures, tables and data inside.
+
+Read `page` first: it is the table of contents. `sources` says what a report is made of, `parts` holds a file for
+each part, `section` what these have in common; `figures` and `shapes` draw, `index` lists the reports of a folder.
+"""
+
+from dtbench.show.report.index import write_index
+from dtbench.show.report.page import render, write_report
+from dtbench.show.report.sources import Sources, gather
+
+__all__ = ["Sources", "gather", "render", "write_index", "write_report"]

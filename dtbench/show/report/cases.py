@@ -1,0 +1,98 @@
+"""The results of a report's runs, put together over launches: one figure per case and impl."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pandas as pd
+
+from dtbench.files.frame import COUNTER, cases_frame, cells, impls_of, names_of, params_of, results_frame
+from dtbench.model import Param, Run
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One impl of one case over its launches, as `dtbench.files.frame.cases_frame` merges them."""
+
+    impl: str
+    median_s: float
+    p25_s: float
+    p75_s: float
+    size_bytes: int | None
+    algbw_Bps: float | None  # noqa: N815 - bytes per second, as the run file spells it
+    busbw_Bps: float | None  # noqa: N815
+    rank_spread: float | None  # longest over shortest reading of the ranks, median over samples
+    counters: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case with the impls that were measured for it."""
+
+    name: str
+    params: Mapping[str, Param]
+    impls: Mapping[str, Measured]
+
+    def get(self, param: str) -> Param:
+        """The param's value, "" where the case lacks it."""
+        return self.params.get(param, "")
+
+    def number(self, param: str) -> int:
+        """The param as a whole number, 0 where the case lacks it or it is none."""
+        value = self.params.get(param, 0)
+        return int(value) if isinstance(value, int | float) else 0
+
+    def seconds(self, impl: str) -> float | None:
+        return self.impls[impl].median_s if impl in self.impls else None
+
+    def ratio(self, impl: str, base: str) -> float | None:
+        """Time of `impl` over time of `base`, where both were measured."""
+        if impl not in self.impls or base not in self.impls:
+            return None
+        return self.impls[impl].median_s / self.impls[base].median_s
+
+
+def collect(runs: Sequence[Run]) -> dict[str, list[Case]]:
+    """Suite -> cases, in the order in which they were first measured."""
+    results = results_frame(runs)
+    timed = results[(results["status"] == "ok") & (results["median_s"] > 0)]
+    return {suite: _cases(cases_frame(timed[timed["suite"] == suite])) for suite in distinct(timed["suite"])}
+
+
+def _cases(frame: pd.DataFrame) -> list[Case]:
+    figures = [f.name for f in fields(Measured) if f.name not in ("impl", "counters")]
+    counters = names_of(frame, COUNTER)
+    impls: list[dict[str, Measured]] = [{} for _ in range(len(frame))]
+    for impl in impls_of(frame):
+        columns = {name: cells(frame[name, impl]) for name in (*figures, *counters)}
+        for row, measured in enumerate(impls):
+            if columns["median_s"][row] is not None:
+                there = {c.removeprefix(COUNTER): v for c in counters if (v := columns[c][row]) is not None}
+                measured[impl] = Measured(impl, **{f: columns[f][row] for f in figures}, counters=there)
+    return [Case(*case) for case in zip(cells(frame["name", ""]), params_of(frame), impls, strict=True)]
+
+
+def distinct(values: Iterable[Any]) -> list[Any]:
+    """Each value once, in the order of first appearance."""
+    return list(dict.fromkeys(values))
+
+
+def geometric_mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are there; None of none. The mean that fits ratios."""
+    logs = [math.log(v) for v in values if v is not None and v > 0]
+    return math.exp(math.fsum(logs) / len(logs)) if logs else None
+
+
+def group(cases: Iterable[Case], key: Callable[[Case], Any]) -> dict[Any, list[Case]]:
+    grouped: dict[Any, list[Case]] = {}
+    for case in cases:
+        grouped.setdefault(key(case), []).append(case)
+    return grouped
+
+
+def others(case: Case, known: Iterable[str]) -> str:
+    """The params beside the known ones, in words: no two rows of a table may look the same."""
+    return ", ".join(f"{k}={v}" for k, v in sorted(case.params.items()) if k not in set(known))

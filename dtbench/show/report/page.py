@@ -1,0 +1,267 @@
+"""The report's table of contents: which parts it has, in which order, and what is cut to keep it small."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from dtbench.cost.calibration import check_same_setup
+from dtbench.errors import UsageError
+from dtbench.files.atomic import write_atomically
+from dtbench.judge.compare import compare
+from dtbench.show.report import data
+from dtbench.show.report.cases import collect
+from dtbench.show.report.changes import Changes, of_comparison
+from dtbench.show.report.parts import front
+from dtbench.show.report.parts.bucketer import bucketer
+from dtbench.show.report.parts.calibration import calibration
+from dtbench.show.report.parts.changes import changes_section
+from dtbench.show.report.parts.collectives import collectives
+from dtbench.show.report.parts.coverage import coverage
+from dtbench.show.report.parts.dispatch import dispatch
+from dtbench.show.report.parts.failures import failures_of
+from dtbench.show.report.parts.history import history
+from dtbench.show.report.parts.models import other_suites, tensor_parallel
+from dtbench.show.report.parts.provenance import provenance
+from dtbench.show.report.parts.redistribute import redistribute
+from dtbench.show.report.parts.verdict import Verdict, verdict
+from dtbench.show.report.section import Figure, Section
+from dtbench.show.report.sources import KINDS, Sources
+from dtbench.show.report.svg import printable, settings
+
+GENERATOR = "dtbench report"
+BUDGET_BYTES = 2_000_000
+MAX_FIGURES = 40
+MAX_ROWS = 2000
+TEMPLATES = Path(__file__).parent
+OWN_SUITES = ("dispatch", "redistribute", "collectives", "bucketer", "overlap", "tensor_parallel")
+
+
+@dataclass(frozen=True)
+class Economy:
+    """How much the page may hold: the raw data as JSON, as CSV, rows of all tables, drawings."""
+
+    json: bool
+    csv: bool
+    rows: int
+    figures: int
+
+
+# What is given up, in this order, until the page is within its budget.
+ECONOMIES = (
+    Economy(True, True, MAX_ROWS, MAX_FIGURES),
+    Economy(False, True, MAX_ROWS, MAX_FIGURES),
+    Economy(False, False, MAX_ROWS, MAX_FIGURES),
+    Economy(False, False, 500, MAX_FIGURES),
+    Economy(False, False, 200, 20),
+    Economy(False, False, 60, 8),
+)
+
+
+def write_report(sources: Sources, path: str | Path) -> None:
+    """Writes the report of these sources.
+
+    Raises:
+        UsageError: nothing to report, or runs of different machines, meshes or backends.
+        OutputError: the place cannot be written, or holds a file that is no report.
+    """
+    write_atomically(Path(path), render(sources), is_report, "report of dtbench")
+
+
+def render(sources: Sources) -> str:
+    """The page as text; the same sources give the same bytes.
+
+    Raises:
+        UsageError: nothing to report, or runs of different machines, meshes or backends.
+    """
+    if sources.is_empty:
+        raise UsageError(f"nothing to report: name at least one file, {KINDS}")
+    if sources.runs:
+        check_same_setup(sources.runs)
+    with settings():
+        return _render(sources)
+
+
+def _render(sources: Sources) -> str:
+    suites = collect(sources.runs)
+    changes = _changes(sources)
+    judged = verdict(changes, sources)
+    failures = failures_of(sources.runs)
+    sections = [
+        *changes_section(changes),
+        collectives(suites.get("collectives", []), suites.get("redistribute", []), sources),
+        redistribute(suites.get("redistribute", [])),
+        calibration(sources.topology, sources.regret, bool(suites.get("collectives"))),
+        dispatch(suites.get("dispatch", []), sources.calls),
+        bucketer(suites.get("bucketer", []), suites.get("overlap", []), sources.ranks, sources.spans),
+        tensor_parallel(suites.get("tensor_parallel", [])),
+        *other_suites({name: cases for name, cases in suites.items() if name not in OWN_SUITES}),
+        history(sources.histories),
+        coverage(sources.verdict_runs, sources.verdict_tables),
+    ]
+    context = {
+        "title": front.title(sources),
+        "summary": front.summary(sources, suites),
+        "started": front.started(sources),
+        "warnings": front.warnings(sources),
+        "headlines": front.headlines(suites, sources.topology),
+        "verdict": judged,
+        "provenance": provenance(sources),
+        "failures": failures,
+        "generator": GENERATOR,
+        "raw": data.as_json(sources),
+        "csv": data.csv_link(sources.runs) if sources.runs else None,
+    }
+    page = ""
+    for economy in ECONOMIES:
+        page = _fill(context, sections, economy, sources)
+        if len(page.encode()) <= BUDGET_BYTES:
+            break
+    return page
+
+
+def is_report(head: str) -> bool:
+    """Whether a file that begins so is a report."""
+    return f'<meta name="generator" content="{GENERATOR}">' in head
+
+
+def _changes(sources: Sources) -> Changes | None:
+    if sources.gate is not None:
+        return sources.gate
+    if sources.baseline and sources.runs:
+        return of_comparison(compare(sources.baseline, sources.runs))
+    return None
+
+
+# ------------------------------------------------------------------------------------ limits
+
+
+def _fill(context: Mapping[str, Any], sections: Sequence[Section], economy: Economy, sources: Sources) -> str:
+    fitted, cuts = _fit(sections, economy)
+    if sources.runs and not economy.json:
+        cuts.append(
+            f"The raw data as JSON are left out to keep the page below {BUDGET_BYTES // 1_000_000} MB."
+            if economy.csv
+            else f"The raw data are left out to keep the page below {BUDGET_BYTES // 1_000_000} MB; "
+            "the run files have them."
+        )
+    script = (TEMPLATES / "page.js").read_text("utf-8")
+    return render_template(
+        "page.html.j2",
+        **{k: v for k, v in context.items() if k not in ("raw", "csv", "verdict")},
+        verdict=_reachable(context["verdict"], fitted),
+        sections=fitted,
+        cuts=cuts,
+        raw=context["raw"] if economy.json else None,
+        csv=context["csv"] if economy.csv else None,
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        most_reasons=min(economy.rows, 200),
+    )
+
+
+def _fit(sections: Sequence[Section], economy: Economy) -> tuple[list[Section], list[str]]:
+    """The sections with at most so many drawings and rows, and what was cut, in words."""
+    wanted = [len(figure.panels) for section in sections for figure in section.figures]
+    given = iter(shares(wanted, economy.figures))
+    rows = [table.total_rows for section in sections for table in section.tables]
+    most_rows = share(rows, economy.rows)
+    fitted = [
+        replace(
+            section,
+            figures=[cut for figure in section.figures if (cut := _cut(figure, next(given))).panels],
+            tables=[replace(table, most=most_rows) for table in section.tables],
+        )
+        for section in sections
+    ]
+    cuts = []
+    if sum(wanted) > economy.figures:
+        cuts.append(
+            f"{economy.figures} of {sum(wanted)} drawings are shown; the captions say where some are missing."
+        )
+    if sum(rows) > economy.rows:
+        cuts.append(
+            f"Tables are cut after {most_rows} rows each, {economy.rows} in all; the longest has {max(rows)}. "
+            "The run files have them all."
+        )
+    return fitted, cuts
+
+
+def _cut(figure: Figure, panels: int) -> Figure:
+    total = len(figure.panels)
+    if panels >= total:
+        return figure
+    caption = f"{figure.caption} Here are {panels} of {total} panels."
+    return replace(figure, panels=figure.panels[:panels], caption=caption)
+
+
+def _reachable(judged: Verdict, sections: Sequence[Section]) -> Verdict:
+    """Links to rows that were cut lead to the table."""
+    there = {id_ for section in sections for table in section.tables for id_, _, _ in table.rows}
+
+    def anchor(wanted: str) -> str:
+        return wanted if wanted in there else "changes"
+
+    return replace(
+        judged,
+        tallies=tuple(replace(tally, anchor=anchor(tally.anchor)) for tally in judged.tallies),
+        links=tuple(replace(link, anchor=anchor(link.anchor)) for link in judged.links),
+    )
+
+
+def shares(wanted: Sequence[int], most: int) -> list[int]:
+    """How many each gets of `most` in all: the small get all they want, what is left over goes to the first."""
+    cap = share(wanted, most) if wanted else 0
+    given = [min(want, cap) for want in wanted]
+    for place, want in enumerate(wanted):
+        if given[place] < want and sum(given) < most:
+            given[place] += 1
+    while sum(given) > most:  # more figures than `most`: the last ones go
+        given[max(place for place, count in enumerate(given) if count)] -= 1
+    return given
+
+
+def share(wanted: Sequence[int], most: int) -> int:
+    """The largest cap for which capped wants add up to at most `most`: the small get all they want."""
+    cap = max(wanted, default=0)
+    if sum(wanted) <= most:
+        return cap
+    low, high = 0, cap
+    while low < high:
+        middle = (low + high + 1) // 2
+        if sum(min(want, middle) for want in wanted) <= most:
+            low = middle
+        else:
+            high = middle - 1
+    return max(low, 1)
+
+
+# ------------------------------------------------------------------------------------ templates
+
+
+def render_template(name: str, **context: Any) -> str:
+    """A template of this folder, everything escaped but what was made here."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_visible,
+    )
+    css = (TEMPLATES / "page.css").read_text("utf-8")
+    return environment.get_template(name).render(**context, css=Markup(css))
+
+
+def _visible(value: Any) -> Any:
+    """Control characters and marks that turn the reading direction become visible."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return value if value.isprintable() else printable(value)
+    return value

@@ -1,0 +1,160 @@
+"""Where the results come from: command, machine, versions, commit."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dtbench.model import Run
+from dtbench.show.report.sources import Sources
+from dtbench.units import format_bytes
+
+
+def mesh_words(header: Mapping[str, Any]) -> str:
+    mesh = header["mesh"]
+    return " × ".join(f"{name} = {size}" for name, size in zip(mesh["dim_names"], mesh["shape"], strict=True))
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def hosts(header: Mapping[str, Any]) -> list[str]:
+    return sorted({rank["host"] for rank in header["ranks"] if rank.get("host")})
+
+
+def hardware(header: Mapping[str, Any]) -> str:
+    machine = header["machine"]
+    gpus: dict[str, int] = {}
+    for gpu in machine["gpus"]:
+        name = str(gpu.get("name") or "GPU")
+        gpus[name] = gpus.get(name, 0) + 1
+    named = [f"{count} × {name}" for name, count in gpus.items()]
+    return ", ".join([*named, str(machine["cpu"].get("model") or "unknown CPU")])
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A line of the provenance. was: the baseline's, where it differs."""
+
+    name: str
+    value: str
+    was: str = ""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """compared: whether there is a baseline whose differences are marked."""
+
+    facts: tuple[Fact, ...]
+    environment: tuple[Fact, ...]
+    compared: bool
+
+
+_UNSET = "unset"
+
+
+def provenance(sources: Sources) -> Provenance:
+    sides = [Fact(f"Gate, {side}", words) for side, words in (sources.gate.sides if sources.gate else ())]
+    if not sources.runs:
+        return Provenance(tuple(sides), (), False)
+    header = sources.runs[0].header
+    base = sources.baseline[0].header if sources.baseline else None
+    was = dict(_facts(base)) if base else {}
+    facts = [
+        *(Fact("Command", _command(run.header["argv"])) for run in sources.runs),
+        *(Fact("Run", _run_words(run)) for run in sources.runs),
+        *(Fact("Baseline", _run_words(run)) for run in sources.baseline),
+        *sides,
+    ]
+    now = dict(_facts(header))
+    names = dict.fromkeys([*now, *was])
+    facts += [_fact(name, now.get(name, ""), was.get(name, "") if base else None) for name in names]
+    env, env_was = header["env"], base["env"] if base else {}
+    environment = [
+        _fact(name, str(env.get(name, _UNSET)), str(env_was.get(name, _UNSET)) if base else None)
+        for name in sorted({*env, *env_was})
+    ]
+    return Provenance(
+        tuple(fact for fact in facts if fact.value or fact.was), tuple(environment), base is not None
+    )
+
+
+def _fact(name: str, value: str, was: str | None) -> Fact:
+    return Fact(
+        name, value or "nothing recorded", (was or "nothing recorded") if was not in (None, value) else ""
+    )
+
+
+def _run_words(run: Run) -> str:
+    words = [
+        run.header["run_id"],
+        f"started {run.header['started'] or 'at an unknown time'}",
+        "complete" if run.complete else "incomplete",
+        f"file {run.path.name}",
+    ]
+    return ", ".join(words)
+
+
+def _facts(header: Mapping[str, Any]) -> list[tuple[str, str]]:
+    machine = header["machine"]
+    known = {"cpu", "gpus"}
+    plan = {k: v for k, v in header["plan"].items() if k != "mesh"}
+    gpus = Counter(_described(gpu) for gpu in machine["gpus"])
+    facts = [
+        ("Mesh", mesh_words(header)),
+        ("Ranks", _placement(header)),
+        ("Versions", ", ".join(f"{k} {v}" for k, v in header["versions"].items() if v is not None)),
+        ("Checkout", _checkout(header["git"])),
+        ("dtbench’s checkout", _checkout(header["git"].get("dtbench"))),
+        ("CPU", _described(machine["cpu"])),
+        ("GPUs", "; ".join(f"{count} × {words}" for words, count in gpus.items())),
+        *[(_words(k).capitalize(), _described(v, k)) for k, v in machine.items() if k not in known],
+        ("Suites", ", ".join(header["suites"])),
+        ("Launches", f"{header.get('launches') or ''}"),
+        ("Plan", _described(plan)),
+        ("Schema", f"{header.get('schema') or ''}"),
+    ]
+    return [(name, value) for name, value in facts if value]
+
+
+def _placement(header: Mapping[str, Any]) -> str:
+    by_host: dict[str, list[str]] = {}
+    for rank in header["ranks"]:
+        place = f"{rank['rank']} ({rank.get('device') or 'unknown device'})"
+        by_host.setdefault(rank.get("host") or "unknown host", []).append(place)
+    return "; ".join(f"{host}: {', '.join(places)}" for host, places in by_host.items())
+
+
+def _command(argv: Sequence[str]) -> str:
+    line = shlex.join(str(arg) for arg in argv)
+    return line if not argv or Path(argv[0]).name == "dtbench" else f"dtbench {line}"
+
+
+def _checkout(git: Any) -> str:
+    if not isinstance(git, Mapping) or not git.get("commit"):
+        return ""
+    dirty = git.get("dirty")
+    return f"{git['commit']}{', with uncommitted changes' if dirty is True else ', clean' if dirty is False else ''}"
+
+
+def _words(key: str) -> str:
+    return str(key).removesuffix("_bytes").replace("_", " ")
+
+
+def _described(value: Any, key: str = "") -> str:
+    """A fact of the header in words; its shape is the machine's and not known here."""
+    if isinstance(value, Mapping):
+        there = {k: v for k, v in value.items() if v not in (None, "", [], {})}
+        return ", ".join(f"{_words(k)} {_described(v, str(k))}" for k, v in there.items())
+    if isinstance(value, list | tuple):
+        return " ".join(_described(v, key) for v in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if str(key).endswith("_bytes") and isinstance(value, int):
+        return format_bytes(value)
+    return "" if value is None else str(value)

@@ -1,0 +1,269 @@
+"""What a report is made of: files of several commands, told apart by what they hold."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dtbench.cost.calibration import read_topology
+from dtbench.cost.choices import Group, Regret, Score
+from dtbench.errors import UnreadableRunError, UsageError
+from dtbench.files.schema import BadFieldError, loads, shown
+from dtbench.files.store import read_run
+from dtbench.judge.op_verdicts import Baseline, has_verdicts, read_baseline
+from dtbench.model import Run
+from dtbench.show.report import fields as f
+from dtbench.show.report.changes import Changes, of_gate
+from dtbench.show.report.profiles import CallProfile, RankProfile, Span, call_profile, rank_profile, spans_of
+
+_T = TypeVar("_T")
+
+MAX_JSON_BYTES = 64 * 2**20
+# Uncompressed. What is larger is for Perfetto; the page says so.
+MAX_TRACE_BYTES = 32 * 2**20
+MAX_HISTORY_LINES = 10_000
+_HEAD_BYTES = 4096
+_FIRST_KIND = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(run|history)"')
+KINDS = "a run, a topology, results of gate, regret or profile, a history, or a table of verdicts on ops"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One revision in a history: seconds by benchmark."""
+
+    revision: str
+    time: str
+    times_s: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class History:
+    """The revisions of one kind of machine, oldest first."""
+
+    machine: str
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Everything that a report may be made of; only some of it has to be there.
+
+    spans: section of a rank profile -> what each rank did in one iteration of it.
+    verdicts: runs of the suite `coverage`, baseline tables of it.
+    """
+
+    runs: tuple[Run, ...] = ()
+    baseline: tuple[Run, ...] = ()
+    topology: Mapping[str, Any] | None = None
+    gate: Changes | None = None
+    regret: Regret | None = None
+    calls: tuple[CallProfile, ...] = ()
+    ranks: tuple[RankProfile, ...] = ()
+    spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
+    verdict_runs: tuple[Run, ...] = ()
+    verdict_tables: tuple[Baseline, ...] = ()
+    histories: tuple[History, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(
+            (self.runs, self.gate, self.topology, self.regret, self.calls, self.ranks, self.verdict_runs)
+        ) and not (self.verdict_tables or self.histories)
+
+
+def gather(paths: Sequence[Path], baseline: Sequence[Path] = (), topology: Path | None = None) -> Sources:
+    """Reads files, each for what it is; a folder is a profile's.
+
+    Raises:
+        UnreadableRunError: a file that is none of these, or is damaged.
+        UsageError: two of what there can be only one of.
+    """
+    sources = Sources(baseline=tuple(read_run(path) for path in baseline))
+    if topology is not None:
+        sources = replace(sources, topology=read_topology(topology))
+    for path in paths:
+        sources = _with(sources, path)
+    return sources
+
+
+def _with(sources: Sources, path: Path) -> Sources:
+    if path.is_dir():
+        return _with_profile(sources, path)
+    head = _head(path)
+    first = _FIRST_KIND.match(head)
+    if first is not None and first[1] == b"history":
+        return replace(sources, histories=(*sources.histories, _history(path)))
+    if first is not None:
+        run = read_run(path)
+        if run.results and all(has_verdicts(r) for r in run.results):
+            return replace(sources, verdict_runs=(*sources.verdict_runs, run))
+        return replace(sources, runs=(*sources.runs, run))
+    return _with_json(sources, path, _json(path))
+
+
+def _with_json(sources: Sources, path: Path, data: Mapping[str, Any]) -> Sources:
+    kind = data.get("kind")
+    if kind == "topology":
+        _one(sources.topology, path, "topology")
+        return replace(sources, topology=read_topology(path))
+    if kind == "gate":
+        _one(sources.gate, path, "result of a gate")
+        return replace(sources, gate=_checked(path, "result of `dtbench gate`", of_gate, data))
+    if kind == "profile of calls":
+        found = _checked(path, "table of `dtbench profile`", call_profile, data)
+        return replace(sources, calls=(*sources.calls, *found))
+    if kind == "profile of ranks":
+        sections = _checked(path, "table of `dtbench profile`", rank_profile, data)
+        return replace(sources, ranks=(*sources.ranks, *sections))
+    if {"torch", "verdicts"} <= set(data):
+        return replace(sources, verdict_tables=(*sources.verdict_tables, read_baseline(path)))
+    if {"mesh", "groups"} <= set(data):
+        _one(sources.regret, path, "result of regret")
+        return replace(sources, regret=_checked(path, "result of `dtbench regret --json`", _regret, data))
+    raise UnreadableRunError(
+        f"{path} is none of the files that a report is made of (its kind is {shown(kind)}): expected {KINDS}"
+    )
+
+
+def _one(there: object, path: Path, what: str) -> None:
+    if there is not None:
+        raise UsageError(f"{path} is a second {what}: a report shows one; give one of them")
+
+
+def _checked(path: Path, what: str, read: Callable[[Mapping[str, Any]], _T], data: Mapping[str, Any]) -> _T:
+    try:
+        return read(data)
+    except BadFieldError as error:
+        raise UnreadableRunError(f"{path} is damaged: {error}; expected a {what}") from error
+
+
+# ------------------------------------------------------------------------------------ files
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError as error:
+        raise UnreadableRunError(
+            f"cannot read {path}: {error.strerror or error}; expected {KINDS}"
+        ) from error
+    if not head.strip():
+        raise UnreadableRunError(f"{path} is empty: expected {KINDS}")
+    return head
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise UnreadableRunError(f"{path} has more than {MAX_JSON_BYTES} bytes: expected {KINDS}")
+        return loads(path.read_bytes())
+    except OSError as error:
+        raise UnreadableRunError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UnreadableRunError(f"{path} is not JSON ({str(error)[:120]}): expected {KINDS}") from error
+
+
+def _with_profile(sources: Sources, folder: Path) -> Sources:
+    table = folder / "table.json"
+    if not table.is_file():
+        raise UnreadableRunError(f"{folder} holds no table.json: expected a folder of `dtbench profile`")
+    known = len(sources.ranks)
+    sources = _with_json(sources, table, _json(table))
+    trace = folder / "trace.json.gz"
+    if len(sources.ranks) == known or not trace.is_file():
+        return sources
+    try:
+        with gzip.open(trace, "rb") as file:
+            data = file.read(MAX_TRACE_BYTES + 1)
+        if len(data) > MAX_TRACE_BYTES:
+            note = f"{trace.name} has more than {MAX_TRACE_BYTES >> 20} MiB and is not drawn: open it in Perfetto"
+            return replace(sources, notes=(*sources.notes, note))
+        spans = spans_of(loads(data))
+    except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
+        raise UnreadableRunError(
+            f"{trace} is damaged: {error}; expected a trace of `dtbench profile`"
+        ) from error
+    return replace(sources, spans={**sources.spans, **spans})
+
+
+# ------------------------------------------------------------------------------------ regret, history
+
+
+def _regret(data: Mapping[str, Any]) -> Regret:
+    groups = [
+        Group(
+            f.text(group, "library"),
+            f.text(group, "name"),
+            int(f.number(group, "size_bytes", least=0)),
+            int(f.number(group, "launches", least=0)),
+            {
+                model: _score(f.as_mapping(score, model))
+                for model, score in f.mapping(group, "scores").items()
+            },
+        )
+        for group in f.mappings(data, "groups")
+    ]
+    return Regret(f.text(data, "mesh"), tuple(groups), f.texts(data, "notes"))
+
+
+def _score(of: Mapping[str, Any]) -> Score:
+    interval = of.get("interval")
+    if not isinstance(interval, list) or len(interval) != 2:
+        raise BadFieldError(f"interval is {shown(interval)}, expected two numbers")
+    ends = {"low": interval[0], "high": interval[1]}
+    shares = {
+        name: None if of.get(name) is None else f.number(of, name, least=0)
+        for name in ("ranked_right", "ties")
+    }
+    return Score(
+        f.number(of, "mean", least=0),
+        (f.number(ends, "low", least=0), f.number(ends, "high", least=0)),
+        f.number(of, "worst", least=0),
+        f.number(of, "near", least=0),
+        shares["ranked_right"],
+        shares["ties"],
+        int(f.number(of, "decisions", least=0)),
+    )
+
+
+def _history(path: Path) -> History:
+    """The lines that `dtbench gate --record` appends; one cut short at the end is left out."""
+    points: list[Point] = []
+    machine: Mapping[str, Any] | None = None
+    try:
+        with path.open("rb") as file:
+            for number, data in enumerate(iter(lambda: file.readline(MAX_JSON_BYTES), b""), 1):
+                if not data.endswith(b"\n"):
+                    break
+                if number > MAX_HISTORY_LINES:
+                    raise BadFieldError(f"it has more than {MAX_HISTORY_LINES} lines")
+                line = loads(data)
+                if line.get("kind") != "history" or line.get("schema") != 1:
+                    raise BadFieldError(f"line {number} is no line of a history of schema 1")
+                of = f.mapping(line, "machine")
+                if machine is not None and of != machine:
+                    raise BadFieldError(
+                        f"line {number} is of another machine: these times cannot be compared"
+                    )
+                machine = of
+                times = f.mapping(line, "times_s")
+                points.append(
+                    Point(
+                        f.text(line, "revision"),
+                        f.text(line, "time") if "time" in line else "",
+                        {label: f.number(times, label, least=1e-12) for label in times},
+                    )
+                )
+    except OSError as error:
+        raise UnreadableRunError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UnreadableRunError(f"{path} is no history of `dtbench gate`: {error}") from error
+    known = [f"{value}" for value in (machine or {}).values() if value not in (None, "", [])]
+    return History(", ".join(known), tuple(points))

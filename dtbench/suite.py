@@ -1,0 +1,166 @@
+"""What a suite is, and how suites are found: ours by name, a user's by the path of a file.
+
+A suite is a function of the plan that yields cases:
+
+    @suite("hello", world="ranks", help="one all-reduce per size")
+    def hello(plan: Plan) -> Iterator[Case]:
+        for size in plan.sizes_bytes:
+            yield Case("all_reduce", {"n": size}, build={"c10d": lambda world, size=size: ...})
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from dtbench.errors import UsageError
+from dtbench.model import Case, Param, Plan, Result
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+# The package whose modules are the built-in suites, its SUITES. Named, not imported: they load torch.
+BUILTIN_PACKAGE = "dtbench_suites"
+
+WorldKind = Literal["ranks", "simulated", "own"]
+
+# How a suite of the "own" kind answers cases: given the plan and (case, impls) still to be answered, it
+# calls the last argument with each result as soon as it is there.
+Measure = Callable[[Plan, Sequence[tuple[Case, tuple[str, ...]]], Callable[[Result], None]], None]
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """How a suite of ranks measures more where its sweep turns out too coarse (`--refine`).
+
+    wanted: given the plan, what the first launch measured of the listed cases and what it has measured
+        beyond them, the (name, params) of cases to measure too. Called again with their results until it
+        wants nothing new. Only rank 0 calls it.
+    case: the case of such a name and params, the same on every rank; it may adjust the params (trim a
+        size) as long as those of its own cases stay as they are.
+    """
+
+    wanted: Callable[[Plan, Sequence[Result], Sequence[Result]], Iterable[tuple[str, Mapping[str, Param]]]]
+    case: Callable[[Plan, str, Mapping[str, Param]], Case]
+
+
+class World(Protocol):
+    """What a case's builder is given: this rank's place in a live process group.
+
+    In a "ranks" suite the group is real and `mesh` is the run's mesh. In a "simulated" suite it is
+    torch's fake group of 8 ranks seen from rank 0, and `mesh` is one-dimensional.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    def mesh_of(self, shape: tuple[int, ...]) -> DeviceMesh:
+        """A mesh of all ranks in another shape, made once per world."""
+        ...
+
+
+@dataclass(frozen=True)
+class Suite:
+    """world: where the cases run. "own": no ranks are started, `measure` answers in this process.
+    options: name -> help of the options of `dtbench run` that are this suite's; the values stand as text
+        in `Plan.options`, and the suite checks them. by_default: whether it runs when no suite is named.
+    refinement: what to measure beyond the cases, found while measuring.
+    """
+
+    name: str
+    cases: Callable[[Plan], Iterator[Case]]
+    world: WorldKind
+    help: str
+    measure: Measure | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    by_default: bool = True
+    refinement: Refinement | None = None
+
+
+_registered: dict[str, Suite] = {}
+
+
+def suite(
+    name: str,
+    *,
+    world: WorldKind,
+    help: str,
+    measure: Measure | None = None,
+    options: Mapping[str, str] | None = None,
+    by_default: bool = True,
+    refinement: Refinement | None = None,
+) -> Callable[[Callable[[Plan], Iterator[Case]]], Suite]:
+    """Registers a generator of cases as the suite `name`; see `Suite` for the arguments."""
+
+    def register(cases: Callable[[Plan], Iterator[Case]]) -> Suite:
+        made = Suite(name, cases, world, help, measure, options or {}, by_default, refinement)
+        _registered[name] = made
+        return made
+
+    return register
+
+
+def load(names: Iterable[str] = (), *, all_kinds: bool = False) -> list[Suite]:
+    """The suites asked for, in the order of the question; when none is named, the built-in ones that run
+    by default, or all.
+
+    A name that ends in .py or holds a path separator is a user's file.
+
+    Raises:
+        UsageError: a name that no suite has, a file that cannot be loaded or that registers nothing.
+    """
+    package = importlib.import_module(BUILTIN_PACKAGE)
+    # A gate's arm may be a revision that imported them all and named them in __all__.
+    builtin: Sequence[str] = getattr(package, "SUITES", None) or package.__all__
+    chosen: list[Suite] = []
+    for name in names:
+        if name.endswith(".py") or "/" in name:
+            chosen += _load_file(Path(name))
+        elif name in builtin:
+            chosen.append(_builtin(name))
+        elif name in _registered:
+            chosen.append(_registered[name])
+        else:
+            raise UsageError(
+                f"no suite is called {name!r}: the suites are {', '.join(builtin)}, or give the path of a .py file"
+            )
+    return chosen or [s for s in map(_builtin, builtin) if all_kinds or s.by_default]
+
+
+def _builtin(name: str) -> Suite:
+    """Imports that suite alone: one of them loads all of torch.distributed.tensor, which takes 0.6 s."""
+    module = importlib.import_module(f"{BUILTIN_PACKAGE}.{name}")
+    found = [s for s in vars(module).values() if isinstance(s, Suite) and s.name == name]
+    return found[0] if found else _registered[name]
+
+
+def _is_builtin(suite: Suite) -> bool:
+    """Whether it came with a built-in module that a user's file imports."""
+    return str(getattr(suite.cases, "__module__", "")).startswith(f"{BUILTIN_PACKAGE}.")
+
+
+def _load_file(path: Path) -> list[Suite]:
+    before = dict(_registered)
+    spec = importlib.util.spec_from_file_location(f"dtbench_user_suite_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise UsageError(f"no suite file at {path}: expected a Python file that uses @dtbench.suite.suite")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UsageError(f"the suite file {path} failed to load: {type(error).__name__}: {error}") from error
+    new = [s for name, s in _registered.items() if before.get(name) is not s and not _is_builtin(s)]
+    if not new:
+        raise UsageError(
+            f"{path} registers no suite: decorate a function of the plan with @dtbench.suite.suite"
+        )
+    return new

@@ -1,0 +1,1 @@
+"""Joining or starting ranks, their failures, and hosts made of network namespaces."""

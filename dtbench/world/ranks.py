@@ -1,0 +1,353 @@
+"""The world a run lives in: who we are in it, how its ranks reach each other, and its process groups.
+
+The ranks of a run share a key-value store from start to end. Over it go votes (`StoreRanks.agree`) and
+alarms (`watch`); process groups come and go beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from dtbench.errors import UsageError
+from dtbench.mesh import Mesh
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import Store
+    from torch.distributed.device_mesh import DeviceMesh
+
+SIMULATED_RANKS = 8
+# Waits on the store are ended by the watch, which knows why; this only has to be longer than any run.
+_FOREVER = timedelta(days=7)
+_JOIN_TIMEOUT = timedelta(minutes=5)
+# Further connections are made once when a launch begins, and where something went wrong.
+_DYING_S = 0.2
+# The watch fires at the case's timeout and says what hangs; the group's own end comes after it.
+GROUP_GRACE_S = 30.0
+
+
+# --------------------------------------------------------------------------------- our place
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process in a world that a launcher has started.
+
+    agent_store: the launcher hosts the store, so that it outlives the ranks; otherwise rank 0 does.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int | None
+    address: str
+    port: int
+    agent_store: bool
+    launcher: str
+    attempt: int = 0  # torchrun may start the ranks again, on the same store
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks are known to be on this host."""
+        return self.local_world_size == self.world_size
+
+
+def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
+    """The place that torchrun or Slurm gave this process; None when nobody started ranks.
+
+    A Slurm step of a single task is no world: our own launcher starts the ranks inside it.
+
+    Raises:
+        UsageError: an environment that is only half set.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return _torchrun_place(environ)
+    tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1"
+    if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ and _number("SLURM_NTASKS", tasks) > 1:
+        return _slurm_place(environ, _number("SLURM_NTASKS", tasks))
+    return None
+
+
+def _torchrun_place(environ: Mapping[str, str]) -> Place:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    if missing:
+        raise UsageError(
+            f"RANK and WORLD_SIZE are set but {' and '.join(missing)} not: start dtbench under torchrun, "
+            f"or unset RANK and WORLD_SIZE to let it start its own ranks"
+        )
+    rank = _number("RANK", environ["RANK"])
+    local = environ.get("LOCAL_WORLD_SIZE")
+    return Place(
+        rank=rank,
+        world_size=_number("WORLD_SIZE", environ["WORLD_SIZE"]),
+        local_rank=_number("LOCAL_RANK", environ.get("LOCAL_RANK", str(rank))),
+        local_world_size=_number("LOCAL_WORLD_SIZE", local) if local else None,
+        address=environ["MASTER_ADDR"],
+        port=_number("MASTER_PORT", environ["MASTER_PORT"]),
+        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        launcher="torchrun",
+        attempt=_number("TORCHELASTIC_RESTART_COUNT", environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+    )
+
+
+def _slurm_place(environ: Mapping[str, str], world_size: int) -> Place:
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    address = environ.get("MASTER_ADDR") or first_host(hosts)
+    if not address:
+        raise UsageError(
+            "SLURM_PROCID is set but SLURM_JOB_NODELIST is not: start dtbench with srun, or set MASTER_ADDR"
+        )
+    per_node = re.fullmatch(r"(\d+)(?:\(x\d+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    job = _number("SLURM_JOB_ID", environ.get("SLURM_JOB_ID", "0"))
+    step = _number("SLURM_STEP_ID", environ["SLURM_STEP_ID"])
+    # Spread jobs and steps over the registered ports below Linux's ephemeral range (from 32768).
+    port = environ.get("MASTER_PORT") or str(20000 + (job * 7 + step) % 12000)
+    return Place(
+        rank=_number("SLURM_PROCID", environ["SLURM_PROCID"]),
+        world_size=world_size,
+        local_rank=_number("SLURM_LOCALID", environ.get("SLURM_LOCALID", "0")),
+        local_world_size=int(per_node[1]) if per_node else None,
+        address=address,
+        port=_number("MASTER_PORT", port),
+        agent_store=False,
+        launcher="slurm",
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """`gpu[001-004,009],login1` -> `gpu001`: the first host of a Slurm node list; "" of an empty one."""
+    name, rest = "", nodelist.strip()
+    while rest and rest[0] != ",":
+        if rest[0] == "[":
+            inside, _, rest = rest[1:].partition("]")
+            name += re.split(r"[-,]", inside, maxsplit=1)[0]
+        else:
+            name, rest = name + rest[0], rest[1:]
+    return name
+
+
+def _number(name: str, text: str) -> int:
+    if not re.fullmatch(r"\d+", text):
+        raise UsageError(f"the environment has {name}={text!r}: expected a whole number; correct or unset it")
+    return int(text)
+
+
+# --------------------------------------------------------------------------------- the shared store
+
+
+def store_of(place: Place, launch: int) -> Callable[[bool], Store]:
+    """How to reach the store of this launch: a function that opens a new connection (True: the first
+    of this process, which also serves where no launcher does).
+
+    Each launch has its own keys, and its own port where rank 0 serves, since a port may linger.
+    """
+
+    def connect(first: bool) -> Store:
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+        if not first:
+            _expect_server(place.address, place.port + (0 if place.agent_store else launch))
+        serve = first and place.rank == 0 and not place.agent_store
+        store = TCPStore(
+            place.address,
+            place.port + (0 if place.agent_store else launch),
+            None,
+            serve,
+            timeout=_JOIN_TIMEOUT if first else timedelta(seconds=5),
+            wait_for_workers=False,
+        )
+        store.set_timeout(_FOREVER)
+        return PrefixStore(f"dtbench/{place.attempt}/{launch}", store)
+
+    return connect
+
+
+def _expect_server(address: str, port: int) -> None:
+    """Says at once that nobody serves the store any more, where torch would try and log for a while.
+
+    A process that dies still takes connections until its last thread is gone, and then drops them.
+    """
+    try:
+        with socket.create_connection((address, port), timeout=5.0) as probe:
+            probe.settimeout(_DYING_S)
+            with contextlib.suppress(TimeoutError):
+                if not probe.recv(1):
+                    raise ConnectionResetError("the connection was dropped")
+    except OSError as error:
+        raise RuntimeError(f"nobody serves the store at {address}:{port}: {error}") from error
+
+
+class StoreRanks:
+    """`Ranks` over a store. Waiting ranks sleep in the kernel: nothing polls while another one works."""
+
+    def __init__(self, store: Store, rank: int, size: int, on_raised: Callable[[str], None]) -> None:
+        self.rank = rank
+        self.size = size
+        self.votes = 0  # decided so far; the watch tells by it whether the ranks found together
+        self.raised = on_raised
+        self._store = store
+
+    def agree(self, vote: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """See `Ranks.agree`. One round trip per rank, two for rank 0."""
+        if self.size == 1:
+            decision = json.loads(json.dumps(decide([json.loads(json.dumps(vote))])))
+            self.votes += 1
+            return decision
+        turn = self.votes
+        if self.rank == 0:
+            keys = [f"vote/{turn}/{rank}" for rank in range(1, self.size)]
+            self._store.wait(keys, _FOREVER)
+            others = [json.loads(value) for value in self._store.multi_get(keys)]
+            decision = json.dumps(decide([json.loads(json.dumps(vote)), *others]))
+            self._store.set(f"decision/{turn}", decision)
+            # All have read the decision before this one, or they would not have voted again.
+            for key in [*keys, *([f"decision/{turn - 1}"] if turn else [])]:
+                self._store.delete_key(key)
+        else:
+            self._store.set(f"vote/{turn}/{self.rank}", json.dumps(vote))
+            self._store.wait([f"decision/{turn}"], _FOREVER)
+            decision = self._store.get(f"decision/{turn}")
+        self.votes += 1
+        return json.loads(decision)
+
+    def say_farewell(self) -> None:
+        """Rank 0 may leave: this rank uses the store no more."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"farewell/{self.rank}", "")
+
+    def wait_for_farewells(self, timeout_s: float) -> None:
+        """On rank 0: returns when all others have said it, or after so many seconds."""
+        with contextlib.suppress(RuntimeError):
+            keys = [f"farewell/{rank}" for rank in range(1, self.size)]
+            self._store.wait(keys, timedelta(seconds=timeout_s))
+
+
+class AloneRanks:
+    """`Ranks` of the simulated world: rank 0 measures while the others wait."""
+
+    rank = 0
+    size = 1
+
+    def agree(self, vote: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        return decide([vote])
+
+    def raised(self, reason: str) -> None:
+        pass
+
+
+# --------------------------------------------------------------------------------- process groups
+
+
+class LiveWorld:
+    """`registry.World`: this rank's place in a live process group, and meshes over all its ranks."""
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, mesh: Mesh) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
+        self.mesh = self._make(tuple(size for _, size in mesh), tuple(name for name, _ in mesh))
+
+    def mesh_of(self, shape: tuple[int, ...]) -> DeviceMesh:
+        """A mesh of all ranks in `shape`, its dims named dim0, dim1...; the run's own where that has
+        the shape. Made once; the first call is a collective of all ranks."""
+        if shape not in self._meshes:
+            self._make(shape, tuple(f"dim{i}" for i in range(len(shape))))
+        return self._meshes[shape]
+
+    def _make(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self._meshes[shape] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        return self._meshes[shape]
+
+
+def device_of(device_type: str, local_rank: int) -> torch.device:
+    """This rank's device, made the current one."""
+    import torch
+
+    if device_type == "cpu":
+        return torch.device("cpu")
+    # A launcher may show each rank only its own GPU, which is then number 0.
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def backend_of(device_type: str) -> str:
+    """The process group's transport for tensors on the device."""
+    return "nccl" if device_type == "cuda" else "gloo"
+
+
+@contextlib.contextmanager
+def simulated_world(device: torch.device) -> Iterator[LiveWorld]:
+    """Rank 0 of 8 ranks that do not exist: torch's fake process group, whose collectives do nothing."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=SIMULATED_RANKS, store=FakeStore())
+    try:
+        yield LiveWorld(0, SIMULATED_RANKS, device, (("ranks", SIMULATED_RANKS),))
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def real_world(
+    place: Place, store: Store, device: torch.device, mesh: Mesh, timeout_s: float
+) -> Iterator[LiveWorld]:
+    """The world of all ranks: NCCL on GPUs, gloo on CPUs."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+
+    if device.type == "cpu" and place.one_host:
+        _bind_gloo_to_loopback_if_needed()
+    dist.init_process_group(
+        backend_of(device.type),
+        store=PrefixStore("group", store),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=timeout_s + GROUP_GRACE_S),
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        yield LiveWorld(place.rank, place.world_size, device, mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+def barrier_of(device: torch.device) -> Callable[[], None]:
+    """A barrier of all ranks that also waits for the work on the device."""
+    import torch
+    import torch.distributed as dist
+
+    if device.type == "cpu":
+        return lambda: dist.barrier()
+
+    def barrier() -> None:
+        dist.barrier(device_ids=[device.index])
+        torch.cuda.synchronize()
+
+    return barrier
+
+
+def _bind_gloo_to_loopback_if_needed() -> None:
+    """gloo listens on the address of the host's name. Where that is none of ours (a laptop between
+    networks, a container without an entry for itself) and all ranks are here, loopback serves."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+    except OSError:
+        names = [name for _, name in socket.if_nameindex()]
+        os.environ["GLOO_SOCKET_IFNAME"] = next((n for n in names if n.startswith("lo")), "lo")
