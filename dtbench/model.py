@@ -15,6 +15,9 @@ from typing import Any, Literal
 SCHEMA = 1
 
 Param = str | int | float | bool
+# Whose time a case takes: "host", the calling thread's (dispatch latency); "device", that of the work itself.
+ClockKind = Literal["host", "device"]
+Estimator = Literal["min", "p25"]
 Status = Literal["ok", "failed", "skipped", "wrong"]
 STATUSES: tuple[Status, ...] = ("ok", "failed", "skipped", "wrong")
 
@@ -97,7 +100,7 @@ class Case:
     build: Mapping[str, Callable[[Any], Workload]]
     size_bytes: int | None = None
     busbw_factor: float | None = None
-    clock: Literal["host", "device"] = "device"
+    clock: ClockKind = "device"
     calls_per_sample: int = 1
     samples: int | None = None
     warmup_calls: int = 3
@@ -139,6 +142,7 @@ class Result:
     samples_s: per sample, the max over the participating ranks. rank_samples_s: rank (as text) ->
     that rank's own samples; rank_arrivals_s: how much later than the first rank it began each of them,
     per call as the samples are, empty where no common clock tells. rank: the rank that failed, where one did.
+    algbw_Bps, busbw_Bps: of the estimate (`estimator_of`).
     """
 
     suite: str
@@ -157,6 +161,12 @@ class Result:
     busbw_Bps: float | None = None  # noqa: N815
     counters: Mapping[str, float] = field(default_factory=dict)
     launch: int = 0
+    clock: ClockKind = "device"
+
+    @property
+    def estimate_s(self) -> float | None:
+        """The time that stands for this launch: the order statistic that `estimator_of` names."""
+        return None if self.time_s is None else float(getattr(self.time_s, estimator_of(self)))
 
     @property
     def case_key(self) -> tuple[str, str, str, tuple[tuple[str, Param], ...]]:
@@ -171,6 +181,15 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """The line as a dict, `kind` first."""
         return {"kind": "result", **dataclasses.asdict(self)}
+
+
+def estimator_of(of: Case | Result) -> Estimator:
+    """Which order statistic stands for a launch: a steady one, never the mean.
+
+    The minimum is the steadiest for a host latency, whose noise only adds; a collective's fastest
+    call is a lucky meeting of ranks, so the lower quartile stands for work on a device or between ranks.
+    """
+    return "min" if of.clock == "host" else "p25"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ slowest rank's time of each round, per call.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +13,8 @@ import pytest
 
 from dtbench.bench.options import Task
 from dtbench.bench.sampling import describe
-from dtbench.model import Skip, Workload
+from dtbench.model import Skip, Workload, estimator_of
+from dtbench.stats import summarize
 
 Verdict = tuple[str, str] | None  # "failed", "skipped" or "wrong", and why
 
@@ -110,7 +110,7 @@ class Measured:
         info: dict[str, Any] = {"suite": self.task.suite.name, "impl": impl, "params": dict(case.params)}
         if case.size_bytes is not None:
             info["size_bytes"] = case.size_bytes
-            info["algbw_Bps"] = case.size_bytes / statistics.median(stats.stats.data)
+            info["algbw_Bps"] = case.size_bytes / getattr(summarize(stats.stats.data), estimator_of(case))
             if case.busbw_factor is not None:
                 info["busbw_Bps"] = info["algbw_Bps"] * case.busbw_factor
         self.benchmark.extra_info |= info | ({"counters": dict(counters)} if counters else {})

@@ -30,10 +30,10 @@ from dtbench_core import (
     StridedShard,
     count_collectives,
     distribute_tensor,
+    local_map,
     sharding_text,
     zeros,
 )
-from dtbench_core import local_map
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
 

@@ -19,9 +19,9 @@ from dtbench_core import (
     clear_caches,
     count_collectives,
     distribute_tensor,
+    local_map,
     register_sharding,
 )
-from dtbench_core import local_map
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 A, B = torch.arange(32.0).reshape(8, 4), torch.arange(24.0).reshape(4, 6)

@@ -9,7 +9,7 @@ from typing import Any
 
 from dtbench.bench.options import Task
 from dtbench.bench.sampling import Budget, Instruments, Measurement, Outcome, Ranks
-from dtbench.model import Result
+from dtbench.model import Result, estimator_of
 from dtbench.stats import summarize
 from dtbench.world.watch import Now
 
@@ -71,11 +71,13 @@ def to_result(task: Task, impl: str, outcome: Outcome, launch: int) -> Result:
         rank=outcome.rank,
         size_bytes=case.size_bytes,
         launch=launch,
+        clock=case.clock,
     )
     if outcome.status != "ok":
         return result
     timing = summarize(outcome.samples_s)
-    algbw = None if case.size_bytes is None or timing.median <= 0 else case.size_bytes / timing.median
+    estimate_s = getattr(timing, estimator_of(case))
+    algbw = None if case.size_bytes is None or estimate_s <= 0 else case.size_bytes / estimate_s
     busbw = None if algbw is None or case.busbw_factor is None else algbw * case.busbw_factor
     return dataclasses.replace(
         result,

@@ -18,7 +18,8 @@ from dtbench.mesh import Groups
 from dtbench.model import Param, Result, Run, Timing
 
 # The order statistics, in seconds: min_s to mean_s. Their number of samples is the column `samples`.
-STATISTICS = tuple(f"{f.name}_s" for f in dataclasses.fields(Timing) if f.name != "n")
+_STATISTICS = tuple(f"{f.name}_s" for f in dataclasses.fields(Timing) if f.name != "n")
+TIME_COLUMNS = ("estimate_s", *_STATISTICS)
 PARAM, COUNTER = "param.", "counter."
 
 _BANDWIDTHS = ["algbw_Bps", "busbw_Bps"]
@@ -35,7 +36,9 @@ def results_frame(runs: Sequence[Run]) -> pd.DataFrame:
         case: whole number, the same for all impls, launches and runs of one case (suite, name and
             params), counted from 0 in the order of first appearance.
         status: ok, failed, skipped or wrong; reason: text; rank: the rank that failed.
-        samples: their number; min_s, p25_s, median_s, p75_s, p95_s, max_s, mean_s: seconds per call.
+        clock: host or device. samples: their number; estimate_s: the one of the following that stands for the
+            launch (`dtbench.model.estimator_of`); min_s, p25_s, median_s, p75_s, p95_s, max_s, mean_s: seconds
+            per call.
         size_bytes, algbw_Bps, busbw_Bps: bytes, and bytes per second.
         rank_spread: longest over shortest reading of the ranks in a sample, median over samples.
         from_last_s: from the arrival of a group's last rank until all of it is done, the longest over the groups
@@ -59,9 +62,11 @@ def results_frame(runs: Sequence[Run]) -> pd.DataFrame:
         "status": _column([r.status for r in results], str),
         "reason": _column([r.reason for r in results], str),
         "rank": _column([r.rank for r in results], int),
+        "clock": _column([r.clock for r in results], str),
         "samples": _column([None if t is None else t.n for t in times], int),
     }
-    for statistic in STATISTICS:
+    columns["estimate_s"] = _column([r.estimate_s for r in results], float)
+    for statistic in _STATISTICS:
         field = statistic.removesuffix("_s")
         columns[statistic] = _column([None if t is None else getattr(t, field) for t in times], float)
     columns["size_bytes"] = _column([r.size_bytes for r in results], int)
@@ -87,13 +92,14 @@ def cases_frame(results: pd.DataFrame) -> pd.DataFrame:
     Rows stand in the order of first appearance, indexed by `case`. Columns have two levels:
         (suite, ""), (name, ""), (param.X, ""): the case.
         (F, impl): of each impl the figure F, merged over launches: the median of each launch's
-            min_s to mean_s, of rank_spread and from_last_s; the sum of samples; the bandwidth of the median time;
+            estimate_s and min_s to mean_s, of rank_spread and from_last_s; the sum of samples; the bandwidth of
+            estimate_s;
             size_bytes and counter.X of the first launch. launches: how many were ok. Other launches
             have no say.
         (status, impl): the first status that is not ok, else ok; missing where the impl is.
-        (core/torch, F): F of core over F of torch, for min_s to mean_s.
+        (core/torch, F): F of core over F of torch, for estimate_s and min_s to mean_s.
 
-    So `cases_frame(results)["median_s"]` is a table of cases by impls.
+    So `cases_frame(results)["estimate_s"]` is a table of cases by impls.
     """
     case = results.drop_duplicates("case").set_index("case")
     case = case[["suite", "name", *(c for c in case.columns if c.startswith(PARAM))]]
@@ -102,7 +108,7 @@ def cases_frame(results: pd.DataFrame) -> pd.DataFrame:
     columns = {(str(c), ""): case[c] for c in case.columns}
     for figure in merged[impls[0]].columns if impls else ():
         columns |= {(figure, impl): merged[impl][figure] for impl in impls}
-    for statistic in STATISTICS if {"core", "torch"} <= set(impls) else ():
+    for statistic in TIME_COLUMNS if {"core", "torch"} <= set(impls) else ():
         torch = merged["torch"][statistic]
         columns["core/torch", statistic] = merged["core"][statistic] / torch.where(torch > 0)
     return pd.DataFrame(columns, index=case.index)
@@ -116,7 +122,7 @@ def cells(column: pd.Series[Any]) -> list[Any]:
 def impls_of(cases: pd.DataFrame) -> list[str]:
     """The impls of a `cases_frame`, in the order of first appearance."""
     impls = cases.columns.get_level_values(1)
-    return list(impls[cases.columns.get_level_values(0) == "median_s"])
+    return list(impls[cases.columns.get_level_values(0) == "estimate_s"])
 
 
 def names_of(cases: pd.DataFrame, prefix: str) -> list[str]:
@@ -140,7 +146,7 @@ def _merged(results: pd.DataFrame) -> pd.DataFrame:
     # Over launches a bandwidth goes with the time, so its seconds per byte are what has a median.
     good[_BANDWIDTHS] = 1 / good[_BANDWIDTHS].where(good[_BANDWIDTHS] > 0)
     launches = good.groupby("case", sort=False)
-    figures = launches[[*STATISTICS, "rank_spread", "from_last_s", *_BANDWIDTHS]].median()
+    figures = launches[[*TIME_COLUMNS, "rank_spread", "from_last_s", *_BANDWIDTHS]].median()
     figures[_BANDWIDTHS] = 1 / figures[_BANDWIDTHS]
     counters = [c for c in good.columns if c.startswith(COUNTER)]
     figures = figures.join(launches[["size_bytes", *counters]].first())

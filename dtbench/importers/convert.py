@@ -272,7 +272,7 @@ def _result(
         return Result(suite, table.collective, table.tool, params, status, reason, size_bytes=row.size_bytes)
     samples = [s for f in good for s in (f.samples_s or (f.time.value if f.time else 0.0,))]
     timing = summarize(samples)
-    algbw = row.size_bytes / timing.median
+    algbw = row.size_bytes / timing.p25  # as `estimator_of` has it for device times
     derived = max((f.time.coarseness for f in good if f.time and f.time_is_derived), default=None)
     return Result(
         suite,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dtbench import errors
-from dtbench.model import Param, Result, Run
+from dtbench.model import Param, Result, Run, estimator_of
 from dtbench.stats import hodges_lehmann_ratio, rank_test
 
 Verdict = Literal["slower", "faster", "same", "inconclusive", "missing", "new", "failed"]
@@ -99,15 +99,6 @@ class Comparison:
         }
 
 
-def estimator_of(suite: str) -> str:
-    """Which order statistic stands for a launch: the steady ones, never the mean.
-
-    The minimum is the steadiest for a host latency, whose noise only adds; a collective's fastest
-    call is a lucky meeting of ranks, so the lower quartile stands for it.
-    """
-    return "min" if suite == "dispatch" else "p25"
-
-
 def compare(base: Sequence[Run], new: Sequence[Run]) -> Comparison:
     """Every case and impl of either side with a verdict.
 
@@ -134,7 +125,7 @@ def _by_case(runs: Sequence[Run]) -> dict[CaseKey, list[Result]]:
 def _row(key: CaseKey, base: list[Result] | None, new: list[Result] | None) -> Row:
     size = next((r.size_bytes for r in [*(new or []), *(base or [])]), None)
     old_times, new_times = _launch_times(base), _launch_times(new)
-    estimator = estimator_of(key[0])
+    estimator = estimator_of([*(new or []), *(base or [])][0])
     row = Row(
         key,
         "inconclusive",
@@ -210,8 +201,7 @@ def _within(low: float | None, high: float | None, confidence: float | None) -> 
 
 
 def _launch_times(results: list[Result] | None) -> list[float]:
-    good = [r for r in results or [] if r.status == "ok" and r.time_s is not None]
-    return [getattr(r.time_s, estimator_of(r.suite)) for r in good]
+    return [r.estimate_s for r in results or [] if r.status == "ok" and r.estimate_s is not None]
 
 
 def _median(values: list[float]) -> float | None:

@@ -18,7 +18,7 @@ from dtbench.judge.op_verdicts import VERDICTS as CASE_VERDICTS
 from dtbench.judge.op_verdicts import has_verdicts, mode_of, summary_rows, verdict_of
 from dtbench.layout import DimLayout, layout_of
 from dtbench.machine.doctor import Finding
-from dtbench.model import Param, Result, Run
+from dtbench.model import Param, Result, Run, estimator_of
 from dtbench.terminal import (
     add_figures,
     add_words,
@@ -313,11 +313,9 @@ def _counted(names: Iterable[str]) -> str:
 def _print_suite(console: Console, suite: str, run: Run) -> None:
     from dtbench.files.frame import cases_frame, cells, impls_of, params_of, results_frame
 
-    # The median, which the file's bandwidths count with; a host latency's noise only adds to its minimum.
-    statistic = "min" if suite == "dispatch" else "median"
-    results = results_frame(
-        [dataclasses.replace(run, results=tuple(r for r in run.results if r.suite == suite))]
-    )
+    own = tuple(r for r in run.results if r.suite == suite)
+    statistic = " or ".join(sorted({estimator_of(r) for r in own}))
+    results = results_frame([dataclasses.replace(run, results=own)])
     cases = cases_frame(results)
     found = set(impls_of(cases))
     impls = [i for i in _IMPL_ORDER if i in found] + sorted(found.difference(_IMPL_ORDER))
@@ -325,7 +323,7 @@ def _print_suite(console: Console, suite: str, run: Run) -> None:
     varying, same = _split_params(params)
     words = {"case": cells(cases["name", ""])}
     words |= {name: [_param(name, of_case.get(name)) for of_case in params] for name in varying}
-    figures = _figure_columns(cases, impls, f"{statistic}_s")
+    figures = _figure_columns(cases, impls, "estimate_s")
 
     table = new_table(plain=not console.is_terminal)
     for title, column in words.items():

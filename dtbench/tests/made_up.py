@@ -48,7 +48,8 @@ def result(
     launch: int = 0,
 ) -> Result:
     times = timing(samples)
-    algbw = size_bytes / times.median if size_bytes else None
+    host = suite == "dispatch"
+    algbw = size_bytes / (times.min if host else times.p25) if size_bytes else None
     return Result(
         suite,
         name,
@@ -63,6 +64,7 @@ def result(
         busbw_Bps=algbw * factor if algbw and factor else None,
         counters=dict(counters or {}),
         launch=launch,
+        clock="host" if host else "device",
     )
 
 

@@ -396,7 +396,9 @@ def test_a_launch_that_cannot_be_started_leaves_no_process(tmp_path: Path, monke
 
 def test_a_loader_that_fails_is_told_as_its_launches_end(tmp_path: Path):
     arm = made_up_arm(tmp_path / "base")
-    (tmp_path / "base/sources/dtbench/judge/gate/worker.py").write_text("raise ImportError('libtorch is gone')")
+    (tmp_path / "base/sources/dtbench/judge/gate/worker.py").write_text(
+        "raise ImportError('libtorch is gone')"
+    )
     with contextlib.closing(launcher_of({"base": arm}, Path("fake"), tmp_path / "launches")) as made:
         (launch,) = made.launch(["base"], [SUM])
     assert launch.bad[SUM.key] == "the launch ended with exit code 1: ImportError: libtorch is gone"

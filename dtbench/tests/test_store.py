@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -101,6 +102,7 @@ def results(draw: st.DrawFn) -> Result:
         busbw_Bps=draw(st.none() | amounts),
         counters=draw(st.dictionaries(words, st.integers(-(2**60), 2**60), max_size=3)),
         launch=draw(st.integers(0, 99)),
+        clock=draw(st.sampled_from(["host", "device"])),
     )
 
 
@@ -119,6 +121,22 @@ def test_what_is_written_is_read_back(tmp_path: Path, made: list[Result]) -> Non
     assert run.complete
     for line in path.read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
+
+
+def test_a_file_that_does_not_say_the_clock_has_the_bandwidths_of_the_median(tmp_path: Path) -> None:
+    """Files of before the field: only `dispatch` timed the host, and every bandwidth was size over median."""
+    path, times = tmp_path / "old.jsonl", summarize([1.0, 2.0, 4.0, 4.0])
+    lines = []
+    for suite in ("dispatch", "collectives"):
+        line = dataclasses.replace(
+            good(), suite=suite, time_s=times, algbw_Bps=64 / times.median, busbw_Bps=32 / times.median
+        )
+        lines.append({k: v for k, v in line.to_json().items() if k != "clock"})
+    path.write_text("".join(json.dumps(line) + "\n" for line in [HEADER, *lines]))
+    host, device = read_run(path).results
+    assert (host.clock, host.estimate_s, device.clock, device.estimate_s) == ("host", 1.0, "device", 1.75)
+    assert (host.algbw_Bps, host.busbw_Bps) == pytest.approx((64.0, 32.0))
+    assert (device.algbw_Bps, device.busbw_Bps) == pytest.approx((64 / 1.75, 32 / 1.75))
 
 
 def test_a_file_cut_at_any_byte_can_be_read_and_resumed(tmp_path: Path) -> None:

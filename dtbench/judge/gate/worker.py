@@ -35,7 +35,7 @@ from dtbench.judge.gate.benchmark import (
     Selection,
     write_listing,
 )
-from dtbench.model import Case, Plan, Result, Skip, Workload
+from dtbench.model import Case, Plan, Result, Skip, Workload, estimator_of
 
 # As the dispatch suite's own warm-up; more than ten make no difference.
 COUNT_WARMUP_CALLS = 20
@@ -124,7 +124,7 @@ def benchmark_of(task: Task, impl: str) -> Benchmark:
         label=f"{task.label} [{impl}]",
         world="ranks" if task.suite.world == "ranks" else "simulated",
         # Noise only adds to a host latency; a collective's fastest call is a lucky meeting of ranks.
-        estimator="min" if case.clock == "host" else "p25",
+        estimator=estimator_of(case),
         tolerance=DEFAULT_TOLERANCE if case.tolerance is None else case.tolerance,
         floor_s=case.floor_s,
     )

@@ -18,6 +18,7 @@ class Measured:
     """One impl of one case over its launches, as `dtbench.files.frame.cases_frame` merges them."""
 
     impl: str
+    estimate_s: float  # what `dtbench.model.estimator_of` names, the median over launches
     median_s: float
     p25_s: float
     p75_s: float
@@ -46,13 +47,13 @@ class Case:
         return int(value) if isinstance(value, int | float) else 0
 
     def seconds(self, impl: str) -> float | None:
-        return self.impls[impl].median_s if impl in self.impls else None
+        return self.impls[impl].estimate_s if impl in self.impls else None
 
     def ratio(self, impl: str, base: str) -> float | None:
         """Time of `impl` over time of `base`, where both were measured."""
         if impl not in self.impls or base not in self.impls:
             return None
-        return self.impls[impl].median_s / self.impls[base].median_s
+        return self.impls[impl].estimate_s / self.impls[base].estimate_s
 
 
 def collect(runs: Sequence[Run]) -> dict[str, list[Case]]:

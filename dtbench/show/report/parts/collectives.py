@@ -180,7 +180,10 @@ def _contention(cases: Sequence[Case]) -> list[t.Table]:
                 t.text("Collective", [r[1] for r in rows]),
                 t.sizes("Size", [format_size(r[2]) for r in rows]),
                 *t.times(
-                    [("alone", [r[3].median_s for r in rows]), ("together", [r[4].median_s for r in rows])]
+                    [
+                        ("alone", [r[3].estimate_s for r in rows]),
+                        ("together", [r[4].estimate_s for r in rows]),
+                    ]
                 ),
                 *t.bandwidths(
                     [
@@ -188,7 +191,7 @@ def _contention(cases: Sequence[Case]) -> list[t.Table]:
                         ("together, bus", [r[4].busbw_Bps for r in rows]),
                     ]
                 ),
-                t.ratios("time together / alone", [r[4].median_s / r[3].median_s for r in rows]),
+                t.ratios("time together / alone", [r[4].estimate_s / r[3].estimate_s for r in rows]),
             ],
         )
     ]

@@ -105,7 +105,7 @@ def _lines(
     for groups in ("together", "alone"):
         of = [c for c in mine if c.get("groups") == groups or (groups == "together" and not c.get("groups"))]
         measured = [next(iter(c.impls.values())) for c in of]
-        series.append(_series(groups, [(m.size_bytes or 0, m.median_s) for m in measured]))
+        series.append(_series(groups, [(m.size_bytes or 0, m.estimate_s) for m in measured]))
     moved = [
         c
         for c in transitions
