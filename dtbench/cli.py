@@ -441,7 +441,6 @@ cli.add_command(predict)
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--nvtx", is_flag=True, help="On a GPU: NVTX ranges around the iterations, for Nsight.")
 @click.option("--quick", is_flag=True, help="Fewer cases and rounds.")
-@click.option("--launches", type=click.IntRange(1, 1), default=1, help="1: a profile is of one launch.")
 @click.option(
     "--timeout", "timeout_s", default=opts.DEFAULT_TIMEOUT_S, show_default=True, help="Seconds per case."
 )

@@ -76,7 +76,7 @@ def test_a_dispatch_by_stage_for_core_and_torch(tmp_path: Path) -> None:
 
 
 def test_two_ranks_in_one_trace(tmp_path: Path) -> None:
-    args = ("--filter", "pass=forward ", "--impl", "core", "--nproc", "2", "--launches", "1", "-o", "p")
+    args = ("--filter", "pass=forward ", "--impl", "core", "--nproc", "2", "-o", "p")
     done = start(tmp_path, "tensor_parallel/mlp", *args)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     made = json.loads((tmp_path / "p" / "table.json").read_text())
@@ -130,7 +130,6 @@ def test_what_cannot_be_profiled_is_refused_in_one_line(
         ((*ONE_CASE, "-o", "no/folder"), "there is no folder no"),
         ((*ONE_CASE, "--nvtx"), "leave --nvtx out"),
         ((*ONE_CASE, "--device", "cuda"), "torch finds no CUDA device"),
-        ((*ONE_CASE, "--launches", "2"), "--launches"),
         ((*ONE_CASE, "--impl", "jax"), "'jax' is not known"),
         (("tensor_parallel/mlp", "--mesh", "tp=2", "--nproc", "3"), "make them agree"),
         ((), "SUITE"),
