@@ -38,8 +38,7 @@ from dtbench_core.layout import rng as random
 from dtbench_core.layout import shard_layout as layout
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.redistribute import route as redistribute
-from dtbench_core.rules import cross_entropy_autograd as cross_entropy
-from dtbench_core.rules import linear_autograd as linear
+from dtbench_core.rules import cross_entropy, linear
 from dtbench_core.rules.compare import equal
 from dtbench_core.rules.pointwise import is_pointwise
 from dtbench_core.rules.register import on_rule_change

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from dtbench_core.dispatch.contexts import implicit_replication
 from dtbench_core.layout.mesh import mesh_info
 from dtbench_core.layout.placement import Replicate
-from dtbench_core.rules import cross_entropy_autograd as core
+from dtbench_core.rules import cross_entropy as core
 from dtbench_core.tensor.dtensor import DTensor
 
 

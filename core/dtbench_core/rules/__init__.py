@@ -5,7 +5,7 @@ labels    rows from labels of dims, batch dims, broadcasting
 choose    picks one row per mesh dim
 pointwise elementwise ops, copies, casts, *_like
 matmul    products with contracted dims, by einsum labels
-linear    the linear layer, and its backward in one op
+linear    the linear layer: entry, autograd, its ops forward and backward
 reduce    sums, means, extrema
 moments   variances, norms, logsumexp over sharded dims
 view      dims split, joined, moved, cut, stacked
@@ -18,7 +18,7 @@ pool      pooling, resizing, padding, sampling of planes
 linalg    batches of matrices
 fft       Fourier transforms
 loss      losses, reduced over all ranks' elements
-cross_entropy cross entropy over sharded classes
+cross_entropy cross entropy over sharded classes: entry, autograd, its four ops
 compare   ops that answer with a Python value
 scan      running sums and extrema, sorts, flips
 foreach   lists of tensors, fused optimizer steps, loss scaling

@@ -1,18 +1,69 @@
-"""The linear layer, whole: [..., k] x [o, k] (+ [o]) -> [..., o], and its gradients in one op."""
+"""`F.linear` as one op forward and one backward: entry, autograd, ops and their rules.
+
+torch flattens the leading dims, multiplies and restores them: five ops forward and six backward, each
+of which a DTensor has to plan, wrap and unwrap. Here the layer is one op with one rule,
+[..., k] x [o, k] (+ [o]) -> [..., o], all its gradients are another, and autograd sees one node.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Shard
+from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, pending, rule
-from dtbench_core.torch_compat import kernel_of
+from dtbench_core.torch_compat import is_grad_enabled, kernel_of
+
+# ---- entry and autograd ----
+
+
+def linear(input: Any, weight: Any, bias: Any = None, **others: Any) -> Any:
+    """F.linear for DTensors without active modes; NotImplemented where it is not for it, as with `out=`."""
+    if others:
+        return NotImplemented
+    cls = input.__class__
+    for one in (weight, bias):
+        if one is not None and one.__class__ is not cls:
+            return NotImplemented
+    if not issubclass(cls, Wrapper):
+        return NotImplemented
+    if is_grad_enabled():
+        return Linear.apply(input, weight, bias)
+    return _forward(input, weight, bias)
+
+
+class Linear(torch.autograd.Function):
+    """input [..., k], weight [o, k], bias [o] or None -> [..., o]."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Wrapper, weight: Wrapper, bias: Wrapper | None) -> Any:
+        ctx.save_for_backward(input, weight)
+        return _forward(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Wrapper) -> tuple[Any, Any, Any]:
+        given, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if is_grad_enabled():  # to be differentiated again: by ops that autograd follows
+            made = iter(gradients(grad, given, weight, *needs))
+        else:
+            made = iter(type(grad).__torch_dispatch__(linear_backward, (), (grad, given, weight, *needs)))  # type: ignore[call-arg]
+        return tuple(next(made) if need else None for need in needs)  # type: ignore[return-value]
+
+
+def _forward(input: Wrapper, weight: Wrapper, bias: Wrapper | None) -> Any:
+    """The layer's plan, below autograd."""
+    args = (input, weight) if bias is None else (input, weight, bias)
+    return type(input).__torch_dispatch__(linear_forward, (), args)  # type: ignore[call-arg]
+
+
+# ---- the ops ----
 
 linear_forward = aten.linear.default
-
 
 _library = torch.library.Library("dtbench_core", "FRAGMENT")
 _library.define(
@@ -60,8 +111,11 @@ _library.impl("linear_backward", _metadata, "Meta")
 linear_backward = torch.ops.dtbench_core.linear_backward.default
 
 
+# ---- their rules ----
+
+
 @rule(linear_forward)
-def linear(call: OpCall) -> Strategy:
+def forward_rows(call: OpCall) -> Strategy:
     """input, weight and, if there is one, bias: replicated with a pending result, and added by one rank."""
     last = call.inputs[0].ndim - 1
     rows: list[tuple[tuple[Placement, ...], Placement]] = [
@@ -89,7 +143,7 @@ def _bias_once(placed: Placed) -> Callable[..., Tensor]:
 
 
 @rule(linear_backward)
-def backward(call: OpCall) -> Strategy:
+def backward_rows(call: OpCall) -> Strategy:
     """grad, input, weight -> the gradients asked for."""
     last = call.inputs[0].ndim - 1
     # Of the gradients of input, weight, bias, per row of the inputs' placements.
