@@ -13,6 +13,9 @@ Every message says what was got, what was expected and what to do.
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
+
 # Exit codes of the command line. 0 and 1 follow every comparison tool; 2 is click's for bad usage.
 EXIT_OK = 0
 EXIT_REGRESSION = 1
@@ -21,6 +24,8 @@ EXIT_INCONCLUSIVE = 3
 EXIT_NOTHING = 4
 EXIT_CASE_FAILED = 5
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, the shell's convention
+
+_MAX_REASON_CHARS = 400
 
 
 class DtbenchError(Exception):
@@ -57,3 +62,16 @@ class ArmError(DtbenchError):
     """An arm of a gate that cannot be built, or whose interpreter cannot run the harness."""
 
     exit_code = EXIT_CASE_FAILED
+
+
+def describe(error: BaseException) -> str:
+    """The error as one line: its type and the first line of its message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= _MAX_REASON_CHARS else text[: _MAX_REASON_CHARS - 3] + "..."
+
+
+def complain(text: str) -> None:
+    """The program's own line on stderr. A reader that has gone away (`| head`) does not end the program."""
+    with suppress(OSError, ValueError):
+        print(f"dtbench: {text}", file=sys.stderr, flush=True)  # noqa: T201

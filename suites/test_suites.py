@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dtbench.bench.options import Task
-from dtbench.bench.sampling import describe
+from dtbench.errors import describe
 from dtbench.model import Skip, Workload, estimator_of
 from dtbench.stats import summarize
 

@@ -101,12 +101,6 @@ def say(text: str) -> None:
         print(text.encode(encoding, "replace").decode(encoding), flush=True)  # noqa: T201
 
 
-def complain(text: str) -> None:
-    """The program's own line on stderr."""
-    with suppress(OSError, ValueError):
-        print(f"dtbench: {text}", file=sys.stderr, flush=True)  # noqa: T201
-
-
 def line_of(result: Result) -> str:
     """`collectives all_reduce mesh_dim=tp size=64 KiB | c10d  312 µs  0.21 GB/s`."""
     params = " ".join(

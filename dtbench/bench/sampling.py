@@ -25,6 +25,7 @@ from typing import Any, Literal, Protocol
 
 from dtbench.bench.arrivals import lateness_s
 from dtbench.bench.clock import Clock
+from dtbench.errors import describe
 from dtbench.model import Case, Skip, Status, Workload
 from dtbench.world.watch import Now
 
@@ -36,7 +37,6 @@ MAX_WARMUP_BLOCKS = 10
 CHUNK_S = 0.25
 # A case is given up when fewer samples than this fit into what is left of its timeout.
 FEWEST_SAMPLES = 2
-MAX_REASON_CHARS = 400
 
 
 class Ranks(Protocol):
@@ -95,13 +95,6 @@ class Outcome:
     rank_samples_s: dict[str, tuple[float, ...]] = field(default_factory=dict)
     rank_arrivals_s: dict[str, tuple[float, ...]] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
-
-
-def describe(error: BaseException) -> str:
-    """The error as one line: its type and the first line of its message."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return text if len(text) <= MAX_REASON_CHARS else text[: MAX_REASON_CHARS - 3] + "..."
 
 
 class _GaveUp(Exception):  # noqa: N818 - ends a measurement, on all ranks at once

@@ -25,10 +25,18 @@ from dtbench.bench.options import (
     refuse_other_run,
     remaining,
 )
-from dtbench.bench.progress import Progress, complain, make_progress, say, summary_of
+from dtbench.bench.progress import Progress, make_progress, say, summary_of
 from dtbench.bench.runner import Sweep, budget_of
-from dtbench.bench.sampling import Instruments, describe
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError, WorldBrokenError
+from dtbench.bench.sampling import Instruments
+from dtbench.errors import (
+    EXIT_CASE_FAILED,
+    EXIT_OK,
+    DtbenchError,
+    UsageError,
+    WorldBrokenError,
+    complain,
+    describe,
+)
 from dtbench.files.store import RunWriter, read_run
 from dtbench.mesh import format_mesh
 from dtbench.model import Plan, Result, Run

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dtbench.bench.options import Task
-from dtbench.bench.progress import complain, say
+from dtbench.bench.progress import say
 from dtbench.bench.run import count_ranks
-from dtbench.bench.sampling import describe
 from dtbench.bench.session import quiet_torch
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, complain, describe
 from dtbench.model import Skip
 from dtbench.profile.folder import as_json, check_folder, write_folder
 from dtbench.profile.request import DATA_NAME, FLAME_NAME, TABLE_NAME, TRACE_NAME, Request

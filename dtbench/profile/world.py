@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from dtbench.bench.options import Task
-from dtbench.bench.progress import complain, say
-from dtbench.bench.sampling import describe
+from dtbench.bench.progress import say
 from dtbench.bench.session import join_store, leave, tell_refusal
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError, complain, describe
 from dtbench.mesh import Groups, Mesh, format_mesh, groups_of, ranks_of
 from dtbench.model import Case, Skip, Workload
 from dtbench.profile import clocks, sections, trace

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from dtbench.bench.sampling import Budget, Instruments, Measurement, Outcome, combine, describe
+from dtbench.bench.sampling import Budget, Instruments, Measurement, Outcome, combine
+from dtbench.errors import describe
 from dtbench.model import Case, Skip, Workload
 from dtbench.world.watch import Now
 

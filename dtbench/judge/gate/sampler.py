@@ -16,7 +16,7 @@ from typing import Any
 
 from dtbench.bench.clock import Clock
 from dtbench.bench.options import Task
-from dtbench.bench.sampling import describe
+from dtbench.errors import describe
 from dtbench.model import Case, Result, Skip, Workload
 from dtbench.stats import summarize
 

@@ -176,7 +176,7 @@ def _new_modules(known: set[str]) -> list[str]:
 
 
 def _counted(task: Task, impl: str, world: Any) -> Result:
-    from dtbench.bench.sampling import describe
+    from dtbench.errors import describe
     from dtbench.judge.gate.counting import count_calls
 
     case: Case = task.case
