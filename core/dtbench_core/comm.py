@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup, Work
 
 from dtbench_core import torch_compat
 from dtbench_core.errors import ArgumentError
+from dtbench_core.runtime import current
 from dtbench_core.torch_compat import ALL_GATHER_METHOD, ALL_TO_ALL_METHOD, REDUCE_SCATTER_METHOD
 
 _REDUCE_OP = {
@@ -61,22 +62,20 @@ class CommCount:
     bytes: Counter[str] = field(default_factory=Counter)
 
 
-_counting: list[CommCount] = []
-
-
 @contextmanager
 def count_collectives() -> Iterator[CommCount]:
     """Counts what this process issues inside the block, backward passes on other threads included."""
     count = CommCount()
-    _counting.append(count)
+    counters = current().counters
+    counters.append(count)
     try:
         yield count
     finally:
-        _counting.remove(count)
+        counters.remove(count)
 
 
 def _record(name: str, tensor: torch.Tensor) -> None:
-    for count in _counting:
+    for count in current().counters:
         count.calls[name] += 1
         count.bytes[name] += tensor.numel() * tensor.element_size()
 
@@ -88,7 +87,7 @@ def all_gather(
     async_op: bool = False,
 ) -> Work | None:
     """Concatenates the ranks' inputs on dim 0 into every rank's output."""
-    if _counting:
+    if current().counters:
         _record("all_gather", output)
     if output.is_complex():
         work = getattr(group, ALL_GATHER_METHOD)(
@@ -107,7 +106,7 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Work | None:
     """Reduces the ranks' inputs and leaves part r of dim 0 with rank r. None when it is complete."""
-    if _counting:
+    if current().counters:
         _record("reduce_scatter", input)
     averaged = op == "avg" and not _averages(group, input)
     if averaged:
@@ -128,7 +127,7 @@ def all_reduce(
     tensor: torch.Tensor, group: ProcessGroup, op: str = "sum", async_op: bool = False
 ) -> Work | None:
     """Reduces `tensor` over the ranks, in place. None when it is complete."""
-    if _counting:
+    if current().counters:
         _record("all_reduce", tensor)
     averaged = op == "avg" and not _averages(group, tensor)
     if averaged:
@@ -152,7 +151,7 @@ def all_to_all(
     async_op: bool = False,
 ) -> Work | None:
     """Sends part r of dim 0 to rank r; equal parts unless the splits (rows per rank) are given."""
-    if _counting:
+    if current().counters:
         _record("all_to_all", input)
     splits = list(output_splits or ()), list(input_splits or ())
     received, sent = output, input
@@ -195,7 +194,7 @@ def _send_and_receive(
 
 def broadcast(tensor: torch.Tensor, group: ProcessGroup, src: int = 0, async_op: bool = False) -> Work | None:
     """Copies the tensor of group rank `src` to the others, in place."""
-    if _counting:
+    if current().counters:
         _record("broadcast", tensor)
     options = torch_compat.BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = src, 0, async_op
@@ -211,7 +210,7 @@ def scatter(
     async_op: bool = False,
 ) -> Work | None:
     """Gives rank r the r-th of `inputs` (equal shapes), which only group rank `src` passes."""
-    if _counting:
+    if current().counters:
         _record("scatter", output)
     options = torch_compat.ScatterOptions()
     options.rootRank, options.asyncOp = src, async_op

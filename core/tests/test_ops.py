@@ -21,8 +21,8 @@ from core.tests.local_world import LocalWorlds
 from core.tests.op_case import DEVICE_ONLY
 from core.tests.op_cases import OPS
 from dtbench_core import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from dtbench_core.dispatch import entry as dispatch
 from dtbench_core.rules.base import ops_with_rules
+from dtbench_core.runtime import process
 from dtbench_core.simulate import maybe_run_for_local_tensor
 
 MESHES = (4,), (2, 2)
@@ -154,7 +154,7 @@ def test_every_rule_is_tested() -> None:
             result = op.fn(*[t.requires_grad_(op.differentiable) for t in whole])
             if op.differentiable:
                 result.sum().backward()
-        unreached = [op for op in ops_with_rules() if op not in dispatch._infos and op not in DEVICE_ONLY]
+        unreached = [op for op in ops_with_rules() if op not in process.ops and op not in DEVICE_ONLY]
         assert [str(op) for op in unreached] == []
     finally:
         dist.destroy_process_group()

@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import dtbench_core as dt
 from dtbench_core.dispatch import entry as dispatch
 from dtbench_core.interop import stages
+from dtbench_core.runtime import process
 
 
 @pytest.fixture
@@ -32,12 +33,12 @@ def opened(log: stages.Log) -> list[str]:
 
 
 def everything() -> dict[Any, Any]:
-    """What every module and class of the core holds."""
+    """What every module and class of the core holds, and the process."""
     modules = [m for name, m in sys.modules.items() if name.partition(".")[0] == "dtbench_core"]
     held = {(m.__name__, name): value for m in modules for name, value in vars(m).items()}
     for cls in (dt.DTensor, dispatch.Plan):
         held |= {(cls.__name__, name): value for name, value in vars(cls).items()}
-    return held
+    return held | {("process", name): getattr(process, name) for name in process.__slots__}
 
 
 def test_a_cached_call_passes_each_stage_once(mesh: DeviceMesh) -> None:

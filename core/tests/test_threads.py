@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import dtbench_core as core
 from dtbench_core import comm, torch_compat
 from dtbench_core.errors import SimulationError
+from dtbench_core.runtime import process
 from dtbench_core.simulate import ThreadWorld, run_ranks
 from dtbench_core.simulate.threads import diverged
 
@@ -507,9 +508,7 @@ def test_calls_learnt_while_ranks_take_turns_are_fast_later(world: ThreadWorld) 
     with torch.no_grad():
         world.run(body)
     # One entry per rank (their specs are different ones), none of them spoilt by another rank's ops.
-    from dtbench_core.dispatch import entry as dispatch
-
-    learnt = [plan for key, plan in dispatch._fast.items() if "add" in str(key[0])]
+    learnt = [plan for key, plan in process.functions.items() if "add" in str(key[0])]
     assert len(learnt) == N and all(plan is not None for plan in learnt)
 
 

@@ -19,6 +19,7 @@ from dtbench_core.cost.curve import Curve
 from dtbench_core.cost.search import MeshTopoInfo, TopologyError
 from dtbench_core.layout.placement import Shard
 from dtbench_core.redistribute import route as redistribute
+from dtbench_core.runtime import process
 
 
 @pytest.fixture(autouse=True)
@@ -170,7 +171,7 @@ def test_the_planner_goes_the_measured_way() -> None:
     """gloo's reduce-scatter takes as long as its all-reduce; a measured one may take longer still."""
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     src, dst = spec(mesh, R, P), (R, Shard(0))
-    redistribute.clear_plans()
+    process.clear_caches()
     assert [step.collective for step in redistribute.plan(src, dst)] == ["reduce_scatter"]
     slow = table((1024, 900.0), (2**30, 900.0))
     cheap = table((1024, 1.0), (2**30, 1.0))

@@ -22,6 +22,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.cost.curve import Curve, TopologyError, number
+from dtbench_core.runtime import process
 
 # The four constants of torch/distributed/tensor/_collective_utils.py (unchanged from 2.0 to 2.13). They
 # are the Ring/LL entries for Ampere of NCCL's src/graph/tuning.cc: base latency 6.6 us, bandwidth cap
@@ -262,8 +263,6 @@ def _object(value: object, where: str) -> Mapping[str, Any]:
 
 # --- which constants are in use --------------------------------------------------------------------
 
-_in_use: Topology | None = None
-_infos: dict[DeviceMesh, MeshTopoInfo] = {}  # of the topology in use
 _listeners: list[Callable[[], None]] = []
 
 
@@ -301,14 +300,14 @@ def use_topology(topology: str | Path | Mapping[str, Any] | Topology | None) -> 
         TopologyError: the topology cannot be read; nothing changes then.
     """
     loaded = topology if topology is None or isinstance(topology, Topology) else Topology.load(topology)
-    undo = _InUse(_in_use)
+    undo = _InUse(process.topology)
     _switch(loaded)
     return undo
 
 
 def topology_in_use() -> Topology | None:
     """The measured topology, or None while the built-in constants are used."""
-    return _in_use
+    return process.topology
 
 
 def on_topology_change(listener: Callable[[], None]) -> None:
@@ -318,22 +317,22 @@ def on_topology_change(listener: Callable[[], None]) -> None:
 
 def topology_of(mesh: DeviceMesh) -> MeshTopoInfo:
     """The constants that price this mesh: of the topology in use, else the built-in ones."""
-    if _in_use is None:
+    if process.topology is None:
         return MeshTopoInfo.build_from_mesh(mesh)
-    info = _infos.get(mesh)
+    info = process.mesh_constants.get(mesh)
     if info is None:
         try:
-            info = _in_use.info(mesh)
+            info = process.topology.info(mesh)
         except TopologyError as error:
             warnings.warn(f"{error}. The built-in constants price this mesh instead.", stacklevel=2)
             info = MeshTopoInfo.build_from_mesh(mesh)
-        _infos[mesh] = info
+        process.mesh_constants[mesh] = info
     return info
 
 
 def _switch(topology: Topology | None) -> None:
-    global _in_use
-    _in_use = topology
-    _infos.clear()
+    process.topology = topology
+    process.mesh_constants.clear()
+    process.clear_caches()
     for listener in _listeners:
         listener()

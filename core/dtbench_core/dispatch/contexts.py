@@ -5,10 +5,10 @@ Both hold for the thread that entered them, and nest.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
@@ -21,14 +21,10 @@ class ImplicitRedistributionWarning(UserWarning):
     """An op moved a tensor by itself, inside ExplicitRedistributionContext(mode="warn")."""
 
 
-class _State(threading.local):
-    replicating = 0  # how many implicit_replication() are entered
-    explicit: ExplicitRedistributionContext | None = None  # the innermost
-
-
-_state = _State()
-# How many ExplicitRedistributionContexts are entered on any thread: what an op asks before it looks closer.
-entered = 0
+# How many implicit_replication() are entered, and the innermost ExplicitRedistributionContext.
+_replicating: ContextVar[int] = ContextVar("replicating", default=0)
+_explicit: ContextVar[ExplicitRedistributionContext | None] = ContextVar("explicit", default=None)
+watch = _explicit.get  # what an op asks before it looks closer
 
 
 @contextmanager
@@ -37,16 +33,16 @@ def implicit_replication() -> Iterator[None]:
 
     That it is the same is for the caller to know; nothing checks it.
     """
-    _state.replicating += 1
+    _replicating.set(_replicating.get() + 1)
     try:
         yield
     finally:
-        _state.replicating -= 1
+        _replicating.set(_replicating.get() - 1)
 
 
 def replicates_plain() -> bool:
     """Whether this thread is inside `implicit_replication()`."""
-    return _state.replicating > 0
+    return _replicating.get() > 0
 
 
 class ExplicitRedistributionContext:
@@ -74,39 +70,33 @@ class ExplicitRedistributionContext:
         self._outer: list[ExplicitRedistributionContext | None] = []  # one may be entered again inside itself
 
     def __enter__(self) -> ExplicitRedistributionContext:
-        global entered
-        self._outer.append(_state.explicit)
-        _state.explicit = self
-        entered += 1
+        self._outer.append(_explicit.get())
+        _explicit.set(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        global entered
-        _state.explicit = self._outer.pop()
-        entered -= 1
+        _explicit.set(self._outer.pop())
 
+    def observe(self, op: Any, spec: DTensorSpec, placements: Placements) -> None:
+        """Told before an op moves its input `spec` to `placements`. The same on every rank, as specs are.
 
-def observe(op: Any, spec: DTensorSpec, placements: Placements) -> None:
-    """Told before an op moves its input `spec` to `placements`. The same on every rank, as specs are.
-
-    Raises:
-        RedistributionError: the innermost context forbids it.
-    """
-    context = _state.explicit
-    if context is None or not context.enable or spec.placements == placements:
-        return
-    if not context.strict and not _communicates(spec, placements):
-        return
-    message = (
-        f"{op} would redistribute its input {spec} from {describe(spec.placements)} to {describe(placements)} by "
-        "itself inside an ExplicitRedistributionContext: call redistribute(placements=...) before, or leave the "
-        "context"
-    )
-    if context.mode == "raise":
-        raise RedistributionError(message)
-    warnings.warn(message, ImplicitRedistributionWarning, stacklevel=4)
+        Raises:
+            RedistributionError: this context forbids it.
+        """
+        if not self.enable or spec.placements == placements:
+            return
+        if not self.strict and not _communicates(spec, placements):
+            return
+        message = (
+            f"{op} would redistribute its input {spec} from {describe(spec.placements)} to {describe(placements)} by "
+            "itself inside an ExplicitRedistributionContext: call redistribute(placements=...) before, or leave the "
+            "context"
+        )
+        if self.mode == "raise":
+            raise RedistributionError(message)
+        warnings.warn(message, ImplicitRedistributionWarning, stacklevel=4)
 
 
 def _communicates(spec: DTensorSpec, placements: Placements) -> bool:

@@ -29,20 +29,17 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dtbench_core.cost import search as cost
 from dtbench_core.dispatch import contexts, gradients
 from dtbench_core.dispatch import out_and_resize as writes
 from dtbench_core.dispatch.plan import OpInfo, Plan, build, verify
 from dtbench_core.errors import MixedTensorError
 from dtbench_core.layout import rng as random
-from dtbench_core.layout import shard_layout as layout
 from dtbench_core.layout.wrapper import Wrapper
-from dtbench_core.redistribute import route as redistribute
 from dtbench_core.rules import cross_entropy, linear
 from dtbench_core.rules.compare import equal
 from dtbench_core.rules.pointwise import is_pointwise
-from dtbench_core.rules.register import on_rule_change
 from dtbench_core.rules.view import tensor_split
+from dtbench_core.runtime import current, process
 from dtbench_core.torch_compat import (
     DisableTorchFunction,
     any_autocast,
@@ -59,42 +56,15 @@ MAX_PLANS = 8192
 
 # ---- caches ----
 
-_infos: dict[OpOverload, OpInfo] = {}
-_plans: dict[tuple[Any, ...], Plan | None] = {}  # None: no rule fits, replicate and run
+# In the caches of plans. None there: no rule fits, replicate and run; or watched, and not fit to be fast.
 _MISSING: Any = object()
-_fast: dict[tuple[Any, ...], Plan | None] = {}  # None: watched, and not fit to be fast
-# What torch_dispatch has run since torch_function began to watch, or None when nobody watches. The
-# plan is None where there was none: an op that replicates and runs, or that is handled apart.
-_watched: list[tuple[Plan | None, Sequence[Any], dict[str, Any], Any]] | None = None
-# The default dtype decides what an integer tensor times a float gives, so plans hold for one.
-_default_dtype = torch.get_default_dtype()
 
-
-def clear_caches() -> None:
-    """Forgets all plans, of ops and of redistributions."""
-    _plans.clear()
-    _fast.clear()
-    redistribute.clear_plans()
-    layout.clear_specs()
-
-
-cost.on_topology_change(clear_caches)
-
-
-def _forget(op: OpOverload) -> None:
-    """`op` got another rule: what was learnt of it, and of functions that come to it, may be wrong."""
-    _infos.pop(op, None)
-    for known in (_elementwise, _judged):
-        known.clear()
-    clear_caches()
-
-
-on_rule_change(_forget)
+clear_caches = process.clear_caches
 
 
 def cache_info() -> dict[str, int]:
     """How many plans are held, per op and per Python function, and the bound of each."""
-    return {"plans": len(_plans), "fast": len(_fast), "bound": MAX_PLANS}
+    return {"plans": len(process.plans), "fast": len(process.functions), "bound": MAX_PLANS}
 
 
 def _store(cache: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: Plan | None) -> None:
@@ -181,14 +151,14 @@ def torch_function(
             return result
     if (is_grad_enabled() and _requires_grad(args, kwargs)) or _modes_active():
         return _through_torch(cls, func, args, kwargs)
-    key, locals_, local_kwargs = _key_of(cls, func, func in _elementwise, args, kwargs)
+    key, locals_, local_kwargs = _key_of(cls, func, func in process.elementwise, args, kwargs)
     try:
-        plan = _fast.get(key, _MISSING)
+        plan = process.functions.get(key, _MISSING)
     except TypeError:  # an argument that cannot be hashed: not a call to remember
         plan, key = _MISSING, ()
     if plan is None:
         return _through_torch(cls, func, args, kwargs)
-    if plan is not _MISSING and _default_dtype is get_default_dtype():
+    if plan is not _MISSING and process.default_dtype is get_default_dtype():
         return plan.run(cls, func, args, kwargs, locals_, local_kwargs)
     if _mixes_plain(cls, func, args, kwargs):
         return _with_replicas(cls, func, args, kwargs)
@@ -234,21 +204,23 @@ def torch_dispatch(
     """`DTensor.__torch_dispatch__`: one aten op, below autograd."""
     if kwargs is None:
         kwargs = {}
-    info = _infos.get(op)
+    info = process.ops.get(op)
     if info is None:
-        info = _infos[op] = OpInfo(op)
+        info = process.ops[op] = OpInfo(op)
     if info.handler is not None:
         result = info.handler(torch_dispatch, cls, op, args, kwargs)
         if result is not NotImplemented:
-            if _watched is not None:
-                _watched.append((None, args, kwargs, None))
+            if (watched := current().watched) is not None:
+                watched.append((None, args, kwargs, None))
             return result
-    if _default_dtype is not get_default_dtype():
-        _follow_default_dtype()
+    if process.default_dtype is not get_default_dtype():
+        # It decides what an integer tensor times a float gives, so plans hold for one.
+        process.default_dtype = get_default_dtype()
+        clear_caches()
     key, locals_, local_kwargs = _key_of(cls, info, info.elementwise, args, kwargs)
     plan: Plan | None
     try:
-        plan = _plans.get(key, _MISSING)
+        plan = process.plans.get(key, _MISSING)
     except TypeError:  # an argument that cannot be hashed, so no plan can be kept
         plan = None
     if plan is None:
@@ -262,9 +234,9 @@ def torch_dispatch(
         else:
             result = plan.run(cls, plan.kernel, args, kwargs, locals_, local_kwargs)
             verify(plan, args, result)
-        _store(_plans, key, plan)
-    if _watched is not None:
-        _watched.append((plan, args, kwargs, result))
+        _store(process.plans, key, plan)
+    if (watched := current().watched) is not None:
+        watched.append((plan, args, kwargs, result))
     return result
 
 
@@ -279,38 +251,35 @@ _direct: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.backward: torch.Tensor.backward,
     torch.split: torch.Tensor.split,
 }
-# Functions whose every op is elementwise: numbers stand in their keys by type. And those looked at.
-_elementwise: set[Callable[..., Any]] = set()
-_judged: set[Callable[..., Any]] = set()
 
 
 def _watch(
     func: Callable[..., Any], key: tuple[Any, ...], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Runs the call through torch and remembers it, if it can. See Note [Fast calls]."""
-    global _watched
-    outer, _watched = _watched, []
+    here = current()
+    outer, here.watched = here.watched, []
     try:
         with DisableTorchFunction():
             result = writes.call_with_out(func, args, kwargs) if "out" in kwargs else func(*args, **kwargs)
-        seen = _watched
+        seen = here.watched
     finally:
-        _watched = outer
+        here.watched = outer
     if not seen or any(plan and plan.info.aliases for plan, *_ in seen):
         if _takes_one_tensor(func):
             _direct[func] = func
         elif key:
-            _store(_fast, key, None)
+            _store(process.functions, key, None)
         return result
     if not key:
         return result
     fit = _fitting(args, kwargs, seen, result)
-    if fit is not None and func not in _judged:
-        _judged.add(func)
+    if fit is not None and func not in process.judged:  # an elementwise one takes numbers by type
+        process.judged.add(func)
         if _all_elementwise(func):
-            _elementwise.add(func)
+            process.elementwise.add(func)
             return result  # the key at hand holds numbers by value: remember the next call
-    _store(_fast, key, fit)
+    _store(process.functions, key, fit)
     return result
 
 
@@ -429,9 +398,3 @@ def _with_replicas(
 
     full_args, full_kwargs = tree_map(replicated, (list(args), kwargs))
     return func(*full_args, **full_kwargs)
-
-
-def _follow_default_dtype() -> None:
-    global _default_dtype
-    _default_dtype = torch.get_default_dtype()
-    clear_caches()

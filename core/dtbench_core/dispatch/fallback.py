@@ -27,25 +27,22 @@ from dtbench_core.layout.shard_layout import empty_part
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, detach_view, wrap
 from dtbench_core.redistribute import route as redistribute
+from dtbench_core.runtime import current
 
 
 class FallbackWarning(UserWarning):
     """An op ran on replicated inputs because no sharding rule covers it."""
 
 
-_calls: Counter[OpOverload] = Counter()
-_warned: set[OpOverload] = set()
-
-
 def fallbacks() -> Counter[OpOverload]:
     """How often each op ran on replicated inputs in this process."""
-    return Counter(_calls)
+    return Counter(current().fallbacks)
 
 
 def clear_fallbacks() -> None:
     """Forgets the counts, so that each op warns again."""
-    _calls.clear()
-    _warned.clear()
+    current().fallbacks.clear()
+    current().warned.clear()
 
 
 def run(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -69,8 +66,8 @@ def run(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[st
             return leaf
         mesh = leaf._spec.info
         if id(leaf) not in whole:
-            if contexts.entered:
-                contexts.observe(op, leaf._spec, (REPLICATE,) * mesh.ndim)
+            if (watch := contexts.watch()) is not None:
+                watch.observe(op, leaf._spec, (REPLICATE,) * mesh.ndim)
             whole[id(leaf)] = gathered(leaf, copied=any(leaf is one for one in written))
             distributed.append(leaf)
         return whole[id(leaf)]
@@ -135,9 +132,10 @@ def gathered(tensor: Wrapper, copied: bool = True) -> torch.Tensor:
 
 
 def _report(op: OpOverload) -> None:
-    _calls[op] += 1
-    if op not in _warned:
-        _warned.add(op)
+    here = current()
+    here.fallbacks[op] += 1
+    if op not in here.warned:
+        here.warned.add(op)
         warnings.warn(
             f"no sharding rule covers {op} with these placements: it runs on replicated inputs on every rank, which is "
             "right but costs communication and memory; register_sharding can give it a rule",

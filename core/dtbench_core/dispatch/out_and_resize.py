@@ -119,8 +119,8 @@ def _store(op: object, out: torch.Tensor, value: torch.Tensor) -> None:
         spec = out._spec
     local = value
     if isinstance(value, Wrapper):
-        if contexts.entered:
-            contexts.observe(op, value._spec, spec.placements)
+        if (watch := contexts.watch()) is not None:
+            watch.observe(op, value._spec, spec.placements)
         local = redistribute.redistribute_tensor(value, spec.placements)._local_tensor
     out._local_tensor.copy_(local)
 

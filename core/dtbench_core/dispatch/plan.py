@@ -256,9 +256,9 @@ class Plan:
     def _moved(
         self, args: Sequence[Any], given: dict[str, Any], locals_: list[Any], kwargs: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        if contexts.entered:
+        if (watch := contexts.watch()) is not None:
             for move in self.moves:
-                contexts.observe(self.info.op, move.spec, move.placements)
+                watch.observe(self.info.op, move.spec, move.placements)
         places = _places(args)
         if places is None or self.moves[-1].at >= len(places):
             return self._moved_inside(args, given, locals_, kwargs)

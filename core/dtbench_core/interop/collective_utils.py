@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from dtbench_core.errors import ArgumentError, LayoutError
 from dtbench_core.layout.placement import REPLICATE, Shard
 from dtbench_core.layout.spec import TensorMeta
 from dtbench_core.redistribute.movers import Exchange, mover
+from dtbench_core.runtime import process
 from dtbench_core.torch_compat import resolve_group
 
 __all__ = [
@@ -71,7 +71,7 @@ def shard_dim_alltoall(
     """
     gather_dim, shard_dim = _dims(input, gather_dim, shard_dim)
     group = mesh.get_group(mesh_dim)
-    if _is_local_mode():
+    if process.mode is not None:  # a LocalTensorMode
         return _exchanged(input, gather_dim, shard_dim, group)
     if mesh.device_type == "cpu":
         _tell_fallback()
@@ -96,12 +96,6 @@ def _dims(input: torch.Tensor, gather_dim: int, shard_dim: int) -> tuple[int, in
             f"{list(input.shape)}, expected two dims: it is sharded so already"
         )
     return gather_dim % ndim, shard_dim % ndim
-
-
-def _is_local_mode() -> bool:
-    """Whether a LocalTensorMode is active; asked without loading the simulation for those who do not simulate."""
-    patches = sys.modules.get("dtbench_core.simulate.local_patches")
-    return patches is not None and patches.active is not None
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from dtbench_core.dispatch.plan import Plan
 from dtbench_core.layout import shard_layout as layout
 from dtbench_core.layout import wrapper
 from dtbench_core.redistribute import route as redistribute
+from dtbench_core.runtime import process
 from dtbench_core.tensor import dtensor as tensor
 from dtbench_core.tensor.dtensor import DTensor
 
@@ -46,7 +47,7 @@ _METHODS: tuple[tuple[type, str, str], ...] = (
     (DTensor, "to_local", "glue"),
     (DTensor, "full_tensor", "glue"),
 )
-_CACHES = ("_plans", "_fast")
+_CACHES = ("plans", "functions")  # of the process
 
 # What is recorded: NAME INDEX, START NS ... END NS, -1, as brackets.
 Log = list[int]
@@ -84,7 +85,7 @@ class _TimedCache(dict[Any, Any]):
         """The plain dict again, with what was learnt meanwhile."""
         self._plain.clear()
         self._plain.update(self)
-        setattr(dispatch, name, self._plain)
+        setattr(process, name, self._plain)
 
 
 class Watch:
@@ -114,14 +115,14 @@ class Watch:
         for owner, name, timed in self._swaps:
             setattr(owner, name, timed)
         for name in _CACHES:
-            setattr(dispatch, name, _TimedCache(vars(dispatch)[name], self.log))
+            setattr(process, name, _TimedCache(getattr(process, name), self.log))
         return self.log
 
     def __exit__(self, *_: object) -> None:
         for (owner, name, _timed), was in zip(self._swaps, self._was, strict=True):
             setattr(owner, name, was)
         for name in _CACHES:
-            vars(dispatch)[name].put_back(name)
+            getattr(process, name).put_back(name)
 
 
 def _functions() -> list[tuple[Callable[..., Any], str]]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import MeshError
+from dtbench_core.runtime import current
 from dtbench_core.torch_compat import current_mesh, ranks_of_mesh
 
 
@@ -85,16 +86,14 @@ def _world_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     return world
 
 
-# Two lookups: by object, which is what every call pays, and by value, so that `mesh["tp"]` taken
-# twice is one mesh. A world that was destroyed and made again compares equal to its successor: the
-# process groups tell them apart.
-_by_object: dict[int, tuple[weakref.ref[DeviceMesh], MeshInfo]] = {}
-_by_value: dict[DeviceMesh, MeshInfo] = {}
-
-
 def mesh_info(mesh: DeviceMesh) -> MeshInfo:
-    """The shared `MeshInfo` of `mesh`."""
-    found = _by_object.get(id(mesh))
+    """The shared `MeshInfo` of `mesh`.
+
+    Looked up by object, which is what every call pays, then by value, so that `mesh["tp"]` taken twice is one
+    mesh. A world that was destroyed and made again compares equal to its successor: the process groups tell
+    them apart.
+    """
+    found = current().meshes.get(id(mesh))
     if found is not None and found[0]() is mesh:
         return found[1]
     if not isinstance(mesh, DeviceMesh):
@@ -105,18 +104,20 @@ def mesh_info(mesh: DeviceMesh) -> MeshInfo:
     info = _shared_info(mesh)
     key = id(mesh)
 
-    # The dict as a default: at interpreter exit the module's globals are gone before the meshes.
-    def forget(_: Any, table: dict[int, Any] = _by_object) -> None:
+    table = current().meshes  # held by `forget`: at interpreter exit globals are gone before the meshes
+
+    def forget(_: Any) -> None:
         table.pop(key, None)
 
-    _by_object[key] = (weakref.ref(mesh, forget), info)
+    table[key] = (weakref.ref(mesh, forget), info)
     return info
 
 
 def _shared_info(mesh: DeviceMesh) -> MeshInfo:
     inside = mesh.get_coordinate() is not None
     groups = tuple(mesh.get_all_groups()) if inside else ()
-    known = _by_value.get(mesh)
+    table = current().equal_meshes
+    known = table.get(mesh)
     if (
         known is not None
         and len(known.groups) == len(groups)
@@ -124,6 +125,6 @@ def _shared_info(mesh: DeviceMesh) -> MeshInfo:
     ):
         return known
     # pop first: assigning under an equal key would keep the dead mesh as the key.
-    _by_value.pop(mesh, None)
-    made = _by_value[mesh] = MeshInfo(mesh, groups)
+    table.pop(mesh, None)
+    made = table[mesh] = MeshInfo(mesh, groups)
     return made

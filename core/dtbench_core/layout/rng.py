@@ -12,12 +12,11 @@ draws by itself (`torch.rand` under `if rank == 0`) leaves the others' sequence,
 differ. A generator passed as `generator=` is the caller's: it must be in the same state on all ranks.
 Ranks outside the mesh draw too, and keep nothing, to stay in step with the members.
 
-Where a mesh has a region (see `regions`), that draws instead.
+Where a mesh has a region, that draws instead.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -30,6 +29,7 @@ from dtbench_core.layout.mesh import MeshInfo, mesh_info
 from dtbench_core.layout.shard_layout import part_of
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, held_by
+from dtbench_core.runtime import current
 
 
 class Region(Protocol):
@@ -38,13 +38,9 @@ class Region(Protocol):
     def draw(self, spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor: ...
 
 
-# Those that are switched on. A generator that the caller brings goes before them.
-regions: dict[DeviceMesh, Region] = {}
-
-
 def draw(spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor:
     """This rank's part of `make(spec.shape)`, where `make` draws a tensor of the shape it is given."""
-    region = regions.get(spec.info.mesh) if regions else None
+    region = current().regions.get(spec.info.mesh)
     return part_of(make(spec.shape), spec) if region is None else region.draw(spec, make)
 
 
@@ -59,7 +55,8 @@ def draw_like(
     `op` draws for every element of `whole`, whose values are undefined, in place or not. generator: the one
     that it draws from, if not the default one.
     """
-    region = regions.get(spec.info.mesh) if regions and generator is None else None
+    # A generator that the caller brings goes before a region.
+    region = current().regions.get(spec.info.mesh) if generator is None else None
     if region is not None:
         return region.draw(spec, lambda shape: op(torch.empty(shape, dtype=spec.dtype, device=device)))
     return part_of(op(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)), spec)
@@ -78,14 +75,11 @@ def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = Fals
     return input * keep
 
 
-_in_step: weakref.WeakSet[MeshInfo] = weakref.WeakSet()
-
-
 def keep_in_step(mesh: MeshInfo) -> None:
     """Before the first random op on `mesh`: every rank takes the generator state of the mesh's first."""
-    if mesh in _in_step:
+    if mesh in current().in_step:
         return
-    _in_step.add(mesh)
+    current().in_step.add(mesh)
     module = generators(mesh)
     state = module.get_rng_state().to(mesh.device_type)
     for group in mesh.groups:
@@ -115,7 +109,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
             f"manual_seed got {seed} on this rank, but seeds differ over the {mesh} (the largest is "
             f"{most[0] * 2**32 + most[1]}): pass the same seed on every rank"
         )
-    _in_step.add(mesh)
+    current().in_step.add(mesh)
     if mesh.device_type == "cpu":
         torch.default_generator.manual_seed(seed)
     else:

@@ -6,7 +6,6 @@ import copy
 import itertools
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from dtbench_core.layout.placement import (
     local_extents,
 )
 from dtbench_core.layout.spec import DTensorSpec, normalize
+from dtbench_core.runtime import process
 
 
 def empty_part(dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
@@ -61,9 +61,7 @@ def even_layout(
     return tuple(shape), tuple(stride)
 
 
-# What `even_layout` comes to, by what it is asked. At the bound the oldest goes first.
-_even_specs: dict[tuple[Any, ...], DTensorSpec | None] = {}
-MAX_SPECS = 4096
+MAX_SPECS = 4096  # of `even_spec`; at the bound the oldest goes first
 
 
 def even_spec(local: torch.Tensor, info: MeshInfo, placements: Sequence[Placement]) -> DTensorSpec | None:
@@ -73,7 +71,7 @@ def even_spec(local: torch.Tensor, info: MeshInfo, placements: Sequence[Placemen
     """
     key = (info, tuple(placements), local.shape, local.stride(), local.dtype, local.device.type)
     try:
-        return _even_specs[key]
+        return process.even_specs[key]
     except (KeyError, TypeError):  # TypeError: no placements, which `normalize` tells
         pass
     placed = normalize(placements, local.ndim, info)
@@ -84,15 +82,11 @@ def even_spec(local: torch.Tensor, info: MeshInfo, placements: Sequence[Placemen
         if here and plain
         else None
     )
-    while len(_even_specs) >= MAX_SPECS:
-        del _even_specs[next(iter(_even_specs))]
-    _even_specs[key] = spec
+    specs = process.even_specs
+    while len(specs) >= MAX_SPECS:
+        del specs[next(iter(specs))]
+    specs[key] = spec
     return spec
-
-
-def clear_specs() -> None:
-    """Forgets the cached specs."""
-    _even_specs.clear()
 
 
 # Of a tensor whose shape the ranks compare. torch's own limit is 64 for most ops.

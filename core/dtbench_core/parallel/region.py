@@ -30,6 +30,7 @@ from dtbench_core.layout.mesh import MeshInfo, mesh_info
 from dtbench_core.layout.placement import Placement, Shard
 from dtbench_core.layout.shard_layout import empty_part
 from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.runtime import current
 
 # torch's first tensor-parallel API seeded its tracker so.
 BASE_SEED = 1234
@@ -58,14 +59,14 @@ class TensorParallelRNG:
 
     @property
     def enabled(self) -> bool:
-        return random.regions.get(self._mesh) is self
+        return current().regions.get(self._mesh) is self
 
     @enabled.setter
     def enabled(self, value: bool) -> None:
         if value:
-            random.regions[self._mesh] = self
+            current().regions[self._mesh] = self
         elif self.enabled:
-            del random.regions[self._mesh]
+            del current().regions[self._mesh]
 
     def manual_seed(self, base_seed: int) -> None:
         """Starts every stream anew. The seed must be the same on every rank.
@@ -150,15 +151,13 @@ def first_state(info: MeshInfo, seed: int, sharded: tuple[int, ...]) -> torch.Te
     return state
 
 
-_trackers: dict[DeviceMesh, TensorParallelRNG] = {}
-
-
 def tensor_parallel_rng(device_mesh: DeviceMesh) -> TensorParallelRNG:
     """The streams of `device_mesh`, made when first asked for; one for equal meshes of a world."""
-    found = _trackers.get(device_mesh)
+    streams = current().streams
+    found = streams.get(device_mesh)
     if found is None or found._world is not dist.group.WORLD:
         if found is not None:
             found.enabled = False
-            del _trackers[device_mesh]  # an equal key would stay
-        found = _trackers[device_mesh] = TensorParallelRNG(device_mesh)
+            del streams[device_mesh]  # an equal key would stay
+        found = streams[device_mesh] = TensorParallelRNG(device_mesh)
     return found

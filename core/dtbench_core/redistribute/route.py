@@ -19,6 +19,7 @@ from dtbench_core.layout.placement import REPLICATE, Placement, Placements, desc
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.layout.wrapper import Wrapped, Wrapper, wrap
 from dtbench_core.redistribute.movers import Exchange, Mover, mover
+from dtbench_core.runtime import process
 from dtbench_core.torch_compat import any_requires_grad, version_of
 
 
@@ -120,9 +121,6 @@ def _bytes(count: int) -> str:
 # that gathering and cutting is never cheaper than exchanging.
 LOCAL_COPY_US = cost.ALL_TO_ALL_PENALTY_US
 
-_plans: dict[tuple[DTensorSpec, Placements], Route] = {}
-# By placements as the user writes them; None: all Replicate.
-_requests: dict[tuple[DTensorSpec, tuple[Placement, ...] | None], Route] = {}
 # A plan holds a few hundred bytes; at the bound the oldest goes first.
 MAX_PLANS = 4096
 
@@ -134,10 +132,10 @@ def plan(src: DTensorSpec, dst: Placements) -> Route:
         PlacementError: there is no way (a Shard or another reduction to Partial).
     """
     key = (src, dst)
-    route = _plans.get(key)
+    route = process.routes.get(key)
     if route is None:
         route = _find(src, dst)
-        _store(_plans, key, route)
+        _store(process.routes, key, route)
     return route
 
 
@@ -148,7 +146,8 @@ def request(spec: DTensorSpec, placements: Sequence[Placement] | None) -> Route:
         PlacementError: not placements of this tensor, or a Partial that it is not already.
     """
     try:
-        return _requests[spec, None if placements is None else tuple(placements)]
+        # By placements as the user writes them; None: all Replicate.
+        return process.requests[spec, None if placements is None else tuple(placements)]
     except (KeyError, TypeError):  # TypeError: no sequence, or no placements, which `normalize` tells
         pass
     placed = normalize(placements, spec.ndim, spec.info, spec.shape)
@@ -159,7 +158,7 @@ def request(spec: DTensorSpec, placements: Sequence[Placement] | None) -> Route:
                 "not already that Partial: nothing says which terms the ranks should hold"
             )
     route = plan(spec, placed)
-    _store(_requests, (spec, None if placements is None else tuple(placements)), route)
+    _store(process.requests, (spec, None if placements is None else tuple(placements)), route)
     return route
 
 
@@ -167,15 +166,6 @@ def _store(cache: dict[Any, Route], key: Any, route: Route) -> None:
     while len(cache) >= MAX_PLANS:
         del cache[next(iter(cache))]
     cache[key] = route
-
-
-def clear_plans() -> None:
-    """Forgets every cached plan."""
-    _plans.clear()
-    _requests.clear()
-
-
-cost.on_topology_change(clear_plans)
 
 
 def plan_of(tensor: Wrapper | DTensorSpec, placements: Sequence[Placement] | None = None) -> Route:

@@ -11,17 +11,10 @@ from dtbench_core.layout.placement import REPLICATE, Placement
 from dtbench_core.layout.spec import normalize_one
 from dtbench_core.rules import base
 from dtbench_core.rules.base import OpCall, Row, Strategy
+from dtbench_core.runtime import process
 
 PlacementList = Sequence[Placement | None]
 ShardingFunction = Callable[..., Sequence[tuple[PlacementList, PlacementList]]]
-
-# Called when rules change, to forget what was planned with the old ones.
-_on_change: list[Callable[[OpOverload], None]] = []
-
-
-def on_rule_change(forget: Callable[[OpOverload], None]) -> None:
-    """Registers `forget`, called with each op that gets a rule of a user's."""
-    _on_change.append(forget)
 
 
 def register_sharding(
@@ -53,8 +46,7 @@ def register_sharding(
     def register(function: ShardingFunction) -> ShardingFunction:
         for one in ops:
             base.override(one, lambda call: _strategy(call, function))
-            for forget in _on_change:
-                forget(one)
+            process.forget_op(one)
         return function
 
     return register

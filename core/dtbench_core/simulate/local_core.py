@@ -8,24 +8,23 @@ with its own part in few places; those run rank by rank too while a mode is acti
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from dtbench_core.dispatch import fallback
 from dtbench_core.dispatch.out_and_resize import restate
 from dtbench_core.errors import SimulationError
-from dtbench_core.layout import mesh, spec
 from dtbench_core.layout import rng as random
+from dtbench_core.layout import spec
 from dtbench_core.layout.local_shards import plain_part
 from dtbench_core.layout.mesh import MeshInfo, mesh_info
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.parallel import region
 from dtbench_core.redistribute import route as redistribute
+from dtbench_core.runtime import current
 from dtbench_core.simulate.local_groups import coordinate_of
 from dtbench_core.simulate.local_int import describe_ranks, values_of
 from dtbench_core.simulate.local_tensor import LocalTensor, Parts, joined
@@ -54,7 +53,7 @@ class CoreParts(Parts):
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__()
         self._ranks = ranks
-        self._infos = mesh._by_object  # of all ranks, while no rank runs
+        self._infos = current().meshes  # of all ranks, while no rank runs
         self._latest: dict[int, tuple[Wrapper, dict[int, Wrapper]]] = {}
 
     def other(self, value: Any, rank: int) -> Any:
@@ -156,28 +155,6 @@ def _of_all(specs: Mapping[int, DTensorSpec], what: str) -> DTensorSpec:
         raise SimulationError(f"{what} gave the ranks different DTensors ({listed}), expected one for all")
     of, placements, shape, stride, dtype = next(iter(kinds))
     return DTensorSpec.of(mesh_info(of), placements, shape, stride, dtype)
-
-
-# ---- what a run must not leave behind ----
-
-
-class Undo:
-    """Puts back what the core remembers of a run that has to start again, or that is not to be counted."""
-
-    def __init__(self) -> None:
-        self._in_step = set(random._in_step)
-        self._fallbacks, self._warned = Counter(fallback._calls), set(fallback._warned)
-
-    def generators_in_step(self) -> None:
-        """Meshes whose generators the run brought in step."""
-        for info in set(random._in_step) - self._in_step:
-            random._in_step.discard(info)
-
-    def counts(self) -> None:
-        """How often ops were run on replicated inputs, and which were warned of."""
-        fallback._calls.clear()
-        fallback._calls.update(self._fallbacks)
-        fallback._warned.intersection_update(self._warned)
 
 
 def depends_on_rank(*values: Any) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -14,10 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from dtbench_core.errors import SimulationError
 from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.runtime import Runtime, current, entered, process
 from dtbench_core.simulate import local_patches
 from dtbench_core.simulate.group import describe
 from dtbench_core.simulate.local_collectives import NAMESPACES, issue
-from dtbench_core.simulate.local_core import CoreParts, Undo
+from dtbench_core.simulate.local_core import CoreParts
 from dtbench_core.simulate.local_groups import Arrival, RankGroup
 from dtbench_core.simulate.local_int import describe_ranks, local_int
 from dtbench_core.simulate.local_random import RankStates, default_generators
@@ -57,7 +59,6 @@ class LocalTensorMode(TorchDispatchMode):
         self._run: RankRun | None = None  # the rank that runs alone
         self._alone = False  # by the user's wish
         self._suspended = False
-        self._take_back: Callable[[], None] | None = None
 
     def __enter__(self) -> LocalTensorMode:
         if not dist.is_initialized() or dist.get_world_size() <= self.ranks[-1]:
@@ -67,15 +68,17 @@ class LocalTensorMode(TorchDispatchMode):
                 + ', expected one that has them: dist.init_process_group("fake", rank=0, '
                 f"world_size={self.ranks[-1] + 1}, store=FakeStore()) (torch.testing._internal.distributed.fake_pg)"
             )
-        self._take_back = local_patches.install(self)
-        self.random = RankStates(self.ranks)
-        super().__enter__()
+        with ExitStack() as stack:
+            stack.callback(local_patches.install(self))
+            stack.enter_context(_knowing_meshes(self.ranks))
+            self.random = RankStates(self.ranks)
+            super().__enter__()
+            self._leave = stack.pop_all()
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
-        assert self._take_back is not None
-        self._take_back()
+        self._leave.close()
 
     # ---- where code runs ----
 
@@ -122,14 +125,16 @@ class LocalTensorMode(TorchDispatchMode):
         """Code runs as `run`'s rank, with the random `states`; `begin` holds those of all ranks."""
         if self._run is not None:
             raise SimulationError(f"got rank {run.rank} inside code that runs as rank {self._run.rank}")
-        forget = local_patches.know_meshes(run.rank)
         self._run, self._states, self._begin = run, states, begin
         try:
-            with self._seen() if seen else nullcontext(), self.random.as_rank(run.rank, states):
+            with (
+                _knowing_meshes(run.rank),
+                self._seen() if seen else nullcontext(),
+                self.random.as_rank(run.rank, states),
+            ):
                 yield
         finally:
             self._run = None
-            forget()
 
     @contextmanager
     def _seen(self) -> Iterator[None]:
@@ -310,23 +315,16 @@ class LocalTensorMode(TorchDispatchMode):
         seen: bool,
     ) -> None:
         states = {generator: dict(held) for generator, held in begin.items()}
-        undo = Undo()
-        with counted_once(first) as count, self._as(run, states, begin, seen):
+        with counted_once(run, first), self._as(run, states, begin, seen):
             mine = given if copies is None else copies.of(given, run.rank, parts)
             args, kwargs = parts.of(mine, run.rank)
             if inputs is not None:
                 with self.suspended():
                     inputs.keep((args, kwargs))
             run.attempt(lambda: fn(*args, **kwargs))
-            if run.over:
-                count()
-            elif inputs is not None:
+            if not run.over and inputs is not None:
                 with self.suspended():
                     inputs.put_back()
-        if not run.over:
-            undo.generators_in_step()
-        if not (run.over and first):
-            undo.counts()
         for generator, held in states.items():
             if run.over:
                 ended.setdefault(generator, dict(begin[generator]))[run.rank] = held[run.rank]
@@ -350,6 +348,15 @@ class LocalTensorMode(TorchDispatchMode):
 
         self.across(run, [local_int({r: r for r in ranks}), tensor], what=_name(fn), ranks=ranks)
         return joined({r: v for r, v in kept.items() if v is not None}, Parts(), _name(fn))
+
+
+# What the core knows of meshes as one rank, or as all of these; (by object, by value) as in the runtime.
+_meshes: dict[int | tuple[int, ...], tuple[dict[Any, Any], dict[Any, Any]]] = {}
+
+
+def _knowing_meshes(ranks: int | tuple[int, ...]) -> AbstractContextManager[Runtime]:
+    meshes, equal = _meshes.setdefault(ranks, ({}, {}))
+    return entered(replace(current(), meshes=meshes, equal_meshes=equal))
 
 
 def _others(types: Iterable[type], known: type = LocalTensor) -> bool:
@@ -384,7 +391,7 @@ def _refuse_grad(*given: Any) -> None:
 
 def local_tensor_mode() -> LocalTensorMode | None:
     """The mode that is active, if any."""
-    return local_patches.active  # type: ignore[return-value]
+    return process.mode
 
 
 def rank_map(fn: Callable[[int], Any]) -> Any:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,39 +21,18 @@ from dtbench_core.errors import RankDependentError, SimulationError
 from dtbench_core.layout import mesh as core_mesh
 from dtbench_core.layout import rng as random
 from dtbench_core.redistribute import route as redistribute
+from dtbench_core.runtime import process
 from dtbench_core.simulate import local_core
 from dtbench_core.simulate.local_groups import Arrival, RankGroup, coordinate_of, fibres_of_group
 from dtbench_core.simulate.local_int import describe_ranks, local_int, values_of
-from dtbench_core.simulate.local_random import RankStates
 from dtbench_core.simulate.local_tensor import LocalTensor, joined_states
 from dtbench_core.tensor import dtensor as tensor
 
-
-class Simulation(Protocol):
-    """What the answers depend on: a LocalTensorMode."""
-
-    ranks: tuple[int, ...]
-    random: RankStates
-
-    @property
-    def current(self) -> int | None:
-        """The rank that code runs as, None where it stands for all."""
-
-    def suspended(self) -> AbstractContextManager[None]: ...
-
-    def arrive(self, group: RankGroup, arrival: Arrival, results: Any) -> dist.Work: ...
-
-    def across(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any = None, *, what: str, seen: bool = True
-    ) -> Any: ...
-
-    @property
-    def for_all(self) -> bool:
-        """Whether code stands for all ranks."""
+if TYPE_CHECKING:
+    from dtbench_core.simulate.local_mode import LocalTensorMode
 
 
 _ends: weakref.WeakKeyDictionary[ProcessGroup, dict[int, RankGroup]] = weakref.WeakKeyDictionary()
-active: Simulation | None = None
 
 
 def rank_group(group: ProcessGroup, rank: int) -> RankGroup:
@@ -80,17 +58,17 @@ def rank_group(group: ProcessGroup, rank: int) -> RankGroup:
 
 
 def _arrive(group: RankGroup, arrival: Arrival, results: Any) -> dist.Work:
-    if active is None:
+    if process.mode is None:
         raise SimulationError(f"{group} belongs to a LocalTensorMode that is over")
-    return active.arrive(group, arrival, results)
+    return process.mode.arrive(group, arrival, results)
 
 
 # ---- answers ----
 
 
-def _simulation() -> Simulation:
-    assert active is not None  # patched only while one is active
-    return active
+def _simulation() -> LocalTensorMode:
+    assert process.mode is not None  # patched only while one is active
+    return process.mode
 
 
 def _get_rank(group: ProcessGroup | None = None) -> Any:
@@ -281,42 +259,25 @@ _ANSWERS: list[tuple[Any, str, Callable[..., Any], bool]] = [
     (tensor, "wrapped", _wrapped, True),
     (random, "manual_seed", _core_manual_seed, True),
 ]
-# The core's knowledge of meshes, per simulated rank and (for a set of ranks) of all: see `know_meshes`.
-_mesh_tables: dict[Any, tuple[dict[Any, Any], dict[Any, Any]]] = {}
 
 
-def know_meshes(ranks: int | tuple[int, ...]) -> Callable[[], None]:
-    """Gives the core what it knows of meshes as one rank, or as all of them. The result takes it back."""
-    kept = core_mesh._by_object, core_mesh._by_value
-    core_mesh._by_object, core_mesh._by_value = _mesh_tables.setdefault(ranks, ({}, {}))
-
-    def take_back() -> None:
-        core_mesh._by_object, core_mesh._by_value = kept
-
-    return take_back
-
-
-def install(simulation: Simulation) -> Callable[[], None]:
-    """Answers for `simulation` from now on. The result takes it back.
+def install(mode: LocalTensorMode) -> Callable[[], None]:
+    """Answers for `mode` from now on. The result takes it back.
 
     Raises:
-        SimulationError: another simulation is active.
+        SimulationError: another mode is active.
     """
-    global active
-    if active is not None:
+    if process.mode is not None:
         raise SimulationError(
             "got a LocalTensorMode inside another, expected one at a time: take some of its ranks with tensor_map"
         )
-    active = simulation
+    process.mode = mode
     kept = [(owner, name, getattr(owner, name)) for owner, name, _, _ in _ANSWERS]
     for (owner, name, answer, needs), (_, _, original) in zip(_ANSWERS, kept, strict=True):
         setattr(owner, name, _bound(answer, original) if needs else answer)
-    forget = know_meshes(simulation.ranks)
 
     def take_back() -> None:
-        global active
-        active = None
-        forget()
+        process.mode = None
         for owner, name, original in kept:
             setattr(owner, name, original)
 

@@ -10,8 +10,11 @@ must therefore do the same each time it runs. Its inputs are put back before it 
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dtbench_core import comm
 from dtbench_core.errors import SimulationError
+from dtbench_core.runtime import current, entered
 from dtbench_core.simulate.group import Signature, describe, name_ranks
 from dtbench_core.simulate.local_groups import Arrival, RankGroup
 
@@ -214,26 +218,34 @@ class Inputs:
 
 
 @contextmanager
-def counted_once(count: bool) -> Iterator[Callable[[], None]]:
-    """Of a rank's run, collectives are counted and warnings shown only if `count` and the yielded function
-    is called: of all runs, those of one rank to the end."""
-    counters, show = list(comm._counting), warnings.showwarning
-    seen, warned = comm.CommCount(), []
-    comm._counting[:] = [seen] if count and counters else []
-    warnings.showwarning = lambda *args, **kwargs: warned.append((args, kwargs))
+def counted_once(run: RankRun, count: bool) -> Iterator[None]:
+    """What the core remembers of an attempt: nothing, unless it got to the end of the run.
 
-    def keep() -> None:
-        if not count:
-            return
+    count: of all ranks' runs, the one whose collectives and replicated ops are counted and whose warnings
+    are shown.
+    """
+    outer, show = current(), warnings.showwarning
+    seen, warned = comm.CommCount(), []
+    warnings.showwarning = lambda *args, **kwargs: warned.append((args, kwargs))
+    mine = replace(
+        outer,
+        counters=[seen] if count and outer.counters else [],
+        in_step=weakref.WeakSet(outer.in_step),
+        fallbacks=Counter(),
+        warned=set(outer.warned),
+    )
+    try:
+        with entered(mine):
+            yield
+    finally:
         warnings.showwarning = show
-        for args, kwargs in warned:
-            show(*args, **kwargs)
-        for counter in counters:
+    if run.over:
+        outer.in_step.update(mine.in_step)
+    if run.over and count:
+        outer.fallbacks.update(mine.fallbacks)
+        outer.warned.update(mine.warned)
+        for counter in outer.counters:
             counter.calls.update(seen.calls)
             counter.bytes.update(seen.bytes)
-
-    try:
-        yield keep
-    finally:
-        comm._counting[:] = counters
-        warnings.showwarning = show
+        for args, kwargs in warned:
+            show(*args, **kwargs)

@@ -16,7 +16,8 @@ rank start a world. Tensors live on the CPU: a backward pass on an accelerator r
 
 Note [Process state]: c10d's table of groups hangs on a module attribute, which is replaced during a
 call by one that looks at the running thread; its C++ table of group names has a switch for the same.
-The CPU's default generator, and the module attributes of `PER_RANK`, are swapped when ranks take turns.
+The CPU's default generator is swapped when ranks take turns. What the core keeps is a context variable
+(runtime.py), which each thread has for itself.
 
 Note [Locks]: a rank that waits in a collective keeps the locks it holds, and another that needs one of
 them blocks with the turn in its hands: all stand still. The one lock of that kind that library code is
@@ -31,28 +32,16 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import ModuleType, TracebackType
+from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import Any
 
 import torch
 
-from dtbench_core import comm
-from dtbench_core.dispatch import entry as dispatch
+from dtbench_core import runtime
 from dtbench_core.errors import SimulationError
-from dtbench_core.layout import rng as random
-from dtbench_core.parallel import region
 from dtbench_core.simulate import c10d_state
 from dtbench_core.simulate.group import Meeting, Pending, Signature, ThreadGroup, describe, name_ranks
-
-# (module, attribute, what makes a rank's own at the start of a call): module-level state that a rank
-# may have set when another rank's turn comes. Thread-local state needs no entry.
-PER_RANK: list[tuple[ModuleType, str, Callable[[], Any]]] = [
-    (dispatch, "_watched", lambda: None),
-    (comm, "_counting", list),
-    (random, "regions", dict),
-    (region, "_trackers", dict),
-]
 
 _BACKEND = "dtbench_threads"
 _generator = torch.default_generator
@@ -83,7 +72,9 @@ class Rank:
         self.baton.acquire()
         self.c10d = c10d_state.RankC10d()
         self.generator_state: torch.Tensor | None = None
-        self.globals: list[Any] = []
+        # Ops that run on replicated inputs are counted, and warned of, for all ranks together.
+        here = runtime.current()
+        self.runtime = runtime.Runtime(fallbacks=here.fallbacks, warned=here.warned)
         self.waiting: Pending | None = None
         self.stopped = False
         self.outcome: Outcome | None = None
@@ -104,10 +95,13 @@ class Rank:
     def _run(self, call: Callable[[], Any]) -> Outcome:
         self.stopped = False
         _generator.set_state(self.world.caller_state)
-        for module, name, make in PER_RANK:
-            setattr(module, name, make())
+        mine = replace(self.runtime, counters=[], regions={}, streams={})
         try:
-            with torch.inference_mode(self.world.inference), torch.set_grad_enabled(self.world.grad):
+            with (
+                runtime.entered(mine),
+                torch.inference_mode(self.world.inference),
+                torch.set_grad_enabled(self.world.grad),
+            ):
                 return Outcome(self.rank, call(), None, self.stopped)
         except BaseException as error:
             return Outcome(self.rank, None, error, self.stopped)
@@ -152,12 +146,9 @@ class Rank:
         if following is self:
             return
         self.generator_state = _generator.get_state()
-        self.globals = [getattr(module, name) for module, name, _ in PER_RANK]
         following.baton.release()
         self.baton.acquire()
         _generator.set_state(self.generator_state)
-        for (module, name, _), value in zip(PER_RANK, self.globals, strict=True):
-            setattr(module, name, value)
 
     def _stop(self) -> None:
         self.stopped = True
@@ -238,7 +229,6 @@ class ThreadWorld:
         with _one_call:
             self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
             self.caller_state = _generator.get_state()
-            kept = [getattr(module, name) for module, name, _ in PER_RANK]
             self.call, self.broken, self.running = call, None, True
             self.ready = deque(self._ranks[1:])
             give_back = c10d_state.per_thread(_my_c10d, _BACKEND)
@@ -254,8 +244,6 @@ class ThreadWorld:
                 give_back()
                 lock_again()
                 _generator.set_state(self.caller_state)
-                for (module, name, _), value in zip(PER_RANK, kept, strict=True):
-                    setattr(module, name, value)
             made = [rank.outcome for rank in self._ranks]
             self.call = None
             for rank in self._ranks:
