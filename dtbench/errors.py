@@ -4,7 +4,6 @@
     +-- UsageError              options that cannot be followed                        exit 2
     +-- UnreadableRunError      a file that is not ours, too new, or damaged           exit 2
     +-- OutputError             a place that cannot be written (full, forbidden, taken) exit 2
-    +-- NothingToCompareError   two runs without a case in common                      exit 4
     +-- WorldBrokenError        a rank died or hung: the run cannot go on              exit 5
     +-- ArmError                an arm of a gate that cannot be built or started       exit 5
 
@@ -44,12 +43,6 @@ class UnreadableRunError(DtbenchError):
 
 class OutputError(DtbenchError):
     """A place that cannot be written: no permission, no space, or taken by another file."""
-
-
-class NothingToCompareError(DtbenchError):
-    """Two runs that have no case in common."""
-
-    exit_code = EXIT_NOTHING
 
 
 class WorldBrokenError(DtbenchError):

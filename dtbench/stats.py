@@ -9,16 +9,13 @@ faster and 2x slower are equally far from no change.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
 
 import numpy as np
 
 from dtbench.model import Timing
-
-_T = TypeVar("_T")
 
 # The order statistics of the rank sum are counted exactly up to this many launches in all; beyond,
 # the normal approximation is good to well below the 1% that decides (Mann & Whitney 1947 found it
@@ -57,15 +54,6 @@ def summarize(samples_s: Sequence[float]) -> Timing:
 
 def _first_bad(samples_s: Sequence[float]) -> float:
     return next(s for s in samples_s if not math.isfinite(s) or s < 0)
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """The geometric mean: the mean that fits ratios (Fleming & Wallace, CACM 29(3), 1986).
-
-    Raises:
-        ValueError: no values, or one that is not positive.
-    """
-    return math.exp(math.fsum(_logs(values, "values")) / len(values))
 
 
 @dataclass(frozen=True)
@@ -138,51 +126,24 @@ def rank_test(base: Sequence[float], new: Sequence[float]) -> RankTest:
     observed = int(doubled[len(base) :].sum())
     if len(doubled) > _EXACT_UP_TO:
         return _normal_rank_test(doubled, len(new), observed)
-    counts = _subset_sums(tuple(doubled.tolist()), len(new))
-    total = math.comb(len(doubled), len(new))
-    at_least = sum(count for s, count in counts.items() if s >= observed)
-    at_most = sum(count for s, count in counts.items() if s <= observed)
-    return RankTest(p_slower=at_least / total, p_faster=at_most / total)
+    chances = _chances_of_sums(tuple(sorted(doubled.tolist())), len(new))
+    return RankTest(p_slower=_share(chances[observed:]), p_faster=_share(chances[: observed + 1]))
 
 
-def bootstrap_interval(
-    samples: Sequence[_T],
-    estimator: Callable[[Sequence[_T]], float],
-    *,
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> tuple[float, float]:
-    """The percentile bootstrap interval of `estimator`; the same seed gives the same interval.
+def signed_rank_p(differences: np.ndarray) -> float:
+    """P(a sum of positive ranks at least this large), if the differences are symmetric about 0 (Wilcoxon, 1945).
 
-    samples: what is drawn with replacement: the independent units, such as launches, never the
-        samples inside one of them. Resamples for which the estimator raises ValueError or
-        ZeroDivisionError, or gives no finite number, are left out.
-
-    Source: Efron & Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13.
-
-    Raises:
-        ValueError: fewer than two samples, or an estimator that fails on most resamples.
+    Exact where ranks tie too, for which scipy's test would have to try all signs.
     """
-    if len(samples) < 2:
-        raise ValueError(f"got {len(samples)} samples: a bootstrap interval needs at least 2")
-    rng = np.random.default_rng(seed)
-    estimates: list[float] = []
-    for picks in rng.integers(len(samples), size=(resamples, len(samples))).tolist():
-        try:
-            estimate = estimator([samples[i] for i in picks])
-        except (ValueError, ZeroDivisionError):
-            continue
-        if math.isfinite(estimate):
-            estimates.append(estimate)
-    if len(estimates) < resamples / 2:
-        raise ValueError(
-            f"the estimator gave a finite number on only {len(estimates)} of {resamples} resamples: "
-            f"no interval can be stated"
-        )
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(estimates, [tail, 1 - tail])
-    return float(low), float(high)
+    moved = differences[differences != 0]
+    doubled = _doubled_ranks(np.abs(moved))
+    return _share(_chances_of_sums(tuple(sorted(doubled.tolist())))[int(doubled[moved > 0].sum()) :])
+
+
+@lru_cache(maxsize=256)
+def signed_rank_tails(n: int) -> np.ndarray:
+    """P(a sum of positive ranks <= s) for s = 0, 1, ... of n differences without ties."""
+    return np.cumsum(_chances_of_sums(tuple(range(1, n + 1))))
 
 
 def _logs(values: Sequence[float], name: str) -> list[float]:
@@ -201,16 +162,30 @@ def _doubled_ranks(values: np.ndarray) -> np.ndarray:
     return (2 * last - counts + 1)[inverse.ravel()]
 
 
-@lru_cache(maxsize=64)  # without ties, all cases of a comparison share one distribution
-def _subset_sums(ranks: tuple[int, ...], size: int) -> dict[int, int]:
-    """Sum of ranks -> how many subsets of `size` ranks have it."""
-    ways: list[dict[int, int]] = [{0: 1}] + [{} for _ in range(size)]
-    for rank in ranks:
-        for taken in range(size, 0, -1):
-            into = ways[taken]
-            for total, count in ways[taken - 1].items():
-                into[total + rank] = into.get(total + rank, 0) + count
-    return ways[size]
+@lru_cache(maxsize=256)  # without ties, all cases of a comparison share one distribution
+def _chances_of_sums(ranks: tuple[int, ...], size: int | None = None) -> np.ndarray:
+    """The chance of each sum 0, 1, ... of a random subset of the ranks: of `size` of them, or of any.
+
+    The shift algorithm of Streitberg & Roehmel, 1986: taking a rank or not, one after another.
+    """
+    chances = np.zeros((1 if size is None else size + 1, sum(ranks) + 1))
+    chances[0, 0] = 1
+    for seen, rank in enumerate(ranks):
+        shifted = np.zeros_like(chances)
+        shifted[:, rank:] = chances[:, : chances.shape[1] - rank]
+        if size is None:
+            chances = (chances + shifted) / 2
+        else:
+            # Of the ranks not yet seen each is as likely to be taken: k of them are still wanted.
+            wanted = (size - np.arange(size + 1)[:, None]) / (len(ranks) - seen)
+            chances = chances * (1 - wanted) + np.vstack(
+                [np.zeros_like(shifted[:1]), (shifted * wanted)[:-1]]
+            )
+    return np.asarray(chances[-1])
+
+
+def _share(chances: np.ndarray) -> float:
+    return min(1.0, float(chances.sum()))
 
 
 @lru_cache(maxsize=64)
@@ -219,15 +194,9 @@ def _rank_sum_tails(m: int, n: int) -> tuple[float, ...]:
     if m + n > _EXACT_UP_TO:
         mean, sd = m * n / 2, math.sqrt(m * n * (m + n + 1) / 12)
         return tuple(_normal_cdf((u + 0.5 - mean) / sd) for u in range(m * n + 1))
-    counts = _subset_sums(tuple(range(1, m + n + 1)), n)
     least = n * (n + 1) // 2
-    total = math.comb(m + n, n)
-    tails: list[float] = []
-    running = 0
-    for u in range(m * n + 1):
-        running += counts.get(least + u, 0)
-        tails.append(running / total)
-    return tuple(tails)
+    chances = _chances_of_sums(tuple(range(1, m + n + 1)), n)[least : least + m * n + 1]
+    return tuple(np.cumsum(chances).tolist())
 
 
 def _normal_rank_test(doubled: np.ndarray, n: int, observed: int) -> RankTest:

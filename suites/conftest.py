@@ -265,13 +265,14 @@ class GateTests:
     def judge(self, label: str) -> None:
         """Fails the test unless its benchmark has passed."""
         from dtbench.judge.gate.outputs import words
+        from dtbench.judge.verdicts import Verdict
 
         report = self.report()
         judged = next((j for j in report.judged if j.benchmark.label == label), None)
         if judged is None:
             pytest.skip("skipped by both arms")
-        if judged.verdict not in ("PASS", "IMPROVED"):
-            pytest.fail(f"{judged.verdict}: {words(judged)}", pytrace=False)
+        if judged.verdict not in (Verdict.PASS, Verdict.IMPROVED):
+            pytest.fail(f"{judged.verdict.name}: {words(judged)}", pytrace=False)
         if report.trust.reasons:
             pytest.fail(f"UNTRUSTED: {'; '.join(report.trust.reasons)}", pytrace=False)
 

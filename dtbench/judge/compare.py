@@ -11,23 +11,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from dtbench import errors
+from dtbench.judge.verdicts import MAX_P, MIN_CHANGE, MIN_CHANGE_S, Verdict
 from dtbench.model import Param, Result, Run, estimator_of
 from dtbench.stats import hodges_lehmann_ratio, rank_test
 
-Verdict = Literal["slower", "faster", "same", "inconclusive", "missing", "new", "failed"]
-VERDICTS: tuple[Verdict, ...] = ("slower", "failed", "missing", "inconclusive", "faster", "same", "new")
 CaseKey = tuple[str, str, str, tuple[tuple[str, Param], ...]]
 
 MIN_LAUNCHES = 5
-MAX_P = 0.01
-# Measured on 80 processes of one build: without a floor, 1.0% of identical pairs pass the test at
-# p < .01; with 2% fewer than 0.1% do, and a true 5% is still found every time.
-MIN_CHANGE = 0.02
-# A clock read and a call of Python cost about 0.1 us; a difference below twice that is no finding.
-MIN_CHANGE_S = 0.2e-6
 SAME_WITHIN = 0.05
 SAME_CONFIDENCE = 0.95
 
@@ -80,11 +73,13 @@ class Comparison:
     @property
     def exit_code(self) -> int:
         """1 a regression, 4 nothing comparable, 3 something undecided, 0 all decided and none slower."""
-        if any(r.verdict == "slower" or (r.verdict == "failed" and r.was_ok) for r in self.rows):
+        broke = any(r.verdict is Verdict.FAILED and r.was_ok for r in self.rows)
+        timed = (Verdict.REGRESSION, Verdict.IMPROVED, Verdict.PASS, Verdict.INCONCLUSIVE)
+        if broke or self.count(Verdict.REGRESSION):
             return errors.EXIT_REGRESSION
-        if not any(r.verdict in ("slower", "faster", "same", "inconclusive") for r in self.rows):
+        if not any(r.verdict in timed for r in self.rows):
             return errors.EXIT_NOTHING
-        if any(r.verdict in ("inconclusive", "missing", "failed") for r in self.rows):
+        if any(r.verdict in (Verdict.INCONCLUSIVE, Verdict.MISSING, Verdict.FAILED) for r in self.rows):
             return errors.EXIT_INCONCLUSIVE
         return errors.EXIT_OK
 
@@ -94,7 +89,7 @@ class Comparison:
             "kind": "comparison",
             "exit_code": self.exit_code,
             "notes": list(self.notes),
-            "counts": {v: self.count(v) for v in VERDICTS},
+            "counts": {v: self.count(v) for v in Verdict},
             "rows": [row.to_json() for row in self.rows],
         }
 
@@ -128,7 +123,7 @@ def _row(key: CaseKey, base: list[Result] | None, new: list[Result] | None) -> R
     estimator = estimator_of([*(new or []), *(base or [])][0])
     row = Row(
         key,
-        "inconclusive",
+        Verdict.INCONCLUSIVE,
         size_bytes=size,
         estimator=estimator,
         base_launches=len(old_times),
@@ -140,21 +135,21 @@ def _row(key: CaseKey, base: list[Result] | None, new: list[Result] | None) -> R
     to = _replacer(row)
     bad = _bad(new)
     if bad is not None:
-        return to("failed", reason=_why(bad))
+        return to(Verdict.FAILED, reason=_why(bad))
     if base is None:
-        return to("new")
+        return to(Verdict.NEW)
     if not old_times:
         broken = _bad(base)
         if broken is not None and new_times:
-            return to("new", reason=f"no good time in base: {_why(broken)}")
+            return to(Verdict.NEW, reason=f"no good time in base: {_why(broken)}")
         if new_times:
-            return to("new", reason="skipped in base")
-        return to("missing", reason="not timed in base, nor in new")
+            return to(Verdict.NEW, reason="skipped in base")
+        return to(Verdict.MISSING, reason="not timed in base, nor in new")
     if not new_times:
         skipped = next((r for r in new or [] if r.status == "skipped"), None)
-        return to("missing", reason=_why(skipped) if skipped else "not measured in new")
+        return to(Verdict.MISSING, reason=_why(skipped) if skipped else "not measured in new")
     if min(*old_times, *new_times) <= 0:
-        return to("inconclusive", reason="a launch measured 0 s: below what the clock resolves")
+        return to(Verdict.INCONCLUSIVE, reason="a launch measured 0 s: below what the clock resolves")
     return _judged(row, old_times, new_times)
 
 
@@ -178,14 +173,14 @@ def _judged(row: Row, base: list[float], new: list[float]) -> Row:
     enough = min(len(base), len(new)) >= MIN_LAUNCHES
     change = max(estimate.ratio, 1 / estimate.ratio) - 1
     matters = change > MIN_CHANGE and abs(estimate.ratio - 1) * row.base_s > MIN_CHANGE_S
-    verdict: Verdict = "inconclusive"
+    verdict: Verdict = Verdict.INCONCLUSIVE
     reason = ""
     if enough and matters and test.p_slower < MAX_P and estimate.ratio > 1:
-        verdict = "slower"
+        verdict = Verdict.REGRESSION
     elif enough and matters and test.p_faster < MAX_P and estimate.ratio < 1:
-        verdict = "faster"
+        verdict = Verdict.IMPROVED
     elif _within(estimate.low, estimate.high, estimate.confidence):
-        verdict = "same"
+        verdict = Verdict.PASS
     elif not enough:
         reason = f"fewer than {MIN_LAUNCHES} launches"
     else:

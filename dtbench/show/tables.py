@@ -13,9 +13,10 @@ from rich.text import Text
 from dtbench.cost.calibration.models import WORDS as MODELS
 from dtbench.cost.calibration.validate import REGIMES, Group, Validation
 from dtbench.cost.choices import CHOOSERS, Regret
-from dtbench.judge.compare import VERDICTS, Comparison, Row
+from dtbench.judge.compare import Comparison, Row
 from dtbench.judge.op_verdicts import VERDICTS as CASE_VERDICTS
 from dtbench.judge.op_verdicts import has_verdicts, mode_of, summary_rows, verdict_of
+from dtbench.judge.verdicts import Verdict
 from dtbench.layout import DimLayout, layout_of
 from dtbench.machine.doctor import Finding
 from dtbench.model import Param, Result, Run, estimator_of
@@ -94,12 +95,12 @@ def print_comparison(comparison: Comparison, as_json: bool = False) -> None:
         print_json(comparison.to_json())
         return
     console = new_console()
-    rows = sorted(comparison.rows, key=lambda r: (VERDICTS.index(r.verdict), -(r.ratio or 0)))
+    rows = sorted(comparison.rows, key=lambda r: (r.verdict.gravity, -(r.ratio or 0)))
     for suite in dict.fromkeys(row.key[0] for row in comparison.rows):
         _print_suite_comparison(console, suite, [row for row in rows if row.key[0] == suite])
     for note in comparison.notes:
         print_line(console, f"note: {note}")
-    counts = ", ".join(f"{comparison.count(v)} {v}" for v in VERDICTS if comparison.count(v))
+    counts = ", ".join(f"{comparison.count(v)} {v}" for v in Verdict if comparison.count(v))
     print_line(console, counts or "nothing to compare: the two sides have no case in common")
 
 

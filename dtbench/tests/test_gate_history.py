@@ -12,6 +12,7 @@ from dtbench.judge.gate import history
 from dtbench.judge.gate.benchmark import Benchmark
 from dtbench.judge.gate.outputs import Report
 from dtbench.judge.gate.verdict import Judged, Trust
+from dtbench.judge.verdicts import Verdict
 
 MACHINE = {"cpu": "Some CPU @ 2 GHz", "cores": 2}
 
@@ -19,7 +20,7 @@ MACHINE = {"cpu": "Some CPU @ 2 GHz", "cores": 2}
 def report(time_s: float | None, commit: str = "c" * 40, *reasons: str) -> Report:
     benchmark = Benchmark(("s", "n", "core", ()), "s n [core]", "simulated", "min")
     facts = {"head": {"commit": commit, "arm": "rev:x", "torch": "2.13"}}
-    return Report((Judged(benchmark, "PASS", head_s=time_s),), Trust(None, None, reasons), facts)
+    return Report((Judged(benchmark, Verdict.PASS, head_s=time_s),), Trust(None, None, reasons), facts)
 
 
 def kept(path: Path) -> list[tuple[str, float]]:

@@ -14,7 +14,8 @@ from dtbench.judge.gate import outputs
 from dtbench.judge.gate.benchmark import Benchmark, from_json, to_json
 from dtbench.judge.gate.outputs import Report
 from dtbench.judge.gate.schedule import effect_and_times
-from dtbench.judge.gate.verdict import Judged, Trust, Verdict
+from dtbench.judge.gate.verdict import Judged, Trust
+from dtbench.judge.verdicts import Verdict
 
 HOSTILE = "a|b`c<script>alert(1)</script>&\"'%0A::error::\r\n\x1b[31m\x00\x07\ud800\u202e]]>*_[x](y)"
 
@@ -35,7 +36,7 @@ def report(items: Sequence[Judged], *reasons: str) -> Report:
     return Report(tuple(items), Trust(None, None, tuple(reasons)), facts, (HOSTILE,))
 
 
-ALL: tuple[Verdict, ...] = ("PASS", "REGRESSION", "IMPROVED", "INCONCLUSIVE", "MISSING", "FAILED", "NEW")
+ALL = tuple(Verdict)
 
 
 def test_junit_says_of_each_benchmark_what_became_of_it():
@@ -43,13 +44,13 @@ def test_junit_says_of_each_benchmark_what_became_of_it():
     suite = ET.fromstring(text)[0]
     kinds = {case.get("classname"): [child.tag for child in case] for case in suite}
     assert kinds == {
-        "PASS": ["system-out"],
-        "IMPROVED": ["system-out"],
-        "REGRESSION": ["failure"],
-        "INCONCLUSIVE": ["skipped"],
-        "MISSING": ["error"],
-        "FAILED": ["error"],
-        "NEW": ["error"],
+        Verdict.PASS: ["system-out"],
+        Verdict.IMPROVED: ["system-out"],
+        Verdict.REGRESSION: ["failure"],
+        Verdict.INCONCLUSIVE: ["skipped"],
+        Verdict.MISSING: ["error"],
+        Verdict.FAILED: ["error"],
+        Verdict.NEW: ["error"],
         "gate": ["error"],
     }
     counts = {name: suite.get(name) for name in ("tests", "failures", "errors", "skipped")}
@@ -57,19 +58,19 @@ def test_junit_says_of_each_benchmark_what_became_of_it():
 
 
 def test_junit_holds_any_name():
-    suite = ET.fromstring(outputs.junit(report([judged("REGRESSION", HOSTILE, HOSTILE)])))[0]
+    suite = ET.fromstring(outputs.junit(report([judged(Verdict.REGRESSION, HOSTILE, HOSTILE)])))[0]
     name = suite[0].get("name") or ""
     assert "<script>alert(1)</script>" in name and "\\x1b" in name and "\\x00" in name
 
 
 def test_a_terminal_gets_no_control_characters():
-    lines = outputs.lines(report([judged("FAILED", HOSTILE, HOSTILE)], HOSTILE))
+    lines = outputs.lines(report([judged(Verdict.FAILED, HOSTILE, HOSTILE)], HOSTILE))
     assert all(c.isprintable() or c == "\n" for line in lines for c in line)
     assert all(line.count("\n") <= 1 for line in lines)
 
 
 def test_a_workflow_command_is_one_line_and_one_command():
-    for line in outputs.annotations_of(report([judged("REGRESSION", HOSTILE, HOSTILE)], HOSTILE)):
+    for line in outputs.annotations_of(report([judged(Verdict.REGRESSION, HOSTILE, HOSTILE)], HOSTILE)):
         assert "\n" not in line and "\r" not in line
         command, _, rest = line.partition(" ")
         assert command in ("::error", "::warning")
@@ -79,7 +80,7 @@ def test_a_workflow_command_is_one_line_and_one_command():
 
 
 def test_of_many_regressions_the_last_annotation_says_how_many():
-    made = outputs.annotations_of(report([judged("REGRESSION", f"s{i}") for i in range(30)]))
+    made = outputs.annotations_of(report([judged(Verdict.REGRESSION, f"s{i}") for i in range(30)]))
     assert len(made) == outputs.ANNOTATIONS
     assert "30 REGRESSION" in made[-1]
 
@@ -95,7 +96,7 @@ class Tags(HTMLParser):
 
 def test_a_job_summary_is_a_table_whatever_the_names():
     text = outputs.markdown(
-        report([judged("REGRESSION", HOSTILE, HOSTILE), judged("PASS", HOSTILE)], HOSTILE)
+        report([judged(Verdict.REGRESSION, HOSTILE, HOSTILE), judged(Verdict.PASS, HOSTILE)], HOSTILE)
     )
     tags = Tags()
     tags.feed(text)
@@ -106,16 +107,18 @@ def test_a_job_summary_is_a_table_whatever_the_names():
 
 
 def test_thousands_are_cut_short():
-    many = report([judged("REGRESSION", f"s{i}") for i in range(5000)])
+    many = report([judged(Verdict.REGRESSION, f"s{i}") for i in range(5000)])
     assert len(outputs.markdown(many)) < 2**20
     assert "and 4800 more" in outputs.markdown(many)
-    passed = outputs.lines(report([judged("PASS", f"s{i}") for i in range(5000)]))
+    passed = outputs.lines(report([judged(Verdict.PASS, f"s{i}") for i in range(5000)]))
     assert len(passed) < 10 and any("5000 more" in line for line in passed)
 
 
 def test_json_is_strict_and_whole():
-    one = Judged(benchmark("s"), "INCONCLUSIVE", "", "", effect_and_times([(1.0, 2.0)])[0], 1.0, 2.0)
-    made = json.loads(json.dumps(outputs.to_json(report([one, judged("PASS", HOSTILE)])), allow_nan=False))
+    one = Judged(benchmark("s"), Verdict.INCONCLUSIVE, "", "", effect_and_times([(1.0, 2.0)])[0], 1.0, 2.0)
+    made = json.loads(
+        json.dumps(outputs.to_json(report([one, judged(Verdict.PASS, HOSTILE)])), allow_nan=False)
+    )
     assert made["benchmarks"][0]["effect"]["high"] is None
     assert made["benchmarks"][0]["effect"]["ratio"] == pytest.approx(2.0)
     assert made["benchmarks"][1]["name"] == HOSTILE
@@ -123,7 +126,9 @@ def test_json_is_strict_and_whole():
 
 
 def test_smaller_is_better_is_what_the_action_reads():
-    rows = json.loads(outputs.smaller_is_better(report([judged("PASS"), Judged(benchmark("x"), "MISSING")])))
+    rows = json.loads(
+        outputs.smaller_is_better(report([judged(Verdict.PASS), Judged(benchmark("x"), Verdict.MISSING)]))
+    )
     assert len(rows) == 1
     assert rows[0] | {"extra": "", "range": ""} == {
         "name": "s [core]",
@@ -136,7 +141,7 @@ def test_smaller_is_better_is_what_the_action_reads():
 
 def test_counters_are_told_in_words():
     counted = Judged(
-        benchmark("s"), "REGRESSION", counters={"python_calls": (41.0, 43.0), "collectives": (1.0, 2.0)}
+        benchmark("s"), Verdict.REGRESSION, counters={"python_calls": (41.0, 43.0), "collectives": (1.0, 2.0)}
     )
     assert outputs.words(counted) == "python_calls 41 -> 43, collectives 1 -> 2"
 

@@ -12,6 +12,7 @@ import pytest
 from dtbench.judge.gate.benchmark import Benchmark, Key
 from dtbench.judge.gate.schedule import ArmName, Launch, OutOfTimeError, Schedule, fewest_pairs, pair_of
 from dtbench.judge.gate.verdict import Judged, Trust
+from dtbench.judge.verdicts import Verdict
 
 # Of a launch's minimum, as 80 processes of one build showed: 1.5 to 2.1%.
 NOISE = 0.018
@@ -72,7 +73,7 @@ def judge(machine: Machine, count: int = 1, seed: int = 0) -> tuple[list[Judged]
 def test_what_is_clearly_fine_takes_five_rounds_and_no_more():
     machine = Machine(noise=0.001)
     judged, trust = judge(machine, 4)
-    assert {j.verdict for j in judged} == {"PASS"}
+    assert {j.verdict for j in judged} == {Verdict.PASS}
     assert Counter(machine.arms) == {"base": 5, "head": 5, "null": 5}
     assert not trust.reasons
 
@@ -80,7 +81,7 @@ def test_what_is_clearly_fine_takes_five_rounds_and_no_more():
 def test_a_slow_benchmark_is_measured_on_alone_with_fresh_pairs():
     machine = Machine({"b1": 1.10}, noise=0.001)
     judged, _ = judge(machine, 3)
-    assert [j.verdict for j in judged] == ["PASS", "REGRESSION", "PASS"]
+    assert [j.verdict for j in judged] == [Verdict.PASS, Verdict.REGRESSION, Verdict.PASS]
     assert machine.measured["b0"] == 15 and machine.measured["b1"] == 15 + 2 * 10
     assert judged[1].effect and judged[1].effect.pairs == 10
     assert judged[1].effect.ratio == pytest.approx(1.10, abs=0.005)
@@ -101,7 +102,7 @@ def test_false_alarms_and_detection_at_the_noise_of_this_kind_of_machine():
     runs, false, alarmed = 120, 0, 0
     for seed in range(runs):
         judged, _ = judge(Machine(seed=seed, drift=0.002), 20, seed)
-        alarms = sum(j.verdict == "REGRESSION" for j in judged)
+        alarms = sum(j.verdict == Verdict.REGRESSION for j in judged)
         false, alarmed = false + alarms, alarmed + bool(alarms)
     assert false <= 0.005 * runs * 20 and alarmed <= 0.02 * runs
     for factor, goal in ((1.03, 0.80), (1.05, 0.95)):
@@ -109,12 +110,12 @@ def test_false_alarms_and_detection_at_the_noise_of_this_kind_of_machine():
             judge(Machine({"b0": factor}, seed=seed, drift=0.002), 1, seed)[0][0].verdict
             for seed in range(150)
         ]
-        assert found.count("REGRESSION") >= goal * 150
+        assert found.count(Verdict.REGRESSION) >= goal * 150
 
 
 def test_a_sure_change_that_is_too_small_to_matter_is_no_regression():
     judged, _ = judge(Machine({"b0": 1.018}, noise=0.0005))
-    assert judged[0].verdict == "PASS"
+    assert judged[0].verdict == Verdict.PASS
     assert judged[0].effect and judged[0].effect.p_slower < 0.005
 
 
@@ -147,9 +148,11 @@ class Shared(Machine):
 
 def test_what_slows_all_launches_for_a_while_hides_nothing_and_alarms_nobody():
     found = [judge(Shared({"b0": 1.05}, noise=0.005, seed=s), 1, s)[0][0].verdict for s in range(60)]
-    assert found.count("REGRESSION") >= 0.95 * 60
+    assert found.count(Verdict.REGRESSION) >= 0.95 * 60
     calm = [judge(Shared(noise=0.005, seed=s), 10, s) for s in range(30)]
-    assert sum(j.verdict not in ("PASS", "INCONCLUSIVE") for judged, _ in calm for j in judged) <= 1
+    assert (
+        sum(j.verdict not in (Verdict.PASS, Verdict.INCONCLUSIVE) for judged, _ in calm for j in judged) <= 1
+    )
     assert sum(bool(trust.reasons) for _, trust in calm) <= 1
 
 
@@ -167,15 +170,15 @@ def test_the_ratio_of_two_launches_is_the_median_of_samples_taken_together():
 
 
 def test_a_gain_is_told_and_a_small_one_passes():
-    assert judge(Machine({"b0": 0.90}, noise=0.003))[0][0].verdict == "IMPROVED"
+    assert judge(Machine({"b0": 0.90}, noise=0.003))[0][0].verdict == Verdict.IMPROVED
     machine = Machine({"b0": 0.97}, noise=0.003)
-    assert judge(machine)[0][0].verdict == "PASS"
+    assert judge(machine)[0][0].verdict == Verdict.PASS
     assert len(machine.arms) == 15
 
 
 def test_all_of_a_large_family_slowed_are_all_found():
     judged, _ = judge(Machine({f"b{i}": 1.10 for i in range(120)}, noise=0.005), 120)
-    assert {j.verdict for j in judged} == {"REGRESSION"}
+    assert {j.verdict for j in judged} == {Verdict.REGRESSION}
     assert judged[0].alpha == pytest.approx(0.05 / 120 / 2)
 
 
@@ -186,14 +189,14 @@ def test_the_last_look_can_reach_its_level(family: int):
 
 def test_a_spent_budget_leaves_it_open_and_says_what_would_have_been_found():
     judged, _ = judge(Machine({"b0": 1.2}, launches=9))
-    assert judged[0].verdict == "INCONCLUSIVE"
+    assert judged[0].verdict == Verdict.INCONCLUSIVE
     assert "budget of 5 s" in judged[0].reason and "% would be found" in judged[0].reason
     assert judge(Machine(launches=0))[0][0].reason.endswith("it was not measured")
 
 
 def test_too_much_noise_is_inconclusive_and_no_pass():
     verdicts = Counter(judge(Machine(noise=0.3, seed=s))[0][0].verdict for s in range(20))
-    assert verdicts["INCONCLUSIVE"] >= 12 and verdicts["REGRESSION"] <= 1
+    assert verdicts[Verdict.INCONCLUSIVE] >= 12 and verdicts[Verdict.REGRESSION] <= 1
 
 
 def test_a_control_that_moves_makes_the_run_untrusted():
@@ -213,7 +216,12 @@ def test_base_against_itself_that_moves_makes_the_run_untrusted():
 
 @pytest.mark.parametrize(
     ("time_s", "verdict"),
-    [(math.nan, "INCONCLUSIVE"), (math.inf, "INCONCLUSIVE"), (0.0, "INCONCLUSIVE"), (None, "FAILED")],
+    [
+        (math.nan, Verdict.INCONCLUSIVE),
+        (math.inf, Verdict.INCONCLUSIVE),
+        (0.0, Verdict.INCONCLUSIVE),
+        (None, Verdict.FAILED),
+    ],
 )
 def test_what_is_no_time_never_passes(time_s: float | None, verdict: str):
     machine = Machine(noise=0.001)
@@ -231,7 +239,7 @@ def test_what_is_no_time_never_passes(time_s: float | None, verdict: str):
         return [one(arm, wanted) for arm in arms]
 
     judged, _ = Schedule(benchmarks(2), CONTROL, launch, 0).run()
-    assert [j.verdict for j in judged] == [verdict, "PASS"]
+    assert [j.verdict for j in judged] == [verdict, Verdict.PASS]
 
 
 def test_what_fails_in_a_launch_fails_and_is_not_measured_on():
@@ -245,5 +253,8 @@ def test_what_fails_in_a_launch_fails_and_is_not_measured_on():
         return [one(arm, wanted) for arm in arms]
 
     judged, _ = Schedule(benchmarks(2), CONTROL, launch, 0).run()
-    assert [(j.verdict, j.reason) for j in judged] == [("FAILED", "in head: it broke"), ("PASS", "")]
+    assert [(j.verdict, j.reason) for j in judged] == [
+        (Verdict.FAILED, "in head: it broke"),
+        (Verdict.PASS, ""),
+    ]
     assert machine.measured["b0"] <= 3

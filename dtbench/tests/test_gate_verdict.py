@@ -13,17 +13,16 @@ from dtbench.judge.gate.verdict import (
     Effect,
     Judged,
     Trust,
-    Verdict,
     alpha_of,
     effect_of,
     exit_code_of,
     has_moved,
     passes,
     rises,
-    signed_rank_p,
-    smallest_change,
     trust_of,
 )
+from dtbench.judge.verdicts import Verdict, smallest_change
+from dtbench.stats import signed_rank_p
 
 ANY = Benchmark(("s", "n", "core", ()), "s n [core]", "simulated", "min")
 
@@ -110,10 +109,9 @@ def test_the_smallest_detectable_change_is_found_four_times_in_five():
 
 
 def test_a_change_matters_above_2_percent_its_floor_and_a_fifth_of_a_microsecond():
-    assert smallest_change(ANY, 1e-3) == 0.02
-    assert smallest_change(ANY, 1e-6) == pytest.approx(0.2)
-    floored = Benchmark(ANY.key, ANY.label, "simulated", "min", floor_s=1e-4)
-    assert smallest_change(floored, 1e-3) == pytest.approx(0.1)
+    assert smallest_change(1e-3) == 0.02
+    assert smallest_change(1e-6) == pytest.approx(0.2)
+    assert smallest_change(1e-3, floor_s=1e-4) == pytest.approx(0.1)
 
 
 def test_a_pass_needs_a_small_effect_and_a_bound_within_the_tolerance():
@@ -159,14 +157,14 @@ def test_what_moves_by_chance_is_trusted_and_what_moves_always_is_not():
 @pytest.mark.parametrize(
     ("verdicts", "trusted", "code"),
     [
-        (["PASS", "IMPROVED"], True, 0),
-        (["PASS", "REGRESSION", "FAILED", "MISSING"], True, 1),
-        (["PASS", "FAILED", "MISSING", "INCONCLUSIVE"], True, 5),
-        (["PASS", "MISSING", "INCONCLUSIVE"], True, 4),
-        (["PASS", "NEW"], True, 4),
-        (["PASS", "INCONCLUSIVE"], True, 3),
-        (["PASS"], False, 3),
-        (["REGRESSION"], False, 3),
+        ([Verdict.PASS, Verdict.IMPROVED], True, 0),
+        ([Verdict.PASS, Verdict.REGRESSION, Verdict.FAILED, Verdict.MISSING], True, 1),
+        ([Verdict.PASS, Verdict.FAILED, Verdict.MISSING, Verdict.INCONCLUSIVE], True, 5),
+        ([Verdict.PASS, Verdict.MISSING, Verdict.INCONCLUSIVE], True, 4),
+        ([Verdict.PASS, Verdict.NEW], True, 4),
+        ([Verdict.PASS, Verdict.INCONCLUSIVE], True, 3),
+        ([Verdict.PASS], False, 3),
+        ([Verdict.REGRESSION], False, 3),
         ([], True, 4),
     ],
 )
@@ -176,7 +174,10 @@ def test_exit_codes(verdicts: list[Verdict], trusted: bool, code: int):
 
 
 def test_what_was_counted_needs_no_trust_and_new_ones_may_be_allowed():
-    counted = [Judged(ANY, "REGRESSION", stage="counters")]
+    counted = [Judged(ANY, Verdict.REGRESSION, stage="counters")]
     assert exit_code_of(counted, Trust(None, None, ("moved",))) == 1
-    assert exit_code_of([Judged(ANY, "NEW"), Judged(ANY, "PASS")], Trust(None, None), allow_new=True) == 0
-    assert exit_code_of([Judged(ANY, "NEW")], Trust(None, None), allow_new=True) == 4
+    assert (
+        exit_code_of([Judged(ANY, Verdict.NEW), Judged(ANY, Verdict.PASS)], Trust(None, None), allow_new=True)
+        == 0
+    )
+    assert exit_code_of([Judged(ANY, Verdict.NEW)], Trust(None, None), allow_new=True) == 4

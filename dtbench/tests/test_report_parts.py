@@ -144,14 +144,15 @@ def test_the_gates_verdicts_are_the_pages(shown: Page) -> None:
     said = shown.section_text["verdict"]
     assert "▲ Slower" in said
     assert (
-        "8 cases were compared: 2 slower, 1 failed, 1 missing, 1 uncertain, 1 faster, 1 new, 1 same." in said
+        "8 cases were compared: 2 slower, 1 failed, 1 missing, 1 inconclusive, 1 faster, 1 new, 1 same."
+        in said
     )
     assert "a note of the gate" in said
     assert "the control moved by +0.10%" in said
     rows = [
         r
         for r in shown.rows
-        if r[0][2:] in ("slower", "failed", "missing", "uncertain", "faster", "same", "new")
+        if r[0][2:] in ("slower", "failed", "missing", "inconclusive", "faster", "same", "new")
     ]
     assert [r[2].split()[0] for r in rows] == ["add", "matmul", "mm", "relu", "sum", "cat", "gelu", "view"]
     assert rows[0][6:9] == ["1.50×", "1.47×", "1.53×"]
@@ -175,7 +176,7 @@ def test_bounds_that_are_open_are_said_to_be(tmp_path: Path) -> None:
     few["effect"] |= {"low": 0.0, "high": None}
     data = made_up_findings.gate(benchmarks=[few], exit_code=3)
     text = render(gather([made_up_findings.write(tmp_path, "gate.json", data)]))
-    (row,) = [r for r in Page(text).rows if r[:1] == ["? uncertain"]]
+    (row,) = [r for r in Page(text).rows if r[:1] == ["? inconclusive"]]
     assert row[6:9] == ["1.03×", "open", "open"]
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtbench import stats
-from dtbench.stats import bootstrap_interval, geometric_mean, hodges_lehmann_ratio, rank_test, summarize
+from dtbench.stats import hodges_lehmann_ratio, rank_test, summarize
 
 times = st.floats(1e-9, 1e3)
 sides = st.lists(times, min_size=1, max_size=7)
@@ -43,18 +43,6 @@ def test_a_summary_is_in_order_and_agrees_with_numpy(samples: list[float]) -> No
 def test_samples_that_are_no_times(samples: list[float]) -> None:
     with pytest.raises(ValueError, match="expected"):
         summarize(samples)
-
-
-@settings(deadline=None)
-@given(st.lists(times, min_size=1, max_size=20))
-def test_geometric_mean_agrees_with_scipy(values: list[float]) -> None:
-    assert geometric_mean(values) == pytest.approx(float(scipy.stats.gmean(values)))
-
-
-@pytest.mark.parametrize("values", [[], [1.0, 0.0], [-1.0], [math.inf]])
-def test_geometric_mean_needs_positive_values(values: list[float]) -> None:
-    with pytest.raises(ValueError, match="above 0"):
-        geometric_mean(values)
 
 
 # ----------------------------------------------------------------------------------- ratios
@@ -203,43 +191,3 @@ def test_the_interval_of_many_launches_is_near_the_exact_one(monkeypatch: pytest
 def test_a_rank_test_needs_values(base: list[float], new: list[float]) -> None:
     with pytest.raises(ValueError, match="at least one value"):
         rank_test(base, new)
-
-
-# -------------------------------------------------------------------------------- bootstrap
-
-
-def test_bootstrap_agrees_with_scipy() -> None:
-    values = np.random.default_rng(1).lognormal(0, 0.5, 40)
-    low, high = bootstrap_interval(values.tolist(), lambda v: float(np.median(v)), resamples=4000)
-    theirs = scipy.stats.bootstrap(
-        (values,), np.median, method="percentile", n_resamples=4000, rng=np.random.default_rng(2)
-    ).confidence_interval
-    assert (low, high) == (pytest.approx(theirs.low, rel=0.03), pytest.approx(theirs.high, rel=0.03))
-
-
-def test_bootstrap_repeats_itself_and_follows_its_seed() -> None:
-    values = [1.0, 2.0, 4.0, 9.0, 3.0]
-    first = bootstrap_interval(values, geometric_mean, seed=3)
-    assert first == bootstrap_interval(values, geometric_mean, seed=3)
-    assert first != bootstrap_interval(values, geometric_mean, seed=4)
-    assert first[0] <= geometric_mean(values) <= first[1]
-    narrow = bootstrap_interval(values, geometric_mean, confidence=0.5, seed=3)
-    assert first[0] < narrow[0] < narrow[1] < first[1]
-
-
-def test_bootstrap_draws_whole_units() -> None:
-    pairs = [("a", 1.0), ("b", 2.0), ("c", 3.0)]
-    low, high = bootstrap_interval(pairs, lambda drawn: sum(v for _, v in drawn) / len(drawn))
-    assert 1 <= low < 2 < high <= 3
-
-
-def test_bootstrap_leaves_out_resamples_without_an_estimate() -> None:
-    def spread(values: object) -> float:
-        assert isinstance(values, list)
-        return 1 / (max(values) - min(values))  # not there where all draws are equal
-
-    assert bootstrap_interval([1.0, 2.0, 3.0, 5.0], spread)[0] == pytest.approx(0.25)
-    with pytest.raises(ValueError, match="no interval"):
-        bootstrap_interval([1.0, 1.0], spread)
-    with pytest.raises(ValueError, match="at least 2"):
-        bootstrap_interval([1.0], spread)

@@ -27,6 +27,7 @@ from dtbench.judge.gate.launcher import Counted, Launcher, Limits
 from dtbench.judge.gate.outputs import Report
 from dtbench.judge.gate.schedule import OutOfTimeError, Schedule
 from dtbench.judge.gate.verdict import Judged, Trust, rises, trust_of, words_of
+from dtbench.judge.verdicts import Verdict
 from dtbench.mesh import Mesh, parse_mesh
 from dtbench.model import CHOOSABLE_IMPLS
 
@@ -219,16 +220,16 @@ class _Gate:
     ) -> Judged | None:
         key = benchmark.key
         if key not in after:
-            return Judged(benchmark, "MISSING", "head has no benchmark of this name")
+            return Judged(benchmark, Verdict.MISSING, "head has no benchmark of this name")
         if key not in before:
             return Judged(
-                benchmark, "NEW", "base has no benchmark of this name, so nothing says if it is slower"
+                benchmark, Verdict.NEW, "base has no benchmark of this name, so nothing says if it is slower"
             )
         for name, counted in (("head", new), ("base", old)):
             if key in counted.bad:
-                return Judged(benchmark, "FAILED", f"in {name}: {counted.bad[key]}")
+                return Judged(benchmark, Verdict.FAILED, f"in {name}: {counted.bad[key]}")
             if key in counted.skipped:
-                return Judged(benchmark, "MISSING", f"skipped in {name}: {counted.skipped[key]}")
+                return Judged(benchmark, Verdict.MISSING, f"skipped in {name}: {counted.skipped[key]}")
         return None
 
     def _compare_counters(self, benchmarks: Sequence[Benchmark], old: Counted, new: Counted) -> None:
@@ -254,7 +255,7 @@ class _Gate:
                 self._notes.append(f"{benchmark.label}: {unsure} differ between launches and are not judged")
             if sure and self._options.counters == "judge":
                 reason = "does more per call than before; counted twice, the same both times"
-                judged = Judged(benchmark, "REGRESSION", reason, "counters", counters=sure)
+                judged = Judged(benchmark, Verdict.REGRESSION, reason, "counters", counters=sure)
                 self._judged[benchmark.key] = judged
             elif sure:
                 self._notes.append(f"{benchmark.label}: {words_of(sure)} (--counters report)")

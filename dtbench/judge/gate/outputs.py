@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtbench import errors
-from dtbench.judge.gate.verdict import VERDICTS, Judged, Trust, Verdict, exit_code_of, words_of
+from dtbench.judge.gate.verdict import Judged, Trust, exit_code_of, words_of
+from dtbench.judge.verdicts import Verdict
 from dtbench.units import format_seconds
 
 SCHEMA = 1
@@ -19,7 +20,6 @@ SCHEMA = 1
 LISTED = 60
 SUMMARY_ROWS = 200  # GitHub takes a summary of 1 MiB
 ANNOTATIONS = 10  # GitHub shows ten of a kind per step
-_ORDER = {verdict: i for i, verdict in enumerate(VERDICTS)}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class Report:
     @property
     def sentence(self) -> str:
         """The end in one line."""
-        said = ", ".join(f"{self.count(v)} {v}" for v in VERDICTS if self.count(v)) or "nothing was judged"
+        said = (
+            ", ".join(f"{self.count(v)} {v.name}" for v in Verdict if self.count(v)) or "nothing was judged"
+        )
         meaning = {
             errors.EXIT_OK: "no regression",
             errors.EXIT_REGRESSION: "a regression",
@@ -62,7 +64,7 @@ def plain(text: str) -> str:
 
 def ordered(judged: Sequence[Judged]) -> list[Judged]:
     """The gravest first."""
-    return sorted(judged, key=lambda j: _ORDER[j.verdict])
+    return sorted(judged, key=lambda j: j.verdict.gravity)
 
 
 def change_of(judged: Judged) -> str:
@@ -70,7 +72,7 @@ def change_of(judged: Judged) -> str:
     effect = judged.effect
     if effect is None:
         return ""
-    if judged.verdict == "REGRESSION":
+    if judged.verdict is Verdict.REGRESSION:
         return f"{effect.ratio - 1:+.1%} (at least {effect.low - 1:+.1%})"
     bound = f"{effect.high - 1:+.1%} at most" if math.isfinite(effect.high) else "no bound yet"
     return f"{effect.ratio - 1:+.1%} ({bound})"
@@ -94,8 +96,8 @@ def lines(report: Report) -> list[str]:
     """For a terminal."""
     shown = ordered(report.judged)
     if len(shown) > LISTED:
-        shown = [j for j in shown if j.verdict != "PASS"]
-    made = [f"{j.verdict:<12}  {plain(j.benchmark.label)}\n{'':14}{plain(words(j))}" for j in shown]
+        shown = [j for j in shown if j.verdict is not Verdict.PASS]
+    made = [f"{j.verdict.name:<12}  {plain(j.benchmark.label)}\n{'':14}{plain(words(j))}" for j in shown]
     left = len(report.judged) - len(shown)
     made += [f"{'PASS':<12}  {left} more"] if left else []
     for name, effect in (("control", report.trust.control), ("base/base", report.trust.null)):
@@ -115,7 +117,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "kind": "gate",
         "schema": SCHEMA,
         "exit_code": report.exit_code,
-        "counts": {v: report.count(v) for v in VERDICTS},
+        "counts": {v.name: report.count(v) for v in Verdict},
         "trust": report.trust.to_json(),
         "notes": list(report.notes),
         **report.facts,
@@ -165,9 +167,14 @@ def junit(report: Report) -> str:
 
 
 def _junit_kind(judged: Judged, report: Report) -> str:
-    if judged.verdict == "NEW":
+    if judged.verdict is Verdict.NEW:
         return "" if report.allow_new else "error"
-    kinds = {"REGRESSION": "failure", "FAILED": "error", "MISSING": "error", "INCONCLUSIVE": "skipped"}
+    kinds = {
+        Verdict.REGRESSION: "failure",
+        Verdict.FAILED: "error",
+        Verdict.MISSING: "error",
+        Verdict.INCONCLUSIVE: "skipped",
+    }
     return kinds.get(judged.verdict, "")
 
 
@@ -187,8 +194,8 @@ def annotations_of(report: Report) -> list[str]:
     """Workflow commands, which GitHub shows beside the change."""
     made = []
     for judged in ordered(report.judged):
-        if judged.verdict in ("REGRESSION", "FAILED", "MISSING"):
-            title = f"{judged.verdict} {judged.benchmark.label}"
+        if judged.verdict in (Verdict.REGRESSION, Verdict.FAILED, Verdict.MISSING):
+            title = f"{judged.verdict.name} {judged.benchmark.label}"
             made.append(f"::error title={_property(title)}::{_data(words(judged))}")
     if len(made) > ANNOTATIONS:
         made = [*made[: ANNOTATIONS - 1], f"::error title=gate::{_data(report.sentence)}"]
@@ -206,8 +213,8 @@ def _property(text: str) -> str:
 
 def markdown(report: Report) -> str:
     """The summary of a job: the sentence, a table of what is not plainly fine, the rest folded away."""
-    first = [j for j in ordered(report.judged) if j.verdict != "PASS"]
-    rest = [j for j in report.judged if j.verdict == "PASS"]
+    first = [j for j in ordered(report.judged) if j.verdict is not Verdict.PASS]
+    rest = [j for j in report.judged if j.verdict is Verdict.PASS]
     made = [f"### {_cell(report.sentence)}", ""]
     made += [f"- **UNTRUSTED**: {_cell(reason)}" for reason in report.trust.reasons]
     made += [f"- {_cell(note)}" for note in report.notes]

@@ -26,9 +26,9 @@ from dtbench.judge.gate.verdict import (
     effect_of,
     has_moved,
     passes,
-    smallest_change,
     trust_of,
 )
+from dtbench.judge.verdicts import Verdict, smallest_change
 
 ArmName = Literal["base", "head", "null"]
 
@@ -125,7 +125,7 @@ class Schedule:
             effect, base_s, head_s = effect_and_times(self.evidence.screen[benchmark.key])
             gain = effect.ratio < 1 - SCREEN_GAIN and effect.high < 1
             if passes(benchmark, effect, base_s) and not gain:
-                self._judge(benchmark, Judged(benchmark, "PASS", "", "screen", effect, base_s, head_s))
+                self._judge(benchmark, Judged(benchmark, Verdict.PASS, "", "screen", effect, base_s, head_s))
 
     def _rounds(self, count: int) -> None:
         self._prepare(count)
@@ -164,17 +164,17 @@ class Schedule:
         screened, confirmed = (e[benchmark.key] for e in (self.evidence.screen, self.evidence.fresh))
         fresh, base_s, head_s = effect_and_times(confirmed)
         whole, whole_base_s, whole_head_s = effect_and_times(screened + confirmed)
-        matters = smallest_change(benchmark, base_s)
+        matters = smallest_change(base_s, benchmark.floor_s)
         figures = (fresh, base_s, head_s, alpha)
         if alpha is not None and fresh.p_slower < alpha and fresh.ratio > 1 + matters:
-            self._judge(benchmark, Judged(benchmark, "REGRESSION", "", "confirmed", *figures))
+            self._judge(benchmark, Judged(benchmark, Verdict.REGRESSION, "", "confirmed", *figures))
         elif alpha is not None and fresh.p_faster < alpha and fresh.ratio < 1 / (1 + matters):
-            self._judge(benchmark, Judged(benchmark, "IMPROVED", "", "confirmed", *figures))
+            self._judge(benchmark, Judged(benchmark, Verdict.IMPROVED, "", "confirmed", *figures))
         elif passes(benchmark, whole, whole_base_s) and (last or fresh.ratio > 1 / (1 + matters)):
-            done = Judged(benchmark, "PASS", "", "confirmed", whole, whole_base_s, whole_head_s)
+            done = Judged(benchmark, Verdict.PASS, "", "confirmed", whole, whole_base_s, whole_head_s)
             self._judge(benchmark, done)
         elif last and passes(benchmark, fresh, base_s, share=1.0):
-            self._judge(benchmark, Judged(benchmark, "PASS", "", "confirmed", *figures))
+            self._judge(benchmark, Judged(benchmark, Verdict.PASS, "", "confirmed", *figures))
 
     # ---- parts ----
 
@@ -194,12 +194,14 @@ class Schedule:
                 continue
             time_s = launch.times_s.get(key)
             if key in launch.bad:
-                self._judge(benchmark, Judged(benchmark, "FAILED", f"in {who}: {launch.bad[key]}"))
+                self._judge(benchmark, Judged(benchmark, Verdict.FAILED, f"in {who}: {launch.bad[key]}"))
             elif time_s is None:
-                self._judge(benchmark, Judged(benchmark, "FAILED", f"a launch of {who} gave no time of it"))
+                self._judge(
+                    benchmark, Judged(benchmark, Verdict.FAILED, f"a launch of {who} gave no time of it")
+                )
             elif not 0 < time_s < math.inf:
                 reason = f"a launch of {who} measured {time_s:g} s: below what the clock resolves, or no time"
-                self._judge(benchmark, Judged(benchmark, "INCONCLUSIVE", reason))
+                self._judge(benchmark, Judged(benchmark, Verdict.INCONCLUSIVE, reason))
 
     def _keep(self, evidence: dict[Key, list[Pair]], base: Launch, head: Launch) -> None:
         for benchmark in self._left():
@@ -220,12 +222,12 @@ class Schedule:
         pairs = [pair for stage in stages for pair in stage.get(benchmark.key, [])]
         why = self.evidence.stopped or "neither slower nor within its tolerance"
         if not pairs:
-            return Judged(benchmark, "INCONCLUSIVE", f"{why}; it was not measured")
+            return Judged(benchmark, Verdict.INCONCLUSIVE, f"{why}; it was not measured")
         effect, base_s, head_s = effect_and_times(pairs)
         smallest = effect.smallest_detectable
         found = f"with {effect.pairs} pairs of this spread a change of {smallest:.1%} would be found"
         reason = f"{why}; {found if math.isfinite(smallest) else 'one pair shows nothing'}"
-        return Judged(benchmark, "INCONCLUSIVE", reason, "", effect, base_s, head_s)
+        return Judged(benchmark, Verdict.INCONCLUSIVE, reason, "", effect, base_s, head_s)
 
 
 def pair_of(base: Launch, head: Launch, key: Key) -> Pair:

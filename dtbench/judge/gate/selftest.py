@@ -28,6 +28,7 @@ from dtbench.judge.gate.benchmark import Benchmark, Selection
 from dtbench.judge.gate.launcher import Launcher, Limits
 from dtbench.judge.gate.schedule import ArmName, Launch, LaunchArms, OutOfTimeError, Schedule
 from dtbench.judge.gate.verdict import Judged
+from dtbench.judge.verdicts import Verdict
 
 DEFAULT_BUDGET_S = 1200.0
 # A trial that needs everything takes 5 rounds of the screen, 5 more where something moved, and 20 fresh pairs;
@@ -183,8 +184,8 @@ def _tell(tally: Tally, judged: Sequence[Judged], *, slowed: bool) -> None:
     alarmed = False
     for verdict in judged:
         extra = int(dict(verdict.benchmark.key[3])["extra"]) if slowed else 0
-        called = verdict.verdict == "REGRESSION"
-        tally.undecided += verdict.verdict == "INCONCLUSIVE"
+        called = verdict.verdict is Verdict.REGRESSION
+        tally.undecided += verdict.verdict is Verdict.INCONCLUSIVE
         if extra:
             tally.injected[extra] = tally.injected.get(extra, 0) + 1
             tally.found[extra] = tally.found.get(extra, 0) + called

@@ -12,16 +12,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from dtbench import errors
-from dtbench.judge.compare import MAX_P, MIN_CHANGE, MIN_CHANGE_S
 from dtbench.judge.gate.benchmark import Benchmark
-
-Verdict = Literal["REGRESSION", "FAILED", "MISSING", "INCONCLUSIVE", "IMPROVED", "NEW", "PASS"]
-VERDICTS: tuple[Verdict, ...] = ("REGRESSION", "FAILED", "MISSING", "INCONCLUSIVE", "IMPROVED", "NEW", "PASS")
+from dtbench.judge.verdicts import MAX_P, Verdict, smallest_change
+from dtbench.stats import signed_rank_p, signed_rank_tails
 
 # What a screen lets pass: three quarters of the change that matters, 1.5% where that is 2%.
 SCREEN_SHARE = 0.75
@@ -93,49 +91,18 @@ def effect_of(base: Sequence[float], head: Sequence[float]) -> Effect:
     )
 
 
-def signed_rank_p(differences: np.ndarray) -> float:
-    """P(a sum of positive ranks at least this large), if the differences are symmetric about 0.
-
-    Exact where ranks tie too, for which scipy's test would have to try all signs.
-    """
-    from scipy.stats import rankdata
-
-    moved = differences[differences != 0]
-    doubled = np.rint(2 * rankdata(np.abs(moved))).astype(int)  # midranks are halves
-    tail = np.cumsum(_subset_sums(tuple(sorted(doubled)))[::-1])  # from the largest sum downwards
-    return min(1.0, float(tail[int(doubled[moved < 0].sum())]))
-
-
-@lru_cache(maxsize=256)
-def _subset_sums(ranks: tuple[int, ...]) -> np.ndarray:
-    """The chance of each sum that a random subset of the ranks may have, from 0 on."""
-    chances = np.ones(1)
-    for rank in ranks:
-        longer = np.zeros(len(chances) + rank)
-        longer[: len(chances)] += chances
-        longer[rank:] += chances
-        chances = longer / 2
-    return chances
-
-
 @lru_cache(maxsize=256)
 def _bound_rank(n: int) -> int:
     """The largest k for which the k-th Walsh average bounds the effect at 95%; 0 where none does."""
-    tail = np.cumsum(_subset_sums(tuple(range(1, n + 1))))
-    return int(np.searchsorted(tail, 1 - BOUND_CONFIDENCE, side="right"))
+    return int(np.searchsorted(signed_rank_tails(n), 1 - BOUND_CONFIDENCE, side="right"))
 
 
 # ------------------------------------------------------------------------------- one benchmark
 
 
-def smallest_change(benchmark: Benchmark, base_s: float) -> float:
-    """The change that matters to a benchmark, as a share: 2%, its own floor, or 0.2 us."""
-    return max(MIN_CHANGE, benchmark.floor_s / base_s, MIN_CHANGE_S / base_s)
-
-
 def passes(benchmark: Benchmark, effect: Effect, base_s: float, share: float = SCREEN_SHARE) -> bool:
     """Whether the pairs show that the benchmark is not slower by more than its tolerance."""
-    matters = smallest_change(benchmark, base_s)
+    matters = smallest_change(base_s, benchmark.floor_s)
     return effect.ratio <= 1 + share * matters and effect.high < 1 + max(benchmark.tolerance, matters)
 
 
@@ -176,7 +143,7 @@ class Judged:
             "name": name,
             "impl": impl,
             "params": dict(params),
-            "verdict": self.verdict,
+            "verdict": self.verdict.name,
             "reason": self.reason,
             "stage": self.stage,
             "tolerance": self.benchmark.tolerance,
@@ -265,16 +232,19 @@ def exit_code_of(judged: Sequence[Judged], trust: Trust, *, allow_new: bool = Fa
 
     A machine that cannot be trusted takes back what its times say, not what was counted.
     """
-    counted = any(j.verdict == "REGRESSION" and j.stage == "counters" for j in judged)
+    counted = any(j.verdict is Verdict.REGRESSION and j.stage == "counters" for j in judged)
     verdicts = {j.verdict for j in judged}
-    if counted or ("REGRESSION" in verdicts and not trust.reasons):
+    if counted or (Verdict.REGRESSION in verdicts and not trust.reasons):
         return errors.EXIT_REGRESSION
-    if "FAILED" in verdicts:
+    if Verdict.FAILED in verdicts:
         return errors.EXIT_CASE_FAILED
-    if "MISSING" in verdicts or ("NEW" in verdicts and not allow_new):
+    if Verdict.MISSING in verdicts or (Verdict.NEW in verdicts and not allow_new):
         return errors.EXIT_NOTHING
-    if trust.reasons or "INCONCLUSIVE" in verdicts:
+    if trust.reasons or Verdict.INCONCLUSIVE in verdicts:
         return errors.EXIT_INCONCLUSIVE
-    if not verdicts & {"PASS", "IMPROVED"}:  # nothing was judged, which is no reason to be content
+    if not verdicts & {
+        Verdict.PASS,
+        Verdict.IMPROVED,
+    }:  # nothing was judged, which is no reason to be content
         return errors.EXIT_NOTHING
     return errors.EXIT_OK

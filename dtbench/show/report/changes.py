@@ -6,42 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dtbench import errors
 from dtbench.files.schema import BadFieldError, shown
-from dtbench.judge.compare import (
-    MAX_P,
-    MIN_CHANGE,
-    MIN_CHANGE_S,
-    MIN_LAUNCHES,
-    SAME_CONFIDENCE,
-    SAME_WITHIN,
-    Comparison,
-    Row,
-)
+from dtbench.judge.compare import MIN_LAUNCHES, SAME_CONFIDENCE, SAME_WITHIN, Comparison, Row
+from dtbench.judge.verdicts import MAX_P, MIN_CHANGE, MIN_CHANGE_S, Verdict, smallest_change
 from dtbench.model import Param
 from dtbench.show.report import fields as f
 from dtbench.units import format_seconds
 
-# In the order of gravity. Word -> (shape, what it means).
-WORDS: Mapping[str, tuple[str, str]] = {
-    "slower": ("▲", "slower"),
-    "failed": ("✕", "failed or gave wrong data"),
-    "missing": ("∅", "measured before, missing now"),
-    "uncertain": ("?", "uncertain: neither a change nor sameness is shown"),
-    "faster": ("▼", "faster"),
-    "new": ("+", "new"),
-    "same": ("=", "same"),
+# Word -> (shape, what it means).
+WORDS: Mapping[Verdict, tuple[str, str]] = {
+    Verdict.REGRESSION: ("▲", "slower"),
+    Verdict.FAILED: ("✕", "failed or gave wrong data"),
+    Verdict.MISSING: ("∅", "measured before, missing now"),
+    Verdict.INCONCLUSIVE: ("?", "inconclusive: neither a change nor sameness is shown"),
+    Verdict.IMPROVED: ("▼", "faster"),
+    Verdict.NEW: ("+", "new"),
+    Verdict.PASS: ("=", "same"),
 }
-GRAVE = ("slower", "failed", "missing")
-_OF_GATE = {
-    "REGRESSION": "slower",
-    "FAILED": "failed",
-    "MISSING": "missing",
-    "INCONCLUSIVE": "uncertain",
-    "IMPROVED": "faster",
-    "NEW": "new",
-    "PASS": "same",
-}
-_OF_COMPARISON = {"inconclusive": "uncertain"}
+GRAVE = (Verdict.REGRESSION, Verdict.FAILED, Verdict.MISSING)
 
 
 @dataclass(frozen=True)
@@ -50,7 +33,7 @@ class Change:
     matters: the least change that counts, as a share. noise: spread of the log ratios over pairs.
     observations: such as "10 pairs"."""
 
-    verdict: str
+    verdict: Verdict
     suite: str
     name: str
     impl: str
@@ -99,15 +82,14 @@ OUTCOMES: Mapping[str, tuple[str, str]] = {
     "failed": ("✕", "Failed"),
     "missing": ("∅", "Incomplete"),
     "untrusted": ("?", "Not to be trusted"),
-    "uncertain": ("?", "Uncertain"),
+    "inconclusive": ("?", "Inconclusive"),
     "nothing": ("∅", "Nothing could be compared"),
     "ok": ("=", "No regression"),
 }
 
 
 def _sorted(changes: Sequence[Change]) -> tuple[Change, ...]:
-    order = list(WORDS)
-    return tuple(sorted(changes, key=lambda c: (order.index(c.verdict), -abs(c.severity))))
+    return tuple(sorted(changes, key=lambda c: (c.verdict.gravity, -abs(c.severity))))
 
 
 # ------------------------------------------------------------------------------------ two sides of runs
@@ -116,24 +98,20 @@ def _sorted(changes: Sequence[Change]) -> tuple[Change, ...]:
 def of_comparison(comparison: Comparison) -> Changes:
     """What `dtbench compare` finds."""
     changes = _sorted([_of_row(row) for row in comparison.rows])
-    regressed = any(r.verdict == "slower" for r in comparison.rows)
-    broke = any(r.verdict == "failed" and r.was_ok for r in comparison.rows)
-    timed = any(r.verdict in ("slower", "faster", "same", "inconclusive") for r in comparison.rows)
-    if regressed or broke:
-        outcome = "slower" if regressed else "failed"
-    elif not timed:
-        outcome = "nothing"
-    elif any(r.verdict in ("inconclusive", "missing", "failed") for r in comparison.rows):
-        outcome = "uncertain"
-    else:
-        outcome = "ok"
+    outcomes = {
+        errors.EXIT_OK: "ok",
+        errors.EXIT_REGRESSION: "slower" if comparison.count(Verdict.REGRESSION) else "failed",
+        errors.EXIT_INCONCLUSIVE: "inconclusive",
+        errors.EXIT_NOTHING: "nothing",
+    }
+    outcome = outcomes[comparison.exit_code]
     thresholds = (
         (
             f"slower, faster: at least {MIN_LAUNCHES} launches on each side, an exact rank test at p < {MAX_P:g}, "
             f"and a change of more than {MIN_CHANGE:.0%} and {format_seconds(MIN_CHANGE_S)}"
         ),
         f"same: the {SAME_CONFIDENCE:.0%} interval of the ratio lies within ±{SAME_WITHIN:.0%}",
-        "uncertain: neither of these",
+        "inconclusive: neither of these",
     )
     bounds = "Hodges-Lehmann over launches; the interval covers at most what so few launches allow."
     return Changes(changes, outcome, thresholds, bounds, comparison.notes)
@@ -141,12 +119,12 @@ def of_comparison(comparison: Comparison) -> Changes:
 
 def _of_row(row: Row) -> Change:
     suite, name, impl, params = row.key
-    matters = max(MIN_CHANGE, MIN_CHANGE_S / row.base_s) if row.base_s else None
+    matters = smallest_change(row.base_s) if row.base_s else None
     observations = f"{row.base_launches} + {row.new_launches} launches"
     if row.confidence is not None:
         observations += f", interval of {row.confidence:.0%}"
     return Change(
-        _OF_COMPARISON.get(row.verdict, row.verdict),
+        row.verdict,
         suite,
         name,
         impl,
@@ -185,7 +163,7 @@ def of_gate(gate: Mapping[str, Any]) -> Changes:
             f"{format_seconds(MIN_CHANGE_S)} and the benchmark's own floor; or more of what is counted"
         ),
         f"same: the upper bound of the change lies below the benchmark's tolerance, {_tolerances(gate)} here",
-        "uncertain: neither, within the pairs that were measured",
+        "inconclusive: neither, within the pairs that were measured",
     )
     sides = tuple(
         (side, _arm(f.mapping(gate, side))) for side in ("base", "head") if gate.get(side) is not None
@@ -197,7 +175,13 @@ def of_gate(gate: Mapping[str, Any]) -> Changes:
     ]
     notes = (*(f"Not to be trusted: {reason}" for reason in reasons), *moved, *f.texts(gate, "notes"))
     code = f.number(gate, "exit_code")
-    outcomes = {0: "ok", 1: "slower", 3: "untrusted" if reasons else "uncertain", 4: "missing", 5: "failed"}
+    outcomes = {
+        0: "ok",
+        1: "slower",
+        3: "untrusted" if reasons else "inconclusive",
+        4: "missing",
+        5: "failed",
+    }
     if code not in outcomes:
         raise BadFieldError(f"exit_code is {shown(gate['exit_code'])}, expected 0, 1, 3, 4 or 5")
     bounds = "Hodges-Lehmann over pairs of launches; low and high are one-sided bounds at 95 %."
@@ -216,11 +200,11 @@ def _arm(arm: Mapping[str, Any]) -> str:
 
 def _of_benchmark(of: Mapping[str, Any]) -> Change:
     verdict = f.text(of, "verdict")
-    if verdict not in _OF_GATE:
-        raise BadFieldError(f"verdict is {shown(verdict)}, expected one of {', '.join(_OF_GATE)}")
+    if verdict not in Verdict.__members__:
+        raise BadFieldError(f"verdict is {shown(verdict)}, expected one of {', '.join(Verdict.__members__)}")
     base_s, now_s = f.optional(of, "base_s", least=0), f.optional(of, "head_s", least=0)
     floor_s = f.optional(of, "floor_s", least=0) or 0.0
-    matters = max(MIN_CHANGE, floor_s / base_s, MIN_CHANGE_S / base_s) if base_s else None
+    matters = smallest_change(base_s, floor_s) if base_s else None
     rises = [
         f"{name} {f.number(f.as_mapping(pair, name), 'base'):g} → {f.number(pair, 'head'):g}"
         for name, pair in f.mapping(of, "counters").items()
@@ -230,7 +214,7 @@ def _of_benchmark(of: Mapping[str, Any]) -> Change:
         if not isinstance(value, str | int | float):
             raise BadFieldError(f"param {shown(name)} is {shown(value)}, expected text or a number")
     change = Change(
-        _OF_GATE[verdict],
+        Verdict[verdict],
         f.text(of, "suite"),
         f.text(of, "name"),
         f.text(of, "impl"),

@@ -16,7 +16,7 @@ MOST_INTERVALS = 40
 STYLES = {
     "slower": Style("s1", "^"),
     "faster": Style("s3", "v"),
-    "uncertain": Style("s2", "D", hollow=True),
+    "inconclusive": Style("s2", "D", hollow=True),
     "same": Style("s0", "o"),
     "failed": Style("s4", "X"),
 }
@@ -56,7 +56,7 @@ def _forest(section: Section, drawn: Sequence[Change]) -> Figure:
             c.low,
             c.high,
             c.matters,
-            STYLES.get(c.verdict, STYLES["uncertain"]),
+            STYLES.get(c.verdict, STYLES["inconclusive"]),
             f"{WORDS[c.verdict][0]} {c.verdict} {t.factor(c.ratio)}",
         )
         for c in drawn[:MOST_INTERVALS]
