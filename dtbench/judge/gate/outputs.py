@@ -132,7 +132,9 @@ def smaller_is_better(report: Report) -> str:
         if judged.head_s is None or judged.effect is None:
             continue
         row = {"name": plain(judged.benchmark.label), "unit": "us", "value": judged.head_s * 1e6}
-        rows.append(row | {"range": f"{judged.effect.sd:.1%}", "extra": f"{judged.verdict}: {words(judged)}"})
+        rows.append(
+            row | {"range": f"{judged.effect.sd:.1%}", "extra": f"{judged.verdict.name}: {words(judged)}"}
+        )
     return json.dumps(rows, indent=2, allow_nan=False)
 
 
@@ -148,7 +150,7 @@ def junit(report: Report) -> str:
         case = ET.SubElement(suite, "testcase", classname=_xml(judged.benchmark.key[0]))
         case.set("name", _xml(judged.benchmark.label))
         kind = _junit_kind(judged, report)
-        text = _xml(f"{judged.verdict}: {words(judged)}")
+        text = _xml(f"{judged.verdict.name}: {words(judged)}")
         if kind:
             tally[kind] += 1
             ET.SubElement(case, kind, message=text).text = text
@@ -229,7 +231,7 @@ def _table(judged: Sequence[Judged]) -> list[str]:
     for j in judged[:SUMMARY_ROWS]:
         times = ["" if t is None else format_seconds(t) for t in (j.base_s, j.head_s)]
         why = "; ".join(part for part in (words_of(j.counters), j.reason) if part)
-        cells = (j.verdict, j.benchmark.label, *times, change_of(j), why)
+        cells = (j.verdict.name, j.benchmark.label, *times, change_of(j), why)
         made.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
     if len(judged) > SUMMARY_ROWS:
         made.append(f"| | and {len(judged) - SUMMARY_ROWS} more | | | | |")
