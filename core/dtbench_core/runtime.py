@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from dtbench_core.comm import CommCount
     from dtbench_core.cost.topology import MeshTopoInfo, Topology
-    from dtbench_core.dispatch.plan import OpInfo, Plan
+    from dtbench_core.dispatch.op_info import OpInfo
+    from dtbench_core.dispatch.plan import Plan
     from dtbench_core.layout.mesh import MeshInfo
     from dtbench_core.layout.rng import Region
     from dtbench_core.layout.spec import DTensorSpec

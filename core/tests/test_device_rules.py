@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 
 from core.tests.op_case import DEVICE_ONLY
-from dtbench_core.dispatch import rank_check as variants
+from dtbench_core.dispatch import rank_check
 from dtbench_core.layout.mesh import MeshInfo, mesh_info
 from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.spec import DTensorSpec, TensorMeta
@@ -106,7 +106,7 @@ def test_every_row_gives_each_rank_its_shard(mesh: MeshInfo) -> None:
         assert len(strategy.rows) == count, op
         for row in strategy.rows:
             inputs, outputs = [(p,) for p in row.inputs], [(p,) for p in row.outputs]
-            assert variants.every_rank_can(call, strategy, inputs, outputs), (op, row)
+            assert rank_check.every_rank_can(call, strategy, inputs, outputs), (op, row)
     assert seen == DEVICE_ONLY
 
 

@@ -14,8 +14,8 @@ from time import perf_counter_ns
 from typing import Any
 
 from dtbench_core import comm
+from dtbench_core.dispatch import cache_key, make_plan
 from dtbench_core.dispatch import entry as dispatch
-from dtbench_core.dispatch import plan
 from dtbench_core.dispatch.plan import Plan
 from dtbench_core.layout import shard_layout as layout
 from dtbench_core.layout import wrapper
@@ -130,9 +130,9 @@ def _functions() -> list[tuple[Callable[..., Any], str]]:
     stages: dict[str, tuple[Callable[..., Any], ...]] = {
         "entry": (dispatch._through_torch,),
         "checks": (dispatch._requires_grad, dispatch._modes_active),
-        "key": (dispatch._key_of,),
+        "key": (cache_key.key_of,),
         "cache": (redistribute.request, layout.even_spec),
-        "plan": (plan.build, plan.verify),
+        "plan": (make_plan.build, make_plan.verify),
         "redistribute": (redistribute.apply, redistribute.follow, redistribute.settle),
         "communicate": (
             comm.all_gather,

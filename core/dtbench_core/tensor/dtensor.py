@@ -39,7 +39,7 @@ from dtbench_core.redistribute.route import (
     request,
 )
 from dtbench_core.tensor import checkpoint as state
-from dtbench_core.tensor.methods import straight_methods
+from dtbench_core.tensor.view_methods import straight_methods
 from dtbench_core.torch_compat import (
     DisableTorchFunction,
     any_requires_grad,

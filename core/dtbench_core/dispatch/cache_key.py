@@ -1,0 +1,56 @@
+"""The key of a call in the cache of plans: op, specs and static arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dtbench_core.layout.wrapper import Wrapper
+
+
+def key_of(
+    cls: type[Wrapper], head: Any, by_type: bool, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], list[Any], dict[str, Any]]:
+    """(cache key, local arguments, local keyword arguments) in one walk over the arguments."""
+    key, locals_ = [head], []
+    for a in args:
+        kind = a.__class__
+        if kind is cls:
+            key.append(a._spec)
+            locals_.append(a._local_tensor)
+            continue
+        local = a
+        if kind is int:
+            key.append(int if by_type else a)
+        elif kind is float or kind is bool:
+            # The type too: 1, 1.0 and True are equal and hash alike.
+            key.append(kind if by_type else (kind, a))
+        elif kind is tuple:  # x[(i, j)] is not x[[i, j]]
+            part, within, _ = key_of(cls, tuple, by_type, a, {})
+            key.append(part)
+            local = tuple(within)
+        elif kind is list or kind is torch.Size:
+            specs = [one._spec for one in a if one.__class__ is cls] if a and a[0].__class__ is cls else ()
+            if len(specs) == len(a) > 0:  # the parameters of an optimizer: without a call for each
+                key.append((list, *specs))
+                local = [one._local_tensor for one in a]
+            else:
+                part, local, _ = key_of(cls, list, by_type, a, {})
+                key.append(part)
+        elif kind is slice:
+            key.append((slice, a.start, a.stop, a.step))
+        elif isinstance(a, Wrapper):  # of another class than the call's
+            key.append(a._spec)
+            local = a._local_tensor
+        elif isinstance(a, torch.Tensor):
+            key.append((torch.Tensor, a.shape, a.stride(), a.dtype))
+        else:
+            key.append(a)
+        locals_.append(local)
+    if not kwargs:
+        return tuple(key), locals_, kwargs
+    names = sorted(kwargs)
+    part, values, _ = key_of(cls, dict, by_type, [kwargs[n] for n in names], {})
+    return (*key, *names, part), locals_, dict(zip(names, values, strict=True))

@@ -1,0 +1,88 @@
+"""Which Python functions may be answered by the plan of one op, without passing through torch.
+
+A call is learnt by watching it. If a function, called without autograd, arrives in `torch_dispatch` as
+exactly one op that got just the function's tensors and numbers, and that op does not alias its inputs
+(views need torch's view and version tracking), the op's plan is remembered for the function too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+from dtbench_core.dispatch.plan import Plan
+from dtbench_core.rules.pointwise import is_pointwise
+
+
+def plan_of_call(args: Sequence[Any], kwargs: dict[str, Any], seen: list[Any], result: Any) -> Plan | None:
+    """The plan that stands for the whole call, if the call was one functional op."""
+    if len(seen) != 1 or seen[0][0] is None:
+        return None
+    plan, op_args, op_kwargs, op_result = seen[0]
+    if isinstance(op_result, tuple):  # of layer_norm's three results the caller sees one
+        shown = [index for index, one in enumerate(op_result) if one is result]
+        if len(shown) != 1:
+            return None
+        plan = plan.showing(shown[0])
+    elif result is not (op_result if plan.info.op._schema.returns else args[0]):
+        return None
+    writes = plan.info.mutated and (plan.returns_input is not None or plan.out is None)
+    # A rule's own local op stands for the op, not for the function.
+    fit = plan.functional or (writes and plan.kernel is plan.info.kernel)
+    return plan.for_function() if fit and _accounts_for(args, kwargs, op_args, op_kwargs, plan) else None
+
+
+def _ops_named_like(func: Callable[..., Any]) -> list[OpOverload]:
+    """Every aten op of the function's name that starts with a tensor, `out=` forms aside."""
+    name = getattr(func, "__name__", "").strip("_")
+    packet = getattr(torch.ops.aten, name, None) if name else None
+    ops = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    return [op for op in ops if _takes_tensor(op) and not any(a.is_out for a in op._schema.arguments)]
+
+
+def all_elementwise(func: Callable[..., Any]) -> bool:
+    """Whether all those ops are elementwise: `torch.max` also has one with a dim."""
+    ops = _ops_named_like(func)
+    return bool(ops) and all(is_pointwise(op) for op in ops)
+
+
+def takes_one_tensor(func: Callable[..., Any]) -> bool:
+    """Whether no call of the function can hold a second tensor: getters, and ops such as `transpose`."""
+    if getattr(func, "__name__", "") == "__get__":
+        return True
+    ops = _ops_named_like(func)
+    return bool(ops) and all(sum("Tensor" in str(a.type) for a in op._schema.arguments) == 1 for op in ops)
+
+
+def _takes_tensor(op: OpOverload) -> bool:
+    arguments = op._schema.arguments
+    return bool(arguments) and str(arguments[0].type) == "Tensor"
+
+
+def _accounts_for(
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    op_args: Sequence[Any],
+    op_kwargs: dict[str, Any],
+    plan: Plan,
+) -> bool:
+    """Whether the op got just the function's tensors and no number but the function's own.
+
+    A number of another origin may come from the global shape, and would be wrong for a shard. The
+    order of the tensors matters where the plan moves some of them: it counts them.
+    """
+    given = tree_leaves((list(args), dict(sorted(kwargs.items()))))
+    used = tree_leaves((list(op_args), dict(sorted(op_kwargs.items()))))
+    tensors = [id(leaf) for leaf in given if isinstance(leaf, torch.Tensor)]
+    op_tensors = [id(leaf) for leaf in used if isinstance(leaf, torch.Tensor)]
+    if tensors != op_tensors and (plan.moves or sorted(tensors) != sorted(op_tensors)):
+        return False
+    numbers = [leaf for leaf in given if type(leaf) in (int, float)]
+    numbers += [
+        a.default_value for a in plan.info.op._schema.arguments if type(a.default_value) in (int, float)
+    ]
+    return all(leaf in numbers for leaf in used if type(leaf) in (int, float))

@@ -1,0 +1,72 @@
+"""What dispatch knows of an op before any call of it, worked out once per op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from dtbench_core import rules
+from dtbench_core.dispatch import fallback, out_and_resize
+from dtbench_core.torch_compat import is_composite, kernel_of
+
+
+class OpInfo:
+    """What dispatch knows of an op before any call of it.
+
+    mutated: positions of the arguments that it writes to. handler: what runs instead of a plan, for
+    ops that no plan fits (`out=`, in-place views, decompositions); called with (dispatch, cls, op,
+    args, kwargs).
+    """
+
+    __slots__ = (
+        "aliases",
+        "elementwise",
+        "functional",
+        "handler",
+        "kernel",
+        "mutated",
+        "op",
+        "random",
+        "returned",
+        "without_plan",
+    )
+
+    def __init__(self, op: OpOverload) -> None:
+        arguments, returns = op._schema.arguments, op._schema.returns
+        written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+        self.op = op
+        self.kernel = kernel_of(op)
+        # The value of a number cannot change where an elementwise result is placed, so all values
+        # of a type share one plan.
+        self.elementwise = rules.pointwise.is_pointwise(op)
+        self.mutated = tuple(written)
+        self.aliases = not written and any(r.alias_info is not None for r in returns)
+        self.functional = not written and not self.aliases
+        # The position, or for keyword arguments the name, of the one written argument that is the result.
+        self.returned: Any = None
+        if len(written) == len(returns) == 1 and returns[0].alias_info is not None:
+            argument = arguments[written[0]]
+            self.returned = argument.name if argument.kwarg_only else written[0]
+        self.random = torch.Tag.nondeterministic_seeded in op.tags
+        self.handler = _handler_of(op)
+        self.without_plan = _without_plan(op)
+
+
+def _handler_of(op: OpOverload) -> Callable[..., Any] | None:
+    decomposed = rules.decomposition_of(op)
+    if decomposed is not None:
+        return lambda dispatch, cls, op, args, kwargs: decomposed(*args, **kwargs)
+    if torch.Tag.inplace_view in op.tags and out_and_resize.functional_of(op) is not None:
+        return out_and_resize.run_restating
+    return None
+
+
+def _without_plan(op: OpOverload) -> Callable[..., Any]:
+    if out_and_resize.out_names(op) and out_and_resize.functional_of(op) is not None:
+        return out_and_resize.run_out
+    if is_composite(op):  # below autograd (inference mode, decompositions) torch leaves it whole
+        return lambda dispatch, cls, op, args, kwargs: op.decompose(*args, **kwargs)
+    return lambda dispatch, cls, op, args, kwargs: fallback.run(cls, op, args, kwargs)

@@ -1,0 +1,61 @@
+"""Plain tensors that a user gives beside DTensors: refused, because nobody knows where they belong.
+
+One that an op or an autograd formula makes on the way counts as replicated; so does a single element,
+which torch treats as a number; so does any inside `implicit_replication()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dtbench_core.dispatch import contexts
+from dtbench_core.errors import MixedTensorError
+from dtbench_core.layout.wrapper import Wrapper
+
+
+def mixes_plain(
+    cls: type[Wrapper], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> bool:
+    """Whether plain tensors must be replicated first.
+
+    Raises:
+        MixedTensorError: there are some, outside `implicit_replication()`.
+    """
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        kind = a.__class__
+        if kind is cls or kind is int or kind is float:
+            continue
+        for item in a if kind is list or kind is tuple else (a,):
+            if item.__class__ is cls:
+                continue
+            if isinstance(item, torch.Tensor) and not isinstance(item, Wrapper) and item.numel() != 1:
+                name = getattr(func, "__name__", str(func))
+                if name == "__set__":  # takes both rightly
+                    return False
+                if contexts.replicates_plain():
+                    return True
+                raise MixedTensorError(
+                    f"{name} got a plain torch.Tensor of shape {list(item.shape)} together with a DTensor, expected "
+                    "DTensors only: place it with distribute_tensor(tensor, mesh, placements), or wrap every rank's "
+                    "shard with DTensor.from_local(...), or take the DTensor's own shard with .to_local()"
+                )
+    return False
+
+
+def with_replicas(
+    cls: type[Wrapper], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """The call with its plain tensors as replicated DTensors, which carry gradients back to them."""
+    leaves = tree_leaves((list(args), kwargs))
+    mesh = next(leaf._spec.info.mesh for leaf in leaves if isinstance(leaf, Wrapper))
+
+    def replicated(leaf: Any) -> Any:
+        plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, Wrapper)
+        return cls.from_local(leaf, mesh) if plain else leaf  # type: ignore[attr-defined]
+
+    full_args, full_kwargs = tree_map(replicated, (list(args), kwargs))
+    return func(*full_args, **full_kwargs)
