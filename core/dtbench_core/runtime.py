@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from dtbench_core.comm import CommCount
-    from dtbench_core.cost.topology import MeshTopoInfo, Topology
+    from dtbench_core.cost.mesh_topology import MeshTopoInfo
+    from dtbench_core.cost.topology import Topology
     from dtbench_core.dispatch.op_info import OpInfo
     from dtbench_core.dispatch.plan import Plan
     from dtbench_core.layout.mesh import MeshInfo

@@ -20,9 +20,11 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta as TorchMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.tests.priced import CHANGES, SHAPE, P, R, dp_tp, spec
+from dtbench_core.cost import mesh_topology
 from dtbench_core.cost import search as cost
 from dtbench_core.cost.curve import Curve
-from dtbench_core.cost.search import MeshTopoInfo
+from dtbench_core.cost.mesh_topology import MeshTopoInfo
+from dtbench_core.cost.ring import GIB
 from dtbench_core.layout.placement import Partial, Placement, Replicate, Shard
 from dtbench_core.layout.spec import DTensorSpec
 
@@ -39,7 +41,7 @@ def builtin_constants() -> Iterator[None]:
     MeshTopoInfo.build_from_mesh.cache_clear()  # type: ignore[attr-defined]
     torch_cost.MeshTopoInfo.build_from_mesh.cache_clear()  # type: ignore[attr-defined]
     yield
-    cost.use_topology(None)
+    mesh_topology.use_topology(None)
     MeshTopoInfo.build_from_mesh.cache_clear()  # type: ignore[attr-defined]
     torch_cost.MeshTopoInfo.build_from_mesh.cache_clear()  # type: ignore[attr-defined]
 
@@ -138,7 +140,7 @@ def test_redistribution_of_one_of_two_dims_equals_torch(
 def test_bytes_follow_the_steps() -> None:
     mesh = dp_tp()
     info = MeshTopoInfo.build_from_mesh(mesh)
-    whole = math.prod(SHAPE) * 4 / cost.GIB
+    whole = math.prod(SHAPE) * 4 / GIB
     gathered = cost.redistribute_cost(spec(mesh, Shard(0), Shard(1)), spec(mesh, R, R))
     assert gathered == pytest.approx(
         cost.allgather_cost(whole / 4, info, 0) + cost.allgather_cost(whole, info, 1)
@@ -163,8 +165,8 @@ def test_no_way_and_no_cost() -> None:
 @pytest.mark.parametrize(("src", "dst"), PAIRS)
 def test_one_transition_is_what_a_one_dim_redistribution_costs(src: Placement, dst: Placement) -> None:
     mesh = init_device_mesh("cpu", (8,))
-    local = cost.spec_to_bytes(spec(mesh, src)) / (8 if src.is_shard() else 1) / cost.GIB
-    priced = cost.transition_cost(src, dst, local, cost.topology_of(mesh), 0)
+    local = cost.spec_to_bytes(spec(mesh, src)) / (8 if src.is_shard() else 1) / GIB
+    priced = cost.transition_cost(src, dst, local, mesh_topology.topology_of(mesh), 0)
     assert priced == cost.redistribute_cost(spec(mesh, src), spec(mesh, dst))
 
 
@@ -304,7 +306,7 @@ def brute_force(topo: MeshTopoInfo, shape: Any, src: Any, dst: Any, copy_us: flo
             us = copy_us
             if state[dim].is_replicate():
                 if topo.mesh_dim_curves:
-                    us = topo.mesh_dim_curves[dim][f"R->S({min(kind.dim, 1)})"].us(held * cost.GIB)  # type: ignore[union-attr]
+                    us = topo.mesh_dim_curves[dim][f"R->S({min(kind.dim, 1)})"].us(held * GIB)  # type: ignore[union-attr]
             else:
                 us = cost.transition_cost(state[dim], kind, held, topo, dim)
             edges.append((state, (*state[:dim], kind, *state[dim + 1 :]), us))

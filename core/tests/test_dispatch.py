@@ -287,7 +287,7 @@ def test_caches_are_bounded(x: DTensor, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_topology_change_forgets_plans(x: DTensor) -> None:
-    from dtbench_core.cost.search import use_topology
+    from dtbench_core.cost import use_topology
 
     x + x
     with use_topology(None):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 
 import dtbench_core
 from core.tests.gloo_world import Worlds
-from dtbench_core import Partial, Replicate, Shard
+from dtbench_core import Partial, Replicate, Shard, _public
 from dtbench_core.layout.placement import chunk_extent, chunk_lengths, describe, local_extents, splits_evenly
 
 sizes = st.integers(0, 40)
@@ -70,8 +73,26 @@ def test_placements_are_values() -> None:
 
 def test_every_public_name_exists() -> None:
     assert sorted(dtbench_core.__all__) == dtbench_core.__all__
+    assert set(dtbench_core.__all__) == {name for name in vars(_public) if not name.startswith("_")}
+    assert set(dtbench_core.__all__) <= set(dir(dtbench_core))
     for name in dtbench_core.__all__:
         assert getattr(dtbench_core, name) is not None
+    with pytest.raises(AttributeError, match="'dtbench_core' has no attribute 'Tensor'"):
+        getattr(dtbench_core, "Tensor")  # noqa: B009
+
+
+PRICES = """
+import sys, dtbench_core
+from dtbench_core.cost import curve, prices, ring, topology
+assert "torch" not in sys.modules and "DTensor" in dir(dtbench_core)
+assert "torch" not in sys.modules and dtbench_core.cost.ring is ring
+from dtbench_core.layout import placement
+assert placement.Shard is dtbench_core.Shard
+"""
+
+
+def test_prices_are_read_without_torch() -> None:
+    subprocess.run([sys.executable, "-c", PRICES], check=True, timeout=120)
 
 
 def _sum_of_ones() -> float:

@@ -27,22 +27,13 @@ from typing import Any
 
 import numpy as np
 
-from dtbench.cost.calibration.ring import guessed_constants
+from dtbench.cost.calibration.layout import crosses_hosts
 from dtbench.cost.choices import CHOOSERS, Group, Regret, Score
 from dtbench.errors import UsageError
 from dtbench.model import Result, Run
-from dtbench_core.cost.curve import GIB, TopologyError
 from dtbench_core.cost.prices import DimPrices, Kind, joint_prices
-from dtbench_core.cost.topology import (
-    BASE_LATENCY_US,
-    INTER_HOST_BANDWIDTH_FACTOR,
-    INTER_HOST_LATENCY_US,
-    INTRA_HOST_BANDWIDTH,
-    INTRA_HOST_LATENCY_US,
-    MeshTopoInfo,
-    Topology,
-)
-from dtbench_core.redistribute.route import LOCAL_COPY_US
+from dtbench_core.cost.ring import GIB, INTER_HOST, INTRA_HOST, LOCAL_COPY_US, guessed_links
+from dtbench_core.cost.topology import MeshConstants, Topology, TopologyError
 
 # Two ways are told apart from here on when the order of their prices is judged.
 TOLD_APART = 1.25
@@ -157,24 +148,21 @@ def _key_of(result: Result) -> tuple[str, str, str, int, str]:
 
 def _models(
     run: Run, topology: Mapping[str, Any], dims: Sequence[tuple[str, int]], library: str
-) -> dict[str, MeshTopoInfo]:
+) -> dict[str, MeshConstants]:
     """Each priced model's constants."""
     try:
-        calibrated = Topology.load(_of_library(topology, library)).info_of(dims)
+        calibrated = Topology.load(_of_library(topology, library)).constants(dims)
     except TopologyError as error:
         raise UsageError(f"the topology does not fit the run: {error}") from error
     ranks = [n for _, n in dims]
     header = run.header
     gpus = len(header["machine"].get("gpus") or [])
     per_host = gpus if str(header["plan"].get("device_type")) == "cuda" and gpus else 1
-    guesses = [guessed_constants(ranks, index, per_host) for index in range(len(dims))]
     layouts = {dim["name"]: dim["layout"] for dim in topology["dims"]}
-    crossing = [(layouts[name]["hosts_per_group"] or [1, 1])[1] > 1 for name, _ in dims]
+    links = [INTER_HOST if crosses_hosts(layouts[name]) else INTRA_HOST for name, _ in dims]
     models = {
-        "guessed": _info(
-            ranks, [(g["bandwidth_GiBps"], g["latency_us_per_hop"]) for g in guesses], "torch's guess"
-        ),
-        "layout": _info(ranks, [_builtin(crosses) for crosses in crossing], "the hosts"),
+        "guessed": MeshConstants.of_links(ranks, guessed_links(ranks, per_host)),
+        "layout": MeshConstants.of_links(ranks, links),
         "constants": dataclasses.replace(calibrated, mesh_dim_curves=(), joint_curves={}),
     }
     return models | ({"curves": calibrated} if calibrated.mesh_dim_curves else {})
@@ -186,18 +174,7 @@ def _of_library(topology: Mapping[str, Any], library: str) -> dict[str, Any]:
     return {**topology, "dims": dims}
 
 
-def _builtin(crosses_hosts: bool) -> tuple[float, float]:
-    if crosses_hosts:
-        return INTRA_HOST_BANDWIDTH * INTER_HOST_BANDWIDTH_FACTOR, INTER_HOST_LATENCY_US
-    return INTRA_HOST_BANDWIDTH, INTRA_HOST_LATENCY_US
-
-
-def _info(ranks: Sequence[int], constants: Sequence[tuple[float, float]], source: str) -> MeshTopoInfo:
-    bandwidths, latencies = zip(*constants, strict=True)
-    return MeshTopoInfo(None, tuple(ranks), bandwidths, latencies, BASE_LATENCY_US, source)  # type: ignore[arg-type]
-
-
-def price_us(way: str, dims: Sequence[str], info: MeshTopoInfo) -> float:
+def price_us(way: str, dims: Sequence[str], info: MeshConstants) -> float:
     """Microseconds that the constants expect of a way, as the core's planner adds them up.
 
     way: its steps, as the suite writes them. dims: the names of the mesh dims of `info`.
@@ -210,7 +187,7 @@ def price_us(way: str, dims: Sequence[str], info: MeshTopoInfo) -> float:
     return sum(_step_us(word, dims, info) for word in way.split(" "))
 
 
-def _step_us(word: str, dims: Sequence[str], info: MeshTopoInfo) -> float:
+def _step_us(word: str, dims: Sequence[str], info: MeshConstants) -> float:
     step = _STEP.fullmatch(word)
     if step is None or not set(step["dims"].split("+")) <= set(dims):
         raise UsageError(
@@ -248,7 +225,7 @@ def _kind(text: str) -> Kind:
 class _Prices:
     """A model that has a price for every way."""
 
-    def __init__(self, dims: Sequence[str], info: MeshTopoInfo) -> None:
+    def __init__(self, dims: Sequence[str], info: MeshConstants) -> None:
         self._dims, self._info = dims, info
 
     def of(self, decision: Decision) -> dict[str, float]:

@@ -17,9 +17,8 @@ from statistics import fmean
 
 from dtbench.importers.model import Figure, Log, Printed, Row, Table
 from dtbench.importers.nccl_text import ITEMSIZE
+from dtbench_core.cost.ring import ONE_WAY, busbw_factor
 
-# Per collective, busbw / algbw among n ranks: nccl-tests, doc/PERFORMANCE.md.
-_WHOLE = ("broadcast", "reduce", "sendrecv")
 # In nccl-tests the count is one rank's part of the size; elsewhere it is the whole.
 _PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 # nccl-tests 2.0 to 2.12 print the largest deviation; what they allow is from their src/common.cu.
@@ -39,13 +38,6 @@ _HINTS = {
     "broadcast": ("broadcast", "bcast"),
     "sendrecv": ("sendrecv",),
 }
-
-
-def busbw_factor(collective: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth."""
-    if collective == "all_reduce":
-        return 2 * (ranks - 1) / ranks
-    return 1.0 if collective in _WHOLE else (ranks - 1) / ranks
 
 
 def settle(log: Log, *, collective: str | None = None, ranks: int | None = None) -> None:
@@ -155,7 +147,7 @@ def _parts(row: Row) -> int | None:
 
 def _settle_ranks_by_ratio(table: Table) -> None:
     """The number of ranks that agrees with busbw / algbw in the rows; those that print it finely decide."""
-    if table.collective in _WHOLE or not table.bandwidths_checked:
+    if table.collective in ONE_WAY or not table.bandwidths_checked:
         table.ranks, table.ranks_from = table.command_ranks, "the command line"
         if table.ranks is None:
             table.refusal = "how many ranks it ran on is not in the log: give --ranks N"
@@ -288,7 +280,7 @@ def _fitting(table: Table) -> list[str]:
 
 def _may_have(ratio: tuple[float, float], collective: str, ranks: int | None) -> bool:
     low, high = ratio
-    if collective in _WHOLE:
+    if collective in ONE_WAY:
         return low <= 1 <= high
     if ranks is not None:
         return low <= busbw_factor(collective, ranks) <= high or _is_old(collective, ratio)

@@ -17,11 +17,11 @@ from typing import Any
 
 import dtbench
 from dtbench.errors import UsageError
-from dtbench.importers.checks import busbw_factor
 from dtbench.importers.model import Figure, Log, Row, Table
 from dtbench.mesh import Mesh, format_mesh, ranks_of
 from dtbench.model import Param, Result, Status
 from dtbench.stats import summarize
+from dtbench_core.cost.ring import busbw_factor
 
 SUITE, OTHER = "collectives", "collectives_other"
 IN_PLACE = ("all_reduce", "broadcast")  # as torch.distributed calls them

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dtbench.cost.calibration.ring import BASE_LATENCY_US, predict_us
+from dtbench_core.cost.ring import BASE_LATENCY_US, Ring
 
 GIB = 1024**3
 SIZES = tuple(2**k for k in range(10, 31))  # 1 KiB to 1 GiB
@@ -56,10 +56,7 @@ def curve_of(
 
 def ring_curve(collective: str, ranks: int, bandwidth: float, latency: float) -> dict[str, Any]:
     """A collective that takes just what torch's ring formula says."""
-    times = [
-        predict_us(collective, size, ranks, bandwidth_GiBps=bandwidth, latency_us_per_hop=latency)
-        for size in SIZES
-    ]
+    times = [Ring(ranks, bandwidth, latency).collective_us(collective, size) for size in SIZES]
     hops = (2 if collective == "all_reduce" else 1) * (ranks - 1)
     return curve_of(
         SIZES,

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from dtbench.cost import calibration
-from dtbench.cost.calibration import fit, ring
+from dtbench.cost.calibration import fit
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.files.store import RunWriter, read_run
 from dtbench.model import Result, Run
 from dtbench.tests import made_up
+from dtbench_core.cost.ring import RING_COLLECTIVES, Ring
 
-RING = ring.RING_COLLECTIVES
+RING = RING_COLLECTIVES
 
 
 def dims_of(topology: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -74,7 +75,7 @@ def test_the_formulas_are_those_of_torch() -> None:
         info = theirs.MeshTopoInfo(None, [ranks], [19.3], [2.7])  # type: ignore[arg-type]
         for name, cost in costs.items():
             for size in made_up.SIZES:
-                ours = ring.predict_us(name, size, ranks, bandwidth_GiBps=19.3, latency_us_per_hop=2.7)
+                ours = Ring(ranks, 19.3, 2.7).collective_us(name, size)
                 assert ours == pytest.approx(cost(size / 1024**3, info, 0), rel=1e-12)
 
 
@@ -461,5 +462,6 @@ def test_what_is_no_topology_is_refused(tmp_path: Path, content: bytes) -> None:
 
 
 def test_no_torch_is_loaded() -> None:
-    code = "import sys, dtbench.cost.calibration, dtbench.show.report; sys.exit('torch' in sys.modules)"
+    rooms = "dtbench.cost.regret, dtbench.cost.calibration, dtbench.show.report"
+    code = f"import sys, {rooms}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

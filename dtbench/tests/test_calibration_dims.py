@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from dtbench.cost.calibration import calibrate
-from dtbench.cost.calibration.ring import RING_COLLECTIVES
 from dtbench.errors import UsageError
 from dtbench.model import Result
 from dtbench.tests import made_up
+from dtbench_core.cost.ring import RING_COLLECTIVES
 
 KIB, MIB = made_up.KIB, made_up.MIB
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtbench.cost.calibration import price
+from dtbench.cost.price import price
 from dtbench.tests.made_up_topology import curve_of
-from dtbench_core.cost.curve import Curve
+from dtbench_core.cost.topology import read_curve
 
 KIB, MIB = 1024, 1024**2
 SIZES = [KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB]
@@ -99,7 +99,7 @@ def test_core_reads_the_same_prices() -> None:
     for _ in range(30):
         sizes = sorted(set((2 ** rng.uniform(3, 30, rng.integers(1, 9))).astype(int).tolist()))
         curve = of(sizes, np.sort(np.exp(rng.normal(4, 2, len(sizes)))).round(0).clip(1).tolist())
-        core = Curve.parse(curve, "curve")
+        core = read_curve(curve, "curve")
         for size in 2 ** rng.uniform(0, 36, 30):
             assert core.us(size) == pytest.approx(price(curve, size).time_us, rel=1e-12)
 

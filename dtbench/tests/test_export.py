@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _collec
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtbench.cost.calibration.curve import price
 from dtbench.cost.export.module import export, literal, render
+from dtbench.cost.price import price
 from dtbench.errors import OutputError, UsageError
 from dtbench.files.topology import write_topology
 from dtbench.tests.made_up import Cli
@@ -56,7 +56,8 @@ def module_of(topology: dict[str, Any], target: Any = "torch", name: str = "expo
     spec = importlib.util.spec_from_loader(name, loader=None)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    exec(compile(render(topology, target, name), f"{name}.py", "exec"), module.__dict__)
+    code = compile(render(topology, target, name), f"{name}.py", "exec", dont_inherit=True)
+    exec(code, module.__dict__)
     return module
 
 
@@ -519,5 +520,5 @@ def test_curves_are_read_as_dtbench_reads_them() -> None:
         curve = curve_of(sizes, times)
         exported = module_of(two_dims(collectives={"all_reduce": curve}), "inductor")
         for size in (1, 2, 5000, 77_777, sizes[0], sizes[-1], 10**6, 10**9):
-            got = exported.price_us(exported.CURVES["tp", "all_reduce"], size)
+            got = exported.CURVES["tp", "all_reduce"].us(size)
             assert got == pytest.approx(price(curve, size).time_us, abs=1e-9), (seed, size)

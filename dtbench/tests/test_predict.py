@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dtbench.cost.calibration import curve as curves
+from dtbench.cost import price as curves
 from dtbench.cost.predict import prices, show
 from dtbench.cost.predict.models import BUILT_IN, Model, find_model
 from dtbench.cost.predict.prediction import Prediction, Setup, predict

@@ -16,7 +16,7 @@ from dtbench.files.store import RunWriter
 from dtbench.model import Result, Run
 from dtbench.tests.made_up import MIB, Cli, header, result, run
 from dtbench.tests.made_up_topology import curve_of, made_dim, made_topology
-from dtbench_core.cost.topology import MeshTopoInfo, Topology
+from dtbench_core.cost.topology import MeshConstants, Topology
 
 CHANGES = ("S(0)->R", "S(1)->R", "P->R", "P->S(0)", "P->S(1)", "S(0)->S(1)", "S(1)->S(0)")
 DIMS = ("dp", "tp")
@@ -62,7 +62,7 @@ def scores(found: Any) -> dict[str, Any]:
 
 
 def test_prices_are_the_cores() -> None:
-    info = Topology.load(topology(PR=300.0)).info_of((("dp", 2), ("tp", 2)))
+    info = Topology.load(topology(PR=300.0)).constants((("dp", 2), ("tp", 2)))
     assert price_us(STRAIGHT, DIMS, info) == 300
     assert price_us(DETOUR, DIMS, info) == 200
     assert price_us("tp:R->S(1):4096 dp:S(0)->S(1):4096", DIMS, info) == pytest.approx(101)
@@ -72,9 +72,9 @@ def test_prices_are_the_cores() -> None:
     both = topology()
     both["dims"].append({**both["dims"][0], "name": "dp+tp", "ranks": 4})
     both["dims"][2]["transitions"] = {"core": {c: flat(55.0) for c in CHANGES}, "torch": {}}
-    joint = Topology.load(both).info_of((("dp", 2), ("tp", 2)))
+    joint = Topology.load(both).constants((("dp", 2), ("tp", 2)))
     assert price_us(LONG, DIMS, joint) == 55
-    bare = MeshTopoInfo(None, (2, 2), (0.5, 2.0), (40.0, 10.0))  # type: ignore[arg-type]
+    bare = MeshConstants(None, (2, 2), (0.5, 2.0), (40.0, 10.0))
     quarter_gib = 2**28
     # One hop of 10 us, and half of it over 2 GiB/s.
     assert price_us(f"tp:S(0)->R:{quarter_gib}", DIMS, bare) == pytest.approx(6.6 + 10 + 0.25 / 2 / 2 * 1e6)

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from dtbench.cost.calibration import calibrate, write_topology
-from dtbench.cost.calibration.ring import RING_COLLECTIVES
 from dtbench.cost.calibration.validate import Validation, validate, validate_split
 from dtbench.errors import EXIT_OK, EXIT_USAGE, UsageError
 from dtbench.files.store import RunWriter
 from dtbench.model import Result, Run
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
+from dtbench_core.cost.ring import RING_COLLECTIVES
 
 SIZES = made_up.SIZES
 

@@ -29,6 +29,7 @@ import torch.distributed as dist
 import dtbench_core
 from dtbench.model import Case, Plan, Workload
 from dtbench.suite import World, suite
+from dtbench_core.cost.ring import busbw_factor
 from dtbench_core.torch_compat import reduce_scatter_single
 from dtbench_suites.bucketer_reference import ReferenceBucketer
 from dtbench_suites.data import mismatch, shared_dims, sum_of_values, summed_values, torch_dtype
@@ -218,7 +219,7 @@ def bucketer(plan: Plan) -> Iterator[Case]:
                         params={"mesh_dim": mesh_dim, "ranks": n, "dtype": dtype_name, **sizes},
                         build={impl: partial(build, impl) for impl in impls},
                         size_bytes=sizes["total_bytes"],
-                        busbw_factor=(n - 1) / n,  # as of one reduce-scatter; see collectives.busbw_factor
+                        busbw_factor=busbw_factor("reduce_scatter", n),
                     )
 
 

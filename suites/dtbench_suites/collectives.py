@@ -26,6 +26,7 @@ import torch.distributed as dist
 from dtbench.bench.refine import sizes_between
 from dtbench.model import Case, Param, Plan, Workload
 from dtbench.suite import Refinement, World, suite
+from dtbench_core.cost.ring import busbw_factor
 from dtbench_core.torch_compat import all_gather_single, reduce_scatter_single
 from dtbench_suites.data import (
     mesh_of_dim,
@@ -131,16 +132,6 @@ COLLECTIVES = {
 WHOLE_BUFFER = ("all_reduce", "broadcast")  # their S need not divide by the number of ranks
 
 
-def busbw_factor(collective: str, n: int) -> float | None:
-    """Bus bandwidth / algorithm bandwidth among n ranks; None for n = 1, which uses no bus.
-
-    From nccl-tests, doc/PERFORMANCE.md, "Bus bandwidth".
-    """
-    if n == 1:
-        return None
-    return {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0}.get(collective, (n - 1) / n)
-
-
 def build(
     collective: str, mesh_dim: str, groups: str, dtype: torch.dtype, size_bytes: int, world: World
 ) -> Workload:
@@ -208,7 +199,7 @@ def case_of(
         params=params_of(mesh_dim, n, groups, mode, dtype_name, size),
         build={"c10d": partial(build, collective, mesh_dim, groups, torch_dtype(dtype_name), size)},
         size_bytes=size,
-        busbw_factor=busbw_factor(collective, n),
+        busbw_factor=busbw_factor(collective, n) if n > 1 else None,  # one rank uses no bus
         calls_per_sample=calls_of(mode, size),
     )
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import _redistribute as torch_planner
 from dtbench.errors import UsageError
 from dtbench.model import Case, Param, Plan, Workload
 from dtbench.suite import World, suite
-from dtbench_core.cost.search import Topology, TopologyError
+from dtbench_core.cost.topology import Topology, TopologyError
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.redistribute import route as redistribute
 from dtbench_suites.data import MOVED_VALUES, hush_all_to_all, mismatch, shared_dims, torch_dtype
@@ -172,7 +172,7 @@ def topology_of(plan: Plan) -> Topology | None:
         return None
     try:
         topology = Topology.load(Path(path))
-        topology.info_of(shared_dims(plan))
+        topology.constants(shared_dims(plan))
     except TopologyError as error:
         raise UsageError(f"--topology {path}: {error}") from error
     return topology

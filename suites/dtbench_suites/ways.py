@@ -25,14 +25,9 @@ from torch.distributed.tensor._op_schema import OpSchema
 
 import dtbench_core
 from dtbench_core.cost import search as cost
-from dtbench_core.cost.search import MeshTopoInfo, Transition
-from dtbench_core.cost.topology import (
-    INTER_HOST_BANDWIDTH_FACTOR,
-    INTER_HOST_LATENCY_US,
-    INTRA_HOST_BANDWIDTH,
-    INTRA_HOST_LATENCY_US,
-    Topology,
-)
+from dtbench_core.cost.ring import INTER_HOST, INTRA_HOST, Link
+from dtbench_core.cost.search import Transition
+from dtbench_core.cost.topology import MeshConstants, Topology
 
 Placed = tuple[str, ...]  # a placement per mesh dim: ("S(0)", "P")
 Dims = Sequence[tuple[str, int]]  # mesh dims: name, ranks
@@ -40,10 +35,8 @@ Dims = Sequence[tuple[str, int]]  # mesh dims: name, ranks
 LONGEST = 3
 # The best so many by each model are measured.
 BEST_OF_EACH = 2
-INTRA = (INTRA_HOST_BANDWIDTH, INTRA_HOST_LATENCY_US)
-INTER = (INTRA_HOST_BANDWIDTH * INTER_HOST_BANDWIDTH_FACTOR, INTER_HOST_LATENCY_US)
 # Slow enough that bytes alone decide, and no hop counts.
-BYTES_ALONE = (1e-6, 0.0)
+BYTES_ALONE = Link(1e-6, 0.0)
 
 
 @dataclass(frozen=True)
@@ -104,18 +97,14 @@ def shared_bytes(
 # ------------------------------------------------------------------------------- the models that propose
 
 
-def proposers(dims: Dims, topology: Topology | None) -> list[MeshTopoInfo]:
+def proposers(dims: Dims, topology: Topology | None) -> list[MeshConstants]:
     """Models whose favourites are measured: every guess of which mesh dims cross hosts, bytes alone, and
     the measured topology where there is one."""
     ranks = tuple(n for _, n in dims)
-    guesses = [*itertools.product((INTRA, INTER), repeat=len(dims)), (BYTES_ALONE,) * len(dims)]
-    # No mesh: it is only carried along.
-    infos = [
-        MeshTopoInfo(None, ranks, [g[0] for g in guess], [g[1] for g in guess])  # type: ignore[arg-type]
-        for guess in guesses
-    ]
+    guesses = [*itertools.product((INTRA_HOST, INTER_HOST), repeat=len(dims)), (BYTES_ALONE,) * len(dims)]
+    infos = [MeshConstants.of_links(ranks, guess) for guess in guesses]
     if topology is not None:
-        infos.append(topology.info_of(dims))
+        infos.append(topology.constants(dims))
     return infos
 
 
@@ -212,7 +201,7 @@ def with_collectives(
 ) -> Iterator[Transition]:
     """torch's steps as the core's planner writes them, so that equal steps are equal."""
     state = list(src)
-    info = MeshTopoInfo(mesh, tuple(mesh.shape), [1.0] * mesh.ndim, [1.0] * mesh.ndim)
+    info = MeshConstants.of_links(mesh.shape, [Link(1.0, 1.0)] * mesh.ndim)
     for step in chain:
         (d,) = step.mesh_dims
         after = [*state[:d], text_of(step.dst[0]), *state[d + 1 :]]
@@ -271,7 +260,7 @@ def ways_of_product(
 
 
 def product_legs(
-    product: Product, strategy: Sequence[tuple[str, str]], itemsize: int, info: MeshTopoInfo, together: bool
+    product: Product, strategy: Sequence[tuple[str, str]], itemsize: int, info: MeshConstants, together: bool
 ) -> tuple[float, Way] | None:
     """(us, way) by the cheapest chains; None where a chain does not exist."""
     ends = {

@@ -10,11 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from dtbench_core.cost.curve import GIB, Curve
-from dtbench_core.cost.topology import SENDING, MeshTopoInfo
-
-# PyTorch's surcharge on Shard -> Shard; here it stands for the copies around the exchange.
-ALL_TO_ALL_PENALTY_US = 1.0
+from dtbench_core.cost.curve import Curve
+from dtbench_core.cost.ring import GIB, Ring
+from dtbench_core.cost.topology import SENDING, MeshConstants
 
 
 class PlacementLike(Protocol):
@@ -49,44 +47,14 @@ def _called(kind: Kind) -> str:
     return f"S({min(kind.dim, 1)})" if kind.letter == "S" else kind.letter
 
 
-class Ring(NamedTuple):
-    """The ranks that take part, and the constants between neighbours."""
-
-    ranks: int
-    bandwidth: float  # GiB/s
-    latency_us: float  # per hop
-    base_us: float
-
-    @staticmethod
-    def of(topo: MeshTopoInfo, mesh_dim: int) -> Ring:
-        return Ring(
-            topo.mesh_dim_devices[mesh_dim],
-            topo.mesh_dim_bandwidth[mesh_dim],
-            topo.mesh_dim_latency[mesh_dim],
-            topo.base_latency_us,
-        )
-
-    @staticmethod
-    def through(topo: MeshTopoInfo, mesh_dims: Sequence[int]) -> Ring:
-        """One ring through the ranks of several mesh dims: every hop is taken for the slowest of theirs."""
-        return Ring(
-            math.prod(topo.mesh_dim_devices[d] for d in mesh_dims),
-            min(topo.mesh_dim_bandwidth[d] for d in mesh_dims),
-            max(topo.mesh_dim_latency[d] for d in mesh_dims),
-            topo.base_latency_us,
-        )
-
-    def us(self, gib: float, trips: int = 1) -> float:
-        hops = trips * (self.ranks - 1)
-        seconds = (gib * hops / self.ranks) / self.bandwidth
-        return self.base_us + hops * self.latency_us + seconds * 1e6
-
-    def change_us(self, src: str, dst: str, held_gib: float) -> float:
-        """us of the collective between two letters, when each rank holds `held_gib` GiB before."""
-        if src == "P":
-            return self.us(held_gib, trips=2 if dst == "R" else 1)
-        gathered = self.us(held_gib * self.ranks)
-        return gathered if dst == "R" else min(self.us(held_gib) + ALL_TO_ALL_PENALTY_US, gathered)
+def ring_of(topo: MeshConstants, mesh_dims: Sequence[int]) -> Ring:
+    """One ring through the ranks of the mesh dims: every hop is taken for the slowest of theirs."""
+    return Ring(
+        math.prod(topo.mesh_dim_devices[d] for d in mesh_dims),
+        min(topo.mesh_dim_bandwidth[d] for d in mesh_dims),
+        max(topo.mesh_dim_latency[d] for d in mesh_dims),
+        topo.base_latency_us,
+    )
 
 
 class DimPrices(NamedTuple):
@@ -96,9 +64,9 @@ class DimPrices(NamedTuple):
     curves: Mapping[str, Curve]
 
     @staticmethod
-    def of(topo: MeshTopoInfo, mesh_dim: int) -> DimPrices:
+    def of(topo: MeshConstants, mesh_dim: int) -> DimPrices:
         curves = topo.mesh_dim_curves[mesh_dim] if topo.mesh_dim_curves else {}
-        return DimPrices(Ring.of(topo, mesh_dim), curves)
+        return DimPrices(ring_of(topo, [mesh_dim]), curves)
 
     def us(self, src: Kind, dst: Kind, held_gib: float) -> float:
         """us of a change that sends something, when each rank holds `held_gib` GiB before."""
@@ -123,7 +91,7 @@ class DimPrices(NamedTuple):
         return min(self.curves[name].us(0.0) for name in SENDING)
 
 
-def joint_prices(topo: MeshTopoInfo, mesh_dims: Sequence[int]) -> DimPrices | None:
+def joint_prices(topo: MeshConstants, mesh_dims: Sequence[int]) -> DimPrices | None:
     """The prices of one collective over all ranks of several mesh dims.
 
     None where the mesh dims were measured one by one but not together: a formula beside measured times
@@ -132,4 +100,4 @@ def joint_prices(topo: MeshTopoInfo, mesh_dims: Sequence[int]) -> DimPrices | No
     measured = any(topo.mesh_dim_curves[d] for d in mesh_dims) if topo.mesh_dim_curves else False
     if measured and not topo.joint_curves:
         return None
-    return DimPrices(Ring.through(topo, mesh_dims), topo.joint_curves)
+    return DimPrices(ring_of(topo, mesh_dims), topo.joint_curves)

@@ -1,12 +1,7 @@
 """What a collective, and a redistribution made of collectives, is expected to cost.
 
-The model is a ring: a collective over the n ranks of a mesh dim takes
-
-    base + hops * latency + bytes * hops / n / bandwidth
-
-with hops = n - 1 for all-gather, reduce-scatter and all-to-all, and 2(n - 1) for all-reduce. The
-constants of a mesh (`MeshTopoInfo`) are topology.py's. Where a topology file holds measured times of
-the changes of placement themselves, these price a mesh dim instead of the formula (prices.py).
+A step on one mesh dim is priced by what was measured on it (`prices.py`, `curve.py`), else by the formula of a
+ring (`ring.py`), with the constants of the mesh (`topology.py`, `mesh_topology.py`).
 
 Units. Times are microseconds. Sizes and bandwidths are in **GiB** (1024^3 bytes) and GiB/s. The
 arguments are called `bytes_gb` and PyTorch writes "GB/s", but it too divides by 1024^3; taking the
@@ -34,52 +29,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench_core.cost.curve import GIB, TopologyError
-from dtbench_core.cost.prices import ALL_TO_ALL_PENALTY_US, DimPrices, Kind, PlacementLike, Ring, joint_prices
-from dtbench_core.cost.topology import (
-    BASE_LATENCY_US,
-    INTER_HOST_BANDWIDTH_FACTOR,
-    INTER_HOST_LATENCY_US,
-    INTRA_HOST_BANDWIDTH,
-    INTRA_HOST_LATENCY_US,
-    MeshTopoInfo,
-    Topology,
-    on_topology_change,
-    topology_in_use,
-    topology_of,
-    use_topology,
-)
+from dtbench_core.cost.mesh_topology import topology_of
+from dtbench_core.cost.prices import DimPrices, Kind, PlacementLike, joint_prices, ring_of
+from dtbench_core.cost.ring import GIB
+from dtbench_core.cost.topology import MeshConstants
 from dtbench_core.errors import CoreError, PlacementError
 from dtbench_core.layout.placement import REPLICATE, Shard
-
-__all__ = [
-    "ALL_TO_ALL_PENALTY_US",
-    "BASE_LATENCY_US",
-    "GIB",
-    "INTER_HOST_BANDWIDTH_FACTOR",
-    "INTER_HOST_LATENCY_US",
-    "INTRA_HOST_BANDWIDTH",
-    "INTRA_HOST_LATENCY_US",
-    "MeshTopoInfo",
-    "Topology",
-    "TopologyError",
-    "Transition",
-    "all_to_all_cost",
-    "allgather_cost",
-    "allreduce_cost",
-    "cheapest",
-    "every_chain",
-    "local_gib",
-    "on_topology_change",
-    "one_step_redistribute_cost",
-    "redistribute_cost",
-    "reduce_scatter_cost",
-    "spec_to_bytes",
-    "topology_in_use",
-    "topology_of",
-    "transition_cost",
-    "use_topology",
-]
 
 
 class _Spec(Protocol):
@@ -96,31 +51,31 @@ class _Spec(Protocol):
 # --- collectives -----------------------------------------------------------------------------------
 
 
-def allgather_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
+def allgather_cost(bytes_gb: float, mesh_topo: MeshConstants, mesh_dim: int) -> float:
     """us to all-gather over `mesh_dim` into an output of `bytes_gb` GiB on each rank."""
-    return Ring.of(mesh_topo, mesh_dim).us(bytes_gb)
+    return ring_of(mesh_topo, [mesh_dim]).us(bytes_gb)
 
 
-def allreduce_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
+def allreduce_cost(bytes_gb: float, mesh_topo: MeshConstants, mesh_dim: int) -> float:
     """us to all-reduce `bytes_gb` GiB on each rank of `mesh_dim`: a reduce-scatter and an all-gather."""
-    return Ring.of(mesh_topo, mesh_dim).us(bytes_gb, trips=2)
+    return ring_of(mesh_topo, [mesh_dim]).us(bytes_gb, trips=2)
 
 
-def reduce_scatter_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
+def reduce_scatter_cost(bytes_gb: float, mesh_topo: MeshConstants, mesh_dim: int) -> float:
     """us to reduce-scatter an input of `bytes_gb` GiB on each rank of `mesh_dim`."""
-    return Ring.of(mesh_topo, mesh_dim).us(bytes_gb)
+    return ring_of(mesh_topo, [mesh_dim]).us(bytes_gb)
 
 
-def all_to_all_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
+def all_to_all_cost(bytes_gb: float, mesh_topo: MeshConstants, mesh_dim: int) -> float:
     """us to exchange `bytes_gb` GiB of each rank of `mesh_dim`, of which 1/n stays where it is."""
-    return Ring.of(mesh_topo, mesh_dim).us(bytes_gb)
+    return ring_of(mesh_topo, [mesh_dim]).us(bytes_gb)
 
 
 # --- one transition --------------------------------------------------------------------------------
 
 
 def transition_cost(
-    src: PlacementLike, dst: PlacementLike, local_bytes_gib: float, topo: MeshTopoInfo, mesh_dim: int
+    src: PlacementLike, dst: PlacementLike, local_bytes_gib: float, topo: MeshConstants, mesh_dim: int
 ) -> float:
     """us to go from `src` to `dst` on one mesh dim, when each rank holds `local_bytes_gib` GiB before.
 
@@ -202,7 +157,7 @@ def cheapest(
     itemsize: int,
     src: Sequence[Any],
     dst: Sequence[Any],
-    topo: MeshTopoInfo,
+    topo: MeshConstants,
     *,
     copy_us: float = 0.0,
     together: bool = False,
@@ -224,7 +179,7 @@ def every_chain(
     itemsize: int,
     src: Sequence[Any],
     dst: Sequence[Any],
-    topo: MeshTopoInfo,
+    topo: MeshConstants,
     *,
     longest: int,
     copy_us: float = 0.0,
@@ -246,7 +201,7 @@ class _Search:
         itemsize: int,
         src: Sequence[Any],
         dst: Sequence[Any],
-        topo: MeshTopoInfo,
+        topo: MeshConstants,
         copy_us: float,
         together: bool,
     ) -> None:

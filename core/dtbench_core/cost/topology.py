@@ -1,39 +1,32 @@
-"""The constants that the cost model prices a mesh with: built in, or measured and read from a file.
+"""The constants that the cost model prices a mesh with, and the topology file that measured ones come from.
 
-Bandwidths are in GiB/s (1024^3 bytes), latencies in microseconds; see cost.py for the model. The
-constants built in are PyTorch's. They describe NCCL's low-latency ring on Ampere GPUs and guess from
-the shape of the mesh which dims cross hosts, so they rarely fit the machine at hand. `use_topology`
-puts measured constants in their place.
+Bandwidths are in GiB/s (1024^3 bytes), latencies in microseconds. No torch: a topology is read and priced
+where there is none. What is asked of a DeviceMesh stands in mesh_topology.py.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
 import json
 import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.distributed.device_mesh import DeviceMesh
+from dtbench_core.cost.curve import Curve
+from dtbench_core.cost.ring import BASE_LATENCY_US, Link
+from dtbench_core.errors import CoreError
 
-from dtbench_core.cost.curve import Curve, TopologyError, number
-from dtbench_core.runtime import process
-
-# The four constants of torch/distributed/tensor/_collective_utils.py (unchanged from 2.0 to 2.13). They
-# are the Ring/LL entries for Ampere of NCCL's src/graph/tuning.cc: base latency 6.6 us, bandwidth cap
-# 87.7, NVLink hop 0.6 us, network hop 2.7 us. 0.22 is PyTorch's ratio of network to NVLink bandwidth.
-BASE_LATENCY_US = 6.6
-INTRA_HOST_BANDWIDTH = 87.7  # GiB/s as the formula uses it
-INTRA_HOST_LATENCY_US = 0.6
-INTER_HOST_BANDWIDTH_FACTOR = 0.22
-INTER_HOST_LATENCY_US = 2.7
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 TOPOLOGY_SCHEMA = 2
+
+
+class TopologyError(CoreError, ValueError):
+    """A topology that cannot be read, or that says nothing about the mesh asked for."""
+
 
 # Where the file holds no measured changes of placement: the collective that does most of each. The
 # copies that put a tensor in order are not in its time.
@@ -48,16 +41,17 @@ SENDING = tuple(name for names in _STANDS_FOR.values() for name in names)
 
 
 @dataclass(frozen=True)
-class MeshTopoInfo:
+class MeshConstants:
     """The constants of each dim of a mesh. The sequences run over the mesh dims.
 
+    mesh: None when planning for ranks that need not exist.
     mesh_dim_devices: ranks. mesh_dim_bandwidth: GiB/s. mesh_dim_latency: us per hop.
     base_latency_us: of every collective. source: where the numbers come from. mesh_dim_curves: what
     changes of placement were measured to take, by name ("S(0)->R"); where there are any, they price the
     mesh dim, and its constants only what was not measured. joint_curves: the same of all mesh dims at once.
     """
 
-    mesh: DeviceMesh
+    mesh: DeviceMesh | None
     mesh_dim_devices: Sequence[int]
     mesh_dim_bandwidth: Sequence[float]
     mesh_dim_latency: Sequence[float]
@@ -67,32 +61,10 @@ class MeshTopoInfo:
     joint_curves: Mapping[str, Curve] = field(default_factory=dict)
 
     @staticmethod
-    @functools.lru_cache(maxsize=256)
-    def build_from_mesh(mesh: DeviceMesh) -> MeshTopoInfo:
-        """The built-in constants, by PyTorch's rule: a dim crosses hosts once it and the dims inside it
-        hold more ranks than a host has devices. The same object for the same mesh."""
-        devices_per_host = torch.get_device_module(mesh.device_type).device_count()
-        bandwidth = [INTRA_HOST_BANDWIDTH] * mesh.ndim
-        latency = [INTRA_HOST_LATENCY_US] * mesh.ndim
-        inside = 1
-        for dim in reversed(range(mesh.ndim)):
-            inside *= mesh.size(dim)
-            if inside > devices_per_host:
-                bandwidth[dim] *= INTER_HOST_BANDWIDTH_FACTOR
-                latency[dim] = INTER_HOST_LATENCY_US
-        return MeshTopoInfo(mesh, tuple(mesh.shape), tuple(bandwidth), tuple(latency))
-
-    @staticmethod
-    def from_topology(topology: str | Path | Mapping[str, Any], mesh: DeviceMesh) -> MeshTopoInfo:
-        """The measured constants of a topology file (or its content) for this mesh.
-
-        Every dim of the mesh is looked up by name and must have been measured with as many ranks; a dim of
-        one rank need not be there. A mesh may have fewer dims than the file, in any order.
-
-        Raises:
-            TopologyError: unreadable or malformed topology, or a mesh dim that it does not hold.
-        """
-        return Topology.load(topology).info(mesh)
+    def of_links(ranks: Sequence[int], links: Sequence[Link], source: str = "built-in") -> MeshConstants:
+        """Mesh dims of so many ranks, joined by these."""
+        bandwidths, latencies = zip(*links, strict=True)
+        return MeshConstants(None, tuple(ranks), bandwidths, latencies, source=source)
 
 
 @dataclass(frozen=True)
@@ -160,32 +132,12 @@ class Topology:
             raise TopologyError(
                 f"{source}: got dims {names}, expected each name once: remove the repeated ones"
             )
-        base = number(
+        base = _number(
             content.get("base_latency_us", BASE_LATENCY_US), f"{source}: base_latency_us", zero=True
         )
         return cls(source, str(content.get("device_type", "")), base, parsed)
 
-    def info(self, mesh: DeviceMesh) -> MeshTopoInfo:
-        """The constants of this mesh.
-
-        Raises:
-            TopologyError: a dim of the mesh has no name, is not in the topology, or has another size; or
-                the device type is another.
-        """
-        if self.device_type and self.device_type != mesh.device_type:
-            raise TopologyError(
-                f"{self.source} was measured on {self.device_type!r}, the mesh is on {mesh.device_type!r}: "
-                "calibrate on the device that is used"
-            )
-        names = mesh.mesh_dim_names
-        if names is None:
-            raise TopologyError(
-                f"the mesh of shape {tuple(mesh.shape)} has no dim names, expected some of "
-                f"{self._held()}: pass mesh_dim_names when making the mesh"
-            )
-        return self.info_of(list(zip(names, mesh.shape, strict=True)), mesh)
-
-    def info_of(self, dims: Sequence[tuple[str, int]], mesh: DeviceMesh | None = None) -> MeshTopoInfo:
+    def constants(self, dims: Sequence[tuple[str, int]]) -> MeshConstants:
         """The constants of a mesh of these dims (name, ranks), which need not exist: for planning ahead.
 
         Raises:
@@ -198,12 +150,12 @@ class Topology:
             dim = held.get((name, size), DimConstants(name, 1, math.inf, 0.0) if size == 1 else None)
             if dim is None:
                 raise TopologyError(
-                    f"{self.source} holds {self._held()}, not the mesh dim {name}={size}: "
+                    f"{self.source} holds {self.held()}, not the mesh dim {name}={size}: "
                     "calibrate with this mesh, or name the dim as it was measured"
                 )
             found.append(dim)
-        return MeshTopoInfo(
-            mesh,  # type: ignore[arg-type]
+        return MeshConstants(
+            None,
             tuple(dim.ranks for dim in found),
             tuple(dim.bandwidth for dim in found),
             tuple(dim.latency_us for dim in found),
@@ -221,7 +173,8 @@ class Topology:
                 return dim.curves
         return {}
 
-    def _held(self) -> str:
+    def held(self) -> str:
+        """Its mesh dims, in words."""
         return ", ".join(f"{dim.name}={dim.ranks}" for dim in self.dims)
 
 
@@ -233,8 +186,8 @@ def _parse_dim(dim: object, where: str) -> DimConstants:
         raise TopologyError(f"{where}.name: got {name!r}, expected the name of a mesh dim: calibrate again")
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise TopologyError(f"{where}.ranks: got {ranks!r}, expected a count of at least 1: calibrate again")
-    bandwidth = number(dim.get("bandwidth_GiBps"), f"{where}.bandwidth_GiBps")
-    latency = number(dim.get("latency_us_per_hop"), f"{where}.latency_us_per_hop", zero=True)
+    bandwidth = _number(dim.get("bandwidth_GiBps"), f"{where}.bandwidth_GiBps")
+    latency = _number(dim.get("latency_us_per_hop"), f"{where}.latency_us_per_hop", zero=True)
     return DimConstants(name, ranks, bandwidth, latency, _parse_curves(dim, where))
 
 
@@ -244,11 +197,11 @@ def _parse_curves(dim: Mapping[str, Any], where: str) -> dict[str, Curve]:
     collectives = _object(dim.get("collectives"), f"{where}.collectives")
     for collective, names in _STANDS_FOR.items():
         if collective in collectives:
-            curve = Curve.parse(collectives[collective], f"{where}.collectives.{collective}")
+            curve = read_curve(collectives[collective], f"{where}.collectives.{collective}")
             curves |= dict.fromkeys(names, curve)
     measured = _object(dim.get("transitions"), f"{where}.transitions")
     for name, content in _object(measured.get("core"), f"{where}.transitions.core").items():
-        curves[str(name)] = Curve.parse(content, f"{where}.transitions.core.{name}")
+        curves[str(name)] = read_curve(content, f"{where}.transitions.core.{name}")
     # A mesh dim is priced by its curves or by its constants, not by some of each: they disagree.
     return curves if curves.keys() >= set(SENDING) else {}
 
@@ -261,78 +214,31 @@ def _object(value: object, where: str) -> Mapping[str, Any]:
     return value
 
 
-# --- which constants are in use --------------------------------------------------------------------
-
-_listeners: list[Callable[[], None]] = []
-
-
-class _InUse:
-    """What `use_topology` returns: undo by `restore()`, or at the end of a `with`."""
-
-    def __init__(self, previous: Topology | None) -> None:
-        self._previous = previous
-        self._done = False
-
-    def restore(self) -> None:
-        """Puts back what was in use before. A second call does nothing."""
-        if not self._done:
-            self._done = True
-            _switch(self._previous)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.restore()
-
-
-def use_topology(topology: str | Path | Mapping[str, Any] | Topology | None) -> _InUse:
-    """Prices redistributions with measured constants from now on; None means the built-in ones.
-
-    Takes effect at once, for the whole process. Use it as a context manager, or keep what it returns and
-    call `restore()`. Every rank must use the same topology: ranks that plan differently wait for each
-    other forever. A mesh that the topology does not hold is priced by the built-in constants, with a
-    warning.
+def read_curve(content: object, where: str) -> Curve:
+    """A curve of a topology file.
 
     Raises:
-        TopologyError: the topology cannot be read; nothing changes then.
+        TopologyError: with what is wrong and where.
     """
-    loaded = topology if topology is None or isinstance(topology, Topology) else Topology.load(topology)
-    undo = _InUse(process.topology)
-    _switch(loaded)
-    return undo
+    table = content.get("table") if isinstance(content, Mapping) else None
+    if not isinstance(content, Mapping) or not isinstance(table, list) or not table:
+        raise TopologyError(f"{where}: got no table of sizes and times, expected one: calibrate again")
+    rows = [row if isinstance(row, Mapping) else {} for row in table]
+    sizes = [_number(r.get("size_bytes"), f"{where}.table[{i}].size_bytes") for i, r in enumerate(rows)]
+    times = [_number(r.get("time_us"), f"{where}.table[{i}].time_us") for i, r in enumerate(rows)]
+    pairs = itertools.pairwise(zip(sizes, times, strict=True))
+    if any(size >= next_size or us > next_us for (size, us), (next_size, next_us) in pairs):
+        raise TopologyError(
+            f"{where}.table: got sizes or times out of order, expected larger sizes that take no less time: "
+            "calibrate again"
+        )
+    return Curve(tuple(int(size) for size in sizes), tuple(times))
 
 
-def topology_in_use() -> Topology | None:
-    """The measured topology, or None while the built-in constants are used."""
-    return process.topology
-
-
-def on_topology_change(listener: Callable[[], None]) -> None:
-    """Calls `listener` after every change, so that what was decided by cost can be forgotten."""
-    _listeners.append(listener)
-
-
-def topology_of(mesh: DeviceMesh) -> MeshTopoInfo:
-    """The constants that price this mesh: of the topology in use, else the built-in ones."""
-    if process.topology is None:
-        return MeshTopoInfo.build_from_mesh(mesh)
-    info = process.mesh_constants.get(mesh)
-    if info is None:
-        try:
-            info = process.topology.info(mesh)
-        except TopologyError as error:
-            warnings.warn(f"{error}. The built-in constants price this mesh instead.", stacklevel=2)
-            info = MeshTopoInfo.build_from_mesh(mesh)
-        process.mesh_constants[mesh] = info
-    return info
-
-
-def _switch(topology: Topology | None) -> None:
-    process.topology = topology
-    process.mesh_constants.clear()
-    process.clear_caches()
-    for listener in _listeners:
-        listener()
+def _number(value: Any, where: str, *, zero: bool = False) -> float:
+    """A field that must be a finite number above 0, or at least 0."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value < 0 or (value == 0 and not zero):
+        bound = "at least 0" if zero else "above 0"
+        raise TopologyError(f"{where}: got {value!r}, expected a finite number {bound}: calibrate again")
+    return float(value)

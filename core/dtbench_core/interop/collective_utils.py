@@ -2,7 +2,7 @@
 `_collective_utils`, by the same names.
 
 The core's own redistribution does not pass through here (see redistribute.py); these are for code that
-is written against them. The cost functions are cost.py's, the constants of a mesh topology.py's.
+is written against them. The cost functions are cost/search.py's, the constants of a mesh cost/mesh_topology.py's.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core import comm
+from dtbench_core.cost.mesh_topology import MeshTopoInfo
 from dtbench_core.cost.search import (
     all_to_all_cost,
     allgather_cost,
@@ -25,7 +26,6 @@ from dtbench_core.cost.search import (
     reduce_scatter_cost,
     spec_to_bytes,
 )
-from dtbench_core.cost.topology import MeshTopoInfo
 from dtbench_core.errors import ArgumentError, LayoutError
 from dtbench_core.layout.placement import REPLICATE, Shard
 from dtbench_core.layout.spec import TensorMeta

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from dtbench_core.cost import search as cost
+from dtbench_core.cost.mesh_topology import topology_of
+from dtbench_core.cost.ring import LOCAL_COPY_US
 from dtbench_core.errors import PlacementError
 from dtbench_core.layout.local_shards import plain_part
 from dtbench_core.layout.placement import REPLICATE, Placement, Placements, describe, local_extents
@@ -117,10 +119,6 @@ def _bytes(count: int) -> str:
 
 # ---- planning (pure) ----
 
-# Cutting a replica sends nothing but copies, as the reshuffle of an all-to-all does: priced alike, so
-# that gathering and cutting is never cheaper than exchanging.
-LOCAL_COPY_US = cost.ALL_TO_ALL_PENALTY_US
-
 # A plan holds a few hundred bytes; at the bound the oldest goes first.
 MAX_PLANS = 4096
 
@@ -172,7 +170,7 @@ def plan_of(tensor: Wrapper | DTensorSpec, placements: Sequence[Placement] | Non
     """How `redistribute(placements=placements)` would move `tensor` (or a tensor of that spec).
 
     Nothing is sent. Printed, the route shows a line per step with the bytes and microseconds that the
-    cost model expects; `dtbench_core.cost.search.use_topology` makes these your machine's.
+    cost model expects; `dtbench_core.cost.use_topology` makes these your machine's.
 
     Raises:
         PlacementError: as redistribute would.
@@ -200,7 +198,7 @@ def _find(src: DTensorSpec, dst: Placements) -> Route:
         src.dtype.itemsize,
         src.placements,
         dst,
-        cost.topology_of(info.mesh),
+        topology_of(info.mesh),
         copy_us=LOCAL_COPY_US,
         together=info.whole is not None,
     )

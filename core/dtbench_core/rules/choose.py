@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 
 from dtbench_core.cost import search as cost
+from dtbench_core.cost.mesh_topology import topology_of
 from dtbench_core.errors import PlacementError
 from dtbench_core.layout.placement import (
     Placement,
@@ -127,7 +128,7 @@ def _best(
     for row in allowed:
         if row.inputs == given:
             return row
-    topology = cost.topology_of(info.mesh)
+    topology = topology_of(info.mesh)
     held_gib = [cost.local_gib(s.shape, s.dtype, s.placements, info.sizes) for s in call.inputs]
     best, lowest = None, math.inf
     for row in allowed:

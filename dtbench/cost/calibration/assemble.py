@@ -15,20 +15,10 @@ from typing import Any
 import numpy as np
 
 from dtbench.cost.calibration import intervals
-from dtbench.cost.calibration.curve import end_slope
 from dtbench.cost.calibration.fit import Array, Line, accuracy, fit_curve, fit_ring, rising
 from dtbench.cost.calibration.layout import crosses_hosts
 from dtbench.cost.calibration.measured import Measured, measured_dims
 from dtbench.cost.calibration.points import Point, Series
-from dtbench.cost.calibration.ring import (
-    BASE_LATENCY_US,
-    GIB,
-    INTER_HOST,
-    INTRA_HOST,
-    RING_COLLECTIVES,
-    hops,
-    ring_us,
-)
 from dtbench.cost.calibration.setups import (
     backend,
     check_same_setup,
@@ -37,9 +27,12 @@ from dtbench.cost.calibration.setups import (
     provenance,
     version_warnings,
 )
+from dtbench.cost.price import ring_us
 from dtbench.errors import UsageError
 from dtbench.files.topology import SCHEMA
 from dtbench.model import Run
+from dtbench_core.cost.curve import Curve
+from dtbench_core.cost.ring import BASE_LATENCY_US, GIB, INTER_HOST, INTRA_HOST, RING_COLLECTIVES, Ring, hops
 
 ONE_LAUNCH = "within one launch only: too narrow"
 
@@ -187,8 +180,8 @@ def _end(series: Series, sizes: Array, measured: Array) -> dict[str, Any]:
         return nothing
 
     def slope(times_us: Array) -> tuple[float]:
-        rows = [{"size_bytes": s, "time_us": t} for s, t in zip(sizes, rising(times_us), strict=True)]
-        return (end_slope(rows) * GIB / 1e6,)  # seconds per GiB
+        curve = Curve(tuple(sizes), tuple(rising(times_us)))
+        return (curve.end_slope() * GIB / 1e6,)  # seconds per GiB
 
     (end,), ((low, high),) = slope(measured), intervals.fitted(series.points, slope)
     # Times that do not grow with size say nothing of a bandwidth.
@@ -226,7 +219,7 @@ def _line(series: Series, sizes: Array, measured: Array) -> dict[str, Any]:
 
 # -------------------------------------------------------------------------------- the ring's constants
 
-Ring = Sequence[tuple[str, Point]]  # collective, point
+RingPoints = Sequence[tuple[str, Point]]  # collective, point
 
 
 def _of(dim: Measured, name: str) -> tuple[Point, ...]:
@@ -250,22 +243,24 @@ def _builtin(layout: Mapping[str, Any], residuals: Mapping[str, Any], ranks: int
     crosses = crosses_hosts(layout)
     if crosses is None:
         return None
-    constants = INTER_HOST if crosses else INTRA_HOST
+    link = INTER_HOST if crosses else INTRA_HOST
+    ring = Ring(ranks, *link)
     logs = np.log(
         [
-            ring_us(p["collective"], p["size_bytes"], ranks, constants) * 1e-6 / p["measured_s"]
+            ring.collective_us(p["collective"], p["size_bytes"]) * 1e-6 / p["measured_s"]
             for p in residuals["points"]
         ]
     )
     return {
-        **constants,
+        "bandwidth_GiBps": link.bandwidth,
+        "latency_us_per_hop": link.latency_us,
         "layout": "inter-host" if crosses else "intra-host",
         "predicted_over_measured": float(np.exp(logs.mean())),
         "geometric_mean_ratio": float(np.exp(np.abs(logs).mean())),
     }
 
 
-def _residuals(ring: Ring, ranks: int, constants: Mapping[str, float]) -> dict[str, Any]:
+def _residuals(ring: RingPoints, ranks: int, constants: Mapping[str, float]) -> dict[str, Any]:
     predicted = [ring_us(name, p.size_bytes, ranks, constants) for name, p in ring]
     return {
         **accuracy(predicted, [p.measured_us for _, p in ring]),
@@ -309,7 +304,7 @@ def _warnings_about_data(dim: Measured) -> list[str]:
     return warnings
 
 
-def _warnings_about_fit(ring: Ring, ranks: int, line: Line, residuals: Mapping[str, Any]) -> list[str]:
+def _warnings_about_fit(ring: RingPoints, ranks: int, line: Line, residuals: Mapping[str, Any]) -> list[str]:
     sizes = sorted({p.size_bytes for _, p in ring})
     ratio = sizes[-1] / sizes[0]
     warnings = []

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression, least_squares
 
-from dtbench.cost.calibration.ring import BASE_LATENCY_US, GIB, hops
+from dtbench_core.cost.ring import BASE_LATENCY_US, GIB, hops
 
 Array = NDArray[np.float64]
 

@@ -7,16 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from dtbench.cost.calibration.curve import price
 from dtbench.cost.calibration.layout import crosses_hosts
-from dtbench.cost.calibration.ring import (
-    GIB,
-    INTER_HOST,
-    INTRA_HOST,
-    RING_COLLECTIVES,
-    guessed_constants,
-    ring_us,
-)
+from dtbench.cost.price import price, ring_us
+from dtbench_core.cost.ring import GIB, INTER_HOST, INTRA_HOST, RING_COLLECTIVES, Link, Ring, guessed_links
 
 # In order of what they know. The noise floor is no model: one launch's times as the forecast of another's.
 WORDS = {
@@ -42,11 +35,8 @@ class Models:
         self, dims: Sequence[Mapping[str, Any]], mesh: Mapping[str, Any], devices_per_host: int | None
     ) -> None:
         self.dims = {dim["name"]: dim for dim in dims}
-        self._guessed = {
-            name: guessed_constants(mesh["shape"], index, devices_per_host)
-            for index, name in enumerate(mesh["dim_names"])
-            if devices_per_host is not None
-        }
+        links = [] if devices_per_host is None else guessed_links(mesh["shape"], devices_per_host)
+        self._guessed = dict(zip(mesh["dim_names"], links, strict=False))
         self._scale = self._fitted_scale()
 
     def curve(self, dim: str, what: str, name: str) -> Mapping[str, Any] | None:
@@ -63,10 +53,10 @@ class Models:
         if what == COLLECTIVES and name in RING_COLLECTIVES:
             ranks = self.dims[dim]["ranks"]
             if dim in self._guessed:
-                predicted["builtin"] = ring_us(name, size_bytes, ranks, self._guessed[dim])
-            constants = self._right_layout(dim)
-            if constants is not None:
-                predicted["builtin_layout"] = ring_us(name, size_bytes, ranks, constants)
+                predicted["builtin"] = Ring(ranks, *self._guessed[dim]).collective_us(name, size_bytes)
+            link = self._right_layout(dim)
+            if link is not None:
+                predicted["builtin_layout"] = Ring(ranks, *link).collective_us(name, size_bytes)
                 predicted["builtin_scaled"] = predicted["builtin_layout"] * self._scale
             if self.dims[dim].get("bandwidth_GiBps"):
                 predicted["ring"] = ring_us(name, size_bytes, ranks, self.dims[dim])
@@ -79,7 +69,7 @@ class Models:
             predicted["table"] = price(curve, size_bytes).time_us
         return predicted
 
-    def _right_layout(self, dim: str) -> Mapping[str, float] | None:
+    def _right_layout(self, dim: str) -> Link | None:
         crosses = crosses_hosts(self.dims[dim]["layout"])
         return None if crosses is None else INTER_HOST if crosses else INTRA_HOST
 
@@ -89,9 +79,9 @@ class Models:
         The median of the logs, which makes the mean of |log| least, the metric that is reported.
         """
         logs = [
-            np.log(row["measured_us"] / ring_us(name, row["size_bytes"], dim["ranks"], constants))
+            np.log(row["measured_us"] / Ring(dim["ranks"], *link).collective_us(name, row["size_bytes"]))
             for dim in self.dims.values()
-            if (constants := self._right_layout(dim["name"])) is not None
+            if (link := self._right_layout(dim["name"])) is not None
             for name in RING_COLLECTIVES
             if name in dim["collectives"]
             for row in dim["collectives"][name]["table"]

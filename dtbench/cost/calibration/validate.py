@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 
 from dtbench.cost.calibration.assemble import calibrate_dim, curves_of, why_left_out
-from dtbench.cost.calibration.curve import price
 from dtbench.cost.calibration.measured import Measured, measured_dims
 from dtbench.cost.calibration.models import COLLECTIVES, WORDS, Models, devices_per_host
 from dtbench.cost.calibration.points import Point, Series
-from dtbench.cost.calibration.ring import RING_COLLECTIVES
 from dtbench.cost.calibration.setups import backend, check_same_setup, device_type, version_warnings
+from dtbench.cost.price import price
 from dtbench.errors import UsageError
 from dtbench.model import Run
+from dtbench_core.cost.ring import RING_COLLECTIVES
 
 KIB, MIB = 1024, 1024**2
 REGIMES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any, Literal
 import jinja2
 
 import dtbench
-from dtbench.cost.calibration.curve import price
-from dtbench.cost.calibration.ring import BASE_LATENCY_US, GIB
+from dtbench.cost.price import times_of
 from dtbench.errors import UsageError
 from dtbench.files.atomic import write_atomically
+from dtbench_core.cost.curve import Curve
+from dtbench_core.cost.ring import BASE_LATENCY_US
 
 Target = Literal["torch", "inductor"]
 TARGETS: tuple[Target, ...] = ("torch", "inductor")
@@ -32,9 +34,6 @@ COLLECTIVE_OF = {
 SHARD_TO_SHARD = ("S(0)->S(1)", "S(1)->S(0)")
 ALL_TO_ALL = "all_to_all"
 INDUCTOR_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
-
-Row = tuple[int, float]  # size_bytes, time_us
-Curve = tuple[float, tuple[Row, ...]]  # us per GiB beyond the last row, rows
 
 
 def export(topology: Mapping[str, Any], target: Target, path: Path) -> None:
@@ -68,6 +67,7 @@ def render(topology: Mapping[str, Any], target: Target, module: str = "topology"
         },
         ranks={dim["name"]: dim["ranks"] for dim in topology["dims"]},
         curves=dict(curves),
+        price=inspect.getsource(Curve).rstrip(),
         all_to_all=ALL_TO_ALL,
         versions=" and ".join(TORCH_VERSIONS),
         newest=TORCH_VERSIONS[-1],
@@ -146,27 +146,16 @@ def _placement_curves(topology: Mapping[str, Any]) -> Iterator[tuple[tuple[str, 
             made_of = COLLECTIVE_OF.get(change, "all_gather" if on_cpu else None)
             curve = measured.get(change) or collectives.get(made_of)
             if curve is not None:
-                yield (dim["name"], change), _curve(curve)
+                yield (dim["name"], change), times_of(curve)
         if ALL_TO_ALL in collectives and not on_cpu and not all(c in measured for c in SHARD_TO_SHARD):
-            yield (dim["name"], ALL_TO_ALL), _curve(collectives[ALL_TO_ALL])
+            yield (dim["name"], ALL_TO_ALL), times_of(collectives[ALL_TO_ALL])
 
 
 def _collective_curves(topology: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Curve]]:
     for dim in topology["dims"]:
         for name in INDUCTOR_COLLECTIVES:
             if name in dim["collectives"]:
-                yield (dim["name"], name), _curve(dim["collectives"][name])
-
-
-def _curve(curve: Mapping[str, Any]) -> Curve:
-    """As `price` reads it: below the first row and beyond the last it is a straight line too."""
-    rows = tuple((row["size_bytes"], row["time_us"]) for row in curve["table"])
-    (first, first_us), (last, last_us) = rows[0], rows[-1]
-    beyond = (price(curve, 2 * last).time_us - last_us) / last * GIB
-    if first == 1:
-        return beyond, rows
-    one_us = price(curve, 1).time_us
-    return beyond, ((0, max(one_us - (first_us - one_us) / (first - 1), 0.0)), *rows)
+                yield (dim["name"], name), times_of(dim["collectives"][name])
 
 
 def _is_export(head: str) -> bool:

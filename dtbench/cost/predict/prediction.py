@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtbench.cost.calibration.ring import hops
 from dtbench.cost.predict.models import Model
 from dtbench.cost.predict.prices import Estimate, estimate
 from dtbench.cost.predict.shardings import (
@@ -24,6 +23,7 @@ from dtbench.cost.predict.shardings import (
     tensor_calls,
 )
 from dtbench.errors import UsageError
+from dtbench_core.cost.ring import busbw_factor
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 MAX_TOKENS = 2**40
@@ -229,7 +229,7 @@ def _variant(model: Model, schemes: tuple[str, ...], priced: Sequence[Priced]) -
         schemes,
         Total.of((p.call.count, p.one) for p in priced if p.call.where == "layer"),
         Total.of((count, p.one) for count, p in per_step),
-        sum(count * p.call.size_bytes * hops(p.call.collective, p.ranks) / p.ranks for count, p in per_step),
+        sum(count * p.call.size_bytes * busbw_factor(p.call.collective, p.ranks) for count, p in per_step),
     )
 
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dtbench.cost.calibration.curve import BEYOND_HALF_WIDTH, MAX_HALF_WIDTH, Price, price
-from dtbench.cost.calibration.ring import ring_us
+from dtbench.cost.price import BEYOND_HALF_WIDTH, Price, around, price, ring_us
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Estimate:
 
 
 def estimate(dim: Mapping[str, Any], collective: str, ranks: int, size_bytes: int) -> Estimate:
-    """One collective of `calibration.ring.RING_COLLECTIVES` on a dim of the topology. ranks: of a group, at least 2.
+    """One of the RING_COLLECTIVES on a dim of the topology. ranks: of a group, at least 2.
 
     Over other ranks than measured, the measured time is multiplied by the ratio that a ring with the dim's
     bandwidth and latency per hop has, and its interval widens by every doubling of ranks as much as by a
@@ -48,9 +47,8 @@ def estimate(dim: Mapping[str, Any], collective: str, ranks: int, size_bytes: in
     scale = ring_us(collective, size_bytes, ranks, dim) / ring_us(collective, size_bytes, measured, dim)
     half_width = max(math.log(at.high_us / at.time_us), math.log(at.time_us / at.low_us))
     per_doubling = max(half_width / (1 + math.log2(at.beyond)), BEYOND_HALF_WIDTH)
-    spread = math.exp(min(half_width + per_doubling * abs(math.log2(factor)), MAX_HALF_WIDTH))
-    time_us = at.time_us * scale
-    return Estimate(time_us, time_us / spread, time_us * spread, at.beyond, factor, by_formula)
+    at = around(at.time_us * scale, half_width + per_doubling * abs(math.log2(factor)), at.beyond)
+    return Estimate(at.time_us, at.low_us, at.high_us, at.beyond, factor, by_formula)
 
 
 def _by_formula(dim: Mapping[str, Any], collective: str, size_bytes: int) -> Price:
@@ -58,8 +56,4 @@ def _by_formula(dim: Mapping[str, Any], collective: str, size_bytes: int) -> Pri
     smallest, largest = dim["fitted_on"]["size_bytes"]
     beyond = max(1.0, size_bytes / largest, smallest / size_bytes)
     half_width = max(math.log(dim["residuals"]["worst_ratio"]), BEYOND_HALF_WIDTH) * (1 + math.log2(beyond))
-    time_us, spread = (
-        ring_us(collective, size_bytes, dim["ranks"], dim),
-        math.exp(min(half_width, MAX_HALF_WIDTH)),
-    )
-    return Price(time_us, time_us / spread, time_us * spread, beyond)
+    return around(ring_us(collective, size_bytes, dim["ranks"], dim), half_width, beyond)

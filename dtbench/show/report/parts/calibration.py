@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from dtbench.cost.calibration import price
-from dtbench.cost.calibration.ring import RING_COLLECTIVES, ring_us
 from dtbench.cost.choices import Regret
+from dtbench.cost.price import price, ring_us
 from dtbench.show.report import tables as t
 from dtbench.show.report.figures import (
     Axis,
@@ -25,6 +24,7 @@ from dtbench.show.report.figures import (
 from dtbench.show.report.parts.residuals import regret_figure, regret_table, residual_figure
 from dtbench.show.report.section import Figure, Section, capped
 from dtbench.units import format_size, significant
+from dtbench_core.cost.ring import RING_COLLECTIVES
 
 # Those that the constants are fitted to; the tables have all.
 MAX_PANELS = 6

@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dtbench.cost.calibration import price
-from dtbench.cost.calibration.ring import RING_COLLECTIVES, ring_us
 from dtbench.cost.choices import Regret
+from dtbench.cost.price import price, ring_us
 from dtbench.show.report import tables as t
 from dtbench.show.report.cases import distinct
 from dtbench.show.report.figures import Axis, Row, Series, Style, dot_panel, legend, line_panel, size_axis
 from dtbench.show.report.section import Figure
 from dtbench.units import format_size
+from dtbench_core.cost.ring import RING_COLLECTIVES
 
 RESIDUAL_STYLES = {
     "fitted": ("fitted constants", Style("s0", "o", None)),

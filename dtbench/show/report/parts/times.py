@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dtbench.cost.calibration.ring import RING_COLLECTIVES, ring_us
+from dtbench.cost.price import ring_us
 from dtbench.show.report.cases import Case, distinct
 from dtbench.show.report.figures import (
     Panel,
@@ -20,6 +20,7 @@ from dtbench.show.report.figures import (
     value_axis,
 )
 from dtbench.show.report.section import MAX_PANELS, Figure, Section, capped
+from dtbench_core.cost.ring import RING_COLLECTIVES
 
 # The change of placement that each collective does the work of.
 TRANSITION = {

@@ -1,0 +1,35 @@
+"""What `import dtbench_core` offers, from where it is defined. `__init__` loads this when a name is first used."""
+
+# ruff: noqa: F401
+# mypy: implicit-reexport
+
+from dtbench_core.bucketer import BucketError, ReduceScatterBucketer
+from dtbench_core.comm import CommCount, count_collectives
+from dtbench_core.comm_tensor import CommTensor
+from dtbench_core.dispatch.contexts import (
+    ExplicitRedistributionContext,
+    ImplicitRedistributionWarning,
+    implicit_replication,
+)
+from dtbench_core.dispatch.entry import cache_info, clear_caches
+from dtbench_core.dispatch.fallback import FallbackWarning, clear_fallbacks, fallbacks
+from dtbench_core.errors import (
+    ArgumentError,
+    CoreError,
+    LayoutError,
+    MeshError,
+    MixedTensorError,
+    NoRuleError,
+    PlacementError,
+    RedistributionError,
+)
+from dtbench_core.interop.local_map import local_map
+from dtbench_core.interop.visualize import sharding_svg, sharding_text, visualize_sharding
+from dtbench_core.layout.local_shards import LocalShardsWrapper
+from dtbench_core.layout.placement import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from dtbench_core.layout.spec import DTensorSpec, TensorMeta
+from dtbench_core.redistribute.route import explain, plan_of
+from dtbench_core.rules.register import register_sharding
+from dtbench_core.tensor.distribute import distribute_module, distribute_tensor
+from dtbench_core.tensor.dtensor import DTensor
+from dtbench_core.tensor.factories import empty, full, ones, rand, randn, zeros
