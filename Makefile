@@ -42,7 +42,7 @@ test: lint types imports unit
 coverage: install
 	@mkdir -p results
 	$(BIN)/dtbench run coverage --impl core --quick -o $(COVERAGE).jsonl > $(COVERAGE).log || test $$? -eq 5
-	$(BIN)/dtbench coverage $(COVERAGE).jsonl --baseline results/coverage-core.json
+	$(BIN)/dtbench coverage $(COVERAGE).jsonl --base results/coverage-core.json
 
 install: $(VENV)/installed
 

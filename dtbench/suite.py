@@ -108,18 +108,26 @@ def suite(
     return register
 
 
-def load(names: Iterable[str] = (), *, all_kinds: bool = False) -> list[Suite]:
+def read_builtin() -> Mapping[str, str]:
+    """The built-in suites, name -> what it measures, without importing them.
+
+    A gate's arm may be a revision that named them only: in SUITES, or in __all__ after importing them all.
+    """
+    package = importlib.import_module(BUILTIN_PACKAGE)
+    named = getattr(package, "SUITES", None) or package.__all__
+    return named if isinstance(named, Mapping) else dict.fromkeys(named, "")
+
+
+def load(names: Iterable[str] = ()) -> list[Suite]:
     """The suites asked for, in the order of the question; when none is named, the built-in ones that run
-    by default, or all.
+    by default.
 
     A name that ends in .py or holds a path separator is a user's file.
 
     Raises:
         UsageError: a name that no suite has, a file that cannot be loaded or that registers nothing.
     """
-    package = importlib.import_module(BUILTIN_PACKAGE)
-    # A gate's arm may be a revision that imported them all and named them in __all__.
-    builtin: Sequence[str] = getattr(package, "SUITES", None) or package.__all__
+    builtin = read_builtin()
     chosen: list[Suite] = []
     for name in names:
         if name.endswith(".py") or "/" in name:
@@ -132,7 +140,7 @@ def load(names: Iterable[str] = (), *, all_kinds: bool = False) -> list[Suite]:
             raise UsageError(
                 f"no suite is called {name!r}: the suites are {', '.join(builtin)}, or give the path of a .py file"
             )
-    return chosen or [s for s in map(_builtin, builtin) if all_kinds or s.by_default]
+    return chosen or [s for s in map(_builtin, builtin) if s.by_default]
 
 
 def _builtin(name: str) -> Suite:

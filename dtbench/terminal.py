@@ -1,4 +1,4 @@
-"""How the terminal is written to: consoles, tables whose figures are never cut, foreign text made harmless.
+"""How the terminal is written to: consoles, params, tables whose figures are never cut, foreign text made harmless.
 
 Numbers do not wrap; where a terminal is narrower than they need, the lines run over its edge instead. Text
 from files is shown without markup and without the control characters that would move a cursor.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -17,6 +17,9 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
+
+from dtbench.model import Param
+from dtbench.units import format_size
 
 # Wide enough that nothing wraps where no terminal reads along.
 _PIPE_WIDTH = 10_000
@@ -82,3 +85,26 @@ def printable(text: str) -> str:
 def print_json(value: Any) -> None:
     """Strict JSON: neither NaN nor infinity."""
     sys.stdout.write(json.dumps(value, allow_nan=False, indent=2) + "\n")
+
+
+def split_params(all_params: Sequence[Mapping[str, Param]]) -> tuple[list[str], dict[str, Param]]:
+    """(names whose values differ between cases, name -> value where all cases have one and the same)."""
+    names = list(dict.fromkeys(name for params in all_params for name in params))
+    values = {name: {param_text(name, params.get(name)) for params in all_params} for name in names}
+    varying = [name for name in names if len(values[name]) > 1]
+    return varying, {name: all_params[0][name] for name in names if name not in varying}
+
+
+def param_text(name: str, value: Param | None) -> str:
+    """A param's value; one that counts bytes with its unit, `-` where a case has none."""
+    if value is None:
+        return "-"
+    if isinstance(value, int) and not isinstance(value, bool) and (name == "size" or name.endswith("_bytes")):
+        return format_size(value)
+    return str(value)
+
+
+def titled(title: str, same: Mapping[str, Param]) -> str:
+    """With the params that all cases of a table share, so that they need no column."""
+    fixed = ", ".join(f"{name}={param_text(name, value)}" for name, value in same.items())
+    return f"{title}; {fixed}" if fixed else title

@@ -231,7 +231,7 @@ class GateTests:
             import tempfile
 
             from dtbench.errors import DtbenchError
-            from dtbench.judge.gate.command import gate
+            from dtbench.judge.gate.gate import gate
 
             try:
                 with tempfile.TemporaryDirectory(prefix="dtbench-gate-") as folder:
@@ -241,8 +241,9 @@ class GateTests:
         return self._report
 
     def _options(self, folder: Path) -> Any:
+        from dtbench.bench.options import parse_duration
         from dtbench.judge.gate.benchmark import Selection
-        from dtbench.judge.gate.command import GateOptions, parse_duration
+        from dtbench.judge.gate.gate import GateOptions
 
         option = self._option
         suites = dict.fromkeys(task.suite.name for task, _ in self._pairs)

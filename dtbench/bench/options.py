@@ -21,6 +21,7 @@ from dtbench.suite import Suite
 
 DeviceType = Literal["cpu", "cuda"]
 
+_UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 _MAX_SIZE_BYTES = 2**40  # 1 TiB: beyond any device's memory, so a typing error
@@ -44,6 +45,8 @@ PLANNED_FROM_BYTES, PLANNED_FACTOR = 1024, 4
 CALIBRATION_LAUNCHES = 5
 DEFAULT_CPU_RANKS = 4
 DEFAULT_TIMEOUT_S = 60.0
+# A launch of a gate with a large selection takes minutes; one that takes longer hangs.
+LAUNCH_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,15 @@ def sizes_up_to(last: int) -> tuple[int, ...]:
         sizes.append(size)
         size *= PLANNED_FACTOR
     return (*sizes, last)
+
+
+def parse_duration(text: str) -> float:
+    """`5m` -> 300 seconds. Units: s (or none), m, h."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
+    if not 0 < seconds < 1e9:
+        raise UsageError(f"{text!r} is no duration: expected a number with s, m or h, such as 5m")
+    return seconds
 
 
 def parse_list(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:

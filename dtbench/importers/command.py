@@ -1,104 +1,45 @@
-"""`dtbench import`: reads logs, says what was found in them, and writes a run."""
+"""`dtbench import` on the command line."""
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import sys
 from pathlib import Path
+from typing import Any
 
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError
-from dtbench.files.store import RunWriter
-from dtbench.importers import checks, convert
-from dtbench.importers.model import COLLECTIVES, Log, Problem, Table
-from dtbench.importers.registry import read_logs
-from dtbench.mesh import Mesh
-from dtbench.model import Result
+import click
 
-# How many problems of one log are spelled out.
-_SHOWN = 12
+from dtbench import flags
+from dtbench.mesh import parse_mesh
 
 
-def import_logs(
-    paths: Sequence[Path],
-    output: Path,
-    argv: Sequence[str],
-    *,
-    mesh: Mesh | None = None,
-    dim: str | None = None,
-    collective: str | None = None,
-    ranks: int | None = None,
-) -> tuple[int, list[str]]:
-    """Writes the run of the logs to `output`: the exit code, and what to tell the user.
+@click.command("import")
+@click.argument("files", nargs=-1, required=True, type=flags.FILE, metavar="FILE...")
+@click.option("-o", "--output", required=True, type=flags.FILE, help="The run file to write.")
+@click.option(
+    "--mesh",
+    metavar="DIMS",
+    type=parse_mesh,
+    show_default="the logs' own ranks",
+    help="The mesh whose dims the logs are of, by their ranks: dp=16,tp=8.",
+)
+@click.option("--dim", metavar="NAME", help="The dim of --mesh that all the logs are of.")
+@click.option("--collective", metavar="NAME", help="What was measured, where a log does not say: all_reduce.")
+@click.option("--ranks", type=click.IntRange(1), help="On how many ranks, where a log does not say.")
+def import_command(files: tuple[Path, ...], output: Path, **given: Any) -> int:
+    """Reads logs of other benchmarks into a run file.
 
-    Raises:
-        UnreadableRunError: a file that holds no output of a tool that is known.
-        UsageError: nothing that can be used, or logs that do not go together.
-        OutputError: the run cannot be written.
+    Of nccl-tests, rccl-tests, DeepSpeed, OSU and ml-engineering. Each row is checked (size / time = algbw,
+    busbw / algbw = the collective's factor, wrong data); one that fails is recorded with the reason and no
+    time, and the exit code is 5.
+
+    \b
+    Examples:
+      dtbench import all_reduce.log -o run.jsonl
+      dtbench import tp/*.log --mesh dp=16,tp=8 --dim tp -o tp.jsonl
     """
-    if collective is not None and collective not in COLLECTIVES:
-        raise UsageError(f"--collective {collective}: expected one of {', '.join(COLLECTIVES)}")
-    logs = read_logs(paths)
-    for log in logs:
-        checks.settle(log, collective=collective, ranks=ranks)
-    header, results = convert.to_run(logs, argv, mesh, dim)
-    writer = RunWriter.create(output, header)
-    try:
-        for result in results:
-            writer.append(result)
-        writer.end()
-    except BaseException:
-        with contextlib.suppress(OSError):
-            output.unlink()
-        raise
-    finally:
-        writer.close()
-    lines = [line for log in logs for line in report(log)] + [_total(results, output)]
-    flagged = any(r.status in ("failed", "wrong") for r in results) or any(log.failures for log in logs)
-    return EXIT_CASE_FAILED if flagged else EXIT_OK, lines
+    from dtbench.importers.import_logs import import_logs
 
-
-def report(log: Log) -> Iterator[str]:
-    """What was read of a log, and each doubt about it with its line."""
-    yield plain(f"{log.name}: {log.format}, {log.rows} rows")
-    for table in log.tables:
-        yield plain(f"  {_table(table)}")
-    problems = [*log.failures, *log.problems]
-    problems += [fault for table in log.tables if not table.refusal for fault in _faults(table)]
-    for problem in problems[:_SHOWN]:
-        yield plain(f"  ! {problem}")
-    if len(problems) > _SHOWN:
-        yield f"  ! and {len(problems) - _SHOWN} more"
-
-
-def plain(text: str) -> str:
-    """Foreign text without characters that would move a terminal's cursor."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def _table(table: Table) -> str:
-    name = table.collective or "a table"
-    if table.refusal:
-        return f"{name} at line {table.line}, {len(table.rows)} rows NOT USED: {table.refusal}"
-    hosts = {device.host for device in table.devices if device.host}
-    complete = len(table.devices) == (table.ranks or 0) * table.groups
-    where = f" on {len(hosts)} host(s)" if hosts and complete else ""
-    sizes = [row.size_bytes for row in table.rows if row.size_bytes]
-    span = f", {min(sizes)} to {max(sizes)} bytes" if sizes else ""
-    return f"{name} among {table.ranks} ranks{where} ({table.ranks_from}): {len(table.rows)} rows{span}"
-
-
-def _faults(table: Table) -> Iterator[Problem]:
-    for row in table.rows:
-        for fault in dict.fromkeys(figure.fault for figure in row.figures if figure.fault):
-            yield Problem(row.line, fault)
-
-
-def _total(results: Sequence[Result], output: Path) -> str:
-    counts = Counter(result.status for result in results)
-    usable = sum(r.suite == convert.SUITE and r.status == "ok" for r in results)
-    bad = ", ".join(f"{counts[s]} {s}" for s in ("wrong", "failed", "skipped") if counts[s])
-    return plain(
-        f"{counts['ok']} figures are in {output}, {usable} of them for dtbench calibrate"
-        + (f"; {bad}" if bad else "")
-    )
+    code, lines = import_logs(files, output, sys.argv[1:], **given)
+    for line in lines:
+        click.echo(line)
+    return code

@@ -208,7 +208,7 @@ def read_baseline(path: Path) -> Baseline:
         return Baseline(str(read["torch"]), dict(read["options"]), verdicts)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnreadableRunError(
-            f"{path} is no table of verdicts ({type(error).__name__}: {error}): expected what --save writes"
+            f"{path} is no table of verdicts ({type(error).__name__}: {error}): expected what `coverage -o` writes"
         ) from error
 
 

@@ -4,7 +4,7 @@
     calls     cases of simulated worlds: stages, frames, flame graph      (counters, frames -> spans, stages)
     world     cases of real ranks: one trace of all, on one clock         (clocks, trace, overlap, gpu)
     flame     spans -> SVG
-    command   options, and what is written where
+    profile   from the options to the folder; command: the command line
 
 `spans`, `stages`, `overlap`, `trace` and `flame` are pure: they neither import torch nor read a clock.
 """

@@ -299,11 +299,11 @@ def test_reading_a_run_as_a_frame_loads_no_torch() -> None:
 def test_json_and_comparisons_do_not_wait_for_pandas() -> None:
     code = (
         "import sys, pathlib\n"
-        "from dtbench.judge import compare; from dtbench.show import tables\n"
+        "from dtbench.judge import compare, tables as comparisons; from dtbench.show import tables\n"
         "from dtbench.tests import made_up\n"
         "run = made_up.run(made_up.NOT_OK)\n"
         "tables.print_runs([run], as_json=True)\n"
-        "tables.print_comparison(compare.compare([run], [run]))\n"
+        "comparisons.print_comparison(compare.compare([run], [run]))\n"
         "sys.exit('pandas' in sys.modules)"
     )
     root = Path(__file__).parents[2]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from dtbench.bench.options import parse_duration
 from dtbench.errors import ArmError, UsageError
 from dtbench.judge.gate import arms
 from dtbench.judge.gate.arms import open_arms, parse_variables
 from dtbench.judge.gate.benchmark import Selection, parse_selection
-from dtbench.judge.gate.command import parse_duration
 from dtbench.judge.gate.process import environment_of
 from dtbench.tests.made_up_arm import made_up_arm
 

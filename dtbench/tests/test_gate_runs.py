@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from dtbench.judge.gate import command, launcher, process
+from dtbench.judge.gate import gate as gates
+from dtbench.judge.gate import launcher, process
 from dtbench.judge.gate.arms import Arm
 from dtbench.judge.gate.benchmark import Benchmark, Selection
 from dtbench.judge.gate.sampler import FEW_BENCHMARKS, SAMPLES
@@ -38,7 +39,7 @@ def gate(dtbench: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
         def made_up(*_: Any) -> Iterator[tuple[Arm, Arm]]:
             yield made_up_arm(tmp_path / "base-arm", **base), made_up_arm(tmp_path / "head-arm", **head)
 
-        monkeypatch.setattr(command, "open_arms", made_up)
+        monkeypatch.setattr(gates, "open_arms", made_up)
         where = () if "-o" in options else ("-o", "g")
         return dtbench("gate", "--base", "env:", "--head", "env:", "fake", *where, *options)
 
@@ -62,18 +63,17 @@ def test_a_slower_head_is_a_regression_everywhere_it_is_told(
 ):
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
-    files = ("--json", "all.json", "--junit", "j.xml", "--smaller-is-better", "s.json")
-    code, out, _ = gate({}, {"SLOW": "1.10"}, *files)
+    code, out, _ = gate({}, {"SLOW": "1.10"})
     assert code == 1
     assert out.count("::error title=REGRESSION fake ") == 3
-    suite = ET.parse("j.xml").getroot()[0]
+    suite = ET.parse("g/junit.xml").getroot()[0]
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("3", "3", "0")
     assert all("(at least +" in (f.get("message") or "") for f in suite.iter("failure"))
-    everything = json.loads(Path("all.json").read_text())
+    everything = json.loads(Path("g/gate.json").read_text())
     assert everything["exit_code"] == 1
     assert everything["benchmarks"][0]["effect"]["ratio"] == pytest.approx(1.10, abs=0.01)
     assert everything["benchmarks"][0]["effect"]["pairs"] == 10
-    trend = json.loads(Path("s.json").read_text())
+    trend = json.loads(Path("g/smaller-is-better.json").read_text())
     assert [row["unit"] for row in trend] == ["us"] * 3
     assert trend[0]["value"] == pytest.approx(110, rel=0.02)
     assert (tmp_path / "summary.md").read_text().count("| REGRESSION |") == 3
@@ -140,7 +140,7 @@ def test_what_both_skip_is_left_out(gate: Gate):
 
 
 def test_a_launch_that_hangs_fails_and_the_others_are_judged(gate: Gate):
-    code, out, _ = gate({}, {"HANGS": "add"}, "--timeout", "2")
+    code, out, _ = gate({}, {"HANGS": "add"}, "--launch-timeout", "2")
     assert code == 5
     assert verdicts() == {"add": "FAILED", "mul": "PASS", "view": "PASS"}
     assert "no end after 2 s" in out

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dtbench.errors import DtbenchError, UnreadableRunError, UsageError
 from dtbench.importers import checks, convert
-from dtbench.importers.command import report
+from dtbench.importers.import_logs import report
 from dtbench.importers.model import Log, printed
 from dtbench.importers.registry import EXPECTED, parse
 from dtbench.model import Result

@@ -135,7 +135,7 @@ def test_without_a_baseline_nothing_is_called_slower() -> None:
     text = render(Sources(runs=(launches(BASE, "base"),)))
     said = Page(text).section_text["verdict"]
     assert "Measured, not compared" in said
-    assert "--baseline" in said
+    assert "--base" in said
     assert 'id="changes"' not in text
     assert "≠ baseline" not in text
 

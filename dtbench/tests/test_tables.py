@@ -14,9 +14,11 @@ import pytest
 
 from dtbench.files.schema import check_header
 from dtbench.judge.compare import compare
+from dtbench.judge.tables import print_comparison
 from dtbench.machine.doctor import Finding
+from dtbench.machine.tables import print_findings
 from dtbench.model import Result, Run
-from dtbench.show.tables import print_comparison, print_findings, print_runs
+from dtbench.show.tables import print_runs
 from dtbench.stats import summarize
 
 Capture = pytest.CaptureFixture[str]

@@ -3,16 +3,16 @@
 Reading order: `data` (what all share), then any suite; each stands alone.
 """
 
-# In the order in which they are listed and run.
-SUITES = (
-    "bucketer",
-    "collectives",
-    "coverage",
-    "dispatch",
-    "embedding",
-    "overlap",
-    "packing",
-    "redistribute",
-    "regret",
-    "tensor_parallel",
-)
+# What each measures, in the order in which they are listed and run; they are listed without importing torch.
+SUITES = {
+    "bucketer": "bucketed reduce-scatter of many small tensors",
+    "collectives": "time and bandwidth of six collectives per mesh dim",
+    "coverage": "is every op of torch's database right on distributed tensors, forward and backward (only when named)",
+    "dispatch": "host latency of an op on a DTensor, by op and placements",
+    "embedding": "lookups in tables cut by rows, by columns, or one per rank",
+    "overlap": "waiting for collectives at first use, and at once",
+    "packing": "what bundling costs the host, with nothing sent (only when named)",
+    "redistribute": "time to change a DTensor's placement, per mesh dim",
+    "regret": "the candidate ways of redistributions and products over two mesh dims, for `regret` (only when named)",
+    "tensor_parallel": "the parts of a transformer, cut over one mesh dim",
+}

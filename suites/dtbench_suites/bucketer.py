@@ -31,6 +31,7 @@ from dtbench.model import Case, Plan, Workload
 from dtbench.suite import World, suite
 from dtbench_core.cost.ring import busbw_factor
 from dtbench_core.torch_compat import reduce_scatter_single
+from dtbench_suites import SUITES
 from dtbench_suites.bucketer_reference import ReferenceBucketer
 from dtbench_suites.data import mismatch, shared_dims, sum_of_values, summed_values, torch_dtype
 
@@ -194,7 +195,7 @@ SMALL_IMPLS = ("core", "reference", "unbucketed", "limit")
 LARGE_IMPLS = ("core", "core_held", "reference", "limit", "copy")
 
 
-@suite("bucketer", world="ranks", help="bucketed reduce-scatter of many small tensors")
+@suite("bucketer", world="ranks", help=SUITES["bucketer"])
 def bucketer(plan: Plan) -> Iterator[Case]:
     sweeps: list[tuple[str, Sweep, tuple[str, ...]]] = [
         ("reduce_scatter", QUICK if plan.quick else SWEEPS[plan.device_type], SMALL_IMPLS)

@@ -28,6 +28,7 @@ from dtbench.model import Case, Param, Plan, Workload
 from dtbench.suite import Refinement, World, suite
 from dtbench_core.cost.ring import busbw_factor
 from dtbench_core.torch_compat import all_gather_single, reduce_scatter_single
+from dtbench_suites import SUITES
 from dtbench_suites.data import (
     mesh_of_dim,
     mismatch,
@@ -215,7 +216,7 @@ def refined_case(plan: Plan, collective: str, params: Mapping[str, Param]) -> Ca
 @suite(
     "collectives",
     world="ranks",
-    help="time and bandwidth of six collectives per mesh dim",
+    help=SUITES["collectives"],
     refinement=Refinement(sizes_between, refined_case),
 )
 def collectives(plan: Plan) -> Iterator[Case]:

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench.model import Case, Param, Plan, Workload
 from dtbench.suite import World, suite
+from dtbench_suites import SUITES
 from dtbench_suites.data import dtensor_api, mismatch, placement, shard_of
 from dtbench_suites.dispatch_programs import PROGRAMS, WORLD, Program, build_program, impls
 
@@ -283,7 +284,7 @@ def variants(plan: Plan, shape: tuple[int, ...], op: Op) -> list[tuple[str, str]
     return [v for v in every if v != ("forward+backward", "first")]
 
 
-@suite("dispatch", world="simulated", help="host latency of an op on a DTensor, by op and placements")
+@suite("dispatch", world="simulated", help=SUITES["dispatch"])
 def dispatch(plan: Plan) -> Iterator[Case]:
     first_samples = FIRST_SAMPLES_QUICK if plan.quick else FIRST_SAMPLES
     for shape in MESHES:

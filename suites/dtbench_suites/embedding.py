@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from dtbench.model import Case, Plan, Workload
 from dtbench.suite import World, suite
+from dtbench_suites import SUITES
 from dtbench_suites.data import (
     MOVED_VALUES,
     SUMMED_VALUES,
@@ -171,7 +172,7 @@ def build_impl(
     return Workload(run=step, check=check)
 
 
-@suite("embedding", world="ranks", help="lookups in tables cut by rows, by columns, or one per rank")
+@suite("embedding", world="ranks", help=SUITES["embedding"])
 def embedding(plan: Plan) -> Iterator[Case]:
     rows, width, lookups = QUICK if plan.quick else SHAPES[plan.device_type]
     for mesh_dim, n in shared_dims(plan):

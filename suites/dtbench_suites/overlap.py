@@ -27,6 +27,7 @@ from torch.distributed import _functional_collectives as functional
 from dtbench.model import Case, Param, Plan, Workload
 from dtbench.suite import World, suite
 from dtbench_core import CommTensor
+from dtbench_suites import SUITES
 from dtbench_suites.data import mismatch, shared_dims, sum_of_values, summed_values, torch_dtype
 
 KIB, MIB = 2**10, 2**20
@@ -122,7 +123,7 @@ def _product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return (one.double() @ other.double()).to(one.dtype)
 
 
-@suite("overlap", world="ranks", help="waiting for collectives at first use, and at once")
+@suite("overlap", world="ranks", help=SUITES["overlap"])
 def overlap(plan: Plan) -> Iterator[Case]:
     sizes, width = QUICK if plan.quick else SWEEPS[plan.device_type]
     for mesh_dim, n in shared_dims(plan):

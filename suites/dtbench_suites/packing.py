@@ -27,7 +27,7 @@ import dtbench_core
 from dtbench.model import Case, Plan, Workload
 from dtbench.suite import World, suite
 from dtbench_core import comm
-from dtbench_suites import bucketer_reference
+from dtbench_suites import SUITES, bucketer_reference
 from dtbench_suites.bucketer_reference import ReferenceBucketer
 from dtbench_suites.data import MOVED_VALUES, mismatch, torch_dtype
 
@@ -125,7 +125,7 @@ def build(impl: str, number: int, count: int, dtype: torch.dtype, world: World) 
 IMPLS = ("core", "core_held", "core_lists", "reference", "copy")
 
 
-@suite("packing", world="simulated", by_default=False, help="what bundling costs the host, with nothing sent")
+@suite("packing", world="simulated", by_default=False, help=SUITES["packing"])
 def packing(plan: Plan) -> Iterator[Case]:
     total = TOTAL_QUICK if plan.quick else TOTAL
     for dtype_name in plan.dtypes:

@@ -19,6 +19,7 @@ import torch
 from dtbench.bench.refine import sizes_between
 from dtbench.model import Case, Param, Plan, Workload
 from dtbench.suite import Refinement, World, suite
+from dtbench_suites import SUITES
 from dtbench_suites.collectives import REGIMES, accompanying_sizes, calls_of, params_of
 from dtbench_suites.data import (
     dtensor_api,
@@ -125,7 +126,7 @@ def refined_case(plan: Plan, name: str, params: Mapping[str, Param]) -> Case:
 @suite(
     "redistribute",
     world="ranks",
-    help="time to change a DTensor's placement, per mesh dim",
+    help=SUITES["redistribute"],
     refinement=Refinement(sizes_between, refined_case),
 )
 def redistribute(plan: Plan) -> Iterator[Case]:

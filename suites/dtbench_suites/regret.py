@@ -27,6 +27,7 @@ from dtbench.suite import World, suite
 from dtbench_core.cost.topology import Topology, TopologyError
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.redistribute import route as redistribute
+from dtbench_suites import SUITES
 from dtbench_suites.data import MOVED_VALUES, hush_all_to_all, mismatch, shared_dims, torch_dtype
 from dtbench_suites.ways import (
     Dims,
@@ -182,7 +183,7 @@ def topology_of(plan: Plan) -> Topology | None:
     "regret",
     world="ranks",
     by_default=False,
-    help="the candidate ways of redistributions and products over two mesh dims, for `dtbench regret`",
+    help=SUITES["regret"],
     options={"topology": "a calibrated topology whose favourite ways are measured, too"},
 )
 def regret(plan: Plan) -> Iterator[Case]:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from dtbench.model import Case, Param, Plan, Workload
 from dtbench.suite import World, suite
+from dtbench_suites import SUITES
 from dtbench_suites.data import dtensor_api, mismatch, shared_dims, torch_dtype
 
 PARALLEL_MODULES = {"core": "dtbench_core.parallel", "torch": "torch.distributed.tensor.parallel"}
@@ -283,7 +284,7 @@ def shape_for(plan: Plan, n: int) -> tuple[int, int, int, int]:
     return batch, -(-seq // n) * n, d_head * shared, shared
 
 
-@suite("tensor_parallel", world="ranks", help="the parts of a transformer, cut over one mesh dim")
+@suite("tensor_parallel", world="ranks", help=SUITES["tensor_parallel"])
 def tensor_parallel(plan: Plan) -> Iterator[Case]:
     for mesh_dim, n in shared_dims(plan):
         shape = shape_for(plan, n)

@@ -290,16 +290,16 @@ def test_a_run_its_table_and_its_baseline(tmp_path: Path, capsys: pytest.Capture
     assert code == 0 and "is complete already" in said
     assert "100.0%" in _do(capsys, "show", str(path))[1]
 
-    code, said = _do(capsys, "coverage", str(path), "--table", str(table), "--save", str(baseline))
+    code, said = _do(capsys, "coverage", str(path), "-o", str(table), "-o", str(baseline))
     assert code == 0, said
     assert "| abs | pass | pass |" in table.read_text() and "| mean | pass |  |" in table.read_text()
-    code, said = _do(capsys, "coverage", str(path), "--baseline", str(baseline))
+    code, said = _do(capsys, "coverage", str(path), "--base", str(baseline))
     assert code == 0 and "0 worse" in said
 
     known = json.loads(baseline.read_text())
     known["verdicts"]["argsort"] = {"even": "pass"}
     baseline.write_text(json.dumps(known))
-    code, said = _do(capsys, "coverage", str(path), "--baseline", str(baseline))
+    code, said = _do(capsys, "coverage", str(path), "--base", str(baseline))
     assert code == 1 and "worse: argsort (even): was pass, is not measured" in said
 
 

@@ -7,25 +7,30 @@ from typing import cast
 
 import click
 
-_FILE = click.Path(path_type=Path)
+from dtbench import flags
 
 
-@click.command()
-@click.argument("topology", type=_FILE)
+@click.command("export")
+@click.argument("topology", type=flags.FILE)
 @click.option("--to", "target", required=True, type=click.Choice(["torch", "inductor"]), help="Its reader.")
-@click.option("-o", "--output", required=True, type=_FILE, help="The Python module to write.")
-def export(topology: Path, target: str, output: Path) -> None:
-    """Writes a calibrated TOPOLOGY as a Python module that puts its constants into torch itself.
+@click.option("-o", "--output", required=True, type=flags.FILE, help="The Python module to write.")
+def export_command(topology: Path, target: str, output: Path) -> None:
+    """Writes a topology as a Python module for torch itself.
+
+    Its constants go into torch's own cost models:
 
     \b
     --to torch     the cost model of torch.distributed.tensor, which chooses shardings and redistributions
     --to inductor  the overlap scheduler of torch.compile, which asks how long a collective runs
 
     The module imports torch alone; its first lines say how to use it.
+
+    \b
+    Example:
+      dtbench export topology.json --to torch -o mine.py
     """
-    from dtbench.cost.export.module import Target
-    from dtbench.cost.export.module import export as write
+    from dtbench.cost.export.module import Target, export
     from dtbench.files.topology import read_topology
 
-    write(read_topology(topology), cast(Target, target), output)
+    export(read_topology(topology), cast(Target, target), output)
     click.echo(f"the module is in {output}; its first lines say how to use it")

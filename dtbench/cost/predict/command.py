@@ -6,12 +6,14 @@ from pathlib import Path
 
 import click
 
+from dtbench import flags
+
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _DTYPE = click.Choice([*DTYPES, *DTYPES.values()])
 
 
-@click.command()
-@click.option("--topology", required=True, type=click.Path(path_type=Path), help="Of `dtbench calibrate`.")
+@click.command("predict")
+@flags.TOPOLOGY
 @click.option("--mesh", required=True, metavar="DIMS", help="The mesh to predict: dp=128,tp=8.")
 @click.option(
     "--model",
@@ -25,22 +27,21 @@ _DTYPE = click.Choice([*DTYPES, *DTYPES.values()])
     "tokens",
     type=click.IntRange(1, 2**40),
     default=8192,
-    show_default=True,
     help="Tokens of one data-parallel rank in a step: sequence length x micro batch.",
 )
-@click.option("--dtype", type=_DTYPE, default="bf16", show_default=True, help="Of activations and weights.")
-@click.option("--reduce-dtype", type=_DTYPE, help="Of reduced gradients [default: --dtype].")
+@click.option("--dtype", type=_DTYPE, default="bf16", help="Of activations and weights.")
+@click.option("--reduce-dtype", type=_DTYPE, show_default="--dtype", help="Of reduced gradients.")
 @click.option(
     "--map",
     "mapping",
     metavar="DIM=NAME,...",
     help="Which dim of the topology prices a dim of --mesh: tp=intra.",
 )
-@click.option("--tp", metavar="DIM", help="The mesh dim of tensor parallelism [default: tp].")
-@click.option("--dp", metavar="DIM", help="The mesh dim of DDP, ZeRO-2 and FSDP [default: dp].")
-@click.option("--replicate", metavar="DIM", help="The outer mesh dim of HSDP [default: replicate].")
-@click.option("--json", "as_json", is_flag=True, help="For machines.")
-def predict(
+@click.option("--tp", metavar="DIM", show_default="tp", help="The mesh dim of tensor parallelism.")
+@click.option("--dp", metavar="DIM", show_default="dp", help="The mesh dim of DDP, ZeRO-2 and FSDP.")
+@click.option("--replicate", metavar="DIM", show_default="replicate", help="The outer mesh dim of HSDP.")
+@flags.JSON
+def predict_command(
     topology: Path,
     mesh: str,
     model: str,
@@ -53,15 +54,19 @@ def predict(
     replicate: str | None,
     as_json: bool,
 ) -> None:
-    """What a transformer's shardings spend on communication, per layer and step, by a calibrated topology.
+    """What a transformer's shardings spend on communication.
 
-    Compares tensor parallelism with and without sequence parallelism, and DDP, ZeRO-2 and FSDP (HSDP, where
-    the mesh has a dim `replicate`), also on more ranks than were measured. A file for --model has the keys
-    hidden, layers, heads, ffn and vocab; and where they differ, kv_heads, head_dim, gated, experts, tied.
+    Per layer and step, by a calibrated topology. Compares tensor parallelism with and without sequence
+    parallelism, and DDP, ZeRO-2 and FSDP (HSDP, where the mesh has a dim `replicate`), also on more ranks
+    than were measured. A file for --model has the keys hidden, layers, heads, ffn and vocab; and where they
+    differ, kv_heads, head_dim, gated, experts, tied.
+
+    \b
+    Example:
+      dtbench predict --topology topology.json --mesh dp=128,tp=8 --model llama-70b
     """
     from dtbench.cost.predict.models import find_model
-    from dtbench.cost.predict.prediction import Setup
-    from dtbench.cost.predict.prediction import predict as predict_with
+    from dtbench.cost.predict.prediction import Setup, predict
     from dtbench.cost.predict.show import print_prediction
     from dtbench.files.topology import read_topology
     from dtbench.mesh import parse_mesh
@@ -76,7 +81,7 @@ def predict(
         _parse_mapping(mapping),
         {role: dim for role, dim in given.items() if dim is not None},
     )
-    print_prediction(predict_with(read_topology(topology), setup), as_json)
+    print_prediction(predict(read_topology(topology), setup), as_json)
 
 
 def _parse_mapping(text: str | None) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """`dtbench gate`: does a change make anything slower? Two arms, measured in fresh launches of one job.
 
-    command.py    from the options to the exit code
+    command.py    the command line
+    gate.py       from the options to the report
     arms.py       a revision, an interpreter or a set of variables -> what a launch is started with
     benchmark.py  what is judged: selections, the listing of an arm's benchmarks
     worker.py     one launch, in the arm's interpreter: lists and counts, or times

@@ -1,395 +1,19 @@
-"""`dtbench gate` from its options to its exit code."""
+"""`dtbench gate` on the command line."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import random
-import re
-import signal
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
-from dtbench.bench.options import DEFAULT_CPU_RANKS, DTYPES, RunOptions, parse_list, parse_sizes
-from dtbench.errors import EXIT_INTERRUPTED, OutputError, UnreadableRunError, UsageError
-from dtbench.files.atomic import write_atomically
-from dtbench.files.schema import loads
-from dtbench.judge.gate import control, outputs
-from dtbench.judge.gate.arms import Arm, open_arms, repository
-from dtbench.judge.gate.benchmark import Benchmark, Key, Selection, by_key, parse_selection
-from dtbench.judge.gate.launcher import Counted, Launcher, Limits
-from dtbench.judge.gate.outputs import Report
-from dtbench.judge.gate.schedule import OutOfTimeError, Schedule
-from dtbench.judge.gate.verdict import Judged, Trust, rises, trust_of, words_of
-from dtbench.judge.verdicts import Verdict
-from dtbench.mesh import Mesh, parse_mesh
-from dtbench.model import CHOOSABLE_IMPLS
-
-STATE = "gate.state.json"
-# A launch of a large selection takes minutes; one that takes longer hangs.
-DEFAULT_TIMEOUT_S = 600.0
-_UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
+from dtbench import flags
+from dtbench.bench import flags as of_runs
+from dtbench.bench.options import LAUNCH_TIMEOUT_S, parse_duration
+from dtbench.errors import EXIT_INTERRUPTED, complain
 
 
-@dataclass(frozen=True)
-class GateOptions:
-    """What a gate is asked for."""
-
-    base: str
-    head: str
-    selections: tuple[Selection, ...]
-    impls: tuple[str, ...] = ()  # to judge; empty is all
-    mesh: Mesh | None = None
-    nproc: int | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    sizes_bytes: tuple[int, ...] | None = None
-    dtypes: tuple[str, ...] = ("float32",)
-    budget_s: float | None = None
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    seed: int | None = None
-    allow_new: bool = False
-    counters: Literal["judge", "report"] = "judge"
-    folder: Path | None = None
-    resume: bool = False
-    variables: Mapping[str, str] = field(default_factory=dict)
-    only: frozenset[str] = frozenset()  # labels of the benchmarks to judge; empty is all of the selection
-
-    def __post_init__(self) -> None:
-        if not self.selections:
-            raise UsageError("nothing is selected: name a suite, such as `dispatch`, or SUITE/TEXT")
-        if self.timeout_s <= 0:
-            raise UsageError(f"--timeout {self.timeout_s:g}: expected seconds above 0")
-        if self.resume and self.folder is None:
-            raise UsageError("--resume needs -o FOLDER: the gate to go on with")
-        RunOptions(mesh=self.mesh, nproc=self.nproc)  # checks that they agree
-
-
-def parse_duration(text: str) -> float:
-    """`5m` -> 300 seconds. Units: s (or none), m, h.
-
-    Raises:
-        UsageError: no duration above 0.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
-    seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
-    if not 0 < seconds < 1e9:
-        raise UsageError(f"{text!r} is no duration: expected a number with s, m or h, such as 5m")
-    return seconds
-
-
-def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) -> Report:
-    """Runs the gate.
-
-    Raises:
-        UsageError: options that cannot be followed.
-        ArmError: an arm that cannot be built or started.
-        OutputError: the folder cannot be written, or holds another gate.
-    """
-    began = time.monotonic()
-    _refuse_ranks()
-    limits = Limits(options.timeout_s)
-    if options.budget_s is not None:
-        limits = Limits(options.timeout_s, began + options.budget_s, f"{options.budget_s:g} s")
-    folder = options.folder or Path(time.strftime("gate-%Y%m%dT%H%M%SZ", time.gmtime()))
-    _make_folder(folder, options.resume)
-    with open_arms(options.base, options.head, say) as (base, head):
-        plan = _plan(options, base, head)
-        seed = _keep_state(folder, options, base, head, plan)
-        needs_top = base.revision or head.revision
-        top = repository() if needs_top else None
-        kind = control_kind(base, head)
-        launcher = Launcher(
-            {"base": base, "head": head},
-            {name: arm.selections(options.selections, top) for name, arm in (("base", base), ("head", head))},
-            plan,
-            folder / "launches",
-            limits,
-            variables={**options.variables, control.KIND: kind},
-        )
-        run = _Gate(options, launcher, base, head, seed, say, with_control=bool(kind))
-        with contextlib.closing(launcher):
-            report = run.judge(began)
-    _write(
-        folder / "gate.json", json.dumps(outputs.to_json(report), indent=2, allow_nan=False), '"kind": "gate"'
-    )
-    return report
-
-
-def control_kind(base: Arm, head: Arm) -> str:
-    """What neither arm touches: plain torch where both run one, Python's arithmetic where both run one."""
-    if (base.python, base.torch_version) == (head.python, head.torch_version):
-        return "torch"
-    return "python" if base.python_version == head.python_version else ""
-
-
-class _Gate:
-    """Counting, then timing, then the report."""
-
-    def __init__(
-        self,
-        options: GateOptions,
-        launcher: Launcher,
-        base: Arm,
-        head: Arm,
-        seed: int,
-        say: Callable[[str], None],
-        *,
-        with_control: bool,
-    ) -> None:
-        self._options = options
-        self._launcher = launcher
-        self._arms = base, head
-        self._seed = seed
-        self._say = say
-        self._with_control = with_control
-        self._notes: list[str] = []
-        self._judged: dict[Key, Judged] = {}
-
-    def judge(self, began: float) -> Report:
-        """The whole gate, after its arms are built."""
-        trust, launches, stopped = Trust(None, None), 0, ""
-        try:
-            old, new = self._count()
-        except OutOfTimeError as error:
-            raise UsageError(f"{error}, and not all is counted yet: give --budget more") from error
-        benchmarks = self._sort_out(old, new)
-        with contextlib.suppress(OutOfTimeError):
-            self._compare_counters(benchmarks, old, new)
-        left = [b for b in benchmarks if b.key not in self._judged]
-        controls = [b for b in new.listing.benchmarks if b.key[0] == control.NAME and self._with_control]
-        if left:
-            launcher = self._launcher
-            schedule = Schedule(left, controls, launcher.launch, self._seed, self._say, launcher.prepare)
-            judged, trust = schedule.run()
-            self._judged |= {j.benchmark.key: j for j in judged}
-            launches, stopped = schedule.evidence.launches, schedule.evidence.stopped
-        else:
-            trust = trust_of(None, None, measured=False)
-        return self._report(old, new, trust, launches, stopped, began)
-
-    def _count(self) -> tuple[Counted, Counted]:
-        self._say("counting what one call of each benchmark does, in base and in head")
-        old, new = self._launcher.count("base", "head")
-        for name, counted in (("base", old), ("head", new)):
-            self._notes += [f"in {name}: {problem}" for problem in counted.listing.problems]
-        if not self._wanted(old) and not self._wanted(new):
-            known = ", ".join(sorted({b.key[2] for b in new.listing.benchmarks if b.key[0] != control.NAME}))
-            empty = (
-                f"the selection holds no benchmark of --impl {','.join(self._options.impls)}: it has {known}"
-            )
-            raise UsageError("; ".join(new.listing.problems) or empty)
-        return old, new
-
-    def _sort_out(self, old: Counted, new: Counted) -> list[Benchmark]:
-        """Those in both arms that can be measured; the others have their verdicts."""
-        before, after = by_key(self._wanted(old)), by_key(self._wanted(new))
-        skipped = [k for k in after if k in before and k in old.skipped and k in new.skipped]
-        if skipped:
-            self._notes.append(f"{len(skipped)} benchmark(s) are skipped by both arms and are left out")
-        left: list[Benchmark] = []
-        for key in [*before, *(k for k in after if k not in before)]:
-            benchmark = after.get(key) or before[key]
-            if key in skipped:
-                continue
-            verdict = self._first_verdict(benchmark, before, after, old, new)
-            if verdict is None:
-                left.append(benchmark)
-            else:
-                self._judged[key] = verdict
-        return left
-
-    def _wanted(self, counted: Counted) -> list[Benchmark]:
-        only, impls = self._options.only, self._options.impls
-        kept = [b for b in counted.listing.benchmarks if b.key[0] != control.NAME]
-        kept = [b for b in kept if not impls or b.key[2] in impls]
-        return [b for b in kept if not only or b.label in only]
-
-    def _first_verdict(
-        self,
-        benchmark: Benchmark,
-        before: Mapping[Key, Benchmark],
-        after: Mapping[Key, Benchmark],
-        old: Counted,
-        new: Counted,
-    ) -> Judged | None:
-        key = benchmark.key
-        if key not in after:
-            return Judged(benchmark, Verdict.MISSING, "head has no benchmark of this name")
-        if key not in before:
-            return Judged(
-                benchmark, Verdict.NEW, "base has no benchmark of this name, so nothing says if it is slower"
-            )
-        for name, counted in (("head", new), ("base", old)):
-            if key in counted.bad:
-                return Judged(benchmark, Verdict.FAILED, f"in {name}: {counted.bad[key]}")
-            if key in counted.skipped:
-                return Judged(benchmark, Verdict.MISSING, f"skipped in {name}: {counted.skipped[key]}")
-        return None
-
-    def _compare_counters(self, benchmarks: Sequence[Benchmark], old: Counted, new: Counted) -> None:
-        """A rise is a regression, once a second launch of each arm has counted the same."""
-        ignored = frozenset[str]()
-        if self._arms[0].python_version.split(".")[:2] != self._arms[1].python_version.split(".")[:2]:
-            ignored = frozenset({"python_calls"})
-            self._notes.append("Python calls are not compared: the arms run different versions of Python")
-        risen = {b.key: r for b in benchmarks if (r := rises(_of(old, b), _of(new, b), ignored))}
-        if not risen:
-            return
-        self._say(f"{len(risen)} benchmark(s) do more per call in head: counting again")
-        again = self._launcher.count("base", "head")
-        for benchmark in benchmarks:
-            rise = risen.get(benchmark.key, {})
-            sure = {
-                name: pair
-                for name, pair in rise.items()
-                if tuple(_of(side, benchmark).get(name) for side in again) == pair
-            }
-            if len(sure) < len(rise):
-                unsure = ", ".join(name for name in rise if name not in sure)
-                self._notes.append(f"{benchmark.label}: {unsure} differ between launches and are not judged")
-            if sure and self._options.counters == "judge":
-                reason = "does more per call than before; counted twice, the same both times"
-                judged = Judged(benchmark, Verdict.REGRESSION, reason, "counters", counters=sure)
-                self._judged[benchmark.key] = judged
-            elif sure:
-                self._notes.append(f"{benchmark.label}: {words_of(sure)} (--counters report)")
-
-    def _report(
-        self, old: Counted, new: Counted, trust: Trust, launches: int, stopped: str, began: float
-    ) -> Report:
-        order = [b.key for b in [*old.listing.benchmarks, *new.listing.benchmarks]]
-        places = {key: i for i, key in reversed(list(enumerate(order)))}
-        judged = tuple(sorted(self._judged.values(), key=lambda j: places[j.benchmark.key]))
-        if stopped:
-            self._notes.append(stopped)
-        if not self._with_control:
-            self._notes.append(
-                "the arms share neither torch nor Python: base against itself is the only check"
-            )
-        facts = {
-            "base": _facts(self._arms[0]),
-            "head": _facts(self._arms[1]),
-            "seed": self._seed,
-            "launches": launches,
-            "reused_launches": self._launcher.reused,
-            "duration_s": time.monotonic() - began,
-        }
-        return Report(judged, trust, facts, tuple(dict.fromkeys(self._notes)), self._options.allow_new)
-
-
-def _of(counted: Counted, benchmark: Benchmark) -> Mapping[str, float]:
-    return counted.counters.get(benchmark.key, {})
-
-
-def _facts(arm: Arm) -> dict[str, Any]:
-    return {
-        "arm": arm.text,
-        "commit": arm.revision or None,
-        "built": arm.note,
-        "python": arm.python_version,
-        "torch": arm.torch_version,
-    }
-
-
-# --------------------------------------------------------------------------------- before it starts
-
-
-def _refuse_ranks() -> None:
-    from dtbench.world.ranks import find_place
-
-    if find_place() is not None:
-        raise UsageError("a gate starts its own launches: run `dtbench gate` once, without torchrun or srun")
-
-
-def _plan(options: GateOptions, base: Arm, head: Arm) -> dict[str, Any]:
-    gpus = min(base.gpus, head.gpus)
-    device = options.device if options.device != "auto" else "cuda" if gpus else "cpu"
-    if device == "cuda" and not gpus:
-        raise UsageError("--device cuda: an arm's torch finds no GPU here; use --device cpu")
-    ranks = options.nproc
-    if ranks is None and options.mesh is not None:
-        ranks = 1
-        for _, size in options.mesh:
-            ranks *= size
-    plan = {
-        "impls": [i for i in CHOOSABLE_IMPLS if i in options.impls] or list(CHOOSABLE_IMPLS),
-        "mesh": options.mesh,
-        "nproc": ranks or (gpus if device == "cuda" else DEFAULT_CPU_RANKS),
-        "sizes": options.sizes_bytes,
-        "dtypes": list(options.dtypes),
-        "device": device,
-    }
-    made: dict[str, Any] = json.loads(json.dumps(plan))
-    return made
-
-
-def _make_folder(folder: Path, resume: bool) -> None:
-    if (folder / STATE).exists() and not resume:
-        raise OutputError(f"{folder} holds a gate already: give another -o, or --resume to go on with it")
-    if resume and not (folder / STATE).exists():
-        raise UsageError(
-            f"{folder} holds no gate to go on with: leave --resume out, or give its folder to -o"
-        )
-    try:
-        (folder / "launches").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(
-            f"cannot make {folder}: {error.strerror or error}; give -o another folder"
-        ) from error
-
-
-def _keep_state(folder: Path, options: GateOptions, base: Arm, head: Arm, plan: Mapping[str, Any]) -> int:
-    """Writes what the gate is about, or checks that it is the same; the seed of its order."""
-    from dtbench.machine.provenance import cpu
-
-    facts = {
-        "kind": "gate state",
-        "base": base.identity,
-        "head": head.identity,
-        "selections": [asdict(s) for s in options.selections],
-        "plan": dict(plan),
-        "cpu": cpu().get("model"),
-        "host": os.uname().nodename,
-    }
-    path = folder / STATE
-    if not options.resume:
-        seed = options.seed if options.seed is not None else random.SystemRandom().randrange(2**31)
-        _write(path, json.dumps({**facts, "seed": seed}, indent=2), "gate state")
-        return seed
-    try:
-        was = loads(path.read_bytes())
-        seed = was["seed"]
-        if was.get("kind") != "gate state" or not isinstance(seed, int):
-            raise ValueError("no state of a gate")
-    except (OSError, ValueError, KeyError) as error:
-        raise UnreadableRunError(f"{path} cannot be read: {error}; start anew with another -o") from error
-    for name, value in facts.items():
-        if was.get(name) != value:
-            raise UsageError(
-                f"cannot go on with {folder}: its {name} is {str(was.get(name))[:200]}, now it is {str(value)[:200]}; "
-                "give what the first gate was given, on the same machine, or another -o"
-            )
-    return seed
-
-
-def _write(path: Path, text: str, mark: str) -> None:
-    write_atomically(path, text, lambda head: mark in head, "file of a gate")
-
-
-# --------------------------------------------------------------------------------- the command line
-
-
-def _parsed(parse: Callable[[str], Any]) -> Callable[[Any, Any, str | None], Any]:
-    return lambda _context, _option, text: None if text is None else parse(text)
-
-
-@click.command("gate", context_settings={"help_option_names": ["-h", "--help"]})
+@click.command("gate")
 @click.argument("words", nargs=-1, metavar="[SUITE/TEXT]...")
 @click.option(
     "--base", metavar="ARM", help="What is compared with: rev:REVISION, python:PATH or env:A=1,B=2."
@@ -399,72 +23,82 @@ def _parsed(parse: Callable[[str], Any]) -> Callable[[Any, Any, str | None], Any
     "--impl",
     "impls",
     metavar="LIST",
-    callback=lambda _context, _option, text: tuple(text.split(",")) if text else (),
-    help="Judge these implementations only, such as core [default: all].",
+    type=lambda text: tuple(filter(None, text.split(","))),
+    default="",
+    show_default="all",
+    help="Judge these implementations only, such as core.",
 )
-@click.option("--mesh", metavar="DIMS", callback=_parsed(parse_mesh), help="As for `dtbench run`.")
-@click.option("--nproc", type=int, help="Ranks of the suites that need some [default: one per GPU, else 4].")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@of_runs.MESH
+@of_runs.NPROC
+@of_runs.DEVICE
+@of_runs.SIZE
+@of_runs.DTYPE
+@click.option("--budget", "budget_s", metavar="TIME", type=parse_duration, help="At most so long: 5m, 90s.")
 @click.option(
-    "--size", "sizes_bytes", metavar="SIZES", callback=_parsed(parse_sizes), help="As for `dtbench run`."
-)
-@click.option(
-    "--dtype",
-    "dtypes",
-    default="float32",
-    metavar="LIST",
-    callback=_parsed(lambda text: parse_list(text, DTYPES, "--dtype")),
-)
-@click.option(
-    "--budget", "budget_s", metavar="TIME", callback=_parsed(parse_duration), help="At most so long: 5m, 90s."
-)
-@click.option(
-    "--timeout", "timeout_s", default=DEFAULT_TIMEOUT_S, show_default=True, help="Seconds per launch."
+    "--launch-timeout", "timeout_s", type=float, default=LAUNCH_TIMEOUT_S, help="Seconds per launch."
 )
 @click.option("--allow-new", is_flag=True, help="Benchmarks that base lacks are no fault.")
 @click.option(
     "--counters",
     type=click.Choice(["judge", "report"]),
     default="judge",
-    show_default=True,
     help="Whether doing more per call (Python calls, allocations, collectives) is a regression.",
 )
-@click.option("--seed", type=int, help="Of the order of the launches [default: another each time].")
+@click.option("--seed", type=int, show_default="another each time", help="Of the order of the launches.")
 @click.option(
-    "-o", "--output", "folder", type=click.Path(path_type=Path), help="Folder of the launches' files."
+    "-o",
+    "--output",
+    "folder",
+    type=flags.FILE,
+    show_default="gate-TIME",
+    help="The folder to make, for the launches, gate.json, junit.xml and smaller-is-better.json, which "
+    "github-action-benchmark reads.",
 )
 @click.option("--resume", is_flag=True, help="Go on with the gate in -o FOLDER.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything as JSON.")
-@click.option("--junit", "junit_file", type=click.Path(path_type=Path), help="Write a JUnit report.")
-@click.option(
-    "--smaller-is-better",
-    "trend_file",
-    type=click.Path(path_type=Path),
-    help="Write head's times as customSmallerIsBetter of github-action-benchmark.",
-)
-@click.option(
-    "--history", type=click.Path(path_type=Path), help="Folder of earlier results: show change points."
-)
+@flags.JSON
+@click.option("--history", type=flags.FILE, help="Folder of earlier results: show change points.")
 @click.option("--record", is_flag=True, help="Append head's times to --history.")
 @click.option("--selftest", is_flag=True, help="Measure this machine's false alarms and detection instead.")
-def command(words: tuple[str, ...], **given: Any) -> int:
-    """Is HEAD slower than BASE? Fresh launches of both in random order, as many as the verdict needs.
+def gate_command(
+    words: tuple[str, ...],
+    base: str | None,
+    head: str | None,
+    as_json: bool,
+    history: Path | None,
+    record: bool,
+    selftest: bool,
+    **given: Any,
+) -> int:
+    """Is HEAD slower than BASE? As many launches of both as it takes.
+
+    They take turns in random order.
 
     \b
     An ARM is rev:origin/main (a git revision), python:PATH (another build of torch)
     or env:NCCL_ALGO=Ring (variables; `env:` alone changes nothing).
     Exit codes: 0 no regression, 1 regression, 2 usage, 3 inconclusive or not to be
     trusted, 4 a benchmark is missing in one arm, 5 a benchmark or an arm failed.
+
+    \b
+    Examples:
+      dtbench gate --base rev:origin/main --head rev:HEAD dispatch/add --impl core --budget 5m
+      dtbench gate --base env: --head env:NCCL_ALGO=Ring collectives/all_reduce -o gate
     """
-    files = {name: given.pop(name) for name in ("json_file", "junit_file", "trend_file")}
-    history, record = given.pop("history"), given.pop("record")
+    import signal
+
+    from dtbench.judge.gate import outputs
+    from dtbench.judge.gate.benchmark import parse_selection
+    from dtbench.judge.gate.gate import GateOptions, gate, publish
+
+    def say(text: str) -> None:
+        click.echo(f"gate: {outputs.plain(text)}", err=True)
+
     if record and history is None:
         raise click.UsageError("--record needs --history FOLDER: where to append")
-    if given.pop("selftest"):
-        from dtbench.judge.gate.selftest import selftest
+    if selftest:
+        from dtbench.judge.gate.selftest import selftest as measure_errors
 
-        return selftest(given["budget_s"], given["folder"], given["resume"], _say)
-    base, head = given.pop("base"), given.pop("head")
+        return measure_errors(given["budget_s"], given["folder"], given["resume"], say)
     if base is None or head is None:
         raise click.UsageError(
             "give --base ARM and --head ARM, such as --base rev:origin/main --head rev:HEAD"
@@ -472,52 +106,14 @@ def command(words: tuple[str, ...], **given: Any) -> int:
     options = GateOptions(base, head, tuple(parse_selection(word) for word in words), **given)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cancelled job cleans up as Ctrl-C does
     try:
-        report = gate(options, _say)
+        report = gate(options, say)
     except KeyboardInterrupt:
-        where = f"; go on with --resume -o {options.folder}" if options.folder else ""
-        click.echo(f"dtbench: interrupted{where}", err=True)
+        complain("interrupted" + (f"; go on with --resume -o {options.folder}" if options.folder else ""))
         return EXIT_INTERRUPTED
-    publish(report, **files)
+    publish(report, as_json)
     if history is not None:
         from dtbench.judge.gate.history import follow
 
         for line in follow(history, report, record=record):
-            click.echo(line)
+            click.echo(line, err=as_json)
     return report.exit_code
-
-
-def _say(text: str) -> None:
-    click.echo(f"gate: {outputs.plain(text)}", err=True)
-
-
-def publish(
-    report: Report,
-    json_file: Path | None = None,
-    junit_file: Path | None = None,
-    trend_file: Path | None = None,
-) -> None:
-    """The report on the terminal, in the files asked for and, in a GitHub job, in its summary.
-
-    Raises:
-        OutputError: a file cannot be written.
-    """
-    for line in outputs.lines(report):
-        click.echo(line)
-    if json_file is not None:
-        _write(
-            json_file, json.dumps(outputs.to_json(report), indent=2, allow_nan=False) + "\n", '"kind": "gate"'
-        )
-    if junit_file is not None:
-        _write(junit_file, outputs.junit(report), "<testsuites")
-    if trend_file is not None:
-        _write(trend_file, outputs.smaller_is_better(report) + "\n", "[")
-    if os.environ.get("GITHUB_ACTIONS") == "true":
-        for line in outputs.annotations_of(report):
-            click.echo(line)
-    summary = os.environ.get("GITHUB_STEP_SUMMARY")
-    if summary:
-        try:
-            with Path(summary).open("a", encoding="utf-8") as file:
-                file.write(outputs.markdown(report))
-        except OSError as error:
-            raise OutputError(f"cannot append to GITHUB_STEP_SUMMARY: {error.strerror or error}") from error

@@ -331,7 +331,7 @@ class Launcher:
             return died
         if time.monotonic() >= self._limits.deadline:
             raise self._out_of_time()
-        return f"no end after {self._limits.timeout_s:g} s (--timeout)"
+        return f"no end after {self._limits.timeout_s:g} s (--launch-timeout)"
 
     def _check_budget(self) -> None:
         if self._limits.deadline - time.monotonic() <= self._longest_s:

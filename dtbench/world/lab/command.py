@@ -10,21 +10,23 @@ from dtbench.errors import UsageError
 from dtbench.world.lab import network
 
 _RATE_HELP = "Of each host's link, each way: 100mbit, 1.6gbit."
-_NAME_OPTION = click.option(
-    "--name", default=network.DEFAULT_NAME, show_default=True, help="Of the lab; host 0 is NAME-0."
-)
+_NAME_OPTION = click.option("--name", default=network.DEFAULT_NAME, help="Of the lab; host 0 is NAME-0.")
 
 
-@click.group()
-def lab() -> None:
-    """A testbed of several hosts on this machine: network namespaces with links of a set rate.
+@click.group("lab")
+def lab_command() -> None:
+    """Several hosts on this machine, with links of a set rate.
 
-    Needs Linux, root, iproute2 and util-linux. This machine's own network stays as it is.
+    They are network namespaces. Needs Linux, root, iproute2 and util-linux. This machine's own network stays as it is.
+
+    \b
+    Example:
+      dtbench lab run --hosts 2 --rate 400mbit --ranks-per-host 2 -- dtbench run --device cpu --mesh dp=2,tp=2
     """
 
 
-@lab.command()
-@click.option("--hosts", type=int, default=2, show_default=True)
+@lab_command.command()
+@click.option("--hosts", type=int, default=2, help="How many.")
 @click.option("--rate", required=True, metavar="RATE", help=_RATE_HELP)
 @_NAME_OPTION
 def up(hosts: int, rate: str, name: str) -> None:
@@ -35,8 +37,8 @@ def up(hosts: int, rate: str, name: str) -> None:
     click.echo(describe(made))
 
 
-@lab.command(context_settings={"allow_interspersed_args": False})
-@click.option("--ranks-per-host", type=click.IntRange(1), default=1, show_default=True)
+@lab_command.command(context_settings={"allow_interspersed_args": False})
+@click.option("--ranks-per-host", type=click.IntRange(1), default=1, help="How many in each.")
 @_NAME_OPTION
 @click.option("--hosts", type=int, help="Make a lab of so many hosts for this command only; with --rate.")
 @click.option("--rate", metavar="RATE", help=_RATE_HELP)
@@ -62,7 +64,7 @@ def run(ranks_per_host: int, name: str, hosts: int | None, rate: str | None, com
         return run_on_hosts(own, ranks_per_host, command)
 
 
-@lab.command()
+@lab_command.command()
 @_NAME_OPTION
 @click.option("--all", "every", is_flag=True, help="All labs of this machine.")
 def down(name: str, every: bool) -> None:
@@ -76,7 +78,7 @@ def down(name: str, every: bool) -> None:
         click.echo("there is no lab" if every else f"there is no lab {name}: nothing to take down")
 
 
-@lab.command()
+@lab_command.command()
 def status() -> None:
     """The labs of this machine."""
     network.require_abilities()

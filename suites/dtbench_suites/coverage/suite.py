@@ -10,6 +10,7 @@ from dtbench.errors import UsageError, WorldBrokenError
 from dtbench.judge.op_verdicts import FALLBACKS, NOTHING
 from dtbench.model import Case, Plan, Result, Status, Workload
 from dtbench.suite import suite
+from dtbench_suites import SUITES
 from dtbench_suites.coverage import pool
 from dtbench_suites.coverage.verdicts import IMPLS, MODES, Caps, OpVerdict
 
@@ -61,7 +62,7 @@ def result_of(verdict: OpVerdict) -> Result:
 @suite(
     "coverage",
     world="own",
-    help="is every op of torch's database right on distributed tensors, forward and backward",
+    help=SUITES["coverage"],
     measure=measure,
     options=OPTIONS,
     by_default=False,

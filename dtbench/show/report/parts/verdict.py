@@ -92,5 +92,5 @@ def _uncompared(sources: Sources) -> str:
     measured = f"{count} results were measured. " if count else ""
     return (
         f"{measured}There is nothing to compare them with, so no case is called slower or faster: "
-        "give the run of an earlier state with --baseline, or the result of dtbench gate."
+        "give the run of an earlier state with --base, or the result of dtbench gate."
     )

@@ -1,0 +1,119 @@
+"""`dtbench profile`: from the options to the folder with tables, flame graph and trace."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dtbench.bench.options import Task
+from dtbench.bench.progress import say
+from dtbench.bench.run import count_ranks
+from dtbench.bench.session import quiet_torch
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, complain, describe
+from dtbench.model import Skip
+from dtbench.profile.folder import as_json, check_folder, write_folder
+from dtbench.profile.request import DATA_NAME, FLAME_NAME, TABLE_NAME, TRACE_NAME, Request
+from dtbench.world.launch import start_ranks
+from dtbench.world.ranks import SIMULATED_RANKS, find_place
+from dtbench.world.watch import INTERRUPTED, Diagnosis
+
+if TYPE_CHECKING:
+    from dtbench.profile.calls import Profiled
+
+# The floor beside the impls: the plain op on the local tensors.
+_FLOOR = "local"
+
+
+def quiet_profiler() -> None:
+    """Before torch loads: kineto tells stderr of every start and stop otherwise."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    quiet_torch()
+
+
+def profile(request: Request, argv: Sequence[str]) -> int:
+    """Does what the request says; the exit code. argv: what ranks are started with again."""
+    quiet_profiler()
+    place = find_place()
+    if place is not None:
+        from dtbench.profile.world import RankProfile
+
+        RankProfile(request, place).go()
+    device_type = request.device_type()
+    nproc = count_ranks(request.options, device_type)
+    tasks = request.tasks(device_type, nproc)
+    check_folder(request.folder)
+    if tasks[0].suite.world == "simulated":
+        if request.nvtx:
+            raise UsageError("--nvtx marks iterations of ranks, and these cases start none: leave --nvtx out")
+        return _profile_calls(request, tasks, device_type)
+    launched = start_ranks(argv, nproc, 0, request.folder)
+    if not launched.note.reported:
+        diagnosis = Diagnosis(launched.died, launched.rank) if launched.died else INTERRUPTED
+        complain(f"{diagnosis.sentence}: no profile was written")
+        return diagnosis.code
+    return launched.code
+
+
+def _profile_calls(request: Request, tasks: Sequence[Task], device_type: str) -> int:
+    """Cases of simulated ranks, in this process."""
+    from dtbench.profile import calls
+    from dtbench.world.ranks import device_of, simulated_world
+
+    count = f"{len(tasks)} case{'s' if len(tasks) > 1 else ''}"
+    say(f"{count} to profile on {SIMULATED_RANKS} simulated ranks, into {request.folder}")
+    profiled = calls.Profiled()
+    failed = False
+    with simulated_world(device_of(device_type, 0)) as world:
+        for task in tasks:
+            failed |= _profile_task(request, task, world, profiled)
+    if not profiled.breakdowns:
+        complain("nothing could be profiled: no profile was written")
+        return EXIT_CASE_FAILED
+    _write_calls(request, profiled)
+    return EXIT_CASE_FAILED if failed else EXIT_OK
+
+
+def _profile_task(request: Request, task: Task, world: Any, profiled: Profiled) -> bool:
+    """Whether an impl of it failed."""
+    from dtbench.profile import calls
+
+    effort = calls.QUICK if request.options.quick else calls.FULL
+    failed, floor = False, None
+    for impl in sorted(task.impls, key=lambda name: name != _FLOOR):
+        try:
+            workload = task.case.build[impl](world)
+            wrong = workload.check() if workload.check is not None else None
+            if wrong is not None:
+                raise ValueError(wrong)
+            if impl == _FLOOR:
+                floor = calls.floor_ns(calls.Caller(workload), effort)
+            else:
+                profiled.add(task.label, impl, workload, effort, floor)
+        except Skip as reason:
+            say(f"{task.label} ({impl}): skipped, {reason}")
+        except Exception as error:
+            failed = True
+            complain(f"{task.label} ({impl}): failed, {describe(error)}")
+    return failed
+
+
+def _write_calls(request: Request, profiled: Profiled) -> None:
+    from dtbench.profile import flame, trace
+    from dtbench.profile.frames import short_name
+    from dtbench.profile.text import stage_tables
+
+    lines = stage_tables(profiled.breakdowns)
+    for line in lines:
+        say(line)
+    target = f"{request.options.suites[0]}/{request.case}".rstrip("/")
+    files = {
+        TABLE_NAME: "\n".join(lines) + "\n",
+        DATA_NAME: as_json({"kind": "profile of calls", "cases": [b.to_json() for b in profiled.breakdowns]}),
+        FLAME_NAME: flame.draw(profiled.graphs, f"Where the time of {target} goes"),
+        TRACE_NAME: as_json(trace.of_calls(profiled.traced, short_name)),
+    }
+    write_folder(request.folder, files)
+    say(
+        f"{request.folder}: {', '.join(files)}; open the trace at https://ui.perfetto.dev or chrome://tracing"
+    )

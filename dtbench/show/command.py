@@ -1,0 +1,77 @@
+"""`dtbench show` and `report` on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from dtbench import flags
+
+
+@click.command("show")
+@flags.RUNS
+@flags.JSON
+@click.option("--csv", "as_csv", is_flag=True, help="Print one line per result, for spreadsheets.")
+def show_command(runs: tuple[Path, ...], as_json: bool, as_csv: bool) -> None:
+    """Tables of the results in run files.
+
+    \b
+    Examples:
+      dtbench show run.jsonl
+      dtbench show *.jsonl --csv > results.csv
+    """
+    from dtbench.files.store import read_run
+    from dtbench.show.tables import print_csv, print_runs
+
+    if as_json and as_csv:
+        raise click.UsageError("--json and --csv exclude each other: give one of them")
+    read = [read_run(path) for path in runs]
+    if as_csv:
+        print_csv(read)
+    else:
+        print_runs(read, as_json)
+
+
+@click.command("report")
+@click.argument("files", nargs=-1, type=flags.FILE, metavar="FILE...")
+@click.option(
+    "--base",
+    "baseline",
+    multiple=True,
+    type=flags.FILE,
+    metavar="RUN",
+    help="What to compare with; repeatable.",
+)
+@click.option("--topology", type=flags.FILE, help="A topology; may as well be one of the FILEs.")
+@click.option(
+    "--index", type=flags.FILE, metavar="FOLDER", help="Instead: a page that lists a folder's reports."
+)
+@click.option("-o", "--output", required=True, type=flags.FILE, help="The page to write.")
+def report_command(
+    files: tuple[Path, ...],
+    baseline: tuple[Path, ...],
+    topology: Path | None,
+    index: Path | None,
+    output: Path,
+) -> None:
+    """One HTML page of what was measured and found out.
+
+    FILEs are told apart by what they hold: runs, a topology, the JSON of gate or regret, a profile's folder, a
+    history of gates, verdicts on ops.
+
+    \b
+    Examples:
+      dtbench report run.jsonl topology.json -o report.html
+      dtbench report new.jsonl --base old.jsonl -o report.html
+    """
+    from dtbench.show.report import gather, write_index, write_report
+
+    if index is not None:
+        if files or baseline or topology:
+            raise click.UsageError("--index takes a folder of reports and nothing else")
+        write_index(index, output)
+        click.echo(f"the index is in {output}")
+        return
+    write_report(gather(files, baseline, topology), output)
+    click.echo(f"the report is in {output}")
