@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtbench_core as dt
 from dtbench_core.dispatch import entry as dispatch
+from dtbench_core.dispatch.plan import CALLING, Moving
 from dtbench_core.interop import stages
 from dtbench_core.runtime import process
 
@@ -36,7 +37,7 @@ def everything() -> dict[Any, Any]:
     """What every module and class of the core holds, and the process."""
     modules = [m for name, m in sys.modules.items() if name.partition(".")[0] == "dtbench_core"]
     held = {(m.__name__, name): value for m in modules for name, value in vars(m).items()}
-    for cls in (dt.DTensor, dispatch.Plan):
+    for cls in (dt.DTensor, Moving, *CALLING):
         held |= {(cls.__name__, name): value for name, value in vars(cls).items()}
     return held | {("process", name): getattr(process, name) for name in process.__slots__}
 

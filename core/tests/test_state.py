@@ -320,8 +320,8 @@ def _used_partial() -> list[bool]:
     x.amax().backward()
     copies = [copy.deepcopy(x), pickle.loads(pickle.dumps(x))]
     return [
-        "_settled" in x.__dict__,
-        *("_settled" not in c.__dict__ and c.placements == x.placements for c in copies),
+        "_materialised" in x.__dict__,
+        *("_materialised" not in c.__dict__ and c.placements == x.placements for c in copies),
     ]
 
 

@@ -14,9 +14,10 @@ from torch.distributed import ProcessGroup
 
 from dtbench_core.bucketer.layout import BucketError
 from dtbench_core.bucketer.packing import SIDE_BY_SIDE_BYTES, Source, side_by_side
+from dtbench_core.layout.copied_view import class_of
 from dtbench_core.layout.placement import Placements, Shard, StridedShard
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride
-from dtbench_core.layout.wrapper import Wrapper, class_of, held_by, wrap
+from dtbench_core.layout.wrapper import Wrapper, held_by, wrap
 
 _alike = attrgetter("shape", "dtype", "device")
 

@@ -41,8 +41,8 @@ def key_of(
                 key.append(part)
         elif kind is slice:
             key.append((slice, a.start, a.stop, a.step))
-        elif isinstance(a, Wrapper):  # of another class than the call's
-            key.append(a._spec)
+        elif isinstance(a, Wrapper):  # of another class than the call's: a copied view
+            key.append((kind, a._spec))
             local = a._local_tensor
         elif isinstance(a, torch.Tensor):
             key.append((torch.Tensor, a.shape, a.stride(), a.dtype))

@@ -24,7 +24,7 @@ from dtbench_core.dispatch import out_and_resize
 from dtbench_core.dispatch.autograd_grad import grad
 from dtbench_core.dispatch.cache_key import key_of
 from dtbench_core.dispatch.learnt_calls import all_elementwise, plan_of_call, takes_one_tensor
-from dtbench_core.dispatch.make_plan import build, verify
+from dtbench_core.dispatch.make_plan import build, first_run
 from dtbench_core.dispatch.op_info import OpInfo
 from dtbench_core.dispatch.plain_tensors import mixes_plain, with_replicas
 from dtbench_core.dispatch.plan import Plan
@@ -207,8 +207,7 @@ def torch_dispatch(
         if plan is None:
             result = info.without_plan(torch_dispatch, cls, op, args, kwargs)
         else:
-            result = plan.run(cls, plan.kernel, args, kwargs, locals_, local_kwargs)
-            verify(plan, args, result)
+            plan, result = first_run(plan, cls, args, kwargs, locals_, local_kwargs)
         _store(process.plans, key, plan)
     if (watched := current().watched) is not None:
         watched.append((plan, args, kwargs, result))

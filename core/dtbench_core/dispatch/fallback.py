@@ -18,14 +18,15 @@ from torch.utils._pytree import tree_map
 
 from dtbench_core.dispatch import contexts
 from dtbench_core.dispatch import outside_mesh as outside
-from dtbench_core.dispatch.metadata import results_of
+from dtbench_core.dispatch.metadata import results_of, written_arguments, written_by
 from dtbench_core.errors import NoRuleError, PlacementError
 from dtbench_core.layout import rng as random
+from dtbench_core.layout.copied_view import copied_view, is_copied, refuse_write
 from dtbench_core.layout.mesh import MeshInfo
 from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.shard_layout import empty_part
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import Wrapper, detach_view, wrap
+from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.redistribute import route as redistribute
 from dtbench_core.runtime import current
 
@@ -52,7 +53,7 @@ def run(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[st
         PlacementError: the op writes to a tensor whose placement cannot take the values.
         NoRuleError: the op changes the shape of a tensor that it writes to.
     """
-    written = _written(op, args, kwargs)
+    written = list({id(t): t for t in written_by(written_arguments(op), args, kwargs)}.values())
     for one in written:
         _refuse_unwritable(op, one)
     _report(op)
@@ -83,7 +84,7 @@ def run(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[st
         _write_back(op, one, whole[id(one)])
     for_written = {id(whole[id(one)]): one for one in written}
     views = any(r.alias_info is not None for r in op._schema.returns)
-    moved = [t for t in distributed if whole[id(t)] is not t._local_tensor or t._detached_view]
+    moved = [t for t in distributed if whole[id(t)] is not t._local_tensor or is_copied(t)]
     return _wrapped(cls, result, mesh, for_written, moved[0] if views and moved else None)
 
 
@@ -128,7 +129,7 @@ def gathered(tensor: Wrapper, copied: bool = True) -> torch.Tensor:
     route = redistribute.plan(spec, replicated)
     if copied:
         return redistribute.apply(tensor._local_tensor, route)
-    return redistribute.settle(tensor, replicated, route)
+    return redistribute.local_at(tensor, replicated, route)
 
 
 def _report(op: OpOverload) -> None:
@@ -144,35 +145,13 @@ def _report(op: OpOverload) -> None:
         )
 
 
-def _written(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Wrapper]:
-    """The DTensors that the schema says are written, each once."""
-    found: dict[int, Wrapper] = {}
-    for index, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        for one in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(one, Wrapper):
-                found[id(one)] = one
-    return list(found.values())
-
-
 def _refuse_unwritable(op: OpOverload, tensor: Wrapper) -> None:
-    if tensor._detached_view:
-        raise lost_write(tensor)
+    refuse_write(tensor)
     if any(p.is_partial("product") for p in tensor._spec.placements):
         raise PlacementError(
             f"{op} would have to move the tensor it writes to, which is {tensor._spec}: redistribute it to Shard or "
             "Replicate before, or use the functional form"
         )
-
-
-def lost_write(written: Wrapper) -> PlacementError:
-    return PlacementError(
-        f"got an in-place write to a view of {written._spec}, whose sharded dim had to be gathered before it could be "
-        "cut: the view is a copy and the write would be lost; redistribute the tensor so that the dim is whole, "
-        "then take the view"
-    )
 
 
 def _write_back(op: OpOverload, tensor: Wrapper, full: torch.Tensor) -> None:
@@ -209,9 +188,7 @@ def _wrapped(
             return leaf
         if id(leaf) in written:
             return written[id(leaf)]
-        made = wrap(cls, leaf, DTensorSpec.of(mesh, replicated, leaf.shape, leaf.stride(), leaf.dtype))
-        if base is not None:
-            detach_view(made, base)
-        return made
+        spec = DTensorSpec.of(mesh, replicated, leaf.shape, leaf.stride(), leaf.dtype)
+        return wrap(cls, leaf, spec) if base is None else copied_view(cls, leaf, spec, base)
 
     return tree_map(rewrap, result)

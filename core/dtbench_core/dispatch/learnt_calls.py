@@ -30,7 +30,7 @@ def plan_of_call(args: Sequence[Any], kwargs: dict[str, Any], seen: list[Any], r
         plan = plan.showing(shown[0])
     elif result is not (op_result if plan.info.op._schema.returns else args[0]):
         return None
-    writes = plan.info.mutated and (plan.returns_input is not None or plan.out is None)
+    writes = plan.info.mutated and (plan.info.returned is not None or plan.out is None)
     # A rule's own local op stands for the op, not for the function.
     fit = plan.functional or (writes and plan.kernel is plan.info.kernel)
     return plan.for_function() if fit and _accounts_for(args, kwargs, op_args, op_kwargs, plan) else None

@@ -10,15 +10,16 @@ from torch.utils._pytree import tree_leaves
 
 from dtbench_core import rules
 from dtbench_core.dispatch import out_and_resize, outside_mesh, rank_check
-from dtbench_core.dispatch.metadata import flattened, results_of
+from dtbench_core.dispatch.metadata import flattened, results_of, written_by
 from dtbench_core.dispatch.op_info import OpInfo
-from dtbench_core.dispatch.plan import Move, Plan, sorted_by_name
+from dtbench_core.dispatch.plan import Move, Plan, plan_of_kind, sorted_by_name
 from dtbench_core.errors import CoreError, MeshError
 from dtbench_core.layout import rng as random
+from dtbench_core.layout.copied_view import copied_view, is_copied, refuse_write
 from dtbench_core.layout.local_shards import holds_shards
 from dtbench_core.layout.placement import REPLICATE, Placements
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import Wrapper, detach_view, held_by
+from dtbench_core.layout.wrapper import Wrapper, held_by
 from dtbench_core.redistribute import route as redistribute
 from dtbench_core.rules.base import OpCall, Placed, Strategy
 
@@ -31,8 +32,10 @@ def build(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan | N
     Every rank builds the same one, or raises alike.
 
     Raises:
-        MeshError: the DTensors live on different meshes.
+        MeshError: the DTensors live on different meshes. PlacementError: a write to a copied view.
     """
+    for one in written_by(info.mutated, args, kwargs) if info.mutated else ():
+        refuse_write(one)
     call = _describe(info, args, kwargs)
     if isinstance(info.returned, str):
         return _build_out(info, call)
@@ -47,7 +50,8 @@ def build(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan | N
     chosen = strategy.exact or _by_rows(call, strategy, _written_inputs(info, call))
     if chosen is None or not rank_check.every_rank_can(call, strategy, *chosen):
         return None
-    return _plan_for(info, call, structure, strategy, *chosen)
+    of_copy = info.aliases and is_copied(args[0])
+    return _plan_for(info, call, structure, strategy, *chosen, of_copy=of_copy)
 
 
 def _build_out(info: OpInfo, call: OpCall) -> Plan | None:
@@ -76,7 +80,7 @@ def _build_out(info: OpInfo, call: OpCall) -> Plan | None:
         return None
     member = out.info.coordinate is not None
     local_op = None if member else outside_mesh.kernel(info.op, out.info, (None,), "tensor")
-    return Plan(info, local_op, _moves(plain, inputs), (), out)
+    return plan_of_kind(info, local_op, out, _moves(plain, inputs))
 
 
 def _by_rows(call: OpCall, strategy: Strategy, written: tuple[int, ...]) -> Chosen | None:
@@ -96,6 +100,8 @@ def _plan_for(
     strategy: Strategy,
     inputs: tuple[Placements, ...],
     outputs: tuple[Placements, ...],
+    *,
+    of_copy: bool,
 ) -> Plan:
     mesh = call.inputs[0].info
     specs = [
@@ -113,7 +119,8 @@ def _plan_for(
     if info.random:
         random.keep_in_step(mesh)
     if mesh.coordinate is None and not (info.random and strategy.localize):
-        return Plan(info, outside_mesh.kernel(info.op, mesh, specs, structure), _moves(call, inputs), (), out)
+        nothing = outside_mesh.kernel(info.op, mesh, specs, structure)
+        return plan_of_kind(info, nothing, out, _moves(call, inputs), of_copy=of_copy)
     local_op = strategy.local_op
     if strategy.localize is not None:
         moved = tuple(s.with_placements(p) for s, p in zip(call.inputs, inputs, strict=True))
@@ -124,7 +131,7 @@ def _plan_for(
         local_op = _empty_results(
             local_op or info.op, specs, several=structure == "list", device=mesh.device_type
         )
-    return Plan(info, local_op, _moves(call, inputs), replaced, out)
+    return plan_of_kind(info, local_op, out, _moves(call, inputs), replaced, of_copy=of_copy)
 
 
 def _moves(call: OpCall, inputs: Sequence[Placements]) -> tuple[Move, ...]:
@@ -179,8 +186,7 @@ def _describe(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> OpCa
 def _written_inputs(info: OpInfo, call: OpCall) -> tuple[int, ...]:
     """Indices among the tensor inputs of those that are written, which must stay where they are."""
     written: list[DTensorSpec] = []
-    for position in info.mutated:
-        name = info.op._schema.arguments[position].name
+    for position, name in info.mutated:
         value = call.args[position] if position < len(call.args) else call.kwargs.get(name)
         written += [s for s in tree_leaves(value, is_leaf=_is_spec) if _is_spec(s)]
     indices, used = [], 0
@@ -195,13 +201,24 @@ def _is_spec(leaf: Any) -> bool:
     return isinstance(leaf, DTensorSpec)
 
 
-def verify(plan: Plan, args: Sequence[Any], result: Any) -> None:
-    """Checks a new plan's first result: a rule that misjudges a shape must not pass silently.
+def first_run(
+    plan: Plan,
+    cls: type[Wrapper],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    locals_: list[Any],
+    local_kwargs: dict[str, Any],
+) -> tuple[Plan, Any]:
+    """(the plan to keep, the result): a rule that misjudges a shape must not pass silently. Nor a local op that
+    copies, on these shards, where the op gives a view.
 
     Raises:
         CoreError: a local result that is not the shard its spec says.
     """
-    made = [r for r in (result if isinstance(result, (list, tuple)) else (result,)) if isinstance(r, Wrapper)]
+    base = args[0] if args else None
+    result = plan.run(cls, plan.kernel, args, kwargs, locals_, local_kwargs)
+    several = isinstance(result, (list, tuple))
+    made = [r for r in (result if several else (result,)) if isinstance(r, Wrapper)]
     for one in made:
         local, spec = held_by(one), one._spec
         if tuple(local.shape) != spec.local_shape or local.dtype != spec.dtype:
@@ -209,11 +226,12 @@ def verify(plan: Plan, args: Sequence[Any], result: Any) -> None:
                 f"the rule of {plan.info.op} is wrong: the local result is {local.dtype} {list(local.shape)}, but "
                 f"{spec} has {spec.dtype} {list(spec.local_shape)} on this rank; please report it"
             )
-    base = args[0] if args else None
-    if plan.aliases and not plan.moves and isinstance(base, Wrapper) and not base._detached_view:
-        plan.copies = not all(_shares_memory(held_by(one), held_by(base)) for one in made)
-        for one in made if plan.copies else ():
-            detach_view(one, base)
+    if not plan.info.aliases or any(is_copied(one) for one in made) or not isinstance(base, Wrapper):
+        return plan, result
+    if all(_shares_memory(held_by(one), held_by(base)) for one in made):
+        return plan, result
+    copies = [copied_view(cls, held_by(one), one._spec, base) for one in made]
+    return plan.copying(), result.__class__(copies) if several else copies[0]
 
 
 def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

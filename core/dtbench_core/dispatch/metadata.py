@@ -1,4 +1,4 @@
-"""The global shape, stride and dtype of an op's results, from those of its inputs.
+"""What an op writes to, and the global shape, stride and dtype of its results, from those of its inputs.
 
 In general the op itself answers, run on meta tensors. torch's meta kernels are Python and take hundreds
 of microseconds; so the commonest case, an elementwise op on dense tensors, is answered from a twin of
@@ -7,6 +7,7 @@ the call whose tensors have no elements, and the slowest of the common ones, lay
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,29 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dtbench_core.layout.spec import DTensorSpec, TensorMeta, contiguous_stride
+from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.torch_compat import kernel_of
+
+Written = tuple[tuple[int, str], ...]
+
+
+@functools.cache
+def written_arguments(op: OpOverload) -> Written:
+    """(position, name) of the arguments that `op` writes to."""
+    arguments = enumerate(op._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def written_by(arguments: Written, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Wrapper]:
+    """The DTensors among these arguments of a call, and in lists there."""
+    found: list[Wrapper] = []
+    for position, name in arguments:
+        value = args[position] if position < len(args) else kwargs.get(name)
+        found += [
+            t for t in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(t, Wrapper)
+        ]
+    return found
+
 
 Results = tuple[tuple[TensorMeta | None, ...], str]
 

@@ -10,13 +10,14 @@ from torch._ops import OpOverload
 
 from dtbench_core import rules
 from dtbench_core.dispatch import fallback, out_and_resize
+from dtbench_core.dispatch.metadata import written_arguments
 from dtbench_core.torch_compat import is_composite, kernel_of
 
 
 class OpInfo:
     """What dispatch knows of an op before any call of it.
 
-    mutated: positions of the arguments that it writes to. handler: what runs instead of a plan, for
+    mutated: (position, name) of the arguments that it writes to. handler: what runs instead of a plan, for
     ops that no plan fits (`out=`, in-place views, decompositions); called with (dispatch, cls, op,
     args, kwargs).
     """
@@ -36,20 +37,20 @@ class OpInfo:
 
     def __init__(self, op: OpOverload) -> None:
         arguments, returns = op._schema.arguments, op._schema.returns
-        written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+        written = written_arguments(op)
         self.op = op
         self.kernel = kernel_of(op)
         # The value of a number cannot change where an elementwise result is placed, so all values
         # of a type share one plan.
         self.elementwise = rules.pointwise.is_pointwise(op)
-        self.mutated = tuple(written)
+        self.mutated = written
         self.aliases = not written and any(r.alias_info is not None for r in returns)
         self.functional = not written and not self.aliases
         # The position, or for keyword arguments the name, of the one written argument that is the result.
         self.returned: Any = None
         if len(written) == len(returns) == 1 and returns[0].alias_info is not None:
-            argument = arguments[written[0]]
-            self.returned = argument.name if argument.kwarg_only else written[0]
+            argument = arguments[written[0][0]]
+            self.returned = argument.name if argument.kwarg_only else written[0][0]
         self.random = torch.Tag.nondeterministic_seeded in op.tags
         self.handler = _handler_of(op)
         self.without_plan = _without_plan(op)

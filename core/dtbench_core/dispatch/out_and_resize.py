@@ -15,8 +15,9 @@ import torch
 from torch._ops import OpOverload
 
 from dtbench_core.dispatch import contexts
-from dtbench_core.dispatch.fallback import gathered, lost_write
+from dtbench_core.dispatch.fallback import gathered
 from dtbench_core.errors import ArgumentError, PlacementError
+from dtbench_core.layout.copied_view import refuse_write
 from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride
 from dtbench_core.layout.wrapper import Wrapper
@@ -65,8 +66,7 @@ def run_out(
     outs = [kwargs[name] for name in names]
     rest = {name: value for name, value in kwargs.items() if name not in names}
     for out in outs:
-        if getattr(out, "_detached_view", False):
-            raise lost_write(out)
+        refuse_write(out)
     result = dispatch(cls, functional, (), args, rest)
     results = result if isinstance(result, (list, tuple)) else (result,)
     for out, value in zip(outs, results, strict=True):
@@ -148,8 +148,7 @@ def run_restating(
     functional = functional_of(op)
     assert functional is not None
     written: Wrapper = args[0]
-    if written._detached_view:
-        raise lost_write(written)
+    refuse_write(written)
     made = dispatch(cls, functional, (), args, kwargs)
     restate(written, made._local_tensor, made._spec)
     return written

@@ -1,4 +1,13 @@
-"""A plan: how one op runs for one combination of specs and static arguments (make_plan.py makes it)."""
+"""A plan: how one op runs for one combination of specs and static arguments (make_plan.py makes it).
+
+A kind of plan per way in which an op treats its arguments, chosen once (`plan_of_kind`). What may change from
+call to call is all that `run` looks at.
+
+    Functional, SeveralResults   new tensors
+    View, Views, CopiedViews     windows on the first argument's memory; copies, where that cannot be
+    InPlace, Out, InPlaceLists   a written argument is the result; lists are written and nothing is returned
+    Moving, LocalShape           around another: inputs are redistributed, a global shape is made local
+"""
 
 from __future__ import annotations
 
@@ -9,13 +18,17 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dtbench_core.dispatch import contexts, fallback
+from dtbench_core.dispatch import contexts
+from dtbench_core.dispatch.metadata import written_by
 from dtbench_core.dispatch.op_info import OpInfo
+from dtbench_core.layout.copied_view import copied_view
 from dtbench_core.layout.placement import Placements
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import Wrapper, detach_view, wrap
+from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.redistribute import route as redistribute
 from dtbench_core.torch_compat import DisableTorchFunction, increment_version, is_inference_mode_enabled
+
+Call = Callable[..., Any]
 
 
 class Move(NamedTuple):
@@ -28,53 +41,20 @@ class Move(NamedTuple):
 
 
 class Plan:
-    """How one op runs for one combination of specs and static arguments.
-
-    moves: of the inputs that must be placed otherwise.
-    replaced: (argument position, local value) of global shapes made local.
-    out: a spec, a list of specs and Nones (where the op gives none, or a number), or None for a Python value.
-    returns_input: position, or name, of the written argument that is the result.
-    copies: whether the op gives views and the local op, on these shards, copies.
-    counts_write: whether `run` itself tells autograd of the write, as torch does on its own path.
+    """kernel: what runs on the shards. out: the spec of the result; a list of specs, and Nones where the op gives
+    none or a number; None for a Python value. functional: whether the op makes new tensors and runs as it is.
     """
 
-    __slots__ = (
-        "aliases",
-        "copies",
-        "counts_write",
-        "functional",
-        "info",
-        "kernel",
-        "moves",
-        "out",
-        "plain_view",
-        "replaced",
-        "returns_input",
-        "simple",
-    )
+    __slots__ = ("functional", "info", "kernel", "out")
+    moves: tuple[Move, ...] = ()
 
-    def __init__(
-        self,
-        info: OpInfo,
-        local_op: Callable[..., Any] | None,
-        moves: tuple[Move, ...],
-        replaced: tuple[tuple[int, Any], ...],
-        out: Any,
-    ) -> None:
-        self.kernel = local_op or info.kernel
-        self.moves, self.replaced, self.out = moves, replaced, out
-        self.returns_input = info.returned
-        self.counts_write = False
-        self.info = info
-        self.aliases, self.copies = info.aliases, False
-        self.functional = info.functional and local_op is None and not replaced
-        still = not moves and not replaced and isinstance(out, DTensorSpec)
-        self.simple, self.plain_view = info.functional and still, info.aliases and still
+    def __init__(self, info: OpInfo, kernel: Call, out: Any, functional: bool) -> None:
+        self.info, self.kernel, self.out, self.functional = info, kernel, out, functional
 
     def run(
         self,
         cls: type[Wrapper],
-        call: Callable[..., Any],
+        call: Call,
         args: Sequence[Any],
         given: dict[str, Any],
         locals_: list[Any],
@@ -84,98 +64,223 @@ class Plan:
 
         args, given: the call's own arguments; locals_, kwargs: the same with shards for DTensors.
         """
-        if self.simple:
-            return wrap(cls, call(*locals_, **kwargs) if kwargs else call(*locals_), self.out)
-        if self.plain_view and not (
-            self.copies or getattr(args[0], "_detached_view", False) or is_inference_mode_enabled()
-        ):
-            return wrap(cls, call(*locals_, **kwargs) if kwargs else call(*locals_), self.out)
-        if self.moves:
-            locals_, kwargs = self._moved(args, given, locals_, kwargs)
-        for position, value in self.replaced:
-            locals_[position] = value
-        if self.info.mutated:
-            return self._write(cls, call, args, given, locals_, kwargs)
+        raise NotImplementedError
+
+    def for_function(self) -> Plan:
+        """This plan for calls that do not pass through torch, which would count the writes."""
+        return self
+
+    def showing(self, index: int) -> Plan:
+        """This plan for a function that gives out result `index` of the op alone."""
+        return Functional(self.info, self.kernel, self.out[index], self.functional)
+
+    def copying(self) -> Plan:
+        """This plan of a view, where the local op turns out to copy."""
+        return CopiedViews(self.info, self.kernel, self.out, self.functional)
+
+
+# ---- new tensors ----
+
+
+class Functional(Plan):
+    """One new tensor."""
+
+    __slots__ = ()
+
+    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+        return wrap(cls, call(*locals_, **kwargs) if kwargs else call(*locals_), self.out)
+
+
+class SeveralResults(Plan):
+    """Several tensors, or a Python value. Among the ops are some that also write to an argument."""
+
+    __slots__ = ()
+
+    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
         result = call(*locals_, **kwargs) if kwargs else call(*locals_)
-        if self.aliases and is_inference_mode_enabled():
+        return result if self.out is None else _each(result, self.out, lambda r, spec: wrap(cls, r, spec))
+
+
+def _each(result: Any, out: Sequence[DTensorSpec | None], made: Callable[[Any, DTensorSpec], Any]) -> Any:
+    listed = [r if spec is None else made(r, spec) for r, spec in zip(result, out, strict=True)]
+    return listed if isinstance(result, list) else tuple(listed)
+
+
+# ---- views ----
+
+
+class View(Plan):
+    """One window on the memory of the first argument."""
+
+    __slots__ = ()
+
+    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+        result = call(*locals_, **kwargs) if kwargs else call(*locals_)
+        if is_inference_mode_enabled():
             # A view is an inference tensor only if its base is: torch ties their versions.
             with DisableTorchFunction():
                 inference = args[0].is_inference()
             with torch.inference_mode(inference):
-                made = self._wrapped(cls, result)
-        else:
-            made = self._wrapped(cls, result)
-        if self.aliases and (self.moves or self.copies or getattr(args[0], "_detached_view", False)):
-            for view in made if isinstance(made, (list, tuple)) else (made,):
-                detach_view(view, args[0])
-        return made
+                return self._wrapped(cls, result, args[0])
+        return self._wrapped(cls, result, args[0])
 
-    def _wrapped(self, cls: type[Wrapper], result: Any) -> Any:
-        out = self.out
-        if out.__class__ is DTensorSpec:
-            return wrap(cls, result, out)
-        if out is None:
-            return result
-        made = [r if spec is None else wrap(cls, r, spec) for r, spec in zip(result, out, strict=True)]
-        return made if isinstance(result, list) else tuple(made)
+    def _wrapped(self, cls: type[Wrapper], result: Any, base: Any) -> Any:
+        return wrap(cls, result, self.out)
 
-    def _write(
-        self,
-        cls: type[Wrapper],
-        call: Callable[..., Any],
-        args: Sequence[Any],
-        given: dict[str, Any],
-        locals_: list[Any],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        at = self.returns_input
-        if at is not None:
-            written = [given[at] if at.__class__ is str else args[at]]
-            # A plain tensor, made on the way, has no such mark.
-            if getattr(written[0], "_detached_view", False):
-                raise fallback.lost_write(written[0])
-        else:
-            written = self._written(args, given)
-            for one in written:
-                if one._detached_view:
-                    raise fallback.lost_write(one)
-        result = call(*locals_, **kwargs)
-        # torch leaves out the members of lists, which ops without results write; and means to leave out the
-        # running statistics of batch norm, which autograd saves before.
-        if self.counts_write or (at is None and not self.info.op._schema.returns):
-            increment_version(written)
-        if at is not None:
-            return written[0]
-        if self.info.op._schema.returns:
-            return self._wrapped(cls, result)
-        return args[0] if self.counts_write else None  # torch's functions give back the list they wrote
 
-    def _written(self, args: Sequence[Any], given: dict[str, Any]) -> list[Any]:
-        """The DTensors that an op which returns none of them writes to."""
-        if self.info.mutated == (0,) and args[0].__class__ is list:
-            return [one for one in args[0] if isinstance(one, Wrapper)]
-        arguments = self.info.op._schema.arguments
-        written: list[Any] = []
-        for position in self.info.mutated:
-            name = arguments[position].name
-            value = args[position] if position < len(args) else given.get(name)
-            written += value if value.__class__ in (list, tuple) else [value]
-        return [one for one in written if isinstance(one, Wrapper)]
+class Views(View):
+    """Several of them."""
+
+    __slots__ = ()
+
+    def _wrapped(self, cls: type[Wrapper], result: Any, base: Any) -> Any:
+        return _each(result, self.out, lambda r, spec: wrap(cls, r, spec))
+
+
+class CopiedViews(View):
+    """One or several whose values had to be copied (layout/copied_view.py)."""
+
+    __slots__ = ()
+
+    def _wrapped(self, cls: type[Wrapper], result: Any, base: Any) -> Any:
+        if self.out.__class__ is DTensorSpec:
+            return copied_view(cls, result, self.out, base)
+        return _each(result, self.out, lambda r, spec: copied_view(cls, r, spec, base))
+
+
+# ---- writes: copied views were refused when the plan was made ----
+
+
+class InPlace(Plan):
+    """The written argument is the result."""
+
+    __slots__ = ("at",)
+
+    def __init__(self, info: OpInfo, kernel: Call, out: Any, functional: bool) -> None:
+        super().__init__(info, kernel, out, functional)
+        self.at = info.returned
+
+    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+        call(*locals_, **kwargs)
+        return args[self.at]
 
     def for_function(self) -> Plan:
-        """This plan for calls that do not pass through torch, which would count the writes."""
-        if not self.info.mutated:
-            return self
-        counting = copy.copy(self)
-        counting.counts_write = True
-        return counting
+        return InPlaceFunction(self.info, self.kernel, self.out, self.functional)
+
+
+class InPlaceFunction(InPlace):
+    __slots__ = ()
+
+    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+        call(*locals_, **kwargs)
+        written = args[self.at]
+        increment_version((written,))
+        return written
+
+
+class Out(InPlace):
+    """So is the one given as `out=`."""
+
+    __slots__ = ()
+
+    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+        call(*locals_, **kwargs)
+        return given[self.at]
+
+    def for_function(self) -> Plan:
+        return OutFunction(self.info, self.kernel, self.out, self.functional)
+
+
+class OutFunction(Out):
+    __slots__ = ()
+
+    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+        call(*locals_, **kwargs)
+        written = given[self.at]
+        increment_version((written,))
+        return written
+
+
+class InPlaceLists(Plan):
+    """Lists are written, and nothing is returned. torch leaves their members out when it counts writes."""
+
+    __slots__ = ()
+
+    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+        call(*locals_, **kwargs)
+        increment_version(written_by(self.info.mutated, args, given))
+
+    def for_function(self) -> Plan:
+        return InPlaceListsFunction(self.info, self.kernel, self.out, self.functional)
+
+
+class InPlaceListsFunction(InPlaceLists):
+    __slots__ = ()
+
+    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+        super().run(cls, call, args, given, locals_, kwargs)
+        return args[0]  # torch's functions give back the list that they wrote
+
+
+# The kinds that call the op themselves.
+CALLING: tuple[type[Plan], ...] = (
+    *(Functional, SeveralResults, View),
+    *(InPlace, InPlaceFunction, Out, OutFunction, InPlaceLists),
+)
+
+
+# ---- around another plan ----
+
+
+class Around(Plan):
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Plan) -> None:
+        super().__init__(inner.info, inner.kernel, inner.out, inner.functional)
+        self.inner = inner
+
+    def _around(self, inner: Plan) -> Plan:
+        made = copy.copy(self)
+        made.inner, made.out = inner, inner.out
+        return made
+
+    def for_function(self) -> Plan:
+        return self._around(self.inner.for_function())
 
     def showing(self, index: int) -> Plan:
-        """This plan for a function that gives out result `index` of the op alone."""
-        shown = copy.copy(self)
-        shown.out = self.out[index]
-        shown.simple = not self.moves and not self.replaced
-        return shown
+        return self._around(self.inner.showing(index))
+
+    def copying(self) -> Plan:
+        return self._around(self.inner.copying())
+
+
+class LocalShape(Around):
+    """replaced: (argument position, local value) of global shapes."""
+
+    __slots__ = ("replaced",)
+
+    def __init__(self, inner: Plan, replaced: tuple[tuple[int, Any], ...]) -> None:
+        super().__init__(inner)
+        self.replaced, self.functional = replaced, False
+
+    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+        for position, value in self.replaced:
+            locals_[position] = value
+        return self.inner.run(cls, call, args, given, locals_, kwargs)
+
+
+class Moving(Around):
+    """moves: of the inputs that must be placed otherwise."""
+
+    __slots__ = ("moves",)
+
+    def __init__(self, inner: Plan, moves: tuple[Move, ...]) -> None:
+        super().__init__(inner)
+        self.moves = moves
+
+    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+        locals_, kwargs = self._moved(args, given, locals_, kwargs)
+        return self.inner.run(cls, call, args, given, locals_, kwargs)
 
     def _moved(
         self, args: Sequence[Any], given: dict[str, Any], locals_: list[Any], kwargs: dict[str, Any]
@@ -189,7 +294,7 @@ class Plan:
         locals_ = list(locals_)
         for index, route, _, placements in self.moves:
             at = places[index]
-            locals_[at] = _settled(args[at], locals_[at], placements, route)
+            locals_[at] = _local_at(args[at], locals_[at], placements, route)
         return locals_, kwargs
 
     def _moved_inside(
@@ -205,7 +310,7 @@ class Plan:
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         for index, route, _, placements in self.moves:
             at = places[index]
-            leaves[at] = _settled(tensors[index], leaves[at], placements, route)
+            leaves[at] = _local_at(tensors[index], leaves[at], placements, route)
         moved: tuple[list[Any], dict[str, Any]] = tree_unflatten(leaves, tree)
         return moved
 
@@ -221,13 +326,38 @@ def _places(args: Sequence[Any]) -> list[int] | None:
     return places
 
 
-def _settled(
+def _local_at(
     tensor: Any, local: torch.Tensor, placements: Placements, route: redistribute.Route
 ) -> torch.Tensor:
     if isinstance(tensor, Wrapper):
-        return redistribute.settle(tensor, placements, route)
+        return redistribute.local_at(tensor, placements, route)
     return redistribute.apply(local, route)
 
 
 def sorted_by_name(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: kwargs[name] for name in sorted(kwargs)}
+
+
+def plan_of_kind(
+    info: OpInfo,
+    local_op: Call | None,
+    out: Any,
+    moves: tuple[Move, ...] = (),
+    replaced: tuple[tuple[int, Any], ...] = (),
+    *,
+    of_copy: bool = False,
+) -> Plan:
+    """The plan of an op that runs as itself, or as `local_op`. of_copy: whether the first argument is a copied view."""
+    kind: type[Plan]
+    if info.returned is not None:
+        kind = Out if info.returned.__class__ is str else InPlace
+    elif info.mutated and not info.op._schema.returns:
+        kind = InPlaceLists
+    elif info.aliases:
+        kind = CopiedViews if moves or of_copy else View if out.__class__ is DTensorSpec else Views
+    else:
+        kind = Functional if out.__class__ is DTensorSpec else SeveralResults
+    plan: Plan = kind(info, local_op or info.kernel, out, info.functional and local_op is None)
+    if replaced:
+        plan = LocalShape(plan, replaced)
+    return Moving(plan, moves) if moves else plan

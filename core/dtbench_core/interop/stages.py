@@ -16,7 +16,7 @@ from typing import Any
 from dtbench_core import comm
 from dtbench_core.dispatch import cache_key, make_plan
 from dtbench_core.dispatch import entry as dispatch
-from dtbench_core.dispatch.plan import Plan
+from dtbench_core.dispatch.plan import CALLING, Moving, Plan
 from dtbench_core.layout import shard_layout as layout
 from dtbench_core.layout import wrapper
 from dtbench_core.redistribute import route as redistribute
@@ -41,8 +41,7 @@ BOOKKEEPING = "stopwatch"  # time of the stopwatches themselves, which belongs t
 NAMES = (*STAGES, BOOKKEEPING)
 
 _METHODS: tuple[tuple[type, str, str], ...] = (
-    (Plan, "_moved", "redistribute"),
-    (Plan, "_write", "glue"),
+    (Moving, "_moved", "redistribute"),
     (DTensor, "redistribute", "glue"),
     (DTensor, "to_local", "glue"),
     (DTensor, "full_tensor", "glue"),
@@ -107,7 +106,7 @@ class Watch:
             self._swaps.append((DTensor, f"__{entry.__name__}__", classmethod(timed)))
         for owner, name, stage in _METHODS:
             self._swaps.append((owner, name, stopwatch(vars(owner)[name], stage, self.log)))
-        self._swaps.append((Plan, "run", _timed_run(self.log)))
+        self._swaps += [(kind, "run", _timed_run(kind, self.log)) for kind in CALLING]
 
     def __enter__(self) -> Log:
         self.log.clear()
@@ -132,8 +131,8 @@ def _functions() -> list[tuple[Callable[..., Any], str]]:
         "checks": (dispatch._requires_grad, dispatch._modes_active),
         "key": (cache_key.key_of,),
         "cache": (redistribute.request, layout.even_spec),
-        "plan": (make_plan.build, make_plan.verify),
-        "redistribute": (redistribute.apply, redistribute.follow, redistribute.settle),
+        "plan": (make_plan.build, make_plan.first_run),
+        "redistribute": (redistribute.apply, redistribute.follow, redistribute.local_at),
         "communicate": (
             comm.all_gather,
             comm.all_reduce,
@@ -153,9 +152,9 @@ def _holders(function: Callable[..., Any]) -> list[tuple[Any, str]]:
     return [(m, name) for m in modules for name, held in list(vars(m).items()) if held is function]
 
 
-def _timed_run(log: Log) -> Callable[..., Any]:
-    """`Plan.run` with a stopwatch around the local op that it is given."""
-    run = Plan.run
+def _timed_run(kind: type[Plan], log: Log) -> Callable[..., Any]:
+    """`run` of this kind of plan, with a stopwatch around the local op that it is given."""
+    run = kind.run
     timed_op = stopwatch(lambda call: stopwatch(call, "local op", log), BOOKKEEPING, log)
 
     def timed_run(self: Plan, cls: Any, call: Any, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:

@@ -7,12 +7,12 @@ importing the class that imports dispatch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.torch_compat import make_wrapper, version_of
+from dtbench_core.torch_compat import make_wrapper
 
 Wrapped = TypeVar("Wrapped", bound="Wrapper")
 
@@ -27,9 +27,8 @@ class Wrapper(torch.Tensor):
 
     _local_tensor: torch.Tensor
     _spec: DTensorSpec
-    # True on what a view op had to move before it could cut: a copy, where plain torch gives a window.
-    # Writing to it would be lost, so in-place ops refuse it; see `detach_view`.
-    _detached_view = False
+    # The class of views that had to be copied; see copied_view.py.
+    copied_view: ClassVar[type[Wrapper]]
 
 
 def wrap(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> Wrapped:
@@ -55,25 +54,6 @@ def wrap(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, requires_gr
 # The local tensor, whatever the tensor's class says of reading it.
 held_by: Callable[[Wrapper], torch.Tensor] = Wrapper.__dict__["_local_tensor"].__get__
 
-# What a tensor remembers of itself, and a copy or a file of it must not: `detach_view`, redistribute.settle.
-MARKS = ("_detached_view", "_base_version", "_settled")
-
-# Class of a tensor -> class of its detached views (tensor.py).
-windows: dict[type[Wrapper], type[Wrapper]] = {}
-
-
-def detach_view(view: Wrapper, base: object) -> None:
-    """Marks `view`, whose values were copied out of `base`: it cannot be written to, nor be read once `base` was
-    written to, because a view of plain torch would show the new values."""
-    view._detached_view = True
-    window = windows.get(view.__class__)
-    version = version_of(base) if window is not None and isinstance(base, torch.Tensor) else None
-    if version is not None:
-        view._base_version = version  # type: ignore[attr-defined]
-        view.__class__ = window  # type: ignore[assignment]
-
-
-def class_of(tensor: Wrapper) -> type[Wrapper]:
-    """The class of `tensor`, or of what it is a detached view of."""
-    kind = type(tensor)
-    return next((owner for owner, window in windows.items() if window is kind), kind)
+# What a tensor remembers of itself, and a copy or a file of it must not: where a copied view has its values from,
+# and a pending reduction that was materialised (redistribute/tensors.py).
+MEMORIES = ("_origin", "_materialised")

@@ -257,7 +257,7 @@ def apply(local: torch.Tensor, route: Route) -> torch.Tensor:
 # ---- on DTensors ----
 
 
-def settle(tensor: Wrapper, dst: Placements, route: Route) -> torch.Tensor:
+def local_at(tensor: Wrapper, dst: Placements, route: Route) -> torch.Tensor:
     """The local part of `tensor` at `dst`, for an op to read. A pending sum is added up once.
 
     Two collectives add the same terms in different orders, and what one rounds up the other may round
@@ -268,10 +268,10 @@ def settle(tensor: Wrapper, dst: Placements, route: Route) -> torch.Tensor:
     if not _rounds(tensor._spec.placements) or _rounds(dst) or not any_requires_grad(tensor):
         return apply(tensor._local_tensor, route)
     version = version_of(tensor)
-    kept = tensor.__dict__.get("_settled")
+    kept = tensor.__dict__.get("_materialised")
     if kept is None or kept[0] != version:
         spec = tensor._spec.with_placements(dst)
-        kept = tensor.__dict__["_settled"] = (version, spec, apply(tensor._local_tensor, route))
+        kept = tensor.__dict__["_materialised"] = (version, spec, apply(tensor._local_tensor, route))
     _, spec, local = kept
     found: torch.Tensor = local if spec.placements == dst else apply(local, plan(spec, dst))
     return found

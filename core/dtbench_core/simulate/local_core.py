@@ -88,10 +88,7 @@ class CoreParts(Parts):
                 f"got {value._spec}, of which ranks {describe_ranks(held.ranks)} hold a part, where rank {rank} takes "
                 "part too; expected DTensors of one mesh"
             )
-        part = wrap(type(value), held._local_tensors[rank], of_rank(value._spec))
-        if value._detached_view:
-            part._detached_view = True
-        return part
+        return wrap(type(value), held._local_tensors[rank], of_rank(value._spec))
 
     def members(self, info: MeshInfo) -> tuple[int, ...]:
         """The simulated ranks in the mesh of `info`."""
@@ -116,10 +113,7 @@ class CoreParts(Parts):
         if not isinstance(first, Wrapper):
             return NotImplemented
         held = joined({r: v._local_tensor for r, v in values.items()}, self, what)
-        made = wrap(type(first), held, _of_all({r: v._spec for r, v in values.items()}, what))
-        if any(v._detached_view for v in values.values()):
-            made._detached_view = True
-        return made
+        return wrap(type(first), held, _of_all({r: v._spec for r, v in values.items()}, what))
 
     def settle(self, what: str) -> None:
         """Gives DTensors what their parts have become: written ones may have got a new shape or shard."""

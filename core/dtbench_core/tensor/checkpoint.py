@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import CoreError, LayoutError, MeshError, PlacementError
+from dtbench_core.layout.copied_view import class_of
 from dtbench_core.layout.local_shards import chunks_within, holds_shards
 from dtbench_core.layout.mesh import mesh_info
 from dtbench_core.layout.placement import Partial, Placements, RaggedShard, Replicate, Shard, StridedShard
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import MARKS, Wrapper, class_of, wrap
+from dtbench_core.layout.wrapper import MEMORIES, Wrapper, wrap
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 def reduce(tensor: Wrapper) -> tuple[Any, ...]:
     """What `pickle` and `torch.save` keep of a DTensor: see `rebuild`."""
     spec = tensor._spec
-    attributes = {k: v for k, v in tensor.__dict__.items() if k not in MARKS}
+    attributes = {k: v for k, v in tensor.__dict__.items() if k not in MEMORIES}
     described = (spec.mesh, spec.placements, tuple(spec.shape), spec.stride, tensor.requires_grad)
     return rebuild, (class_of(tensor), tensor._local_tensor, *described, attributes)
 

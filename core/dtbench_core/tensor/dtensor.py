@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.dispatch import entry as dispatch
 from dtbench_core.errors import ArgumentError, LayoutError, MeshError, MixedTensorError, PlacementError
+from dtbench_core.layout.copied_view import CopiedView
 from dtbench_core.layout.local_shards import check_places, holds_shards, plain_part
 from dtbench_core.layout.mesh import MeshInfo, mesh_info, mesh_or_current
 from dtbench_core.layout.placement import Partial, Placement, Placements, RaggedShard
@@ -26,7 +27,7 @@ from dtbench_core.layout.shard_layout import (
     even_spec,
 )
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
-from dtbench_core.layout.wrapper import MARKS, Wrapper, held_by, windows, wrap
+from dtbench_core.layout.wrapper import MEMORIES, Wrapper, wrap
 from dtbench_core.redistribute.route import (
     Redistribute,
     Route,
@@ -44,7 +45,6 @@ from dtbench_core.torch_compat import (
     DisableTorchFunction,
     any_requires_grad,
     register_foreach_type,
-    version_of,
 )
 
 
@@ -56,7 +56,7 @@ class DTensor(Wrapper):
     autograd it is a tensor like any other; its gradient is a DTensor too.
     """
 
-    __slots__ = ()
+    # No __slots__ of its own: an asynchronous checkpoint copies what `__slots__` lists, which are the wrapper's.
 
     __torch_function__ = classmethod(dispatch.torch_function)
 
@@ -131,12 +131,9 @@ class DTensor(Wrapper):
         return state.reduce(self)
 
     def __deepcopy__(self, memo: Any) -> DTensor:
-        if self._detached_view and self.is_leaf and id(self) not in memo:
-            # A copy of a window stands for itself, and may be written to.
-            memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
         made: DTensor = memo[id(self)] if id(self) in memo else super().__deepcopy__(memo)
-        for mark in MARKS:
-            made.__dict__.pop(mark, None)
+        for name in MEMORIES:
+            made.__dict__.pop(name, None)
         return made
 
     # What torch.distributed.checkpoint asks of a tensor.
@@ -316,44 +313,14 @@ def _detached(local: torch.Tensor) -> torch.Tensor:
         return local
 
 
-class DetachedView(DTensor):
-    """A view of values that had to be gathered before they could be cut: a copy, where plain torch gives a window.
+class CopiedDTensorView(CopiedView, DTensor):  # type: ignore[misc]
+    """A view of a DTensor that had to be copied. It reads as the DTensor that it was a view of, until that is written
+    to; writes to it are refused."""
 
-    It reads as the DTensor it was until its base is written to, and is an error from then on. Results of ops
-    on it are DTensors. Writes to it are refused (see `Wrapper._detached_view`).
-    """
-
-    __slots__ = ()
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return dispatch.torch_function(DTensor, func, types, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return dispatch.torch_dispatch(DTensor, func, types, args, kwargs)
-
-    @property
-    def _local_tensor(self) -> torch.Tensor:
-        seen = self.__dict__.get("_base_version")
-        if seen is not None and seen != version_of(self):
-            raise PlacementError(
-                f"got a view, {self._spec}, whose sharded dim had to be gathered before it could be cut, and "
-                "whose base has been written to since: it shows the old values; take the view again after the write, "
-                "or redistribute the base so that the dim is whole"
-            )
-        return held_by(self)
-
-    @_local_tensor.setter
-    def _local_tensor(self, held: torch.Tensor) -> None:
-        Wrapper.__dict__["_local_tensor"].__set__(self, held)
+    viewed = DTensor
 
 
-windows[DTensor] = DetachedView
-# An asynchronous checkpoint copies of a tensor what its own class lists, and would write an empty one.
-DTensor.__slots__ = DetachedView.__slots__ = Wrapper.__slots__  # type: ignore[assignment]
+DTensor.copied_view = CopiedDTensorView
 
 
 class FromLocal(torch.autograd.Function):
