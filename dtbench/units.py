@@ -68,6 +68,11 @@ def format_ratio(ratio: float | None) -> str:
     return "-" if ratio is None else f"{significant(ratio, 3)}x"
 
 
+def plural(count: int, noun: str) -> str:
+    """Such as "1 case" and "2 cases"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def significant(value: float, digits: int = 4) -> str:
     """`value` with so many significant digits, never an exponent and never a rounded integer part."""
     if value == 0 or not math.isfinite(value):

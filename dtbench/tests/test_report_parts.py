@@ -24,7 +24,7 @@ from dtbench.judge import op_verdicts as coverage
 from dtbench.model import Run
 from dtbench.show import report as reporting
 from dtbench.show.report import Sources, gather, page, render
-from dtbench.show.report.parts import collectives, mesh, overlap, residuals
+from dtbench.show.report.parts import bucketer, collectives, cost_model, ranks, regret
 from dtbench.show.report.profiles import spans_of
 from dtbench.tests import made_up, made_up_findings
 from dtbench.tests import test_coverage as verdicts
@@ -212,7 +212,7 @@ def test_who_is_late_and_which_group_is_slow() -> None:
         size_bytes=10**6,
         factor=1.0,
     )
-    (found,) = mesh.ranks_of([made_up.run([result])])
+    (found,) = ranks.ranks_of([made_up.run([result])])
     assert {rank: found.late_s[rank][1] for rank in range(4)} == pytest.approx(late_s)
     assert found.last[2] == 1.0
     assert found.last[0] == 0.0
@@ -244,7 +244,7 @@ def test_ranks_with_unequally_many_samples_are_late_and_have_no_bandwidth() -> N
         size_bytes=10**6,
         factor=1.0,
     )
-    (found,) = mesh.ranks_of([made_up.run([result])])
+    (found,) = ranks.ranks_of([made_up.run([result])])
     assert found.busbw_Bps == {} and found.late_s.keys() == set(range(4))
 
 
@@ -255,8 +255,7 @@ def test_the_limit_is_the_links_of_a_gpu() -> None:
     for rank in header["ranks"]:
         rank |= {"nvlink": link, "pci_bus_id": f"{rank['rank']}", "boot_id": "1"}
     limit = collectives.limit_of(header, "tp")
-    assert limit is not None
-    assert limit.Bps == 450e9  # NVLink 4: 18 links of 25 GB/s in each direction
+    assert limit == 450e9  # NVLink 4: 18 links of 25 GB/s in each direction
     header["ranks"][3] |= {"nvlink": {"neighbours": {}, "switch_links": 0}}
     assert collectives.limit_of(header, "tp") is None  # a pair without a link
     assert collectives.limit_of(made_up.header(), "tp") is None  # no GPU
@@ -266,13 +265,13 @@ def test_the_limit_is_the_links_of_a_gpu() -> None:
 
 
 def test_residuals_are_percent_of_the_measured() -> None:
-    assert [residuals.percent_off(r) for r in (0.5, 1.0, 2.0, 0.01, 0.001)] == [
+    assert [cost_model.percent_off(r) for r in (0.5, 1.0, 2.0, 0.01, 0.001)] == [
         "−50 %", "0 %", "+100 %", "−99 %", "−99.90 %",
     ]  # fmt: skip
     truth = made_up.TRUTH["dp"]
     topology = calibration.calibrate([made_up.run(list(made_up.collectives(noise=0.0)))])
     (dim,) = [d for d in topology["dims"] if d["name"] == "dp"]
-    series = {one.label: one for one in residuals._residuals(dim)}
+    series = {one.label: one for one in cost_model.residuals_of(dim)}
     # The made-up times follow the formula, so the fitted constants are right everywhere ...
     assert series["fitted"].y == pytest.approx([1.0] * len(series["fitted"].y), abs=0.02)
     # ... and the built-in ones are as far off as the two formulas are.
@@ -284,7 +283,7 @@ def test_residuals_are_percent_of_the_measured() -> None:
 
 def test_regret_is_weighted_by_decisions(findings: Sources, shown: Page) -> None:
     assert findings.regret is not None
-    assert residuals._overall(findings.regret, "core", "greedy") == pytest.approx((0.4, 0.45, 0.5))
+    assert regret.overall(findings.regret, "core", "greedy") == pytest.approx((0.4, 0.45, 0.5))
     row = shown.row("core", "product", "512 KiB", "torch’s planner (greedy)")
     assert row[4:] == ["40.0", "20.0 – 60.0", "120.0", "50.0", "4", "2"]
     assert "Hardly told apart." in shown.section_text["calibration"]
@@ -301,7 +300,7 @@ def test_what_is_hidden_is_the_share_of_the_collectives_time() -> None:
     results = [made_up.result("overlap", "all_reduce", i, params, [t * 1e-3] * 3) for i, t in times.items()]
     shown = Page(render(Sources(runs=(made_up.run(results),))))
     assert shown.row("dp", "64 KiB")[-1] == "50"
-    assert overlap._hidden_words(-0.25) == "−25% hidden"
+    assert bucketer.hidden_words(-0.25) == "−25% hidden"
 
 
 def test_a_timeline_is_the_middle_iteration(findings: Sources, shown: Page) -> None:

@@ -1,4 +1,4 @@
-"""The results of a report's runs, put together over launches: one figure per case and impl."""
+"""The cases of a report's runs, put together over launches: one figure per case and impl."""
 
 from __future__ import annotations
 
@@ -45,6 +45,11 @@ class Case:
         """The param as a whole number, 0 where the case lacks it or it is none."""
         value = self.params.get(param, 0)
         return int(value) if isinstance(value, int | float) else 0
+
+    @property
+    def only(self) -> Measured:
+        """Of a suite of one impl."""
+        return next(iter(self.impls.values()))
 
     def seconds(self, impl: str) -> float | None:
         return self.impls[impl].estimate_s if impl in self.impls else None
@@ -94,6 +99,6 @@ def group(cases: Iterable[Case], key: Callable[[Case], Any]) -> dict[Any, list[C
     return grouped
 
 
-def others(case: Case, known: Iterable[str]) -> str:
-    """The params beside the known ones, in words: no two rows of a table may look the same."""
-    return ", ".join(f"{k}={v}" for k, v in sorted(case.params.items()) if k not in set(known))
+def main_dtype(cases: Sequence[Case]) -> Any:
+    dtypes = {c.get("dtype") for c in cases}
+    return "float32" if "float32" in dtypes else min(dtypes, key=str)

@@ -1,13 +1,13 @@
-"""The report's figures: which marks show what. Each is a set of small panels with common axes.
+"""The kit of figures: curves, dots, bars over time or counts, and maps; each a set of small panels in one style.
 
+A part names the panels and what is in them; here axes are made common, drawings numbered and legends drawn.
 Series differ by colour, marker and dash, so that colour is never alone in telling them apart.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -15,35 +15,42 @@ from typing import Any
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import NullFormatter
 
+from dtbench.show.report.axes import Axis, Format, length_axis, size_axis
 from dtbench.show.report.svg import FONT_PX, STAND_IN, draw, printable
-from dtbench.units import format_size
 
-Dash = tuple[float, ...]
+# A figure of more panels or rows is not read; the tables hold all.
+MAX_PANELS, MAX_ROWS = 12, 60
+WIDE_PX, HALF_PX = 880.0, 430.0
+# Width and height of a panel of curves by the columns of its figure, so that text has one size on the page.
+CURVES_PX = {2: (HALF_PX, 245.0), 3: (330.0, 220.0)}
+ROW_PX = 18.0
+SHADE_OPACITY, BAND_OPACITY, ROW_OPACITY = 0.09, 0.18, 0.16  # lines and marks stay legible on them
+# Ink stays legible on the deepest cell, in light and in dark: the tests compute it.
+CELL_OPACITY = (0.04, 0.45)
+_LETTER_PX = 5.6
+# The page's colours for the parts of bars, in turn, then paler once more; a part also bears its name.
+_BAR_COLOURS = ("s0", "s1", "s3", "s4", "s5", "s2")
+_BAR_OPACITIES = (0.42, 0.2)
 # Of ids in a swatch that is drawn once for all legends.
 _PREFIX = "swatch"
+
+# A name of the page's colours, and an opacity.
+Shade = tuple[str, float]
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a series looks. marker: matplotlib's letter, "" for a line alone. dash: on, off, ... in px."""
+    """How a series looks. marker: matplotlib's letter, "" for a line alone. dash: on, off, ... in px, () a solid
+    line, None no line. words: of the legend, where the series' name does not do."""
 
     colour: str
     marker: str = "o"
-    dash: Dash | None = ()  # () is a solid line, None no line
+    dash: tuple[float, ...] | None = ()
     hollow: bool = False
-
-
-@dataclass(frozen=True)
-class Series:
-    """band: the low and the high y at each x, shaded."""
-
-    label: str
-    style: Style
-    x: Sequence[float]
-    y: Sequence[float]
-    band: tuple[Sequence[float], Sequence[float]] | None = None
+    words: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,13 +65,6 @@ class Panel:
         return self.make()
 
 
-def panel(
-    title: str, width: float, height: float, paint: Callable[[Canvas], None], *, prefix: str, desc: str
-) -> Panel:
-    """A panel of this many pixels."""
-    return Panel(title, lambda: draw(width, height, paint, prefix=prefix, title=title, desc=desc))
-
-
 @dataclass(frozen=True)
 class LegendItem:
     label: str
@@ -72,169 +72,354 @@ class LegendItem:
 
 
 @dataclass(frozen=True)
+class Figure:
+    caption: str
+    legend: Sequence[LegendItem]
+    panels: Sequence[Panel]
+    columns: int
+
+
+# ----------------------------------------------------------------------------------------- curves
+
+
+@dataclass(frozen=True)
+class Series:
+    """label: the name of its style. band: the low and the high y at each x, shaded."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    band: tuple[Sequence[float], Sequence[float]] | None = None
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A panel of curves. desc: what a screen reader says. shade: a range of x that is marked; level: a y that is.
+    y: an axis of its own."""
+
+    title: str
+    series: Sequence[Series]
+    desc: str
+    shade: tuple[float, float] | None = None
+    level: float | None = None
+    y: Axis | None = None
+
+
+def curves(
+    name: str,
+    panels: Sequence[Curves],
+    styles: Mapping[str, Style],
+    caption: str,
+    *,
+    y: Callable[[Sequence[float]], Axis],
+    x: Axis | None = None,
+    columns: int = 2,
+    lines: bool = True,
+) -> Figure | None:
+    """Curves over size, or over `x`, with common axes; None where there is nothing to draw.
+
+    name: of the drawings' ids. y: from all values. lines: whether the legend shows them beside the marks.
+    """
+    panels = [panel for panel in panels if panel.series]
+    everything = [one for panel in panels for one in panel.series]
+    if not everything:
+        return None
+    if x is None:  # sizes; lines without marks are no measurement and name none
+        measured = [one for one in everything if styles[one.label].marker] or everything
+        x = size_axis([round(v) for one in measured for v in one.x])
+    values = [v for one in everything for v in (*one.y, *(one.band[1] if one.band else ()))]
+    common, over = y(values), x
+    width, height = CURVES_PX[columns]
+
+    def paint(of: Curves) -> Callable[[Canvas], None]:
+        def on(canvas: Canvas) -> None:
+            axes = _axes_in(canvas, width, height, left=62, right=14, top=10, bottom=26)
+            if of.shade is not None:
+                axes.axvspan(*of.shade, color=STAND_IN["muted"], alpha=SHADE_OPACITY, linewidth=0, zorder=0)
+            if of.level is not None:
+                axes.axhline(of.level, color=STAND_IN["ink"], linewidth=1.0, zorder=1.5)
+            for one in of.series:
+                style = styles[one.label]
+                if one.band is not None:
+                    colour = STAND_IN[style.colour]
+                    axes.fill_between(one.x, *one.band, color=colour, alpha=BAND_OPACITY, linewidth=0)
+                axes.plot(one.x, one.y, clip_on=False, **_look_of(style))
+            over.apply(axes, "x")
+            (of.y or common).apply(axes, "y")
+
+        return on
+
+    drawn = [_panel(name, i, p.title, width, height, paint(p), p.desc) for i, p in enumerate(panels)]
+    return Figure(caption, legend(name, styles, {one.label for one in everything}, lines), drawn, columns)
+
+
+# ------------------------------------------------------------------------------------------- dots
+
+
+@dataclass(frozen=True)
 class Row:
-    """A line of a dot plot. values: series name -> value, where it was measured. note: at its right end.
-    spans: series name -> from where to where, drawn as a thin line through the mark."""
+    """A line of a plot of dots. values: series -> value, where it was measured. note: at its right end. spans:
+    series -> from where to where (None: open), a thin line through the mark. shade: a range that is marked."""
 
     label: str
     values: Mapping[str, float]
     note: str = ""
-    spans: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    spans: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    shade: tuple[float, float] | None = None
+
+
+def dots(
+    name: str,
+    panels: Mapping[str, Sequence[Row]],
+    styles: Mapping[str, Style],
+    caption: str,
+    axis: Callable[[Sequence[float]], Axis],
+    *,
+    each_axis: bool = False,
+    desc: Callable[[Sequence[Row]], str] | None = None,
+    intervals: bool = False,
+) -> Figure | None:
+    """A line per row, a mark per series; the core and torch are joined to show their distance.
+
+    axis: from all values, or with each_axis from those of a panel. desc: what a screen reader says of a panel,
+    else its labels and notes. intervals: wide, spans with ends, and a line at 1.
+    """
+    panels = {title: there for title, rows in panels.items() if (there := [r for r in rows if r.values])}
+    if not panels:
+        return None
+    said = desc or (lambda rows: "; ".join(f"{row.label} {row.note}" for row in rows))
+    common = axis([v for rows in panels.values() for v in _reach(rows)])
+    drawn = []
+    for index, (title, rows) in enumerate(panels.items()):
+        x = axis(_reach(rows)) if each_axis else common
+        width, height = WIDE_PX if intervals else HALF_PX, ROW_PX * len(rows) + 34
+        drawn.append(
+            _panel(name, index, title, width, height, _dots_painter(rows, styles, x, intervals), said(rows))
+        )
+    present = {series for rows in panels.values() for row in rows for series in row.values}
+    return Figure(caption, legend(name, styles, present, lines=False), drawn, 1 if intervals else 2)
+
+
+def _reach(rows: Sequence[Row]) -> list[float]:
+    """All values of the rows, and the ends of their spans."""
+    spans = [v for row in rows for span in row.spans.values() for v in span if v is not None and v > 0]
+    return [*(v for row in rows for v in row.values.values()), *spans]
+
+
+def _dots_painter(
+    rows: Sequence[Row], styles: Mapping[str, Style], x: Axis, intervals: bool
+) -> Callable[[Canvas], None]:
+    most_px, most = (330.0, 54) if intervals else (190.0, 30)
+    width, height = WIDE_PX if intervals else HALF_PX, ROW_PX * len(rows) + 34
+    left = min(24 + 6.2 * max(len(row.label) for row in rows), most_px)
+    right = 14 + 6.2 * max(len(row.note) for row in rows)
+
+    def paint(canvas: Canvas) -> None:
+        axes = _axes_in(canvas, width, height, left=left, right=right, top=6, bottom=28)
+        if intervals:
+            axes.axvline(1, color=STAND_IN["ink"], linewidth=1.0, zorder=1.5)
+        for place, row in enumerate(rows):
+            if row.shade is not None:
+                corner, wide = (row.shade[0], place - 0.5), row.shade[1] - row.shade[0]
+                box = Rectangle(corner, wide, 1, linewidth=0, zorder=0.5)
+                box.set(color=STAND_IN["muted"], alpha=ROW_OPACITY)
+                axes.add_patch(box)
+            ends = [row.values[name] for name in styles if name in ("core", "torch") and name in row.values]
+            if len(ends) == 2:
+                axes.plot(ends, [place] * 2, color=STAND_IN["muted"], linewidth=1.0, zorder=1.5)
+            _note(axes, row.note, place)
+        for name, style in styles.items():
+            _marks(axes, rows, name, style, x, intervals)
+        x.apply(axes, "x")
+        _label_rows(axes, [row.label for row in rows], most)
+        axes.grid(axis="y", linewidth=0.35)
+
+    return paint
+
+
+def _marks(axes: Axes, rows: Sequence[Row], name: str, style: Style, x: Axis, caps: bool) -> None:
+    """One series of all rows. caps: spans have ends; one that is open has an arrowhead."""
+    places = [(place, row) for place, row in enumerate(rows) if name in row.values]
+    for place, row in places:
+        if name not in row.spans:
+            continue
+        low, high = row.spans[name]
+        colour, span = STAND_IN[style.colour], (low or x.low, high or x.high)
+        axes.plot(span, [place] * 2, color=colour, linewidth=1.2, zorder=2)
+        for end, there, arrow in ((span[0], low, "<"), (span[1], high, ">")):
+            if there is None or caps:
+                axes.plot([end], [place], arrow if there is None else "|", color=colour, markersize=6)
+    if places:
+        look = _look_of(style) | {"linestyle": "none", "markersize": 8 if style.marker == "|" else 5}
+        if style.hollow:  # open marks are see-through, or the one drawn last would hide its equal
+            look["markerfacecolor"] = "none"
+        axes.plot([row.values[name] for _, row in places], [p for p, _ in places], zorder=2.5, **look)
+
+
+# ------------------------------------------------------------------------------------------- bars
 
 
 @dataclass(frozen=True)
-class Axis:
-    """A common axis of all panels. format: value -> tick label."""
+class Bar:
+    """A line of boxes. parts: (name of its shade, from where, length), which for stacked boxes `stacked` makes.
+    note: at its right end. mark: drawn across, a floor."""
 
-    low: float
-    high: float
-    log: bool
-    format: Callable[[float], str]
-    ticks: Sequence[float] = ()
-
-    def apply(self, axes: Axes, which: str) -> None:
-        scale, limit = getattr(axes, f"set_{which}scale"), getattr(axes, f"set_{which}lim")
-        axis = getattr(axes, f"{which}axis")
-        scale("log" if self.log else "linear")
-        limit(self.low, self.high)
-        axis.set_major_locator(FixedLocator([t for t in self.ticks if self.low <= t <= self.high]))
-        axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter(FuncFormatter(lambda value, _: self.format(value)))
+    label: str
+    parts: Sequence[tuple[str, float, float]]
+    note: str = ""
+    mark: float | None = None
 
 
-# ------------------------------------------------------------------------------------------- axes
+def stacked(parts: Iterable[tuple[str, float]]) -> list[tuple[str, float, float]]:
+    """Boxes of these lengths end to end; none for what has no length."""
+    found, at = [], 0.0
+    for name, length in parts:
+        if length > 0:
+            found.append((name, at, length))
+            at += length
+    return found
 
 
-def value_axis(
-    values: Sequence[float], format_tick: Callable[[float], str], *, log: bool | None = None, most: int = 5
-) -> Axis:
-    """An axis that holds all values. log None: by the spread, logarithmic beyond a factor of 12."""
-    low, high = min(values), max(values)
-    if log is None:
-        log = high > 12 * low
-    if not log:
-        step = nice_step(high / most)
-        ticks = [k * step for k in range(math.ceil(high / step) + 1)]
-        return Axis(0.0, high * 1.06, False, format_tick, ticks)
-    room = max((high / low) ** 0.06, 1.15)
-    low, high = low / room, high * room
-    return Axis(low, high, True, format_tick, log_ticks(low, high, most))
-
-
-def size_axis(sizes: Sequence[int], most: int = 5) -> Axis:
-    """A logarithmic axis of sizes in bytes, ticks at every so many of the measured ones."""
-    ordered = sorted(set(sizes))
-    step = max(1, math.ceil(len(ordered) / most))
-    room = max((ordered[-1] / ordered[0]) ** 0.05, 1.2)
-    return Axis(ordered[0] / room, ordered[-1] * room, True, lambda v: format_size(round(v)), ordered[::step])
-
-
-def log_ticks(low: float, high: float, most: int) -> list[float]:
-    """At most so many round numbers: 1-2-5, else 1-3, else powers of ten, else every second one, ..."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    for digits, stride in (((1, 2, 5), 1), ((1, 3), 1), *(((1,), k) for k in range(1, last - first + 2))):
-        ticks = [d * 10.0**k for k in range(first, last + 1, stride) for d in digits]
-        ticks = [t for t in ticks if low <= t <= high]
-        if len(ticks) <= most:
-            break
-    return ticks
-
-
-def nice_step(rough: float) -> float:
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(d * power for d in (1, 2, 5, 10) if d * power >= rough * (1 - 1e-9))
-
-
-# ------------------------------------------------------------------------------------------ panels
-
-# Width and height of a line panel by the columns of its figure, so that text has one size on the page.
-PANEL_PX = {2: (430.0, 245.0), 3: (330.0, 220.0)}
-DOTS_PX = 430.0
-ROW_PX = 18.0
-SHADE_OPACITY = 0.09
-BAND_OPACITY = 0.18  # lines and marks stay legible on it, in light and in dark
-
-
-def line_panel(
-    title: str,
-    series: Sequence[Series],
-    x: Axis,
-    y: Axis,
+def bars(
+    name: str,
+    panels: Mapping[str, Sequence[Bar]],
+    shades: Mapping[str, Shade],
+    caption: str,
+    format_tick: Format,
     *,
-    columns: int,
-    prefix: str,
+    named: bool = True,
+) -> Figure | None:
+    """Rows of boxes, each panel with an axis of its own. named: every box that has room for it bears its name, and
+    there is a legend of the names."""
+    drawn: list[Panel] = []
+    for title, rows in panels.items():
+        top = max((at + length for bar in rows for _, at, length in bar.parts), default=0.0)
+        top = max(top, *(bar.mark or 0.0 for bar in rows)) if rows else 0.0
+        if top <= 0:
+            continue
+        height = (34.0 if named else 20.0) * len(rows) + 40
+        painter = _bars_painter(rows, shades, length_axis(top, format_tick), height, named)
+        desc = "; ".join(f"{bar.label}: {bar.note or f'{len(bar.parts)} spans'}" for bar in rows)
+        drawn.append(_panel(name, len(drawn), title, WIDE_PX, height, painter, desc))
+    return Figure(caption, _box_legend(name, shades) if named else (), drawn, 1) if drawn else None
+
+
+def _bars_painter(
+    rows: Sequence[Bar], shades: Mapping[str, Shade], x: Axis, height: float, named: bool
+) -> Callable[[Canvas], None]:
+    left = min(24 + 5.9 * max(len(bar.label) for bar in rows), 190.0)
+    right = 14 + 6.0 * max(len(bar.note) for bar in rows)
+    across = (WIDE_PX - left - right) / (x.high - x.low)
+    edge = {"edgecolor": STAND_IN["surface"], "linewidth": 1.2} if named else {"linewidth": 0}
+
+    def paint(canvas: Canvas) -> None:
+        axes = _axes_in(canvas, WIDE_PX, height, left=left, right=right, top=6, bottom=30)
+        for place, bar in enumerate(rows):
+            for part, at, length in bar.parts:
+                # At least a pixel wide: what was there is seen.
+                box = Rectangle((at, place - 0.36), max(length, 1 / across), 0.72)
+                box.set(facecolor=STAND_IN[shades[part][0]], alpha=shades[part][1], **edge)
+                axes.add_patch(box)
+                if named and length * across > _LETTER_PX * len(part) + 6:
+                    axes.text(at + length / 2, place, printable(part), ha="center", va="center", fontsize=9)
+            if bar.mark is not None:
+                for ends in ((-0.46, -0.26), (0.26, 0.46)):  # beside the names of the parts
+                    axes.plot([bar.mark] * 2, [place + e for e in ends], color=STAND_IN["ink"], linewidth=2)
+            _note(axes, bar.note, place, "ink")
+        x.apply(axes, "x")
+        _label_rows(axes, [bar.label for bar in rows], 30)
+        axes.grid(visible=False, axis="y")
+
+    return paint
+
+
+def shades_of(order: Sequence[str]) -> dict[str, Shade]:
+    """A shade for each of these parts."""
+    count = len(_BAR_COLOURS)
+    return {
+        name: (_BAR_COLOURS[i % count], _BAR_OPACITIES[min(i // count, 1)]) for i, name in enumerate(order)
+    }
+
+
+# ------------------------------------------------------------------------------------------- maps
+
+
+@dataclass(frozen=True)
+class Map:
+    """A cell per (row, column): its name and value, None where nothing was measured. words: of a value."""
+
+    title: str
+    cells: Sequence[Sequence[tuple[str, float | None]]]
+    words: Format
+    desc: str
+
+
+def maps(name: str, panels: Sequence[Map], axes_names: tuple[str, str], caption: str) -> Figure | None:
+    """Cells over two axes, the first downwards; the larger a value, the deeper."""
+    drawn = []
+    for index, one in enumerate(panels):
+        cell = min(max((HALF_PX - 70) / max(map(len, one.cells)), 8.0), 92.0)
+        width = max(cell * max(map(len, one.cells)) + 70, 200.0)
+        height = min(cell, 46.0) * len(one.cells) + 46
+        painter = _map_painter(one, axes_names, cell, width, height)
+        drawn.append(_panel(name, index, one.title, width, height, painter, one.desc))
+    return Figure(caption, (), drawn, 2) if drawn else None
+
+
+def _map_painter(
+    one: Map, axes_names: tuple[str, str], cell: float, width: float, height: float
+) -> Callable[[Canvas], None]:
+    rows, columns = len(one.cells), max(map(len, one.cells))
+    known = [value for row in one.cells for _, value in row if value is not None]
+    low, high = min(known, default=0.0), max(known, default=1.0)
+
+    def paint(canvas: Canvas) -> None:
+        axes = _axes_in(canvas, width, height, left=44, right=width - 44 - cell * columns, top=6, bottom=38)
+        for i, row in enumerate(one.cells):
+            for j, (label, value) in enumerate(row):
+                if value is not None:
+                    share = 0.5 if high <= low else (value - low) / (high - low)
+                    box = Rectangle((j - 0.5, i - 0.5), 1, 1, linewidth=0)
+                    depth = CELL_OPACITY[0] + share * (CELL_OPACITY[1] - CELL_OPACITY[0])
+                    box.set(facecolor=STAND_IN["s0"], alpha=depth)
+                    axes.add_patch(box)
+                if cell >= 44:  # wide enough for words
+                    text = "–" if value is None else one.words(value)
+                    axes.text(j, i - 0.2, printable(label), ha="center", va="center", fontsize=8.5)
+                    axes.text(j, i + 0.2, text, ha="center", va="center", fontsize=9.5, fontweight="bold")
+        axes.set_xlim(-0.5, columns - 0.5)
+        axes.set_ylim(rows - 0.5, -0.5)
+        axes.set_xticks([k - 0.5 for k in range(1, columns)])
+        axes.set_yticks([k - 0.5 for k in range(1, rows)])
+        axes.xaxis.set_major_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(NullFormatter())
+        axes.tick_params(length=0)
+        axes.grid(color=STAND_IN["surface"], linewidth=2)
+        axes.set_axisbelow(False)
+        for side in axes.spines.values():
+            side.set_visible(True)
+        axes.set_xlabel(printable(cut(f"{axes_names[1]} →", 30)), fontsize=9)
+        axes.set_ylabel(printable(cut(f"← {axes_names[0]}", 16)), fontsize=9)
+
+    return paint
+
+
+# --------------------------------------------------------------------------------- what all share
+
+
+def _panel(
+    name: str,
+    index: int,
+    title: str,
+    width: float,
+    height: float,
+    paint: Callable[[Canvas], None],
     desc: str,
-    shade: tuple[float, float] | None = None,
-    level: float | None = None,
 ) -> Panel:
-    """Lines over a common pair of axes. shade: a range of x that is marked. level: a y that is marked."""
-    width, height = PANEL_PX[columns]
-
-    def paint(canvas: Canvas) -> None:
-        axes = axes_in(canvas, width, height, left=62, right=14, top=10, bottom=26)
-        if shade is not None:
-            axes.axvspan(*shade, color=STAND_IN["muted"], alpha=SHADE_OPACITY, linewidth=0, zorder=0)
-        if level is not None:
-            axes.axhline(level, color=STAND_IN["ink"], linewidth=1.0, zorder=1.5)
-        for one in series:
-            if one.band is not None:
-                colour = STAND_IN[one.style.colour]
-                axes.fill_between(one.x, *one.band, color=colour, alpha=BAND_OPACITY, linewidth=0)
-            axes.plot(one.x, one.y, clip_on=False, **look_of(one.style))
-        x.apply(axes, "x")
-        y.apply(axes, "y")
-
-    return panel(title, width, height, paint, prefix=prefix, desc=desc)
+    return Panel(title, lambda: draw(width, height, paint, prefix=f"{name}{index}", title=title, desc=desc))
 
 
-def dot_panel(
-    title: str, rows: Sequence[Row], styles: Mapping[str, Style], x: Axis, *, prefix: str, desc: str
-) -> Panel:
-    """One line per row, a mark per series; the two compared series are joined to show their distance."""
-    left = min(24 + 6.2 * max(len(row.label) for row in rows), 190.0)
-    right = 14 + 6.2 * max(len(row.note) for row in rows)
-    height = ROW_PX * len(rows) + 34
-
-    def paint(canvas: Canvas) -> None:
-        axes = axes_in(canvas, DOTS_PX, height, left=left, right=right, top=6, bottom=28)
-        joined = [name for name in styles if name in ("core", "torch")]
-        for place, row in enumerate(rows):
-            ends = [row.values[name] for name in joined if name in row.values]
-            if len(ends) == 2:
-                axes.plot(ends, [place] * 2, color=STAND_IN["muted"], linewidth=1.0, zorder=1.5)
-            axes.annotate(
-                printable(row.note),
-                (1, place),
-                (6, 0),
-                xycoords=("axes fraction", "data"),
-                textcoords="offset points",
-                va="center",
-                color=STAND_IN["muted"],
-                fontsize=FONT_PX,
-            )
-        for name, style in styles.items():
-            for place, row in enumerate(rows):
-                if name in row.spans and name in row.values:
-                    axes.plot(
-                        row.spans[name], [place] * 2, color=STAND_IN[style.colour], linewidth=1.1, zorder=2
-                    )
-            marks = [(row.values[name], place) for place, row in enumerate(rows) if name in row.values]
-            if marks:
-                # Open marks are see-through, or the one drawn last would hide its equal.
-                look = look_of(style) | {"linestyle": "none", "markersize": 8 if style.marker == "|" else 5}
-                if style.hollow:
-                    look["markerfacecolor"] = "none"
-                axes.plot(*zip(*marks, strict=True), zorder=2.5, **look)
-        x.apply(axes, "x")
-        axes.set_ylim(len(rows) - 0.4, -0.6)
-        axes.set_yticks(range(len(rows)), [printable(cut(row.label, 30)) for row in rows])
-        axes.tick_params(axis="y", length=0, labelcolor=STAND_IN["ink"], labelsize=FONT_PX)
-        axes.grid(axis="y", linewidth=0.35)
-
-    return panel(title, DOTS_PX, height, paint, prefix=prefix, desc=desc)
-
-
-def axes_in(
+def _axes_in(
     canvas: Canvas, width: float, height: float, *, left: float, right: float, top: float, bottom: float
 ) -> Axes:
     """Axes with margins in pixels."""
@@ -244,12 +429,29 @@ def axes_in(
     return axes
 
 
-def look_of(style: Style) -> dict[str, Any]:
+def _note(axes: Axes, text: str, place: int, colour: str = "muted") -> None:
+    """At the right of a row."""
+    axes.annotate(
+        printable(text),
+        (1, place),
+        (7, 0),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        va="center",
+        color=STAND_IN[colour],
+        fontsize=9.5,
+    )
+
+
+def _label_rows(axes: Axes, labels: Sequence[str], most: int) -> None:
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    axes.set_yticks(range(len(labels)), [printable(cut(label, most)) for label in labels])
+    axes.tick_params(axis="y", length=0, labelcolor=STAND_IN["ink"], labelsize=FONT_PX)
+
+
+def _look_of(style: Style) -> dict[str, Any]:
     colour = STAND_IN[style.colour]
-    if style.dash is None:
-        line: Any = "none"
-    else:
-        line = (0, style.dash) if style.dash else "-"
+    line: Any = "none" if style.dash is None else (0, style.dash) if style.dash else "-"
     return {
         "color": colour,
         "marker": style.marker or "none",
@@ -264,50 +466,54 @@ def cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-# ------------------------------------------------------------------------------------------ legend
-
-
-def legend(styles: Mapping[str, Style], *, prefix: str, lines: bool = True) -> list[LegendItem]:
-    """A swatch per series, drawn by the same code as the figure. lines False: the marks alone."""
+def legend(name: str, styles: Mapping[str, Style], present: Iterable[str], lines: bool) -> list[LegendItem]:
+    """A swatch per series that is there, drawn by the same code as the figure."""
+    shown = [(style.words or label, style) for label, style in styles.items() if label in set(present)]
     return [
-        LegendItem(label, Markup(_swatch_of(style, lines).replace(_PREFIX, f"{prefix}{index}")))
-        for index, (label, style) in enumerate(styles.items())
+        LegendItem(words, Markup(_swatch_of(style, lines).replace(_PREFIX, f"{name}L{index}")))
+        for index, (words, style) in enumerate(shown)
     ]
 
 
 @lru_cache(maxsize=256)
 def _swatch_of(style: Style, lines: bool) -> str:
-    def paint(canvas: Canvas) -> None:
-        axes = canvas.add_axes((0, 0, 1, 1))
-        axes.set_axis_off()
-        axes.set_xlim(0, 30)
-        axes.set_ylim(-6, 6)
-        look = look_of(style)
+    def paint(axes: Axes) -> None:
+        look = _look_of(style)
         if lines and look["linestyle"] != "none":
             axes.plot([1, 29], [0, 0], **(look | {"marker": "none"}))
         if style.marker:
             axes.plot([15], [0], **look, markersize=9 if style.marker == "|" else 5)
 
-    return str(swatch(paint, _PREFIX))
+    return str(_swatch(paint, _PREFIX))
 
 
-def swatch(paint: Callable[[Canvas], None], prefix: str) -> Markup:
+def _box_legend(name: str, shades: Mapping[str, Shade]) -> list[LegendItem]:
+    """A box per part."""
+
+    def paint(shade: Shade) -> Callable[[Axes], None]:
+        def on(axes: Axes) -> None:
+            box = Rectangle((6, -5), 18, 10, linewidth=0)
+            box.set(color=STAND_IN[shade[0]], alpha=shade[1])
+            axes.add_patch(box)
+
+        return on
+
+    return [
+        LegendItem(label, _swatch(paint(shade), f"{name}L{i}"))
+        for i, (label, shade) in enumerate(shades.items())
+    ]
+
+
+def _swatch(paint: Callable[[Axes], None], prefix: str) -> Markup:
     """30 x 12 pixels beside a legend's words; nothing for a screen reader, which has the words."""
-    svg = draw(30, 12, paint, prefix=prefix, title="", desc="")
+
+    def on(canvas: Canvas) -> None:
+        axes = canvas.add_axes((0, 0, 1, 1))
+        axes.set_axis_off()
+        axes.set_xlim(0, 30)
+        axes.set_ylim(-6, 6)
+        paint(axes)
+
+    svg = draw(30, 12, on, prefix=prefix, title="", desc="")
     hidden = re.sub(r'role="img"(.*?) aria-labelledby="[^"]*"', r'aria-hidden="true"\1', str(svg), count=1)
     return Markup(re.sub(r"<title.*?</desc>", "", hidden, count=1))
-
-
-def seconds_tick(value: float) -> str:
-    for name, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if value >= scale * 0.999:
-            return f"{value / scale:g} {name}"
-    return f"{value / 1e-9:g} ns" if value else "0"
-
-
-def bandwidth_tick(value: float) -> str:
-    """GB = 10^9 bytes, as everywhere in dtbench but the cost model."""
-    for name, scale in (("GB/s", 1e9), ("MB/s", 1e6)):
-        if value >= scale * 0.999:
-            return f"{value / scale:g} {name}"
-    return f"{value / 1e3:g} kB/s" if value else "0"

@@ -1,10 +1,10 @@
-"""The report's table of contents: which parts it has, in which order, and what is cut to keep it small."""
+"""The page: its parts put together, and what is cut to keep it small."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,24 +15,12 @@ from markupsafe import Markup
 from dtbench.cost.calibration import check_same_setup
 from dtbench.errors import UsageError
 from dtbench.files.atomic import write_atomically
-from dtbench.judge.compare import compare
 from dtbench.show.report import data
-from dtbench.show.report.cases import collect
-from dtbench.show.report.changes import Changes, of_comparison
-from dtbench.show.report.parts import front
-from dtbench.show.report.parts.bucketer import bucketer
-from dtbench.show.report.parts.calibration import calibration
-from dtbench.show.report.parts.changes import changes_section
-from dtbench.show.report.parts.collectives import collectives
-from dtbench.show.report.parts.coverage import coverage
-from dtbench.show.report.parts.dispatch import dispatch
-from dtbench.show.report.parts.failures import failures_of
-from dtbench.show.report.parts.history import history
-from dtbench.show.report.parts.models import other_suites, tensor_parallel
+from dtbench.show.report.figures import Figure
+from dtbench.show.report.parts import PARTS, front
+from dtbench.show.report.parts.changes import verdict
 from dtbench.show.report.parts.provenance import provenance
-from dtbench.show.report.parts.redistribute import redistribute
-from dtbench.show.report.parts.verdict import Verdict, verdict
-from dtbench.show.report.section import Figure, Section
+from dtbench.show.report.section import Material, Section
 from dtbench.show.report.sources import KINDS, Sources
 from dtbench.show.report.svg import printable, settings
 
@@ -41,7 +29,7 @@ BUDGET_BYTES = 2_000_000
 MAX_FIGURES = 40
 MAX_ROWS = 2000
 TEMPLATES = Path(__file__).parent
-OWN_SUITES = ("dispatch", "redistribute", "collectives", "bucketer", "overlap", "tensor_parallel")
+SCRIPT = (TEMPLATES / "page.js").read_text("utf-8")
 
 
 @dataclass(frozen=True)
@@ -90,38 +78,36 @@ def render(sources: Sources) -> str:
 
 
 def _render(sources: Sources) -> str:
-    suites = collect(sources.runs)
-    changes = _changes(sources)
-    judged = verdict(changes, sources)
-    failures = failures_of(sources.runs)
-    sections = [
-        *changes_section(changes),
-        collectives(suites.get("collectives", []), suites.get("redistribute", []), sources),
-        redistribute(suites.get("redistribute", [])),
-        calibration(sources.topology, sources.regret, bool(suites.get("collectives"))),
-        dispatch(suites.get("dispatch", []), sources.calls),
-        bucketer(suites.get("bucketer", []), suites.get("overlap", []), sources.ranks, sources.spans),
-        tensor_parallel(suites.get("tensor_parallel", [])),
-        *other_suites({name: cases for name, cases in suites.items() if name not in OWN_SUITES}),
-        history(sources.histories),
-        coverage(sources.verdict_runs, sources.verdict_tables),
-    ]
+    of = Material(sources)
+    sections = [section for part in PARTS if (section := part.section(of)) is not None]
     context = {
         "title": front.title(sources),
-        "summary": front.summary(sources, suites),
+        "summary": front.summary(of),
         "started": front.started(sources),
         "warnings": front.warnings(sources),
-        "headlines": front.headlines(suites, sources.topology),
-        "verdict": judged,
         "provenance": provenance(sources),
-        "failures": failures,
+        "failures": front.failures(sources.runs),
         "generator": GENERATOR,
-        "raw": data.as_json(sources),
-        "csv": data.csv_link(sources.runs) if sources.runs else None,
     }
+    raw, csv = data.as_json(sources), data.csv_link(sources.runs) if sources.runs else None
+    judged = verdict(of)
     page = ""
     for economy in ECONOMIES:
-        page = _fill(context, sections, economy, sources)
+        fitted, cuts = _fit(sections, economy)
+        if sources.runs and not economy.json:
+            cuts.append(_without_data(economy))
+        page = render_template(
+            "page.html.j2",
+            **context,
+            raw=raw if economy.json else None,
+            csv=csv if economy.csv else None,
+            verdict=judged.reaching(fitted),
+            sections=fitted,
+            cuts=cuts,
+            script=Markup(SCRIPT),
+            script_hash=base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode(),
+            most_reasons=min(economy.rows, 200),
+        )
         if len(page.encode()) <= BUDGET_BYTES:
             break
     return page
@@ -132,39 +118,14 @@ def is_report(head: str) -> bool:
     return f'<meta name="generator" content="{GENERATOR}">' in head
 
 
-def _changes(sources: Sources) -> Changes | None:
-    if sources.gate is not None:
-        return sources.gate
-    if sources.baseline and sources.runs:
-        return of_comparison(compare(sources.baseline, sources.runs))
-    return None
-
-
 # ------------------------------------------------------------------------------------ limits
 
 
-def _fill(context: Mapping[str, Any], sections: Sequence[Section], economy: Economy, sources: Sources) -> str:
-    fitted, cuts = _fit(sections, economy)
-    if sources.runs and not economy.json:
-        cuts.append(
-            f"The raw data as JSON are left out to keep the page below {BUDGET_BYTES // 1_000_000} MB."
-            if economy.csv
-            else f"The raw data are left out to keep the page below {BUDGET_BYTES // 1_000_000} MB; "
-            "the run files have them."
-        )
-    script = (TEMPLATES / "page.js").read_text("utf-8")
-    return render_template(
-        "page.html.j2",
-        **{k: v for k, v in context.items() if k not in ("raw", "csv", "verdict")},
-        verdict=_reachable(context["verdict"], fitted),
-        sections=fitted,
-        cuts=cuts,
-        raw=context["raw"] if economy.json else None,
-        csv=context["csv"] if economy.csv else None,
-        script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        most_reasons=min(economy.rows, 200),
-    )
+def _without_data(economy: Economy) -> str:
+    limit = f"to keep the page below {BUDGET_BYTES // 1_000_000} MB"
+    if economy.csv:
+        return f"The raw data as JSON are left out {limit}."
+    return f"The raw data are left out {limit}; the run files have them."
 
 
 def _fit(sections: Sequence[Section], economy: Economy) -> tuple[list[Section], list[str]]:
@@ -200,20 +161,6 @@ def _cut(figure: Figure, panels: int) -> Figure:
         return figure
     caption = f"{figure.caption} Here are {panels} of {total} panels."
     return replace(figure, panels=figure.panels[:panels], caption=caption)
-
-
-def _reachable(judged: Verdict, sections: Sequence[Section]) -> Verdict:
-    """Links to rows that were cut lead to the table."""
-    there = {id_ for section in sections for table in section.tables for id_, _, _ in table.rows}
-
-    def anchor(wanted: str) -> str:
-        return wanted if wanted in there else "changes"
-
-    return replace(
-        judged,
-        tallies=tuple(replace(tally, anchor=anchor(tally.anchor)) for tally in judged.tallies),
-        links=tuple(replace(link, anchor=anchor(link.anchor)) for link in judged.links),
-    )
 
 
 def shares(wanted: Sequence[int], most: int) -> list[int]:

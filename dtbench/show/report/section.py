@@ -1,133 +1,88 @@
-"""What a part of the report is made of, and what several parts share: styles of the impls, dot plots."""
+"""What a part of the report is: what it claims, and how it fills its section from all that there is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import TypeVar
 
-from dtbench.show.report import tables as t
-from dtbench.show.report.cases import Case, others
-from dtbench.show.report.figures import (
-    LegendItem,
-    Panel,
-    Row,
-    Style,
-    dot_panel,
-    legend,
-    seconds_tick,
-    value_axis,
-)
-from dtbench.units import format_seconds
+from dtbench.judge.compare import compare
+from dtbench.show.report.cases import Case, collect
+from dtbench.show.report.changes import Changes, of_comparison
+from dtbench.show.report.figures import MAX_PANELS, Figure
+from dtbench.show.report.sources import Sources
+from dtbench.show.report.tables import Table
 
-# A figure of more panels is not read; the tables hold all.
-MAX_PANELS = 12
-MAX_DOT_ROWS = 60
-
-CORE, TORCH, FLOOR = Style("s0", "o"), Style("s1", "s", (5, 2), hollow=True), Style("s2", "|", (1.5, 1.5))
-IMPL_STYLES = {"core": CORE, "torch": TORCH, "local": FLOOR}
-IMPL_WORDS = {
-    "core": "dtbench core",
-    "torch": "torch.distributed.tensor",
-    "local": "plain torch, no distribution",
-}
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Figure:
-    caption: str
-    legend: Sequence[LegendItem]
-    panels: Sequence[Panel]
-    columns: int
+class Material:
+    """Everything that a page is made of."""
+
+    sources: Sources
+
+    @cached_property
+    def suites(self) -> Mapping[str, Sequence[Case]]:
+        """The cases of the runs, by suite."""
+        return collect(self.sources.runs)
+
+    @cached_property
+    def changes(self) -> Changes | None:
+        """Base against new, by the gate, else by comparing the runs with a baseline."""
+        if self.sources.gate is None and self.sources.baseline and self.sources.runs:
+            return of_comparison(compare(self.sources.baseline, self.sources.runs))
+        return self.sources.gate
+
+    def cases(self, suite: str) -> Sequence[Case]:
+        return self.suites.get(suite, ())
 
 
 @dataclass
 class Section:
-    """missing: the command that would fill it, where there is nothing to show."""
+    """headlines: (figure, what it says), the most telling ones. cuts: what the figures leave out.
+    missing: the command that would fill it, where there is nothing to show."""
 
     id: str
     title: str
     lead: str = ""
     figures: list[Figure] = field(default_factory=list)
-    tables: list[t.Table] = field(default_factory=list)
-    missing: str = ""
+    tables: list[Table] = field(default_factory=list)
+    headlines: list[tuple[str, str]] = field(default_factory=list)
     cuts: list[str] = field(default_factory=list)
+    missing: str = ""
 
+    def add(self, *shown: Figure | Table | None) -> None:
+        """Appends them; None is nothing to show."""
+        self.figures += [one for one in shown if isinstance(one, Figure)]
+        self.tables += [one for one in shown if isinstance(one, Table)]
 
-def capped(section: Section, items: Sequence[Any], most: int, what: str) -> Sequence[Any]:
-    """The first so many of them; a cut is said in the section."""
-    if len(items) > most:
-        section.cuts.append(
-            f"The figure shows the first {most} of {len(items)} {what}; the table has them all."
-        )
-    return items[:most]
-
-
-def times_(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}×"
-
-
-def impl_headers(cases: Sequence[Case]) -> list[tuple[str, str]]:
-    """The impls present, in a fixed order, with their column headers."""
-    present = {impl for case in cases for impl in case.impls}
-    words = {"core": "core", "torch": "torch", "local": "floor"}
-    known = [(impl, word) for impl, word in words.items() if impl in present]
-    return known + [(impl, impl) for impl in sorted(present - set(words))]
-
-
-def others_column(cases: Sequence[Case], known: Sequence[str]) -> list[t.Column]:
-    rest = [others(case, known) for case in cases]
-    return [t.text("Other parameters", rest)] if any(rest) else []
-
-
-def dots(
-    section: Section,
-    panels: Mapping[str, Sequence[Case]],
-    label: Callable[[Case], str],
-    caption: str,
-    *,
-    columns: int,
-    sort: bool = False,
-    each_axis: bool = False,
-) -> None:
-    """A dot plot of time per impl, a panel per entry. each_axis: every panel has a range of its own."""
-    chosen = capped(section, list(panels.items()), MAX_PANELS, "groups")
-    impls = [i for i in IMPL_STYLES if any(i in c.impls for _, members in chosen for c in members)]
-    styles = {i: IMPL_STYLES[i] for i in impls}
-    if not styles:
-        return
-    all_values = [
-        s for _, members in chosen for c in members for i in impls if (s := c.seconds(i)) is not None
-    ]
-    drawn = []
-    for index, (title, members) in enumerate(chosen):
-        ordered = (
-            sorted(members, key=lambda c: c.seconds("torch") or c.seconds("core") or 0.0) if sort else members
-        )
-        ordered = list(capped(section, ordered, MAX_DOT_ROWS, f"cases of “{title}”"))
-        rows = [
-            Row(
-                label(c),
-                {i: s for i in impls if (s := c.seconds(i)) is not None},
-                times_(c.ratio("core", "torch")),
-                {i: (m.p25_s, m.p75_s) for i, m in c.impls.items() if i in impls},
+    def capped(self, items: Sequence[_T], what: str, most: int = MAX_PANELS) -> Sequence[_T]:
+        """The first so many of them, for a figure; a cut is said."""
+        if len(items) > most:
+            self.cuts.append(
+                f"The figure shows the first {most} of {len(items)} {what}; the table has them all."
             )
-            for c in ordered
-        ]
-        rows = [row for row in rows if row.values]
-        if not rows:
-            continue
-        ends = [v for row in rows for span in row.spans.values() for v in span if v > 0]
-        values = [*(v for row in rows for v in row.values.values()), *ends] if each_axis else all_values
-        axis = value_axis(values, seconds_tick)
-        desc = f"{len(rows)} rows; times from {format_seconds(min(values))} to {format_seconds(max(values))}."
-        drawn.append(dot_panel(title, rows, styles, axis, prefix=f"{section.id}{index}", desc=desc))
-    words = {f"{i}: {IMPL_WORDS[i]}": style for i, style in styles.items()}
-    section.figures.append(
-        Figure(caption, legend(words, prefix=f"{section.id}L", lines=False), drawn, columns)
-    )
+        return items[:most]
 
 
-def main_dtype(cases: Sequence[Case]) -> Any:
-    dtypes = {c.get("dtype") for c in cases}
-    return "float32" if "float32" in dtypes else min(dtypes, key=str)
+@dataclass(frozen=True)
+class Part:
+    """A part of the page. suites: those it claims, which are drawn nowhere else. fill: adds figures, tables and words.
+    missing: the command that makes what it shows, named where there is none of it; "": then it is left out."""
+
+    id: str
+    title: str
+    fill: Callable[[Section, Material], None]
+    suites: tuple[str, ...] = ()
+    missing: str = ""
+
+    def section(self, material: Material) -> Section | None:
+        section = Section(self.id, self.title)
+        self.fill(section, material)
+        if section.figures or section.tables:
+            section.missing = ""
+            return section
+        section.missing = section.missing or self.missing
+        return section if section.missing else None

@@ -100,6 +100,10 @@ def factors(header: str, values: Sequence[float | None]) -> Column:
     return Column(header, [MISSING if v is None else f"{significant(v, 2)}×" for v in values], True)
 
 
+def percents(header: str, shares: Sequence[float | None], digits: int = 1, unit: str = "%") -> Column:
+    return Column(header, [MISSING if v is None else f"{100 * v:.{digits}f}" for v in shares], True, unit)
+
+
 def counts(header: str, values: Sequence[float | None]) -> Column:
     return Column(
         header, [MISSING if v is None else f"{v:,.0f}".replace(",", "\u202f") for v in values], True

@@ -1,34 +1,30 @@
-"""Bucketed reduce-scatter: throughput over bucket size."""
+"""Bucketed reduce-scatter: throughput over bucket size; and how much communication hides behind computation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from dataclasses import replace
 
 from dtbench.show.report import tables as t
-from dtbench.show.report.cases import Case, distinct, group
+from dtbench.show.report.axes import bandwidth_tick, seconds_tick, value_axis
+from dtbench.show.report.cases import Case, group
 from dtbench.show.report.figures import (
-    Axis,
-    Panel,
+    Bar,
+    Curves,
+    Figure,
+    Row,
     Series,
     Style,
-    bandwidth_tick,
-    legend,
-    line_panel,
-    size_axis,
-    value_axis,
+    bars,
+    curves,
+    dots,
+    shades_of,
+    stacked,
 )
-from dtbench.show.report.parts.overlap import (
-    overlap_figure,
-    overlap_table,
-    parts_figure,
-    parts_table,
-    timeline_figure,
-)
-from dtbench.show.report.profiles import RankProfile, Span
-from dtbench.show.report.section import CORE, MAX_PANELS, Figure, Section, capped, others_column
-from dtbench.units import format_size
+from dtbench.show.report.impls import CORE, FLOOR, TORCH, bandwidths, named
+from dtbench.show.report.profiles import MAX_SPANS, RankProfile, Span
+from dtbench.show.report.section import Material, Part, Section
+from dtbench.units import format_seconds, format_size
 
 BUCKET_STYLES = {
     "core": CORE,
@@ -36,113 +32,240 @@ BUCKET_STYLES = {
     "reference": Style("s4", "D", (8, 2), hollow=True),
     "limit": Style("s2", "", (1.5, 1.5)),
 }
+OVERLAP_STYLES = {
+    "core": replace(CORE, words="core: waits at first use"),
+    "torch": replace(TORCH, words="torch: waits at first use"),
+    "wait_at_once": Style("s3", "^", None, hollow=True, words="waits at once"),
+    "local": replace(FLOOR, words="the computation alone"),
+}
+BUSY = {"compute": "computing", "overlap": "both", "exposed": "communicating", "host": "neither"}
+LANES = {"communication": ("s1", 1.0), "compute": ("s0", 1.0)}
+MAX_SECTIONS = 3
+MAX_RANKS = 8
 
 
-def bucketer(
-    cases: Sequence[Case],
-    overlaps: Sequence[Case] = (),
-    profiles: Sequence[RankProfile] = (),
-    spans: Mapping[str, Sequence[Span]] = MappingProxyType({}),
-) -> Section:
-    section = Section("bucketer", "Bucketed reduce-scatter and overlap")
-    cases = [c for c in cases if any(m.algbw_Bps for m in c.impls.values())]
-    if cases:
-        _throughput(section, cases)
-    more = [
-        overlap_figure(overlaps) if overlaps else None,
-        parts_figure(profiles),
-        timeline_figure(spans),
-    ]
-    section.figures += [figure for figure in more if figure is not None]
-    section.tables += [overlap_table(overlaps)] if overlaps else []
-    section.tables += [parts_table(profiles)] if profiles else []
-    if not section.figures and not section.tables:
-        section.missing = "dtbench run bucketer overlap"
-    section.lead = section.lead or "How much communication hides behind computation."
-    return section
-
-
-def _throughput(section: Section, cases: Sequence[Case]) -> None:
-    section.lead = (
-        "Many small tensors are reduced and scattered: through the bucketer, one call for each (unbucketed), "
-        "and as one single tensor of the same bytes, which no bucketing can beat (limit). The reference is fairscale’s "
-        "algorithm. GB = 10⁹ bytes."
-    )
-    values = [m.algbw_Bps for c in cases for m in c.impls.values() if m.algbw_Bps]
-    x = size_axis([c.number("bucket_bytes") or 1 for c in cases])
-    y = value_axis(values, bandwidth_tick)
-    swept = [c for c in cases if c.name == "reduce_scatter"]  # the large ones have one bucket size
-    grouped = group(swept, lambda c: (c.get("mesh_dim"), c.get("dtype"), c.number("tensor_bytes")))
-    columns = 2 if len(grouped) in (1, 2, 4) else 3
-    panels = []
-    for index, (key, members) in enumerate(capped(section, list(grouped.items()), MAX_PANELS, "panels")):
-        panels.append(_bucket_panel(key, members, x, y, columns, index))
-    present = {i: s for i, s in BUCKET_STYLES.items() if any(i in c.impls for c in cases)}
-    section.figures = [
-        Figure(
-            "Throughput over bucket size, one panel per size of the small tensors. The nearer the core to the "
-            "limit the better; where it falls to the unbucketed, buckets of that size buy nothing.",
-            legend(present, prefix="bucketL"),
-            panels,
-            columns,
+def fill(section: Section, of: Material) -> None:
+    buckets = [c for c in of.cases("bucketer") if any(m.algbw_Bps for m in c.impls.values())]
+    section.lead = "How much communication hides behind computation."
+    if buckets:
+        section.lead = (
+            "Many small tensors are reduced and scattered: through the bucketer, one call for each (unbucketed), and "
+            "as one single tensor of the same bytes, which no bucketing can beat (limit). The reference is fairscale’s "
+            "algorithm. GB = 10⁹ bytes."
         )
-    ]
-    section.tables = [_bucketer_table(cases)]
+        section.add(_throughput(section, buckets), _bucket_table(buckets))
+        _headline(section, buckets)
+    overlaps = of.cases("overlap")
+    section.add(_overlap(overlaps), _overlap_table(overlaps) if overlaps else None)
+    ranks = of.sources.ranks
+    section.add(_parts(ranks), _timeline(of.sources.spans), _parts_table(ranks) if ranks else None)
 
 
-def _bucket_panel(
-    key: tuple[Any, ...], members: Sequence[Case], x: Axis, y: Axis, columns: int, index: int
-) -> Panel:
-    dim, dtype, tensor = key
-    ordered = sorted(members, key=lambda c: c.number("bucket_bytes"))
-    series = []
-    for impl, style in BUCKET_STYLES.items():
-        points = [
-            (c.number("bucket_bytes") or 1, bandwidth)
-            for c in ordered
-            if impl in c.impls and (bandwidth := c.impls[impl].algbw_Bps)
-        ]
-        if points:
-            series.append(Series(impl, style, [p[0] for p in points], [p[1] for p in points]))
-    best = max((s for s in series if s.label == "core"), key=lambda s: max(s.y), default=None)
-    desc = (
-        f"Throughput over bucket size; the core reaches {max(best.y) / 1e9:.3g} GB/s."
-        if best
-        else "Throughput."
+# ------------------------------------------------------------------------------------ buckets
+
+
+def _headline(section: Section, cases: Sequence[Case]) -> None:
+    ratios = [(ratio, c) for c in cases if (ratio := c.ratio("unbucketed", "core")) is not None]
+    if ratios:
+        ratio, case = max(ratios, key=lambda pair: pair[0])
+        tensor, bucket = format_size(case.number("tensor_bytes")), format_size(case.number("bucket_bytes"))
+        words = f"unbucketed over bucketed time at the best: tensors of {tensor} in buckets of {bucket}"
+        limit = case.ratio("limit", "core")
+        section.headlines.append(
+            (t.factor(ratio), words if limit is None else f"{words}, {limit:.0%} of the limit")
+        )
+
+
+def _throughput(section: Section, cases: Sequence[Case]) -> Figure | None:
+    """A panel per size of the small tensors; the large ones have one bucket size."""
+    swept = sorted((c for c in cases if c.name == "reduce_scatter"), key=lambda c: c.number("bucket_bytes"))
+    grouped = group(swept, lambda c: (c.get("mesh_dim"), c.get("dtype"), c.number("tensor_bytes")))
+    panels = []
+    for (dim, dtype, tensor), members in section.capped(
+        sorted(grouped.items(), key=lambda i: i[0][2]), "panels"
+    ):
+        series = []
+        for impl in BUCKET_STYLES:
+            of = [
+                (c.number("bucket_bytes") or 1, c.impls[impl].algbw_Bps) for c in members if impl in c.impls
+            ]
+            points = [(size, bandwidth) for size, bandwidth in of if bandwidth]
+            series += [Series(impl, [p[0] for p in points], [p[1] for p in points])] if points else []
+        best = max((max(one.y) for one in series if one.label == "core"), default=None)
+        reach = f"; the core reaches {best / 1e9:.3g} GB/s" if best else ""
+        title = f"{dim}, tensors of {format_size(tensor)}, {dtype}"
+        panels.append(Curves(title, series, f"Throughput over bucket size{reach}."))
+    return curves(
+        "bucket",
+        panels,
+        BUCKET_STYLES,
+        "Throughput over bucket size, one panel per size of the small tensors. The nearer the core to the "
+        "limit the better; where it falls to the unbucketed, buckets of that size buy nothing.",
+        y=lambda values: value_axis(values, bandwidth_tick),
+        columns=2 if len(grouped) in (1, 2, 4) else 3,
     )
-    title = f"{dim}, tensors of {format_size(tensor)}, {dtype}"
-    return line_panel(title, series, x, y, columns=columns, prefix=f"bucket{index}", desc=desc)
 
 
-def _bucketer_table(cases: Sequence[Case]) -> t.Table:
-    def bandwidth(impl: str) -> list[float | None]:
-        return [c.impls[impl].algbw_Bps if impl in c.impls else None for c in cases]
+def _bucket_table(cases: Sequence[Case]) -> t.Table:
+    def counter(name: str) -> list[float | None]:
+        return [c.impls["core"].counters.get(name) if "core" in c.impls else None for c in cases]
 
-    def counter(impl: str, name: str) -> list[float | None]:
-        return [c.impls[impl].counters.get(name) if impl in c.impls else None for c in cases]
-
-    def mebibytes(values: Sequence[float | None]) -> list[str]:
-        return t.aligned(values, 2**20)
-
-    impls = distinct(impl for c in cases for impl in c.impls)
+    params = {"mesh_dim": "Mesh dim", "dtype": "Dtype"}
+    sizes = {"tensor_bytes": "Tensor", "bucket_bytes": "Bucket", "total_bytes": "Total"}
     return t.Table(
         "Every bucket size and tensor size",
         [
-            t.text("Collective", [c.name for c in cases]),
-            t.text("Mesh dim", [c.get("mesh_dim") for c in cases]),
-            t.text("Dtype", [c.get("dtype") for c in cases]),
-            *others_column(
-                cases, ("mesh_dim", "ranks", "dtype", "tensor_bytes", "bucket_bytes", "total_bytes")
-            ),
-            t.sizes("Tensor", [format_size(c.number("tensor_bytes")) for c in cases]),
-            t.sizes("Bucket", [format_size(c.number("bucket_bytes")) for c in cases]),
-            t.sizes("Total", [format_size(c.number("total_bytes")) for c in cases]),
-            *t.bandwidths([(impl, bandwidth(impl)) for impl in impls]),
+            *named(cases, "Collective", params | sizes, "ranks"),
+            *bandwidths(cases),
             t.ratios("time unbucketed / core", [c.ratio("unbucketed", "core") for c in cases]),
             t.ratios("time core / limit", [c.ratio("core", "limit") for c in cases]),
-            t.counts("Collectives, core", counter("core", "collectives")),
-            t.Column("Copied, core", mebibytes(counter("core", "bytes_copied")), True, "MiB"),
-            t.Column("Peak memory, core", mebibytes(counter("core", "peak_bytes")), True, "MiB"),
+            t.counts("Collectives, core", counter("collectives")),
+            t.Column("Copied, core", t.aligned(counter("bytes_copied"), 2**20), True, "MiB"),
+            t.Column("Peak memory, core", t.aligned(counter("peak_bytes"), 2**20), True, "MiB"),
         ],
         folded=True,
     )
+
+
+# ------------------------------------------------------------------------------------ overlap
+
+
+def hidden(case: Case) -> float | None:
+    """The share of the collectives' time that the core hides: 1 where it costs no more than the computation."""
+    core, at_once, local = (case.seconds(i) for i in ("core", "wait_at_once", "local"))
+    if core is None or at_once is None or local is None or at_once <= local:
+        return None
+    return (at_once - core) / (at_once - local)
+
+
+def hidden_words(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}".replace("-", "−") + " hidden"
+
+
+def _gradient(case: Case) -> str:
+    late = case.number("late_ms")
+    return format_size(case.number("size")) + (f", a rank {late} ms late" if late else "")
+
+
+def _overlap(cases: Sequence[Case]) -> Figure | None:
+    """A panel per mesh dim: an all-reduce per layer, waited for at once or where it is used."""
+    panels = {
+        str(dim): [
+            Row(
+                _gradient(c),
+                {i: s for i in OVERLAP_STYLES if (s := c.seconds(i)) is not None},
+                hidden_words(hidden(c)),
+            )
+            for c in members
+        ]
+        for dim, members in group(cases, lambda c: c.get("mesh_dim")).items()
+    }
+    return dots(
+        "overlap",
+        panels,
+        OVERLAP_STYLES,
+        "Overlap: time of some layers with an all-reduce each. At the right, the share of the collectives’ time that "
+        "the core hides behind the computation; 100 % would cost no more than the computation alone, below 0 % "
+        "waiting at once is better.",
+        lambda values: value_axis(values, seconds_tick, most=4),
+    )
+
+
+def _overlap_table(cases: Sequence[Case]) -> t.Table:
+    columns = [(style.words, [c.seconds(impl) for c in cases]) for impl, style in OVERLAP_STYLES.items()]
+    return t.Table(
+        "Overlap: every size",
+        [
+            t.text("Mesh dim", [c.get("mesh_dim") for c in cases]),
+            t.text("Gradient", [_gradient(c) for c in cases]),
+            t.text("Dtype", [c.get("dtype") for c in cases]),
+            *t.times(columns),
+            t.percents("hidden by the core", [hidden(c) for c in cases], 0),
+        ],
+        folded=True,
+    )
+
+
+# ------------------------------------------------------------------------------------ profiles of ranks
+
+
+def _parts(profiles: Sequence[RankProfile]) -> Figure | None:
+    """A panel per section: what each rank did in an iteration."""
+
+    def words(parts: Mapping[str, float]) -> str:
+        communication = parts["overlap"] + parts["exposed"]
+        share = f", {hidden_words(parts['overlap'] / communication)}" if communication > 0 else ""
+        return f"{format_seconds(sum(parts[k] for k in BUSY) * 1e-6)}{share}"
+
+    panels = {
+        one.label: [
+            Bar(f"rank {rank}", stacked((BUSY[k], parts[k] * 1e-6) for k in BUSY), words(parts))
+            for rank, parts in list(one.parts_us.items())[:MAX_RANKS]
+        ]
+        for one in profiles[:MAX_SECTIONS]
+    }
+    return bars(
+        "parts",
+        panels,
+        shades_of(list(BUSY.values())),
+        "What each rank does in one iteration, mean over the profiled ones. “Communicating” is exposed: nothing is "
+        "computed meanwhile; “both” is what overlaps. "
+        f"At most {MAX_SECTIONS} sections and {MAX_RANKS} ranks are drawn; the table has all.",
+        seconds_tick,
+    )
+
+
+def _timeline(spans: Mapping[str, Sequence[Span]]) -> Figure | None:
+    """A panel per section: the middle iteration, two lanes per rank."""
+    panels = {
+        section: [
+            Bar(
+                f"rank {rank} {lane}",
+                [
+                    (lane, s.start_us * 1e-6, (s.end_us - s.start_us) * 1e-6)
+                    for s in found
+                    if (s.rank, s.lane) == (rank, lane)
+                ],
+            )
+            for rank in sorted({span.rank for span in found})[:MAX_RANKS]
+            for lane in LANES
+        ]
+        for section, found in list(spans.items())[:MAX_SECTIONS]
+    }
+    return bars(
+        "timeline",
+        panels,
+        LANES,
+        "One iteration as a timeline: for each rank when it communicates (from its call until the transport is done) "
+        "and when it computes, on rank 0’s clock. Bars above each other of different length: a rank waits for another. "
+        f"At most {MAX_SECTIONS} sections, {MAX_RANKS} ranks and {MAX_SPANS} spans of a lane are drawn; the whole "
+        "trace opens in Perfetto.",
+        seconds_tick,
+        named=False,
+    )
+
+
+def _parts_table(profiles: Sequence[RankProfile]) -> t.Table:
+    rows = [(one, rank, parts) for one in profiles for rank, parts in one.parts_us.items()]
+    slower = [one.profiled_us / one.plain_us if one.plain_us else None for one, *_ in rows]
+    return t.Table(
+        "Profile of ranks: time per iteration",
+        [
+            t.text("Section", [one.label for one, *_ in rows]),
+            t.text("Rank", [rank for _, rank, _ in rows]),
+            *t.times([(words, [parts[k] * 1e-6 for *_, parts in rows]) for k, words in BUSY.items()]),
+            t.counts("Iterations", [one.iterations for one, *_ in rows]),
+            t.ratios("profiled / plain", slower),
+            t.text("Who is late", ["; ".join(one.late) for one, *_ in rows]),
+        ],
+        folded=True,
+    )
+
+
+BUCKETER = Part(
+    "bucketer",
+    "Bucketed reduce-scatter and overlap",
+    fill,
+    ("bucketer", "overlap"),
+    "dtbench run bucketer overlap",
+)

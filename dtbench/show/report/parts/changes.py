@@ -1,17 +1,17 @@
-"""What changed, case by case: a table to sort and filter, and the ratios with their intervals."""
+"""What changed: the verdict in words, case by case a table to sort and filter, and the ratios with their intervals."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from dtbench.show.report import tables as t
-from dtbench.show.report.cases import distinct
-from dtbench.show.report.changes import WORDS, Change, Changes
-from dtbench.show.report.figures import Style, legend
-from dtbench.show.report.parts.verdict import anchor_of
-from dtbench.show.report.section import Figure, Section
-from dtbench.show.report.shapes import Interval, forest_panel
+from dtbench.show.report.axes import Axis, ratio_axis
+from dtbench.show.report.changes import GRAVE, OUTCOMES, WORDS, Change, Changes
+from dtbench.show.report.figures import Figure, Row, Style, dots
+from dtbench.show.report.section import Material, Part, Section
 
+MOST_LINKS = 12
 MOST_INTERVALS = 40
 STYLES = {
     "slower": Style("s1", "^"),
@@ -22,75 +22,150 @@ STYLES = {
 }
 
 
-def changes_section(changes: Changes | None) -> list[Section]:
-    """The section; none where nothing was compared."""
+# ------------------------------------------------------------------------------------ verdict
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way to a case. count: how many there are of its verdict, whose meaning `meaning` says."""
+
+    shape: str
+    words: str
+    anchor: str
+    count: int = 1
+    meaning: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """outcome: one of OUTCOMES or "none"; sentence: what was found. tallies: a link per verdict, to its first case.
+    links: to the gravest; more: how many others."""
+
+    outcome: str
+    shape: str
+    headline: str
+    sentence: str
+    tallies: tuple[Link, ...] = ()
+    thresholds: tuple[str, ...] = ()
+    links: tuple[Link, ...] = ()
+    more: int = 0
+
+    def reaching(self, sections: Sequence[Section]) -> Verdict:
+        """Links to rows that were cut lead to the table."""
+        there = {id_ for section in sections for table in section.tables for id_, _, _ in table.rows}
+
+        def led(links: tuple[Link, ...]) -> tuple[Link, ...]:
+            return tuple(one if one.anchor in there else replace(one, anchor="changes") for one in links)
+
+        return replace(self, tallies=led(self.tallies), links=led(self.links))
+
+
+def verdict(of: Material) -> Verdict:
+    changes = of.changes
+    if changes is None:
+        count = sum(len(run.results) for run in of.sources.runs)
+        measured = f"{count} results were measured. " if count else ""
+        sentence = (
+            f"{measured}There is nothing to compare them with, so no case is called slower or faster: "
+            "give the run of an earlier state with --base, or the result of dtbench gate."
+        )
+        return Verdict("none", "–", "Measured, not compared", sentence)
+    places = {word: [i for i, c in enumerate(changes.changes) if c.verdict == word] for word in WORDS}
+    tallies = [
+        Link(*WORDS[word][:1], word, _anchor(of_word[0]), len(of_word), WORDS[word][1])
+        for word, of_word in places.items()
+        if of_word
+    ]
+    grave = [
+        Link(WORDS[word][0], _words(changes.changes[i]), _anchor(i)) for word in GRAVE for i in places[word]
+    ]
+    total = len(changes.changes)
+    counted = ", ".join(f"{tally.count} {tally.words}" for tally in tallies)
+    sentence = f"{'1 case was' if total == 1 else f'{total} cases were'} compared: {counted}."
+    return Verdict(
+        changes.outcome,
+        *OUTCOMES[changes.outcome],
+        sentence if total else "There was nothing to compare.",
+        tuple(tallies),
+        (*changes.thresholds, *changes.notes),
+        tuple(grave[:MOST_LINKS]),
+        max(len(grave) - MOST_LINKS, 0),
+    )
+
+
+def _anchor(index: int) -> str:
+    """Of the row of the table of changes."""
+    return f"case-{index}"
+
+
+def _words(change: Change) -> str:
+    ratio = f", {t.factor(change.ratio)}" if change.ratio is not None else ""
+    return f"{change.verdict}: {change.suite} {change.words}, {change.impl}{ratio}"
+
+
+# ------------------------------------------------------------------------------------ section
+
+
+def fill(section: Section, of: Material) -> None:
+    changes = of.changes
     if changes is None or not changes.changes:
-        return []
-    section = Section("changes", "Changes, case by case")
+        return
     section.lead = (
         "Ratio is the time now over the time before: above 1 is slower. A change counts where its interval and "
         "its size both say so; “over threshold” is the change over the least that counts for this case. "
         f"{changes.bounds}"
     )
-    drawn = [c for c in changes.changes if c.ratio is not None and c.ratio > 0 and c.matters]
-    if drawn:
-        section.figures = [_forest(section, drawn)]
-    section.tables = [_table(changes.changes)]
-    return [section]
+    section.add(_intervals(section, changes), _table(changes.changes))
 
 
-def _forest(section: Section, drawn: Sequence[Change]) -> Figure:
+def _intervals(section: Section, changes: Changes) -> Figure | None:
+    drawn = [c for c in changes.changes if c.ratio and c.matters]
     if len(drawn) > MOST_INTERVALS:
         section.cuts.append(
             f"The figure shows the {MOST_INTERVALS} gravest of {len(drawn)} cases; the table has more."
         )
-    varying = {
-        name
-        for name in distinct(name for c in drawn for name in c.params)
-        if len({c.params.get(name) for c in drawn}) > 1
-    }
-    rows = [
-        Interval(
-            _label(c, varying),
-            c.ratio,
-            c.low,
-            c.high,
-            c.matters,
-            STYLES.get(c.verdict, STYLES["inconclusive"]),
-            f"{WORDS[c.verdict][0]} {c.verdict} {t.factor(c.ratio)}",
+    values = {name: {c.params.get(name) for c in drawn} for c in drawn for name in c.params}
+    rows = []
+    for c in drawn[:MOST_INTERVALS]:
+        assert c.ratio is not None and c.matters is not None
+        style = c.verdict if c.verdict in STYLES else "inconclusive"
+        # Short enough for a figure: what tells the case from the others in it.
+        told = [str(value) for name, value in c.params.items() if len(values[name]) > 1]
+        rows.append(
+            Row(
+                " ".join([c.name, *told, f"({c.impl})"]),
+                {style: c.ratio},
+                f"{WORDS[c.verdict][0]} {c.verdict} {t.factor(c.ratio)}",
+                {style: (c.low, c.high)},
+                (1 / (1 + c.matters), 1 + c.matters),
+            )
         )
-        for c in drawn[:MOST_INTERVALS]
-        if c.ratio is not None and c.matters is not None
-    ]
-    present = {w: s for w, s in STYLES.items() if any(c.verdict == w for c in drawn[:MOST_INTERVALS])}
+
+    def axis(ratios: Sequence[float]) -> Axis:
+        return ratio_axis(ratios, 0.9, 1.1, lambda ratio: f"{ratio:g}×")
+
     slower = sum(c.verdict == "slower" for c in drawn)
-    desc = f"Ratios of {len(rows)} cases with their intervals; {slower} are slower."
-    return Figure(
+    return dots(
+        "forest",
+        {"New over base": rows},
+        STYLES,
         "New over base, the gravest first, on a logarithmic axis; the line at 1 is no change, the grey band is too "
         "small to count. What lies right of the band with its whole interval has become slower. An arrowhead at "
         "the end of an interval: no bound yet on that side.",
-        legend(present, prefix="forestL", lines=False),
-        [forest_panel("New over base", rows, prefix="forest0", desc=desc)],
-        1,
+        axis,
+        desc=lambda of: f"Ratios of {len(of)} cases with their intervals; {slower} are slower.",
+        intervals=True,
     )
 
 
-def _label(change: Change, varying: Set[str]) -> str:
-    """Short enough for a figure: what tells the case from the others in it."""
-    told = [str(value) for name, value in change.params.items() if name in varying]
-    return " ".join([change.name, *told, f"({change.impl})"])
-
-
 def _table(changes: Sequence[Change]) -> t.Table:
-    def bound(values: Sequence[float | None]) -> list[str]:
-        return ["open" if v is None else t.factor(v) for v in values]
-
-    def percent(values: Sequence[float | None], digits: int = 1) -> list[str]:
-        return [t.MISSING if v is None else f"{v * 100:.{digits}f}" for v in values]
+    def bound(header: str, values: Sequence[float | None]) -> t.Column:
+        cells = ["open" if v is None else t.factor(v) for v in values]
+        known = [c.ratio is not None for c in changes]
+        return t.Column(header, [x if k else t.MISSING for x, k in zip(cells, known, strict=True)], True)
 
     has_noise = any(c.noise is not None for c in changes)
-    known = [c.ratio is not None for c in changes]
-    lows, highs = bound([c.low for c in changes]), bound([c.high for c in changes])
+    over = [t.MISSING if c.ratio is None or not c.matters else f"{c.severity:+.1f}" for c in changes]
     return t.Table(
         "Every case: before and now",
         [
@@ -100,26 +175,21 @@ def _table(changes: Sequence[Change]) -> t.Table:
             t.text("Impl", [c.impl for c in changes]),
             *t.times([("base", [c.base_s for c in changes]), ("now", [c.now_s for c in changes])]),
             t.ratios("ratio", [c.ratio for c in changes]),
-            t.Column("low", [x if k else t.MISSING for x, k in zip(lows, known, strict=True)], True),
-            t.Column("high", [x if k else t.MISSING for x, k in zip(highs, known, strict=True)], True),
-            t.Column("least that counts", percent([c.matters for c in changes]), True, "%"),
-            t.Column(
-                "over threshold",
-                [t.MISSING if c.ratio is None or not c.matters else f"{c.severity:+.1f}" for c in changes],
-                True,
-            ),
-            *(
-                [t.Column("noise between pairs", percent([c.noise for c in changes]), True, "%")]
-                if has_noise
-                else []
-            ),
+            bound("low", [c.low for c in changes]),
+            bound("high", [c.high for c in changes]),
+            t.percents("least that counts", [c.matters for c in changes]),
+            t.Column("over threshold", over, True),
+            *([t.percents("noise between pairs", [c.noise for c in changes])] if has_noise else []),
             t.text("Observations", [c.observations for c in changes]),
             t.text("Estimator", [c.estimator for c in changes]),
             t.text("Why", [c.reason for c in changes]),
         ],
         note="Base and now: the median over launches of each launch’s estimate. “open”: so few observations "
         "bound it on no side.",
-        ids=[anchor_of(i) for i in range(len(changes))],
+        ids=[_anchor(i) for i in range(len(changes))],
         tags=[c.verdict for c in changes],
         filter="changes",
     )
+
+
+CHANGES = Part("changes", "Changes, case by case", fill)

@@ -1,34 +1,26 @@
-"""Collectives per mesh dim: bus bandwidth and time over size."""
+"""Collectives per mesh dim: bus bandwidth and time over size, beside the changes of placement and the fitted model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from dtbench.layout import layout_of
 from dtbench.show.report import tables as t
-from dtbench.show.report.cases import Case, distinct, group
-from dtbench.show.report.figures import (
-    Series,
-    Style,
-    bandwidth_tick,
-    legend,
-    line_panel,
-    size_axis,
-    value_axis,
-)
-from dtbench.show.report.parts.mesh import heat_figure, ranks_of, skew_figure, skew_table
-from dtbench.show.report.parts.times import LIMIT, time_figure
-from dtbench.show.report.section import MAX_PANELS, Figure, Section, capped, main_dtype, others_column
-from dtbench.show.report.sources import Sources
+from dtbench.show.report.axes import bandwidth_tick, seconds_tick, value_axis
+from dtbench.show.report.cases import Case, distinct, group, main_dtype
+from dtbench.show.report.figures import Curves, Figure, Series, Style, curves
+from dtbench.show.report.impls import named
+from dtbench.show.report.parts.cost_model import constants_line
+from dtbench.show.report.parts.ranks import add_ranks
+from dtbench.show.report.section import Material, Part, Section
 from dtbench.units import format_bandwidth, format_size
 
 # GB/s per link and direction, by NVML's number of the version (nvml.h, NVML_NVLINK_VERSION_*: 1.0, 2.0, 2.2,
 # 3.0, 3.1, 4.0, 5.0). Source: NVIDIA's NVLink page, GB/s of both directions over links (V100 300/6, A100 600/12,
 # H100 900/18, B200 1800/18) and the P100 white paper (160/4).
 NVLINK_GBPS = {"1": 20.0, "2": 25.0, "3": 25.0, "4": 25.0, "5": 25.0, "6": 25.0, "7": 50.0}
-
+LIMIT = Style("ink", "", (1, 2), words="limit of the links")
 COLLECTIVE_STYLES = {
     "all_reduce": Style("s0", "o"),
     "all_gather": Style("s1", "s", (5, 2)),
@@ -37,27 +29,32 @@ COLLECTIVE_STYLES = {
     "broadcast": Style("s5", "v", (8, 2), hollow=True),
     "scatter": Style("s2", "X", (3, 1, 1, 1, 1, 1)),
 }
+# The change of placement that each collective does the work of.
+TRANSITION = {
+    "all_reduce": "P->R",
+    "all_gather": "S(0)->R",
+    "reduce_scatter": "P->S(0)",
+    "all_to_all": "S(0)->S(1)",
+}
+TIME_STYLES = {
+    "model": Style("s3", "", (6, 3), words="fitted model"),
+    "together": Style("s2", "o", words="c10d, all groups together"),
+    "alone": Style("s2", "o", (1.5, 1.5), hollow=True, words="c10d, one group alone"),
+    "core": Style("s0", "^", words="core’s redistribute"),
+    "torch": Style("s1", "s", (5, 2), hollow=True, words="torch’s redistribute"),
+    "limit": LIMIT,
+}
 
 
-@dataclass(frozen=True)
-class Limit:
-    """What no collective over a mesh dim can pass: bytes per second and direction of one rank's links."""
-
-    Bps: float
-    words: str
-
-
-def limit_of(header: Mapping[str, Any], dim: str) -> Limit | None:
-    """The NVLinks of one GPU, where all ranks of a group sit on one host and all pairs are linked; else None."""
+def limit_of(header: Mapping[str, Any], dim: str) -> float | None:
+    """Bytes per second that no collective over the dim can pass: a GPU's NVLinks in one direction, where all ranks of
+    a group sit on one host and all pairs are linked; else None."""
     layout = next((one for one in layout_of(header) if one.name == dim), None)
     gpus = header["machine"]["gpus"]
     if layout is None or layout.hosts_per_group != (1, 1) or not layout.nvlink or not gpus:
         return None
     found = {_nvlink_Bps(gpu) for gpu in gpus}
-    value = found.pop()
-    if layout.nvlink[0] < layout.nvlink[1] or found or value is None:
-        return None
-    return Limit(value, f"the NVLinks of a GPU in one direction, {format_bandwidth(value)}")
+    return found.pop() if layout.nvlink[0] == layout.nvlink[1] and len(found) == 1 else None
 
 
 def _nvlink_Bps(gpu: Mapping[str, Any]) -> float | None:  # noqa: N802
@@ -68,162 +65,200 @@ def _nvlink_Bps(gpu: Mapping[str, Any]) -> float | None:  # noqa: N802
     return None if per_link is None or not isinstance(active, int) or active < 1 else per_link * active * 1e9
 
 
-def collectives(cases: Sequence[Case], transitions: Sequence[Case], sources: Sources) -> Section:
-    section = Section("collectives", "Collectives per mesh dim")
-    cases = [c for c in cases if c.impls and next(iter(c.impls.values())).size_bytes]
+def fill(section: Section, of: Material) -> None:
+    cases = [c for c in of.cases("collectives") if c.impls and c.only.size_bytes]
     if not cases:
-        section.missing = "dtbench run collectives"
-        return section
-    header = sources.runs[0].header
+        return
+    header = of.sources.runs[0].header
     dtype = main_dtype(cases)
     drawn = [c for c in cases if c.get("dtype") == dtype and c.get("mode") in ("isolated", "")]
-    with_bus = [c for c in drawn if _only(c).busbw_Bps]
-    limits = {
-        str(dim): limit
-        for dim in distinct(c.get("mesh_dim") for c in drawn)
-        if (limit := limit_of(header, str(dim))) is not None
-    }
+    dims = distinct(str(c.get("mesh_dim")) for c in drawn)
+    limits = {dim: limit for dim in dims if (limit := limit_of(header, dim)) is not None}
+    known = "; ".join(
+        f"over {dim} the NVLinks of a GPU in one direction, {format_bandwidth(limit)}"
+        for dim, limit in limits.items()
+    )
     section.lead = (
         "Bus bandwidth is the data each rank has to move over the time it takes, comparable between "
         "collectives and numbers of ranks (nccl-tests’ factors; GB = 10⁹ bytes). “Alone”: one group of the "
         "mesh dim works. “Together”: all its groups do, as they do in a program, and share what links they "
         "share. Sizes are the whole tensor as one group holds it. "
+        + (
+            f"The limit drawn is {known}."
+            if known
+            else "The speed of these links is not known here, so no limit is drawn."
+        )
     )
-    known = "; ".join(f"over {dim} {limit.words}" for dim, limit in limits.items())
-    section.lead += (
-        f"The limit drawn is {known}."
-        if known
-        else "The speed of these links is not known here, so no limit is drawn."
+    section.add(
+        _bandwidths(section, [c for c in drawn if c.only.busbw_Bps], str(dtype), limits),
+        _times(section, drawn, of, str(dtype), limits),
+        _contention(drawn),
     )
-    if with_bus:
-        section.figures.append(_bandwidth_figure(section, with_bus, str(dtype), limits))
-    times = time_figure(section, drawn, transitions, str(dtype), sources.topology, limits)
-    found = ranks_of(sources.runs)
-    section.figures += [f for f in (times, heat_figure(header, found), skew_figure(found)) if f is not None]
-    section.tables = [*_contention(drawn), *skew_table(found, header), _collectives_table(cases)]
-    return section
+    add_ranks(section, of.sources.runs)
+    section.add(_table(cases))
+    _headlines(section, cases)
 
 
-def _only(case: Case) -> Any:
-    return next(iter(case.impls.values()))
+def _headlines(section: Section, cases: Sequence[Case]) -> None:
+    """The all_reduce of each dim at its best, all groups together where that was measured."""
+    reduces = [c for c in cases if c.name == "all_reduce" and c.only.busbw_Bps]
+    for dim, members in group(reduces, lambda c: c.get("mesh_dim")).items():
+        together = [c for c in members if c.get("groups") == "together"] or members
+        case = max(together, key=lambda c: c.only.busbw_Bps or 0)
+        words = f"bus bandwidth of all_reduce over {dim} at its best, {format_size(case.only.size_bytes)}"
+        section.headlines.append(
+            (format_bandwidth(case.only.busbw_Bps), f"{words}, groups {case.get('groups')}")
+        )
 
 
-def _bandwidth_figure(
-    section: Section, cases: Sequence[Case], dtype: str, limits: Mapping[str, Limit]
-) -> Figure:
-    sizes = [_only(c).size_bytes for c in cases]
-    x, y = (
-        size_axis(sizes),
-        value_axis(
-            [*(_only(c).busbw_Bps for c in cases), *(limit.Bps for limit in limits.values())],
-            bandwidth_tick,
-            log=True,
-        ),
-    )
-    grouped = group(
-        sorted(cases, key=lambda c: str(c.get("groups")), reverse=True),
-        lambda c: (c.get("groups"), c.get("mesh_dim")),
-    )
-    styles = styles_of(distinct(c.name for c in cases))
-    columns = min(max(len(distinct(c.get("mesh_dim") for c in cases)), 2), 3)
+def _bandwidths(
+    section: Section, cases: Sequence[Case], dtype: str, limits: Mapping[str, float]
+) -> Figure | None:
+    names = distinct(c.name for c in cases)
+    spare = list(COLLECTIVE_STYLES.values())  # for names without a style of their own, in turn
+    styles = {name: COLLECTIVE_STYLES.get(name, spare[i % len(spare)]) for i, name in enumerate(names)}
+    ordered = sorted(cases, key=lambda c: c.only.size_bytes or 0)
+    grouped = group(ordered, lambda c: (str(c.get("groups")), str(c.get("mesh_dim"))))
+    wanted = sorted(grouped, key=lambda key: key[0], reverse=True)
+    ends = [float(c.only.size_bytes or 0) for c in (*ordered[:1], *ordered[-1:])]
     panels = []
-    for index, ((groups, dim), members) in enumerate(
-        capped(section, list(grouped.items()), MAX_PANELS, "panels")
-    ):
-        series = []
-        for name, style in styles.items():
-            mine = sorted((c for c in members if c.name == name), key=lambda c: _only(c).size_bytes)
-            if mine:
-                series.append(
-                    Series(
-                        name, style, [_only(c).size_bytes for c in mine], [_only(c).busbw_Bps for c in mine]
-                    )
-                )
-        if str(dim) in limits:
-            ends = [min(sizes), max(sizes)]
-            series.append(Series("limit", LIMIT, ends, [limits[str(dim)].Bps] * 2))
-        title = f"{dim}, {members[0].get('ranks')} ranks, {groups}"
-        peak = max(_only(c).busbw_Bps for c in members)
+    for groups, dim in section.capped(wanted, "panels"):
+        members = grouped[groups, dim]
+        series = [
+            Series(name, [c.only.size_bytes or 0 for c in of], [c.only.busbw_Bps or 0 for c in of])
+            for name in names
+            if (of := [c for c in members if c.name == name])
+        ]
+        series += [Series("limit", ends, [limits[dim]] * 2)] if dim in limits else []
+        peak = max(c.only.busbw_Bps or 0 for c in members)
         desc = f"Bus bandwidth over size for {len(series)} collectives, at most {peak / 1e9:.3g} GB/s."
-        panels.append(line_panel(title, series, x, y, columns=columns, prefix=f"bandwidth{index}", desc=desc))
-    return Figure(
+        panels.append(Curves(f"{dim}, {members[0].get('ranks')} ranks, {groups}", series, desc))
+    return curves(
+        "bandwidth",
+        panels,
+        {**styles, "limit": LIMIT},
         f"Bus bandwidth over tensor size, {dtype}, isolated calls; "
         "both axes logarithmic and common to all panels. A line that stops rising has reached what the links "
         "give; where “together” lies below “alone”, the groups share a link.",
-        legend({**styles, **({"limit": LIMIT} if limits else {})}, prefix="bandwidthL"),
-        panels,
-        columns,
+        y=lambda values: value_axis(values, bandwidth_tick, log=True),
+        columns=min(max(len({dim for _, dim in wanted}), 2), 3),
     )
 
 
-def styles_of(names: Sequence[str]) -> dict[str, Style]:
-    """A style per name; those without one of their own take turns."""
-    spare = list(COLLECTIVE_STYLES.values())
-    return {name: COLLECTIVE_STYLES.get(name, spare[i % len(spare)]) for i, name in enumerate(names)}
+# ------------------------------------------------------------------------------------ time over size
 
 
-def _contention(cases: Sequence[Case]) -> list[t.Table]:
+def _times(
+    section: Section, cases: Sequence[Case], of: Material, dtype: str, limits: Mapping[str, float]
+) -> Figure | None:
+    """A panel per mesh dim and collective that some change of placement needs."""
+    by_key = group(cases, lambda c: (str(c.get("mesh_dim")), c.name))
+    dims = distinct(dim for dim, _ in by_key)
+    wanted = [(dim, name) for dim in dims for name in TRANSITION if (dim, name) in by_key]
+    moved = [
+        c
+        for c in of.cases("redistribute")
+        if c.get("dtype") == dtype
+        and c.get("mode") in ("isolated", "")
+        and c.get("groups") in ("together", "")
+    ]
+    panels = []
+    for dim, name in section.capped(wanted, "panels"):
+        same = [c for c in moved if c.name == TRANSITION[name] and c.get("mesh_dim") == dim]
+        series = _lines(by_key[dim, name], same)
+        sizes = [float(size) for one in series for size in one.x]
+        measured = [c.only for c in by_key[dim, name]]
+        factors = [m.busbw_Bps / m.algbw_Bps for m in measured if m.busbw_Bps and m.algbw_Bps]
+        if not sizes:
+            continue
+        if dim in limits and factors:
+            ends = [min(sizes), max(sizes)]
+            series.append(Series("limit", ends, [size * factors[0] / limits[dim] for size in ends]))
+        model = constants_line(of.sources.topology, dim, name, sizes)
+        series = [*([Series("model", *model)] if model else []), *series]
+        largest = max(max(one.y) for one in series)
+        desc = (
+            f"Time of {len(series)} ways over tensor size, at most {seconds_tick(float(f'{largest:.2g}'))}."
+        )
+        panels.append(Curves(f"{name} over {dim}: {TRANSITION[name]}", series, desc))
+    return curves(
+        "times",
+        panels,
+        TIME_STYLES,
+        f"Time over tensor size, {dtype}, isolated calls; both axes logarithmic and common to all panels. "
+        "The distance of the core and torch from c10d is what a redistribution costs beside its collective; where "
+        "the model’s dashes leave the points, its prices mislead.",
+        y=lambda values: value_axis(values, seconds_tick, log=True, most=6),
+    )
+
+
+def _lines(cases: Sequence[Case], moved: Sequence[Case]) -> list[Series]:
+    """The raw collective, alone and together, and the two libraries' change of placement."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for groups in ("together", "alone"):
+        of = [c.only for c in cases if (c.get("groups") or "together") == groups]
+        points[groups] = [(m.size_bytes or 0, m.estimate_s) for m in of]
+    for impl in ("core", "torch"):
+        points[impl] = [(c.number("size"), s) for c in moved if (s := c.seconds(impl)) is not None]
+    ordered = {label: sorted(p for p in of if p[0] > 0) for label, of in points.items()}
+    return [Series(label, [p[0] for p in of], [p[1] for p in of]) for label, of in ordered.items() if of]
+
+
+# ------------------------------------------------------------------------------------ tables
+
+
+def _contention(cases: Sequence[Case]) -> t.Table | None:
     """What the sibling groups cost: the largest size, alone and together."""
     rows = []
     for (dim, name), members in group(cases, lambda c: (c.get("mesh_dim"), c.name)).items():
-        size = max(_only(c).size_bytes for c in members)
-        at = {c.get("groups"): c for c in members if _only(c).size_bytes == size}
+        size = max(c.only.size_bytes or 0 for c in members)
+        at = {c.get("groups"): c.only for c in members if c.only.size_bytes == size}
         if {"alone", "together"} <= set(at):
-            rows.append((dim, name, size, _only(at["alone"]), _only(at["together"])))
+            rows.append((dim, name, size, at["alone"], at["together"]))
     if not rows:
-        return []
-    return [
-        t.Table(
-            "Alone against together, at the largest size",
-            [
-                t.text("Mesh dim", [r[0] for r in rows]),
-                t.text("Collective", [r[1] for r in rows]),
-                t.sizes("Size", [format_size(r[2]) for r in rows]),
-                *t.times(
-                    [
-                        ("alone", [r[3].estimate_s for r in rows]),
-                        ("together", [r[4].estimate_s for r in rows]),
-                    ]
-                ),
-                *t.bandwidths(
-                    [
-                        ("alone, bus", [r[3].busbw_Bps for r in rows]),
-                        ("together, bus", [r[4].busbw_Bps for r in rows]),
-                    ]
-                ),
-                t.ratios("time together / alone", [r[4].estimate_s / r[3].estimate_s for r in rows]),
-            ],
-        )
-    ]
+        return None
+    alone, together = [r[3] for r in rows], [r[4] for r in rows]
+    times = [("alone", [m.estimate_s for m in alone]), ("together", [m.estimate_s for m in together])]
+    bus = [("alone, bus", [m.busbw_Bps for m in alone]), ("together, bus", [m.busbw_Bps for m in together])]
+    return t.Table(
+        "Alone against together, at the largest size",
+        [
+            t.text("Mesh dim", [r[0] for r in rows]),
+            t.text("Collective", [r[1] for r in rows]),
+            t.sizes("Size", [format_size(r[2]) for r in rows]),
+            *t.times(times),
+            *t.bandwidths(bus),
+            t.ratios("time together / alone", [b.estimate_s / a.estimate_s for *_, a, b in rows]),
+        ],
+    )
 
 
-def _collectives_table(cases: Sequence[Case]) -> t.Table:
+def _table(cases: Sequence[Case]) -> t.Table:
     entries = [(c, m) for c in cases for m in c.impls.values()]
-    shown = [c for c, _ in entries]
     measured = [m for _, m in entries]
+    params = {"mesh_dim": "Mesh dim", "groups": "Groups", "mode": "Mode", "dtype": "Dtype"}
+    quartiles = [
+        ("lower quartile", [m.p25_s for m in measured]),
+        ("median", [m.median_s for m in measured]),
+        ("upper", [m.p75_s for m in measured]),
+    ]
     return t.Table(
         "Every collective and size",
         [
-            t.text("Mesh dim", [c.get("mesh_dim") for c in shown]),
-            t.text("Collective", [c.name for c in shown]),
-            t.text("Groups", [c.get("groups") for c in shown]),
-            t.text("Mode", [c.get("mode") for c in shown]),
-            t.text("Dtype", [c.get("dtype") for c in shown]),
-            *others_column(shown, ("mesh_dim", "ranks", "groups", "mode", "dtype", "size")),
+            *named([c for c, _ in entries], "Collective", params, "ranks", "size"),
             t.sizes("Size", [format_size(m.size_bytes) for m in measured]),
-            *t.times(
-                [
-                    ("p25", [m.p25_s for m in measured]),
-                    ("median", [m.median_s for m in measured]),
-                    ("p75", [m.p75_s for m in measured]),
-                ]
-            ),
+            *t.times(quartiles),
             *t.bandwidths(
                 [("algorithm", [m.algbw_Bps for m in measured]), ("bus", [m.busbw_Bps for m in measured])]
             ),
             t.ratios("longest / shortest rank", [m.rank_spread for m in measured]),
         ],
         folded=True,
-        note="Sizes are the whole tensor as one group holds it. A sample is the longest time of all ranks; "
-        "the last column says how far the ranks’ own times lie apart.",
+        note="Sizes are the whole tensor as one group holds it. A sample is the longest time of all ranks; bandwidths "
+        "are those of the lower quartile; the last column says how far the ranks’ own times lie apart.",
     )
+
+
+COLLECTIVES = Part(
+    "collectives", "Collectives per mesh dim", fill, ("collectives",), "dtbench run collectives"
+)

@@ -1,4 +1,4 @@
-"""Dispatch latency: time per call on the host, cached and on the first call."""
+"""Dispatch latency: time per call on the host, cached and on the first call, and its stages."""
 
 from __future__ import annotations
 
@@ -6,78 +6,71 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtbench.show.report import tables as t
-from dtbench.show.report.cases import Case, geometric_mean, group
-from dtbench.show.report.parts.stages import ecdf_figure, stage_figure, stage_table
+from dtbench.show.report.axes import Axis, seconds_tick, value_axis
+from dtbench.show.report.cases import Case, distinct, geometric_mean, group
+from dtbench.show.report.figures import Bar, Curves, Figure, Series, Style, bars, curves, shades_of, stacked
+from dtbench.show.report.impls import add_dots, core_over_torch, named, times
 from dtbench.show.report.profiles import CallProfile
-from dtbench.show.report.section import Section, dots, impl_headers, others_column
+from dtbench.show.report.section import Material, Part, Section
+from dtbench.units import format_seconds
+
+PARAMS = {"placements": "Placements", "mesh": "Mesh", "pass": "Pass"}
+# As a call passes them (`dtbench profile`); others come after these.
+STAGES = (
+    "entry",
+    "checks",
+    "key",
+    "cache",
+    "plan",
+    "redistribute",
+    "communicate",
+    "local op",
+    "wrap",
+    "glue",
+)
+MAX_CASES = 4
+SPREAD_STYLES = {
+    "local": Style("s2", "", (1.5, 1.5), words="floor: plain torch"),
+    "core cached": Style("s0", "", words="core, cached"),
+    "torch cached": Style("s1", "", (5, 2), words="torch, cached"),
+    "core first": Style("s3", "", (8, 2), words="core, first call"),
+    "torch first": Style("s4", "", (3, 1, 1, 1), words="torch, first call"),
+}
 
 
-def dispatch(cases: Sequence[Case], calls: Sequence[CallProfile] = ()) -> Section:
-    section = Section("dispatch", "Dispatch latency")
+def fill(section: Section, of: Material) -> None:
+    cases, calls = of.cases("dispatch"), of.sources.calls
     cached = [c for c in cases if c.get("call") != "first"]
-    if not cases and not calls:
-        section.missing = "dtbench run dispatch"
-        return section
-    spread = ecdf_figure(cases)
-    section.figures = [spread] if spread else []
-    stages = stage_figure(calls)
-    if not cached:
-        section.lead = "Time of one call on the host."
-        section.figures += [stages] if stages else []
-        section.tables = ([_first_table(cases)] if cases else []) + ([stage_table(calls)] if calls else [])
-        return section
-    ratio = geometric_mean(c.ratio("core", "torch") for c in cached)
-    section.lead = (
-        "Time of one call on the host: look up the sharding, run the local op, wrap the result. "
-        "One process plays a rank of a simulated world of 8, as a mesh of one dim (8) or two (2x4). "
-        "The floor is the same op on plain local tensors. "
-    )
-    if ratio is not None:
+    section.add(_spread(cases))
+    section.lead = "Time of one call on the host, the minimum of the samples. "
+    if cached:
         section.lead += (
-            f"Over all cached calls the core takes {ratio:.2f}× the time of torch (geometric mean)."
+            "A call looks up the sharding, runs the local op and wraps the result. One process plays a rank of a "
+            "simulated world of 8, as a mesh of one dim (8) or two (2x4). The floor is the same op on plain local "
+            "tensors. "
         )
-    grouped = group(cached, lambda c: (c.get("mesh"), c.get("pass")))
-    dots(
-        section,
-        {f"mesh {mesh}, {direction}": members for (mesh, direction), members in grouped.items()},
-        lambda c: f"{c.name} {c.get('placements')}".strip(),
-        "Median time per call, cached, with the lower and upper quartile as a line. At the right, core over torch: "
-        "below 1 the core is faster.",
-        columns=2,
-        sort=True,
-        each_axis=True,
-    )
-    section.figures += [stages] if stages else []
-    section.tables = [_dispatch_summary(grouped), _dispatch_table(cached, cases)]
-    section.tables += [stage_table(calls)] if calls else []
-    return section
+        section.lead += core_over_torch(section, cached, "cached dispatch", "Over all cached calls the")
+        grouped = group(cached, lambda c: (c.get("mesh"), c.get("pass")))
+        add_dots(
+            section,
+            {f"mesh {mesh}, {direction}": of for (mesh, direction), of in grouped.items()},
+            lambda c: f"{c.name} {c.get('placements')}".strip(),
+            "Time per call, cached, with a line to the upper quartile. At the right, core over torch: below 1 the core "
+            "is faster.",
+            sort=True,
+            each_axis=True,
+        )
+        section.add(_summary(grouped), _table(cached, cases))
+    elif cases:
+        caption = "Every op: time of a first call"
+        section.add(t.Table(caption, [*named(cases, "Op", PARAMS, "call"), *times(cases)], folded=True))
+    if calls:
+        section.add(_stages(calls), _stage_table(calls))
 
 
-def _names(cases: Sequence[Case]) -> list[t.Column]:
-    """What tells the cases apart."""
-    params = [("Placements", "placements"), ("Mesh", "mesh"), ("Pass", "pass")]
-    return [
-        t.text("Op", [c.name for c in cases]),
-        *(t.text(title, [c.get(param) for c in cases]) for title, param in params),
-    ]
-
-
-def _first_table(cases: Sequence[Case]) -> t.Table:
-    return t.Table(
-        "Every op: median time of a first call",
-        [
-            *_names(cases),
-            *t.times([(word, [c.seconds(i) for c in cases]) for i, word in impl_headers(cases)]),
-            t.ratios("core / torch", [c.ratio("core", "torch") for c in cases], mark_above=1.05),
-        ],
-        folded=True,
-    )
-
-
-def _dispatch_summary(grouped: Mapping[Any, Sequence[Case]]) -> t.Table:
-    both = [
-        [r for c in members if (r := c.ratio("core", "torch")) is not None] for members in grouped.values()
-    ]
+def _summary(grouped: Mapping[Any, Sequence[Case]]) -> t.Table:
+    both = [[r for c in of if (r := c.ratio("core", "torch")) is not None] for of in grouped.values()]
+    floors = [geometric_mean(c.ratio("core", "local") for c in of) for of in grouped.values()]
     return t.Table(
         "Core against torch, cached calls, by mesh and pass",
         [
@@ -88,35 +81,114 @@ def _dispatch_summary(grouped: Mapping[Any, Sequence[Case]]) -> t.Table:
             t.ratios("fastest case", [min(r, default=None) for r in both]),
             t.ratios("slowest case", [max(r, default=None) for r in both]),
             t.counts("Core slower by over 5 %", [sum(x > 1.05 for x in r) for r in both]),
-            t.ratios(
-                "core / floor, geometric mean",
-                [geometric_mean(c.ratio("core", "local") for c in members) for members in grouped.values()],
-            ),
+            t.ratios("core / floor, geometric mean", floors),
         ],
     )
 
 
-def _dispatch_table(cached: Sequence[Case], cases: Sequence[Case]) -> t.Table:
-    known = ("placements", "mesh", "pass", "call")
-
+def _table(cached: Sequence[Case], cases: Sequence[Case]) -> t.Table:
     def identity(case: Case) -> tuple[Any, ...]:
         return (case.name, *sorted((k, v) for k, v in case.params.items() if k != "call"))
 
     first = {identity(c): c for c in cases if c.get("call") == "first"}
-
-    def first_of(impl: str) -> list[float | None]:
-        return [f.seconds(impl) if (f := first.get(identity(c))) else None for c in cached]
-
+    firsts = [first.get(identity(c)) for c in cached]
+    columns = [(f"{i}, first call", [f.seconds(i) if f else None for f in firsts]) for i in ("core", "torch")]
     return t.Table(
-        "Every op: median time per call",
-        [
-            *_names(cached),
-            *others_column(cached, known),
-            *t.times([(word, [c.seconds(i) for c in cached]) for i, word in impl_headers(cached)]),
-            t.ratios("core / torch", [c.ratio("core", "torch") for c in cached], mark_above=1.05),
-            *t.times([("core, first call", first_of("core")), ("torch, first call", first_of("torch"))]),
-        ],
+        "Every op: time per call",
+        [*named(cached, "Op", PARAMS, "call"), *times(cached), *t.times(columns)],
         folded=True,
         note="▲ marks where the core takes over 5 % more time than torch. "
         "A first call has to find its sharding; a cached one looks it up.",
     )
+
+
+def _spread(cases: Sequence[Case]) -> Figure | None:
+    """A panel per pass: which share of the ops takes at most so long."""
+    panels = []
+    for direction in distinct(c.get("pass") for c in cases):
+        series = _shares([c for c in cases if c.get("pass") == direction])
+        middles = [
+            f"{SPREAD_STYLES[one.label].words} {format_seconds(one.x[len(one.x) // 2])}" for one in series
+        ]
+        panels.append(Curves(str(direction) or "all calls", series, f"Median op: {'; '.join(middles)}."))
+    values = [v for panel in panels for one in panel.series for v in one.x]
+    if not values:
+        return None
+    return curves(
+        "ecdf",
+        panels,
+        SPREAD_STYLES,
+        "Share of the ops (both meshes, all placements) that take at most so long. The further left a line, the "
+        "faster; the distance to the floor is what distribution adds, that between first and cached calls what "
+        "finding a sharding costs once.",
+        x=value_axis(values, seconds_tick, log=True, most=7),
+        y=lambda _: Axis(0, 1.02, False, lambda v: f"{v:.0%}", [0, 0.25, 0.5, 0.75, 1]),
+    )
+
+
+def _shares(cases: Sequence[Case]) -> list[Series]:
+    series = []
+    for key in SPREAD_STYLES:
+        impl, _, call = key.partition(" ")
+        of = [c for c in cases if (c.get("call") or "cached") == (call or "cached")]
+        found = sorted(s for c in of if (s := c.seconds(impl)) is not None)
+        # A step at every op, from 0.
+        xs = [x for time in found for x in (time, time)]
+        ys = [y / len(found) for k in range(len(found)) for y in (k, k + 1)]
+        series += [Series(key, xs, ys)] if found else []
+    return series
+
+
+# ------------------------------------------------------------------------------------ stages
+
+
+def _stages(calls: Sequence[CallProfile]) -> Figure | None:
+    """A panel per case: a bar per impl, its parts the stages."""
+    order = stages_of(calls)
+    panels = {
+        label: [
+            Bar(
+                c.impl,
+                stacked((stage, c.stages[stage][0] * 1e-9) for stage in order if stage in c.stages),
+                f"{format_seconds(c.whole_ns * 1e-9)} in all",
+                c.floor_ns * 1e-9 if c.floor_ns is not None else None,
+            )
+            for c in calls
+            if c.label == label
+        ]
+        for label in distinct(c.label for c in calls)[:MAX_CASES]
+    }
+    return bars(
+        "stages",
+        panels,
+        shades_of(order),
+        "Where the time of one call goes, stage by stage, what recording costs taken off; the upright strokes are the "
+        "plain op alone, so what lies beyond its length is what distribution adds. Stages too short for their name "
+        f"are in the table; so are cases beyond the first {MAX_CASES}.",
+        seconds_tick,
+    )
+
+
+def stages_of(calls: Sequence[CallProfile]) -> list[str]:
+    present = {stage for c in calls for stage in c.stages}
+    return [s for s in STAGES if s in present] + sorted(present - set(STAGES))
+
+
+def _stage_table(calls: Sequence[CallProfile]) -> t.Table:
+    rows = [(c, stage, *c.stages[stage]) for c in calls for stage in stages_of([c])]
+    return t.Table(
+        "Every stage: time per call",
+        [
+            t.text("Case", [c.label for c, *_ in rows]),
+            t.text("Impl", [c.impl for c, *_ in rows]),
+            t.text("Stage", [stage for _, stage, *_ in rows]),
+            t.Column("time", t.aligned([ns for *_, ns, _ in rows], 1e3, 2), True, "µs"),
+            t.Column("plus or minus", t.aligned([off for *_, off in rows], 1e3, 2), True, "µs"),
+            t.percents("share", [ns / c.whole_ns if c.whole_ns else None for c, _, ns, _ in rows], 0),
+            t.text("Recorded by", [c.source for c, *_ in rows]),
+        ],
+        folded=True,
+    )
+
+
+DISPATCH = Part("dispatch", "Dispatch latency", fill, ("dispatch",), "dtbench run dispatch")

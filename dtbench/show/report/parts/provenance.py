@@ -19,10 +19,6 @@ def mesh_words(header: Mapping[str, Any]) -> str:
     return " × ".join(f"{name} = {size}" for name, size in zip(mesh["dim_names"], mesh["shape"], strict=True))
 
 
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def hosts(header: Mapping[str, Any]) -> list[str]:
     return sorted({rank["host"] for rank in header["ranks"] if rank.get("host")})
 

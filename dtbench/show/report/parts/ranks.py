@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,39 +11,50 @@ import numpy as np
 
 from dtbench.layout import from_last_arrival_s, mesh_groups
 from dtbench.mesh import Groups
-from dtbench.model import Result, Run
+from dtbench.model import Result, Run, estimator_of
 from dtbench.show.report import tables as t
-from dtbench.show.report.figures import Row, Style, dot_panel, legend, seconds_tick, value_axis
-from dtbench.show.report.section import Figure
-from dtbench.show.report.shapes import mesh_panel
+from dtbench.show.report.axes import seconds_tick, value_axis
+from dtbench.show.report.figures import Figure, Map, Row, Style, dots, maps
+from dtbench.show.report.section import Section
+from dtbench.stats import summarize
 from dtbench.units import bandwidth_unit, format_bandwidth, format_seconds, format_size, significant
 
 # A larger mesh is not told apart on a page; nor are more rows of ranks.
 MAX_CELLS = 1024
 MAX_RANKS = 48
-LATE = Style("s1", "D")
+LATE = {"late": Style("s1", "D", words="median, with the lower and upper quartile")}
 
 
 @dataclass(frozen=True)
 class Ranks:
     """One collective over one mesh dim, rank by rank. busbw_Bps: of the rank's group, from the arrival of its
-    last rank on. late_s: (lower quartile, median, upper) of how much later than the first of its group the
-    rank came. last: share of the samples in which it was the last."""
+    last rank on; whole_Bps: of all groups from the barrier on, as the tables have it. late_s: (lower quartile,
+    median, upper) of how much later than the first of its group the rank came. last: share of the samples in which
+    it was the last."""
 
     dim: str
     name: str
     size_bytes: int
     busbw_Bps: Mapping[int, float]  # noqa: N815 - bytes per second
+    whole_Bps: float  # noqa: N815
     late_s: Mapping[int, tuple[float, float, float]]
     last: Mapping[int, float]
+
+    @property
+    def words(self) -> str:
+        return f"{self.dim}: {self.name}, {format_size(self.size_bytes)}"
+
+
+def add_ranks(section: Section, runs: Sequence[Run]) -> None:
+    header, found = runs[0].header, ranks_of(runs)
+    section.add(_map(header, found), _skew(found), _table(found, header))
 
 
 def ranks_of(runs: Sequence[Run]) -> list[Ranks]:
     """Per mesh dim the all_reduce (else the first collective) of the largest size, all groups at work."""
     found = []
-    groups = mesh_groups(runs[0].header) if runs else {}
-    names = runs[0].header["mesh"]["dim_names"] if groups else []
-    for dim in names:
+    groups = mesh_groups(runs[0].header)
+    for dim in runs[0].header["mesh"]["dim_names"] if groups else ():
         results = [
             r
             for run in runs
@@ -72,26 +82,25 @@ def _ranks_of(dim: str, results: Sequence[Result], groups: Groups) -> Ranks:
         assert result.busbw_Bps is not None and result.algbw_Bps is not None and result.size_bytes is not None
         moved = result.size_bytes * result.busbw_Bps / result.algbw_Bps
         for group in groups:
-            own = {rank: result.rank_samples_s.get(str(rank), ()) for rank in group}
-            shared = min(map(len, own.values()))
+            shared = min(len(result.rank_samples_s.get(str(rank), ())) for rank in group)
             if len(group) < 2 or not shared:
                 continue
             # Nothing where ranks hold unequally many samples, as a file from elsewhere may.
-            from_last = float(np.median(from_last_arrival_s(result, [group]) or 0.0))
+            samples = from_last_arrival_s(result, [group])
+            from_last = getattr(summarize(samples), estimator_of(result)) if samples else 0.0
             for rank, behind in zip(group, _lateness_s(result, group, shared), strict=True):
                 late.setdefault(rank, []).append(behind)
                 if from_last > 0:
                     bandwidths.setdefault(rank, []).append(moved / from_last)
     together = {rank: np.concatenate(parts) for rank, parts in late.items()}
+    quartiles = {rank: np.quantile(x, (0.25, 0.5, 0.75)).tolist() for rank, x in together.items()}
     return Ranks(
         dim,
         results[0].name,
         results[0].size_bytes or 0,
         {rank: float(np.median(values)) for rank, values in bandwidths.items()},
-        {
-            rank: (float(np.quantile(x, 0.25)), float(np.median(x)), float(np.quantile(x, 0.75)))
-            for rank, x in together.items()
-        },
+        float(1 / np.median([1 / r.busbw_Bps for r in results if r.busbw_Bps])),
+        {rank: (low, middle, high) for rank, (low, middle, high) in quartiles.items()},
         _last(groups, together),
     )
 
@@ -117,48 +126,42 @@ def _last(groups: Groups, late: Mapping[int, np.ndarray]) -> dict[int, float]:
     return shares
 
 
-def heat_figure(header: Mapping[str, Any], found: Sequence[Ranks]) -> Figure | None:
+def _map(header: Mapping[str, Any], found: Sequence[Ranks]) -> Figure | None:
     """A map of the mesh per dim: which groups are slow."""
     shape, names = header["mesh"]["shape"], header["mesh"]["dim_names"]
     drawn = [one for one in found if one.busbw_Bps]
     if not drawn or math.prod(shape) > MAX_CELLS:
         return None
     columns = shape[-1]
-    rows = math.prod(shape[:-1])
-    axes = (" × ".join(names[:-1]) or "all", names[-1])
     panels = []
-    for index, one in enumerate(drawn):
+    for one in drawn:
         unit = bandwidth_unit(one.busbw_Bps.values())
-        cells = [
-            [(f"rank {i * columns + j}", one.busbw_Bps.get(i * columns + j)) for j in range(columns)]
-            for i in range(rows)
-        ]
-        words = {rank: significant(value / unit.scale, 3) for rank, value in one.busbw_Bps.items()}
-        low, high = min(one.busbw_Bps.values()), max(one.busbw_Bps.values())
-        title = f"{one.dim}: {one.name}, {format_size(one.size_bytes)}, {unit.name}"
-        desc = (
-            f"Bus bandwidth of each rank's group, from {format_bandwidth(low)} to {format_bandwidth(high)}."
+        ranks = [range(first, first + columns) for first in range(0, math.prod(shape), columns)]
+        cells = [[(f"rank {rank}", one.busbw_Bps.get(rank)) for rank in row] for row in ranks]
+        ends = [format_bandwidth(end(one.busbw_Bps.values())) for end in (min, max)]
+        desc = f"Bus bandwidth of each rank's group, from {ends[0]} to {ends[1]}."
+        scale = unit.scale
+        panels.append(
+            Map(f"{one.words}, {unit.name}", cells, lambda v, scale=scale: significant(v / scale, 3), desc)  # type: ignore[misc]
         )
-        panels.append(mesh_panel(title, cells, axes, words, prefix=f"mesh{index}", desc=desc))
-    return Figure(
-        "A map of the mesh per dim: bus bandwidth of the group that the rank belongs to, counted from the arrival "
-        "of its last rank; the faster, the deeper. Cells of one group are alike; a pale group is a slow link.",
-        (),
+    whole = ", ".join(f"{format_bandwidth(one.whole_Bps)} over {one.dim}" for one in drawn)
+    return maps(
+        "mesh",
         panels,
-        2,
+        (" × ".join(names[:-1]) or "all", names[-1]),
+        "A map of the mesh per dim: bus bandwidth of the group that the rank belongs to; the faster, the deeper. Cells "
+        "of one group are alike; a pale group is a slow link. Counted from the arrival of a group’s last rank, so it "
+        "lies above the other figures’ and tables’ bandwidth of the same calls, which counts the wait for that rank "
+        f"and the slowest group: {whole}.",
     )
 
 
-def skew_figure(found: Sequence[Ranks]) -> Figure | None:
+def _skew(found: Sequence[Ranks]) -> Figure | None:
     """How late each rank comes."""
-    if not found:
-        return None
-    values = [max(high, 1e-9) for one in found for _, _, high in one.late_s.values()]
-    x = value_axis(values, seconds_tick, log=False)
-    panels = []
-    for index, one in enumerate(found):
+    panels = {}
+    for one in found:
         latest = sorted(one.late_s, key=lambda rank: -one.late_s[rank][1])[:MAX_RANKS]
-        rows = [
+        panels[one.words] = [
             Row(
                 f"rank {rank}",
                 {"late": one.late_s[rank][1]},
@@ -167,45 +170,41 @@ def skew_figure(found: Sequence[Ranks]) -> Figure | None:
             )
             for rank in (sorted(latest) if len(one.late_s) <= MAX_RANKS else latest)
         ]
-        worst = latest[0]
-        desc = f"Rank {worst} comes latest, by {format_seconds(one.late_s[worst][1])} in the median."
-        title = f"{one.dim}: {one.name}, {format_size(one.size_bytes)}"
-        panels.append(dot_panel(title, rows, {"late": LATE}, x, prefix=f"skew{index}", desc=desc))
-    return Figure(
+
+    def desc(rows: Sequence[Row]) -> str:
+        worst = max(rows, key=lambda row: row.values["late"])
+        return f"{worst.label.capitalize()} comes latest, by {format_seconds(worst.values['late'])} in the median."
+
+    return dots(
+        "skew",
+        panels,
+        LATE,
         "Rank skew: how much later than the first rank of its group each rank came to the collective, and in "
         "which share of the samples it was the last. A rank that is last nearly always holds the others up.",
-        legend({"median, with the lower and upper quartile": LATE}, prefix="skewL", lines=False),
-        panels,
-        2,
+        lambda values: value_axis([max(*values, 1e-9)], seconds_tick, log=False),
+        desc=desc,
     )
 
 
-def skew_table(found: Sequence[Ranks], header: Mapping[str, Any]) -> list[t.Table]:
+def _table(found: Sequence[Ranks], header: Mapping[str, Any]) -> t.Table | None:
     hosts = {rank["rank"]: rank.get("host") for rank in header["ranks"]}
-    rows = list(itertools.chain.from_iterable(((one, rank) for rank in sorted(one.late_s)) for one in found))
+    rows = [(one, rank) for one in found for rank in sorted(one.late_s)]
     if not rows:
-        return []
-    return [
-        t.Table(
-            "Every rank: how late it comes, and its group’s bandwidth",
-            [
-                t.text("Mesh dim", [one.dim for one, _ in rows]),
-                t.text("Collective", [one.name for one, _ in rows]),
-                t.sizes("Size", [format_size(one.size_bytes) for one, _ in rows]),
-                t.counts("Rank", [rank for _, rank in rows]),
-                t.text("Host", [hosts.get(rank) or "" for _, rank in rows]),
-                *t.times(
-                    [
-                        ("late, p25", [one.late_s[rank][0] for one, rank in rows]),
-                        ("median", [one.late_s[rank][1] for one, rank in rows]),
-                        ("p75", [one.late_s[rank][2] for one, rank in rows]),
-                    ]
-                ),
-                t.Column(
-                    "last", [f"{100 * one.last.get(rank, 0):.0f}" for one, rank in rows], True, "% of samples"
-                ),
-                *t.bandwidths([("bus, group", [one.busbw_Bps.get(rank) for one, rank in rows])]),
-            ],
-            folded=True,
-        )
-    ]
+        return None
+    late = [one.late_s[rank] for one, rank in rows]
+    return t.Table(
+        "Every rank: how late it comes, and its group’s bandwidth",
+        [
+            t.text("Mesh dim", [one.dim for one, _ in rows]),
+            t.text("Collective", [one.name for one, _ in rows]),
+            t.sizes("Size", [format_size(one.size_bytes) for one, _ in rows]),
+            t.counts("Rank", [rank for _, rank in rows]),
+            t.text("Host", [hosts.get(rank) or "" for _, rank in rows]),
+            *t.times(
+                [(word, [of[i] for of in late]) for i, word in enumerate(("late, p25", "median", "p75"))]
+            ),
+            t.percents("last", [one.last.get(rank, 0) for one, rank in rows], 0, "% of samples"),
+            *t.bandwidths([("bus, group", [one.busbw_Bps.get(rank) for one, rank in rows])]),
+        ],
+        folded=True,
+    )

@@ -1,0 +1,115 @@
+"""Suites that are drawn alike, impl beside impl: redistribute, blocks of a model, and whatever no part claims."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from dtbench.show.report import tables as t
+from dtbench.show.report.cases import Case, distinct, group, main_dtype
+from dtbench.show.report.impls import add_dots, bandwidths, core_over_torch, impls_of, named, times
+from dtbench.show.report.section import Material, Part, Section
+from dtbench.units import format_size
+
+
+def redistribute(section: Section, of: Material) -> None:
+    cases = of.cases("redistribute")
+    if not cases:
+        return
+    section.lead = (
+        "Time to bring a tensor from one placement to another over one mesh dim, with real process groups. "
+        + core_over_torch(section, cases, "redistribute", "Over all transitions and sizes the")
+    )
+    dtype = main_dtype(cases)
+    plain = (("groups", "together"), ("mode", "isolated"))
+    sweep = [c for c in cases if all(c.get(param) in ("", value) for param, value in plain)]
+    drawn = [c for c in sweep or cases if c.get("dtype") == dtype]
+    sizes = sorted({c.number("size") for c in drawn})
+    panels = {
+        f"{dim}, {format_size(size)}": [
+            c for c in drawn if c.get("mesh_dim") == dim and c.number("size") == size
+        ]
+        for dim in distinct(c.get("mesh_dim") for c in drawn)
+        for size in dict.fromkeys([*sizes[:1], *sizes[-1:]])
+    }
+    caption = (
+        f"Time per redistribute at the smallest and the largest size, {dtype}; at the right, core over torch."
+    )
+    add_dots(section, panels, lambda c: c.name, caption)
+    params = {"mesh_dim": "Mesh dim", "dtype": "Dtype", "size": "Size"}
+    section.add(
+        t.Table(
+            "Every transition and size",
+            [*named(cases, "Transition", params, "ranks"), *times(cases)],
+            folded=True,
+            note="Sizes are the whole tensor as one group of the mesh dim holds it.",
+        )
+    )
+
+
+def tensor_parallel(section: Section, of: Material) -> None:
+    cases = of.cases("tensor_parallel")
+    if not cases:
+        return
+    section.lead = (
+        "One op, the blocks of a transformer and the loss behind it, cut over the ranks: the first linear layers by "
+        "columns, the last by rows. The floor is the plain model on one rank with all of the work, no communication. "
+        + core_over_torch(section, cases, "block", "The")
+    )
+    grouped = group(cases, lambda c: (c.get("mesh_dim"), c.get("ranks"), c.get("dtype")))
+    add_dots(
+        section,
+        {f"{dim}, {ranks} ranks, {dtype}": members for (dim, ranks, dtype), members in grouped.items()},
+        lambda c: f"{c.name}, {c.get('pass')}",
+        "Time per step; at the right, core over torch.",
+        each_axis=True,
+    )
+    params = {"pass": "Pass", "mesh_dim": "Mesh dim", "dtype": "Dtype"}
+    columns = [*named(cases, "Block", params, "ranks"), *times(cases)]
+    section.add(t.Table("Every block and pass", columns))
+
+
+REDISTRIBUTE = Part(
+    "redistribute", "Redistribute", redistribute, ("redistribute",), "dtbench run redistribute"
+)
+TENSOR_PARALLEL = Part(
+    "tensor_parallel",
+    "Tensor parallelism",
+    tensor_parallel,
+    ("tensor_parallel",),
+    "dtbench run tensor_parallel",
+)
+
+
+def other_suites(claimed: Collection[str]) -> Part:
+    """The part of all suites that no other claims, such as a user's: what is known of any suite is drawn of them."""
+
+    def fill(section: Section, of: Material) -> None:
+        suites = {suite: cases for suite, cases in of.suites.items() if suite not in claimed}
+        section.lead = "Suites without a section of their own: their cases with the impls side by side."
+        panels = {f"Suite {suite}": cases for suite, cases in suites.items()}
+        caption = (
+            "Time per call, with a line to the upper quartile, of the suites without a section of their own."
+        )
+        add_dots(section, panels, _case_words, caption, each_axis=True)
+        section.add(*(_generic(f"Suite {suite}", cases) for suite, cases in suites.items()))
+
+    return Part("others", "Other suites", fill)
+
+
+def _case_words(case: Case) -> str:
+    return " ".join([case.name, *(f"{k}={v}" for k, v in sorted(case.params.items()))])
+
+
+def _generic(caption: str, cases: Sequence[Case]) -> t.Table:
+    """A column per param, then per impl its time and quartiles, then bandwidths."""
+    params = {param: param for param in distinct(param for c in cases for param in c.params)}
+    spans = [
+        (
+            f"{impl}, {which}",
+            [getattr(c.impls[impl], f"{field}_s") if impl in c.impls else None for c in cases],
+        )
+        for impl in impls_of(cases)
+        for which, field in (("p25", "p25"), ("median", "median"), ("p75", "p75"))
+    ]
+    columns = [*named(cases, "Case", params), *times(cases), *t.times(spans), *bandwidths(cases)]
+    return t.Table(caption, columns, note="The first column of an impl is the time that stands for it.")
