@@ -12,7 +12,7 @@ COVERAGE := results/run-coverage-$(STAMP)
 LAB := results/lab-$(STAMP)
 HOSTS := $(BIN)/dtbench lab run --hosts 2 --rate 400mbit --ranks-per-host 2 -- dtbench run --device cpu --mesh dp=2,tp=2
 
-.PHONY: bench lab test coverage install lint types imports unit clean
+.PHONY: bench lab test coverage size install lint types imports unit clean
 
 bench: install
 	@mkdir -p results reports
@@ -65,6 +65,10 @@ imports: install
 # a time: ranks often wait for each other.
 unit: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Lines of Python per room: `make size` as checked out, `make size AT=v0.1` at that revision.
+size:
+	@.ci/size $(AT)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .benchmarks
