@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from dtbench.bench.options import Task
-from dtbench.bench.sampling import Budget, Instruments, Measurement, Outcome, Ranks
+from dtbench.bench.sampling import Adaptive, Budget, Instruments, Outcome, Ranks
 from dtbench.model import Result, estimator_of
 from dtbench.stats import summarize
 from dtbench.world.watch import Now
@@ -50,15 +50,15 @@ class Sweep:
             now.case, now.step = now.case + 1, 0
             self.starting(task)
             with self.limit(self.timeout_s):
-                measurement = Measurement(case, world, ranks, instruments, now, self.timeout_s)
-                outcomes = measurement.outcomes(task.impls)
+                schedule = Adaptive(case, task.impls, ranks, instruments, now, self.timeout_s)
+                outcomes = schedule.run(world)
             if ranks.rank == 0:
                 for impl in task.impls:
                     self.record(to_result(task, impl, outcomes[impl], self.launch))
             now.suite = ""
 
 
-def to_result(task: Task, impl: str, outcome: Outcome, launch: int) -> Result:
+def to_result(task: Task, impl: str, outcome: Outcome, launch: int = 0) -> Result:
     """The line of the run file for one impl of a task."""
     case = task.case
     result = Result(
@@ -73,9 +73,12 @@ def to_result(task: Task, impl: str, outcome: Outcome, launch: int) -> Result:
         launch=launch,
         clock=case.clock,
     )
-    if outcome.status != "ok":
-        return result
-    timing = summarize(outcome.samples_s)
+    if outcome.status != "ok" or not outcome.samples_s:
+        return dataclasses.replace(result, counters=outcome.counters)
+    try:
+        timing = summarize(outcome.samples_s)
+    except ValueError as error:
+        return dataclasses.replace(result, status="failed", reason=str(error))
     estimate_s = getattr(timing, estimator_of(case))
     algbw = None if case.size_bytes is None or estimate_s <= 0 else case.size_bytes / estimate_s
     busbw = None if algbw is None or case.busbw_factor is None else algbw * case.busbw_factor

@@ -1,10 +1,8 @@
-"""How one case is timed on every rank of a world.
+"""How one case is timed on every rank of a world: the adaptive schedule of the measuring loop, and what is voted.
 
 The ranks talk about counts and verdicts through `Ranks.agree`, never through the collectives that are
 being measured: each rank casts a vote, rank 0 decides, all ranks act on the decision. So they always
 make the same number of calls, and a fault on one of them is known to all before the next phase.
-
-    build -> first call -> warm-up blocks until steady -> check -> samples in rounds -> check -> gather
 
 The impls of a case are sampled in turn, round by round, each round starting with another impl: what
 disturbs the machine for a while disturbs all of them.
@@ -12,21 +10,18 @@ disturbs the machine for a while disturbs all of them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import math
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from dtbench.bench.arrivals import lateness_s
 from dtbench.bench.clock import Clock
-from dtbench.errors import describe
-from dtbench.model import Case, Skip, Status, Workload
+from dtbench.bench.measure import Schedule, Subject, measure, release_memory
+from dtbench.model import Case, Status
 from dtbench.world.watch import Now
 
 # A block of warm-up calls that is less than this much faster than the one before ends the warm-up.
@@ -97,78 +92,125 @@ class Outcome:
     counters: dict[str, float] = field(default_factory=dict)
 
 
-class _GaveUp(Exception):  # noqa: N818 - ends a measurement, on all ranks at once
+class GaveUp(Exception):  # noqa: N818 - ends a measurement, on all ranks at once
     """Every impl of the case has its verdict."""
 
 
-class _TooSlow(Exception):  # noqa: N818 - rank 0's decision, not an error
-    """What is left of the timeout does not hold what comes next."""
+class TooSlow(Exception):  # noqa: N818 - rank 0's decision, not an error
+    """What is left of the timeout does not hold what comes next; the message says why."""
 
 
-class Measurement:
-    """One case, from building its impls to their outcomes. Used once, by all ranks together."""
+class Voted(Schedule):
+    """What schedules share whose ranks act together: each verdict on an impl is a vote of all. Used once."""
 
-    def __init__(
-        self, case: Case, world: Any, ranks: Ranks, instruments: Instruments, now: Now, timeout_s: float
-    ) -> None:
-        self._case = case
-        self._world = world
-        self._ranks = ranks
-        self._with = instruments
-        self._clock = instruments.clocks[case.clock]
+    def __init__(self, case: Case, impls: Sequence[str], ranks: Ranks, now: Now) -> None:
+        self.case = case
+        self.ranks = ranks
+        self.live = {impl: self._subject(impl) for impl in impls}
+        self.outcomes: dict[str, Outcome] = {}
         self._now = now
-        self._timeout_s = timeout_s
-        self._deadline = instruments.monotonic() + timeout_s
-        self._alone = case.calls_per_sample == 1 and case.clock == "device"
-        self._live: dict[str, Workload] = {}
-        self._dropped: list[Workload] = []  # to be closed
-        self._bad: dict[str, tuple[Status, str]] = {}  # found on this rank since the last vote
-        self._outcomes: dict[str, Outcome] = {}
-        self._samples: dict[str, list[float | None]] = {}
-        self._started: dict[str, list[int | None]] = {}
-        self._throttled: str | None = None
-        self._call_s: dict[str, float] = {}  # on rank 0: the slowest rank's time per call
+        self._ended: list[Subject] = []  # to be closed
 
-    def outcomes(self, impls: Sequence[str]) -> dict[str, Outcome]:
-        """Measures the impls. On rank 0 the outcomes are whole; elsewhere they hold the status alone."""
+    def run(self, world: Any) -> dict[str, Outcome]:
+        """Measures the impls; their outcomes."""
         try:
-            with _steady_memory():
-                self._build(impls)
-                self._first_calls()
-                self._warm_up()
-                self._sample()
-            self._finish()
-        except _GaveUp:
+            measure(list(self.live.values()), world, self)
+        except GaveUp:
             pass
         finally:
             self._now.impl = None
-            self._dropped += self._live.values()
-            self._close_dropped()
-        return self._outcomes
+            release_memory()
+        return self.outcomes
+
+    def vote(self, vote: dict[str, Any], decide: Callable[[list[Any]], Any]) -> Any:
+        """Agrees on the verdicts since the last vote, then on what `decide` makes of the votes.
+
+        `decide` runs on rank 0 with the impls that are left.
+
+        Raises:
+            GaveUp: no impl is left.
+        """
+
+        def decide_all(votes: list[Any]) -> dict[str, Any]:
+            bad: dict[str, tuple[Any, ...]] = {**_worst([v["bad"] for v in votes])}
+            self._end(bad)
+            try:
+                return {"bad": bad, "next": decide(votes) if self.live else None}
+            except TooSlow as reason:
+                return {"bad": bad | dict.fromkeys(self.live, ("failed", str(reason), None)), "next": None}
+
+        bad = {impl: subject.bad for impl, subject in self.live.items() if subject.bad is not None}
+        decision = self.ranks.agree({"bad": bad, **vote}, decide_all)
+        self._now.raised = self._now.raised_in = None
+        self._end(decision["bad"])
+        if self._ended:
+            for subject in self._ended:
+                subject.close()
+            self._ended.clear()
+            release_memory()
+        if not self.live:
+            raise GaveUp
+        return decision["next"]
+
+    def _end(self, bad: Mapping[str, Sequence[Any]]) -> None:
+        for impl, (status, reason, rank) in bad.items():
+            self.outcomes[impl] = Outcome(status, reason, rank)
+            if impl in self.live:
+                subject = self.live.pop(impl)
+                subject.bad = (status, reason)
+                self._ended.append(subject)
+
+    def _subject(self, impl: str) -> Subject:
+        def entering() -> None:
+            self._now.impl = impl
+
+        def raised(reason: str) -> None:
+            if self._now.raised is None:
+                self._now.raised, self._now.raised_in = reason, impl
+            self.ranks.raised(reason)
+
+        return Subject(self.case, impl, entering, raised)
+
+
+class Adaptive(Voted):
+    """The schedule of `dtbench run`: as many samples as the budget and the timeout hold, the impls in turn."""
+
+    def __init__(
+        self,
+        case: Case,
+        impls: Sequence[str],
+        ranks: Ranks,
+        instruments: Instruments,
+        now: Now,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(case, impls, ranks, now)
+        self._with = instruments
+        self._clock = instruments.clocks[case.clock]
+        self._timeout_s = timeout_s
+        self._deadline = instruments.monotonic() + timeout_s
+        self._alone = case.calls_per_sample == 1 and case.clock == "device"
+        self._samples: dict[str, list[float | None]] = {impl: [] for impl in impls}
+        self._started: dict[str, list[int | None]] = {impl: [] for impl in impls}
+        self._throttled: str | None = None
+        self._call_s: dict[str, float] = {}  # on rank 0: the slowest rank's time per call
 
     # ---- the phases ----
 
-    def _build(self, impls: Sequence[str]) -> None:
-        for impl in impls:
-            with self._guard(impl):
-                self._live[impl] = self._case.build[impl](self._world)
-        self._vote({}, lambda votes: None)
-
-    def _first_calls(self) -> None:
-        """One call of each, voted on singly: the first that takes most of the timeout ends the case."""
-        for impl in list(self._live):
-            if impl in self._live:
-                self._vote({"s": {impl: self._block(impl, 1)}}, self._learn)
-
-    def _warm_up(self) -> None:
-        sizes = dict.fromkeys(self._live, max(self._case.warmup_calls - 1, 1))
+    def warm_up(self) -> None:
+        """One call of each, voted on singly: the first that takes most of the timeout ends the case. Then blocks."""
+        self.vote({}, lambda votes: None)
+        for impl in list(self.live):
+            if impl in self.live:
+                self.vote({"s": {impl: self._fastest_of(impl, 1)}}, self._learn)
+        sizes = dict.fromkeys(self.live, max(self.case.warmup_calls - 1, 1))
         fastest: dict[str, float] = {}
         spent: dict[str, float] = {}
 
         def decide(votes: list[Any]) -> dict[str, int]:
             self._learn(votes)
             again: dict[str, int] = {}
-            for impl in [i for i in sizes if i in self._live]:
+            for impl in [i for i in sizes if i in self.live]:
                 call_s, before = self._call_s[impl], fastest.get(impl, math.inf)
                 fastest[impl] = call_s
                 spent[impl] = spent.get(impl, 0.0) + sizes[impl] * call_s
@@ -177,90 +219,68 @@ class Measurement:
             return again
 
         for _ in range(MAX_WARMUP_BLOCKS):
-            took = {impl: self._block(impl, calls) for impl, calls in sizes.items()}
-            again = self._vote({"s": took}, decide)
-            sizes = {impl: calls for impl, calls in again.items() if impl in self._live}
+            took = {impl: self._fastest_of(impl, calls) for impl, calls in sizes.items()}
+            again = self.vote({"s": took}, decide)
+            sizes = {impl: calls for impl, calls in again.items() if impl in self.live}
             if not sizes:
                 return
 
-    def _sample(self) -> None:
-        self._check("after the warm-up")
-        total = self._vote({}, lambda votes: self._choose_total())
-        self._samples = {impl: [] for impl in self._live}
-        self._started = {impl: [] for impl in self._live}
+    def sample(self) -> None:
+        """Rounds of one sample per impl, a vote every quarter of a second."""
+        total = self.vote({}, lambda votes: self._choose_total())
         before = self._with.gpu_state()
-        rounds = self._vote({}, lambda votes: self._choose_rounds(0, total))
+        rounds = self.vote({}, lambda votes: self._choose_rounds(0, total))
         done = 0
         while rounds:
             self._rounds(range(done, done + rounds))
             done += rounds
-            rounds = self._vote({}, functools.partial(self._next_rounds, done, total))
+            rounds = self.vote({}, functools.partial(self._next_rounds, done, total))
         self._throttled = self._with.throttled(before, self._with.gpu_state())
 
-    def _finish(self) -> None:
-        self._check("after the samples")
-        mine: dict[str, Any] = {}
-        for impl, workload in self._live.items():
-            with self._guard(impl):
-                counters = dict(workload.counters()) if workload.counters else {}
-                samples = self._samples[impl] if workload.participates else None
-                mine[impl] = {
-                    "counters": counters,
-                    "samples": samples,
-                    "started": self._started[impl],
-                    "kernel": self._with.kernel,
-                    "throttled": self._throttled,
-                }
+    def finish(self) -> None:
+        """Gathers what the ranks have: on rank 0 the outcomes are whole; elsewhere they hold the status alone."""
+        mine = {impl: self._part(impl, subject) for impl, subject in self.live.items()}
         gathered: list[Any] = []
-        self._vote({"all": mine}, gathered.extend)
-        calls = self._case.calls_per_sample
-        for impl in self._live:
+        self.vote({"all": mine}, gathered.extend)
+        for impl in self.live:
             parts = [v["all"][impl] for v in gathered]
-            self._outcomes[impl] = combine(parts, calls) if parts else Outcome("ok")
+            self.outcomes[impl] = combine(parts, self.case.calls_per_sample) if parts else Outcome("ok")
+
+    def _part(self, impl: str, subject: Subject) -> dict[str, Any]:
+        count, participates = subject.workload.counters, subject.workload.participates
+        return {
+            "counters": {} if count is None else subject.attempt(lambda: dict(count())),
+            "samples": self._samples[impl] if participates else None,
+            "started": self._started[impl],
+            "kernel": self._with.kernel,
+            "throttled": self._throttled,
+        }
 
     # ---- calls ----
 
-    def _block(self, impl: str, calls: int) -> float | None:
-        """The fastest of so many calls, seconds; None if one raised."""
-        took: list[float] = []
-        with self._guard(impl):
-            took += [self._one_sample(impl, 1) for _ in range(calls)]
-        return min(took, default=None)
+    def _fastest_of(self, impl: str, calls: int) -> float | None:
+        """Of so many calls, seconds; None if one raised."""
+        subject = self.live[impl]
+        return subject.attempt(lambda: min([self._one_sample(subject, 1) for _ in range(calls)]))
 
-    def _one_sample(self, impl: str, calls: int) -> float:
-        workload = self._live[impl]
-        self._now.impl = impl
+    def _one_sample(self, subject: Subject, calls: int) -> float:
         self._now.step += 1
-        if workload.before is not None:
-            workload.before()
+        subject.ready()
         self._clock.settle(cold=self._alone)
-        if self._case.clock == "device":
+        if self.case.clock == "device":
             self._with.barrier()
-        return self._clock.measure(workload.run, calls)
+        return self._clock.measure(subject.workload.run, calls)
 
     def _rounds(self, rounds: range) -> None:
-        order = list(self._live)
+        """What failed here has None for a sample: other ranks may not have failed, and expect the other impls."""
+        order = list(self.live)
         for number in rounds:
             turn = number % len(order)
             for impl in order[turn:] + order[:turn]:
-                if impl in self._bad:
-                    continue  # the other impls go on: other ranks may not have failed, and expect them
-                with self._guard(impl):
-                    self._samples[impl].append(self._one_sample(impl, self._case.calls_per_sample))
-                    self._started[impl].append(self._clock.started_ns)
-        for impl in order:  # rounds that this rank missed, so that round i is round i on every rank
-            missed = [None] * (rounds.stop - len(self._samples[impl]))
-            self._samples[impl] += missed
-            self._started[impl] += missed
-
-    def _check(self, when: str) -> None:
-        for impl, workload in self._live.items():
-            if workload.check is None:
-                continue
-            with self._guard(impl):
-                wrong = workload.check()
-                if wrong is not None:
-                    self._bad[impl] = ("wrong", f"{wrong} ({when})")
+                sample = functools.partial(self._one_sample, self.live[impl], self.case.calls_per_sample)
+                took = self.live[impl].attempt(sample)
+                self._samples[impl].append(took)
+                self._started[impl].append(None if took is None else self._clock.started_ns)
 
     # ---- what rank 0 decides ----
 
@@ -270,24 +290,24 @@ class Measurement:
             took = [v["s"][impl] for v in votes if v["s"][impl] is not None]
             if took:
                 self._call_s[impl] = max(took)
-        if self._left_s() < max((self._call_s.get(impl, 0.0) for impl in self._live), default=0.0):
-            raise _TooSlow
+        if self._left_s() < max((self._call_s.get(impl, 0.0) for impl in self.live), default=0.0):
+            raise self._too_slow()
 
     def _left_s(self) -> float:
         return self._deadline - self._with.monotonic()
 
     def _round_s(self) -> float:
-        calls = self._case.calls_per_sample
-        return max(sum(self._call_s[impl] * calls for impl in self._live), 1e-9)
+        calls = self.case.calls_per_sample
+        return max(sum(self._call_s[impl] * calls for impl in self.live), 1e-9)
 
     def _choose_total(self) -> int:
-        budget, total = self._with.budget, self._case.samples
+        budget, total = self._with.budget, self.case.samples
         if total is None:
-            wanted = budget.samples_s * len(self._live) / self._round_s()
+            wanted = budget.samples_s * len(self.live) / self._round_s()
             total = int(min(max(wanted, budget.least), budget.most))
         fit = int(self._left_s() / self._round_s())
         if fit < min(total, FEWEST_SAMPLES):
-            raise _TooSlow
+            raise self._too_slow()
         return min(total, fit)
 
     def _choose_rounds(self, done: int, total: int) -> int:
@@ -296,74 +316,15 @@ class Measurement:
     def _next_rounds(self, done: int, total: int, _votes: list[Any]) -> int:
         if done < total and self._left_s() < self._round_s():
             if done < FEWEST_SAMPLES:
-                raise _TooSlow
+                raise self._too_slow()
             return 0
         return self._choose_rounds(done, total)
 
-    def _why_too_slow(self) -> str:
-        calls = ", ".join(f"{impl} {self._call_s[impl]:.2g} s" for impl in self._live if impl in self._call_s)
-        return f"the case does not fit into --timeout {self._timeout_s:g} s (per call: {calls}); give it more"
-
-    # ---- verdicts ----
-
-    @contextlib.contextmanager
-    def _guard(self, impl: str) -> Iterator[None]:
-        """What the block raises is the impl's failure on this rank."""
-        self._now.impl = impl
-        try:
-            yield
-        except Skip as skip:
-            self._bad[impl] = ("skipped", str(skip))
-        except Exception as error:
-            reason = describe(error)
-            self._bad[impl] = ("failed", reason)
-            if self._now.raised is None:
-                self._now.raised, self._now.raised_in = reason, impl
-            self._ranks.raised(reason)
-
-    def _vote(self, vote: dict[str, Any], decide: Callable[[list[Any]], Any]) -> Any:
-        """Agrees on the verdicts since the last vote, then on what `decide` makes of the votes.
-
-        `decide` runs on rank 0 with the impls that are left.
-
-        Raises:
-            _GaveUp: no impl is left.
-        """
-
-        def decide_all(votes: list[Any]) -> dict[str, Any]:
-            bad = _worst([v["bad"] for v in votes])
-            self._drop(bad)
-            try:
-                return {"bad": bad, "next": decide(votes) if self._live else None}
-            except _TooSlow:
-                reason = self._why_too_slow()
-                return {"bad": bad | dict.fromkeys(self._live, ("failed", reason, None)), "next": None}
-
-        bad, self._bad = self._bad, {}
-        decision = self._ranks.agree({"bad": bad, **vote}, decide_all)
-        self._now.raised = self._now.raised_in = None
-        self._drop(decision["bad"])
-        self._close_dropped()
-        if not self._live:
-            raise _GaveUp
-        return decision["next"]
-
-    def _drop(self, bad: Mapping[str, Sequence[Any]]) -> None:
-        for impl, (status, reason, rank) in bad.items():
-            self._outcomes[impl] = Outcome(status, reason, rank)
-            if impl in self._live:
-                self._dropped.append(self._live.pop(impl))
-
-    def _close_dropped(self) -> None:
-        if not self._dropped:
-            return
-        for workload in self._dropped:
-            if workload.close is not None:
-                # The impl has its verdict already; what closing it raises would say nothing new.
-                with contextlib.suppress(Exception):
-                    workload.close()
-        self._dropped.clear()
-        _release_memory()
+    def _too_slow(self) -> TooSlow:
+        calls = ", ".join(f"{impl} {self._call_s[impl]:.2g} s" for impl in self.live if impl in self._call_s)
+        return TooSlow(
+            f"the case does not fit into --timeout {self._timeout_s:g} s (per call: {calls}); give it more"
+        )
 
 
 def _worst(votes: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, tuple[str, str, int]]:
@@ -416,27 +377,3 @@ def _arrivals(
     late = lateness_s(began, {rank: part["kernel"] for rank, part in parts.items()})
     # Nanoseconds: more digits would only fill the file.
     return {str(rank): tuple(round(float(s) / calls, 9) for s in late[rank]) for rank in late}
-
-
-@contextlib.contextmanager
-def _steady_memory() -> Iterator[None]:
-    """Collects garbage now and not while sampling."""
-    gc.collect()
-    # What survived is modules, caches and results. Left unfrozen, the next case's collection would walk
-    # through all of torch again: longer than a short case takes.
-    gc.freeze()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _release_memory() -> None:
-    """Gives back what a dropped impl held, so that running out of memory ends one case, not the run."""
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dtbench.bench.sampling import Budget, Instruments, Measurement, Outcome, combine
+from dtbench.bench.sampling import Adaptive, Budget, Instruments, Outcome, combine
 from dtbench.errors import describe
 from dtbench.model import Case, Skip, Workload
 from dtbench.world.watch import Now
@@ -118,8 +118,8 @@ class Trial:
             monotonic=lambda: self.clocks[rank].now,
         )
         now = Now()
-        measurement = Measurement(case, rank, self.ranks.of(rank), tools, now, self.timeout_s)
-        return measurement.outcomes(list(case.build))
+        schedule = Adaptive(case, list(case.build), self.ranks.of(rank), tools, now, self.timeout_s)
+        return schedule.run(rank)
 
     def impl(
         self, name: str, took: float | Callable[[int, int], float] = CHEAP, **more: Any
