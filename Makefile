@@ -1,5 +1,5 @@
 # `make bench` measures, calibrates and reports; `make lab` calibrates two hosts made on this machine. `make test`
-# checks everything, `make coverage` every op against a committed table. All install first.
+# checks all but what is slow, `make test-all` everything, `make coverage` every op against a committed table. All install first.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +12,7 @@ COVERAGE := results/run-coverage-$(STAMP)
 LAB := results/lab-$(STAMP)
 HOSTS := $(BIN)/dtbench lab run --hosts 2 --rate 400mbit --ranks-per-host 2 -- dtbench run --device cpu --mesh dp=2,tp=2
 
-.PHONY: bench lab test coverage size install lint types imports unit clean
+.PHONY: bench lab test test-all coverage size install lint types imports fast slow clean
 
 bench: install
 	@mkdir -p results reports
@@ -35,7 +35,9 @@ lab: install
 	$(HOSTS) regret --filter redistribute --topology $(LAB).topology.json --launches 3 --timeout 120 -o $(LAB)-ways.jsonl
 	$(BIN)/dtbench regret $(LAB)-ways.jsonl --topology $(LAB).topology.json
 
-test: lint types imports unit
+test: lint types imports fast
+
+test-all: test slow
 
 # Is every op that was right still right? Measures the core as results/coverage-core.json was made (4
 # ranks in a process, all modes) and exits with an error if an op became worse.
@@ -62,9 +64,9 @@ imports: install
 	$(BIN)/lint-imports
 
 # One thread per rank: the worlds of the tests hold more ranks than small machines have cores. Two files at
-# a time: ranks often wait for each other.
-unit: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# a time: ranks often wait for each other. Which test is of which tier stands in dtbench/tests/tiers.py.
+fast slow: install
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m $@
 
 # Lines of Python per room: `make size` as checked out, `make size AT=v0.1` at that revision.
 size:

@@ -10,6 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.tests.gloo_world import Worlds
 from core.tests.local_world import AnyWorlds, LocalWorlds
+from dtbench.tests.tiers import pytest_collection_modifyitems  # noqa: F401 - a hook of pytest
 from dtbench_core.simulate import LocalTensorMode
 
 

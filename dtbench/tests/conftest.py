@@ -11,6 +11,7 @@ import pytest
 from dtbench import cli
 from dtbench.cost.calibration import intervals
 from dtbench.tests.made_up import Cli
+from dtbench.tests.tiers import pytest_collection_modifyitems  # noqa: F401 - a hook of pytest
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,43 @@
+"""Which tests are slow, and why; every other one is fast. `make test` runs the fast tier, `make test-all` both.
+
+A test file's conftest takes the hook from here. Tests are named as pytest prints them, by patterns of fnmatch
+in which `[` stands for itself.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+
+import pytest
+
+SLOW = {
+    # What of a user's machine it takes.
+    "dtbench/tests/test_page_in_browser.py::*": "a browser",
+    "dtbench/tests/test_lab_hosts.py::*": "network namespaces and their links",
+    # Fresh starts of the program and its launchers, each with an import of torch per rank.
+    "suites/tests/test_examples.py::*": "the examples, as their users start them",
+    "suites/tests/test_runs.py::*": "all suites on four ranks, and under torchrun and pytest",
+    "dtbench/tests/test_profile.py::test_two_ranks_in_one_trace": "ranks of a real profile",
+    "dtbench/tests/test_runs.py::test_*killed*": "launchers and ranks that are killed",
+    "dtbench/tests/test_runs.py::test_ctrl_c*": "a run that is interrupted",
+    "dtbench/tests/test_runs.py::test_a_rank_that_hangs*": "the timeout of a hanging rank",
+    "dtbench/tests/test_runs.py::test_a_full_disk*": "a disk that is full",
+    "dtbench/tests/test_runs.py::test_under_*": "torchrun and Slurm",
+    "dtbench/tests/test_refine.py::test_real_ranks*": "sweeps of real ranks in two launches",
+    "suites/tests/test_ways.py::test_every_way_is_right_on_real_ranks": "all ways of a redistribution on four ranks",
+    # Workers that die or hang are waited for.
+    "suites/tests/test_coverage.py::test_a_dead_worker*": "a worker of the coverage suite that dies",
+    "suites/tests/test_coverage.py::test_a_worker_that_takes_too_long*": "one that hangs",
+    "core/tests/test_gloo_world.py::test_broken_world*": "ranks of the tests' own worlds that die",
+    # The fast tier runs these once for all ranks, as LocalTensors.
+    "core/tests/*[gloo*": "real gloo ranks, where simulated ones run the same program",
+}
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Marks each test `fast` or `slow`; called by every conftest that imports it, so once per test counts."""
+    for item in items:
+        if not {mark.name for mark in item.iter_markers()} & {"fast", "slow"}:
+            slow = any(fnmatch.fnmatchcase(item.nodeid, pattern.replace("[", "[[]")) for pattern in SLOW)
+            item.add_marker(pytest.mark.slow if slow else pytest.mark.fast)
