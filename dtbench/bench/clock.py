@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -95,3 +95,10 @@ class CudaClock:
         self._end.record()
         self._end.synchronize()
         return float(self._start.elapsed_time(self._end)) * 1e-3 / calls
+
+
+def clocks_of(device: torch.device) -> dict[Literal["host", "device"], Clock]:
+    """The clocks that cases ask for by name, on this device."""
+    if device.type == "cpu":
+        return {"host": HostClock(), "device": HostClock()}
+    return {"host": HostClockOnCuda(), "device": CudaClock(device)}

@@ -526,15 +526,13 @@ def _device(job: Job, place: Place) -> Any:
 
 
 def _instruments(device: Any, *, barrier: Callable[[], None], budget: Any) -> Instruments:
-    from dtbench.bench.clock import CudaClock, HostClock, HostClockOnCuda
+    from dtbench.bench.clock import clocks_of
     from dtbench.machine import provenance as machine
 
     if device.type == "cpu":
-        return Instruments(
-            {"host": HostClock(), "device": HostClock()}, barrier, budget, kernel=machine.boot_id()
-        )
+        return Instruments(clocks_of(device), barrier, budget, kernel=machine.boot_id())
     return Instruments(
-        {"host": HostClockOnCuda(), "device": CudaClock(device)},
+        clocks_of(device),
         barrier,
         budget,
         gpu_state=functools.partial(machine.gpu_state, device.index),

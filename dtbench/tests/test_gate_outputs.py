@@ -6,12 +6,13 @@ import json
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
-from dtbench.files.schema import BadFieldError
+from dtbench.errors import UnreadableRunError
 from dtbench.judge.gate import outputs
-from dtbench.judge.gate.benchmark import Benchmark, from_json, to_json
+from dtbench.judge.gate.benchmark import Benchmark, Listing, read_listing, write_listing
 from dtbench.judge.gate.outputs import Report
 from dtbench.judge.gate.schedule import effect_and_times
 from dtbench.judge.gate.verdict import Judged, Trust
@@ -146,15 +147,22 @@ def test_counters_are_told_in_words():
     assert outputs.words(counted) == "python_calls 41 -> 43, collectives 1 -> 2"
 
 
-def test_a_benchmark_survives_the_listing():
+def test_a_benchmark_survives_the_listing(tmp_path: Path):
     made = Benchmark(("s", "n", "i", (("a", 1), ("b", "x"))), "s n", "ranks", "p25", 0.1, 1e-6)
-    assert from_json(json.loads(json.dumps(to_json(made)))) == made
+    path = tmp_path / "listing.json"
+    write_listing(path, Listing((made,), ("none",), "3.11", "2.13", {"": ("torch.fx",)}))
+    assert read_listing(path).benchmarks == (made,)
+    whole = json.loads(path.read_text())
     for name, value in (
         ("tolerance", -1),
         ("floor_s", None),
         ("world", "moon"),
         ("label", ""),
-        ("params", [1]),
+        ("key", ["s", "n", "i", [1]]),
     ):
-        with pytest.raises(BadFieldError):
-            from_json(to_json(made) | {name: value})
+        path.write_text(json.dumps(whole | {"benchmarks": [whole["benchmarks"][0] | {name: value}]}))
+        with pytest.raises(UnreadableRunError, match=rf"no listing of an arm: .*benchmarks.*{name}"):
+            read_listing(path)
+    path.write_text(json.dumps(whole | {"loaded": {"": ["os.path"]}}))
+    with pytest.raises(UnreadableRunError, match="loaded"):
+        read_listing(path)

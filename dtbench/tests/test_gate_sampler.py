@@ -10,7 +10,7 @@ import pytest
 from dtbench.bench.clock import HostClock
 from dtbench.bench.options import Task
 from dtbench.judge.gate import sampler
-from dtbench.judge.gate.sampler import Sampling, measure, sampling_for
+from dtbench.judge.gate.sampler import Sampling, measure_in_turns, sampling_for
 from dtbench.model import Case, Result, Workload
 from dtbench.suite import Suite
 
@@ -42,7 +42,9 @@ class Machine:
         wanted = [(self._task(n, before, n == broken), "python", how) for n, how in enumerate(samplings)]
         clocks = {"host": self._clock}
         return list(
-            measure(wanted, None, clocks, lambda _: None, lambda number: self.seen.append(f"turn {number}"))
+            measure_in_turns(
+                wanted, None, clocks, lambda _: None, lambda number: self.seen.append(f"turn {number}")
+            )
         )
 
     def _task(self, number: int, before: bool, broken: bool) -> Task:

@@ -38,7 +38,7 @@ _OWN_VARIABLES = ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR
 # Of these a revision brings its own; `dtbench` stays the gate's.
 _OF_REVISIONS = {"dtbench_core": "core/dtbench_core", "dtbench_suites": "suites/dtbench_suites"}
 _PROBE = (
-    "import json, platform, numpy, click, torch; "
+    "import json, platform, numpy, click, msgspec, torch; "
     "print(json.dumps([platform.python_version(), torch.__version__, torch.cuda.device_count()]))"
 )
 

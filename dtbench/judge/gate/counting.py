@@ -6,33 +6,57 @@ repeats of one process is no counter and is left out.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from dtbench.model import Workload
+from dtbench.bench.clock import HostClock
+from dtbench.bench.measure import Subject, measure
+from dtbench.bench.options import Task
+from dtbench.bench.runner import to_result
+from dtbench.bench.sampling import Outcome
+from dtbench.judge.gate.benchmark import CALL_S
+from dtbench.judge.gate.sampler import warm_up_calls
+from dtbench.model import Result
 
 REPEATS = 3
 
 
-def count_calls(workload: Workload, warmup_calls: int) -> dict[str, float]:
-    """The counters of one warm call, those of the workload itself included."""
-    for _ in range(warmup_calls):
-        _ready(workload)
-        workload.run()
-    counted: dict[str, float] = {}
-    for count in (_python_calls, _collectives, _allocations):
-        counted |= _agreed([count(workload) for _ in range(REPEATS)])
-    if workload.counters is not None:
-        counted |= _agreed([dict(workload.counters()) for _ in range(2)])
-    return counted
+def counted(task: Task, impl: str, world: Any) -> Result:
+    """The counters of one warm call, those of the workload itself included, and what it takes, roughly."""
+    schedule = _Counting(Subject(task.case, impl))
+    measure([schedule.subject], world, schedule)
+    bad = schedule.subject.bad
+    return to_result(task, impl, Outcome(*bad) if bad else Outcome("ok", counters=schedule.counters))
 
 
-def _ready(workload: Workload) -> None:
-    if workload.before is not None:
-        workload.before()
+class _Counting:
+    """The schedule of a benchmark that is counted."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.counters: dict[str, float] = {}
+
+    def warm_up(self) -> None:
+        self.subject.attempt(lambda: self.subject.call(warm_up_calls(self.subject.case)))
+
+    def sample(self) -> None:
+        self.subject.attempt(self._count)
+
+    def finish(self) -> None:
+        pass
+
+    def _count(self) -> None:
+        subject, clock = self.subject, HostClock()
+        for count in (_python_calls, _collectives, _allocations):
+            self.counters |= _agreed([count(subject) for _ in range(REPEATS)])
+        if subject.workload.counters is not None:
+            self.counters |= _agreed([dict(subject.workload.counters()) for _ in range(2)])
+        taken_s = []
+        for _ in range(3):
+            subject.ready()
+            taken_s.append(clock.measure(subject.workload.run, 1))
+        self.counters[CALL_S] = min(taken_s)
 
 
 def _agreed(repeats: list[Mapping[str, float]]) -> dict[str, float]:
@@ -40,19 +64,7 @@ def _agreed(repeats: list[Mapping[str, float]]) -> dict[str, float]:
     return {name: float(value) for name, value in first.items() if all(r.get(name) == value for r in repeats)}
 
 
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """A collection in the middle would run finalizers of others."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-def _python_calls(workload: Workload) -> dict[str, float]:
+def _python_calls(subject: Subject) -> dict[str, float]:
     """Functions of Python entered by this thread, the workload's own included."""
     calls = 0
 
@@ -61,31 +73,23 @@ def _python_calls(workload: Workload) -> dict[str, float]:
         if event == "call":
             calls += 1
 
-    _ready(workload)
-    with _no_collection():
-        before = sys.getprofile()
-        sys.setprofile(seen)
-        try:
-            workload.run()
-        finally:
-            sys.setprofile(before)
+    subject.ready()
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        subject.workload.run()
+    finally:
+        sys.setprofile(before)
     return {"python_calls": calls}
 
 
-def _collectives(workload: Workload) -> dict[str, float]:
+def _collectives(subject: Subject) -> dict[str, float]:
     """Collectives issued through torch's dispatcher, and the bytes of the larger side of each."""
-    _ready(workload)
-    with _counting_mode() as counted:
-        workload.run()
-    return counted
-
-
-def _counting_mode() -> contextlib.AbstractContextManager[dict[str, float]]:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    counted: dict[str, float] = {"collectives": 0.0, "collective_bytes": 0.0}
+    counted = {"collectives": 0.0, "collective_bytes": 0.0}
 
     def bytes_of(values: object) -> int:
         leaves = [v for v in tree_leaves(values) if isinstance(v, torch.Tensor)]
@@ -96,29 +100,26 @@ def _counting_mode() -> contextlib.AbstractContextManager[dict[str, float]]:
             out = func(*args, **(kwargs or {}))
             if func.namespace in _NAMESPACES and "wait" not in func.__name__:
                 counted["collectives"] += 1
-                largest = max((bytes_of(value) for value in (*args, out)), default=0)
-                counted["collective_bytes"] += largest
+                counted["collective_bytes"] += max((bytes_of(value) for value in (*args, out)), default=0)
             return out
 
-    @contextlib.contextmanager
-    def counting() -> Iterator[dict[str, float]]:
-        with Mode():  # type: ignore[no-untyped-call]
-            yield counted
-
-    return counting()
+    subject.ready()
+    with Mode():  # type: ignore[no-untyped-call]
+        subject.workload.run()
+    return counted
 
 
 # Where torch's collectives live: those of process groups and the functional ones.
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
 
 
-def _allocations(workload: Workload) -> dict[str, float]:
+def _allocations(subject: Subject) -> dict[str, float]:
     """Blocks and bytes taken from torch's allocator, as its profiler sees them."""
     from torch.autograd.profiler import profile
 
-    _ready(workload)
-    with _no_collection(), profile(use_kineto=True, profile_memory=True) as seen:
-        kept = workload.run()
+    subject.ready()
+    with profile(use_kineto=True, profile_memory=True) as seen:
+        kept = subject.workload.run()
     del kept
     events = seen.kineto_results.events()
     taken = [e.nbytes() for e in events if e.name() == "[memory]" and e.nbytes() > 0]

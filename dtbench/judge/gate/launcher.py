@@ -12,10 +12,10 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dtbench.errors import ArmError, DtbenchError
 from dtbench.files.store import read_run
@@ -23,9 +23,11 @@ from dtbench.judge.gate import control
 from dtbench.judge.gate.arms import Arm
 from dtbench.judge.gate.benchmark import (
     CALL_S,
+    NOTE_SUFFIX,
     Benchmark,
     Key,
     Listing,
+    Order,
     Selection,
     read_listing,
 )
@@ -34,12 +36,12 @@ from dtbench.judge.gate.schedule import ArmName, Launch, OutOfTimeError
 from dtbench.mesh import format_mesh
 from dtbench.model import Result
 
-NOTE_SUFFIX = ".now"  # as the worker writes it
 # A command line's longest argument on Linux is 128 KiB; beyond half of it, ranks measure the whole selection.
 _MAX_FILTER_CHARS = 60_000
 # Each is a process with torch, of some 300 MB.
 ROUNDS_TOGETHER = 3
-Asked = tuple[Arm, dict[str, Any], Path]  # a worker's arm, its order, and how its files begin
+Asked = tuple[Arm, Order, Path]  # a worker's arm, its order, and how its files begin
+Again = tuple[Asked | None, list[Benchmark]]  # after a worker died: what to ask another, and whom to blame
 
 
 @dataclass(frozen=True)
@@ -108,38 +110,37 @@ class Launcher:
             ArmError: an arm cannot even list them.
             OutOfTimeError: the budget is spent.
         """
-        with self._together([self._counting(name, frozenset()) for name in names]) as works:
+        with self._together([self._counting(name) for name in names]) as works:
             counted = [self._counted(name, work) for name, work in zip(names, works, strict=True)]
         one, *others = (c.listing.loaded for c in counted)
         for label, modules in one.items():
             self._loaded[label] = [m for m in modules if all(m in other.get(label, ()) for other in others)]
         return counted
 
-    def _counting(self, name: str, without: frozenset[str]) -> Asked:
+    def _counting(self, name: str, without: Set[str] = frozenset()) -> Asked:
         stem = self._next(f"{name}-count")
-        order = self._order(name, "count")
-        order |= {"listing": f"{stem}.listing.json", "without": sorted(without)}
+        order = self._order(name, "count", listing=f"{stem}.listing.json", without=tuple(sorted(without)))
         return self._arms[name], order, stem
 
     def _counted(self, name: str, work: _Work) -> Counted:
-        bad: dict[Key, str] = {}
-        without: set[str] = set()
-        results: dict[Key, Result] = {}
-        while True:
-            died = self._finish(work)
-            listing = _listing_of(work.stem, self._arms[name], died)
-            by_label = {b.label: b for b in listing.benchmarks}
-            results |= {r.case_key: r for r in _results(work.stem)}
+        listings: list[Listing] = []
+
+        def again(died: str, stem: Path, results: Set[Key], bad: Set[Key]) -> Again:
+            listings.append(_listing_of(stem, self._arms[name], died))
             if not died:
-                break
-            blamed = by_label.get(_in_hand(work.stem))
-            if blamed is None or blamed.key in bad:
+                return None, []
+            listed = listings[-1].benchmarks
+            blamed = [b for b in listed if b.label == _in_hand(stem) and b.key not in bad]
+            if not blamed:
                 raise ArmError(f"{name} cannot be counted: {died}")
-            bad[blamed.key] = died
-            without.add(blamed.label)
-            (work,) = self._begin([self._counting(name, frozenset(without))], again=True)
-        if any(b.world == "ranks" for b in listing.benchmarks):
-            results |= self._ranks(name, [b for b in listing.benchmarks if b.world == "ranks"], bad)
+            gone = bad | {b.key for b in blamed}
+            return self._counting(name, {b.label for b in listed if b.key in gone}), blamed
+
+        results, bad, _ = self._carried_out(work, again)
+        listing = listings[-1]
+        of_ranks = [b for b in listing.benchmarks if b.world == "ranks"]
+        if of_ranks:
+            results |= self._ranks(name, of_ranks, bad)
         for key, result in results.items():
             if result.status in ("failed", "wrong"):
                 bad[key] = f"{result.status}: {result.reason}"
@@ -151,6 +152,28 @@ class Launcher:
             {k: r.reason for k, r in results.items() if r.status == "skipped"},
             {k: r.counters for k, r in results.items() if r.status == "ok"},
         )
+
+    def _carried_out(
+        self, work: _Work, again: Callable[[str, Path, Set[Key], Set[Key]], Again]
+    ) -> tuple[dict[Key, Result], dict[Key, str], set[Key]]:
+        """What a worker gives, and those that take its place when it dies: results, what died and how, and what
+        the first has measured.
+
+        again: from how a worker died ("" if not), its files, what has results and what has died: what to ask
+        another, and whom to blame.
+        """
+        results: dict[Key, Result] = {}
+        bad: dict[Key, str] = {}
+        first: set[Key] | None = None
+        while True:
+            died = self._finish(work)
+            results |= {r.case_key: r for r in _results(work.stem)}
+            first = set(results) if first is None else first
+            asked, blamed = again(died, work.stem, results.keys(), bad.keys())
+            bad |= {b.key: died for b in blamed}
+            if asked is None:
+                return results, bad, first
+            (work,) = self._begin([asked], again=True)
 
     # ---- timing ----
 
@@ -178,30 +201,20 @@ class Launcher:
 
     def _timing(self, arm: ArmName, simulated: Sequence[Benchmark]) -> Asked:
         name = _side(arm)
-        order = self._order(name, "time")
-        order["call_s"] = {b.label: self._call_s.get(b.key, 0.0) for b in simulated}
-        return self._arms[name], order, self._next(arm)
+        call_s = {b.label: self._call_s.get(b.key, 0.0) for b in simulated}
+        return self._arms[name], self._order(name, "time", call_s=call_s), self._next(arm)
 
     def _timed(self, arm: ArmName, work: _Work, benchmarks: Sequence[Benchmark]) -> Launch:
-        bad: dict[Key, str] = {}
-        results: dict[Key, Result] = {}
-        left = [b for b in benchmarks if b.world == "simulated"]
-        in_turn: set[Key] | None = None
-        while True:
-            died = self._finish(work)
-            results |= {r.case_key: r for r in _results(work.stem)}
-            if in_turn is None:  # what is launched again measures on its own
-                in_turn = set(results)
+        def again(died: str, stem: Path, results: Set[Key], bad: Set[Key]) -> Again:
             if not died:
-                break
-            case = _in_hand(work.stem)
-            blamed = [b for b in left if b.key not in results and case and b.label.startswith(f"{case} [")]
-            gone = blamed or [b for b in left if b.key not in results]
-            bad |= {b.key: died for b in gone}
-            left = [b for b in left if b.key not in results and b.key not in bad]
-            if not left:
-                break
-            (work,) = self._begin([self._timing(arm, left)], again=True)
+                return None, []
+            left = [b for b in benchmarks if b.world == "simulated" and b.key not in results | bad]
+            blamed = [b for b in left if b.label == _in_hand(stem)] or left
+            left = [b for b in left if b not in blamed]
+            return (self._timing(arm, left) if left else None), blamed
+
+        # What is launched again measures on its own.
+        results, bad, in_turn = self._carried_out(work, again)
         ranks = [b for b in benchmarks if b.world == "ranks"]
         if ranks:
             results |= self._ranks(arm, ranks, bad)
@@ -218,7 +231,7 @@ class Launcher:
             command += ["--mesh", format_mesh(self._plan["mesh"])]
         if self._plan["sizes"]:
             command += ["--size", ",".join(map(str, self._plan["sizes"]))]
-        text = "\n".join(dict.fromkeys(b.label.rpartition(" [")[0] for b in benchmarks))
+        text = "\n".join(dict.fromkeys(b.case_label for b in benchmarks))
         if len(text) <= _MAX_FILTER_CHARS:
             command += ["--filter", text]
         died = self._run_ranks(self._arms[name], command, stem)
@@ -247,13 +260,8 @@ class Launcher:
         self._number += 1
         return self._folder / f"{self._number:04d}-{what}"
 
-    def _order(self, name: str, mode: str) -> dict[str, Any]:
-        return {
-            "mode": mode,
-            "arm": self._arms[name].identity,
-            "selections": [asdict(s) for s in self._selections[name]],
-            "plan": dict(self._plan),
-        }
+    def _order(self, name: str, mode: Literal["count", "time"], **more: Any) -> Order:
+        return Order(mode, self._arms[name].identity, tuple(self._selections[name]), self._plan, **more)
 
     @contextlib.contextmanager
     def _together(self, asked: Sequence[Asked]) -> Iterator[list[_Work]]:
@@ -273,14 +281,13 @@ class Launcher:
         """Starts the workers, but for those whose answer lies there from before. again: in the place of one of
         the round that died, and so forked off the same process.
         """
-        # What is compared when a gate goes on is without the folders that each gate makes anew.
-        works = [_Work(stem, json.dumps(_portable(order), sort_keys=True)) for _, order, stem in asked]
+        works = [_Work(stem, order.portable()) for _, order, stem in asked]
         if self._are_there(works):
             return works
         jobs = []
         for arm, order, stem in asked:
             full = stem.with_name(f"{stem.name}.full-order.json")
-            full.write_text(json.dumps(order))
+            full.write_text(order.to_json())
             jobs.append(Job(arm, full, Path(f"{stem}.jsonl"), Path(f"{stem}.log")))
         self._check_budget()
         if self._round is None or not again:
@@ -293,7 +300,7 @@ class Launcher:
         if self._round is not None:
             self._round.close()
         if not self._prepared:
-            wanted = {"", *(label for _, order, _ in asked for label in order.get("call_s", ()))}
+            wanted = {"", *(label for _, order, _ in asked for label in order.call_s)}
             load = [name for label, names in self._loaded.items() if label in wanted for name in names]
             stem = asked[0][2]
             for number in range(max(1, min(self._ahead, ROUNDS_TOGETHER))):
@@ -377,11 +384,6 @@ def _launch_of(
 
 def _asked(stem: Path) -> Path:
     return stem.with_name(f"{stem.name}.order.json")
-
-
-def _portable(order: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {k: v for k, v in order.items() if k not in ("listing", "selections")}
-    return kept | {"selections": [[Path(s["suite"]).name, s["text"]] for s in order["selections"]]}
 
 
 def _is_answered(stem: Path, text: str) -> bool:

@@ -11,14 +11,17 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 from dtbench.bench.clock import Clock
+from dtbench.bench.measure import Subject, measure
 from dtbench.bench.options import Task
-from dtbench.errors import describe
-from dtbench.model import Case, Result, Skip, Workload
-from dtbench.stats import summarize
+from dtbench.bench.runner import to_result
+from dtbench.bench.sampling import Outcome
+from dtbench.judge.gate.benchmark import label_of
+from dtbench.model import Case, Result
 
 SAMPLES, FEWEST_SAMPLES = 20, 10
 # A sample is the fastest of so many takes: the first meets caches that others have filled. Of one take each, thrice as
@@ -64,127 +67,89 @@ def sampling_for(case: Case, call_s: float, benchmarks: int) -> Sampling:
     return Sampling(max(case.samples or FEWEST_SAMPLES, fit), takes, calls)
 
 
-@dataclass
-class Live:
-    """One impl of a case, set up."""
-
-    task: Task
-    impl: str
-    sampling: Sampling
-    workload: Workload
-    taken_s: list[float] = field(default_factory=list)
-    bad: tuple[str, str] | None = None  # status and why
-
-    def attempt(self, step: Callable[[], object]) -> Any:
-        """What the step gives; what it raises is this benchmark's end."""
-        if self.bad is not None:
-            return None
-        try:
-            return step()
-        except Skip as skip:
-            self.bad = ("skipped", str(skip))
-        except Exception as error:
-            self.bad = ("failed", describe(error))
-        return None
+def warm_up_calls(case: Case) -> int:
+    """How many calls are thrown away before a case is sampled or counted."""
+    return max(case.warmup_calls, WARMUP_CALLS if case.samples is None else 0)
 
 
-def measure(
-    wanted: Sequence[tuple[Task, str, Sampling]],
+Wanted = tuple[Task, str, Sampling]  # a benchmark (task and impl), and how it is sampled
+
+
+def measure_in_turns(
+    wanted: Sequence[Wanted],
     world: Any,
-    clocks: Mapping[str, Clock],
+    clocks: Mapping[Literal["host", "device"], Clock],
     starting: Callable[[str], None],
     await_turn: Callable[[int], None] = lambda _number: None,
 ) -> Iterator[Result]:
-    """Results of the benchmarks (task, impl, how), in their order.
+    """Results of the benchmarks, in their order.
 
-    starting: called with a case's label before anything of it runs. await_turn: called before each sample with its
-    number among those of the benchmark, also where that has failed, so that launches of the same benchmarks stay
+    starting: called with a benchmark's label before anything of it runs. await_turn: called before each sample with
+    its number among those of the benchmark, also where that has failed, so that launches of the same benchmarks stay
     in step. What is measured first is set up before: that takes longer than the samples, and may be done beside
     other launches.
     """
     for first in range(0, len(wanted), GROUP):
-        group = [
-            _build(task, impl, sampling, world, starting)
-            for task, impl, sampling in wanted[first : first + GROUP]
+        group = wanted[first : first + GROUP]
+        schedule = _InTurns(group, clocks, starting, await_turn)
+        measure(schedule.subjects, world, schedule)
+        for (task, impl, _), subject, taken_s in zip(group, schedule.subjects, schedule.taken_s, strict=True):
+            good = Outcome("ok", samples_s=tuple(taken_s))
+            yield to_result(task, impl, Outcome(*subject.bad) if subject.bad else good)
+
+
+class _InTurns:
+    """The schedule of a gate's launch: a fixed number of samples of each benchmark, spread over the whole."""
+
+    def __init__(
+        self,
+        group: Sequence[Wanted],
+        clocks: Mapping[Literal["host", "device"], Clock],
+        starting: Callable[[str], None],
+        await_turn: Callable[[int], None],
+    ) -> None:
+        self.subjects = [
+            Subject(task.case, impl, partial(starting, label_of(task.label, impl))) for task, impl, _ in group
         ]
+        self.taken_s: list[list[float]] = [[] for _ in group]
+        self._samplings = [sampling for *_, sampling in group]
+        self._clocks = clocks
+        self._await_turn = await_turn
+
+    def warm_up(self) -> None:
+        for subject in self.subjects:
+            subject.attempt(partial(subject.call, warm_up_calls(subject.case)))
+
+    def sample(self) -> None:
         gc.collect()
         gc.freeze()
-        gc.disable()
-        try:
-            for live, number in _in_order(group):
-                await_turn(number)
-                starting(live.task.label)
-                live.attempt(lambda live=live: _sample(live, clocks))  # type: ignore[misc]
-        finally:
-            gc.enable()
-        for live in group:
-            starting(live.task.label)
-            _check(live, "after the samples")
-            if live.workload.close is not None:
-                live.attempt(live.workload.close)
-            yield _result(live)
+        for at, number in self._in_order():
+            self._await_turn(number)
+            self.subjects[at].attempt(partial(self._sample, at))
 
+    def finish(self) -> None:
+        pass
 
-def _in_order(group: Sequence[Live]) -> Iterator[tuple[Live, int]]:
-    """Whose sample is next, and which: each has its own spread evenly over the whole."""
-    rounds = max(live.sampling.samples for live in group)
-    for at in range(rounds):
-        for live in group:
-            number = live.sampling.samples * at // rounds
-            if live.sampling.samples * (at + 1) // rounds > number:
-                yield live, number
+    def _in_order(self) -> Iterator[tuple[int, int]]:
+        """Whose sample is next, and which: each has its own spread evenly over the whole."""
+        rounds = max(sampling.samples for sampling in self._samplings)
+        for turn in range(rounds):
+            for at, sampling in enumerate(self._samplings):
+                number = sampling.samples * turn // rounds
+                if sampling.samples * (turn + 1) // rounds > number:
+                    yield at, number
 
-
-def _build(task: Task, impl: str, sampling: Sampling, world: Any, starting: Callable[[str], None]) -> Live:
-    starting(task.label)
-    live = Live(task, impl, sampling, Workload(run=lambda: None))
-    made = live.attempt(lambda: task.case.build[impl](world))
-    if made is not None:
-        live.workload = made
-    live.attempt(lambda: _warm_up(live))
-    _check(live, "after the warm-up")
-    return live
-
-
-def _warm_up(live: Live) -> None:
-    workload = live.workload
-    for _ in range(max(live.task.case.warmup_calls, WARMUP_CALLS if live.task.case.samples is None else 0)):
-        if workload.before is not None:
-            workload.before()
-        workload.run()
-
-
-def _sample(live: Live, clocks: Mapping[str, Clock]) -> None:
-    workload, clock = live.workload, clocks[live.task.case.clock]
-    if workload.before is None:
-        end = time.perf_counter() + WARMUP_S
-        workload.run()
-        while time.perf_counter() < end:
+    def _sample(self, at: int) -> None:
+        subject, sampling = self.subjects[at], self._samplings[at]
+        workload, clock = subject.workload, self._clocks[subject.case.clock]
+        if workload.before is None:
+            end = time.perf_counter() + WARMUP_S
             workload.run()
-    takes = []
-    for _ in range(live.sampling.takes):
-        if workload.before is not None:
-            workload.before()
-        clock.settle(cold=False)
-        takes.append(clock.measure(workload.run, live.sampling.calls))
-    live.taken_s.append(min(takes))
-
-
-def _check(live: Live, when: str) -> None:
-    check = live.workload.check
-    wrong = live.attempt(check) if check is not None else None
-    if wrong is not None:
-        live.bad = ("wrong", f"{wrong} ({when})")
-
-
-def _result(live: Live) -> Result:
-    case = live.task.case
-    named = (live.task.suite.name, case.name, live.impl, case.params)
-    if live.bad is not None:
-        status, reason = live.bad
-        return Result(*named, status, reason)  # type: ignore[arg-type]
-    try:
-        timing = summarize(live.taken_s)
-    except ValueError as error:
-        return Result(*named, "failed", str(error))
-    return Result(*named, "ok", size_bytes=case.size_bytes, time_s=timing, samples_s=tuple(live.taken_s))
+            while time.perf_counter() < end:
+                workload.run()
+        takes = []
+        for _ in range(sampling.takes):
+            subject.ready()
+            clock.settle(cold=False)
+            takes.append(clock.measure(workload.run, sampling.calls))
+        self.taken_s[at].append(min(takes))

@@ -20,6 +20,7 @@ from typing import Any
 
 import click
 
+import dtbench
 from dtbench.errors import EXIT_INCONCLUSIVE, EXIT_OK, UsageError
 from dtbench.files.store import read_run
 from dtbench.judge.gate import control, selftest_suite
@@ -113,7 +114,8 @@ def _pool(
     limits = Limits(600.0, time.monotonic() + budget_s, f"{budget_s:g} s")
     with contextlib.ExitStack() as stack:
         base, slowed = stack.enter_context(open_arms("env:", f"env:{selftest_suite.VARIABLE}=1", say))
-        suite = str(Path(base.path[0]) / "dtbench" / "gate" / "selftest_suite.py")
+        file = Path(selftest_suite.__file__).relative_to(Path(dtbench.__file__).parent)
+        suite = str(Path(base.path[0]) / "dtbench" / file)
         selections = {name: [Selection(suite)] for name in ("base", "head")}
         launcher = Launcher(
             {"base": base, "head": slowed},

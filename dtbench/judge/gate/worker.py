@@ -9,37 +9,34 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import importlib
-import json
 import os
 import platform
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dtbench import suite as registry
-from dtbench.bench.clock import Clock
+from dtbench.bench.clock import clocks_of
 from dtbench.bench.options import RunOptions, Task, list_tasks
 from dtbench.bench.session import quiet_torch
 from dtbench.errors import EXIT_OK, EXIT_USAGE, DtbenchError, UsageError
 from dtbench.files.store import RunWriter
 from dtbench.judge.gate import control
 from dtbench.judge.gate.benchmark import (
-    CALL_S,
     DEFAULT_TOLERANCE,
+    NOTE_SUFFIX,
     Benchmark,
     Listing,
+    Order,
     Selection,
+    label_of,
     write_listing,
 )
-from dtbench.model import Case, Plan, Result, Skip, Workload, estimator_of
-
-# As the dispatch suite's own warm-up; more than ten make no difference.
-COUNT_WARMUP_CALLS = 20
-NOTE_SUFFIX = ".now"  # the case in hand, for the gate to name when this process dies
+from dtbench.model import Plan, estimator_of
 
 
 def load(more: Sequence[str]) -> None:
@@ -62,11 +59,11 @@ def load(more: Sequence[str]) -> None:
 
 def main(argv: Sequence[str], await_turn: Callable[[int], None]) -> int:
     """Carries out the order argv[0] with its results in argv[1]; 0, or 2 with one line on stderr."""
-    order = json.loads(Path(argv[0]).read_text())
+    order = msgspec.json.decode(Path(argv[0]).read_bytes(), type=Order)
     output = Path(argv[1])
     try:
-        plan = plan_of(order["plan"])
-        if order["mode"] == "count":
+        plan = plan_of(order.plan)
+        if order.mode == "count":
             _count(order, plan, output)
         else:
             _time(order, plan, output, await_turn)
@@ -121,7 +118,7 @@ def benchmark_of(task: Task, impl: str) -> Benchmark:
     case = task.case
     return Benchmark(
         key=(task.suite.name, case.name, impl, tuple(sorted(case.params.items()))),
-        label=f"{task.label} [{impl}]",
+        label=label_of(task.label, impl),
         world="ranks" if task.suite.world == "ranks" else "simulated",
         # Noise only adds to a host latency; a collective's fastest call is a lucky meeting of ranks.
         estimator=estimator_of(case),
@@ -133,90 +130,46 @@ def benchmark_of(task: Task, impl: str) -> Benchmark:
 # ------------------------------------------------------------------------------ the two modes
 
 
-def _count(order: Mapping[str, Any], plan: Plan, output: Path) -> None:
+def _count(order: Order, plan: Plan, output: Path) -> None:
     import torch
 
+    from dtbench.judge.gate.counting import counted
+
     known = set(sys.modules)
-    tasks, problems = selected([Selection(**s) for s in order["selections"]], plan)
+    tasks, problems = selected(order.selections, plan)
     chosen = [*tasks, *control_tasks(plan)]
     listing = Listing(
         tuple(benchmark_of(task, impl) for task in chosen for impl in task.impls),
         tuple(problems),
         ".".join(platform.python_version_tuple()[:2]),
-        torch.__version__,
+        str(torch.__version__),
     )
-    write_listing(Path(order["listing"]), listing)
-    simulated = [task for task in tasks if task.suite.world == "simulated"]
-    left_out = set(order["without"])
+    write_listing(Path(order.listing), listing)
     loaded = {"": _new_modules(known)}
-    with _writer(plan, output, chosen) as writer, _world(plan) as world:
-        gc.collect()
-        gc.freeze()  # what is alive now stays: no later collection needs to look at it
-        now = _Note(output)
-        for task in simulated:
+    with _launch(plan, output, chosen) as (writer, world, now):
+        for task in (task for task in tasks if task.suite.world == "simulated"):
             for impl in task.impls:
-                benchmark = benchmark_of(task, impl)
-                if benchmark.label in left_out:
-                    continue
-                now.write(benchmark.label)
-                writer.append(_counted(task, impl, world))
-                loaded[benchmark.label] = _new_modules(known)
-        writer.end()
-        now.write("")
-    write_listing(Path(order["listing"]), dataclasses.replace(listing, loaded=loaded))
+                label = label_of(task.label, impl)
+                if label not in order.without:
+                    now.write(label)
+                    writer.append(counted(task, impl, world))
+                    loaded[label] = _new_modules(known)
+    write_listing(Path(order.listing), dataclasses.replace(listing, loaded=loaded))
 
 
-def _new_modules(known: set[str]) -> list[str]:
+def _new_modules(known: set[str]) -> tuple[str, ...]:
     """Modules of torch that are loaded and not known, in their order; now they are known. Without its compiler,
     which starts processes that launches must not share.
     """
     new = [name for name in sys.modules if name not in known]
     known.update(new)
-    return [name for name in new if name.startswith("torch.") and not name.startswith("torch._inductor.")]
+    return tuple(n for n in new if n.startswith("torch.") and not n.startswith("torch._inductor."))
 
 
-def _counted(task: Task, impl: str, world: Any) -> Result:
-    from dtbench.errors import describe
-    from dtbench.judge.gate.counting import count_calls
+def _time(order: Order, plan: Plan, output: Path, await_turn: Callable[[int], None]) -> None:
+    from dtbench.judge.gate.sampler import SAMPLES, TAKES, Sampling, measure_in_turns, sampling_for
 
-    case: Case = task.case
-    named = (task.suite.name, case.name, impl, case.params)
-    try:
-        workload = case.build[impl](world)
-        try:
-            warm_up = case.warmup_calls if case.samples is not None else COUNT_WARMUP_CALLS
-            counters = count_calls(workload, max(case.warmup_calls, warm_up))
-            call_s = _call_s(workload)
-            wrong = workload.check() if workload.check is not None else None
-        finally:
-            if workload.close is not None:
-                workload.close()
-    except Skip as skip:
-        return Result(*named, "skipped", str(skip))
-    except Exception as error:
-        return Result(*named, "failed", describe(error))
-    if wrong is not None:
-        return Result(*named, "wrong", wrong)
-    return Result(*named, "ok", counters={**counters, CALL_S: call_s})
-
-
-def _call_s(workload: Workload) -> float:
-    """What a warm call takes, seconds, roughly: it sets the number of samples."""
-    taken = []
-    for _ in range(3):
-        if workload.before is not None:
-            workload.before()
-        began = time.perf_counter()
-        workload.run()
-        taken.append(time.perf_counter() - began)
-    return min(taken)
-
-
-def _time(order: Mapping[str, Any], plan: Plan, output: Path, await_turn: Callable[[int], None]) -> None:
-    from dtbench.judge.gate.sampler import SAMPLES, TAKES, Sampling, measure, sampling_for
-
-    tasks, _ = selected([Selection(**s) for s in order["selections"]], plan)
-    call_s: Mapping[str, float] = order["call_s"]  # by label
+    tasks, _ = selected(order.selections, plan)
     wanted = [
         (task, impl, Sampling(SAMPLES, TAKES, task.case.calls_per_sample))
         for task in control_tasks(plan)
@@ -224,23 +177,13 @@ def _time(order: Mapping[str, Any], plan: Plan, output: Path, await_turn: Callab
     ]
     for task in tasks:
         for impl in task.impls:
-            label = benchmark_of(task, impl).label
-            if label in call_s and task.suite.world == "simulated":
-                wanted.append((task, impl, sampling_for(task.case, call_s[label], len(call_s))))
-    with _writer(plan, output, [task for task, *_ in wanted]) as writer, _world(plan) as world:
-        now = _Note(output)
-        for result in measure(wanted, world, _clocks(world.device), now.write, await_turn):
+            label = label_of(task.label, impl)
+            if label in order.call_s and task.suite.world == "simulated":
+                how = sampling_for(task.case, order.call_s[label], len(order.call_s))
+                wanted.append((task, impl, how))
+    with _launch(plan, output, [task for task, *_ in wanted]) as (writer, world, now):
+        for result in measure_in_turns(wanted, world, clocks_of(world.device), now.write, await_turn):
             writer.append(result)
-        writer.end()
-        now.write("")
-
-
-def _clocks(device: Any) -> dict[str, Clock]:
-    from dtbench.bench.clock import CudaClock, HostClock, HostClockOnCuda
-
-    if device.type == "cpu":
-        return {"host": HostClock(), "device": HostClock()}
-    return {"host": HostClockOnCuda(), "device": CudaClock(device)}
 
 
 class _Note:
@@ -260,16 +203,10 @@ class _Note:
 
 
 @contextlib.contextmanager
-def _world(plan: Plan) -> Iterator[Any]:
-    from dtbench.world.ranks import device_of, simulated_world
-
-    with simulated_world(device_of(plan.device_type, 0)) as world:
-        yield world
-
-
-@contextlib.contextmanager
-def _writer(plan: Plan, output: Path, tasks: Sequence[Task]) -> Iterator[RunWriter]:
+def _launch(plan: Plan, output: Path, tasks: Sequence[Task]) -> Iterator[tuple[RunWriter, Any, _Note]]:
+    """The run file, the simulated world and the note of the case in hand; the file is whole in the end."""
     from dtbench.machine.provenance import local_rank_info, provenance
+    from dtbench.world.ranks import device_of, simulated_world
 
     header = provenance(
         argv=sys.argv[1:],
@@ -280,5 +217,8 @@ def _writer(plan: Plan, output: Path, tasks: Sequence[Task]) -> Iterator[RunWrit
         backend=None,
         launches=1,
     )
-    with RunWriter.create(output, header) as writer:
-        yield writer
+    with RunWriter.create(output, header) as writer, simulated_world(device_of(plan.device_type, 0)) as world:
+        note = _Note(output)
+        yield writer, world, note
+        writer.end()
+        note.write("")
