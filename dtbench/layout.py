@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtbench.mesh import Groups, groups_of
-from dtbench.model import Result
+from dtbench.model import Header, RankFacts, Result
 
 
 @dataclass(frozen=True)
@@ -48,37 +48,33 @@ def joint_dim(dims: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
     return ("+".join(name for name, _ in wide), math.prod(n for _, n in wide)) if len(wide) > 1 else None
 
 
-def hosts_of(header: Mapping[str, Any]) -> list[str | None]:
+def hosts_of(header: Header) -> list[str | None]:
     """By rank what tells its host from others; None where the run does not say."""
-    known = {
-        rank["rank"]: f"{rank['host']} {rank.get('boot_id') or ''}"
-        for rank in header["ranks"]
-        if rank.get("host")
-    }
-    return [known.get(rank) for rank in range(math.prod(header["mesh"]["shape"]))]
+    known = {rank.rank: f"{rank.host} {rank.boot_id or ''}" for rank in header.ranks if rank.host}
+    return [known.get(rank) for rank in range(math.prod(header.mesh.shape))]
 
 
-def mesh_groups(header: Mapping[str, Any]) -> dict[str, Groups]:
+def mesh_groups(header: Header) -> dict[str, Groups]:
     """The groups of each mesh dim of a run, and of all dims as one; none where its ranks are not those of its
     mesh (a file from elsewhere may claim a mesh of any size)."""
-    names, shape = header["mesh"]["dim_names"], header["mesh"]["shape"]
-    if not names or math.prod(shape) != len(header["ranks"]):
+    names, shape = header.mesh.dim_names, header.mesh.shape
+    if not names or math.prod(shape) != len(header.ranks):
         return {}
     groups = {name: groups_of(shape, dim) for dim, name in enumerate(names)}
     joint = joint_dim(zip(names, shape, strict=True))
     return groups | ({joint[0]: [list(range(joint[1]))]} if joint else {})
 
 
-def layout_of(header: Mapping[str, Any]) -> list[DimLayout]:
+def layout_of(header: Header) -> list[DimLayout]:
     """The layout of every mesh dim of a run; empty where it does not list the ranks of its mesh."""
     groups = mesh_groups(header)
     hosts = hosts_of(header) if groups else []
-    ranks = {rank["rank"]: rank for rank in header["ranks"]}
+    ranks = {rank.rank: rank for rank in header.ranks}
     return [_layout_of_dim(name, of_dim, hosts, ranks) for name, of_dim in groups.items()]
 
 
 def _layout_of_dim(
-    name: str, groups: Groups, hosts: Sequence[str | None], ranks: Mapping[int, Mapping[str, Any]]
+    name: str, groups: Groups, hosts: Sequence[str | None], ranks: Mapping[int, RankFacts]
 ) -> DimLayout:
     spans = per_host = pairs = None
     if None not in hosts:
@@ -108,23 +104,23 @@ def _range(numbers: Any) -> tuple[int, int]:
     return min(found), max(found)
 
 
-def _numa_nodes(facts: Mapping[str, Any]) -> list[int]:
-    device = facts.get("device_numa_node")
-    return [device] if device is not None else list(facts.get("numa_nodes") or ())
+def _numa_nodes(facts: RankFacts) -> list[int]:
+    device = facts.device_numa_node
+    return [device] if device is not None else list(facts.numa_nodes or ())
 
 
 def _nvlink_pairs(
-    groups: Groups, hosts: Sequence[str | None], ranks: Mapping[int, Mapping[str, Any]]
+    groups: Groups, hosts: Sequence[str | None], ranks: Mapping[int, RankFacts]
 ) -> tuple[int, int] | None:
     linked = total = 0
     for group in groups:
         for a, b in itertools.combinations(group, 2):
-            one, other = ranks.get(a, {}).get("nvlink"), ranks.get(b, {}).get("nvlink")
+            one, other = (ranks[rank].nvlink if rank in ranks else None for rank in (a, b))
             if hosts[a] is None or hosts[a] != hosts[b] or one is None or other is None:
                 continue
             total += 1
-            direct = ranks[b].get("pci_bus_id") in one["neighbours"]
-            linked += direct or (one["switch_links"] > 0 and other["switch_links"] > 0)
+            direct = ranks[b].pci_bus_id in one.neighbours
+            linked += direct or (one.switch_links > 0 and other.switch_links > 0)
     return (linked, total) if total else None
 
 

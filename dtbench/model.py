@@ -10,11 +10,16 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from dtbench.fields import MAX_INT, Amount, Count, Name, Rank, Whole
 
 SCHEMA = 1
 
 Param = str | int | float | bool
+_ReadParam = str | bool | float | Annotated[int, msgspec.Meta(ge=-MAX_INT, le=MAX_INT)]
 # Whose time a case takes: "host", the calling thread's (dispatch latency); "device", that of the work itself.
 ClockKind = Literal["host", "device"]
 Estimator = Literal["min", "p25"]
@@ -122,14 +127,14 @@ class Skip(Exception):  # noqa: N818 - it is a signal of a builder, not an error
 class Timing:
     """Order statistics of the samples, seconds per call."""
 
-    min: float
-    p25: float
-    median: float
-    p75: float
-    p95: float
-    max: float
-    mean: float
-    n: int
+    min: Amount
+    p25: Amount
+    median: Amount
+    p75: Amount
+    p95: Amount
+    max: Amount
+    mean: Amount
+    n: Whole
 
 
 ResultKey = tuple[str, str, str, tuple[tuple[str, Param], ...], int]
@@ -145,22 +150,22 @@ class Result:
     algbw_Bps, busbw_Bps: of the estimate (`estimator_of`).
     """
 
-    suite: str
-    name: str
-    impl: str
-    params: Mapping[str, Param]
+    suite: Name
+    name: Name
+    impl: Name
+    params: Mapping[str, _ReadParam]
     status: Status
     reason: str = ""
-    rank: int | None = None
-    size_bytes: int | None = None
+    rank: Count | None = None
+    size_bytes: Count | None = None
     time_s: Timing | None = None
-    samples_s: tuple[float, ...] = ()
-    rank_samples_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    rank_arrivals_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    algbw_Bps: float | None = None  # noqa: N815 - bytes per second, as the file spells it
-    busbw_Bps: float | None = None  # noqa: N815
-    counters: Mapping[str, float] = field(default_factory=dict)
-    launch: int = 0
+    samples_s: tuple[Amount, ...] = ()
+    rank_samples_s: Mapping[Rank, tuple[Amount, ...]] = field(default_factory=dict)
+    rank_arrivals_s: Mapping[Rank, tuple[Amount, ...]] = field(default_factory=dict)
+    algbw_Bps: Amount | None = None  # noqa: N815 - bytes per second, as the file spells it
+    busbw_Bps: Amount | None = None  # noqa: N815
+    counters: Mapping[str, int | float] = field(default_factory=dict)
+    launch: Count = 0
     clock: ClockKind = "device"
 
     @property
@@ -192,12 +197,139 @@ def estimator_of(of: Case | Result) -> Estimator:
     return "min" if of.clock == "host" else "p25"
 
 
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a run's header."""
+
+
+class Checkout(Record, frozen=True, kw_only=True):
+    """A git checkout: its commit, and whether tracked files differ from it."""
+
+    commit: str | None = None
+    dirty: bool | None = None
+
+
+class Checkouts(Checkout, frozen=True, kw_only=True):
+    """The checkout that the run was started in, and that of dtbench; None where it was installed."""
+
+    dtbench: Checkout | None = None
+
+
+class Cpu(Record, frozen=True, kw_only=True):
+    """cores: logical, physical, and those that the run might use."""
+
+    model: str | None = None
+    logical_cores: Count | None = None
+    physical_cores: Count | None = None
+    usable_cores: Count | None = None
+    governor: str | None = None
+    numa_nodes: Count | None = None
+
+
+class NvLinks(Record, frozen=True, kw_only=True):
+    """The links of a GPU and how many of them are up; version: as NVML numbers it."""
+
+    links: Count = 0
+    active_links: Count = 0
+    version: int | None = None
+
+
+class Gpu(Record, frozen=True, kw_only=True):
+    """A GPU as NVML describes it."""
+
+    index: Count | None = None
+    name: str | None = None
+    memory_bytes: Count | None = None
+    sm_clock_MHz: int | float | None = None  # noqa: N815 - as the file spells it
+    sm_clock_max_MHz: int | float | None = None  # noqa: N815
+    memory_clock_MHz: int | float | None = None  # noqa: N815
+    memory_clock_max_MHz: int | float | None = None  # noqa: N815
+    power_limit_W: int | float | None = None  # noqa: N815
+    persistence: bool | None = None
+    mig: bool | None = None
+    nvlink: NvLinks | None = None
+
+
+class Machine(Record, frozen=True, kw_only=True):
+    """The host of rank 0."""
+
+    cpu: Cpu = Cpu()
+    gpus: tuple[Gpu, ...] = ()
+    driver: str | None = None
+    memory_bytes: Count | None = None
+    system: str | None = None
+
+
+class NvLinkPeers(Record, frozen=True, kw_only=True):
+    """What the links of a rank's GPU lead to: links by the PCI bus id of the neighbour, links to switches."""
+
+    neighbours: dict[str, Whole]
+    switch_links: Count
+
+
+class RankFacts(Record, frozen=True, kw_only=True):
+    """Where a rank ran. boot_id names the running kernel: it tells hosts of one name apart."""
+
+    rank: Count
+    host: str | None = None
+    boot_id: str | None = None
+    local_rank: Count | None = None
+    device: str | None = None
+    pid: Count | None = None
+    numa_nodes: tuple[Count, ...] | None = None
+    interface: str | None = None
+    pci_bus_id: str | None = None
+    device_numa_node: Count | None = None
+    nvlink: NvLinkPeers | None = None
+
+
+class MeshShape(Record, frozen=True, kw_only=True):
+    """The names of the mesh dims and their sizes, outermost first."""
+
+    dim_names: tuple[str, ...]
+    shape: tuple[Whole, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.dim_names) != len(self.shape):
+            raise ValueError(f"{len(self.dim_names)} dim_names for {len(self.shape)} dims")
+
+
+class ImportedLog(Record, frozen=True, kw_only=True):
+    """A log of another tool that results were taken from."""
+
+    file: str
+    sha256: str
+    format: str
+    tables: Count
+    rows: Count
+    started: str | None = None
+
+
+class Header(Record, frozen=True, kw_only=True):
+    """The first line of a run file: how it was measured. plan: the options of the run, as `Plan` has them."""
+
+    kind: Literal["run"] = "run"
+    schema: Whole
+    run_id: Name
+    started: str = ""
+    argv: tuple[str, ...] = ()
+    versions: dict[str, str | None] = {}
+    git: Checkouts = Checkouts()
+    machine: Machine = Machine()
+    ranks: tuple[RankFacts, ...] = ()
+    mesh: MeshShape = MeshShape(dim_names=(), shape=())
+    env: dict[str, str] = {}
+    plan: dict[str, Any] = {}
+    suites: tuple[str, ...] = ()
+    launches: Whole = 1
+    imported: tuple[ImportedLog, ...] = ()
+
+
 @dataclass(frozen=True)
 class Run:
-    """A run file, read. `header` is its first line; `complete` is whether its end line is there."""
+    """A run file, read. `complete` is whether its end line is there."""
 
     path: Path
-    header: Mapping[str, Any]
+    header: Header
     results: tuple[Result, ...]
     complete: bool
 

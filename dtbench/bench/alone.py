@@ -9,7 +9,7 @@ from dtbench.bench.options import remaining
 from dtbench.bench.progress import make_progress, say, summary_of
 from dtbench.bench.session import Job, check_resume, exit_code_of, say_complete
 from dtbench.errors import EXIT_INTERRUPTED, UsageError, complain
-from dtbench.files.store import RunWriter, read_run
+from dtbench.files.run import RunWriter, read_run
 from dtbench.model import Case, Result
 
 

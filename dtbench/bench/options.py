@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from dtbench.errors import UsageError
 from dtbench.mesh import Mesh, default_mesh, format_mesh, ranks_of
-from dtbench.model import CHOOSABLE_IMPLS, Case, Plan, Result, ResultKey
+from dtbench.model import CHOOSABLE_IMPLS, Case, Header, Plan, Result, ResultKey
 from dtbench.suite import Suite
 
 DeviceType = Literal["cpu", "cuda"]
@@ -370,17 +370,15 @@ def further_tasks(
     return list(found.values())
 
 
-def refuse_other_run(
-    header: Mapping[str, Any], plan: Plan, suites: Sequence[str], launches: int, path: Path
-) -> None:
+def refuse_other_run(header: Header, plan: Plan, suites: Sequence[str], launches: int, path: Path) -> None:
     """Checks that the run to resume asks for the same as the options do.
 
     Raises:
         UsageError: with the first difference, as the file has it and as the options have it.
     """
-    was: dict[str, Any] = {"options": {}, "refine": False} | dict(header.get("plan") or {})
+    was: dict[str, Any] = {"options": {}, "refine": False} | header.plan
     now: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(plan)))
-    was |= {"suites": header.get("suites"), "launches": header.get("launches")}
+    was |= {"suites": list(header.suites), "launches": header.launches}
     now |= {"suites": list(suites), "launches": launches}
     for name in now:
         if was.get(name) != now[name]:

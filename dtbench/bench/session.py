@@ -37,7 +37,7 @@ from dtbench.errors import (
     complain,
     describe,
 )
-from dtbench.files.store import RunWriter, read_run
+from dtbench.files.run import RunWriter, read_run
 from dtbench.mesh import format_mesh
 from dtbench.model import Plan, Result, Run
 from dtbench.suite import Suite, load

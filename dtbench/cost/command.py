@@ -22,7 +22,7 @@ def calibrate_command(runs: tuple[Path, ...], output: Path) -> None:
       dtbench calibrate run.jsonl -o topology.json
     """
     from dtbench.cost.calibration import calibrate, write_topology
-    from dtbench.files.store import read_run
+    from dtbench.files.run import read_run
 
     write_topology(calibrate([read_run(path) for path in runs]), output)
     click.echo(f"the topology is in {output}")
@@ -48,7 +48,7 @@ def validate_command(files: tuple[Path, ...], same: bool, split: bool, as_json: 
     from dtbench.cost.calibration import read_topology
     from dtbench.cost.calibration.validate import validate, validate_split
     from dtbench.cost.tables import print_validation
-    from dtbench.files.store import read_run
+    from dtbench.files.run import read_run
 
     if split:
         if len(files) != 1 or same:
@@ -78,6 +78,6 @@ def regret_command(runs: tuple[Path, ...], topology: Path, as_json: bool) -> Non
     from dtbench.cost.calibration import read_topology
     from dtbench.cost.regret import regret
     from dtbench.cost.tables import print_regret
-    from dtbench.files.store import read_run
+    from dtbench.files.run import read_run
 
     print_regret(regret([read_run(path) for path in runs], read_topology(topology)), as_json)

@@ -100,12 +100,12 @@ def regret(runs: Sequence[Run], topology: Mapping[str, Any]) -> Regret:
 
 def _dims_of(runs: Sequence[Run]) -> list[tuple[str, int]]:
     """The mesh dims of more than one rank, which ways are written in."""
-    meshes = [run.header["mesh"] for run in runs]
+    meshes = [run.header.mesh for run in runs]
     if any(mesh != meshes[0] for mesh in meshes):
         raise UsageError(
             f"{', '.join(str(run.path) for run in runs)} are of different meshes: expected launches of one"
         )
-    pairs = zip(meshes[0]["dim_names"], meshes[0]["shape"], strict=True)
+    pairs = zip(meshes[0].dim_names, meshes[0].shape, strict=True)
     return [(name, ranks) for name, ranks in pairs if ranks > 1]
 
 
@@ -117,7 +117,7 @@ def _decisions(runs: Sequence[Run]) -> tuple[list[Decision], int]:
     for run in runs:
         for result in run.ok("regret"):
             key = _key_of(result)
-            launch = (run.header["run_id"], result.launch)
+            launch = (run.header.run_id, result.launch)
             launches.add(launch)
             assert result.time_s is not None
             found.setdefault(key, {}).setdefault(launch, {})[result.impl] = result.time_s.p25
@@ -156,8 +156,8 @@ def _models(
         raise UsageError(f"the topology does not fit the run: {error}") from error
     ranks = [n for _, n in dims]
     header = run.header
-    gpus = len(header["machine"].get("gpus") or [])
-    per_host = gpus if str(header["plan"].get("device_type")) == "cuda" and gpus else 1
+    gpus = len(header.machine.gpus)
+    per_host = gpus if str(header.plan.get("device_type")) == "cuda" and gpus else 1
     layouts = {dim["name"]: dim["layout"] for dim in topology["dims"]}
     links = [INTER_HOST if crosses_hosts(layouts[name]) else INTRA_HOST for name, _ in dims]
     models = {

@@ -53,7 +53,7 @@ def results_frame(runs: Sequence[Run]) -> pd.DataFrame:
     times = [result.time_s for result in results]
     numbers: dict[tuple[Any, ...], int] = {}
     columns = {
-        "run_id": _column([run.header["run_id"] for run, _ in pairs], str),
+        "run_id": _column([run.header.run_id for run, _ in pairs], str),
         "suite": _column([r.suite for r in results], str),
         "name": _column([r.name for r in results], str),
         "impl": _column([r.impl for r in results], str),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError
-from dtbench.files.store import RunWriter
+from dtbench.files.run import RunWriter
 from dtbench.importers import checks, convert
 from dtbench.importers.model import COLLECTIVES, Log, Problem, Table
 from dtbench.importers.registry import read_logs

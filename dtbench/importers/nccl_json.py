@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtbench.errors import UnreadableRunError
-from dtbench.files.schema import BadFieldError, loads, shown
+from dtbench.files.read import BadFieldError, decode, shown
 from dtbench.importers.model import Device, Figure, Log, Printed, Problem, Row, Table
 from dtbench.importers.nccl_text import DTYPES, library_version, name_table
 from dtbench.importers.text import pattern
@@ -34,7 +34,7 @@ def read(text: str, log: Log) -> None:
         UnreadableRunError: no JSON, cut short, or not what nccl-tests writes.
     """
     try:
-        made = loads(text.encode("utf-8", "replace"))
+        made = decode(text.encode("utf-8", "replace"))
         log.tables.append(_Reader(log).table(made))
     except (BadFieldError, _Foreign) as error:
         raise UnreadableRunError(

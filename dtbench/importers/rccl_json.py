@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dtbench.files.schema import BadFieldError, loads, shown
+from dtbench.files.read import BadFieldError, decode, shown
 from dtbench.importers.model import Figure, Log, Printed, Row, Table
 from dtbench.importers.nccl_text import DTYPES
 from dtbench.importers.text import lines_of, pattern
@@ -41,7 +41,7 @@ def read(text: str, log: Log) -> None:
     for number, line in enumerate(lines_of(text), start=1):
         for match in _OBJECT.finditer(line):
             try:
-                record = loads(match[0].encode("utf-8", "replace"))
+                record = decode(match[0].encode("utf-8", "replace"))
                 key = tuple(record[name] for name in ("name", "ranks", "gpusPerRank", "nodes", "numCycle"))
                 place = (*key, record["size"], record["type"], record["redop"])
                 hash(place)

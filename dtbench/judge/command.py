@@ -26,7 +26,7 @@ def compare_command(base: Path, new: Path | None, reference: bool, system: str |
       dtbench compare before.jsonl after.jsonl
       dtbench compare run.jsonl --reference --system 8xA100-SXM4-40GB
     """
-    from dtbench.files.store import read_run
+    from dtbench.files.run import read_run
 
     if reference == (new is not None):
         raise click.UsageError("give BASE and NEW, or --reference and one run")
@@ -43,7 +43,7 @@ def compare_command(base: Path, new: Path | None, reference: bool, system: str |
 
 
 def _compare_with_reference(run: Path, system: str | None, as_json: bool) -> int:
-    from dtbench.files.store import read_run
+    from dtbench.files.run import read_run
     from dtbench.judge import references
     from dtbench.terminal import print_json
 
@@ -77,7 +77,7 @@ def coverage_command(runs: tuple[Path, ...], base: Path | None, outputs: tuple[P
       dtbench run coverage --impl core -o run.jsonl
       dtbench coverage run.jsonl --base results/coverage-core.json
     """
-    from dtbench.files.store import read_run
+    from dtbench.files.run import read_run
     from dtbench.judge import op_verdicts as verdicts
 
     for path in outputs:

@@ -9,13 +9,13 @@ which the exact rank test can reach p < .01: 1/252), and `same` only where an in
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dtbench import errors
 from dtbench.judge.verdicts import MAX_P, MIN_CHANGE, MIN_CHANGE_S, Verdict
-from dtbench.model import Param, Result, Run, estimator_of
+from dtbench.model import Header, Param, Result, Run, estimator_of
 from dtbench.stats import hodges_lehmann_ratio, rank_test
 
 CaseKey = tuple[str, str, str, tuple[tuple[str, Param], ...]]
@@ -226,7 +226,7 @@ def _notes(base: Sequence[Run], new: Sequence[Run], rows: Sequence[Row]) -> list
             f"case with fewer than {MIN_LAUNCHES} on each side is called slower or faster; "
             f"measure with --launches {MIN_LAUNCHES}, better 10"
         )
-    if {run.header["run_id"] for run in base} & {run.header["run_id"] for run in new}:
+    if {run.header.run_id for run in base} & {run.header.run_id for run in new}:
         notes.append("the same run is on both sides")
     doubtful = sum(r.status == "ok" and bool(r.reason) for run in [*base, *new] for r in run.results)
     if doubtful:
@@ -241,7 +241,7 @@ def _notes(base: Sequence[Run], new: Sequence[Run], rows: Sequence[Row]) -> list
     return notes
 
 
-def _facts(runs: Sequence[Run], facts_of: Callable[[Mapping[str, Any]], str]) -> frozenset[str]:
+def _facts(runs: Sequence[Run], facts_of: Callable[[Header], str]) -> frozenset[str]:
     return frozenset(facts_of(run.header) for run in runs)
 
 
@@ -251,54 +251,54 @@ def _listed(facts: frozenset[str]) -> str:
 
 
 def _environment_notes(base: Sequence[Run], new: Sequence[Run]) -> list[str]:
-    names = sorted({name for run in [*base, *new] for name in run.header["env"]})
+    names = sorted({name for run in [*base, *new] for name in run.header.env})
     notes: list[str] = []
     for name in names:
-        sides = [frozenset(str(run.header["env"].get(name, "unset")) for run in side) for side in (base, new)]
+        sides = [frozenset(str(run.header.env.get(name, "unset")) for run in side) for side in (base, new)]
         if len(sides[0] | sides[1]) > 1:
             notes.append(f"{name} differs: {_listed(sides[0])} in base, {_listed(sides[1])} in new")
     return notes
 
 
-def _mesh(header: Mapping[str, Any]) -> str:
-    mesh = header["mesh"]
-    return ", ".join(f"{n}={s}" for n, s in zip(mesh["dim_names"], mesh["shape"], strict=True))
+def _mesh(header: Header) -> str:
+    mesh = header.mesh
+    return ", ".join(f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True))
 
 
-def _versions(header: Mapping[str, Any]) -> str:
-    versions = header["versions"]
+def _versions(header: Header) -> str:
+    versions = header.versions
     names = ("torch", "python", "backend", "nccl")
     return ", ".join(f"{n} {versions[n]}" for n in names if versions.get(n))
 
 
-def _hosts(header: Mapping[str, Any]) -> str:
-    return ", ".join(sorted({str(r.get("host")) for r in header["ranks"]}))
+def _hosts(header: Header) -> str:
+    return ", ".join(sorted({str(r.host) for r in header.ranks}))
 
 
-def _cpu(header: Mapping[str, Any]) -> str:
-    cpu = header["machine"]["cpu"]
-    facts = (cpu.get("model"), cpu.get("usable_cores"), cpu.get("governor"))
+def _cpu(header: Header) -> str:
+    cpu = header.machine.cpu
+    facts = (cpu.model, cpu.usable_cores, cpu.governor)
     return ", ".join(
         f"{fact} cores" if isinstance(fact, int) else str(fact) for fact in facts if fact is not None
     )
 
 
-def _gpus(header: Mapping[str, Any]) -> str:
-    gpus = header["machine"]["gpus"]
-    return ", ".join(sorted({f"{gpu.get('name')} at {gpu.get('power_limit_W')} W" for gpu in gpus}))
+def _gpus(header: Header) -> str:
+    gpus = header.machine.gpus
+    return ", ".join(sorted({f"{gpu.name} at {gpu.power_limit_W} W" for gpu in gpus}))
 
 
-def _dtypes(header: Mapping[str, Any]) -> str:
-    dtypes = header["plan"].get("dtypes")
+def _dtypes(header: Header) -> str:
+    dtypes = header.plan.get("dtypes")
     return ", ".join(map(str, dtypes)) if isinstance(dtypes, list) else ""
 
 
-def _quick(header: Mapping[str, Any]) -> str:
-    return "--quick" if header["plan"].get("quick") else "full"
+def _quick(header: Header) -> str:
+    return "--quick" if header.plan.get("quick") else "full"
 
 
 # What should agree between two sides, or the difference may lie there.
-_FACTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+_FACTS: dict[str, Callable[[Header], str]] = {
     "the hosts differ": _hosts,
     "the CPU differs": _cpu,
     "the GPUs differ": _gpus,

@@ -125,14 +125,14 @@ def _origin(runs: Sequence[Run]) -> list[str]:
     lines = []
     for run in runs:
         header = run.header
-        plan = header["plan"]
+        plan = header.plan
         words = [f"--impl {','.join(map(str, plan.get('impls') or []))}"] + (
             ["--quick"] if plan.get("quick") else []
         )
         words += [f"--{name} {value}" for name, value in (plan.get("options") or {}).items()]
-        commit = str(header["git"].get("commit") or "unknown")[:12]
+        commit = str(header.git.commit or "unknown")[:12]
         lines.append(
-            f"Made {header['started'][:10]} with torch {header['versions'].get('torch')} at commit {commit}: "
+            f"Made {header.started[:10]} with torch {header.versions.get('torch')} at commit {commit}: "
             f"`dtbench run coverage {' '.join(words)}`"
         )
     return lines
@@ -176,11 +176,11 @@ def baseline_of(run: Run) -> Baseline:
     for result in merged([run]):
         if result.impl == "core":
             verdicts.setdefault(result.name, {})[mode_of(result)] = verdict_of(result)
-    return Baseline(str(run.header["versions"].get("torch")), _caps(run), verdicts)
+    return Baseline(str(run.header.versions.get("torch")), _caps(run), verdicts)
 
 
 def _caps(run: Run) -> dict[str, str]:
-    plan = run.header["plan"]
+    plan = run.header.plan
     options = {"quick": plan.get("quick", False), **(plan.get("options") or {})}
     return {name: str(options[name]) for name in ("quick", "samples", "places") if name in options}
 

@@ -173,7 +173,7 @@ def compare_with_reference(
     for dim, ranks, hosts in groups:
         chosen = _named(systems, named) if named else _of_kind(systems, run, ranks, hosts)
         if not chosen:
-            device = _gpus(run) or run.header["plan"].get("device_type") or "an unknown device"
+            device = _gpus(run) or run.header.plan.get("device_type") or "an unknown device"
             where = f" on {hosts} host(s)" if hosts else ""
             notes.append(
                 f"no public figures of {ranks} ranks{where} of {device} (dim {dim}); "
@@ -202,8 +202,8 @@ def _named(systems: Sequence[System], named: str) -> list[System]:
 def _groups(run: Run) -> Iterator[tuple[str, int, int | None]]:
     """Per mesh dim with results: its name, ranks, and hosts per group where the run says."""
     header = run.header
-    names, shape = header["mesh"]["dim_names"], header["mesh"]["shape"]
-    hosts = {rank["rank"]: rank["host"] for rank in header["ranks"] if rank.get("host")}
+    names, shape = header.mesh.dim_names, header.mesh.shape
+    hosts = {rank.rank: rank.host for rank in header.ranks if rank.host}
     measured = {r.params.get("mesh_dim") for r in run.ok("collectives")}
     inside = 1
     strides = {}
@@ -218,14 +218,12 @@ def _groups(run: Run) -> Iterator[tuple[str, int, int | None]]:
 
 
 def _gpus(run: Run) -> str:
-    return ", ".join(
-        sorted({str(gpu.get("name")) for gpu in run.header["machine"]["gpus"] if gpu.get("name")})
-    )
+    return ", ".join(sorted({str(gpu.name) for gpu in run.header.machine.gpus if gpu.name}))
 
 
 def _of_kind(systems: Sequence[System], run: Run, ranks: int, hosts: int | None) -> list[System]:
     gpus = _gpus(run)
-    if run.header["plan"].get("device_type") == "cpu":
+    if run.header.plan.get("device_type") == "cpu":
         return []
     return [
         system

@@ -21,7 +21,7 @@ def show_command(runs: tuple[Path, ...], as_json: bool, as_csv: bool) -> None:
       dtbench show run.jsonl
       dtbench show *.jsonl --csv > results.csv
     """
-    from dtbench.files.store import read_run
+    from dtbench.files.run import read_run
     from dtbench.show.tables import print_csv, print_runs
 
     if as_json and as_csv:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from rich.console import Console
 
 from dtbench.judge.op_verdicts import VERDICTS as CASE_VERDICTS
@@ -82,32 +83,32 @@ def _no_formula(text: str) -> str:
 
 
 def _print_provenance(console: Console, run: Run) -> None:
-    header, versions = run.header, run.header["versions"]
-    commit, dirty = header["git"].get("commit"), header["git"].get("dirty")
+    header, versions = run.header, run.header.versions
+    commit, dirty = header.git.commit, header.git.dirty
     cpu, gpus, ranks, mesh = (
-        header["machine"]["cpu"],
-        header["machine"]["gpus"],
-        header["ranks"],
-        header["mesh"],
+        header.machine.cpu,
+        header.machine.gpus,
+        header.ranks,
+        header.mesh,
     )
-    names = {host: str(r.get("host")) for r in ranks for host in [(r.get("host"), r.get("boot_id"))]}
+    names = {host: str(r.host) for r in ranks for host in [(r.host, r.boot_id)]}
     hosts = list(names.values())  # nodes of one name are several all the same
-    dims = ", ".join(f"{n}={s}" for n, s in zip(mesh["dim_names"], mesh["shape"], strict=True))
+    dims = ", ".join(f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True))
     lines = {
         "run": f"{run.path}" + ("" if run.complete else "  INCOMPLETE: no end line, go on with --resume"),
-        "started": header["started"],
+        "started": header.started,
         "versions": ", ".join(f"{name} {value}" for name, value in versions.items() if value),
         "commit": f"{commit}{' with changes' if dirty else ''}" if commit else "",
         "cpu": ", ".join(
             str(fact)
             for fact in (
-                cpu.get("model"),
-                _with("cores usable", cpu.get("usable_cores")),
-                cpu.get("governor"),
+                cpu.model,
+                _with("cores usable", cpu.usable_cores),
+                cpu.governor,
             )
             if fact
         ),
-        "gpus": _counted(str(gpu.get("name")) for gpu in gpus),
+        "gpus": _counted(str(gpu.name) for gpu in gpus),
         "ranks": f"{len(ranks)} on {', '.join(hosts[:8])}{', ...' if len(hosts) > 8 else ''}"
         if ranks
         else "",
@@ -263,7 +264,12 @@ def _run_json(run: Run) -> dict[str, Any]:
     for result in results:
         for name in ("kind", "samples_s", "rank_samples_s", "rank_arrivals_s"):
             del result[name]
-    return {"path": str(run.path), "complete": run.complete, "header": dict(run.header), "results": results}
+    return {
+        "path": str(run.path),
+        "complete": run.complete,
+        "header": msgspec.to_builtins(run.header),
+        "results": results,
+    }
 
 
 def _case_text(name: str, params: Mapping[str, Param]) -> str:

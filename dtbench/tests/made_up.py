@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from dtbench.model import Param, Result, Run, Timing
+from dtbench.files.read import into
+from dtbench.model import Header, Param, Result, Run, Timing
 
 # The program in this process (conftest.py).
 Cli = Callable[..., tuple[int, str, str]]
@@ -87,7 +88,7 @@ def header(
             "nccl": None,
         },
         "git": {"commit": "0123456789abcdef0123456789abcdef01234567", "dirty": False},
-        "machine": {"cpu": {"model": "Made-up CPU @ 2.00GHz", "logical": 4}, "gpus": []},
+        "machine": {"cpu": {"model": "Made-up CPU @ 2.00GHz", "logical_cores": 4}, "gpus": []},
         "ranks": [
             {"rank": i, "host": host, "local_rank": i % 2, "device": "cpu", "pid": 100 + i}
             for i, host in enumerate(hosts)
@@ -100,8 +101,13 @@ def header(
     } | changes
 
 
+def read(header: Mapping[str, Any]) -> Header:
+    """The header as a reader of its file gets it."""
+    return into({"kind": "run", "schema": 1, "run_id": "r", **header}, Header)
+
+
 def run(results: Sequence[Result], path: str = "made-up.jsonl", complete: bool = True, **changes: Any) -> Run:
-    return Run(Path(path), header(**changes), tuple(results), complete)
+    return Run(Path(path), read(header(**changes)), tuple(results), complete)
 
 
 def ring_us(name: str, size: int, ranks: int, bandwidth: float, latency: float) -> float:

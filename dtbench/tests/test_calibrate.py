@@ -15,7 +15,7 @@ import pytest
 from dtbench.cost import calibration
 from dtbench.cost.calibration import fit
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
-from dtbench.files.store import RunWriter, read_run
+from dtbench.files.run import RunWriter, read_run
 from dtbench.model import Result, Run
 from dtbench.tests import made_up
 from dtbench_core.cost.ring import RING_COLLECTIVES, Ring

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtbench.files.schema import check_header
+from dtbench.files.read import into
 from dtbench.judge.compare import Comparison, Row, compare
-from dtbench.model import Result, Run
+from dtbench.model import Header, Result, Run
 from dtbench.stats import summarize
 
 
@@ -34,7 +34,7 @@ def result(
 
 def run(*results: Result, path: str = "run.jsonl", complete: bool = True, **header: Any) -> Run:
     fields = {"kind": "run", "schema": 1, "run_id": path, **header}
-    return Run(Path(path), check_header(fields), results, complete)
+    return Run(Path(path), into(fields, Header), results, complete)
 
 
 def launches(seconds: Sequence[float], path: str = "run.jsonl", **changes: Any) -> Run:

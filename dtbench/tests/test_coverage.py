@@ -20,6 +20,7 @@ from dtbench.judge.op_verdicts import (
 )
 from dtbench.model import Plan, Result, Run
 from dtbench.suite import Suite
+from dtbench.tests import made_up
 
 STATUS: dict[str, Any] = {"pass": "ok", "wrong": "wrong", "n/a": "skipped"}
 
@@ -41,7 +42,7 @@ def run_of(*results: Result, torch: str = "2.13.0", options: dict[str, str] | No
         "git": {"commit": "0123456789abcdef"},
         "plan": {"impls": ["core", "torch"], "quick": True, "options": options or {}},
     }
-    return Run(Path("run.jsonl"), header, results, True)
+    return Run(Path("run.jsonl"), made_up.read(header), results, True)
 
 
 RUN = run_of(

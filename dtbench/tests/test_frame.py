@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from dtbench.cli import cli
 from dtbench.files.frame import TIME_COLUMNS, cases_frame, cells, impls_of, params_of, results_frame
-from dtbench.files.store import RunWriter
+from dtbench.files.run import RunWriter
 from dtbench.model import STATUSES, Result, Run
 from dtbench.show.tables import print_csv
 from dtbench.stats import summarize

@@ -11,7 +11,7 @@ import pytest
 
 from dtbench.cost.calibration import read_topology
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_NOTHING, EXIT_OK, EXIT_USAGE, UnreadableRunError
-from dtbench.files.store import read_run
+from dtbench.files.run import read_run
 from dtbench.importers import checks, convert
 from dtbench.importers.registry import parse
 from dtbench.judge import references as reference
@@ -41,9 +41,9 @@ def test_from_logs_to_constants_in_two_commands(dtbench: Cli) -> None:
     assert "nccl.log: nccl-tests text, 15 rows" in out and "all_gather among 8 ranks on 2 host(s)" in out
     assert "30 figures are in run.jsonl, 15 of them for dtbench calibrate" in out
     run = read_run("run.jsonl")
-    assert run.complete and run.header["machine"]["gpus"] == [{"name": "NVIDIA H100"}] * 4
-    assert run.header["versions"]["nccl"] == "2.28.7" and run.header["versions"]["backend"] == "nccl"
-    assert run.header["imported"][0]["rows"] == 15 and run.header["mesh"]["shape"] == [8]
+    assert run.complete and [gpu.name for gpu in run.header.machine.gpus] == ["NVIDIA H100"] * 4
+    assert run.header.versions["nccl"] == "2.28.7" and run.header.versions["backend"] == "nccl"
+    assert run.header.imported[0].rows == 15 and run.header.mesh.shape == (8,)
     assert dtbench("calibrate", "run.jsonl", "-o", "t.json")[0] == EXIT_OK
     [dim] = read_topology("t.json")["dims"]
     # 100e9 bytes/s are 93.1 GiB/s: torch's formula divides by GiB.
@@ -84,7 +84,7 @@ def test_repeated_logs_are_launches_and_the_same_log_is_none(dtbench: Cli) -> No
         Path(f"{i}.log").write_text(table() + f"run {i}\n")
     assert dtbench("import", "0.log", "1.log", "2.log", "-o", "run.jsonl")[0] == EXIT_OK
     run = read_run("run.jsonl")
-    assert run.header["launches"] == 3 and {r.launch for r in run.results} == {0, 1, 2}
+    assert run.header.launches == 3 and {r.launch for r in run.results} == {0, 1, 2}
     Path("copy.log").write_bytes(Path("0.log").read_bytes())
     code, _, err = dtbench("import", "0.log", "copy.log", "-o", "other.jsonl")
     assert code == EXIT_USAGE and "are the same log: give it once" in err and not Path("other.jsonl").exists()
@@ -178,7 +178,7 @@ def test_dims_of_a_mesh_from_a_log_each(dtbench: Cli) -> None:
     Path("dp.log").write_text(ring(4, hosts=4, bandwidth=10e9, latency_us=9.0))
     assert dtbench("import", "tp.log", "dp.log", "--mesh", "dp=4,tp=8", "-o", "run.jsonl")[0] == EXIT_OK
     run = read_run("run.jsonl")
-    hosts = [rank["host"] for rank in run.header["ranks"]]
+    hosts = [rank.host for rank in run.header.ranks]
     assert len(hosts) == 32 and hosts[:8] == ["host0"] * 8 and len(set(hosts)) == 4
     assert {r.params["groups"] for r in run.results} == {"alone"}
     assert dtbench("calibrate", "run.jsonl", "-o", "t.json")[0] == EXIT_OK
@@ -188,7 +188,7 @@ def test_dims_of_a_mesh_from_a_log_each(dtbench: Cli) -> None:
     assert dp["bandwidth_GiBps"] == pytest.approx(10e9 / 2**30, rel=0.01)
     assert tp["bandwidth_GiBps"] == pytest.approx(100e9 / 2**30, rel=0.01)
     assert dtbench("import", "tp.log", "--mesh", "dp=8,tp=8", "--dim", "tp", "-o", "one.jsonl")[0] == EXIT_OK
-    assert read_run("one.jsonl").header["ranks"] == []  # dp's hosts are not known
+    assert read_run("one.jsonl").header.ranks == ()  # dp's hosts are not known
 
 
 def test_groups_side_by_side_make_a_mesh_of_two_dims() -> None:
@@ -268,7 +268,7 @@ def test_kinds_are_told_by_gpu_ranks_and_hosts() -> None:
         log = parse(text.encode(), "x.log")
         checks.settle(log)
         header, results = convert.to_run([log], [])
-        run = Run(Path("x"), header, tuple(results), True)
+        run = Run(Path("x"), made_up.read(header), tuple(results), True)
         found = reference.compare_with_reference(run, reference.read_systems())
         return {system.name for system in found.systems}
 

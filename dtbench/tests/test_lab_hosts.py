@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dtbench.errors import UsageError
-from dtbench.files.store import read_run
+from dtbench.files.run import read_run
 from dtbench.tests.made_up import Cli
 from dtbench.world.lab import network
 
@@ -176,7 +176,7 @@ def test_ranks_are_numbered_host_by_host_and_each_launch_is_a_fresh_world(lab: n
     done = finish("--name", NAME, "--ranks-per-host", "2", "--", *run, *only)
     assert done.returncode == 0, done.stderr
     run_file = read_run("x.jsonl")
-    assert [rank["host"] for rank in run_file.header["ranks"]] == [f"{NAME}-0"] * 2 + [f"{NAME}-1"] * 2
+    assert [rank.host for rank in run_file.header.ranks] == [f"{NAME}-0"] * 2 + [f"{NAME}-1"] * 2
     assert run_file.complete and {r.launch for r in run_file.results} == {0, 1}
     assert {r.status for r in run_file.results} == {"ok"}
     # The two groups of dp share the link.

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from dtbench.bench.arrivals import lateness_s
 from dtbench.errors import UnreadableRunError
 from dtbench.files.frame import cases_frame, cells, results_frame
-from dtbench.files.store import RunWriter, read_header
+from dtbench.files.run import RunWriter, read_header
 from dtbench.layout import from_last_arrival_s, layout_of, mesh_groups
 from dtbench.mesh import groups_of
-from dtbench.model import Result
+from dtbench.model import Header, Result
 from dtbench.show.tables import print_runs
 from dtbench.stats import summarize
 from dtbench.tests import made_up
@@ -31,6 +31,10 @@ def header(mesh: dict[str, int], hosts: list[str], **facts: list[Any]) -> dict[s
     return made
 
 
+def read_by(*args: Any, **facts: list[Any]) -> Header:
+    return made_up.read(header(*args, **facts))
+
+
 def test_groups_of_a_mesh_of_three_dims() -> None:
     assert groups_of((2, 3, 2), 0) == [[0, 6], [1, 7], [2, 8], [3, 9], [4, 10], [5, 11]]
     assert groups_of((2, 3, 2), 1) == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]]
@@ -40,24 +44,24 @@ def test_groups_of_a_mesh_of_three_dims() -> None:
 
 def test_a_file_that_lists_other_ranks_than_its_mesh_has_no_layout() -> None:
     made = header({"dp": 2, "tp": 2}, ["a"] * 4)
-    assert set(mesh_groups(made)) == {"dp", "tp", "dp+tp"}
+    assert set(mesh_groups(made_up.read(made))) == {"dp", "tp", "dp+tp"}
     made["mesh"]["shape"] = [10**9, 10**9]
-    assert layout_of(made) == [] and mesh_groups(made) == {}
+    assert layout_of(made_up.read(made)) == [] and mesh_groups(made_up.read(made)) == {}
 
 
 def test_hosts_are_counted_per_group_and_per_pair() -> None:
-    dp, tp, both = layout_of(header({"dp": 2, "tp": 4}, ["a"] * 4 + ["b"] * 4))
+    dp, tp, both = layout_of(read_by({"dp": 2, "tp": 4}, ["a"] * 4 + ["b"] * 4))
     assert (both.name, both.ranks, both.groups) == ("dp+tp", 8, 1)
     assert (both.hosts_per_group, both.ranks_per_host, both.groups_per_host_pair) == ((2, 2), (4, 4), 1)
     assert (dp.hosts_per_group, dp.ranks_per_host, dp.groups_per_host_pair) == ((2, 2), (1, 1), 4)
     assert (tp.hosts_per_group, tp.ranks_per_host, tp.groups_per_host_pair) == ((1, 1), (4, 4), 0)
-    (tp,) = layout_of(header({"tp": 6}, ["a", "a", "a", "b", "b", "c"]))
+    (tp,) = layout_of(read_by({"tp": 6}, ["a", "a", "a", "b", "b", "c"]))
     assert (tp.hosts_per_group, tp.ranks_per_host, tp.groups_per_host_pair) == ((3, 3), (1, 3), 1)
-    mixed, *_ = layout_of(header({"dp": 2, "tp": 2}, ["a", "a", "a", "b"]))  # groups 0,2 and 1,3
+    mixed, *_ = layout_of(read_by({"dp": 2, "tp": 2}, ["a", "a", "a", "b"]))  # groups 0,2 and 1,3
     assert (mixed.hosts_per_group, mixed.groups_per_host_pair) == ((1, 2), 1)
     unknown = header({"tp": 2}, ["a", "b"])
     del unknown["ranks"][1]["host"]
-    assert layout_of(unknown)[0].hosts_per_group is None
+    assert layout_of(made_up.read(unknown))[0].hosts_per_group is None
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,7 @@ def test_a_host_is_a_name_and_a_kernel(
     hosts: list[str], boots: list[str | None], count: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = header({"tp": 2}, hosts, boot_id=boots)
-    assert layout_of(made)[0].hosts_per_group == (count, count)
+    assert layout_of(made_up.read(made))[0].hosts_per_group == (count, count)
     run = made_up.run([], mesh={"tp": 2}, ranks=made["ranks"])
     print_runs([run])
     out = capsys.readouterr().out
@@ -93,12 +97,12 @@ def test_numa_nodes_and_nvlink_neighbours() -> None:
         device_numa_node=[0, 0, 1, None],
         numa_nodes=[[0, 1]] * 4,
     )
-    dp, tp, _ = layout_of(made)
+    dp, tp, _ = layout_of(made_up.read(made))
     assert (dp.nvlink, tp.nvlink) == ((0, 2), (2, 2))
     assert (dp.numa_nodes_per_group, tp.numa_nodes_per_group) == ((2, 2), (1, 2))
     switched = header({"tp": 2}, ["a"] * 2, nvlink=[{"neighbours": {}, "switch_links": 18}] * 2)
-    assert layout_of(switched)[0].nvlink == (1, 1)
-    assert layout_of(header({"tp": 2}, ["a", "b"], nvlink=peers[:2]))[0].nvlink is None
+    assert layout_of(made_up.read(switched))[0].nvlink == (1, 1)
+    assert layout_of(read_by({"tp": 2}, ["a", "b"], nvlink=peers[:2]))[0].nvlink is None
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,7 @@ def test_numa_nodes_and_nvlink_neighbours() -> None:
 def test_what_ranks_say_is_checked_when_read(tmp_path: Path, field: str, value: Any) -> None:
     good = header({"tp": 2}, ["a", "a"], numa_nodes=[[0], None], interface=["lo", None])
     RunWriter.create(tmp_path / "good.jsonl", good).close()
-    assert read_header(tmp_path / "good.jsonl")["ranks"] == good["ranks"]
+    assert read_header(tmp_path / "good.jsonl") == made_up.read(good)
     bad = copy.deepcopy(good)
     bad["ranks"][1][field] = value
     with pytest.raises(ValueError, match=field):

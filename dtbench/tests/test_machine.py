@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from dtbench.files.store import RunWriter, read_run
+from dtbench.files.read import into
+from dtbench.files.run import RunWriter, read_run
 from dtbench.layout import layout_of
 from dtbench.machine import provenance as machine
-from dtbench.model import Plan, Result
+from dtbench.model import Header, MeshShape, Plan, Result
+from dtbench.tests import made_up
 
 PLAN = Plan((("dp", 2), ("tp", 2)), (1024, 4096), quick=True)
 
@@ -114,16 +116,16 @@ def test_the_header_is_one_that_the_store_reads_back(tmp_path: Path) -> None:
     with RunWriter.create(tmp_path / "x.jsonl", made) as writer:
         writer.append(Result("s", "n", "core", {}, "ok"))
     read = read_run(tmp_path / "x.jsonl").header
-    assert read["run_id"] == made["run_id"]
-    assert read["mesh"] == {"dim_names": ["dp", "tp"], "shape": [2, 2]}
-    assert [r["rank"] for r in read["ranks"]] == [0, 1, 2, 3]
-    assert read["plan"]["sizes_bytes"] == [1024, 4096]
-    assert read["versions"]["backend"] == "gloo"
-    assert read["versions"]["nccl"] is None
-    assert read["versions"]["torch"]
-    assert read["started"].endswith("+00:00")
-    assert read["machine"]["cpu"]["usable_cores"] == len(os.sched_getaffinity(0))
-    assert read["launches"] == 2
+    assert read == into(json.loads(json.dumps(made)), Header)
+    assert read.mesh == MeshShape(dim_names=("dp", "tp"), shape=(2, 2))
+    assert [r.rank for r in read.ranks] == [0, 1, 2, 3]
+    assert read.plan["sizes_bytes"] == [1024, 4096]
+    assert read.versions["backend"] == "gloo"
+    assert read.versions["nccl"] is None
+    assert read.versions["torch"]
+    assert read.started.endswith("+00:00")
+    assert read.machine.cpu.usable_cores == len(os.sched_getaffinity(0))
+    assert read.launches == 2
 
 
 def test_each_run_has_its_own_id_and_may_have_another_mesh() -> None:
@@ -159,7 +161,7 @@ def test_two_namespaces_of_one_machine_are_told_apart_by_their_names() -> None:
     there = json.loads(done.stdout)
     assert there["boot_id"] == here["boot_id"] and there["host"] == "node-b" != here["host"]
     mesh = {"dim_names": ["tp"], "shape": [2]}
-    (tp,) = layout_of({"mesh": mesh, "ranks": [here | {"rank": 0}, there | {"rank": 1}]})
+    (tp,) = layout_of(made_up.read({"mesh": mesh, "ranks": [here | {"rank": 0}, there | {"rank": 1}]}))
     assert tp.hosts_per_group == (2, 2)
 
 

@@ -14,6 +14,7 @@ from dtbench.errors import UsageError
 from dtbench.mesh import default_mesh, format_mesh, parse_mesh
 from dtbench.model import Case, Plan
 from dtbench.suite import Suite, WorldKind
+from dtbench.tests import made_up
 
 PLAN = Plan(mesh=(("tp", 2),), sizes_bytes=(1024,))
 
@@ -177,7 +178,7 @@ def test_remaining_leaves_out_what_is_done_in_that_launch() -> None:
 def test_resume_refuses_a_run_of_something_else() -> None:
     header = json.loads(json.dumps({"plan": asdict(PLAN), "suites": ["a"], "launches": 1}))
     path = Path("x.jsonl")
-    options.refuse_other_run(header, PLAN, ["a"], 1, path)
+    options.refuse_other_run(made_up.read(header), PLAN, ["a"], 1, path)
     for plan, suites, launches, says in [
         (Plan((("dp", 2),), (1024,)), ["a"], 1, "its mesh is tp=2, the options ask for dp=2"),
         (Plan(PLAN.mesh, (1, 2)), ["a"], 1, "its sizes_bytes is 1024, the options ask for 1,2"),
@@ -185,4 +186,4 @@ def test_resume_refuses_a_run_of_something_else() -> None:
         (PLAN, ["a"], 2, "its launches is 1, the options ask for 2"),
     ]:
         with pytest.raises(UsageError, match=says):
-            options.refuse_other_run(header, plan, suites, launches, path)
+            options.refuse_other_run(made_up.read(header), plan, suites, launches, path)

@@ -14,10 +14,11 @@ from dtbench.bench import options
 from dtbench.bench.options import RunOptions, further_tasks
 from dtbench.bench.refine import MOST_ADDED, middles, sizes_between
 from dtbench.errors import UsageError
-from dtbench.files.store import read_run
+from dtbench.files.run import read_run
 from dtbench.model import Case, Param, Plan, Result
 from dtbench.stats import summarize
 from dtbench.suite import Refinement, Suite
+from dtbench.tests import made_up
 from dtbench.tests.test_runs import here, kinds, run  # noqa: F401 - `here` is a fixture
 
 SUITE = str(Path(__file__).with_name("bending_suite.py"))
@@ -281,10 +282,10 @@ def test_a_run_from_before_refinement_is_resumed_without_it() -> None:
     header["plan"] |= {"impls": ["core", "torch"], "quick": False, "sizes_chosen": False}
     header |= {"suites": ["a"], "launches": 1}
     plan = Plan((("tp", 2),), (1,))
-    options.refuse_other_run(header, plan, ["a"], 1, Path("x.jsonl"))
+    options.refuse_other_run(made_up.read(header), plan, ["a"], 1, Path("x.jsonl"))
     refining = Plan((("tp", 2),), (1,), refine=True)
     with pytest.raises(UsageError, match="its refine is False, the options ask for True"):
-        options.refuse_other_run(header, refining, ["a"], 1, Path("x.jsonl"))
+        options.refuse_other_run(made_up.read(header), refining, ["a"], 1, Path("x.jsonl"))
 
 
 # ------------------------------------------------------------------------------------- real ranks

@@ -12,7 +12,7 @@ import pytest
 from dtbench.cost.calibration import write_topology
 from dtbench.cost.regret import NOTHING, price_us, regret
 from dtbench.errors import UsageError
-from dtbench.files.store import RunWriter
+from dtbench.files.run import RunWriter
 from dtbench.model import Result, Run
 from dtbench.tests.made_up import MIB, Cli, header, result, run
 from dtbench.tests.made_up_topology import curve_of, made_dim, made_topology

@@ -19,7 +19,7 @@ import pytest
 
 from dtbench.cost import calibration
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
-from dtbench.files.store import RunWriter
+from dtbench.files.run import RunWriter
 from dtbench.judge import op_verdicts as coverage
 from dtbench.model import Run
 from dtbench.show import report as reporting
@@ -254,11 +254,11 @@ def test_the_limit_is_the_links_of_a_gpu() -> None:
     header = made_up.header(hosts=["a"] * 4, machine={"cpu": {}, "gpus": [gpu] * 4})
     for rank in header["ranks"]:
         rank |= {"nvlink": link, "pci_bus_id": f"{rank['rank']}", "boot_id": "1"}
-    limit = collectives.limit_of(header, "tp")
+    limit = collectives.limit_of(made_up.read(header), "tp")
     assert limit == 450e9  # NVLink 4: 18 links of 25 GB/s in each direction
     header["ranks"][3] |= {"nvlink": {"neighbours": {}, "switch_links": 0}}
-    assert collectives.limit_of(header, "tp") is None  # a pair without a link
-    assert collectives.limit_of(made_up.header(), "tp") is None  # no GPU
+    assert collectives.limit_of(made_up.read(header), "tp") is None  # a pair without a link
+    assert collectives.limit_of(made_up.read(made_up.header()), "tp") is None  # no GPU
 
 
 # ------------------------------------------------------------------------------------ model, stages, overlap
@@ -338,9 +338,7 @@ def test_a_line_cut_short_is_no_revision(tmp_path: Path) -> None:
 def test_ops_have_a_letter_per_mode_the_worst_first(tmp_path: Path) -> None:
     run = made_up.run(list(verdicts.RUN.results))
     path = tmp_path / "ops.jsonl"
-    with RunWriter.create(
-        path, {k: v for k, v in run.header.items() if k not in ("kind", "schema")}
-    ) as writer:
+    with RunWriter.create(path, run.header) as writer:
         for result in run.results:
             writer.append(result)
     shown = Page(render(gather([path])))

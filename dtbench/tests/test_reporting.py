@@ -281,16 +281,16 @@ def test_hostile_text_stays_text(topology: dict[str, Any]) -> None:
     header = {k: v for k, v in made_up.header().items() if k not in ("kind", "schema")}
     changes = _hostile(header)
     changes["machine"] = {
-        "cpu": {HOSTILE: HOSTILE, "model": HOSTILE},
+        "cpu": {"governor": HOSTILE, "model": HOSTILE},
         "gpus": [{"name": HOSTILE}],
-        HOSTILE: HOSTILE,
+        "system": HOSTILE,
     }
     changes["env"] = {HOSTILE: HOSTILE}
     # dim names of a mesh differ from each other, whatever else they are
     mesh = changes.pop("mesh") | {"dim_names": [HOSTILE, HOSTILE + "2"]}
     run = Run(
         Path(f"{HOSTILE.replace('/', '')}.jsonl"),
-        made_up.header() | changes | {"mesh": mesh},
+        made_up.read(made_up.header() | changes | {"mesh": mesh}),
         tuple(hostile_results()),
         False,
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dtbench.files.store import read_run
+from dtbench.files.run import read_run
 from dtbench.model import Result, Run
 
 SUITE = str(Path(__file__).with_name("faults_suite.py"))
@@ -67,7 +67,7 @@ def by_impl(run: Run) -> dict[str, Result]:
 def assert_gone(run: Run) -> None:
     """No rank of the run is left."""
     deadline = time.monotonic() + 20
-    pids = [rank["pid"] for rank in run.header["ranks"]]
+    pids = [rank.pid for rank in run.header.ranks]
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, f"of {pids} some still run"
         time.sleep(0.1)
@@ -175,7 +175,7 @@ def test_a_killed_rank_ends_the_run_and_resume_goes_on(here: Path) -> None:
     args = ("--nproc", "2", "--filter", "dies")
     done = run(*args)
     assert done.returncode == 5
-    host = read_run("x.jsonl").header["ranks"][1]["host"]
+    host = read_run("x.jsonl").header.ranks[1].host
     assert done.stderr == (
         f"dtbench: rank 1 on {host} died or did not answer during bad grave how=dies (core): "
         f"1 result is in x.jsonl; go on with --resume -o x.jsonl\n"

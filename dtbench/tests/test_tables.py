@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from dtbench.files.schema import check_header
+from dtbench.files.read import into
 from dtbench.judge.compare import compare
 from dtbench.judge.tables import print_comparison
 from dtbench.machine.doctor import Finding
 from dtbench.machine.tables import print_findings
-from dtbench.model import Result, Run
+from dtbench.model import Header, Result, Run
 from dtbench.show.tables import print_runs
 from dtbench.stats import summarize
 
@@ -50,7 +50,7 @@ def run(*results: Result, complete: bool = True, **header: Any) -> Run:
         "ranks": [{"rank": i, "host": f"node{i // 2}"} for i in range(4)],
         "mesh": {"dim_names": ["dp", "tp"], "shape": [2, 2]},
     }
-    return Run(Path("run.jsonl"), check_header(fields | header), results, complete)
+    return Run(Path("run.jsonl"), into(fields | header, Header), results, complete)
 
 
 def table_of(text: str, start: str) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ import pytest
 from dtbench.cost.calibration import calibrate, write_topology
 from dtbench.cost.calibration.validate import Validation, validate, validate_split
 from dtbench.errors import EXIT_OK, EXIT_USAGE, UsageError
-from dtbench.files.store import RunWriter
+from dtbench.files.run import RunWriter
 from dtbench.model import Result, Run
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dtbench.bench.options import RunOptions, list_tasks
-from dtbench.files.store import read_run
+from dtbench.files.run import read_run
 from dtbench.model import Plan, Result
 from dtbench.suite import load
 from suites.tests.started import start

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dtbench.errors import UsageError
-from dtbench.files.store import read_run
+from dtbench.files.run import read_run
 from dtbench.model import Plan
 from dtbench.suite import load
 from dtbench_suites import regret as suite

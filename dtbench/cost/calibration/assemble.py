@@ -68,7 +68,7 @@ def calibrate(runs: Sequence[Run]) -> dict[str, Any]:
         "runs": [provenance(run) for run in runs],
         "device_type": device_type(header),
         "backend": backend(header),
-        "mesh": {"dim_names": list(header["mesh"]["dim_names"]), "shape": list(header["mesh"]["shape"])},
+        "mesh": {"dim_names": list(header.mesh.dim_names), "shape": list(header.mesh.shape)},
         "base_latency_us": BASE_LATENCY_US,
         "units": "GiB = 1024^3 bytes; us = microseconds; sizes are the whole tensor as one group holds it",
         "formula": "time_us = base_latency_us + hops * latency_us_per_hop"

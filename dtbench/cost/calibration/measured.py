@@ -20,7 +20,7 @@ from dtbench.cost.calibration.points import (
 )
 from dtbench.layout import joint_dim, layout_of
 from dtbench.mesh import Groups, groups_of
-from dtbench.model import Run
+from dtbench.model import Header, Run
 
 IMPLS = ("core", "torch")  # whose changes of placement are priced apart
 
@@ -87,9 +87,9 @@ def measured_dims(runs: Sequence[Run]) -> tuple[list[Measured], list[str]]:
     return dims, notes
 
 
-def _groups_of(header: Mapping[str, Any], measured: AbstractSet[str]) -> Iterator[tuple[str, Groups]]:
+def _groups_of(header: Header, measured: AbstractSet[str]) -> Iterator[tuple[str, Groups]]:
     """Each mesh dim, then all dims as one where that was measured."""
-    names, shape = header["mesh"]["dim_names"], header["mesh"]["shape"]
+    names, shape = header.mesh.dim_names, header.mesh.shape
     for index, name in enumerate(names):
         yield name, groups_of(shape, index)
     joint = joint_dim(zip(names, shape, strict=True))

@@ -9,6 +9,7 @@ import numpy as np
 
 from dtbench.cost.calibration.layout import crosses_hosts
 from dtbench.cost.price import price, ring_us
+from dtbench.model import Header, MeshShape
 from dtbench_core.cost.ring import GIB, INTER_HOST, INTRA_HOST, RING_COLLECTIVES, Link, Ring, guessed_links
 
 # In order of what they know. The noise floor is no model: one launch's times as the forecast of another's.
@@ -32,11 +33,11 @@ class Models:
     """
 
     def __init__(
-        self, dims: Sequence[Mapping[str, Any]], mesh: Mapping[str, Any], devices_per_host: int | None
+        self, dims: Sequence[Mapping[str, Any]], mesh: MeshShape, devices_per_host: int | None
     ) -> None:
         self.dims = {dim["name"]: dim for dim in dims}
-        links = [] if devices_per_host is None else guessed_links(mesh["shape"], devices_per_host)
-        self._guessed = dict(zip(mesh["dim_names"], links, strict=False))
+        links = [] if devices_per_host is None else guessed_links(mesh.shape, devices_per_host)
+        self._guessed = dict(zip(mesh.dim_names, links, strict=False))
         self._scale = self._fitted_scale()
 
     def curve(self, dim: str, what: str, name: str) -> Mapping[str, Any] | None:
@@ -89,12 +90,12 @@ class Models:
         return float(np.exp(np.median(logs))) if logs else 1.0
 
 
-def devices_per_host(header: Mapping[str, Any], device_type: str) -> tuple[int | None, str]:
+def devices_per_host(header: Header, device_type: str) -> tuple[int | None, str]:
     """How many devices torch counts on a host of a run, and how that is known, in words."""
     if device_type == "cpu":
         return 1, "on CPU it counts 1 device per host, so that every dim of two ranks or more crosses hosts"
-    gpus = len(header["machine"].get("gpus") or [])
-    ranks = max((rank.get("local_rank") or 0 for rank in header["ranks"]), default=-1) + 1
+    gpus = len(header.machine.gpus)
+    ranks = max((rank.local_rank or 0 for rank in header.ranks), default=-1) + 1
     if gpus == ranks == 0:
         return None, "left out, since the run does not say how many devices its hosts have"
     if gpus >= ranks:

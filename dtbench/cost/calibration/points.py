@@ -80,7 +80,7 @@ class Series:
 def tagged(runs: Sequence[Run], suite: str) -> list[Tagged]:
     """The suite's ok results that say their size and mesh dim."""
     return [
-        (run.header["run_id"], result)
+        (run.header.run_id, result)
         for run in runs
         for result in run.ok(suite)
         if result.size_bytes and "mesh_dim" in result.params

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dtbench.errors import UsageError
 from dtbench.layout import hosts_of
-from dtbench.model import Run
+from dtbench.model import Header, Run
 
 
 def check_same_setup(runs: Sequence[Run]) -> None:
@@ -16,7 +16,7 @@ def check_same_setup(runs: Sequence[Run]) -> None:
         raise UsageError("no run given: name at least one file of `dtbench run`")
     seen: dict[str, Run] = {}
     for run in runs:
-        run_id = run.header["run_id"]
+        run_id = run.header.run_id
         if run_id in seen:
             raise UsageError(f"{run.path} and {seen[run_id].path} are the same run ({run_id}): give it once")
         seen[run_id] = run
@@ -33,33 +33,32 @@ def check_same_setup(runs: Sequence[Run]) -> None:
 def _setup(run: Run) -> dict[str, object]:
     """What must agree. Hosts by their order of appearance: a scheduler may hand out other nodes."""
     header = run.header
-    mesh, machine = header["mesh"], header["machine"]
-    cpu = machine.get("cpu") or {}
+    mesh, machine = header.mesh, header.machine
     order: dict[str, int] = {}
     layout = [order.setdefault(host or "?", len(order)) for host in hosts_of(header)]
     return {
-        "mesh": ", ".join(f"{n}={s}" for n, s in zip(mesh["dim_names"], mesh["shape"], strict=True)),
+        "mesh": ", ".join(f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True)),
         "backend": backend(header),
         "device type": device_type(header),
-        "CPU": cpu.get("model") or cpu.get("name") or "unknown",
-        "GPUs": ", ".join(str(gpu.get("name")) for gpu in machine.get("gpus") or []) or "none",
+        "CPU": machine.cpu.model or "unknown",
+        "GPUs": ", ".join(str(gpu.name) for gpu in machine.gpus) or "none",
         "hosts of the ranks": layout,
     }
 
 
-def backend(header: Mapping[str, Any]) -> str:
-    return header["versions"].get("backend") or "unknown"
+def backend(header: Header) -> str:
+    return header.versions.get("backend") or "unknown"
 
 
-def device_type(header: Mapping[str, Any]) -> str:
-    devices = [rank.get("device") for rank in header["ranks"] if rank.get("device")]
-    return str(header["plan"].get("device_type") or (devices[0] if devices else "unknown")).split(":")[0]
+def device_type(header: Header) -> str:
+    devices = [rank.device for rank in header.ranks if rank.device]
+    return str(header.plan.get("device_type") or (devices[0] if devices else "unknown")).split(":")[0]
 
 
 def version_warnings(runs: Sequence[Run]) -> list[str]:
     warnings = []
     for what in ("torch", "nccl"):
-        versions = sorted({str(run.header["versions"].get(what)) for run in runs})
+        versions = sorted({str(run.header.versions.get(what)) for run in runs})
         if len(versions) > 1:
             warnings.append(f"the runs have different versions of {what}: {', '.join(versions)}")
     if any(not run.complete for run in runs):
@@ -70,9 +69,9 @@ def version_warnings(runs: Sequence[Run]) -> list[str]:
 
 def provenance(run: Run) -> dict[str, Any]:
     return {
-        "run_id": run.header["run_id"],
+        "run_id": run.header.run_id,
         "path": run.path.name,
-        "versions": dict(run.header["versions"]),
+        "versions": dict(run.header.versions),
         "hosts": len({host for host in hosts_of(run.header) if host is not None}),
     }
 

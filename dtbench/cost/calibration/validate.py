@@ -23,7 +23,8 @@ from dtbench.cost.calibration.points import Point, Series
 from dtbench.cost.calibration.setups import backend, check_same_setup, device_type, version_warnings
 from dtbench.cost.price import price
 from dtbench.errors import UsageError
-from dtbench.model import Run
+from dtbench.files.read import into
+from dtbench.model import MeshShape, Run
 from dtbench_core.cost.ring import RING_COLLECTIVES
 
 KIB, MIB = 1024, 1024**2
@@ -119,7 +120,7 @@ def validate(topology: Mapping[str, Any], runs: Sequence[Run], *, same: bool = F
     dims = _common(topology, measured, runs)
     header = runs[0].header
     devices, guess = devices_per_host(header, topology["device_type"])
-    models = Models(topology["dims"], topology["mesh"], devices)
+    models = Models(topology["dims"], into(topology["mesh"], MeshShape), devices)
     notes += [*chosen, *_differences(models, dims), f"PyTorch's guess: {guess}"]
     launches = sorted({launch for dim in dims for _, s in _series(dim) for launch in s.launches})
     title = f"{len(launches)} new launch{'es' * (len(launches) > 1)} of {_names(dims)}"
@@ -149,7 +150,7 @@ def validate_split(run: Run) -> Validation:
             "measure a range of sizes, 1KiB:1GiB:4x for one"
         )
     devices, guess = devices_per_host(run.header, device_type(run.header))
-    models = Models(fitted, run.header["mesh"], devices)
+    models = Models(fitted, run.header.mesh, devices)
     notes += version_warnings([run])
     if few:
         notes.append(f"{few} curves with fewer than {MIN_SIZES} sizes were left out")
@@ -229,7 +230,7 @@ def _names(dims: Sequence[Measured]) -> str:
 
 def _fitted_on(topology: Mapping[str, Any], runs: Sequence[Run], same: bool) -> list[str]:
     known = {run["run_id"] for run in topology["runs"]}
-    own = [str(run.path) for run in runs if run.header["run_id"] in known]
+    own = [str(run.path) for run in runs if run.header.run_id in known]
     if own and not same:
         raise UsageError(
             f"{', '.join(own)} is what the topology was fitted on, so its errors would flatter: "

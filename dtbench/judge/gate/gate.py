@@ -17,7 +17,7 @@ import click
 from dtbench.bench.options import DEFAULT_CPU_RANKS, LAUNCH_TIMEOUT_S, RunOptions
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.files.atomic import write_atomically
-from dtbench.files.schema import loads
+from dtbench.files.read import decode
 from dtbench.judge.gate import control, outputs
 from dtbench.judge.gate.arms import Arm, open_arms, repository
 from dtbench.judge.gate.benchmark import Benchmark, Key, Selection, by_key
@@ -349,7 +349,7 @@ def _keep_state(folder: Path, options: GateOptions, base: Arm, head: Arm, plan: 
         _write(path, json.dumps({**facts, "seed": seed}, indent=2), "gate state")
         return seed
     try:
-        was = loads(path.read_bytes())
+        was = decode(path.read_bytes())
         seed = was["seed"]
         if was.get("kind") != "gate state" or not isinstance(seed, int):
             raise ValueError("no state of a gate")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dtbench.errors import OutputError, UnreadableRunError
-from dtbench.files.schema import BadFieldError, loads, shown
+from dtbench.files.read import BadFieldError, decode, shown
 from dtbench.judge.gate.outputs import Report, plain
 
 SCHEMA = 1
@@ -116,7 +116,7 @@ def read(path: Path, machine: Mapping[str, Any]) -> Series:
                 if not data.endswith(b"\n"):
                     break
                 try:
-                    line = loads(data)
+                    line = decode(data)
                     revision, times = _checked(line)
                 except ValueError as error:
                     raise BadFieldError(f"line {number}: {error}") from error

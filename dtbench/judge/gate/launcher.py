@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtbench.errors import ArmError, DtbenchError
-from dtbench.files.store import read_run
+from dtbench.files.run import read_run
 from dtbench.judge.gate import control
 from dtbench.judge.gate.arms import Arm
 from dtbench.judge.gate.benchmark import (

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 import dtbench
 from dtbench.errors import EXIT_INCONCLUSIVE, EXIT_OK, UsageError
-from dtbench.files.store import read_run
+from dtbench.files.run import read_run
 from dtbench.judge.gate import control, selftest_suite
 from dtbench.judge.gate.arms import open_arms
 from dtbench.judge.gate.benchmark import Benchmark, Selection
@@ -104,7 +105,8 @@ def selftest(budget_s: float | None, folder: Path | None, resume: bool, say: Cal
 def _where_from(folder: Path) -> dict[str, Any]:
     """The machine and builds, as the pool's first launch says."""
     header = read_run(min((folder / "launches").glob("*.jsonl"))).header
-    kept = {key: header.get(key) for key in ("started", "versions", "git", "machine")}
+    known = msgspec.to_builtins(header)
+    kept = {key: known[key] for key in ("started", "versions", "git", "machine")}
     return {"kind": "gate-selftest", "schema": 1, **kept}
 
 

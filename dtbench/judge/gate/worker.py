@@ -24,7 +24,7 @@ from dtbench.bench.clock import clocks_of
 from dtbench.bench.options import RunOptions, Task, list_tasks
 from dtbench.bench.session import quiet_torch
 from dtbench.errors import EXIT_OK, EXIT_USAGE, DtbenchError, UsageError
-from dtbench.files.store import RunWriter
+from dtbench.files.run import RunWriter
 from dtbench.judge.gate import control
 from dtbench.judge.gate.benchmark import (
     DEFAULT_TOLERANCE,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtbench import errors
-from dtbench.files.schema import BadFieldError, shown
+from dtbench.files.read import BadFieldError, shown
 from dtbench.judge.compare import MIN_LAUNCHES, SAME_CONFIDENCE, SAME_WITHIN, Comparison, Row
 from dtbench.judge.verdicts import MAX_P, MIN_CHANGE, MIN_CHANGE_S, Verdict, smallest_change
 from dtbench.model import Param

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
+import msgspec
 from markupsafe import Markup
 
 from dtbench.files.frame import results_frame
@@ -52,7 +53,7 @@ def _run(run: Run) -> dict[str, Any]:
     columns = list(dict.fromkeys(name for line in lines for name in line))
     rows = [[line.get(name) for name in columns] for line in lines]
     return {
-        "header": dict(run.header),
+        "header": msgspec.to_builtins(run.header),
         "complete": run.complete,
         "results": {"columns": columns, "rows": rows},
     }

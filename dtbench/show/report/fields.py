@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dtbench.files.schema import BadFieldError, shown
+from dtbench.files.read import BadFieldError, shown
 
 
 def number(of: Mapping[str, Any], name: str, *, least: float = -math.inf) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtbench.files.schema import BadFieldError
+from dtbench.files.read import BadFieldError
 from dtbench.show.report import fields as f
 
 PARTS = ("compute", "overlap", "exposed", "host")

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from dtbench.cost.calibration import read_topology
 from dtbench.cost.choices import Group, Regret, Score
 from dtbench.errors import UnreadableRunError, UsageError
-from dtbench.files.schema import BadFieldError, loads, shown
-from dtbench.files.store import read_run
+from dtbench.files.read import BadFieldError, decode, shown
+from dtbench.files.run import read_run
 from dtbench.judge.op_verdicts import Baseline, has_verdicts, read_baseline
 from dtbench.model import Run
 from dtbench.show.report import fields as f
@@ -163,7 +163,7 @@ def _json(path: Path) -> Mapping[str, Any]:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise UnreadableRunError(f"{path} has more than {MAX_JSON_BYTES} bytes: expected {KINDS}")
-        return loads(path.read_bytes())
+        return decode(path.read_bytes())
     except OSError as error:
         raise UnreadableRunError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -185,7 +185,7 @@ def _with_profile(sources: Sources, folder: Path) -> Sources:
         if len(data) > MAX_TRACE_BYTES:
             note = f"{trace.name} has more than {MAX_TRACE_BYTES >> 20} MiB and is not drawn: open it in Perfetto"
             return replace(sources, notes=(*sources.notes, note))
-        spans = spans_of(loads(data))
+        spans = spans_of(decode(data))
     except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
         raise UnreadableRunError(
             f"{trace} is damaged: {error}; expected a trace of `dtbench profile`"
@@ -244,7 +244,7 @@ def _history(path: Path) -> History:
                     break
                 if number > MAX_HISTORY_LINES:
                     raise BadFieldError(f"it has more than {MAX_HISTORY_LINES} lines")
-                line = loads(data)
+                line = decode(data)
                 if line.get("kind") != "history" or line.get("schema") != 1:
                     raise BadFieldError(f"line {number} is no line of a history of schema 1")
                 of = f.mapping(line, "machine")

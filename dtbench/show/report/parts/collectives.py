@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from dtbench.layout import layout_of
+from dtbench.model import Gpu, Header
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import bandwidth_tick, seconds_tick, value_axis
 from dtbench.show.report.cases import Case, distinct, group, main_dtype
@@ -46,23 +46,23 @@ TIME_STYLES = {
 }
 
 
-def limit_of(header: Mapping[str, Any], dim: str) -> float | None:
+def limit_of(header: Header, dim: str) -> float | None:
     """Bytes per second that no collective over the dim can pass: a GPU's NVLinks in one direction, where all ranks of
     a group sit on one host and all pairs are linked; else None."""
     layout = next((one for one in layout_of(header) if one.name == dim), None)
-    gpus = header["machine"]["gpus"]
+    gpus = header.machine.gpus
     if layout is None or layout.hosts_per_group != (1, 1) or not layout.nvlink or not gpus:
         return None
     found = {_nvlink_Bps(gpu) for gpu in gpus}
     return found.pop() if layout.nvlink[0] == layout.nvlink[1] and len(found) == 1 else None
 
 
-def _nvlink_Bps(gpu: Mapping[str, Any]) -> float | None:  # noqa: N802
-    links = gpu.get("nvlink")
-    if not isinstance(links, Mapping):
+def _nvlink_Bps(gpu: Gpu) -> float | None:  # noqa: N802
+    links = gpu.nvlink
+    if links is None:
         return None
-    per_link, active = NVLINK_GBPS.get(str(links.get("version"))), links.get("active_links")
-    return None if per_link is None or not isinstance(active, int) or active < 1 else per_link * active * 1e9
+    per_link, active = NVLINK_GBPS.get(str(links.version)), links.active_links
+    return None if per_link is None or active < 1 else per_link * active * 1e9
 
 
 def fill(section: Section, of: Material) -> None:

@@ -22,8 +22,8 @@ NOT_OK = {
 def title(sources: Sources) -> str:
     if sources.runs:
         header = sources.runs[0].header
-        backend = header["versions"].get("backend") or "no backend"
-        ranks = f", {plural(len(header['ranks']), 'rank')}" if header["ranks"] else ""
+        backend = header.versions.get("backend") or "no backend"
+        ranks = f", {plural(len(header.ranks), 'rank')}" if header.ranks else ""
         where = f" on {plural(len(hosts(header)), 'host')}" if hosts(header) else ""
         return f"Mesh {mesh_words(header) or 'unknown'} over {backend}{ranks}{where}"
     if sources.gate is not None:
@@ -38,7 +38,7 @@ def title(sources: Sources) -> str:
 def started(sources: Sources) -> str:
     """When the runs were measured, for the index."""
     runs = (*sources.runs, *sources.verdict_runs)
-    return max((str(run.header["started"] or "") for run in runs), default="")
+    return max((str(run.header.started or "") for run in runs), default="")
 
 
 def summary(of: Material) -> str:
@@ -48,12 +48,12 @@ def summary(of: Material) -> str:
     header = runs[0].header
     cases = [case for members in of.suites.values() for case in members]
     both = sum({"core", "torch"} <= set(case.impls) for case in cases)
-    launches = len({(run.header["run_id"], r.launch) for run in runs for r in run.results})
+    launches = len({(run.header.run_id, r.launch) for run in runs for r in run.results})
     names = f" ({', '.join(of.suites)})" if of.suites else ""
     words = (
         f"{plural(len(cases), 'case')} of {plural(len(of.suites), 'suite')}{names} measured in "
         f"{launches} {'launch' if launches == 1 else 'launches'} on {hardware(header)} with "
-        f"torch {header['versions'].get('torch') or 'of unknown version'}."
+        f"torch {header.versions.get('torch') or 'of unknown version'}."
     )
     if both:
         words += f" In {both} of them dtbench’s own core and torch.distributed.tensor did the same in turn."
@@ -75,10 +75,10 @@ def warnings(sources: Sources) -> list[str]:
         found.append(f"{wrong} held wrong data: see Failures. No time of theirs is shown.")
     if tally["failed"]:
         found.append(f"{plural(tally['failed'], 'result')} failed: see Failures.")
-    if any(run.header["plan"].get("quick") for run in runs):
+    if any(run.header.plan.get("quick") for run in runs):
         found.append("Measured with --quick: few samples, so small differences mean nothing.")
     if sources.topology is not None and runs:
-        found += _of_topology(sources.topology, {run.header["run_id"] for run in runs})
+        found += _of_topology(sources.topology, {run.header.run_id for run in runs})
     return [*found, *sources.notes]
 
 

@@ -9,28 +9,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dtbench.model import Run
+import msgspec
+
+from dtbench.model import Checkout, Header, Run
 from dtbench.show.report.sources import Sources
 from dtbench.units import format_bytes
 
 
-def mesh_words(header: Mapping[str, Any]) -> str:
-    mesh = header["mesh"]
-    return " × ".join(f"{name} = {size}" for name, size in zip(mesh["dim_names"], mesh["shape"], strict=True))
+def mesh_words(header: Header) -> str:
+    mesh = header.mesh
+    return " × ".join(f"{name} = {size}" for name, size in zip(mesh.dim_names, mesh.shape, strict=True))
 
 
-def hosts(header: Mapping[str, Any]) -> list[str]:
-    return sorted({rank["host"] for rank in header["ranks"] if rank.get("host")})
+def hosts(header: Header) -> list[str]:
+    return sorted({rank.host for rank in header.ranks if rank.host})
 
 
-def hardware(header: Mapping[str, Any]) -> str:
-    machine = header["machine"]
+def hardware(header: Header) -> str:
+    machine = header.machine
     gpus: dict[str, int] = {}
-    for gpu in machine["gpus"]:
-        name = str(gpu.get("name") or "GPU")
+    for gpu in machine.gpus:
+        name = str(gpu.name or "GPU")
         gpus[name] = gpus.get(name, 0) + 1
     named = [f"{count} × {name}" for name, count in gpus.items()]
-    return ", ".join([*named, str(machine["cpu"].get("model") or "unknown CPU")])
+    return ", ".join([*named, str(machine.cpu.model or "unknown CPU")])
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def provenance(sources: Sources) -> Provenance:
     base = sources.baseline[0].header if sources.baseline else None
     was = dict(_facts(base)) if base else {}
     facts = [
-        *(Fact("Command", _command(run.header["argv"])) for run in sources.runs),
+        *(Fact("Command", _command(run.header.argv)) for run in sources.runs),
         *(Fact("Run", _run_words(run)) for run in sources.runs),
         *(Fact("Baseline", _run_words(run)) for run in sources.baseline),
         *sides,
@@ -70,7 +72,7 @@ def provenance(sources: Sources) -> Provenance:
     now = dict(_facts(header))
     names = dict.fromkeys([*now, *was])
     facts += [_fact(name, now.get(name, ""), was.get(name, "") if base else None) for name in names]
-    env, env_was = header["env"], base["env"] if base else {}
+    env, env_was = header.env, base.env if base else {}
     environment = [
         _fact(name, str(env.get(name, _UNSET)), str(env_was.get(name, _UNSET)) if base else None)
         for name in sorted({*env, *env_was})
@@ -88,41 +90,41 @@ def _fact(name: str, value: str, was: str | None) -> Fact:
 
 def _run_words(run: Run) -> str:
     words = [
-        run.header["run_id"],
-        f"started {run.header['started'] or 'at an unknown time'}",
+        run.header.run_id,
+        f"started {run.header.started or 'at an unknown time'}",
         "complete" if run.complete else "incomplete",
         f"file {run.path.name}",
     ]
     return ", ".join(words)
 
 
-def _facts(header: Mapping[str, Any]) -> list[tuple[str, str]]:
-    machine = header["machine"]
+def _facts(header: Header) -> list[tuple[str, str]]:
+    machine: dict[str, Any] = msgspec.to_builtins(header.machine)
     known = {"cpu", "gpus"}
-    plan = {k: v for k, v in header["plan"].items() if k != "mesh"}
+    plan = {k: v for k, v in header.plan.items() if k != "mesh"}
     gpus = Counter(_described(gpu) for gpu in machine["gpus"])
     facts = [
         ("Mesh", mesh_words(header)),
         ("Ranks", _placement(header)),
-        ("Versions", ", ".join(f"{k} {v}" for k, v in header["versions"].items() if v is not None)),
-        ("Checkout", _checkout(header["git"])),
-        ("dtbench’s checkout", _checkout(header["git"].get("dtbench"))),
+        ("Versions", ", ".join(f"{k} {v}" for k, v in header.versions.items() if v is not None)),
+        ("Checkout", _checkout(header.git)),
+        ("dtbench’s checkout", _checkout(header.git.dtbench)),
         ("CPU", _described(machine["cpu"])),
         ("GPUs", "; ".join(f"{count} × {words}" for words, count in gpus.items())),
         *[(_words(k).capitalize(), _described(v, k)) for k, v in machine.items() if k not in known],
-        ("Suites", ", ".join(header["suites"])),
-        ("Launches", f"{header.get('launches') or ''}"),
+        ("Suites", ", ".join(header.suites)),
+        ("Launches", str(header.launches)),
         ("Plan", _described(plan)),
-        ("Schema", f"{header.get('schema') or ''}"),
+        ("Schema", str(header.schema)),
     ]
     return [(name, value) for name, value in facts if value]
 
 
-def _placement(header: Mapping[str, Any]) -> str:
+def _placement(header: Header) -> str:
     by_host: dict[str, list[str]] = {}
-    for rank in header["ranks"]:
-        place = f"{rank['rank']} ({rank.get('device') or 'unknown device'})"
-        by_host.setdefault(rank.get("host") or "unknown host", []).append(place)
+    for rank in header.ranks:
+        place = f"{rank.rank} ({rank.device or 'unknown device'})"
+        by_host.setdefault(rank.host or "unknown host", []).append(place)
     return "; ".join(f"{host}: {', '.join(places)}" for host, places in by_host.items())
 
 
@@ -131,11 +133,11 @@ def _command(argv: Sequence[str]) -> str:
     return line if not argv or Path(argv[0]).name == "dtbench" else f"dtbench {line}"
 
 
-def _checkout(git: Any) -> str:
-    if not isinstance(git, Mapping) or not git.get("commit"):
+def _checkout(git: Checkout | None) -> str:
+    if git is None or not git.commit:
         return ""
-    dirty = git.get("dirty")
-    return f"{git['commit']}{', with uncommitted changes' if dirty is True else ', clean' if dirty is False else ''}"
+    dirty = git.dirty
+    return f"{git.commit}{', with uncommitted changes' if dirty is True else ', clean' if dirty is False else ''}"
 
 
 def _words(key: str) -> str:

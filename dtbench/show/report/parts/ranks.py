@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from dtbench.layout import from_last_arrival_s, mesh_groups
 from dtbench.mesh import Groups
-from dtbench.model import Result, Run, estimator_of
+from dtbench.model import Header, Result, Run, estimator_of
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import seconds_tick, value_axis
 from dtbench.show.report.figures import Figure, Map, Row, Style, dots, maps
@@ -54,7 +53,7 @@ def ranks_of(runs: Sequence[Run]) -> list[Ranks]:
     """Per mesh dim the all_reduce (else the first collective) of the largest size, all groups at work."""
     found = []
     groups = mesh_groups(runs[0].header)
-    for dim in runs[0].header["mesh"]["dim_names"] if groups else ():
+    for dim in runs[0].header.mesh.dim_names if groups else ():
         results = [
             r
             for run in runs
@@ -126,9 +125,9 @@ def _last(groups: Groups, late: Mapping[int, np.ndarray]) -> dict[int, float]:
     return shares
 
 
-def _map(header: Mapping[str, Any], found: Sequence[Ranks]) -> Figure | None:
+def _map(header: Header, found: Sequence[Ranks]) -> Figure | None:
     """A map of the mesh per dim: which groups are slow."""
-    shape, names = header["mesh"]["shape"], header["mesh"]["dim_names"]
+    shape, names = header.mesh.shape, header.mesh.dim_names
     drawn = [one for one in found if one.busbw_Bps]
     if not drawn or math.prod(shape) > MAX_CELLS:
         return None
@@ -186,8 +185,8 @@ def _skew(found: Sequence[Ranks]) -> Figure | None:
     )
 
 
-def _table(found: Sequence[Ranks], header: Mapping[str, Any]) -> t.Table | None:
-    hosts = {rank["rank"]: rank.get("host") for rank in header["ranks"]}
+def _table(found: Sequence[Ranks], header: Header) -> t.Table | None:
+    hosts = {rank.rank: rank.host for rank in header.ranks}
     rows = [(one, rank) for one in found for rank in sorted(one.late_s)]
     if not rows:
         return None

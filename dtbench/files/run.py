@@ -4,7 +4,7 @@ The first line is the header (`kind` run), then come results, `resume` lines whe
 and an `end` line. A line is written, flushed and fsynced before `RunWriter.append` returns, so
 what a killed run leaves is readable: at worst its last line is cut, and the reader drops that one.
 
-Files from elsewhere are not trusted: `dtbench.files.schema` checks every field for type and range.
+Files from elsewhere are not trusted: `dtbench.files.read` checks every field for type and range.
 """
 
 from __future__ import annotations
@@ -23,14 +23,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
-from dtbench.files.schema import BadFieldError, check_header, loads, result_of, shown
-from dtbench.model import SCHEMA, STATUSES, Result, ResultKey, Run
+from dtbench.files.read import BadFieldError, decode, into, shown
+from dtbench.model import SCHEMA, STATUSES, Header, Param, Result, ResultKey, Run, Timing
 
 # A line holds every rank's samples: 1024 ranks x 1000 samples x 22 characters are 22 MiB. Beyond
 # these limits a file is not a run, and reading it would only fill the memory.
 MAX_LINE_BYTES = 64 * 2**20
 MAX_FILE_BYTES = 2 * 2**30
+# Params that a suite got later, and what its results meant before: old files have the keys of new ones.
+_LATER_PARAMS: Mapping[str, Mapping[str, Param]] = {
+    "redistribute": {"groups": "together", "mode": "isolated"}
+}
+_ORDERED = ("min", "p25", "median", "p75", "p95", "max")
 
 
 # --------------------------------------------------------------------------------- writing
@@ -51,7 +58,7 @@ class RunWriter:
         self._lock = threading.RLock()
 
     @classmethod
-    def create(cls, path: str | Path, header: Mapping[str, Any]) -> RunWriter:
+    def create(cls, path: str | Path, header: Mapping[str, Any] | Header) -> RunWriter:
         """A new file that holds `header`.
 
         Raises:
@@ -65,8 +72,9 @@ class RunWriter:
         writer = cls(path, fd, 0, ())
         try:
             _lock(fd, path)
-            line = {"kind": "run", **_strict(header), "schema": SCHEMA}
-            check_header(line)
+            given = msgspec.to_builtins(header) if isinstance(header, Header) else header
+            line = {"kind": "run", **_strict(given), "schema": SCHEMA}
+            into(line, Header)
             writer._write(line)
             _sync_folder(path)
         except BaseException as error:
@@ -254,7 +262,7 @@ def _representable(result: Result) -> Result:
     """`result` if what it says can be read back, else a failed one with the reason."""
     named = Result(result.suite, result.name, result.impl, result.params, "failed", launch=result.launch)
     try:  # a case without a name in the file could never be found again
-        result_of(loads(_encode(named.to_json())))
+        result_of(decode(_encode(named.to_json())))
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"the case {result.suite}/{result.name} [{result.impl}] cannot be named in a run file: "
@@ -265,7 +273,7 @@ def _representable(result: Result) -> Result:
         line = _encode(result.to_json())
         if len(line) > MAX_LINE_BYTES:
             raise BadFieldError(f"the line has {len(line)} bytes, the limit is {MAX_LINE_BYTES}")
-        result_of(loads(line))
+        result_of(decode(line))
     except (TypeError, ValueError) as error:
         reason = f"the result cannot be recorded: {_fault(result, error)}"
         return dataclasses.replace(named, reason=_text(reason), rank=result.rank)
@@ -295,7 +303,7 @@ def read_run(path: str | Path) -> Run:
         UnreadableRunError: not a file, not a run, of a newer schema, or damaged (with the line).
     """
     path = Path(path)
-    header: Mapping[str, Any] | None = None
+    header: Header | None = None
     results: dict[ResultKey, Result] = {}
     complete = False
     for number, data in _lines(path):
@@ -306,7 +314,7 @@ def read_run(path: str | Path) -> Run:
         if not data.strip():
             continue
         try:
-            line = _parse_tail(data) if cut else loads(data)
+            line = _parse_tail(data) if cut else decode(data)
             if line is None:
                 complete = False
                 break
@@ -331,7 +339,45 @@ def read_run(path: str | Path) -> Run:
     return Run(path, header, tuple(results.values()), complete)
 
 
-def read_header(path: str | Path) -> Mapping[str, Any]:
+def result_of(line: Mapping[str, Any]) -> Result:
+    """The result that a line holds; unknown fields are ignored.
+
+    Raises:
+        BadFieldError: a field that is missing, of the wrong type or out of range.
+    """
+    result = into(line, Result)
+    later = _LATER_PARAMS.get(result.suite, {})
+    missing = {name: value for name, value in later.items() if name not in result.params}
+    if missing:
+        result = dataclasses.replace(result, params={**result.params, **missing})
+    if result.time_s is not None:
+        _check_order(result.time_s)
+    return result if "clock" in line else _before_clocks(result)
+
+
+def _before_clocks(result: Result) -> Result:
+    """Files that do not say the clock: `dispatch` alone timed the host, and bandwidths are of the median."""
+    result = dataclasses.replace(result, clock="host" if result.suite == "dispatch" else "device")
+    if result.time_s is None or not result.estimate_s:
+        return result
+    faster = result.time_s.median / result.estimate_s
+    return dataclasses.replace(
+        result,
+        algbw_Bps=result.algbw_Bps and result.algbw_Bps * faster,
+        busbw_Bps=result.busbw_Bps and result.busbw_Bps * faster,
+    )
+
+
+def _check_order(time_s: Timing) -> None:
+    figures = [getattr(time_s, name) for name in _ORDERED]
+    if figures != sorted(figures):
+        raise BadFieldError(f"time_s is not in order: expected {' <= '.join(_ORDERED)}")
+    # The mean of equal numbers may round to just beside them.
+    if not time_s.min * (1 - 1e-9) <= time_s.mean <= time_s.max * (1 + 1e-9):
+        raise BadFieldError(f"time_s.mean is {time_s.mean!r}, expected it between min and max")
+
+
+def read_header(path: str | Path) -> Header:
     """The first line of a run file, checked; fields that are missing have empty values.
 
     Raises:
@@ -369,9 +415,9 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise UnreadableRunError(f"{str(path)!r} is not the path of a file: {error}") from error
 
 
-def _first_line(path: Path, data: bytes) -> Mapping[str, Any]:
+def _first_line(path: Path, data: bytes) -> Header:
     try:
-        line = loads(data)
+        line = decode(data)
     except ValueError as error:
         raise UnreadableRunError(
             f"{path} is not a dtbench run: its first line is not a JSON object ({error})"
@@ -387,7 +433,7 @@ def _first_line(path: Path, data: bytes) -> Mapping[str, Any]:
             f"upgrade dtbench to read it"
         )
     try:
-        return check_header(line)
+        return into(line, Header)
     except BadFieldError as error:
         raise UnreadableRunError(f"{path}: line 1 is damaged: {error}") from error
 
@@ -395,6 +441,6 @@ def _first_line(path: Path, data: bytes) -> Mapping[str, Any]:
 def _parse_tail(data: bytes) -> dict[str, Any] | None:
     """A last line without its newline: whole if it is an object all the same, else None."""
     try:
-        return loads(data)
+        return decode(data)
     except ValueError:
         return None

@@ -17,9 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
-from dtbench.files import store
-from dtbench.files.store import RunWriter, read_header, read_run
-from dtbench.model import STATUSES, Result, Timing
+from dtbench.files import run as run_file
+from dtbench.files.read import into
+from dtbench.files.run import RunWriter, read_header, read_run
+from dtbench.model import STATUSES, Header, Result, Timing
 from dtbench.stats import summarize
 
 HEADER: dict[str, Any] = {
@@ -116,7 +117,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, made: list[Result]) -> Non
         assert writer.done == {r.key for r in made}
         writer.end()
     run = read_run(path)
-    assert run.header == HEADER == read_header(path)
+    assert run.header == into(HEADER, Header) == read_header(path)
     assert list(run.results) == made
     assert run.complete
     for line in path.read_text().splitlines():
@@ -235,7 +236,7 @@ def test_a_result_that_cannot_be_read_back_is_recorded_as_failed(tmp_path: Path,
 def test_a_result_beyond_the_limit_of_a_line_is_recorded_as_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "MAX_LINE_BYTES", 600)
+    monkeypatch.setattr(run_file, "MAX_LINE_BYTES", 600)
     with RunWriter.create(tmp_path / "x.jsonl", HEADER | {"argv": []}) as writer:
         samples = (1.0,) * 300
         recorded = writer.append(Result("s", "n", "core", {}, "ok", samples_s=samples))
@@ -260,8 +261,8 @@ def test_text_that_is_no_text_is_spelled_out(tmp_path: Path) -> None:
     with RunWriter.create(path, HEADER | {"argv": [name], "plan": {"x": math.inf}}) as writer:
         writer.append(Result("s", "n", "core", {}, "failed", reason=name))
     run = read_run(path)
-    assert run.header["argv"] == ["caf\\udce9.py"]
-    assert run.header["plan"] == {"x": None}
+    assert run.header.argv == ("caf\\udce9.py",)
+    assert run.header.plan == {"x": None}
     assert run.results[0].reason == "caf\\udce9.py"
 
 
@@ -322,7 +323,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
         import resource, sys
         from dtbench.errors import OutputError
         from dtbench.model import Result
-        from dtbench.files.store import RunWriter
+        from dtbench.files.run import RunWriter
         writer = RunWriter.create(sys.argv[1], {"run_id": "r"})
         writer.append(Result("s", "first", "core", {}, "ok"))
         size = writer.path.stat().st_size
@@ -352,14 +353,14 @@ def test_an_interrupt_inside_a_line_leaves_whole_lines(
 ) -> None:
     path = tmp_path / "x.jsonl"
     with RunWriter.create(path, HEADER) as writer:
-        real = store.os.write
+        real = run_file.os.write
 
         def half(fd: int, data: memoryview) -> int:
             real(fd, data[: len(data) // 2])
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(store.os, "write", half)
+            patch.setattr(run_file.os, "write", half)
             with pytest.raises(KeyboardInterrupt):
                 writer.append(good())
         writer.end()
@@ -447,9 +448,8 @@ def test_a_header_with_a_bad_field(tmp_path: Path, field: str, value: Any) -> No
 
 def test_a_short_header_reads_as_empty_fields(tmp_path: Path) -> None:
     header = read_header(written(tmp_path / "x", header={"kind": "run", "schema": 1, "run_id": "x"}))
-    assert header["machine"] == {"cpu": {}, "gpus": []}
-    assert header["mesh"] == {"dim_names": [], "shape": []}
-    assert header["ranks"] == []
+    assert header == Header(schema=1, run_id="x")
+    assert header.mesh.shape == header.ranks == header.machine.gpus == ()
 
 
 TIMING = {"min": 1.0, "p25": 1.0, "median": 1.0, "p75": 1.0, "p95": 1.0, "max": 1.0, "mean": 1.0, "n": 1}
@@ -531,10 +531,10 @@ def test_what_a_later_version_adds_is_ignored(tmp_path: Path) -> None:
 
 def test_limits_of_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path / "x", line_of())
-    monkeypatch.setattr(store, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(run_file, "MAX_LINE_BYTES", 100)
     with pytest.raises(UnreadableRunError, match="line 1 is longer than 100 bytes"):
         read_run(path)
-    monkeypatch.setattr(store, "MAX_FILE_BYTES", 200)
+    monkeypatch.setattr(run_file, "MAX_FILE_BYTES", 200)
     with pytest.raises(UnreadableRunError, match="at most 200"):
         read_run(path)
 
