@@ -370,3 +370,23 @@ def test_a_lost_write_is_refused_in_lists_too(mesh: DeviceMesh) -> None:
     for _ in range(3):
         with pytest.raises(PlacementError, match="the view is a copy"):
             torch._foreach_add_([x[:1]], [y])
+
+
+def test_what_is_made_of_a_copied_view_is_none_and_may_be_written(mesh: DeviceMesh) -> None:
+    x = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)])
+    view = x[:1]
+    made = [
+        view.redistribute(placements=[Replicate()]),
+        view.redistribute(forward_dtype=torch.float64),
+        view + 0,
+    ]
+    made.append(view.detach().clone())
+    for one in made:
+        assert type(one) is DTensor
+        assert bool((one.add_(1).to_local() == 2).all())
+    views = (view, view[:, :1])
+    assert type(views[1]) is type(view) is not DTensor
+    x.add_(1)
+    for stale in views:
+        with pytest.raises(PlacementError, match="written to since"):
+            stale.to_local()

@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup
 
 from dtbench_core.bucketer.layout import BucketError
 from dtbench_core.bucketer.packing import SIDE_BY_SIDE_BYTES, Source, side_by_side
-from dtbench_core.layout.copied_view import class_of
 from dtbench_core.layout.placement import Placements, Shard, StridedShard
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride
 from dtbench_core.layout.wrapper import Wrapper, held_by, wrap
@@ -168,7 +167,7 @@ def _mesh_dim_of(spec: DTensorSpec, group: ProcessGroup) -> int | None:
 
 
 def _rewrap(tensor: Wrapper, spec: DTensorSpec, placements: Placements) -> Callable[[Tensor], Tensor]:
-    kind = class_of(tensor)
+    kind = tensor.viewed
     result = DTensorSpec.of(spec.info, placements, spec.shape, contiguous_stride(spec.shape), spec.dtype)
     return lambda local: wrap(kind, local, result)
 

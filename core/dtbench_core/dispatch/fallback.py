@@ -27,7 +27,8 @@ from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.shard_layout import empty_part
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, wrap
-from dtbench_core.redistribute import route as redistribute
+from dtbench_core.redistribute.autograd import local_at
+from dtbench_core.redistribute.route import apply, plan
 from dtbench_core.runtime import current
 
 
@@ -126,10 +127,10 @@ def gathered(tensor: Wrapper, copied: bool = True) -> torch.Tensor:
     written to only if `copied`."""
     spec = tensor._spec
     replicated = (REPLICATE,) * spec.info.ndim
-    route = redistribute.plan(spec, replicated)
+    route = plan(spec, replicated)
     if copied:
-        return redistribute.apply(tensor._local_tensor, route)
-    return redistribute.local_at(tensor, replicated, route)
+        return apply(tensor._local_tensor, route)
+    return local_at(tensor, replicated, route)
 
 
 def _report(op: OpOverload) -> None:
@@ -171,7 +172,7 @@ def store(tensor: Wrapper, full: torch.Tensor) -> None:
     """Overwrites `tensor`'s shard with its part of the replicated values `full`."""
     spec = tensor._spec
     source = DTensorSpec.of(spec.info, (REPLICATE,) * spec.info.ndim, full.shape, full.stride(), full.dtype)
-    tensor._local_tensor.copy_(redistribute.apply(full, redistribute.plan(source, spec.placements)))
+    tensor._local_tensor.copy_(apply(full, plan(source, spec.placements)))
 
 
 def _wrapped(

@@ -21,7 +21,7 @@ from dtbench_core.layout.copied_view import refuse_write
 from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride
 from dtbench_core.layout.wrapper import Wrapper
-from dtbench_core.redistribute import route as redistribute
+from dtbench_core.redistribute.autograd import redistribute_tensor
 from dtbench_core.torch_compat import increment_version, set_wrapper_metadata, version_of
 
 Dispatch = Callable[[type[Wrapper], OpOverload, Any, Sequence[Any], dict[str, Any]], Any]  # torch_dispatch
@@ -121,7 +121,7 @@ def _store(op: object, out: torch.Tensor, value: torch.Tensor) -> None:
     if isinstance(value, Wrapper):
         if (watch := contexts.watch()) is not None:
             watch.observe(op, value._spec, spec.placements)
-        local = redistribute.redistribute_tensor(value, spec.placements)._local_tensor
+        local = redistribute_tensor(value, spec.placements)._local_tensor
     out._local_tensor.copy_(local)
 
 

@@ -25,7 +25,8 @@ from dtbench_core.layout.copied_view import copied_view
 from dtbench_core.layout.placement import Placements
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, wrap
-from dtbench_core.redistribute import route as redistribute
+from dtbench_core.redistribute.autograd import local_at
+from dtbench_core.redistribute.route import Route, apply
 from dtbench_core.torch_compat import DisableTorchFunction, increment_version, is_inference_mode_enabled
 
 Call = Callable[..., Any]
@@ -35,7 +36,7 @@ class Move(NamedTuple):
     """An input that must be placed otherwise: which of the tensors, how, what it is, what it becomes."""
 
     at: int
-    steps: redistribute.Route
+    steps: Route
     spec: DTensorSpec
     placements: Placements
 
@@ -326,12 +327,10 @@ def _places(args: Sequence[Any]) -> list[int] | None:
     return places
 
 
-def _local_at(
-    tensor: Any, local: torch.Tensor, placements: Placements, route: redistribute.Route
-) -> torch.Tensor:
+def _local_at(tensor: Any, local: torch.Tensor, placements: Placements, route: Route) -> torch.Tensor:
     if isinstance(tensor, Wrapper):
-        return redistribute.local_at(tensor, placements, route)
-    return redistribute.apply(local, route)
+        return local_at(tensor, placements, route)
+    return apply(local, route)
 
 
 def sorted_by_name(kwargs: dict[str, Any]) -> dict[str, Any]:

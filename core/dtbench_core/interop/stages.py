@@ -19,6 +19,7 @@ from dtbench_core.dispatch import entry as dispatch
 from dtbench_core.dispatch.plan import CALLING, Moving, Plan
 from dtbench_core.layout import shard_layout as layout
 from dtbench_core.layout import wrapper
+from dtbench_core.redistribute import autograd
 from dtbench_core.redistribute import route as redistribute
 from dtbench_core.runtime import process
 from dtbench_core.tensor import dtensor as tensor
@@ -132,7 +133,7 @@ def _functions() -> list[tuple[Callable[..., Any], str]]:
         "key": (cache_key.key_of,),
         "cache": (redistribute.request, layout.even_spec),
         "plan": (make_plan.build, make_plan.first_run),
-        "redistribute": (redistribute.apply, redistribute.follow, redistribute.local_at),
+        "redistribute": (redistribute.apply, autograd.follow, autograd.local_at),
         "communicate": (
             comm.all_gather,
             comm.all_reduce,

@@ -15,7 +15,7 @@ their key.
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -47,7 +47,7 @@ class CopiedView:
 
     __slots__ = ()
 
-    viewed: type[Wrapper]
+    viewed: ClassVar[type[Wrapper]]
     # None: of a simulated rank's part, whose whole is asked before.
     _origin: Origin | None = None
 
@@ -113,9 +113,3 @@ def refuse_write(tensor: Any) -> None:
             "it could be cut: the view is a copy and the write would be lost; redistribute the tensor so that the dim "
             "is whole, then take the view"
         )
-
-
-def class_of(tensor: Wrapper) -> type[Wrapper]:
-    """The class of `tensor`, or of what it is a copied view of."""
-    kind = type(tensor)
-    return getattr(kind, "viewed", kind)

@@ -27,8 +27,15 @@ class Wrapper(torch.Tensor):
 
     _local_tensor: torch.Tensor
     _spec: DTensorSpec
-    # The class of views that had to be copied; see copied_view.py.
+    # The class of views that had to be copied (copied_view.py), and that of what ops on such a view give: of every
+    # other class, itself.
     copied_view: ClassVar[type[Wrapper]]
+    viewed: ClassVar[type[Wrapper]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "viewed" not in vars(cls):
+            cls.viewed = cls
 
 
 def wrap(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> Wrapped:

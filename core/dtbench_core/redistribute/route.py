@@ -1,8 +1,8 @@
 """Moving a tensor from one placement to another: plan(src, dst) -> a route, and apply(route).
 
-A route is the cheapest chain of steps under the cost model in use (cost.py searches it, moves.py does
-a step). It depends on specs alone, so that every rank computes the same one and it can be cached and
-printed: `print(plan_of(tensor, placements))`.
+A route is the cheapest chain of steps under the cost model in use (cost/search.py searches it, movers.py does
+a step, autograd.py brings DTensors along). It depends on specs alone, so that every rank computes the same
+one and it can be cached and printed: `print(plan_of(tensor, placements))`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from dtbench_core.errors import PlacementError
 from dtbench_core.layout.local_shards import plain_part
 from dtbench_core.layout.placement import REPLICATE, Placement, Placements, describe, local_extents
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
-from dtbench_core.layout.wrapper import Wrapped, Wrapper, wrap
+from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.redistribute.movers import Exchange, Mover, mover
 from dtbench_core.runtime import process
-from dtbench_core.torch_compat import any_requires_grad, version_of
 
 
 class Step(NamedTuple):
@@ -115,6 +114,11 @@ def _bytes(count: int) -> str:
             break
         value /= 1024
     return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def placements_of_gradient(placements: Placements) -> Placements:
+    """Where the gradient of a tensor so placed belongs: each term of a Partial has the whole gradient."""
+    return tuple(REPLICATE if p.is_partial() else p for p in placements)
 
 
 # ---- planning (pure) ----
@@ -252,85 +256,3 @@ def apply(local: torch.Tensor, route: Route) -> torch.Tensor:
     for move in route.movers:
         local = move(local)
     return local
-
-
-# ---- on DTensors ----
-
-
-def local_at(tensor: Wrapper, dst: Placements, route: Route) -> torch.Tensor:
-    """The local part of `tensor` at `dst`, for an op to read. A pending sum is added up once.
-
-    Two collectives add the same terms in different orders, and what one rounds up the other may round
-    down. A gradient formula that looks for the maximum in the tensor it was taken from would then find
-    nothing, and divide by the count of nothing. So the sum of a tensor under autograd is kept with it,
-    until it is written to.
-    """
-    if not _rounds(tensor._spec.placements) or _rounds(dst) or not any_requires_grad(tensor):
-        return apply(tensor._local_tensor, route)
-    version = version_of(tensor)
-    kept = tensor.__dict__.get("_materialised")
-    if kept is None or kept[0] != version:
-        spec = tensor._spec.with_placements(dst)
-        kept = tensor.__dict__["_materialised"] = (version, spec, apply(tensor._local_tensor, route))
-    _, spec, local = kept
-    found: torch.Tensor = local if spec.placements == dst else apply(local, plan(spec, dst))
-    return found
-
-
-def _rounds(placements: Placements) -> bool:
-    return any(p.is_partial() and not (p.is_partial("max") or p.is_partial("min")) for p in placements)
-
-
-def redistribute_tensor(tensor: Wrapped, dst: Placements) -> Wrapped:
-    """`tensor` placed as `dst`, outside autograd; itself under another name when nothing changes."""
-    return follow(tensor, plan(tensor._spec, dst))
-
-
-def follow(tensor: Wrapped, route: Route) -> Wrapped:
-    """`tensor` at the end of the route, outside autograd."""
-    return wrap(tensor.__class__, apply(tensor._local_tensor, route), route.result)
-
-
-def placements_of_gradient(placements: Placements) -> Placements:
-    """Where the gradient of a tensor so placed belongs: each term of a Partial has the whole gradient."""
-    return tuple(REPLICATE if p.is_partial() else p for p in placements)
-
-
-class Redistribute(torch.autograd.Function):
-    """Redistribution under autograd. It leaves the global tensor unchanged, so the gradient passes
-    through, brought back to the input's own placements."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: Wrapper,
-        route: Route,
-        forward_dtype: torch.dtype | None,
-        backward_dtype: torch.dtype | None,
-    ) -> Wrapper:
-        ctx.route, ctx.backward_dtype = route, backward_dtype
-        if forward_dtype is not None and forward_dtype != route.source.dtype:
-            tensor = cast_dtype(tensor, forward_dtype)
-            route = plan(tensor._spec, route.result.placements)
-        return follow(tensor, route)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Wrapper) -> tuple[Wrapper, None, None, None]:
-        route: Route = ctx.route
-        if ctx.backward_dtype is not None and grad._spec.dtype != ctx.backward_dtype:
-            grad = cast_dtype(grad, ctx.backward_dtype)
-        back = plan(grad._spec, route.gradient)
-        if torch.is_grad_enabled():  # a backward that is itself differentiated needs its own graph
-            moved: Wrapper = Redistribute.apply(grad, back, None, None)
-        else:
-            moved = follow(grad, back)
-        if moved._spec.dtype != route.source.dtype:
-            moved = cast_dtype(moved, route.source.dtype)
-        return moved, None, None, None
-
-
-def cast_dtype(tensor: Wrapped, dtype: torch.dtype) -> Wrapped:
-    """`tensor` in another dtype, shard by shard, outside autograd."""
-    spec = tensor._spec
-    cast = DTensorSpec.of(spec.info, spec.placements, spec.shape, spec.stride, dtype)
-    return wrap(type(tensor), tensor._local_tensor.to(dtype), cast)

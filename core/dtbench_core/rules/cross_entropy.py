@@ -118,7 +118,7 @@ class CrossEntropy(torch.autograd.Function):
             logits._spec.dtype, copy=True
         )
         return wrap(
-            type(logits),
+            logits.viewed,
             value,
             totals._spec.of(totals._spec.info, totals._spec.placements, (), (), value.dtype),
         )

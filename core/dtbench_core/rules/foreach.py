@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from dtbench_core.layout.placement import REPLICATE, Partial, Placements
 from dtbench_core.layout.spec import DTensorSpec, TensorMeta
 from dtbench_core.layout.wrapper import Wrapper, wrap
-from dtbench_core.redistribute import route as redistribute
+from dtbench_core.redistribute.autograd import redistribute_tensor
 from dtbench_core.rules.base import (
     OpCall,
     Row,
@@ -214,9 +214,7 @@ def _lie_alike(parameters: Sequence[Any], tensors: Sequence[Any]) -> bool:
 def _moved(parameters: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
     """Each tensor as its parameter lies: itself where it does already."""
     return [
-        t
-        if p._spec.placements == t._spec.placements
-        else redistribute.redistribute_tensor(t, p._spec.placements)
+        t if p._spec.placements == t._spec.placements else redistribute_tensor(t, p._spec.placements)
         for p, t in zip(parameters, tensors, strict=False)
     ]
 
@@ -232,7 +230,7 @@ def foreach_norm(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | None
     if ord == math.inf and any(t.numel() == 0 for t in tensors):
         return NotImplemented  # torch refuses: nothing is the largest of none
     terms: Any = torch.stack([_norm_term(t, ord, dtype) for t in tensors])
-    norms = redistribute.redistribute_tensor(terms, (REPLICATE,) * terms._spec.info.ndim)
+    norms = redistribute_tensor(terms, (REPLICATE,) * terms._spec.info.ndim)
     norms = norms if ord == math.inf else norms ** (1 / ord)
     return [norm.to(dtype or t._spec.dtype) for norm, t in zip(norms.unbind(), tensors, strict=True)]
 
@@ -242,7 +240,7 @@ def _norm_term(tensor: Any, ord: Any, dtype: torch.dtype | None) -> Any:
     spec: DTensorSpec = tensor._spec
     if spec.has_partial():
         settled = tuple(REPLICATE if p.is_partial() else p for p in spec.placements)
-        tensor = redistribute.redistribute_tensor(tensor, settled)
+        tensor = redistribute_tensor(tensor, settled)
     local = tensor._local_tensor
     if local.numel() == 0:
         term = local.new_zeros((), dtype=torch.float64)  # neutral, as no norm is negative
@@ -252,7 +250,7 @@ def _norm_term(tensor: Any, ord: Any, dtype: torch.dtype | None) -> Any:
         term = norm if ord == math.inf else norm**ord
     kind = Partial("max" if ord == math.inf else "sum")
     placements = tuple(kind if p.is_shard() else REPLICATE for p in tensor._spec.placements)
-    return wrap(type(tensor), term, DTensorSpec.of(spec.info, placements, (), (), torch.float64))
+    return wrap(tensor.viewed, term, DTensorSpec.of(spec.info, placements, (), (), torch.float64))
 
 
 @decomposition(aten._amp_foreach_non_finite_check_and_unscale_.default)
@@ -262,7 +260,7 @@ def check_and_unscale(tensors: Sequence[Any], found_inf: Any, inv_scale: Any) ->
     if not all(isinstance(t, Wrapper) for t in tensors):
         return NotImplemented
     total: Any = torch.stack([(~torch.isfinite(t)).sum() for t in tensors]).sum()
-    whole = redistribute.redistribute_tensor(total, (REPLICATE,) * total._spec.info.ndim)
+    whole = redistribute_tensor(total, (REPLICATE,) * total._spec.info.ndim)
     found = found_inf._local_tensor if isinstance(found_inf, Wrapper) else found_inf
     found.masked_fill_(whole._local_tensor > 0, 1.0)
     for tensor in tensors:

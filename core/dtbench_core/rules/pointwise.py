@@ -14,7 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from dtbench_core.errors import PlacementError
-from dtbench_core.layout.copied_view import class_of, copied_view
+from dtbench_core.layout.copied_view import copied_view
 from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Partial, Placement, Shard
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper
@@ -158,7 +158,7 @@ def conjugate(tensor: Wrapper) -> Wrapper:
     """Plain torch marks the result and conjugates on reading. A mark on a shard would not show on the DTensor,
     so the shard is a copy, which refuses writes."""
     made: Wrapper = aten.conj_physical(tensor)
-    return copied_view(class_of(tensor), made._local_tensor, made._spec, tensor)
+    return copied_view(tensor.viewed, made._local_tensor, made._spec, tensor)
 
 
 @rule(aten._to_copy.default)

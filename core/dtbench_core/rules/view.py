@@ -14,7 +14,7 @@ import torch
 from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Shard
 from dtbench_core.layout.spec import numel
 from dtbench_core.layout.wrapper import Wrapper
-from dtbench_core.redistribute import route as redistribute
+from dtbench_core.redistribute.autograd import redistribute_tensor
 from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, along, aten, linear_rows, rule
 from dtbench_core.rules.regroup import kept
 
@@ -140,7 +140,7 @@ def tensor_split(tensor: Any, indices_or_sections: Any = None, dim: int = 0, **n
     if not isinstance(where, torch.Tensor):
         return NotImplemented
     if isinstance(where, Wrapper):
-        where = redistribute.redistribute_tensor(where, (REPLICATE,) * where._spec.info.ndim)._local_tensor
+        where = redistribute_tensor(where, (REPLICATE,) * where._spec.info.ndim)._local_tensor
     return torch.tensor_split(tensor, where.tolist(), dim)
 
 

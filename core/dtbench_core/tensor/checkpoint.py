@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import CoreError, LayoutError, MeshError, PlacementError
-from dtbench_core.layout.copied_view import class_of
 from dtbench_core.layout.local_shards import chunks_within, holds_shards
 from dtbench_core.layout.mesh import mesh_info
 from dtbench_core.layout.placement import Partial, Placements, RaggedShard, Replicate, Shard, StridedShard
@@ -35,7 +34,7 @@ def reduce(tensor: Wrapper) -> tuple[Any, ...]:
     spec = tensor._spec
     attributes = {k: v for k, v in tensor.__dict__.items() if k not in MEMORIES}
     described = (spec.mesh, spec.placements, tuple(spec.shape), spec.stride, tensor.requires_grad)
-    return rebuild, (class_of(tensor), tensor._local_tensor, *described, attributes)
+    return rebuild, (tensor.viewed, tensor._local_tensor, *described, attributes)
 
 
 def rebuild(

@@ -28,17 +28,8 @@ from dtbench_core.layout.shard_layout import (
 )
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.layout.wrapper import MEMORIES, Wrapper, wrap
-from dtbench_core.redistribute.route import (
-    Redistribute,
-    Route,
-    apply,
-    cast_dtype,
-    follow,
-    placements_of_gradient,
-    plan,
-    redistribute_tensor,
-    request,
-)
+from dtbench_core.redistribute.autograd import Redistribute, cast_dtype, follow, redistribute_tensor
+from dtbench_core.redistribute.route import Route, apply, placements_of_gradient, plan, request
 from dtbench_core.tensor import checkpoint as state
 from dtbench_core.tensor.view_methods import straight_methods
 from dtbench_core.torch_compat import (
@@ -256,12 +247,14 @@ class DTensor(Wrapper):
                 "full_tensor() and distribute_tensor() move between meshes"
             )
         route = request(spec, placements)
+        moved: Any
         if torch.is_grad_enabled() and any_requires_grad(self):
-            moved: DTensor = Redistribute.apply(self, route, forward_dtype, backward_dtype)
-            return moved
-        if forward_dtype is not None and forward_dtype != spec.dtype:
-            return redistribute_tensor(cast_dtype(self, forward_dtype), route.result.placements)
-        return follow(self, route)
+            moved = Redistribute.apply(self, route, forward_dtype, backward_dtype)
+        elif forward_dtype is not None and forward_dtype != spec.dtype:
+            moved = redistribute_tensor(cast_dtype(self, forward_dtype), route.result.placements)
+        else:
+            moved = follow(self, route)
+        return moved  # type: ignore[no-any-return]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor on every rank; differentiable. `grad_placements` as in `to_local`."""

@@ -1,0 +1,87 @@
+"""Redistributing DTensors: below autograd, under it, and once for several uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dtbench_core.layout.placement import Placements
+from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.layout.wrapper import Wrapper, wrap
+from dtbench_core.redistribute.route import Route, apply, plan
+from dtbench_core.torch_compat import any_requires_grad, version_of
+
+
+def local_at(tensor: Wrapper, dst: Placements, route: Route) -> torch.Tensor:
+    """The local part of `tensor` at `dst`, for an op to read. A pending sum is added up once.
+
+    Two collectives add the same terms in different orders, and what one rounds up the other may round
+    down. A gradient formula that looks for the maximum in the tensor it was taken from would then find
+    nothing, and divide by the count of nothing. So the sum of a tensor under autograd is kept with it,
+    until it is written to.
+    """
+    if not _pends_rounding(tensor._spec.placements) or _pends_rounding(dst) or not any_requires_grad(tensor):
+        return apply(tensor._local_tensor, route)
+    version = version_of(tensor)
+    kept = tensor.__dict__.get("_materialised")
+    if kept is None or kept[0] != version:
+        spec = tensor._spec.with_placements(dst)
+        kept = tensor.__dict__["_materialised"] = (version, spec, apply(tensor._local_tensor, route))
+    _, spec, local = kept
+    found: torch.Tensor = local if spec.placements == dst else apply(local, plan(spec, dst))
+    return found
+
+
+def _pends_rounding(placements: Placements) -> bool:
+    return any(p.is_partial() and not (p.is_partial("max") or p.is_partial("min")) for p in placements)
+
+
+def redistribute_tensor(tensor: Wrapper, dst: Placements) -> Wrapper:
+    """`tensor` placed as `dst`, outside autograd; itself under another name when nothing changes."""
+    return follow(tensor, plan(tensor._spec, dst))
+
+
+def follow(tensor: Wrapper, route: Route) -> Wrapper:
+    """`tensor` at the end of the route, outside autograd."""
+    return wrap(tensor.viewed, apply(tensor._local_tensor, route), route.result)
+
+
+class Redistribute(torch.autograd.Function):
+    """Redistribution under autograd. It leaves the global tensor unchanged, so the gradient passes
+    through, brought back to the input's own placements."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Wrapper,
+        route: Route,
+        forward_dtype: torch.dtype | None,
+        backward_dtype: torch.dtype | None,
+    ) -> Wrapper:
+        ctx.route, ctx.backward_dtype = route, backward_dtype
+        if forward_dtype is not None and forward_dtype != route.source.dtype:
+            tensor = cast_dtype(tensor, forward_dtype)
+            route = plan(tensor._spec, route.result.placements)
+        return follow(tensor, route)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Wrapper) -> tuple[Wrapper, None, None, None]:
+        route: Route = ctx.route
+        if ctx.backward_dtype is not None and grad._spec.dtype != ctx.backward_dtype:
+            grad = cast_dtype(grad, ctx.backward_dtype)
+        back = plan(grad._spec, route.gradient)
+        if torch.is_grad_enabled():  # a backward that is itself differentiated needs its own graph
+            moved: Wrapper = Redistribute.apply(grad, back, None, None)
+        else:
+            moved = follow(grad, back)
+        if moved._spec.dtype != route.source.dtype:
+            moved = cast_dtype(moved, route.source.dtype)
+        return moved, None, None, None
+
+
+def cast_dtype(tensor: Wrapper, dtype: torch.dtype) -> Wrapper:
+    """`tensor` in another dtype, shard by shard, outside autograd."""
+    spec = tensor._spec
+    cast = DTensorSpec.of(spec.info, spec.placements, spec.shape, spec.stride, dtype)
+    return wrap(tensor.viewed, tensor._local_tensor.to(dtype), cast)
