@@ -290,7 +290,7 @@ class MeshShape(Record, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if len(self.dim_names) != len(self.shape):
-            raise ValueError(f"{len(self.dim_names)} dim_names for {len(self.shape)} dims")
+            raise ValueError(f"dim_names has {len(self.dim_names)} names for {len(self.shape)} dims")
 
 
 class ImportedLog(Record, frozen=True, kw_only=True):

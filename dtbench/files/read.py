@@ -162,9 +162,7 @@ def read_json(path: Path, what: str, max_bytes: int) -> dict[str, Any]:
     except OSError as error:
         raise UnreadableRunError(f"cannot read {path}: {error.strerror or error}; expected {what}") from error
     except BadFieldError as error:
-        raise UnreadableRunError(f"{path} is {error}: expected {what}") from error
-    except ValueError as error:  # a null byte in the name
-        raise UnreadableRunError(f"{str(path)!r} is not the path of a file: {error}") from error
+        raise UnreadableRunError(f"{path} is not {what}: {error}") from error
 
 
 _STEP = re.compile(r"\.([A-Za-z_]\w*)|\[(\d+|\.\.\.)\]")
@@ -196,8 +194,8 @@ def _fault(message: str, value: Any, kind: Any, name: str) -> str:
     if missing := _MISSING.match(what):
         wanted = _words(_fields(_plain(kind))[missing[1]])
         return f"{_join(name, missing[1])} is missing, expected {wanted}"
-    if not what.startswith(("Expected", "Invalid", "Integer", "Number")):  # raised by __post_init__
-        return f"{name}: {what}" if name else what
+    if not what.startswith(("Expected", "Invalid", "Integer", "Number")):  # by a __post_init__, field first
+        return _join(name, what)
     return f"{name or 'it'} is {shown(value)}, expected {_words(kind)}"
 
 
@@ -226,7 +224,7 @@ def _join(name: str, field: str) -> str:
 
 
 def _key(key: str) -> str:
-    return key if key.isidentifier() and len(key) <= 60 else shown(key)
+    return ascii(key)[1:-1][:60]
 
 
 def _plain(kind: Any) -> Any:
