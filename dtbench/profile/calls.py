@@ -8,17 +8,18 @@ two seconds.
 from __future__ import annotations
 
 import dataclasses
-import gc
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from time import perf_counter_ns
+from statistics import fmean, median
+from typing import Any
 
+from dtbench.bench.clock import HostClock
+from dtbench.bench.measure import Subject
 from dtbench.model import Workload
 from dtbench.profile import counters, frames
 from dtbench.profile.flame import Graph
 from dtbench.profile.spans import Overhead, Span, quickest
-from dtbench.profile.stages import Breakdown, break_down, frame_pieces, named_pieces
+from dtbench.profile.stages import Breakdown, Pieces, break_down, frame_pieces, named_pieces
 
 # A block of calls lasts about so long: above the clock's and the loop's cost, below most disturbances.
 _BLOCK_NS = 400_000
@@ -26,6 +27,8 @@ _MOST_CALLS, _LEAST_CALLS, _BLOCKS = 50, 4, 5
 # After a swap of functions Python finds its way anew: its caches of names settle within some 50 calls.
 _WARMUP_CALLS = 60
 _KEPT_ROUNDS = 0.25
+# The floor beside the impls: the plain op on the local tensors.
+FLOOR = "local"
 # Calls in the trace: enough to see that they are alike.
 TRACED_CALLS = 20
 
@@ -56,10 +59,11 @@ class Round:
 
 
 class Caller:
-    """Calls a workload in blocks."""
+    """Calls a workload in blocks; making it warms the workload up."""
 
     def __init__(self, workload: Workload) -> None:
         self.run, self.before = workload.run, workload.before
+        self._clock = HostClock()
         first = self._block_ns(1)
         again = first if self.before is not None else min(self._block_ns(1) for _ in range(20))
         self.calls = int(min(max(_BLOCK_NS / again, _LEAST_CALLS), _MOST_CALLS))
@@ -71,16 +75,12 @@ class Caller:
             self._block_ns(self.warmup)
         size = 1 if self.before is not None else max(self.calls // _BLOCKS, 1)
         blocks = sorted(self._block_ns(size) for _ in range(max(self.calls // size, _BLOCKS)))
-        return _mean(blocks[: max(1, len(blocks) // 2)])
+        return fmean(blocks[: max(1, len(blocks) // 2)])
 
     def _block_ns(self, calls: int) -> float:
         if self.before is not None:
             self.before()
-        run = self.run
-        start = perf_counter_ns()
-        for _ in range(calls):
-            run()
-        return (perf_counter_ns() - start) / calls
+        return self._clock.measure(self.run, calls) * 1e9
 
 
 @dataclass
@@ -91,23 +91,52 @@ class Profiled:
     graphs: list[Graph] = field(default_factory=list)
     traced: dict[str, list[Span]] = field(default_factory=dict)
 
-    def add(self, label: str, impl: str, workload: Workload, effort: Effort, floor: float | None) -> None:
-        """Takes the calls of one impl of a case apart. floor: ns of the plain op, if that is known.
 
-        The core's table is that of its own counters, other impls' that of frames; the flame graphs are
-        of frames, which go deeper.
-        """
-        caller = Caller(workload)
-        quiet_ns = floor_ns(caller, effort)
-        shown, calls = by_frames(caller, effort, label, impl)
+class Recording:
+    """The schedule of one impl of a case: its calls are recorded and taken apart, and go into `profiled` once
+    it is found right.
+
+    The core's table is that of its own counters, other impls' that of frames; the flame graphs are of frames,
+    which go deeper. Of the plain op only `floor_ns` is taken: of a call that nobody records, in the quickest of
+    some blocks, since short ones meet a quiet moment. floor_ns: the plain op's, if it is known.
+    """
+
+    def __init__(
+        self, label: str, subject: Subject, effort: Effort, profiled: Profiled, floor_ns: float | None
+    ) -> None:
+        self.floor_ns = floor_ns
+        self._label, self._subject, self._effort, self._profiled = label, subject, effort, profiled
+        self._caller: Caller | None = None
+        self._made = Profiled()
+
+    def warm_up(self) -> None:
+        self._caller = self._subject.attempt(lambda: Caller(self._subject.workload))
+
+    def sample(self) -> None:
+        self._subject.attempt(self._record)
+
+    def finish(self) -> None:
+        if self._subject.bad is None:
+            self._profiled.breakdowns += self._made.breakdowns
+            self._profiled.graphs += self._made.graphs
+            self._profiled.traced |= self._made.traced
+
+    def _record(self) -> None:
+        caller, effort, impl = self._caller, self._effort, self._subject.impl
+        assert caller is not None
+        quickest_ns = sorted(caller.whole_ns() for _ in range(effort.rounds))[: max(1, effort.rounds // 4)]
+        quiet_ns = fmean(quickest_ns)
+        if impl == FLOOR:
+            self.floor_ns = quiet_ns
+            return
+        name = f"{self._label} ({impl})"
+        shown, self._made.traced[f"{name}, frames"] = by_frames(caller, effort, self._label, impl)
         shown = shown.at_pace(quiet_ns)
-        self.graphs.append(Graph(label, f"{label} ({impl})", shown.folded))
-        self.traced[f"{label} ({impl}), frames"] = calls
+        self._made.graphs.append(Graph(self._label, name, shown.folded))
         if impl == "core":
-            shown, calls = by_counters(caller, effort, label)
+            shown, self._made.traced[f"{name}, counters"] = by_counters(caller, effort, self._label)
             shown = shown.at_pace(quiet_ns)
-            self.traced[f"{label} (core), counters"] = calls
-        self.breakdowns.append(dataclasses.replace(shown, floor_ns=floor))
+        self._made.breakdowns.append(dataclasses.replace(shown, floor_ns=self.floor_ns))
 
 
 def by_counters(caller: Caller, effort: Effort, label: str) -> tuple[Breakdown, list[Span]]:
@@ -119,18 +148,8 @@ def by_counters(caller: Caller, effort: Effort, label: str) -> tuple[Breakdown, 
         calls = recorder.calls(caller.warmup, caller.calls)
         return Round(whole, quickest(calls), {counters.KIND: counters.bracket_overhead()})
 
-    best = _best_rounds(round_, effort.rounds)
-    made = break_down(
-        [call for one in best for call in one.calls],
-        _mean([one.whole_ns for one in best]),
-        _typical_overheads(best),
-        named_pieces,
-        ignored=counters.bookkeeping(),
-        label=label,
-        impl="core",
-        source="the core's counters",
-    )
-    return made, best[0].calls[:TRACED_CALLS]
+    about = {"label": label, "impl": "core", "source": "the core's counters"}
+    return _taken_apart(round_, effort.rounds, named_pieces, ignored=counters.bookkeeping(), **about)
 
 
 def by_frames(caller: Caller, effort: Effort, label: str, impl: str) -> tuple[Breakdown, list[Span]]:
@@ -143,47 +162,23 @@ def by_frames(caller: Caller, effort: Effort, label: str, impl: str) -> tuple[Br
         # Recording takes long enough for the machine to change: a call alone before it and after it.
         return Round((whole + caller.whole_ns()) / 2, quickest(calls), frames.frame_overheads())
 
-    best = _best_rounds(round_, effort.frame_rounds)
-    made = break_down(
-        [call for one in best for call in one.calls],
-        _mean([one.whole_ns for one in best]),
-        _typical_overheads(best),
-        frame_pieces,
-        rename=frames.short_name,
-        label=label,
-        impl=impl,
-        source="Python and C++ frames",
-    )
-    return made, best[0].calls[:TRACED_CALLS]
+    about = {"label": label, "impl": impl, "source": "Python and C++ frames"}
+    return _taken_apart(round_, effort.frame_rounds, frame_pieces, rename=frames.short_name, **about)
 
 
-def floor_ns(caller: Caller, effort: Effort) -> float:
-    """Of a call that nobody records, in the quickest of some blocks: short ones meet a quiet moment."""
-    return _mean(sorted(caller.whole_ns() for _ in range(effort.rounds))[: max(1, effort.rounds // 4)])
-
-
-def _best_rounds(round_: Callable[[], Round], count: int) -> list[Round]:
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        rounds = [round_() for _ in range(count)]
-    finally:
-        if enabled:
-            gc.enable()
-    rounds.sort(key=lambda one: one.burden_ns)
-    return rounds[: max(1, round(count * _KEPT_ROUNDS))]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _typical_overheads(rounds: Sequence[Round]) -> dict[str, Overhead]:
-    return {
+def _taken_apart(
+    round_: Callable[[], Round], count: int, pieces: Pieces, **about: Any
+) -> tuple[Breakdown, list[Span]]:
+    """The table of the quickest rounds, and some calls of the quickest."""
+    rounds = sorted((round_() for _ in range(count)), key=lambda one: one.burden_ns)
+    best = rounds[: max(1, round(count * _KEPT_ROUNDS))]
+    calls = [call for one in best for call in one.calls]
+    overheads = {
         kind: Overhead(
-            statistics.median(one.overheads[kind].inside_ns for one in rounds),
-            statistics.median(one.overheads[kind].outside_ns for one in rounds),
+            median(one.overheads[kind].inside_ns for one in best),
+            median(one.overheads[kind].outside_ns for one in best),
         )
-        for kind in rounds[0].overheads
+        for kind in best[0].overheads
     }
+    made = break_down(calls, fmean(one.whole_ns for one in best), overheads, pieces, **about)
+    return made, best[0].calls[:TRACED_CALLS]

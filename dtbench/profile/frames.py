@@ -7,12 +7,11 @@ how much here, and the self times are corrected for it.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from time import perf_counter_ns
 from typing import Any
 
+from dtbench.bench.clock import HostClock
 from dtbench.profile.spans import Overhead, Span
 
 # torch's names of what it records.
@@ -140,11 +139,5 @@ def _timed_recording(call: Callable[[], object]) -> tuple[float, list[Span]]:
 
 def _loop_ns(call: Callable[[], object]) -> float:
     """ns per call, the quickest of some rounds."""
-    best = float("inf")
-    for _ in range(3):
-        repeats = itertools.repeat(None, _CALIBRATION_CALLS)
-        start = perf_counter_ns()
-        for _ in repeats:
-            call()
-        best = min(best, (perf_counter_ns() - start) / _CALIBRATION_CALLS)
-    return best
+    clock = HostClock()
+    return min(clock.measure(call, _CALIBRATION_CALLS) for _ in range(3)) * 1e9

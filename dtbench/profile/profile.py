@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from dtbench.bench.measure import Subject, measure
 from dtbench.bench.options import Task
 from dtbench.bench.progress import say
 from dtbench.bench.run import count_ranks
 from dtbench.bench.session import quiet_torch
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, complain, describe
-from dtbench.model import Skip
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, complain
 from dtbench.profile.folder import as_json, check_folder, write_folder
 from dtbench.profile.request import DATA_NAME, FLAME_NAME, TABLE_NAME, TRACE_NAME, Request
 from dtbench.world.launch import start_ranks
@@ -20,9 +20,6 @@ from dtbench.world.watch import INTERRUPTED, Diagnosis
 
 if TYPE_CHECKING:
     from dtbench.profile.calls import Profiled
-
-# The floor beside the impls: the plain op on the local tensors.
-_FLOOR = "local"
 
 
 def quiet_profiler() -> None:
@@ -79,22 +76,16 @@ def _profile_task(request: Request, task: Task, world: Any, profiled: Profiled) 
     from dtbench.profile import calls
 
     effort = calls.QUICK if request.options.quick else calls.FULL
-    failed, floor = False, None
-    for impl in sorted(task.impls, key=lambda name: name != _FLOOR):
-        try:
-            workload = task.case.build[impl](world)
-            wrong = workload.check() if workload.check is not None else None
-            if wrong is not None:
-                raise ValueError(wrong)
-            if impl == _FLOOR:
-                floor = calls.floor_ns(calls.Caller(workload), effort)
-            else:
-                profiled.add(task.label, impl, workload, effort, floor)
-        except Skip as reason:
-            say(f"{task.label} ({impl}): skipped, {reason}")
-        except Exception as error:
-            failed = True
-            complain(f"{task.label} ({impl}): failed, {describe(error)}")
+    failed, floor_ns = False, None
+    for impl in sorted(task.impls, key=lambda name: name != calls.FLOOR):
+        subject = Subject(task.case, impl)
+        recording = calls.Recording(task.label, subject, effort, profiled, floor_ns)
+        measure([subject], world, recording)
+        floor_ns = recording.floor_ns
+        if subject.bad is not None:
+            failed |= subject.bad[0] != "skipped"
+            tell = say if subject.bad[0] == "skipped" else complain
+            tell(f"{task.label} ({impl}): {', '.join(subject.bad)}")
     return failed
 
 

@@ -7,34 +7,25 @@ import gzip
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from dtbench.bench.options import Task
 from dtbench.bench.progress import say
 from dtbench.bench.session import join_store, leave, tell_refusal
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError, complain, describe
 from dtbench.mesh import Groups, Mesh, format_mesh, groups_of, ranks_of
-from dtbench.model import Case, Skip, Workload
+from dtbench.model import Case
 from dtbench.profile import clocks, sections, trace
 from dtbench.profile.folder import as_json, check_folder, write_folder
+from dtbench.profile.recording import RankRecording
 from dtbench.profile.request import DATA_NAME, TABLE_NAME, TRACE_NAME, Request
 from dtbench.world.launch import NOTE, Note, end_with_launcher
 from dtbench.world.ranks import Place, StoreRanks, barrier_of, device_of, real_world, store_of
 from dtbench.world.watch import Diagnosis, Now, Watch, block_signals
 
-_T = TypeVar("_T")
-# Iterations of a section: some, to tell a habit from an accident; few, since each is drawn.
-LEAST_ITERATIONS, MOST_ITERATIONS, ITERATIONS_S = 3, 10, 0.2
-QUICK_ITERATIONS = 3
-WARMUP_CALLS = 3
-# Marks that tie the profiler's clock to the host's; the tightest decides.
-_MARKS = 20
-_MARK = "dtbench clock"
 # The store takes values of any size, but one message at a time.
 _CHUNK_BYTES = 2**20
 _GATHER_TIMEOUT = timedelta(minutes=5)
@@ -118,107 +109,21 @@ class RankProfile:
         now, case = self._now, task.case
         now.suite, now.name, now.params, now.impls = task.suite.name, case.name, case.params, task.impls
         for impl in task.impls:
-            now.case, now.impl = now.case + 1, impl
+            now.case = now.case + 1
             section = f"{task.label} ({impl})"
+            recording = RankRecording(section, case, impl, ranks, now, barrier, self._epoch_ns, self._request)
             with self._watch.limit(self._request.options.timeout_s):
-                workload = self._agreed(ranks, section, lambda: self._ready(task, impl, world))  # noqa: B023
-                if workload is None:
-                    continue
+                bad = recording.run(world).get(impl)
+            if bad is None:
                 self._groups[section] = _groups_of(mesh, case)
-                self._agreed(ranks, section, lambda: self._record(section, workload, world, ranks, barrier))  # noqa: B023
-                if workload.close is not None:
-                    workload.close()
-        now.suite, now.impl = "", None
-
-    def _ready(self, task: Task, impl: str, world: Any) -> Workload:
-        """The workload, warmed up and found right."""
-        workload = task.case.build[impl](world)
-        for _ in range(WARMUP_CALLS):
-            _call(workload)
-        wrong = workload.check() if workload.check is not None else None
-        if wrong is not None:
-            raise ValueError(f"wrong data: {wrong}")
-        return workload
-
-    def _record(
-        self, section: str, workload: Workload, world: Any, ranks: StoreRanks, barrier: Callable[[], None]
-    ) -> bool:
-        """Iterations without the profiler, for what it costs, and with it."""
-        from torch.profiler import ProfilerActivity, profile, record_function
-
-        settle = _settler(world.device)
-        barrier()
-        took_s = _timed_s(lambda: _call(workload), settle)
-        count = int(ranks.agree(took_s, self._decide_iterations))
-        plain = []
-        for _ in range(count):
-            _before(workload)
-            barrier()
-            plain.append(_timed_s(workload.run, settle) * 1e6)
-        activities = [ProfilerActivity.CPU]
-        if world.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        marks = []
-        with profile(activities=activities) as profiler:
-            for number in range(count):
-                _before(workload)
-                barrier()
-                name = f"{trace.ITERATION} {section} #{number}"
-                with record_function(name), _nvtx(name, self._request.nvtx):
-                    workload.run()
-                    settle()
-            for _ in range(_MARKS):
-                before = time.time_ns()
-                with record_function(_MARK):
-                    pass
-                marks.append((before, time.time_ns()))
-        self._plain_us[section] = plain
-        self._keep(_events_of(profiler, self._epoch_ns), marks)
-        return True
-
-    def _decide_iterations(self, took_s: list[float]) -> int:
-        if self._request.options.quick:
-            return QUICK_ITERATIONS
-        return int(min(max(ITERATIONS_S / max(*took_s, 1e-6), LEAST_ITERATIONS), MOST_ITERATIONS))
-
-    def _keep(self, events: list[dict[str, Any]], marks: Sequence[tuple[int, int]]) -> None:
-        """The events on this host's clock, less the marks."""
-        drawn = sorted(
-            (e for e in events if e["name"] == _MARK and e.get("ph") == "X"), key=lambda e: e["ts"]
-        )
-        known = [
-            (before - self._epoch_ns, e["ts"] * 1e3, (e["ts"] + e["dur"]) * 1e3, after - self._epoch_ns)
-            for (before, after), e in zip(marks, drawn, strict=True)
-        ]
-        offset = clocks.from_marks(known)
-        self._uncertainty_us = max(self._uncertainty_us, offset.uncertainty_ns / 1e3)
-        for event in events:
-            if event["name"] != _MARK:
-                if "ts" in event:
-                    event["ts"] += offset.ns / 1e3
-                self._events.append(event)
-
-    def _agreed(self, ranks: StoreRanks, section: str, step: Callable[[], _T]) -> _T | None:
-        """What the step gives, or None on all ranks if it raised on one."""
-        made, reason = None, None
-        try:
-            made = step()
-        except Skip as skip:
-            reason = f"skipped, {skip}"
-        except Exception as error:
-            reason = f"failed, {describe(error)}"
-            self._now.raised, self._now.raised_in = describe(error), self._now.impl
-            ranks.raised(describe(error))
-        reasons = ranks.agree(reason, lambda votes: votes)
-        self._now.raised = self._now.raised_in = None
-        bad = [(rank, said) for rank, said in enumerate(reasons) if said]
-        if not bad:
-            return made
-        rank, said = bad[0]
-        self._failed |= said.startswith("failed")
-        if self._place.rank == 0:
-            complain(f"{section}: {said} (rank {rank})")
-        return None
+                self._plain_us[section] = recording.plain_us
+                self._events += recording.events
+                self._uncertainty_us = max(self._uncertainty_us, recording.uncertainty_us)
+                continue
+            self._failed |= bad.status != "skipped"
+            if self._place.rank == 0:
+                complain(f"{section}: {bad.status}, {bad.reason} (rank {bad.rank})")
+        now.suite = ""
 
     # ---- all ranks' traces ----
 
@@ -369,49 +274,6 @@ def receive(store: Any, key: str) -> Any:
     return json.loads(gzip.decompress(data))
 
 
-def _events_of(profiler: Any, epoch_ns: int) -> list[dict[str, Any]]:
-    """What the profiler recorded, as Chrome trace events with `ts` in us since the epoch given."""
-    with tempfile.TemporaryDirectory(prefix="dtbench-") as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        made = json.loads(path.read_text("utf-8", "replace"))
-    # Whole nanoseconds first: microseconds since 1970 have no room for fractions in a double.
-    base_us = (int(made.get("baseTimeNanoseconds", 0)) - epoch_ns) / 1e3
-    kept = []
-    for event in made["traceEvents"]:
-        if event.get("ph") == "X" and event.get("cat") not in ("Trace", None):
-            kept.append(event | {"ts": event["ts"] + base_us})
-        elif event.get("ph") == "M" and event.get("name") == "thread_name":
-            kept.append({key: event[key] for key in ("ph", "name", "pid", "tid", "args")})
-    return kept
-
-
-def _call(workload: Workload) -> None:
-    _before(workload)
-    workload.run()
-
-
-def _before(workload: Workload) -> None:
-    if workload.before is not None:
-        workload.before()
-
-
-def _timed_s(run: Callable[[], object], settle: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    run()
-    settle()
-    return time.perf_counter() - start
-
-
-def _settler(device: Any) -> Callable[[], None]:
-    """Waits for the work on the device."""
-    if device.type == "cpu":
-        return lambda: None
-    import torch
-
-    return lambda: torch.cuda.synchronize(device)
-
-
 @contextlib.contextmanager
 def _sampler(device: Any) -> Iterator[Any]:
     """NVML's readings of the device meanwhile; None without a GPU."""
@@ -422,18 +284,3 @@ def _sampler(device: Any) -> Iterator[Any]:
 
     with Sampler(device.index) as sampler:
         yield sampler
-
-
-@contextlib.contextmanager
-def _nvtx(name: str, wanted: bool) -> Iterator[None]:
-    if not wanted:
-        yield
-        return
-    from torch.cuda import nvtx
-
-    ranges: Any = nvtx  # its functions have no types
-    ranges.range_push(name)
-    try:
-        yield
-    finally:
-        ranges.range_pop()

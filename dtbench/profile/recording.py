@@ -1,0 +1,167 @@
+"""What one rank records of an impl of a case: iterations without torch's profiler, for what it costs, and with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dtbench.bench.measure import Subject
+from dtbench.bench.sampling import Ranks, Voted
+from dtbench.model import Case
+from dtbench.profile import clocks, trace
+from dtbench.profile.request import Request
+from dtbench.world.watch import Now
+
+# Iterations of a section: some, to tell a habit from an accident; few, since each is drawn.
+LEAST_ITERATIONS, MOST_ITERATIONS, ITERATIONS_S = 3, 10, 0.2
+QUICK_ITERATIONS = 3
+WARMUP_CALLS = 3
+# Marks that tie the profiler's clock to the host's; the tightest decides.
+_MARKS = 20
+_MARK = "dtbench clock"
+
+
+class RankRecording(Voted):
+    """The schedule of one impl on ranks. plain_us: of each iteration without the profiler. events: what the
+    profiler recorded, as Chrome trace events on this host's clock since the epoch. uncertainty_us: of that.
+    """
+
+    def __init__(
+        self,
+        section: str,
+        case: Case,
+        impl: str,
+        ranks: Ranks,
+        now: Now,
+        barrier: Callable[[], None],
+        epoch_ns: int,
+        request: Request,
+    ) -> None:
+        super().__init__(case, [impl], ranks, now)
+        self.plain_us: list[float] = []
+        self.events: list[dict[str, Any]] = []
+        self.uncertainty_us = 0.0
+        self._section = section
+        self._recorded = self.live[impl]
+        self._barrier = barrier
+        self._epoch_ns = epoch_ns
+        self._request = request
+        self._settle: Callable[[], None] = lambda: None
+
+    def run(self, world: Any) -> Any:
+        if world.device.type != "cpu":
+            import torch
+
+            self._settle = lambda: torch.cuda.synchronize(world.device)
+        return super().run(world)
+
+    def warm_up(self) -> None:
+        self.vote({}, lambda _votes: None)
+        self._recorded.attempt(lambda: self._recorded.call(WARMUP_CALLS))
+
+    def sample(self) -> None:
+        self.vote({}, lambda _votes: None)
+        took_s = self._recorded.attempt(self._first_iteration)
+        count = self.vote({"s": took_s}, self._decide_iterations)
+        self._recorded.attempt(lambda: self._record(self._recorded, count))
+        self.vote({}, lambda _votes: None)
+
+    def finish(self) -> None:
+        self.vote({}, lambda _votes: None)
+
+    def _first_iteration(self) -> float:
+        self._recorded.ready()
+        self._barrier()
+        return self._timed_s(self._recorded)
+
+    def _decide_iterations(self, votes: list[Any]) -> int:
+        if self._request.options.quick:
+            return QUICK_ITERATIONS
+        slowest_s = max(vote["s"] for vote in votes)
+        return int(min(max(ITERATIONS_S / max(slowest_s, 1e-6), LEAST_ITERATIONS), MOST_ITERATIONS))
+
+    def _timed_s(self, subject: Subject) -> float:
+        start = time.perf_counter()
+        subject.workload.run()
+        self._settle()
+        return time.perf_counter() - start
+
+    def _record(self, subject: Subject, count: int) -> None:
+        from torch.profiler import ProfilerActivity, profile, record_function
+
+        for _ in range(count):
+            subject.ready()
+            self._barrier()
+            self.plain_us.append(self._timed_s(subject) * 1e6)
+        activities = [ProfilerActivity.CPU]
+        if self._request.device_type() == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        marks = []
+        with profile(activities=activities) as profiler:
+            for number in range(count):
+                subject.ready()
+                self._barrier()
+                name = f"{trace.ITERATION} {self._section} #{number}"
+                with record_function(name), _nvtx(name, self._request.nvtx):
+                    subject.workload.run()
+                    self._settle()
+            for _ in range(_MARKS):
+                before = time.time_ns()
+                with record_function(_MARK):
+                    pass
+                marks.append((before, time.time_ns()))
+        self._keep(_events_of(profiler, self._epoch_ns), marks)
+
+    def _keep(self, events: list[dict[str, Any]], marks: Sequence[tuple[int, int]]) -> None:
+        """The events on this host's clock, less the marks."""
+        drawn = sorted(
+            (e for e in events if e["name"] == _MARK and e.get("ph") == "X"), key=lambda e: e["ts"]
+        )
+        known = [
+            (before - self._epoch_ns, e["ts"] * 1e3, (e["ts"] + e["dur"]) * 1e3, after - self._epoch_ns)
+            for (before, after), e in zip(marks, drawn, strict=True)
+        ]
+        offset = clocks.from_marks(known)
+        self.uncertainty_us = offset.uncertainty_ns / 1e3
+        for event in events:
+            if event["name"] != _MARK:
+                if "ts" in event:
+                    event["ts"] += offset.ns / 1e3
+                self.events.append(event)
+
+
+def _events_of(profiler: Any, epoch_ns: int) -> list[dict[str, Any]]:
+    """What the profiler recorded, as Chrome trace events with `ts` in us since the epoch given."""
+    with tempfile.TemporaryDirectory(prefix="dtbench-") as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        made = json.loads(path.read_text("utf-8", "replace"))
+    # Whole nanoseconds first: microseconds since 1970 have no room for fractions in a double.
+    base_us = (int(made.get("baseTimeNanoseconds", 0)) - epoch_ns) / 1e3
+    kept = []
+    for event in made["traceEvents"]:
+        if event.get("ph") == "X" and event.get("cat") not in ("Trace", None):
+            kept.append(event | {"ts": event["ts"] + base_us})
+        elif event.get("ph") == "M" and event.get("name") == "thread_name":
+            kept.append({key: event[key] for key in ("ph", "name", "pid", "tid", "args")})
+    return kept
+
+
+@contextlib.contextmanager
+def _nvtx(name: str, wanted: bool) -> Iterator[None]:
+    if not wanted:
+        yield
+        return
+    from torch.cuda import nvtx
+
+    ranges: Any = nvtx  # its functions have no types
+    ranges.range_push(name)
+    try:
+        yield
+    finally:
+        ranges.range_pop()
