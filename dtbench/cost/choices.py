@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dtbench.fields import Amount, Count
+
 # In order of what they know.
 CHOOSERS: Mapping[str, str] = {
     "greedy": "torch's planner (greedy, its default)",
@@ -28,13 +30,13 @@ class Score:
     order of their times; None for a planner that has no prices. ties: share of decisions with no preference.
     """
 
-    mean: float
-    interval: tuple[float, float]
-    worst: float
-    near: float
-    ranked_right: float | None
-    ties: float | None
-    decisions: int
+    mean: Amount
+    interval: tuple[Amount, Amount]
+    worst: Amount
+    near: Amount
+    ranked_right: Amount | None
+    ties: Amount | None
+    decisions: Count
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class Group:
 
     library: str
     name: str
-    size_bytes: int
-    launches: int
+    size_bytes: Count
+    launches: Count
     scores: Mapping[str, Score]
 
 
@@ -54,7 +56,7 @@ class Regret:
 
     mesh: str
     groups: tuple[Group, ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As plain data, which says what it is."""

@@ -376,7 +376,7 @@ def test_files_are_told_apart_by_what_they_hold(findings: Sources) -> None:
         ('{"kind": "gate", "schema": 1, "trust": {}, "benchmarks": [3]}', "expected an object"),
         ('{"kind": "gate", "schema": 1, "trust": {}, "benchmarks": [], "exit_code": 9}', "exit_code is 9"),
         ('{"kind": "gate", "schema": 1, "trust": {}, "benchmarks": [], "exit_code": NaN}', "is not JSON"),
-        ('{"mesh": "a", "groups": [{"library": 1}]}', "library is 1, expected text"),
+        ('{"mesh": "a", "groups": [{"library": 1}]}', "groups[0].library is 1, expected a string"),
         ('{"kind": "profile of calls", "cases": [{"label": "a"}]}', "impl is missing"),
         ('{"kind": "profile of ranks", "sections": {}}', "expected a list"),
         ('{"kind": "history", "schema": 7}\n', "no line of a history"),

@@ -18,13 +18,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dtbench.errors import OutputError, UnreadableRunError
-from dtbench.files.read import BadFieldError, decode, shown
+import msgspec
+
+from dtbench.errors import OutputError
+from dtbench.files.history import Line, read_history
 from dtbench.judge.gate.outputs import Report, plain
 
-SCHEMA = 1
-MAX_FILE_BYTES = 256 * 2**20
-MAX_LINE_BYTES = 16 * 2**20
 # Fewer points show nothing: a step needs a few on either side.
 FEWEST_POINTS = 8
 SIDE_POINTS = 3
@@ -78,16 +77,14 @@ def append(path: Path, machine: Mapping[str, Any], report: Report) -> None:
     times = {j.benchmark.label: j.head_s for j in report.judged if j.head_s is not None}
     if not times:
         return
-    line = {
-        "kind": "history",
-        "schema": SCHEMA,
-        "machine": dict(machine),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "revision": report.facts["head"]["commit"] or report.facts["head"]["arm"],
-        "torch": report.facts["head"]["torch"],
-        "times_s": times,
-    }
-    data = json.dumps(line, allow_nan=False).encode() + b"\n"
+    line = Line(
+        machine=dict(machine),
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        revision=report.facts["head"]["commit"] or report.facts["head"]["arm"],
+        torch=report.facts["head"]["torch"],
+        times_s=times,
+    )
+    data = json.dumps(msgspec.to_builtins(line), allow_nan=False).encode() + b"\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
@@ -108,40 +105,10 @@ def read(path: Path, machine: Mapping[str, Any]) -> Series:
         UnreadableRunError: damaged, too large, of a newer schema, or of another machine.
     """
     series: Series = {}
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise BadFieldError(f"it has more than {MAX_FILE_BYTES} bytes")
-        with path.open("rb") as file:
-            for number, data in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
-                if not data.endswith(b"\n"):
-                    break
-                try:
-                    line = decode(data)
-                    revision, times = _checked(line)
-                except ValueError as error:
-                    raise BadFieldError(f"line {number}: {error}") from error
-                if line.get("machine") != dict(machine):
-                    raise BadFieldError(
-                        f"line {number} was measured on {shown(line.get('machine'))}, this machine is "
-                        f"{shown(dict(machine))}: times of another machine are no baseline"
-                    )
-                for label, time_s in times.items():
-                    series.setdefault(label, []).append((revision, time_s))
-    except (OSError, ValueError) as error:
-        raise UnreadableRunError(f"{path} is no history of this machine: {error}") from error
+    for line in read_history(path, machine):
+        for label, time_s in line.times_s.items():
+            series.setdefault(label, []).append((line.revision, time_s))
     return series
-
-
-def _checked(line: Mapping[str, Any]) -> tuple[str, dict[str, float]]:
-    if line.get("kind") != "history" or line.get("schema") != SCHEMA:
-        raise BadFieldError(f"kind {shown(line.get('kind'))}, schema {shown(line.get('schema'))}: no history")
-    revision, times = line.get("revision"), line.get("times_s")
-    if not isinstance(revision, str) or not isinstance(times, dict):
-        raise BadFieldError("expected a revision and times_s")
-    for label, time_s in times.items():
-        if isinstance(time_s, bool) or not isinstance(time_s, int | float) or not 0 < time_s < 1e6:
-            raise BadFieldError(f"the time of {shown(label)} is {shown(time_s)}, expected seconds above 0")
-    return revision, times
 
 
 def advice(series: Series) -> list[str]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec.structs import asdict
+
 from dtbench import errors
-from dtbench.files.read import BadFieldError, shown
+from dtbench.files import gate as files
+from dtbench.files.read import BadFieldError, into, shown
 from dtbench.judge.compare import MIN_LAUNCHES, SAME_CONFIDENCE, SAME_WITHIN, Comparison, Row
 from dtbench.judge.verdicts import MAX_P, MIN_CHANGE, MIN_CHANGE_S, Verdict, smallest_change
 from dtbench.model import Param
-from dtbench.show.report import fields as f
 from dtbench.units import format_seconds
 
 # Word -> (shape, what it means).
@@ -145,17 +147,17 @@ def _of_row(row: Row) -> Change:
 # ------------------------------------------------------------------------------------ the gate's result
 
 
-def of_gate(gate: Mapping[str, Any]) -> Changes:
+def of_gate(data: Mapping[str, Any]) -> Changes:
     """What `dtbench gate` wrote as JSON.
 
     Raises:
         BadFieldError: it is not that.
     """
-    if gate.get("schema") != 1:
-        raise BadFieldError(f"schema is {shown(gate.get('schema'))}, expected 1: upgrade dtbench to read it")
-    trust = f.mapping(gate, "trust")
-    reasons = f.texts(trust, "reasons")
-    changes = _sorted([_of_benchmark(b) for b in f.mappings(gate, "benchmarks")])
+    if data.get("schema") != 1:
+        raise BadFieldError(f"schema is {shown(data.get('schema'))}, expected 1: upgrade dtbench to read it")
+    gate = into(data, files.Gate)
+    reasons = gate.trust.reasons
+    changes = _sorted([_of_benchmark(b) for b in gate.benchmarks])
     thresholds = (
         (
             f"slower, faster: an exact signed-rank test over pairs of launches at p < {MAX_P:g} (less where many "
@@ -166,15 +168,14 @@ def of_gate(gate: Mapping[str, Any]) -> Changes:
         "inconclusive: neither, within the pairs that were measured",
     )
     sides = tuple(
-        (side, _arm(f.mapping(gate, side))) for side in ("base", "head") if gate.get(side) is not None
+        (side, _arm(arm)) for side, arm in (("base", gate.base), ("head", gate.head)) if arm is not None
     )
     moved = [
         f"{words} moved by {ratio - 1:+.2%}"
-        for words, key in (("the control", "control"), ("base against itself", "null"))
-        if (ratio := f.optional(trust, key, least=0)) is not None
+        for words, ratio in (("the control", gate.trust.control), ("base against itself", gate.trust.null))
+        if ratio is not None
     ]
-    notes = (*(f"Not to be trusted: {reason}" for reason in reasons), *moved, *f.texts(gate, "notes"))
-    code = f.number(gate, "exit_code")
+    notes = (*(f"Not to be trusted: {reason}" for reason in reasons), *moved, *gate.notes)
     outcomes = {
         0: "ok",
         1: "slower",
@@ -182,59 +183,41 @@ def of_gate(gate: Mapping[str, Any]) -> Changes:
         4: "missing",
         5: "failed",
     }
-    if code not in outcomes:
-        raise BadFieldError(f"exit_code is {shown(gate['exit_code'])}, expected 0, 1, 3, 4 or 5")
     bounds = "Hodges-Lehmann over pairs of launches; low and high are one-sided bounds at 95 %."
-    return Changes(changes, outcomes[int(code)], thresholds, bounds, notes, sides)
+    return Changes(changes, outcomes[gate.exit_code], thresholds, bounds, notes, sides)
 
 
-def _tolerances(gate: Mapping[str, Any]) -> str:
-    found = sorted({f.number(b, "tolerance", least=0) for b in f.mappings(gate, "benchmarks")})
+def _tolerances(gate: files.Gate) -> str:
+    found = sorted({b.tolerance for b in gate.benchmarks})
     return " to ".join(f"{x:.0%}" for x in dict.fromkeys(found[:1] + found[-1:])) or "5 %"
 
 
-def _arm(arm: Mapping[str, Any]) -> str:
-    known = [(key, arm.get(key)) for key in ("arm", "commit", "built", "python", "torch")]
-    return ", ".join(f"{key} {value}" for key, value in known if isinstance(value, str) and value)
+def _arm(arm: files.Arm) -> str:
+    return ", ".join(f"{key} {value}" for key, value in asdict(arm).items() if value)
 
 
-def _of_benchmark(of: Mapping[str, Any]) -> Change:
-    verdict = f.text(of, "verdict")
-    if verdict not in Verdict.__members__:
-        raise BadFieldError(f"verdict is {shown(verdict)}, expected one of {', '.join(Verdict.__members__)}")
-    base_s, now_s = f.optional(of, "base_s", least=0), f.optional(of, "head_s", least=0)
-    floor_s = f.optional(of, "floor_s", least=0) or 0.0
-    matters = smallest_change(base_s, floor_s) if base_s else None
-    rises = [
-        f"{name} {f.number(f.as_mapping(pair, name), 'base'):g} → {f.number(pair, 'head'):g}"
-        for name, pair in f.mapping(of, "counters").items()
-    ]
-    params = f.mapping(of, "params")
-    for name, value in params.items():
-        if not isinstance(value, str | int | float):
-            raise BadFieldError(f"param {shown(name)} is {shown(value)}, expected text or a number")
+def _of_benchmark(of: files.Benchmark) -> Change:
+    rises = [f"{name} {pair.base:g} → {pair.head:g}" for name, pair in of.counters.items()]
     change = Change(
-        Verdict[verdict],
-        f.text(of, "suite"),
-        f.text(of, "name"),
-        f.text(of, "impl"),
-        params,
-        "; ".join([*rises, *([f.text(of, "reason")] if of.get("reason") else [])]),
-        base_s,
-        now_s,
-        matters=matters,
-        estimator=f.text(of, "estimator") if of.get("estimator") else "",
+        Verdict[of.verdict],
+        of.suite,
+        of.name,
+        of.impl,
+        of.params,
+        "; ".join([*rises, *([of.reason] if of.reason else [])]),
+        of.base_s,
+        of.head_s,
+        matters=smallest_change(of.base_s, of.floor_s or 0.0) if of.base_s else None,
+        estimator=of.estimator or "",
     )
-    if of.get("effect") is None:
+    effect = of.effect
+    if effect is None:
         return change
-    effect = f.mapping(of, "effect")
-    return Change(
-        **{
-            **vars(change),
-            "ratio": f.number(effect, "ratio", least=0),
-            "low": f.optional(effect, "low", least=0) or None,  # 0: no bound yet
-            "high": f.optional(effect, "high", least=0),
-            "noise": f.optional(effect, "sd", least=0),
-            "observations": f"{f.number(effect, 'pairs', least=0):.0f} pairs",
-        }
+    return replace(
+        change,
+        ratio=effect.ratio,
+        low=effect.low or None,  # 0: no bound yet
+        high=effect.high,
+        noise=effect.sd,
+        observations=f"{effect.pairs} pairs",
     )

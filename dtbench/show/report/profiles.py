@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtbench.files.read import BadFieldError
-from dtbench.show.report import fields as f
+from msgspec.structs import asdict
 
-PARTS = ("compute", "overlap", "exposed", "host")
+from dtbench.files import profile
+from dtbench.files.read import into
+
 # The lanes that `dtbench profile` adds to each rank of a trace, by their thread ids.
 _LANES = {1: "communication", 2: "compute"}
 _ITERATION = "dtbench iteration"
@@ -52,69 +53,59 @@ class Span:
     end_us: float
 
 
-def call_profile(data: Mapping[str, Any]) -> list[CallProfile]:
+def call_profile(data: Any) -> list[CallProfile]:
     """
     Raises:
         BadFieldError: not what a profile of calls holds.
     """
     return [
         CallProfile(
-            f.text(case, "label"),
-            f.text(case, "impl"),
-            f.text(case, "source"),
-            f.number(case, "whole_ns", least=0),
-            f.optional(case, "floor_ns", least=0),
-            f.number(case, "unattributed_ns"),
-            {
-                f.text(row, "stage"): (f.number(row, "ns"), f.number(row, "plus_minus_ns", least=0))
-                for row in f.mappings(case, "rows")
-            },
+            case.label,
+            case.impl,
+            case.source,
+            case.whole_ns,
+            case.floor_ns,
+            case.unattributed_ns,
+            {row.stage: (row.ns, row.plus_minus_ns) for row in case.rows},
         )
-        for case in f.mappings(data, "cases")
+        for case in into(data, profile.Calls).cases
     ]
 
 
-def rank_profile(data: Mapping[str, Any]) -> list[RankProfile]:
+def rank_profile(data: Any) -> list[RankProfile]:
     """
     Raises:
         BadFieldError: not what a profile of ranks holds.
     """
-    found = []
-    for section in f.mappings(data, "sections"):
-        parts = {
-            str(rank): {part: f.number(f.as_mapping(of, "parts_us"), part) for part in PARTS}
-            for rank, of in f.mapping(section, "parts_us").items()
-            if of
-        }
-        found.append(
-            RankProfile(
-                f.text(section, "label"),
-                int(f.number(section, "iterations", least=0)),
-                parts,
-                f.number(section, "plain_us", least=0),
-                f.number(section, "profiled_us", least=0),
-                tuple(_late(skew) for skew in f.mappings(section, "skews")),
-            )
+    return [
+        RankProfile(
+            section.label,
+            section.iterations,
+            {rank: asdict(parts) for rank, parts in section.parts_us.items() if parts is not None},
+            section.plain_us,
+            section.profiled_us,
+            tuple(_late(skew) for skew in section.skews),
         )
-    return found
+        for section in into(data, profile.Ranks).sections
+    ]
 
 
-def _late(skew: Mapping[str, Any]) -> str:
-    latest = f.optional(skew, "latest", least=0)
-    who = "the clocks cannot tell who is last" if latest is None else f"rank {latest:.0f} is last most often"
-    mean = f.number(skew, "mean_us", least=0)
-    return f"{f.text(skew, 'kind')}: the ranks arrive {mean:.3g} µs apart on average, {who}"
+def _late(skew: profile.Skew) -> str:
+    who = (
+        "the clocks cannot tell who is last"
+        if skew.latest is None
+        else f"rank {skew.latest} is last most often"
+    )
+    return f"{skew.kind}: the ranks arrive {skew.mean_us:.3g} µs apart on average, {who}"
 
 
-def spans_of(trace: Any) -> dict[str, list[Span]]:
+def spans_of(trace: dict[str, Any]) -> dict[str, list[Span]]:
     """Of each section the middle one of its iterations, on all ranks.
 
     Raises:
         BadFieldError: not a trace.
     """
-    events = f.as_mapping(trace, "the trace").get("traceEvents")
-    if not isinstance(events, list):
-        raise BadFieldError("traceEvents is missing")
+    events = into(trace, profile.Trace).traceEvents
     drawn = [e for e in events if isinstance(e, dict) and e.get("ph") == "X"]
     windows: dict[str, dict[str, list[tuple[int, float, float]]]] = {}
     for event in drawn:
@@ -126,9 +117,9 @@ def spans_of(trace: Any) -> dict[str, list[Span]]:
     return {section: _middle(list(iterations.values()), lanes) for section, iterations in windows.items()}
 
 
-def _place(event: Mapping[str, Any]) -> tuple[int, float, float]:
-    start = f.number(event, "ts")
-    return int(f.number(event, "pid")), start, start + f.number(event, "dur", least=0)
+def _place(event: dict[str, Any]) -> tuple[int, float, float]:
+    place = into(event, profile.Event, "an event")
+    return place.pid, place.ts, place.ts + place.dur
 
 
 def _middle(

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dtbench.cost.calibration import read_topology
-from dtbench.cost.choices import Group, Regret, Score
+from dtbench.cost.choices import Regret
 from dtbench.errors import UnreadableRunError, UsageError
-from dtbench.files.read import BadFieldError, decode, shown
+from dtbench.files.history import Line, read_history
+from dtbench.files.read import BadFieldError, decode, into, shown
 from dtbench.files.run import read_run
 from dtbench.judge.op_verdicts import Baseline, has_verdicts, read_baseline
 from dtbench.model import Run
-from dtbench.show.report import fields as f
 from dtbench.show.report.changes import Changes, of_gate
 from dtbench.show.report.profiles import CallProfile, RankProfile, Span, call_profile, rank_profile, spans_of
 
@@ -26,19 +26,9 @@ _T = TypeVar("_T")
 MAX_JSON_BYTES = 64 * 2**20
 # Uncompressed. What is larger is for Perfetto; the page says so.
 MAX_TRACE_BYTES = 32 * 2**20
-MAX_HISTORY_LINES = 10_000
 _HEAD_BYTES = 4096
 _FIRST_KIND = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(run|history)"')
 KINDS = "a run, a topology, results of gate, regret or profile, a history, or a table of verdicts on ops"
-
-
-@dataclass(frozen=True)
-class Point:
-    """One revision in a history: seconds by benchmark."""
-
-    revision: str
-    time: str
-    times_s: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -46,7 +36,7 @@ class History:
     """The revisions of one kind of machine, oldest first."""
 
     machine: str
-    points: tuple[Point, ...]
+    points: tuple[Line, ...]
 
 
 @dataclass(frozen=True)
@@ -125,7 +115,10 @@ def _with_json(sources: Sources, path: Path, data: Mapping[str, Any]) -> Sources
         return replace(sources, verdict_tables=(*sources.verdict_tables, read_baseline(path)))
     if {"mesh", "groups"} <= set(data):
         _one(sources.regret, path, "result of regret")
-        return replace(sources, regret=_checked(path, "result of `dtbench regret --json`", _regret, data))
+        return replace(
+            sources,
+            regret=_checked(path, "result of `dtbench regret --json`", lambda made: into(made, Regret), data),
+        )
     raise UnreadableRunError(
         f"{path} is none of the files that a report is made of (its kind is {shown(kind)}): expected {KINDS}"
     )
@@ -193,77 +186,9 @@ def _with_profile(sources: Sources, folder: Path) -> Sources:
     return replace(sources, spans={**sources.spans, **spans})
 
 
-# ------------------------------------------------------------------------------------ regret, history
-
-
-def _regret(data: Mapping[str, Any]) -> Regret:
-    groups = [
-        Group(
-            f.text(group, "library"),
-            f.text(group, "name"),
-            int(f.number(group, "size_bytes", least=0)),
-            int(f.number(group, "launches", least=0)),
-            {
-                model: _score(f.as_mapping(score, model))
-                for model, score in f.mapping(group, "scores").items()
-            },
-        )
-        for group in f.mappings(data, "groups")
-    ]
-    return Regret(f.text(data, "mesh"), tuple(groups), f.texts(data, "notes"))
-
-
-def _score(of: Mapping[str, Any]) -> Score:
-    interval = of.get("interval")
-    if not isinstance(interval, list) or len(interval) != 2:
-        raise BadFieldError(f"interval is {shown(interval)}, expected two numbers")
-    ends = {"low": interval[0], "high": interval[1]}
-    shares = {
-        name: None if of.get(name) is None else f.number(of, name, least=0)
-        for name in ("ranked_right", "ties")
-    }
-    return Score(
-        f.number(of, "mean", least=0),
-        (f.number(ends, "low", least=0), f.number(ends, "high", least=0)),
-        f.number(of, "worst", least=0),
-        f.number(of, "near", least=0),
-        shares["ranked_right"],
-        shares["ties"],
-        int(f.number(of, "decisions", least=0)),
-    )
-
-
 def _history(path: Path) -> History:
-    """The lines that `dtbench gate --record` appends; one cut short at the end is left out."""
-    points: list[Point] = []
-    machine: Mapping[str, Any] | None = None
-    try:
-        with path.open("rb") as file:
-            for number, data in enumerate(iter(lambda: file.readline(MAX_JSON_BYTES), b""), 1):
-                if not data.endswith(b"\n"):
-                    break
-                if number > MAX_HISTORY_LINES:
-                    raise BadFieldError(f"it has more than {MAX_HISTORY_LINES} lines")
-                line = decode(data)
-                if line.get("kind") != "history" or line.get("schema") != 1:
-                    raise BadFieldError(f"line {number} is no line of a history of schema 1")
-                of = f.mapping(line, "machine")
-                if machine is not None and of != machine:
-                    raise BadFieldError(
-                        f"line {number} is of another machine: these times cannot be compared"
-                    )
-                machine = of
-                times = f.mapping(line, "times_s")
-                points.append(
-                    Point(
-                        f.text(line, "revision"),
-                        f.text(line, "time") if "time" in line else "",
-                        {label: f.number(times, label, least=1e-12) for label in times},
-                    )
-                )
-    except OSError as error:
-        raise UnreadableRunError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UnreadableRunError(f"{path} is no history of `dtbench gate`: {error}") from error
-    known = [f"{value}" for value in (machine or {}).values() if value not in (None, "", [])]
-    return History(", ".join(known), tuple(points))
+    lines = read_history(path)
+    known = (
+        [f"{value}" for value in lines[0].machine.values() if value not in (None, "", [])] if lines else []
+    )
+    return History(", ".join(known), tuple(lines))
