@@ -16,7 +16,7 @@ HOSTS := $(BIN)/dtbench lab run --hosts 2 --rate 400mbit --ranks-per-host 2 -- d
 
 bench: install
 	@mkdir -p results reports
-	$(BIN)/dtbench run -o $(RUN).jsonl
+	$(BIN)/dtbench run --budget 3m -o $(RUN).jsonl
 	$(BIN)/dtbench calibrate $(RUN).jsonl -o $(RUN).topology.json
 	$(BIN)/dtbench report $(RUN).jsonl --topology $(RUN).topology.json -o $(PAGE)
 	@echo

@@ -14,6 +14,7 @@ from dtbench.bench.options import (
     DEFAULT_CPU_RANKS,
     RunOptions,
     list_tasks,
+    parse_duration,
     parse_size,
     split_words,
 )
@@ -61,6 +62,13 @@ class _WithSuites(click.Command):
     show_default=f"{CALIBRATION_LAUNCHES} with --max-size, else 1",
     help="Repeat everything in K fresh worlds.",
 )
+@click.option(
+    "--budget",
+    "budget_s",
+    metavar="TIME",
+    type=parse_duration,
+    help="About so long: 3m, 90s. Every suite keeps its share, for the sizes and cases that say most.",
+)
 @of_runs.TIMEOUT
 @click.option("--resume", is_flag=True, help="Go on with the run in -o FILE.")
 @click.option("-o", "--output", type=flags.FILE, show_default="run-TIME.jsonl", help="The run file to write.")
@@ -72,6 +80,7 @@ def run_command(words: tuple[str, ...], launches: int | None, **given: Any) -> i
 
     \b
     Examples:
+      dtbench run --budget 3m
       dtbench run collectives --size 1KiB:16MiB:4x --nproc 4 -o run.jsonl
       dtbench run collectives redistribute --max-size 64MiB -o run.jsonl
     """

@@ -69,6 +69,7 @@ class RunOptions:
     suite_options: Mapping[str, str] = field(default_factory=dict)
     max_size_bytes: int | None = None
     refine: bool | None = None  # None: as --max-size is given
+    budget_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.resume and self.output is None:
@@ -82,6 +83,13 @@ class RunOptions:
             raise UsageError(
                 f"--max-size {self.max_size_bytes}: the sweep starts at 1 KiB, expected that or more; "
                 f"give --size for smaller payloads"
+            )
+        if self.budget_s is not None and (
+            self.launches > 1 or self.refine or self.max_size_bytes is not None
+        ):
+            raise UsageError(
+                "--budget measures in one launch what fits into a time, while --launches, --max-size and --refine "
+                "ask for more than the listed cases: leave one or the other out"
             )
         if self.launches < 1:
             raise UsageError(f"--launches {self.launches}: expected 1 or more")

@@ -32,7 +32,7 @@ class Sweep:
 
     record: called on rank 0 with each result as soon as it is there. starting: called on every rank
         before a task. limit: a context that ends the run if a task is still in it after so many
-        seconds.
+        seconds. go_on: called on every rank before a task: whether there is time for it.
     """
 
     launch: int
@@ -41,10 +41,13 @@ class Sweep:
     record: Callable[[Result], None]
     starting: Callable[[Task], None]
     limit: Callable[[float], AbstractContextManager[None]]
+    go_on: Callable[[Task, Ranks], bool] = lambda _task, _ranks: True
 
     def measure(self, tasks: Sequence[Task], world: Any, ranks: Ranks, instruments: Instruments) -> None:
         """Measures the tasks in order, all ranks of `ranks` together."""
         for task in tasks:
+            if not self.go_on(task, ranks):
+                continue
             case, now = task.case, self.now
             now.suite, now.name, now.params, now.impls = task.suite.name, case.name, case.params, task.impls
             now.case, now.step = now.case + 1, 0

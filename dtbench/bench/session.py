@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dtbench.bench import budget
 from dtbench.bench.options import (
     RunOptions,
     Task,
@@ -62,7 +63,8 @@ class Job:
     options: RunOptions
     plan: Plan
     suites: tuple[Suite, ...]
-    tasks: tuple[Task, ...]
+    tasks: tuple[Task, ...]  # to measure, in this order
+    listed: tuple[Task, ...]  # all that the options name; --budget may leave some out
 
     @property
     def suite_names(self) -> list[str]:
@@ -79,7 +81,12 @@ def prepare(options: RunOptions, device_type: str, world_size: int) -> Job:
     plan = options.plan("cuda" if device_type == "cuda" else "cpu", world_size)
     suites = tuple({suite.name: suite for suite in load(options.suites)}.values())
     refuse_foreign_options(suites, options.suite_options)
-    return Job(options, plan, suites, tuple(list_tasks(suites, plan, options.filter)))
+    listed = tasks = list_tasks(suites, plan, options.filter)
+    if options.budget_s is not None:
+        if any(suite.world == "own" for suite in suites):
+            raise UsageError(f"--budget is for suites that time something: leave it out for {suites[0].name}")
+        tasks = budget.choose(listed, options.budget_s, plan.quick)
+    return Job(options, plan, suites, tuple(tasks), tuple(listed))
 
 
 def refuse_without_ranks(job: Job) -> None:
@@ -166,6 +173,7 @@ class Session:
         self._note = os.environ.get(NOTE)
         self._output = output_of(options)
         self._now = Now(launch=self._launch)
+        self._began = time.monotonic()
         self._writer: RunWriter | None = None
         self._progress: Progress | None = None
         self._connect = store_of(place, self._launch)
@@ -212,7 +220,7 @@ class Session:
             self._open(job, infos)
         tasks = self._agree_on_tasks(job, ranks)
         if self._place.rank == 0:
-            self._begin(job, sum(len(task.impls) for task in tasks))
+            self._begin(job, tasks)
         sweep = Sweep(
             launch=self._launch,
             timeout_s=self._options.timeout_s,
@@ -220,9 +228,10 @@ class Session:
             record=self._record,
             starting=functools.partial(self._starting, store),
             limit=self._watch.limit,
+            go_on=self._go_on(tasks),
         )
         self._measure(job, tasks, sweep, store, ranks, device)
-        code = int(ranks.agree(None, lambda votes: self._close()))
+        code = int(ranks.agree(None, lambda votes: self._close(job)))
         leave(ranks, self._watch, code)
         return code
 
@@ -340,15 +349,26 @@ class Session:
         self._watch.stop_others(code)
         self._exit(code)
 
-    def _begin(self, job: Job, total: int) -> None:
+    def _go_on(self, tasks: Sequence[Task]) -> Callable[[Task, Any], bool]:
+        """Whether --budget has time for a task, as rank 0 finds."""
+        if self._options.budget_s is None:
+            return lambda _task, _ranks: True
+        deadlines = budget.Deadlines(tasks, self._began + self._options.budget_s)
+        return lambda task, ranks: bool(
+            ranks.agree(None, lambda _votes: deadlines.allows(task, time.monotonic()))
+        )
+
+    def _begin(self, job: Job, tasks: Sequence[Task]) -> None:
         self._progress = make_progress()
         plan = job.plan
         launches = self._options.launches
+        total = sum(len(task.impls) for task in tasks)
         words = [
             f"{total} results to measure on {plan.world_size} {plan.device_type} ranks",
             f"({format_mesh(plan.mesh)}),",
             f"launch {self._launch + 1} of {launches}," if launches > 1 else "",
-            f"into {self._output}",
+            f"into {self._output}:",
+            budget.forecast(tasks, job.listed, plan.quick),
         ]
         self._progress.begin(" ".join(word for word in words if word), total)
 
@@ -365,7 +385,7 @@ class Session:
         assert self._writer is not None and self._progress is not None
         self._progress.result(self._writer.append(result))
 
-    def _close(self) -> int:
+    def _close(self, job: Job) -> int:
         """On rank 0, when all is measured: the end of the file and the last line. The exit code."""
         assert self._writer is not None and self._progress is not None
         last = self._launch + 1 >= self._options.launches
@@ -376,6 +396,9 @@ class Session:
         run = read_run(self._output)
         code = exit_code_of(run)
         if last:
+            left = remaining(job.listed, self._writer.done, self._launch)
+            if self._options.budget_s is not None and left:
+                say(f"left out for --budget: {budget.name_left_out(job.listed, left)}")
             say(f"{self._output}: {summary_of(run.results)}")
         Note(code=code, reported=True, whole=True).write(self._note)
         return code

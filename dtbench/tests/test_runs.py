@@ -126,6 +126,18 @@ def test_launches_and_resume_after_a_cut(here: Path) -> None:
     assert {r.key for r in back.results} == {r.key for r in whole.results}
 
 
+def test_a_budget_measures_what_says_most_and_names_the_rest(here: Path) -> None:
+    done = run("--nproc", "2", "--budget", "1s", "--filter", "wait\nall_reduce\nadd")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert "3 of 2004 cases, about 16 s by estimate" in lines[0]
+    assert lines[-2] == "left out for --budget: good 2 of 3 cases, long 1999 of 2000 cases"
+    run_file = read_run("x.jsonl")
+    assert run_file.complete and [r.suite for r in run_file.results] == ["simulated"] * 2 + ["good"] * 2 + [
+        "long"
+    ]
+
+
 def test_under_torchrun_each_launch_is_a_fresh_world(here: Path) -> None:
     done = run("--launches", "2", "--filter", "all_reduce", launcher=TORCHRUN)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,136 @@
+"""What fits into `dtbench run --budget`, and what of it comes first."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dtbench.bench import budget, runner
+from dtbench.bench.options import RunOptions, Task
+from dtbench.bench.sampling import Outcome
+from dtbench.errors import UsageError
+from dtbench.model import Case, Param, Result
+from dtbench.suite import Suite, WorldKind
+from dtbench.world.watch import Now
+
+
+def build(_world: Any) -> Any:
+    raise AssertionError("choosing builds nothing")
+
+
+def task(suite: str, name: str, world: WorldKind = "ranks", **params: Param) -> Task:
+    size = params.get("size")
+    case = Case(name, params, {"core": build}, size_bytes=int(size) if size is not None else None)
+    return Task(Suite(suite, lambda plan: iter(()), world, ""), case, ("core",))
+
+
+SWEEPS = [
+    task("sweeps", name, mesh_dim=dim, mode="isolated", size=2**k)
+    for name in ("reduce", "gather")
+    for dim in ("dp", "tp")
+    for k in range(9)
+]
+ALONE = [task("sweeps", "reduce", mesh_dim="dp", mode="back_to_back", size=16)]
+OPS = [task("ops", name, "simulated", variant=k) for name in ("add", "mul") for k in range(20)]
+
+
+@pytest.mark.parametrize("count", range(12))
+def test_coarse_to_fine_holds_every_place_once(count: int) -> None:
+    assert sorted(budget.coarse_to_fine(count)) == list(range(count))
+
+
+def test_coarse_to_fine_begins_with_the_ends_and_halves_the_gaps() -> None:
+    assert list(budget.coarse_to_fine(9)) == [0, 8, 4, 2, 6, 1, 3, 5, 7]
+
+
+def test_every_curve_has_a_size_before_one_has_the_next() -> None:
+    ordered = budget.by_importance([*ALONE, *SWEEPS])
+    sizes = [t.case.params["size"] for t in ordered[:12]]
+    assert sizes == [1] * 4 + [256] * 4 + [16] * 4
+    assert ALONE[0] in ordered[12:17]  # what accompanies the sweep comes after three sizes of it
+    assert {t.label for t in ordered} == {t.label for t in [*SWEEPS, *ALONE]}
+
+
+def test_cases_without_a_size_are_spread_over_each_name() -> None:
+    ordered = [(t.case.name, t.case.params["variant"]) for t in budget.by_importance(OPS)]
+    assert ordered[:6] == [("add", 0), ("mul", 0), ("add", 19), ("mul", 19), ("add", 9), ("mul", 9)]
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_what_is_chosen_fits_and_every_suite_keeps_its_share(quick: bool) -> None:
+    tasks = [*OPS, *SWEEPS, task("one", "only")]
+    whole = budget.estimate_s(tasks, quick)
+    chosen = budget.choose(tasks, budget.START_S + 0.51 * whole, quick)
+    names = [t.suite.name for t in chosen]
+    assert names.count("ops") == 20 and names.count("sweeps") == 18 and names.count("one") == 1
+    assert budget.estimate_s(chosen, quick) == pytest.approx(0.51 * whole, rel=0.05)
+    assert names == sorted(names, key=["ops", "sweeps", "one"].index)
+    assert {t.label for t in budget.choose(tasks, budget.START_S + whole * 1.001, quick)} == {
+        t.label for t in tasks
+    }
+
+
+def test_a_budget_that_holds_nothing_holds_a_case_of_every_suite() -> None:
+    chosen = budget.choose([*OPS, *SWEEPS], 1.0, False)
+    assert [t.label for t in chosen] == [OPS[0].label, SWEEPS[0].label]
+
+
+def test_large_payloads_count_for_more_time() -> None:
+    small, large = task("s", "x", size=1024), task("s", "x", size=2**26)
+    assert budget.estimate_s([large], False) > 5 * budget.estimate_s([small], False)
+
+
+def test_a_suite_that_is_late_leaves_the_others_their_share() -> None:
+    tasks = [*OPS, *SWEEPS]  # 40 x 0.25 s and 36 x 0.3 s: shares of 0.48 and 0.52
+    deadlines = budget.Deadlines(tasks, end_s=100.0)
+    assert deadlines.allows(OPS[0], 0.0)
+    assert deadlines.allows(OPS[1], 47.0) and not deadlines.allows(OPS[2], 49.0)
+    assert deadlines.allows(SWEEPS[0], 90.0)
+    assert deadlines.allows(SWEEPS[1], 99.9) and not deadlines.allows(SWEEPS[2], 100.0)
+
+
+def test_the_first_case_of_a_suite_is_measured_when_the_time_is_over() -> None:
+    deadlines = budget.Deadlines([*OPS, *SWEEPS], end_s=10.0)
+    assert deadlines.allows(OPS[0], 11.0) and not deadlines.allows(OPS[1], 11.0)
+    assert deadlines.allows(SWEEPS[0], 12.0) and not deadlines.allows(SWEEPS[1], 12.0)
+
+
+def test_what_is_said_before_and_after() -> None:
+    tasks = [*OPS, *SWEEPS]
+    assert budget.forecast(OPS, tasks, False) == "40 of 76 cases, about 25 s by estimate"
+    assert budget.forecast(SWEEPS * 10, SWEEPS * 10, False) == "360 cases, about 2 min by estimate"
+    assert budget.name_left_out(tasks, SWEEPS[:3]) == "sweeps 3 of 36 cases"
+
+
+@pytest.mark.parametrize("given", [{"launches": 2}, {"refine": True}, {"max_size_bytes": 4096}])
+def test_a_budget_beside_what_asks_for_more_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="--budget measures in one launch what fits into a time"):
+        RunOptions(budget_s=60.0, **given)
+
+
+def test_a_sweep_leaves_out_what_there_is_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Measured:
+        def __init__(self, _case: Case, impls: tuple[str, ...], *_given: Any) -> None:
+            self.impls = impls
+
+        def run(self, _world: Any) -> dict[str, Outcome]:
+            return {impl: Outcome("skipped") for impl in self.impls}
+
+    monkeypatch.setattr(runner, "Adaptive", Measured)
+    deadlines = budget.Deadlines(OPS, end_s=2.0)
+    seconds = iter(range(100))
+    results: list[Result] = []
+    sweep = runner.Sweep(
+        0,
+        60.0,
+        Now(),
+        results.append,
+        lambda task: None,
+        lambda seconds: nullcontext(),
+        lambda task, ranks: deadlines.allows(task, float(next(seconds))),
+    )
+    sweep.measure(OPS, None, SimpleNamespace(rank=0), None)  # type: ignore[arg-type]
+    assert [r.params["variant"] for r in results] == [0, 1]
