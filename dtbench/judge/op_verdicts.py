@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dtbench.errors import UnreadableRunError, UsageError
+from dtbench.files.read import BadFieldError, into, read_json, shown
 from dtbench.model import Result, Run
 
 # Worst first. An op has the worst verdict of its cases; what each means stands in the suite.
@@ -23,6 +23,7 @@ FALLBACKS = "fallbacks"
 SUITE = "coverage"
 MODES = ("even", "uneven", "partial", "mesh2x2", "inplace", "out")
 _SCHEMA = 1
+MAX_BASELINE_BYTES = 64 * 2**20
 
 
 def has_verdicts(result: Result) -> bool:
@@ -198,17 +199,14 @@ def read_baseline(path: Path) -> Baseline:
     Raises:
         UnreadableRunError: it is something else.
     """
+    read = read_json(path, "what `coverage -o` writes", MAX_BASELINE_BYTES)
     try:
-        read: Any = json.loads(path.read_text())
-        if read["schema"] != _SCHEMA:
-            raise UnreadableRunError(f"{path} has schema {read['schema']!r}, expected {_SCHEMA}")
-        verdicts = {
-            str(op): {str(m): str(v) for m, v in modes.items()} for op, modes in read["verdicts"].items()
-        }
-        return Baseline(str(read["torch"]), dict(read["options"]), verdicts)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if read.get("schema") != _SCHEMA:
+            raise BadFieldError(f"schema is {shown(read.get('schema'))}, expected {_SCHEMA}")
+        return into(read, Baseline)
+    except BadFieldError as error:
         raise UnreadableRunError(
-            f"{path} is no table of verdicts ({type(error).__name__}: {error}): expected what `coverage -o` writes"
+            f"{path} is no table of verdicts: {error}; expected what `coverage -o` writes"
         ) from error
 
 

@@ -7,20 +7,22 @@ printed. It says what others got, which is no verdict: their software, network a
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
+
+from msgspec import Struct
 
 from dtbench.errors import EXIT_NOTHING, EXIT_OK, UnreadableRunError, UsageError
+from dtbench.fields import Positive, Whole
+from dtbench.files.read import BadFieldError, into, read_json
 from dtbench.model import Result, Run
 from dtbench.units import format_bandwidth, format_ratio, format_size
 
-SCHEMA = 1
 MAX_BYTES = 16 * 2**20
 TABLE = Path(__file__).with_name("reference_systems.json")  # a link, which a wheel holds as a file
 # Between two published sizes the time is read off a line through them, if they are no further apart.
@@ -110,6 +112,29 @@ def factor(collective: str, ranks: int) -> float:
 # ---------------------------------------------------------------------------------------- the table
 
 
+class _Collective(Struct, frozen=True):
+    """points: (bytes, microseconds)."""
+
+    points: tuple[tuple[Whole, Positive], ...]
+    source: str
+
+
+class _Entry(Struct, frozen=True, kw_only=True):
+    name: str
+    gpu: str
+    ranks: Whole
+    hosts: Whole
+    link: str
+    note: str = ""
+    collectives: dict[str, _Collective]
+
+
+class _Table(Struct, frozen=True):
+    kind: Literal["reference"]
+    schema: Literal[1]
+    systems: tuple[_Entry, ...]
+
+
 def read_systems(path: Path | None = None) -> list[System]:
     """The systems of the table that comes with dtbench, or of another.
 
@@ -117,37 +142,27 @@ def read_systems(path: Path | None = None) -> list[System]:
         UnreadableRunError: there is none, or it is damaged.
     """
     path = path or TABLE
+    made = read_json(path, "a reference table of dtbench", MAX_BYTES)
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES} bytes")
-        made = json.loads(path.read_text("utf-8"))
-        if made["kind"] != "reference" or made["schema"] != SCHEMA:
-            raise ValueError(f"expected a reference table of schema {SCHEMA}")
-        return [_system(entry) for entry in made["systems"]]
-    except OSError as error:
-        raise UnreadableRunError(
-            f"cannot read the reference table {path}: {error.strerror or error}"
-        ) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UnreadableRunError(f"the reference table {path} is damaged: {str(error)[:120]}") from error
+        return [_system(entry) for entry in into(made, _Table).systems]
+    except BadFieldError as error:
+        raise UnreadableRunError(f"the reference table {path} is damaged: {error}") from error
 
 
-def _system(entry: Mapping[str, Any]) -> System:
-    points = {}
-    for name, collective in entry["collectives"].items():
-        pairs = sorted({int(size): float(us) * 1e-6 for size, us in collective["points"]}.items())
-        if not all(size > 0 and 0 < time < math.inf for size, time in pairs):
-            raise ValueError(f"{entry['name']} {name} has a size or a time that is not above 0")
-        points[str(name)] = tuple(pairs)
+def _system(entry: _Entry) -> System:
+    collectives = entry.collectives.items()
     return System(
-        name=str(entry["name"]),
-        gpu=str(entry["gpu"]),
-        ranks=int(entry["ranks"]),
-        hosts=int(entry["hosts"]),
-        link=str(entry["link"]),
-        note=str(entry.get("note", "")),
-        points=points,
-        sources={name: str(collective["source"]) for name, collective in entry["collectives"].items()},
+        name=entry.name,
+        gpu=entry.gpu,
+        ranks=entry.ranks,
+        hosts=entry.hosts,
+        link=entry.link,
+        note=entry.note,
+        points={
+            name: tuple((size, us * 1e-6) for size, us in sorted(dict(of.points).items()))
+            for name, of in collectives
+        },
+        sources={name: of.source for name, of in collectives},
     )
 
 

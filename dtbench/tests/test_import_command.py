@@ -292,13 +292,18 @@ def test_compare_takes_two_runs_or_one_and_the_reference(dtbench: Cli, args: str
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "[]", '{"kind": "reference", "schema": 2}', '{"kind": "reference", "schema": 1, "systems": [{}]}'],
+    ("text", "says"),
+    [
+        ("", "is not a reference table .* not JSON"),
+        ("[]", "is not a reference table .* expected a JSON object"),
+        ('{"kind": "reference", "schema": 2}', "is damaged: schema is 2, expected 1"),
+        ('{"kind": "reference", "schema": 1, "systems": [{}]}', r"is damaged: systems\[0\].name is missing"),
+    ],
 )
-def test_a_damaged_table_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_damaged_table_is_refused(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "systems.json"
     path.write_text(text)
-    with pytest.raises(UnreadableRunError, match="is damaged"):
+    with pytest.raises(UnreadableRunError, match=says):
         reference.read_systems(path)
     with pytest.raises(UnreadableRunError, match="cannot read"):
         reference.read_systems(tmp_path / "nosuch")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from dtbench.errors import UsageError
+from dtbench.files.read import BadFieldError, into
 
 MAX_FILE_BYTES = 2**20
 # Any of these beyond 2^40 is a slip of the keyboard; it also keeps the products exact in a float.
@@ -96,9 +99,26 @@ BUILT_IN = {
 }
 
 REQUIRED = ("hidden", "layers", "heads", "ffn", "vocab")
-_COUNTS = (*REQUIRED, "kv_heads", "head_dim", "experts")
-_FLAGS = ("gated", "tied")
-_TEXTS = ("name", "source")
+_Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_VALUE, description="a whole number from 1 to 2^40")]
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of a file; see `find_model`."""
+
+    name: str = ""
+    hidden: _Size
+    layers: _Size
+    heads: _Size
+    kv_heads: _Size | None = None
+    head_dim: _Size | None = None
+    ffn: _Size
+    vocab: _Size
+    gated: bool = True
+    experts: _Size = 1
+    tied: bool = False
+    source: str = ""
+
+
 # A config.json of Hugging Face's transformers, for the families whose MLPs are known to be gated.
 _HUGGING_FACE = {
     "hidden": "hidden_size",
@@ -176,27 +196,24 @@ def _model(path: Path, content: Mapping[str, Any]) -> Model:
     def fail(what: str, expected: str) -> UsageError:
         return UsageError(f"--model {path}: {what}, expected {expected}")
 
-    known = {field.name for field in fields(Model)}
-    for key, value in content.items():
-        if key not in known:
-            raise fail(f"the key {ascii(key)[:60]} is not known", f"some of {', '.join(sorted(known))}")
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if key in _COUNTS and not (whole and 1 <= value <= MAX_VALUE):
-            raise fail(f"{key} is {ascii(value)[:60]}", "a whole number from 1 to 2^40")
-        if key in _FLAGS and not isinstance(value, bool):
-            raise fail(f"{key} is {ascii(value)[:60]}", "true or false")
-        if key in _TEXTS and not isinstance(value, str):
-            raise fail(f"{key} is {ascii(value)[:60]}", "a string")
+    for key in content:
+        if key not in _File.__struct_fields__:
+            raise fail(
+                f"the key {ascii(key)[:60]} is not known",
+                f"some of {', '.join(sorted(_File.__struct_fields__))}",
+            )
     missing = [key for key in REQUIRED if key not in content]
     if missing:
         raise fail(f"{', '.join(missing)} is missing", f"the keys {', '.join(REQUIRED)}")
-    given = {"name": path.stem, "source": path.name, "kv_heads": content["heads"], **content}
-    if "head_dim" not in given:
-        if given["hidden"] % given["heads"]:
-            raise fail(
-                f"hidden {given['hidden']} is no multiple of heads {given['heads']}", "head_dim as well"
-            )
-        given["head_dim"] = given["hidden"] // given["heads"]
-    if given["kv_heads"] > given["heads"]:
-        raise fail(f"kv_heads {given['kv_heads']} is more than heads {given['heads']}", "at most as many")
-    return Model(**given)
+    try:
+        file = into(content, _File)
+    except BadFieldError as error:
+        raise UsageError(f"--model {path}: {error}") from error
+    if file.head_dim is None and file.hidden % file.heads:
+        raise fail(f"hidden {file.hidden} is no multiple of heads {file.heads}", "head_dim as well")
+    kv_heads = file.heads if file.kv_heads is None else file.kv_heads
+    if kv_heads > file.heads:
+        raise fail(f"kv_heads {kv_heads} is more than heads {file.heads}", "at most as many")
+    given = msgspec.structs.asdict(file) | {"kv_heads": kv_heads}
+    given["head_dim"] = file.hidden // file.heads if file.head_dim is None else file.head_dim
+    return Model(**given | {"name": file.name or path.stem, "source": file.source or path.name})
