@@ -64,6 +64,11 @@ def describe(error: BaseException) -> str:
     return text if len(text) <= _MAX_REASON_CHARS else text[: _MAX_REASON_CHARS - 3] + "..."
 
 
+def plain(text: str) -> str:
+    """Foreign text without characters that would move a terminal's cursor or end a line."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def complain(text: str) -> None:
     """The program's own line on stderr. A reader that has gone away (`| head`) does not end the program."""
     with suppress(OSError, ValueError):

@@ -26,6 +26,20 @@ Estimator = Literal["min", "p25"]
 Status = Literal["ok", "failed", "skipped", "wrong"]
 STATUSES: tuple[Status, ...] = ("ok", "failed", "skipped", "wrong")
 
+# Of a dispatched op, in the order in which a call passes them; a profile may hold others, which come after these.
+STAGES = (
+    "entry",
+    "checks",
+    "key",
+    "cache",
+    "plan",
+    "redistribute",
+    "communicate",
+    "local op",
+    "wrap",
+    "glue",
+)
+
 # What `--impl` chooses between. Every other impl (local, c10d, unbucketed, limit) is a reference
 # that stands beside them and is always measured.
 CHOOSABLE_IMPLS = ("core", "torch")

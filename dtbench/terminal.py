@@ -18,6 +18,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from dtbench.errors import plain
 from dtbench.model import Param
 from dtbench.units import format_size
 
@@ -87,8 +88,7 @@ def as_text(text: str, style: str = "") -> Text:
 def printable(text: str) -> str:
     """Without control characters (an escape sequence in a file could rewrite the screen), and such
     that the terminal's encoding can spell it."""
-    if not text.isprintable():
-        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    text = plain(text)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
         text.encode(encoding)

@@ -49,6 +49,22 @@ DEFAULT_TIMEOUT_S = 60.0
 LAUNCH_TIMEOUT_S = 600.0
 
 
+def split_target(text: str) -> tuple[str, str]:
+    """`dispatch/add` -> ("dispatch", "add"), `my/suite.py/add` -> ("my/suite.py", "add"); "" for no case.
+
+    Raises:
+        UsageError: nothing before or after a slash.
+    """
+    suite, dot_py, rest = text.partition(".py")
+    if dot_py and (not rest or rest.startswith("/")):
+        suite, slash, case = suite + dot_py, rest[:1], rest[1:]
+    else:
+        suite, slash, case = text.partition("/")
+    if not suite or (slash and not case):
+        raise UsageError(f"{text!r} is not SUITE, SUITE/CASE or FILE.py/CASE: expected such as dispatch/add")
+    return suite, case
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """`dtbench run`, validated as far as is possible without knowing the machine."""

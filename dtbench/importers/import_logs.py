@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, plain
 from dtbench.files.run import RunWriter
 from dtbench.importers import checks, convert
 from dtbench.importers.model import COLLECTIVES, Log, Problem, Table
@@ -69,11 +69,6 @@ def report(log: Log) -> Iterator[str]:
         yield plain(f"  ! {problem}")
     if len(problems) > _SHOWN:
         yield f"  ! and {len(problems) - _SHOWN} more"
-
-
-def plain(text: str) -> str:
-    """Foreign text without characters that would move a terminal's cursor."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _table(table: Table) -> str:

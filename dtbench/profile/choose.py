@@ -13,22 +13,6 @@ MOST_CASES = 24
 _SHOWN = 8
 
 
-def split_target(text: str) -> tuple[str, str]:
-    """`dispatch/add` -> ("dispatch", "add"), `my/suite.py/add` -> ("my/suite.py", "add"); "" for no case.
-
-    Raises:
-        UsageError: nothing before or after a slash.
-    """
-    suite, dot_py, rest = text.partition(".py")
-    if dot_py and (not rest or rest.startswith("/")):
-        suite, slash, case = suite + dot_py, rest[:1], rest[1:]
-    else:
-        suite, slash, case = text.partition("/")
-    if not suite or (slash and not case):
-        raise UsageError(f"{text!r} is not SUITE or SUITE/CASE: expected such as dispatch/add")
-    return suite, case
-
-
 def choose(tasks: Sequence[Task], case: str, filter_text: str) -> list[Task]:
     """The tasks of that case (all where it is ""), of those whose label holds the text.
 

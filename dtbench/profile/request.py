@@ -8,10 +8,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtbench.bench.options import RunOptions, Task
+from dtbench.bench.options import RunOptions, Task, split_target
 from dtbench.bench.session import choose_device, prepare
 from dtbench.errors import UsageError
-from dtbench.profile.choose import choose, split_target
+from dtbench.profile.choose import choose
 from dtbench.suite import load
 from dtbench.world.launch import OUTPUT
 

@@ -12,24 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from dtbench.model import STAGES
 from dtbench.profile.spans import NOTHING, Overhead, Span, fold, self_times
 
 # Yields, for each piece of a call, (stage, ns in it, spans whose recording it bears).
 Pieces = Callable[[Span, Mapping[str, Overhead]], Iterator[tuple[str, float, float]]]
-
-# In the order in which a call passes them, and the rest at the end.
-ORDER = (
-    "entry",
-    "checks",
-    "key",
-    "cache",
-    "plan",
-    "redistribute",
-    "communicate",
-    "local op",
-    "wrap",
-    "glue",
-)
 
 
 @dataclass(frozen=True)
@@ -122,7 +109,7 @@ def break_down(
         for stage, _, cost_ns in pieces(call, calibrated):
             borne[stage] = borne.get(stage, 0.0) + cost_ns / len(calls)
     time.pop(ignored, None)
-    known = [stage for stage in ORDER if stage in time]
+    known = [stage for stage in STAGES if stage in time]
     off = abs(scale - 1)
     rows = [StageRow(s, time[s], borne[s] * off) for s in [*known, *sorted(time.keys() - set(known))]]
     kept = {k: ns for k, ns in fold(calls, fitted, rename).items() if not ignored or ignored not in k}

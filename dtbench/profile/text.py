@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from dtbench.model import STAGES
 from dtbench.profile.sections import PARTS, Section
-from dtbench.profile.stages import ORDER, Breakdown
+from dtbench.profile.stages import Breakdown
 from dtbench.units import significant
 
 _US = 1e3  # ns
@@ -21,7 +22,7 @@ def stage_tables(breakdowns: Sequence[Breakdown]) -> list[str]:
 
 
 def _stage_table(impls: Sequence[Breakdown]) -> list[str]:
-    stages = [s for s in ORDER if any(r.stage == s for b in impls for r in b.rows)]
+    stages = [s for s in STAGES if any(r.stage == s for b in impls for r in b.rows)]
     stages += sorted({r.stage for b in impls for r in b.rows} - set(stages))
     rows = [["µs per call", *(text for b in impls for text in (b.impl, "+-", "%"))]]
     for stage in stages:

@@ -209,7 +209,7 @@ def test_a_budget_holds(gate: Gate):
         (("--base", "env:RANK=1", "--head", "env:", "dispatch"), "which the gate sets itself"),
         (("--base", "rev:no-such-revision", "--head", "env:", "dispatch"), "git knows no such commit"),
         (("--base", "python:/no/such", "--head", "env:", "dispatch"), "no program lies there"),
-        (("--base", "env:", "--head", "env:", "/add"), "names no suite"),
+        (("--base", "env:", "--head", "env:", "/add"), "is not SUITE"),
         (("--base", "env:", "--head", "env:", "dispatch", "--budget", "soon"), "is no duration"),
         (("--base", "env:", "--head", "env:", "dispatch", "--record"), "--record needs --history"),
         (("--base", "env:", "--head", "env:", "dispatch", "--resume"), "--resume needs -o"),

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtbench.bench.options import Task
+from dtbench.bench.options import Task, split_target
 from dtbench.errors import OutputError, UsageError
 from dtbench.machine import provenance as machine
-from dtbench.model import Case
+from dtbench.model import STAGES, Case
 from dtbench.profile import clocks, flame, folder, gpu, overlap, sections, spans, stages, text, trace, world
-from dtbench.profile.choose import choose, split_target
+from dtbench.profile.choose import choose
 from dtbench.profile.frames import short_name
 from dtbench.profile.skew import skews
 from dtbench.profile.spans import Overhead, Span
@@ -101,7 +101,7 @@ def test_stages_are_found_again_below_what_recording_adds() -> None:
     calls = [made_up_call() for _ in range(3)]
     made = broken_down(calls, 5300.0)
     assert {row.stage: row.ns for row in made.rows} == pytest.approx(TRUE_NS)
-    assert [row.stage for row in made.rows] == [s for s in stages.ORDER if s in TRUE_NS]
+    assert [row.stage for row in made.rows] == [s for s in STAGES if s in TRUE_NS]
     assert made.fitted_to_calibrated == pytest.approx(1)
     assert max(row.plus_minus_ns for row in made.rows) == pytest.approx(0, abs=1e-6)
     assert made.unattributed_ns == pytest.approx(0)

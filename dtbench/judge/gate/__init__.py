@@ -3,8 +3,9 @@
     command.py    the command line
     gate.py       from the options to the report
     arms.py       a revision, an interpreter or a set of variables -> what a launch is started with
-    benchmark.py  what is judged: selections, the listing of an arm's benchmarks
+    benchmark.py  what a gate and its launches tell each other: selections, orders, listings of benchmarks
     worker.py     one launch, in the arm's interpreter: lists and counts, or times
+    sampler.py    the schedule of a launch that times: fixed and in turns
     loader.py     the process that launches are forked off, once it has loaded torch
     process.py    these processes, seen from the gate
     control.py    the benchmarks that no arm touches

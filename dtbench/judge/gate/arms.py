@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from dtbench.errors import ArmError, UsageError
 from dtbench.judge.gate.benchmark import Selection
@@ -195,12 +196,18 @@ def _snapshot(sources: Mapping[str, Path], folder: Path) -> None:
 
 
 def _git(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    failed = f"a rev: arm needs git, and git {arguments[0]} cannot be run"
+    return _ran(["git", *arguments], _GIT_TIMEOUT_S, failed, cwd=cwd)
+
+
+def _ran(
+    command: Sequence[str], timeout_s: float, failed: str, **more: Any
+) -> subprocess.CompletedProcess[str]:
+    """The program, once it has ended. failed: what to say where it does not."""
     try:
-        return subprocess.run(
-            ["git", *arguments], cwd=cwd, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False
-        )
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, **more)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ArmError(f"git {arguments[0]} cannot be run: {error}; a rev: arm needs git") from error
+        raise ArmError(f"{failed}: {error}") from error
 
 
 def repository() -> Path | None:
@@ -291,18 +298,12 @@ def _environment(wanted: Sequence[str]) -> str:
     python = folder / "bin" / "python"
     if (folder / "complete").exists():
         return str(python)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)  # venv makes the folders around it
     for command in (
         [sys.executable, "-m", "venv", str(folder)],
         [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--", *wanted],
     ):
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_S, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise ArmError(f"the environment {folder} cannot be made: {error}") from error
+        done = _ran(command, _INSTALL_TIMEOUT_S, f"the environment {folder} cannot be made")
         if done.returncode != 0:
             raise ArmError(
                 f"the environment of the revision cannot be made: {_last_line(done.stderr or done.stdout)}; "
@@ -325,18 +326,9 @@ def _executable(text: str) -> str:
 def _probe(text: str, python: str, path: Sequence[str]) -> tuple[str, str, int]:
     """Python's version, torch's, and how many GPUs it sees, as the arm's interpreter says."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    done = _ran([python, "-P", "-c", _PROBE], _PROBE_TIMEOUT_S, f"{text}: {python} does not answer", env=env)
     try:
-        done = subprocess.run(
-            [python, "-P", "-c", _PROBE],
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_TIMEOUT_S,
-            check=False,
-        )
         version, torch, gpus = json.loads(done.stdout.strip().splitlines()[-1])
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ArmError(f"{text}: {python} does not answer: {error}") from error
     except (ValueError, IndexError) as error:
         raise ArmError(
             f"{text}: {python} cannot run the harness: {_last_line(done.stderr)}; expected Python 3.11 or newer "

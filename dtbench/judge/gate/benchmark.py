@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from dtbench.errors import UnreadableRunError, UsageError
+from dtbench.bench.options import split_target
+from dtbench.errors import UnreadableRunError
 from dtbench.model import Param
 
 Key = tuple[str, str, str, tuple[tuple[str, Param], ...]]  # as `Result.case_key`
@@ -39,15 +40,7 @@ def parse_selection(word: str) -> Selection:
     Raises:
         UsageError: no name of a suite.
     """
-    head, found, text = word.partition(".py/")
-    if found:
-        return Selection(f"{head}.py", text)
-    if word.endswith(".py"):
-        return Selection(word)
-    suite, _, text = word.partition("/")
-    if not suite:
-        raise UsageError(f"{word!r} names no suite: expected SUITE, SUITE/TEXT or FILE.py/TEXT")
-    return Selection(suite, text)
+    return Selection(*split_target(word))
 
 
 @dataclass(frozen=True)

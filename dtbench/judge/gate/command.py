@@ -10,7 +10,7 @@ import click
 from dtbench import flags
 from dtbench.bench import flags as of_runs
 from dtbench.bench.options import LAUNCH_TIMEOUT_S, parse_duration
-from dtbench.errors import EXIT_INTERRUPTED, complain
+from dtbench.errors import EXIT_INTERRUPTED, complain, plain
 
 
 @click.command("gate")
@@ -86,12 +86,11 @@ def gate_command(
     """
     import signal
 
-    from dtbench.judge.gate import outputs
     from dtbench.judge.gate.benchmark import parse_selection
     from dtbench.judge.gate.gate import GateOptions, gate, publish
 
     def say(text: str) -> None:
-        click.echo(f"gate: {outputs.plain(text)}", err=True)
+        click.echo(f"gate: {plain(text)}", err=True)
 
     if record and history is None:
         raise click.UsageError("--record needs --history FOLDER: where to append")

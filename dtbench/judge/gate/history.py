@@ -20,9 +20,9 @@ from typing import Any
 
 import msgspec
 
-from dtbench.errors import OutputError
+from dtbench.errors import OutputError, plain
 from dtbench.files.history import Line, read_history
-from dtbench.judge.gate.outputs import Report, plain
+from dtbench.judge.gate.outputs import Report
 
 # Fewer points show nothing: a step needs a few on either side.
 FEWEST_POINTS = 8

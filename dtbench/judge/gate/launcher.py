@@ -34,7 +34,7 @@ from dtbench.judge.gate.benchmark import (
 from dtbench.judge.gate.process import Job, Round, Started, run_alone, take_turns
 from dtbench.judge.gate.schedule import ArmName, Launch, OutOfTimeError
 from dtbench.mesh import format_mesh
-from dtbench.model import Result
+from dtbench.model import Result, Run
 
 # A command line's longest argument on Linux is 128 KiB; beyond half of it, ranks measure the whole selection.
 _MAX_FILTER_CHARS = 60_000
@@ -392,18 +392,21 @@ def _is_answered(stem: Path, text: str) -> bool:
 
 
 def _is_complete(stem: Path) -> bool:
-    try:
-        return read_run(f"{stem}.jsonl").complete
-    except DtbenchError:
-        return False
+    run = _run_of(stem)
+    return run is not None and run.complete
 
 
 def _results(stem: Path) -> tuple[Result, ...]:
+    run = _run_of(stem)
+    return run.results if run is not None else ()
+
+
+def _run_of(stem: Path) -> Run | None:
     """What a launch wrote, or nothing: an unreadable file is as good as none."""
     try:
-        return read_run(f"{stem}.jsonl").results
+        return read_run(f"{stem}.jsonl")
     except DtbenchError:
-        return ()
+        return None
 
 
 def _in_hand(stem: Path) -> str:

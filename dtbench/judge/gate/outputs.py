@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtbench import errors
+from dtbench.errors import plain
 from dtbench.judge.gate.verdict import Judged, Trust, exit_code_of, words_of
 from dtbench.judge.verdicts import Verdict
 from dtbench.units import format_seconds
@@ -55,11 +56,6 @@ class Report:
             errors.EXIT_CASE_FAILED: "a benchmark failed",
         }
         return f"gate: {meaning[self.exit_code]} ({said}); exit code {self.exit_code}"
-
-
-def plain(text: str) -> str:
-    """The text without characters that would move a cursor or end a line."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def ordered(judged: Sequence[Judged]) -> list[Judged]:

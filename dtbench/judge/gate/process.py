@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from dtbench.judge.gate.arms import Arm
 from dtbench.judge.gate.loader import ENDED, GO, MESSAGE, PID, READY, ask
@@ -99,18 +100,9 @@ class _Loader:
         asked = json.dumps({"load": list(load), "paths": paths, "control": theirs.fileno()})
         try:
             with theirs, log.open("wb") as out:
-                self._process = subprocess.Popen(
-                    [arm.python, "-P", "-m", "dtbench.judge.gate.loader", asked],
-                    cwd=arm.root,
-                    env=environment_of(
-                        variables, _for_loading(arm), arm.path if len(paths) == 1 else arm.path[:1]
-                    ),
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    pass_fds=[theirs.fileno()],
-                )
+                path = arm.path if len(paths) == 1 else arm.path[:1]
+                env = environment_of(variables, _for_loading(arm), path)
+                self._process = _start(arm, ["dtbench.judge.gate.loader", asked], env, out, theirs.fileno())
         except BaseException:
             self._control.close()
             raise
@@ -248,15 +240,7 @@ def run_alone(
 ) -> str | None:
     """`PYTHON -P -m MODULE...` of an arm, in a session that ends with it: what went wrong, as `Started.run`."""
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [arm.python, "-P", "-m", *module],
-            cwd=arm.root,
-            env=environment_of(variables, arm.env, arm.path),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = _start(arm, module, environment_of(variables, arm.env, arm.path), out)
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -266,6 +250,22 @@ def run_alone(
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     return "" if code == 0 else _how(code, log)
+
+
+def _start(
+    arm: Arm, module: Sequence[str], env: Mapping[str, str], out: BinaryIO, *fds: int
+) -> subprocess.Popen[bytes]:
+    """`PYTHON -P -m MODULE...` of an arm, in a session of its own."""
+    return subprocess.Popen(
+        [arm.python, "-P", "-m", *module],
+        cwd=arm.root,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        pass_fds=fds,
+    )
 
 
 def environment_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dtbench.model import STAGES
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import Axis, seconds_tick, value_axis
 from dtbench.show.report.cases import Case, distinct, geometric_mean, group
@@ -15,19 +16,6 @@ from dtbench.show.report.section import Material, Part, Section
 from dtbench.units import format_seconds
 
 PARAMS = {"placements": "Placements", "mesh": "Mesh", "pass": "Pass"}
-# As a call passes them (`dtbench profile`); others come after these.
-STAGES = (
-    "entry",
-    "checks",
-    "key",
-    "cache",
-    "plan",
-    "redistribute",
-    "communicate",
-    "local op",
-    "wrap",
-    "glue",
-)
 MAX_CASES = 4
 SPREAD_STYLES = {
     "local": Style("s2", "", (1.5, 1.5), words="floor: plain torch"),
