@@ -21,19 +21,33 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
-from dtbench.cost.calibration.layout import crosses_hosts
-from dtbench.cost.choices import CHOOSERS, Group, Regret, Score
+from dtbench.cost.calibration.layout import builtin_link
+from dtbench.cost.calibration.models import devices_per_host
+from dtbench.cost.calibration.setups import device_type
 from dtbench.errors import UsageError
+from dtbench.fields import Amount, Count
 from dtbench.model import Result, Run
 from dtbench_core.cost.prices import DimPrices, Kind, joint_prices
-from dtbench_core.cost.ring import GIB, INTER_HOST, INTRA_HOST, LOCAL_COPY_US, guessed_links
+from dtbench_core.cost.ring import GIB, INTRA_HOST, LOCAL_COPY_US, guessed_links
 from dtbench_core.cost.topology import MeshConstants, Topology, TopologyError
+
+# Who chooses, in order of what they know.
+CHOOSERS: Mapping[str, str] = {
+    "greedy": "torch's planner (greedy, its default)",
+    "by_cost": "torch's planner by cost",
+    "guessed": "built-in constants, hosts as torch guesses them",
+    "layout": "built-in constants, hosts as they are",
+    "constants": "calibrated constants",
+    "curves": "calibrated curves",
+    "oracle": "what was fastest in the other launches",
+    "worst": "the slowest way",
+}
 
 # Two ways are told apart from here on when the order of their prices is judged.
 TOLD_APART = 1.25
@@ -52,21 +66,68 @@ NOTHING = "nothing to send"
 
 
 @dataclass(frozen=True)
+class Score:
+    """A model's regret over decisions and launches. interval: 90 %, over decisions.
+
+    ranked_right: of the pairs of ways that differ clearly, the share whose prices have the
+    order of their times; None for a planner that has no prices. ties: share of decisions with no preference.
+    """
+
+    mean: Amount
+    interval: tuple[Amount, Amount]
+    worst: Amount
+    near: Amount
+    ranked_right: Amount | None
+    ties: Amount | None
+    decisions: Count
+
+
+@dataclass(frozen=True)
+class Group:
+    """Decisions of one library, kind and size, and how each model fares."""
+
+    library: str
+    name: str
+    size_bytes: Count
+    launches: Count
+    scores: Mapping[str, Score]
+
+
+@dataclass(frozen=True)
+class Regret:
+    """All groups; notes say what weakens them."""
+
+    mesh: str
+    groups: tuple[Group, ...]
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data, which says what it is."""
+        return {"kind": "regret", "schema": 1, **dataclasses.asdict(self)}
+
+
+@dataclass
 class Decision:
-    """The candidates for one purpose. times_s: launch -> way -> seconds."""
+    """The candidates for one purpose. picked: torch's planner -> its way. times_s: launch -> way -> seconds."""
 
     library: str
     name: str
     problem: str
     size_bytes: int
-    picked: Mapping[str, str]  # torch's planner -> its way
-    times_s: Mapping[tuple[str, int], Mapping[str, float]]
+    dtype: str
+    picked: dict[str, str] = field(default_factory=dict)
+    times_s: dict[tuple[str, int], dict[str, float]] = field(default_factory=dict)
 
     @property
     def ways(self) -> list[str]:
         """Those measured in every launch."""
-        of_launches = list(self.times_s.values())
-        return [way for way in of_launches[0] if all(way in times for times in of_launches)]
+        first, *others = self.times_s.values()
+        return [way for way in first if all(way in times for times in others)]
+
+    @property
+    def times(self) -> list[dict[str, float]]:
+        """Per launch, the seconds of these ways."""
+        return [{way: times[way] for way in self.ways} for times in self.times_s.values()]
 
 
 def regret(runs: Sequence[Run], topology: Mapping[str, Any]) -> Regret:
@@ -89,8 +150,7 @@ def regret(runs: Sequence[Run], topology: Mapping[str, Any]) -> Regret:
     groups = []
     for (library, name, size), own in sorted(grouped.items()):
         models = _models(runs[0], topology, dims, library)
-        prices = {model: _Prices(names, info) for model, info in models.items()}
-        groups.append(Group(library, name, size, launches, _scores(own, prices)))
+        groups.append(Group(library, name, size, launches, _scores(own, models, names)))
     mesh = ", ".join(f"{name}={ranks}" for name, ranks in dims)
     return Regret(mesh, tuple(groups), tuple(_notes(runs, topology, launches, groups)))
 
@@ -111,28 +171,20 @@ def _dims_of(runs: Sequence[Run]) -> list[tuple[str, int]]:
 
 def _decisions(runs: Sequence[Run]) -> tuple[list[Decision], int]:
     """What was measured in every launch, and the number of launches."""
-    found: dict[tuple[str, str, str, int, str], dict[tuple[str, int], dict[str, float]]] = {}
-    picked: dict[tuple[str, str, str, int, str], dict[str, str]] = {}
+    found: dict[tuple[str, str, str, int, str], Decision] = {}
     launches: set[tuple[str, int]] = set()
     for run in runs:
         for result in run.ok("regret"):
-            key = _key_of(result)
+            key, params = _key_of(result), result.params
+            decision = found.setdefault(key, Decision(*key))
             launch = (run.header.run_id, result.launch)
             launches.add(launch)
             assert result.time_s is not None
-            found.setdefault(key, {}).setdefault(launch, {})[result.impl] = result.time_s.p25
-            picked[key] = {
-                model: str(result.params[f"torch_{model}"])
-                for model in ("greedy", "by_cost")
-                if f"torch_{model}" in result.params
-            }
-    decisions = [
-        Decision(library, name, problem, size, picked[key], times)
-        for key, times in found.items()
-        for library, name, problem, size, _ in [key]
-        if len(times) == len(launches)
-    ]
-    return [d for d in decisions if len(d.ways) > 1], len(launches)
+            decision.times_s.setdefault(launch, {})[result.impl] = result.time_s.p25
+            asked = [model for model in ("greedy", "by_cost") if f"torch_{model}" in params]
+            decision.picked = {model: str(params[f"torch_{model}"]) for model in asked}
+    whole = [decision for decision in found.values() if len(decision.times_s) == len(launches)]
+    return [decision for decision in whole if len(decision.ways) > 1], len(launches)
 
 
 def _key_of(result: Result) -> tuple[str, str, str, int, str]:
@@ -155,16 +207,16 @@ def _models(
     except TopologyError as error:
         raise UsageError(f"the topology does not fit the run: {error}") from error
     ranks = [n for _, n in dims]
-    header = run.header
-    gpus = len(header.machine.gpus)
-    per_host = gpus if str(header.plan.get("device_type")) == "cuda" and gpus else 1
+    per_host, _ = devices_per_host(run.header, device_type(run.header))
     layouts = {dim["name"]: dim["layout"] for dim in topology["dims"]}
-    links = [INTER_HOST if crosses_hosts(layouts[name]) else INTRA_HOST for name, _ in dims]
     models = {
-        "guessed": MeshConstants.of_links(ranks, guessed_links(ranks, per_host)),
-        "layout": MeshConstants.of_links(ranks, links),
+        "layout": MeshConstants.of_links(
+            ranks, [builtin_link(layouts[name]) or INTRA_HOST for name, _ in dims]
+        ),
         "constants": dataclasses.replace(calibrated, mesh_dim_curves=(), joint_curves={}),
     }
+    if per_host is not None:
+        models["guessed"] = MeshConstants.of_links(ranks, guessed_links(ranks, per_host))
     return models | ({"curves": calibrated} if calibrated.mesh_dim_curves else {})
 
 
@@ -222,54 +274,41 @@ def _kind(text: str) -> Kind:
 # ------------------------------------------------------------------------------------- scores
 
 
-class _Prices:
-    """A model that has a price for every way."""
-
-    def __init__(self, dims: Sequence[str], info: MeshConstants) -> None:
-        self._dims, self._info = dims, info
-
-    def of(self, decision: Decision) -> dict[str, float]:
-        return {way: price_us(way, self._dims, self._info) for way in decision.ways}
-
-
-def _scores(decisions: Sequence[Decision], models: Mapping[str, _Prices]) -> dict[str, Score]:
+def _scores(
+    decisions: Sequence[Decision], models: Mapping[str, MeshConstants], dims: Sequence[str]
+) -> dict[str, Score]:
     """By model, in the order of CHOOSERS."""
-    launches = len(decisions[0].times_s)
     scores: dict[str, Score] = {}
     for model in CHOOSERS:
         rows, ranked, ties = [], [], []
         for decision in decisions:
+            ways = decision.ways
             if model in models:
-                prices = models[model].of(decision)
+                prices = {way: price_us(way, dims, models[model]) for way in ways}
                 best = min(prices.values())
-                chosen = [way for way in decision.ways if prices[way] <= best * (1 + TIE)]
+                chosen = [way for way in ways if prices[way] <= best * (1 + TIE)]
                 ranked += _ranked(decision, prices)
                 ties.append(len(chosen) > 1)
                 rows.append(_regrets(decision, chosen))
-            elif model in decision.picked and decision.picked[model] in decision.ways:
+            elif decision.picked.get(model) in ways:
                 rows.append(_regrets(decision, [decision.picked[model]]))
-            elif model == "oracle" and launches > 1:
+            elif model == "oracle" and len(decision.times_s) > 1:
                 rows.append(_of_others(decision))
             elif model == "worst":
-                rows.append([max(t.values()) / min(t.values()) - 1 for t in _times(decision)])
+                rows.append([max(t.values()) / min(t.values()) - 1 for t in decision.times])
         if rows:
             scores[model] = _score(rows, ranked if model in models else None, ties)
     return scores
 
 
-def _times(decision: Decision) -> list[dict[str, float]]:
-    """Per launch, the times of the ways that every launch measured."""
-    return [{way: times[way] for way in decision.ways} for times in decision.times_s.values()]
-
-
 def _regrets(decision: Decision, chosen: Sequence[str]) -> list[float]:
     """Per launch; of several chosen ways the mean."""
-    return [fmean(t[way] for way in chosen) / min(t.values()) - 1 for t in _times(decision)]
+    return [fmean(t[way] for way in chosen) / min(t.values()) - 1 for t in decision.times]
 
 
 def _of_others(decision: Decision) -> list[float]:
     """Per launch, of the way with the shortest median time in the other launches."""
-    all_times = _times(decision)
+    all_times = decision.times
     regrets = []
     for index, times in enumerate(all_times):
         others = [t for i, t in enumerate(all_times) if i != index]
@@ -281,7 +320,7 @@ def _of_others(decision: Decision) -> list[float]:
 def _ranked(decision: Decision, prices: Mapping[str, float]) -> list[float]:
     """Per pair of ways that differ clearly: 1 if the prices have the order of the times, 0 if the other,
     1/2 if they are equal."""
-    times = {way: median(t[way] for t in _times(decision)) for way in decision.ways}
+    times = {way: median(t[way] for t in decision.times) for way in decision.ways}
     right = []
     for slow, fast in itertools.permutations(decision.ways, 2):
         if times[slow] >= TOLD_APART * times[fast]:

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from dtbench.cost.calibration.models import WORDS as MODELS
 from dtbench.cost.calibration.validate import REGIMES, Group, Validation
-from dtbench.cost.choices import CHOOSERS, Regret
+from dtbench.cost.regret import CHOOSERS, Regret
 from dtbench.terminal import (
     add_figures,
     add_words,

@@ -16,7 +16,7 @@ import numpy as np
 
 from dtbench.cost.calibration import intervals
 from dtbench.cost.calibration.fit import Array, Line, accuracy, fit_curve, fit_ring, rising
-from dtbench.cost.calibration.layout import crosses_hosts
+from dtbench.cost.calibration.layout import builtin_link
 from dtbench.cost.calibration.measured import Measured, measured_dims
 from dtbench.cost.calibration.points import Point, Series
 from dtbench.cost.calibration.setups import (
@@ -32,7 +32,7 @@ from dtbench.errors import UsageError
 from dtbench.files.topology import SCHEMA
 from dtbench.model import Run
 from dtbench_core.cost.curve import Curve
-from dtbench_core.cost.ring import BASE_LATENCY_US, GIB, INTER_HOST, INTRA_HOST, RING_COLLECTIVES, Ring, hops
+from dtbench_core.cost.ring import BASE_LATENCY_US, GIB, INTER_HOST, RING_COLLECTIVES, Ring, hops
 
 ONE_LAUNCH = "within one launch only: too narrow"
 
@@ -240,10 +240,9 @@ def why_left_out(dim: Measured) -> str | None:
 
 def _builtin(layout: Mapping[str, Any], residuals: Mapping[str, Any], ranks: int) -> dict[str, Any] | None:
     """torch's constants for where the ranks really are, and how far off they are."""
-    crosses = crosses_hosts(layout)
-    if crosses is None:
+    link = builtin_link(layout)
+    if link is None:
         return None
-    link = INTER_HOST if crosses else INTRA_HOST
     ring = Ring(ranks, *link)
     logs = np.log(
         [
@@ -254,7 +253,7 @@ def _builtin(layout: Mapping[str, Any], residuals: Mapping[str, Any], ranks: int
     return {
         "bandwidth_GiBps": link.bandwidth,
         "latency_us_per_hop": link.latency_us,
-        "layout": "inter-host" if crosses else "intra-host",
+        "layout": "inter-host" if link == INTER_HOST else "intra-host",
         "predicted_over_measured": float(np.exp(logs.mean())),
         "geometric_mean_ratio": float(np.exp(np.abs(logs).mean())),
     }

@@ -13,6 +13,7 @@ import numpy as np
 from dtbench.cost.calibration.points import QUANTILE, Tagged, samples_us
 from dtbench.layout import DimLayout
 from dtbench.mesh import Groups
+from dtbench_core.cost.ring import INTER_HOST, INTRA_HOST, Link
 
 # Groups of one dim that take this much longer than others, at the median over what they measured
 # together, lie on other links: pairwise bandwidths of like links agree within 10 to 25 %.
@@ -80,7 +81,7 @@ def slowest_over_fastest(results: Sequence[Tagged], groups: Groups) -> float:
     return float(np.exp(of_group[slowest] - of_group[fastest]))
 
 
-def crosses_hosts(layout: Mapping[str, Any]) -> bool | None:
-    """Whether the slowest group leaves its host; None where the run does not say."""
+def builtin_link(layout: Mapping[str, Any]) -> Link | None:
+    """torch's constants for where the slowest group really is; None where the run does not say."""
     hosts = layout["hosts_per_group"]
-    return None if hosts is None else hosts[1] > 1
+    return None if hosts is None else INTER_HOST if hosts[1] > 1 else INTRA_HOST

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from dtbench.cost.calibration.layout import crosses_hosts
+from dtbench.cost.calibration.layout import builtin_link
 from dtbench.cost.price import price, ring_us
 from dtbench.model import Header, MeshShape
-from dtbench_core.cost.ring import GIB, INTER_HOST, INTRA_HOST, RING_COLLECTIVES, Link, Ring, guessed_links
+from dtbench_core.cost.ring import GIB, RING_COLLECTIVES, Ring, guessed_links
 
 # In order of what they know. The noise floor is no model: one launch's times as the forecast of another's.
 WORDS = {
@@ -55,7 +55,7 @@ class Models:
             ranks = self.dims[dim]["ranks"]
             if dim in self._guessed:
                 predicted["builtin"] = Ring(ranks, *self._guessed[dim]).collective_us(name, size_bytes)
-            link = self._right_layout(dim)
+            link = builtin_link(self.dims[dim]["layout"])
             if link is not None:
                 predicted["builtin_layout"] = Ring(ranks, *link).collective_us(name, size_bytes)
                 predicted["builtin_scaled"] = predicted["builtin_layout"] * self._scale
@@ -70,10 +70,6 @@ class Models:
             predicted["table"] = price(curve, size_bytes).time_us
         return predicted
 
-    def _right_layout(self, dim: str) -> Link | None:
-        crosses = crosses_hosts(self.dims[dim]["layout"])
-        return None if crosses is None else INTER_HOST if crosses else INTRA_HOST
-
     def _fitted_scale(self) -> float:
         """The number that takes torch's constants nearest to the topology's own tables.
 
@@ -82,7 +78,7 @@ class Models:
         logs = [
             np.log(row["measured_us"] / Ring(dim["ranks"], *link).collective_us(name, row["size_bytes"]))
             for dim in self.dims.values()
-            if (link := self._right_layout(dim["name"])) is not None
+            if (link := builtin_link(dim["layout"])) is not None
             for name in RING_COLLECTIVES
             if name in dim["collectives"]
             for row in dim["collectives"][name]["table"]

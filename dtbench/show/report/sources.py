@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dtbench.cost.calibration import read_topology
-from dtbench.cost.choices import Regret
+from dtbench.cost.regret import Regret
 from dtbench.errors import UnreadableRunError, UsageError
 from dtbench.files.history import Line, read_history
 from dtbench.files.read import BadFieldError, decode, into, shown

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from dtbench.cost.choices import Regret
+from dtbench.cost.regret import Regret
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import value_axis
 from dtbench.show.report.cases import distinct
@@ -13,7 +13,7 @@ from dtbench.show.report.figures import Row, Style, dots
 from dtbench.show.report.section import Section
 from dtbench.units import format_size
 
-# As `dtbench.cost.choices.CHOOSERS`, short enough for a figure.
+# As `dtbench.cost.regret.CHOOSERS`, short enough for a figure.
 MODELS: Mapping[str, str] = {
     "greedy": "torch’s planner (greedy)",
     "by_cost": "torch’s planner by cost",
