@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dtbench.mesh import Groups, groups_of
+from dtbench.mesh import Groups, groups_by_dim
 from dtbench.model import Header, RankFacts, Result
 
 
@@ -41,13 +41,6 @@ class DimLayout:
     nvlink: tuple[int, int] | None
 
 
-def joint_dim(dims: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
-    """All mesh dims of more than one rank taken as one, ("dp+tp", 4): what a collective over the whole
-    mesh runs on. None where fewer than two dims have ranks to share."""
-    wide = [(name, ranks) for name, ranks in dims if ranks > 1]
-    return ("+".join(name for name, _ in wide), math.prod(n for _, n in wide)) if len(wide) > 1 else None
-
-
 def hosts_of(header: Header) -> list[str | None]:
     """By rank what tells its host from others; None where the run does not say."""
     known = {rank.rank: f"{rank.host} {rank.boot_id or ''}" for rank in header.ranks if rank.host}
@@ -60,9 +53,7 @@ def mesh_groups(header: Header) -> dict[str, Groups]:
     names, shape = header.mesh.dim_names, header.mesh.shape
     if not names or math.prod(shape) != len(header.ranks):
         return {}
-    groups = {name: groups_of(shape, dim) for dim, name in enumerate(names)}
-    joint = joint_dim(zip(names, shape, strict=True))
-    return groups | ({joint[0]: [list(range(joint[1]))]} if joint else {})
+    return groups_by_dim(names, shape)
 
 
 def layout_of(header: Header) -> list[DimLayout]:

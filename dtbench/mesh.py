@@ -50,6 +50,26 @@ def default_mesh(world_size: int) -> Mesh:
     return (("tp", world_size),)
 
 
+def joint_dim(dims: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
+    """All mesh dims of more than one rank taken as one, ("dp+tp", 4): what a collective over the whole
+    mesh runs on. None where fewer than two dims have ranks to share."""
+    wide = [(name, ranks) for name, ranks in dims if ranks > 1]
+    return ("+".join(name for name, _ in wide), math.prod(n for _, n in wide)) if len(wide) > 1 else None
+
+
+def groups_by_dim(names: Sequence[str], shape: Sequence[int]) -> dict[str, Groups]:
+    """The groups of each mesh dim, and of all dims as one."""
+    groups = {name: groups_of(shape, dim) for dim, name in enumerate(names)}
+    joint = joint_dim(zip(names, shape, strict=True))
+    return groups | ({joint[0]: [list(range(joint[1]))]} if joint else {})
+
+
+def groups_in(mesh: Mesh, dim: object) -> Groups:
+    """The groups of a mesh dim by its name; all ranks as one group where the mesh has no dim of that name."""
+    names, shape = zip(*mesh, strict=True)
+    return groups_by_dim(names, shape).get(str(dim), [list(range(ranks_of(mesh)))])
+
+
 def groups_of(shape: Sequence[int], dim: int) -> Groups:
     """The groups of a mesh dim: ranks that differ in that coordinate alone. Meshes are row-major."""
     inner = math.prod(shape[dim + 1 :])

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from dtbench.layout import from_last_arrival_s
-from dtbench.mesh import groups_of
+from dtbench.mesh import groups_in
 from dtbench.model import Param, Plan, Result
 
 MISS = math.log(1.10)
@@ -106,8 +106,5 @@ def _name(result: Result) -> Name:
 
 def _samples(plan: Plan, result: Result) -> tuple[float, ...]:
     """From the last rank's arrival, as calibration counts; without the ranks' readings the longest."""
-    shape = [size for _, size in plan.mesh]
-    dims = [name for name, _ in plan.mesh]
-    dim = result.params.get("mesh_dim")
-    groups = groups_of(shape, dims.index(str(dim))) if dim in dims else [list(range(plan.world_size))]
+    groups = groups_in(plan.mesh, result.params.get("mesh_dim"))
     return from_last_arrival_s(result, groups) or result.samples_s

@@ -16,8 +16,7 @@ from dtbench.bench.options import Task
 from dtbench.bench.progress import say
 from dtbench.bench.session import join_store, leave, tell_refusal
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError, complain, describe
-from dtbench.mesh import Groups, Mesh, format_mesh, groups_of, ranks_of
-from dtbench.model import Case
+from dtbench.mesh import Mesh, format_mesh, groups_in
 from dtbench.profile import clocks, sections, trace
 from dtbench.profile.folder import as_json, check_folder, write_folder
 from dtbench.profile.recording import RankRecording
@@ -115,7 +114,7 @@ class RankProfile:
             with self._watch.limit(self._request.options.timeout_s):
                 bad = recording.run(world).get(impl)
             if bad is None:
-                self._groups[section] = _groups_of(mesh, case)
+                self._groups[section] = groups_in(mesh, case.params.get("mesh_dim"))
                 self._plain_us[section] = recording.plain_us
                 self._events += recording.events
                 self._uncertainty_us = max(self._uncertainty_us, recording.uncertainty_us)
@@ -244,15 +243,6 @@ class RankProfile:
 
 
 # --------------------------------------------------------------------------------- helpers
-
-
-def _groups_of(mesh: Mesh, case: Case) -> Groups:
-    """The ranks that communicate in the case; all together where it names no dim of the mesh."""
-    names = [name for name, _ in mesh]
-    dim = case.params.get("mesh_dim")
-    return (
-        groups_of([n for _, n in mesh], names.index(dim)) if dim in names else [list(range(ranks_of(mesh)))]
-    )
 
 
 def send(store: Any, key: str, value: Any) -> None:

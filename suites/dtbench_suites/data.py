@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtbench.layout import joint_dim
+from dtbench.mesh import joint_dim
 from dtbench.model import Plan, Skip
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import numpy as np
 from dtbench.cost.calibration import intervals
 from dtbench.cost.calibration.fit import Array, Line, accuracy, fit_curve, fit_ring, rising
 from dtbench.cost.calibration.layout import builtin_link
-from dtbench.cost.calibration.measured import Measured, measured_dims
-from dtbench.cost.calibration.points import Point, Series
+from dtbench.cost.calibration.measured import Measured, called, measured_dims
+from dtbench.cost.calibration.points import COLLECTIVES, Point, Series
 from dtbench.cost.calibration.setups import (
     backend,
     check_same_setup,
@@ -136,13 +136,8 @@ def calibrate_dim(dim: Measured) -> dict[str, Any]:
 
 def curves_of(dim: Measured) -> dict[str, Any]:
     """The curves of a dim's `collectives` and `transitions`."""
-    return {
-        "collectives": {name: curve_of(series) for name, series in dim.collectives.items()},
-        "transitions": {
-            impl: {name: curve_of(series) for name, series in of_impl.items()}
-            for impl, of_impl in dim.transitions.items()
-        },
-    }
+    curves = {what: {name: curve_of(s) for name, s in of.items()} for what, of in dim.series.items() if of}
+    return {"collectives": curves.pop(COLLECTIVES, {}), "transitions": curves}
 
 
 def curve_of(series: Series) -> dict[str, Any]:
@@ -289,15 +284,11 @@ def _warnings_about_data(dim: Measured) -> list[str]:
         warnings.append(f"no results of {', '.join(missing)}: the constants rest on the other collectives")
     if not dim.own_times:
         warnings.append("without the ranks' own samples the times include the wait for the last rank")
-    curves = {
-        **dim.collectives,
-        **{f"{i} {n}": s for i, of in dim.transitions.items() for n, s in of.items()},
-    }
     for count, what in (
         (1, "one size only: they have no line, and no price but near that size"),
         (2, "two sizes only: a line goes through any two, so how good it is is unknown"),
     ):
-        few = [name for name, series in curves.items() if len(series.points) == count]
+        few = [called(what, series.name) for what, series in dim.all_series() if len(series.points) == count]
         if few:
             warnings.append(f"{', '.join(few)} measured at {what}")
     return warnings

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,9 @@ from dtbench.cost.calibration.points import (
     series_by_name,
     tagged,
 )
-from dtbench.layout import joint_dim, layout_of
-from dtbench.mesh import Groups, groups_of
-from dtbench.model import Header, Run
+from dtbench.layout import layout_of
+from dtbench.mesh import Groups, groups_by_dim
+from dtbench.model import Run
 
 IMPLS = ("core", "torch")  # whose changes of placement are priced apart
 
@@ -29,7 +29,7 @@ IMPLS = ("core", "torch")  # whose changes of placement are priced apart
 class Measured:
     """One mesh dim. sharing: whether its groups worked "together", as in training, or one "alone".
 
-    collectives: name -> series. transitions: impl -> name -> series. contention: as in the topology
+    series: "collectives", or the impl that changes a placement -> name -> series. contention: as in the topology
     file. own_times: whether each rank's own samples are there.
     """
 
@@ -37,38 +37,54 @@ class Measured:
     ranks: int
     groups: int
     sharing: str
-    collectives: Mapping[str, Series]
-    transitions: Mapping[str, Mapping[str, Series]]
+    series: Mapping[str, Mapping[str, Series]]
     contention: Mapping[str, Mapping[str, Any]]
     layout: Mapping[str, Any]
     own_times: bool
     warnings: tuple[str, ...]
 
+    @property
+    def collectives(self) -> Mapping[str, Series]:
+        return self.series[COLLECTIVES]
+
+    def all_series(self) -> Iterator[tuple[str, Series]]:
+        """("collectives" or an impl, series) of all that was measured."""
+        return ((what, series) for what, of in self.series.items() for series in of.values())
+
+    def map(self, change: Callable[[Series], Series]) -> Measured:
+        """The dim with each series changed; those left without points are dropped."""
+        changed = {
+            what: {name: new for name, series in of.items() if (new := change(series)).points}
+            for what, of in self.series.items()
+        }
+        return dataclasses.replace(self, series=changed)
+
+
+def called(what: str, name: str) -> str:
+    """A collective, or the change of placement of an impl, in words."""
+    return name if what == COLLECTIVES else f"{what} {name}"
+
 
 def measured_dims(runs: Sequence[Run]) -> tuple[list[Measured], list[str]]:
     """Every mesh dim of runs of one setup, with what was chosen instead of the usual, in words."""
-    header = runs[0].header
-    notes = []
-    collectives = tagged(runs, COLLECTIVES)
-    collectives, note = preferred(collectives, "mode", "isolated")
-    notes += [note] if note else []
-    _, note = preferred(collectives, "dtype", "float32")
-    notes += [note] if note else []
-    collectives, note = one_impl(collectives)
-    notes += [note] if note else []
+    header, mesh = runs[0].header, runs[0].header.mesh
+    collectives, mode_note = preferred(tagged(runs, COLLECTIVES), "mode", "isolated")
+    _, dtype_note = preferred(collectives, "dtype", "float32")
+    collectives, impl_note = one_impl(collectives)
     transitions, note = preferred(tagged(runs, TRANSITIONS), "mode", "isolated")
-    notes += [f"changes of placement: {note}"] if note else []
+    notes = [mode_note, dtype_note, impl_note, note and f"changes of placement: {note}"]
     layouts = {layout.name: layout for layout in layout_of(header)}
     dims = []
-    for name, groups in _groups_of(
-        header, {str(r.params["mesh_dim"]) for _, r in (*collectives, *transitions)}
-    ):
-        of_dim = _of(collectives, name)
+    for name, groups in groups_by_dim(mesh.dim_names, mesh.shape).items():
+        of_dim, moved = _of(collectives, name), _of(transitions, name)
+        if name not in mesh.dim_names and not (of_dim or moved):
+            continue  # all dims as one, which was not measured
         kept, sharing = _sharing(of_dim)
+        together = sharing == "together"
         series, warnings = series_by_name(kept, groups)
         alone, _ = series_by_name(_where(of_dim, "alone"), groups)
-        moved, dtype_warnings = _transitions(_of(transitions, name), groups)
-        times = slowest_over_fastest(kept if sharing == "together" else (), groups)
+        changes, change_warnings = _transitions(moved, groups)
+        times = slowest_over_fastest(kept if together else (), groups)
         layout, layout_warnings = layout_of_dim(layouts.get(name), times)
         dims.append(
             Measured(
@@ -76,25 +92,14 @@ def measured_dims(runs: Sequence[Run]) -> tuple[list[Measured], list[str]]:
                 len(groups[0]),
                 len(groups),
                 sharing,
-                series,
-                moved,
-                _contention(series, alone) if sharing == "together" else {},
+                {COLLECTIVES: series, **changes},
+                _contention(series, alone) if together else {},
                 layout,
                 all(r.rank_samples_s for _, r in kept),
-                (*layout_warnings, *warnings, *dtype_warnings),
+                (*layout_warnings, *warnings, *change_warnings),
             )
         )
-    return dims, notes
-
-
-def _groups_of(header: Header, measured: AbstractSet[str]) -> Iterator[tuple[str, Groups]]:
-    """Each mesh dim, then all dims as one where that was measured."""
-    names, shape = header.mesh.dim_names, header.mesh.shape
-    for index, name in enumerate(names):
-        yield name, groups_of(shape, index)
-    joint = joint_dim(zip(names, shape, strict=True))
-    if joint is not None and joint[0] in measured:
-        yield joint[0], [list(range(joint[1]))]
+    return dims, [note for note in notes if note]
 
 
 def _of(results: Sequence[Tagged], dim: str) -> list[Tagged]:
@@ -111,9 +116,7 @@ def _sharing(results: Sequence[Tagged]) -> tuple[list[Tagged], str]:
     return (together, "together") if together or not results else (_where(results, "alone"), "alone")
 
 
-def _transitions(
-    results: Sequence[Tagged], groups: list[list[int]]
-) -> tuple[dict[str, dict[str, Series]], list[str]]:
+def _transitions(results: Sequence[Tagged], groups: Groups) -> tuple[dict[str, dict[str, Series]], list[str]]:
     found, warnings = {}, []
     results, sharing = _sharing(results)
     if sharing == "alone" and len(groups) > 1:

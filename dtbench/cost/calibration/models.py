@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dtbench.cost.calibration.layout import builtin_link
+from dtbench.cost.calibration.points import COLLECTIVES
 from dtbench.cost.price import price, ring_us
 from dtbench.model import Header, MeshShape
 from dtbench_core.cost.ring import GIB, RING_COLLECTIVES, Ring, guessed_links
@@ -22,7 +23,6 @@ WORDS = {
     "table": "each call's own table (what prices are)",
     "floor": "noise floor: one launch forecasts another",
 }
-COLLECTIVES = "collectives"
 
 
 class Models:

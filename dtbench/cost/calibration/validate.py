@@ -10,6 +10,7 @@ one at the sizes both have. No model of one number per size can do much better.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from dtbench.cost.calibration.assemble import calibrate_dim, curves_of, why_left_out
-from dtbench.cost.calibration.measured import Measured, measured_dims
-from dtbench.cost.calibration.models import COLLECTIVES, WORDS, Models, devices_per_host
-from dtbench.cost.calibration.points import Point, Series
+from dtbench.cost.calibration.measured import Measured, called, measured_dims
+from dtbench.cost.calibration.models import WORDS, Models, devices_per_host
+from dtbench.cost.calibration.points import COLLECTIVES, Point, Series
 from dtbench.cost.calibration.setups import backend, check_same_setup, device_type, version_warnings
 from dtbench.cost.price import price
 from dtbench.errors import UsageError
@@ -122,7 +123,7 @@ def validate(topology: Mapping[str, Any], runs: Sequence[Run], *, same: bool = F
     devices, guess = devices_per_host(header, topology["device_type"])
     models = Models(topology["dims"], into(topology["mesh"], MeshShape), devices)
     notes += [*chosen, *_differences(models, dims), f"PyTorch's guess: {guess}"]
-    launches = sorted({launch for dim in dims for _, s in _series(dim) for launch in s.launches})
+    launches = sorted({launch for dim in dims for _, s in dim.all_series() for launch in s.launches})
     title = f"{len(launches)} new launch{'es' * (len(launches) > 1)} of {_names(dims)}"
     return Validation(title, _scored(models, dims, use_fitted=not same), tuple(notes))
 
@@ -136,12 +137,9 @@ def validate_split(run: Run) -> Validation:
     measured, notes = measured_dims([run])
     held, fitted, few = [], [], 0
     for dim in measured:
-        kept, out = (
-            _map(dim, lambda s: _alternate(s, kept=True)),
-            _map(dim, lambda s: _alternate(s, kept=False)),
-        )
-        few += sum(1 for _, s in _series(dim)) - sum(1 for _, s in _series(kept))
-        if dim.ranks > 1 and any(True for _ in _series(kept)):
+        kept, out = (dim.map(functools.partial(_alternate, kept=kept)) for kept in (True, False))
+        few += len([*dim.all_series()]) - len([*kept.all_series()])
+        if dim.ranks > 1 and [*kept.all_series()]:
             held.append(out)
             fitted.append(_fit(kept))
     if not held:
@@ -162,7 +160,7 @@ def validate_split(run: Run) -> Validation:
 def _scored(models: Models, dims: Sequence[Measured], *, use_fitted: bool) -> tuple[Group, ...]:
     errors: dict[str, _Errors] = {}
     for dim in dims:
-        for what, series in _series(dim):
+        for what, series in dim.all_series():
             curve = models.curve(dim.name, what, series.name)
             if curve is None:
                 continue
@@ -212,15 +210,6 @@ def _fitted_launches(curve: Mapping[str, Any]) -> dict[int, list[float]]:
     }
 
 
-def _series(dim: Measured) -> Iterator[tuple[str, Series]]:
-    """("collectives" or an impl, series) of all that was measured on a dim."""
-    for series in dim.collectives.values():
-        yield COLLECTIVES, series
-    for impl, of_impl in dim.transitions.items():
-        for series in of_impl.values():
-            yield impl, series
-
-
 def _names(dims: Sequence[Measured]) -> str:
     return ", ".join(f"{dim.name}={dim.ranks}" for dim in dims)
 
@@ -251,7 +240,7 @@ def _common(topology: Mapping[str, Any], measured: Sequence[Measured], runs: Seq
                 f"the topology is of {what} {ours}, {path} of {theirs}: calibrate on what is used"
             )
     known = {dim["name"]: dim["ranks"] for dim in topology["dims"]}
-    common = [dim for dim in measured if known.get(dim.name) == dim.ranks and any(True for _ in _series(dim))]
+    common = [dim for dim in measured if known.get(dim.name) == dim.ranks and [*dim.all_series()]]
     if not common:
         have = ", ".join(f"{name}={ranks}" for name, ranks in known.items())
         raise UsageError(
@@ -276,9 +265,9 @@ def _differences(models: Models, dims: Sequence[Measured]) -> list[str]:
                 f"{dim.name} was measured {dim.sharing} in the runs, {ours['groups_sharing']} in the topology"
             )
         unknown = []
-        for what, series in _series(dim):
+        for what, series in dim.all_series():
             curve = models.curve(dim.name, what, series.name)
-            name = series.name if what == COLLECTIVES else f"{what} {series.name}"
+            name = called(what, series.name)
             if curve is None:
                 unknown.append(name)
             elif curve.get("dtype", series.dtype) != series.dtype:
@@ -300,16 +289,6 @@ def _alternate(series: Series, *, kept: bool) -> Series:
         return series.only(())
     fitted = {*sizes[::2], sizes[-1]}
     return series.only(fitted if kept else set(sizes) - fitted)
-
-
-def _map(dim: Measured, change: Any) -> Measured:
-    """The dim with each series changed; those left without points are dropped."""
-
-    def changed(of: Mapping[str, Series]) -> dict[str, Series]:
-        return {name: new for name, series in of.items() if (new := change(series)).points}
-
-    transitions = {impl: of_impl for impl, of in dim.transitions.items() if (of_impl := changed(of))}
-    return dataclasses.replace(dim, collectives=changed(dim.collectives), transitions=transitions)
 
 
 def _fit(dim: Measured) -> dict[str, Any]:
