@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from dtbench.bench.options import Task, split_target
 from dtbench.errors import OutputError, UsageError
 from dtbench.machine import provenance as machine
+from dtbench.mesh import groups_in
 from dtbench.model import STAGES, Case
-from dtbench.profile import clocks, flame, folder, gpu, overlap, sections, spans, stages, text, trace, world
+from dtbench.profile import clocks, flame, folder, gpu, overlap, sections, spans, stages, text, trace
 from dtbench.profile.choose import choose
 from dtbench.profile.frames import short_name
 from dtbench.profile.skew import skews
@@ -360,9 +361,9 @@ def test_collectives_that_differ_are_not_matched() -> None:
 
 def test_groups_of_mesh_dims() -> None:
     mesh = (("dp", 2), ("tp", 3))
-    assert world._groups_of(mesh, Case("c", {"mesh_dim": "tp"}, build={})) == [[0, 1, 2], [3, 4, 5]]
-    assert world._groups_of(mesh, Case("c", {"mesh_dim": "dp"}, build={})) == [[0, 3], [1, 4], [2, 5]]
-    assert world._groups_of(mesh, Case("c", {"mesh_dim": "world"}, build={})) == [[0, 1, 2, 3, 4, 5]]
+    assert groups_in(mesh, "tp") == [[0, 1, 2], [3, 4, 5]]
+    assert groups_in(mesh, "dp") == [[0, 3], [1, 4], [2, 5]]
+    assert groups_in(mesh, "world") == [[0, 1, 2, 3, 4, 5]]
 
 
 # ------------------------------------------------------------------------------- clocks
