@@ -6,6 +6,7 @@ disjoint, not touching and not empty. Every function takes any intervals and giv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 Interval = tuple[float, float]
@@ -40,21 +41,8 @@ def intersection(some: Iterable[Interval], others: Iterable[Interval]) -> list[I
 
 def difference(some: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
     """What `some` covers and `others` does not."""
-    left: list[Interval] = []
-    taken = union(others)
-    j = 0
-    for start, end in union(some):
-        while j < len(taken) and taken[j][1] <= start:
-            j += 1
-        k = j
-        while k < len(taken) and taken[k][0] < end:
-            if start < taken[k][0]:
-                left.append((start, taken[k][0]))
-            start = max(start, taken[k][1])
-            k += 1
-        if start < end:
-            left.append((start, end))
-    return left
+    edges = [-math.inf, *(edge for interval in union(others) for edge in interval), math.inf]
+    return intersection(some, zip(edges[::2], edges[1::2], strict=True))
 
 
 def length(intervals: Iterable[Interval]) -> float:

@@ -242,9 +242,7 @@ def exit_code_of(judged: Sequence[Judged], trust: Trust, *, allow_new: bool = Fa
         return errors.EXIT_NOTHING
     if trust.reasons or Verdict.INCONCLUSIVE in verdicts:
         return errors.EXIT_INCONCLUSIVE
-    if not verdicts & {
-        Verdict.PASS,
-        Verdict.IMPROVED,
-    }:  # nothing was judged, which is no reason to be content
+    # Where nothing was judged there is no reason to be content.
+    if not verdicts & {Verdict.PASS, Verdict.IMPROVED}:
         return errors.EXIT_NOTHING
     return errors.EXIT_OK
