@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import gc
 import json
 import math
 import os
@@ -293,6 +294,19 @@ def _fault(result: Result, error: Exception) -> str:
 # --------------------------------------------------------------------------------- reading
 
 
+@contextlib.contextmanager
+def _without_collecting() -> Iterator[None]:
+    """What is read holds no cycles; the collector would go over all of it again and again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@_without_collecting()
 def read_run(path: str | Path) -> Run:
     """The run in a file: its header and results, in the file's order.
 

@@ -6,10 +6,12 @@ read for itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from dtbench.files.read import BadFieldError, decode, shown
+from msgspec import Struct
+
+from dtbench.fields import Count
+from dtbench.files.read import BadFieldError, decode, into, shown
 from dtbench.importers.model import Figure, Log, Printed, Row, Table
 from dtbench.importers.nccl_text import DTYPES
 from dtbench.importers.text import lines_of, pattern
@@ -29,6 +31,24 @@ _NAMES = {
 _HALF = 0.5e-6  # six decimals are written
 
 
+class _Record(Struct, frozen=True):
+    """One placement at one size: us, GB/s; `wrong` is a number, a number as text, or N/A."""
+
+    name: str
+    ranks: Count
+    gpusPerRank: Count  # noqa: N815 - as the tool spells it
+    nodes: Count
+    numCycle: Count  # noqa: N815
+    size: Count
+    type: str
+    redop: str
+    inPlace: bool | Count  # noqa: N815
+    time: Any
+    algBw: Any  # noqa: N815
+    busBw: Any  # noqa: N815
+    wrong: Any
+
+
 def applies(text: str) -> bool:
     """Whether the text may hold such records."""
     return '"numCycle"' in text and '"algBw"' in text
@@ -41,53 +61,49 @@ def read(text: str, log: Log) -> None:
     for number, line in enumerate(lines_of(text), start=1):
         for match in _OBJECT.finditer(line):
             try:
-                record = decode(match[0].encode("utf-8", "replace"))
-                key = tuple(record[name] for name in ("name", "ranks", "gpusPerRank", "nodes", "numCycle"))
-                place = (*key, record["size"], record["type"], record["redop"])
-                hash(place)
+                record = into(decode(match[0].encode("utf-8", "replace")), _Record)
+                key = (record.name, record.ranks, record.gpusPerRank, record.nodes, record.numCycle)
+                place = (*key, record.size, record.type, record.redop)
                 if key not in tables:
                     tables[key] = _table(record, number)
                 if place not in rows:
                     rows[place] = _row(record, number)
                     tables[key].rows.append(rows[place])
                 rows[place].figures.append(_figure(record))
-            except (BadFieldError, KeyError, TypeError, ValueError) as error:
+            except BadFieldError as error:
                 log.say(number, f"a record that is not of rccl-tests was left out: {str(error)[:100]}")
         if line.count("{") > line.count("}"):
             log.say(number, "a record that is cut was left out")
     log.tables += tables.values()
 
 
-def _table(record: Mapping[str, Any], number: int) -> Table:
+def _table(record: _Record, number: int) -> Table:
     table = Table("rccl-tests", number, redop_column=True, ended=True)
-    name = "".join(c for c in str(record["name"]).lower() if c.isalpha())
+    name = "".join(c for c in record.name.lower() if c.isalpha())
     table.collective = _NAMES.get(name)
     if table.collective is None:
-        table.refusal = f"{shown(record['name'])} is no collective of rccl-tests that is known here"
-    if record["gpusPerRank"] == 1:  # with more it is not said which of both counts the ranks
-        table.ranks, table.ranks_from = _count(record["ranks"], "ranks"), "its records"
+        table.refusal = f"{shown(record.name)} is no collective of rccl-tests that is known here"
+    if record.gpusPerRank == 1:  # with more it is not said which of both counts the ranks
+        table.ranks, table.ranks_from = record.ranks, "its records"
     return table
 
 
-def _row(record: Mapping[str, Any], number: int) -> Row:
-    kind, redop = record["type"], record["redop"]
-    if not isinstance(kind, str) or not isinstance(redop, str):
-        raise ValueError("type and redop are no text")
-    dtype = DTYPES.get(kind, (kind[:20], 0))[0]
-    return Row(number, _count(record["size"], "size"), None, dtype, redop[:20], None, [])
+def _row(record: _Record, number: int) -> Row:
+    dtype = DTYPES.get(record.type, (record.type[:20], 0))[0]
+    return Row(number, record.size, None, dtype, record.redop[:20], None, [])
 
 
-def _figure(record: Mapping[str, Any]) -> Figure:
-    time, algbw, busbw = (_printed(record[name]) for name in ("time", "algBw", "busBw"))
+def _figure(record: _Record) -> Figure:
+    time, algbw, busbw = (_printed(value) for value in (record.time, record.algBw, record.busBw))
     figure = Figure(
-        bool(_count(record["inPlace"], "inPlace")),
+        bool(record.inPlace),
         time and time.scaled(1e-6),
         algbw and algbw.scaled(1e9),
         busbw and busbw.scaled(1e9),
     )
     if time is None or algbw is None or busbw is None:
         figure.fail("it has no number for time, algBw or busBw")
-    wrong = record["wrong"]
+    wrong = record.wrong
     if isinstance(wrong, str) and wrong.strip().isascii() and wrong.strip().isdigit():
         wrong = int(wrong)
     if isinstance(wrong, int | float) and not isinstance(wrong, bool):
@@ -100,9 +116,3 @@ def _figure(record: Mapping[str, Any]) -> Figure:
 def _printed(value: Any) -> Printed | None:
     fine = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e300
     return Printed(float(value), _HALF) if fine else None
-
-
-def _count(value: Any, name: str) -> int:
-    if not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} is {shown(value)}, expected a whole number")
-    return int(value)

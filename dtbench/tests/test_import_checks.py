@@ -250,14 +250,14 @@ def test_truncated_json_is_refused() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        (("version",), 9, "its version is 9"),
-        (("version",), True, "its version is True"),
-        (("config",), None, "config is missing"),
+        (("version",), 9, "version is 9, expected one of 1, 2, 3, 4"),
+        (("version",), True, "version is True, expected one of 1, 2, 3, 4"),
+        (("config",), None, "config is missing, expected an object"),
         (("results",), {}, "results is {}"),
         (("results", 0), 3, "results"),
         (("results", 0, "size"), -1, "size is -1"),
         (("results", 0, "size"), "big", "size is 'big'"),
-        (("results", 0, "type"), 4, "has no type"),
+        (("results", 0, "type"), 4, "type is 4, expected a string"),
         (("config", "devices", 0, "rank"), -1, "rank is -1"),
     ],
 )
