@@ -19,6 +19,10 @@ from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.rules.base import OpCall, Strategy
 from dtbench_core.torch_compat import kernel_of
 
+# What torch's kernels and meta kernels raise for shapes that they cannot run on (its checks raise the first three;
+# Python ones divide by lengths). Anything else is a fault of a rule's, and every rank raises it alike.
+REFUSALS = (RuntimeError, ValueError, IndexError, ZeroDivisionError)
+
 
 def every_rank_can(
     call: OpCall,
@@ -93,7 +97,7 @@ def _runs(
         args[position] = list(expected[0])
     try:
         result = (strategy.local_op or kernel_of(call.op))(*args, **kwargs)
-    except Exception:  # whatever it is, the op must not be run so
+    except REFUSALS:
         return False
     results = result if isinstance(result, (list, tuple)) else [result]
     tensors = [r for r in results if isinstance(r, torch.Tensor)]

@@ -113,7 +113,7 @@ def agreed_placements(
         return placements
     kind = "shards" if holds_shards(local) else "tensor"
     described = (tuple(shape), tuple(stride), str(local.dtype), describe(placements), kind)
-    return _settled(placements, shape, _everybodys(tuple(local.shape), described, info), info)
+    return _matching(placements, shape, _everybodys(tuple(local.shape), described, info), info)
 
 
 def joined_layout(
@@ -138,7 +138,7 @@ def joined_layout(
             held = shapes[tuple(at)]
             size += held[dim] if dim < len(held) else 0
         shape.append(size)
-    return tuple(shape), _settled(placements, shape, shapes, info)
+    return tuple(shape), _matching(placements, shape, shapes, info)
 
 
 def _can_ask(info: MeshInfo, placements: Placements) -> bool:
@@ -147,7 +147,7 @@ def _can_ask(info: MeshInfo, placements: Placements) -> bool:
     return max(cuts, default=1) > 1 and bool(info.groups) and dist.get_backend(info.groups[0]) != "fake"
 
 
-def _settled(
+def _matching(
     placements: Placements,
     shape: Sequence[int],
     shapes: dict[tuple[int, ...], tuple[int, ...]],

@@ -181,6 +181,26 @@ def linear_rows(call: OpCall, ins: int, outs: int = 1, ops: tuple[str, ...] = ("
     return [Row((Partial(op),) * ins, (Partial(op),) * outs) for op in ops if pending(call, op)]
 
 
+def pending_rows(
+    call: OpCall, *terms: tuple[int, ...], ops: Iterable[str] = ("sum", "avg"), count: int | None = None
+) -> list[Row]:
+    """Rows for ops through which pending reductions pass, of several inputs together: of each group of indices in
+    `terms`, the others being whole. count: of the inputs that the rows are about, if not all."""
+    inputs, outs = range(len(call.inputs) if count is None else count), len(call.outputs)
+    return [
+        Row(tuple(Partial(op) if i in group else REPLICATE for i in inputs), (Partial(op),) * outs)
+        for op in ops
+        if pending(call, op)
+        for group in terms
+    ]
+
+
+def along_others(call: OpCall, whole: Iterable[int], ins: int = 1, outs: int = 1) -> list[Row]:
+    """`along` all dims of the first input but those that must be whole."""
+    kept = set(whole)
+    return along((d for d in range(call.inputs[0].ndim) if d not in kept), ins, outs)
+
+
 def pending(call: OpCall, reduce_op: str) -> bool:
     """Whether an input is Partial(reduce_op) on some mesh dim: else the rows need not be listed."""
     return any(p.is_partial(reduce_op) for spec in call.inputs for p in spec.placements)

@@ -19,8 +19,17 @@ from torch._ops import OpOverload
 from dtbench_core.layout.placement import REPLICATE, Placement, Placements, Shard
 from dtbench_core.layout.spec import DTensorSpec, TensorMeta
 from dtbench_core.layout.wrapper import Wrapper
-from dtbench_core.rules.base import OpCall, Row, Strategy, aten, decomposition, replicated_row, rule
-from dtbench_core.rules.labels import SUM, accurate, linear_in_first, settled, whole
+from dtbench_core.rules.base import (
+    OpCall,
+    Row,
+    Strategy,
+    aten,
+    decomposition,
+    pending_rows,
+    replicated_row,
+    rule,
+)
+from dtbench_core.rules.labels import SUM, accurate, materialised, whole
 
 CHANNEL = 1  # of the input [n, c, ...]
 
@@ -97,7 +106,7 @@ def batch_norm_backward(call: OpCall) -> Strategy:
     """(grad [n, c, ...], input, weight?, statistics...) -> (grad of input, of weight, of bias)."""
     if call.inputs[0].ndim < 2:
         return Strategy([])
-    rows = [_channel_row(call.inputs, call.outputs), *linear_in_first(call)]
+    rows = [_channel_row(call.inputs, call.outputs), *pending_rows(call, (0,))]
     if not _trains(call.op, call.__getitem__):
         rest = (REPLICATE,) * (len(call.inputs) - 2)
         rows += [
@@ -184,7 +193,7 @@ def _statistics(
     dims = [d for d in range(data.ndim) if d != CHANNEL]
     var, mean = torch.var_mean(accurate(data), dims, correction=0)
     # Reduced once here: each of the uses below would reduce it again.
-    var, mean = (settled(t) for t in (var, mean))
+    var, mean = (materialised(t) for t in (var, mean))
     count = data.numel() // data.shape[CHANNEL]
     for kept, new in ((running_mean, mean), (running_var, var * (count / max(count - 1, 1)))):
         if kept is not None:
@@ -204,7 +213,7 @@ def _gradients(
     scaled = (given - _over_channels(mean, data)) * _over_channels(inverse, data)
     of_bias = grad_in.sum(dims)
     of_weight = (grad_in * scaled).sum(dims)
-    of_bias, of_weight = (settled(t) for t in (of_bias, of_weight))
+    of_bias, of_weight = (materialised(t) for t in (of_bias, of_weight))
     of_data = None
     if mask[0]:
         of_data = grad_in

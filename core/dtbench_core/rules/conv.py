@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dtbench_core.layout.placement import REPLICATE, Partial, Placement
-from dtbench_core.rules.base import OpCall, Row, Strategy, aten, pending, rule
+from dtbench_core.rules.base import OpCall, Row, Strategy, aten, pending, pending_rows, rule
 from dtbench_core.rules.labels import SUM, in_groups, place
 
 
@@ -55,11 +55,7 @@ def convolution(call: OpCall) -> Strategy:
         )
         inputs = (place(label, data), place(label, weight), *((bias,) if biased else ()))
         rows.append(Row(inputs, (placed,), nonempty=held))
-    for op in ("sum", "avg"):
-        if pending(call, op):
-            term = Partial(op)
-            extra = (term,) if biased else ()
-            rows += [Row((term, REPLICATE, *extra), (term,)), Row((REPLICATE, term, *extra), (term,))]
+    rows += pending_rows(call, (0, 2), (1, 2))  # with the bias, if there is one
     return Strategy(rows, local_op=_own_groups(call, 0) if call["groups"] > 1 else None)
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Shard
 from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, rule
-from dtbench_core.rules.labels import settled, whole
+from dtbench_core.rules.labels import materialised, whole
 
 # ---- entry and autograd ----
 
@@ -102,8 +102,8 @@ class CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Any, target: Any, weight: Any, options: Options) -> Any:
         dim, classes = class_dim(logits), logits._spec.shape[class_dim(logits)]
         smoothing = options.smoothing
-        maximum = settled(class_max(logits, dim))
-        sums = settled(class_sums(logits, maximum, target, weight, dim, smoothing > 0))
+        maximum = materialised(class_max(logits, dim))
+        sums = materialised(class_sums(logits, maximum, target, weight, dim, smoothing > 0))
         made = class_loss(sums, target, weight, classes, options.ignore_index, smoothing)
         ctx.options, ctx.dim, ctx.classes = options, dim, classes
         # The loss, the weight and the targets that are no class, of all samples; replicated.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dtbench_core.rules.base import OpCall, Strategy, along, aten, linear_rows, rule
+from dtbench_core.rules.base import OpCall, Strategy, along_others, aten, linear_rows, rule
 
 
 @rule(aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default)
 def transform(call: OpCall) -> Strategy:
     """Transforms of the dims in `dim`."""
     transformed = {d % call.inputs[0].ndim for d in call["dim"]}
-    kept = (d for d in range(call.inputs[0].ndim) if d not in transformed)
-    return Strategy([*along(kept, 1, 1), *linear_rows(call, 1)])
+    return Strategy([*along_others(call, transformed), *linear_rows(call, 1)])

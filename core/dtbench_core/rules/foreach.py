@@ -178,7 +178,7 @@ def fused_step(call: OpCall) -> Strategy:
     return Strategy([], localize=lambda _: None, exact=(tuple(placed), ()))
 
 
-def _settle(
+def _step_on_copies(
     op: OpOverload, parameters: Sequence[Any], grads: Sequence[Any], *rest: Any, **options: Any
 ) -> Any:
     """A fused step whose gradients or state lie elsewhere than the parameters: on copies that lie there."""
@@ -202,7 +202,7 @@ def _settle(
 
 
 for _op in FUSED:
-    decomposition(_op)(functools.partial(_settle, _op))
+    decomposition(_op)(functools.partial(_step_on_copies, _op))
 
 
 def _lie_alike(parameters: Sequence[Any], tensors: Sequence[Any]) -> bool:
@@ -239,8 +239,8 @@ def _norm_term(tensor: Any, ord: Any, dtype: torch.dtype | None) -> Any:
     """This rank's part of a norm: the largest element, or a sum of powers, in float64 as these grow large."""
     spec: DTensorSpec = tensor._spec
     if spec.has_partial():
-        settled = tuple(REPLICATE if p.is_partial() else p for p in spec.placements)
-        tensor = redistribute_tensor(tensor, settled)
+        reduced = tuple(REPLICATE if p.is_partial() else p for p in spec.placements)
+        tensor = redistribute_tensor(tensor, reduced)
     local = tensor._local_tensor
     if local.numel() == 0:
         term = local.new_zeros((), dtype=torch.float64)  # neutral, as no norm is negative

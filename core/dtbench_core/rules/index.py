@@ -12,22 +12,12 @@ from typing import Any
 
 import torch
 
-from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Partial, Placement, Shard
+from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Shard
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, pending, rule
+from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, pending_rows, rule
+from dtbench_core.rules.labels import SUM, placed_along
 
-SUM = Partial("sum")
 INTEGER = (torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-def _pending_rows(call: OpCall, terms: tuple[int, ...], ops: tuple[str, ...]) -> list[Row]:
-    """Rows for ops through which pending reductions of the inputs `terms` pass; the others are whole."""
-    rows = []
-    for op in ops:
-        if pending(call, op):
-            placed = (Partial(op) if i in terms else REPLICATE for i in range(len(call.inputs)))
-            rows.append(Row(tuple(placed), (Partial(op),)))
-    return rows
 
 
 # ---- embedding ----
@@ -43,7 +33,7 @@ def embedding(call: OpCall) -> Strategy:
     rows = [Row((Shard(1), REPLICATE), (Shard(ndim),))]
     rows += [Row((REPLICATE, Shard(d)), (Shard(d),)) for d in range(ndim)]
     rows.append(Row((Shard(0), REPLICATE), (SUM,)))
-    return Strategy([*rows, *_pending_rows(call, (0,), REDUCE_OPS)], localize=_lookup, any_lengths=True)
+    return Strategy([*rows, *pending_rows(call, (0,), ops=REDUCE_OPS)], localize=_lookup, any_lengths=True)
 
 
 def _lookup(placed: Placed) -> Callable[..., torch.Tensor] | None:
@@ -76,7 +66,7 @@ def embedding_dense_backward(call: OpCall) -> Strategy:
     rows = [Row((Shard(grad.ndim - 1), REPLICATE), (Shard(1),))]
     if not call["scale_grad_by_freq"]:  # frequencies are counted over all indices
         rows += [Row((Shard(d), Shard(d)), (SUM,)) for d in range(indices.ndim)]
-    return Strategy([*rows, *_pending_rows(call, (0,), ("sum", "avg"))])
+    return Strategy([*rows, *pending_rows(call, (0,))])
 
 
 # ---- x[i, j] and x[i, j] = y ----
@@ -89,12 +79,6 @@ def _indexed(call: OpCall) -> tuple[list[int], list[DTensorSpec], torch.Size, in
     shape = torch.broadcast_shapes(*(index.shape for _, index in listed))
     adjacent = dims == list(range(dims[0], dims[-1] + 1))
     return dims, [index for _, index in listed], shape, dims[0] if adjacent else 0
-
-
-def _has(spec: DTensorSpec, dim: int, shape: torch.Size) -> Placement:
-    """Placement of a tensor that broadcasts to `shape`, whose dim `dim` is sharded."""
-    own = dim - (len(shape) - spec.ndim)
-    return Shard(own) if own >= 0 and spec.shape[own] == shape[dim] else REPLICATE
 
 
 def _kept_dims(call: OpCall, dims: list[int], shape: torch.Size, start: int) -> dict[int, int]:
@@ -113,10 +97,10 @@ def index(call: OpCall) -> Strategy:
         for d, out in _kept_dims(call, dims, shape, start).items()
     ]
     rows += [
-        Row((REPLICATE, *(_has(i, dim, shape) for i in indices)), (Shard(start + dim),))
+        Row((REPLICATE, *(placed_along(i, dim, shape) for i in indices)), (Shard(start + dim),))
         for dim in range(len(shape))
     ]
-    return Strategy([*rows, *_pending_rows(call, (0,), REDUCE_OPS)])
+    return Strategy([*rows, *pending_rows(call, (0,), ops=REDUCE_OPS)])
 
 
 @rule(aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default)
@@ -135,14 +119,14 @@ def index_put(call: OpCall) -> Strategy:
     whole = torch.Size((*result[:start], *shape, *result[start:]))
     count = len(indices)
     rows = [
-        Row((Shard(d), *(REPLICATE,) * count, _has(values, out, whole)), (Shard(d),))
+        Row((Shard(d), *(REPLICATE,) * count, placed_along(values, out, whole)), (Shard(d),))
         for d, out in kept.items()
     ]
     if call["accumulate"]:
-        rows += _pending_rows(call, (0, len(call.inputs) - 1), ("sum", "avg"))
+        rows += pending_rows(call, (0, len(call.inputs) - 1))
         for dim in range(len(shape)):
-            placed = (_has(i, dim, shape) for i in indices)
-            rows.append(Row((SUM, *placed, _has(values, start + dim, whole)), (SUM,)))
+            placed = (placed_along(i, dim, shape) for i in indices)
+            rows.append(Row((SUM, *placed, placed_along(values, start + dim, whole)), (SUM,)))
     return Strategy(rows)
 
 
@@ -166,7 +150,7 @@ def index_select(call: OpCall) -> Strategy:
     rows = [Row((Shard(d), REPLICATE), (Shard(d),)) for d in range(call.inputs[0].ndim) if d != picked]
     if call.inputs[0].ndim and call.inputs[1].ndim:
         rows.append(Row((REPLICATE, Shard(0)), (Shard(picked),)))
-    return Strategy([*rows, *_pending_rows(call, (0,), REDUCE_OPS)])
+    return Strategy([*rows, *pending_rows(call, (0,), ops=REDUCE_OPS)])
 
 
 @rule(aten.index_add.default, aten.index_add_.default)
@@ -175,7 +159,7 @@ def index_add(call: OpCall) -> Strategy:
     rows = _listed_rows(call)
     if call.inputs[1].ndim and call.inputs[2].ndim:
         rows.append(Row((SUM, Shard(0), Shard(call.dim())), (SUM,)))
-    return Strategy([*rows, *_pending_rows(call, (0, 2), ("sum", "avg"))])
+    return Strategy([*rows, *pending_rows(call, (0, 2))])
 
 
 @rule(aten.index_copy.default, aten.index_copy_.default)
@@ -194,9 +178,9 @@ def index_fill(call: OpCall) -> Strategy:
         Row((Shard(d), *(REPLICATE,) * more), (Shard(d),)) for d in range(call.inputs[0].ndim) if d != filled
     ]
     if more == 2:
-        return Strategy([*rows, *_pending_rows(call, (0, 2), ("sum", "max", "min"))])
+        return Strategy([*rows, *pending_rows(call, (0, 2), ops=("sum", "max", "min"))])
     ops = ("sum", "max", "min") if call["value"] == 0 else ("max", "min")
-    return Strategy([*rows, *_pending_rows(call, (0,), ops)])
+    return Strategy([*rows, *pending_rows(call, (0,), ops=ops)])
 
 
 def _listed_rows(call: OpCall) -> list[Row]:
@@ -215,7 +199,7 @@ def gather(call: OpCall) -> Strategy:
     same part of self in every dim but the gathered one."""
     source, index = call.inputs
     if source.ndim != index.ndim or not source.ndim:
-        return Strategy(_pending_rows(call, (0,), REDUCE_OPS))
+        return Strategy(pending_rows(call, (0,), ops=REDUCE_OPS))
     picked = call.dim()
     # One of the two for each dim: over two mesh dims, a mixture would cut self and index at different places.
     rows = []
@@ -241,7 +225,7 @@ def gather(call: OpCall) -> Strategy:
 
         return run
 
-    return Strategy([*rows, *_pending_rows(call, (0,), REDUCE_OPS)], localize=localize)
+    return Strategy([*rows, *pending_rows(call, (0,), ops=REDUCE_OPS)], localize=localize)
 
 
 @rule(aten.scatter.src, aten.scatter_.src, aten.scatter.value, aten.scatter_.value)
@@ -262,7 +246,7 @@ def scatter_add(call: OpCall) -> Strategy:
     along = call.dim()
     if self.ndim and self.ndim == index.ndim == src.ndim and src.shape[along] == index.shape[along]:
         rows.append(Row((SUM, Shard(along), Shard(along)), (SUM,)))
-    return Strategy([*rows, *_pending_rows(call, (0, 2), ("sum", "avg"))])
+    return Strategy([*rows, *pending_rows(call, (0, 2))])
 
 
 def _scatter_rows(call: OpCall) -> list[Row]:
@@ -283,7 +267,7 @@ def _scatter_rows(call: OpCall) -> list[Row]:
 @rule(aten.take.default)
 def take(call: OpCall) -> Strategy:
     rows = [Row((REPLICATE, Shard(d)), (Shard(d),)) for d in range(call.inputs[1].ndim)]
-    return Strategy([*rows, *_pending_rows(call, (0,), REDUCE_OPS)])
+    return Strategy([*rows, *pending_rows(call, (0,), ops=REDUCE_OPS)])
 
 
 @rule(aten.put.default, aten.put_.default)
@@ -294,7 +278,7 @@ def put(call: OpCall) -> Strategy:
     _, index, source = call.inputs
     dims = range(index.ndim) if index.shape == source.shape else ()
     rows = [Row((SUM, Shard(d), Shard(d)), (SUM,)) for d in dims]
-    return Strategy([*rows, *_pending_rows(call, (0, 2), ("sum", "avg"))])
+    return Strategy([*rows, *pending_rows(call, (0, 2))])
 
 
 # ---- counting ----

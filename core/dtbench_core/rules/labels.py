@@ -15,7 +15,7 @@ import torch
 from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Placements, Shard
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper
-from dtbench_core.rules.base import OpCall, Row, along, pending
+from dtbench_core.rules.base import OpCall, Row, along
 
 SUM = Partial("sum")
 
@@ -64,16 +64,6 @@ def batch_rows(call: OpCall, count: int) -> list[Row]:
     return along(dims, len(call.inputs), len(call.outputs))
 
 
-def linear_in_first(call: OpCall) -> list[Row]:
-    """Rows for ops that are linear in their first input, the others being factors."""
-    rest = (REPLICATE,) * (len(call.inputs) - 1)
-    return [
-        Row((Partial(op), *rest), (Partial(op),) * len(call.outputs))
-        for op in ("sum", "avg")
-        if pending(call, op)
-    ]
-
-
 def is_matching(call: OpCall, count: int) -> bool:
     """Whether the first `count` dims of all inputs and outputs are alike."""
     shapes = [spec.shape for spec in call.inputs]
@@ -81,13 +71,15 @@ def is_matching(call: OpCall, count: int) -> bool:
     return all(len(shape) >= count and shape[:count] == shapes[0][:count] for shape in shapes)
 
 
-def broadcast(specs: Sequence[DTensorSpec], dim: int, shape: Sequence[int]) -> Placements:
-    """Placements of inputs that broadcast to `shape`, when its `dim` is sharded."""
-    placed: list[Placement] = []
-    for spec in specs:
-        own = dim - (len(shape) - spec.ndim)
-        placed.append(Shard(own) if own >= 0 and spec.shape[own] == shape[dim] else REPLICATE)
-    return tuple(placed)
+def placed_along(spec: DTensorSpec, dim: int, shape: Sequence[int]) -> Placement:
+    """Placement of an input that broadcasts to `shape`, when its `dim` is sharded."""
+    own = dim - (len(shape) - spec.ndim)
+    return Shard(own) if own >= 0 and spec.shape[own] == shape[dim] else REPLICATE
+
+
+def broadcast(specs: Iterable[DTensorSpec], dim: int, shape: Sequence[int]) -> Placements:
+    """The same of several inputs."""
+    return tuple(placed_along(spec, dim, shape) for spec in specs)
 
 
 def in_groups(call: OpCall, groups: int) -> bool:
@@ -109,7 +101,7 @@ def all_replicated(*tensors: object) -> bool:
     return all(t._spec.is_replicated() for t in tensors if isinstance(t, Wrapper))
 
 
-def settled(tensor: Any) -> Any:
+def materialised(tensor: Any) -> Any:
     """`tensor` with its pending reductions done: worth it where several uses would each do them."""
     if not isinstance(tensor, Wrapper) or not tensor._spec.has_partial():
         return tensor

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Shard
 from dtbench_core.layout.wrapper import Wrapper
-from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, pending, rule
+from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, pending_rows, rule
 from dtbench_core.torch_compat import is_grad_enabled, kernel_of
 
 # ---- entry and autograd ----
@@ -123,12 +123,8 @@ def forward_rows(call: OpCall) -> Strategy:
     ]
     rows.append(((REPLICATE, Shard(0), Shard(0)), Shard(last)))
     rows.append(((Shard(last), Shard(1), REPLICATE), Partial()))
-    for op in ("sum", "avg"):
-        if pending(call, op):
-            rows.append(((Partial(op), REPLICATE, REPLICATE), Partial(op)))
-            rows.append(((REPLICATE, Partial(op), REPLICATE), Partial(op)))
     count = len(call.inputs)
-    made = [Row(inputs[:count], (output,)) for inputs, output in rows]
+    made = [Row(inputs[:count], (output,)) for inputs, output in rows] + pending_rows(call, (0,), (1,))
     return Strategy(made, localize=_bias_once if count == 3 else None, any_lengths=True)
 
 
@@ -152,10 +148,6 @@ def backward_rows(call: OpCall) -> Strategy:
     ]
     table.append(((Shard(last), REPLICATE, Shard(0)), (Partial(), Shard(0), Shard(0))))
     table.append(((REPLICATE, Shard(last), Shard(1)), (Shard(last), Shard(1), REPLICATE)))
-    for op in ("sum", "avg"):
-        if pending(call, op):
-            term = Partial(op)
-            table.append(((term, REPLICATE, REPLICATE), (term, term, term)))
     needs = (call["need_input"], call["need_weight"], call["need_bias"])
     rows = [Row(ins, tuple(p for p, need in zip(outs, needs, strict=True) if need)) for ins, outs in table]
-    return Strategy(rows, local_op=gradients)
+    return Strategy([*rows, *pending_rows(call, (0,))], local_op=gradients)

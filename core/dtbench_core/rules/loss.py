@@ -16,8 +16,8 @@ import torch
 from torch._ops import OpOverload
 
 from dtbench_core.layout.placement import REPLICATE, Placement, Shard
-from dtbench_core.rules.base import OpCall, Row, Strategy, aten, decomposition, rule
-from dtbench_core.rules.labels import SUM, all_replicated, broadcast, linear_in_first, settled, whole
+from dtbench_core.rules.base import OpCall, Row, Strategy, aten, decomposition, pending_rows, rule
+from dtbench_core.rules.labels import SUM, all_replicated, broadcast, materialised, whole
 
 NONE, MEAN, SUMMED = 0, 1, 2  # torch's enum Reduction
 
@@ -71,7 +71,7 @@ def elementwise_loss_backward(call: OpCall) -> Strategy:
     for dim in range(len(shape)):
         of_grad = REPLICATE if reduced else Shard(dim)
         rows.append(Row((of_grad, *broadcast(call.inputs[1:], dim, shape)), (Shard(dim),)))
-    rows += linear_in_first(call)
+    rows += pending_rows(call, (0,))
     local_op = _mean_backward(call) if call["reduction"] == MEAN else None
     return Strategy(rows, local_op=local_op, any_lengths=True)
 
@@ -123,7 +123,7 @@ def nll_loss_backward(call: OpCall) -> Strategy:
     for dim, own in _batch_dims(call.inputs[1].ndim):
         of_grad = REPLICATE if reduced else Shard(own)
         rows += [Row((of_grad, Shard(dim), Shard(own), *weight, total), (Shard(dim),)) for total in totals]
-    return Strategy([*rows, *linear_in_first(call)])
+    return Strategy([*rows, *pending_rows(call, (0,))])
 
 
 def _weighted_mean(op: OpOverload) -> Callable[..., Any]:
@@ -161,4 +161,4 @@ def binary_cross_entropy(data: Any, target: Any, weight: Any = None, reduction: 
 
 def _anyone(tensor: Any, refused: Callable[[Any], Any]) -> bool:
     """Whether a CPU kernel would refuse some value of `tensor`, on whichever rank."""
-    return tensor.device.type == "cpu" and bool(refused(settled(tensor)).any().item())
+    return tensor.device.type == "cpu" and bool(refused(materialised(tensor)).any().item())

@@ -6,8 +6,8 @@ A label shards every tensor that has it. A contracted label (not in the output) 
 from __future__ import annotations
 
 from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Shard
-from dtbench_core.rules.base import OpCall, Row, Strategy, aten, pending, rule
-from dtbench_core.rules.labels import letters
+from dtbench_core.rules.base import OpCall, Row, Strategy, aten, pending_rows, rule
+from dtbench_core.rules.labels import letters, placed_along
 
 
 def einsum_rows(call: OpCall, inputs: tuple[str, ...], output: str) -> list[Row]:
@@ -18,13 +18,8 @@ def einsum_rows(call: OpCall, inputs: tuple[str, ...], output: str) -> list[Row]
         wanted = tuple(Shard(labels.index(label)) if label in labels else REPLICATE for labels in inputs)
         rows.append(Row(wanted, (placed,)))
     # Linear in each factor: one may be a pending sum if the others are whole.
-    for op in ("sum", "avg"):
-        if pending(call, op):
-            for index in range(len(inputs)):
-                factors: list[Placement] = [REPLICATE] * len(inputs)
-                factors[index] = Partial(op)
-                rows.append(Row(tuple(factors), (Partial(op),)))
-    return rows
+    factors = range(len(inputs))
+    return [*rows, *pending_rows(call, *((i,) for i in factors), count=len(factors))]
 
 
 @rule(aten.mm.default, aten._int_mm.default)
@@ -92,9 +87,6 @@ def _added(call: OpCall, factors: tuple[str, str], output: str) -> Strategy:
     rows = []
     for row in einsum_rows(call, factors, output):
         (placed,) = row.outputs
-        wanted = placed
-        if isinstance(placed, Shard):
-            own = placed.dim - (len(shape) - bias.ndim)
-            wanted = Shard(own) if own >= 0 and bias.shape[own] == shape[placed.dim] else REPLICATE
+        wanted = placed_along(bias, placed.dim, shape) if isinstance(placed, Shard) else placed
         rows.append(Row((wanted, *row.inputs), row.outputs))
     return Strategy(rows)

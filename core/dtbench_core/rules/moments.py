@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dtbench_core.rules.base import aten, decomposition
-from dtbench_core.rules.labels import accurate, is_split, settled
+from dtbench_core.rules.labels import accurate, is_split, materialised
 
 
 def _dims(tensor: Any, dim: int | Sequence[int] | None) -> list[int]:
@@ -40,11 +40,11 @@ def _variance(
         return None
     data = accurate(tensor)
     count = math.prod(tensor.shape[d] for d in dims)
-    center = settled(data.sum(dims, keepdim=True) / count)
+    center = materialised(data.sum(dims, keepdim=True) / count)
     total = (data - center).square().sum(dims, keepdim=keepdim)
     freedom = max(count - (1.0 if correction is None else correction), 0.0)
     mean = center if keepdim else center.squeeze(dims)
-    return settled(total) / freedom, mean
+    return materialised(total) / freedom, mean
 
 
 @decomposition(aten.var.correction)
@@ -140,7 +140,7 @@ def logsumexp(tensor: Any, dim: Any, keepdim: bool = False) -> Any:
     if not _gathers(tensor, dims) or not tensor.dtype.is_floating_point:
         return NotImplemented
     data = accurate(tensor)
-    most = settled(data.amax(dims, keepdim=True))
+    most = materialised(data.amax(dims, keepdim=True))
     most = most.masked_fill(most.abs() == math.inf, 0.0)
-    total = settled((data - most).exp().sum(dims, keepdim=keepdim)).log()
+    total = materialised((data - most).exp().sum(dims, keepdim=keepdim)).log()
     return (total + (most if keepdim else most.squeeze(dims))).to(tensor.dtype)

@@ -10,8 +10,20 @@ from typing import Any
 
 import torch
 
-from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Shard
-from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, along, aten, linear_rows, pending, rule
+from dtbench_core.layout.placement import REPLICATE, Placement, Shard
+from dtbench_core.rules.base import (
+    OpCall,
+    Placed,
+    Row,
+    Strategy,
+    along,
+    along_others,
+    aten,
+    linear_rows,
+    pending,
+    pending_rows,
+    rule,
+)
 from dtbench_core.rules.labels import (
     SUM,
     broadcast,
@@ -19,7 +31,6 @@ from dtbench_core.rules.labels import (
     is_matching,
     label_rows,
     letters,
-    linear_in_first,
 )
 from dtbench_core.rules.pointwise import pointwise
 
@@ -29,8 +40,7 @@ from dtbench_core.rules.pointwise import pointwise
 @rule(aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default)
 @rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
 def along_one_dim(call: OpCall) -> Strategy:
-    dims = (d for d in range(call.inputs[0].ndim) if d != call.dim())
-    return Strategy(along(dims, len(call.inputs), len(call.outputs)))
+    return Strategy(along_others(call, [call.dim()], len(call.inputs), len(call.outputs)))
 
 
 @rule(aten.renorm.default, aten.renorm_.default)
@@ -46,11 +56,7 @@ def cross(call: OpCall) -> Strategy:
     shape = meta.shape if meta is not None else ()
     dim = call.dim("dim", len(shape))
     rows = [Row(broadcast(call.inputs, d, shape), (Shard(d),)) for d in range(len(shape)) if d != dim]
-    for op in ("sum", "avg"):
-        if pending(call, op):
-            term = Partial(op)
-            rows += [Row((term, REPLICATE), (term,)), Row((REPLICATE, term), (term,))]
-    return Strategy(rows)
+    return Strategy([*rows, *pending_rows(call, (0,), (1,))])
 
 
 # ---- over the last dims ----
@@ -87,7 +93,7 @@ def native_layer_norm_backward(call: OpCall) -> Strategy:
     alike = outs + 1  # grad, input and the statistics
     parameters = (REPLICATE,) * (len(call.inputs) - alike)
     rows = [Row((Shard(d),) * alike + parameters, (Shard(d), *(SUM,) * (outs - 1))) for d in range(batch)]
-    return Strategy([*rows, *linear_in_first(call)])
+    return Strategy([*rows, *pending_rows(call, (0,))])
 
 
 @rule(aten.add_.Scalar)
@@ -130,7 +136,7 @@ def native_group_norm_backward(call: OpCall) -> Strategy:
     data = "nc" + "." * (call.inputs[0].ndim - 2)
     parameters = ["c"] * (len(call.inputs) - 4)
     rows = label_rows(_sharded(call), (data, data, "nc", "nc", *parameters), (data, "c", "c"), SUM)
-    return Strategy([*rows, *linear_in_first(call)], local_op=_own_sizes(call))
+    return Strategy([*rows, *pending_rows(call, (0,))], local_op=_own_sizes(call))
 
 
 def _groups_are_plain(call: OpCall) -> bool:
@@ -172,7 +178,7 @@ def weight_norm(call: OpCall) -> Strategy:
 @rule(aten._weight_norm_interface_backward.default)
 def weight_norm_backward(call: OpCall) -> Strategy:
     """(grad, direction, length, norms) -> (grad of direction, of length). Linear in `grad`."""
-    return Strategy([*_along_kept(call), *linear_in_first(call)])
+    return Strategy([*_along_kept(call), *pending_rows(call, (0,))])
 
 
 def _along_kept(call: OpCall) -> list[Row]:
@@ -196,7 +202,7 @@ def cdist(call: OpCall) -> Strategy:
 @rule(aten._cdist_backward.default)
 def cdist_backward(call: OpCall) -> Strategy:
     """(grad [..., p, r], x1, x2, distances) -> gradient of x1: a sum over r. Linear in `grad`."""
-    return Strategy([*_cdist_rows(call, ("pr", "p.", "r.", "pr"), ("p.",)), *linear_in_first(call)])
+    return Strategy([*_cdist_rows(call, ("pr", "p.", "r.", "pr"), ("p.",)), *pending_rows(call, (0,))])
 
 
 def _cdist_rows(call: OpCall, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> list[Row]:

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from dtbench_core.errors import PlacementError
 from dtbench_core.layout.copied_view import copied_view
-from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Partial, Placement, Shard
+from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Partial, Shard
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.rules import base
@@ -29,8 +29,10 @@ from dtbench_core.rules.base import (
     decomposition,
     linear_rows,
     pending,
+    pending_rows,
     rule,
 )
+from dtbench_core.rules.labels import broadcast
 
 
 def is_pointwise(op: OpOverload) -> bool:
@@ -110,36 +112,19 @@ def pointwise(call: OpCall) -> Strategy:
     """The rule of every pointwise op; inputs broadcast to the first output's shape."""
     outs = len(call.outputs)
     shape = call.outputs[0].shape if call.outputs and call.outputs[0] is not None else torch.Size()
-    rows = [Row(_broadcast(call, dim, shape), (Shard(dim),) * outs) for dim in range(len(shape))]
+    rows = [Row(broadcast(call.inputs, dim, shape), (Shard(dim),) * outs) for dim in range(len(shape))]
     return Strategy([*rows, *_partial_rows(call)])
 
 
-def _broadcast(call: OpCall, dim: int, shape: torch.Size) -> tuple[Placement, ...]:
-    """Inputs' placements when output dim `dim` is sharded: Replicate where the input lacks the dim."""
-    placed: list[Placement] = []
-    for spec in call.inputs:
-        own = dim - (len(shape) - spec.ndim)
-        sharded = own >= 0 and (spec.shape[own] == shape[dim])
-        placed.append(Shard(own) if sharded else REPLICATE)
-    return tuple(placed)
-
-
 def _partial_rows(call: OpCall) -> list[Row]:
-    count, outs = len(call.inputs), len(call.outputs)
+    count = len(call.inputs)
     # A plain number added to a pending sum would be added once per rank.
     if call.op in LINEAR and not _adds_number(call):
-        return linear_rows(call, count)
+        return pending_rows(call, tuple(range(count)))
     terms = TERMS.get(call.op, ())
     if call.op in SCALING and not call.kwargs.get("rounding_mode"):
         terms = ((0,), *terms)
-    rows = []
-    for op in ("sum", "avg"):
-        if pending(call, op):
-            for linear in terms:
-                if max(linear) < count:
-                    placed = (Partial(op) if i in linear else REPLICATE for i in range(count))
-                    rows.append(Row(tuple(placed), (Partial(op),) * outs))
-    return rows
+    return pending_rows(call, *(group for group in terms if max(group) < count))
 
 
 def _adds_number(call: OpCall) -> bool:
@@ -202,11 +187,11 @@ def _filled(call: OpCall, masks: int) -> Strategy:
     An average has the value itself on every rank, whose sum may overflow on the way to it, as that of a
     mask's lowest number does: only a tensor that cannot move takes it, after a look at the number.
     """
-    op, whole = call.op, (REPLICATE,) * (len(call.inputs) - 1)
+    op = call.op
     writes = op._schema.name.endswith("_")
     number = len(call.inputs) == masks + 1
     ops = [kind for kind in REDUCE_OPS if kind != "avg" or (writes and number)]
-    rows = [Row((Partial(kind), *whole), (Partial(kind),)) for kind in ops if pending(call, kind)]
+    rows = pending_rows(call, (0,), ops=ops)
 
     def localize(placed: Placed) -> Callable[..., torch.Tensor] | None:
         spec = placed.inputs[0]
@@ -256,17 +241,10 @@ def neutral_term(spec: DTensorSpec) -> int | None:
 def where(call: OpCall) -> Strategy:
     """(condition, a, b): each element is one of the two, whatever is pending. Not an average: a mask's lowest
     number, on every rank, overflows the sum on the way to it."""
-    return Strategy([*pointwise(call).rows, *_selecting(call, 0, ("sum", "max", "min"))])
-
-
-def _selecting(call: OpCall, condition: int, ops: tuple[str, ...]) -> list[Row]:
-    """Rows for ops that pick elements of their inputs by one that is whole."""
-    rows = []
-    for op in ops:
-        if pending(call, op) and call.inputs[condition].dtype == torch.bool:
-            placed = (REPLICATE if i == condition else Partial(op) for i in range(len(call.inputs)))
-            rows.append(Row(tuple(placed), (Partial(op),)))
-    return rows
+    picked = (
+        pending_rows(call, (1, 2), ops=("sum", "max", "min")) if call.inputs[0].dtype == torch.bool else []
+    )
+    return Strategy([*pointwise(call).rows, *picked])
 
 
 @rule(aten.maximum.default, aten.minimum.default)
@@ -291,11 +269,7 @@ def glu(call: OpCall) -> Strategy:
     """One dim is cut in halves; (grad, input) backward."""
     ndim, count = call.inputs[-1].ndim, len(call.inputs)
     halved = call.dim(ndim=ndim)
-    gradient = [
-        Row((Partial(op), REPLICATE), (Partial(op),))
-        for op in ("sum", "avg")
-        if count == 2 and pending(call, op)
-    ]
+    gradient = pending_rows(call, (0,)) if count == 2 else []
     return Strategy([*along((d for d in range(ndim) if d != halved), count, 1), *gradient])
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch._ops import OpOverload
 
 from dtbench_core.layout.placement import Partial, Shard
-from dtbench_core.rules.base import OpCall, Row, Strategy, along, aten, linear_rows, rule
-from dtbench_core.rules.labels import batch_rows, label_rows, linear_in_first
+from dtbench_core.rules.base import OpCall, Row, Strategy, along_others, aten, linear_rows, pending_rows, rule
+from dtbench_core.rules.labels import batch_rows, label_rows
 
 
 def _ops(*names: str) -> list[OpOverload]:
@@ -82,7 +82,7 @@ def maxima(call: OpCall) -> Strategy:
 @rule(*BACKWARD)
 def backward(call: OpCall) -> Strategy:
     """(grad, input, indices?) -> gradient of the input. Linear in `grad`."""
-    return Strategy([*batch_rows(call, call.inputs[0].ndim - BACKWARD[call.op]), *linear_in_first(call)])
+    return Strategy([*batch_rows(call, call.inputs[0].ndim - BACKWARD[call.op]), *pending_rows(call, (0,))])
 
 
 @rule(*RESIZE_BACKWARD)
@@ -107,7 +107,7 @@ def constant_pad(call: OpCall) -> Strategy:
     """Dims that are not padded may be sharded. Padding with zeros is linear."""
     pad, ndim = call["pad"], call.inputs[0].ndim
     padded = {ndim - 1 - i // 2 for i, width in enumerate(pad) if width != 0}
-    rows = along((d for d in range(ndim) if d not in padded), 1, 1)
+    rows = along_others(call, padded)
     return Strategy([*rows, *(linear_rows(call, 1) if call["value"] == 0 else [])])
 
 
@@ -147,7 +147,7 @@ def grid_sampler(call: OpCall) -> Strategy:
     """(input [n, c, ...], grid [n, points..., 2 or 3]) -> [n, c, points...]. Linear in the input."""
     points, data, grid, output = _points(call)
     return Strategy(
-        [*label_rows("nc" + points, (data, grid), (output,), nonempty=True), *linear_in_first(call)]
+        [*label_rows("nc" + points, (data, grid), (output,), nonempty=True), *pending_rows(call, (0,))]
     )
 
 
@@ -157,4 +157,4 @@ def grid_sampler_backward(call: OpCall) -> Strategy:
     channels). Linear in `grad`."""
     points, data, grid, output = _points(call)
     rows = label_rows("nc" + points, (output, data, grid), (data, grid), Partial(), nonempty=True)
-    return Strategy([*rows, *linear_in_first(call)])
+    return Strategy([*rows, *pending_rows(call, (0,))])

@@ -31,14 +31,14 @@ from dtbench_core.layout.placement import (
 class Group:
     """Input and output dims that hold the same elements, and what one rank holds of each so far.
 
-    settled: ranks hold different amounts since the last cut, so that no other can follow.
+    uneven: ranks hold different amounts since the last cut, so that no other can follow.
     """
 
     ins: range
     outs: range
     held_in: dict[int, int]
     held_out: dict[int, int]
-    settled: bool = False
+    uneven: bool = False
 
 
 def kept(
@@ -61,7 +61,7 @@ def kept(
             made.append(placement)
             continue
         group = next((g for g in states if placement.dim in g.ins), None)
-        placed = None if group is None or group.settled else _cut(group, placement, parts)
+        placed = None if group is None or group.uneven else _cut(group, placement, parts)
         if placed is None:
             return None
         made.append(placed)
@@ -82,7 +82,7 @@ def _cut(group: Group, placement: Shard, parts: int) -> Shard | None:
         if lead % ahead == 0 and held % (lead // ahead) == 0:
             found = _named(out, lead // ahead, held, length, counts, even)
             if found is not None:
-                group.settled = not even
+                group.uneven = not even
                 if even:
                     group.held_in[dim] //= parts
                     group.held_out[out] //= parts
