@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from dtbench.model import Timing
+from dtbench.model import Case, Result, Timing, estimator_of
 
 # The order statistics of the rank sum are counted exactly up to this many launches in all; beyond,
 # the normal approximation is good to well below the 1% that decides (Mann & Whitney 1947 found it
@@ -50,6 +50,15 @@ def summarize(samples_s: Sequence[float]) -> Timing:
         mean=math.fsum(samples_s) / len(samples_s),
         n=len(samples_s),
     )
+
+
+def estimate_s(samples_s: Sequence[float], of: Case | Result) -> float:
+    """What stands for these samples: the order statistic that `dtbench.model.estimator_of` names.
+
+    Raises:
+        ValueError: no samples, or one that is negative or not finite.
+    """
+    return float(getattr(summarize(samples_s), estimator_of(of)))
 
 
 def _first_bad(samples_s: Sequence[float]) -> float:

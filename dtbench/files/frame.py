@@ -16,6 +16,7 @@ import pandas as pd
 from dtbench.layout import from_last_arrival_s, mesh_groups
 from dtbench.mesh import Groups
 from dtbench.model import Param, Result, Run, Timing
+from dtbench.stats import estimate_s
 
 # The order statistics, in seconds: min_s to mean_s. Their number of samples is the column `samples`.
 _STATISTICS = tuple(f"{f.name}_s" for f in dataclasses.fields(Timing) if f.name != "n")
@@ -42,7 +43,7 @@ def results_frame(runs: Sequence[Run]) -> pd.DataFrame:
         size_bytes, algbw_Bps, busbw_Bps: bytes, and bytes per second.
         rank_spread: longest over shortest reading of the ranks in a sample, median over samples.
         from_last_s: from the arrival of a group's last rank until all of it is done, the longest over the groups
-            of the mesh dim, median over samples; where the ranks' own readings are there.
+            of the mesh dim, the same order statistic as estimate_s; where the ranks' own readings are there.
     Then one column per param (`param.` before its name, so none can be mistaken for another column)
     and one per counter (`counter.`), missing where a result has none of that name. A param whose values
     differ in type has the dtype `object`, so that each stays as it is; a counter is a number in any case.
@@ -176,7 +177,7 @@ def _rank_spread(result: Result) -> float | None:
 def _from_last(result: Result, groups: Mapping[str, Groups]) -> float | None:
     of_dim = groups.get(str(result.params.get("mesh_dim")))
     samples = from_last_arrival_s(result, of_dim) if of_dim else ()
-    return float(np.median(samples)) if samples else None
+    return estimate_s(samples, result) if samples else None
 
 
 def _names(mappings: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -1,15 +1,18 @@
-"""Pages for tests: rendered in short, and parsed for what they hold."""
+"""Pages and their sections for tests: made in short, and parsed for what they hold."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from dtbench.model import Run
+from dtbench.model import Result, Run
 from dtbench.show import report as reporting
 from dtbench.show.report import Sources
+from dtbench.show.report.parts import PARTS
+from dtbench.show.report.section import Material, Section
+from dtbench.tests import made_up
 
 
 def sources(runs: Sequence[Run], topology: Mapping[str, Any] | None = None, **more: Any) -> Sources:
@@ -22,6 +25,19 @@ def render(runs: Sequence[Run], topology: Mapping[str, Any] | None = None, **mor
 
 def write_report(runs: Sequence[Run], topology: Mapping[str, Any] | None, path: Path) -> None:
     reporting.write_report(sources(runs, topology), path)
+
+
+def section(part_id: str, results: Iterable[Result] = (), **more: Any) -> Section:
+    """One part of the page of these results, filled and not drawn."""
+    of = Material(sources([made_up.run(list(results))], **more))
+    (found,) = [one for part in PARTS if part.id == part_id and (one := part.section(of)) is not None]
+    return found
+
+
+def cells(shown: Section, *start: str) -> list[str]:
+    """The one row of the section's tables that begins with these cells."""
+    (found,) = [row for table in shown.tables for *_, row in table.rows if tuple(row[: len(start)]) == start]
+    return found
 
 
 class Page(HTMLParser):

@@ -17,10 +17,10 @@ from dtbench.cost import calibration
 from dtbench.errors import OutputError, UsageError
 from dtbench.model import Result, Run
 from dtbench.show.report import axes, cases, figures, page, tables
-from dtbench.show.report.parts import coverage
-from dtbench.show.report.svg import STAND_IN
+from dtbench.show.report.parts import PARTS, coverage
+from dtbench.show.report.svg import STAND_IN, settings
 from dtbench.tests import made_up
-from dtbench.tests.html_page import Page, render, write_report
+from dtbench.tests.html_page import Page, cells, render, section, write_report
 
 SECTIONS = ["collectives", "redistribute", "calibration", "dispatch", "bucketer", "tensor_parallel"]
 FIGURES = {"dispatch": 2, "collectives": 4}  # of each suite measured alone; the others have one
@@ -29,6 +29,12 @@ FIGURES = {"dispatch": 2, "collectives": 4}  # of each suite measured alone; the
 @pytest.fixture(scope="module")
 def run() -> Run:
     return made_up.everything()
+
+
+@pytest.fixture
+def drawing() -> Iterator[None]:
+    with settings():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -198,14 +204,18 @@ def test_the_machine_is_described_in_units_and_words() -> None:
 
 
 @pytest.mark.parametrize("suite", ["dispatch", "redistribute", "collectives", "bucketer", "tensor_parallel"])
-def test_one_suite_alone_makes_a_page(suite: str) -> None:
+@pytest.mark.usefixtures("drawing")
+def test_one_suite_alone_makes_a_section(suite: str) -> None:
     results = list(getattr(made_up, suite)())
-    shown = Page(render([made_up.run(results)]))
-    assert "dtbench run" not in shown.section_text[suite]
-    assert sum(tag == "figure" for tag, _ in shown.tags) == FIGURES.get(suite, 1)
+    shown = section(suite, results)
+    assert not shown.missing
+    assert len(shown.figures) == FIGURES.get(suite, 1)
+    assert len(shown.tables) >= 1
     # And so does a single result of it, of either impl.
     for result in (results[0], results[-1]):
-        assert result.name in Page(render([made_up.run([result])])).section_text[suite]
+        alone = section(suite, [result])
+        assert [figure for figure in alone.figures for panel in figure.panels if panel.svg]
+        assert any(result.name in row for table in alone.tables for *_, row in table.rows)
 
 
 def test_results_without_the_usual_params_are_shown_all_the_same() -> None:
@@ -217,8 +227,16 @@ def test_results_without_the_usual_params_are_shown_all_the_same() -> None:
 
 def test_a_suite_of_the_users_own_is_shown() -> None:
     results = [made_up.result("mine", "fancy", "variant_a", {"n": 3}, [1e-3, 2e-3, 3e-3])]
-    shown = Page(render([made_up.run(results)]))
-    assert shown.row("fancy", "3")[2:] == ["1.50", "1.50", "2.00", "2.50"]
+    shown = section("others", results)
+    assert cells(shown, "fancy", "3")[2:] == ["1.50", "1.50", "2.00", "2.50"]
+    assert [len(figure.panels) for figure in shown.figures] == [1]
+
+
+def test_a_suite_belongs_to_one_part() -> None:
+    claimed = [suite for part in PARTS for suite in part.suites]
+    assert len(claimed) == len(set(claimed))
+    source = (page.TEMPLATES / "page.py").read_text()
+    assert not [suite for suite in claimed if suite in source]
 
 
 def test_launches_are_put_together_by_their_median() -> None:
@@ -226,8 +244,7 @@ def test_launches_are_put_together_by_their_median() -> None:
     results = [
         made_up.result("mine", "fancy", "a", {"n": 3}, [t * 1e-3] * 3, launch=i) for i, t in enumerate(times)
     ]
-    shown = Page(render([made_up.run(results)]))
-    assert shown.row("fancy", "3")[2:] == ["2.00"] * 4
+    assert cells(section("others", results), "fancy", "3")[2:] == ["2.00"] * 4
 
 
 def test_runs_of_different_setups_are_refused(run: Run) -> None:
@@ -428,8 +445,8 @@ def test_too_many_panels_are_cut_and_it_is_said() -> None:
         for k in range(14)
         for r in list(made_up.dispatch())[:6]
     ]
-    shown = Page(render([made_up.run(results)]))
-    assert "The figure shows the first 12 of 14 groups" in shown.section_text["dispatch"]
+    shown = section("dispatch", results)
+    assert "The figure shows the first 12 of 14 groups; the table has them all." in shown.cuts
 
 
 # ------------------------------------------------------------------------------------- colours

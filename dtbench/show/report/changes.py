@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from msgspec.structs import asdict
 
 from dtbench import errors
-from dtbench.files import gate as files
-from dtbench.files.read import BadFieldError, into, shown
+from dtbench.files.gate import Benchmark, Gate
 from dtbench.judge.compare import MIN_LAUNCHES, SAME_CONFIDENCE, SAME_WITHIN, Comparison, Row
 from dtbench.judge.verdicts import MAX_P, MIN_CHANGE, MIN_CHANGE_S, Verdict, smallest_change
 from dtbench.model import Param
@@ -147,58 +145,42 @@ def _of_row(row: Row) -> Change:
 # ------------------------------------------------------------------------------------ the gate's result
 
 
-def of_gate(data: Mapping[str, Any]) -> Changes:
-    """What `dtbench gate` wrote as JSON.
-
-    Raises:
-        BadFieldError: it is not that.
-    """
-    if data.get("schema") != 1:
-        raise BadFieldError(f"schema is {shown(data.get('schema'))}, expected 1: upgrade dtbench to read it")
-    gate = into(data, files.Gate)
-    reasons = gate.trust.reasons
-    changes = _sorted([_of_benchmark(b) for b in gate.benchmarks])
+def of_gate(gate: Gate) -> Changes:
+    """What `dtbench gate` wrote as JSON."""
+    tolerances = sorted({b.tolerance for b in gate.benchmarks})
+    ends = dict.fromkeys(tolerances[:1] + tolerances[-1:])
+    tolerance = " to ".join(f"{x:.0%}" for x in ends) or "5 %"
     thresholds = (
         (
             f"slower, faster: an exact signed-rank test over pairs of launches at p < {MAX_P:g} (less where many "
             f"benchmarks are judged at once), and a change of at least {MIN_CHANGE:.0%}, "
             f"{format_seconds(MIN_CHANGE_S)} and the benchmark's own floor; or more of what is counted"
         ),
-        f"same: the upper bound of the change lies below the benchmark's tolerance, {_tolerances(gate)} here",
+        f"same: the upper bound of the change lies below the benchmark's tolerance, {tolerance} here",
         "inconclusive: neither, within the pairs that were measured",
     )
     sides = tuple(
-        (side, _arm(arm)) for side, arm in (("base", gate.base), ("head", gate.head)) if arm is not None
+        (side, ", ".join(f"{key} {value}" for key, value in asdict(of).items() if value))
+        for side, of in (("base", gate.base), ("head", gate.head))
+        if of is not None
     )
-    moved = [
-        f"{words} moved by {ratio - 1:+.2%}"
-        for words, ratio in (("the control", gate.trust.control), ("base against itself", gate.trust.null))
-        if ratio is not None
-    ]
-    notes = (*(f"Not to be trusted: {reason}" for reason in reasons), *moved, *gate.notes)
-    outcomes = {
-        0: "ok",
-        1: "slower",
-        3: "untrusted" if reasons else "inconclusive",
-        4: "missing",
-        5: "failed",
-    }
+    moves = (("the control", gate.trust.control), ("base against itself", gate.trust.null))
+    notes = (
+        *(f"Not to be trusted: {reason}" for reason in gate.trust.reasons),
+        *(f"{words} moved by {ratio - 1:+.2%}" for words, ratio in moves if ratio is not None),
+        *gate.notes,
+    )
+    undecided = "untrusted" if gate.trust.reasons else "inconclusive"
+    outcomes = {0: "ok", 1: "slower", 3: undecided, 4: "missing", 5: "failed"}
     bounds = "Hodges-Lehmann over pairs of launches; low and high are one-sided bounds at 95 %."
+    changes = _sorted([_of_benchmark(b) for b in gate.benchmarks])
     return Changes(changes, outcomes[gate.exit_code], thresholds, bounds, notes, sides)
 
 
-def _tolerances(gate: files.Gate) -> str:
-    found = sorted({b.tolerance for b in gate.benchmarks})
-    return " to ".join(f"{x:.0%}" for x in dict.fromkeys(found[:1] + found[-1:])) or "5 %"
-
-
-def _arm(arm: files.Arm) -> str:
-    return ", ".join(f"{key} {value}" for key, value in asdict(arm).items() if value)
-
-
-def _of_benchmark(of: files.Benchmark) -> Change:
-    rises = [f"{name} {pair.base:g} → {pair.head:g}" for name, pair in of.counters.items()]
-    change = Change(
+def _of_benchmark(of: Benchmark) -> Change:
+    rises = [f"{name} {rise.base:g} → {rise.head:g}" for name, rise in of.counters.items()]
+    effect = of.effect
+    return Change(
         Verdict[of.verdict],
         of.suite,
         of.name,
@@ -207,17 +189,11 @@ def _of_benchmark(of: files.Benchmark) -> Change:
         "; ".join([*rises, *([of.reason] if of.reason else [])]),
         of.base_s,
         of.head_s,
-        matters=smallest_change(of.base_s, of.floor_s or 0.0) if of.base_s else None,
-        estimator=of.estimator or "",
-    )
-    effect = of.effect
-    if effect is None:
-        return change
-    return replace(
-        change,
-        ratio=effect.ratio,
-        low=effect.low or None,  # 0: no bound yet
-        high=effect.high,
-        noise=effect.sd,
-        observations=f"{effect.pairs} pairs",
+        effect.ratio if effect else None,
+        (effect.low or None) if effect else None,  # 0: no bound yet
+        effect.high if effect else None,
+        smallest_change(of.base_s, of.floor_s or 0.0) if of.base_s else None,
+        effect.sd if effect else None,
+        f"{effect.pairs:.0f} pairs" if effect else "",
+        of.estimator or "",
     )

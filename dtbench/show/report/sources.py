@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,13 +13,15 @@ from typing import Any, TypeVar
 from dtbench.cost.calibration import read_topology
 from dtbench.cost.regret import Regret
 from dtbench.errors import UnreadableRunError, UsageError
+from dtbench.files.gate import Gate
 from dtbench.files.history import Line, read_history
-from dtbench.files.read import BadFieldError, decode, into, shown
+from dtbench.files.profile import Call, Calls, Ranks, Section
+from dtbench.files.read import BadFieldError, decode, into, read_json, shown
 from dtbench.files.run import read_run
 from dtbench.judge.op_verdicts import Baseline, has_verdicts, read_baseline
 from dtbench.model import Run
 from dtbench.show.report.changes import Changes, of_gate
-from dtbench.show.report.profiles import CallProfile, RankProfile, Span, call_profile, rank_profile, spans_of
+from dtbench.show.report.profiles import Span, spans_of
 
 _T = TypeVar("_T")
 
@@ -52,8 +54,8 @@ class Sources:
     topology: Mapping[str, Any] | None = None
     gate: Changes | None = None
     regret: Regret | None = None
-    calls: tuple[CallProfile, ...] = ()
-    ranks: tuple[RankProfile, ...] = ()
+    calls: tuple[Call, ...] = ()
+    ranks: tuple[Section, ...] = ()
     spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
     verdict_runs: tuple[Run, ...] = ()
     verdict_tables: tuple[Baseline, ...] = ()
@@ -94,7 +96,7 @@ def _with(sources: Sources, path: Path) -> Sources:
         if run.results and all(has_verdicts(r) for r in run.results):
             return replace(sources, verdict_runs=(*sources.verdict_runs, run))
         return replace(sources, runs=(*sources.runs, run))
-    return _with_json(sources, path, _json(path))
+    return _with_json(sources, path, read_json(path, KINDS, MAX_JSON_BYTES))
 
 
 def _with_json(sources: Sources, path: Path, data: Mapping[str, Any]) -> Sources:
@@ -104,21 +106,18 @@ def _with_json(sources: Sources, path: Path, data: Mapping[str, Any]) -> Sources
         return replace(sources, topology=read_topology(path))
     if kind == "gate":
         _one(sources.gate, path, "result of a gate")
-        return replace(sources, gate=_checked(path, "result of `dtbench gate`", of_gate, data))
+        return replace(sources, gate=of_gate(_read(path, data, Gate, "result of `dtbench gate`")))
     if kind == "profile of calls":
-        found = _checked(path, "table of `dtbench profile`", call_profile, data)
-        return replace(sources, calls=(*sources.calls, *found))
+        calls = _read(path, data, Calls, "table of `dtbench profile`").cases
+        return replace(sources, calls=(*sources.calls, *calls))
     if kind == "profile of ranks":
-        sections = _checked(path, "table of `dtbench profile`", rank_profile, data)
-        return replace(sources, ranks=(*sources.ranks, *sections))
+        ranks = _read(path, data, Ranks, "table of `dtbench profile`").sections
+        return replace(sources, ranks=(*sources.ranks, *ranks))
     if {"torch", "verdicts"} <= set(data):
         return replace(sources, verdict_tables=(*sources.verdict_tables, read_baseline(path)))
     if {"mesh", "groups"} <= set(data):
         _one(sources.regret, path, "result of regret")
-        return replace(
-            sources,
-            regret=_checked(path, "result of `dtbench regret --json`", lambda made: into(made, Regret), data),
-        )
+        return replace(sources, regret=_read(path, data, Regret, "result of `dtbench regret --json`"))
     raise UnreadableRunError(
         f"{path} is none of the files that a report is made of (its kind is {shown(kind)}): expected {KINDS}"
     )
@@ -129,9 +128,9 @@ def _one(there: object, path: Path, what: str) -> None:
         raise UsageError(f"{path} is a second {what}: a report shows one; give one of them")
 
 
-def _checked(path: Path, what: str, read: Callable[[Mapping[str, Any]], _T], data: Mapping[str, Any]) -> _T:
+def _read(path: Path, data: Mapping[str, Any], kind: type[_T], what: str) -> _T:
     try:
-        return read(data)
+        return into(data, kind)
     except BadFieldError as error:
         raise UnreadableRunError(f"{path} is damaged: {error}; expected a {what}") from error
 
@@ -152,23 +151,12 @@ def _head(path: Path) -> bytes:
     return head
 
 
-def _json(path: Path) -> Mapping[str, Any]:
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise UnreadableRunError(f"{path} has more than {MAX_JSON_BYTES} bytes: expected {KINDS}")
-        return decode(path.read_bytes())
-    except OSError as error:
-        raise UnreadableRunError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise UnreadableRunError(f"{path} is not JSON ({str(error)[:120]}): expected {KINDS}") from error
-
-
 def _with_profile(sources: Sources, folder: Path) -> Sources:
     table = folder / "table.json"
     if not table.is_file():
         raise UnreadableRunError(f"{folder} holds no table.json: expected a folder of `dtbench profile`")
     known = len(sources.ranks)
-    sources = _with_json(sources, table, _json(table))
+    sources = _with_json(sources, table, read_json(table, KINDS, MAX_JSON_BYTES))
     trace = folder / "trace.json.gz"
     if len(sources.ranks) == known or not trace.is_file():
         return sources
@@ -188,7 +176,5 @@ def _with_profile(sources: Sources, folder: Path) -> Sources:
 
 def _history(path: Path) -> History:
     lines = read_history(path)
-    known = (
-        [f"{value}" for value in lines[0].machine.values() if value not in (None, "", [])] if lines else []
-    )
+    known = [f"{v}" for line in lines[:1] for v in line.machine.values() if v not in (None, "", [])]
     return History(", ".join(known), tuple(lines))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from dtbench.files import profile
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import bandwidth_tick, seconds_tick, value_axis
 from dtbench.show.report.cases import Case, group
@@ -22,7 +23,7 @@ from dtbench.show.report.figures import (
     stacked,
 )
 from dtbench.show.report.impls import CORE, FLOOR, TORCH, bandwidths, named
-from dtbench.show.report.profiles import MAX_SPANS, RankProfile, Span
+from dtbench.show.report.profiles import MAX_SPANS, Span
 from dtbench.show.report.section import Material, Part, Section
 from dtbench.units import format_seconds, format_size
 
@@ -189,18 +190,18 @@ def _overlap_table(cases: Sequence[Case]) -> t.Table:
 # ------------------------------------------------------------------------------------ profiles of ranks
 
 
-def _parts(profiles: Sequence[RankProfile]) -> Figure | None:
+def _parts(profiles: Sequence[profile.Section]) -> Figure | None:
     """A panel per section: what each rank did in an iteration."""
 
-    def words(parts: Mapping[str, float]) -> str:
-        communication = parts["overlap"] + parts["exposed"]
-        share = f", {hidden_words(parts['overlap'] / communication)}" if communication > 0 else ""
-        return f"{format_seconds(sum(parts[k] for k in BUSY) * 1e-6)}{share}"
+    def words(parts: profile.Parts) -> str:
+        communication = parts.overlap + parts.exposed
+        share = f", {hidden_words(parts.overlap / communication)}" if communication > 0 else ""
+        return f"{format_seconds(sum(getattr(parts, k) for k in BUSY) * 1e-6)}{share}"
 
     panels = {
         one.label: [
-            Bar(f"rank {rank}", stacked((BUSY[k], parts[k] * 1e-6) for k in BUSY), words(parts))
-            for rank, parts in list(one.parts_us.items())[:MAX_RANKS]
+            Bar(f"rank {rank}", stacked((BUSY[k], getattr(parts, k) * 1e-6) for k in BUSY), words(parts))
+            for rank, parts in _known(one)[:MAX_RANKS]
         ]
         for one in profiles[:MAX_SECTIONS]
     }
@@ -245,21 +246,35 @@ def _timeline(spans: Mapping[str, Sequence[Span]]) -> Figure | None:
     )
 
 
-def _parts_table(profiles: Sequence[RankProfile]) -> t.Table:
-    rows = [(one, rank, parts) for one in profiles for rank, parts in one.parts_us.items()]
+def _parts_table(profiles: Sequence[profile.Section]) -> t.Table:
+    rows = [(one, rank, parts) for one in profiles for rank, parts in _known(one)]
     slower = [one.profiled_us / one.plain_us if one.plain_us else None for one, *_ in rows]
     return t.Table(
         "Profile of ranks: time per iteration",
         [
             t.text("Section", [one.label for one, *_ in rows]),
             t.text("Rank", [rank for _, rank, _ in rows]),
-            *t.times([(words, [parts[k] * 1e-6 for *_, parts in rows]) for k, words in BUSY.items()]),
+            *t.times(
+                [(words, [getattr(parts, k) * 1e-6 for *_, parts in rows]) for k, words in BUSY.items()]
+            ),
             t.counts("Iterations", [one.iterations for one, *_ in rows]),
             t.ratios("profiled / plain", slower),
-            t.text("Who is late", ["; ".join(one.late) for one, *_ in rows]),
+            t.text("Who is late", ["; ".join(map(_late, one.skews)) for one, *_ in rows]),
         ],
         folded=True,
     )
+
+
+def _known(section: profile.Section) -> list[tuple[str, profile.Parts]]:
+    """The ranks that something is known of."""
+    return [(rank, parts) for rank, parts in section.parts_us.items() if parts is not None]
+
+
+def _late(skew: profile.Skew) -> str:
+    last = "the clocks cannot tell who is last"
+    if skew.latest is not None:
+        last = f"rank {skew.latest} is last most often"
+    return f"{skew.kind}: the ranks arrive {skew.mean_us:.3g} µs apart on average, {last}"
 
 
 BUCKETER = Part(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dtbench.files.profile import Call, Stage
 from dtbench.model import STAGES
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import Axis, seconds_tick, value_axis
 from dtbench.show.report.cases import Case, distinct, geometric_mean, group
 from dtbench.show.report.figures import Bar, Curves, Figure, Series, Style, bars, curves, shades_of, stacked
 from dtbench.show.report.impls import add_dots, core_over_torch, named, times
-from dtbench.show.report.profiles import CallProfile
 from dtbench.show.report.section import Material, Part, Section
 from dtbench.units import format_seconds
 
@@ -130,14 +130,13 @@ def _shares(cases: Sequence[Case]) -> list[Series]:
 # ------------------------------------------------------------------------------------ stages
 
 
-def _stages(calls: Sequence[CallProfile]) -> Figure | None:
+def _stages(calls: Sequence[Call]) -> Figure | None:
     """A panel per case: a bar per impl, its parts the stages."""
-    order = stages_of(calls)
     panels = {
         label: [
             Bar(
                 c.impl,
-                stacked((stage, c.stages[stage][0] * 1e-9) for stage in order if stage in c.stages),
+                stacked((row.stage, row.ns * 1e-9) for row in _rows(c)),
                 f"{format_seconds(c.whole_ns * 1e-9)} in all",
                 c.floor_ns * 1e-9 if c.floor_ns is not None else None,
             )
@@ -149,7 +148,7 @@ def _stages(calls: Sequence[CallProfile]) -> Figure | None:
     return bars(
         "stages",
         panels,
-        shades_of(order),
+        shades_of(_in_order(calls)),
         "Where the time of one call goes, stage by stage, what recording costs taken off; the upright strokes are the "
         "plain op alone, so what lies beyond its length is what distribution adds. Stages too short for their name "
         f"are in the table; so are cases beyond the first {MAX_CASES}.",
@@ -157,23 +156,28 @@ def _stages(calls: Sequence[CallProfile]) -> Figure | None:
     )
 
 
-def stages_of(calls: Sequence[CallProfile]) -> list[str]:
-    present = {stage for c in calls for stage in c.stages}
+def _in_order(calls: Sequence[Call]) -> list[str]:
+    present = {row.stage for c in calls for row in c.rows}
     return [s for s in STAGES if s in present] + sorted(present - set(STAGES))
 
 
-def _stage_table(calls: Sequence[CallProfile]) -> t.Table:
-    rows = [(c, stage, *c.stages[stage]) for c in calls for stage in stages_of([c])]
+def _rows(call: Call) -> list[Stage]:
+    order = _in_order([call])
+    return sorted(call.rows, key=lambda row: order.index(row.stage))
+
+
+def _stage_table(calls: Sequence[Call]) -> t.Table:
+    rows = [(call, row) for call in calls for row in _rows(call)]
     return t.Table(
         "Every stage: time per call",
         [
-            t.text("Case", [c.label for c, *_ in rows]),
-            t.text("Impl", [c.impl for c, *_ in rows]),
-            t.text("Stage", [stage for _, stage, *_ in rows]),
-            t.Column("time", t.aligned([ns for *_, ns, _ in rows], 1e3, 2), True, "µs"),
-            t.Column("plus or minus", t.aligned([off for *_, off in rows], 1e3, 2), True, "µs"),
-            t.percents("share", [ns / c.whole_ns if c.whole_ns else None for c, _, ns, _ in rows], 0),
-            t.text("Recorded by", [c.source for c, *_ in rows]),
+            t.text("Case", [c.label for c, _ in rows]),
+            t.text("Impl", [c.impl for c, _ in rows]),
+            t.text("Stage", [row.stage for _, row in rows]),
+            t.Column("time", t.aligned([row.ns for _, row in rows], 1e3, 2), True, "µs"),
+            t.Column("plus or minus", t.aligned([row.plus_minus_ns for _, row in rows], 1e3, 2), True, "µs"),
+            t.percents("share", [row.ns / c.whole_ns if c.whole_ns else None for c, row in rows], 0),
+            t.text("Recorded by", [c.source for c, _ in rows]),
         ],
         folded=True,
     )

@@ -10,12 +10,12 @@ import numpy as np
 
 from dtbench.layout import from_last_arrival_s, mesh_groups
 from dtbench.mesh import Groups
-from dtbench.model import Header, Result, Run, estimator_of
+from dtbench.model import Header, Result, Run
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import seconds_tick, value_axis
 from dtbench.show.report.figures import Figure, Map, Row, Style, dots, maps
 from dtbench.show.report.section import Section
-from dtbench.stats import summarize
+from dtbench.stats import estimate_s
 from dtbench.units import bandwidth_unit, format_bandwidth, format_seconds, format_size, significant
 
 # A larger mesh is not told apart on a page; nor are more rows of ranks.
@@ -86,7 +86,7 @@ def _ranks_of(dim: str, results: Sequence[Result], groups: Groups) -> Ranks:
                 continue
             # Nothing where ranks hold unequally many samples, as a file from elsewhere may.
             samples = from_last_arrival_s(result, [group])
-            from_last = getattr(summarize(samples), estimator_of(result)) if samples else 0.0
+            from_last = estimate_s(samples, result) if samples else 0.0
             for rank, behind in zip(group, _lateness_s(result, group, shared), strict=True):
                 late.setdefault(rank, []).append(behind)
                 if from_last > 0:
