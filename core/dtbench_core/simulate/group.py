@@ -1,26 +1,19 @@
 """The process group of simulated ranks: collectives as plain maths over the ranks' tensors.
 
-Each rank of a world (see threads.py) holds a `ThreadGroup` per process group; those of one group share
-a `Meeting`. A call records its tensors in the meeting and gives back a Work at once; the last rank to
-call does the maths for all of them, and `Work.wait` lets other ranks run until that has happened.
-
-As on a real transport, the n-th call of a rank in a group belongs to the n-th call of the others. What
-a real transport answers with a hang or with garbage (another op, root, shape or dtype) is an error here.
+A call records its tensors in an `Arrival`, and whoever simulates (threads.py, local_mode.py) brings those of
+all ranks of the group together: the n-th call of a rank belongs to the n-th call of the others, as on a real
+transport. What that answers with a hang or with garbage (another op, root, shape or dtype) is an error here.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from dtbench_core.errors import SimulationError
-
-if TYPE_CHECKING:
-    from dtbench_core.simulate.threads import Rank
 
 Tensors = Sequence[torch.Tensor]
 # What the ranks of a group must agree on: (name, what else, the metadata of the tensors).
@@ -39,76 +32,48 @@ _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 _REDUCTIONS = {getattr(dist.ReduceOp, name.upper()): name for name in _COMBINE}
 
 
-# ---- where ranks meet ----
+# ---- a call, and how messages name it ----
 
 
-class Pending:
-    """One collective that not all ranks of a group have called yet."""
+class Arrival(NamedTuple):
+    """A rank's call of a collective, recorded.
 
-    __slots__ = ("calls", "done", "error", "missing", "signature", "waiters")
+    ranks: of the group, by group rank. finish: the maths, given the calls of all ranks and the signature.
+    results: what the future of its Work gives.
+    """
 
-    def __init__(self, signature: Signature, size: int) -> None:
-        self.signature = signature
-        self.calls: list[Any] = [None] * size  # by group rank: what its method recorded
-        self.missing = size
-        self.done = False
-        self.error: str | None = None
-        self.waiters: list[Rank] = []
+    ranks: tuple[int, ...]
+    group_name: str
+    group_rank: int
+    signature: Signature
+    finish: Callable[[list[Any], Signature], None]
+    call: Any
+    results: Any
 
 
-class Meeting:
-    """What the ranks of one process group share. `ranks` are the world's, in the order of the group."""
+def combine(arrival: Arrival, calls: list[Any]) -> None:
+    """Does the collective of which `arrival` is one call.
 
-    __slots__ = ("_first", "_turns", "open", "ranks")
+    Raises:
+        SimulationError: the maths failed, as a reduction does that the dtype has not.
+    """
+    try:
+        # Inference mode: results go into what tensors hold, past autograd, as a transport's do.
+        with torch.inference_mode():
+            arrival.finish(calls, arrival.signature)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise SimulationError(
+            f"{describe(arrival.signature)} of {name_ranks(arrival.ranks)} failed: {error}"
+        ) from error
 
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        self.ranks = ranks
-        self.reset()
 
-    def reset(self) -> None:
-        """Forgets the collectives under way, after a call that failed."""
-        self.open: deque[Pending] = deque()
-        self._first = 0  # the number of open[0]
-        self._turns = [0] * len(self.ranks)  # calls so far, by group rank
-
-    def arrive(
-        self, group_rank: int, signature: Signature, finish: Callable[..., None], call: Any
-    ) -> Pending:
-        """Records a rank's call, and finishes the collective if it is the last.
-
-        Raises:
-            SimulationError: it is not the collective that the others called.
-        """
-        turn = self._turns[group_rank] - self._first
-        self._turns[group_rank] += 1
-        if turn == len(self.open):
-            self.open.append(Pending(signature, len(self.ranks)))
-        pending = self.open[turn]
-        if pending.signature != signature:
-            others = [r for r, c in zip(self.ranks, pending.calls, strict=True) if c is not None]
-            pending.error = (
-                f"mismatched collectives: {name_ranks([self.ranks[group_rank]])} called {describe(signature)} "
-                f"where {name_ranks(others)} called {describe(pending.signature)}, in the group of "
-                f"{name_ranks(self.ranks)}; every rank of a group must issue the same collectives in the same order"
-            )
-            return pending
-        pending.calls[group_rank] = call
-        pending.missing -= 1
-        if not pending.missing:
-            self._finish(pending, finish)
-        return pending
-
-    def _finish(self, pending: Pending, finish: Callable[..., None]) -> None:
-        try:
-            # Inference mode: results go into what tensors hold, past autograd, as a transport's do.
-            with torch.inference_mode():
-                finish(pending.calls, pending.signature)
-        except (RuntimeError, ValueError, TypeError) as error:
-            pending.error = f"{describe(pending.signature)} of {name_ranks(self.ranks)} failed: {error}"
-        pending.done = True
-        pending.calls = []
-        self.open.popleft()  # all ranks called this one, hence every earlier one
-        self._first += 1
+def mismatch(arrival: Arrival, others: Sequence[int], theirs: Signature) -> str:
+    """The message for a rank that calls something else than the ranks `others` of its group."""
+    return (
+        f"mismatched collectives: {name_ranks([arrival.ranks[arrival.group_rank]])} called "
+        f"{describe(arrival.signature)} where {name_ranks(others)} called {describe(theirs)}, in the group of "
+        f"{name_ranks(arrival.ranks)}; every rank of a group must issue the same collectives in the same order"
+    )
 
 
 def describe(signature: Signature) -> str:
@@ -126,6 +91,20 @@ def name_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 4 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]} to {ranks[-1]}"
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def name_deeds(deeds: Mapping[int, str]) -> list[str]:
+    """`["rank 0 returned", "ranks 1, 2 raised ..."]` of what each rank did."""
+    did: dict[str, list[int]] = {}
+    for rank, what in deeds.items():
+        did.setdefault(what, []).append(rank)
+    return [f"{name_ranks(ranks)} {what}" for what, ranks in did.items()]
+
+
+def raised(error: BaseException) -> str:
+    """`raised ValueError: the first line of it`."""
+    text = str(error).strip().split("\n", 1)[0]
+    return f"raised {type(error).__name__}: {text[:200]}{'...' if len(text) > 200 else ''}"
 
 
 # ---- the maths ----
@@ -242,21 +221,18 @@ def _finish_barrier(calls: list[Any], signature: Signature) -> None:
 # ---- what c10d sees ----
 
 
-class ThreadWork(dist.Work):
-    """A collective of one rank. `wait` lets the other ranks run until all have called it."""
+class SimulatedWork(dist.Work):
+    """A collective that is done."""
 
-    def __init__(self, pending: Pending, rank: Rank, results: Any) -> None:
+    def __init__(self, results: Any) -> None:
         super().__init__()
-        self._pending, self._rank, self._results = pending, rank, results
+        self._results = results
 
     def wait(self, timeout: Any = None) -> bool:
-        """Raises SimulationError when the collective cannot come about."""
-        if not self._pending.done or self._pending.error is not None:
-            self._rank.wait(self._pending)
         return True
 
     def is_completed(self) -> bool:
-        return self._pending.done
+        return True
 
     def get_future(self) -> Any:
         """A future that is already set: asking for it waits."""
@@ -288,17 +264,28 @@ def _check_size(name: str, larger: torch.Tensor, smaller: torch.Tensor, n: int) 
 _ProcessGroup: Any = dist.ProcessGroup
 
 
-class ThreadGroup(_ProcessGroup):  # type: ignore[misc]
+class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     """One rank's end of a process group. The methods are those that torch.distributed calls.
 
     torch 2.13 renamed the flat collectives; both names are here. c10d's calls from C++ (functional
     collectives) arrive in the same methods.
+
+    Args:
+        group_rank: of the rank whose end it is, among the global `ranks` of the group.
+        arrive: gets each call, and gives its Work.
     """
 
-    def __init__(self, rank: Rank, meeting: Meeting, group_rank: int, name: str) -> None:
-        super().__init__(group_rank, len(meeting.ranks))
-        self._of, self._meeting, self._me, self._name = rank, meeting, group_rank, name
-        self._n = len(meeting.ranks)
+    def __init__(
+        self,
+        group_rank: int,
+        ranks: tuple[int, ...],
+        name: str,
+        backend: str,
+        arrive: Callable[[Arrival], dist.Work],
+    ) -> None:
+        super().__init__(group_rank, len(ranks))
+        self.ranks, self._me, self._n = ranks, group_rank, len(ranks)
+        self._name, self._backend, self._arrive = name, backend, arrive
 
     @property
     def group_name(self) -> str:
@@ -309,34 +296,31 @@ class ThreadGroup(_ProcessGroup):  # type: ignore[misc]
         return self._name
 
     def getBackendName(self) -> str:  # noqa: N802 (c10d's name)
-        return "dtbench_threads"
+        return self._backend
 
     def __repr__(self) -> str:
-        return f"ThreadGroup({self._name!r}, {name_ranks(self._meeting.ranks)}, group rank {self._me})"
+        return f"SimulatedGroup({self._name!r}, {name_ranks(self.ranks)}, group rank {self._me})"
 
     def _call(
         self, signature: Signature, finish: Callable[..., None], call: Any, results: Any = None
-    ) -> ThreadWork:
-        self._of.check_running(signature)
-        pending = self._meeting.arrive(self._me, signature, finish, call)
-        self._of.notice(pending)
-        return ThreadWork(pending, self._of, results)
+    ) -> dist.Work:
+        return self._arrive(Arrival(self.ranks, self._name, self._me, signature, finish, call, results))
 
-    def allreduce(self, tensors: Tensors, opts: Any) -> ThreadWork:
+    def allreduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         signature = ("all_reduce", _reduction(opts), _meta(tensors))
         return self._call(signature, _finish_all_reduce, tensors, tensors)
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Tensors, opts: Any) -> ThreadWork:
+    def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         signature = ("reduce", f"{_reduction(opts)} to group rank {opts.rootRank}", _meta(tensors))
         return self._call(signature, _finish_reduce, (tensors[0], opts.rootRank), tensors)
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> ThreadWork:
+    def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
         signature = ("broadcast", f"from group rank {opts.rootRank}", _meta(tensors))
         return self._call(signature, _finish_broadcast, (tensors, opts.rootRank), tensors)
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> ThreadWork:
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         # The parts may differ in size by rank, as long as every rank expects the same of each.
         signature = ("all_gather", "", _meta([part for parts in outputs for part in parts]))
         for parts, sent in zip(outputs, inputs, strict=True):
@@ -349,45 +333,45 @@ class ThreadGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allgather_coalesced(
         self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None
-    ) -> ThreadWork:
+    ) -> dist.Work:
         # Here the outer list runs over the ranks, the inner over the inputs.
         outputs = [list(of_input) for of_input in zip(*output_lists, strict=True)]
         return self.allgather(outputs, inputs, opts)
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ThreadWork:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         for output, sent in zip(outputs, inputs, strict=True):
             _check_size("all_gather_single", output, sent, self._n)
         signature = ("all_gather_single", "", _meta(inputs))
         return self._call(signature, _finish_all_gather_single, (outputs, inputs), outputs)
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> ThreadWork:
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> ThreadWork:
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         signature = ("gather", f"to group rank {opts.rootRank}", _meta(inputs))
         parts = outputs[0] if outputs else ()
         return self._call(signature, _finish_gather, (parts, inputs[0], opts.rootRank), outputs)
 
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> ThreadWork:
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
         signature = ("scatter", f"from group rank {opts.rootRank}", _meta(outputs))
         parts = inputs[0] if inputs else ()
         return self._call(signature, _finish_scatter, (outputs[0], parts, opts.rootRank), outputs)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> ThreadWork:
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
         metas = _meta([part for parts in inputs for part in parts])
         signature = ("reduce_scatter", _reduction(opts), metas)
         return self._call(signature, _finish_reduce_scatter, (outputs, inputs), outputs)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> ThreadWork:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
         for output, sent in zip(outputs, inputs, strict=True):
             _check_size("reduce_scatter_single", sent, output, self._n)
         signature = ("reduce_scatter_single", _reduction(opts), _meta(inputs))
         return self._call(signature, _finish_reduce_scatter_single, (outputs, inputs), outputs)
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> ThreadWork:
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> dist.Work:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ThreadWork:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         signature = ("all_to_all", str(inputs[0].dtype) if inputs else "", ())
         return self._call(signature, _finish_all_to_all, (outputs, inputs), outputs)
 
@@ -398,13 +382,13 @@ class ThreadGroup(_ProcessGroup):  # type: ignore[misc]
         output_splits: list[int],
         input_splits: list[int],
         opts: Any = None,
-    ) -> ThreadWork:
+    ) -> dist.Work:
         # The rows may differ by rank; what a row is may not.
         signature = ("all_to_all_single", "rows of", ((input.shape[1:], input.dtype),))
         call = (output, input, list(output_splits or ()), list(input_splits or ()))
         return self._call(signature, _finish_all_to_all_single, call, [output])
 
-    def barrier(self, opts: Any = None) -> ThreadWork:
+    def barrier(self, opts: Any = None) -> dist.Work:
         return self._call(("barrier", "", ()), _finish_barrier, ())
 
     # The names of torch 2.11.

@@ -19,12 +19,12 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.distributed_c10d import GroupName
 
 from dtbench_core.errors import SimulationError
-from dtbench_core.simulate.local_groups import RankGroup
+from dtbench_core.simulate.group import SimulatedGroup
 
 NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
 # A handler gets the op's arguments by name, and the rank's end of the group.
-Handler = Callable[[SimpleNamespace, RankGroup], Any]
+Handler = Callable[[SimpleNamespace, SimulatedGroup], Any]
 _handlers: dict[str, Handler] = {}
 
 
@@ -41,7 +41,7 @@ def issue(
     op: OpOverload,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    group_for: Callable[[ProcessGroup], RankGroup],
+    group_for: Callable[[ProcessGroup], SimulatedGroup],
 ) -> Any:
     """Runs the collective `op` as one rank: `group_for` gives the rank's end of a group.
 
@@ -95,91 +95,91 @@ def _options(reduce_op: Any = None, root: int = 0) -> Any:
 
 
 @_handles("c10d::allreduce_", "c10d::allreduce_coalesced_")
-def _all_reduce(a: Any, mine: RankGroup) -> Any:
+def _all_reduce(a: Any, mine: SimulatedGroup) -> Any:
     mine.allreduce(a.tensors, _options(a.reduce_op))
     return a.tensors
 
 
 @_handles("c10d::reduce_")
-def _reduce(a: Any, mine: RankGroup) -> Any:
+def _reduce(a: Any, mine: SimulatedGroup) -> Any:
     mine.reduce(a.tensors, _options(a.reduce_op, a.root_rank))
     return a.tensors
 
 
 @_handles("c10d::broadcast_")
-def _broadcast(a: Any, mine: RankGroup) -> Any:
+def _broadcast(a: Any, mine: SimulatedGroup) -> Any:
     mine.broadcast(a.tensors, _options(root=a.root_rank))
     return a.tensors
 
 
 @_handles("c10d::allgather_")
-def _all_gather(a: Any, mine: RankGroup) -> Any:
+def _all_gather(a: Any, mine: SimulatedGroup) -> Any:
     mine.allgather(a.output_tensors, a.input_tensors)
     return a.output_tensors
 
 
 @_handles("c10d::allgather_coalesced_")
-def _all_gather_coalesced(a: Any, mine: RankGroup) -> Any:
+def _all_gather_coalesced(a: Any, mine: SimulatedGroup) -> Any:
     mine.allgather_coalesced(a.output_lists, a.input_list)
     return a.output_lists
 
 
 @_handles("c10d::_allgather_base_")
-def _all_gather_base(a: Any, mine: RankGroup) -> Any:
+def _all_gather_base(a: Any, mine: SimulatedGroup) -> Any:
     mine.all_gather_single(a.output_tensor, a.input_tensor)
     return a.output_tensor
 
 
 @_handles("c10d::allgather_into_tensor_coalesced_")
-def _all_gather_base_coalesced(a: Any, mine: RankGroup) -> Any:
+def _all_gather_base_coalesced(a: Any, mine: SimulatedGroup) -> Any:
     mine.all_gather_single_coalesced(a.outputs, a.inputs)
     return a.outputs
 
 
 @_handles("c10d::gather_")
-def _gather(a: Any, mine: RankGroup) -> Any:
+def _gather(a: Any, mine: SimulatedGroup) -> Any:
     mine.gather(a.output_tensors, a.input_tensors, _options(root=a.root_rank))
     return a.output_tensors
 
 
 @_handles("c10d::scatter_")
-def _scatter(a: Any, mine: RankGroup) -> Any:
+def _scatter(a: Any, mine: SimulatedGroup) -> Any:
     mine.scatter(a.output_tensors, a.input_tensors, _options(root=a.root_rank))
     return a.output_tensors
 
 
 @_handles("c10d::reduce_scatter_")
-def _reduce_scatter(a: Any, mine: RankGroup) -> Any:
+def _reduce_scatter(a: Any, mine: SimulatedGroup) -> Any:
     mine.reduce_scatter(a.output_tensors, a.input_tensors, _options(a.reduce_op))
     return a.output_tensors
 
 
 @_handles("c10d::_reduce_scatter_base_")
-def _reduce_scatter_base(a: Any, mine: RankGroup) -> Any:
+def _reduce_scatter_base(a: Any, mine: SimulatedGroup) -> Any:
     mine.reduce_scatter_single(a.output_tensor, a.input_tensor, _options(a.reduce_op))
     return a.output_tensor
 
 
 @_handles("c10d::reduce_scatter_tensor_coalesced_")
-def _reduce_scatter_base_coalesced(a: Any, mine: RankGroup) -> Any:
+def _reduce_scatter_base_coalesced(a: Any, mine: SimulatedGroup) -> Any:
     mine.reduce_scatter_single_coalesced(a.outputs, a.inputs, _options(a.reduce_op))
     return a.outputs
 
 
 @_handles("c10d::alltoall_")
-def _all_to_all(a: Any, mine: RankGroup) -> Any:
+def _all_to_all(a: Any, mine: SimulatedGroup) -> Any:
     mine.alltoall(a.output_tensors, a.input_tensors)
     return a.output_tensors
 
 
 @_handles("c10d::alltoall_base_")
-def _all_to_all_base(a: Any, mine: RankGroup) -> Any:
+def _all_to_all_base(a: Any, mine: SimulatedGroup) -> Any:
     mine.all_to_all_single(a.output, a.input, a.output_split_sizes, a.input_split_sizes)
     return a.output
 
 
 @_handles("c10d::barrier", "c10d::monitored_barrier_")
-def _barrier(a: Any, mine: RankGroup) -> Any:
+def _barrier(a: Any, mine: SimulatedGroup) -> Any:
     mine.barrier()
 
 
@@ -196,17 +196,17 @@ def _shrunk(tensor: torch.Tensor, times: int) -> torch.Tensor:
 
 
 @_handles("_c10d_functional::wait_tensor")
-def _wait(a: Any, _: RankGroup) -> Any:
+def _wait(a: Any, _: SimulatedGroup) -> Any:
     return a.tensor
 
 
 @_handles("_c10d_functional::_wrap_tensor_autograd")
-def _wrap(a: Any, _: RankGroup) -> Any:
+def _wrap(a: Any, _: SimulatedGroup) -> Any:
     return a.input
 
 
 @_handles("_c10d_functional::all_reduce", "_c10d_functional::all_reduce_coalesced")
-def _reduced_copy(a: Any, mine: RankGroup) -> Any:
+def _reduced_copy(a: Any, mine: SimulatedGroup) -> Any:
     several = hasattr(a, "inputs")
     outputs = [t.clone(memory_format=torch.contiguous_format) for t in (a.inputs if several else [a.input])]
     mine.allreduce(outputs, _options(a.reduce_op))
@@ -214,21 +214,21 @@ def _reduced_copy(a: Any, mine: RankGroup) -> Any:
 
 
 @_handles("_c10d_functional::all_reduce_", "_c10d_functional::all_reduce_coalesced_")
-def _reduced_in_place(a: Any, mine: RankGroup) -> Any:
+def _reduced_in_place(a: Any, mine: SimulatedGroup) -> Any:
     several = hasattr(a, "inputs")
     mine.allreduce(a.inputs if several else [a.input], _options(a.reduce_op))
     return a.inputs if several else a.input
 
 
 @_handles("_c10d_functional::broadcast")
-def _broadcast_copy(a: Any, mine: RankGroup) -> Any:
+def _broadcast_copy(a: Any, mine: SimulatedGroup) -> Any:
     output = a.input.clone(memory_format=torch.contiguous_format)
     mine.broadcast([output], _options(root=a.src))
     return output
 
 
 @_handles("_c10d_functional::broadcast_")
-def _broadcast_in_place(a: Any, mine: RankGroup) -> Any:
+def _broadcast_in_place(a: Any, mine: SimulatedGroup) -> Any:
     mine.broadcast([a.input], _options(root=a.src))
     return a.input
 
@@ -238,7 +238,7 @@ def _broadcast_in_place(a: Any, mine: RankGroup) -> Any:
     "_c10d_functional::all_gather_into_tensor_out",
     "_c10d_functional::all_gather_into_tensor_coalesced",
 )
-def _gathered(a: Any, mine: RankGroup) -> Any:
+def _gathered(a: Any, mine: SimulatedGroup) -> Any:
     several = hasattr(a, "inputs")
     inputs = a.inputs if several else [a.input]
     outputs = [a.out] if hasattr(a, "out") else [_grown(t, a.group_size) for t in inputs]
@@ -251,7 +251,7 @@ def _gathered(a: Any, mine: RankGroup) -> Any:
     "_c10d_functional::reduce_scatter_tensor_out",
     "_c10d_functional::reduce_scatter_tensor_coalesced",
 )
-def _scattered(a: Any, mine: RankGroup) -> Any:
+def _scattered(a: Any, mine: SimulatedGroup) -> Any:
     several = hasattr(a, "inputs")
     inputs = a.inputs if several else [a.input]
     outputs = [a.out] if hasattr(a, "out") else [_shrunk(t, a.group_size) for t in inputs]
@@ -260,7 +260,7 @@ def _scattered(a: Any, mine: RankGroup) -> Any:
 
 
 @_handles("_c10d_functional::all_to_all_single")
-def _exchanged(a: Any, mine: RankGroup) -> Any:
+def _exchanged(a: Any, mine: SimulatedGroup) -> Any:
     rows, splits = a.input.shape[0], a.output_split_sizes
     output = a.input.new_empty((sum(splits) if splits else rows, *a.input.shape[1:]))
     mine.all_to_all_single(output, a.input, splits, a.input_split_sizes)
@@ -268,7 +268,7 @@ def _exchanged(a: Any, mine: RankGroup) -> Any:
 
 
 @_handles("_dtensor::shard_dim_alltoall")
-def _shard_dim_all_to_all(a: Any, mine: RankGroup) -> Any:
+def _shard_dim_all_to_all(a: Any, mine: SimulatedGroup) -> Any:
     """Everybody's part along `gather_dim`, cut along `shard_dim`."""
     parts = [torch.empty_like(a.input, memory_format=torch.contiguous_format) for _ in range(mine.size())]
     mine.allgather([parts], [a.input])

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import SimulationError
-from dtbench_core.simulate.group import Signature, ThreadGroup, name_ranks
+from dtbench_core.simulate.group import name_ranks
 from dtbench_core.torch_compat import mesh_dim_groups, mesh_group_names
 
 Fibres = tuple[tuple[int, ...], ...]
@@ -103,37 +102,3 @@ def _find(group: ProcessGroup) -> Fibres:
                     if known and max(map(max, fibres)) < dist.get_world_size():
                         return fibres
     return (own,)
-
-
-class Arrival(NamedTuple):
-    """A rank's collective call, recorded: `finish([call of each rank], signature)` is the maths."""
-
-    ranks: tuple[int, ...]
-    group_name: str
-    signature: Signature
-    finish: Callable[..., None]
-    call: Any
-
-
-class RankGroup(ThreadGroup):
-    """A simulated rank's end of a process group. `arrive` gets what a collective call recorded."""
-
-    def __init__(
-        self,
-        rank: int,
-        ranks: tuple[int, ...],
-        name: str,
-        arrive: Callable[[RankGroup, Arrival, Any], dist.Work],
-    ) -> None:
-        super(ThreadGroup, self).__init__(ranks.index(rank), len(ranks))
-        self._me, self._n, self._name = ranks.index(rank), len(ranks), name
-        self.ranks, self._arrive = ranks, arrive
-
-    def _call(self, signature: Signature, finish: Callable[..., None], call: Any, results: Any = None) -> Any:
-        return self._arrive(self, Arrival(self.ranks, self._name, signature, finish, call), results)
-
-    def getBackendName(self) -> str:  # noqa: N802 (c10d's name)
-        return "dtbench_local_tensor"
-
-    def __repr__(self) -> str:
-        return f"RankGroup({self._name!r}, {name_ranks(self.ranks)}, group rank {self._me})"

@@ -17,10 +17,9 @@ from dtbench_core.errors import SimulationError
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.runtime import Runtime, current, entered, process
 from dtbench_core.simulate import local_patches
-from dtbench_core.simulate.group import describe
+from dtbench_core.simulate.group import Arrival, describe, name_ranks
 from dtbench_core.simulate.local_collectives import NAMESPACES, issue
 from dtbench_core.simulate.local_core import CoreParts
-from dtbench_core.simulate.local_groups import Arrival, RankGroup
 from dtbench_core.simulate.local_int import describe_ranks, local_int
 from dtbench_core.simulate.local_random import RankStates, default_generators
 from dtbench_core.simulate.local_run import Inputs, RankRun, counted_once, meet, verdict
@@ -239,14 +238,14 @@ class LocalTensorMode(TorchDispatchMode):
         assert run is not None
         return issue(op, args, kwargs, lambda group: local_patches.rank_group(group, run.rank))
 
-    def arrive(self, group: RankGroup, arrival: Arrival, results: Any) -> dist.Work:
+    def arrive(self, arrival: Arrival) -> dist.Work:
         """A collective called by the rank that runs."""
         if self._run is None or self._alone:
             raise SimulationError(
-                f"{describe(arrival.signature)} was called on {group}, in code that runs as one rank alone: run it in "
-                "a function under rank_map, which lets the others come"
+                f"{describe(arrival.signature)} was called on the group of {name_ranks(arrival.ranks)}, in code that "
+                "runs as one rank alone: run it in a function under rank_map, which lets the others come"
             )
-        return self._run.arrive(group, arrival, results)
+        return self._run.arrive(arrival)
 
     # ---- rank by rank ----
 

@@ -23,7 +23,8 @@ from dtbench_core.layout import rng as random
 from dtbench_core.redistribute import route as redistribute
 from dtbench_core.runtime import process
 from dtbench_core.simulate import local_core
-from dtbench_core.simulate.local_groups import Arrival, RankGroup, coordinate_of, fibres_of_group
+from dtbench_core.simulate.group import Arrival, SimulatedGroup, describe, name_ranks
+from dtbench_core.simulate.local_groups import coordinate_of, fibres_of_group
 from dtbench_core.simulate.local_int import describe_ranks, local_int, values_of
 from dtbench_core.simulate.local_tensor import LocalTensor, joined_states
 from dtbench_core.tensor import dtensor as tensor
@@ -32,16 +33,17 @@ if TYPE_CHECKING:
     from dtbench_core.simulate.local_mode import LocalTensorMode
 
 
-_ends: weakref.WeakKeyDictionary[ProcessGroup, dict[int, RankGroup]] = weakref.WeakKeyDictionary()
+_BACKEND = "dtbench_local_tensor"
+_ends: weakref.WeakKeyDictionary[ProcessGroup, dict[int, SimulatedGroup]] = weakref.WeakKeyDictionary()
 
 
-def rank_group(group: ProcessGroup, rank: int) -> RankGroup:
+def rank_group(group: ProcessGroup, rank: int) -> SimulatedGroup:
     """`rank`'s end of `group`, or of the group that is its counterpart there.
 
     Raises:
         SimulationError: it is not known what the rank has in the place of `group`.
     """
-    if isinstance(group, RankGroup):
+    if isinstance(group, SimulatedGroup):
         return group
     ends = _ends.setdefault(group, {})
     if rank not in ends:
@@ -53,14 +55,17 @@ def rank_group(group: ProcessGroup, rank: int) -> RankGroup:
                 f"{rank} does: use the group of a DeviceMesh dim, or tell with declare_group(group, [[0, 1], ...]) "
                 "which ranks call it together, and take only those (tensor_map)"
             )
-        ends[rank] = RankGroup(rank, ranks, group.group_name, _arrive)
+        ends[rank] = SimulatedGroup(ranks.index(rank), ranks, group.group_name, _BACKEND, _arrive)
     return ends[rank]
 
 
-def _arrive(group: RankGroup, arrival: Arrival, results: Any) -> dist.Work:
+def _arrive(arrival: Arrival) -> dist.Work:
     if process.mode is None:
-        raise SimulationError(f"{group} belongs to a LocalTensorMode that is over")
-    return process.mode.arrive(group, arrival, results)
+        raise SimulationError(
+            f"{describe(arrival.signature)} was called on the group of {name_ranks(arrival.ranks)} of a "
+            "LocalTensorMode that is over: make the groups' mesh, and use them, inside one"
+        )
+    return process.mode.arrive(arrival)
 
 
 # ---- answers ----
@@ -76,7 +81,7 @@ def _get_rank(group: ProcessGroup | None = None) -> Any:
     ranks = now.ranks if now.current is None else (now.current,)
     if group is None:
         return local_int({r: r for r in ranks})
-    if isinstance(group, RankGroup):
+    if isinstance(group, SimulatedGroup):
         return group.rank()
     fibres = fibres_of_group(group) if group != dist.group.WORLD else (tuple(range(dist.get_world_size())),)
     return local_int({r: next((f.index(r) for f in fibres if r in f), -1) for r in ranks})
@@ -85,7 +90,7 @@ def _get_rank(group: ProcessGroup | None = None) -> Any:
 def _of_rank_alone(original: Callable[..., Any], group: Any = None, *args: Any, **kwargs: Any) -> Any:
     """torch.distributed's own questions: it is rank 0 of the fake world, unless code runs as one rank."""
     now = _simulation()
-    if now.current is None or (group is not None and not isinstance(group, RankGroup)):
+    if now.current is None or (group is not None and not isinstance(group, SimulatedGroup)):
         return original(group, *args, **kwargs)
     return now.current if group is None else group.rank()
 
@@ -96,20 +101,20 @@ def _default_group(original: Callable[[], ProcessGroup]) -> ProcessGroup:
 
 
 def _group_rank(original: Callable[..., int], group: ProcessGroup, rank: int) -> int:
-    return group.ranks.index(rank) if isinstance(group, RankGroup) else original(group, rank)
+    return group.ranks.index(rank) if isinstance(group, SimulatedGroup) else original(group, rank)
 
 
 def _global_rank(original: Callable[..., int], group: ProcessGroup, rank: int) -> int:
-    return group.ranks[rank] if isinstance(group, RankGroup) else original(group, rank)
+    return group.ranks[rank] if isinstance(group, SimulatedGroup) else original(group, rank)
 
 
 def _group_ranks(original: Callable[..., list[int]], group: ProcessGroup | None = None) -> list[int]:
-    return list(group.ranks) if isinstance(group, RankGroup) else original(group)
+    return list(group.ranks) if isinstance(group, SimulatedGroup) else original(group)
 
 
 def _backend(original: Callable[..., str], group: ProcessGroup | None = None) -> str:
-    alone = _simulation().current is not None or isinstance(group, RankGroup)
-    return "dtbench_local_tensor" if alone else original(group)
+    alone = _simulation().current is not None or isinstance(group, SimulatedGroup)
+    return _BACKEND if alone else original(group)
 
 
 def _get_coordinate(mesh: DeviceMesh) -> Any:

@@ -24,33 +24,23 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dtbench_core import comm
 from dtbench_core.errors import SimulationError
 from dtbench_core.runtime import current, entered
-from dtbench_core.simulate.group import Signature, describe, name_ranks
-from dtbench_core.simulate.local_groups import Arrival, RankGroup
+from dtbench_core.simulate.group import (
+    Arrival,
+    Signature,
+    SimulatedWork,
+    combine,
+    describe,
+    mismatch,
+    name_deeds,
+    name_ranks,
+    raised,
+)
 
 Tensors = list[torch.Tensor]
 
 
 class AtCollective(BaseException):
     """Takes a rank out of its function until the others have come. No `except Exception` may stop it."""
-
-
-class Done(dist.Work):
-    """The Work of a collective whose results are there."""
-
-    def __init__(self, results: Any) -> None:
-        super().__init__()
-        self._results = results
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def get_future(self) -> Any:
-        future: Any = torch.futures.Future()
-        future.set_result(self._results)
-        return future
 
 
 class RankRun:
@@ -76,7 +66,7 @@ class RankRun:
         except Exception as error:
             self.error, self.over = error, True
 
-    def arrive(self, group: RankGroup, arrival: Arrival, results: Any) -> dist.Work:
+    def arrive(self, arrival: Arrival) -> dist.Work:
         """Answers a collective that is done, else stops here.
 
         Raises:
@@ -98,7 +88,7 @@ class RankRun:
             # the time before. What was only read is as it was.
             if not _identical(tensor, value):
                 tensor.copy_(value)
-        return Done(results)
+        return SimulatedWork(arrival.results)
 
     def answer(self, signature: Signature, after: Tensors) -> None:
         """What the tensors of the collective hold after it, in the order of the call."""
@@ -144,20 +134,10 @@ def _do(runs: Sequence[RankRun]) -> None:
     """One collective, of these ranks in the order of the group."""
     arrivals = [run.arrival for run in runs if run.arrival is not None]
     first = arrivals[0]
-    for run, arrival in zip(runs, arrivals, strict=True):
+    for arrival in arrivals:
         if arrival.signature != first.signature:
-            raise SimulationError(
-                f"mismatched collectives: rank {run.rank} called {describe(arrival.signature)} where rank "
-                f"{runs[0].rank} called {describe(first.signature)}, in the group of {name_ranks(first.ranks)}; every "
-                "rank of a group must issue the same collectives in the same order"
-            )
-    try:
-        with torch.no_grad():
-            first.finish([a.call for a in arrivals], first.signature)
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise SimulationError(
-            f"{describe(first.signature)} of {name_ranks(first.ranks)} failed: {error}"
-        ) from error
+            raise SimulationError(mismatch(arrival, [runs[0].rank], first.signature))
+    combine(first, [a.call for a in arrivals])
     for run, arrival in zip(runs, arrivals, strict=True):
         run.answer(arrival.signature, _tensors(arrival.call))
 
@@ -174,28 +154,22 @@ def verdict(runs: dict[int, RankRun]) -> None:
         SimulationError: ranks diverged; who did what, from the first error.
         Exception: what the first rank raised, if all did.
     """
-    raised = {r: run.error for r, run in runs.items() if run.error is not None}
+    failed = {r: run.error for r, run in runs.items() if run.error is not None}
     waiting = {r: run.arrival for r, run in runs.items() if not run.over and run.arrival is not None}
-    if not raised and not waiting:
+    if not failed and not waiting:
         return
-    first = next(iter(raised.values()), None)
-    if first is not None and len(raised) == len(runs):
-        first.add_note(f"on simulated {name_ranks(list(raised))}")
+    first = next(iter(failed.values()), None)
+    if first is not None and len(failed) == len(runs):
+        first.add_note(f"on simulated {name_ranks(list(failed))}")
         raise first
-    did: dict[str, list[int]] = {}
-    for rank in runs:
-        error = raised.get(rank)
-        if error is not None:
-            what = f"raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        elif rank in waiting:
-            what = f"waited in {describe(waiting[rank].signature)} of {name_ranks(waiting[rank].ranks)}"
-        else:
-            what = "returned"
-        did.setdefault(what, []).append(rank)
-    listed = ", ".join(f"{name_ranks(ranks)} {what}" for what, ranks in did.items())
+    deeds = dict.fromkeys(runs, "returned")
+    for rank, error in failed.items():
+        deeds[rank] = raised(error)
+    for rank, arrival in waiting.items():
+        deeds[rank] = f"waited in {describe(arrival.signature)} of {name_ranks(arrival.ranks)}"
     hangs = any(runs[r].over for arrival in waiting.values() for r in arrival.ranks)
     raise SimulationError(
-        f"{'hang' if hangs else 'diverged'}: {listed}; every rank must go the same way"
+        f"{'hang' if hangs else 'diverged'}: {', '.join(name_deeds(deeds))}; every rank must go the same way"
     ) from first
 
 

@@ -37,11 +37,23 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dtbench_core import runtime
 from dtbench_core.errors import SimulationError
 from dtbench_core.simulate import c10d_state
-from dtbench_core.simulate.group import Meeting, Pending, Signature, ThreadGroup, describe, name_ranks
+from dtbench_core.simulate.group import (
+    Arrival,
+    Signature,
+    SimulatedGroup,
+    SimulatedWork,
+    combine,
+    describe,
+    mismatch,
+    name_deeds,
+    name_ranks,
+    raised,
+)
 
 _BACKEND = "dtbench_threads"
 _generator = torch.default_generator
@@ -61,6 +73,83 @@ class Outcome:
     value: Any = None
     error: BaseException | None = None
     stopped: bool = False
+
+
+# ---- where ranks meet ----
+
+
+class Pending:
+    """One collective that not all ranks of a group have called yet."""
+
+    __slots__ = ("calls", "done", "error", "missing", "signature", "waiters")
+
+    def __init__(self, signature: Signature, size: int) -> None:
+        self.signature = signature
+        self.calls: list[Any] = [None] * size  # by group rank: what its method recorded
+        self.missing = size
+        self.done = False
+        self.error: str | None = None
+        self.waiters: list[Rank] = []
+
+
+class ThreadWork(SimulatedWork):
+    """A collective of one rank. `wait` lets the other ranks run until all have called it."""
+
+    def __init__(self, pending: Pending, rank: Rank, results: Any) -> None:
+        super().__init__(results)
+        self._pending, self._rank = pending, rank
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Raises SimulationError when the collective cannot come about."""
+        if not self._pending.done or self._pending.error is not None:
+            self._rank.wait(self._pending)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._pending.done
+
+
+class Meeting:
+    """What the ranks of one process group share. `ranks` are the world's, in the order of the group."""
+
+    __slots__ = ("_first", "_turns", "open", "ranks")
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the collectives under way, after a call that failed."""
+        self.open: deque[Pending] = deque()
+        self._first = 0  # the number of open[0]
+        self._turns = [0] * len(self.ranks)  # calls so far, by group rank
+
+    def arrive(self, arrival: Arrival) -> Pending:
+        """Records a rank's call, and does the collective if it is the last. What fails is told by `error`."""
+        turn = self._turns[arrival.group_rank] - self._first
+        self._turns[arrival.group_rank] += 1
+        if turn == len(self.open):
+            self.open.append(Pending(arrival.signature, len(self.ranks)))
+        pending = self.open[turn]
+        if pending.signature != arrival.signature:
+            others = [r for r, c in zip(self.ranks, pending.calls, strict=True) if c is not None]
+            pending.error = mismatch(arrival, others, pending.signature)
+            return pending
+        pending.calls[arrival.group_rank] = arrival.call
+        pending.missing -= 1
+        if not pending.missing:
+            try:
+                combine(arrival, pending.calls)
+            except SimulationError as error:
+                pending.error = str(error)
+            pending.done = True
+            pending.calls = []
+            self.open.popleft()  # all ranks called this one, hence every earlier one
+            self._first += 1
+        return pending
+
+
+# ---- ranks ----
 
 
 class Rank:
@@ -108,24 +197,27 @@ class Rank:
 
     # ---- collectives ----
 
-    def check_running(self, signature: Signature) -> None:
-        """Raises SimulationError when this is not the running rank's thread, or the call has failed."""
+    def arrive(self, meeting: Meeting, arrival: Arrival) -> dist.Work:
+        """A collective that this rank calls.
+
+        Raises:
+            SimulationError: this is not the running rank's thread, or the call of the world has failed.
+        """
         if threading.get_ident() != self.thread.ident or not self.world.running:
             raise SimulationError(
-                f"{describe(signature)} was called on a group of simulated {name_ranks([self.rank])}, but not by "
-                "that rank's thread during a call of its world; use the groups that the rank made, inside the "
+                f"{describe(arrival.signature)} was called on a group of simulated {name_ranks([self.rank])}, but not "
+                "by that rank's thread during a call of its world; use the groups that the rank made, inside the "
                 "function that the world runs"
             )
         if self.world.broken is not None:
             self._stop()
-
-    def notice(self, pending: Pending) -> None:
-        """After each arrival: lets those run again who wait for a collective that is done or has failed."""
+        pending = meeting.arrive(arrival)
         if pending.error is not None and self.world.broken is None:
             self.world.broken = pending.error
         if (pending.done or pending.error is not None) and pending.waiters:
             self.world.ready.extend(pending.waiters)
-            pending.waiters = []
+            pending.waiters = []  # they run again
+        return ThreadWork(pending, self, arrival.results)
 
     def wait(self, pending: Pending) -> None:
         """Lets other ranks run until `pending` is done.
@@ -275,19 +367,13 @@ class ThreadWorld:
 
     def _why_stuck(self) -> str:
         """`hang: rank 2 raised ValueError(...) while ranks 0, 1, 3 waited in all_reduce(...)`."""
-        did: dict[str, list[int]] = {}
-        for rank in self._ranks:
-            if rank.waiting is not None:
-                continue
-            ended = rank.outcome
-            error = None if ended is None else ended.error
-            did.setdefault("returned" if error is None else f"raised {_brief(error)}", []).append(rank.rank)
+        ended = [rank for rank in self._ranks if rank.waiting is None]
+        deeds = name_deeds({rank.rank: _deed(rank.outcome) for rank in ended})
         waited: dict[tuple[str, tuple[str, tuple[int, ...]]], list[int]] = {}
         for rank in self._ranks:
             if rank.waiting is not None:
                 group = next(g for g, meeting in self.meetings.items() if rank.waiting in meeting.open)
                 waited.setdefault((describe(rank.waiting.signature), group), []).append(rank.rank)
-        ended_how = ", ".join(f"{name_ranks(ranks)} {what}" for what, ranks in did.items())
         several = len({group for _, group in waited}) > 1
         where = ", ".join(
             f"{name_ranks(who)} waited in {what}"
@@ -295,7 +381,7 @@ class ThreadWorld:
             + (f" of {name_ranks(ranks)}" if len(ranks) < self.world_size else "")
             for (what, (name, ranks)), who in waited.items()
         )
-        return f"hang: {ended_how} while {where}" if ended_how else f"hang: {where}"
+        return f"hang: {', '.join(deeds)} while {where}" if deeds else f"hang: {where}"
 
     # ---- life ----
 
@@ -355,16 +441,13 @@ def diverged(outcomes: Sequence[Outcome]) -> str | None:
         return str(stopped)
     if len({(o.error is None, o.stopped) for o in outcomes}) == 1 and not outcomes[0].stopped:
         return None
-    did: dict[str, list[int]] = {}
-    for o in outcomes:
-        what = "returned" if o.error is None else f"raised {_brief(o.error)}"
-        did.setdefault(what + (" after it was stopped" if o.stopped else ""), []).append(o.rank)
-    return " while ".join(f"{name_ranks(ranks)} {what}" for what, ranks in did.items())
+    return " while ".join(
+        name_deeds({o.rank: _deed(o) + (" after it was stopped" if o.stopped else "") for o in outcomes})
+    )
 
 
-def _brief(error: BaseException) -> str:
-    text = str(error).strip().split("\n", 1)[0]
-    return f"{type(error).__name__}: {text[:200]}{'...' if len(text) > 200 else ''}"
+def _deed(outcome: Outcome | None) -> str:
+    return "returned" if outcome is None or outcome.error is None else raised(outcome.error)
 
 
 def _my_c10d() -> c10d_state.RankC10d | None:
@@ -398,7 +481,7 @@ def _initialise() -> None:
     c10d_state.initialise(_BACKEND, rank.rank, rank.world.world_size)
 
 
-def _make_group(options: Any, _: Any) -> ThreadGroup:
+def _make_group(options: Any, _: Any) -> SimulatedGroup:
     """What c10d calls for each new group, in the thread of the rank that makes it."""
     rank: Rank | None = getattr(_here, "rank", None)
     if rank is None:
@@ -408,4 +491,4 @@ def _make_group(options: Any, _: Any) -> ThreadGroup:
     ranks = tuple(options.global_ranks_in_group) or tuple(range(rank.world.world_size))
     name = str(options.group_id)
     meeting = rank.world.meetings.setdefault((name, ranks), Meeting(ranks))
-    return ThreadGroup(rank, meeting, options.group_rank, name)
+    return SimulatedGroup(options.group_rank, ranks, name, _BACKEND, functools.partial(rank.arrive, meeting))
