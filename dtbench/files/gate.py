@@ -1,8 +1,8 @@
-"""The result of `dtbench gate` as JSON: what a report takes of it."""
+"""What `dtbench gate` writes: its result as JSON, as far as a report takes it, and what it goes on from."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -74,3 +74,17 @@ class Gate(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     base: Arm | None = None
     head: Arm | None = None
+
+
+class State(Struct, frozen=True, kw_only=True):
+    """What a gate was asked for, which one that goes on with its folder has to be asked for too; and the seed of
+    its order. base, head: identities of the arms. plan: as JSON."""
+
+    kind: Literal["gate state"] = "gate state"
+    base: str
+    head: str
+    selections: tuple[dict[str, str], ...]
+    plan: dict[str, Any]
+    cpu: str | None
+    host: str
+    seed: int

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
+import msgspec
 
 from dtbench.bench.options import DEFAULT_CPU_RANKS, LAUNCH_TIMEOUT_S, RunOptions
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.files.atomic import write_atomically
-from dtbench.files.read import decode
+from dtbench.files.gate import State
+from dtbench.files.read import BadFieldError, decode, into
 from dtbench.judge.gate import control, outputs
 from dtbench.judge.gate.arms import Arm, open_arms, repository
 from dtbench.judge.gate.benchmark import Benchmark, Key, Selection, by_key
@@ -334,34 +336,31 @@ def _keep_state(folder: Path, options: GateOptions, base: Arm, head: Arm, plan: 
     """Writes what the gate is about, or checks that it is the same; the seed of its order."""
     from dtbench.machine.provenance import cpu
 
-    facts = {
-        "kind": "gate state",
-        "base": base.identity,
-        "head": head.identity,
-        "selections": [asdict(s) for s in options.selections],
-        "plan": dict(plan),
-        "cpu": cpu().get("model"),
-        "host": os.uname().nodename,
-    }
+    now = State(
+        base=base.identity,
+        head=head.identity,
+        selections=tuple(asdict(s) for s in options.selections),
+        plan=dict(plan),
+        cpu=cpu().get("model"),
+        host=os.uname().nodename,
+        seed=random.SystemRandom().randrange(2**31) if options.seed is None else options.seed,
+    )
     path = folder / STATE
     if not options.resume:
-        seed = options.seed if options.seed is not None else random.SystemRandom().randrange(2**31)
-        _write(path, json.dumps({**facts, "seed": seed}, indent=2), "gate state")
-        return seed
+        _write(path, json.dumps(msgspec.to_builtins(now), indent=2), "gate state")
+        return now.seed
     try:
-        was = decode(path.read_bytes())
-        seed = was["seed"]
-        if was.get("kind") != "gate state" or not isinstance(seed, int):
-            raise ValueError("no state of a gate")
-    except (OSError, ValueError, KeyError) as error:
+        was = into(decode(path.read_bytes()), State)
+    except (OSError, BadFieldError) as error:
         raise UnreadableRunError(f"{path} cannot be read: {error}; start anew with another -o") from error
-    for name, value in facts.items():
-        if was.get(name) != value:
+    for name, value in msgspec.structs.asdict(now).items():
+        before = getattr(was, name)
+        if before != value and name != "seed":
             raise UsageError(
-                f"cannot go on with {folder}: its {name} is {str(was.get(name))[:200]}, now it is {str(value)[:200]}; "
+                f"cannot go on with {folder}: its {name} is {str(before)[:200]}, now it is {str(value)[:200]}; "
                 "give what the first gate was given, on the same machine, or another -o"
             )
-    return seed
+    return was.seed
 
 
 def _write(path: Path, text: str, mark: str) -> None:
