@@ -19,7 +19,18 @@ import dtbench
 from dtbench.errors import UsageError
 from dtbench.importers.model import Figure, Log, Row, Table
 from dtbench.mesh import Mesh, format_mesh, ranks_of
-from dtbench.model import Param, Result, Status
+from dtbench.model import (
+    SCHEMA,
+    Gpu,
+    Header,
+    ImportedLog,
+    Machine,
+    MeshShape,
+    Param,
+    RankFacts,
+    Result,
+    Status,
+)
 from dtbench.stats import summarize
 from dtbench_core.cost.ring import busbw_factor
 
@@ -33,7 +44,7 @@ Layout = tuple[int, ...]  # per rank its host, numbered by first appearance
 
 def to_run(
     logs: Sequence[Log], argv: Sequence[str], mesh: Mesh | None = None, dim: str | None = None
-) -> tuple[dict[str, Any], list[Result]]:
+) -> tuple[Header, list[Result]]:
     """The header and results of a run that holds the logs' figures.
 
     mesh: the device mesh whose dims the tables are of, by their number of ranks. dim: the dim of all
@@ -53,7 +64,7 @@ def to_run(
         result for log, table in tables for result in _results(log, table, dims.get(id(table)), shape)
     )
     several = mesh is not None and len(mesh) > 1
-    ranks = _mesh_layout(usable, dims, shape) if several else dict(_places(usable))
+    ranks = _mesh_layout(usable, dims, shape) if several else {facts.rank: facts for facts in _places(usable)}
     results.sort(key=lambda result: result.suite != SUITE)  # what counts comes first
     return _header(logs, usable, argv, shape, results, ranks), results
 
@@ -168,7 +179,7 @@ def _own_mesh(table: Table) -> Mesh:
 
 def _mesh_layout(
     usable: Sequence[tuple[Log, Table]], dims: Mapping[int, str], mesh: Mesh
-) -> dict[int, dict[str, Any]]:
+) -> dict[int, RankFacts]:
     """Per rank of the mesh its host, if each dim's logs show it within a host or one rank per host; else {}."""
     spans: dict[str, set[int]] = {}
     for _, table in usable:
@@ -183,23 +194,20 @@ def _mesh_layout(
     ranks = {}
     for rank, place in enumerate(itertools.product(*(range(size) for _, size in mesh))):
         host = tuple(x for x, is_across in zip(place, across, strict=True) if is_across)
-        ranks[rank] = {"rank": rank, "host": f"host{order.setdefault(host, len(order))}"}
+        ranks[rank] = RankFacts(rank=rank, host=f"host{order.setdefault(host, len(order))}")
     return ranks
 
 
-def _places(usable: Sequence[tuple[Log, Table]]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _places(usable: Sequence[tuple[Log, Table]]) -> Iterator[RankFacts]:
     """Per rank what the most telling table lists of it, ranks in the order of the mesh."""
     table = max((table for _, table in usable), key=lambda t: len(t.devices))
     for position, device in enumerate(sorted(table.devices, key=lambda d: (d.group, d.rank))):
         rank = position if table.groups > 1 else device.rank
-        yield (
-            rank,
-            {
-                "rank": rank,
-                "host": device.host or None,
-                "local_rank": device.index,
-                "device": f"{table.device_type}:{device.index}",
-            },
+        yield RankFacts(
+            rank=rank,
+            host=device.host or None,
+            local_rank=device.index,
+            device=f"{table.device_type}:{device.index}",
         )
 
 
@@ -321,49 +329,45 @@ def _header(
     argv: Sequence[str],
     mesh: Mesh,
     results: Sequence[Result],
-    places: Mapping[int, Mapping[str, Any]],
-) -> dict[str, Any]:
+    places: Mapping[int, RankFacts],
+) -> Header:
     first = usable[0][1]
     listed = max((table.devices for _, table in usable), key=len)
-    return {
+    return Header(
+        schema=SCHEMA,
         # The same logs make the same run, so that calibrate does not take them for two launches.
-        "run_id": hashlib.sha256("".join(sorted(log.sha256 for log in logs)).encode()).hexdigest()[:32],
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "argv": list(argv),
-        "versions": {
+        run_id=hashlib.sha256("".join(sorted(log.sha256 for log in logs)).encode()).hexdigest()[:32],
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        argv=tuple(argv),
+        versions={
             "dtbench": dtbench.__version__,
             "torch": None,
             "python": None,
             "backend": BACKENDS.get(first.tool, "nccl"),
             **_versions(usable),
         },
-        "git": {},
-        "machine": {
-            "cpu": {},
-            "gpus": [{"name": d.name} for d in listed if d.name and d.host == listed[0].host],
-        },
-        "ranks": [dict(places[rank]) for rank in sorted(places)],
-        "mesh": {"dim_names": [name for name, _ in mesh], "shape": [size for _, size in mesh]},
-        "env": {},
-        "plan": {
+        machine=Machine(gpus=tuple(Gpu(name=d.name) for d in listed if d.name and d.host == listed[0].host)),
+        ranks=tuple(places[rank] for rank in sorted(places)),
+        mesh=MeshShape(dim_names=tuple(name for name, _ in mesh), shape=tuple(size for _, size in mesh)),
+        plan={
             "mesh": [list(entry) for entry in mesh],
             "device_type": first.device_type,
             "dtypes": sorted({str(r.params["dtype"]) for r in results}),
         },
-        "suites": sorted({r.suite for r in results}),
-        "launches": max(r.launch for r in results) + 1,
-        "imported": [
-            {
-                "file": log.name,
-                "sha256": log.sha256,
-                "format": log.format,
-                "tables": len(log.tables),
-                "rows": log.rows,
-                "started": next((table.started for table in log.tables if table.started), None),
-            }
+        suites=tuple(sorted({r.suite for r in results})),
+        launches=max(r.launch for r in results) + 1,
+        imported=tuple(
+            ImportedLog(
+                file=log.name,
+                sha256=log.sha256,
+                format=log.format,
+                tables=len(log.tables),
+                rows=log.rows,
+                started=next((table.started for table in log.tables if table.started), None),
+            )
             for log in logs
-        ],
-    }
+        ),
+    )
 
 
 def _versions(usable: Sequence[tuple[Log, Table]]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from dtbench.files.run import read_run
 from dtbench.importers import checks, convert
 from dtbench.importers.registry import parse
 from dtbench.judge import references as reference
-from dtbench.model import Run
+from dtbench.model import MeshShape, Run
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_logs import SIZES, json_text, table, time_us
@@ -202,9 +202,9 @@ def test_groups_side_by_side_make_a_mesh_of_two_dims() -> None:
     log = parse(text.replace(listed[0], "\n".join(ranks) + "\n").encode(), "x.log")
     checks.settle(log)
     header, results = convert.to_run([log], [])
-    assert header["mesh"] == {"dim_names": ["group", "world"], "shape": [2, 4]}
+    assert header.mesh == MeshShape(dim_names=("group", "world"), shape=(2, 4))
     # The ranks stand in the order of the mesh: those of group 0, then those of group 1.
-    assert [rank["host"] for rank in header["ranks"]] == ["node-0", "node-0", "node-1", "node-1"] * 2
+    assert [rank.host for rank in header.ranks] == ["node-0", "node-0", "node-1", "node-1"] * 2
     assert {r.params["groups"] for r in results} == {"together"}
 
 
@@ -268,7 +268,7 @@ def test_kinds_are_told_by_gpu_ranks_and_hosts() -> None:
         log = parse(text.encode(), "x.log")
         checks.settle(log)
         header, results = convert.to_run([log], [])
-        run = Run(Path("x"), made_up.read(header), tuple(results), True)
+        run = Run(Path("x"), header, tuple(results), True)
         found = reference.compare_with_reference(run, reference.read_systems())
         return {system.name for system in found.systems}
 
