@@ -93,94 +93,42 @@ def _options(reduce_op: Any = None, root: int = 0) -> Any:
 
 # ---- c10d: in place ----
 
-
-@_handles("c10d::allreduce_", "c10d::allreduce_coalesced_")
-def _all_reduce(a: Any, mine: SimulatedGroup) -> Any:
-    mine.allreduce(a.tensors, _options(a.reduce_op))
-    return a.tensors
-
-
-@_handles("c10d::reduce_")
-def _reduce(a: Any, mine: SimulatedGroup) -> Any:
-    mine.reduce(a.tensors, _options(a.reduce_op, a.root_rank))
-    return a.tensors
-
-
-@_handles("c10d::broadcast_")
-def _broadcast(a: Any, mine: SimulatedGroup) -> Any:
-    mine.broadcast(a.tensors, _options(root=a.root_rank))
-    return a.tensors
-
-
-@_handles("c10d::allgather_")
-def _all_gather(a: Any, mine: SimulatedGroup) -> Any:
-    mine.allgather(a.output_tensors, a.input_tensors)
-    return a.output_tensors
-
-
-@_handles("c10d::allgather_coalesced_")
-def _all_gather_coalesced(a: Any, mine: SimulatedGroup) -> Any:
-    mine.allgather_coalesced(a.output_lists, a.input_list)
-    return a.output_lists
+# Op -> (the group's method, the op's arguments that it takes before the options, the one that the op gives back).
+_IN_PLACE: dict[str, tuple[str, tuple[str, ...], str | None]] = {
+    "allreduce_": ("allreduce", ("tensors",), "tensors"),
+    "allreduce_coalesced_": ("allreduce", ("tensors",), "tensors"),
+    "reduce_": ("reduce", ("tensors",), "tensors"),
+    "broadcast_": ("broadcast", ("tensors",), "tensors"),
+    "allgather_": ("allgather", ("output_tensors", "input_tensors"), "output_tensors"),
+    "allgather_coalesced_": ("allgather_coalesced", ("output_lists", "input_list"), "output_lists"),
+    "_allgather_base_": ("all_gather_single", ("output_tensor", "input_tensor"), "output_tensor"),
+    "allgather_into_tensor_coalesced_": ("all_gather_single_coalesced", ("outputs", "inputs"), "outputs"),
+    "gather_": ("gather", ("output_tensors", "input_tensors"), "output_tensors"),
+    "scatter_": ("scatter", ("output_tensors", "input_tensors"), "output_tensors"),
+    "reduce_scatter_": ("reduce_scatter", ("output_tensors", "input_tensors"), "output_tensors"),
+    "_reduce_scatter_base_": ("reduce_scatter_single", ("output_tensor", "input_tensor"), "output_tensor"),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter_single_coalesced", ("outputs", "inputs"), "outputs"),
+    "alltoall_": ("alltoall", ("output_tensors", "input_tensors"), "output_tensors"),
+    "alltoall_base_": (
+        "all_to_all_single",
+        ("output", "input", "output_split_sizes", "input_split_sizes"),
+        "output",
+    ),
+    "barrier": ("barrier", (), None),
+    "monitored_barrier_": ("barrier", (), None),
+}
 
 
-@_handles("c10d::_allgather_base_")
-def _all_gather_base(a: Any, mine: SimulatedGroup) -> Any:
-    mine.all_gather_single(a.output_tensor, a.input_tensor)
-    return a.output_tensor
+def _in_place(method: str, taken: tuple[str, ...], given_back: str | None) -> Handler:
+    def handle(a: Any, mine: SimulatedGroup) -> Any:
+        options = _options(getattr(a, "reduce_op", None), getattr(a, "root_rank", 0))
+        getattr(mine, method)(*(getattr(a, name) for name in taken), options)
+        return given_back and getattr(a, given_back)
+
+    return handle
 
 
-@_handles("c10d::allgather_into_tensor_coalesced_")
-def _all_gather_base_coalesced(a: Any, mine: SimulatedGroup) -> Any:
-    mine.all_gather_single_coalesced(a.outputs, a.inputs)
-    return a.outputs
-
-
-@_handles("c10d::gather_")
-def _gather(a: Any, mine: SimulatedGroup) -> Any:
-    mine.gather(a.output_tensors, a.input_tensors, _options(root=a.root_rank))
-    return a.output_tensors
-
-
-@_handles("c10d::scatter_")
-def _scatter(a: Any, mine: SimulatedGroup) -> Any:
-    mine.scatter(a.output_tensors, a.input_tensors, _options(root=a.root_rank))
-    return a.output_tensors
-
-
-@_handles("c10d::reduce_scatter_")
-def _reduce_scatter(a: Any, mine: SimulatedGroup) -> Any:
-    mine.reduce_scatter(a.output_tensors, a.input_tensors, _options(a.reduce_op))
-    return a.output_tensors
-
-
-@_handles("c10d::_reduce_scatter_base_")
-def _reduce_scatter_base(a: Any, mine: SimulatedGroup) -> Any:
-    mine.reduce_scatter_single(a.output_tensor, a.input_tensor, _options(a.reduce_op))
-    return a.output_tensor
-
-
-@_handles("c10d::reduce_scatter_tensor_coalesced_")
-def _reduce_scatter_base_coalesced(a: Any, mine: SimulatedGroup) -> Any:
-    mine.reduce_scatter_single_coalesced(a.outputs, a.inputs, _options(a.reduce_op))
-    return a.outputs
-
-
-@_handles("c10d::alltoall_")
-def _all_to_all(a: Any, mine: SimulatedGroup) -> Any:
-    mine.alltoall(a.output_tensors, a.input_tensors)
-    return a.output_tensors
-
-
-@_handles("c10d::alltoall_base_")
-def _all_to_all_base(a: Any, mine: SimulatedGroup) -> Any:
-    mine.all_to_all_single(a.output, a.input, a.output_split_sizes, a.input_split_sizes)
-    return a.output
-
-
-@_handles("c10d::barrier", "c10d::monitored_barrier_")
-def _barrier(a: Any, mine: SimulatedGroup) -> Any:
-    mine.barrier()
+_handlers |= {f"c10d::{op}": _in_place(*described) for op, described in _IN_PLACE.items()}
 
 
 # ---- functional: the outputs are made here ----
