@@ -87,12 +87,6 @@ def self_times(
         yield span, path, alone
 
 
-def whole_ns(root: Span, overheads: Mapping[str, Overhead]) -> float:
-    """The root's time less what recording the tree cost inside it."""
-    below = sum(overheads.get(s.kind, NOTHING).total_ns for s, depth in root.walk() if depth)
-    return root.duration_ns - overheads.get(root.kind, NOTHING).inside_ns - below
-
-
 def quickest(calls: Sequence[Span], share: float = 0.5) -> list[Span]:
     """The quicker calls: what disturbs a call only ever lengthens it."""
     return sorted(calls, key=lambda span: span.duration_ns)[: max(1, round(len(calls) * share))]
