@@ -72,7 +72,8 @@ class Suite:
     """world: where the cases run. "own": no ranks are started, `measure` answers in this process.
     options: name -> help of the options of `dtbench run` that are this suite's; the values stand as text
         in `Plan.options`, and the suite checks them. by_default: whether it runs when no suite is named.
-    refinement: what to measure beyond the cases, found while measuring.
+    refinement: what to measure beyond the cases, found while measuring. telling: the cases of which --budget
+        measures three sizes before it comes to the others; without it all that have a sweep.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Suite:
     options: Mapping[str, str] = field(default_factory=dict)
     by_default: bool = True
     refinement: Refinement | None = None
+    telling: Callable[[Case], bool] | None = None
 
 
 _registered: dict[str, Suite] = {}
@@ -97,11 +99,12 @@ def suite(
     options: Mapping[str, str] | None = None,
     by_default: bool = True,
     refinement: Refinement | None = None,
+    telling: Callable[[Case], bool] | None = None,
 ) -> Callable[[Callable[[Plan], Iterator[Case]]], Suite]:
     """Registers a generator of cases as the suite `name`; see `Suite` for the arguments."""
 
     def register(cases: Callable[[Plan], Iterator[Case]]) -> Suite:
-        made = Suite(name, cases, world, help, measure, options or {}, by_default, refinement)
+        made = Suite(name, cases, world, help, measure, options or {}, by_default, refinement, telling)
         _registered[name] = made
         return made
 

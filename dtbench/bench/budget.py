@@ -70,8 +70,10 @@ def by_importance(tasks: Sequence[Task]) -> list[Task]:
         for place, curve_at in enumerate(coarse_to_fine(len(of_name))):
             points = curves[of_name[curve_at]]
             points.sort(key=lambda task: float(task.case.params.get("size", 0)))
-            # What accompanies a sweep at one size comes after three sizes of the sweep itself.
-            first = 3 if sweeps and len(points) == 1 else 0
+            telling = points[0].suite.telling
+            # What accompanies a sweep comes after three sizes of the sweep itself.
+            comes_first = telling(points[0].case) if telling else not sweeps or len(points) > 1
+            first = 0 if comes_first else 3
             for size, at in enumerate(coarse_to_fine(len(points)), first):
                 ranked.append((size, place, points[at]))
     return [task for _, _, task in sorted(ranked, key=lambda entry: entry[:2])]

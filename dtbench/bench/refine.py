@@ -21,7 +21,7 @@ import numpy as np
 
 from dtbench.layout import from_last_arrival_s
 from dtbench.mesh import groups_in
-from dtbench.model import Param, Plan, Result
+from dtbench.model import Case, Param, Plan, Result
 
 MISS = math.log(1.10)
 # Sizes added to one curve (a collective or transition on a mesh dim): two levels below one bend.
@@ -30,6 +30,11 @@ MOST_ADDED = 4
 NARROWEST = 2.0
 
 Name = tuple[str, tuple[tuple[str, Param], ...]]  # of a curve: the case's name, its params but the size
+
+
+def is_calibrated_with(measured: Case | Result) -> bool:
+    """Whether the topology is fitted to it: all groups of the mesh dim at work, each call awaited."""
+    return (measured.params.get("groups"), measured.params.get("mode")) == ("together", "isolated")
 
 
 def sizes_between(
@@ -44,7 +49,7 @@ def sizes_between(
     curves: dict[Name, dict[str, dict[int, Sequence[float]]]] = {}
     sizes_added: dict[Name, set[int]] = {}
     for result in (*swept, *added):
-        if (result.params.get("groups"), result.params.get("mode")) == ("together", "isolated"):
+        if is_calibrated_with(result):
             samples = _samples(plan, result) if result.status == "ok" else ()
             if samples and min(samples) > 0:
                 curve = curves.setdefault(_name(result), {}).setdefault(result.impl, {})

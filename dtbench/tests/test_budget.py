@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from dtbench.bench import budget, runner
-from dtbench.bench.options import RunOptions, Task
+from dtbench.bench.options import RunOptions, Task, list_tasks
+from dtbench.bench.refine import is_calibrated_with
 from dtbench.bench.sampling import Outcome
 from dtbench.errors import UsageError
 from dtbench.model import Case, Param, Result
-from dtbench.suite import Suite, WorldKind
+from dtbench.suite import Suite, WorldKind, load
 from dtbench.world.watch import Now
 
 
@@ -52,6 +53,16 @@ def test_every_curve_has_a_size_before_one_has_the_next() -> None:
     assert sizes == [1] * 4 + [256] * 4 + [16] * 4
     assert ALONE[0] in ordered[12:17]  # what accompanies the sweep comes after three sizes of it
     assert {t.label for t in ordered} == {t.label for t in [*SWEEPS, *ALONE]}
+
+
+def test_what_a_suite_calls_telling_has_three_sizes_before_the_rest_has_one() -> None:
+    listed = list_tasks(load(["collectives"]), RunOptions().plan("cpu", 4))
+    ordered = budget.by_importance(listed)
+    curves = {t.label.split(" size=")[0] for t in listed if is_calibrated_with(t.case)}
+    first = ordered[: 3 * len(curves)]
+    assert {t.label.split(" size=")[0] for t in first} == curves
+    assert {t.case.params["size"] for t in first[: len(curves)]} == {1024}
+    assert len({t.case.name for t in ordered[:6]}) == 6
 
 
 def test_cases_without_a_size_are_spread_over_each_name() -> None:

@@ -79,6 +79,12 @@ def test_a_slower_head_is_a_regression_everywhere_it_is_told(
     assert (tmp_path / "summary.md").read_text().count("| REGRESSION |") == 3
 
 
+def test_json_is_the_file_in_the_folder(gate: Gate):
+    code, out, _ = gate({}, {"CALLS": "43"}, "--json")
+    assert code == json.loads(out)["exit_code"] == 1
+    assert out == Path("g/gate.json").read_text()
+
+
 def test_more_calls_are_a_regression_without_a_timed_launch(gate: Gate):
     code, out, _ = gate({}, {"CALLS": "43", "SLOW": "0.5"})
     assert code == 1

@@ -23,7 +23,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from dtbench.bench.refine import sizes_between
+from dtbench.bench.refine import is_calibrated_with, sizes_between
 from dtbench.model import Case, Param, Plan, Workload
 from dtbench.suite import Refinement, World, suite
 from dtbench_core.cost.ring import busbw_factor
@@ -218,6 +218,7 @@ def refined_case(plan: Plan, collective: str, params: Mapping[str, Param]) -> Ca
     world="ranks",
     help=SUITES["collectives"],
     refinement=Refinement(sizes_between, refined_case),
+    telling=is_calibrated_with,
 )
 def collectives(plan: Plan) -> Iterator[Case]:
     for mesh_dim, n in priced_dims(plan) or plan.mesh[-1:]:

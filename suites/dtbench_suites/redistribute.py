@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from dtbench.bench.refine import sizes_between
+from dtbench.bench.refine import is_calibrated_with, sizes_between
 from dtbench.model import Case, Param, Plan, Workload
 from dtbench.suite import Refinement, World, suite
 from dtbench_suites import SUITES
@@ -128,6 +128,7 @@ def refined_case(plan: Plan, name: str, params: Mapping[str, Param]) -> Case:
     world="ranks",
     help=SUITES["redistribute"],
     refinement=Refinement(sizes_between, refined_case),
+    telling=is_calibrated_with,
 )
 def redistribute(plan: Plan) -> Iterator[Case]:
     for mesh_dim, n in priced_dims(plan):
