@@ -26,7 +26,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
 
 
-HEAVY = {"torch", "numpy", "scipy", "pandas", "matplotlib", "rich", "jinja2", "pynvml", "msgspec"}
+HEAVY = {"torch", "numpy", "scipy", "pandas", "matplotlib", "rich", "jinja2", "pynvml"}
 ROOT = Path(__file__).parents[2]
 RUN = "results/baseline-cpu-gloo-4ranks.jsonl"
 
