@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 # Names of this project, which are torch's; the tools have their own for some.
 COLLECTIVES = (
@@ -60,6 +61,20 @@ def amount(text: str) -> Printed | None:
     """A printed number of at least 0, as times and bandwidths are."""
     number = printed(text)
     return number if number is not None and number.value >= 0 else None
+
+
+# The JSON of the tools has six decimals (%lf).
+HALF_DECIMAL = 0.5e-6
+
+
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a number that one can compute with."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def decimal(value: Any) -> Printed | None:
+    """A number of a tool's JSON with its rounding; None for anything else, and below 0."""
+    return Printed(float(value), HALF_DECIMAL) if is_number(value) and value >= 0 else None
 
 
 @dataclass

@@ -14,13 +14,22 @@ from msgspec import UNSET, Struct
 from dtbench.errors import UnreadableRunError
 from dtbench.fields import Count
 from dtbench.files.read import BadFieldError, decode, into, shown
-from dtbench.importers.model import Device, Figure, Log, Printed, Problem, Row, Table
+from dtbench.importers.model import (
+    HALF_DECIMAL,
+    Device,
+    Figure,
+    Log,
+    Printed,
+    Problem,
+    Row,
+    Table,
+    decimal,
+    is_number,
+)
 from dtbench.importers.nccl_text import DTYPES, library_version, name_table
 from dtbench.importers.text import pattern
 
 _PROGRAM = pattern(r"(?:.*[/\\])?([a-z_]{1,40}?)_perf(?:_mpi)?")
-# %lf prints six decimals.
-_HALF = 0.5e-6
 
 
 def applies(text: str) -> bool:
@@ -138,8 +147,8 @@ def _table(file: _File, log: Log) -> Table:
     if file.out_of_bounds is not None:
         table.failed_values = _count_or_none(file.out_of_bounds.count)
     average = file.average_bus_bandwidth
-    if average is not None and _is_number(average.bandwidth):
-        table.average_busbw = Printed(float(average.bandwidth) * 1e9, _HALF * 1e9)
+    if average is not None and is_number(average.bandwidth):
+        table.average_busbw = Printed(float(average.bandwidth) * 1e9, HALF_DECIMAL * 1e9)
     for text in file.errors or ():
         if isinstance(text, str) and text.strip():
             log.failures.append(Problem(0, f"the file says: {text.strip()[:160]}"))
@@ -174,13 +183,13 @@ def _row(entry: _Entry, index: int, one_each: bool) -> Row:
 
 
 def _figure(entry: _Times, in_place: bool) -> Figure:
-    time, algbw, busbw = (_printed(value) for value in (entry.time, entry.alg_bw, entry.bus_bw))
+    time, algbw, busbw = (decimal(value) for value in (entry.time, entry.alg_bw, entry.bus_bw))
     figure = Figure(
         in_place, time and time.scaled(1e-6), algbw and algbw.scaled(1e9), busbw and busbw.scaled(1e9)
     )
     if (time is None and entry.cpu_time is UNSET) or algbw is None or busbw is None:
         figure.fail("it has no number for time, alg_bw or bus_bw")
-    if entry.nwrong is not None and _is_number(entry.nwrong):
+    if entry.nwrong is not None and is_number(entry.nwrong):
         figure.wrong = float(entry.nwrong)
     elif entry.nwrong is not None:
         figure.fail(f"its nwrong is {shown(entry.nwrong)}", wrong_data=True)
@@ -201,17 +210,9 @@ def _iterations(figure: Figure, entry: _Iterations, one_each: bool) -> None:
 
 
 def _times(values: Any) -> tuple[float, ...]:
-    if not isinstance(values, list) or not all(_is_number(v) and v > 0 for v in values):
+    if not isinstance(values, list) or not all(is_number(v) and v > 0 for v in values):
         return ()
     return tuple(float(v) * 1e-6 for v in values)
-
-
-def _printed(value: Any) -> Printed | None:
-    return Printed(float(value), _HALF) if _is_number(value) and value >= 0 else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _count_or_none(value: Any) -> int | None:

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from dtbench.fields import Count
 from dtbench.files.read import BadFieldError, decode, into, shown
-from dtbench.importers.model import Figure, Log, Printed, Row, Table
+from dtbench.importers.model import Figure, Log, Row, Table, decimal, is_number
 from dtbench.importers.nccl_text import DTYPES
 from dtbench.importers.text import lines_of, pattern
 
@@ -28,7 +28,6 @@ _NAMES = {
     "scatter": "scatter",
     "sendrecv": "sendrecv",
 }
-_HALF = 0.5e-6  # six decimals are written
 
 
 class _Record(Struct, frozen=True):
@@ -94,7 +93,7 @@ def _row(record: _Record, number: int) -> Row:
 
 
 def _figure(record: _Record) -> Figure:
-    time, algbw, busbw = (_printed(value) for value in (record.time, record.algBw, record.busBw))
+    time, algbw, busbw = (decimal(value) for value in (record.time, record.algBw, record.busBw))
     figure = Figure(
         bool(record.inPlace),
         time and time.scaled(1e-6),
@@ -106,13 +105,8 @@ def _figure(record: _Record) -> Figure:
     wrong = record.wrong
     if isinstance(wrong, str) and wrong.strip().isascii() and wrong.strip().isdigit():
         wrong = int(wrong)
-    if isinstance(wrong, int | float) and not isinstance(wrong, bool):
+    if is_number(wrong):
         figure.wrong = float(wrong)
     elif wrong not in (None, "N/A"):
         figure.fail(f"its check of the data says {shown(wrong)}", wrong_data=True)
     return figure
-
-
-def _printed(value: Any) -> Printed | None:
-    fine = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e300
-    return Printed(float(value), _HALF) if fine else None
