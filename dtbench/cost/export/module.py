@@ -18,7 +18,6 @@ from dtbench_core.cost.curve import Curve
 from dtbench_core.cost.ring import BASE_LATENCY_US
 
 Target = Literal["torch", "inductor"]
-TARGETS: tuple[Target, ...] = ("torch", "inductor")
 # The versions whose private functions were read, and with which the tests were run.
 TORCH_VERSIONS = ("2.11", "2.13")
 

@@ -26,7 +26,6 @@ from dtbench.errors import UsageError
 from dtbench_core.cost.ring import busbw_factor
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
-MAX_TOKENS = 2**40
 ROLES = ("tp", "dp", "replicate")
 
 
