@@ -228,7 +228,7 @@ def test_results_without_the_usual_params_are_shown_all_the_same() -> None:
 def test_a_suite_of_the_users_own_is_shown() -> None:
     results = [made_up.result("mine", "fancy", "variant_a", {"n": 3}, [1e-3, 2e-3, 3e-3])]
     shown = section("others", results)
-    assert cells(shown, "fancy", "3")[2:] == ["1.50", "1.50", "2.00", "2.50"]
+    assert cells(shown, "fancy", "3")[2:] == ["1.50", "2.00", "2.50"]
     assert [len(figure.panels) for figure in shown.figures] == [1]
 
 
@@ -244,7 +244,7 @@ def test_launches_are_put_together_by_their_median() -> None:
     results = [
         made_up.result("mine", "fancy", "a", {"n": 3}, [t * 1e-3] * 3, launch=i) for i, t in enumerate(times)
     ]
-    assert cells(section("others", results), "fancy", "3")[2:] == ["2.00"] * 4
+    assert cells(section("others", results), "fancy", "3")[2:] == ["2.00"] * 3
 
 
 def test_runs_of_different_setups_are_refused(run: Run) -> None:

@@ -62,18 +62,22 @@ def close_axis(values: Sequence[float], middle: float) -> Axis:
     return Axis(low - room, high + room, False, format_seconds, ticks)
 
 
-def ratio_axis(values: Iterable[float], low: float, high: float, format_tick: Format) -> Axis:
-    """A logarithmic axis of ratios that holds all values, `low` and `high`."""
+def ratio_axis(
+    values: Iterable[float], low: float, high: float, format_tick: Format, ticks: Sequence[float] = ()
+) -> Axis:
+    """A logarithmic axis of ratios that holds all values, `low` and `high`. ticks: else by how far it reaches."""
     there = [*values, low, high]
     room = max((max(there) / min(there)) ** 0.05, 1.05)
     low, high = min(there) / room, max(there) * room
+    return Axis(low, high, True, format_tick, ticks or _ratio_ticks(low, high))
+
+
+def _ratio_ticks(low: float, high: float) -> list[float]:
     if high / low < 1.6:
-        ticks = [0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.4, 1.5]
-    elif high / low < 8:
-        ticks = [0.2, 0.25, 0.33, 0.5, 0.7, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 5.0]
-    else:
-        ticks = log_ticks(low, high, 8)
-    return Axis(low, high, True, format_tick, ticks)
+        return [0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.4, 1.5]
+    if high / low < 8:
+        return [0.2, 0.25, 0.33, 0.5, 0.7, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 5.0]
+    return log_ticks(low, high, 8)
 
 
 def size_axis(sizes: Sequence[int], most: int = 5) -> Axis:

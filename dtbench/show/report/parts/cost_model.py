@@ -31,6 +31,9 @@ RESIDUAL_STYLES = {
     "table": Style("s3", "^", None, hollow=True, words="its own table"),
 }
 
+# Of ratios, drawn as percent: half and double are equally far off.
+PERCENT_TICKS = (1e-4, 1e-3, 0.01, 0.1, 0.5, 1.0, 2.0, 10.0, 100.0, 1e3, 1e4)
+
 # A mesh dim, a curve or a topology as its file holds it.
 Json = Mapping[str, Any]
 
@@ -168,7 +171,7 @@ def _residuals(topology: Json) -> Figure | None:
         RESIDUAL_STYLES,
         "How much more (+) or less (−) time the model predicts than was measured, in percent of the measured, on a "
         "logarithmic axis: −50 % is half, +100 % is double. On the line it is right. Shaded: what it was fitted on.",
-        y=lambda values: ratio_axis(values, 0.5, 2.0, percent_off),
+        y=lambda values: ratio_axis(values, 0.5, 2.0, percent_off, PERCENT_TICKS),
         lines=False,
     )
 

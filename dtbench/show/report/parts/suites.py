@@ -90,26 +90,39 @@ def other_suites(claimed: Collection[str]) -> Part:
         caption = (
             "Time per call, with a line to the upper quartile, of the suites without a section of their own."
         )
-        add_dots(section, panels, _case_words, caption, each_axis=True)
+        differing = _differences([case for cases in suites.values() for case in cases])
+        add_dots(
+            section,
+            panels,
+            lambda c: " ".join([c.name, *(str(c.get(param)) for param in differing if param in c.params)]),
+            caption,
+            each_axis=True,
+        )
         section.add(*(_generic(f"Suite {suite}", cases) for suite, cases in suites.items()))
 
     return Part("others", "Other suites", fill)
 
 
-def _case_words(case: Case) -> str:
-    return " ".join([case.name, *(f"{k}={v}" for k, v in sorted(case.params.items()))])
+def _differences(cases: Sequence[Case]) -> list[str]:
+    """The params that tell the cases apart."""
+    params = distinct(param for c in cases for param in c.params)
+    return [param for param in params if len({c.get(param) for c in cases}) > 1]
 
 
 def _generic(caption: str, cases: Sequence[Case]) -> t.Table:
-    """A column per param, then per impl its time and quartiles, then bandwidths."""
+    """A column per param, then per impl its time, its median and upper quartile, and bandwidths."""
     params = {param: param for param in distinct(param for c in cases for param in c.params)}
     spans = [
         (
-            f"{impl}, {which}",
+            f"{impl}, {field}",
             [getattr(c.impls[impl], f"{field}_s") if impl in c.impls else None for c in cases],
         )
         for impl in impls_of(cases)
-        for which, field in (("p25", "p25"), ("median", "median"), ("p75", "p75"))
+        for field in ("median", "p75")
     ]
     columns = [*named(cases, "Case", params), *times(cases), *t.times(spans), *bandwidths(cases)]
-    return t.Table(caption, columns, note="The first column of an impl is the time that stands for it.")
+    note = (
+        "The first column of an impl is the time that stands for it: of host latencies the minimum, of all others the "
+        "lower quartile."
+    )
+    return t.Table(caption, columns, note=note)
