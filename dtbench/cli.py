@@ -9,13 +9,12 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import time
 from typing import NoReturn
 
 import click
 
 import dtbench
-from dtbench.errors import EXIT_INTERRUPTED, EXIT_OK, DtbenchError, complain
+from dtbench.errors import EXIT_INTERRUPTED, EXIT_OK, DtbenchError
 
 # Task -> command -> its module in this package; the function is called as the command.
 _COMMANDS = {
@@ -113,15 +112,7 @@ def main() -> NoReturn:
 
 def _refuse(text: str, code: int) -> int:
     """One line on stderr, from one rank: in a launched world all ranks come here alike."""
-    from dtbench.bench.session import LET_RANK_0_SPEAK_S
-    from dtbench.world.ranks import find_place
+    from dtbench.world.rank import complain_once
 
-    try:
-        place = find_place()
-    except DtbenchError:
-        place = None
-    if place is not None and place.rank != 0:
-        time.sleep(LET_RANK_0_SPEAK_S)
-    else:
-        complain(" ".join(text.split()))
+    complain_once(text)
     return code

@@ -19,20 +19,13 @@ from typing import Any
 import pytest
 
 from dtbench.bench.options import DEFAULT_CPU_RANKS, RunOptions, Task, list_tasks, parse_sizes
-from dtbench.bench.session import choose_device, quiet_torch
+from dtbench.bench.session import choose_device
+from dtbench.errors import complain
 from dtbench.mesh import parse_mesh
 from dtbench.suite import load
-from dtbench.world.ranks import (
-    AloneRanks,
-    Place,
-    StoreRanks,
-    barrier_of,
-    device_of,
-    find_place,
-    real_world,
-    simulated_world,
-    store_of,
-)
+from dtbench.world.failure import Diagnosis
+from dtbench.world.rank import Rank, quiet_torch
+from dtbench.world.ranks import AloneRanks, Place, device_of, find_place, simulated_world
 
 TESTS = Path(__file__).parent / "tests"
 # Seconds for which a collective may hang before its group gives up.
@@ -118,49 +111,54 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_
 class Live:
     """The world that is up, of one kind at a time: first the simulated one, then the ranks'."""
 
-    def __init__(self, place: Place | None, options: RunOptions) -> None:
+    def __init__(self, place: Place | None, options: RunOptions, show: Callable[[], None]) -> None:
+        self._show = show
+        self._kind = ""
+        self._up: tuple[Any, Any, Callable[[], None]]
+        self._world = contextlib.ExitStack()
+        self._life = contextlib.ExitStack()
         quiet_torch()
-        self.place = place
-        self.rank = place.rank if place else 0
+        self.rank = Rank(place, self._report) if place and place.world_size > 1 else None
+        if self.rank is not None:
+            self._life.enter_context(self.rank)
         self.device_type = choose_device(options)
         size = place.world_size if place else DEFAULT_CPU_RANKS
         self.plan = options.plan("cuda" if self.device_type == "cuda" else "cpu", size)
-        self._kind = ""
-        self._world: Any = None
-        self._up = contextlib.ExitStack()
-        self._ranks: StoreRanks | None = None
-        self._store: Any = None
 
     def enter(self, kind: str) -> tuple[Any, Any, Callable[[], None]]:
         """World, ranks and barrier; makes the world where another one is up.
 
         Raises:
-            pytest.skip.Exception: a suite of ranks, and there is one process only.
+            pytest.skip.Exception: a suite of ranks, and there is one process only; a simulated one, and this is
+                not rank 0, which measures alone.
         """
-        if kind == "ranks" and (self.place is None or self.place.world_size == 1):
+        if kind == "ranks" and self.rank is None:
             pytest.skip("needs several ranks: torchrun --nproc-per-node 4 -m pytest suites")
         if kind != self._kind:
-            self.close()
+            self._world.close()
+            self._up = self._make(kind)
             self._kind = kind
-            self._world = self._up.enter_context(self._make(kind))
-        if kind == "simulated":
-            return self._world, AloneRanks(), lambda: None
-        assert self._ranks is not None
-        return self._world, self._ranks, barrier_of(self._world.device)
+        if kind == "simulated" and self.rank is not None and self.rank.place.rank != 0:
+            pytest.skip("rank 0 measures alone")
+        return self._up
 
-    def _make(self, kind: str) -> contextlib.AbstractContextManager[Any]:
-        device = device_of(self.device_type, self.place.local_rank if self.place else 0)
-        if kind == "simulated":
-            return simulated_world(device)
-        assert self.place is not None
-        if self._ranks is None:
-            self._store = store_of(self.place, 0)(True)
-            self._ranks = StoreRanks(self._store, self.rank, self.place.world_size, lambda reason: None)
-        return real_world(self.place, self._store, device, self.plan.mesh, TIMEOUT_S)
+    def _make(self, kind: str) -> tuple[Any, Any, Callable[[], None]]:
+        if kind == "simulated" or self.rank is None:
+            device = device_of(self.device_type, self.rank.place.local_rank if self.rank else 0)
+            return self._world.enter_context(simulated_world(device)), AloneRanks(), lambda: None
+        if not self.rank.joined:
+            self.rank.join(self.device_type)
+        world, barrier = self._world.enter_context(self.rank.process_group(self.plan.mesh, TIMEOUT_S))
+        return world, self.rank.ranks, barrier
+
+    def _report(self, diagnosis: Diagnosis) -> None:
+        """On the lowest living rank, in a helper thread, before this process ends."""
+        self._show()
+        complain(diagnosis.sentence)
 
     def close(self) -> None:
-        self._up.close()
-        self._kind = ""
+        self._world.close()
+        self._life.close()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -184,7 +182,10 @@ def live_of(config: pytest.Config) -> Live:
             dtypes=tuple(config.option.dtype.split(",")),
             quick=config.option.quick,
         )
-        setattr(config, key, Live(find_place(), options))
+        capture = config.pluginmanager.get_plugin("capturemanager")
+        setattr(
+            config, key, Live(find_place(), options, lambda: capture and capture.suspend_global_capture())
+        )
     live: Live = getattr(config, key)
     return live
 

@@ -28,8 +28,6 @@ def test_case(request: Any, benchmark: Any, live: Any, task: tuple[Task, str], r
         gate.judge(f"{todo.label} [{impl}]")
         return
     world, ranks, barrier = live.enter(todo.suite.world)
-    if todo.suite.world == "simulated" and live.rank != 0:
-        pytest.skip("rank 0 measures alone")
     measured = Measured(benchmark, todo, ranks)
     workload = measured.attempt(lambda: todo.case.build[impl](world))
     assert workload is not None
@@ -60,6 +58,7 @@ class Measured:
             verdict = ("skipped", str(skip))
         except Exception as error:
             verdict = ("failed", describe(error))
+            self.ranks.raised(describe(error))
         self.agree(verdict)
         return result
 

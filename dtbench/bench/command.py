@@ -113,7 +113,7 @@ def list_command(suite: str | None, as_json: bool) -> None:
             for name, text in known.items():
                 click.echo(f"{name:{max(map(len, known))}}  {text}")
         return
-    from dtbench.bench.session import quiet_torch
+    from dtbench.world.rank import quiet_torch
 
     quiet_torch()
     suites = load([suite])

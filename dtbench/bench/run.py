@@ -6,28 +6,27 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from dtbench.bench.alone import measure_alone
 from dtbench.bench.options import DEFAULT_CPU_RANKS, RunOptions, remaining
+from dtbench.bench.progress import make_progress, say, summary_of
 from dtbench.bench.session import (
+    Job,
     Session,
     check_resume,
     choose_device,
+    exit_code_of,
     output_of,
     prepare,
-    quiet_torch,
-    report_end,
+    report_failure,
     say_complete,
 )
-from dtbench.errors import (
-    EXIT_OK,
-    OutputError,
-    UsageError,
-)
+from dtbench.errors import EXIT_INTERRUPTED, EXIT_OK, OutputError, UsageError
+from dtbench.files.run import RunWriter, read_run
 from dtbench.mesh import ranks_of
-from dtbench.model import ResultKey
-from dtbench.world.launch import Launched, start_ranks
+from dtbench.model import Result, ResultKey
+from dtbench.world.failure import INTERRUPTED, Diagnosis, Now
+from dtbench.world.launch import start_ranks
+from dtbench.world.rank import quiet_torch
 from dtbench.world.ranks import find_place
-from dtbench.world.watch import INTERRUPTED, Diagnosis
 
 
 def run(options: RunOptions, argv: Sequence[str]) -> int:
@@ -47,8 +46,9 @@ def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
     nproc = count_ranks(options, device_type)
     job = prepare(options, device_type, nproc)
     output = output_of(options)
-    if job.suites[0].world == "own":
-        return measure_alone(job, argv, output)
+    alone = job.suites[0].world == "own"
+    if alone:
+        refuse_rank_options(job)
     done: frozenset[ResultKey] = frozenset()
     if options.resume:
         run_before = check_resume(job, output)
@@ -57,26 +57,87 @@ def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
         done = frozenset(result.key for result in run_before.results)
     else:
         check_output(output)
+    if alone:
+        return measure_alone(job, argv, output)
     code = EXIT_OK
+
+    def report(diagnosis: Diagnosis, now: Now) -> None:
+        report_failure(diagnosis, now, output)
+
     for launch in range(options.launches):
         last = launch + 1 == options.launches
         # What a refined launch lacks is known to its ranks only.
         if not (last or job.plan.refine or remaining(job.tasks, done, launch)):
             continue
-        launched = start_ranks(argv, nproc, launch, output)
-        if not launched.note.reported:
-            return _report(launched, output, launch)
-        code = launched.code
-        if not launched.note.whole:
+        note = start_ranks(argv, nproc, launch, output, report)
+        code = EXIT_INTERRUPTED if note.code is None else note.code
+        if not note.whole:
             break
     return code
 
 
-def _report(launched: Launched, output: Path, launch: int) -> int:
-    """No rank was left to say the last line."""
-    diagnosis = Diagnosis(launched.died, launched.rank) if launched.died else INTERRUPTED
-    report_end(diagnosis, launched.note.case, output, None, launch)
-    return diagnosis.code
+def refuse_rank_options(job: Job) -> None:
+    """For a suite that needs no ranks.
+
+    Raises:
+        UsageError: options that are about ranks.
+    """
+    refused = [
+        option
+        for option, given in (
+            ("--nproc", job.options.nproc is not None),
+            ("--mesh", job.options.mesh is not None),
+            ("--max-size", job.options.max_size_bytes is not None),
+            ("--launches", job.options.launches != 1 and job.options.max_size_bytes is None),
+            ("--device cuda", job.options.device == "cuda"),
+        )
+        if given
+    ]
+    if refused:
+        raise UsageError(f"{job.suites[0].name} starts no ranks: leave {', '.join(refused)} out")
+
+
+def measure_alone(job: Job, argv: Sequence[str], output: Path) -> int:
+    """Measures what is left of the job's one suite, which needs no ranks: it answers its cases in this process, or
+    in some of its own. Writes each result as it comes; the exit code.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    from dtbench.machine.provenance import local_rank_info, provenance
+
+    suite = job.suites[0]
+    assert suite.measure is not None
+    if job.options.resume:
+        writer = RunWriter.resume(output, {"argv": list(argv)})
+    else:
+        info = local_rank_info("cpu")
+        plan, names = job.plan, job.suite_names
+        header = provenance(
+            argv=argv, plan=plan, suites=names, mesh=(), ranks=[info], backend=None, launches=1
+        )
+        writer = RunWriter.create(output, header)
+    progress = make_progress()
+
+    def record(result: Result) -> None:
+        progress.result(writer.append(result))
+
+    with writer:
+        tasks = [(task.case, task.impls) for task in remaining(job.tasks, writer.done, 0)]
+        total = sum(len(impls) for _, impls in tasks)
+        progress.begin(f"{total} results to measure, into {output}", total)
+        try:
+            suite.measure(job.plan, tasks, record)
+            writer.end()
+        except KeyboardInterrupt:
+            progress.close()
+            report_failure(INTERRUPTED, Now(), output, writer)
+            return EXIT_INTERRUPTED
+        finally:
+            progress.close()
+    run = read_run(output)
+    say(f"{output}: {summary_of(run.results)}")
+    return exit_code_of(run)
 
 
 def count_ranks(options: RunOptions, device_type: str) -> int:

@@ -11,7 +11,7 @@ from dtbench.bench.options import Task
 from dtbench.bench.sampling import Adaptive, Budget, Instruments, Outcome, Ranks
 from dtbench.model import Result, estimator_of
 from dtbench.stats import summarize
-from dtbench.world.watch import Now
+from dtbench.world.failure import Now
 
 
 def budget_of(world: str, quick: bool) -> Budget:

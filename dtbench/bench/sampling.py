@@ -22,7 +22,7 @@ from dtbench.bench.arrivals import lateness_s
 from dtbench.bench.clock import Clock
 from dtbench.bench.measure import Schedule, Subject, measure, release_memory
 from dtbench.model import Case, Status
-from dtbench.world.watch import Now
+from dtbench.world.failure import Now
 
 # A block of warm-up calls that is less than this much faster than the one before ends the warm-up.
 STEADY_GAIN = 0.10

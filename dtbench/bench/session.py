@@ -1,4 +1,4 @@
-"""One rank's life: join the world, measure what is left to measure, leave with everybody's exit code."""
+"""What a rank does in a run: measure with the others what is left to measure, and, on rank 0, write it down."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import functools
 import gc
 import json
 import os
-import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,32 +26,20 @@ from dtbench.bench.options import (
 )
 from dtbench.bench.progress import Progress, make_progress, say, summary_of
 from dtbench.bench.runner import Sweep, budget_of
-from dtbench.bench.sampling import Instruments
-from dtbench.errors import (
-    EXIT_CASE_FAILED,
-    EXIT_OK,
-    DtbenchError,
-    UsageError,
-    WorldBrokenError,
-    complain,
-    describe,
-)
+from dtbench.bench.sampling import Instruments, Ranks
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError, complain
 from dtbench.files.run import RunWriter, read_run
 from dtbench.mesh import format_mesh
 from dtbench.model import Plan, Result, Run
 from dtbench.suite import Suite, load
-from dtbench.world.launch import NOTE, OUTPUT, Note, end_with_launcher, launch_number, start_again
-from dtbench.world.ranks import Place, StoreRanks, store_of
-from dtbench.world.watch import Diagnosis, Now, Watch, block_signals
+from dtbench.world.failure import Diagnosis, Now
+from dtbench.world.launch import OUTPUT, launch_number, start_again
+from dtbench.world.rank import Rank
+from dtbench.world.ranks import AloneRanks, Place, backend_of, simulated_world
 
-# Refused options are refused on every rank, but only rank 0 says why. The others give it time to:
-# a launcher kills the remaining ranks as soon as one of them has left.
-LET_RANK_0_SPEAK_S = 10.0
 # How often the suites may ask for more cases in a launch; bisection from steps of 4x down to below 2x asks
 # twice. A suite without an end would measure for ever.
 MAX_REFINEMENTS = 8
-# The last decision is on its way to the others; where rank 0 serves the store, it must not leave first.
-FAREWELL_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -122,155 +108,80 @@ def choose_device(options: RunOptions) -> str:
     return "cpu"
 
 
-def quiet_torch() -> None:
-    """Before torch loads: no log lines of its C++ side and no warnings about its own names."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
-
-
-def join_store(connect: Callable[[bool], Any], place: Place) -> Any:
-    """The store of the ranks.
-
-    Raises:
-        WorldBrokenError: it does not answer.
-    """
-    try:
-        return connect(True)
-    except RuntimeError as error:
-        raise WorldBrokenError(
-            f"rank {place.rank} cannot reach the store of the ranks at {place.address}:"
-            f"{place.port} ({describe(error)}); check MASTER_ADDR, MASTER_PORT and the firewall"
-        ) from error
-
-
-def tell_refusal(error: DtbenchError, place: Place, note: str | None) -> None:
-    """Rank 0 says why the options cannot be followed, and the others leave it the time to."""
-    if place.rank == 0:
-        complain(str(error))
-        Note(code=error.exit_code, reported=True).write(note)
-    else:
-        time.sleep(LET_RANK_0_SPEAK_S)
-
-
-def leave(ranks: StoreRanks, watch: Watch, code: int) -> None:
-    """Ends the watch; rank 0, which may serve the store, leaves last."""
-    if ranks.rank == 0:
-        ranks.wait_for_farewells(FAREWELL_S)
-    watch.finish(code)
-    if ranks.rank != 0:
-        ranks.say_farewell()
-
-
 class Session:
     """This rank's part in one launch of a run. `go` never returns."""
 
     def __init__(self, options: RunOptions, place: Place, argv: Sequence[str]) -> None:
         self._options = options
-        self._place = place
         self._argv = argv
         self._launch = launch_number()
-        self._note = os.environ.get(NOTE)
         self._output = output_of(options)
-        self._now = Now(launch=self._launch)
         self._began = time.monotonic()
         self._writer: RunWriter | None = None
         self._progress: Progress | None = None
-        self._connect = store_of(place, self._launch)
+        self._rank = Rank(place, self._report, self._launch)
+        self._now = self._rank.now
 
     def go(self) -> NoReturn:
         """Measures and exits."""
-        block_signals()
-        if self._note is not None:
-            end_with_launcher()
-        quiet_torch()
-        self._watch = Watch(self._now, self._place.rank, self._place.world_size, self._on_end)
-        try:
-            device_type = choose_device(self._options)
-            job = prepare(self._options, device_type, self._place.world_size)
+        place = self._rank.place
+        with self._rank as rank:
+            job = prepare(self._options, choose_device(self._options), place.world_size)
             refuse_without_ranks(job)
-        except DtbenchError as error:
-            self._refuse(error)
-        except BaseException as error:
-            self._break(error)
-        try:
-            code = self._run(job)
-        except DtbenchError as error:
-            self._stop(error)
-        except BaseException as error:  # SystemExit in a suite's code is a fault like any other
-            self._break(error)
-        if self._launch + 1 < self._options.launches and self._note is None:
+            self._run(job)
+        if self._launch + 1 < self._options.launches and not rank.ours:
             start_again(self._launch + 1, self._output)
-        self._exit(code)
+        rank.exit()
 
     # ---- the run ----
 
-    def _run(self, job: Job) -> int:
-        store = join_store(self._connect, self._place)
-        ranks = StoreRanks(store, self._place.rank, self._place.world_size, self._watch.raised)
-        device = _device(job, self._place)
-        infos = ranks.agree(self._info(job, device), lambda votes: votes)
-        self._watch.join(
-            self._connect,
-            [info["host"] for info in infos],
-            lambda: ranks.votes,
-            None if self._place.agent_store else 0,
-        )
-        if self._place.rank == 0:
-            self._open(job, infos)
-        tasks = self._agree_on_tasks(job, ranks)
-        if self._place.rank == 0:
+    def _run(self, job: Job) -> None:
+        rank = self._rank
+        sends = any(task.suite.world == "ranks" for task in job.tasks)
+        rank.join(job.plan.device_type, backend_of(job.plan.device_type) if sends else None)
+        if rank.place.rank == 0:
+            self._open(job, rank.infos)
+        tasks = self._agree_on_tasks(job, rank.ranks)
+        if rank.place.rank == 0:
             self._begin(job, tasks)
         sweep = Sweep(
             launch=self._launch,
             timeout_s=self._options.timeout_s,
             now=self._now,
             record=self._record,
-            starting=functools.partial(self._starting, store),
-            limit=self._watch.limit,
+            starting=self._starting,
+            limit=rank.limit,
             go_on=self._go_on(tasks),
         )
-        self._measure(job, tasks, sweep, store, ranks, device)
-        code = int(ranks.agree(None, lambda votes: self._close(job)))
-        leave(ranks, self._watch, code)
-        return code
+        self._measure(job, tasks, sweep)
+        rank.code = int(rank.ranks.agree(None, lambda votes: self._close(job)))
 
-    def _measure(
-        self, job: Job, tasks: Sequence[Task], sweep: Sweep, store: Any, ranks: StoreRanks, device: Any
-    ) -> None:
-        from dtbench.world.ranks import AloneRanks, barrier_of, real_world, simulated_world
-
+    def _measure(self, job: Job, tasks: Sequence[Task], sweep: Sweep) -> None:
+        rank, quick = self._rank, job.plan.quick
         simulated = [task for task in tasks if task.suite.world == "simulated"]
         real = [task for task in tasks if task.suite.world == "ranks"]
-        quick = job.plan.quick
-        instruments = functools.partial(_instruments, device)
-        if simulated and ranks.rank == 0:
-            with simulated_world(device) as world:
+        instruments = functools.partial(_instruments, rank.device)
+        if simulated and rank.place.rank == 0:
+            with simulated_world(rank.device) as world:
                 _settle_memory()
                 tools = instruments(barrier=lambda: None, budget=budget_of("simulated", quick))
                 sweep.measure(simulated, world, AloneRanks(), tools)
-            store.delete_key("now")
-        ranks.agree(None, lambda votes: None)  # the other ranks sleep here
+            rank.store.delete_key("now")
+        rank.wait_for_all()
         # A resumed run may have its sweep whole and its refinement not.
-        real = real or self._agree_on_more(job, ranks)
+        real = real or self._agree_on_more(job, rank.ranks)
         if not real:
             return
-        timeout_s = self._options.timeout_s
-        with contextlib.ExitStack() as stack:
-            with self._watch.limit(max(timeout_s, 60.0)):
-                world = stack.enter_context(real_world(self._place, store, device, job.plan.mesh, timeout_s))
-                barrier = barrier_of(device)
-                barrier()
+        with rank.process_group(job.plan.mesh, self._options.timeout_s) as (group, barrier):
             _settle_memory()
             tools = instruments(barrier=barrier, budget=budget_of("ranks", quick))
             for _ in range(MAX_REFINEMENTS):
-                sweep.measure(real, world, ranks, tools)
-                real = self._agree_on_more(job, ranks)
+                sweep.measure(real, group, rank.ranks, tools)
+                real = self._agree_on_more(job, rank.ranks)
                 if not real:
                     break
-            ranks.agree(None, lambda votes: None)  # nobody leaves the group while others use it
 
-    def _agree_on_more(self, job: Job, ranks: StoreRanks) -> list[Task]:
+    def _agree_on_more(self, job: Job, ranks: Ranks) -> list[Task]:
         """What the suites want to measure beyond their cases, as rank 0 finds from the file; names and
         params travel, and each rank builds the cases of them."""
         if not job.plan.refine:
@@ -293,7 +204,7 @@ class Session:
             tasks.append(Task(suites[name], refinement.case(job.plan, case, params), tuple(impls)))
         return tasks
 
-    def _agree_on_tasks(self, job: Job, ranks: StoreRanks) -> list[Task]:
+    def _agree_on_tasks(self, job: Job, ranks: Ranks) -> list[Task]:
         """What is left to measure, as rank 0 reads it from the file."""
 
         def decide(_votes: list[Any]) -> list[list[str]]:
@@ -323,14 +234,13 @@ class Session:
 
     def _open(self, job: Job, infos: Sequence[Mapping[str, Any]]) -> None:
         from dtbench.machine.provenance import provenance
-        from dtbench.world.ranks import backend_of
 
         if self._launch > 0:
             self._writer = RunWriter.resume(self._output)
         elif self._options.resume:
             run = check_resume(job, self._output)
             if run.complete:
-                self._leave_complete(run)
+                self._rank.stop_all(say_complete(run))
             self._writer = RunWriter.resume(self._output, {"argv": list(self._argv)})
         else:
             header = provenance(
@@ -343,11 +253,6 @@ class Session:
                 launches=self._options.launches,
             )
             self._writer = RunWriter.create(self._output, header)
-
-    def _leave_complete(self, run: Run) -> NoReturn:
-        code = say_complete(run)
-        self._watch.stop_others(code)
-        self._exit(code)
 
     def _go_on(self, tasks: Sequence[Task]) -> Callable[[Task, Any], bool]:
         """Whether --budget has time for a task, as rank 0 finds."""
@@ -372,14 +277,11 @@ class Session:
         ]
         self._progress.begin(" ".join(word for word in words if word), total)
 
-    def _starting(self, store: Any, task: Task) -> None:
-        if self._place.rank != 0:
-            return
-        case = {"suite": task.suite.name, "name": task.case.name, "params": dict(task.case.params)}
-        case["impls"] = list(task.impls)
-        Note(case).write(self._note)
-        if task.suite.world == "simulated":  # the other ranks do not see which case it is
-            store.set("now", json.dumps(case))
+    def _starting(self, task: Task) -> None:
+        if self._rank.place.rank == 0:
+            self._rank.note(case=self._now.as_json())
+            if task.suite.world == "simulated":  # the other ranks do not see which case it is
+                self._rank.store.set("now", json.dumps(self._now.as_json()))
 
     def _record(self, result: Result) -> None:
         assert self._writer is not None and self._progress is not None
@@ -400,67 +302,25 @@ class Session:
             if self._options.budget_s is not None and left:
                 say(f"left out for --budget: {budget.name_left_out(job.listed, left)}")
             say(f"{self._output}: {summary_of(run.results)}")
-        Note(code=code, reported=True, whole=True).write(self._note)
+        self._rank.note(code=code, reported=True, whole=True)
         return code
 
-    # ---- endings ----
+    # ---- failures ----
 
-    def _refuse(self, error: DtbenchError) -> NoReturn:
-        """The options are refused, on all ranks alike."""
-        tell_refusal(error, self._place, self._note)
-        self._exit(error.exit_code)
-
-    def _stop(self, error: DtbenchError) -> NoReturn:
-        """This rank cannot go on, for a reason that one line explains."""
-        if self._place.rank == 0:
-            self._watch.stop_others(error.exit_code)
-            if self._progress is not None:
-                self._progress.close()
-            complain(str(error))
-            Note(code=error.exit_code, reported=True).write(self._note)
-            self._exit(error.exit_code)
-        self._break(error)
-
-    def _break(self, error: BaseException) -> NoReturn:
-        """A fault that nothing foresaw: the world ends, with this rank named."""
-        if os.environ.get("DTBENCH_TRACEBACK"):
-            sys.excepthook(type(error), error, error.__traceback__)
-        self._watch.fault(describe(error))
-
-    def _on_end(self, diagnosis: Diagnosis) -> None:
+    def _report(self, diagnosis: Diagnosis) -> None:
         """On the lowest living rank, in a helper thread: the failed result and the last line."""
         if self._progress is not None:
             with suppress(Exception):  # whatever the terminal does, the last line comes
                 self._progress.close()
-        report_end(diagnosis, self._case_in_hand(), self._output, self._writer, self._launch)
-        Note(code=diagnosis.code, reported=True).write(self._note)
+        report_failure(diagnosis, self._case_in_hand(), self._output, self._writer)
 
-    def _case_in_hand(self) -> Mapping[str, Any] | None:
-        now = self._now
-        if now.suite:
-            impl = now.raised_in or now.impl
-            impls = [impl] if impl else list(now.impls)
-            return {"suite": now.suite, "name": now.name, "params": dict(now.params), "impls": impls}
-        if self._place.rank == 0:
-            return None
-        with suppress(RuntimeError, ValueError):  # rank 0 may have died in its simulated world
-            store = self._connect(False)
-            if store.check(["now"]):
-                return dict(json.loads(store.get("now")))
-        return None
-
-    def _info(self, job: Job, device: Any) -> dict[str, Any]:
-        from dtbench.machine.provenance import local_rank_info
-        from dtbench.world.ranks import backend_of
-
-        sends = any(task.suite.world == "ranks" for task in job.tasks)
-        return local_rank_info(str(device), backend_of(job.plan.device_type) if sends else None)
-
-    def _exit(self, code: int) -> NoReturn:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)  # threads of ours sleep in C++ and would hold up an orderly end
+    def _case_in_hand(self) -> Now:
+        if not self._now.suite and self._rank.place.rank != 0:
+            with suppress(RuntimeError, ValueError):  # rank 0 may have died in its simulated world
+                store = self._rank.connect(False)
+                if store.check(["now"]):
+                    return Now(**json.loads(store.get("now")))
+        return self._now
 
 
 # --------------------------------------------------------------------------------- shared with the launcher
@@ -497,18 +357,13 @@ def say_complete(run: Run) -> int:
     return exit_code_of(run)
 
 
-def report_end(
-    diagnosis: Diagnosis, case: Mapping[str, Any] | None, output: Path, writer: RunWriter | None, launch: int
-) -> None:
+def report_failure(diagnosis: Diagnosis, now: Now, output: Path, writer: RunWriter | None = None) -> None:
     """Records the case that was in hand as failed and prints the run's last line."""
-    if case is not None and diagnosis.blames_case:
-        with suppress(DtbenchError, ValueError):
-            _record_failed(diagnosis, case, output, writer, launch)
     where = ""
-    if case is not None and diagnosis.blames_case:
-        params = " ".join(f"{k}={v}" for k, v in case["params"].items())
-        impl = f" ({case['impls'][0]})" if len(case["impls"]) == 1 else ""
-        where = f" during {case['suite']} {case['name']} {params}".rstrip() + impl
+    if now.suite and diagnosis.blames_case:
+        where = f" during {now.label}"
+        with suppress(DtbenchError, ValueError):
+            _record_failed(diagnosis, now, output, writer)
     try:
         count = len(read_run(output).results)
         results = "1 result is" if count == 1 else f"{count} results are"
@@ -518,34 +373,26 @@ def report_end(
     complain(f"{diagnosis.sentence}{where}: {kept}")
 
 
-def _record_failed(
-    diagnosis: Diagnosis, case: Mapping[str, Any], output: Path, writer: RunWriter | None, launch: int
-) -> None:
+def _record_failed(diagnosis: Diagnosis, now: Now, output: Path, writer: RunWriter | None) -> None:
     with contextlib.ExitStack() as stack:
         if writer is None:
             writer = stack.enter_context(RunWriter.resume(output))
-        for impl in case["impls"]:
+        for impl in now.blamed:
             result = Result(
-                suite=case["suite"],
-                name=case["name"],
+                suite=now.suite,
+                name=now.name,
                 impl=impl,
-                params=case["params"],
+                params=now.params,
                 status="failed",
                 reason=diagnosis.sentence,
                 rank=diagnosis.rank,
-                launch=launch,
+                launch=now.launch,
             )
             if result.key not in writer.done:
                 writer.append(result)
 
 
 # --------------------------------------------------------------------------------- the real instruments
-
-
-def _device(job: Job, place: Place) -> Any:
-    from dtbench.world.ranks import device_of
-
-    return device_of(job.plan.device_type, place.local_rank)
 
 
 def _instruments(device: Any, *, barrier: Callable[[], None], budget: Any) -> Instruments:

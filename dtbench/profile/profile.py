@@ -10,13 +10,12 @@ from dtbench.bench.measure import Subject, measure
 from dtbench.bench.options import Task
 from dtbench.bench.progress import say
 from dtbench.bench.run import count_ranks
-from dtbench.bench.session import quiet_torch
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, complain
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError, complain
 from dtbench.profile.folder import as_json, check_folder, write_folder
 from dtbench.profile.request import DATA_NAME, FLAME_NAME, TABLE_NAME, TRACE_NAME, Request
 from dtbench.world.launch import start_ranks
+from dtbench.world.rank import quiet_torch
 from dtbench.world.ranks import SIMULATED_RANKS, find_place
-from dtbench.world.watch import INTERRUPTED, Diagnosis
 
 if TYPE_CHECKING:
     from dtbench.profile.calls import Profiled
@@ -44,12 +43,10 @@ def profile(request: Request, argv: Sequence[str]) -> int:
         if request.nvtx:
             raise UsageError("--nvtx marks iterations of ranks, and these cases start none: leave --nvtx out")
         return _profile_calls(request, tasks, device_type)
-    launched = start_ranks(argv, nproc, 0, request.folder)
-    if not launched.note.reported:
-        diagnosis = Diagnosis(launched.died, launched.rank) if launched.died else INTERRUPTED
-        complain(f"{diagnosis.sentence}: no profile was written")
-        return diagnosis.code
-    return launched.code
+    from dtbench.profile.world import report_failure
+
+    note = start_ranks(argv, nproc, 0, request.folder, report_failure)
+    return EXIT_INTERRUPTED if note.code is None else note.code
 
 
 def _profile_calls(request: Request, tasks: Sequence[Task], device_type: str) -> int:

@@ -15,7 +15,7 @@ from dtbench.bench.sampling import Ranks, Voted
 from dtbench.model import Case
 from dtbench.profile import clocks, trace
 from dtbench.profile.request import Request
-from dtbench.world.watch import Now
+from dtbench.world.failure import Now
 
 # Iterations of a section: some, to tell a habit from an accident; few, since each is drawn.
 LEAST_ITERATIONS, MOST_ITERATIONS, ITERATIONS_S = 3, 10, 0.2

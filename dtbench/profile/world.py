@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -14,16 +12,15 @@ from typing import Any, NoReturn
 
 from dtbench.bench.options import Task
 from dtbench.bench.progress import say
-from dtbench.bench.session import join_store, leave, tell_refusal
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError, complain, describe
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError, complain
 from dtbench.mesh import Mesh, format_mesh, groups_in
 from dtbench.profile import clocks, sections, trace
 from dtbench.profile.folder import as_json, check_folder, write_folder
 from dtbench.profile.recording import RankRecording
 from dtbench.profile.request import DATA_NAME, TABLE_NAME, TRACE_NAME, Request
-from dtbench.world.launch import NOTE, Note, end_with_launcher
-from dtbench.world.ranks import Place, StoreRanks, barrier_of, device_of, real_world, store_of
-from dtbench.world.watch import Diagnosis, Now, Watch, block_signals
+from dtbench.world.failure import Diagnosis, Now
+from dtbench.world.rank import Rank
+from dtbench.world.ranks import Place, StoreRanks
 
 # The store takes values of any size, but one message at a time.
 _CHUNK_BYTES = 2**20
@@ -36,9 +33,8 @@ class RankProfile:
     def __init__(self, request: Request, place: Place) -> None:
         self._request = request
         self._place = place
-        self._note = os.environ.get(NOTE)
-        self._now = Now()
-        self._connect = store_of(place, 0)
+        self._rank = Rank(place, self._report)
+        self._now = self._rank.now
         self._events: list[dict[str, Any]] = []
         self._uncertainty_us = 0.0
         self._plain_us: dict[str, list[float]] = {}
@@ -47,58 +43,31 @@ class RankProfile:
 
     def go(self) -> NoReturn:
         """Profiles and exits."""
-        block_signals()
-        if self._note is not None:
-            end_with_launcher()
-        rank, size = self._place.rank, self._place.world_size
-        self._watch = Watch(self._now, rank, size, self._on_end)
-        try:
+        with self._rank as rank:
             device_type = self._request.device_type()
-            tasks = self._request.tasks(device_type, size)
+            tasks = self._request.tasks(device_type, self._place.world_size)
             if tasks[0].suite.world != "ranks":
                 raise UsageError(
                     f"{tasks[0].suite.name} needs no ranks, but a launcher has started some: profile it without it"
                 )
-            if rank == 0:
-                check_folder(self._request.folder)
-        except DtbenchError as error:
-            self._refuse(error)
-        try:
-            code = self._profile(tasks, device_type)
-        except BaseException as error:  # SystemExit in a suite's code is a fault like any other
-            if os.environ.get("DTBENCH_TRACEBACK"):
-                sys.excepthook(type(error), error, error.__traceback__)
-            self._watch.fault(describe(error))
-        self._exit(code)
+            rank.join(device_type)
+            self._profile(tasks, device_type)
+        rank.exit()
 
-    def _profile(self, tasks: Sequence[Task], device_type: str) -> int:
-        store = join_store(self._connect, self._place)
-        ranks = StoreRanks(store, self._place.rank, self._place.world_size, self._watch.raised)
-        device = device_of(device_type, self._place.local_rank)
-        from dtbench.machine.provenance import local_rank_info
-
-        infos = ranks.agree(local_rank_info(str(device)), lambda votes: votes)
-        hosts = [info["host"] for info in infos]
-        self._watch.join(self._connect, hosts, lambda: ranks.votes, None if self._place.agent_store else 0)
+    def _profile(self, tasks: Sequence[Task], device_type: str) -> None:
+        rank, ranks = self._rank, self._rank.ranks
         self._epoch_ns = int(ranks.agree(time.time_ns(), lambda votes: votes[0]))
-        host_clock = self._host_clock(store, [info["boot_id"] for info in infos])
+        host_clock = self._host_clock(rank.store, [info["boot_id"] for info in rank.infos])
         plan = self._request.options.plan("cuda" if device_type == "cuda" else "cpu", ranks.size)
         if ranks.rank == 0:
+            check_folder(self._request.folder)
             count = f"{len(tasks)} case{'s' if len(tasks) > 1 else ''}"
             say(f"{count} to profile on {ranks.size} {device_type} ranks ({format_mesh(plan.mesh)})")
         timeout_s = self._request.options.timeout_s
-        with contextlib.ExitStack() as stack:
-            sampler = stack.enter_context(_sampler(device))
-            with self._watch.limit(max(timeout_s, 60.0)):
-                world = stack.enter_context(real_world(self._place, store, device, plan.mesh, timeout_s))
-                barrier = barrier_of(device)
-                barrier()
+        with _sampler(rank.device) as sampler, rank.process_group(plan.mesh, timeout_s) as (world, barrier):
             for task in tasks:
                 self._profile_task(task, world, ranks, barrier, plan.mesh)
-            ranks.agree(None, lambda votes: None)  # nobody leaves the group while others use it
-        code = self._gather(store, ranks, infos, host_clock, sampler)
-        leave(ranks, self._watch, code)
-        return code
+        rank.code = self._gather(rank.store, ranks, rank.infos, host_clock, sampler)
 
     # ---- one case ----
 
@@ -111,7 +80,7 @@ class RankProfile:
             now.case = now.case + 1
             section = f"{task.label} ({impl})"
             recording = RankRecording(section, case, impl, ranks, now, barrier, self._epoch_ns, self._request)
-            with self._watch.limit(self._request.options.timeout_s):
+            with self._rank.limit(self._request.options.timeout_s):
                 bad = recording.run(world).get(impl)
             if bad is None:
                 self._groups[section] = groups_in(mesh, case.params.get("mesh_dim"))
@@ -165,7 +134,7 @@ class RankProfile:
         except DtbenchError as error:
             complain(str(error))
             code = error.exit_code
-        Note(code=code, reported=True, whole=True).write(self._note)
+        self._rank.note(code=code, reported=True, whole=True)
         return int(ranks.agree(None, lambda votes: code))
 
     def _counters(self, sampler: Any, host_clock: clocks.Offset) -> Mapping[str, Any]:
@@ -224,25 +193,17 @@ class RankProfile:
         say(f"{folder}: {', '.join(files)}; open the trace at https://ui.perfetto.dev or chrome://tracing")
         return EXIT_CASE_FAILED if self._failed else EXIT_OK
 
-    # ---- endings ----
-
-    def _refuse(self, error: DtbenchError) -> NoReturn:
-        tell_refusal(error, self._place, self._note)
-        self._exit(error.exit_code)
-
-    def _on_end(self, diagnosis: Diagnosis) -> None:
-        where = f" during {self._now.label}" if self._now.label and diagnosis.blames_case else ""
-        complain(f"{diagnosis.sentence}{where}: no profile was written")
-        Note(code=diagnosis.code, reported=True).write(self._note)
-
-    def _exit(self, code: int) -> NoReturn:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)  # threads of the watch sleep in C++ and would hold up an orderly end
+    def _report(self, diagnosis: Diagnosis) -> None:
+        report_failure(diagnosis, self._now)
 
 
 # --------------------------------------------------------------------------------- helpers
+
+
+def report_failure(diagnosis: Diagnosis, now: Now) -> None:
+    """The last line of a profile that came to nothing."""
+    where = f" during {now.label}" if now.suite and diagnosis.blames_case else ""
+    complain(f"{diagnosis.sentence}{where}: no profile was written")
 
 
 def send(store: Any, key: str, value: Any) -> None:

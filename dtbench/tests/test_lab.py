@@ -17,7 +17,7 @@ from dtbench.errors import UsageError
 from dtbench.tests.made_up import Cli
 from dtbench.world.lab import network, run
 from dtbench.world.lab.agent import Orders
-from dtbench.world.lab.signals import refuse_if_ending, signals_held
+from dtbench.world.signals import refuse_if_ending, signals_held
 
 LAB = network.Lab("ab", 3, 400_000_000)
 

@@ -14,7 +14,7 @@ import pytest
 from dtbench.bench.sampling import Adaptive, Budget, Instruments, Outcome, combine
 from dtbench.errors import describe
 from dtbench.model import Case, Skip, Workload
-from dtbench.world.watch import Now
+from dtbench.world.failure import Now
 
 BUDGET = Budget(samples_s=0.1, least=5, most=100, warmup_s=0.1)
 CHEAP = 1e-3

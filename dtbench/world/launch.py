@@ -14,20 +14,22 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, WorldBrokenError
+from dtbench.world.failure import INTERRUPTED, Diagnosis, Now
+from dtbench.world.signals import ending_signals, how_ended
 
 LAUNCH = "DTBENCH_LAUNCH"  # which of the --launches this is, from 0
 OUTPUT = "DTBENCH_OUTPUT"  # the run file, where -o was not given
 NOTE = "DTBENCH_NOTE"  # path of the note; set by our own launcher only
 
 # What the survivors of a fault get to write the last line in before they are killed. They need the
-# roll call (2 s) and a few seconds for a slow disk.
+# answers of all ranks (2 s) and a few seconds for a slow disk.
 _SHUTDOWN_S = 15
 # The exit codes of a rank that ends by its own will; it has said why.
 _SAID_WHY = (EXIT_USAGE, EXIT_CASE_FAILED, EXIT_INTERRUPTED)
@@ -40,10 +42,10 @@ def launch_number(environ: Mapping[str, str] = os.environ) -> int:
 
 @dataclass(frozen=True)
 class Note:
-    """What rank 0 tells the launcher: the case in hand, and how it ended.
+    """What rank 0 tells the launcher: what it is doing (the fields of `Now`), and how the launch ended.
 
-    case: suite, name, params and impls. code: the exit code, once the launch is over. reported: whether
-    that was said, so that the launcher need not. whole: whether all that there was has been measured.
+    code: the exit code, once the launch is over. reported: whether that was said, so that the launcher
+    need not. whole: whether all that there was has been measured.
     """
 
     case: Mapping[str, Any] | None = None
@@ -68,27 +70,71 @@ class Note:
             return cls()
 
 
-@dataclass(frozen=True)
-class Launched:
-    """How a launch of ours ended. died: what is known of the first rank that did, "" if none."""
+def start_ranks(
+    arguments: Sequence[str],
+    nproc: int,
+    launch: int,
+    output: Path,
+    report: Callable[[Diagnosis, Now], None],
+) -> Note:
+    """Starts `nproc` fresh ranks of `dtbench ARGUMENTS` here and waits for them; the last note of rank 0, with
+    the launch's exit code.
 
-    note: Note
-    died: str = ""
-    rank: int | None = None
-
-    @property
-    def code(self) -> int:
-        """The launch's exit code."""
-        if self.note.code is not None:
-            return self.note.code
-        return EXIT_CASE_FAILED if self.died else EXIT_INTERRUPTED
-
-
-def start_ranks(arguments: Sequence[str], nproc: int, launch: int, output: Path) -> Launched:
-    """Starts `nproc` fresh ranks of `dtbench ARGUMENTS` here and waits for them.
-
-    They are started through torch's elastic launcher, which watches them, hosts their store and ends
+    They are started through torch's elastic launcher, which waits for them, hosts their store and ends
     the others when one dies. Its log and its tables are not shown: the ranks say what happened.
+
+    report: called with what ended the ranks and what they were doing, where none was left to say so.
+
+    Raises:
+        WorldBrokenError: they cannot be started.
+    """
+    with tempfile.TemporaryDirectory(prefix="dtbench-") as folder:
+        note_path = str(Path(folder) / "note.json")
+        os.environ.update({LAUNCH: str(launch), OUTPUT: str(output), NOTE: note_path})
+        # One thread per rank unless the user says otherwise: ranks that share cores and each start a
+        # thread per core measure the fight for them.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        failures: list[tuple[int, int]] = []
+        run_elastic(
+            [sys.executable, "-P", "-m", "dtbench", *arguments],
+            folder,
+            failures.extend,
+            shutdown_s=_SHUTDOWN_S,
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id=f"dtbench-{os.getpid()}-{launch}",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",  # no look-up of this host's name, which may hang
+        )
+        note = Note.read(note_path)
+    said = [code for _, code in failures if code in _SAID_WHY]
+    if said and not note.reported:  # refused options, or the note could not be written
+        note = dataclasses.replace(note, code=said[0], reported=True)
+    if note.reported and note.code is not None:
+        return note
+    diagnosis = INTERRUPTED
+    if failures:  # the first to end; those that the launcher ended for it come after it
+        rank, code = failures[0]
+        diagnosis = Diagnosis(f"rank {rank} {how_ended(code)}", rank)
+    report(diagnosis, Now(**(note.case or {})))
+    return dataclasses.replace(note, code=diagnosis.code)
+
+
+def run_elastic(
+    command: Sequence[str],
+    folder: str,
+    on_failure: Callable[[list[tuple[int, int]]], None],
+    *,
+    shutdown_s: float,
+    **chosen: Any,
+) -> int:
+    """Runs the command on ranks through torch's elastic launcher, without its log, which repeats what ranks say.
+    The signal that ended it, 0 if none did.
+
+    folder: for its logs. on_failure: called with (rank, exit code) of the ranks that failed, first to last, while
+    it still serves the store. shutdown_s: what ranks get to end by themselves before it kills them. chosen: of
+    its `LaunchConfig`.
 
     Raises:
         WorldBrokenError: they cannot be started.
@@ -97,37 +143,34 @@ def start_ranks(arguments: Sequence[str], nproc: int, launch: int, output: Path)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    with tempfile.TemporaryDirectory(prefix="dtbench-") as folder, _quiet_logging():
-        note = str(Path(folder) / "note.json")
-        os.environ.update({LAUNCH: str(launch), OUTPUT: str(output), NOTE: note})
-        # One thread per rank unless the user says otherwise: ranks that share cores and each start a
-        # thread per core measure the fight for them.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        newer: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S}
-        known = {field.name for field in dataclasses.fields(LaunchConfig)}  # torch 2.11 lacks it
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            run_id=f"dtbench-{os.getpid()}-{launch}",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",  # no look-up of this host's name, which may hang
-            max_restarts=0,
-            signals_to_handle=_signals(),
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            **{name: value for name, value in newer.items() if name in known},
-        )
-        try:
-            elastic_launch(config, sys.executable)("-P", "-m", "dtbench", *arguments)
-        except ChildFailedError as error:
-            return _after_failure(error, Note.read(note))
-        except SignalException:
-            return Launched(Note.read(note))
-        except (RuntimeError, OSError) as error:
-            reason = str(error).partition("\n")[0]
-            raise WorldBrokenError(f"cannot start {nproc} ranks: {type(error).__name__}: {reason}") from error
-        return Launched(Note.read(note))
+    if "shutdown_timeout" in {
+        field.name for field in dataclasses.fields(LaunchConfig)
+    }:  # torch 2.11 lacks it
+        chosen["shutdown_timeout"] = shutdown_s
+    config = LaunchConfig(
+        rdzv_backend="c10d",
+        max_restarts=0,
+        signals_to_handle=",".join(number.name for number in ending_signals()),
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
+        **chosen,
+    )
+    logged = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        # The launcher fills in `${local_rank}`, and reads `$$` as `$`.
+        elastic_launch(config, command[0])(*(word.replace("$", "$$") for word in command[1:]))
+    except ChildFailedError as error:
+        found = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+        on_failure([(rank, failure.exitcode) for rank, failure in found])
+    except SignalException as ended:
+        return int(ended.sigval)
+    except (RuntimeError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        count = chosen["nproc_per_node"]
+        raise WorldBrokenError(f"cannot start {count} ranks: {type(error).__name__}: {reason}") from error
+    finally:
+        logging.disable(logged)
+    return 0
 
 
 def end_with_launcher() -> None:
@@ -143,37 +186,3 @@ def start_again(launch: int, output: Path) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def _after_failure(error: Any, note: Note) -> Launched:
-    """What is known after some rank ended with a code: the first to end and how. Those that the
-    launcher ended for it come after it."""
-    said = [f.exitcode for f in error.failures.values() if f.exitcode in _SAID_WHY]
-    if said and not note.reported:  # the note could not be written
-        note = dataclasses.replace(note, code=said[0], reported=True)
-    rank, failure = error.get_first_failure()
-    how = f"ended with exit code {failure.exitcode}"
-    if failure.exitcode < 0:
-        how = f"died of signal {-failure.exitcode}"
-        with suppress(ValueError):
-            how = f"died of {signal.Signals(-failure.exitcode).name}"
-    return Launched(note, f"rank {rank} {how}", rank)
-
-
-def _signals() -> str:
-    """A hang-up ends the run as Ctrl-C does, unless the user had it ignored (nohup)."""
-    names = ["SIGTERM", "SIGINT"]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        names.append("SIGHUP")
-    return ",".join(names)
-
-
-class _quiet_logging:  # noqa: N801 - used as a function
-    """Nothing is logged within the block: the elastic launcher's log repeats what the ranks report."""
-
-    def __enter__(self) -> None:
-        self._was = logging.root.manager.disable
-        logging.disable(logging.CRITICAL)
-
-    def __exit__(self, *_: object) -> None:
-        logging.disable(self._was)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SIMULATED_RANKS = 8
 # Waits on the store are ended by the watch, which knows why; this only has to be longer than any run.
 _FOREVER = timedelta(days=7)
-_JOIN_TIMEOUT = timedelta(minutes=5)
+JOIN_TIMEOUT = timedelta(minutes=5)
 # Further connections are made once when a launch begins, and where something went wrong.
 _DYING_S = 0.2
 # The watch fires at the case's timeout and says what hangs; the group's own end comes after it.
@@ -161,7 +161,7 @@ def store_of(place: Place, launch: int) -> Callable[[bool], Store]:
             place.port + (0 if place.agent_store else launch),
             None,
             serve,
-            timeout=_JOIN_TIMEOUT if first else timedelta(seconds=5),
+            timeout=JOIN_TIMEOUT if first else timedelta(seconds=5),
             wait_for_workers=False,
         )
         store.set_timeout(_FOREVER)

@@ -22,7 +22,6 @@ import msgspec
 from dtbench import suite as registry
 from dtbench.bench.clock import clocks_of
 from dtbench.bench.options import RunOptions, Task, list_tasks
-from dtbench.bench.session import quiet_torch
 from dtbench.errors import EXIT_OK, EXIT_USAGE, DtbenchError, UsageError
 from dtbench.files.run import RunWriter
 from dtbench.judge.gate import control
@@ -37,6 +36,7 @@ from dtbench.judge.gate.benchmark import (
     write_listing,
 )
 from dtbench.model import Plan, estimator_of
+from dtbench.world.rank import quiet_torch
 
 
 def load(more: Sequence[str]) -> None:

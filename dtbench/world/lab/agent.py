@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import os
 import signal
 import socket
@@ -17,7 +16,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
+
+from dtbench.world.launch import run_elastic
 
 _RENDEZVOUS_PORT = 29400  # torchrun's own; nothing else listens in a lab
 # Agents start together, but many of them on few cores need a while to import torch.
@@ -67,7 +68,6 @@ def main() -> NoReturn:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     orders = Orders(**json.loads(sys.argv[1]))
     _become(orders)
-    logging.disable(logging.CRITICAL)  # the launcher's log repeats what the ranks and `run` say
     _launch(orders)
     sys.exit()
 
@@ -92,43 +92,29 @@ def _launch(orders: Orders) -> None:
 
     The rendezvous numbers hosts by their addresses as text (`local_addr`), whichever comes first.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    newer: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S}
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}  # torch 2.11 lacks it
-    config = LaunchConfig(
+    ended_by = run_elastic(
+        orders.command,
+        orders.folder,
+        # Until it returns the first host serves the store: the ranks elsewhere need it to tell who broke
+        # their world.
+        lambda failures: _report(orders, failures),
+        shutdown_s=_SHUTDOWN_S,
         min_nodes=len(orders.addresses),
         max_nodes=len(orders.addresses),
         nproc_per_node=orders.ranks_per_host,
         run_id="dtbench-lab",
-        rdzv_backend="c10d",
         rdzv_endpoint=f"{orders.addresses[0]}:{_RENDEZVOUS_PORT}",
         rdzv_configs={"is_host": orders.host == 0, "read_timeout": _JOIN_S},
         local_addr=orders.addresses[orders.host],
-        max_restarts=0,
-        signals_to_handle="SIGTERM,SIGINT,SIGHUP",
-        logs_specs=DefaultLogsSpecs(log_dir=orders.folder),
-        **{name: value for name, value in newer.items() if name in known},
     )
-    try:
-        # The launcher fills in `${local_rank}`, and reads `$$` as `$`.
-        elastic_launch(config, orders.command[0])(*(word.replace("$", "$$") for word in orders.command[1:]))
-    except ChildFailedError as error:
-        # The error holds the launcher's frames and with them the store that the first host serves: the
-        # ranks elsewhere need it to tell who broke their world.
-        _report(orders, error)
-    except SignalException as ended:
-        sys.exit(128 + int(ended.sigval))
+    if ended_by:
+        sys.exit(128 + ended_by)
 
 
-def _report(orders: Orders, error: Any) -> NoReturn:
+def _report(orders: Orders, failures: list[tuple[int, int]]) -> NoReturn:
     """Says which ranks failed, first to last, and waits for `run` to end us."""
-    failed = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
     _leave_on_signals()
-    report = [[rank, failure.exitcode] for rank, failure in failed]
-    os.write(orders.report_fd, json.dumps(report).encode() + b"\n")
+    os.write(orders.report_fd, json.dumps(failures).encode() + b"\n")
     while True:
         signal.pause()
 

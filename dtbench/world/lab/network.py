@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from dtbench.errors import UsageError
-from dtbench.world.lab.signals import refuse_if_ending, signals_held
+from dtbench.world.signals import refuse_if_ending, signals_held
 
 DEFAULT_NAME = "lab"
 INTERFACE = "eth0"  # of every host, in its own namespace

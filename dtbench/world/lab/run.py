@@ -27,7 +27,7 @@ import click
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError
 from dtbench.world.lab import network
 from dtbench.world.lab.agent import Orders
-from dtbench.world.lab.signals import ending_signals, signals_held
+from dtbench.world.signals import ending_signals, how_ended, signals_held
 
 # After the first failure: so long may the other hosts take to notice and say what they know. dtbench's
 # own ranks need 5 s for their roll call, more on busy cores.
@@ -211,17 +211,10 @@ def _conclude(agents: Sequence[_Agent]) -> int:
             click.echo(f"{agent.hostname}: {line}", err=True)
         for rank, code in agent.failures:
             if code < 0:
-                click.echo(f"dtbench: rank {rank} on {agent.hostname} died of {_name(-code)}", err=True)
+                click.echo(f"dtbench: rank {rank} on {agent.hostname} {how_ended(code)}", err=True)
     codes = [code for agent in agents for _, code in agent.failures]
     if not codes:
         lost = ", ".join(agent.hostname for agent in agents if agent.failed)
         click.echo(f"dtbench: the ranks on {lost} could not be started or watched", err=True)
         return EXIT_CASE_FAILED
     return next((code for code in codes if code > 0), 128 - codes[0])
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -2,18 +2,20 @@ from __future__ import annotations
 
 import pytest
 
-from dtbench.world.watch import INTERRUPTED, Diagnosis, Stand, diagnose
+from dtbench.world.failure import INTERRUPTED, Diagnosis, RankState, diagnose
 
 HOSTS = ["n1", "n1", "n2", "n2"]
 
 
-def stands(**special: Stand) -> dict[int, Stand]:
+def states(**special: RankState) -> dict[int, RankState]:
     """Four ranks that wait in the same collective of the same case, but for those given as r0, r1..."""
-    usual = Stand("event", "suite case (core)", step=7, where="c10d.py:1 in all_reduce", waits=True, case=2)
+    usual = RankState(
+        "event", "suite case (core)", step=7, where="c10d.py:1 in all_reduce", waits=True, case=2
+    )
     return {rank: special.get(f"r{rank}", usual) for rank in range(4)}
 
 
-def of(cause: str = "event", **more: object) -> Stand:
+def of(cause: str = "event", **more: object) -> RankState:
     given: dict[str, object] = {
         "label": "suite case",
         "step": 7,
@@ -21,11 +23,11 @@ def of(cause: str = "event", **more: object) -> Stand:
         "waits": True,
         "case": 2,
     }
-    return Stand(cause, **(given | more))  # type: ignore[arg-type]
+    return RankState(cause, **(given | more))  # type: ignore[arg-type]
 
 
 def test_ranks_that_do_not_answer_are_dead() -> None:
-    there = stands(r0=of("died"))
+    there = states(r0=of("died"))
     del there[2]
     assert diagnose(there, HOSTS, 60) == Diagnosis("rank 2 on n2 died or did not answer", 2, 5)
     del there[1]
@@ -33,28 +35,28 @@ def test_ranks_that_do_not_answer_are_dead() -> None:
 
 
 def test_a_rank_that_raised_alone_is_named_and_the_first_if_several_did() -> None:
-    alone = diagnose(stands(r2=of("raised", raised="ValueError: x", raised_at=5.0)), HOSTS, 60)
+    alone = diagnose(states(r2=of("raised", raised="ValueError: x", raised_at=5.0)), HOSTS, 60)
     assert alone.sentence == "rank 2 on n2 raised ValueError: x while the other ranks waited for it"
     later = of(raised="RuntimeError: connection closed", raised_at=6.0)
-    both = diagnose(stands(r0=later, r2=of("raised", raised="ValueError: x", raised_at=5.0)), HOSTS, 60)
+    both = diagnose(states(r0=later, r2=of("raised", raised="ValueError: x", raised_at=5.0)), HOSTS, 60)
     assert both.rank == 2 and both.code == 5 and both.blames_case
 
 
 @pytest.mark.parametrize("cause", ["died", "interrupted"])
 def test_told_to_end_with_nobody_missing_is_an_interruption(cause: str) -> None:
-    assert diagnose(stands(r1=of(cause)), HOSTS, 60) is INTERRUPTED
+    assert diagnose(states(r1=of(cause)), HOSTS, 60) is INTERRUPTED
     assert not INTERRUPTED.blames_case and INTERRUPTED.code == 130
 
 
 def test_at_the_timeout_the_rank_that_is_behind_is_named() -> None:
-    behind = diagnose(stands(r0=of("timeout"), r3=of(step=6, where="mine.py:3 in run")), HOSTS, 2.5)
+    behind = diagnose(states(r0=of("timeout"), r3=of(step=6, where="mine.py:3 in run")), HOSTS, 2.5)
     assert behind.sentence == "rank 3 on n2 did not finish within --timeout 2.5 s (at mine.py:3 in run)"
-    earlier_case = diagnose(stands(r0=of("timeout"), r1=of(case=1, step=90)), HOSTS, 2)
+    earlier_case = diagnose(states(r0=of("timeout"), r1=of(case=1, step=90)), HOSTS, 2)
     assert earlier_case.rank == 1
 
 
 def test_at_the_timeout_the_rank_in_code_of_its_own_is_named() -> None:
-    found = diagnose(stands(r0=of("timeout"), r1=of(where="mine.py:3 in run", waits=False)), HOSTS, 2)
+    found = diagnose(states(r0=of("timeout"), r1=of(where="mine.py:3 in run", waits=False)), HOSTS, 2)
     assert found.rank == 1
 
 
@@ -66,15 +68,15 @@ def test_at_the_timeout_the_rank_in_another_place_is_named() -> None:
 
 
 def test_ranks_that_wait_for_one_another_are_all_named() -> None:
-    found = diagnose(stands(r0=of("timeout", where="a.py:1 in f")), HOSTS[:4], 2)
+    found = diagnose(states(r0=of("timeout", where="a.py:1 in f")), HOSTS[:4], 2)
     assert found.rank == 0 or found.rank is None
     even = of(where="a.py:1 in f")
-    found = diagnose(stands(r0=even, r1=even), HOSTS, 2)
+    found = diagnose(states(r0=even, r1=even), HOSTS, 2)
     assert found.rank is None and "they wait for one another" in found.sentence
 
 
 def test_a_case_that_hangs_in_the_simulated_world_is_rank_0s() -> None:
     """The other ranks are in no case: they wait for rank 0."""
-    waiting = Stand("event", where="ranks.py:1 in agree", waits=True)
+    waiting = RankState("event", where="ranks.py:1 in agree", waits=True)
     found = diagnose({0: of("timeout", case=9), 1: waiting}, ["a", "b"], 2)
     assert found.rank == 0

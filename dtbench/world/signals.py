@@ -1,10 +1,10 @@
-"""Signals that end a process, held back while it has something to put in order first."""
+"""Signals that end a process: held back while it has something to put in order first, and by name."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 def ending_signals() -> frozenset[signal.Signals]:
@@ -35,3 +35,12 @@ def refuse_if_ending() -> None:
     """
     if signal.sigpending() & ending_signals():
         raise KeyboardInterrupt
+
+
+def how_ended(code: int) -> str:
+    """`died of SIGKILL` or `ended with exit code 3`, from a process's return code."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with suppress(ValueError):
+        return f"died of {signal.Signals(-code).name}"
+    return f"died of signal {-code}"

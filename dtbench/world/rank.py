@@ -1,0 +1,186 @@
+"""A rank's life, the same in every command: it joins its world, does its part, and leaves with an exit code.
+
+with Rank(place, report) as rank:
+    ...                          # a DtbenchError here is raised on all ranks alike: options are refused
+    rank.join(device_type)       # from here on, what goes wrong on one rank ends all of them
+    with rank.process_group(mesh, timeout_s) as (world, barrier):
+        ...
+    rank.code = 0
+rank.exit()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from dtbench.errors import EXIT_OK, DtbenchError, WorldBrokenError, complain, describe
+from dtbench.mesh import Mesh
+from dtbench.world.failure import Diagnosis, FailureDetector, Now, block_signals, exit_now
+from dtbench.world.launch import NOTE, Note, end_with_launcher
+from dtbench.world.ranks import (
+    JOIN_TIMEOUT,
+    LiveWorld,
+    Place,
+    StoreRanks,
+    barrier_of,
+    device_of,
+    find_place,
+    real_world,
+    store_of,
+)
+
+# Refused options are refused on every rank, but only rank 0 says why. The others give it time to:
+# a launcher kills the remaining ranks as soon as one of them has left.
+LET_RANK_0_SPEAK_S = 10.0
+# The last decision is on its way to the others; where rank 0 serves the store, it must not leave first.
+FAREWELL_S = 10.0
+# Ranks may need long to find each other's addresses, and the GPU its first context.
+_LEAST_GROUP_S = 60.0
+
+
+class Rank:
+    """This process as a rank of a world that a launcher started. Entered before torch is loaded.
+
+    report: called once, on the lowest living rank and in a helper thread, with what ended the world; it writes
+        the failed result and the last line.
+    code: what the process is to exit with, once all went well. infos: what each rank says of itself.
+    """
+
+    infos: list[dict[str, Any]]
+    ranks: StoreRanks
+    store: Any
+    device: Any
+
+    def __init__(self, place: Place, report: Callable[[Diagnosis], None], launch: int = 0) -> None:
+        self.place = place
+        self.now = Now(launch=launch)
+        self.code = EXIT_OK
+        self.connect = store_of(place, launch)
+        self._report = report
+        self._note_path = os.environ.get(NOTE)
+        self._joining = False
+
+    def __enter__(self) -> Self:
+        block_signals()
+        if self.ours:
+            end_with_launcher()
+        quiet_torch()
+        place = self.place
+        self._detector = FailureDetector(self.now, place.rank, place.world_size, self._report_failure)
+        self.limit = self._detector.limit
+        return self
+
+    @property
+    def ours(self) -> bool:
+        """Whether our own launcher started this rank; it starts those of the next launch too."""
+        return self._note_path is not None
+
+    @property
+    def joined(self) -> bool:
+        return self._detector.joined
+
+    def join(self, device_type: str, transport: str | None = None) -> None:
+        """Meets the other ranks. transport: of the process group that is to come, for the ranks' `infos`.
+
+        Raises:
+            WorldBrokenError: their store does not answer.
+        """
+        from dtbench.machine.provenance import local_rank_info
+
+        self._joining = True
+        place = self.place
+        try:
+            self.store = self.connect(True)
+        except RuntimeError as error:
+            raise WorldBrokenError(
+                f"rank {place.rank} cannot reach the store of the ranks at {place.address}:"
+                f"{place.port} ({describe(error)}); check MASTER_ADDR, MASTER_PORT and the firewall"
+            ) from error
+        ranks = StoreRanks(self.store, place.rank, place.world_size, self._detector.raised)
+        self.device = device_of(device_type, place.local_rank)
+        with self.limit(JOIN_TIMEOUT.total_seconds()):
+            self.infos = ranks.agree(local_rank_info(str(self.device), transport), lambda votes: votes)
+        hosts = [info["host"] for info in self.infos]
+        self._detector.join(self.connect, hosts, lambda: ranks.votes, None if place.agent_store else 0)
+        self.ranks = ranks
+
+    @contextlib.contextmanager
+    def process_group(self, mesh: Mesh, timeout_s: float) -> Iterator[tuple[LiveWorld, Callable[[], None]]]:
+        """The world of all ranks and its barrier. timeout_s: of a collective."""
+        with contextlib.ExitStack() as stack:
+            with self.limit(max(timeout_s, _LEAST_GROUP_S)):
+                world = stack.enter_context(real_world(self.place, self.store, self.device, mesh, timeout_s))
+                barrier = barrier_of(self.device)
+                barrier()
+            yield world, barrier
+            self.wait_for_all()  # nobody leaves the group while others use it
+
+    def wait_for_all(self) -> None:
+        """Asleep, and outside the process group."""
+        self.ranks.agree(None, lambda votes: None)
+
+    def note(self, **fields: Any) -> None:
+        """Tells our launcher, if it is ours; see `Note`."""
+        Note(**fields).write(self._note_path)
+
+    def stop_all(self, code: int) -> NoReturn:
+        """On rank 0, which has said why: all ranks leave."""
+        self.note(code=code, reported=True)
+        self._detector.stop_others(code)
+        exit_now(code)
+
+    def exit(self) -> NoReturn:
+        exit_now(self.code)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._leave()
+        elif isinstance(error, DtbenchError) and not self._joining:
+            return  # the command line says it, once for all ranks
+        elif isinstance(error, DtbenchError) and (self.place.rank == 0 or not self._detector.joined):
+            complain(str(error))
+            self.stop_all(error.exit_code)
+        else:  # SystemExit in a suite's code is a fault like any other
+            if os.environ.get("DTBENCH_TRACEBACK"):
+                sys.excepthook(type(error), error, trace)
+            self._detector.fault(describe(error))
+
+    def _leave(self) -> None:
+        """Rank 0, which may serve the store, leaves last."""
+        if self._joining and self.place.rank == 0:
+            self.ranks.wait_for_farewells(FAREWELL_S)
+        self._detector.finish(self.code)
+        if self._joining and self.place.rank != 0:
+            self.ranks.say_farewell()
+
+    def _report_failure(self, diagnosis: Diagnosis) -> None:
+        self._report(diagnosis)
+        self.note(code=diagnosis.code, reported=True)
+
+
+def quiet_torch() -> None:
+    """Before torch loads: no log lines of its C++ side and no warnings about its own names."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+
+
+def complain_once(text: str) -> None:
+    """What all ranks found alike is said by rank 0, and the others leave it the time to."""
+    try:
+        place = find_place()
+    except DtbenchError:
+        place = None
+    if place is not None and place.rank != 0:
+        time.sleep(LET_RANK_0_SPEAK_S)
+    else:
+        complain(" ".join(text.split()))
