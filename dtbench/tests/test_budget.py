@@ -15,7 +15,7 @@ from dtbench.bench.sampling import Outcome
 from dtbench.errors import UsageError
 from dtbench.model import Case, Param, Result
 from dtbench.suite import Suite, WorldKind, load
-from dtbench.world.watch import Now
+from dtbench.world.failure import Now
 
 
 def build(_world: Any) -> Any:
