@@ -46,11 +46,13 @@ class Plan:
     none or a number; None for a Python value. functional: whether the op makes new tensors and runs as it is.
     """
 
-    __slots__ = ("functional", "info", "kernel", "out")
+    __slots__ = ("at", "functional", "info", "kernel", "out")
     moves: tuple[Move, ...] = ()
+    counting: type[Plan] | None = None  # the kind that tells autograd of the write itself
 
     def __init__(self, info: OpInfo, kernel: Call, out: Any, functional: bool) -> None:
         self.info, self.kernel, self.out, self.functional = info, kernel, out, functional
+        self.at = info.returned  # position, or name, of the written argument that is the result
 
     def run(
         self,
@@ -69,7 +71,8 @@ class Plan:
 
     def for_function(self) -> Plan:
         """This plan for calls that do not pass through torch, which would count the writes."""
-        return self
+        kind = self.counting
+        return self if kind is None else kind(self.info, self.kernel, self.out, self.functional)
 
     def showing(self, index: int) -> Plan:
         """This plan for a function that gives out result `index` of the op alone."""
@@ -155,18 +158,11 @@ class CopiedViews(View):
 class InPlace(Plan):
     """The written argument is the result."""
 
-    __slots__ = ("at",)
-
-    def __init__(self, info: OpInfo, kernel: Call, out: Any, functional: bool) -> None:
-        super().__init__(info, kernel, out, functional)
-        self.at = info.returned
+    __slots__ = ()
 
     def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
         call(*locals_, **kwargs)
         return args[self.at]
-
-    def for_function(self) -> Plan:
-        return InPlaceFunction(self.info, self.kernel, self.out, self.functional)
 
 
 class InPlaceFunction(InPlace):
@@ -188,9 +184,6 @@ class Out(InPlace):
         call(*locals_, **kwargs)
         return given[self.at]
 
-    def for_function(self) -> Plan:
-        return OutFunction(self.info, self.kernel, self.out, self.functional)
-
 
 class OutFunction(Out):
     __slots__ = ()
@@ -211,9 +204,6 @@ class InPlaceLists(Plan):
         call(*locals_, **kwargs)
         increment_version(written_by(self.info.mutated, args, given))
 
-    def for_function(self) -> Plan:
-        return InPlaceListsFunction(self.info, self.kernel, self.out, self.functional)
-
 
 class InPlaceListsFunction(InPlaceLists):
     __slots__ = ()
@@ -222,6 +212,8 @@ class InPlaceListsFunction(InPlaceLists):
         super().run(cls, call, args, given, locals_, kwargs)
         return args[0]  # torch's functions give back the list that they wrote
 
+
+InPlace.counting, Out.counting, InPlaceLists.counting = InPlaceFunction, OutFunction, InPlaceListsFunction
 
 # The kinds that call the op themselves.
 CALLING: tuple[type[Plan], ...] = (
