@@ -97,7 +97,7 @@ def _outside(
     mesh: MeshInfo,
     written: list[Wrapper],
 ) -> Any:
-    """What `run` gives on a rank outside the mesh (see outside.py): metadata, and the written tensors."""
+    """What `run` gives on a rank outside the mesh (see outside_mesh.py): metadata, and the written tensors."""
     replicated = (REPLICATE,) * mesh.ndim
 
     def described(leaf: Any) -> Any:

@@ -84,7 +84,7 @@ def _runs(
 ) -> bool:
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in call.op._schema.arguments)
     if expected and not writes and all(0 in shape for shape in expected):
-        return True  # the kernel does not run there (plan.py)
+        return True  # the kernel does not run there (make_plan.py)
     if strategy.localize is not None:
         return True  # made for its rank: the rule answers for it
     leaves, tree = tree_flatten((list(call.args), call.kwargs), is_leaf=lambda x: isinstance(x, DTensorSpec))

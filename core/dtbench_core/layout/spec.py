@@ -116,7 +116,7 @@ class DTensorSpec:
         if self._local is None:
             info = self.info
             if info.coordinate is None:
-                self._local = (0,), (0,)  # see outside.py
+                self._local = (0,), (0,)  # see dispatch/outside_mesh.py
             else:
                 self._local = local_extents(self.shape, self.placements, info.sizes, info.coordinate)
         return self._local

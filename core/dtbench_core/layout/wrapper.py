@@ -1,6 +1,6 @@
 """The bare tensor subclass: a local tensor and a spec, without behaviour.
 
-`DTensor` (tensor.py) adds the behaviour. It stands apart so that dispatch can make results without
+`DTensor` (tensor/dtensor.py) adds the behaviour. It stands apart so that dispatch can make results without
 importing the class that imports dispatch.
 """
 

@@ -1,4 +1,4 @@
-"""Ops that draw random numbers: each rank draws for the whole tensor and keeps its part (see random.py).
+"""Ops that draw random numbers: each rank draws for the whole tensor and keeps its part (see layout/rng.py).
 
 Here are the ops whose numbers depend on the shape alone. Where they also depend on values (bernoulli or
 poisson of a tensor, multinomial, rrelu) only whole inputs give the numbers of one device, which is what

@@ -2,7 +2,7 @@
 
 `from_local` makes one of local tensors (distribute.py and factories.py of global ones and of nothing),
 `to_local` and `full_tensor` leave, `redistribute` changes how it is placed. Every op goes through
-dispatch.py. Names and signatures are those of torch.distributed.tensor.
+dispatch/entry.py. Names and signatures are those of torch.distributed.tensor.
 """
 
 from __future__ import annotations

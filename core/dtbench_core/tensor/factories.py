@@ -1,7 +1,7 @@
 """DTensors made from nothing but a shape: ones, zeros, empty, full, rand, randn.
 
 Each rank makes its own part; nothing is sent. `rand` and `randn` give the numbers that torch would
-give on one device (see random.py).
+give on one device (see layout/rng.py).
 """
 
 from __future__ import annotations
