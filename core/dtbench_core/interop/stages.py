@@ -148,7 +148,10 @@ def _functions() -> list[tuple[Callable[..., Any], str]]:
 
 
 def _holders(function: Callable[..., Any]) -> list[tuple[Any, str]]:
-    """Every module of the core that holds the function, and under which name."""
+    """Every module of the core that holds the function, and under which name.
+
+    Looked for, because a call through one place that could be switched would cost every dispatch.
+    """
     modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == "dtbench_core"]
     return [(m, name) for m in modules for name, held in list(vars(m).items()) if held is function]
 
