@@ -61,7 +61,7 @@ def split_target(text: str) -> tuple[str, str]:
     else:
         suite, slash, case = text.partition("/")
     if not suite or (slash and not case):
-        raise UsageError(f"{text!r} is not SUITE, SUITE/CASE or FILE.py/CASE: expected such as dispatch/add")
+        raise UsageError(f"{text!r} is not SUITE or SUITE/CASE: expected such as dispatch/add")
     return suite, case
 
 
