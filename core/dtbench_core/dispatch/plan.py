@@ -121,12 +121,15 @@ class View(Plan):
     def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
         result = call(*locals_, **kwargs) if kwargs else call(*locals_)
         if is_inference_mode_enabled():
-            # A view is an inference tensor only if its base is: torch ties their versions.
-            with DisableTorchFunction():
-                inference = args[0].is_inference()
-            with torch.inference_mode(inference):
-                return self._wrapped(cls, result, args[0])
-        return self._wrapped(cls, result, args[0])
+            return self._as_base_is(cls, result, args[0])
+        return wrap(cls, result, self.out)
+
+    def _as_base_is(self, cls: type[Wrapper], result: Any, base: Any) -> Any:
+        """A view is an inference tensor only if its base is: torch ties their versions."""
+        with DisableTorchFunction():
+            inference = base.is_inference()
+        with torch.inference_mode(inference):
+            return self._wrapped(cls, result, base)
 
     def _wrapped(self, cls: type[Wrapper], result: Any, base: Any) -> Any:
         return wrap(cls, result, self.out)
@@ -137,11 +140,17 @@ class Views(View):
 
     __slots__ = ()
 
+    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+        result = call(*locals_, **kwargs) if kwargs else call(*locals_)
+        if is_inference_mode_enabled():
+            return self._as_base_is(cls, result, args[0])
+        return self._wrapped(cls, result, args[0])
+
     def _wrapped(self, cls: type[Wrapper], result: Any, base: Any) -> Any:
         return _each(result, self.out, lambda r, spec: wrap(cls, r, spec))
 
 
-class CopiedViews(View):
+class CopiedViews(Views):
     """One or several whose values had to be copied (layout/copied_view.py)."""
 
     __slots__ = ()
