@@ -128,7 +128,11 @@ class Session:
         with self._rank as rank:
             job = prepare(self._options, choose_device(self._options), place.world_size)
             refuse_without_ranks(job)
-            self._run(job)
+            try:
+                self._run(job)
+            finally:
+                if self._progress is not None:
+                    self._progress.close()
         if self._launch + 1 < self._options.launches and not rank.ours:
             start_again(self._launch + 1, self._output)
         rank.exit()
