@@ -73,13 +73,16 @@ def is_matching(call: OpCall, count: int) -> bool:
 
 def placed_along(spec: DTensorSpec, dim: int, shape: Sequence[int]) -> Placement:
     """Placement of an input that broadcasts to `shape`, when its `dim` is sharded."""
-    own = dim - (len(shape) - spec.ndim)
-    return Shard(own) if own >= 0 and spec.shape[own] == shape[dim] else REPLICATE
+    return broadcast((spec,), dim, shape)[0]
 
 
 def broadcast(specs: Iterable[DTensorSpec], dim: int, shape: Sequence[int]) -> Placements:
     """The same of several inputs."""
-    return tuple(placed_along(spec, dim, shape) for spec in specs)
+    placed: list[Placement] = []
+    for spec in specs:
+        own = dim - (len(shape) - spec.ndim)
+        placed.append(Shard(own) if own >= 0 and spec.shape[own] == shape[dim] else REPLICATE)
+    return tuple(placed)
 
 
 def in_groups(call: OpCall, groups: int) -> bool:
