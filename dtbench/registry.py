@@ -1,4 +1,4 @@
-"""The name by which suites of earlier revisions import `dtbench.suite`: a gate runs them in this harness."""
+"""The name by which suites written for earlier versions import `dtbench.suite`."""
 
 from dtbench.suite import Refinement, World, suite
 

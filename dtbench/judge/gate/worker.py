@@ -24,7 +24,7 @@ from dtbench.bench.clock import clocks_of
 from dtbench.bench.options import RunOptions, Task, list_tasks
 from dtbench.errors import EXIT_OK, EXIT_USAGE, DtbenchError, UsageError
 from dtbench.files.run import RunWriter
-from dtbench.judge.gate import control
+from dtbench.judge.gate import control, earlier_names
 from dtbench.judge.gate.benchmark import (
     DEFAULT_TOLERANCE,
     NOTE_SUFFIX,
@@ -52,6 +52,7 @@ def load(more: Sequence[str]) -> None:
     import dtbench.machine.provenance
     import dtbench.world.ranks  # noqa: F401
 
+    earlier_names.install()
     for name in more:
         with contextlib.suppress(Exception):  # it is loaded again where it is needed, and fails there
             importlib.import_module(name)
