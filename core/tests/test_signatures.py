@@ -40,9 +40,11 @@ def _names() -> list[tuple[str, str]]:
 
 
 def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
-    """(name, kind, default) of every parameter, without `self` and without the annotations."""
-    listed = inspect.signature(function).parameters.values()
-    return [(p.name, p.kind, p.default) for p in listed if p.name != "self"]
+    """(name, kind, default) of every parameter, without `self` and without the annotations; those that are given by
+    name alone in the order of their names."""
+    listed = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    listed.sort(key=lambda p: p.name if p.kind is p.KEYWORD_ONLY else "")
+    return [(p.name, p.kind, p.default) for p in listed]
 
 
 @pytest.mark.parametrize(("module", "name"), _names())

@@ -104,7 +104,7 @@ def _tell_fallback() -> None:
 
 
 def _step(input: torch.Tensor, src: Any, dst: Any, shape: list[int], group: ProcessGroup) -> torch.Tensor:
-    step = Exchange((src,), (dst,), (group.size(),), tuple(shape), input.dtype, group, group.rank())
+    step = Exchange((src,), (dst,), (group.size(),), tuple(shape), input.dtype, group, (group.rank(),))
     return mover(step)(input)
 
 

@@ -7,7 +7,6 @@ are drawn as a plane; every combination of segments of the dims before them is a
 
 from __future__ import annotations
 
-import colorsys
 import html
 import itertools
 import sys
@@ -15,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from dtbench_core.errors import ArgumentError
-from dtbench_core.layout.placement import Shard
+from dtbench_core.layout.placement import held_runs, local_extents
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.tensor.dtensor import DTensor
 
@@ -38,24 +37,24 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
 
 
 class Segment(NamedTuple):
-    """`length` elements of a tensor dim from `offset` on. owner: the index on each mesh dim that cuts the
-    tensor dim, as (mesh dim, index); None for a stretch that is left out of the picture."""
+    """`length` elements of a tensor dim. owner: the index on each mesh dim that cuts the tensor dim, as (mesh dim,
+    index); None for a stretch that is left out of the picture."""
 
-    offset: int
+    label: str
     length: int
     owner: tuple[tuple[int, int], ...] | None
 
-    def __str__(self) -> str:
-        return "..." if self.owner is None else f"{self.offset}:{self.offset + self.length}"
-
 
 class Plane(NamedTuple):
-    """One 2-D picture: the index ranges of the dims before the last two, and the segments of those two."""
+    """One 2-D picture: the segments of the last two dims, and the ranks that hold the cells in which they meet.
+
+    title: where it lies in the dims before. ranks: None in cells that are left out.
+    """
 
     title: str
-    outer: tuple[Segment, ...]
     rows: list[Segment]
     columns: list[Segment]
+    ranks: list[list[list[int] | None]]
 
 
 def _spec_of(dtensor: DTensor) -> DTensorSpec:
@@ -69,87 +68,46 @@ def _spec_of(dtensor: DTensor) -> DTensorSpec:
 # ---- the layout (pure) ----
 
 
-def segments(spec: DTensorSpec, dim: int) -> list[Segment]:
-    """The segments of tensor dim `dim`, by offset; empty ones come after the ones with elements."""
-    runs = [Segment(0, spec.shape[dim], ())]
-    held = [(spec.shape[dim], runs)]  # per owner so far: how much it holds, and in which runs
-    for mesh_dim, (placement, parts) in enumerate(zip(spec.placements, spec.info.sizes, strict=True)):
-        if isinstance(placement, Shard) and placement.dim == dim:
-            held = [
-                (
-                    sum(length for _, length in pieces),
-                    [
-                        Segment(run.offset, run.length, ((run.owner or ()) + ((mesh_dim, index),)))
-                        for run in _within(mine, pieces)
-                    ],
-                )
-                for size, mine in held
-                for index in range(parts)
-                for pieces in [placement.runs(size, parts, index)]
-            ]
-    every = [run for _, mine in held for run in mine]
-    return sorted(every, key=lambda run: (run.length == 0, run.offset))
-
-
-def _within(mine: Sequence[Segment], pieces: Sequence[tuple[int, int]]) -> Iterator[Segment]:
-    """What the (offset, length) `pieces` of the joined runs `mine` are in the global tensor."""
-    for offset, length in pieces:
-        if length == 0:
-            start = mine[0] if mine else Segment(0, 0, ())
-            yield Segment(start.offset + min(offset, start.length), 0, start.owner)
-            continue
-        before = 0
-        for run in mine:
-            low, high = max(offset, before), min(offset + length, before + run.length)
-            if low < high:
-                yield Segment(run.offset + low - before, high - low, run.owner)
-            before += run.length
-
-
-def planes(spec: DTensorSpec) -> list[Plane]:
-    """The planes of the picture; cells with elements only."""
-    per_dim = [_elided([s for s in segments(spec, d) if s.length]) for d in range(spec.ndim)]
-    if 0 in spec.shape:
-        return []
-    whole = [Segment(0, 1, ())]
-    rows = per_dim[-2] if spec.ndim > 1 else whole
-    columns = per_dim[-1] if spec.ndim else whole
-    made = []
-    for outer in itertools.product(*per_dim[:-2]):
-        title = f"[{', '.join([*map(str, outer), ':', ':'])}]" if outer else ""
-        made.append(Plane(title, outer, rows, columns))
-    return made
-
-
-def _elided(row: list[Segment]) -> list[Segment]:
+def _segments(spec: DTensorSpec, dim: int) -> list[Segment]:
+    """The segments of tensor dim `dim` that have elements, by offset."""
+    info = spec.info
+    cutting = [d for d, p in enumerate(spec.placements) if p.is_shard(dim)]
+    found = []
+    for index in itertools.product(*(range(info.sizes[d]) for d in cutting)):
+        owner = tuple(zip(cutting, index, strict=True))
+        coordinate = tuple(dict(owner).get(d, 0) for d in range(info.ndim))
+        for offset, length in held_runs(spec.shape[dim], dim, spec.placements, info.sizes, coordinate):
+            found.append((offset, length, owner))
+    row = [Segment(f"{offset}:{offset + n}", n, owner) for offset, n, owner in sorted(found) if n]
     if len(row) <= MAX_SEGMENTS:
         return row
     first, last = row[:KEPT_FIRST], row[-KEPT_LAST:]
-    start = first[-1].offset + first[-1].length
-    return [*first, Segment(start, last[0].offset - start, None), *last]
+    left_out = spec.shape[dim] - sum(segment.length for segment in first + last)
+    return [*first, Segment("...", left_out, None), *last]
 
 
-def ranks_of(spec: DTensorSpec, cell: Sequence[Segment]) -> list[int] | None:
-    """The ranks that hold the cell where these segments, one per tensor dim, meet; None if left out."""
+def planes(spec: DTensorSpec) -> Iterator[Plane]:
+    """The planes of the picture; cells with elements only."""
+    if 0 in spec.shape:
+        return
+    whole = [[Segment("", 1, ())]]  # in place of the dims that a scalar or a vector lacks
+    *outer, rows, columns = whole * (2 - spec.ndim) + [_segments(spec, d) for d in range(spec.ndim)]
+    for at in itertools.product(*outer):
+        title = f"[{', '.join([*(segment.label for segment in at), ':', ':'])}]" if at else ""
+        ranks = [[_ranks_of(spec, (*at, row, column)) for column in columns] for row in rows]
+        yield Plane(title, rows, columns, ranks)
+
+
+def _ranks_of(spec: DTensorSpec, cell: Sequence[Segment]) -> list[int] | None:
+    """The ranks that hold the cell where these segments meet; None if left out."""
     fixed: dict[int, int] = {}
     for segment in cell:
         if segment.owner is None:
             return None
         fixed |= dict(segment.owner)
-    ranks = spec.mesh.mesh
     index = tuple(fixed.get(d, slice(None)) for d in range(spec.info.ndim))
-    return [int(r) for r in ranks[index].flatten().tolist()]
-
-
-def empty_ranks(spec: DTensorSpec) -> list[int]:
-    """The ranks that hold no element."""
-    held: set[int] = set()
-    if 0 not in spec.shape:
-        for cell in itertools.product(
-            *([s for s in segments(spec, d) if s.length] for d in range(spec.ndim))
-        ):
-            held |= set(ranks_of(spec, cell) or ())
-    return [r for r in sorted(map(int, spec.mesh.mesh.flatten().tolist())) if r not in held]
+    ranks: list[int] = spec.mesh.mesh[index].flatten().tolist()
+    return ranks
 
 
 def name_ranks(ranks: Sequence[int] | None) -> str:
@@ -170,7 +128,14 @@ def _notes(spec: DTensorSpec) -> list[str]:
     notes = []
     if spec.has_partial():
         notes.append("Partial: each of the ranks named together holds a term, not the value")
-    if empty := empty_ranks(spec):
+    sizes = spec.info.sizes
+    coordinates = itertools.product(*map(range, sizes))
+    empty = [
+        rank
+        for rank, at in zip(spec.mesh.mesh.flatten().tolist(), coordinates, strict=True)
+        if 0 in local_extents(spec.shape, spec.placements, sizes, at)[0]
+    ]
+    if empty:
         notes.append(f"empty: {name_ranks(empty)}")
     return notes
 
@@ -181,32 +146,24 @@ def _notes(spec: DTensorSpec) -> list[str]:
 def sharding_text(dtensor: DTensor, header: str = "") -> str:
     """The picture as a table per plane: dim ranges at the edges, ranks in the cells."""
     spec = _spec_of(dtensor)
-    parts = [header] if header else []
-    parts.append(repr(spec))
+    lines = [header] if header else []
+    lines.append(repr(spec))
     for plane in planes(spec):
-        if plane.title:
-            parts.append(plane.title)
-        parts += _table(spec, plane)
-    return "\n".join([*parts, *_notes(spec)])
+        lines += [plane.title] if plane.title else []
+        lines += _table(spec.ndim, plane)
+    return "\n".join([*lines, *_notes(spec)])
 
 
-def _table(spec: DTensorSpec, plane: Plane) -> list[str]:
-    if spec.ndim == 0:
-        return [f" {name_ranks(ranks_of(spec, ()))}"]
-    last = spec.ndim - 1
-    top = [f"dim {last - 1} \\ {last}" if last else "dim 0", *map(str, plane.columns)]
-    grid = [top]
-    for row in plane.rows:
-        label = str(row) if spec.ndim > 1 else ""
-        grid.append([label, *(name_ranks(ranks_of(spec, _cell(spec, plane, row, c))) for c in plane.columns)])
-    widths = [max(len(line[i]) for line in grid) for i in range(len(top))]
-    rule = "+".join("-" * (w + 2) for w in widths)
-    lines = [" | ".join(text.ljust(w) for text, w in zip(line, widths, strict=True)) for line in grid]
-    return [f" {lines[0]}".rstrip(), rule, *(f" {line}".rstrip() for line in lines[1:])]
-
-
-def _cell(spec: DTensorSpec, plane: Plane, row: Segment, column: Segment) -> tuple[Segment, ...]:
-    return (*plane.outer, row, column)[-spec.ndim :] if spec.ndim else ()
+def _table(ndim: int, plane: Plane) -> list[str]:
+    if ndim == 0:
+        return [f" {name_ranks(plane.ranks[0][0])}"]
+    corner = f"dim {ndim - 2} \\ {ndim - 1}" if ndim > 1 else "dim 0"
+    grid = [[corner, *(column.label for column in plane.columns)]]
+    grid += [[row.label, *map(name_ranks, ranks)] for row, ranks in zip(plane.rows, plane.ranks, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    lines = [" | ".join(map(str.ljust, line, widths)) for line in grid]
+    lines = [f" {line}".rstrip() for line in lines]
+    return [lines[0], "+".join("-" * (width + 2) for width in widths), *lines[1:]]
 
 
 # ---- SVG ----
@@ -228,20 +185,19 @@ def sharding_svg(dtensor: DTensor, header: str = "") -> str:
             body.append(_text(MARGIN, y - 5, text, size, "bold" if size > FONT else "normal"))
             width = max(width, len(text) * CHARACTER * size / FONT)
     for plane in planes(spec):
-        drawn, plane_width, plane_height = _draw(spec, plane, y + 8)
+        drawn, plane_width, y = _draw(spec, plane, y + 8)
         body += drawn
-        width, y = max(width, plane_width), y + 8 + plane_height
+        width = max(width, plane_width)
     for note in _notes(spec):
         y += LINE
-        body.append(_text(MARGIN, y - 1, note, FONT))
+        body.append(_text(MARGIN, y - 1, note))
         width = max(width, len(note) * CHARACTER)
     total_width, total_height = round(width + 2 * MARGIN), round(y + MARGIN)
-    label = html.escape(header or repr(spec))
     frame = f'width="{total_width}" height="{total_height}" viewBox="0 0 {total_width} {total_height}"'
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" {frame} role="img" font-family="monospace">',
-            f"<title>{label}</title>",
+            f"<title>{html.escape(header or repr(spec))}</title>",
             '<rect width="100%" height="100%" fill="#ffffff"/>',
             *body,
             "</svg>",
@@ -249,42 +205,37 @@ def sharding_svg(dtensor: DTensor, header: str = "") -> str:
     )
 
 
-def _draw(spec: DTensorSpec, plane: Plane, top: float) -> tuple[list[str], float, float]:
-    """(elements, width, height) of one plane whose upper edge is at `top`."""
-    cells = [
-        [ranks_of(spec, _cell(spec, plane, row, column)) for column in plane.columns] for row in plane.rows
-    ]
-    labels = [[name_ranks(ranks) for ranks in line] for line in cells]
+def _draw(spec: DTensorSpec, plane: Plane, y: float) -> tuple[list[str], float, float]:
+    """(elements, right edge, lower edge) of one plane whose upper edge is at `y`."""
+    labels = [[name_ranks(ranks) for ranks in line] for line in plane.ranks]
     needed = [
-        max(len(text) for text in (*(line[i] for line in labels), str(column))) * CHARACTER + 12
-        for i, column in enumerate(plane.columns)
+        max(map(len, (column.label, *texts))) * CHARACTER + 12
+        for column, *texts in zip(plane.columns, *labels, strict=True)
     ]
-    row_names = [str(row) if spec.ndim > 1 else "" for row in plane.rows]
-    left = MARGIN + max(len(name) for name in row_names) * CHARACTER + 8
+    left = MARGIN + max(len(row.label) for row in plane.rows) * CHARACTER + 8
     widths = _spread(plane.columns, needed, PLANE)
-    heights = _spread(plane.rows, [LINE + 6.0] * len(plane.rows), PLANE * _aspect(spec))
-    out, y = [], top
+    # Height over width is the tensor's, held within reason.
+    aspect = min(1.0, max(0.15, spec.shape[-2] / spec.shape[-1])) if spec.ndim > 1 else 0.1
+    heights = _spread(plane.rows, [LINE + 6.0] * len(plane.rows), PLANE * aspect)
+    edges = list(itertools.accumulate(widths, initial=left))
+    middles = [x + w / 2 for x, w in zip(edges, widths, strict=False)]
+    out = []
     if plane.title:
         y += LINE
-        out.append(_text(MARGIN, y - 5, plane.title, FONT))
+        out.append(_text(MARGIN, y - 5, plane.title))
     if spec.ndim:
         y += LINE
-        x = left
-        for column, w in zip(plane.columns, widths, strict=True):
-            out.append(_text(x + w / 2, y - 5, str(column), FONT, anchor="middle"))
-            x += w
-    for name, ranks_in_row, texts, h in zip(row_names, cells, labels, heights, strict=True):
-        out.append(_text(left - 6, y + h / 2 + 4, name, FONT, anchor="end"))
-        x = left
-        for ranks, text, w in zip(ranks_in_row, texts, widths, strict=True):
-            out.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" fill="{_colour(spec, ranks)}" '
-                'stroke="#333333"/>'
-            )
-            out.append(_text(x + w / 2, y + h / 2 + 4, text, FONT, anchor="middle"))
-            x += w
+        for column, middle in zip(plane.columns, middles, strict=True):
+            out.append(_text(middle, y - 5, column.label, anchor="middle"))
+    for row, ranks_in_row, texts, h in zip(plane.rows, plane.ranks, labels, heights, strict=True):
+        base = y + h / 2 + 4
+        out.append(_text(left - 6, base, row.label, anchor="end"))
+        for i, (ranks, text) in enumerate(zip(ranks_in_row, texts, strict=True)):
+            place = f'x="{edges[i]:.1f}" y="{y:.1f}" width="{widths[i]:.1f}" height="{h:.1f}"'
+            out.append(f'<rect {place} fill="{_colour(spec, ranks)}" stroke="#333333"/>')
+            out.append(_text(middles[i], base, text, anchor="middle"))
         y += h
-    return out, left + sum(widths), y - top
+    return out, edges[-1], y
 
 
 def _spread(row: Sequence[Segment], needed: Sequence[float], available: float) -> list[float]:
@@ -293,24 +244,18 @@ def _spread(row: Sequence[Segment], needed: Sequence[float], available: float) -
     return [max(need, available * s.length / total) for s, need in zip(row, needed, strict=True)]
 
 
-def _aspect(spec: DTensorSpec) -> float:
-    """Height over width of a plane, held within reason."""
-    if spec.ndim < 2:
-        return 0.1
-    return min(1.0, max(0.15, spec.shape[-2] / spec.shape[-1]))
-
-
 def _colour(spec: DTensorSpec, ranks: Sequence[int] | None) -> str:
     """A light colour of the first of the ranks; neighbours on the mesh differ clearly."""
     if not ranks:
         return "#f2f2f2"
     place = spec.mesh.mesh.flatten().tolist().index(ranks[0])
-    # The golden ratio spreads any number of hues; lightness 0.82 keeps black text readable.
-    red, green, blue = colorsys.hls_to_rgb((place * 0.618034 + 0.55) % 1.0, 0.82, 0.7)
-    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
+    # The golden ratio spreads any number of hues; lightness 82 % keeps black text readable.
+    return f"hsl({(place * 0.618034 + 0.55) % 1.0 * 360:.0f}, 70%, 82%)"
 
 
-def _text(x: float, y: float, text: str, size: int, weight: str = "normal", anchor: str = "start") -> str:
+def _text(
+    x: float, y: float, text: str, size: int = FONT, weight: str = "normal", anchor: str = "start"
+) -> str:
     if not text:
         return ""
     return (

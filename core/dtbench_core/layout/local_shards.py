@@ -153,18 +153,8 @@ class LocalShardsWrapper(torch.Tensor):
         Raises:
             LayoutError: a shard that reaches out of the table.
         """
-        from torch.distributed.checkpoint.metadata import MetadataIndex
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        properties, size = self.storage_meta.properties, torch.Size(object.shape)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
-            )
-            for chunk in chunks_within(self, size)
-        ]
+        size = torch.Size(object.shape)
+        return write_items(fqn, chunks_within(self, size), self._shards[0], size)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return _chunks(self)
@@ -314,6 +304,24 @@ def _chunks(held: LocalShardsWrapper) -> list[ChunkStorageMetadata]:
 
     pairs = zip(held._offsets, held.shard_sizes, strict=True)
     return [ChunkStorageMetadata(offsets=offset, sizes=size) for offset, size in pairs]
+
+
+def write_items(
+    fqn: str, chunks: Sequence[ChunkStorageMetadata], like: torch.Tensor, size: torch.Size
+) -> list[WriteItem]:
+    """What torch.distributed.checkpoint saves as parts of a tensor of this size and the properties of `like`."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    properties = TensorProperties.create_from_tensor(like)
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
+        )
+        for chunk in chunks
+    ]
 
 
 def chunks_within(held: LocalShardsWrapper, shape: torch.Size) -> list[ChunkStorageMetadata]:

@@ -207,6 +207,33 @@ def local_extents(
     return tuple(lengths), tuple(offsets)
 
 
+def held_runs(
+    size: int, dim: int, placements: Placements, mesh_sizes: tuple[int, ...], coordinate: tuple[int, ...]
+) -> list[tuple[int, int]]:
+    """The (offset, length) stretches of tensor dim `dim`, of `size` elements, that the rank at `coordinate` holds, in
+    its order."""
+    held = [(0, size)]
+    for placement, parts, index in zip(placements, mesh_sizes, coordinate, strict=True):
+        if isinstance(placement, Shard) and placement.dim == dim:
+            length = sum(n for _, n in held)
+            held = [run for wanted in placement.runs(length, parts, index) for run in _within(held, wanted)]
+    return held
+
+
+def _within(held: list[tuple[int, int]], wanted: tuple[int, int]) -> list[tuple[int, int]]:
+    """What the run `wanted` of the joined runs `held`, all (offset, length), is in their own offsets."""
+    offset, length = wanted
+    if length == 0:
+        return [(held[0][0] + min(offset, held[0][1]), 0)] if held else []
+    found, before = [], 0
+    for start, n in held:
+        low, high = max(offset, before), min(offset + length, before + n)
+        if low < high:
+            found.append((start + low - before, high - low))
+        before += n
+    return found
+
+
 def splits_evenly(size: int, dim: int, placements: Placements, mesh_sizes: tuple[int, ...]) -> bool:
     """Whether every rank holds equally much of tensor dim `dim`, which has `size` elements."""
     for placement, parts in zip(placements, mesh_sizes, strict=True):

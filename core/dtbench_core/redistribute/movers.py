@@ -28,8 +28,8 @@ Shape = tuple[int, ...]
 class Exchange:
     """Who takes part in a step, and of what.
 
-    src, dst, sizes: per mesh dim that moves, outermost first. shape: of the tensor that these ranks
-    share. index: this rank's place in `group`, which holds the mesh dims' ranks in row-major order.
+    src, dst, sizes, coordinate: per mesh dim that moves, outermost first; the last is this rank's. shape: of the
+    tensor that these ranks share. group: holds the mesh dims' ranks in row-major order.
     """
 
     src: Placements
@@ -38,11 +38,19 @@ class Exchange:
     shape: Shape
     dtype: torch.dtype
     group: ProcessGroup
-    index: int
+    coordinate: tuple[int, ...]
 
     @property
     def parts(self) -> int:
         return math.prod(self.sizes)
+
+    @property
+    def index(self) -> int:
+        """This rank's place in the group."""
+        index = 0
+        for size, at in zip(self.sizes, self.coordinate, strict=True):
+            index = index * size + at
+        return index
 
 
 def mover(step: Exchange) -> Mover:
@@ -52,14 +60,15 @@ def mover(step: Exchange) -> Mover:
         return _cutter(step, dst) if isinstance(dst, Shard) else _keeper(dst, step.index)
     if step.parts == 1:
         return _copy  # of one rank, the shard is all there is, and the term is the sum
-    if isinstance(src, Partial):
-        if numel(step.shape) == 0:
-            return _empty(_local_shape(step.shape, step.dst, step.sizes, step.index))
-        if isinstance(dst, Shard):
-            return _reducing_scatter(step, src.reduce_op)
-        return _reducer(step, src.reduce_op)
     if numel(step.shape) == 0:
-        return _empty(_local_shape(step.shape, step.dst, step.sizes, step.index))
+        shape = local_extents(step.shape, step.dst, step.sizes, step.coordinate)[0]
+        return lambda local: local.new_empty(shape)
+    if isinstance(src, Partial):
+        return (
+            _reducing_scatter(step, src.reduce_op)
+            if isinstance(dst, Shard)
+            else _reducer(step, src.reduce_op)
+        )
     if dst.is_replicate():
         return _even_gather(step) if _even(step, step.src) else _gather(step)
     return _even_exchange(step) if _even(step, step.src) and _even(step, step.dst) else _exchange(step)
@@ -75,28 +84,11 @@ def _even(step: Exchange, placements: Placements) -> bool:
     return True
 
 
-def _local_shape(shape: Shape, placements: Placements, sizes: Shape, index: int) -> Shape:
-    """The shape of part `index` of a tensor so placed."""
-    return local_extents(shape, placements, sizes, _coordinate(index, sizes))[0]
-
-
-def _coordinate(index: int, sizes: Shape) -> Shape:
-    """The place of rank `index` along each of the mesh dims, whose ranks are in row-major order."""
-    coordinate: Shape = ()
-    for size in reversed(sizes):
-        coordinate, index = (index % size, *coordinate), index // size
-    return coordinate
-
-
 # ---- without communication ----
 
 
 def _copy(local: torch.Tensor) -> torch.Tensor:
     return local.clone(memory_format=torch.contiguous_format)
-
-
-def _empty(shape: Shape) -> Mover:
-    return lambda local: local.new_empty(shape)
 
 
 def _cutter(step: Exchange, dst: Shard) -> Mover:
@@ -194,16 +186,8 @@ class _Axes:
 
 
 def _even_gather(step: Exchange) -> Mover:
-    axes, group, whole = _Axes(step.shape, step.src, step.sizes), step.group, step.shape
-    carried = step.dtype in _CARRIED
-    if axes.rows and carried:
-
-        def gather_rows(local: torch.Tensor) -> torch.Tensor:
-            gathered = local.new_empty(whole)
-            comm.all_gather(gathered, local.contiguous(), group)
-            return gathered
-
-        return gather_rows
+    axes, group = _Axes(step.shape, step.src, step.sizes), step.group
+    rows, carried = axes.rows, step.dtype in _CARRIED
     stacked = (step.parts * axes.local[0], *axes.local[1:])  # gloo takes no axis of ranks
 
     def gather(local: torch.Tensor) -> torch.Tensor:
@@ -212,7 +196,7 @@ def _even_gather(step: Exchange) -> Mover:
             comm.all_gather(gathered, local, group)
         else:
             comm.all_gather(_sent(gathered), _sent(local), group)
-        return axes.unpack(gathered)
+        return gathered if rows else axes.unpack(gathered)
 
     return gather
 
@@ -227,9 +211,9 @@ def _gather(step: Exchange) -> Mover:
     stacked = (parts, *whole[:dim], longest, *whole[dim + 1 :])
 
     def gather(local: torch.Tensor) -> torch.Tensor:
-        padded = _padded(local, dim, longest)
-        gathered = padded.new_empty(stacked)
-        comm.all_gather(_sent(gathered), _sent(padded), group)
+        sent = padded(local, dim, longest)
+        gathered = sent.new_empty(stacked)
+        comm.all_gather(_sent(gathered), _sent(sent), group)
         if chunks and rows_first:  # only what follows the last element is padding
             return gathered.view(joined).narrow(dim, 0, whole[dim])
         held = [gathered[rank].narrow(dim, 0, n) for rank, n in enumerate(lengths) if n]
@@ -255,7 +239,7 @@ def _one(placements: Placements) -> Shard:
     return shard
 
 
-def _padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+def padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     """`tensor`, contiguous, lengthened to `length` on `dim` with values that nobody reads."""
     missing = length - tensor.size(dim)
     if missing == 0:
@@ -337,8 +321,7 @@ def _reducing_scatter(step: Exchange, op: str) -> Mover:
 def _part(whole: torch.Tensor, step: Exchange) -> torch.Tensor:
     """This rank's part of what the ranks share, as the step's `dst` says."""
     part = whole
-    coordinate = _coordinate(step.index, step.sizes)
-    for placement, parts, at in zip(step.dst, step.sizes, coordinate, strict=True):
+    for placement, parts, at in zip(step.dst, step.sizes, step.coordinate, strict=True):
         assert isinstance(placement, Shard)
         part = placement.part(part, parts, at)
     return _copy(part)
@@ -349,11 +332,11 @@ def _uneven_reducing_scatter(step: Exchange, op: str) -> Mover:
     dim = dst.dim
     lengths = dst.lengths(step.shape[dim], parts)
     longest = max(lengths)
-    padded = (*step.shape[:dim], longest, *step.shape[dim + 1 :])
+    shape = (*step.shape[:dim], longest, *step.shape[dim + 1 :])
 
     def scatter(local: torch.Tensor) -> torch.Tensor:
-        packed = torch.stack([_padded(dst.part(local, parts, rank), dim, longest) for rank in range(parts)])
-        output = local.new_empty(padded)
+        packed = torch.stack([padded(dst.part(local, parts, rank), dim, longest) for rank in range(parts)])
+        output = local.new_empty(shape)
         comm.reduce_scatter(output.view(-1), packed.view(-1), group, op)
         return output if lengths[index] == longest else output.narrow(dim, 0, lengths[index]).contiguous()
 
@@ -369,8 +352,7 @@ def _even_exchange(step: Exchange) -> Mover:
     The shard is whole in the dims that `dst` cuts; what arrives is whole in those that `src` cut.
     """
     sizes, group = step.sizes, step.group
-    had = _local_shape(step.shape, step.src, sizes, step.index)
-    gets = _local_shape(step.shape, step.dst, sizes, step.index)
+    had, gets = (local_extents(step.shape, p, sizes, step.coordinate)[0] for p in (step.src, step.dst))
     out, back = _Axes(had, step.dst, sizes), _Axes(gets, step.src, sizes)
     carried = step.dtype in _CARRIED
     stacked = (step.parts, *out.local)
@@ -402,9 +384,6 @@ def _exchange(step: Exchange) -> Mover:
     out_sizes = [n * row * src_lengths[step.index] * scale for n in dst_lengths]
     sizes = [mine * n * row for n in src_lengths]
     in_sizes = [n * scale for n in sizes]
-    alike = len(set(src_lengths)) == 1
-    whole = (mine, step.shape[src.dim], *rest)
-    stacked = (parts, mine, src_lengths[0], *rest)
     chunks, in_order = type(src) is Shard, not isinstance(dst, StridedShard)
 
     def exchange(local: torch.Tensor) -> torch.Tensor:
@@ -414,11 +393,8 @@ def _exchange(step: Exchange) -> Mover:
             packed = torch.cat([dst.part(local, parts, r).permute(order).reshape(-1) for r in range(parts)])
         received = local.new_empty(sum(sizes))
         comm.all_to_all(_sent(received), _sent(packed), group, in_sizes, out_sizes)
-        if alike:
-            joined = received.view(stacked).transpose(0, 1).reshape(whole)
-        else:
-            pieces = zip(received.split(sizes), src_lengths, strict=True)
-            joined = torch.cat([flat.view(mine, n, *rest) for flat, n in pieces], 1)
+        pieces = zip(received.split(sizes), src_lengths, strict=True)
+        joined = torch.cat([flat.view(mine, n, *rest) for flat, n in pieces], 1)
         joined = joined.permute(back).contiguous()
         return joined if chunks else _in_order(joined, src, parts)
 

@@ -93,14 +93,9 @@ class Route(tuple[Step, ...]):
             for number, step in enumerate(self, 1)
         ]
         rows.append(("", "total", "", _bytes(self.nbytes), f"{self.us:.1f} us"))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
-            "  ".join(
-                [
-                    *(f"{text:<{width}}" for text, width in zip(row[:3], widths[:3], strict=True)),
-                    *(f"{text:>{width}}" for text, width in zip(row[3:], widths[3:], strict=True)),
-                ]
-            )
+            "  ".join([*map(str.ljust, row[:3], widths), *map(str.rjust, row[3:], widths[3:])])
             for row in rows
         ]
         return "\n".join([head, *lines])
@@ -234,15 +229,11 @@ def _averages(dtype: torch.dtype) -> bool:
 
 def _mover(step: Step, spec: DTensorSpec) -> Mover:
     info, dims = spec.info, step.mesh_dims
-    coordinate = info.my_coordinate()
-    group, index = info.groups[dims[0]], coordinate[dims[0]]
-    sizes = tuple(info.sizes[d] for d in dims)
-    if len(dims) > 1:
-        assert info.whole is not None  # else the planner moves one mesh dim at a time
-        group, index = info.whole, 0
-        for mesh_dim, size in zip(dims, sizes, strict=True):
-            index = index * size + coordinate[mesh_dim]
-    return mover(Exchange(step.src, step.dst, sizes, step.shape, spec.dtype, group, index))
+    mine = info.my_coordinate()
+    group = info.groups[dims[0]] if len(dims) == 1 else info.whole
+    assert group is not None  # without it the planner moves one mesh dim at a time
+    sizes, coordinate = tuple(info.sizes[d] for d in dims), tuple(mine[d] for d in dims)
+    return mover(Exchange(step.src, step.dst, sizes, step.shape, spec.dtype, group, coordinate))
 
 
 # ---- applying ----

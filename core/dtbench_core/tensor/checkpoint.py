@@ -16,9 +16,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import CoreError, LayoutError, MeshError, PlacementError
-from dtbench_core.layout.local_shards import chunks_within, holds_shards
+from dtbench_core.layout.local_shards import chunks_within, holds_shards, write_items
 from dtbench_core.layout.mesh import mesh_info
-from dtbench_core.layout.placement import Partial, Placements, RaggedShard, Replicate, Shard, StridedShard
+from dtbench_core.layout.placement import (
+    Partial,
+    Placements,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+    held_runs,
+)
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import MEMORIES, Wrapper, wrap
 
@@ -29,7 +37,7 @@ if TYPE_CHECKING:
 # ---- pickling ----
 
 
-def reduce(tensor: Wrapper) -> tuple[Any, ...]:
+def reduce(tensor: Wrapper, protocol: Any) -> tuple[Any, ...]:
     """What `pickle` and `torch.save` keep of a DTensor: see `rebuild`."""
     spec = tensor._spec
     attributes = {k: v for k, v in tensor.__dict__.items() if k not in MEMORIES}
@@ -102,61 +110,27 @@ class Block(NamedTuple):
 
 def blocks(spec: DTensorSpec) -> list[Block]:
     """The boxes that make up this rank's part, empty ones left out unless the whole tensor is empty."""
-    if spec.info.coordinate is None:
+    info = spec.info
+    if info.coordinate is None:
         return []
-    pieces = [_pieces(spec, dim) for dim in range(spec.ndim)]
+    pieces = []  # of each dim: (global offset, length, local offset)
+    for dim, size in enumerate(spec.shape):
+        runs = held_runs(size, dim, spec.placements, info.sizes, info.coordinate)
+        starts = itertools.accumulate((length for _, length in runs), initial=0)
+        pieces.append(
+            [(offset, length, start) for (offset, length), start in zip(runs, starts, strict=False)]
+        )
     found = []
-    for combination in itertools.product(*pieces):
-        offset, shape, local = (tuple(p[i] for p in combination) for i in range(3))
-        found.append(Block(offset, shape, local))
-    whole_is_empty = 0 in spec.shape
-    return [b for b in found if whole_is_empty or 0 not in b.shape]
+    for box in itertools.product(*pieces):
+        offset, shape, start = (tuple(piece[i] for piece in box) for i in range(3))
+        found.append(Block(offset, shape, start))
+    return [b for b in found if 0 in spec.shape or 0 not in b.shape]
 
 
-def _pieces(spec: DTensorSpec, dim: int) -> list[tuple[int, int, int]]:
-    """(global offset, length, local offset) of the runs of dim `dim` that this rank holds, in order."""
-    coordinate = spec.info.my_coordinate()
-    held = [(0, spec.shape[dim])]
-    for placement, parts, index in zip(spec.placements, spec.info.sizes, coordinate, strict=True):
-        if isinstance(placement, Shard) and placement.dim == dim:
-            size = sum(length for _, length in held)
-            held = [run for wanted in placement.runs(size, parts, index) for run in within(held, wanted)]
-    pieces, before = [], 0
-    for start, length in held:
-        pieces.append((start, length, before))
-        before += length
-    return pieces
-
-
-def within(held: Sequence[tuple[int, int]], wanted: tuple[int, int]) -> list[tuple[int, int]]:
-    """What the run `wanted` of the joined runs `held`, all (offset, length), is in their own offsets."""
-    offset, length = wanted
-    if length == 0:
-        return [(held[0][0] + min(offset, held[0][1]), 0)] if len(held) else []
-    found, before = [], 0
-    for start, n in held:
-        low, high = max(offset, before), min(offset + length, before + n)
-        if low < high:
-            found.append((start + low - before, high - low))
-        before += n
-    return found
-
-
-def create_write_items(name: str, tensor: Wrapper) -> list[WriteItem]:
+def create_write_items(tensor: Wrapper, name: str, object: Any) -> list[WriteItem]:
     """What torch.distributed.checkpoint saves of a DTensor on this rank. Ranks that hold the same block
     name it alike, and it is written once."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-    properties = TensorProperties.create_from_tensor(tensor._local_tensor)
-    return [
-        WriteItem(
-            index=MetadataIndex(name, chunk.offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor._spec.shape),
-        )
-        for chunk in create_chunk_list(tensor)
-    ]
+    return write_items(name, create_chunk_list(tensor), tensor._local_tensor, tensor._spec.shape)
 
 
 def create_chunk_list(tensor: Wrapper) -> list[ChunkStorageMetadata]:

@@ -16,6 +16,7 @@ from dtbench_core.layout.placement import Placement, Placements, Shard, describe
 from dtbench_core.layout.shard_layout import empty_part, part_of
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.layout.wrapper import wrap
+from dtbench_core.redistribute.movers import padded
 from dtbench_core.tensor.dtensor import DTensor
 
 
@@ -91,22 +92,14 @@ def _sent(whole: torch.Tensor, info: MeshInfo, placements: Placements, src: int)
 def _scattered(parts: Sequence[torch.Tensor], dim: int, group: Any, index: int, src: int) -> torch.Tensor:
     """Part `index` of the source rank's parts; padded on the way, as a scatter moves equal shapes."""
     lengths = [part.size(dim) for part in parts]
-    mine, most = lengths[index], max(lengths)
+    most = max(lengths)
     shape = (*parts[0].shape[:dim], most, *parts[0].shape[dim + 1 :])
     if 0 in shape:
         return parts[index].clone(memory_format=torch.contiguous_format)
-
-    def padded(part: torch.Tensor, length: int) -> torch.Tensor:
-        if length == most:
-            return part.contiguous()
-        full = part.new_zeros(shape)
-        full.narrow(dim, 0, length).copy_(part)
-        return full
-
     output = parts[0].new_empty(shape)
-    sent = [padded(*one) for one in zip(parts, lengths, strict=True)] if index == src else None
+    sent = [padded(part, dim, most) for part in parts] if index == src else None
     comm.scatter(output, sent, group, src)
-    return output if mine == most else output.narrow(dim, 0, mine).contiguous()
+    return output if lengths[index] == most else output.narrow(dim, 0, lengths[index]).contiguous()
 
 
 def distribute_module(

@@ -30,7 +30,7 @@ from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.layout.wrapper import MEMORIES, Wrapper, wrap
 from dtbench_core.redistribute.autograd import Redistribute, cast_dtype, follow, redistribute_tensor
 from dtbench_core.redistribute.route import Route, apply, placements_of_gradient, plan, request
-from dtbench_core.tensor import checkpoint as state
+from dtbench_core.tensor import checkpoint
 from dtbench_core.tensor.view_methods import straight_methods
 from dtbench_core.torch_compat import (
     DisableTorchFunction,
@@ -118,8 +118,7 @@ class DTensor(Wrapper):
         spec = DTensorSpec.of(spec.info, spec.placements, outer_size, outer_stride, local.dtype)
         return wrap(DTensor, local, spec, requires_grad)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return state.reduce(self)
+    __reduce_ex__ = checkpoint.reduce
 
     def __deepcopy__(self, memo: Any) -> DTensor:
         made: DTensor = memo[id(self)] if id(self) in memo else super().__deepcopy__(memo)
@@ -128,14 +127,9 @@ class DTensor(Wrapper):
         return made
 
     # What torch.distributed.checkpoint asks of a tensor.
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return list(state.create_write_items(fqn, self))
-
-    def __create_chunk_list__(self) -> list[Any]:
-        return list(state.create_chunk_list(self))
-
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return state.get_tensor_shard(self, index)
+    __create_write_items__ = checkpoint.create_write_items
+    __create_chunk_list__ = checkpoint.create_chunk_list
+    __get_tensor_shard__ = checkpoint.get_tensor_shard
 
     @staticmethod
     def from_local(

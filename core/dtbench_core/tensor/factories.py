@@ -6,8 +6,9 @@ give on one device (see layout/rng.py).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +20,8 @@ from dtbench_core.layout.placement import Placement, describe
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.layout.wrapper import wrap
 from dtbench_core.tensor.dtensor import DTensor
+
+P = ParamSpec("P")
 
 
 def ones(
@@ -43,35 +46,7 @@ def ones(
         ArgumentError: a shape or layout that cannot be. PlacementError: placements that do not fit.
         MeshError: no mesh.
     """
-    made = _spec("ones", size, dtype, layout, device_mesh, placements)
-    return _local(torch.ones, made, requires_grad)
-
-
-def zeros(
-    *size: Any,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """A DTensor of zeros. Arguments and errors as for `ones`."""
-    made = _spec("zeros", size, dtype, layout, device_mesh, placements)
-    return _local(torch.zeros, made, requires_grad)
-
-
-def empty(
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """A DTensor whose values are whatever the memory held, so that replicas may differ until it is
-    written. Arguments and errors as for `ones`."""
-    made = _spec("empty", size, dtype, layout, device_mesh, placements)
-    return _local(torch.empty, made, requires_grad)
+    return _made(torch.ones, "ones", size, dtype, layout, requires_grad, device_mesh, placements)
 
 
 def full(
@@ -88,48 +63,52 @@ def full(
 
     `size` is a sequence or one int; other arguments and errors as for `ones`.
     """
-    if dtype is None:
-        dtype = torch.full((), fill_value).dtype
-    made = _spec("full", (size,), dtype, layout, device_mesh, placements)
-    return _local(lambda shape, **kwargs: torch.full(shape, fill_value, **kwargs), made, requires_grad)
+    fill = functools.partial(torch.full, fill_value=fill_value)
+    dtype = dtype or fill(()).dtype
+    return _made(fill, "full", (size,), dtype, layout, requires_grad, device_mesh, placements)
 
 
-def rand(
-    *size: Any,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """A DTensor of uniform numbers in [0, 1), those that torch.rand gives on one device seeded like the
-    ranks. Arguments and errors as for `ones`."""
-    made = _spec("rand", size, dtype, layout, device_mesh, placements)
-    return _drawn(torch.rand, made, requires_grad)
+def _like(model: Callable[P, DTensor], make: Callable[..., torch.Tensor], doc: str) -> Callable[P, DTensor]:
+    """A function with the parameters of `model` that makes what `make` does."""
+    name = make.__name__
+
+    @functools.wraps(model, assigned=())  # its parameters, for `inspect` and `help`
+    def factory(*size: Any, **options: Any) -> DTensor:
+        return _made(make, name, size, **options)
+
+    factory.__name__ = factory.__qualname__ = name
+    factory.__doc__ = f"{doc} Arguments and errors as for `ones`."
+    return cast("Callable[P, DTensor]", factory)
 
 
-def randn(
-    *size: Any,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """A DTensor of standard normal numbers, those that torch.randn gives on one device seeded like the
-    ranks. Arguments and errors as for `ones`."""
-    made = _spec("randn", size, dtype, layout, device_mesh, placements)
-    return _drawn(torch.randn, made, requires_grad)
+zeros = _like(ones, torch.zeros, "A DTensor of zeros.")
+empty = _like(
+    ones,
+    torch.empty,
+    "A DTensor whose values are whatever the memory held, so that replicas may differ until it is written.",
+)
+rand = _like(
+    ones,
+    torch.rand,
+    "A DTensor of uniform numbers in [0, 1), those that torch.rand gives on one device seeded like the ranks.",
+)
+randn = _like(
+    ones,
+    torch.randn,
+    "A DTensor of standard normal numbers, those that torch.randn gives on one device seeded like the ranks.",
+)
 
 
-def _spec(
+def _made(
+    make: Callable[..., torch.Tensor],
     name: str,
     given: tuple[Any, ...],
-    dtype: torch.dtype | None,
-    layout: torch.layout,
-    device_mesh: DeviceMesh | None,
-    placements: Sequence[Placement] | None,
-) -> DTensorSpec:
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
     shape = tuple(given[0]) if len(given) == 1 and isinstance(given[0], Sequence) else given
     if not all(isinstance(n, int) and n >= 0 for n in shape):
         raise ArgumentError(
@@ -144,17 +123,12 @@ def _spec(
             f"{name} got {describe(placed)}, expected Shard or Replicate: nothing says which terms the ranks "
             "should hold; make the terms and wrap them with DTensor.from_local(term, mesh, [Partial()])"
         )
-    return DTensorSpec.of(
-        info, placed, shape, contiguous_stride(shape), torch.get_default_dtype() if dtype is None else dtype
-    )
+    spec = DTensorSpec.of(info, placed, shape, contiguous_stride(shape), dtype or torch.get_default_dtype())
 
+    def fill(size: Sequence[int]) -> torch.Tensor:
+        return make(size, dtype=spec.dtype, device=info.device_type)
 
-def _local(make: Callable[..., torch.Tensor], spec: DTensorSpec, requires_grad: bool) -> DTensor:
-    local = make(spec.local_shape, dtype=spec.dtype, device=spec.info.device_type)
-    return wrap(DTensor, local, spec, requires_grad)
-
-
-def _drawn(make: Callable[..., torch.Tensor], spec: DTensorSpec, requires_grad: bool) -> DTensor:
-    random.keep_in_step(spec.info)
-    local = random.draw(spec, lambda shape: make(shape, dtype=spec.dtype, device=spec.info.device_type))
-    return wrap(DTensor, local, spec, requires_grad)
+    if name in ("rand", "randn"):
+        random.keep_in_step(info)
+        return wrap(DTensor, random.draw(spec, fill), spec, requires_grad)
+    return wrap(DTensor, fill(spec.local_shape), spec, requires_grad)
