@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -19,9 +20,11 @@ from dtbench.bench.options import RunOptions, split_words
 from dtbench.bench.run import run
 from dtbench.cli import cli
 from dtbench.errors import UsageError
+from dtbench.judge.op_verdicts import verdict_of
+from dtbench.model import Result
 from dtbench_core.simulate import ThreadWorld
 from dtbench_suites.coverage import judge, pool, samples
-from dtbench_suites.coverage.verdicts import RANKS, Caps, Case, OpVerdict, spell, summarize
+from dtbench_suites.coverage.verdicts import RANKS, Caps, Case, Job, summarize
 
 CAPS = Caps(2, 4)
 
@@ -30,6 +33,10 @@ CAPS = Caps(2, 4)
 def world() -> Iterator[ThreadWorld]:
     with ThreadWorld(RANKS) as made:
         yield made
+
+
+def judged(world: ThreadWorld, job: Job) -> Result:
+    return summarize(job, list(judge.judge_op(world, job)))
 
 
 class MadeUpOp:
@@ -54,13 +61,12 @@ class MadeUpOp:
 
 
 @pytest.fixture
-def verdict_on(world: ThreadWorld, monkeypatch: pytest.MonkeyPatch) -> Callable[..., OpVerdict]:
+def verdict_on(world: ThreadWorld, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     def judge_it(
         distributed: Callable[[Any], Any], plain: Callable[[Any], Any] | None = None, mode: str = "even"
-    ) -> OpVerdict:
-        samples.op_names()
-        monkeypatch.setitem(samples._ops, "made_up", MadeUpOp(distributed, plain))
-        return summarize("made_up", mode, "core", list(judge.judge_op(world, "made_up", mode, "core", CAPS)))
+    ) -> Result:
+        monkeypatch.setitem(samples.database(), "made_up", MadeUpOp(distributed, plain))
+        return judged(world, Job("made_up", mode, "core", CAPS))
 
     return judge_it
 
@@ -133,36 +139,36 @@ def _noise_of_the_rank(x: Any) -> Any:
     ],
 )
 def test_the_judge_sees(
-    verdict_on: Callable[..., OpVerdict], distributed: Any, plain: Any, verdict: str, reason: str
+    verdict_on: Callable[..., Result], distributed: Any, plain: Any, verdict: str, reason: str
 ) -> None:
     got = verdict_on(distributed, plain)
-    assert got.verdict == verdict and set(got.counts) == {verdict}, got
+    assert set(got.counters) == {verdict}, got
     assert reason in got.reason
 
 
-def test_an_op_without_anything_to_compare_is_no_verdict(verdict_on: Callable[..., OpVerdict]) -> None:
+def test_an_op_without_anything_to_compare_is_no_verdict(verdict_on: Callable[..., Result]) -> None:
     got = verdict_on(lambda x: x, _raises(RuntimeError("not for these")))
-    assert (got.verdict, got.counts) == ("n/a", {})
+    assert (got.status, got.counters) == ("skipped", {})
 
 
 def test_the_worst_case_is_the_verdict_of_the_op() -> None:
     cases = [
         Case(0, (("R",),), "pass"),
-        Case(1, (("S0",), ("R",)), "no rule", "forward", "none"),
-        Case(2, (("S1",),), "hang", "backward", "first"),
-        Case(3, (("S1",),), "hang", "backward", "second"),
+        Case(1, (("S(0)",), ("R",)), "no rule", "forward", "none"),
+        Case(2, (("S(1)",),), "hang", "backward", "first"),
+        Case(3, (("S(1)",),), "hang", "backward", "second"),
     ]
-    got = summarize("op", "even", "core", cases)
-    assert got.verdict == "hang" and got.reason == "sample 2, S1: backward: first"
-    assert got.counts == {"hang": 2, "no rule": 1, "pass": 1}
+    got = summarize(Job("op", "even", "core", CAPS), cases)
+    assert verdict_of(got) == "hang" and got.reason == "sample 2, S(1): backward: first"
+    assert got.status == "failed" and got.counters == {"hang": 2, "no rule": 1, "pass": 1}
 
 
 @pytest.mark.parametrize("impl", ["core", "torch"])
 @pytest.mark.parametrize("mode", ["even", "uneven", "partial", "mesh2x2", "inplace", "out"])
 def test_a_plain_op_passes_in_every_mode(world: ThreadWorld, mode: str, impl: str) -> None:
     judge.quiet()
-    got = summarize("mul", mode, impl, list(judge.judge_op(world, "mul", mode, impl, Caps(3, 3))))
-    assert got.verdict == "pass" and got.counts["pass"] >= 3, got
+    got = judged(world, Job("mul", mode, impl, Caps(3, 3)))
+    assert got.status == "ok" and got.counters["pass"] >= 3, got
 
 
 @pytest.mark.parametrize(
@@ -222,16 +228,16 @@ def test_placements_fit_their_mode(mode: str) -> None:
     assert 40 >= len(found) == len(set(found)) > 6
     for places in found:
         for place, tensor in zip(places, tensors, strict=True):
-            shards = [int(p[1:]) for p in place if p.startswith("S")]
+            shards = [int(p[2:-1]) for p in place if p.startswith("S")]
             ways = 2 if mode == "mesh2x2" else RANKS
             for dim in shards:
                 assert mode == "uneven" or tensor.shape[dim] % ways ** shards.count(dim) == 0
             assert not any(p.startswith("P") for p in place) or tensor.is_floating_point()
     flat = {p for places in found for place in places for p in place}
-    assert ("Psum" in flat and "S0" not in flat) if mode == "partial" else "S0" in flat
+    assert ("P(sum)" in flat and "S(0)" not in flat) if mode == "partial" else "S(0)" in flat
     if mode == "uneven":
-        assert "S1" in {place[0] for places in found for place in places[:1]}  # 5 rows on 4 ranks
-    assert spell(found[0]).count("|") == 3
+        assert "S(1)" in {place[0] for places in found for place in places[:1]}  # 5 rows on 4 ranks
+    assert Case(0, found[0], "pass").describe().count("|") == 3
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "max"])
@@ -249,16 +255,21 @@ def test_the_parts_of_a_partial_tensor_make_the_tensor(op: str) -> None:
 
 
 def test_a_dead_worker_costs_one_verdict() -> None:
-    jobs = [pool.Job(op, "even", "core", 1, 1) for op in ("no such op", "abs", "neg")]
-    found = {job.op: verdict for job, verdict in pool.judge_all(jobs, 1)}
-    assert found["no such op"].verdict == "error" and "KeyError" in found["no such op"].reason
-    assert found["abs"].verdict == found["neg"].verdict == "pass"
+    jobs = [Job(op, "even", "core", Caps(1, 1)) for op in ("no such op", "abs", "neg")]
+    found = {result.name: result for result in pool.judge_all(jobs, 1)}
+    assert verdict_of(found["no such op"]) == "error" and "KeyError" in found["no such op"].reason
+    assert found["abs"].status == found["neg"].status == "ok"
 
 
-def test_a_worker_that_takes_too_long_is_ended() -> None:
-    jobs = [pool.Job("nn.functional.conv2d", "even", "core", 12, 8)]
-    [(_, verdict)] = pool.judge_all(jobs, 1, timeout_s=0.05)
-    assert verdict.verdict in ("error", "hang") and "no answer within" in verdict.reason
+@pytest.mark.parametrize(("computed_s", "verdict"), [(1, "error"), (0, "hang")])
+def test_a_worker_that_takes_too_long_is_ended(
+    monkeypatch: pytest.MonkeyPatch, computed_s: int, verdict: str
+) -> None:
+    times = itertools.count(step=computed_s)
+    monkeypatch.setattr(pool._Worker, "_cpu_s", lambda worker: next(times))
+    jobs = [Job("nn.functional.conv2d", "even", "core", Caps(12, 8))]
+    [result] = pool.judge_all(jobs, 1, timeout_s=0.05)
+    assert verdict_of(result) == verdict and "no answer within" in result.reason
 
 
 # ---- the command line ----

@@ -5,12 +5,10 @@ Reading order:
     verdicts what can come of a case
     samples  an op's sample arguments, and the placements they are tried in
     judge    one case: the op on four simulated ranks against the plain op
-    worker   a process that judges ops, so that a crash in native code costs one op's verdict
-    pool     the workers: hands out ops, watches the time
+    pool     the worker processes: hands out ops, watches the time
     suite    `dtbench run coverage`
 
-`dtbench.judge.op_verdicts` makes the tables. `python -m dtbench_suites.coverage` judges in one process, with
-tracebacks.
+`dtbench.judge.op_verdicts` makes the tables.
 """
 
 from dtbench_suites.coverage.suite import coverage

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 import dtbench_core as core
 from dtbench_core.simulate import ThreadWorld
 from dtbench_core.simulate.threads import diverged
-from dtbench_suites.coverage.samples import SEED, Sample, has_mode, op_info, places_of, samples_of
-from dtbench_suites.coverage.verdicts import RANKS, Caps, Case, Places
+from dtbench_suites.coverage.samples import SEED, Sample, database, has_mode, places_of, samples_of
+from dtbench_suites.coverage.verdicts import RANKS, Case, Job, Places
+from dtbench_suites.data import placement
 
 LIBRARIES: dict[str, Any] = {"core": core, "torch": torch_tensor}
 
@@ -55,33 +57,28 @@ _MOST_RTOL, _MOST_ATOL = 1e-3, 1e-4
 
 @dataclass(frozen=True)
 class Reference:
-    """What the plain op gives. `cotangents`: per differentiable result, or None where it does not matter."""
+    """What the plain op gives. grads: per input, or None where the op has none to compare."""
 
-    tree: Any
     raw: list[Any]  # the results themselves
     processed: list[Any]  # what of them is determined
     grads: list[torch.Tensor | None] | None
     is_random: bool
     outs: list[torch.Tensor]  # for out=: empty tensors like the results
-    # Both again for inputs that differ in their last bits, made when it is needed.
-    nudged: Callable[[], tuple[list[Any], list[torch.Tensor | None]] | None]
+    # processed and grads for inputs that differ in their last bits, made when it is needed.
+    nudged: Callable[[], tuple[list[Any], list[torch.Tensor | None]]]
 
 
-def _call(name: str, mode: str, rebuilt: Any, out: Any = None) -> Any:
-    op = op_info(name)
-    first, args, kwargs = rebuilt
-    if mode == "inplace":
-        return op.inplace_variant(first, *args, **kwargs)
-    if mode == "out":
-        return op.op(first, *args, **kwargs, out=out)
-    return op.op(first, *args, **kwargs)
-
-
-def _rebuild(sample: Sample, tensors: Sequence[Any]) -> Any:
+def _call(name: str, mode: str, sample: Sample, tensors: Sequence[Any], outs: Sequence[Any]) -> Any:
+    """The op on these tensors in the place of the sample's."""
     leaves = list(sample.leaves)
     for index, tensor in zip(sample.tensors, tensors, strict=True):
         leaves[index] = tensor
-    return tree_unflatten(leaves, sample.tree)
+    first, args, kwargs = tree_unflatten(leaves, sample.tree)
+    op = database()[name]
+    if outs:
+        kwargs = {**kwargs, "out": outs[0] if len(outs) == 1 else tuple(outs)}
+    torch.manual_seed(SEED)
+    return (op.inplace_variant if mode == "inplace" else op.op)(first, *args, **kwargs)
 
 
 def _differentiates(mode: str) -> bool:
@@ -89,16 +86,14 @@ def _differentiates(mode: str) -> bool:
 
 
 def _plain(
-    name: str, mode: str, sample: Sample, outs: list[torch.Tensor] | None, nudged: bool = False
-) -> Any:
+    name: str, mode: str, sample: Sample, outs: Sequence[torch.Tensor], nudged: bool = False
+) -> tuple[Any, list[torch.Tensor]]:
     """(results, inputs) of the plain op on copies of the sample's tensors."""
     tensors = [_nudged(value) if nudged else value.clone() for value in sample.values]
     if _differentiates(mode):
         for tensor, wanted in zip(tensors, sample.requires_grad, strict=True):
             tensor.requires_grad_(wanted)
-    torch.manual_seed(SEED)
-    result = _call(name, mode, _rebuild(sample, tensors), _as_out(outs))
-    return result, tensors
+    return _call(name, mode, sample, tensors, [out.clone() for out in outs]), tensors
 
 
 def _nudged(value: torch.Tensor) -> torch.Tensor:
@@ -109,27 +104,20 @@ def _nudged(value: torch.Tensor) -> torch.Tensor:
     return value * torch.where(up, 1 + _NUDGE, 1 - _NUDGE)
 
 
-def _as_out(outs: Sequence[Any] | None) -> Any:
-    if outs is None:
-        return None
-    return outs[0] if len(outs) == 1 else tuple(outs)
-
-
 def reference(name: str, mode: str, sample: Sample) -> Reference | None:
     """What the plain op gives, or None where it does not run, or gives nothing that could be compared."""
     outs: list[torch.Tensor] = []
     try:
         if mode == "out":
-            functional, _ = _plain(name, "even", sample, None)
+            functional, _ = _plain(name, "even", sample, ())
             leaves = tree_flatten(functional)[0]
             if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
                 return None
             outs = [torch.empty_like(leaf.detach()) for leaf in leaves]
-        copies = [out.clone() for out in outs] if outs else None
-        result, inputs = _plain(name, mode, sample, copies)
+        result, inputs = _plain(name, mode, sample, outs)
         with _other_seeds():
-            again, _ = _plain(name, mode, sample, [out.clone() for out in outs] if outs else None)
-        raw, tree = tree_flatten(result)
+            again, _ = _plain(name, mode, sample, outs)
+        raw = tree_flatten(result)[0]
         processed = tree_flatten(sample.process(result))[0]
     except Exception:
         return None
@@ -142,24 +130,23 @@ def reference(name: str, mode: str, sample: Sample) -> Reference | None:
     )
     grads = None
     if _differentiates(mode):
-        try:
+        with contextlib.suppress(Exception):
             grads = gradients(processed, inputs)
-        except Exception:
-            grads = None
-    plain = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in raw]
-    shown = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in processed]
 
     @functools.cache
-    def nudged() -> tuple[list[Any], list[torch.Tensor | None]] | None:
+    def nudged() -> tuple[list[Any], list[torch.Tensor | None]]:
         try:
-            result, inputs = _plain(name, mode, sample, [out.clone() for out in outs] if outs else None, True)
+            result, inputs = _plain(name, mode, sample, outs, nudged=True)
             processed = tree_flatten(sample.process(result))[0]
-            grads_too = None if grads is None else gradients(processed, inputs)
+            return processed, (gradients(processed, inputs) or []) if grads is not None else []
         except Exception:
-            return None
-        return [p.detach() if isinstance(p, torch.Tensor) else p for p in processed], grads_too or []
+            return [], []
 
-    return Reference(tree, plain, shown, grads, random, outs, nudged)
+    return Reference(_detached(raw), _detached(processed), grads, random, outs, nudged)
+
+
+def _detached(leaves: Sequence[Any]) -> list[Any]:
+    return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 @contextlib.contextmanager
@@ -187,8 +174,8 @@ def gradients(results: Sequence[Any], inputs: Sequence[Any]) -> list[Any] | None
 # ---- comparing ----
 
 
-def difference(got: Any, wanted: Any, nudged: Callable[[], Any] | None = None) -> str:
-    """What is different about a result, or "". NaN equals NaN. `nudged`: see _NUDGE."""
+def layout_difference(got: Any, wanted: Any) -> str:
+    """What is different about a result, but for a tensor's values, or ""."""
     if not isinstance(wanted, torch.Tensor):
         if isinstance(got, torch.Tensor):
             return f"got a tensor, expected {type(wanted).__name__}"
@@ -198,8 +185,14 @@ def difference(got: Any, wanted: Any, nudged: Callable[[], Any] | None = None) -
         return f"got {type(got).__name__}, expected a tensor"
     if got.shape != wanted.shape:
         return f"got shape {list(got.shape)}, expected {list(wanted.shape)}"
-    if got.dtype != wanted.dtype:
-        return f"got {got.dtype}, expected {wanted.dtype}"
+    return "" if got.dtype == wanted.dtype else f"got {got.dtype}, expected {wanted.dtype}"
+
+
+def difference(got: Any, wanted: Any, nudged: Callable[[], Any] = lambda: None) -> str:
+    """What is different about a result, or "". NaN equals NaN. `nudged`: see _NUDGE."""
+    problem = layout_difference(got, wanted)
+    if problem or not isinstance(wanted, torch.Tensor):
+        return problem
     got, wanted = got.detach(), wanted.detach()
     if got.dtype is torch.complex32:  # which few ops take, comparisons not among them
         got, wanted = got.to(torch.complex64), wanted.to(torch.complex64)
@@ -207,16 +200,16 @@ def difference(got: Any, wanted: Any, nudged: Callable[[], Any] | None = None) -
         return ""
     if not (got.is_floating_point() or got.is_complex()):
         return f"{int((got != wanted).sum())} of {got.numel()} elements differ"
-    if got.is_complex():
-        nudged = None
+    real = not got.is_complex()
+    if not real:
         got, wanted = torch.view_as_real(got.resolve_conj()), torch.view_as_real(wanted.resolve_conj())
     finite = wanted[wanted.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 0.0
     close = torch.isclose(got, wanted, rtol=_RTOL, atol=max(_RTOL * scale, _ATOL), equal_nan=True)
     if bool(close.all()):
         return ""
-    if nudged is not None and (other := nudged()) is not None and other.shape == wanted.shape:
-        change = float((other - wanted).abs().nan_to_num(0.0, 0.0, 0.0).max()) * _NUDGE_FACTOR
+    if real and (other := nudged()) is not None and other.shape == wanted.shape:
+        change = float((other.detach() - wanted).abs().nan_to_num(0.0, 0.0, 0.0).max()) * _NUDGE_FACTOR
         most = max(_MOST_RTOL * scale, _MOST_ATOL)
         close |= torch.isclose(got, wanted, rtol=_RTOL, atol=min(change, most), equal_nan=True)
         if bool(close.all()):
@@ -224,17 +217,6 @@ def difference(got: Any, wanted: Any, nudged: Callable[[], Any] | None = None) -
     bad = ~close
     worst = (got - wanted).abs()[bad].nan_to_num(math.inf).max()
     return f"{int(bad.sum())} of {got.numel()} elements differ, by up to {float(worst):.3g} at a scale of {scale:.3g}"
-
-
-def _same_layout(got: Any, wanted: Any) -> str:
-    """`difference` without the values."""
-    if isinstance(got, torch.Tensor) and isinstance(wanted, torch.Tensor):
-        if got.shape != wanted.shape:
-            return f"got shape {list(got.shape)}, expected {list(wanted.shape)}"
-        if got.dtype != wanted.dtype:
-            return f"got {got.dtype}, expected {wanted.dtype}"
-        return ""
-    return difference(got, wanted)
 
 
 # ---- the op on ranks ----
@@ -253,15 +235,10 @@ def _mesh(mode: str) -> DeviceMesh:
 
 def _distribute(library: Any, full: torch.Tensor, mesh: DeviceMesh, places: Sequence[str]) -> Any:
     """A rank's DTensor of `full`, whose storage no other rank sees."""
-    placements = []
-    for place in places:
-        if place.startswith("S"):
-            placements.append(library.Shard(int(place[1:])))
-        else:
-            placements.append(library.Partial(place[1:]) if place.startswith("P") else library.Replicate())
+    placements = [placement(library, place) for place in places]
     full = full.detach().clone()
     if places[0].startswith("P"):
-        local = _part(full, places[0][1:], dist.get_rank())
+        local = _part(full, places[0][2:-1], dist.get_rank())
         return library.DTensor.from_local(local, mesh, placements, run_check=False)
     return library.distribute_tensor(full, mesh, placements, src_data_rank=None)
 
@@ -278,15 +255,8 @@ def _part(full: torch.Tensor, op: str, rank: int) -> torch.Tensor:
     return part * RANKS if op == "avg" else part
 
 
-@dataclass
-class _Stages:
-    """Where each rank was when it ended."""
-
-    at: list[str] = field(default_factory=lambda: ["forward"] * RANKS)
-
-
 def _on_rank(
-    library: Any, name: str, mode: str, sample: Sample, places: Places, wanted: Reference, stages: _Stages
+    library: Any, name: str, mode: str, sample: Sample, places: Places, wanted: Reference, stages: list[str]
 ) -> tuple[str, str]:
     """("", "") or (what is wrong: "wrong" or "random differs", the reason), as this rank sees it."""
     mesh, rank = _mesh(mode), dist.get_rank()
@@ -296,21 +266,15 @@ def _on_rank(
     if _differentiates(mode):
         for tensor, requires_grad in zip(inputs, sample.requires_grad, strict=True):
             tensor.requires_grad_(requires_grad)
-    torch.manual_seed(SEED)
-    result = _call(name, mode, _rebuild(sample, inputs), _as_out(outs) if outs else None)
-    leaves, tree = tree_flatten(result)
+    leaves, tree = tree_flatten(_call(name, mode, sample, inputs, outs))
     full = [leaf.full_tensor() if isinstance(leaf, library.DTensor) else leaf for leaf in leaves]
     if len(full) != len(wanted.raw):
         return "wrong", f"got {len(full)} results, expected {len(wanted.raw)}"
-    problem = _first(_same_layout, full, wanted.raw, "result")
-    if problem:
-        return "wrong", problem
-    if name in UNINITIALISED:
-        return "", ""
+    problem = _first(layout_difference, full, wanted.raw, "result")
+    if problem or name in UNINITIALISED:
+        return ("wrong" if problem else ""), problem
     processed = tree_flatten(sample.process(tree_unflatten(full, tree)))[0]
-    problem = _first(
-        difference, processed, wanted.processed, "result", functools.partial(_nudged_one, wanted, 0)
-    )
+    problem = _first(difference, processed, wanted.processed, "result", lambda: wanted.nudged()[0])
     if not problem and mode == "inplace":
         problem = _first(difference, [inputs[0].full_tensor()], wanted.raw[:1], "the written tensor, result")
     if not problem and mode == "out":
@@ -319,25 +283,14 @@ def _on_rank(
         return ("random differs" if wanted.is_random else "wrong"), problem
     if wanted.grads is None:
         return "", ""
-    stages.at[rank] = "backward"
+    stages[rank] = "backward"
     found = gradients(processed, inputs)
     if found is None or len(found) != len(wanted.grads):
         return "wrong", "no result requires grad"
     grads = [g.full_tensor() if isinstance(g, library.DTensor) else g for g in found]
-    problem = _first(
-        _grad_difference,
-        grads,
-        wanted.grads,
-        "the gradient of input",
-        functools.partial(_nudged_one, wanted, 1),
-    )
-    return ("wrong", problem) if problem else ("", "")
-
-
-def _nudged_one(wanted: Reference, which: int, index: int) -> torch.Tensor | None:
-    """Result (0) or gradient (1) `index` for nudged inputs, if there is one."""
-    made = wanted.nudged()
-    return None if made is None or index >= len(made[which]) else made[which][index]
+    what = "the gradient of input"
+    problem = _first(_grad_difference, grads, wanted.grads, what, lambda: wanted.nudged()[1])
+    return ("wrong" if problem else ""), problem
 
 
 def _first(
@@ -345,11 +298,12 @@ def _first(
     got: Sequence[Any],
     wanted: Sequence[Any],
     what: str,
-    nudged: Callable[[int], Any] | None = None,
+    nudged: Callable[[], Sequence[Any]] | None = None,
 ) -> str:
+    """The first difference. nudged: what the plain op gives for nudged inputs, as far as it gives something."""
     for index, (one, other) in enumerate(zip(got, wanted, strict=True)):
-        args = () if nudged is None else (functools.partial(nudged, index),)
-        if problem := compare(one, other, *args):
+        near = () if nudged is None else (lambda i=index: next(iter(nudged()[i : i + 1]), None),)
+        if problem := compare(one, other, *near):
             return f"{what} {index}: {problem}"
     return ""
 
@@ -363,6 +317,8 @@ def _grad_difference(got: Any, wanted: torch.Tensor | None, nudged: Callable[[],
 
 
 # ---- verdicts ----
+
+Verdict = tuple[str, str, str]  # the verdict, the stage, the reason
 
 
 def _verdict_of_error(error: BaseException, impl: str) -> str:
@@ -380,36 +336,36 @@ def _brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
-def judge_case(
-    world: ThreadWorld, impl: str, name: str, mode: str, sample: Sample, places: Places, wanted: Reference
-) -> tuple[str, str, str, BaseException | None]:
-    """(verdict, stage, reason, error) of one case."""
-    stages = _Stages()
-    outcomes = world.outcomes(_on_rank, LIBRARIES[impl], name, mode, sample, places, wanted, stages)
+def judge_case(world: ThreadWorld, job: Job, sample: Sample, places: Places, wanted: Reference) -> Verdict:
+    """What comes of one case."""
+    stages = ["forward"] * RANKS  # where each rank was when it ended
+    library = LIBRARIES[job.impl]
+    outcomes = world.outcomes(_on_rank, library, job.op, job.mode, sample, places, wanted, stages)
     apart = diverged(outcomes)
     if apart is not None:
         world.close()  # what the libraries keep per rank and mesh may have gone apart too: start afresh
         # A rank that sees a difference leaves at once, and the others wait for it: that is no hang.
         seen = next((o for o in outcomes if o.error is None and o.value[0]), None)
         if seen is not None and all(o.stopped or o.error is None for o in outcomes):
-            return seen.value[0], stages.at[seen.rank], f"{seen.value[1]} (on rank {seen.rank} alone)", None
+            return seen.value[0], stages[seen.rank], f"{seen.value[1]} (on rank {seen.rank} alone)"
         own = next((o for o in outcomes if o.error is not None and not o.stopped), outcomes[0])
-        return "hang", stages.at[own.rank], apart, own.error
+        return "hang", stages[own.rank], apart
     error = outcomes[0].error
     if error is not None:
-        return _verdict_of_error(error, impl), stages.at[0], _brief(error), error
+        return _verdict_of_error(error, job.impl), stages[0], _brief(error)
     for outcome in outcomes:
         verdict, reason = outcome.value
         if verdict:
-            return verdict, stages.at[outcome.rank], f"{reason} (rank {outcome.rank})", None
-    return "pass", "", "", None
+            return verdict, stages[outcome.rank], f"{reason} (rank {outcome.rank})"
+    return "pass", "", ""
 
 
-def judge_op(world: ThreadWorld, name: str, mode: str, impl: str, caps: Caps) -> Iterator[Case]:
+def judge_op(world: ThreadWorld, job: Job) -> Iterator[Case]:
     """The cases of an op, one after the other; none where nothing can be compared.
 
     Gradients are compared where the plain op has them, in the modes but in-place and out.
     """
+    name, mode, caps = job.op, job.mode, job.caps
     if not has_mode(name, mode):
         return
     core.clear_caches()
@@ -418,19 +374,15 @@ def judge_op(world: ThreadWorld, name: str, mode: str, impl: str, caps: Caps) ->
         if wanted is None:
             continue
         for places in places_of([*sample.values, *wanted.outs], mode, caps.places, f"{name} {index}"):
-            verdict, stage, reason, error = judge_case(world, impl, name, mode, sample, places, wanted)
-            yield Case(index, places, verdict, stage, reason, error)
+            yield Case(index, places, *judge_case(world, job, sample, places, wanted))
 
 
 def count_fallbacks() -> int:
     """Calls that the core has run on replicated inputs so far, per rank."""
-    return sum(core.fallbacks().values()) // RANKS if hasattr(core, "fallbacks") else 0
+    return sum(core.fallbacks().values()) // RANKS
 
 
 def quiet() -> None:
     """No warnings from here on: thousands of calls would repeat the libraries' own."""
-    import logging
-
     warnings.simplefilter("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)

@@ -8,13 +8,16 @@ uneven mode none is: with 4 ranks, 5 gives shards of 2, 2, 1, 0 and 3 gives 1, 1
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import math
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten
 
@@ -49,48 +52,34 @@ class Sample:
         return [self.leaves[i] for i in self.tensors]
 
 
-def op_names() -> list[str]:
-    """Every op of the database with float32 on the CPU, by its full name.
+@functools.cache
+def database() -> dict[str, Any]:
+    """torch's OpInfo of every op of its database with float32 on the CPU, by the op's full name.
 
     Raises:
         ImportError: the database needs the package expecttest.
     """
-    return list(_database())
+    from torch.testing._internal.common_methods_invocations import op_db
 
-
-def op_info(name: str) -> Any:
-    """torch's OpInfo of an op."""
-    return _database()[name]
-
-
-_ops: dict[str, Any] = {}
-
-
-def _database() -> dict[str, Any]:
-    if not _ops:
-        from torch.testing._internal.common_methods_invocations import op_db
-
-        for op in op_db:
-            if torch.float32 in op.supported_dtypes("cpu"):
-                _ops[f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name] = op
-    return _ops
+    ops = [op for op in op_db if torch.float32 in op.supported_dtypes("cpu")]
+    return {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in ops}
 
 
 def has_mode(name: str, mode: str) -> bool:
     """Whether the op has an in-place variant, or an out= argument, where the mode asks for it."""
     if mode == "inplace":
-        return op_info(name).inplace_variant is not None
-    return mode != "out" or bool(op_info(name).supports_out)
+        return database()[name].inplace_variant is not None
+    return mode != "out" or bool(database()[name].supports_out)
 
 
 def samples_of(name: str, mode: str, limit: int) -> list[Sample]:
     """At most `limit` of the op's samples, spread over what its generator yields; the same every time."""
-    op = op_info(name)
+    op = database()[name]
     sizes = _UNEVEN_SIZES if mode == "uneven" else _EVEN_SIZES
     _set_sizes(_OWN_SIZES if name in _NEED_OWN_SIZES else sizes)
     torch.manual_seed(SEED)
     random.seed(SEED)
-    _seed_numpy()
+    np.random.seed(SEED)
     made = op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)
     found = [_sample(one) for one in itertools.islice(_until_it_fails(made), _SAMPLES_LOOKED_AT)]
     usable = [one for one in found if one.tensors and all(map(_can_distribute, one.values))]
@@ -132,12 +121,6 @@ def _set_sizes(sizes: tuple[int, int, int, int]) -> None:
                     setattr(module, constant, size)
 
 
-def _seed_numpy() -> None:
-    import numpy as np
-
-    np.random.seed(SEED)
-
-
 # ---- placements ----
 
 
@@ -148,11 +131,8 @@ def places_of(tensors: Sequence[torch.Tensor], mode: str, limit: int, salt: str)
     otherwise, in turn with combinations drawn at random.
     """
     choices = [_choices(tensor, mode) for tensor in tensors]
-    # What even, partial and mesh modes have in common; uneven and partial ask for one of their kind.
-    found = dict.fromkeys(
-        itertools.islice((c for c in _combinations(choices, salt) if _belongs(c, tensors, mode)), limit)
-    )
-    return list(found)
+    belonging = (c for c in _combinations(choices, salt) if _belongs(c, tensors, mode))
+    return list(itertools.islice(belonging, limit))
 
 
 def _choices(tensor: torch.Tensor, mode: str) -> list[tuple[Place, ...]]:
@@ -160,16 +140,16 @@ def _choices(tensor: torch.Tensor, mode: str) -> list[tuple[Place, ...]]:
     if mode == "partial":
         if not tensor.is_floating_point():
             return [("R",)]
-        return [("R",), ("Psum",), ("Pavg",), ("Pmax",)]
+        return [("R",), ("P(sum)",), ("P(avg)",), ("P(max)",)]
     if mode == "mesh2x2":
         found: list[tuple[Place, ...]] = [("R", "R")]
         halves = [d for d, size in enumerate(shape) if size and size % 2 == 0]
-        found += [(f"S{d}", "R") for d in halves] + [("R", f"S{d}") for d in halves]
-        found += [(f"S{a}", f"S{b}") for a in halves for b in halves if a != b or shape[a] % RANKS == 0]
+        found += [(f"S({d})", "R") for d in halves] + [("R", f"S({d})") for d in halves]
+        found += [(f"S({a})", f"S({b})") for a in halves for b in halves if a != b or shape[a] % RANKS == 0]
         return found
     if mode == "uneven":
-        return [("R",), *((f"S{d}",) for d, size in enumerate(shape) if size)]
-    return [("R",), *((f"S{d}",) for d, size in enumerate(shape) if size and size % RANKS == 0)]
+        return [("R",), *((f"S({d})",) for d, size in enumerate(shape) if size)]
+    return [("R",), *((f"S({d})",) for d, size in enumerate(shape) if size and size % RANKS == 0)]
 
 
 def _belongs(places: Places, tensors: Sequence[torch.Tensor], mode: str) -> bool:
@@ -177,7 +157,7 @@ def _belongs(places: Places, tensors: Sequence[torch.Tensor], mode: str) -> bool
         return any(one[0].startswith("P") for one in places)
     if mode == "uneven":
         return any(
-            place.startswith("S") and tensor.shape[int(place[1:])] % RANKS
+            place.startswith("S") and tensor.shape[int(place[2:-1])] % RANKS
             for one, tensor in zip(places, tensors, strict=True)
             for place in one
         )
@@ -186,15 +166,12 @@ def _belongs(places: Places, tensors: Sequence[torch.Tensor], mode: str) -> bool
 
 def _combinations(choices: list[list[tuple[Place, ...]]], salt: str) -> Iterator[Places]:
     """Every combination if they are few; otherwise the plain ones and some drawn, without repetition."""
-    count = 1
-    for one in choices:
-        count *= len(one)
-    drawn: Iterable[Places]
-    if count <= 256:
+    rng = random.Random(salt)
+    if math.prod(map(len, choices)) <= 256:
         drawn = list(itertools.product(*choices))
-        random.Random(salt).shuffle(drawn)
+        rng.shuffle(drawn)
     else:
-        drawn = _draws(choices, random.Random(salt))
+        drawn = [tuple(rng.choice(own) for own in choices) for _ in range(1024)]
     first = choices[0][0]  # replicated everywhere
     alike = [
         tuple(place if place in own else first for own in choices)
@@ -205,14 +182,5 @@ def _combinations(choices: list[list[tuple[Place, ...]]], salt: str) -> Iterator
         for i, own in enumerate(choices)
         for place in own[1:]
     ]
-    seen: set[Places] = set()
     mixed = itertools.chain.from_iterable(itertools.zip_longest(alone, drawn))
-    for places in itertools.chain(alike, mixed):
-        if places is not None and places not in seen:
-            seen.add(places)
-            yield places
-
-
-def _draws(choices: list[list[tuple[Place, ...]]], rng: random.Random) -> Iterator[Places]:
-    for _ in range(1024):
-        yield tuple(rng.choice(own) for own in choices)
+    yield from dict.fromkeys(places for places in (*alike, *mixed) if places is not None)

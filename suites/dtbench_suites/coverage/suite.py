@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from dtbench.errors import UsageError, WorldBrokenError
-from dtbench.judge.op_verdicts import FALLBACKS, NOTHING
-from dtbench.model import Case, Plan, Result, Status, Workload
+from dtbench.judge.op_verdicts import MODES
+from dtbench.model import CHOOSABLE_IMPLS, Case, Plan, Result, Workload
 from dtbench.suite import suite
 from dtbench_suites import SUITES
 from dtbench_suites.coverage import pool
-from dtbench_suites.coverage.verdicts import IMPLS, MODES, Caps, OpVerdict
+from dtbench_suites.coverage.verdicts import Caps, Job
 
 # Under --quick, and what CI runs: all modes in some minutes on two cores.
 QUICK = Caps(samples=3, places=4)
@@ -26,37 +26,18 @@ OPTIONS = {
 }
 
 
-_STATUS: dict[str, Status] = {"pass": "ok", "wrong": "wrong", NOTHING: "skipped"}
-
-
 def measure(
     plan: Plan, tasks: Sequence[tuple[Case, tuple[str, ...]]], record: Callable[[Result], None]
 ) -> None:
     """Judges the ops and records each verdict."""
     caps = caps_of(plan)
-    jobs = [
-        pool.Job(case.name, str(case.params["mode"]), impl, caps.samples, caps.places)
-        for case, impls in tasks
-        for impl in impls
-    ]
+    jobs = [Job(case.name, str(case.params["mode"]), impl, caps) for case, impls in tasks for impl in impls]
     workers = _number(plan, "workers", len(os.sched_getaffinity(0)))
     try:
-        for _, verdict in pool.judge_all(jobs, workers):
-            record(result_of(verdict))
+        for result in pool.judge_all(jobs, workers):
+            record(result)
     except pool.WorkerFailedError as error:
         raise WorldBrokenError(str(error)) from error
-
-
-def result_of(verdict: OpVerdict) -> Result:
-    """The line of the run file."""
-    status = _STATUS.get(verdict.verdict, "failed")
-    counters = {name: float(count) for name, count in verdict.counts.items()}
-    if verdict.fallbacks:
-        counters[FALLBACKS] = float(verdict.fallbacks)
-    reason = verdict.reason if verdict.verdict != NOTHING else "the plain op gives nothing to compare"
-    return Result(
-        "coverage", verdict.op, verdict.impl, {"mode": verdict.mode}, status, reason, counters=counters
-    )
 
 
 @suite(
@@ -76,23 +57,19 @@ def coverage(plan: Plan) -> Iterator[Case]:
         wanted = re.compile(plan.options.get("ops", ""))
     except re.error as error:
         raise UsageError(f"--ops {plan.options['ops']}: no regular expression ({error})") from error
-    for mode in MODES:
-        if mode in chosen:
-            for name in _names(mode):
-                if wanted.search(name):
-                    yield Case(name, {"mode": mode}, dict.fromkeys(IMPLS, _not_timed))
-
-
-def _names(mode: str) -> list[str]:
     try:
-        from dtbench_suites.coverage.samples import has_mode, op_names
+        from dtbench_suites.coverage.samples import database, has_mode
 
-        return [name for name in op_names() if has_mode(name, mode)]
+        names = [name for name in database() if wanted.search(name)]
     except ImportError as error:
         raise UsageError(
             f"torch's op database cannot be loaded ({error}): it needs packages of torch's tests; "
             "`pip install 'dtbench[coverage]'` brings them"
         ) from error
+    for mode in MODES:
+        for name in names if mode in chosen else ():
+            if has_mode(name, mode):
+                yield Case(name, {"mode": mode}, dict.fromkeys(CHOOSABLE_IMPLS, _not_timed))
 
 
 def _not_timed(world: object) -> Workload:

@@ -15,32 +15,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from dtbench.judge.op_verdicts import MODES, NOTHING, VERDICTS
+from dtbench.judge.op_verdicts import FALLBACKS, NOTHING, SUITE, VERDICTS
+from dtbench.model import Result, Status
 
-__all__ = [
-    "IMPLS",
-    "MODES",
-    "NOTHING",
-    "RANKS",
-    "VERDICTS",
-    "Caps",
-    "Case",
-    "OpVerdict",
-    "Place",
-    "Places",
-    "spell",
-    "summarize",
-]
-
-IMPLS = ("core", "torch")
 RANKS = 4
 
-# Per mesh dim: "R", "S0", "S1", ..., "Psum", "Pavg", "Pmax".
+# Per mesh dim: "R", "S(0)", "S(1)", ..., "P(sum)", "P(avg)", "P(max)".
 Place = str
 # Per tensor of a sample, in the order of its pytree (and then per tensor of out=): per mesh dim.
 Places = tuple[tuple[Place, ...], ...]
+
+_STATUS: dict[str, Status] = {"pass": "ok", "wrong": "wrong", NOTHING: "skipped"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +39,16 @@ class Caps:
 
 
 @dataclass(frozen=True)
+class Job:
+    """An op to judge in one mode."""
+
+    op: str
+    mode: str
+    impl: str
+    caps: Caps
+
+
+@dataclass(frozen=True)
 class Case:
     """A sample and how it was placed, and what came of it. `stage`: "forward" or "backward"."""
 
@@ -60,41 +57,27 @@ class Case:
     verdict: str
     stage: str = ""
     reason: str = ""
-    error: BaseException | None = field(default=None, compare=False)
 
     def describe(self) -> str:
-        """In a line."""
+        """In a line; `S(0) | R` is a tensor between bars, `S(0),R` its placements on two mesh dims."""
         stage = f" {self.stage}:" if self.stage else ""
-        placed = f", {spell(self.places)}" if self.places else ""
+        spelled = " | ".join(",".join(one) for one in self.places)
+        placed = f", {spelled}" if self.places else ""
         return f"sample {self.sample}{placed}:{stage} {self.reason}"
 
 
-@dataclass(frozen=True)
-class OpVerdict:
-    """An op in one mode. `counts`: cases per verdict. `reason`: of the first case with the op's verdict.
+def summarize(job: Job, cases: Sequence[Case], fallbacks: int = 0) -> Result:
+    """The line of the run file: cases per verdict, and the reason of the first case with the worst one.
 
     fallbacks: calls of aten ops that the core ran on replicated inputs, for want of a rule.
     """
-
-    op: str
-    mode: str
-    impl: str
-    verdict: str
-    counts: dict[str, int]
-    fallbacks: int = 0
-    reason: str = ""
-
-
-def summarize(op: str, mode: str, impl: str, cases: Sequence[Case], fallbacks: int = 0) -> OpVerdict:
-    """The op's verdict from its cases'."""
     counts = Counter(case.verdict for case in cases)
     worst = next((verdict for verdict in VERDICTS if counts[verdict]), NOTHING)
-    first = next((case for case in cases if case.verdict == worst), None)
-    shown = {verdict: counts[verdict] for verdict in VERDICTS if counts[verdict]}
-    reason = "" if first is None or worst == "pass" else first.describe()
-    return OpVerdict(op, mode, impl, worst, shown, fallbacks, reason)
-
-
-def spell(places: Places) -> str:
-    """`S0 | R`, a tensor between bars; `S0,R` on two mesh dims."""
-    return " | ".join(",".join(one) for one in places)
+    reason = {"pass": "", NOTHING: "the plain op gives nothing to compare"}.get(worst)
+    if reason is None:
+        reason = next(case for case in cases if case.verdict == worst).describe()
+    counters = {verdict: float(counts[verdict]) for verdict in VERDICTS if counts[verdict]}
+    if fallbacks:
+        counters[FALLBACKS] = float(fallbacks)
+    status = _STATUS.get(worst, "failed")
+    return Result(SUITE, job.op, job.impl, {"mode": job.mode}, status, reason, counters=counters)
