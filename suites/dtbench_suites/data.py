@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from dtbench.suite import World
 
-# The two libraries that offer the DTensor API, by impl name.
+# The two libraries that offer the DTensor API and tensor parallelism, by impl name.
 DTENSOR_MODULES = {"core": "dtbench_core", "torch": "torch.distributed.tensor"}
 
 # 101 is prime and fits int8: parts of a buffer that start anywhere but a multiple of 101 apart differ.
@@ -31,6 +31,11 @@ SUMMED_VALUES = 5
 def dtensor_api(impl: str) -> Any:
     """The module of `impl` ("core" or "torch") that holds DTensor, Shard, Replicate, Partial, ..."""
     return importlib.import_module(DTENSOR_MODULES[impl])
+
+
+def parallel_api(impl: str) -> Any:
+    """The module of `impl` that holds parallelize_module, the styles and loss_parallel."""
+    return importlib.import_module(f"{DTENSOR_MODULES[impl]}.parallel")
 
 
 def placement(api: Any, text: str) -> Any:

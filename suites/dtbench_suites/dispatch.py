@@ -24,13 +24,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench.model import Case, Param, Plan, Workload
+from dtbench.model import Case, Plan, Workload
 from dtbench.suite import World, suite
 from dtbench_suites import SUITES
-from dtbench_suites.data import dtensor_api, mismatch, placement, shard_of
-from dtbench_suites.dispatch_programs import PROGRAMS, WORLD, Program, build_program, impls
+from dtbench_suites.data import mismatch, shard_of
+from dtbench_suites.dispatch_programs import PROGRAMS, WORLD, Place, Program, build_program
 
 MESHES: tuple[tuple[int, ...], ...] = ((8,), (2, 4))
 ROWS = 4  # of the local tensor, cached calls; its other dim has 4 too
@@ -112,50 +111,43 @@ OPS = (
 
 @dataclass(frozen=True)
 class Setup:
-    """An op ready to be called by one impl on rank 0 of a mesh."""
+    """An op ready to be called on rank 0."""
 
     op: Op
-    impl: str
-    mesh: DeviceMesh
+    at: Place
     backward: bool
-    device: torch.device
 
-    def place(self, full: Tensor, text: str) -> Any:
-        """Rank 0's part of `full`: a DTensor, or the local tensor for the floor."""
-        local = full.detach() if full.ndim == 0 else shard_of(full.detach(), text, 0, WORLD).clone()
-        if self.impl == "local" or text == "0-dim":
-            return local
-        api = dtensor_api(self.impl)
-        return api.DTensor.from_local(local, self.mesh, self.on_all(placement(api, text)), run_check=False)
+    @property
+    def impl(self) -> str:
+        return self.at.impl
 
-    def on_all(self, one: Any) -> list[Any]:
-        """The placement on every mesh dim."""
-        return [one] * self.mesh.ndim
+    def crosses(self, name: str) -> bool:
+        """Whether this is from_local or to_local of a library: a plain tensor on the one side."""
+        return self.impl != "local" and self.op.name == name
 
     def function(self) -> Callable[..., Any]:
         """What is timed; the inputs are its arguments."""
-        if self.impl == "local" or self.op.name not in ("from_local", "to_local"):
-            return self.op.fn
-        if self.op.name == "to_local":
+        if self.crosses("to_local"):
             return lambda x: x.to_local()
-        api = dtensor_api(self.impl)
-        from_local, placed = api.DTensor.from_local, self.on_all(api.Shard(0))
-        return lambda x: from_local(x, self.mesh, placed, run_check=False)
+        if self.crosses("from_local"):
+            from_local, mesh, placed = self.at.api.DTensor.from_local, self.at.mesh, self.at.on_all("S(0)")
+            return lambda x: from_local(x, mesh, placed, run_check=False)
+        return self.op.fn
 
     def full_inputs(self, k: int) -> list[Tensor]:
         """Small whole numbers, another run of them for each input."""
         made = []
         for i, shape in enumerate(self.op.shapes(k)):
             count = int(torch.Size(shape).numel())
-            values = torch.arange(i, i + count, device=self.device, dtype=torch.float32) % 7 - 3
+            values = torch.arange(i, i + count, device=self.at.device, dtype=torch.float32) % 7 - 3
             made.append(values.view(shape))
         return made
 
     def call(self, k: int) -> Callable[[], Any]:
         """One call on inputs of its own, for local tensors of k rows; gives outputs, or (outputs, gradients)."""
         full = self.full_inputs(k)
-        inputs = [self.place(t, text) for t, text in zip(full, self.op.sources(self.impl), strict=True)]
-        if self.op.name == "from_local" and self.impl != "local":
+        inputs = [self.at.put(t, text) for t, text in zip(full, self.op.sources(self.impl), strict=True)]
+        if self.crosses("from_local"):
             inputs = [x.to_local() for x in inputs]
         function = self.function()
         if not self.backward:
@@ -163,9 +155,8 @@ class Setup:
         wanted = [x.requires_grad_() for x in inputs if x.ndim]
         # An op whose result is Partial passes the gradient of the whole to each of its terms.
         text = "R" if self.op.result.startswith("P") else self.op.result
-        like = [torch.ones_like(t) for t in as_tuple(self.op.fn(*full))]
-        cotangents = [self.place(t, text) for t in like]
-        if self.op.name == "to_local" and self.impl != "local":
+        cotangents = [self.at.put(torch.ones_like(t), text) for t in as_tuple(self.op.fn(*full))]
+        if self.crosses("to_local"):
             cotangents = [c.to_local() for c in cotangents]
 
         def forward_backward() -> tuple[Any, Any]:
@@ -206,10 +197,8 @@ class Setup:
                 if any(p != first for p in g.placements) or first.is_partial():
                     continue
                 text = f"S({first.dim})" if first.is_shard() else "R"
-            elif self.impl == "local" and self.op.result.startswith("P"):
-                continue  # the floor's gradient is that of its own small problem
-            elif self.impl == "local" and text == "R":
-                continue  # likewise: without the other ranks' terms
+            elif self.impl == "local" and (self.op.result.startswith("P") or text == "R"):
+                continue  # the floor's gradient is that of its own small problem, without the other ranks' terms
             wrong = self.compare(g, w, shard_of(w, text, 0, WORLD), text, f"gradient {i}")
             if wrong:
                 return wrong
@@ -218,7 +207,7 @@ class Setup:
     def compare(self, got: Any, full: Tensor, local: Tensor, text: str, what: str) -> str | None:
         """Placements and global shape of a DTensor, and its local values."""
         if hasattr(got, "placements"):
-            want = self.on_all(placement(dtensor_api(self.impl), text))
+            want = self.at.on_all(text)
             if list(got.placements) != want or got.shape != full.shape:
                 return f"{what} is {got.placements} {tuple(got.shape)}, expected {want} {tuple(full.shape)}"
             got = got.to_local()
@@ -237,39 +226,43 @@ _fresh: defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(
 )
 
 
-def program_cases(plan: Plan, shape: tuple[int, ...]) -> Iterator[Case]:
-    """The programs of dispatch_programs.py, all of them cached calls."""
-    for program in PROGRAMS:
-        if (program.flat and len(shape) > 1) or (plan.quick and not program.quick):
-            continue
-        for passes in program.passes[:1] if plan.quick else program.passes:
-            where: dict[str, Param] = {"mesh": "x".join(map(str, shape)), "pass": passes, "call": "cached"}
-            build = partial(build_one, program, shape, passes == "forward+backward")
-            yield Case(
-                name=program.name,
-                params={"placements": program.placements, **where},
-                build={impl: partial(build, impl) for impl in impls(program)},
-                clock="host",
-                calls_per_sample=CALLS_PER_SAMPLE[passes],
-                warmup_calls=WARMUP_CALLS,
-            )
-
-
-def build_one(program: Program, shape: tuple[int, ...], backward: bool, impl: str, world: World) -> Workload:
-    return build_program(program, backward, impl, world.mesh_of(shape), world.device)
-
-
-def build_impl(op: Op, shape: tuple[int, ...], passes: str, call: str, impl: str, world: World) -> Workload:
-    setup = Setup(op, impl, world.mesh_of(shape), passes == "forward+backward", world.device)
-    if call == "cached":
-        return Workload(run=setup.call(ROWS), check=setup.check)
+def build_impl(
+    op: Op | Program, shape: tuple[int, ...], backward: bool, first: bool, impl: str, world: World
+) -> Workload:
+    at = Place(impl, world.mesh_of(shape), world.device)
+    if isinstance(op, Program):
+        return build_program(op, at, backward)
+    setup = Setup(op, at, backward)
     ready = setup.call(ROWS)
+    if not first:
+        return Workload(run=ready, check=setup.check)
 
     def before() -> None:
         nonlocal ready
         ready = setup.call(next(_fresh[impl, shape]))
 
     return Workload(run=lambda: ready(), before=before, check=setup.check)
+
+
+def case_of(
+    plan: Plan, op: Op | Program, shape: tuple[int, ...], passes: str, call: str, floor: bool
+) -> Case:
+    first = call == "first"
+    build = partial(build_impl, op, shape, passes == "forward+backward", first)
+    return Case(
+        name=op.name,
+        params={
+            "placements": op.placements,
+            "mesh": "x".join(map(str, shape)),
+            "pass": passes,
+            "call": call,
+        },
+        build={impl: partial(build, impl) for impl in ("core", "torch", "local")[: 3 if floor else 2]},
+        clock="host",
+        calls_per_sample=1 if first else CALLS_PER_SAMPLE[passes],
+        samples=None if not first else FIRST_SAMPLES_QUICK if plan.quick else FIRST_SAMPLES,
+        warmup_calls=FIRST_WARMUP_CALLS if first else WARMUP_CALLS,
+    )
 
 
 def variants(plan: Plan, shape: tuple[int, ...], op: Op) -> list[tuple[str, str]]:
@@ -295,20 +288,11 @@ SLOW = frozenset(program.name for program in PROGRAMS if not program.quick)
     telling=lambda case: case.name not in SLOW,
 )
 def dispatch(plan: Plan) -> Iterator[Case]:
-    first_samples = FIRST_SAMPLES_QUICK if plan.quick else FIRST_SAMPLES
-    for shape in MESHES:
-        yield from program_cases(plan, shape)
+    for shape, program in itertools.product(MESHES, PROGRAMS):
+        if (program.flat and len(shape) > 1) or (plan.quick and not program.quick):
+            continue
+        for passes in program.passes[:1] if plan.quick else program.passes:
+            yield case_of(plan, program, shape, passes, "cached", program.local)
     for shape, op in itertools.product(MESHES, OPS):
         for passes, call in variants(plan, shape, op):
-            first = call == "first"
-            where: dict[str, Param] = {"mesh": "x".join(map(str, shape)), "pass": passes}
-            build = partial(build_impl, op, shape, passes, call)
-            yield Case(
-                name=op.name,
-                params={"placements": op.placements, **where, "call": call},
-                build={i: partial(build, i) for i in ("core", "torch", "local")[: 2 if first else 3]},
-                clock="host",
-                calls_per_sample=1 if first else CALLS_PER_SAMPLE[passes],
-                samples=first_samples if first else None,
-                warmup_calls=FIRST_WARMUP_CALLS if first else WARMUP_CALLS,
-            )
+            yield case_of(plan, op, shape, passes, call, call == "cached")

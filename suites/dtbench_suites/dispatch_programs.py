@@ -7,9 +7,8 @@ dtype alone; the values are checked where ranks are real (the redistribute and t
 
 from __future__ import annotations
 
-import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,10 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench.model import Workload
-from dtbench_suites.data import dtensor_api, placement, shard_of
+from dtbench_suites.data import dtensor_api, parallel_api, placement, shard_of
 
 WORLD = 8  # of the simulated process group, as in dispatch.py
-PARALLEL_MODULES = {"core": "dtbench_core.parallel", "torch": "torch.distributed.tensor.parallel"}
 LISTED = 10  # tensors of a foreach call and of an optimizer step
 
 
@@ -43,13 +41,18 @@ class Place:
         """The placement on every mesh dim."""
         return [placement(self.api, text)] * self.mesh.ndim
 
+    def put(self, full: Tensor, text: str) -> Any:
+        """Rank 0's part of `full`: a DTensor, or the local tensor for the floor and for what has no dims."""
+        if text == "0-dim":
+            return full
+        local = shard_of(full, text, 0, WORLD).clone()
+        if self.impl == "local":
+            return local
+        return self.api.DTensor.from_local(local, self.mesh, self.on_all(text), run_check=False)
+
     def tensor(self, shape: tuple[int, ...], text: str, grad: bool = False) -> Any:
         """Ones of that global shape, placed as `text` says on every mesh dim."""
-        local = shard_of(torch.ones(shape, device=self.device), text, 0, WORLD).clone()
-        if self.impl == "local":
-            return local.requires_grad_(grad)
-        made = self.api.DTensor.from_local(local, self.mesh, self.on_all(text), run_check=False)
-        return made.requires_grad_(grad)
+        return self.put(torch.ones(shape, device=self.device), text).requires_grad_(grad)
 
 
 Call = Callable[[], Any]
@@ -194,7 +197,7 @@ def mlp(place: Place, backward: bool) -> Call:
     if place.impl == "local":
         model.up, model.down = nn.Linear(16, 8, device=place.device), nn.Linear(8, 16, device=place.device)
     else:
-        styles = importlib.import_module(PARALLEL_MODULES[place.impl])
+        styles = parallel_api(place.impl)
         mesh = place.mesh if place.mesh.ndim == 1 else place.mesh[place.mesh.mesh_dim_names[-1]]  # type: ignore[index]
         plan = {"up": styles.ColwiseParallel(), "down": styles.RowwiseParallel()}
         styles.parallelize_module(model, mesh, plan)
@@ -242,8 +245,7 @@ PROGRAMS = (
 )
 
 
-def check(program: Program, place: Place, call: Call) -> str | None:
-    """What is wrong with the call's result, or None."""
+def wrong_result(program: Program, place: Place, call: Call) -> str | None:
     got = call()
     if program.result is None:
         return None if got is True else f"{program.name} gave {got!r}, expected True"
@@ -260,15 +262,8 @@ def check(program: Program, place: Place, call: Call) -> str | None:
 _TALKATIVE = ("torch.distributed.tensor._collective_utils", "torch.distributed.tensor._redistribute")
 
 
-def build_program(program: Program, backward: bool, impl: str, mesh: DeviceMesh, device: Any) -> Workload:
+def build_program(program: Program, place: Place, backward: bool) -> Workload:
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
-    place = Place(impl, mesh, device)
     call = program.build(place, backward)
-    return Workload(run=call, check=partial(check, program, place, call))
-
-
-def impls(program: Program) -> Iterator[str]:
-    yield from ("core", "torch")
-    if program.local:
-        yield "local"
+    return Workload(run=call, check=partial(wrong_result, program, place, call))

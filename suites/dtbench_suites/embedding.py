@@ -13,7 +13,6 @@ Values are small integers: embeddings and gradients are compared with plain torc
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -31,10 +30,11 @@ from dtbench_suites.data import (
     dtensor_api,
     hush_all_to_all,
     mismatch,
+    parallel_api,
     shared_dims,
     torch_dtype,
 )
-from dtbench_suites.tensor_parallel import PARALLEL_MODULES, finished
+from dtbench_suites.tensor_parallel import finished
 
 # rows of a table, width, lookups of all ranks together. On a GPU the width and the batch of MLPerf's DLRM-DCNv2
 # (github.com/mlcommons/training, recommendation_v2: embedding_dim 128, global batch 65536) and a table of a
@@ -86,7 +86,7 @@ def by_module(style: str, impl: str, mesh: Any, table: Tensor, mine: Tensor) -> 
     """The table as an nn.Embedding, cut by a style of tensor parallelism. mine: (1, lookups / n)."""
     module: nn.Module = nn.Embedding.from_pretrained(table.clone(), freeze=False)
     if impl != "local":
-        api, parallel = dtensor_api(impl), importlib.import_module(PARALLEL_MODULES[impl])
+        api, parallel = dtensor_api(impl), parallel_api(impl)
         cut = getattr(parallel, style)(input_layouts=api.Shard(0), output_layouts=api.Shard(0))
         module = parallel.parallelize_module(module, mesh, cut)
     indices = mine[0]

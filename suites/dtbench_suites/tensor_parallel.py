@@ -16,7 +16,6 @@ with the whole model's.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -29,9 +28,7 @@ from torch import Tensor, nn
 from dtbench.model import Case, Param, Plan, Workload
 from dtbench.suite import World, suite
 from dtbench_suites import SUITES
-from dtbench_suites.data import dtensor_api, mismatch, shared_dims, torch_dtype
-
-PARALLEL_MODULES = {"core": "dtbench_core.parallel", "torch": "torch.distributed.tensor.parallel"}
+from dtbench_suites.data import dtensor_api, mismatch, parallel_api, shared_dims, torch_dtype
 
 # batch, seq, d_model, heads. On a GPU a layer of Llama-2-7B (arXiv 2307.09288, table 1: 4096 wide, 32
 # heads, sequences of 4096, half of it here); on a CPU as much as keeps one pass within milliseconds.
@@ -195,7 +192,7 @@ def parallelize(impl: str, model: Model, mesh: Any) -> nn.Module:
     """The model cut over `mesh` by the library of `impl`; itself for "local"."""
     if impl == "local":
         return model
-    api = importlib.import_module(PARALLEL_MODULES[impl])
+    api = parallel_api(impl)
     cut: nn.Module = api.parallelize_module(model, mesh, model.plan(api, dtensor_api(impl)))
     return cut
 
@@ -204,7 +201,7 @@ def loss_context(impl: str) -> AbstractContextManager[Any]:
     """Where cross entropy keeps the logits where they are."""
     if impl == "local":
         return nullcontext()
-    made: AbstractContextManager[Any] = importlib.import_module(PARALLEL_MODULES[impl]).loss_parallel()
+    made: AbstractContextManager[Any] = parallel_api(impl).loss_parallel()
     return made
 
 

@@ -103,12 +103,16 @@ def world() -> Iterator[Any]:
         yield made
 
 
+def setup_of(world: Any, impl: str, op: dispatch.Op, backward: bool, shape: Any = (8,)) -> dispatch.Setup:
+    return dispatch.Setup(op, dispatch.Place(impl, world.mesh_of(shape), CPU), backward)
+
+
 def setups(world: Any, impl: str) -> Iterator[tuple[str, dispatch.Setup]]:
     for shape in dispatch.MESHES:
         for op in dispatch.OPS:
             for backward in (False, True)[: 1 + op.backward]:
                 label = f"{op.name} {op.placements} {shape} {'backward' if backward else 'forward'}"
-                yield label, dispatch.Setup(op, impl, world.mesh_of(shape), backward, world.device)
+                yield label, setup_of(world, impl, op, backward, shape)
 
 
 @pytest.mark.parametrize("impl", ["core", "torch", "local"])
@@ -140,15 +144,14 @@ def test_a_wrong_value_is_caught(world: Any, impl: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("impl", ["core", "torch"])
 def test_a_wrong_placement_is_caught(world: Any, impl: str):
     op = next(op for op in dispatch.OPS if op.name == "relu")
-    wrong = dataclasses.replace(op, result="R")
-    setup = dispatch.Setup(wrong, impl, world.mesh_of((8,)), False, world.device)
+    setup = setup_of(world, impl, dataclasses.replace(op, result="R"), False)
     assert "expected" in str(setup.check())
 
 
 @pytest.mark.parametrize("impl", ["core", "torch"])
 def test_a_wrong_gradient_is_caught(world: Any, impl: str, monkeypatch: pytest.MonkeyPatch):
     op = next(op for op in dispatch.OPS if op.name == "mul_scalar")
-    setup = dispatch.Setup(op, impl, world.mesh_of((8,)), True, world.device)
+    setup = setup_of(world, impl, op, True)
     assert setup.check() is None
     # The value of 2 x with the gradient of 3 x.
     monkeypatch.setattr(dispatch.Setup, "function", lambda self: lambda x: x * 2.0 + (x - x.detach()))
@@ -161,7 +164,7 @@ def test_first_calls_never_see_a_shape_twice(world: Any, impl: str, monkeypatch:
     right = dispatch.Setup.call
     monkeypatch.setattr(dispatch.Setup, "call", lambda self, k: (seen.append(k), right(self, k))[1])
     for op in (dispatch.OPS[0], dispatch.OPS[2]):
-        workload = dispatch.build_impl(op, (8,), "forward", "first", impl, world)
+        workload = dispatch.build_impl(op, (8,), False, True, impl, world)
         seen.clear()  # that one readies the call before the first `before`
         assert workload.before is not None
         for _ in range(3):
