@@ -102,12 +102,10 @@ class SeveralResults(Plan):
 
     def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
         result = call(*locals_, **kwargs) if kwargs else call(*locals_)
-        return result if self.out is None else _each(result, self.out, lambda r, spec: wrap(cls, r, spec))
-
-
-def _each(result: Any, out: Sequence[DTensorSpec | None], made: Callable[[Any, DTensorSpec], Any]) -> Any:
-    listed = [r if spec is None else made(r, spec) for r, spec in zip(result, out, strict=True)]
-    return listed if isinstance(result, list) else tuple(listed)
+        if self.out is None:
+            return result
+        made = [r if spec is None else wrap(cls, r, spec) for r, spec in zip(result, self.out, strict=True)]
+        return made if isinstance(result, list) else tuple(made)
 
 
 # ---- views ----
@@ -147,7 +145,8 @@ class Views(View):
         return self._wrapped(cls, result, args[0])
 
     def _wrapped(self, cls: type[Wrapper], result: Any, base: Any) -> Any:
-        return _each(result, self.out, lambda r, spec: wrap(cls, r, spec))
+        made = [wrap(cls, r, spec) for r, spec in zip(result, self.out, strict=True)]
+        return made if isinstance(result, list) else tuple(made)
 
 
 class CopiedViews(Views):
@@ -158,7 +157,8 @@ class CopiedViews(Views):
     def _wrapped(self, cls: type[Wrapper], result: Any, base: Any) -> Any:
         if self.out.__class__ is DTensorSpec:
             return copied_view(cls, result, self.out, base)
-        return _each(result, self.out, lambda r, spec: copied_view(cls, r, spec, base))
+        made = [copied_view(cls, r, spec, base) for r, spec in zip(result, self.out, strict=True)]
+        return made if isinstance(result, list) else tuple(made)
 
 
 # ---- writes: copied views were refused when the plan was made ----

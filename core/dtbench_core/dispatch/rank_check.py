@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dtbench_core.layout.placement import Placements, local_extents, splits_evenly
+from dtbench_core.layout.placement import Placements, Shard, local_extents, splits_evenly
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.rules.base import OpCall, Strategy
 from dtbench_core.torch_compat import kernel_of
@@ -31,10 +31,10 @@ def every_rank_can(
     outputs: Sequence[Placements],
 ) -> bool:
     """Whether the op runs on all ranks' shards and gives the shards that `outputs` says."""
-    sizes = call.inputs[0].info.sizes
-    placed, made = _placed(call, inputs, outputs)
     if all_even(call, inputs, outputs):
         return True
+    sizes = call.inputs[0].info.sizes
+    placed, made = _placed(call, inputs, outputs)
     seen: set[Any] = set()
     for coordinate in _corners(sizes):
         held = tuple(local_extents(shape, p, sizes, coordinate)[0] for shape, p in placed)
@@ -66,7 +66,7 @@ def _placed(
 def _even(shape: tuple[int, ...], placements: Placements, sizes: tuple[int, ...]) -> bool:
     return all(
         splits_evenly(shape[dim], dim, placements, sizes)
-        for dim in {p.dim for p in placements if p.is_shard()}  # type: ignore[attr-defined]
+        for dim in {p.dim for p in placements if isinstance(p, Shard)}
     )
 
 

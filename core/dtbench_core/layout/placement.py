@@ -191,7 +191,8 @@ def chunk_extent(size: int, parts: int, index: int) -> tuple[int, int]:
 
 def chunk_lengths(size: int, parts: int) -> list[int]:
     """The length of every part, in rank order."""
-    return [chunk_extent(size, parts, index)[0] for index in range(parts)]
+    full = -(-size // parts)
+    return [min(full, max(0, size - full * index)) for index in range(parts)]
 
 
 def local_extents(
@@ -238,8 +239,7 @@ def splits_evenly(size: int, dim: int, placements: Placements, mesh_sizes: tuple
     """Whether every rank holds equally much of tensor dim `dim`, which has `size` elements."""
     for placement, parts in zip(placements, mesh_sizes, strict=True):
         if isinstance(placement, Shard) and placement.dim == dim:
-            lengths = placement.lengths(size, parts)
-            if min(lengths) != max(lengths):
+            if size % parts or (type(placement) is not Shard and len({*placement.lengths(size, parts)}) > 1):
                 return False
-            size = lengths[0]
+            size //= parts
     return True

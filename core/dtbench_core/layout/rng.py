@@ -40,7 +40,8 @@ class Region(Protocol):
 
 def draw(spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor:
     """This rank's part of `make(spec.shape)`, where `make` draws a tensor of the shape it is given."""
-    region = current().regions.get(spec.info.mesh)
+    regions = current().regions
+    region = regions.get(spec.info.mesh) if regions else None
     return part_of(make(spec.shape), spec) if region is None else region.draw(spec, make)
 
 
@@ -56,7 +57,8 @@ def draw_like(
     that it draws from, if not the default one.
     """
     # A generator that the caller brings goes before a region.
-    region = current().regions.get(spec.info.mesh) if generator is None else None
+    regions = current().regions if generator is None else None
+    region = regions.get(spec.info.mesh) if regions else None
     if region is not None:
         return region.draw(spec, lambda shape: op(torch.empty(shape, dtype=spec.dtype, device=device)))
     return part_of(op(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)), spec)
