@@ -79,60 +79,57 @@ class Gradients:
         return None
 
 
-def core(gradients: Gradients, bucket_bytes: int, hold_inputs: bool = False) -> Workload:
-    bucketer = dtbench_core.ReduceScatterBucketer(bucket_bytes / MIB, hold_inputs=hold_inputs)
+def bucketer_of(impl: str, bucket_bytes: int, tensors: list[torch.Tensor], n: int) -> tuple[Any, list[Any]]:
+    """(the bucketer of an impl, each tensor in the form that it takes)."""
+    lists = [list(t.chunk(n)) for t in tensors] if impl in ("reference", "core_lists") else []
+    if impl == "reference":
+        return ReferenceBucketer(bucket_bytes / MIB), lists
+    own = dtbench_core.ReduceScatterBucketer(bucket_bytes / MIB, hold_inputs=impl == "core_held")
+    return own, lists or tensors
 
-    def counters(run: Callable[[], object]) -> dict[str, float]:
-        """Of one more pass; all ranks together."""
-        before = bucketer.counters.collectives, bucketer.counters.bytes_copied
+
+def send_all(
+    bucketer: Any, inputs: Sequence[Any], callbacks: Sequence[Callable[..., Any]], group: dist.ProcessGroup
+) -> None:
+    """One pass over all tensors."""
+    for given, callback in zip(inputs, callbacks, strict=True):
+        bucketer.reduce_scatter_async(given, group, callback)
+    bucketer.flush()
+
+
+def counters_of(bucketer: Any, run: Callable[[], object]) -> dict[str, float]:
+    """Of one more pass; all ranks together."""
+    if isinstance(bucketer, ReferenceBucketer):
+        issued = bucketer.collectives
         run()
-        now = bucketer.counters
-        return {
-            "collectives": now.collectives - before[0],
-            "bytes_copied": now.bytes_copied - before[1],
-            "peak_bytes": now.peak_bytes,
-        }
-
-    return bucketed(gradients, gradients.tensors, bucketer, counters, bucketer.teardown)
-
-
-def reference(gradients: Gradients, bucket_bytes: int) -> Workload:
-    bucketer = ReferenceBucketer(bucket_cap_mb=bucket_bytes / MIB)
-
-    def counters(run: Callable[[], object]) -> dict[str, float]:
-        before = bucketer.collectives
-        run()
-        return {"collectives": float(bucketer.collectives - before)}
-
-    lists = [list(t.chunk(gradients.group.size())) for t in gradients.tensors]
-    return bucketed(gradients, lists, bucketer, counters)
+        return {"collectives": float(bucketer.collectives - issued)}
+    counters = bucketer.counters
+    before = counters.collectives, counters.bytes_copied
+    run()
+    return {
+        "collectives": counters.collectives - before[0],
+        "bytes_copied": counters.bytes_copied - before[1],
+        "peak_bytes": counters.peak_bytes,
+    }
 
 
-def bucketed(
-    gradients: Gradients,
-    inputs: Sequence[Any],
-    bucketer: Any,
-    counters: Callable[[Callable[[], object]], dict[str, float]],
-    close: Callable[[], None] | None = None,
-) -> Workload:
-    """inputs: each tensor, in the form that `bucketer` takes."""
-    results: list[torch.Tensor | None] = [None] * len(inputs)
-    keep = [partial(results.__setitem__, k) for k in range(len(inputs))]
-
-    def run() -> None:
-        for given, callback in zip(inputs, keep, strict=True):
-            bucketer.reduce_scatter_async(given, gradients.group, callback)
-        bucketer.flush()
+def bucketed(impl: str, gradients: Gradients, bucket_bytes: int) -> Workload:
+    group, number = gradients.group, len(gradients.tensors)
+    bucketer, inputs = bucketer_of(impl, bucket_bytes, gradients.tensors, group.size())
+    results: list[torch.Tensor | None] = [None] * number
+    keep = [partial(results.__setitem__, k) for k in range(number)]
+    run = partial(send_all, bucketer, inputs, keep, group)
 
     def check() -> str | None:
-        results[:] = [None] * len(inputs)
+        results[:] = [None] * number
         run()
         return gradients.check(results)
 
-    return Workload(run=run, check=check, counters=lambda: counters(run), close=close)
+    close = getattr(bucketer, "teardown", None)
+    return Workload(run=run, check=check, counters=partial(counters_of, bucketer, run), close=close)
 
 
-def unbucketed(gradients: Gradients, bucket_bytes: int) -> Workload:
+def unbucketed(gradients: Gradients) -> Workload:
     group = gradients.group
     outputs = [torch.empty_like(t.chunk(group.size())[0]) for t in gradients.tensors]
     calls = [
@@ -142,7 +139,7 @@ def unbucketed(gradients: Gradients, bucket_bytes: int) -> Workload:
     return plain(calls, outputs, lambda: gradients.check([*outputs]))
 
 
-def limit(gradients: Gradients, bucket_bytes: int) -> Workload:
+def limit(gradients: Gradients) -> Workload:
     group, number = gradients.group, len(gradients.tensors)
     n, count = group.size(), gradients.tensors[0].numel()
     # As a bucket would lie at its best: all shards for rank 0, all for rank 1, ...
@@ -152,8 +149,7 @@ def limit(gradients: Gradients, bucket_bytes: int) -> Workload:
     return plain(calls, [output], lambda: gradients.check([*output]))
 
 
-def copy(gradients: Gradients, bucket_bytes: int) -> Workload:
-    source = torch.stack(gradients.tensors)
+def copy(source: torch.Tensor) -> Workload:
     target = torch.empty_like(source)
 
     def check() -> str | None:
@@ -183,14 +179,6 @@ def plain(
     return Workload(run=run, check=check, counters=lambda: counters)
 
 
-IMPLS: dict[str, Callable[[Gradients, int], Workload]] = {
-    "core": core,
-    "core_held": partial(core, hold_inputs=True),
-    "reference": reference,
-    "unbucketed": unbucketed,
-    "limit": limit,
-    "copy": copy,
-}
 SMALL_IMPLS = ("core", "reference", "unbucketed", "limit")
 LARGE_IMPLS = ("core", "core_held", "reference", "limit", "copy")
 
@@ -228,4 +216,8 @@ def build_impl(
     mesh_dim: str, number: int, count: int, dtype: torch.dtype, bucket_bytes: int, impl: str, world: World
 ) -> Workload:
     group = world.mesh.get_group(mesh_dim)
-    return IMPLS[impl](Gradients.make(group, number, count, dtype, world.device), bucket_bytes)
+    gradients = Gradients.make(group, number, count, dtype, world.device)
+    if impl == "copy":
+        return copy(torch.stack(gradients.tensors))
+    alone = {"unbucketed": unbucketed, "limit": limit}.get(impl)
+    return alone(gradients) if alone else bucketed(impl, gradients, bucket_bytes)

@@ -19,19 +19,18 @@ import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-import dtbench_core
 from dtbench.model import Case, Plan, Workload
 from dtbench.suite import World, suite
 from dtbench_core import comm
 from dtbench_suites import SUITES, bucketer_reference
-from dtbench_suites.bucketer_reference import ReferenceBucketer
+from dtbench_suites.bucketer import KIB, MIB, bucketer_of, copy, counters_of, send_all
 from dtbench_suites.data import MOVED_VALUES, mismatch, torch_dtype
 
-KIB, MIB = 2**10, 2**20
 # Biases and norms of a large model, small matrices, larger ones.
 SIZES = (16 * KIB, 256 * KIB, 1 * MIB)
 TOTAL, TOTAL_QUICK = 64 * MIB, 2 * MIB
@@ -42,28 +41,22 @@ def forget(result: Tensor) -> None:
     """A callback that keeps nothing."""
 
 
-def packed_by(module: Any, name: str, run: Callable[[], object]) -> list[Tensor]:
-    """What `run` passes to the collective `module.name`, each copied."""
-    seen: list[Tensor] = []
+def check(run: Callable[[], object], module: Any, name: str, whole: Tensor, n: int) -> str | None:
+    """What `run` passes to the collective `module.name`: each rank must be sent its part of every tensor, in order.
+
+    whole: (tensors, n * k).
+    """
+    sent: list[Tensor] = []
     right = getattr(module, name)
 
     def spy(output: Tensor, packed: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.append(packed.clone())
+        sent.append(packed.clone().view(n, -1))
         return right(output, packed, *args, **kwargs)
 
-    setattr(module, name, spy)
-    try:
+    with mock.patch.object(module, name, spy):
         run()
-    finally:
-        setattr(module, name, right)
-    return seen
-
-
-def check(run: Callable[[], object], module: Any, name: str, whole: Tensor, n: int) -> str | None:
-    """whole: (tensors, n * k). Each rank must be sent its part of every tensor, in order."""
-    sent = packed_by(module, name, run)
-    rows = torch.cat([t.view(n, -1) for t in sent], dim=1)
-    return mismatch(rows, whole.view(len(whole), n, -1).transpose(0, 1).reshape(n, -1), "what is packed")
+    want = whole.view(len(whole), n, -1).transpose(0, 1).reshape(n, -1)
+    return mismatch(torch.cat(sent, dim=1), want, "what is packed")
 
 
 @functools.lru_cache(maxsize=1)
@@ -80,46 +73,19 @@ def build(impl: str, number: int, count: int, dtype: torch.dtype, world: World) 
     group = world.mesh.get_group(0)
     n = group.size()
     whole, gradients = made(number, count, dtype, world.device)
-    lists = [list(t.chunk(n)) for t in gradients]
     if impl == "copy":
-        target = torch.empty_like(whole)
-
-        def compare() -> str | None:
-            target.zero_()
-            target.copy_(whole)
-            return mismatch(target, whole)
-
-        return Workload(run=lambda: target.copy_(whole), check=compare)
+        return copy(whole)
+    bucketer, inputs = bucketer_of(impl, BUCKET, gradients, n)
+    run = partial(send_all, bucketer, inputs, [forget] * number, group)
     if impl == "reference":
-        reference = ReferenceBucketer(BUCKET / MIB)
-
-        def run_reference() -> None:
-            for shards in lists:
-                reference.reduce_scatter_async(shards, group, forget)
-            reference.flush()
-
-        return Workload(
-            run=run_reference,
-            check=partial(check, run_reference, bucketer_reference, "reduce_scatter_single", whole, n),
-        )
-    bucketer = dtbench_core.ReduceScatterBucketer(BUCKET / MIB, hold_inputs=impl == "core_held")
-    inputs: list[Any] = lists if impl == "core_lists" else gradients
-
-    def run() -> None:
-        for given in inputs:
-            bucketer.reduce_scatter_async(given, group, forget)
-        bucketer.flush()
+        return Workload(run, check=partial(check, run, bucketer_reference, "reduce_scatter_single", whole, n))
 
     def counters() -> dict[str, float]:
-        before = bucketer.counters.bytes_copied
-        run()
-        return {
-            "bytes_copied": bucketer.counters.bytes_copied - before,
-            "peak_bytes": bucketer.counters.peak_bytes,
-        }
+        counted = counters_of(bucketer, run)
+        return {name: counted[name] for name in ("bytes_copied", "peak_bytes")}
 
     checked = partial(check, run, comm, "reduce_scatter", whole, n)
-    return Workload(run=run, check=checked, counters=counters, close=bucketer.teardown)
+    return Workload(run, check=checked, counters=counters, close=bucketer.teardown)
 
 
 IMPLS = ("core", "core_held", "core_lists", "reference", "copy")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute as torch_planner
 
 from dtbench.errors import UsageError
@@ -28,7 +29,7 @@ from dtbench_core.cost.topology import Topology, TopologyError
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.redistribute import route as redistribute
 from dtbench_suites import SUITES
-from dtbench_suites.data import MOVED_VALUES, hush_all_to_all, mismatch, shared_dims, torch_dtype
+from dtbench_suites.data import hush_all_to_all, mismatch, moved_values, shared_dims, torch_dtype
 from dtbench_suites.ways import (
     Dims,
     Leg,
@@ -76,11 +77,12 @@ WIDTH = 128
 SAMPLES = 11
 
 
-def coordinates(world: World) -> list[int]:
-    """Of this rank, on the mesh dims with more than one rank."""
-    at = world.mesh.get_coordinate()
-    assert at is not None
-    return [c for c, n in zip(at, world.mesh.shape, strict=True) if n > 1]
+def wide(world: World) -> tuple[Dims, list[int], DeviceMesh]:
+    """(names and ranks of the mesh dims with more than one rank, this rank's coordinates on them, their mesh)."""
+    names, at = world.mesh.mesh_dim_names, world.mesh.get_coordinate()
+    assert names is not None and at is not None
+    dims = [(name, n, c) for name, n, c in zip(names, world.mesh.shape, at, strict=True) if n > 1]
+    return [(name, n) for name, n, _ in dims], [c for _, _, c in dims], world.mesh[tuple(d[0] for d in dims)]
 
 
 def local_of(full: Tensor, placed: Placed, at: list[int], dims: Dims) -> Tensor:
@@ -97,9 +99,8 @@ def local_of(full: Tensor, placed: Placed, at: list[int], dims: Dims) -> Tensor:
     return local - (terms - 1) if first else torch.ones_like(local)
 
 
-def mover(leg: Leg, dtype: torch.dtype, library: str, world: World) -> Callable[[Tensor], Tensor]:
+def mover(leg: Leg, dtype: torch.dtype, library: str, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     """What takes this rank's part of the leg's tensor from its first placements to its last."""
-    mesh = world.mesh[tuple(name for name, n in world_dims(world) if n > 1)]
     if library == "core":
         stride = torch.empty(leg.shape, device="meta").stride()
         spec = DTensorSpec.of(mesh, ours(leg.placed[0]), leg.shape, stride, dtype)
@@ -115,42 +116,30 @@ def mover(leg: Leg, dtype: torch.dtype, library: str, world: World) -> Callable[
     return move
 
 
-def world_dims(world: World) -> Dims:
-    names = world.mesh.mesh_dim_names
-    assert names is not None
-    return list(zip(names, world.mesh.shape, strict=True))
-
-
-def values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Small whole numbers, different from their neighbours."""
-    return (torch.arange(math.prod(shape), device=device) % MOVED_VALUES).to(dtype).view(shape)
-
-
-def build_move(way: Way, dtype: torch.dtype, library: str, world: World) -> Workload:
+def build(way: Way, dtype: torch.dtype, library: str, world: World) -> Workload:
     hush_all_to_all()
-    (leg,) = way.legs
-    dims, at = [d for d in world_dims(world) if d[1] > 1], coordinates(world)
-    full = values(leg.shape, dtype, world.device)
-    local = local_of(full, leg.placed[0], at, dims)
-    run = partial(mover(leg, dtype, library, world), local)
-    return Workload(
-        run=run, check=lambda: mismatch(run(), local_of(full, leg.placed[-1], at, dims), "the shard")
-    )
-
-
-def build_product(way: Way, dtype: torch.dtype, library: str, world: World) -> Workload:
-    hush_all_to_all()
-    dims, at = [d for d in world_dims(world) if d[1] > 1], coordinates(world)
-    move_a, move_b, move_out = (mover(leg, dtype, library, world) for leg in way.legs)
-    a, b, out = way.legs
-    full_a, full_b = (values(leg.shape, dtype, world.device) % 3 for leg in (a, b))
-    local_a, local_b = (local_of(full, leg.placed[0], at, dims) for full, leg in ((full_a, a), (full_b, b)))
-
-    def run() -> Tensor:
-        return move_out(move_a(local_a) @ move_b(local_b))
+    dims, at, mesh = wide(world)
+    moves = [mover(leg, dtype, library, mesh) for leg in way.legs]
+    fulls = [
+        moved_values(0, math.prod(leg.shape), dtype, world.device).view(leg.shape)
+        for leg in way.legs
+        if leg.tensor != "out"
+    ]
+    run: Callable[[], Tensor]
+    if len(way.legs) == 1:
+        (full,) = fulls
+        run = partial(moves[0], local_of(full, way.legs[0].placed[0], at, dims))
+    else:
+        move_a, move_b, move_out = moves
+        a, b = (full % 3 for full in fulls)
+        local_a, local_b = (
+            local_of(t, leg.placed[0], at, dims) for t, leg in zip((a, b), way.legs, strict=False)
+        )
+        run = lambda: move_out(move_a(local_a) @ move_b(local_b))  # noqa: E731
 
     def check() -> str | None:
-        return mismatch(run(), local_of(full_a @ full_b, out.placed[-1], at, dims), "the shard")
+        whole = full if len(way.legs) == 1 else a @ b
+        return mismatch(run(), local_of(whole, way.legs[-1].placed[-1], at, dims), "the shard")
 
     return Workload(run=run, check=check)
 
@@ -196,83 +185,50 @@ def regret(plan: Plan) -> Iterator[Case]:
         )
     topology = topology_of(plan)
     sizes = plan.sizes_bytes if plan.sizes_chosen else SIZES[plan.device_type]
-    for dtype_name in plan.dtypes:
-        for size in sizes:
-            for library in plan.impls:
-                yield from redistributions(plan, size, dtype_name, library, topology)
-                yield from products(plan, size, dtype_name, library, topology)
+    for dtype_name, size, library in itertools.product(plan.dtypes, sizes, plan.impls):
+        yield from decisions(plan, topology, dtype_name, size, library)
 
 
-def redistributions(
-    plan: Plan, size: int, dtype_name: str, library: str, topology: Topology | None
+def decisions(
+    plan: Plan, topology: Topology | None, dtype_name: str, size: int, library: str
 ) -> Iterator[Case]:
+    """The redistributions of a tensor of about so many bytes, and the products."""
     dims = shared_dims(plan)
-    dtype, mesh = torch_dtype(dtype_name), offline_mesh(dims)
-    shape = matrix_of(size, dtype.itemsize, dims[0][1] * dims[1][1])
+    dtype, mesh, together = torch_dtype(dtype_name), offline_mesh(dims), library == "core"
+    ranks, itemsize = math.prod(n for _, n in dims), dtype.itemsize
+
+    def case(name: str, size: int, ways: list[Way], problem: str, **chosen: Way) -> Case:
+        """Each different way is an impl, named by its words. chosen: those of torch, which are params too."""
+        by_words = {way.words(dims, itemsize): way for way in (*ways, *chosen.values())}
+        params: dict[str, Param] = {"library": library, "problem": problem}
+        params |= {planner: way.words(dims, itemsize) for planner, way in chosen.items()}
+        where: dict[str, Param] = {
+            "mesh": ",".join(f"{dim}={n}" for dim, n in dims),
+            "dtype": dtype_name,
+            "size": size,
+        }
+        return Case(
+            name=name,
+            params=params | where,
+            build={words: partial(build, way, dtype, library) for words, way in by_words.items()},
+            size_bytes=size,
+            samples=None if plan.quick else SAMPLES,
+        )
+
+    shape = matrix_of(size, itemsize, ranks)
     for src, dst in REDISTRIBUTIONS:
         greedy, by_cost = (
             Way((torch_leg("x", shape, src, dst, mesh, dtype, by_cost=by_cost),)) for by_cost in (False, True)
         )
-        ways = ways_between(shape, dtype.itemsize, src, dst, dims, topology, together=library == "core")
-        yield decision(
-            "redistribute",
-            {
-                "problem": f"{','.join(src)}->{','.join(dst)}",
-                "torch_greedy": greedy.words(dims, dtype.itemsize),
-                "torch_by_cost": by_cost.words(dims, dtype.itemsize),
-            },
-            [*ways, greedy, by_cost],
-            build_move,
-            (library, dtype_name, math.prod(shape) * dtype.itemsize),
-            dims,
-            plan.quick,
-        )
-
-
-def products(
-    plan: Plan, size: int, dtype_name: str, library: str, topology: Topology | None
-) -> Iterator[Case]:
-    dims = shared_dims(plan)
-    dtype, mesh = torch_dtype(dtype_name), offline_mesh(dims)
-    ranks = dims[0][1] * dims[1][1]
+        ways = ways_between(shape, itemsize, src, dst, dims, topology, together=together)
+        problem = f"{','.join(src)}->{','.join(dst)}"
+        whole = math.prod(shape) * itemsize
+        yield case("redistribute", whole, ways, problem, torch_greedy=greedy, torch_by_cost=by_cost)
     width = max(WIDTH // ranks, 1) * ranks
-    rows = max(size // dtype.itemsize // width // ranks, 1) * ranks
+    rows = max(size // itemsize // width // ranks, 1) * ranks
     for a, b, out in PRODUCTS:
         product = Product(rows, width, width, a, b, out)
+        ways = ways_of_product(product, itemsize, dims, topology, together=together)
+        problem = f"({','.join(a)})@({','.join(b)})->{','.join(out)}"
         chosen = torch_product(product, mesh, dtype)
-        ways = ways_of_product(product, dtype.itemsize, dims, topology, together=library == "core")
-        yield decision(
-            "product",
-            {
-                "problem": f"({','.join(a)})@({','.join(b)})->{','.join(out)}",
-                "torch_greedy": chosen.words(dims, dtype.itemsize),
-            },
-            [*ways, chosen],
-            build_product,
-            (library, dtype_name, rows * width * dtype.itemsize),
-            dims,
-            plan.quick,
-        )
-
-
-def decision(
-    name: str,
-    params: dict[str, Param],
-    ways: list[Way],
-    build: Callable[[Way, torch.dtype, str, World], Workload],
-    where: tuple[str, str, int],
-    dims: Dims,
-    quick: bool,
-) -> Case:
-    """The case of one decision: each different way is an impl, named by its words."""
-    library, dtype_name, size = where
-    dtype = torch_dtype(dtype_name)
-    by_words = {way.words(dims, dtype.itemsize): way for way in ways}
-    mesh = ",".join(f"{dim}={n}" for dim, n in dims)
-    return Case(
-        name=name,
-        params={"library": library, **params, "mesh": mesh, "dtype": dtype_name, "size": size},
-        build={words: partial(build, way, dtype, library) for words, way in by_words.items()},
-        size_bytes=size,
-        samples=None if quick else SAMPLES,
-    )
+        yield case("product", rows * width * itemsize, ways, problem, torch_greedy=chosen)

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed.tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _redistribute as torch_planner
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
@@ -28,6 +30,7 @@ from dtbench_core.cost import search as cost
 from dtbench_core.cost.ring import INTER_HOST, INTRA_HOST, Link
 from dtbench_core.cost.search import Transition
 from dtbench_core.cost.topology import MeshConstants, Topology
+from dtbench_suites.data import placement
 
 Placed = tuple[str, ...]  # a placement per mesh dim: ("S(0)", "P")
 Dims = Sequence[tuple[str, int]]  # mesh dims: name, ranks
@@ -85,13 +88,8 @@ def shared_bytes(
     shape: Sequence[int], itemsize: int, before: Placed, mesh_dims: Sequence[int], dims: Dims
 ) -> int:
     """Bytes of what the ranks of some mesh dims share: the tensor less what the other mesh dims shard away."""
-    others = [d for d in range(len(dims)) if d not in mesh_dims and before[d].startswith("S")]
-    count = itemsize
-    for extent in shape:
-        count *= extent
-    for d in others:
-        count //= dims[d][1]
-    return count
+    others = [n for d, (_, n) in enumerate(dims) if d not in mesh_dims and before[d].startswith("S")]
+    return itemsize * math.prod(shape) // math.prod(others)
 
 
 # ------------------------------------------------------------------------------- the models that propose
@@ -147,8 +145,8 @@ def leg_of(tensor: str, shape: tuple[int, ...], src: Placed, chain: Iterable[Tra
     steps = []
     for step in chain:
         after = list(placed[-1])
-        for mesh_dim, placement in zip(step.mesh_dims, step.dst, strict=True):
-            after[mesh_dim] = text_of(placement)
+        for mesh_dim, wanted in zip(step.mesh_dims, step.dst, strict=True):
+            after[mesh_dim] = text_of(wanted)
         placed.append(tuple(after))
         # Without its price, so that two models' equal proposals are one.
         steps.append(step._replace(us=0.0))
@@ -156,18 +154,13 @@ def leg_of(tensor: str, shape: tuple[int, ...], src: Placed, chain: Iterable[Tra
 
 
 def ours(placed: Placed) -> tuple[Any, ...]:
-    made = {"R": dtbench_core.Replicate, "P": dtbench_core.Partial}
-    return tuple(dtbench_core.Shard(int(p[2:-1])) if p.startswith("S") else made[p]() for p in placed)
-
-
-def theirs(placed: Placed) -> tuple[Any, ...]:
-    made = {"R": Replicate, "P": Partial}
-    return tuple(Shard(int(p[2:-1])) if p.startswith("S") else made[p]() for p in placed)
+    return tuple(placement(dtbench_core, text) for text in placed)
 
 
 def torch_spec(shape: Sequence[int], placed: Placed, mesh: DeviceMesh, dtype: torch.dtype) -> DTensorSpec:
     stride = torch.empty(tuple(shape), device="meta").stride()
-    return DTensorSpec(mesh, theirs(placed), TensorMeta(torch.Size(shape), stride, dtype))
+    placements = tuple(placement(torch.distributed.tensor, text) for text in placed)
+    return DTensorSpec(mesh, placements, TensorMeta(torch.Size(shape), stride, dtype))
 
 
 def torch_leg(
@@ -181,39 +174,19 @@ def torch_leg(
     by_cost: bool,
 ) -> Leg:
     """What torch.distributed.tensor does: its default (greedy) planner, or the one that looks at costs."""
-    infos = torch_planner._gen_transform_infos_non_cached(
+    moves = torch_planner._gen_transform_infos_non_cached(
         torch_spec(shape, src, mesh, dtype), torch_spec(shape, dst, mesh, dtype), by_cost
     )
-    chain = [
-        Transition((info.mesh_dim,), (ours_of(before),), (ours_of(after),), "", 0, 0.0)
-        for info in infos
-        for before, after in [info.src_dst_placements]
-    ]
-    return leg_of(tensor, shape, src, with_collectives(chain, shape, src, mesh, dtype))
-
-
-def ours_of(placement: Any) -> Any:
-    return ours((text_of(placement),))[0]
-
-
-def with_collectives(
-    chain: Sequence[Transition], shape: Sequence[int], src: Placed, mesh: DeviceMesh, dtype: torch.dtype
-) -> Iterator[Transition]:
-    """torch's steps as the core's planner writes them, so that equal steps are equal."""
-    state = list(src)
     info = MeshConstants.of_links(mesh.shape, [Link(1.0, 1.0)] * mesh.ndim)
-    for step in chain:
-        (d,) = step.mesh_dims
-        after = [*state[:d], text_of(step.dst[0]), *state[d + 1 :]]
-        (found,) = next(
-            made
-            for made in cost.every_chain(
-                shape, dtype.itemsize, ours(tuple(state)), ours(tuple(after)), info, longest=1
-            )
-            if made[0].mesh_dims == step.mesh_dims
-        )
-        yield found
+    state, chain = src, []
+    for move in moves:
+        d = move.mesh_dim
+        after = (*state[:d], text_of(move.src_dst_placements[1]), *state[d + 1 :])
+        # As the core's planner writes the step, so that equal steps are equal.
+        steps = cost.every_chain(shape, dtype.itemsize, ours(state), ours(after), info, longest=1)
+        chain.append(next(step for (step,) in steps if step.mesh_dims == (d,)))
         state = after
+    return leg_of(tensor, shape, src, chain)
 
 
 # ------------------------------------------------------------------------------- products
@@ -287,15 +260,8 @@ def torch_product(product: Product, mesh: DeviceMesh, dtype: torch.dtype) -> Way
     found: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(schema)
     moved = found.redistribute_schema
     wanted: Sequence[Any] = specs if moved is None else moved.args_schema
-    result = tuple(text_of(p) for p in found.output_spec.placements)
-    ends: list[tuple[str, Placed, Placed]] = [
-        ("a", product.a, tuple(text_of(p) for p in wanted[0].placements)),
-        ("b", product.b, tuple(text_of(p) for p in wanted[1].placements)),
-        ("out", result, product.out),
-    ]
+    a, b, result = (tuple(map(text_of, spec.placements)) for spec in (*wanted[:2], found.output_spec))
+    ends = {"a": (product.a, a), "b": (product.b, b), "out": (result, product.out)}
     return Way(
-        tuple(
-            torch_leg(tensor, shapes[tensor], src, dst, mesh, dtype, by_cost=False)
-            for tensor, src, dst in ends
-        )
+        tuple(torch_leg(t, shapes[t], src, dst, mesh, dtype, by_cost=False) for t, (src, dst) in ends.items())
     )
