@@ -26,13 +26,7 @@ from dtbench_core.errors import ArgumentError
 from dtbench_core.runtime import current
 from dtbench_core.torch_compat import ALL_GATHER_METHOD, ALL_TO_ALL_METHOD, REDUCE_SCATTER_METHOD
 
-_REDUCE_OP = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "product": dist.ReduceOp.PRODUCT,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
+_REDUCE_OP = {op: getattr(dist.ReduceOp, op.upper()) for op in ("sum", "avg", "product", "max", "min")}
 
 
 def _options(kind: Callable[[], Any], op: str | None, async_op: bool) -> Any:
@@ -44,14 +38,14 @@ def _options(kind: Callable[[], Any], op: str | None, async_op: bool) -> Any:
 
 
 # Read-only, so one of each serves all calls. Indexed by (reduction and) async_op.
-_GATHER = {a: _options(torch_compat.AllGatherOptions, None, a) for a in (False, True)}
-_EXCHANGE = {a: _options(torch_compat.AllToAllOptions, None, a) for a in (False, True)}
-_REDUCE = {
-    (op, a): _options(torch_compat.AllReduceOptions, op, a) for op in _REDUCE_OP for a in (False, True)
-}
-_REDUCE_SCATTER = {
-    (op, a): _options(torch_compat.ReduceScatterOptions, op, a) for op in _REDUCE_OP for a in (False, True)
-}
+_GATHER, _EXCHANGE = (
+    {a: _options(kind, None, a) for a in (False, True)}
+    for kind in (torch_compat.AllGatherOptions, torch_compat.AllToAllOptions)
+)
+_REDUCE, _REDUCE_SCATTER = (
+    {(op, a): _options(kind, op, a) for op in _REDUCE_OP for a in (False, True)}
+    for kind in (torch_compat.AllReduceOptions, torch_compat.ReduceScatterOptions)
+)
 
 
 @dataclass
@@ -89,13 +83,10 @@ def all_gather(
     """Concatenates the ranks' inputs on dim 0 into every rank's output."""
     if current().counters:
         _record("all_gather", output)
+    received, sent = output, input
     if output.is_complex():
-        work = getattr(group, ALL_GATHER_METHOD)(
-            _real(output), _real(input.resolve_conj()), _GATHER[async_op]
-        )
-    else:
-        work = getattr(group, ALL_GATHER_METHOD)(output, input, _GATHER[async_op])
-    return _finish(work, async_op)
+        received, sent = _real(output), _real(input.resolve_conj())
+    return _finish(getattr(group, ALL_GATHER_METHOD)(received, sent, _GATHER[async_op]), async_op)
 
 
 def reduce_scatter(
@@ -111,16 +102,15 @@ def reduce_scatter(
     averaged = op == "avg" and not _averages(group, input)
     if averaged:
         op, async_op = "sum", False
-    reduce = getattr(group, REDUCE_SCATTER_METHOD)
+    received, sent = output, input
     if output.is_complex():
         _refuse_complex("reduce_scatter", op)
-        work = reduce(_real(output), _real(input.resolve_conj()), _REDUCE_SCATTER[op, async_op])
-    else:
-        work = reduce(output, input, _REDUCE_SCATTER[op, async_op])
-    left = _finish(work, async_op)
+        received, sent = _real(output), _real(input.resolve_conj())
+    reduce = getattr(group, REDUCE_SCATTER_METHOD)
+    work = _finish(reduce(received, sent, _REDUCE_SCATTER[op, async_op]), async_op)
     if averaged:
         output /= group.size()
-    return left
+    return work
 
 
 def all_reduce(

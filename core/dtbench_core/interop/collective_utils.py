@@ -8,6 +8,7 @@ is written against them. The cost functions are cost/search.py's, the constants 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from typing import Any
 
@@ -27,9 +28,9 @@ from dtbench_core.cost.search import (
     spec_to_bytes,
 )
 from dtbench_core.errors import ArgumentError, LayoutError
-from dtbench_core.layout.placement import REPLICATE, Shard
+from dtbench_core.layout.placement import REPLICATE, Placement, Shard
 from dtbench_core.layout.spec import TensorMeta
-from dtbench_core.redistribute.movers import Exchange, mover
+from dtbench_core.redistribute.movers import Exchange, mover, padded
 from dtbench_core.runtime import process
 from dtbench_core.torch_compat import resolve_group
 
@@ -69,33 +70,28 @@ def shard_dim_alltoall(
     Raises:
         ArgumentError: a dim that the tensor lacks, or both the same.
     """
-    gather_dim, shard_dim = _dims(input, gather_dim, shard_dim)
-    group = mesh.get_group(mesh_dim)
-    if process.mode is not None:  # a LocalTensorMode
-        return _exchanged(input, gather_dim, shard_dim, group)
-    if mesh.device_type == "cpu":
-        _tell_fallback()
-        return _gathered_and_cut(input, gather_dim, shard_dim, group)
-    exchanged: torch.Tensor = torch.ops.dtbench_core.shard_dim_alltoall(
-        input, gather_dim, shard_dim, group.group_name
-    )
-    return exchanged
-
-
-def _dims(input: torch.Tensor, gather_dim: int, shard_dim: int) -> tuple[int, int]:
-    ndim = input.ndim
+    ndim, shape = input.ndim, list(input.shape)
     for name, dim in (("gather_dim", gather_dim), ("shard_dim", shard_dim)):
         if not -ndim <= dim < ndim:
             raise ArgumentError(
-                f"shard_dim_alltoall got {name}={dim} for a tensor of shape {list(input.shape)}, expected a dim in "
+                f"shard_dim_alltoall got {name}={dim} for a tensor of shape {shape}, expected a dim in "
                 f"[{-ndim}, {ndim}): choose a dim the tensor has"
             )
     if gather_dim % ndim == shard_dim % ndim:
         raise ArgumentError(
-            f"shard_dim_alltoall got gather_dim={gather_dim} and shard_dim={shard_dim} for a tensor of shape "
-            f"{list(input.shape)}, expected two dims: it is sharded so already"
+            f"shard_dim_alltoall got gather_dim={gather_dim} and shard_dim={shard_dim} for a tensor of shape {shape}, "
+            "expected two dims: it is sharded so already"
         )
-    return gather_dim % ndim, shard_dim % ndim
+    group = mesh.get_group(mesh_dim)
+    if process.mode is not None:  # a LocalTensorMode
+        return _moved(input, gather_dim, shard_dim, group)
+    if mesh.device_type == "cpu":
+        _tell_fallback()
+        return _moved(input, gather_dim, shard_dim, group, REPLICATE)
+    exchanged: torch.Tensor = torch.ops.dtbench_core.shard_dim_alltoall(
+        input, gather_dim, shard_dim, group.group_name
+    )
+    return exchanged
 
 
 @functools.cache
@@ -103,36 +99,24 @@ def _tell_fallback() -> None:
     logger.warning("CPU process group does not support alltoall yet, falling back with allgather + chunk!")
 
 
-def _step(input: torch.Tensor, src: Any, dst: Any, shape: list[int], group: ProcessGroup) -> torch.Tensor:
-    step = Exchange((src,), (dst,), (group.size(),), tuple(shape), input.dtype, group, (group.rank(),))
-    return mover(step)(input)
-
-
-def _whole(input: torch.Tensor, gather_dim: int, group: ProcessGroup) -> list[int]:
-    shape = list(input.shape)
-    shape[gather_dim] *= group.size()
-    return shape
-
-
-def _exchanged(input: torch.Tensor, gather_dim: int, shard_dim: int, group: ProcessGroup) -> torch.Tensor:
-    gather_dim, shard_dim = gather_dim % input.ndim, shard_dim % input.ndim
-    shape = _whole(input, gather_dim, group)
-    return _step(input, Shard(gather_dim), Shard(shard_dim), shape, group)
-
-
-def _gathered_and_cut(
-    input: torch.Tensor, gather_dim: int, shard_dim: int, group: ProcessGroup
+def _moved(
+    shard: torch.Tensor, gather_dim: int, shard_dim: int, group: ProcessGroup, *between: Placement
 ) -> torch.Tensor:
-    shape = _whole(input, gather_dim, group)
-    full = _step(input, Shard(gather_dim), REPLICATE, shape, group)
-    return _step(full, REPLICATE, Shard(shard_dim), shape, group)
+    """The shard of `gather_dim`, by way of the placements `between`, as one of `shard_dim`."""
+    shape = list(shard.shape)
+    shape[gather_dim] *= group.size()
+    ends = Shard(gather_dim % shard.ndim), Shard(shard_dim % shard.ndim)
+    for src, dst in itertools.pairwise((ends[0], *between, ends[1])):
+        sizes, at = (group.size(),), (group.rank(),)
+        shard = mover(Exchange((src,), (dst,), sizes, tuple(shape), shard.dtype, group, at))(shard)
+    return shard
 
 
 @torch.library.custom_op("dtbench_core::shard_dim_alltoall", mutates_args=())
 def _shard_dim_alltoall(
     input: torch.Tensor, gather_dim: int, shard_dim: int, group_name: str
 ) -> torch.Tensor:
-    return _exchanged(input, gather_dim, shard_dim, resolve_group(group_name))
+    return _moved(input, gather_dim, shard_dim, resolve_group(group_name))
 
 
 @_shard_dim_alltoall.register_fake
@@ -140,7 +124,8 @@ def _shard_dim_alltoall_meta(
     input: torch.Tensor, gather_dim: int, shard_dim: int, group_name: str
 ) -> torch.Tensor:
     group = resolve_group(group_name)
-    shape = _whole(input, gather_dim, group)
+    shape = list(input.shape)
+    shape[gather_dim] *= group.size()
     shape[shard_dim] = Shard(shard_dim).extent(shape[shard_dim], group.size(), group.rank())[0]
     return input.new_empty(shape)
 
@@ -213,10 +198,7 @@ def pad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Tenso
     """`tensor` with `pad_size` zeros appended on `pad_dim`; itself for 0."""
     if pad_size == 0:
         return tensor
-    # torch lists the paddings from the last dim on, (before, after) each.
-    pad = [0, 0] * (tensor.ndim - pad_dim % tensor.ndim)
-    pad[-1] = pad_size
-    return torch.nn.functional.pad(tensor, pad)
+    return padded(tensor, pad_dim % tensor.ndim, tensor.size(pad_dim) + pad_size)
 
 
 def unpad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Tensor:
@@ -255,11 +237,7 @@ def check_tensor_meta(local_tensor: torch.Tensor, check_shape_stride: bool = Fal
     seen = comm.all_gather_objects(mine)
     if any(meta != seen[0] for meta in seen):
         error = LayoutError("Inconsistent tensor metadata (including shape and stride) across ranks.")
-        error.add_note(
-            "\n".join(
-                f"rank {rank}: {', '.join(f'{name} {value}' for name, value in meta.items())}"
-                for rank, meta in enumerate(seen)
-            )
-        )
+        for rank, meta in enumerate(seen):
+            error.add_note(f"rank {rank}: {', '.join(f'{name} {value}' for name, value in meta.items())}")
         raise error
     return None

@@ -73,10 +73,23 @@ def local_map(
                 )
         wanted = in_placements or (None,) * len(leaves)
         grads = in_grad_placements or (None,) * len(leaves)
-        local = [
-            _local(func, leaf, index, want, grad, redistribute_inputs, in_placements is not None)
-            for index, (leaf, want, grad) in enumerate(zip(leaves, wanted, grads, strict=True))
-        ]
+        local = []
+        for index, (leaf, want, grad) in enumerate(zip(leaves, wanted, grads, strict=True)):
+            what = f"argument {index} of {_name(func)}"
+            if isinstance(leaf, DTensor):
+                if want is not None:
+                    leaf = _placed(leaf, want, what, redistribute_inputs)
+                elif in_placements is not None:
+                    raise ArgumentError(
+                        f"local_map got None in in_placements for {what}, which is {leaf._spec}; expected its "
+                        "placements"
+                    )
+                leaf = leaf.to_local(grad_placements=grad)
+            elif want is not None and not isinstance(leaf, torch.Tensor):
+                raise ArgumentError(
+                    f"local_map got in_placements for {what}, which is {leaf!r}; expected None for what is no tensor"
+                )
+            local.append(leaf)
         result = func(*tree_unflatten(local, tree), **kwargs)
         first = next((leaf for leaf in leaves if isinstance(leaf, DTensor)), None)
         if first is None:
@@ -87,39 +100,16 @@ def local_map(
     return mapped
 
 
-def _local(
-    func: Callable[..., Any],
-    leaf: Any,
-    index: int,
-    wanted: PlacementsOf,
-    grad_placements: PlacementsOf,
-    redistribute: bool,
-    checked: bool,
-) -> Any:
-    """The shard of a DTensor argument, placed as wanted; any other argument as it is."""
-    if not isinstance(leaf, DTensor):
-        if wanted is not None and not isinstance(leaf, torch.Tensor):
-            raise ArgumentError(
-                f"local_map got in_placements for argument {index} of {_name(func)}, which is {leaf!r}; expected None "
-                "for what is no tensor"
-            )
-        return leaf
-    if wanted is None:
-        if checked:
-            raise ArgumentError(
-                f"local_map got None in in_placements for argument {index} of {_name(func)}, which is {leaf._spec}; "
-                "expected its placements"
-            )
-    else:
-        placed = normalize(wanted, leaf.ndim, mesh_info(leaf.device_mesh))
-        if leaf.placements != placed:
-            if not redistribute:
-                raise PlacementError(
-                    f"local_map got {leaf._spec} as argument {index} of {_name(func)}, expected the placements "
-                    f"{describe(placed)}: redistribute it before, or pass redistribute_inputs=True"
-                )
-            leaf = leaf.redistribute(placements=placed)
-    return leaf.to_local(grad_placements=grad_placements)
+def _placed(tensor: DTensor, wanted: Sequence[Placement], what: str, redistribute: bool) -> DTensor:
+    placed = normalize(wanted, tensor.ndim, mesh_info(tensor.device_mesh))
+    if tensor.placements == placed:
+        return tensor
+    if not redistribute:
+        raise PlacementError(
+            f"local_map got {tensor._spec} as {what}, expected the placements {describe(placed)}: redistribute it "
+            "before, or pass redistribute_inputs=True"
+        )
+    return tensor.redistribute(placements=placed)
 
 
 def _wrapped(

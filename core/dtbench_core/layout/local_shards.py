@@ -142,7 +142,8 @@ class LocalShardsWrapper(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalShardsWrapper:
         if id(self) not in memo:
-            memo[id(self)] = LocalShardsWrapper([_own(shard) for shard in self._shards], self._offsets)
+            own = [s.detach().clone(memory_format=torch.contiguous_format) for s in self._shards]
+            memo[id(self)] = LocalShardsWrapper(own, self._offsets)
         made: LocalShardsWrapper = memo[id(self)]
         return made
 
@@ -170,10 +171,6 @@ class LocalShardsWrapper(torch.Tensor):
         )
 
 
-def _own(shard: torch.Tensor) -> torch.Tensor:
-    return shard.detach().clone(memory_format=torch.contiguous_format)
-
-
 torch.serialization.add_safe_globals([LocalShardsWrapper])
 
 
@@ -196,51 +193,50 @@ def _check(shards: list[torch.Tensor], places: list[torch.Size]) -> None:
         raise LayoutError(
             f"{got}, expected matrices [rows, columns]: a shard is a part of an embedding table"
         )
+    got += f" at {[tuple(p) for p in places]}"
     if any(len(place) != 2 or min(place) < 0 for place in places):
-        raise LayoutError(f"{got} at {[tuple(p) for p in places]}, expected offsets (row, column) >= 0")
-    kinds = {(s.size(0), s.dtype, s.device) for s in shards}
-    if len(kinds) > 1 or len({place[0] for place in places}) > 1:
+        raise LayoutError(f"{got}, expected offsets (row, column) >= 0")
+    kinds = {(s.size(0), s.dtype, s.device, place[0]) for s, place in zip(shards, places, strict=True)}
+    if len(kinds) > 1:
         raise LayoutError(
-            f"{got}, {[str(s.dtype) for s in shards]}, at {[tuple(p) for p in places]}, expected column shards of the "
-            "same rows, of one dtype on one device: put shards of other rows in a table of their own"
+            f"{got}, {[str(s.dtype) for s in shards]}, expected column shards of the same rows, of one dtype on one "
+            "device: put shards of other rows in a table of their own"
         )
     columns = sorted((place[1], shard.size(1)) for shard, place in zip(shards, places, strict=True))
     if any(one[0] + one[1] > other[0] for one, other in itertools.pairwise(columns)):
-        raise LayoutError(f"{got} at {[tuple(p) for p in places]}, expected shards that do not overlap")
+        raise LayoutError(f"{got}, expected shards that do not overlap")
 
 
 # ---- the ops that are more than one call per shard ----
 
 
 def _view(held: LocalShardsWrapper, shape: Sequence[int]) -> LocalShardsWrapper:
-    """Only as it is: an offset says nothing of a shard in another shape."""
-    if tuple(torch.empty(held.shape, device="meta").view(shape).shape) != tuple(held.shape):
-        raise NoRuleError(
-            f"aten.view.default to {list(shape)} is not supported for LocalShardsWrapper! Expected its own shape "
-            f"{list(held.shape)}, in which its shards have their places: take wrapper.joined().view({list(shape)})"
-        )
+    _require_own_shape(held, "view", torch.empty(held.shape, device="meta").view(shape).shape)
     return LocalShardsWrapper([shard.view(shard.shape) for shard in held._shards], held._offsets)
 
 
 def _new_empty(held: LocalShardsWrapper, size: Sequence[int], **others: Any) -> LocalShardsWrapper:
-    """Of its own shape alone, as an asynchronous checkpoint asks for."""
-    if tuple(size) != tuple(held.shape):
+    """For asynchronous checkpoints."""
+    _require_own_shape(held, "new_empty", size)
+    empty = [shard.new_empty(shard.shape, **others) for shard in held._shards]
+    return LocalShardsWrapper(empty, held._offsets)
+
+
+def _require_own_shape(held: LocalShardsWrapper, op: str, shape: Sequence[int]) -> None:
+    """An offset says nothing of a shard in another shape."""
+    if tuple(shape) != tuple(held.shape):
         raise NoRuleError(
-            f"aten.new_empty.default of {list(size)} is not supported for LocalShardsWrapper! Expected its own shape "
-            f"{list(held.shape)}: take wrapper.joined().new_empty({list(size)})"
+            f"aten.{op}.default to {list(shape)} is not supported for LocalShardsWrapper! Expected its own shape "
+            f"{list(held.shape)}, in which its shards have their places: take wrapper.joined().{op}({list(shape)})"
         )
-    return LocalShardsWrapper(
-        [shard.new_empty(shard.shape, **others) for shard in held._shards], held._offsets
-    )
 
 
 def _copy_(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Column by column as they stand, whatever either is cut into."""
     if to.shape != source.shape:
         raise LayoutError(f"copy_ got {list(source.shape)} for {list(to.shape)}, expected the same shape")
-    cuts = sorted({0, *_ends(to), *_ends(source)})
-    for start, end in itertools.pairwise(cuts):
-        _columns(to, start, end).copy_(_columns(source, start, end), non_blocking)
+    for part, values in _same_columns(to, source):
+        part.copy_(values, non_blocking)
     return to
 
 
@@ -250,16 +246,11 @@ def equal_shards(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if holds_shards(one) and holds_shards(other) and _places(one) != _places(other):
         return False
-    cuts = sorted({0, *_ends(one), *_ends(other)})
-    return all(torch.equal(_columns(one, *cut), _columns(other, *cut)) for cut in itertools.pairwise(cuts))
-
-
-def _is_pinned(held: LocalShardsWrapper, device: torch.device | None = None) -> bool:
-    return held._shards[0].is_pinned()
+    return all(torch.equal(*pair) for pair in _same_columns(one, other))
 
 
 _BY_OP: dict[Any, Callable[..., Any]] = {
-    aten.is_pinned.default: _is_pinned,
+    aten.is_pinned.default: lambda held, device=None: held._shards[0].is_pinned(),
     aten.view.default: _view,
     aten.new_empty.default: _new_empty,
     aten.copy_.default: _copy_,
@@ -267,22 +258,20 @@ _BY_OP: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _ends(tensor: torch.Tensor) -> list[int]:
-    """The columns of the joined tensor at which a shard ends."""
-    shards = tensor._shards if holds_shards(tensor) else [tensor]
-    return list(itertools.accumulate(shard.size(1) for shard in shards))
+def _same_columns(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The two joined tensors, of one shape, in stretches of columns that neither has cut: views."""
+    sides = [t._shards if holds_shards(t) else [t] for t in (one, other)]
+    cuts = sorted({end for shards in sides for end in itertools.accumulate(s.size(1) for s in shards)})
+    return zip(*(_cut(shards, cuts) for shards in sides), strict=True)
 
 
-def _columns(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """These columns of the joined tensor, which lie in one shard: a view."""
-    if not holds_shards(tensor):
-        return tensor[:, start:end]
-    before = 0
-    for shard in tensor._shards:
-        if before <= start and end <= before + shard.size(1):
-            return shard[:, start - before : end - before]
-        before += shard.size(1)
-    raise AssertionError(f"columns {start}:{end} span shards of {tensor.shard_sizes}")
+def _cut(shards: Sequence[torch.Tensor], cuts: Sequence[int]) -> Iterator[torch.Tensor]:
+    """The shards set side by side, cut before these columns."""
+    end = 0
+    for shard in shards:
+        start, end = end, end + shard.size(1)
+        if end > start:
+            yield from shard.tensor_split([cut - start for cut in cuts if start < cut < end], dim=1)
 
 
 def _places(held: LocalShardsWrapper) -> list[tuple[int, int, int]]:
@@ -344,14 +333,11 @@ def chunks_within(held: LocalShardsWrapper, shape: torch.Size) -> list[ChunkStor
 
 def _misplaced(held: LocalShardsWrapper, spec: DTensorSpec) -> str | None:
     """How the offsets contradict what the placements say of this rank's part, or None."""
-    expected: Iterator[int] = itertools.accumulate(
-        (shard.size(1) for shard in held._shards), initial=spec.local_offset[1]
-    )
-    for shard, (row, column), wanted in zip(held._shards, held._offsets, expected):  # noqa: B905 - one end too many
-        if shard.numel() and (row, column) != (spec.local_offset[0], wanted):
-            return (
-                f"{list(shard.shape)} at {(row, column)} where {(spec.local_offset[0], wanted)} was expected"
-            )
+    row, column = spec.local_offset
+    for shard, offset in zip(held._shards, held._offsets, strict=True):
+        if shard.numel() and tuple(offset) != (row, column):
+            return f"{list(shard.shape)} at {tuple(offset)} where {(row, column)} was expected"
+        column += shard.size(1)
     return None
 
 

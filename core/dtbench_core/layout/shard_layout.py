@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import zlib
 from collections.abc import Sequence
@@ -126,18 +125,14 @@ def joined_layout(
     if not _can_ask(info, placements):
         return even_layout(local, info, placements)[0], placements
     shapes = _everybodys(tuple(local.shape), (str(local.dtype), describe(placements)), info)
-    origin = [0] * info.ndim
     shape = []
-    for dim in range(local.ndim):
-        cutting = [d for d, p in enumerate(placements) if p.is_shard(dim)]
-        size = 0
-        for index in itertools.product(*(range(info.sizes[d]) for d in cutting)):
-            at = list(origin)
-            for mesh_dim, i in zip(cutting, index, strict=True):
-                at[mesh_dim] = i
-            held = shapes[tuple(at)]
-            size += held[dim] if dim < len(held) else 0
-        shape.append(size)
+    for dim in range(local.ndim):  # the lengths along the mesh dims that cut it, at the origin of the others
+        line = (
+            held
+            for at, held in shapes.items()
+            if all(p.is_shard(dim) or i == 0 for p, i in zip(placements, at, strict=True))
+        )
+        shape.append(sum(held[dim] for held in line if dim < len(held)))
     return tuple(shape), _matching(placements, shape, shapes, info)
 
 
@@ -230,11 +225,7 @@ def checked_over_mesh(
         )
     for placement, group in zip(placements, info.groups, strict=True):
         if placement.is_replicate():
-            if holds_shards(local):
-                local = copy.deepcopy(local)
-                for shard in local.shards:
-                    comm.broadcast(shard, group)
-            else:
-                local = local.clone(memory_format=torch.contiguous_format)
-                comm.broadcast(local.detach(), group)
+            local = local.clone(memory_format=torch.contiguous_format)
+            for replica in local.shards if holds_shards(local) else [local]:
+                comm.broadcast(replica.detach(), group)
     return local

@@ -240,7 +240,7 @@ def _one(placements: Placements) -> Shard:
 
 
 def padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """`tensor`, contiguous, lengthened to `length` on `dim` with values that nobody reads."""
+    """`tensor`, contiguous, lengthened to `length` on `dim` with zeros."""
     missing = length - tensor.size(dim)
     if missing == 0:
         return tensor.contiguous()
