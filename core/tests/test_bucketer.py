@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -17,7 +17,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from core.tests.gloo_world import RankError, Worlds, mesh_of
 from dtbench_core.bucketer import BucketError, ReduceScatterBucketer
 from dtbench_core.bucketer import bucket as module
-from dtbench_core.bucketer.layout import BucketLayout, Slot, shard_capacity
 
 # What gloo sums in torch 2.13; it refuses bool, int16 and complex types.
 GLOO_DTYPES = [
@@ -36,57 +35,47 @@ MIB = 2**20
 # --- layout ----------------------------------------------------------------------------------------
 
 
-def slots(numels: Sequence[int], capacity: int) -> list[Slot]:
-    layout = BucketLayout(capacity)
-    return [layout.place(n) for n in numels]
-
-
-def test_layout_by_hand() -> None:
-    assert slots([3, 4, 11, 4, 0, 10, 1], 10) == [
-        Slot(0, 0),
-        Slot(0, 3),
-        Slot(None, 0),  # larger than a bucket: passes the ones that wait
-        Slot(1, 0),
-        Slot(1, 4),
-        Slot(2, 0),
-        Slot(3, 0),
-    ]
-    assert slots([1, 0], 0) == [Slot(None, 0), Slot(None, 0)]
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 40)), st.integers(0, 30))
-def test_layout_never_overlaps_and_wastes_no_bucket(numels: list[int], capacity: int) -> None:
-    placed = slots(numels, capacity)
-    assert len(placed) == len(numels)
-    filled: dict[int, int] = {}
-    previous = -1
-    for numel, slot in zip(numels, placed, strict=True):
-        if slot.bucket is None:
-            assert numel > capacity or capacity == 0
-            continue
-        if slot.bucket != previous:
-            assert slot.bucket == previous + 1
-            assert previous < 0 or filled[previous] + numel > capacity
-            previous = slot.bucket
-        assert slot.offset == filled.get(slot.bucket, 0)
-        filled[slot.bucket] = slot.offset + numel
-        assert filled[slot.bucket] <= capacity
-
-
-def test_closing_starts_the_next_bucket() -> None:
-    layout = BucketLayout(10)
-    layout.place(4)
-    layout.close()
-    assert layout.place(4) == Slot(1, 0)
+@example([3, 4, 11, 4, 0, 10, 1], 10)  # the third is larger than a bucket: passes the ones that wait
+@example([1, 0], 0)
+def test_a_bucket_is_closed_by_what_does_not_fit(numels: list[int], capacity: int) -> None:
+    world, sent = 3, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.comm, "reduce_scatter", lambda _, flat, *__, **___: sent.append(flat.numel()))
+        patch.setattr(module.ProcessGroup, "size", lambda self: world)
+        bucketer = ReduceScatterBucketer(capacity * world * 4 / MIB, check_ranks="never")
+        group, expected, filled = dist.ProcessGroup(0, 1), [], 0
+        for numel in numels:
+            bucketer.reduce_scatter_async(torch.ones(world * numel), group)
+            if numel > capacity or not capacity:
+                expected += [numel] if numel else []
+            elif filled + numel > capacity:
+                expected.append(filled)
+                filled = numel
+            else:
+                filled += numel
+        bucketer.flush()
+    assert sent == [world * numel for numel in [*expected, filled] if numel]
 
 
 @pytest.mark.parametrize(
-    ("cap", "itemsize", "world", "expected"),
-    [(25, 4, 4, 25 * MIB // 16), (1, 2, 3, MIB // 6), (0, 4, 4, 0), (-1, 4, 4, 0), (0.5, 8, 1, MIB // 16)],
+    ("cap", "dtype", "world", "expected"),
+    [
+        (25, torch.float32, 4, 25 * MIB // 16),
+        (1, torch.float16, 3, MIB // 6),
+        (0, torch.float32, 4, 0),
+        (-1, torch.float32, 4, 0),
+        (0.5, torch.float64, 1, MIB // 16),
+    ],
 )
-def test_capacity(cap: float, itemsize: int, world: int, expected: int) -> None:
-    assert shard_capacity(cap, itemsize, world) == expected
+def test_capacity(
+    fake_world: Callable[[int], None], cap: float, dtype: torch.dtype, world: int, expected: int
+) -> None:
+    fake_world(world)
+    bucketer = ReduceScatterBucketer(cap)
+    bucketer.reduce_scatter_async(torch.ones(world, dtype=dtype), dist.group.WORLD)
+    assert [bucket.capacity for bucket in bucketer.buckets.values()] == [expected]
 
 
 # --- real ranks: values ----------------------------------------------------------------------------

@@ -13,12 +13,11 @@ from torch.distributed import ProcessGroup, Work
 
 from dtbench_core import comm
 from dtbench_core.bucketer.check import CheckRanks, can_check, check_ranks_agree
-from dtbench_core.bucketer.layout import BucketError, BucketLayout, Foresight, LoadState, advance
 from dtbench_core.bucketer.packing import (
     FIRST_ELEMENTS,
     BucketCounters,
+    BucketError,
     Held,
-    Packing,
     Pool,
     Rows,
     Source,
@@ -29,7 +28,6 @@ from dtbench_core.bucketer.packing import (
 
 Callback = Callable[[Tensor], object]
 Op = Literal["sum", "avg", "premul"]
-
 
 # What a result that is not handed out flat becomes: its shape, and what makes a DTensor of it.
 Finish = tuple[tuple[int, ...] | None, Callable[[Tensor], Tensor] | None]
@@ -73,6 +71,30 @@ class Outcome:
             )
 
 
+@dataclass
+class Foresight:
+    """How full the next bucket will be, in elements per shard.
+
+    Training repeats itself, so a bucket is expected to hold what the same one held in the last round
+    (from flush to flush). One that does is laid out for the collective from its first input on.
+    """
+
+    last_round: list[int] = field(default_factory=list)
+    this_round: list[int] = field(default_factory=list)
+
+    def next_total(self) -> int:
+        """0 when nothing is known."""
+        index = len(self.this_round)
+        if index < len(self.last_round):
+            return self.last_round[index]
+        return self.this_round[-1] if self.this_round else 0
+
+    def end_round(self) -> None:
+        """A round without inputs is none."""
+        if self.this_round:
+            self.last_round, self.this_round = self.this_round, []
+
+
 @dataclass(frozen=True)
 class Reduction:
     """How a bucketer reduces. factor: of premul. dtype: of the sums, where it is not the inputs'."""
@@ -111,12 +133,11 @@ class Reduction:
 class Load:
     """One bucketful, from its first input to its callbacks."""
 
-    packing: Packing | None  # None: an input reduced alone
+    packing: Rows | Held | None  # None: an input reduced alone
     # Of each input: elements per shard, callback. By index: what is special about its result.
     numels: list[int] = field(default_factory=list)
     callbacks: list[Callback | None] = field(default_factory=list)
     finishes: dict[int, Finish] = field(default_factory=dict)
-    state: LoadState = LoadState.FILLING
     # While reducing: what to wait for, this rank's part, the pool's buffer it lies in, inputs in use.
     work: Work | None = None
     output: Tensor | None = None
@@ -131,9 +152,6 @@ class Load:
         self.numels.append(numel)
         self.callbacks.append(callback)
 
-    def become(self, state: LoadState) -> None:
-        self.state = advance(self.state, state)
-
 
 @dataclass(eq=False)
 class Bucket:
@@ -142,7 +160,7 @@ class Bucket:
     group: ProcessGroup
     dtype: torch.dtype
     device: torch.device
-    layout: BucketLayout
+    capacity: int  # elements per shard; 0: every input is reduced alone
     counters: BucketCounters
     reduction: Reduction = Reduction()
     hold_inputs: bool = False
@@ -150,6 +168,7 @@ class Bucket:
     foresight: Foresight = field(default_factory=Foresight)
 
     def __post_init__(self) -> None:
+        self.offset = 0  # elements per shard that wait for a flush
         self.world_size = self.group.size()
         self.pool = Pool(self.reduction.dtype_of(self.dtype), self.device, self.counters)
         self._load: Load | None = None
@@ -166,17 +185,6 @@ class Bucket:
         """Collectives issued and not waited for."""
         return len(self._flying)
 
-    @property
-    def offset(self) -> int:
-        """Elements per shard that wait for a flush."""
-        return self.layout.offset
-
-    def setup(self) -> None:
-        """Allocates the buffer that the next bucket is expected to need. Adding an input does the same."""
-        room = self.foresight.next_total() * self.world_size
-        if self._load is None and room and not self.pool.fits(room):
-            self.pool.give(self.pool.take(room))
-
     def teardown(self) -> None:
         """Frees the buffers; the next input allocates them again.
 
@@ -185,17 +193,6 @@ class Bucket:
         """
         self.check_empty()
         self.pool.clear()
-
-    def flush(self) -> None:
-        """Reduces what waits, then calls the callbacks in order of arrival.
-
-        Raises:
-            Exception: what a callback raised, once all have been called; an ExceptionGroup of several.
-        """
-        outcome = Outcome()
-        self.close(outcome, by_flush=True)
-        self.drain(outcome)
-        outcome.end()
 
     def check_empty(self) -> None:
         """
@@ -215,17 +212,21 @@ class Bucket:
         self, source: Source, numel: int, callback: Callback | None, finish: Finish | None = None
     ) -> None:
         """Takes an input that may have to wait; calls what falls due on the way."""
-        load, layout = self._load, self.layout
-        if load is None or numel > layout.capacity - layout.offset:
+        load = self._load
+        if load is None or numel > self.capacity - self.offset:
             self._add_elsewhere(source, numel, callback, finish)
             return
         packing = load.packing
         assert packing is not None
         outcome = None
         if packing.used + numel > packing.room:
-            outcome = self._grow(packing, numel)
+            assert isinstance(packing, Rows)  # what is held has room for a whole bucket
+            outcome = Outcome()
+            room = min(max(packing.used + numel, 2 * packing.room), self.capacity)
+            self._make_room(room * self.world_size, outcome)
+            packing.grow(room)
         packing.add(source, numel)
-        layout.offset += numel
+        self.offset += numel
         load.note(numel, callback, finish)
         if outcome is not None:
             outcome.end()
@@ -247,15 +248,15 @@ class Bucket:
 
     def _hold(self, tensor: Tensor, numel: int, callback: Callback | None) -> bool:
         """Whether a flat tensor went into the bucket that is filling, as it is."""
-        load, layout = self._load, self.layout
-        if load is None or not 0 < numel <= layout.capacity - layout.offset or not tensor.is_contiguous():
+        load = self._load
+        if load is None or not 0 < numel <= self.capacity - self.offset or not tensor.is_contiguous():
             return False
         assert isinstance(load.packing, Held)
         try:
             load.packing.add_flat(tensor, numel)
         except RuntimeError:  # of inference mode
             return False
-        layout.offset += numel
+        self.offset += numel
         load.numels.append(numel)
         load.callbacks.append(callback)
         return True
@@ -265,40 +266,29 @@ class Bucket:
     ) -> None:
         """What does not go into the bucket that is filling: into the next, or into none."""
         outcome = Outcome()
-        if self.layout.alone(numel):
+        if numel > self.capacity or not self.capacity:
             load = Load(None)
             load.note(numel, callback, finish)
             self._reduce_alone(source, load, outcome)
         else:
             self.close(outcome)
-            load = self._open(numel)
-            assert load.packing is not None
-            load.packing.add(source, numel)
-            self.layout.place(numel)
-            load.note(numel, callback, finish)
+            if self.hold_inputs:
+                packing: Rows | Held = Held(self.pool, self.world_size, self.capacity)
+            else:
+                room = max(numel, self.foresight.next_total() or FIRST_ELEMENTS)
+                packing = Rows(self.pool, self.world_size, min(room, self.capacity))
+            self._load = Load(packing)
+            packing.add(source, numel)
+            self.offset += numel
+            self._load.note(numel, callback, finish)
         outcome.end()
-
-    def _open(self, numel: int) -> Load:
-        if self.hold_inputs:
-            self._load = Load(Held(self.pool, self.world_size, self.layout.capacity))
-        else:
-            room = max(numel, self.foresight.next_total() or FIRST_ELEMENTS)
-            self._load = Load(Rows(self.pool, self.world_size, min(room, self.layout.capacity)))
-        return self._load
-
-    def _grow(self, packing: Packing, numel: int) -> Outcome:
-        outcome = Outcome()
-        room = min(max(packing.used + numel, 2 * packing.room), self.layout.capacity)
-        self._make_room(room * self.world_size, outcome)
-        packing.grow(room)
-        return outcome
 
     def _make_room(self, numel: int, outcome: Outcome) -> None:
         """Ends what is under way if with a buffer of `numel` elements there would be more than two buckets."""
-        most = 2 * self.layout.capacity * self.world_size
+        most = 2 * self.capacity * self.world_size
         in_use = self.pool.in_use // self.pool.dtype.itemsize
         while self._flying and in_use + numel > most and not self.pool.fits(numel):
-            self.settle(self._flying[0], outcome)
+            self.wait_for(self._flying[0], outcome)
 
     # --- reducing ----------------------------------------------------------------------------------
 
@@ -308,9 +298,8 @@ class Bucket:
         if load is not None:
             assert load.packing is not None
             self._make_room(load.packing.needs(), outcome)
-            self.foresight.closed(self.layout.offset)
-            self.layout.close()
-            self._load = None
+            self.foresight.this_round.append(self.offset)
+            self._load, self.offset = None, 0
             try:
                 self._agree("flush" if by_flush else "a full bucket", load)
                 self._issue(load)
@@ -320,14 +309,14 @@ class Bucket:
             self.foresight.end_round()
             self._checking = self._checking and self.check_ranks == "always"
         elif len(self._flying) > 1:
-            self.settle(self._flying[0], outcome)
+            self.wait_for(self._flying[0], outcome)
 
     def drain(self, outcome: Outcome) -> None:
         """Ends what is under way now, in order of issue, and calls the callbacks."""
         outcome.call()
         for load in tuple(self._flying):
             if load in self._flying:  # else a callback has flushed in between
-                self.settle(load, outcome)
+                self.wait_for(load, outcome)
                 outcome.call()
 
     def _agree(self, why: str, load: Load) -> None:
@@ -339,7 +328,6 @@ class Bucket:
     def _issue(self, load: Load) -> None:
         assert load.packing is not None
         if not load.packing.used:
-            load.become(LoadState.DONE)
             self._flying.append(load)
             return
         packed, load.buffer = load.packing.pack()
@@ -353,13 +341,11 @@ class Bucket:
         else:  # simulated ranks, whose parts differ
             load.output = torch.empty(numel, dtype=packed.dtype, device=packed.device)
         load.work = comm.reduce_scatter(load.output, packed, self.group, async_op=True)
-        load.become(LoadState.REDUCING)
         self.counters.collectives += 1
         self._flying.append(load)
 
     def _lose(self, load: Load, error: Exception) -> Exception:
         """Gives up a bucketful, not the bucketer. Returns `error`, which says so."""
-        load.become(LoadState.LOST)
         self._release(load)
         error.add_note(
             f"The {len(load.numels)} inputs of this bucket are dropped, their callbacks not called."
@@ -375,7 +361,7 @@ class Bucket:
         self.counters.hold(-load.copied)
         load.packing = load.work = load.output = load.buffer = load.lent = None
 
-    def settle(self, load: Load, outcome: Outcome) -> None:
+    def wait_for(self, load: Load, outcome: Outcome) -> None:
         """Waits for a collective; its callbacks are then due."""
         self._flying.remove(load)
         try:
@@ -390,8 +376,6 @@ class Bucket:
         if results:
             outcome.due.append((load.callbacks, results))
         self._release(load)
-        if load.state is LoadState.REDUCING:
-            load.become(LoadState.DONE)
 
     def _results(self, load: Load) -> list[Tensor]:
         """Of each input a result of its own: what a caller keeps keeps nothing else. Empty without callbacks."""
@@ -427,14 +411,11 @@ class Bucket:
             load.lent, load.lent_version = sent, versions_of([sent])[0]
             load.output = torch.empty(numel, dtype=sent.dtype, device=self.device)
             load.work = comm.reduce_scatter(load.output, sent, self.group, async_op=True)
-            load.become(LoadState.REDUCING)
             self.counters.collectives += 1
             self.counters.bytes_copied += load.copied
             self.counters.hold(load.copied)
-        else:
-            load.become(LoadState.DONE)
         self._flying.append(load)
         if not self.hold_inputs:
-            self.settle(load, outcome)
+            self.wait_for(load, outcome)
         elif len(self._flying) > 1:
-            self.settle(self._flying[0], outcome)
+            self.wait_for(self._flying[0], outcome)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
 
@@ -19,14 +20,17 @@ from torch.distributed import ProcessGroup
 
 from dtbench_core.bucketer.bucket import Bucket, Callback, Op, Outcome, Reduction
 from dtbench_core.bucketer.check import CHECK_RANKS, CheckRanks
-from dtbench_core.bucketer.hooks import GradientFeed, feed_gradients
-from dtbench_core.bucketer.inputs import Intake, check_group, take_in
-from dtbench_core.bucketer.layout import BucketError, BucketLayout, shard_capacity
-from dtbench_core.bucketer.packing import JOIN_BYTES, BucketCounters
+from dtbench_core.bucketer.inputs import Intake, check_group, flattened, take_in
+from dtbench_core.bucketer.packing import JOIN_BYTES, BucketCounters, BucketError
 
-__all__ = ["BucketCounters", "BucketError", "GradientFeed", "ReduceScatterBucketer"]
-
+MIB = 1024**2
 _dtype = attrgetter("dtype")
+
+
+class GradientFeed(ExitStack):
+    """The hooks of one module. `remove()`, or leaving it as a context, takes them off."""
+
+    remove = ExitStack.close
 
 
 class ReduceScatterBucketer:
@@ -184,20 +188,28 @@ class ReduceScatterBucketer:
         """
         check_group(group)
 
-        def hand_over(parameter: nn.Parameter, gradient: Tensor) -> None:
-            self.reduce_scatter_async(gradient, group, partial(on_shard, parameter))
+        def take(parameter: nn.Parameter) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                with torch.no_grad():
+                    flat = flattened(gradient, group.size())
+                    self.reduce_scatter_async(flat, group, partial(on_shard, parameter))
 
-        return feed_gradients(module, group.size(), hand_over)
+        hooks = GradientFeed()
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                hooks.callback(parameter.register_post_accumulate_grad_hook(take).remove)
+        return hooks
 
     def _new_bucket(self, taken: Intake, group: ProcessGroup) -> Bucket:
         self.reduction.check(taken.dtype)
         itemsize = self.reduction.dtype_of(taken.dtype).itemsize
-        capacity = shard_capacity(self.bucket_cap_mb, itemsize, group.size())
+        capacity = max(0, int(self.bucket_cap_mb * MIB / itemsize // group.size()))
         made = Bucket(
             group,
             taken.dtype,
             taken.device,
-            BucketLayout(capacity),
+            capacity,
             self.counters,
             self.reduction,
             self.hold_inputs,

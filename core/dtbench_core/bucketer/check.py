@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dtbench_core import comm
-from dtbench_core.bucketer.layout import BucketError
+from dtbench_core.bucketer.packing import BucketError
 
 # When ranks compare notes before a collective: in the first round, from the start to the first flush;
 # always; never.

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dtbench_core.bucketer.layout import BucketError
-from dtbench_core.bucketer.packing import SIDE_BY_SIDE_BYTES, Source, side_by_side
+from dtbench_core.bucketer.packing import SIDE_BY_SIDE_BYTES, BucketError, Source, side_by_side
 from dtbench_core.layout.placement import Placements, Shard, StridedShard
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride
 from dtbench_core.layout.wrapper import Wrapper, held_by, wrap
@@ -170,6 +170,28 @@ def _rewrap(tensor: Wrapper, spec: DTensorSpec, placements: Placements) -> Calla
     kind = tensor.viewed
     result = DTensorSpec.of(spec.info, placements, spec.shape, contiguous_stride(spec.shape), spec.dtype)
     return lambda local: wrap(kind, local, result)
+
+
+def flattened(gradient: Tensor, parts: int) -> Tensor:
+    """(parts * k,) its elements in row-major order, then zeros; of a DTensor those of this rank.
+
+    Raises:
+        BucketError: a sparse gradient, or one that is still to be summed over its mesh.
+    """
+    if isinstance(gradient, Wrapper):
+        if gradient._spec.has_partial():
+            raise BucketError(
+                f"got a gradient {gradient._spec}, expected one that is not Partial: redistribute the output "
+                "of the layer, or hand the gradient over yourself with the group it is to be summed over"
+            )
+        gradient = held_by(gradient)
+    if gradient.layout is not torch.strided:
+        raise BucketError(
+            f"got a gradient of layout {gradient.layout}, expected a dense one: make the layer with sparse=False"
+        )
+    flat = gradient.reshape(-1)
+    missing = -flat.numel() % parts
+    return F.pad(flat, (0, missing)) if missing else flat
 
 
 def _describe(tensor: Tensor) -> str:

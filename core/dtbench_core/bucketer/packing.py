@@ -13,13 +13,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import attrgetter
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dtbench_core.bucketer.layout import BucketError
+from dtbench_core.errors import CoreError
 from dtbench_core.torch_compat import chunk_cat
+
+
+class BucketError(CoreError, ValueError, AssertionError):
+    """Inputs that cannot be reduced together, ranks that disagree on them, or a bucketer used out of order.
+
+    An AssertionError too, since fairscale's bucketer raises those.
+    """
+
 
 # A bucket whose contents cannot be foreseen starts with so many elements per shard, and doubles.
 FIRST_ELEMENTS = 1024
@@ -95,27 +102,9 @@ class Pool:
         self._free.clear()
 
 
-class Packing(Protocol):
-    """Takes inputs of k elements per shard, (n, k) each; gives them as the collective wants them."""
-
-    used: int  # elements per shard
-    room: int  # how many there may be before it has to grow
-
-    def add(self, source: Source, numel: int) -> None: ...
-
-    def grow(self, room: int) -> None: ...
-
-    def needs(self) -> int:
-        """Elements that `pack` has to allocate."""
-        ...
-
-    def pack(self) -> tuple[Tensor, Tensor]:
-        """(n * used,) in order, and the pool's buffer that it lies in: to be given back after use."""
-        ...
-
-    def drop(self) -> None:
-        """Gives back what it holds."""
-        ...
+# Both take inputs of k elements per shard, (n, k) each, until `used` would be more than `room`. `needs` is how many
+# elements `pack` has to allocate; `pack` gives the n * used elements in the order of the collective, and the pool's
+# buffer that they lie in, to be given back after use.
 
 
 class Rows:
@@ -192,9 +181,6 @@ class Held:
         self._versions.append(tensor._version)
         self._tensors.append(tensor)
         self.used += numel
-
-    def grow(self, room: int) -> None:
-        raise AssertionError("it has room for a whole bucket from the start")
 
     def needs(self) -> int:
         return self._n * self.used
