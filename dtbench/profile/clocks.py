@@ -28,10 +28,6 @@ class Offset:
     ns: float
     uncertainty_ns: float
 
-    def then(self, other: Offset) -> Offset:
-        """From the first clock to the third."""
-        return Offset(self.ns + other.ns, self.uncertainty_ns + other.uncertainty_ns)
-
 
 SAME_CLOCK = Offset(0.0, 0.0)
 
@@ -41,45 +37,25 @@ def from_marks(marks: Iterable[tuple[float, float, float, float]]) -> Offset:
 
     Every mark lies between its two readings, which bounds the offset from both sides. Where no offset
     satisfies all marks, because the clocks drift apart, the tightest one counts.
-
-    Raises:
-        ValueError: no marks.
     """
     bounds = [(before - start, after - end) for before, start, end, after in marks]
-    if not bounds:
-        raise ValueError("no marks to align the clocks by")
     low, high = max(b[0] for b in bounds), min(b[1] for b in bounds)
     if low > high:
         low, high = min(bounds, key=lambda b: b[1] - b[0])
     return Offset((low + high) / 2, abs(high - low) / 2)
 
 
-def from_exchanges(exchanges: Iterable[tuple[float, float, float]]) -> Offset:
-    """From (asked at, the other's clock, answered at), ns: the other read its clock in between.
-
-    Source: RFC 5905, section 8, with one reading at the other end.
-
-    Raises:
-        ValueError: no exchanges.
-    """
-    made = [
-        Offset(theirs - (asked + answered) / 2, (answered - asked) / 2)
-        for asked, theirs, answered in exchanges
-    ]
-    if not made:
-        raise ValueError("no exchanges to compare the clocks by")
-    return min(made, key=lambda offset: offset.uncertainty_ns)
-
-
 def ask(store: Store, rank: int, now_ns: Callable[[], int] = time.time_ns) -> Offset:
     """On a rank of another host: its offset to rank 0's clock; rank 0 must `answer` meanwhile."""
-    exchanges = []
+    offsets = []
     for number in range(_EXCHANGES):
         asked = now_ns()
         store.set(f"clock/{rank}/{number}/ask", "")
         theirs = float(store.get(f"clock/{rank}/{number}/answer"))
-        exchanges.append((float(asked), theirs, float(now_ns())))
-    return from_exchanges(exchanges)
+        answered = now_ns()
+        # The other read its clock in between: RFC 5905, section 8, with one reading at the other end.
+        offsets.append(Offset(theirs - (asked + answered) / 2, (answered - asked) / 2))
+    return min(offsets, key=lambda offset: offset.uncertainty_ns)
 
 
 def answer(store: Store, rank: int, now_ns: Callable[[], int] = time.time_ns) -> None:

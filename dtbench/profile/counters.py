@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import timeit
 from collections.abc import Callable
-from time import perf_counter_ns
 from typing import Any
 
 from dtbench.profile.spans import Overhead, Span, from_brackets
@@ -58,19 +57,11 @@ def bracket_overhead() -> Overhead:
 
 def _per_call_ns(function: Callable[..., Any]) -> float:
     """Of a call with three arguments, as the dispatch's functions take; without the loop's own time."""
-    empty, full = [], []
-    for _ in range(3):
-        repeats = itertools.repeat(None, _CALIBRATION_CALLS)
-        start = perf_counter_ns()
-        for _ in repeats:
-            pass
-        empty.append(perf_counter_ns() - start)
-        repeats = itertools.repeat(None, _CALIBRATION_CALLS)
-        start = perf_counter_ns()
-        for _ in repeats:
-            function(1, 2, 3)
-        full.append(perf_counter_ns() - start)
-    return max(min(full) - min(empty), 0) / _CALIBRATION_CALLS
+    full, empty = (
+        min(timeit.repeat(statement, globals={"f": function}, number=_CALIBRATION_CALLS, repeat=3))
+        for statement in ("f(1, 2, 3)", "pass")
+    )
+    return max(full - empty, 0.0) / _CALIBRATION_CALLS * 1e9
 
 
 def bookkeeping() -> str:

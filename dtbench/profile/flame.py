@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
@@ -42,32 +43,6 @@ class _Frame:
     children: dict[str, _Frame] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Box:
-    name: str
-    kind: str
-    tip: str
-    x: float
-    y: float
-    width: float
-
-    @property
-    def text(self) -> str:
-        """What of the name fits."""
-        room = int((self.width - 6) / _CHAR_PX)
-        if room < 3:
-            return ""
-        return self.name if len(self.name) <= room else self.name[: room - 1] + "…"
-
-    @property
-    def text_x(self) -> float:
-        return round(self.x + 3, 2)
-
-    @property
-    def text_y(self) -> float:
-        return round(self.y + ROW_PX - 5.5, 2)
-
-
 def draw(graphs: Sequence[Graph], title: str) -> str:
     """The SVG text of the graphs, one below the other."""
     longest: dict[str, float] = {}
@@ -83,12 +58,19 @@ def draw(graphs: Sequence[Graph], title: str) -> str:
         left_out += skipped
         text = f"{graph.label}: {format_seconds(tree.ns * 1e-9)} per call"
         shown.append({"label": _visible(text), "y": y, "boxes": boxes})
-        y = max((box.y for box in boxes), default=y) + ROW_PX + 30
+        y = max((box["y"] for box in boxes), default=y) + ROW_PX + 30
     note = "Width is time per call, a frame's own and what it called; the cost of recording is taken off."
     if left_out:
         note += f" {left_out} frames too narrow to see are left out."
     keys = [("python", "Python"), ("c", "C function"), ("op", "op of torch's dispatcher")]
-    return _template().render(
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("flame.svg.j2").render(
         title=_visible(title),
         note=note,
         width=WIDTH_PX,
@@ -98,17 +80,6 @@ def draw(graphs: Sequence[Graph], title: str) -> str:
         keys=[{"kind": kind, "text": text, "x": MARGIN_PX + 110 * i} for i, (kind, text) in enumerate(keys)],
         graphs=shown,
     )
-
-
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("flame.svg.j2")
 
 
 def _visible(text: str) -> str:
@@ -127,9 +98,9 @@ def _tree(folded: Mapping[tuple[str, ...], float]) -> _Frame:
     return root
 
 
-def _boxes(root: _Frame, top: float, scale_ns: float, most: int) -> tuple[list[_Box], int]:
+def _boxes(root: _Frame, top: float, scale_ns: float, most: int) -> tuple[list[dict[str, Any]], int]:
     """(what is drawn, how many frames are not)."""
-    boxes: list[_Box] = []
+    boxes: list[dict[str, Any]] = []
     skipped = 0
     px = (WIDTH_PX - 2 * MARGIN_PX) / scale_ns if scale_ns > 0 else 0.0
     level = [(root, float(MARGIN_PX))]
@@ -142,14 +113,29 @@ def _boxes(root: _Frame, top: float, scale_ns: float, most: int) -> tuple[list[_
                 if width < _LEAST_PX or len(boxes) >= most:
                     skipped += 1
                 else:
-                    share = f"{frame.ns / root.ns:.1%}"
-                    tip = f"{_visible(name)}\n{format_seconds(frame.ns * 1e-9)} per call, {share}"
-                    at = (round(left, 2), top + depth * ROW_PX, round(width, 2))
-                    boxes.append(_Box(_visible(name), _kind_of(name), tip, *at))
+                    figures = f"{format_seconds(frame.ns * 1e-9)} per call, {frame.ns / root.ns:.1%}"
+                    boxes.append(
+                        {
+                            "kind": _kind_of(name),
+                            "tip": f"{_visible(name)}\n{figures}",
+                            "text": _fitting(_visible(name), width),
+                            "x": round(left, 2),
+                            "y": top + depth * ROW_PX,
+                            "width": round(width, 2),
+                        }
+                    )
                     below.append((frame, left))
                 left += width
         level, depth = below, depth + 1
     return boxes, skipped
+
+
+def _fitting(name: str, width: float) -> str:
+    """What of the name fits into a box."""
+    room = int((width - 6) / _CHAR_PX)
+    if room < 3:
+        return ""
+    return name if len(name) <= room else name[: room - 1] + "…"
 
 
 def _kind_of(name: str) -> str:

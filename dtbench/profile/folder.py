@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dtbench.bench.progress import say
 from dtbench.errors import OutputError
 
 
@@ -35,20 +35,14 @@ def write_folder(folder: Path, files: Mapping[str, str]) -> None:
     Raises:
         OutputError: it cannot be written, or came to exist meanwhile.
     """
-    with _partial(folder) as partial:
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir()
         for name, text in files.items():
             data = text.encode("utf-8", "replace")
             if name.endswith(".gz"):
                 data = gzip.compress(data, compresslevel=6, mtime=0)
             (partial / name).write_bytes(data)
-
-
-@contextlib.contextmanager
-def _partial(folder: Path) -> Iterator[Path]:
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    try:
-        partial.mkdir()
-        yield partial
         check_folder(folder)
         partial.replace(folder)
     except OSError as error:
@@ -57,6 +51,14 @@ def _partial(folder: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_and_tell(folder: Path, lines: Sequence[str], files: Mapping[str, str]) -> None:
+    """Prints the lines and writes the folder."""
+    for line in lines:
+        say(line)
+    write_folder(folder, files)
+    say(f"{folder}: {', '.join(files)}; open the trace at https://ui.perfetto.dev or chrome://tracing")
 
 
 def as_json(value: Any) -> str:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from dtbench.bench.clock import HostClock
 from dtbench.profile.spans import Overhead, Span
+
+_T = TypeVar("_T")
 
 # torch's names of what it records.
 PYTHON, C_CALL, OP = "PyCall", "PyCCall", "TorchOp"
@@ -30,9 +32,8 @@ def recorded_calls(
     run: Callable[[], object], before: Callable[[], None] | None, warmup: int, calls: int
 ) -> list[Span]:
     """One tree of frames per call; the root is `profiled_call`."""
-    from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiler:
+    def call_them() -> None:
         for number in range(warmup + calls):
             if before is not None:
                 before()
@@ -40,43 +41,39 @@ def recorded_calls(
                 run()
             else:
                 profiled_call(run)
-    return _roots(_tree(profiler), profiled_call.__name__)
+
+    return _recorded(call_them, profiled_call.__name__)[1]
 
 
-def _tree(profiler: Any) -> Sequence[Any]:
-    tree: Sequence[Any] = profiler.profiler.kineto_results.experimental_event_tree()
-    return tree
+def _recorded(work: Callable[[], _T], name: str) -> tuple[_T, list[Span]]:
+    """(what the work gives, the trees below every call of the function of that name, in the order of time)."""
+    from torch.profiler import ProfilerActivity, profile
 
-
-def _roots(events: Sequence[Any], name: str) -> list[Span]:
-    """The trees below every call of the function, in the order of time."""
+    with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiler:
+        result = work()
+    kineto: Any = profiler.profiler
+    stack = list(kineto.kineto_results.experimental_event_tree())
     found: list[Span] = []
-    stack = list(events)
     while stack:
         event = stack.pop()
         if _kind(event) == PYTHON and event.name.endswith(f": {name}"):
-            found.append(_span(event))
+            found.append(_span(event, event.end_time_ns))
         else:
             stack += event.children
-    return sorted(found, key=lambda span: span.start_ns)
+    return result, sorted(found, key=lambda span: span.start_ns)
 
 
 def _kind(event: Any) -> str:
     return str(event.typed[0]).rpartition(".")[2]
 
 
-def _span(event: Any) -> Span:
+def _span(event: Any, until_ns: float) -> Span:
     """The event and all below it. torch leaves an end out where the recording ended first."""
-    top = Span(event.name, _kind(event), event.start_time_ns, event.end_time_ns)
-    stack = [(event, top)]
-    while stack:
-        of, span = stack.pop()
-        for child in sorted(of.children, key=lambda c: c.start_time_ns):
-            end_ns = min(max(child.end_time_ns, child.start_time_ns), span.end_ns)
-            made = Span(child.name, _kind(child), child.start_time_ns, end_ns)
-            span.children.append(made)
-            stack.append((child, made))
-    return top
+    end_ns = min(max(event.end_time_ns, event.start_time_ns), until_ns)
+    below = sorted(event.children, key=lambda child: child.start_time_ns)
+    return Span(
+        event.name, _kind(event), event.start_time_ns, end_ns, [_span(child, end_ns) for child in below]
+    )
 
 
 def short_name(name: str) -> str:
@@ -119,22 +116,13 @@ def _cost(call: Callable[[], object], kind: str, below: Sequence[Overhead] = ())
     outside, since torch reads the clock last before an op and first after it.
     """
     bare_ns = _loop_ns(call)
-    with_ns, spans = _timed_recording(call)
+    with_ns, spans = _recorded(lambda: _loop_ns(call), getattr(call, "__name__", ""))
     total_ns = max(with_ns - bare_ns - sum(cost.total_ns for cost in below), 0.0)
     if kind != PYTHON:
         return Overhead(0.0, total_ns)
     durations = sorted(span.duration_ns for span in spans)
     inside_ns = min(max(durations[len(durations) // 2] - bare_ns, 0.0), total_ns) if durations else 0.0
     return Overhead(inside_ns, total_ns - inside_ns)
-
-
-def _timed_recording(call: Callable[[], object]) -> tuple[float, list[Span]]:
-    """(ns per call under the profiler, what it recorded of the calls)."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiler:
-        took_ns = _loop_ns(call)
-    return took_ns, _roots(_tree(profiler), getattr(call, "__name__", ""))
 
 
 def _loop_ns(call: Callable[[], object]) -> float:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from dtbench.machine import provenance as machine
 
@@ -17,21 +16,12 @@ Samples = dict[str, list[tuple[float, float]]]  # counter -> (us on the host's c
 
 
 class Sampler:
-    """Reads a GPU's state in a thread while it is entered.
+    """Reads a GPU's state in a thread while it is entered. index: as torch numbers CUDA devices in this process."""
 
-    index: as torch numbers CUDA devices in this process. read: replaced by tests.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        read: Callable[[int], Mapping[str, float]] | None = None,
-        every_s: float = SAMPLE_EVERY_S,
-    ) -> None:
+    def __init__(self, index: int, every_s: float = SAMPLE_EVERY_S) -> None:
         self.samples: Samples = {}
         self.reasons: set[str] = set()
         self._index = index
-        self._read = read or self._state
         self._every_s = every_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="nvml", daemon=True)
@@ -47,15 +37,15 @@ class Sampler:
     def _sample(self) -> None:
         while True:
             before_ns = time.time_ns()
-            state = self._read(self._index)
+            state = self._state()
             at_us = (before_ns + time.time_ns()) / 2e3
             for name, value in state.items():
                 self.samples.setdefault(name, []).append((at_us, value))
             if self._stop.wait(self._every_s):
                 return
 
-    def _state(self, index: int) -> dict[str, float]:
-        state = machine.gpu_state(index)
+    def _state(self) -> dict[str, float]:
+        state = machine.gpu_state(self._index)
         if state is None:
             return {}
         self.reasons.update(state["throttled_by"])
@@ -64,7 +54,7 @@ class Sampler:
             for name in ("sm_clock_MHz", "memory_clock_MHz", "temperature_C", "power_W")
             if state[name] is not None
         }
-        return found | {"throttled": float(bool(state["throttled_by"]))} | nvlink_KiB(index)
+        return found | {"throttled": float(bool(state["throttled_by"]))} | nvlink_KiB(self._index)
 
 
 def nvlink_KiB(index: int) -> dict[str, float]:  # noqa: N802 - the unit as it is written
@@ -91,22 +81,16 @@ def nvlink_KiB(index: int) -> dict[str, float]:  # noqa: N802 - the unit as it i
     return found
 
 
-def rises_between(samples: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of a counter that only rises: (us, increase per second) from sample to sample."""
-    pairs: list[tuple[float, float]] = []
-    for (at, value), (later, higher) in itertools.pairwise(samples):
-        if later > at and higher >= value:
-            pairs.append((at, (higher - value) / (later - at) * 1e6))
-    return pairs
-
-
 def counters_of(samples: Mapping[str, list[tuple[float, float]]]) -> Samples:
-    """As the trace draws them: what only rises as a rate, in GB/s (10^9 bytes/s)."""
+    """As the trace draws them: what only rises as a rate from sample to sample, in GB/s (10^9 bytes/s)."""
     drawn: Samples = {}
     for name, values in samples.items():
-        if name.endswith("_KiB"):
-            rates: Any = rises_between(values)
-            drawn[name.replace("_KiB", "_GBps")] = [(at, rate * 1024 / 1e9) for at, rate in rates]
-        else:
-            drawn[name] = list(values)
+        if not name.endswith("_KiB"):
+            drawn[name] = values
+            continue
+        drawn[name.replace("_KiB", "_GBps")] = [
+            (at, (higher - value) * 1024 / (later - at) / 1e3)  # bytes per us are 10^6 bytes/s
+            for (at, value), (later, higher) in itertools.pairwise(values)
+            if later > at and higher >= value
+        ]
     return drawn

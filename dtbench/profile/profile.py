@@ -11,7 +11,7 @@ from dtbench.bench.options import Task
 from dtbench.bench.progress import say
 from dtbench.bench.run import count_ranks
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError, complain
-from dtbench.profile.folder import as_json, check_folder, write_folder
+from dtbench.profile.folder import as_json, check_folder, write_and_tell
 from dtbench.profile.request import DATA_NAME, FLAME_NAME, TABLE_NAME, TRACE_NAME, Request
 from dtbench.world.launch import start_ranks
 from dtbench.world.rank import quiet_torch
@@ -92,8 +92,6 @@ def _write_calls(request: Request, profiled: Profiled) -> None:
     from dtbench.profile.text import stage_tables
 
     lines = stage_tables(profiled.breakdowns)
-    for line in lines:
-        say(line)
     target = f"{request.options.suites[0]}/{request.case}".rstrip("/")
     files = {
         TABLE_NAME: "\n".join(lines) + "\n",
@@ -101,7 +99,4 @@ def _write_calls(request: Request, profiled: Profiled) -> None:
         FLAME_NAME: flame.draw(profiled.graphs, f"Where the time of {target} goes"),
         TRACE_NAME: as_json(trace.of_calls(profiled.traced, short_name)),
     }
-    write_folder(request.folder, files)
-    say(
-        f"{request.folder}: {', '.join(files)}; open the trace at https://ui.perfetto.dev or chrome://tracing"
-    )
+    write_and_tell(request.folder, lines, files)

@@ -6,13 +6,12 @@ import contextlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtbench.bench.measure import Subject
+from dtbench.bench.options import Task
 from dtbench.bench.sampling import Ranks, Voted
-from dtbench.model import Case
 from dtbench.profile import clocks, trace
 from dtbench.profile.request import Request
 from dtbench.world.failure import Now
@@ -33,8 +32,7 @@ class RankRecording(Voted):
 
     def __init__(
         self,
-        section: str,
-        case: Case,
+        task: Task,
         impl: str,
         ranks: Ranks,
         now: Now,
@@ -42,42 +40,33 @@ class RankRecording(Voted):
         epoch_ns: int,
         request: Request,
     ) -> None:
-        super().__init__(case, [impl], ranks, now)
+        super().__init__(task.case, [impl], ranks, now)
+        self.section = f"{task.label} ({impl})"
         self.plain_us: list[float] = []
         self.events: list[dict[str, Any]] = []
         self.uncertainty_us = 0.0
-        self._section = section
         self._recorded = self.live[impl]
         self._barrier = barrier
         self._epoch_ns = epoch_ns
         self._request = request
-        self._settle: Callable[[], None] = lambda: None
-
-    def run(self, world: Any) -> Any:
-        if world.device.type != "cpu":
-            import torch
-
-            self._settle = lambda: torch.cuda.synchronize(world.device)
-        return super().run(world)
+        self._on_gpu = request.device_type() == "cuda"
 
     def warm_up(self) -> None:
-        self.vote({}, lambda _votes: None)
+        self._agree_on_verdicts()
         self._recorded.attempt(lambda: self._recorded.call(WARMUP_CALLS))
 
     def sample(self) -> None:
-        self.vote({}, lambda _votes: None)
-        took_s = self._recorded.attempt(self._first_iteration)
+        self._agree_on_verdicts()
+        took_s = self._recorded.attempt(self._iteration_s)
         count = self.vote({"s": took_s}, self._decide_iterations)
-        self._recorded.attempt(lambda: self._record(self._recorded, count))
-        self.vote({}, lambda _votes: None)
+        self._recorded.attempt(lambda: self._record(count))
+        self._agree_on_verdicts()
 
     def finish(self) -> None:
-        self.vote({}, lambda _votes: None)
+        self._agree_on_verdicts()
 
-    def _first_iteration(self) -> float:
-        self._recorded.ready()
-        self._barrier()
-        return self._timed_s(self._recorded)
+    def _agree_on_verdicts(self) -> None:
+        self.vote({}, lambda _votes: None)
 
     def _decide_iterations(self, votes: list[Any]) -> int:
         if self._request.options.quick:
@@ -85,31 +74,37 @@ class RankRecording(Voted):
         slowest_s = max(vote["s"] for vote in votes)
         return int(min(max(ITERATIONS_S / max(slowest_s, 1e-6), LEAST_ITERATIONS), MOST_ITERATIONS))
 
-    def _timed_s(self, subject: Subject) -> float:
+    def _get_ready(self) -> None:
+        self._recorded.ready()
+        self._barrier()
+
+    def _iterate(self) -> None:
+        self._recorded.workload.run()
+        if self._on_gpu:
+            import torch
+
+            torch.cuda.synchronize()
+
+    def _iteration_s(self) -> float:
+        self._get_ready()
         start = time.perf_counter()
-        subject.workload.run()
-        self._settle()
+        self._iterate()
         return time.perf_counter() - start
 
-    def _record(self, subject: Subject, count: int) -> None:
+    def _record(self, count: int) -> None:
+        from torch.cuda import nvtx
         from torch.profiler import ProfilerActivity, profile, record_function
 
-        for _ in range(count):
-            subject.ready()
-            self._barrier()
-            self.plain_us.append(self._timed_s(subject) * 1e6)
-        activities = [ProfilerActivity.CPU]
-        if self._request.device_type() == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        self.plain_us += [self._iteration_s() * 1e6 for _ in range(count)]
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
         marks = []
         with profile(activities=activities) as profiler:
             for number in range(count):
-                subject.ready()
-                self._barrier()
-                name = f"{trace.ITERATION} {self._section} #{number}"
-                with record_function(name), _nvtx(name, self._request.nvtx):
-                    subject.workload.run()
-                    self._settle()
+                self._get_ready()
+                name = f"{trace.ITERATION} {self.section} #{number}"
+                named: Any = nvtx.range("{}", name) if self._request.nvtx else contextlib.nullcontext()
+                with record_function(name), named:
+                    self._iterate()
             for _ in range(_MARKS):
                 before = time.time_ns()
                 with record_function(_MARK):
@@ -150,18 +145,3 @@ def _events_of(profiler: Any, epoch_ns: int) -> list[dict[str, Any]]:
         elif event.get("ph") == "M" and event.get("name") == "thread_name":
             kept.append({key: event[key] for key in ("ph", "name", "pid", "tid", "args")})
     return kept
-
-
-@contextlib.contextmanager
-def _nvtx(name: str, wanted: bool) -> Iterator[None]:
-    if not wanted:
-        yield
-        return
-    from torch.cuda import nvtx
-
-    ranges: Any = nvtx  # its functions have no types
-    ranges.range_push(name)
-    try:
-        yield
-    finally:
-        ranges.range_pop()

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dtbench.profile.skew import Skew, skews
+import numpy as np
+
 from dtbench.profile.trace import RankTrace, Window, windows_of
 
 PARTS = ("whole", "compute", "communication", "overlap", "exposed", "host")
+
+
+@dataclass(frozen=True)
+class Skew:
+    """The arrivals at the collectives of one kind. mean_us, p95_us: from the first rank's arrival to the
+    last one's. late: rank -> how often it was the last; unclear: how often the clocks cannot tell."""
+
+    kind: str
+    count: int
+    mean_us: float
+    p95_us: float
+    late: Mapping[int, int]
+    unclear: int
+
+    @property
+    def latest(self) -> int | None:
+        """The rank that was last most often; None where the clocks never tell."""
+        return max(self.late, key=lambda rank: (self.late[rank], -rank)) if self.late else None
 
 
 @dataclass(frozen=True)
@@ -30,7 +50,7 @@ class Section:
     @property
     def overhead(self) -> float:
         """What the profiler adds to an iteration, as a share of it."""
-        return self.profiled_us / self.plain_us - 1 if self.plain_us > 0 else 0.0
+        return self.profiled_us / self.plain_us - 1
 
     def to_json(self) -> dict[str, Any]:
         made = asdict(self) | {"overhead": self.overhead}
@@ -49,16 +69,17 @@ def sections_of(
     iterations without the profiler.
     """
     windows = {trace.rank: windows_of(trace) for trace in traces}
-    uncertainty = {trace.rank: trace.uncertainty_us for trace in traces}
     labels = dict.fromkeys(w.section for w in windows[traces[0].rank])
     return [
-        _section(label, traces, _of(label, windows), groups[label], plain_us.get(label, ()), uncertainty)
+        _section(
+            label,
+            traces,
+            {rank: [w for w in of if w.section == label] for rank, of in windows.items()},
+            groups[label],
+            plain_us[label],
+        )
         for label in labels
     ]
-
-
-def _of(label: str, windows: Mapping[int, Sequence[Window]]) -> dict[int, list[Window]]:
-    return {rank: [w for w in of if w.section == label] for rank, of in windows.items()}
 
 
 def _section(
@@ -67,9 +88,8 @@ def _section(
     windows: Mapping[int, Sequence[Window]],
     groups: Sequence[Sequence[int]],
     plain_us: Sequence[float],
-    uncertainty_us: Mapping[int, float],
 ) -> Section:
-    found, unmatched = skews(windows, groups, uncertainty_us)
+    found, unmatched = skews(windows, groups, {trace.rank: trace.uncertainty_us for trace in traces})
     parts: dict[int, dict[str, float]] = {}
     for rank, of in windows.items():
         times = [window.times_us() for window in of]
@@ -81,7 +101,7 @@ def _section(
         parts,
         tuple(found),
         unmatched,
-        statistics.median(plain_us) if plain_us else 0.0,
+        statistics.median(plain_us),
         statistics.median(slowest) if slowest else 0.0,
         {t.rank: _gpu_means(t, windows[t.rank]) for t in traces if t.counters},
     )
@@ -100,3 +120,44 @@ def _gpu_means(trace: RankTrace, windows: Sequence[Window]) -> dict[str, float]:
         elif samples:
             means[name] = min(samples, key=lambda s: abs(s[0] - (start + end) / 2))[1]
     return means
+
+
+def skews(
+    windows: Mapping[int, Sequence[Window]],
+    groups: Sequence[Sequence[int]],
+    uncertainty_us: Mapping[int, float],
+) -> tuple[list[Skew], int]:
+    """(per kind of collective how far apart the ranks arrive, iterations that could not be matched).
+
+    windows: of each rank, the same iterations of one section in the same order. groups: the ranks that
+    communicate with each other; the n-th collective of one of them is the n-th of all. uncertainty_us:
+    of each rank's clock.
+    """
+    apart: dict[str, list[float]] = {}
+    late: dict[str, Counter[int]] = {}
+    unclear: Counter[str] = Counter()
+    unmatched = 0
+    for group in groups:
+        ranks = [rank for rank in group if rank in windows]
+        for iteration in zip(*(windows[rank] for rank in ranks), strict=False):
+            kinds = [[c.kind for c in window.collectives] for window in iteration]
+            if any(other != kinds[0] for other in kinds[1:]):
+                unmatched += 1
+                continue
+            for together in zip(*(window.collectives for window in iteration), strict=True):
+                order = sorted(zip((c.arrival_us for c in together), ranks, strict=True))
+                if len(order) < 2:
+                    continue
+                kind, (last_us, last), (second_us, second) = together[0].kind, order[-1], order[-2]
+                apart.setdefault(kind, []).append(last_us - order[0][0])
+                # Known to be last only beyond what the clocks of the two may be wrong by.
+                if last_us - second_us > uncertainty_us.get(last, 0) + uncertainty_us.get(second, 0):
+                    late.setdefault(kind, Counter())[last] += 1
+                else:
+                    unclear[kind] += 1
+    found = []
+    for kind, us in sorted(apart.items()):
+        p95_us = float(np.quantile(us, 0.95, method="inverted_cdf"))
+        last_of = dict(late.get(kind, {}))
+        found.append(Skew(kind, len(us), sum(us) / len(us), p95_us, last_of, unclear[kind]))
+    return found, unmatched

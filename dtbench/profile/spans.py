@@ -20,13 +20,13 @@ class Span:
     def duration_ns(self) -> float:
         return self.end_ns - self.start_ns
 
-    def walk(self, depth: int = 0) -> Iterator[tuple[Span, int]]:
-        """The span and all below it, parents first, with how deep each lies below this one."""
-        stack = [(self, depth)]
+    def walk(self) -> Iterator[Span]:
+        """The span and all below it, parents first."""
+        stack = [self]
         while stack:
-            span, depth = stack.pop()
-            yield span, depth
-            stack.extend((child, depth + 1) for child in reversed(span.children))
+            span = stack.pop()
+            yield span
+            stack.extend(reversed(span.children))
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def break_down(
     if not calls:
         raise ValueError("no call was recorded")
     recorded = sum(call.duration_ns for call in calls) / len(calls)
-    own = sum(s.duration_ns for c in calls for s, _ in c.walk() if s.name == ignored) / len(calls)
+    own = sum(s.duration_ns for c in calls for s in c.walk() if s.name == ignored) / len(calls)
     cost = sum(_cost_within(call, calibrated, ignored) for call in calls) / len(calls)
     scale = min(max((recorded - own - whole_ns) / cost, 0.0), MOST_FIT) if cost > 0 else 1.0
     fitted = {kind: Overhead(o.inside_ns * scale, o.outside_ns * scale) for kind, o in calibrated.items()}
@@ -130,7 +130,7 @@ def break_down(
 def _cost_within(call: Span, overheads: Mapping[str, Overhead], ignored: str) -> float:
     """What recording the call's spans added to its duration, but for what lies inside the ignored ones."""
     cost = -overheads.get(call.kind, NOTHING).outside_ns  # the root's lies before and after it
-    for span, _ in call.walk():
+    for span in call.walk():
         of = overheads.get(span.kind, NOTHING)
         cost += of.outside_ns if span.name == ignored else of.total_ns
     return cost
@@ -180,7 +180,7 @@ def frame_pieces(call: Span, overheads: Mapping[str, Overhead]) -> Iterator[tupl
     The C++ of torch's dispatch has no frames of its own. Between two Python frames it is counted with the
     stage of the frame that comes next; before the op on the shards, with that op.
     """
-    handing = {id(span) for span, _ in call.walk() if _hands_over(span)}
+    handing = {id(span) for span in call.walk() if _hands_over(span)}
     stack: list[tuple[Span, str]] = [(call, "entry")]
     while stack:
         span, stage = stack.pop()
@@ -198,7 +198,7 @@ def frame_pieces(call: Span, overheads: Mapping[str, Overhead]) -> Iterator[tupl
 
 
 def _hands_over(span: Span) -> bool:
-    return any(below.name == HANDED_OVER for below, depth in span.walk() if depth)
+    return any(below.name == HANDED_OVER for child in span.children for below in child.walk())
 
 
 def _stage_of(span: Span, stage: str, handing: set[int]) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from dtbench.model import STAGES
 from dtbench.profile.sections import PARTS, Section
 from dtbench.profile.stages import Breakdown
 from dtbench.units import significant
-
-_US = 1e3  # ns
 
 
 def stage_tables(breakdowns: Sequence[Breakdown]) -> list[str]:
@@ -24,22 +23,23 @@ def stage_tables(breakdowns: Sequence[Breakdown]) -> list[str]:
 def _stage_table(impls: Sequence[Breakdown]) -> list[str]:
     stages = [s for s in STAGES if any(r.stage == s for b in impls for r in b.rows)]
     stages += sorted({r.stage for b in impls for r in b.rows} - set(stages))
-    rows = [["µs per call", *(text for b in impls for text in (b.impl, "+-", "%"))]]
-    for stage in stages:
-        row = [stage]
-        for b in impls:
-            found = next((r for r in b.rows if r.stage == stage), None)
-            if found is None:
-                row += ["-", "", ""]
-            else:
-                row += [_us(found.ns), _us(found.plus_minus_ns), f"{found.ns / b.whole_ns:.0%}"]
-        rows.append(row)
-    rows.append(["unattributed", *(t for b in impls for t in (_us(b.unattributed_ns), "", ""))])
-    rows.append(["whole, not recorded", *(t for b in impls for t in (_us(b.whole_ns), "", "100%"))])
-    rows.append(["whole, recorded", *(t for b in impls for t in (_us(b.recorded_ns), "", ""))])
+
+    def row(name: str, cells: Callable[[Breakdown], tuple[str, str, str]]) -> list[str]:
+        return [name, *(text for b in impls for text in cells(b))]
+
+    def figures(stage: str, b: Breakdown) -> tuple[str, str, str]:
+        found = next((r for r in b.rows if r.stage == stage), None)
+        if found is None:
+            return "-", "", ""
+        return _us(found.ns), _us(found.plus_minus_ns), f"{found.ns / b.whole_ns:.0%}"
+
+    rows = [row("µs per call", lambda b: (b.impl, "+-", "%"))]
+    rows += [row(stage, partial(figures, stage)) for stage in stages]
+    rows.append(row("unattributed", lambda b: (_us(b.unattributed_ns), "", "")))
+    rows.append(row("whole, not recorded", lambda b: (_us(b.whole_ns), "", "100%")))
+    rows.append(row("whole, recorded", lambda b: (_us(b.recorded_ns), "", "")))
     if any(b.floor_ns is not None for b in impls):
-        floors = (("-" if b.floor_ns is None else _us(b.floor_ns), "", "") for b in impls)
-        rows.append(["plain op alone", *(t for f in floors for t in f)])
+        rows.append(row("plain op alone", lambda b: (_us(b.floor_ns), "", "")))
     lines = ["  " + line for line in _aligned(rows)]
     lines += [
         f"  {b.impl}: from {b.source}; {b.spans_per_call:.0f} spans a call make it "
@@ -93,8 +93,8 @@ def _gpu_names(section: Section) -> list[str]:
     return sorted({name for of in section.gpu.values() for name in of})
 
 
-def _us(ns: float) -> str:
-    return f"{ns / _US:.2f}"
+def _us(ns: float | None) -> str:
+    return "-" if ns is None else f"{ns / 1e3:.2f}"
 
 
 def _significant(value: float | None) -> str:

@@ -2,7 +2,7 @@
 
 Events are dicts of the Chrome trace format ("X": complete, `ts` and `dur` in microseconds), as
 torch.profiler writes them; Perfetto and chrome://tracing read the result. See overlap.py for what is
-counted and skew.py for who comes late.
+counted and sections.py for who comes late.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from dtbench.profile.overlap import Interval, difference, intersection, length, union
 from dtbench.profile.spans import Span
 
-Event = Mapping[str, Any]
+Event = dict[str, Any]
 
 # What an iteration is wrapped in: the name of a user annotation, then the section and the number.
 ITERATION = "dtbench iteration"
@@ -91,29 +91,20 @@ class Window:
 
 def windows_of(trace: RankTrace) -> list[Window]:
     """The iterations that the rank recorded, in the order of time."""
-    events = [e for e in trace.events if e.get("ph") == "X"]
+    shift = trace.shift_us
+    events = sorted((e | {"ts": e["ts"] + shift} for e in trace.events if e.get("ph") == "X"), key=_start)
     compute = compute_of(events)
     found: list[Window] = []
-    for event in sorted(events, key=_start):
-        name = event["name"]
+    for event in events:
+        name, start, end = event["name"], _start(event), _end(event)
         # The same annotation is drawn on the GPU's lanes a second time.
         if not name.startswith(ITERATION) or event.get("cat") != "user_annotation":
             continue
         section, _, number = name.removeprefix(ITERATION).strip().rpartition(" #")
-        window = (_start(event), _end(event))
         # What goes on after an iteration, such as the next barrier, is not its own.
-        inside = collectives_of([e for e in events if window[0] <= _start(e) < window[1]], window[1])
-        shift = trace.shift_us
-        found.append(
-            Window(
-                section,
-                int(number) if number.isdigit() else len(found),
-                window[0] + shift,
-                window[1] + shift,
-                tuple(Collective(c.kind, c.arrival_us + shift, c.end_us + shift) for c in inside),
-                tuple((a + shift, b + shift) for a, b in intersection(compute, [window])),
-            )
-        )
+        inside = collectives_of([e for e in events if start <= _start(e) < end], end)
+        own = intersection(compute, [(start, end)])
+        found.append(Window(section, int(number), start, end, tuple(inside), tuple(own)))
     return found
 
 
@@ -126,7 +117,7 @@ def collectives_of(events: Sequence[Event], until_us: float) -> list[Collective]
         return sorted(found, key=lambda c: c.arrival_us)
     # A tensor subclass may issue a call again, inside: the innermost one is what goes to the transport.
     threads = by_thread(e for e in events if e["name"].startswith("c10d::")).values()
-    calls = [s for thread in threads for top in nested(thread) for s, _ in top.walk() if not s.children]
+    calls = [s for thread in threads for top in nested(thread) for s in top.walk() if not s.children]
     calls.sort(key=lambda span: span.start_ns)
     transports = sorted((e for e in events if e["name"].startswith("gloo:")), key=_start)
     ends: dict[int, float] = {}
@@ -150,11 +141,15 @@ def compute_of(events: Sequence[Event]) -> list[Interval]:
     return union(i for thread in by_thread(ops).values() for i in _work(nested(thread)))
 
 
+def _thread(event: Event) -> tuple[Any, Any]:
+    return event.get("pid"), event.get("tid")
+
+
 def by_thread(events: Iterable[Event]) -> dict[Any, list[Event]]:
     """The events of each thread or stream."""
     threads: dict[Any, list[Event]] = {}
     for event in events:
-        threads.setdefault((event.get("pid"), event.get("tid")), []).append(event)
+        threads.setdefault(_thread(event), []).append(event)
     return threads
 
 
@@ -175,7 +170,7 @@ def nested(events: Iterable[Event]) -> list[Span]:
 
 def _work(spans: Sequence[Span]) -> Iterator[Interval]:
     for span in spans:
-        if span.name.startswith("aten::") and not any(_is_dispatch(below) for below, _ in span.walk()):
+        if span.name.startswith("aten::") and not any(_is_dispatch(below) for below in span.walk()):
             yield (span.start_ns, span.end_ns)
         else:
             yield from _work(span.children)
@@ -213,12 +208,9 @@ def merge(ranks: Sequence[RankTrace], notes: Mapping[str, Any]) -> dict[str, Any
     """
     starts = [_start(e) + r.shift_us for r in ranks for e in r.events if "ts" in e and e.get("ph") != "M"]
     zero = min(starts, default=0.0)
-    events: list[dict[str, Any]] = []
-    for trace in ranks:
-        events += _rank_events(trace, zero)
     clock = {f"rank {r.rank}": f"+-{r.uncertainty_us:.1f} us" for r in ranks}
     return {
-        "traceEvents": events,
+        "traceEvents": [event for trace in ranks for event in _rank_events(trace, zero)],
         "displayTimeUnit": "ns",
         "otherData": {**notes, "clock": clock, "zero_us": zero},
     }
@@ -226,18 +218,14 @@ def merge(ranks: Sequence[RankTrace], notes: Mapping[str, Any]) -> dict[str, Any
 
 def _rank_events(trace: RankTrace, zero: float) -> Iterator[dict[str, Any]]:
     pid, shift = trace.rank, trace.shift_us - zero
-    yield _meta(pid, 0, "process_name", name=f"rank {trace.rank} ({trace.host}, {trace.device})")
-    yield _meta(pid, 0, "process_sort_index", sort_index=trace.rank)
+    yield from _named_process(pid, f"rank {trace.rank} ({trace.host}, {trace.device})")
     lanes: dict[Any, int] = {}
-    names = {(e.get("pid"), e.get("tid")): e["args"]["name"] for e in trace.events if _names_thread(e)}
-    drawn = [e for e in trace.events if e.get("ph") == "X"]
-    for event in sorted(drawn, key=_start):
-        thread = (event.get("pid"), event.get("tid"))
-        if thread not in lanes:
-            lanes[thread] = _FIRST_TID + len(lanes)
+    names = {_thread(e): e["args"]["name"] for e in trace.events if e.get("ph") == "M"}
+    for event in sorted((e for e in trace.events if e.get("ph") == "X"), key=_start):
+        tid = lanes.setdefault(_thread(event), _FIRST_TID + len(lanes))
         kept = {"name": event["name"], "cat": event.get("cat", ""), "ph": "X"}
         kept |= {"ts": round(_start(event) + shift, 3), "dur": event["dur"]}
-        yield kept | {"pid": pid, "tid": lanes[thread]} | _args(event)
+        yield kept | {"pid": pid, "tid": tid} | _args(event)
     for thread, tid in lanes.items():
         yield from _named_lane(pid, tid, str(names.get(thread, f"thread {thread[1]}")))
     for tid, name in LANES.items():
@@ -250,21 +238,12 @@ def _rank_events(trace: RankTrace, zero: float) -> Iterator[dict[str, Any]]:
 
 
 def _lane_events(pid: int, window: Window, zero: float) -> Iterator[dict[str, Any]]:
-    def drawn(tid: int, name: str, interval: Interval) -> dict[str, Any]:
-        start, end = interval
+    drawn = [(1, c.kind, c.interval) for c in window.collectives]
+    drawn += [(2, "compute", interval) for interval in window.compute]
+    drawn += [(3, "exposed", interval) for interval in window.exposed]
+    for tid, name, (start, end) in drawn:
         at = {"ts": round(start - zero, 3), "dur": round(end - start, 3)}
-        return {"name": name, "cat": LANES[tid], "ph": "X", "pid": pid, "tid": tid, **at}
-
-    for collective in window.collectives:
-        yield drawn(1, collective.kind, collective.interval)
-    for interval in window.compute:
-        yield drawn(2, "compute", interval)
-    for interval in window.exposed:
-        yield drawn(3, "exposed", interval)
-
-
-def _names_thread(event: Event) -> bool:
-    return event.get("ph") == "M" and event.get("name") == "thread_name"
+        yield {"name": name, "cat": LANES[tid], "ph": "X", "pid": pid, "tid": tid, **at}
 
 
 def _args(event: Event) -> dict[str, Any]:
@@ -277,6 +256,11 @@ def _args(event: Event) -> dict[str, Any]:
 def _named_lane(pid: int, tid: int, name: str) -> Iterator[dict[str, Any]]:
     yield _meta(pid, tid, "thread_name", name=name)
     yield _meta(pid, tid, "thread_sort_index", sort_index=tid)
+
+
+def _named_process(pid: int, name: str) -> Iterator[dict[str, Any]]:
+    yield _meta(pid, 0, "process_name", name=name)
+    yield _meta(pid, 0, "process_sort_index", sort_index=pid)
 
 
 def _meta(pid: int, tid: int, fact: str, /, **args: Any) -> dict[str, Any]:
@@ -293,11 +277,10 @@ def of_calls(groups: Mapping[str, Sequence[Span]], rename: Any = str) -> dict[st
     """
     events: list[dict[str, Any]] = []
     for pid, (label, calls) in enumerate(groups.items(), 1):
-        events.append(_meta(pid, 0, "process_name", name=label))
-        events.append(_meta(pid, 0, "process_sort_index", sort_index=pid))
+        events += _named_process(pid, label)
         zero = min((call.start_ns for call in calls), default=0.0)
         for call in sorted(calls, key=lambda c: c.start_ns):
-            for span, _ in call.walk():
+            for span in call.walk():
                 at = {"ts": (span.start_ns - zero) / 1e3, "dur": span.duration_ns / 1e3}
                 events.append(
                     {"name": rename(span.name), "cat": span.kind, "ph": "X", "pid": pid, "tid": 1, **at}

@@ -23,7 +23,7 @@ from dtbench.model import STAGES, Case
 from dtbench.profile import clocks, flame, folder, gpu, overlap, sections, spans, stages, text, trace
 from dtbench.profile.choose import choose
 from dtbench.profile.frames import short_name
-from dtbench.profile.skew import skews
+from dtbench.profile.sections import skews
 from dtbench.profile.spans import Overhead, Span
 from dtbench.suite import Suite
 
@@ -380,8 +380,6 @@ def test_marks_tie_two_clocks() -> None:
     # A drift that no offset fits: the tightest mark decides.
     drifting = clocks.from_marks([(100.0, -900.0, -898.0, 102.5), (200.0, -700.0, -698.0, 230.0)])
     assert drifting.ns == pytest.approx(1000.25)
-    with pytest.raises(ValueError, match="no marks"):
-        clocks.from_marks([])
 
 
 def test_another_hosts_clock_is_found_over_the_store() -> None:
@@ -397,8 +395,6 @@ def test_another_hosts_clock_is_found_over_the_store() -> None:
     offset = clocks.ask(store, 3)
     thread.join()
     assert abs(offset.ns - ahead_ns) <= offset.uncertainty_ns
-    with pytest.raises(ValueError, match="no exchanges"):
-        clocks.from_exchanges([])
 
 
 # ------------------------------------------------------------------------------- GPUs
