@@ -145,22 +145,34 @@ def into(value: Any, kind: type[_T], name: str = "") -> _T:
         raise BadFieldError("nested too deeply") from error
 
 
-def read_json(path: Path, what: str, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in a file.
+def read_bytes(path: Path, what: str, max_bytes: int) -> bytes:
+    """All of a file.
 
     what: what it should hold, in words, for messages.
 
     Raises:
-        UnreadableRunError: no regular file, too large, or no strict JSON.
+        UnreadableRunError: no regular file, or too large.
     """
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited on for ever
             raise UnreadableRunError(f"{path} is not a regular file: expected {what}")
         if path.stat().st_size > max_bytes:
             raise UnreadableRunError(f"{path} has more than {max_bytes} bytes: expected {what}")
-        return decode(path.read_bytes())
+        return path.read_bytes()
     except OSError as error:
         raise UnreadableRunError(f"cannot read {path}: {error.strerror or error}; expected {what}") from error
+    except ValueError as error:  # a null byte in the name
+        raise UnreadableRunError(f"{str(path)!r} is not the path of a file: {error}") from error
+
+
+def read_json(path: Path, what: str, max_bytes: int) -> dict[str, Any]:
+    """The JSON object in a file; see `read_bytes`.
+
+    Raises:
+        UnreadableRunError: no regular file, too large, or no strict JSON.
+    """
+    try:
+        return decode(read_bytes(path, what, max_bytes))
     except BadFieldError as error:
         raise UnreadableRunError(f"{path} is not {what}: {error}") from error
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable
 from statistics import fmean
 
-from dtbench.importers.model import Figure, Log, Printed, Row, Table
+from dtbench.importers.model import SPELT, Figure, Log, Printed, Row, Table
 from dtbench.importers.nccl_text import ITEMSIZE
 from dtbench_core.cost.ring import ONE_WAY, busbw_factor
 
@@ -30,33 +30,28 @@ _MAX_RANKS = 2**20
 _LIST = "the list of ranks"
 _MAX_BYTES = 2**62
 
-_HINTS = {
-    "all_reduce": ("allreduce",),
-    "all_gather": ("allgather",),
-    "reduce_scatter": ("reducescatter",),
-    "all_to_all": ("alltoall", "all2all"),
-    "broadcast": ("broadcast", "bcast"),
-    "sendrecv": ("sendrecv",),
-}
+# What tells a collective in the name of a file; "reduce" and its like also stand in other names.
+_HINTS = {spelt: name for spelt, name in SPELT.items() if name not in ("reduce", "gather", "scatter")}
+_HINTS |= {"all2all": "all_to_all", "bcast": "broadcast"}
 
 
-def settle(log: Log, *, collective: str | None = None, ranks: int | None = None) -> None:
+def check(log: Log, *, collective: str | None = None, ranks: int | None = None) -> None:
     """Finds each table's collective and ranks, and marks what cannot be right.
 
     collective, ranks: what the user says of tables that do not say it themselves.
     """
     for table in log.tables:
         if not table.refusal:
-            _settle_devices(table)
-            _settle_mixed(table)
-            _settle_ranks(log, table, ranks)
-            _settle_bounds(table)
-            _settle_collective(log, table, collective)
+            _find_groups(table)
+            _refuse_mixed(table)
+            _find_ranks(log, table, ranks)
+            _refuse_ranks_beyond_bounds(table)
+            _find_collective(log, table, collective)
             _doubt_list(log, table, collective)
         if not table.refusal and table.ranks is None:
-            _settle_ranks_by_ratio(table)
-        _settle_bounds(table)
-        _settle_sizes(log, table)
+            _find_ranks_by_ratio(table)
+        _refuse_ranks_beyond_bounds(table)
+        _find_sizes(log, table)
         if table.refusal or table.collective is None or table.ranks is None:
             continue
         if table.ranks == 1:
@@ -74,7 +69,7 @@ def settle(log: Log, *, collective: str | None = None, ranks: int | None = None)
 # -------------------------------------------------------------------------- what the log says of ranks
 
 
-def _settle_devices(table: Table) -> None:
+def _find_groups(table: Table) -> None:
     groups = {device.group for device in table.devices}
     table.groups = max(len(groups), 1)
     if not table.devices:
@@ -92,7 +87,7 @@ def _settle_devices(table: Table) -> None:
         )
 
 
-def _settle_mixed(table: Table) -> None:
+def _refuse_mixed(table: Table) -> None:
     """Refuses rows of several processes that each took themselves for the whole world."""
     rows = [(row.size_bytes, row.dtype, row.redop, row.root) for row in table.rows if row.size_bytes]
     if table.continues is not None and table.continues.refusal:
@@ -104,12 +99,12 @@ def _settle_mixed(table: Table) -> None:
         )
 
 
-def _settle_bounds(table: Table) -> None:
+def _refuse_ranks_beyond_bounds(table: Table) -> None:
     if table.ranks is not None and not 1 <= table.ranks <= _MAX_RANKS:
         table.refusal, table.ranks = f"it has {table.ranks} ranks, which cannot be", None
 
 
-def _settle_sizes(log: Log, table: Table) -> None:
+def _find_sizes(log: Log, table: Table) -> None:
     for row in table.rows:
         row.size_bytes *= (table.ranks or 1) if table.sizes_are_parts else 1
     for row in [row for row in table.rows if row.size_bytes > _MAX_BYTES]:
@@ -117,7 +112,7 @@ def _settle_sizes(log: Log, table: Table) -> None:
         table.rows.remove(row)
 
 
-def _settle_ranks(log: Log, table: Table, given: int | None) -> None:
+def _find_ranks(log: Log, table: Table, given: int | None) -> None:
     if table.refusal:
         return
     parts = {p for row in table.rows if (p := _parts(row)) is not None}
@@ -145,17 +140,15 @@ def _parts(row: Row) -> int | None:
     return whole if not rest else None
 
 
-def _settle_ranks_by_ratio(table: Table) -> None:
+def _find_ranks_by_ratio(table: Table) -> None:
     """The number of ranks that agrees with busbw / algbw in the rows; those that print it finely decide."""
     if table.collective in ONE_WAY or not table.bandwidths_checked:
         table.ranks, table.ranks_from = table.command_ranks, "the command line"
         if table.ranks is None:
             table.refusal = "how many ranks it ran on is not in the log: give --ranks N"
         return
-    ranges = sorted(
-        (r for _, f in _figures(table) if (r := _ranks_of_ratio(f, table.collective or "")) is not None),
-        key=lambda r: r[1] - r[0],
-    )
+    found_of = (_ranks_of_ratio(ratio, table.collective or "") for ratio in _ratios(table))
+    ranges = sorted((found for found in found_of if found is not None), key=lambda r: r[1] - r[0])
     candidates = {n for low, high in ranges[:8] if high - low < 64 for n in range(low, high + 1)}
     scores = {n: sum(low <= n <= high for low, high in ranges) for n in candidates}
     best = max(scores.values(), default=0)
@@ -173,15 +166,15 @@ def _doubt_list(log: Log, table: Table, given: str | None) -> None:
     """Takes the ranks that the bandwidths tell, where the list of ranks was cut short."""
     if table.ranks_from != _LIST or table.ranks is None or not table.bandwidths_checked:
         return
-    ratios = [r for _, f in _figures(table) if (r := _ratio(f)) is not None]
+    ratios = _ratios(table)
     named = table.collective
     if not ratios or (named and _mostly(_may_have(ratio, named, table.ranks) for ratio in ratios)):
         return
     listed, refusal = table.ranks, table.refusal
     table.ranks, table.refusal = None, ""
-    _settle_collective(log, table, given)
+    _find_collective(log, table, given)
     if not table.refusal:
-        _settle_ranks_by_ratio(table)
+        _find_ranks_by_ratio(table)
     if not table.refusal and (table.ranks or 0) > listed:
         log.say(
             table.line,
@@ -191,10 +184,7 @@ def _doubt_list(log: Log, table: Table, given: str | None) -> None:
         table.ranks, table.ranks_from, table.refusal, table.collective = listed, _LIST, refusal, named
 
 
-def _ranks_of_ratio(figure: Figure, collective: str) -> tuple[int, int] | None:
-    ratio = _ratio(figure)
-    if ratio is None:
-        return None
+def _ranks_of_ratio(ratio: tuple[float, float], collective: str) -> tuple[int, int] | None:
     # factor = k - k / n, with k = 2 for all_reduce and 1 for the others
     k = 2 if collective == "all_reduce" else 1
     low, high = (k / (k - bound) if bound < k else math.inf for bound in ratio)
@@ -203,18 +193,20 @@ def _ranks_of_ratio(figure: Figure, collective: str) -> tuple[int, int] | None:
     return max(math.ceil(low - 1e-9), 1), math.floor(high + 1e-9)
 
 
-def _ratio(figure: Figure) -> tuple[float, float] | None:
-    """The interval of busbw / algbw; None where they are printed too coarsely to say anything."""
-    a, b = figure.algbw, figure.busbw
-    if figure.fault or a is None or b is None or max(a.coarseness, b.coarseness) > _MAX_COARSENESS:
-        return None
-    return b.low / a.high / _SLACK, b.high / a.low * _SLACK
+def _ratios(table: Table) -> list[tuple[float, float]]:
+    """The intervals of busbw / algbw, where they are not printed too coarsely to say anything."""
+    return [
+        (b.low / a.high / _SLACK, b.high / a.low * _SLACK)
+        for _, figure in _figures(table)
+        if not figure.fault and (a := figure.algbw) is not None and (b := figure.busbw) is not None
+        if max(a.coarseness, b.coarseness) <= _MAX_COARSENESS
+    ]
 
 
 # ------------------------------------------------------------------------------- which collective it is
 
 
-def _settle_collective(log: Log, table: Table, given: str | None) -> None:
+def _find_collective(log: Log, table: Table, given: str | None) -> None:
     if table.refusal:
         return
     if table.collective is not None:
@@ -243,8 +235,8 @@ def _settle_collective(log: Log, table: Table, given: str | None) -> None:
 
 def _named(name: str) -> str | None:
     letters = re.sub(r"[^a-z0-9]", "", name.lower())
-    found = [c for c, hints in _HINTS.items() if any(hint in letters for hint in hints)]
-    return found[0] if len(found) == 1 else None
+    found = {name for hint, name in _HINTS.items() if hint in letters}
+    return found.pop() if len(found) == 1 else None
 
 
 def _fitting(table: Table) -> list[str]:
@@ -254,7 +246,7 @@ def _fitting(table: Table) -> list[str]:
         return ["all_reduce"]  # its older script knows no other
     parts = {_parts(row) for row in rows} - {None}
     reduces = any(row.redop not in ("", "none") for row in rows)
-    rooted = any((row.root or 0) >= 0 and row.root is not None for row in rows)
+    rooted = any(row.root is not None and row.root >= 0 for row in rows)
     if parts and parts != {1}:
         if reduces:
             found = ["reduce_scatter"]
@@ -274,7 +266,7 @@ def _fitting(table: Table) -> list[str]:
         found = ["reduce"] if reduces else ["broadcast"]
     else:
         found = ["all_reduce", "sendrecv"]
-    ratios = [r for _, f in _figures(table) if (r := _ratio(f)) is not None]
+    ratios = _ratios(table)
     return [c for c in found if _mostly(_may_have(ratio, c, table.ranks) for ratio in ratios)]
 
 
@@ -302,24 +294,20 @@ def _mostly(holds: Iterable[bool]) -> bool:
 
 
 def _check_rows(log: Log, table: Table) -> None:
-    if not table.bandwidths_checked:
-        _derive_times(table, 1.0)
-        return
     assert table.collective is not None and table.ranks is not None
     factor = busbw_factor(table.collective, table.ranks)
-    ratios = [r for _, f in _figures(table) if (r := _ratio(f)) is not None]
-    old = (
-        table.error_column
-        and bool(ratios)
-        and not _mostly(low <= factor <= high for low, high in ratios)
-        and _mostly(_is_old(table.collective, ratio) for ratio in ratios)
-    )
+    if not table.bandwidths_checked:
+        _derive_times(table, factor, 1.0)
+        return
+    ratios = _ratios(table)
+    fits = _mostly(low <= factor <= high for low, high in ratios)
+    old = table.error_column and not fits and _mostly(_is_old(table.collective, ratio) for ratio in ratios)
     if old:
         log.say(
             table.line,
             f"algbw holds the factor {factor:.4g} of busbw already, as until 2020: it is taken out again",
         )
-    if ratios and not old and not _mostly(low <= factor <= high for low, high in ratios):
+    elif not fits:
         low, high = sorted(ratios)[len(ratios) // 2]
         table.refusal = (
             f"busbw is {(low + high) / 2:.4g} x algbw, {table.collective} among {table.ranks} ranks "
@@ -330,7 +318,7 @@ def _check_rows(log: Log, table: Table) -> None:
         _check_count(row, table)
         for figure in row.figures:
             _check_figure(row, figure, factor, old)
-    _derive_times(table, factor if old else 1.0)
+    _derive_times(table, factor, factor if old else 1.0)
 
 
 def _check_count(row: Row, table: Table) -> None:
@@ -373,12 +361,12 @@ def _overlap(low: float, high: float, value: Printed) -> bool:
     return low / _SLACK <= value.high * _SLACK and high * _SLACK >= value.low / _SLACK
 
 
-def _derive_times(table: Table, carried: float) -> None:
-    """Gives figures without a time the one that their bandwidth implies."""
+def _derive_times(table: Table, factor: float, carried: float) -> None:
+    """Gives figures without a time the one that their bandwidth implies. carried: of the size, by algbw."""
     for row, figure in _figures(table):
         if figure.fault or not row.size_bytes:
             continue
-        by_bandwidth = figure.algbw or (figure.busbw and figure.busbw.scaled(1 / _factor_of(table)))
+        by_bandwidth = figure.algbw or (figure.busbw and figure.busbw.scaled(1 / factor))
         better = (
             by_bandwidth is not None
             and figure.time is not None
@@ -394,11 +382,6 @@ def _derive_times(table: Table, carried: float) -> None:
             continue
         time = row.size_bytes * carried / by_bandwidth.value
         figure.time, figure.time_is_derived = Printed(time, time * by_bandwidth.coarseness), True
-
-
-def _factor_of(table: Table) -> float:
-    assert table.collective is not None and table.ranks is not None
-    return busbw_factor(table.collective, table.ranks)
 
 
 # --------------------------------------------------------------------------------- the data it checked

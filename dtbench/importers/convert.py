@@ -29,7 +29,6 @@ from dtbench.model import (
     Param,
     RankFacts,
     Result,
-    Status,
 )
 from dtbench.stats import summarize
 from dtbench_core.cost.ring import busbw_factor
@@ -93,26 +92,27 @@ def _why_nothing(logs: Sequence[Log]) -> str:
 
 def _same_machine(usable: Sequence[tuple[Log, Table]]) -> None:
     """Raises UsageError where the tables say that they are of different machines."""
-    facts: dict[str, Callable[[Table], Any]] = {
-        "device names": lambda t: tuple(sorted({d.name for d in t.devices if d.name})),
+    facts: dict[str, Callable[[Table], str]] = {
+        "device names": lambda t: ", ".join(sorted({d.name for d in t.devices if d.name})),
         "backends": lambda t: BACKENDS.get(t.tool, "nccl"),
         "device types": lambda t: t.device_type,
     }
     for what, fact_of in facts.items():
-        seen: dict[Any, str] = {}
-        for log, table in usable:
-            if fact := fact_of(table):
-                seen.setdefault(fact, log.name)
+        seen = _seen(usable, fact_of)
         if len(seen) > 1:
-            (a, first), (b, second) = list(seen.items())[:2]
+            (a, first), (b, second), *_ = seen.items()
             raise UsageError(
-                f"{first} and {second} have different {what} ({_words(a)} and {_words(b)}): "
-                "import them into a file each"
+                f"{first} and {second} have different {what} ({a} and {b}): import them into a file each"
             )
 
 
-def _words(fact: Any) -> str:
-    return ", ".join(fact) if isinstance(fact, tuple) else str(fact)
+def _seen(usable: Sequence[tuple[Log, Table]], fact_of: Callable[[Table], Any]) -> dict[Any, str]:
+    """What the tables say, where they say something, and the first log that says so."""
+    seen: dict[Any, str] = {}
+    for log, table in usable:
+        if fact := fact_of(table):
+            seen.setdefault(fact, log.name)
+    return seen
 
 
 def _dims(usable: Sequence[tuple[Log, Table]], mesh: Mesh | None, dim: str | None) -> dict[int, str]:
@@ -143,12 +143,7 @@ def _dims(usable: Sequence[tuple[Log, Table]], mesh: Mesh | None, dim: str | Non
 
 def _agree(usable: Sequence[tuple[Log, Table]]) -> None:
     """Raises UsageError unless all tables are of one number of ranks and one layout of hosts."""
-    sizes: dict[tuple[int | None, int], str] = {}
-    layouts: dict[Layout, str] = {}
-    for log, table in usable:
-        sizes.setdefault((table.ranks, table.groups), log.name)
-        if (layout := _layout(table)) is not None:
-            layouts.setdefault(layout, log.name)
+    sizes, layouts = _seen(usable, lambda table: (table.ranks, table.groups)), _seen(usable, _layout)
     if len(sizes) > 1:
         each = ", ".join(f"{ranks} in {name}" for (ranks, _), name in sizes.items())
         raise UsageError(
@@ -156,7 +151,7 @@ def _agree(usable: Sequence[tuple[Log, Table]]) -> None:
             "or give --mesh NAME=RANKS,... where each is a dim of one mesh"
         )
     if len(layouts) > 1:
-        (a, first), (b, second) = list(layouts.items())[:2]
+        (a, first), (b, second), *_ = layouts.items()
         raise UsageError(
             f"{first} has {len(a)} ranks on {max(a) + 1} host(s), {second} has them on {max(b) + 1} or in "
             "another order: import them into a file each, or give --mesh NAME=RANKS,... and --dim"
@@ -224,20 +219,14 @@ def _results(log: Log, table: Table, dim: str | None, mesh: Mesh) -> Iterator[Re
     placements = {f.in_place for row in table.rows for f in row.figures if f.time and not f.fault}
     main = first if first in placements else not first
     together = table.groups > 1 or table.ranks == ranks_of(mesh)
-    for (_, figures), repeats in _same_rows(table):
-        for index, figure in enumerate(figures):
-            group = [row.figures[index] for row in repeats]
-            yield _result(table, repeats[0], group, dim, together, figure.in_place == main)
-
-
-def _same_rows(table: Table) -> Iterator[tuple[tuple[Any, list[Figure]], list[Row]]]:
-    """Rows of one size, type, reduction and root together: cycles that rccl-tests was told to repeat."""
-    rows: dict[Any, list[Row]] = {}
+    # Rows of one size, type, reduction and root together: cycles that rccl-tests was told to repeat.
+    repeated: dict[Any, list[Row]] = {}
     for row in table.rows:
         key = (row.size_bytes, row.dtype, row.redop, row.root, tuple(f.in_place for f in row.figures))
-        rows.setdefault(key, []).append(row)
-    for key, repeats in rows.items():
-        yield (key, repeats[0].figures), repeats
+        repeated.setdefault(key, []).append(row)
+    for rows in repeated.values():
+        for figures in zip(*(row.figures for row in rows), strict=True):
+            yield _result(table, rows[0], figures, dim, together, figures[0].in_place == main)
 
 
 def _params(table: Table, row: Row, figure: Figure) -> dict[str, Param]:
@@ -257,8 +246,7 @@ def _params(table: Table, row: Row, figure: Figure) -> dict[str, Param]:
 
 
 def _skipped(table: Table, row: Row, figure: Figure, reason: str) -> Result:
-    name = table.collective or "unknown"
-    params = _params(table, row, figure)
+    params, name = _params(table, row, figure), table.collective or "unknown"
     return Result(OTHER, name, table.tool, params, "skipped", reason, size_bytes=row.size_bytes)
 
 
@@ -266,30 +254,26 @@ def _result(
     table: Table, row: Row, figures: Sequence[Figure], dim: str, together: bool, main: bool
 ) -> Result:
     assert table.collective is not None and table.ranks is not None
-    params = _params(table, row, figures[0])
     if not row.size_bytes:
         return _skipped(table, row, figures[0], "0 bytes: nothing is sent")
+    params = _params(table, row, figures[0])
     params |= {"mesh_dim": dim, "groups": "together" if together else "alone"}
-    plain = main and not {"redop", "root"} & params.keys()
-    suite = SUITE if plain else OTHER
+    suite = SUITE if main and not {"redop", "root"} & params.keys() else OTHER
+    blank = Result(suite, table.collective, table.tool, params, "failed", "", size_bytes=row.size_bytes)
     good = [f for f in figures if not f.fault and f.time is not None]
     bad = next((f for f in figures if f.fault), None)
     if bad is not None or not good:
         reason = f"line {row.line}: {bad.fault}" if bad else f"line {row.line}: it has no time"
-        status: Status = "wrong" if bad and bad.fault_is_wrong_data else "failed"
-        return Result(suite, table.collective, table.tool, params, status, reason, size_bytes=row.size_bytes)
+        wrong = bad is not None and bad.fault_is_wrong_data
+        return dataclasses.replace(blank, status="wrong" if wrong else "failed", reason=reason)
     samples = [s for f in good for s in (f.samples_s or (f.time.value if f.time else 0.0,))]
     timing = summarize(samples)
     algbw = row.size_bytes / timing.p25  # as `estimator_of` has it for device times
     derived = max((f.time.coarseness for f in good if f.time and f.time_is_derived), default=None)
-    return Result(
-        suite,
-        table.collective,
-        table.tool,
-        params,
-        "ok",
-        f"the time is the size over the bandwidth, known to {derived:.1%}" if derived is not None else "",
-        size_bytes=row.size_bytes,
+    return dataclasses.replace(
+        blank,
+        status="ok",
+        reason="" if derived is None else f"the time is the size over the bandwidth, known to {derived:.1%}",
         time_s=timing,
         samples_s=tuple(samples),
         rank_samples_s=_rank_samples(table, good[0]) if len(good) == 1 else {},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from dtbench.importers.model import Figure, Log, Printed, Row, Table, amount
+from dtbench.importers.model import TIMES, Figure, Log, Printed, Row, Table, amount
 from dtbench.importers.text import lines_of, pattern
 
 _TITLE = pattern(r"-{2,}\s*Performance of (\w+) on (\d{1,7}) devices\s*-{2,}")
@@ -16,17 +16,11 @@ _ROW = pattern(
     r"(?:(?<=\s)|^)(\S+)(?: ([KMGTPEZ]?B))?\s+(\d{1,18})x(\d{1,3})\s+(\S+)(?: (us|ms|s))?\s+(\S+)\s+(\S+)\s*$"
 )
 _NAMES = {
-    "all_reduce": "all_reduce",
-    "allreduce": "all_reduce",
-    "all_gather": "all_gather",
-    "allgather": "all_gather",
-    "all_to_all": "all_to_all",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "pt2pt": "sendrecv",
-}
+    name: ours
+    for ours in ("all_reduce", "all_gather", "all_to_all", "broadcast")
+    for name in (ours, ours.replace("_", ""))
+} | {"pt2pt": "sendrecv"}
 _BANDWIDTHS = {"Gbps": 1e9 / 8, "GBps": 1e9}
-_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def applies(text: str) -> bool:
@@ -71,7 +65,7 @@ def _row(match: re.Match[str], number: int, table: Table, units: tuple[bool, str
     count, itemsize = int(match[3]), int(match[4])
     time = amount(match[5])
     if time is not None:
-        time = time.scaled(_TIMES["us" if raw else match[6] or "us"])
+        time = time.scaled(TIMES["us" if raw else match[6] or "us"])
     tput, busbw = amount(match[7]), amount(match[8])
     busbw = busbw and busbw.scaled(_BANDWIDTHS.get(busbw_unit, 1.0))
     figure = Figure(table.collective in ("all_reduce", "broadcast"), time, None, busbw)

@@ -40,7 +40,7 @@ def import_logs(
         raise UsageError(f"--collective {collective}: expected one of {', '.join(COLLECTIVES)}")
     logs = read_logs(paths)
     for log in logs:
-        checks.settle(log, collective=collective, ranks=ranks)
+        checks.check(log, collective=collective, ranks=ranks)
     header, results = convert.to_run(logs, argv, mesh, dim)
     writer = RunWriter.create(output, header)
     try:

@@ -20,6 +20,10 @@ COLLECTIVES = (
     "sendrecv",
 )
 
+# As most tools spell them, in small letters and without what joins the words.
+SPELT = {name.replace("_", ""): name for name in COLLECTIVES}
+TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
 _NUMBER = re.compile(r"([+-]?)(\d{1,30})(?:\.(\d{0,30}))?(?:[eE]([+-]?\d{1,2}))?", re.ASCII)
 
 
@@ -93,7 +97,6 @@ class Figure:
     wrong: float | None = None
     fault: str = ""
     fault_is_wrong_data: bool = False
-    note: str = ""
     time_is_derived: bool = False
     time_is_separate: bool = False  # of another measurement than the bandwidths
     samples_s: tuple[float, ...] = ()
@@ -103,6 +106,19 @@ class Figure:
         """Keeps the first reason; wrong data outdo what is merely inconsistent."""
         if not self.fault or (wrong_data and not self.fault_is_wrong_data):
             self.fault, self.fault_is_wrong_data = reason, wrong_data
+
+    @staticmethod
+    def of(
+        in_place: bool,
+        time: Printed | None,
+        algbw: Printed | None,
+        busbw: Printed | None,
+        time_unit: float = 1e-6,
+        bandwidth_unit: float = 1e9,
+    ) -> Figure:
+        """From printed numbers in these units."""
+        algbw, busbw = (number and number.scaled(bandwidth_unit) for number in (algbw, busbw))
+        return Figure(in_place, time and time.scaled(time_unit), algbw, busbw)
 
 
 @dataclass
@@ -132,7 +148,7 @@ class Device:
 
 @dataclass
 class Table:
-    """One table of a log, in the words of the log until `checks.settle` has been over it.
+    """One table of a log, in the words of the log until `checks.check` has been over it.
 
     collective, ranks: what the log states; None where it does not. ranks_from: where `ranks` is from.
     refusal: why no row of it can be used. error_column: the wrong column holds the largest deviation
@@ -159,14 +175,13 @@ class Table:
     average_busbw: Printed | None = None
     average_line: int = 0
     failed_values: int | None = None  # of the footer "Out of bounds values"
-    footer_line: int = 0
     elided: bool = False
     ended: bool = False
     loose: bool = False  # rows without a header
     mixed: bool = False  # several processes said they were rank 0 above it
     continues: Table | None = None  # the table whose rows it goes on with, after its end
     started: str = ""
-    sizes_are_parts: bool = False  # sizes are one rank's part of S, until the ranks are settled
+    sizes_are_parts: bool = False  # sizes are one rank's part of S, until the ranks are known
 
 
 @dataclass(frozen=True)

@@ -184,9 +184,7 @@ def _row(entry: _Entry, index: int, one_each: bool) -> Row:
 
 def _figure(entry: _Times, in_place: bool) -> Figure:
     time, algbw, busbw = (decimal(value) for value in (entry.time, entry.alg_bw, entry.bus_bw))
-    figure = Figure(
-        in_place, time and time.scaled(1e-6), algbw and algbw.scaled(1e9), busbw and busbw.scaled(1e9)
-    )
+    figure = Figure.of(in_place, time, algbw, busbw)
     if (time is None and entry.cpu_time is UNSET) or algbw is None or busbw is None:
         figure.fail("it has no number for time, alg_bw or bus_bw")
     if entry.nwrong is not None and is_number(entry.nwrong):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from dtbench.importers.model import Device, Figure, Log, Problem, Row, Table, amount, printed
+from dtbench.importers.model import COLLECTIVES, Device, Figure, Log, Problem, Row, Table, amount, printed
 from dtbench.importers.text import hosts_in, lines_of, pattern, value_of, without_nccl
 
 # As nccl-tests, rccl-tests and NCCL 1's tests name them -> torch's name, bytes per element.
@@ -34,20 +34,7 @@ DTYPES = {
 }
 ITEMSIZE = dict(DTYPES.values())
 # The programs' names -> ours. Those without ours count bytes in ways of their own.
-PROGRAMS = {
-    "all_reduce": "all_reduce",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "all_to_all": "all_to_all",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "sendrecv": "sendrecv",
-    "alltoallv": "",
-    "hypercube": "",
-}
+PROGRAMS = {name: name for name in COLLECTIVES} | {"alltoall": "all_to_all", "alltoallv": "", "hypercube": ""}
 REDOPS = ("sum", "prod", "max", "min", "avg", "mulsum", "none")
 _TIMES = {"(ns)": 1e-9, "(us)": 1e-6, "(ms)": 1e-3, "(s)": 1.0}
 _BANDWIDTHS = {"(MB/s)": 1e6, "(GB/s)": 1e9, "(MiB/s)": 2.0**20, "(GiB/s)": 2.0**30}
@@ -182,8 +169,8 @@ class _Reader:
         table.iterations = self.iterations
         table.mode = "isolated" if self.blocking else "back_to_back"
         table.error_column, table.redop_column = columns.error_column, columns.redop
-        name = self.stated if self.stated is not None else _only(self.programs)
-        name_table(table, name)
+        only = next(iter(self.programs)) if len(self.programs) == 1 else None
+        name_table(table, only if self.stated is None else self.stated)
         table.command_ranks = self.command_ranks
         if like is not None:
             table.devices, table.collective, table.refusal = like.devices, like.collective, like.refusal
@@ -229,33 +216,26 @@ class _Reader:
             device = Device(int(match[1]), 0, "", int(match[2]), match[3].strip(), 0)
         if device.rank == 0 and device.group == 0:
             self.roots.add(device.pid)
-        if self._starts_anew(device):
+        # A list of devices that has gone to a table, or that already has this rank, is another's.
+        used = self.table is not None and self.table.devices is self.devices
+        if used or any(d.rank == device.rank for d in self.devices):
             self.devices = []
         self.devices.append(device)
         return True
 
-    def _starts_anew(self, device: Device) -> bool:
-        """A list of devices that has gone to a table, or that already has this rank, is another's."""
-        used = self.table is not None and self.table.devices is self.devices
-        return used or any(d.rank == device.rank for d in self.devices)
-
     def _footer(self, number: int, line: str) -> bool:
-        table = self.table
-        match = _BAD.search(line)
-        if match and table is not None:
-            self._close("the table ends inside it")
-            table.failed_values = int(match[1]) if match[2] == "FAILED" or int(match[1]) else 0
-            table.footer_line, table.ended = number, True
-            return True
-        match = _AVERAGE.search(line)
-        if match and table is not None:
-            self._close("the table ends inside it")
-            table.average_busbw, table.average_line, table.ended = printed(match[1]), number, True
-            if table.average_busbw is not None:
-                table.average_busbw = table.average_busbw.scaled(1e9)
+        table, bad, average = self.table, _BAD.search(line), _AVERAGE.search(line)
+        if table is None or not (bad or average):
+            return False
+        self._close("the table ends inside it")
+        table.ended = True
+        if bad:
+            table.failed_values = int(bad[1])
+        elif average:
+            busbw = printed(average[1])
+            table.average_busbw, table.average_line = busbw and busbw.scaled(1e9), number
             self.programs, self.blocking, self.roots = set(), False, set()
-            return True
-        return False
+        return True
 
     def _about(self, number: int, line: str) -> bool:
         """Lines that say what is measured. What stands before a table belongs to it."""
@@ -427,22 +407,13 @@ def _needed(row: _Open, columns: _Columns) -> int:
 
 
 def _figure(values: dict[str, str], columns: _Columns, in_place: bool) -> Figure:
-    time = amount(values.get("cputime" if columns.cpu_time else "time", ""))
-    algbw, busbw = amount(values.get("algbw", "")), amount(values.get("busbw", ""))
-    figure = Figure(
-        in_place,
-        time and time.scaled(columns.time_unit),
-        algbw and algbw.scaled(columns.bandwidth_unit),
-        busbw and busbw.scaled(columns.bandwidth_unit),
-    )
+    names = ("cputime" if columns.cpu_time else "time", "algbw", "busbw")
+    time, algbw, busbw = (amount(values.get(name, "")) for name in names)
+    figure = Figure.of(in_place, time, algbw, busbw, columns.time_unit, columns.bandwidth_unit)
     if columns.cpu_time:
         figure.time = None  # it is the host's; the bandwidths are the device's
     if time is None or algbw is None or busbw is None:
-        bad = [
-            f"{k} {v[:20]}"
-            for k, v in values.items()
-            if amount(v) is None and k in ("time", "cputime", "algbw", "busbw")
-        ]
+        bad = [f"{k} {v[:20]}" for k, v in values.items() if amount(v) is None and k in names]
         figure.fail(f"it has no number for {', '.join(bad) or 'time, algbw or busbw'}")
     text = next((values[name] for name in ("#wrong", "error", "res") if name in values), "N/A")
     wrong = printed(text)
@@ -481,10 +452,6 @@ def _ranks_of_command(line: str) -> int | None:
     if gpus is None or _LAUNCHERS.search(line):
         return None
     return int(gpus[1]) * (int(threads[1]) if threads else 1)
-
-
-def _only(names: set[str]) -> str | None:
-    return next(iter(names)) if len(names) == 1 else None
 
 
 def _looks_like_values(rest: str) -> bool:

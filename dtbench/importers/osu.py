@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from dtbench.importers.model import Figure, Log, Row, Table, amount
+from dtbench.importers.model import SPELT, TIMES, Figure, Log, Row, Table, amount
 from dtbench.importers.text import lines_of, pattern
 
 _TITLE = pattern(r"\bOSU MPI(-CUDA|-ROCM|-OPENACC)? (.+?) Latency Test(?: v(\S+))?\s*$")
@@ -16,22 +16,16 @@ _HEADER = pattern(r"#\s*Size\s+(Avg )?Latency\s*\((\w+)\)(.*)$")
 _LAUNCH = pattern(r"\b(?:mpirun\w*|mpiexec\w*|srun)\b.*?\s(?:-np|-n|--np|--ntasks)[ =](\d{1,7})\b.*\bosu_")
 _DATATYPE = pattern(r"#\s*Datatype:\s*(\w+)")
 _ROW = pattern(r"(?:(?<=[\s:>])|^)(\d{1,18})((?:\s+\S+)+)\s*$")
-# Name in the title -> ours, and whether the size printed is one rank's part of S.
+# Names in the title that are spelt in ways of their own.
 _TESTS = {
-    "allreduce": ("all_reduce", False),
-    "allgather": ("all_gather", True),
-    "reduce_scatter": ("reduce_scatter", False),
-    "all-to-all personalized exchange": ("all_to_all", True),
-    "alltoall": ("all_to_all", True),
-    "all-to-all": ("all_to_all", True),
-    "broadcast": ("broadcast", False),
-    "bcast": ("broadcast", False),
-    "reduce": ("reduce", False),
-    "gather": ("gather", True),
-    "scatter": ("scatter", True),
+    "reduce_scatter": "reduce_scatter",
+    "all-to-all personalized exchange": "all_to_all",
+    "all-to-all": "all_to_all",
+    "bcast": "broadcast",
 }
+# Their sizes are one rank's part of S.
+_OF_PARTS = ("all_gather", "all_to_all", "gather", "scatter")
 _DATATYPES = {"MPI_FLOAT": "float32", "MPI_INT": "int32", "MPI_CHAR": "int8", "MPI_DOUBLE": "float64"}
-_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def applies(text: str) -> bool:
@@ -60,10 +54,10 @@ def read(text: str, log: Log) -> None:
         elif found := _DATATYPE.search(line):
             dtype = _DATATYPES.get(found[1], found[1][:20])
         elif header := _HEADER.search(line):
-            unit = _TIMES.get(header[2], 0.0)
+            unit = TIMES.get(header[2], 0.0)
             columns = ["avg", *_columns(header[3])]
             if not unit:
-                table.refusal = f"line {number} has times in {header[2]}: expected {', '.join(_TIMES)}"
+                table.refusal = f"line {number} has times in {header[2]}: expected {', '.join(TIMES)}"
         elif unit and (row := _ROW.search(line)):
             _add(table, row, number, dtype, unit, columns)
 
@@ -73,9 +67,10 @@ def _table(title: re.Match[str], number: int) -> Table:
     table.device_type = "cuda" if title[1] else "cpu"
     if title[3]:
         table.versions["osu"] = title[3]
-    name, part = _TESTS.get(title[2].lower(), (None, False))
-    table.collective, table.sizes_are_parts = name, part
-    if name is None:
+    name = title[2].lower()
+    table.collective = _TESTS.get(name) or SPELT.get(name)
+    table.sizes_are_parts = table.collective in _OF_PARTS
+    if table.collective is None:
         table.refusal = f"OSU's {title[2][:40]!r} is no collective that is known here"
     return table
 

@@ -12,22 +12,11 @@ from msgspec import Struct
 
 from dtbench.fields import Count
 from dtbench.files.read import BadFieldError, decode, into, shown
-from dtbench.importers.model import Figure, Log, Row, Table, decimal, is_number
+from dtbench.importers.model import SPELT, Figure, Log, Row, Table, decimal, is_number
 from dtbench.importers.nccl_text import DTYPES
 from dtbench.importers.text import lines_of, pattern
 
 _OBJECT = pattern(r"\{[^{}]*\}")
-_NAMES = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "sendrecv": "sendrecv",
-}
 
 
 class _Record(Struct, frozen=True):
@@ -78,8 +67,7 @@ def read(text: str, log: Log) -> None:
 
 def _table(record: _Record, number: int) -> Table:
     table = Table("rccl-tests", number, redop_column=True, ended=True)
-    name = "".join(c for c in record.name.lower() if c.isalpha())
-    table.collective = _NAMES.get(name)
+    table.collective = SPELT.get("".join(c for c in record.name.lower() if c.isalpha()))
     if table.collective is None:
         table.refusal = f"{shown(record.name)} is no collective of rccl-tests that is known here"
     if record.gpusPerRank == 1:  # with more it is not said which of both counts the ranks
@@ -94,12 +82,7 @@ def _row(record: _Record, number: int) -> Row:
 
 def _figure(record: _Record) -> Figure:
     time, algbw, busbw = (decimal(value) for value in (record.time, record.algBw, record.busBw))
-    figure = Figure(
-        bool(record.inPlace),
-        time and time.scaled(1e-6),
-        algbw and algbw.scaled(1e9),
-        busbw and busbw.scaled(1e9),
-    )
+    figure = Figure.of(bool(record.inPlace), time, algbw, busbw)
     if time is None or algbw is None or busbw is None:
         figure.fail("it has no number for time, algBw or busBw")
     wrong = record.wrong

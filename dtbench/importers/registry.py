@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dtbench.errors import UnreadableRunError, UsageError
+from dtbench.files.read import read_bytes
 from dtbench.importers import deepspeed, ml_engineering, nccl_json, nccl_text, osu, rccl_json
 from dtbench.importers.model import Log
 
@@ -36,7 +36,7 @@ def read_logs(paths: Sequence[str | Path]) -> list[Log]:
     """
     logs: list[Log] = []
     for path in map(Path, paths):
-        log = _read(path)
+        log = parse(read_bytes(path, EXPECTED, MAX_FILE_BYTES), path.name)
         for other in logs:
             if other.sha256 == log.sha256:
                 raise UsageError(f"{path} and {other.name} are the same log: give it once")
@@ -67,23 +67,3 @@ def parse(data: bytes, name: str) -> Log:
         raise UnreadableRunError(f"{name} holds no table of a benchmark that is known: expected {EXPECTED}")
     log.format = " and ".join(found)
     return log
-
-
-def _read(path: Path) -> Log:
-    try:
-        if path.is_dir():
-            raise UnreadableRunError(f"{path} is a folder: give the files in it")
-        if path.exists() and not path.is_file():
-            raise UnreadableRunError(f"{path} is not a regular file: expected {EXPECTED}")
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > MAX_FILE_BYTES:
-                raise UnreadableRunError(f"{path} has {size} bytes: a log has at most {MAX_FILE_BYTES}")
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise UnreadableRunError(
-            f"cannot read {path}: {error.strerror or error}; expected {EXPECTED}"
-        ) from error
-    except ValueError as error:  # a null byte in the name
-        raise UnreadableRunError(f"{str(path)!r} is not the path of a file: {error}") from error
-    return parse(data, path.name)

@@ -22,7 +22,7 @@ from dtbench.tests.made_up_logs import SIZES, Layout, document, json_text, table
 
 def read(text: str, name: str = "some.log") -> Log:
     log = parse(text.encode(), name)
-    checks.settle(log)
+    checks.check(log)
     return log
 
 
@@ -340,7 +340,7 @@ def damaged(draw: st.DrawFn) -> str:
 def test_nothing_breaks_it_and_what_passes_obeys_the_laws(text: str) -> None:
     try:
         log = parse(text.encode("utf-8", "surrogatepass"), "some_allreduce.log")
-        checks.settle(log)
+        checks.check(log)
         list(report(log))
         header, results = convert.to_run([log], [])
     except DtbenchError as error:

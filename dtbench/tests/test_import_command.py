@@ -61,7 +61,7 @@ def test_from_logs_to_constants_in_two_commands(dtbench: Cli) -> None:
 def test_what_calibrate_gets_is_what_dtensor_does() -> None:
     """all_reduce in place, all_gather out of place, sums; the rest stands beside it."""
     log = parse((ring(2) + table("all_reduce", 2, redop="prod") + table("reduce", 2)).encode(), "x")
-    checks.settle(log)
+    checks.check(log)
     results = convert.to_run([log], [])[1]
     main = {
         (r.name, r.params["in_place"], r.params.get("redop")) for r in results if r.suite == "collectives"
@@ -144,7 +144,7 @@ def test_files_that_are_none_and_places_that_are_taken(dtbench: Cli) -> None:
     Path("taken").write_text("something else\n")
     for args, says in (
         ("nosuch -o run.jsonl", "cannot read nosuch"),
-        (". -o run.jsonl", ". is a folder"),
+        (". -o run.jsonl", ". is not a regular file"),
         ("x.log -o taken", "taken exists already"),
         ("x.log -o nosuch/run.jsonl", "the folder of nosuch/run.jsonl does not exist"),
     ):
@@ -200,7 +200,7 @@ def test_groups_side_by_side_make_a_mesh_of_two_dims() -> None:
     listed = re.search(r"(#  Rank.*\n)+", text)
     assert listed is not None
     log = parse(text.replace(listed[0], "\n".join(ranks) + "\n").encode(), "x.log")
-    checks.settle(log)
+    checks.check(log)
     header, results = convert.to_run([log], [])
     assert header.mesh == MeshShape(dim_names=("group", "world"), shape=(2, 4))
     # The ranks stand in the order of the mesh: those of group 0, then those of group 1.
@@ -266,7 +266,7 @@ def test_kinds_are_told_by_gpu_ranks_and_hosts() -> None:
     def names(**changes: object) -> set[str]:
         text = table(**changes).replace("NVIDIA H100", str(changes.pop("gpu", "NVIDIA H100")))  # type: ignore[arg-type]
         log = parse(text.encode(), "x.log")
-        checks.settle(log)
+        checks.check(log)
         header, results = convert.to_run([log], [])
         run = Run(Path("x"), header, tuple(results), True)
         found = reference.compare_with_reference(run, reference.read_systems())

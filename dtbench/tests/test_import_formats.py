@@ -19,7 +19,7 @@ GENUINE = Path(__file__).parent / "data" / "nccl-tests"
 
 def read(text: str, name: str = "some.log", **given: object) -> Log:
     log = parse(text.encode(), name)
-    checks.settle(log, **given)  # type: ignore[arg-type]
+    checks.check(log, **given)  # type: ignore[arg-type]
     return log
 
 
@@ -426,7 +426,7 @@ def test_every_row_of_a_folder_of_genuine_logs() -> None:
     assert wanted
     for name, rows in wanted.items():
         log = parse((Path(FOLDER) / name).read_bytes(), name)
-        checks.settle(log)
+        checks.check(log)
         assert sum(len(t.rows) for t in log.tables if t.tool in ("nccl-tests", "rccl-tests")) == rows, name
         faults = {f.fault.split(":")[0] for t in log.tables for row in t.rows for f in row.figures if f.fault}
         assert faults <= {"the data were wrong"}, name  # what the benchmark itself found

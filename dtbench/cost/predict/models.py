@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from dtbench.errors import UsageError
-from dtbench.files.read import BadFieldError, into
+from dtbench.files.read import BadFieldError, into, read_bytes, read_json
 
 MAX_FILE_BYTES = 2**20
 # Any of these beyond 2^40 is a slip of the keyboard; it also keeps the products exact in a float.
@@ -99,6 +98,7 @@ BUILT_IN = {
 }
 
 REQUIRED = ("hidden", "layers", "heads", "ffn", "vocab")
+_WHAT = f"a model in JSON or TOML, with the keys {', '.join(REQUIRED)}"
 _Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_VALUE, description="a whole number from 1 to 2^40")]
 
 
@@ -143,6 +143,7 @@ def find_model(name_or_path: str) -> Model:
 
     Raises:
         UsageError: no such model; or a file that is not one, with the key that is wrong.
+        UnreadableRunError: a file that cannot be read, or is no JSON.
     """
     if name_or_path in BUILT_IN:
         return BUILT_IN[name_or_path]
@@ -151,34 +152,16 @@ def find_model(name_or_path: str) -> Model:
         raise UsageError(
             f"--model {name_or_path} is not known: expected one of {', '.join(BUILT_IN)}, or a JSON or TOML file"
         )
-    content = _read(path)
+    if path.suffix == ".toml":
+        try:
+            content = tomllib.loads(read_bytes(path, _WHAT, MAX_FILE_BYTES).decode("utf-8"))
+        except ValueError as error:
+            raise UsageError(f"--model {path} is not {_WHAT}: not TOML ({str(error)[:120]})") from error
+    else:
+        content = read_json(path, _WHAT, MAX_FILE_BYTES)
     if "hidden_size" in content:
         content = _from_hugging_face(path, content)
     return _model(path, content)
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        if not path.is_file():
-            raise UsageError(
-                f"--model {path} is not a file: expected a JSON or TOML file with the model's keys"
-            )
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise UsageError(f"--model {path} has more than {MAX_FILE_BYTES} bytes: it is no model file")
-        text = path.read_text("utf-8")
-        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except OSError as error:
-        raise UsageError(f"cannot read --model {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        kind = "TOML" if path.suffix == ".toml" else "JSON"
-        raise UsageError(
-            f"--model {path} is not {kind} ({str(error)[:120]}): expected the keys {', '.join(REQUIRED)}"
-        ) from error
-    if not isinstance(content, dict):
-        raise UsageError(
-            f"--model {path} holds {ascii(content)[:60]}: expected an object with the model's keys"
-        )
-    return content
 
 
 def _from_hugging_face(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
