@@ -32,11 +32,11 @@ def worlds(request: pytest.FixtureRequest) -> AnyWorlds:
 
 
 @pytest.fixture
-def fake_world() -> Iterator[Callable[[int], None]]:
-    """`fake_world(n)` makes this process rank 0 of a world of n without transport."""
+def fake_world() -> Iterator[Callable[..., None]]:
+    """`fake_world(n, rank=0)` makes this process a rank of a world of n without transport."""
 
-    def start(size: int) -> None:
-        dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    def start(size: int, rank: int = 0) -> None:
+        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
 
     yield start
     dist.destroy_process_group()

@@ -4,18 +4,18 @@ A world is started once and serves many calls, because starting four processes c
 calls. A call that leaves the ranks in doubt (one hangs, dies, or fails while others do not) throws the
 world away; the next call starts a fresh one.
 
-Ranks are forked off multiprocessing's fork server, which has imported torch once for all of them and
+Ranks are forked off multiprocessing's fork server, which has imported torch and the core once for all of them and
 done nothing else: an import takes seconds of a core. Functions travel by module name, file and qualified
-name; arguments and results by plain pickle.
+name; arguments and results by plain pickle. What a rank asserts is explained as pytest does it.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import datetime
 import faulthandler
 import functools
-import importlib
 import importlib.util
 import inspect
 import multiprocessing
@@ -35,9 +35,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from _pytest.assertion.rewrite import rewrite_asserts
+
 WORLD_SIZE = 4
 START = multiprocessing.get_context("forkserver")
-START.set_forkserver_preload(["torch.distributed", "dtbench_core"])
+START.set_forkserver_preload(
+    [
+        *("torch.distributed.checkpoint", "torch._dynamo", "hypothesis", "pytest"),
+        *("dtbench_core._public", "dtbench_core.parallel", "dtbench_core.simulate"),
+    ]
+)
 CALL_TIMEOUT_S = 60.0
 # Below the call's timeout, so that a collective without its peers raises where it stands.
 GROUP_TIMEOUT_S = 45.0
@@ -82,19 +89,41 @@ class Call:
 
 
 def load_module(name: str, file: Path) -> ModuleType:
-    """The module `name` if the path leads to `file`, else the file itself under that name."""
-    if name not in sys.modules:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    """The module `name` if it was imported from the file, else the file itself under that name."""
     module = sys.modules.get(name)
     if module is not None and module.__file__ is not None and Path(module.__file__).resolve() == file:
         return module
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None, file
+    assert spec is not None, file
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before execution, and for pickling what the module defines
-    spec.loader.exec_module(module)
+    source = file.read_bytes()
+    tree = ast.parse(source)
+    rewrite_asserts(tree, source, str(file))
+    exec(compile(tree, str(file), "exec"), vars(module))
     return module
+
+
+def on_ranks(fn: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: a test that every rank executes, with what pytest parametrizes it with. It asserts there."""
+    return _with_fixture(fn, "ranks")
+
+
+def on_worlds(fn: Callable[..., None]) -> Callable[..., None]:
+    """As `on_ranks`, in both flavours: see the fixture `worlds`."""
+    return _with_fixture(fn, "worlds")
+
+
+def _with_fixture(fn: Callable[..., None], fixture: str) -> Callable[..., None]:
+    @functools.wraps(fn)
+    def test(**given: Any) -> None:
+        run = given.pop(fixture)
+        run(fn, **given)
+
+    signature = inspect.signature(fn)
+    world = inspect.Parameter(fixture, inspect.Parameter.KEYWORD_ONLY)
+    vars(test)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), world])
+    return test
 
 
 # --- the rank's side -------------------------------------------------------------------------------
@@ -300,6 +329,16 @@ class Worlds:
             if not world.healthy:
                 del self._worlds[world_size]
                 world.close()
+
+    def refuse(self, fn: Callable[..., Any], *args: Any, told: str, error: type = object) -> None:
+        """Asserts that `fn(*args)` raises on every rank, this error with a message that matches `told`."""
+        try:
+            self(fn, *args)
+        except RankError as caught:
+            assert re.search(told, str(caught)), caught
+            assert isinstance(caught.__cause__, error) and len(caught.failures) == WORLD_SIZE, caught
+        else:
+            raise AssertionError(f"{fn.__qualname__} raised nothing, expected {told!r}")
 
     def pids(self, world_size: int = WORLD_SIZE) -> list[int | None]:
         return self._worlds[world_size].pids if world_size in self._worlds else []

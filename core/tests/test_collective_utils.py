@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import _collective_utils as torch_utils
 
-from core.tests.gloo_world import RankError, Worlds, mesh_of
+from core.tests.gloo_world import Worlds, mesh_of, on_ranks
 from dtbench_core import ArgumentError, count_collectives
 from dtbench_core.cost import search as cost
 from dtbench_core.interop import collective_utils
@@ -66,9 +66,13 @@ def test_empty_shards_are_appended_in_place() -> None:
 # ---- shard_dim_alltoall ----
 
 
-def _exchanged(mesh_shape: tuple[int, ...], shape: tuple[int, ...], direct: bool) -> list[str]:
+@pytest.mark.parametrize("direct", [False, True], ids=["fallback", "op"])
+@pytest.mark.parametrize("shape", [(4, 8, 4), (5, 3, 2)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=str)
+@on_ranks
+def test_exchange_of_dims(mesh_shape: tuple[int, ...], shape: tuple[int, ...], direct: bool) -> None:
     """Every pair of dims, on every mesh dim, against cutting the full tensor."""
-    mesh, wrong = mesh_of(mesh_shape), []
+    mesh = mesh_of(mesh_shape)
     for mesh_dim, (src, dst) in ((m, p) for m in range(mesh.ndim) for p in ((0, 1), (1, 0), (1, 2), (-1, 0))):
         ranks, me, group = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim), mesh.get_group(mesh_dim)
         full = torch.arange(torch.Size(shape).numel()).reshape(shape).repeat_interleave(ranks, src)
@@ -80,20 +84,11 @@ def _exchanged(mesh_shape: tuple[int, ...], shape: tuple[int, ...], direct: bool
             got = collective_utils.shard_dim_alltoall(mine, src, dst, mesh, mesh_dim)
         pieces = list(full.chunk(ranks, dst))
         want = collective_utils.fill_empty_tensor_to_shards(pieces, dst, ranks - len(pieces))[me]
-        if not torch.equal(got, want) or not got.is_contiguous():
-            wrong.append(f"mesh dim {mesh_dim}, {src} -> {dst}: {got} is not {want}")
-    return wrong
+        assert torch.equal(got, want) and got.is_contiguous(), (mesh_dim, src, dst)
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["fallback", "op"])
-@pytest.mark.parametrize("shape", [(4, 8, 4), (5, 3, 2)], ids=str)
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=str)
-def test_exchange_of_dims(ranks: Worlds, mesh_shape: Any, shape: Any, direct: bool) -> None:
-    for wrong in ranks(_exchanged, mesh_shape, shape, direct):
-        assert not wrong, "\n".join(wrong[:3])
-
-
-def _told() -> tuple[list[str], dict[str, int]]:
+@on_ranks
+def test_the_fallback_on_cpu_is_told_once() -> None:
     collective_utils._tell_fallback.cache_clear()
     records: list[str] = []
     handler = logging.Handler()
@@ -104,25 +99,12 @@ def _told() -> tuple[list[str], dict[str, int]]:
         for _ in range(2):
             collective_utils.shard_dim_alltoall(torch.ones(1, 4), 0, 1, mesh, 0)
     collective_utils.logger.removeHandler(handler)
-    return records, dict(count.calls)
+    told = "CPU process group does not support alltoall yet, falling back with allgather + chunk!"
+    assert records == [told] and count.calls == {"all_gather": 2}
 
 
-def test_the_fallback_on_cpu_is_told_once(ranks: Worlds) -> None:
-    told = ["CPU process group does not support alltoall yet, falling back with allgather + chunk!"]
-    assert ranks(_told) == [(told, {"all_gather": 2})] * 4
-
-
-@pytest.fixture
-def fake_world() -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("fake_world")
-def test_the_op_has_a_meta_kernel() -> None:
+def test_the_op_has_a_meta_kernel(fake_world: Callable[..., None]) -> None:
+    fake_world(4, rank=2)
     mesh = init_device_mesh("cpu", (4,))
     name = mesh.get_group(0).group_name
     shard = torch.empty(2, 8, 3, device="meta", dtype=torch.bfloat16).transpose(0, 2)
@@ -133,12 +115,12 @@ def test_the_op_has_a_meta_kernel() -> None:
     assert uneven.shape == (1, 8, 8), "rank 2 of 4 has the last of 3 rows"
 
 
-@pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize(
     ("dims", "told"),
     [((0, 2), r"shard_dim=2 .* shape \[2, 4\], expected a dim in \[-2, 2\)"), ((1, -1), "expected two dims")],
 )
-def test_dims_are_checked(dims: tuple[int, int], told: str) -> None:
+def test_dims_are_checked(fake_world: Callable[..., None], dims: tuple[int, int], told: str) -> None:
+    fake_world(4)
     with pytest.raises(ArgumentError, match=told):
         collective_utils.shard_dim_alltoall(torch.ones(2, 4), *dims, init_device_mesh("cpu", (4,)), 0)
 
@@ -176,21 +158,18 @@ def test_scatter_and_broadcast_along_a_mesh_dim(ranks: Worlds) -> None:
     ]
 
 
-def _without_a_source() -> tuple[Any, ...]:
+@on_ranks
+def test_no_source_and_meta_tensors_send_nothing() -> None:
     mesh, rank = mesh_of((4,)), dist.get_rank()
     with count_collectives() as count:
         output, kept = torch.zeros(1), torch.full((1,), float(rank))
         pieces = [torch.full((1,), float(i)) for i in range(4)]
-        scattered = collective_utils.mesh_scatter(output, pieces, mesh, group_src=None)
-        sent = collective_utils.mesh_broadcast(kept, mesh, group_src=None)
+        assert collective_utils.mesh_scatter(output, pieces, mesh, group_src=None) is None
+        assert collective_utils.mesh_broadcast(kept, mesh, group_src=None) is None
         meta = torch.empty(1, device="meta")
-        on_meta = [collective_utils.mesh_scatter(meta, [meta] * 4, mesh, async_op=True)]
-        on_meta.append(collective_utils.mesh_broadcast(meta, mesh, async_op=True))
-    return output.item(), kept.item(), scattered, sent, on_meta, dict(count.calls)
-
-
-def test_no_source_and_meta_tensors_send_nothing(ranks: Worlds) -> None:
-    assert ranks(_without_a_source) == [(r, r, None, None, [None, None], {}) for r in range(4)]
+        assert collective_utils.mesh_scatter(meta, [meta] * 4, mesh, async_op=True) is None
+        assert collective_utils.mesh_broadcast(meta, mesh, async_op=True) is None
+    assert output.item() == kept.item() == rank and not count.calls
 
 
 # ---- metadata ----
@@ -219,8 +198,6 @@ def test_alike_metadata_pass(ranks: Worlds) -> None:
 @pytest.mark.parametrize("which", ["dtype", "grad", "shape", "stride"])
 def test_metadata_that_differ_raise_on_every_rank(ranks: Worlds, which: str) -> None:
     text = r"Inconsistent tensor metadata \(including shape and stride\) across ranks\."
-    with pytest.raises(RankError, match=text) as caught:
-        ranks(_checked, which)
-    assert isinstance(caught.value.__cause__, ValueError)
-    assert len(caught.value.failures) == 4
-    assert "rank 2: dtype" in caught.value.failures[0], "the notes say who has what"
+    ranks.refuse(
+        _checked, which, told=text + r"(?s:.*)rank 2: dtype", error=ValueError
+    )  # the notes: who has what

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
 import dtbench_core
-from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.gloo_world import mesh_of, on_ranks
 from dtbench_core import CoreError, DTensor, Partial, Placement, Replicate, Shard
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -23,78 +23,53 @@ LAYOUTS: list[tuple[tuple[int, ...], list[Placement]]] = [
 ]
 
 
-def _made(name: str, shape: tuple[int, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, bool, bool]]:
-    """Per layout: the whole tensor, whether it is a leaf, and whether the local part has its shape."""
-    out = []
-    for sizes, placements in LAYOUTS:
-        torch.manual_seed(7)
-        size = (shape, 2.5) if name == "full" else shape
-        made: DTensor = getattr(dtbench_core, name)(
-            *size, device_mesh=mesh_of(sizes), placements=placements, **kwargs
-        )
-        fits = tuple(made.to_local().shape) == made._spec.local_shape
-        out.append((made.full_tensor().detach(), made.is_leaf and made.requires_grad, fits))
-    return out
-
-
 @pytest.mark.parametrize("name", ["ones", "zeros", "full", "rand", "randn"])
 @pytest.mark.parametrize(("shape", "dtype"), [((8, 4), None), ((5, 3), torch.float64), ((0, 3), None)])
+@on_ranks
 def test_factories_give_the_values_of_one_device(
-    ranks: Worlds, name: str, shape: tuple[int, ...], dtype: torch.dtype | None
+    name: str, shape: tuple[int, ...], dtype: torch.dtype | None
 ) -> None:
-    torch.manual_seed(7)
     size = (shape, 2.5) if name == "full" else shape
+    torch.manual_seed(7)
     expected = getattr(torch, name)(*size, dtype=dtype)
-    for by_rank in ranks(_made, name, shape, {"dtype": dtype, "requires_grad": True}):
-        for whole, leaf, fits in by_rank:
-            assert leaf and fits
-            assert whole.dtype == expected.dtype
-            assert torch.equal(whole, expected)
+    for mesh, placements in LAYOUTS:
+        torch.manual_seed(7)
+        made: DTensor = getattr(dtbench_core, name)(
+            *size, dtype=dtype, requires_grad=True, device_mesh=mesh_of(mesh), placements=placements
+        )
+        assert made.is_leaf and made.requires_grad
+        assert made.to_local().shape == made._spec.local_shape, placements
+        assert made.dtype == expected.dtype and torch.equal(made.full_tensor(), expected), placements
 
 
-def _empty() -> tuple[Any, ...]:
+@on_ranks
+def test_empty() -> None:
     made = dtbench_core.empty((5, 3), dtype=torch.int64, device_mesh=mesh_of((4,)), placements=[S0])
-    return tuple(made.shape), made.dtype, made.stride(), tuple(made.to_local().shape)
+    assert (made.shape, made.dtype, made.stride()) == ((5, 3), torch.int64, (3, 1))
+    assert made.to_local().shape == ((2, 2, 1, 0)[dist.get_rank()], 3)
 
 
-def test_empty(ranks: Worlds) -> None:
-    got = ranks(_empty)
-    assert [g[:3] for g in got] == [((5, 3), torch.int64, (3, 1))] * 4
-    assert [g[3] for g in got] == [(2, 3), (2, 3), (1, 3), (0, 3)]
-
-
-def _sequence_of_draws() -> list[float]:
+@on_ranks
+def test_draws_follow_one_another_as_on_one_device() -> None:
     torch.manual_seed(1)
     a = dtbench_core.randn(6, device_mesh=mesh_of((4,)), placements=[S0])
     b = dtbench_core.rand(3, 2, device_mesh=mesh_of((2, 2)))
-    return [*a.full_tensor().tolist(), *b.full_tensor().flatten().tolist(), float(torch.rand(1))]
-
-
-def test_draws_follow_one_another_as_on_one_device(ranks: Worlds) -> None:
+    drawn = [a.full_tensor(), b.full_tensor(), torch.rand(1)]
     torch.manual_seed(1)
-    expected = [*torch.randn(6).tolist(), *torch.rand(3, 2).flatten().tolist(), float(torch.rand(1))]
-    assert ranks(_sequence_of_draws) == [expected] * 4
+    for got, want in zip(drawn, (torch.randn(6), torch.rand(3, 2), torch.rand(1)), strict=True):
+        assert torch.equal(got, want)
 
 
-def _forms() -> list[tuple[int, ...]]:
+@on_ranks
+def test_sizes_are_given_as_in_torch() -> None:
     with mesh_of((4,)):
-        forms = [
-            dtbench_core.ones(2, 3),
-            dtbench_core.ones((2, 3)),
-            dtbench_core.ones([2, 3]),
-            dtbench_core.ones(torch.Size((2, 3))),
-            dtbench_core.ones(()),
-            dtbench_core.ones(),
-            dtbench_core.full(4, True),
-            dtbench_core.full((4,), 1 + 2j),
-        ]
-    return [(*t.shape, *t.placements, t.dtype) for t in forms]
-
-
-def test_sizes_are_given_as_in_torch(ranks: Worlds) -> None:
-    f = torch.float32
-    expected: list[Any] = [(2, 3, R, f)] * 4 + [(R, f)] * 2 + [(4, R, torch.bool), (4, R, torch.complex64)]
-    assert ranks(_forms) == [expected] * 4
+        for size in ((2, 3), ((2, 3),), ([2, 3],), (torch.Size((2, 3)),), ((),)):
+            made, want = dtbench_core.ones(*size), torch.ones(*size)
+            assert (made.shape, made.dtype, made.placements) == (want.shape, want.dtype, (R,)), size
+        assert dtbench_core.ones().shape == ()
+        for size, value, dtype in ((4, True, torch.bool), ((4,), 1 + 2j, torch.complex64)):
+            made = dtbench_core.full(size, value)
+            assert (made.shape, made.dtype, made.placements) == ((4,), dtype, (R,)), value
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
@@ -108,18 +83,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def _mistake(name: str) -> tuple[bool, str]:
-    given = {"size": (2, 3), "device_mesh": mesh_of((4,)), **MISTAKES[name][0]}
-    try:
-        dtbench_core.zeros(given.pop("size"), **given)
-    except Exception as error:
-        return isinstance(error, CoreError), str(error)
-    return False, "nothing was raised"
-
-
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes(ranks: Worlds, name: str) -> None:
-    import re
-
-    for ours, message in ranks(_mistake, name):
-        assert ours and re.search(MISTAKES[name][1], message), message
+@on_ranks
+def test_mistakes(name: str) -> None:
+    wrong, told = MISTAKES[name]
+    given = {"size": (2, 3), "device_mesh": mesh_of((4,)), **wrong}
+    with pytest.raises(CoreError, match=told):
+        dtbench_core.zeros(given.pop("size"), **given)

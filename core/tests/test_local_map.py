@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 import torch
 
-from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.gloo_world import mesh_of, on_ranks
 from dtbench_core import (
     CoreError,
     DTensor,
@@ -34,7 +33,8 @@ def _cut(full: torch.Tensor, placement: Any) -> DTensor:
 # ---- local_map ----
 
 
-def _product() -> dict[str, Any]:
+@on_ranks
+def test_shards_in_and_placements_out() -> None:
     """A product over a sharded inner dim: each rank has a term."""
     a, b = _cut(A, S1).requires_grad_(), _cut(B, S0).requires_grad_()
     types = []
@@ -49,21 +49,15 @@ def _product() -> dict[str, Any]:
     assert a.grad is not None
     moved = local_map(multiply, (P,), ([S1], [S0], None), redistribute_inputs=True)
     again = moved(_cut(A, S0), _cut(B, R), 2.0, bias=0.0)
-    return {
-        "plain": all(x is y is torch.Tensor for x, y, _ in types) and types[0][2] == (8, 1),
-        "value": out.full_tensor().tolist() == again.full_tensor().tolist() == (A @ B * 2).tolist(),
-        "grad": a.grad.full_tensor().tolist() == (torch.ones(8, 6) @ B.t() * 2).tolist(),
-        "name": mapped.__name__ == "multiply",
-        "no tensors": type(mapped(A, B, 1.0, bias=1.0)) is torch.Tensor,
-    }
+    assert all(x is y is torch.Tensor for x, y, _ in types) and types[0][2] == (8, 1), "plain"
+    assert out.full_tensor().tolist() == again.full_tensor().tolist() == (A @ B * 2).tolist(), "value"
+    assert a.grad.full_tensor().tolist() == (torch.ones(8, 6) @ B.t() * 2).tolist(), "grad"
+    assert mapped.__name__ == "multiply", "name"
+    assert type(mapped(A, B, 1.0, bias=1.0)) is torch.Tensor, "no tensors"
 
 
-def test_shards_in_and_placements_out(ranks: Worlds) -> None:
-    for got in ranks(_product):
-        assert all(got.values()), got
-
-
-def _several() -> dict[str, Any]:
+@on_ranks
+def test_several_results_and_gradients() -> None:
     @local_map(out_placements=([S0], None, [P]), in_placements=([S0], [R]), in_grad_placements=([S0], [P]))
     def parts(x: torch.Tensor, w: torch.Tensor) -> Any:
         return x * w, "text", (x * w).sum()
@@ -73,17 +67,10 @@ def _several() -> dict[str, Any]:
     total.redistribute(placements=[R]).backward()
     assert w.grad is not None
     plain = parts(_cut(A, S0), torch.ones(4))[0]  # a plain tensor is passed as it is
-    return {
-        "scaled": scaled.full_tensor().tolist() == plain.full_tensor().tolist() == A.tolist(),
-        "text": text == "text",
-        "total": float(total.full_tensor().detach()) == float(A.sum()),
-        "grad": w.grad.full_tensor().tolist() == A.sum(0).tolist(),  # the ranks' terms are added up
-    }
-
-
-def test_several_results_and_gradients(ranks: Worlds) -> None:
-    for got in ranks(_several):
-        assert all(got.values()), got
+    assert scaled.full_tensor().tolist() == plain.full_tensor().tolist() == A.tolist(), "scaled"
+    assert text == "text", "text"
+    assert float(total.full_tensor().detach()) == float(A.sum()), "total"
+    assert w.grad.full_tensor().tolist() == A.sum(0).tolist(), "grad"
 
 
 def _identity(x: Any, *_: Any) -> Any:
@@ -121,18 +108,12 @@ MISTAKES: dict[str, tuple[Any, str]] = {
 }
 
 
-def _mistake(name: str) -> tuple[bool, str]:
-    try:
-        MISTAKES[name][0](_cut(A, S0))
-    except Exception as error:
-        return isinstance(error, CoreError), str(error)
-    return False, "nothing was raised"
-
-
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes(ranks: Worlds, name: str) -> None:
-    for ours, message in ranks(_mistake, name):
-        assert ours and re.search(MISTAKES[name][1], message), message
+@on_ranks
+def test_mistakes(name: str) -> None:
+    call, told = MISTAKES[name]
+    with pytest.raises(CoreError, match=told):
+        call(_cut(A, S0))
 
 
 # ---- register_sharding ----
@@ -165,7 +146,8 @@ def _library() -> Any:
     return getattr(torch.ops, LIBRARY)
 
 
-def _custom() -> dict[str, Any]:
+@on_ranks
+def test_custom_ops_get_rules() -> None:
     ops = _library()
     seen = []
 
@@ -179,75 +161,51 @@ def _custom() -> dict[str, Any]:
         out, total = ops.combine(a, 2.0, [same])
     with count_collectives() as moving:
         again, _ = ops.combine(a, 2.0, [across])
-    return {
-        "seen": seen[0] == ((8, 4), 2, torch.float32, 2.0, 1, (S0,)),
-        "placed": (out.placements, total.placements) == ((S0,), (P,)),
-        "free": sum(count.calls.values()) == 0 and sum(moving.calls.values()) == 1,
-        "value": out.full_tensor().tolist() == again.full_tensor().tolist() == (A * 3).tolist(),
-        "total": float(total.full_tensor()) == float(A.sum()),
-    }
-
-
-def test_custom_ops_get_rules(ranks: Worlds) -> None:
-    for got in ranks(_custom):
-        assert all(got.values()), got
-
-
-def _bad_rule(kind: str) -> str:
-    op = _library().backwards.default
-    answers = {
-        "count": [([S0, S0], [S0])],
-        "inputs": [([S0], [S0, S0])],
-        "dim": [([Shard(7)], [S0])],
-    }
-    register_sharding(op)(lambda x: answers[kind])  # type: ignore[arg-type]
-    try:
-        op(_cut(A, S0))
-    except CoreError as error:
-        return str(error)
-    return "nothing was raised"
+    assert seen[0] == ((8, 4), 2, torch.float32, 2.0, 1, (S0,)), "seen"
+    assert (out.placements, total.placements) == ((S0,), (P,)), "placed"
+    assert sum(count.calls.values()) == 0 and sum(moving.calls.values()) == 1, "free"
+    assert out.full_tensor().tolist() == again.full_tensor().tolist() == (A * 3).tolist(), "value"
+    assert float(total.full_tensor()) == float(A.sum()), "total"
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("answer", "told"),
     [
-        ("count", "gave placements of 2 outputs and 1 input tensors, expected 1 and 1"),
-        ("inputs", "gave placements of 1 outputs and 2 input tensors"),
-        ("dim", r"got Shard\(7\) for a tensor of 2 dims"),
+        ([([S0, S0], [S0])], "gave placements of 2 outputs and 1 input tensors, expected 1 and 1"),
+        ([([S0], [S0, S0])], "gave placements of 1 outputs and 2 input tensors"),
+        ([([Shard(7)], [S0])], r"got Shard\(7\) for a tensor of 2 dims"),
     ],
+    ids=["count", "inputs", "dim"],
 )
-def test_rules_that_do_not_fit_are_told(ranks: Worlds, kind: str, told: str) -> None:
-    for message in ranks(_bad_rule, kind):
-        assert re.search(told, message), message
+@on_ranks
+def test_rules_that_do_not_fit_are_told(answer: Any, told: str) -> None:
+    op = _library().backwards.default
+    register_sharding(op)(lambda x: answer)
+    with pytest.raises(CoreError, match=told):
+        op(_cut(A, S0))
 
 
-def _override() -> dict[str, Any]:
+@on_ranks
+def test_rules_are_replaced() -> None:
     """A rule of the core's is replaced for plans made before, too; the value of a number may matter to it."""
     op = torch.ops.aten.mul.Scalar
     x = _cut(A, S0)
-    before = [op(x, s).placements for s in (2.0, 3.0)]
+    assert [op(x, s).placements for s in (2.0, 3.0)] == [(S0,), (S0,)]
     told = register_sharding(op)(
         lambda x, other: [([S0], [S0])] if other == 2.0 else [([R], [R])]  # type: ignore[arg-type]
     )
     try:
-        after = [op(x, s) for s in (2.0, 3.0)]
-        return {
-            "before": before == [(S0,), (S0,)],
-            "after": [t.placements for t in after] == [(S0,), (R,)],
-            "value": all(t.full_tensor().equal(A * s) for t, s in zip(after, (2.0, 3.0), strict=True)),
-            "decorator": callable(told),
-        }
+        assert callable(told), "a decorator"
+        for scale, placement in ((2.0, S0), (3.0, R)):
+            scaled = op(x, scale)
+            assert scaled.placements == (placement,)
+            assert scaled.full_tensor().equal(A * scale)
     finally:
         from dtbench_core.rules import base
 
         base._rules.pop(op)
         base._overridden.discard(op)
         clear_caches()
-
-
-def test_rules_are_replaced(ranks: Worlds) -> None:
-    for got in ranks(_override):
-        assert all(got.values()), got
 
 
 def test_placement_errors_are_value_errors() -> None:

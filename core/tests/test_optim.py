@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.gloo_world import Worlds, mesh_of, on_ranks
 from dtbench_core import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -104,9 +104,9 @@ def test_clipping(ranks: Worlds, clip: dict[str, Any], layout: int) -> None:
         torch.testing.assert_close(got, expected)
 
 
-def _states() -> list[bool]:
+@on_ranks
+def test_optimizer_states() -> None:
     """Each optimizer keeps state placed as its parameters, and copies and loads it."""
-    out = []
     for make, arguments in OPTIMIZERS.values():
         module = _sharded(LAYOUTS[0])
         optimizer = make(module.parameters(), **arguments)
@@ -115,15 +115,9 @@ def _states() -> list[bool]:
         _train(module, optimizer, LAYOUTS[0], None)
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         for parameter, copied in zip(module.parameters(), twin.parameters(), strict=True):
-            for key, value in optimizer.state[parameter].items():
-                if key == "step":
-                    continue
+            kept = {key: value for key, value in optimizer.state[parameter].items() if key != "step"}
+            assert kept
+            for key, value in kept.items():
                 mine = other.state[copied][key]
-                placed = value.placements == parameter.placements == mine.placements  # type: ignore[attr-defined]
-                out.append(placed and bool((mine.to_local() == value.to_local()).all()))
-    return out
-
-
-def test_optimizer_states(ranks: Worlds) -> None:
-    for got in ranks(_states):
-        assert got and all(got)
+                assert value.placements == parameter.placements == mine.placements, key  # type: ignore[attr-defined]
+                assert (mine.to_local() == value.to_local()).all(), key

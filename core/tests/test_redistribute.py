@@ -15,10 +15,19 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.gloo_world import Worlds, mesh_of, on_ranks, on_worlds
 from core.tests.local_world import AnyWorlds, LocalWorlds
 from core.tests.test_ops import place
-from dtbench_core import DTensorSpec, Partial, Placement, PlacementError, Replicate, Shard, count_collectives
+from dtbench_core import (
+    DTensor,
+    DTensorSpec,
+    Partial,
+    Placement,
+    PlacementError,
+    Replicate,
+    Shard,
+    count_collectives,
+)
 from dtbench_core.layout.placement import Placements, RaggedShard, StridedShard, describe
 from dtbench_core.layout.spec import contiguous_stride
 from dtbench_core.redistribute.route import apply, explain, plan, plan_of
@@ -28,12 +37,9 @@ R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 
 @pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    yield init_device_mesh("cpu", (2, 4))
-    dist.destroy_process_group()
+def mesh(fake_world: Any) -> DeviceMesh:
+    fake_world(8)
+    return init_device_mesh("cpu", (2, 4))
 
 
 def _steps(
@@ -133,28 +139,21 @@ def test_every_dtype_moves(worlds: AnyWorlds, dtype: torch.dtype) -> None:
         assert not wrong, "\n".join(wrong[:5])
 
 
-def _reductions() -> dict[str, list[float]]:
-    from dtbench_core import DTensor
-
-    device_mesh = mesh_of((4,))
-    term = torch.tensor([1.0, 2.0, 3.0]) + dist.get_rank()
-    ops = ("sum", "avg", "max", "min", "product")
-    return {op: DTensor.from_local(term, device_mesh, [Partial(op)]).full_tensor().tolist() for op in ops}
-
-
-def test_pending_reductions(worlds: AnyWorlds) -> None:
+@on_worlds
+def test_pending_reductions() -> None:
     terms = torch.stack([torch.tensor([1.0, 2.0, 3.0]) + r for r in range(4)])
     want = {"sum": terms.sum(0), "avg": terms.mean(0), "max": terms.amax(0), "min": terms.amin(0)}
     want["product"] = terms.prod(0)
-    for got in worlds(_reductions):
-        assert got == {op: value.tolist() for op, value in want.items()}
+    for op, value in want.items():
+        term = DTensor.from_local(terms[0] + dist.get_rank(), mesh_of((4,)), [Partial(op)])
+        assert (term.full_tensor() == value).all(), op
 
 
-def _extrema_with_nan() -> list[str]:
-    """Column 0 has a NaN on one rank, column 1 infinities, column 2 plain values."""
-    from dtbench_core import DTensor
-
-    mesh, wrong, inf, nan = mesh_of((4,)), [], float("inf"), float("nan")
+@on_worlds
+def test_extrema_keep_nan() -> None:
+    """Transports compare with < and lose a NaN that is not on the first rank. Column 0 has a NaN on one rank, column
+    1 infinities, column 2 plain values."""
+    mesh, inf, nan = mesh_of((4,)), float("inf"), float("nan")
     full = torch.tensor([[1.0, inf, 4.0], [nan, 2.0, 3.0], [0.0, -inf, 2.0], [5.0, 1.0, 9.0]])
     mine = full[dist.get_rank()]
     for op, want in {"max": full.amax(0), "min": full.amin(0)}.items():
@@ -163,18 +162,13 @@ def _extrema_with_nan() -> list[str]:
         reduced = rows.amax(0) if op == "max" else rows.amin(0)
         results = {"P -> R": term, "P -> S": term.redistribute(placements=[S0]), "amax, amin": reduced}
         for what, got in results.items():
-            if not torch.allclose(got.full_tensor(), want, rtol=0, atol=0, equal_nan=True):
-                wrong.append(f"{what} of {op}: {got.full_tensor()} is not {want}")
-    return wrong
+            same = torch.allclose(got.full_tensor(), want, rtol=0, atol=0, equal_nan=True)
+            assert same, (op, what, got.full_tensor())
 
 
-def test_extrema_keep_nan(worlds: AnyWorlds) -> None:
-    """Transports compare with < and lose a NaN that is not on the first rank."""
-    assert worlds(_extrema_with_nan) == [[]] * 4
-
-
-def _gradient_of_moves() -> list[str]:
-    device_mesh, wrong = mesh_of((2, 2)), []
+@on_worlds
+def test_gradients_pass_through() -> None:
+    device_mesh = mesh_of((2, 2))
     full = torch.arange(20.0, dtype=torch.float64).reshape(5, 4)
     for src, dst in itertools.product(
         itertools.product((R, P, S0, S1), repeat=2), itertools.product((R, S0), repeat=2)
@@ -182,40 +176,30 @@ def _gradient_of_moves() -> list[str]:
         tensor = place(full, device_mesh, src).requires_grad_()
         moved = tensor.redistribute(placements=dst)
         (moved.full_tensor() * full).sum().backward()
-        if tensor.grad is None or not torch.equal(tensor.grad.full_tensor(), full):
-            wrong.append(f"{src} -> {dst}")
-    return wrong
+        assert tensor.grad is not None and torch.equal(tensor.grad.full_tensor(), full), (src, dst)
 
 
-def test_gradients_pass_through(worlds: AnyWorlds) -> None:
-    assert worlds(_gradient_of_moves) == [[]] * 4
-
-
-def _dtypes() -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
+@on_worlds
+def test_dtypes_of_a_move() -> None:
     tensor = place(torch.ones(8, dtype=torch.float32), mesh_of((4,)), (S0,)).requires_grad_()
     moved = tensor.redistribute(placements=[R], forward_dtype=torch.float64, backward_dtype=torch.bfloat16)
     moved.sum().backward()
     with torch.no_grad():
         quiet = tensor.redistribute(placements=[R], forward_dtype=torch.float64)
-    return moved.dtype, quiet.to_local().dtype, tensor.grad.dtype if tensor.grad is not None else None
+    assert moved.dtype == quiet.to_local().dtype == torch.float64
+    assert tensor.grad is not None and tensor.grad.dtype == torch.float32
 
 
-def test_dtypes_of_a_move(worlds: AnyWorlds) -> None:
-    assert worlds(_dtypes)[0] == (torch.float64, torch.float64, torch.float32)
-
-
-def _counted() -> tuple[dict[str, int], dict[str, int]]:
+@on_worlds
+def test_collectives_are_counted() -> None:
     tensor = place(torch.ones(8, 4), mesh_of((4,)), (S0,))
     with count_collectives() as count:
         tensor.redistribute(placements=[R])
         tensor.redistribute(placements=[S1])
     tensor.full_tensor()  # outside: not counted
-    return dict(count.calls), dict(count.bytes)
-
-
-def test_collectives_are_counted(worlds: AnyWorlds) -> None:
+    assert count.calls == {"all_gather": 1, "all_to_all": 1}
     # 8x4 float32 gathered: 128 bytes; a quarter of it exchanged: 32
-    assert worlds(_counted)[0] == ({"all_gather": 1, "all_to_all": 1}, {"all_gather": 128, "all_to_all": 32})
+    assert count.bytes == {"all_gather": 128, "all_to_all": 32}
 
 
 # ---- on simulated ranks: any shape, mesh and placements ----
@@ -360,8 +344,6 @@ def _in_gradient(
     mesh_shape: tuple[int, ...], full: torch.Tensor, src: Placements, dst: Placements
 ) -> list[str]:
     """The gradient and the second gradient of sum(move(x)^3 * full), which are those without a move."""
-    from dtbench_core import DTensor
-
     mesh = init_device_mesh("cpu", mesh_shape)
     tensor = DTensor.from_local(
         _held(full, mesh, src), mesh, src, shape=full.shape, stride=contiguous_stride(full.shape)
@@ -416,8 +398,10 @@ _REDUCED = [
 ]
 
 
-def _reduced_dtypes(dst: Placement) -> list[str]:
-    mesh, rank, wrong = mesh_of((4,)), dist.get_rank(), []
+@pytest.mark.parametrize("dst", [R, S0], ids=str)
+@on_ranks
+def test_every_dtype_is_reduced(dst: Placement) -> None:
+    mesh, rank = mesh_of((4,)), dist.get_rank()
     for dtype, op in itertools.product(_REDUCED, ("sum", "avg", "product", "max", "min")):
         if (op == "avg" and not (dtype.is_floating_point or dtype.is_complex)) or (
             op in ("max", "min") and dtype.is_complex
@@ -435,15 +419,7 @@ def _reduced_dtypes(dst: Placement) -> list[str]:
             "min": lambda w: w.amin(0),
         }[op](wide).to(dtype)
         want = want.chunk(4)[rank] if dst.is_shard() else want
-        if got.dtype != dtype or got.tolist() != want.tolist():
-            wrong.append(f"{op} of {dtype}: {got} is not {want}")
-    return wrong
-
-
-@pytest.mark.parametrize("dst", [R, S0], ids=str)
-def test_every_dtype_is_reduced(ranks: Worlds, dst: Placement) -> None:
-    for wrong in ranks(_reduced_dtypes, dst):
-        assert not wrong, "\n".join(wrong)
+        assert got.dtype == dtype and got.tolist() == want.tolist(), (op, dtype)
 
 
 def test_whole_numbers_have_no_average(mesh: DeviceMesh) -> None:
@@ -508,8 +484,6 @@ def test_a_plan_expects_what_is_counted() -> None:
 
 def test_a_mesh_may_be_first_seen_under_a_fake_tensor_mode(mesh: DeviceMesh) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from dtbench_core import DTensor
 
     fresh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("first", "seen"))
     with FakeTensorMode():

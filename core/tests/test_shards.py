@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.tests.gloo_world import RankError, Worlds, mesh_of
+from core.tests.gloo_world import Worlds, mesh_of, on_ranks, on_worlds
 from core.tests.local_world import AnyWorlds
 from dtbench_core import (
     DTensor,
@@ -183,7 +183,9 @@ def test_other_ops_are_refused() -> None:
 # ---- in a DTensor ----
 
 
-def _everything(layout: str) -> dict[str, bool]:
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_worlds
+def test_a_table_of_shards_is_a_tensor(layout: str) -> None:
     tensor, whole = _tensor(layout), _table()
     held = tensor.to_local()
     doubled = tensor.to(torch.float64)
@@ -196,25 +198,21 @@ def _everything(layout: str) -> dict[str, bool]:
     (moved.redistribute(placements=[R]) * 3).sum().backward()
     assert moved.grad is not None
     plain = distribute_tensor(whole, mesh_of((4,)), tensor.placements)
-    return {
-        "handed back": _parts(tensor.to_local()) == _parts(held),
-        "metadata": tuple(tensor.shape) == (ROWS, WIDTH) and tensor.stride() == (WIDTH, 1),
-        "gathered": _all_equal(tensor.full_tensor(), whole),
-        "rows": _all_equal(tensor.redistribute(placements=[S0]).full_tensor(), whole),
-        "columns": _all_equal(tensor.redistribute(placements=[S1]).full_tensor(), whole),
-        "copies": all(
-            torch.equal(t, tensor) for t in (tensor.clone(), tensor.detach(), target, copy.deepcopy(tensor))
-        ),
-        "shards": all(
-            _kinds(t) == {LocalShardsWrapper} for t in (doubled, target, tensor.clone(), parameter)
-        ),
-        "dtype": doubled.dtype == torch.float64 and _all_equal(doubled.full_tensor(), whole.double()),
-        "gradient": _all_equal(parameter.grad.full_tensor(), whole)
-        and parameter.grad.placements == tensor.placements,
-        "moved gradient": _all_equal(moved.grad.full_tensor(), torch.full_like(whole, 3.0)),
-        "to and from plain": torch.equal(tensor, plain) and torch.equal(plain, tensor),
-        "differs": not torch.equal(tensor, plain + 1),
-    }
+    assert _parts(tensor.to_local()) == _parts(held), "handed back"
+    assert tuple(tensor.shape) == (ROWS, WIDTH) and tensor.stride() == (WIDTH, 1), "metadata"
+    assert _all_equal(tensor.full_tensor(), whole), "gathered"
+    assert _all_equal(tensor.redistribute(placements=[S0]).full_tensor(), whole), "rows"
+    assert _all_equal(tensor.redistribute(placements=[S1]).full_tensor(), whole), "columns"
+    assert all(
+        torch.equal(t, tensor) for t in (tensor.clone(), tensor.detach(), target, copy.deepcopy(tensor))
+    )
+    assert all(_kinds(t) == {LocalShardsWrapper} for t in (doubled, target, tensor.clone(), parameter))
+    assert doubled.dtype == torch.float64 and _all_equal(doubled.full_tensor(), whole.double()), "dtype"
+    assert parameter.grad.placements == tensor.placements
+    assert _all_equal(parameter.grad.full_tensor(), whole), "gradient"
+    assert _all_equal(moved.grad.full_tensor(), torch.full_like(whole, 3.0)), "moved gradient"
+    assert torch.equal(tensor, plain) and torch.equal(plain, tensor), "to and from plain"
+    assert not torch.equal(tensor, plain + 1), "differs"
 
 
 def _all_equal(got: torch.Tensor, want: torch.Tensor) -> bool:
@@ -230,12 +228,6 @@ def _parts(local: torch.Tensor) -> list[int]:
 def _kinds(tensor: DTensor) -> set[type]:
     local = tensor.to_local()
     return {type(part) for part in getattr(local, "_local_tensors", {0: local}).values()}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_table_of_shards_is_a_tensor(worlds: AnyWorlds, layout: str) -> None:
-    for got in worlds(_everything, layout):
-        assert all(got.values()), got
 
 
 def _drawn(layout: str) -> str:
@@ -257,73 +249,57 @@ def test_shards_are_drawn_as_they_lie(worlds: AnyWorlds) -> None:
     assert cells("column shards") == [["0:8", "|", "rank", "0", "|", "rank", "1", "|", "rank", "2"]]
 
 
-def _by_table() -> list[Any]:
+@on_ranks
+def test_tables_on_one_rank_each() -> None:
     """Each rank holds a table of its own, on a mesh of itself."""
-    rank, out = dist.get_rank(), []
+    rank = dist.get_rank()
     for owner in range(4):
         mesh = DeviceMesh("cpu", torch.tensor([owner]))
         mine = _wrapper([(0, ROWS, 0, WIDTH)])
         given = mine if rank == owner else torch.empty(0)
         table = DTensor.from_local(given, mesh, [R], run_check=False, shape=(ROWS, WIDTH), stride=(WIDTH, 1))
         local = table.to_local()
-        out.append((tuple(table.shape), table.stride()) == ((ROWS, WIDTH), (WIDTH, 1)))
-        out.append(local is mine if rank == owner else type(local) is torch.Tensor and local.numel() == 0)
-        out.append(rank != owner or _all_equal(table.full_tensor(), _table()))
-        out.append(torch.equal(table, table.clone()))
-    return out
+        assert (tuple(table.shape), table.stride()) == ((ROWS, WIDTH), (WIDTH, 1))
+        assert local is mine if rank == owner else type(local) is torch.Tensor and local.numel() == 0
+        assert rank != owner or _all_equal(table.full_tensor(), _table())
+        assert torch.equal(table, table.clone())
 
 
-def test_tables_on_one_rank_each(ranks: Worlds) -> None:
-    for got in ranks(_by_table):
-        assert all(got), got
-
-
-def _even_without_a_shape() -> list[Any]:
+@on_ranks
+def test_even_shards_need_no_shape() -> None:
     rank = dist.get_rank()
     rows = DTensor.from_local(_wrapper([(2 * rank, 2, 0, WIDTH)]), mesh_of((4,)), [S0], run_check=False)
     columns = DTensor.from_local(_wrapper([(0, ROWS, 4 * rank, 4)]), mesh_of((4,)), [S1], run_check=True)
     copied = DTensor.from_local(
         _wrapper([(0, ROWS, 0, 8), (0, ROWS, 8, 8)]), mesh_of((4,)), [R], run_check=True
     )
-    tensors = (rows, columns, copied)
-    return [(tuple(t.shape), t.stride(), _all_equal(t.full_tensor(), _table())) for t in tensors]
+    for table in (rows, columns, copied):
+        assert (tuple(table.shape), table.stride()) == ((ROWS, WIDTH), (WIDTH, 1))
+        assert _all_equal(table.full_tensor(), _table())
 
 
-def test_even_shards_need_no_shape(ranks: Worlds) -> None:
-    assert ranks(_even_without_a_shape) == [[((ROWS, WIDTH), (WIDTH, 1), True)] * 3] * 4
-
-
-def _on_two_mesh_dims() -> list[Any]:
+@on_ranks
+def test_on_two_mesh_dims() -> None:
     row, column = divmod(dist.get_rank(), 2)
     grid = _wrapper([(4 * row, 4, 8 * column, 3), (4 * row, 4, 8 * column + 3, 5)])
     copies = _wrapper([(0, ROWS, 5 * column, (5, 11)[column])])
-    out: list[Any] = []
-    for held, placements in ((grid, [S0, S1]), (copies, [R, S1])):
+    for held, placements, made in (
+        (grid, [S0, S1], (S0, S1)),
+        (copies, [R, S1], (R, RaggedShard(1, (5, 11)))),
+    ):
         table = DTensor.from_local(held, mesh_of((2, 2)), placements, shape=(ROWS, WIDTH), stride=(WIDTH, 1))
-        moved = table.redistribute(placements=[R, S0])
-        out += [
-            table.placements,
-            _all_equal(table.full_tensor(), _table()),
-            _all_equal(moved.full_tensor(), _table()),
-        ]
-    return out
+        assert table.placements == made
+        assert _all_equal(table.full_tensor(), _table())
+        assert _all_equal(table.redistribute(placements=[R, S0]).full_tensor(), _table())
 
 
-def test_on_two_mesh_dims(ranks: Worlds) -> None:
-    want = [(S0, S1), True, True, (R, RaggedShard(1, (5, 11))), True, True]
-    assert ranks(_on_two_mesh_dims) == [want] * 4
-
-
-def _replicas_made_equal() -> bool:
+@on_ranks
+def test_run_check_makes_replicas_of_shards_equal() -> None:
     held = _wrapper([(0, ROWS, 0, 8), (0, ROWS, 8, 8)])
     for shard in held.shards:
         shard += dist.get_rank()
     table = DTensor.from_local(held, mesh_of((4,)), [R], run_check=True)
-    return _all_equal(table.full_tensor(), _table())
-
-
-def test_run_check_makes_replicas_of_shards_equal(ranks: Worlds) -> None:
-    assert ranks(_replicas_made_equal) == [True] * 4
+    assert _all_equal(table.full_tensor(), _table())
 
 
 # ---- what is refused, on every rank ----
@@ -349,21 +325,17 @@ def _elsewhere(use: str) -> None:
 @pytest.mark.parametrize("use", ["run_check", "full_tensor", "redistribute", "fallback"])
 @pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
 def test_offsets_that_contradict_the_placements(ranks: Worlds, use: str) -> None:
-    with pytest.raises(RankError, match=r"mesh rank 2: \[2, 16\] at \(4, 16\) where \(4, 0\)") as caught:
-        ranks(_elsewhere, use)
-    assert isinstance(caught.value.__cause__, LayoutError) and len(caught.value.failures) == 4
+    told = r"mesh rank 2: \[2, 16\] at \(4, 16\) where \(4, 0\)"
+    ranks.refuse(_elsewhere, use, told=told, error=LayoutError)
 
 
-def _trusted() -> list[Any]:
-    """Without run_check offsets are taken and given back as they are."""
+@on_ranks
+def test_offsets_are_trusted_without_run_check() -> None:
     rank = dist.get_rank()
     held = LocalShardsWrapper([torch.zeros(2, WIDTH)], [torch.Size((2 * rank, WIDTH))])
     table = DTensor.from_local(held, mesh_of((4,)), [S0], run_check=False)
-    return [table.to_local() is held, tuple(held.shard_offsets[0]), tuple(table.shape)]
-
-
-def test_offsets_are_trusted_without_run_check(ranks: Worlds) -> None:
-    assert ranks(_trusted) == [[True, (2 * r, WIDTH), (ROWS, WIDTH)] for r in range(4)]
+    assert table.to_local() is held and table.shape == (ROWS, WIDTH)
+    assert tuple(held.shard_offsets[0]) == (2 * rank, WIDTH)
 
 
 def _some_plain() -> None:
@@ -374,9 +346,7 @@ def _some_plain() -> None:
 
 
 def test_shards_on_all_ranks_or_on_none(ranks: Worlds) -> None:
-    with pytest.raises(RankError, match="shards on all ranks or on none") as caught:
-        ranks(_some_plain)
-    assert len(caught.value.failures) == 4
+    ranks.refuse(_some_plain, told="shards on all ranks or on none", error=LayoutError)
 
 
 def _computes() -> None:
@@ -386,31 +356,26 @@ def _computes() -> None:
 
 
 def test_computing_on_shards_is_refused_on_every_rank(ranks: Worlds) -> None:
-    with pytest.raises(
-        RankError, match=r"embedding.default is not supported for LocalShardsWrapper!"
-    ) as caught:
-        ranks(_computes)
-    assert isinstance(caught.value.__cause__, NoRuleError) and len(caught.value.failures) == 4
+    told = r"embedding.default is not supported for LocalShardsWrapper!"
+    ranks.refuse(_computes, told=told, error=NoRuleError)
 
 
 # ---- checkpoints ----
 
 
-def _reshard(folder: str) -> list[str]:
+@on_ranks
+def test_checkpoints_load_under_another_layout(tmp_path: Path) -> None:
     """Saves each layout, loads it into every other, and into and out of tensors without shards."""
-    wrong = []
     for saved in (*LAYOUTS, "plain"):
-        path = f"{folder}/{saved}"
+        path = tmp_path / saved
         dcp.save({"t": _target(saved, _table()), "step": 3}, checkpoint_id=path)
         for loaded in (*LAYOUTS, "plain"):
             target = _target(loaded, torch.full((ROWS, WIDTH), -1.0))
             held = target.to_local()
             state: dict[str, Any] = {"t": target, "step": 0}
             dcp.load(state, checkpoint_id=path)
-            same = state["t"].to_local() is held or loaded == "plain"
-            if not (same and state["step"] == 3 and _all_equal(state["t"].full_tensor(), _table())):
-                wrong.append(f"{saved} -> {loaded}")
-    return wrong
+            assert state["t"].to_local() is held or loaded == "plain", (saved, loaded)
+            assert state["step"] == 3 and _all_equal(state["t"].full_tensor(), _table()), (saved, loaded)
 
 
 def _target(layout: str, values: torch.Tensor) -> DTensor:
@@ -423,39 +388,30 @@ def _target(layout: str, values: torch.Tensor) -> DTensor:
     return table
 
 
-def test_checkpoints_load_under_another_layout(ranks: Worlds, tmp_path: Path) -> None:
-    assert ranks(_reshard, str(tmp_path)) == [[]] * 4
-
-
-def _save_scattered(folder: str) -> bool:
+@on_ranks
+def test_scattered_column_shards_are_saved_where_they_lie(tmp_path: Path) -> None:
     """Column shards anywhere: no placement says where, the checkpoint does."""
     rank = dist.get_rank()
     held = _wrapper([(0, ROWS, 2 * rank, 2), (0, ROWS, 8 + 2 * rank, 2)])
     table = DTensor.from_local(held, mesh_of((4,)), [S1], shape=(ROWS, WIDTH), stride=(WIDTH, 1))
-    dcp.save({"t": table}, checkpoint_id=folder)
+    dcp.save({"t": table}, checkpoint_id=tmp_path)
     whole = {"t": torch.zeros(ROWS, WIDTH)}
-    dcp.load(whole, checkpoint_id=folder)
-    return torch.equal(whole["t"], _table())
+    dcp.load(whole, checkpoint_id=tmp_path)
+    assert torch.equal(whole["t"], _table())
 
 
-def test_scattered_column_shards_are_saved_where_they_lie(ranks: Worlds, tmp_path: Path) -> None:
-    assert ranks(_save_scattered, str(tmp_path)) == [True] * 4
-
-
-def _save_meanwhile(folder: str) -> list[bool]:
+@on_ranks
+def test_asynchronous_checkpoints(tmp_path: Path) -> None:
     table = _tensor("column shards")
-    saving = dcp.async_save({"t": table}, checkpoint_id=folder)
+    saving = dcp.async_save({"t": table}, checkpoint_id=tmp_path)
     held: Any = table.to_local()
     for shard in held.shards:
         shard.fill_(-1)
     saving.result()
     whole = {"t": torch.zeros(ROWS, WIDTH)}
-    dcp.load(whole, checkpoint_id=folder)
-    return [torch.equal(whole["t"], _table()), type(held.new_empty(held.shape)) is LocalShardsWrapper]
-
-
-def test_asynchronous_checkpoints(ranks: Worlds, tmp_path: Path) -> None:
-    assert ranks(_save_meanwhile, str(tmp_path)) == [[True, True]] * 4
+    dcp.load(whole, checkpoint_id=tmp_path)
+    assert torch.equal(whole["t"], _table())
+    assert type(held.new_empty(held.shape)) is LocalShardsWrapper
 
 
 def _save_outside(folder: str) -> None:
@@ -465,32 +421,24 @@ def _save_outside(folder: str) -> None:
 
 
 def test_a_shard_outside_its_table_is_not_saved(ranks: Worlds, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="expected one that lies within") as caught:
-        ranks(_save_outside, str(tmp_path))
-    assert len(caught.value.failures) == 4
-
-
-def _save_alone(folder: str) -> list[bool]:
-    """A wrapper outside any DTensor is a table of its own size."""
-    dcp.save({"t": _wrapper([(0, ROWS, 0, 6), (0, ROWS, 6, 10)])}, checkpoint_id=folder, no_dist=True)
-    target = LocalShardsWrapper([torch.zeros(ROWS, 9), torch.zeros(ROWS, 7)], [(0, 0), (0, 9)])
-    dcp.load({"t": target}, checkpoint_id=folder, no_dist=True)
-    return [torch.equal(target.joined(), _table())]
+    ranks.refuse(_save_outside, str(tmp_path), told="expected one that lies within")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_wrapper_alone_is_saved(tmp_path: Path) -> None:
-    assert _save_alone(str(tmp_path)) == [True]
+    """Outside any DTensor it is a table of its own size."""
+    dcp.save({"t": _wrapper([(0, ROWS, 0, 6), (0, ROWS, 6, 10)])}, checkpoint_id=tmp_path, no_dist=True)
+    target = LocalShardsWrapper([torch.zeros(ROWS, 9), torch.zeros(ROWS, 7)], [(0, 0), (0, 9)])
+    dcp.load({"t": target}, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(target.joined(), _table())
 
 
-def _pickled() -> list[bool]:
+@on_ranks
+def test_tables_are_pickled_with_their_shards() -> None:
     table = _tensor("column shards")
     saved = io.BytesIO()
     torch.save({"t": table}, saved)
     saved.seek(0)
     loaded = torch.load(saved, weights_only=True)["t"]
-    return [torch.equal(loaded, table), _kinds(loaded) == {LocalShardsWrapper}]
-
-
-def test_tables_are_pickled_with_their_shards(ranks: Worlds) -> None:
-    assert ranks(_pickled) == [[True, True]] * 4
+    assert torch.equal(loaded, table)
+    assert _kinds(loaded) == {LocalShardsWrapper}

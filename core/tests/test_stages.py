@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtbench_core as dt
 from dtbench_core.dispatch import entry as dispatch
@@ -20,10 +17,9 @@ from dtbench_core.runtime import process
 
 
 @pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    yield init_device_mesh("cpu", (8,))
-    dist.destroy_process_group()
+def mesh(fake_world: Any) -> DeviceMesh:
+    fake_world(8)
+    return init_device_mesh("cpu", (8,))
 
 
 def opened(log: stages.Log) -> list[str]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from core.tests.gloo_world import RankError, Worlds, mesh_of
+from core.tests.gloo_world import Worlds, mesh_of, on_ranks
 from dtbench_core import (
     CoreError,
     DTensor,
@@ -55,26 +55,22 @@ def _same(a: DTensor, b: DTensor) -> bool:
 # ---- copies ----
 
 
-def _copies() -> list[bool]:
-    out = []
+@on_ranks
+def test_copies_are_equal_and_apart() -> None:
     for layout in LAYOUTS:
         tensor = _tensor(layout)
         saved = io.BytesIO()
         torch.save({"x": [tensor]}, saved)
         saved.seek(0)
-        out.append(_same(copy.deepcopy(tensor), tensor))
-        out.append(_same(pickle.loads(pickle.dumps(tensor)), tensor))
-        out.append(_same(torch.load(saved, weights_only=True)["x"][0], tensor))
+        assert _same(copy.deepcopy(tensor), tensor)
+        assert _same(pickle.loads(pickle.dumps(tensor)), tensor)
+        assert _same(torch.load(saved, weights_only=True)["x"][0], tensor)
         saved.seek(0)
-        out.append(_same(torch.load(saved, weights_only=False)["x"][0], tensor))
-    return out
+        assert _same(torch.load(saved, weights_only=False)["x"][0], tensor)
 
 
-def test_copies_are_equal_and_apart(ranks: Worlds) -> None:
-    assert ranks(_copies) == [[True] * 24] * 4
-
-
-def _parameters() -> dict[str, Any]:
+@on_ranks
+def test_parameters_stay_parameters() -> None:
     parameter = nn.Parameter(_tensor(LAYOUTS[0]))
     parameter.note = "kept"  # type: ignore[attr-defined]
     (parameter * 2).redistribute(placements=[R]).sum().backward()
@@ -82,66 +78,41 @@ def _parameters() -> dict[str, Any]:
     loaded = pickle.loads(pickle.dumps(parameter))
     frozen = copy.deepcopy(nn.Parameter(_tensor(LAYOUTS[0]), requires_grad=False))
     assert twice[0].grad is not None and parameter.grad is not None
-    return {
-        "type": all(isinstance(t, nn.Parameter) and isinstance(t, DTensor) for t in (*twice, loaded, frozen)),
-        "leaf": all(t.is_leaf and t.requires_grad for t in (*twice, loaded)) and not frozen.requires_grad,
-        "one": twice[0] is twice[1],
-        "attributes": loaded.note == "kept",
-        "grad": _same(twice[0].grad, parameter.grad) and loaded.grad is None,
-        "equal": _same(loaded, parameter) and _same(twice[0], parameter),
-    }
+    assert all(isinstance(t, nn.Parameter) and isinstance(t, DTensor) for t in (*twice, loaded, frozen)), (
+        "type"
+    )
+    assert all(t.is_leaf and t.requires_grad for t in (*twice, loaded)) and not frozen.requires_grad, "leaf"
+    assert twice[0] is twice[1], "one"
+    assert loaded.note == "kept", "attributes"
+    assert _same(twice[0].grad, parameter.grad) and loaded.grad is None, "grad"
+    assert _same(loaded, parameter) and _same(twice[0], parameter), "equal"
 
 
-def test_parameters_stay_parameters(ranks: Worlds) -> None:
-    for got in ranks(_parameters):
-        assert all(got.values()), got
-
-
-def _copy_of_a_result() -> str:
+@on_ranks
+def test_only_leaves_are_copied_as_in_torch() -> None:
     result = _tensor(LAYOUTS[0]).requires_grad_() * 2
-    try:
+    with pytest.raises(RuntimeError, match="graph leaves"):
         copy.deepcopy(result)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing was raised"
 
 
-def test_only_leaves_are_copied_as_in_torch(ranks: Worlds) -> None:
-    assert "graph leaves" in ranks(_copy_of_a_result)[0]
-
-
-def _assigned_data() -> dict[str, Any]:
+@on_ranks
+def test_data_may_be_read_and_assigned() -> None:
     tensor, other = _tensor(LAYOUTS[0]), _tensor(LAYOUTS[3], (4, 2)).double()
     leaf = tensor.requires_grad_()
     shared = leaf.data
     shared.add_(1)
     leaf.data = other
-    out = {
-        "shares": not shared.requires_grad and float(shared.sum().full_tensor()) == sum(range(15)) + 15,
-        "takes all": leaf._spec is other._spec
-        and leaf.dtype == torch.float64
-        and tuple(leaf.size()) == (4, 2),
-        "values": float((leaf * 1).detach().sum().full_tensor()) == sum(range(8)) and leaf.requires_grad,
-    }
-    try:
+    assert not shared.requires_grad and float(shared.sum().full_tensor()) == sum(range(15)) + 15
+    assert leaf._spec is other._spec and leaf.dtype == torch.float64 and tuple(leaf.size()) == (4, 2)
+    assert float((leaf * 1).detach().sum().full_tensor()) == sum(range(8)) and leaf.requires_grad
+    with pytest.raises(CoreError, match="expected a DTensor"):
         leaf.data = torch.ones(4, 2)
-    except CoreError as error:
-        out["refused"] = "expected a DTensor" in str(error)
-    return out
 
 
-def test_data_may_be_read_and_assigned(ranks: Worlds) -> None:
-    for got in ranks(_assigned_data):
-        assert len(got) == 4 and all(got.values()), got
-
-
-def _copied_window() -> list[float]:
+@on_ranks
+def test_a_copy_of_a_window_may_be_written() -> None:
     window = _tensor(LAYOUTS[0])[:1]  # gathered before it was cut: not to be written to
-    return copy.deepcopy(window).fill_(1).full_tensor().flatten().tolist()
-
-
-def test_a_copy_of_a_window_may_be_written(ranks: Worlds) -> None:
-    assert ranks(_copied_window)[0] == [1.0] * 3
+    assert copy.deepcopy(window).fill_(1).full_tensor().flatten().tolist() == [1.0] * 3
 
 
 def _load_the_neighbours(path: str) -> None:
@@ -152,10 +123,8 @@ def _load_the_neighbours(path: str) -> None:
 
 def test_another_ranks_part_is_refused(ranks: Worlds, tmp_path: Path) -> None:
     # Rows 2, 2, 1, 0 over the ranks: no rank's mirror image holds as many.
-    with pytest.raises(RankError, match="every rank loads the part that it saved itself") as caught:
-        ranks(_load_the_neighbours, str(tmp_path))
-    assert isinstance(caught.value.__cause__, LayoutError)
-    assert len(caught.value.failures) == 4
+    told = "every rank loads the part that it saved itself"
+    ranks.refuse(_load_the_neighbours, str(tmp_path), told=told, error=LayoutError)
 
 
 def _save_alone(path: str) -> None:
@@ -182,7 +151,8 @@ def _sharded_module() -> nn.Module:
     return distribute_module(module, mesh_of((4,)), shard)
 
 
-def _module_states() -> dict[str, bool]:
+@on_ranks
+def test_modules_load_and_cast() -> None:
     module, twin = _sharded_module(), _sharded_module()
     with torch.no_grad():
         for parameter in twin.parameters():
@@ -190,91 +160,59 @@ def _module_states() -> dict[str, bool]:
     state = copy.deepcopy(module.state_dict())
     before = dict(twin.named_parameters())
     twin.load_state_dict(state)
-    kept = all(before[name] is parameter for name, parameter in twin.named_parameters())
-    copied = all(_same(a, b) for a, b in zip(twin.parameters(), module.parameters(), strict=True))  # type: ignore[arg-type]
+    assert all(before[name] is parameter for name, parameter in twin.named_parameters())
+    assert all(_same(a, b) for a, b in zip(twin.parameters(), module.parameters(), strict=True))  # type: ignore[arg-type]
     twin.load_state_dict(state, assign=True)
-    assigned = all(
+    assert all(
         p.to_local().data_ptr() == state[name].to_local().data_ptr() and p.requires_grad  # type: ignore[operator]
         for name, p in twin.named_parameters()
     )
     doubled = copy.deepcopy(module).double()
-    wide = all(
+    assert all(
         p.dtype == torch.float64 == p.to_local().dtype and isinstance(p, nn.Parameter)  # type: ignore[attr-defined]
         for p in doubled.parameters()
     )
     narrow = copy.deepcopy(module).to(torch.bfloat16)
-    halved = all(
+    assert all(
         p.to_local().dtype == torch.bfloat16 and p.placements == q.placements  # type: ignore[attr-defined]
         for p, q in zip(narrow.parameters(), module.parameters(), strict=True)
     )
     zeroed = copy.deepcopy(module)
     zeroed.requires_grad_(False)
-    return {
-        "kept": kept,
-        "copied": copied,
-        "assigned": assigned,
-        "wide": wide,
-        "halved": halved,
-        "frozen": not any(p.requires_grad for p in zeroed.parameters()),
-    }
-
-
-def test_modules_load_and_cast(ranks: Worlds) -> None:
-    for got in ranks(_module_states):
-        assert all(got.values()), got
+    assert not any(p.requires_grad for p in zeroed.parameters())
 
 
 # ---- torch.distributed.checkpoint ----
 
 
-def _reshard(path: str, saved: int, shape: tuple[int, ...]) -> list[bool]:
+@pytest.mark.parametrize("shape", [(5, 3), (8, 4), (0, 3)], ids=str)
+@pytest.mark.parametrize("saved", LAYOUTS, ids=str)
+@on_ranks
+def test_checkpoints_reshard(tmp_path: Path, saved: Layout, shape: tuple[int, ...]) -> None:
     """Saves one layout and loads it into every other."""
-    dcp.save({"x": _tensor(LAYOUTS[saved], shape), "step": 7}, checkpoint_id=path)
-    out = []
+    dcp.save({"x": _tensor(saved, shape), "step": 7}, checkpoint_id=tmp_path)
     for layout in LAYOUTS:
         target = _tensor(layout, shape)
         with torch.no_grad():
             target.fill_(-1)
         state: dict[str, Any] = {"x": target, "step": 0}
-        dcp.load(state, checkpoint_id=path)
-        out.append(state["step"] == 7 and _same(state["x"], _tensor(layout, shape)))
-    return out
+        dcp.load(state, checkpoint_id=tmp_path)
+        assert state["step"] == 7 and _same(state["x"], _tensor(layout, shape)), layout
 
 
-@pytest.mark.parametrize("saved", range(len(LAYOUTS)), ids=lambda i: str(LAYOUTS[i]))
-def test_checkpoints_reshard(ranks: Worlds, tmp_path: Path, saved: int) -> None:
-    for shape in ((5, 3), (8, 4), (0, 3)):
-        folder = tmp_path / f"{shape}"
-        assert ranks(_reshard, str(folder), saved, shape) == [[True] * len(LAYOUTS)] * 4
-
-
-def _save_meanwhile(path: str, layout: Layout) -> list[float]:
-    """What was saved is what the tensor held then, though it is changed before the file is written."""
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3], LAYOUTS[4]], ids=str)
+@on_ranks
+def test_asynchronous_checkpoints(tmp_path: Path, layout: Layout) -> None:
+    """What was saved is what the tensor held then, though it is changed before the file is written; a plain tensor
+    loads it."""
     tensor = _tensor(layout)
-    saving = dcp.async_save({"x": tensor}, checkpoint_id=path)
+    saving = dcp.async_save({"x": tensor}, checkpoint_id=tmp_path)
     with torch.no_grad():
         tensor.fill_(-1)
     saving.result()
     state = {"x": torch.zeros(5, 3)}
-    dcp.load(state, checkpoint_id=path)
-    return state["x"].flatten().tolist()
-
-
-@pytest.mark.parametrize("layout", [0, 3, 4], ids=lambda i: str(LAYOUTS[i]))
-def test_asynchronous_checkpoints(ranks: Worlds, tmp_path: Path, layout: int) -> None:
-    assert ranks(_save_meanwhile, str(tmp_path), LAYOUTS[layout]) == [[float(i) for i in range(15)]] * 4
-
-
-def _whole(path: str) -> list[float]:
-    """A plain tensor loads what a DTensor saved."""
-    dcp.save({"x": _tensor(LAYOUTS[3])}, checkpoint_id=path)
-    state = {"x": torch.zeros(5, 3)}
-    dcp.load(state, checkpoint_id=path)
-    return state["x"].flatten().tolist()
-
-
-def test_a_plain_tensor_loads_a_sharded_one(ranks: Worlds, tmp_path: Path) -> None:
-    assert ranks(_whole, str(tmp_path)) == [[float(i) for i in range(15)]] * 4
+    dcp.load(state, checkpoint_id=tmp_path)
+    assert state["x"].flatten().tolist() == [float(i) for i in range(15)]
 
 
 def _checkpoint_of_terms(path: str) -> None:
@@ -282,49 +220,39 @@ def _checkpoint_of_terms(path: str) -> None:
 
 
 def test_a_partial_cannot_be_saved(ranks: Worlds, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="expected Shard or Replicate: redistribute it before") as caught:
-        ranks(_checkpoint_of_terms, str(tmp_path))
-    assert len(caught.value.failures) == 4
+    told = "expected Shard or Replicate: redistribute it before"
+    ranks.refuse(_checkpoint_of_terms, str(tmp_path), told=told)
 
 
-def _whole_training_state(path: str) -> bool:
+@on_ranks
+def test_training_state(tmp_path: Path) -> None:
     """Model and optimizer, saved and loaded into fresh ones."""
     module = _sharded_module()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    dcp.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+    dcp.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path)
     fresh = _sharded_module()
     other = torch.optim.AdamW(fresh.parameters(), lr=0.2)
     for parameter in fresh.parameters():
         parameter.grad = torch.zeros_like(parameter)
     other.step()
     state = {"model": fresh.state_dict(), "optimizer": other.state_dict()}
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=tmp_path)
     fresh.load_state_dict(state["model"])
     other.load_state_dict(state["optimizer"])
     moments = zip(optimizer.state.values(), other.state.values(), strict=True)
-    return all(_same(a, b) for a, b in zip(fresh.parameters(), module.parameters(), strict=True)) and all(  # type: ignore[arg-type]
+    assert all(_same(a, b) for a, b in zip(fresh.parameters(), module.parameters(), strict=True)) and all(  # type: ignore[arg-type]
         _same(a["exp_avg"], b["exp_avg"]) for a, b in moments
     )
 
 
-def test_training_state(ranks: Worlds, tmp_path: Path) -> None:
-    assert ranks(_whole_training_state, str(tmp_path)) == [True] * 4
-
-
-def _used_partial() -> list[bool]:
+@on_ranks
+def test_what_a_tensor_keeps_for_itself_is_not_copied() -> None:
     """A pending tensor under autograd keeps its sum once it is used; copies and files do not."""
     x = DTensor.from_local(torch.ones(4), mesh_of((4,)), [Partial()]).requires_grad_()
     x.amax().backward()
-    copies = [copy.deepcopy(x), pickle.loads(pickle.dumps(x))]
-    return [
-        "_materialised" in x.__dict__,
-        *("_materialised" not in c.__dict__ and c.placements == x.placements for c in copies),
-    ]
-
-
-def test_what_a_tensor_keeps_for_itself_is_not_copied(ranks: Worlds) -> None:
-    for got in ranks(_used_partial):
-        assert all(got), got
+    assert "_materialised" in x.__dict__
+    for copied in (copy.deepcopy(x), pickle.loads(pickle.dumps(x))):
+        assert "_materialised" not in copied.__dict__ and copied.placements == x.placements

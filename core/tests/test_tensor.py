@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
 from core.tests.local_world import AnyWorlds
 from dtbench_core import (
     CoreError,
@@ -42,32 +41,24 @@ def test_distribute_tensor_takes_the_source_ranks_values(worlds: AnyWorlds) -> N
     assert parts(None) == [[0.0, 1.0], [12.0, 13.0], [24.0], []]
 
 
-def _distributed_2d() -> tuple[torch.Tensor, bool, bool]:
+@on_worlds
+def test_distribute_tensor_on_two_mesh_dims() -> None:
     full = torch.arange(12.0).reshape(4, 3).requires_grad_()
     tensor = distribute_tensor(full, mesh_of((2, 2)), [S1, S0])
-    return tensor.to_local().detach(), tensor.requires_grad, tensor.is_leaf
+    want = rank_map(lambda r: full.detach().chunk(2, 1)[r // 2].chunk(2)[r % 2])
+    assert (tensor.to_local().detach() == want).all()
+    assert tensor.requires_grad and tensor.is_leaf
 
 
-def test_distribute_tensor_on_two_mesh_dims(worlds: AnyWorlds) -> None:
-    full = torch.arange(12.0).reshape(4, 3)
-    for rank, (local, needs_grad, leaf) in enumerate(worlds(_distributed_2d)):
-        column, row = divmod(rank, 2)
-        assert local.equal(full[2 * row : 2 * row + 2, 2 * column : 2 * column + 2])
-        assert needs_grad and leaf
-
-
-def _alias() -> tuple[bool, bool, bool]:
+@on_worlds
+def test_from_local_shares_memory_and_distribute_tensor_does_not() -> None:
     mine = torch.ones(2)
     tensor = DTensor.from_local(mine, mesh_of((4,)), [S0])
     mine += 1  # nothing was copied
     full = torch.ones(4)
     cut = distribute_tensor(full, mesh_of((4,)), [S0], src_data_rank=None)
     full += 1  # this was
-    return bool((tensor.to_local() == 2).all()), bool((cut.to_local() == 1).all()), tensor.shape == (8,)
-
-
-def test_from_local_shares_memory_and_distribute_tensor_does_not(worlds: AnyWorlds) -> None:
-    assert worlds(_alias) == [(True, True, True)] * 4
+    assert (tensor.to_local() == 2).all() and (cut.to_local() == 1).all() and tensor.shape == (8,)
 
 
 def _borders() -> dict[str, Any]:
@@ -97,31 +88,27 @@ def test_gradients_at_the_borders(worlds: AnyWorlds) -> None:
         assert got["to_local"] == (True, [3.0] * 8)
 
 
-def _double_backward() -> list[float]:
+@on_worlds
+def test_double_backward() -> None:
     x = distribute_tensor(torch.arange(1.0, 9.0), mesh_of((4,)), [S0]).requires_grad_()
     (first,) = torch.autograd.grad((x**3).redistribute(placements=[R]).sum(), x, create_graph=True)
     first.redistribute(placements=[R]).sum().backward()
     assert x.grad is not None
-    return x.grad.full_tensor().tolist()
+    assert x.grad.full_tensor().tolist() == [6.0 * x for x in range(1, 9)]
 
 
-def test_double_backward(worlds: AnyWorlds) -> None:
-    assert worlds(_double_backward)[0] == [6.0 * x for x in range(1, 9)]
-
-
-def _uneven_from_local() -> tuple[Any, ...]:
+@on_worlds
+def test_uneven_shards_with_the_global_shape() -> None:
     mine = rank_map(lambda rank: torch.full(((2, 2, 1, 0)[rank], 3), float(rank)))
     tensor = DTensor.from_local(mine, mesh_of((4,)), [S0], shape=(5, 3), stride=(3, 1))
-    return tuple(tensor.shape), tensor.full_tensor()[:, 0].tolist(), float(tensor.sum().full_tensor())
+    assert tensor.shape == (5, 3) and tensor.full_tensor()[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0, 2.0]
+    assert float(tensor.sum().full_tensor()) == 12.0
 
 
-def test_uneven_shards_with_the_global_shape(worlds: AnyWorlds) -> None:
-    assert worlds(_uneven_from_local) == [((5, 3), [0.0, 0.0, 1.0, 1.0, 2.0], 12.0)] * 4
-
-
-def _asked_again() -> list[Any]:
+@on_ranks
+def test_from_local_answers_alike_again() -> None:
     """Calls alike but for one thing, one after the other: each gets what it asked for."""
-    mesh, out = mesh_of((4,)), []
+    mesh, got = mesh_of((4,)), []
     for _ in range(2):
         for mine in (
             torch.ones(2, 3),
@@ -131,57 +118,42 @@ def _asked_again() -> list[Any]:
         ):
             for placements in ([S0], [Shard(-1)], (S1,), None):
                 made = DTensor.from_local(mine, mesh, placements)
-                out.append((made.placements, tuple(made.shape), made.stride(), made.dtype))
+                got.append((made.placements, tuple(made.shape), made.stride(), made.dtype))
         grad = torch.ones(2, 3, requires_grad=True)
         DTensor.from_local(grad, mesh, [S0]).sum().full_tensor().backward()
-        out.append(grad.grad.tolist())  # type: ignore[union-attr]
-    return out
+        got.append(grad.grad.tolist())  # type: ignore[union-attr]
+    half = len(got) // 2
+    assert got[:half] == got[half:]
+    f = torch.float32
+    assert got[0] == ((S0,), (8, 3), (3, 1), f)
+    assert got[1] == got[2] == ((S1,), (2, 12), (12, 1), f)
+    assert got[3] == ((R,), (2, 3), (3, 1), f)
+    assert got[4:6] == [((S0,), (8, 3), (1, 8), f), ((S1,), (2, 12), (1, 2), f)]
+    assert got[8][3] == torch.float64
+    assert got[half - 1] == [[1.0] * 3] * 2
 
 
-def test_from_local_answers_alike_again(ranks: Worlds) -> None:
-    for got in ranks(_asked_again):
-        half = len(got) // 2
-        assert got[:half] == got[half:]
-        f = torch.float32
-        assert got[0] == ((S0,), (8, 3), (3, 1), f)
-        assert got[1] == got[2] == ((S1,), (2, 12), (12, 1), f)
-        assert got[3] == ((R,), (2, 3), (3, 1), f)
-        assert got[4:6] == [((S0,), (8, 3), (1, 8), f), ((S1,), (2, 12), (1, 2), f)]
-        assert got[8][3] == torch.float64
-        assert got[half - 1] == [[1.0] * 3] * 2
-
-
-def _run_check() -> torch.Tensor:
+@on_worlds
+def test_run_check_makes_replicas_equal_and_leaves_the_input() -> None:
     mine = torch.ones(3) * (dist.get_rank() + 1)
     made = DTensor.from_local(mine, mesh_of((2, 2)), [R, R], run_check=True).to_local()
-    return torch.cat([made, mine[:1]])
+    assert (made == 1).all() and (mine == dist.get_rank() + 1).all()
 
 
-def test_run_check_makes_replicas_equal_and_leaves_the_input(worlds: AnyWorlds) -> None:
-    for rank, held in enumerate(worlds(_run_check)):
-        assert held.tolist() == [1.0, 1.0, 1.0, rank + 1.0]
-
-
-def _module_copies() -> tuple[bool, bool, list[float]]:
+@on_worlds
+def test_modules_copy_and_load() -> None:
     module = distribute_module(nn.Linear(4, 4), mesh_of((4,)))
     twin = copy.deepcopy(module)
     with torch.no_grad():
         twin.weight.zero_()
-    kept = bool(module.weight.full_tensor().abs().sum() > 0)  # type: ignore[operator]
-    state = module.state_dict()
-    twin.load_state_dict(state)
-    return (
-        isinstance(twin.weight, DTensor),
-        kept,
-        (twin.weight - module.weight).full_tensor().flatten().tolist(),
-    )  # type: ignore[operator]
+    assert isinstance(twin.weight, DTensor)
+    assert module.weight.full_tensor().abs().sum() > 0  # type: ignore[operator]
+    twin.load_state_dict(module.state_dict())
+    assert ((twin.weight - module.weight).full_tensor() == 0).all()  # type: ignore[operator]
 
 
-def test_modules_copy_and_load(worlds: AnyWorlds) -> None:
-    assert worlds(_module_copies)[0] == (True, True, [0.0] * 16)
-
-
-def _hooks() -> tuple[list[float], bool]:
+@on_worlds
+def test_distribute_module_with_hooks() -> None:
     def shard_rows(name: str, module: nn.Module, mesh: Any) -> None:
         if isinstance(module, nn.Linear):
             weight = distribute_tensor(module.weight.detach(), mesh, [S0])
@@ -197,27 +169,18 @@ def _hooks() -> tuple[list[float], bool]:
         output_fn=lambda mod, out, mesh: out.full_tensor(),
     )
     x = torch.arange(8.0).reshape(2, 4)
-    out = module(x)
-    return (out - plain(x)).flatten().tolist(), isinstance(module.bias, DTensor)
+    assert (module(x) - plain(x)).abs().max() < 1e-6
+    assert isinstance(module.bias, DTensor)
 
 
-def test_distribute_module_with_hooks(worlds: AnyWorlds) -> None:
-    difference, replicated = worlds(_hooks)[0]
-    assert replicated
-    assert max(map(abs, difference)) < 1e-6
-
-
-def _write_through_views() -> list[float]:
-    tensor = distribute_tensor(torch.arange(16.0).reshape(8, 2), mesh_of((4,)), [S0])
-    tensor[:, 1:].fill_(-1)
-    tensor.view(-1).mul_(2)
-    return tensor.full_tensor().flatten().tolist()
-
-
-def test_writes_through_views_reach_the_tensor(worlds: AnyWorlds) -> None:
+@on_worlds
+def test_writes_through_views_reach_the_tensor() -> None:
     plain = torch.arange(16.0).reshape(8, 2)
-    plain[:, 1:].fill_(-1)
-    assert worlds(_write_through_views)[0] == plain.view(-1).mul_(2).tolist()
+    tensor = distribute_tensor(plain, mesh_of((4,)), [S0])
+    for written in (tensor, plain):
+        written[:, 1:].fill_(-1)
+        written.view(-1).mul_(2)
+    assert (tensor.full_tensor() == plain).all()
 
 
 # ---- mistakes: the same one-line error of our own on every rank, before anything is sent ----
@@ -331,21 +294,13 @@ MISTAKES: dict[str, tuple[Any, str]] = {
 SENDING = {"ranks differ", "wrong shape", "lost write"}
 
 
-def _mistake(name: str) -> tuple[bool, str, int]:
-    """(an error of our own?, its message, collectives beyond the ones that spread the inputs)."""
-    mesh_of((2, 2))
-    with count_collectives() as count:
-        try:
-            MISTAKES[name][0](torch.ones(2, 2), mesh_of((4,)))
-        except Exception as error:
-            sent = {k: n for k, n in count.calls.items() if k not in ("scatter", "broadcast")}
-            return isinstance(error, (CoreError, ValueError)), str(error), sum(sent.values())
-    return False, "nothing was raised", 0
-
-
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_get_one_clear_error_everywhere(worlds: AnyWorlds, name: str) -> None:
-    for ours, message, sent in worlds(_mistake, name):
-        assert re.search(MISTAKES[name][1], message), message
-        assert ours and "\n" not in message
-        assert sent == 0 or name in SENDING, "raised before anything is sent"
+@on_worlds
+def test_mistakes_get_one_clear_error_everywhere(name: str) -> None:
+    call, told = MISTAKES[name]
+    mesh_of((2, 2))
+    with count_collectives() as count, pytest.raises((CoreError, ValueError), match=told) as caught:
+        call(torch.ones(2, 2), mesh_of((4,)))
+    assert "\n" not in str(caught.value)
+    sent = count.calls.keys() - {"scatter", "broadcast"}  # which spread the inputs
+    assert not sent or name in SENDING, "raised before anything is sent"

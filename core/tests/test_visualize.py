@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.gloo_world import mesh_of, on_ranks
 from dtbench_core import (
     ArgumentError,
     DTensor,
@@ -91,39 +92,28 @@ float32[3, 2, 4] S(0),S(2) on 2x2 cpu mesh
 }
 
 
-def _printed(name: str) -> str:
-    shape, mesh, placements = LAYOUTS[name][0]
-    tensor = zeros(shape, device_mesh=mesh_of(mesh), placements=placements)
+@pytest.mark.parametrize("name", LAYOUTS)
+@on_ranks
+def test_text(name: str) -> None:
+    (shape, mesh, placements), told = LAYOUTS[name]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        visualize_sharding(tensor, header=name)
-    return out.getvalue()
+        visualize_sharding(zeros(shape, device_mesh=mesh_of(mesh), placements=placements), header=name)
+    assert out.getvalue() == ("" if dist.get_rank() else told), "the first rank of the mesh prints"
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_text(ranks: Worlds, name: str) -> None:
-    assert ranks(_printed, name) == [LAYOUTS[name][1], "", "", ""], "the first rank of the mesh prints"
-
-
-def _terms() -> tuple[str, str]:
+@on_ranks
+def test_terms_are_told_from_values() -> None:
     tensor = DTensor.from_local(torch.ones(3), mesh_of((4,)), [P])
-    return sharding_text(tensor), sharding_svg(tensor)
-
-
-def test_terms_are_told_from_values(ranks: Worlds) -> None:
-    for text in ranks(_terms)[0]:
+    for text in (sharding_text(tensor), sharding_svg(tensor)):
         assert "ranks 0-3" in text
         assert "holds a term, not the value" in text
 
 
-def _svg(shape: tuple[int, ...], mesh: tuple[int, ...], placements: list[Any], header: str) -> str:
-    return sharding_svg(zeros(shape, device_mesh=mesh_of(mesh), placements=placements), header)
-
-
-def test_svg_draws_cells_in_proportion(ranks: Worlds) -> None:
-    drawn = ranks(_svg, (7, 4), (4,), [S0], "")
-    assert len(set(drawn)) == 1, "every rank draws the same"
-    root = ElementTree.fromstring(drawn[0])
+@on_ranks
+def test_svg_draws_cells_in_proportion() -> None:
+    drawn = sharding_svg(zeros((7, 4), device_mesh=mesh_of((4,)), placements=[S0]))
+    root = ElementTree.fromstring(drawn)
     cells = [r for r in root.iter(f"{NAMESPACE}rect") if r.get("stroke")]
     heights = [float(c.get("height", 0)) for c in cells]
     assert len(cells) == 4 and len({c.get("fill") for c in cells}) == 4
@@ -134,10 +124,12 @@ def test_svg_draws_cells_in_proportion(ranks: Worlds) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_svg_is_well_formed_and_within_its_frame(ranks: Worlds, name: str) -> None:
+@on_ranks
+def test_svg_is_well_formed_and_within_its_frame(name: str) -> None:
     shape, mesh, placements = LAYOUTS[name][0]
     header = "<script>alert('&\"')</script>"
-    root = ElementTree.fromstring(ranks(_svg, shape, mesh, placements, header)[0])
+    tensor = zeros(shape, device_mesh=mesh_of(mesh), placements=placements)
+    root = ElementTree.fromstring(sharding_svg(tensor, header))
     texts = [t.text for t in root.iter(f"{NAMESPACE}text")]
     assert header in texts, "shown as it is, not as markup"
     assert not list(root.iter(f"{NAMESPACE}script"))
