@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
@@ -19,7 +20,7 @@ from dtbench.model import Workload
 from dtbench.profile import counters, frames
 from dtbench.profile.flame import Graph
 from dtbench.profile.spans import Overhead, Span, quickest
-from dtbench.profile.stages import Breakdown, Pieces, break_down, frame_pieces, named_pieces
+from dtbench.profile.stages import Breakdown, break_down, frame_pieces, named_pieces
 
 # A block of calls lasts about so long: above the clock's and the loop's cost, below most disturbances.
 _BLOCK_NS = 400_000
@@ -130,46 +131,49 @@ class Recording:
             self.floor_ns = quiet_ns
             return
         name = f"{self._label} ({impl})"
-        shown, self._made.traced[f"{name}, frames"] = by_frames(caller, effort, self._label, impl)
+        frames_of = partial(frames.recorded_calls, caller.run, caller.before, caller.warmup // 4)
+        shown, self._made.traced[f"{name}, frames"] = taken_apart(
+            caller,
+            effort.frame_rounds,
+            lambda: frames_of(min(TRACED_CALLS, caller.calls)),
+            frames.frame_overheads,
+            about=(self._label, impl, "Python and C++ frames"),
+            pieces=frame_pieces,
+            rename=frames.short_name,
+        )
         shown = shown.at_pace(quiet_ns)
         self._made.graphs.append(Graph(self._label, name, shown.folded))
         if impl == "core":
-            shown, self._made.traced[f"{name}, counters"] = by_counters(caller, effort, self._label)
+            recorder = counters.Counters(caller.run, caller.before)
+            shown, self._made.traced[f"{name}, counters"] = taken_apart(
+                caller,
+                effort.rounds,
+                lambda: recorder.calls(caller.warmup, caller.calls),
+                lambda: {counters.KIND: counters.bracket_overhead()},
+                about=(self._label, impl, "the core's counters"),
+                pieces=named_pieces,
+                ignored=counters.bookkeeping(),
+            )
             shown = shown.at_pace(quiet_ns)
         self._made.breakdowns.append(dataclasses.replace(shown, floor_ns=self.floor_ns))
 
 
-def by_counters(caller: Caller, effort: Effort, label: str) -> tuple[Breakdown, list[Span]]:
-    """The core's stages by its own counters, and some calls for the trace."""
-    recorder = counters.Counters(caller.run, caller.before)
-
-    def round_() -> Round:
-        whole = caller.whole_ns()
-        calls = recorder.calls(caller.warmup, caller.calls)
-        return Round(whole, quickest(calls), {counters.KIND: counters.bracket_overhead()})
-
-    about = {"label": label, "impl": "core", "source": "the core's counters"}
-    return _taken_apart(round_, effort.rounds, named_pieces, ignored=counters.bookkeeping(), **about)
-
-
-def by_frames(caller: Caller, effort: Effort, label: str, impl: str) -> tuple[Breakdown, list[Span]]:
-    """The stages by torch's Python and C++ frames, and some calls for the trace."""
-    traced = min(TRACED_CALLS, caller.calls)
-
-    def round_() -> Round:
-        whole = caller.whole_ns()
-        calls = frames.recorded_calls(caller.run, caller.before, caller.warmup // 4, traced)
-        # Recording takes long enough for the machine to change: a call alone before it and after it.
-        return Round((whole + caller.whole_ns()) / 2, quickest(calls), frames.frame_overheads())
-
-    about = {"label": label, "impl": impl, "source": "Python and C++ frames"}
-    return _taken_apart(round_, effort.frame_rounds, frame_pieces, rename=frames.short_name, **about)
-
-
-def _taken_apart(
-    round_: Callable[[], Round], count: int, pieces: Pieces, **about: Any
+def taken_apart(
+    caller: Caller,
+    count: int,
+    record: Callable[[], list[Span]],
+    calibrate: Callable[[], Mapping[str, Overhead]],
+    **how: Any,
 ) -> tuple[Breakdown, list[Span]]:
-    """The table of the quickest rounds, and some calls of the quickest."""
+    """The table of the quickest of `count` rounds, and some calls of the quickest for the trace. how: as
+    `break_down` takes it."""
+
+    def round_() -> Round:
+        before_ns = caller.whole_ns()
+        calls = quickest(record())
+        # Recording takes long enough for the machine to change: a call alone before it and after it.
+        return Round((before_ns + caller.whole_ns()) / 2, calls, calibrate())
+
     rounds = sorted((round_() for _ in range(count)), key=lambda one: one.burden_ns)
     best = rounds[: max(1, round(count * _KEPT_ROUNDS))]
     calls = [call for one in best for call in one.calls]
@@ -180,5 +184,5 @@ def _taken_apart(
         )
         for kind in best[0].overheads
     }
-    made = break_down(calls, fmean(one.whole_ns for one in best), overheads, pieces, **about)
+    made = break_down(calls, fmean(one.whole_ns for one in best), overheads, **how)
     return made, best[0].calls[:TRACED_CALLS]

@@ -83,13 +83,14 @@ def break_down(
     calls: Sequence[Span],
     whole_ns: float,
     calibrated: Mapping[str, Overhead],
-    pieces: Pieces,
     *,
+    about: tuple[str, str, str],
+    pieces: Pieces,
     ignored: str = "",
-    rename: Callable[[str], str] = lambda name: name,
-    **about: Any,
+    rename: Callable[[str], str] = str,
 ) -> Breakdown:
-    """The table of the calls. ignored: name of spans that are the instrument's own work.
+    """The table of the calls. about: label, impl and source. ignored: name of spans that are the instrument's own
+    work.
 
     Raises:
         ValueError: no calls.
@@ -116,6 +117,7 @@ def break_down(
     # Frames that came out below zero count as zero there: the others make room, so that the sum stays.
     room = sum(time.values()) / max(sum(kept.values()), 1e-9)
     return Breakdown(
+        *about,
         whole_ns=whole_ns,
         recorded_ns=recorded,
         calls=len(calls),
@@ -123,7 +125,6 @@ def break_down(
         spans_per_call=sum(1 for c in calls for _ in c.walk()) / len(calls),
         fitted_to_calibrated=scale,
         folded={stack: ns * max(room, 0.0) for stack, ns in kept.items()},
-        **about,
     )
 
 

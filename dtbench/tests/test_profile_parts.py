@@ -21,8 +21,8 @@ from dtbench.machine import provenance as machine
 from dtbench.mesh import groups_in
 from dtbench.model import STAGES, Case
 from dtbench.profile import clocks, flame, folder, gpu, overlap, sections, spans, stages, text, trace
-from dtbench.profile.choose import choose
 from dtbench.profile.frames import short_name
+from dtbench.profile.request import choose
 from dtbench.profile.sections import skews
 from dtbench.profile.spans import Overhead, Span
 from dtbench.suite import Suite
@@ -90,11 +90,9 @@ def broken_down(calls: list[Span], whole_ns: float, cost: dict[str, Overhead] = 
         calls,
         whole_ns,
         cost,
-        stages.named_pieces,
+        about=("case", "core", "made up"),
+        pieces=stages.named_pieces,
         ignored="stopwatch",
-        label="case",
-        impl="core",
-        source="made up",
     )
 
 

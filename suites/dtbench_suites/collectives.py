@@ -16,7 +16,7 @@ group ("dp+tp") are measured, too.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -166,18 +166,50 @@ def accompanying_sizes(plan: Plan, groups: str, mode: str) -> tuple[int, ...]:
     return plan.few_sizes_bytes
 
 
-def regimes_and_sizes(
-    plan: Plan, collective: str, n: int, itemsize: int
-) -> Iterator[tuple[tuple[str, str], int]]:
-    """((groups, mode), S in bytes) of all cases of a collective among n ranks."""
-    for groups, mode in REGIMES:
-        if groups == "alone" and n == plan.world_size:
-            continue  # a group that spans the world is alone and together at once
-        asked = plan.sizes_bytes if mode == "isolated" else plan.coarse_sizes_bytes
-        if plan.refine and (groups, mode) != ("together", "isolated"):
-            asked = accompanying_sizes(plan, groups, mode)
-        for size in dict.fromkeys(trimmed(collective, s, n, itemsize) for s in asked):
-            yield (groups, mode), size
+def swept(
+    plan: Plan,
+    dims: Iterable[tuple[str, int]],
+    names: Iterable[str],
+    sizes_of: Callable[[Plan, str, str], Iterable[int]],
+    case_of: Callable[..., Case],
+) -> Iterator[Case]:
+    """The cases of all names on these mesh dims, in all regimes; sizes_of: of a regime, bytes asked for."""
+    for (mesh_dim, n), dtype, name in itertools.product(dims, plan.dtypes, names):
+        cases = [
+            case_of(name, mesh_dim, n, groups, mode, dtype, size)
+            for groups, mode in REGIMES
+            if groups != "alone"
+            or n < plan.world_size  # one that spans the world is alone and together at once
+            for size in sizes_of(plan, groups, mode)
+        ]
+        # Sizes below what the ranks can share are the same one.
+        yield from {tuple(case.params.items()): case for case in cases}.values()
+
+
+def refinement_of(case_of: Callable[..., Case]) -> Refinement:
+    """Sizes between those of a sweep, which `case_of` trims as it does theirs."""
+    return Refinement(sizes_between, lambda _plan, name, params: case_of(name, **params))
+
+
+def sizes_of(plan: Plan, groups: str, mode: str) -> Sequence[int]:
+    if plan.refine and (groups, mode) != ("together", "isolated"):
+        return accompanying_sizes(plan, groups, mode)
+    return plan.sizes_bytes if mode == "isolated" else plan.coarse_sizes_bytes
+
+
+def case_of(
+    collective: str, mesh_dim: str, ranks: int, groups: str, mode: str, dtype: str, size: int
+) -> Case:
+    """size: bytes asked for."""
+    size = trimmed(collective, size, ranks, torch_dtype(dtype).itemsize)
+    return Case(
+        name=collective,
+        params=params_of(mesh_dim, ranks, groups, mode, dtype, size),
+        build={"c10d": partial(build, collective, mesh_dim, groups, torch_dtype(dtype), size)},
+        size_bytes=size,
+        busbw_factor=busbw_factor(collective, ranks) if ranks > 1 else None,  # one rank uses no bus
+        calls_per_sample=calls_of(mode, size),
+    )
 
 
 def params_of(mesh_dim: str, n: int, groups: str, mode: str, dtype: str, size: int) -> dict[str, Param]:
@@ -192,38 +224,12 @@ def params_of(mesh_dim: str, n: int, groups: str, mode: str, dtype: str, size: i
     }
 
 
-def case_of(
-    mesh_dim: str, n: int, groups: str, mode: str, dtype_name: str, collective: str, size: int
-) -> Case:
-    return Case(
-        name=collective,
-        params=params_of(mesh_dim, n, groups, mode, dtype_name, size),
-        build={"c10d": partial(build, collective, mesh_dim, groups, torch_dtype(dtype_name), size)},
-        size_bytes=size,
-        busbw_factor=busbw_factor(collective, n) if n > 1 else None,  # one rank uses no bus
-        calls_per_sample=calls_of(mode, size),
-    )
-
-
-def refined_case(plan: Plan, collective: str, params: Mapping[str, Param]) -> Case:
-    """The case of a size between those of the sweep; the size is trimmed as theirs are."""
-    mesh_dim, groups, mode, dtype_name = (str(params[p]) for p in ("mesh_dim", "groups", "mode", "dtype"))
-    n = int(params["ranks"])
-    size = trimmed(collective, int(params["size"]), n, torch_dtype(dtype_name).itemsize)
-    return case_of(mesh_dim, n, groups, mode, dtype_name, collective, size)
-
-
 @suite(
     "collectives",
     world="ranks",
     help=SUITES["collectives"],
-    refinement=Refinement(sizes_between, refined_case),
+    refinement=refinement_of(case_of),
     telling=is_calibrated_with,
 )
 def collectives(plan: Plan) -> Iterator[Case]:
-    for mesh_dim, n in priced_dims(plan) or plan.mesh[-1:]:
-        for dtype_name in plan.dtypes:
-            itemsize = torch_dtype(dtype_name).itemsize
-            for collective in COLLECTIVES:
-                for (groups, mode), size in regimes_and_sizes(plan, collective, n, itemsize):
-                    yield case_of(mesh_dim, n, groups, mode, dtype_name, collective, size)
+    yield from swept(plan, priced_dims(plan) or plan.mesh[-1:], COLLECTIVES, sizes_of, case_of)

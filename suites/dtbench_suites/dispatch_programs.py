@@ -7,8 +7,7 @@ dtype alone; the values are checked where ranks are real (the redistribute and t
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,9 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench.model import Workload
-from dtbench_suites.data import dtensor_api, parallel_api, placement, shard_of
+from dtbench_suites.data import dtensor_api, hush_torch, parallel_api, placement, shard_of
 
 WORLD = 8  # of the simulated process group, as in dispatch.py
+ROWS, HEADS, IMAGES = (WORLD * 4, 4), (2, WORLD * 2, 4, 4), (WORLD * 2, 2, 4, 4)  # global shapes
 LISTED = 10  # tensors of a foreach call and of an optimizer step
 
 
@@ -58,6 +58,9 @@ class Place:
 Call = Callable[[], Any]
 
 
+BOTH = ("forward", "forward+backward")
+
+
 @dataclass(frozen=True)
 class Program:
     """A call to time. build: makes it, given the place and whether to differentiate.
@@ -77,7 +80,7 @@ class Program:
 
 
 def rows(place: Place, text: str = "S(0)", grad: bool = False) -> Any:
-    return place.tensor((WORLD * 4, 4), text, grad)
+    return place.tensor(ROWS, text, grad)
 
 
 # ---- moving ----
@@ -90,8 +93,7 @@ def moved(source: str, target: str) -> Program:
         tensor, wanted = rows(place, source, backward), place.on_all(target)
         return differentiated(lambda: tensor.redistribute(placements=wanted), [tensor], backward)
 
-    both = ("forward", "forward+backward")
-    return Program("redistribute", f"{source}->{target}", build, (WORLD * 4, 4), both, local=False)
+    return Program("redistribute", f"{source}->{target}", build, ROWS, BOTH, local=False)
 
 
 def full_tensor(place: Place, backward: bool) -> Call:
@@ -100,60 +102,37 @@ def full_tensor(place: Place, backward: bool) -> Call:
 
 
 def distribute(place: Place, backward: bool) -> Call:
-    whole, wanted = torch.ones(WORLD * 4, 4, device=place.device), place.on_all("S(0)")
+    whole, wanted = torch.ones(ROWS, device=place.device), place.on_all("S(0)")
     return lambda: place.api.distribute_tensor(whole, place.mesh, wanted)
-
-
-def add_moved(place: Place, backward: bool) -> Call:
-    """One of the two has to move first: from columns to rows, or back."""
-    x, y = place.tensor((WORLD, WORLD), "S(0)"), place.tensor((WORLD, WORLD), "S(1)")
-    if place.impl == "local":
-        y = x.clone()
-    return lambda: x + y
 
 
 # ---- ops with more to them ----
 
 
-def add_out(place: Place, backward: bool) -> Call:
-    x, y, out = rows(place), rows(place), rows(place)
-    return lambda: torch.add(x, y, out=out)
+def op(
+    name: str,
+    placements: str,
+    shapes: Sequence[tuple[int, ...]],
+    fn: Callable[..., Any],
+    result: tuple[int, ...] | None,
+    floor: str = "",
+    **about: Any,
+) -> Program:
+    """`fn` of inputs of these global shapes. floor: the placements whose shards the plain op takes, where they
+    are others."""
 
+    def build(place: Place, backward: bool) -> Call:
+        texts = ((floor if place.impl == "local" else "") or placements).split(",")
+        inputs = [place.tensor(shape, text, backward) for shape, text in zip(shapes, texts, strict=True)]
+        return differentiated(partial(fn, *inputs), inputs, backward)
 
-def attention(place: Place, backward: bool) -> Call:
-    """Batch 2, 2 heads a rank, 4 tokens, 4 wide; sharded by heads."""
-    qkv = [place.tensor((2, WORLD * 2, 4, 4), "S(1)", backward) for _ in range(3)]
-    return differentiated(lambda: F.scaled_dot_product_attention(*qkv), qkv, backward)
+    return Program(name, placements, build, result, **about)
 
 
 def embedding(place: Place, backward: bool) -> Call:
     """A table cut by rows; every rank looks up all indices."""
-    table = place.tensor((WORLD * 4, 4), "S(0)", backward)
-    index = torch.arange(4, device=place.device)
-    if place.impl != "local":
-        index = place.api.DTensor.from_local(index, place.mesh, place.on_all("R"), run_check=False)
+    table, index = rows(place, "S(0)", backward), place.put(torch.arange(4, device=place.device), "R")
     return differentiated(lambda: F.embedding(index, table), [table], backward)
-
-
-def convolution(place: Place, backward: bool) -> Call:
-    images = place.tensor((WORLD * 2, 2, 4, 4), "S(0)", backward)
-    kernel = place.tensor((2, 2, 3, 3), "R", backward)
-    return differentiated(lambda: F.conv2d(images, kernel), [images, kernel], backward)
-
-
-def dropout(place: Place, backward: bool) -> Call:
-    x = rows(place, grad=backward)
-    return differentiated(lambda: F.dropout(x), [x], backward)
-
-
-def argmax(place: Place, backward: bool) -> Call:
-    x = rows(place)
-    return lambda: x.argmax(1)
-
-
-def equal(place: Place, backward: bool) -> Call:
-    x, y = rows(place), rows(place)
-    return lambda: torch.equal(x, y)
 
 
 def foreach_add(place: Place, backward: bool) -> Call:
@@ -218,7 +197,6 @@ def differentiated(call: Call, inputs: list[Any], backward: bool) -> Call:
     return both
 
 
-BOTH = ("forward", "forward+backward")
 PROGRAMS = (
     moved("S(0)", "S(0)"),
     moved("S(0)", "R"),
@@ -226,21 +204,23 @@ PROGRAMS = (
     moved("S(0)", "S(1)"),
     moved("P", "R"),
     moved("P", "S(0)"),
-    Program("full_tensor", "S(0)", full_tensor, (WORLD * 4, 4), local=False),
-    Program("distribute_tensor", "S(0)", distribute, (WORLD * 4, 4), local=False),
-    Program("add", "S(0),S(1)", add_moved, (WORLD, WORLD)),
-    Program("add_out", "S(0),S(0),S(0)", add_out, (WORLD * 4, 4)),
+    Program("full_tensor", "S(0)", full_tensor, ROWS, local=False),
+    Program("distribute_tensor", "S(0)", distribute, ROWS, local=False),
+    # One of the two has to move first: from columns to rows, or back.
+    op("add", "S(0),S(1)", [(WORLD, WORLD)] * 2, torch.add, (WORLD, WORLD), floor="S(0),S(0)"),
+    op("add_out", "S(0),S(0),S(0)", [ROWS] * 3, lambda x, y, out: torch.add(x, y, out=out), ROWS),
     # forward alone: torch has no rule for the backward of CPU attention. Its first call takes torch half a
     # minute, which tries its decomposition over every combination of placements.
-    Program("attention", "S(1),S(1),S(1)", attention, (2, WORLD * 2, 4, 4), quick=False),
+    # Batch 2, 2 heads a rank, 4 tokens, 4 wide; sharded by heads.
+    op("attention", "S(1),S(1),S(1)", [HEADS] * 3, F.scaled_dot_product_attention, HEADS, quick=False),
     Program("embedding", "R,S(0)", embedding, (4, 4), BOTH),
     # torch's convolution refuses a batch that two mesh dims shard.
-    Program("conv2d", "S(0),R", convolution, (WORLD * 2, 2, 2, 2), BOTH, flat=True),
-    Program("dropout", "S(0)", dropout, (WORLD * 4, 4), BOTH),
-    Program("argmax_dim1", "S(0)", argmax, (WORLD * 4,)),
-    Program("equal", "S(0),S(0)", equal, None),
-    Program("foreach_add_x10", "S(0),S(0)", foreach_add, (WORLD * 4, 4)),
-    Program("adamw_step_x10", "S(0)", adamw, (WORLD * 4, 4)),
+    op("conv2d", "S(0),R", [IMAGES, (2, 2, 3, 3)], F.conv2d, (WORLD * 2, 2, 2, 2), passes=BOTH, flat=True),
+    op("dropout", "S(0)", [ROWS], F.dropout, ROWS, passes=BOTH),
+    op("argmax_dim1", "S(0)", [ROWS], lambda x: x.argmax(1), ROWS[:1]),
+    op("equal", "S(0),S(0)", [ROWS] * 2, torch.equal, None),
+    Program("foreach_add_x10", "S(0),S(0)", foreach_add, ROWS),
+    Program("adamw_step_x10", "S(0)", adamw, ROWS),
     Program("tp_mlp", "Colwise,Rowwise", mlp, (4, 2, 16), BOTH),
 )
 
@@ -258,12 +238,7 @@ def wrong_result(program: Program, place: Place, call: Call) -> str | None:
     return None
 
 
-# torch tells once, in its log, that a redistribution of its own could be cheaper: here that is what is timed.
-_TALKATIVE = ("torch.distributed.tensor._collective_utils", "torch.distributed.tensor._redistribute")
-
-
 def build_program(program: Program, place: Place, backward: bool) -> Workload:
-    for name in _TALKATIVE:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    hush_torch()
     call = program.build(place, backward)
     return Workload(run=call, check=partial(wrong_result, program, place, call))

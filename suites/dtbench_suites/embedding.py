@@ -28,7 +28,7 @@ from dtbench_suites.data import (
     MOVED_VALUES,
     SUMMED_VALUES,
     dtensor_api,
-    hush_all_to_all,
+    hush_torch,
     mismatch,
     parallel_api,
     shared_dims,
@@ -133,7 +133,7 @@ def build_impl(
     impl: str,
     world: World,
 ) -> Workload:
-    hush_all_to_all()
+    hush_torch()
     (rows, width, lookups), mesh = shape, world.mesh[mesh_dim]
     rank, n = mesh.get_local_rank(), mesh.size()
     number = n if sharding == "table-wise" else 1

@@ -11,19 +11,19 @@ params, everything was measured together and isolated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
-from dtbench.bench.refine import is_calibrated_with, sizes_between
-from dtbench.model import Case, Param, Plan, Workload
-from dtbench.suite import Refinement, World, suite
+from dtbench.bench.refine import is_calibrated_with
+from dtbench.model import Case, Plan, Workload
+from dtbench.suite import World, suite
 from dtbench_suites import SUITES
-from dtbench_suites.collectives import REGIMES, accompanying_sizes, calls_of, params_of
+from dtbench_suites.collectives import accompanying_sizes, calls_of, params_of, refinement_of, swept
 from dtbench_suites.data import (
     dtensor_api,
-    hush_all_to_all,
+    hush_torch,
     mesh_of_dim,
     mismatch,
     moved_values,
@@ -37,15 +37,15 @@ from dtbench_suites.data import (
 
 # Every change of placement but those to Partial, which torch.distributed.tensor refuses.
 TRANSITIONS = (
-    ("S(0)", "S(1)"),
-    ("S(1)", "S(0)"),
-    ("S(0)", "R"),
-    ("S(1)", "R"),
-    ("R", "S(0)"),
-    ("R", "S(1)"),
-    ("P", "R"),
-    ("P", "S(0)"),
-    ("P", "S(1)"),
+    "S(0)->S(1)",
+    "S(1)->S(0)",
+    "S(0)->R",
+    "S(1)->R",
+    "R->S(0)",
+    "R->S(1)",
+    "P->R",
+    "P->S(0)",
+    "P->S(1)",
 )
 
 
@@ -66,7 +66,7 @@ def build_impl(
 ) -> Workload:
     """where: mesh dim and `groups`. change: the placements before and after."""
     (mesh_dim, groups), (src, dst) = where, change
-    hush_all_to_all()
+    hush_torch()
     api, mesh = dtensor_api(impl), mesh_of_dim(world, mesh_dim)
     if groups == "alone" and 0 not in mesh.mesh:
         return Workload(run=lambda: None, participates=False)
@@ -90,53 +90,34 @@ def build_impl(
     return Workload(run=run, check=check)
 
 
-def regimes_and_sizes(plan: Plan, n: int) -> Iterator[tuple[str, str, int]]:
-    """(groups, mode, bytes asked for) of all cases of a transition among n ranks."""
-    swept = plan.sizes_bytes if plan.refine else plan.coarse_sizes_bytes
-    for groups, mode in REGIMES:
-        if groups == "alone" and n == plan.world_size:
-            continue  # a group that spans the world is alone and together at once
-        beside = (groups, mode) != ("together", "isolated")
-        for size in accompanying_sizes(plan, groups, mode) if beside else swept:
-            yield groups, mode, size
+def sizes_of(plan: Plan, groups: str, mode: str) -> Sequence[int]:
+    if (groups, mode) != ("together", "isolated"):
+        return accompanying_sizes(plan, groups, mode)
+    return plan.sizes_bytes if plan.refine else plan.coarse_sizes_bytes
 
 
-def case_of(mesh_dim: str, n: int, groups: str, mode: str, dtype_name: str, name: str, asked: int) -> Case:
-    """name: `S(0)->R`. asked: bytes, of which as many are taken as `shape_of` can share."""
-    dtype = torch_dtype(dtype_name)
-    src, _, dst = name.partition("->")
-    shape = shape_of(asked, dtype.itemsize, n)
-    size = shape[0] * shape[1] * dtype.itemsize
-    build = partial(build_impl, (mesh_dim, groups), (src, dst), shape, dtype)
+def case_of(change: str, mesh_dim: str, ranks: int, groups: str, mode: str, dtype: str, size: int) -> Case:
+    """change: `S(0)->R`. size: bytes asked for, of which as many are taken as `shape_of` can share."""
+    of_torch = torch_dtype(dtype)
+    src, _, dst = change.partition("->")
+    shape = shape_of(size, of_torch.itemsize, ranks)
+    size = shape[0] * shape[1] * of_torch.itemsize
+    build = partial(build_impl, (mesh_dim, groups), (src, dst), shape, of_torch)
     return Case(
-        name=name,
-        params=params_of(mesh_dim, n, groups, mode, dtype_name, size),
+        name=change,
+        params=params_of(mesh_dim, ranks, groups, mode, dtype, size),
         build={impl: partial(build, impl) for impl in ("core", "torch")},
         size_bytes=size,
         calls_per_sample=calls_of(mode, size),
     )
 
 
-def refined_case(plan: Plan, name: str, params: Mapping[str, Param]) -> Case:
-    """The case of a size between those of the sweep."""
-    mesh_dim, groups, mode, dtype_name = (str(params[p]) for p in ("mesh_dim", "groups", "mode", "dtype"))
-    return case_of(mesh_dim, int(params["ranks"]), groups, mode, dtype_name, name, int(params["size"]))
-
-
 @suite(
     "redistribute",
     world="ranks",
     help=SUITES["redistribute"],
-    refinement=Refinement(sizes_between, refined_case),
+    refinement=refinement_of(case_of),
     telling=is_calibrated_with,
 )
 def redistribute(plan: Plan) -> Iterator[Case]:
-    for mesh_dim, n in priced_dims(plan):
-        for dtype_name in plan.dtypes:
-            for src, dst in TRANSITIONS:
-                cases = [
-                    case_of(mesh_dim, n, groups, mode, dtype_name, f"{src}->{dst}", asked)
-                    for groups, mode, asked in regimes_and_sizes(plan, n)
-                ]
-                # Sizes below what the ranks can share are the same one.
-                yield from {tuple(case.params.items()): case for case in cases}.values()
+    yield from swept(plan, priced_dims(plan), TRANSITIONS, sizes_of, case_of)

@@ -29,7 +29,7 @@ from dtbench_core.cost.topology import Topology, TopologyError
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.redistribute import route as redistribute
 from dtbench_suites import SUITES
-from dtbench_suites.data import hush_all_to_all, mismatch, moved_values, shared_dims, torch_dtype
+from dtbench_suites.data import hush_torch, mismatch, moved_values, shared_dims, torch_dtype
 from dtbench_suites.ways import (
     Dims,
     Leg,
@@ -117,7 +117,7 @@ def mover(leg: Leg, dtype: torch.dtype, library: str, mesh: DeviceMesh) -> Calla
 
 
 def build(way: Way, dtype: torch.dtype, library: str, world: World) -> Workload:
-    hush_all_to_all()
+    hush_torch()
     dims, at, mesh = wide(world)
     moves = [mover(leg, dtype, library, mesh) for leg in way.legs]
     fulls = [
