@@ -251,7 +251,7 @@ def worlds(draw: st.DrawFn) -> tuple[MeshTopoInfo, tuple[int, ...], list[tuple[P
 
 
 def price(topo: MeshTopoInfo, shape: Any, src: Any, dst: Any, **how: Any) -> float:
-    chain = cost.cheapest(shape, 4, src, dst, topo, **how)
+    chain = cost.Search(shape, 4, src, dst, topo, **how).cheapest()
     assert chain is not None
     return sum(step.us for step in chain)
 
@@ -273,7 +273,7 @@ def test_triangle_inequality(world: Any, copy_us: float) -> None:
 def test_a_chain_costs_no_less_than_its_parts(world: Any) -> None:
     """Every stretch of a cheapest chain is itself the cheapest way between its ends."""
     topo, shape, (a, _, c) = world
-    chain = cost.cheapest(shape, 4, a, c, topo, copy_us=1.0)
+    chain = cost.Search(shape, 4, a, c, topo, copy_us=1.0).cheapest()
     assert chain is not None
     states = [list(a)]
     for step in chain:
@@ -296,7 +296,7 @@ def brute_force(topo: MeshTopoInfo, shape: Any, src: Any, dst: Any, copy_us: flo
     states = list(itertools.product(dict.fromkeys(kinds), repeat=len(sizes)))
     edges = []
     for state in states:
-        held = cost.local_gib(shape, torch.float32, state, sizes)
+        held = cost.local_gib(shape, 4, state, sizes)
         for dim, kind in itertools.product(range(len(sizes)), dict.fromkeys(kinds)):
             inner = [p.dim for p in state[dim + 1 :] if isinstance(p, Shard)]
             nested = any(isinstance(p, Shard) and p.dim in inner for p in (state[dim], kind))
@@ -343,11 +343,11 @@ def test_an_inner_shard_gets_out_of_the_way_of_a_single_rank_by_another_tensor_d
 def test_the_cheapest_chain_is_one_of_all(world: Any, together: bool) -> None:
     topo, shape, (src, dst, _) = world
     how: dict[str, Any] = {"copy_us": 1.0, "together": together}
-    best = cost.cheapest(shape, 4, src, dst, topo, **how)
+    best = cost.Search(shape, 4, src, dst, topo, **how).cheapest()
     assert best is not None
     if len(best) > 3 or len(topo.mesh_dim_devices) > 2:
         return
-    chains = list(cost.every_chain(shape, 4, src, dst, topo, longest=3, **how))
+    chains = list(cost.Search(shape, 4, src, dst, topo, **how).every(3))
     assert best in chains
     assert min(sum(step.us for step in chain) for chain in chains) == pytest.approx(sum(s.us for s in best))
     assert len({repr(chain) for chain in chains}) == len(chains)
@@ -359,7 +359,7 @@ def test_all_mesh_dims_at_once_where_one_ring_is_cheaper() -> None:
     far = MeshTopoInfo(dp_tp(), (2, 4), (0.1, 87.7), (40.0, 0.6))
 
     def steps(topo: MeshTopoInfo, src: Any, dst: Any, shape: Any = (64, 64)) -> list[tuple[int, ...]]:
-        chain = cost.cheapest(shape, 4, src, dst, topo, copy_us=1.0, together=True)
+        chain = cost.Search(shape, 4, src, dst, topo, copy_us=1.0, together=True).cheapest()
         assert chain is not None
         return [step.mesh_dims for step in chain]
 

@@ -132,9 +132,8 @@ def ways_between(
     """
     ways: dict[Way, None] = {}
     for info in proposers(dims, topology):
-        chains = cost.every_chain(
-            shape, itemsize, ours(src), ours(dst), info, longest=LONGEST, together=together
-        )
+        search = cost.Search(shape, itemsize, ours(src), ours(dst), info, together=together)
+        chains = search.every(LONGEST)
         best = heapq.nsmallest(BEST_OF_EACH, chains, key=lambda chain: sum(step.us for step in chain))
         ways.update(dict.fromkeys(Way((leg_of("x", shape, src, chain),)) for chain in best))
     return list(ways)
@@ -183,7 +182,7 @@ def torch_leg(
         d = move.mesh_dim
         after = (*state[:d], text_of(move.src_dst_placements[1]), *state[d + 1 :])
         # As the core's planner writes the step, so that equal steps are equal.
-        steps = cost.every_chain(shape, dtype.itemsize, ours(state), ours(after), info, longest=1)
+        steps = cost.Search(shape, dtype.itemsize, ours(state), ours(after), info).every(1)
         chain.append(next(step for (step,) in steps if step.mesh_dims == (d,)))
         state = after
     return leg_of(tensor, shape, src, chain)
@@ -244,7 +243,7 @@ def product_legs(
     us, legs = 0.0, []
     for tensor, (src, dst) in ends.items():
         shape = product.shapes[tensor]
-        chain = cost.cheapest(shape, itemsize, ours(src), ours(dst), info, together=together)
+        chain = cost.Search(shape, itemsize, ours(src), ours(dst), info, together=together).cheapest()
         if chain is None:
             return None
         us += sum(step.us for step in chain)

@@ -6,12 +6,12 @@ dims cross hosts, so they rarely fit the machine at hand. `use_topology` puts me
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -62,26 +62,12 @@ class MeshTopoInfo(MeshConstants):
 # --- which constants are in use --------------------------------------------------------------------
 
 
-class _InUse:
+class _InUse(contextlib.ExitStack):
     """What `use_topology` returns: undo by `restore()`, or at the end of a `with`."""
-
-    def __init__(self, previous: Topology | None) -> None:
-        self._previous = previous
-        self._done = False
 
     def restore(self) -> None:
         """Puts back what was in use before. A second call does nothing."""
-        if not self._done:
-            self._done = True
-            _switch(self._previous)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.restore()
+        self.close()
 
 
 def use_topology(topology: str | Path | Mapping[str, Any] | Topology | None) -> _InUse:
@@ -96,14 +82,10 @@ def use_topology(topology: str | Path | Mapping[str, Any] | Topology | None) -> 
         TopologyError: the topology cannot be read; nothing changes then.
     """
     loaded = topology if topology is None or isinstance(topology, Topology) else Topology.load(topology)
-    undo = _InUse(process.topology)
+    undo = _InUse()
+    undo.callback(_switch, process.topology)
     _switch(loaded)
     return undo
-
-
-def topology_in_use() -> Topology | None:
-    """The measured topology, or None while the built-in constants are used."""
-    return process.topology
 
 
 def topology_of(mesh: DeviceMesh) -> MeshTopoInfo:

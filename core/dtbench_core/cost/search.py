@@ -9,7 +9,7 @@ numbers for 10^9 bytes (the unit of nccl-tests) is a silent error of 7.4 %.
 
 Note [Prices are distances]: a redistribution costs what its cheapest chain of transitions does, so
 going through a third placement never costs less than going straight, and a chain never less than a
-part of it. Both hold because `cheapest` searches all chains, not because of the formulas: added up
+part of it. Both hold because `Search` goes through all chains, not because of the formulas: added up
 dim by dim, those would let Shard -> Replicate -> Shard undercut Shard -> Shard. It holds for steps of
 one mesh dim; several go at once only to the placements at the end, never to some on the way.
 
@@ -26,7 +26,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.cost.mesh_topology import topology_of
@@ -113,14 +112,9 @@ def _tensor_meta(spec: _Spec) -> Any:
 
 
 def local_gib(
-    shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any], mesh_sizes: Sequence[int]
+    shape: Sequence[int], itemsize: int, placements: Sequence[Any], mesh_sizes: Sequence[int]
 ) -> float:
     """GiB of the largest shard of a tensor so placed: the same on every rank, so that all price alike."""
-    return math.prod(_largest(shape, placements, mesh_sizes)) * dtype.itemsize / GIB
-
-
-def _largest(shape: Sequence[int], placements: Sequence[Any], mesh_sizes: Sequence[int]) -> list[int]:
-    """The shape of the largest shard."""
     lengths = list(shape)
     for placement, ranks in zip(placements, mesh_sizes, strict=True):
         if placement.is_shard():
@@ -129,7 +123,7 @@ def _largest(shape: Sequence[int], placements: Sequence[Any], mesh_sizes: Sequen
                 lengths[dim] = max(placement.lengths(lengths[dim], ranks))
             else:
                 lengths[dim] = -(-lengths[dim] // ranks)
-    return lengths
+    return math.prod(lengths) * itemsize / GIB
 
 
 # --- the cheapest chain of transitions -------------------------------------------------------------
@@ -149,51 +143,19 @@ class Transition(NamedTuple):
     us: float
 
 
-State = tuple[int, ...]  # per mesh dim an index into `_Search.kinds`
+State = tuple[int, ...]  # per mesh dim an index into `Search.kinds`
 
 
-def cheapest(
-    shape: Sequence[int],
-    itemsize: int,
-    src: Sequence[Any],
-    dst: Sequence[Any],
-    topo: MeshConstants,
-    *,
-    copy_us: float = 0.0,
-    together: bool = False,
-) -> list[Transition] | None:
-    """The cheapest transitions from the placements `src` to `dst`, or None when there is no way.
+class Search:
+    """Chains of transitions from the placements `src` to `dst`; A* over the placements of all mesh dims.
 
-    Each goes from any placement of one mesh dim to Replicate, a Shard, or the Partial that `dst` has
-    there (see Note [Nested shards]). Ties go to fewer steps, and are the same on every rank.
+    Each transition goes from any placement of one mesh dim to Replicate, a Shard, or the Partial that `dst`
+    has there (see Note [Nested shards]).
 
     Args:
         copy_us: of a transition from Replicate, which sends nothing.
         together: the ranks of all mesh dims make one process group, so that all dims may go at once.
     """
-    return _Search(shape, itemsize, src, dst, topo, copy_us, together).run()
-
-
-def every_chain(
-    shape: Sequence[int],
-    itemsize: int,
-    src: Sequence[Any],
-    dst: Sequence[Any],
-    topo: MeshConstants,
-    *,
-    longest: int,
-    copy_us: float = 0.0,
-    together: bool = False,
-) -> Iterator[list[Transition]]:
-    """All that `cheapest` chooses from: chains of at most `longest` transitions, no placements twice.
-
-    Their number grows with the power of `longest`; for two mesh dims and a matrix, 3 give some dozens.
-    """
-    return _Search(shape, itemsize, src, dst, topo, copy_us, together).every(longest)
-
-
-class _Search:
-    """A* over the placements of all mesh dims."""
 
     def __init__(
         self,
@@ -202,8 +164,9 @@ class _Search:
         src: Sequence[Any],
         dst: Sequence[Any],
         topo: MeshConstants,
-        copy_us: float,
-        together: bool,
+        *,
+        copy_us: float = 0.0,
+        together: bool = False,
     ) -> None:
         self.shape, self.itemsize, self.copy_us = shape, itemsize, copy_us
         self.sizes = topo.mesh_dim_devices
@@ -252,7 +215,8 @@ class _Search:
         later = [dim for dim in fresh if dim > 0]
         return [Shard(dim) for dim in (*later[: len(self.wide)], *(dim for dim in fresh if dim == 0))]
 
-    def run(self) -> list[Transition] | None:
+    def cheapest(self) -> list[Transition] | None:
+        """None when there is no way. Ties go to fewer steps, and are the same on every rank."""
         order = itertools.count()
         queue: list[tuple[float, int, int, float, State, Any]] = [
             (self._at_least(self.src), 0, next(order), 0.0, self.src, None)
@@ -274,6 +238,11 @@ class _Search:
         return None
 
     def every(self, longest: int) -> Iterator[list[Transition]]:
+        """All that `cheapest` chooses from: chains of at most `longest` transitions, no placements twice.
+
+        Their number grows with the power of `longest`; for two mesh dims and a matrix, 3 give some dozens.
+        """
+
         def go_on(state: State, passed: tuple[State, ...], chain: Any) -> Iterator[list[Transition]]:
             if state == self.dst:
                 yield self._transitions(chain)
@@ -368,8 +337,7 @@ class _Search:
         return all(self.shape[dim] % n == 0 for dim, n in parts.items())
 
     def _local_gib(self, state: State) -> float:
-        placements = [self.kinds[kind] for kind in state]
-        return math.prod(_largest(self.shape, placements, self.sizes)) * self.itemsize / GIB
+        return local_gib(self.shape, self.itemsize, [self.kinds[kind] for kind in state], self.sizes)
 
     def _transitions(self, chain: Any) -> list[Transition]:
         made = []
@@ -418,7 +386,7 @@ def redistribute_cost(current_spec: _Spec, target_spec: _Spec) -> float:
         if then.is_partial() and not now.is_replicate() and now != then:
             return math.inf
     itemsize = _tensor_meta(current_spec).dtype.itemsize
-    chain = cheapest(current_spec.shape, itemsize, src, dst, topology_of(current_spec.mesh))
+    chain = Search(current_spec.shape, itemsize, src, dst, topology_of(current_spec.mesh)).cheapest()
     return math.inf if chain is None else sum(step.us for step in chain)
 
 
@@ -446,5 +414,7 @@ def one_step_redistribute_cost(current_spec: _Spec, target_spec: _Spec) -> float
     if any(p.is_shard() and p.dim in cut for p in src[mesh_dim + 1 :]):
         return math.inf
     topo = topology_of(current_spec.mesh)
-    held = local_gib(current_spec.shape, _tensor_meta(current_spec).dtype, src, topo.mesh_dim_devices)
+    held = local_gib(
+        current_spec.shape, _tensor_meta(current_spec).dtype.itemsize, src, topo.mesh_dim_devices
+    )
     return transition_cost(src[mesh_dim], dst[mesh_dim], held, topo, mesh_dim)

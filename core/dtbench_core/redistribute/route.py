@@ -192,7 +192,7 @@ def _find(src: DTensorSpec, dst: Placements) -> Route:
                 f"cannot redistribute {src} to {describe(dst)}: the average of whole numbers is none; use floating "
                 "point, or Partial() and divide"
             )
-    transitions = cost.cheapest(
+    transitions = cost.Search(
         src.shape,
         src.dtype.itemsize,
         src.placements,
@@ -200,7 +200,7 @@ def _find(src: DTensorSpec, dst: Placements) -> Route:
         topology_of(info.mesh),
         copy_us=LOCAL_COPY_US,
         together=info.whole is not None,
-    )
+    ).cheapest()
     if transitions is None:
         raise PlacementError(
             f"cannot redistribute {src} to {describe(dst)}: a Partial can only come from Replicate or from the same "

@@ -129,7 +129,7 @@ def _best(
         if row.inputs == given:
             return row
     topology = topology_of(info.mesh)
-    held_gib = [cost.local_gib(s.shape, s.dtype, s.placements, info.sizes) for s in call.inputs]
+    held_gib = [cost.local_gib(s.shape, s.dtype.itemsize, s.placements, info.sizes) for s in call.inputs]
     best, lowest = None, math.inf
     for row in allowed:
         price = sum(
