@@ -271,7 +271,7 @@ def _plans() -> None:
         with pytest.raises(MeshError, match=told):
             parallelize_module(MLP(), two_dims, MLP_PLAN, dim)
     assert isinstance(parallelize_module(MLP(), two_dims["tp"], MLP_PLAN).up.weight, DTensor)
-    with pytest.raises(ArgumentError, match="no device_mesh and there is no current one"):
+    with pytest.raises(MeshError, match="got no device_mesh and no mesh is current"):
         parallelize_module(MLP(), parallelize_plan=MLP_PLAN)
     with mesh:
         assert isinstance(parallelize_module(MLP(), parallelize_plan=MLP_PLAN).up.weight, DTensor)

@@ -11,13 +11,12 @@ from typing import cast
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench_core.errors import ArgumentError
+from dtbench_core.layout.mesh import mesh_or_current
 from dtbench_core.parallel.errors import PlanError
 from dtbench_core.parallel.meshes import mesh_of_dim
 from dtbench_core.parallel.parameters import left_behind
 from dtbench_core.parallel.region import tensor_parallel_rng
 from dtbench_core.parallel.style import ParallelStyle
-from dtbench_core.torch_compat import current_mesh
 
 Plan = ParallelStyle | Mapping[str, "Plan"]
 
@@ -47,7 +46,7 @@ def parallelize_module(
         The same module.
 
     Raises:
-        MeshError: a mesh without such a dim. ArgumentError: no mesh given, and none current.
+        MeshError: a mesh without such a dim; no mesh given, and none current.
         PlanError: a plan, or a part of it, of another type; nothing has been changed then.
         UnsupportedModuleError: a module that the style chosen for it cannot shard.
     """
@@ -60,9 +59,7 @@ def parallelize_module(
             stacklevel=2,
         )
         return module
-    mesh = mesh_of_dim(
-        cast("DeviceMesh", device_mesh) if device_mesh is not None else _current(), tp_mesh_dim
-    )
+    mesh = mesh_of_dim(mesh_or_current(cast("DeviceMesh | None", device_mesh)), tp_mesh_dim)
     tensor_parallel_rng(mesh)  # with its seed set, and off until it is switched on
     unmatched: list[str] = []
     for target, style in list(_resolve(module, parallelize_plan, "", unmatched)):
@@ -77,16 +74,6 @@ def parallelize_module(
     for name in unmatched:
         warnings.warn(_unmatched(module, name), stacklevel=2)
     return module
-
-
-def _current() -> DeviceMesh:
-    try:
-        return current_mesh()
-    except RuntimeError as error:
-        raise ArgumentError(
-            "parallelize_module got no device_mesh and there is no current one: "
-            "pass one, or call inside `with mesh:`"
-        ) from error
 
 
 def _resolve(
@@ -109,13 +96,10 @@ def _resolve(
         targets = _matches(module, key)
         if not targets:
             unmatched.append(name)
-            targets = [module] if _malformed(inner) else []  # a wrong type is told all the same
+            # A wrong type is told all the same.
+            targets = [] if isinstance(inner, ParallelStyle | Mapping) else [module]
         for target in targets:
             yield from _resolve(target, inner, name, unmatched)
-
-
-def _malformed(plan: object) -> bool:
-    return not isinstance(plan, ParallelStyle | Mapping)
 
 
 def _matches(module: nn.Module, pattern: str) -> list[nn.Module]:
@@ -129,15 +113,9 @@ def _matches(module: nn.Module, pattern: str) -> list[nn.Module]:
 def _unmatched(module: nn.Module, key: str) -> str:
     """What to tell of a plan's key without a match: the names that are like it, or some of those there are."""
     names = [name for name, _ in module.named_modules() if name]
-    close = difflib.get_close_matches(key, names, n=3)
-    if close:
-        return (
-            f"the plan's key {key!r} matches no submodule and is skipped; close to it are {', '.join(close)}: "
-            "correct the key, or drop it"
-        )
-    shown = ", ".join(names[:8]) or "none"
-    more = f", ... ({len(names)} in all)" if len(names) > 8 else ""
-    return (
-        f"the plan's key {key!r} matches no submodule and is skipped; the submodules here are {shown}{more}: "
-        "correct the key, or drop it"
-    )
+    if close := difflib.get_close_matches(key, names, n=3):
+        like = f"close to it are {', '.join(close)}"
+    else:
+        more = f", ... ({len(names)} in all)" if len(names) > 8 else ""
+        like = f"the submodules here are {', '.join(names[:8]) or 'none'}{more}"
+    return f"the plan's key {key!r} matches no submodule and is skipped; {like}: correct the key, or drop it"

@@ -35,29 +35,26 @@ def placed(tensor: DTensor, placements: Placements) -> DTensor:
     return tensor if tensor.placements == wanted else tensor.redistribute(placements=wanted)
 
 
-def _input(given: Any, device_mesh: DeviceMesh | None, placement: Placement) -> DTensor:
+def read_input(
+    given: Any, device_mesh: DeviceMesh | None, layout: Placement, wanted: Placement | None = None
+) -> DTensor:
+    """The one input in `given`, which is placed as `layout` if it is plain, as a DTensor placed as `wanted`."""
     tensor = given[0] if isinstance(given, tuple) and len(given) == 1 else given
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(
             f"got {type(given).__name__} as the input of a parallelized module, expected one tensor, or a tuple of "
             "one: pass it by position, or write a prepare_input that takes what the module does"
         )
-    if isinstance(tensor, DTensor):
-        _check_one_dim(tensor.device_mesh)
-        return placed(tensor, (placement,))
-    mesh = mesh_or_current(device_mesh)
+    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else mesh_or_current(device_mesh)
     _check_one_dim(mesh)
-    return DTensor.from_local(tensor, mesh, [placement])
+    if not isinstance(tensor, DTensor):
+        tensor = DTensor.from_local(tensor, mesh, [layout])
+        if wanted is None:
+            return tensor
+    return placed(tensor, (wanted or layout,))
 
 
-def _check_one_dim(mesh: DeviceMesh) -> None:
-    if mesh.ndim != 1:
-        raise MeshError(
-            f"got a {mesh_info(mesh)}, expected one dim: slice it, as in mesh['tp'], or place the tensor yourself"
-        )
-
-
-def _output(given: Any, placement: Placement) -> DTensor:
+def placed_output(given: Any, placement: Placement) -> DTensor:
     if not isinstance(given, DTensor):
         raise ArgumentError(
             f"got {type(given).__name__} as the output of a parallelized module, expected a DTensor: give a "
@@ -67,44 +64,51 @@ def _output(given: Any, placement: Placement) -> DTensor:
     return placed(given, (placement,))
 
 
+def _check_one_dim(mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1:
+        raise MeshError(
+            f"got a {mesh_info(mesh)}, expected one dim: slice it, as in mesh['tp'], or place the tensor yourself"
+        )
+
+
 def make_input_replicate_1d(input: Any, device_mesh: DeviceMesh | None = None) -> DTensor:
     """The input, the whole of which every rank holds, as a replicated DTensor."""
-    return _input(input, device_mesh, Replicate())
+    return read_input(input, device_mesh, Replicate())
 
 
 def make_input_shard_1d(input: Any, device_mesh: DeviceMesh | None = None, dim: int = 0) -> DTensor:
     """The input, of which every rank holds an equal part along `dim`, as a sharded DTensor."""
-    return _input(input, device_mesh, Shard(dim))
+    return read_input(input, device_mesh, Shard(dim))
 
 
 def make_input_shard_1d_last_dim(input: Any, device_mesh: DeviceMesh | None = None) -> DTensor:
     """As `make_input_shard_1d` along the last dim."""
-    return _input(input, device_mesh, Shard(-1))
+    return read_input(input, device_mesh, Shard(-1))
 
 
 def make_input_reshard_replicate(input: Any, device_mesh: DeviceMesh | None = None) -> DTensor:
     """The input, of which every rank holds an equal part along dim 0, gathered on every rank."""
-    return placed(_input(input, device_mesh, Shard(0)), (Replicate(),))
+    return read_input(input, device_mesh, Shard(0), Replicate())
 
 
 def make_output_replicate_1d(output: DTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
     """The output whole on every rank."""
-    return _output(output, Replicate())
+    return placed_output(output, Replicate())
 
 
 def make_output_shard_1d(output: DTensor, device_mesh: DeviceMesh | None = None, dim: int = 0) -> DTensor:
     """The output sharded along `dim`."""
-    return _output(output, Shard(dim))
+    return placed_output(output, Shard(dim))
 
 
 def make_output_tensor(output: DTensor, device_mesh: DeviceMesh | None = None) -> torch.Tensor:
     """The whole output as a plain tensor."""
-    return _output(output, Replicate()).to_local()
+    return placed_output(output, Replicate()).to_local()
 
 
 def make_output_reshard_tensor(output: DTensor, device_mesh: DeviceMesh | None = None) -> torch.Tensor:
     """This rank's part of the output along dim 0 as a plain tensor."""
-    return _output(output, Shard(0)).to_local()
+    return placed_output(output, Shard(0)).to_local()
 
 
 def make_sharded_output_tensor(output: DTensor, device_mesh: DeviceMesh | None = None) -> torch.Tensor:

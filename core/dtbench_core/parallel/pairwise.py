@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.layout.mesh import mesh_or_current
 from dtbench_core.layout.placement import Placement, Replicate, Shard
-from dtbench_core.parallel.convert import make_input_replicate_1d, make_output_tensor, placed
+from dtbench_core.parallel.convert import placed, placed_output, read_input
 from dtbench_core.parallel.errors import PlanError, UnsupportedModuleError, UnsupportedStyleError
 from dtbench_core.parallel.meshes import mesh_of_dim
 from dtbench_core.parallel.parameters import check_parameters
@@ -55,13 +56,19 @@ class PairwiseParallel(ParallelStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        self.prepare_input = prepare_input or make_input_replicate_1d
-        self.prepare_output = prepare_output or make_output_tensor
-        if prepare_input is None and input_layouts is not None:
-            self.prepare_input = _reading(one_placement(input_layouts, "input_layouts"))
-        if prepare_output is None and (output_layouts is not None or not use_local_output):
-            wanted = one_placement(output_layouts or Replicate(), "output_layouts")
-            self.prepare_output = _giving(wanted, use_local_output)
+        layout = one_placement(input_layouts or Replicate(), "input_layouts")
+        wanted = one_placement(output_layouts or Replicate(), "output_layouts")
+        # Read as Replicate(), it need not be moved.
+        moved_to = None if layout == Replicate() else Replicate()
+        self.prepare_input = prepare_input or (
+            lambda inputs, mesh: read_input(inputs, mesh, layout, moved_to)
+        )
+
+        def give(output: DTensor, mesh: DeviceMesh) -> Any:
+            moved = placed_output(output, wanted)
+            return moved.to_local() if use_local_output else moved
+
+        self.prepare_output = prepare_output or give
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         found = list(dict.fromkeys(_mlps(module)))
@@ -84,10 +91,11 @@ class PairwiseParallel(ParallelStyle):
         for index, linear in enumerate(linears):
             style: LayerStyle = RowwiseParallel() if index % 2 else ColwiseParallel()
             style.src_data_rank = self.src_data_rank
-            into: Convert = _moving(Shard(-1) if index % 2 else Replicate())
-            out: Convert | None = _summed if index % 2 else None
             if index == 0:
-                into = lambda _, inputs, mesh: self.prepare_input(inputs, mesh)  # noqa: E731
+                into: Convert = lambda _, inputs, mesh: self.prepare_input(inputs, mesh)  # noqa: E731
+            else:
+                into = partial(_moved, Shard(-1) if index % 2 else Replicate())
+            out: Convert | None = _summed if index % 2 else None
             if index == len(linears) - 1:
                 out = lambda _, output, mesh: self.prepare_output(output, mesh)  # noqa: E731
             style.shard(linear, mesh, into, out)
@@ -166,35 +174,11 @@ def _mlps(module: nn.Module) -> Iterator[nn.Module]:
         yield from _mlps(child)
 
 
-# ---- conversions ----
-
-
-def _moving(wanted: Placement) -> Convert:
+def _moved(wanted: Placement, _: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
     """For a layer within a pair, which gets the DTensor of the one before. A plain tensor is left for the
     layer to refuse: nothing says what it would be part of."""
-
-    def convert(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        return tuple(placed(one, (wanted,)) if isinstance(one, DTensor) else one for one in inputs)
-
-    return convert
+    return tuple(placed(one, (wanted,)) if isinstance(one, DTensor) else one for one in inputs)
 
 
 def _summed(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> DTensor:
     return placed(output, (Replicate(),))
-
-
-def _reading(layout: Placement) -> Prepare:
-    def prepare(inputs: Any, mesh: DeviceMesh) -> DTensor:
-        tensor = inputs[0] if isinstance(inputs, tuple) and inputs else inputs
-        made = tensor if isinstance(tensor, DTensor) else DTensor.from_local(tensor, mesh, [layout])
-        return make_input_replicate_1d(made)
-
-    return prepare
-
-
-def _giving(wanted: Placement, local: bool) -> Prepare:
-    def prepare(output: DTensor, mesh: DeviceMesh) -> Any:
-        moved = placed(output, (wanted,))
-        return moved.to_local() if local else moved
-
-    return prepare

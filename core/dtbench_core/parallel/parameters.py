@@ -52,13 +52,14 @@ def check_parameters(style: str, module: nn.Module, names: Iterable[str]) -> Non
 def place_parameter(
     module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None
 ) -> None:
-    """Puts the DTensor of a module's own parameter in its place.
+    """Puts the DTensor of a module's own parameter, if it has one, in its place.
 
     Raises:
         ArgumentError: it is tied to one that another style has placed otherwise.
     """
-    original = module._parameters[name]
-    assert original is not None
+    original = module._parameters.get(name)
+    if original is None:
+        return
     info: MeshInfo = mesh_info(mesh)
     made: nn.Parameter | None = _became.get(original)
     if made is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,45 +59,36 @@ class PrepareModuleInput(ParallelStyle):
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def positional(mod: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            if self.input_layouts is None or self.desired_input_layouts is None:
+                return inputs
+            if len(inputs) != len(self.input_layouts):
+                raise LayoutsError(
+                    f"a {type(mod).__name__} got {len(inputs)} positional inputs for {len(self.input_layouts)} "
+                    "input_layouts, expected one each: give None for those to be left alone, and name keyword inputs "
+                    "in input_kwarg_layouts"
+                )
+            given = zip(inputs, self.input_layouts, self.desired_input_layouts, strict=True)
+            return tuple(
+                [
+                    convert(one, here, there, f"input {index}")
+                    for index, (one, here, there) in enumerate(given)
+                ]
+            )
+
+        def with_keywords(mod: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            here, there = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
+            return positional(mod, inputs), {
+                name: convert(one, here.get(name), there.get(name), f"input {name}")
+                for name, one in kwargs.items()
+            }
+
+        convert = partial(_converted, device_mesh, self.use_local_output)
         if self.with_kwargs:
-            module.register_forward_pre_hook(
-                lambda mod, inputs, kwargs: (
-                    self._positional(mod, inputs, device_mesh),
-                    self._keywords(kwargs, device_mesh),
-                ),
-                with_kwargs=True,
-            )
+            module.register_forward_pre_hook(with_keywords, with_kwargs=True)
         else:
-            module.register_forward_pre_hook(lambda mod, inputs: self._positional(mod, inputs, device_mesh))
+            module.register_forward_pre_hook(positional)
         return module
-
-    def _positional(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        if self.input_layouts is None or self.desired_input_layouts is None:
-            return inputs
-        if len(inputs) != len(self.input_layouts):
-            raise LayoutsError(
-                f"a {type(module).__name__} got {len(inputs)} positional inputs for {len(self.input_layouts)} "
-                "input_layouts, expected one each: give None for those to be left alone, and name keyword inputs in "
-                "input_kwarg_layouts"
-            )
-        return tuple(
-            self._convert(one, layout, desired, f"input {index}", mesh)
-            for index, (one, layout, desired) in enumerate(
-                zip(inputs, self.input_layouts, self.desired_input_layouts, strict=True)
-            )
-        )
-
-    def _keywords(self, inputs: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
-        layouts, desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
-        return {
-            name: self._convert(one, layouts.get(name), desired.get(name), f"input {name}", mesh)
-            for name, one in inputs.items()
-        }
-
-    def _convert(
-        self, one: Any, layout: Placement | None, desired: Placement | None, what: str, mesh: DeviceMesh
-    ) -> Any:
-        return one if layout is None else _converted(one, layout, desired, what, mesh, self.use_local_output)
 
     def __repr__(self) -> str:
         return (
@@ -134,10 +126,10 @@ class PrepareModuleOutput(ParallelStyle):
         _check_pairs("output", self.output_layouts, self.desired_output_layouts)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_hook(lambda mod, _, outputs: self._prepare(mod, outputs, device_mesh))
+        module.register_forward_hook(partial(self._prepare, device_mesh))
         return module
 
-    def _prepare(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+    def _prepare(self, mesh: DeviceMesh, module: nn.Module, _: Any, outputs: Any) -> Any:
         several = isinstance(outputs, tuple | list)
         listed = outputs if several else (outputs,)
         if len(listed) != len(self.output_layouts):
@@ -145,13 +137,10 @@ class PrepareModuleOutput(ParallelStyle):
                 f"a {type(module).__name__} gave {len(listed)} outputs for {len(self.output_layouts)} output_layouts, "
                 "expected one each: give None for those to be left alone"
             )
+        given = zip(listed, self.output_layouts, self.desired_output_layouts, strict=True)
         made = [
-            one
-            if layout is None
-            else _converted(one, layout, desired, f"output {index}", mesh, self.use_local_output)
-            for index, (one, layout, desired) in enumerate(
-                zip(listed, self.output_layouts, self.desired_output_layouts, strict=True)
-            )
+            _converted(mesh, self.use_local_output, one, here, there, f"output {index}")
+            for index, (one, here, there) in enumerate(given)
         ]
         if not several:
             return made[0]
@@ -208,9 +197,11 @@ class PrepareModuleInputOutput(ParallelStyle):
 
 
 def _converted(
-    one: Any, layout: Placement, desired: Placement | None, what: str, mesh: DeviceMesh, local: bool
+    mesh: DeviceMesh, local: bool, one: Any, layout: Placement | None, desired: Placement | None, what: str
 ) -> Any:
     """`one` as a DTensor where it is wanted. One that is a DTensor already is moved from where it really is."""
+    if layout is None:
+        return one
     if not isinstance(one, torch.Tensor):
         raise ArgumentError(
             f"{what} is {type(one).__name__}, expected a tensor, as it has the layout {layout}: give None for it"

@@ -39,13 +39,11 @@ class SequenceParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for part in module.modules():
-            own = [name for name, parameter in part._parameters.items() if parameter is not None]
-            check_parameters(type(self).__name__, part, own)
+            check_parameters(type(self).__name__, part, part._parameters)
 
         def partition(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
-            for name, parameter in list(part._parameters.items()):
-                if parameter is not None:
-                    place_parameter(part, name, mesh, Replicate(), self.src_data_rank)
+            for name in list(part._parameters):
+                place_parameter(part, name, mesh, Replicate(), self.src_data_rank)
 
         return distribute_module(
             module,
@@ -64,9 +62,9 @@ class SequenceParallel(ParallelStyle):
                 f"a {type(module).__name__} under SequenceParallel got {got}, expected a tensor first: pass it by "
                 "position"
             )
-        if not isinstance(first, DTensor):
-            return (DTensor.from_local(first, mesh, list(self.sequence_sharding)), *inputs[1:])
-        return (placed(first, self.sequence_sharding), *inputs[1:])
+        if isinstance(first, DTensor):
+            return (placed(first, self.sequence_sharding), *inputs[1:])
+        return (DTensor.from_local(first, mesh, self.sequence_sharding), *inputs[1:])
 
     def _prepare_output(self, output: Any) -> Any:
         if not self.use_local_output or not isinstance(output, DTensor):

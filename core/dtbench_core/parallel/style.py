@@ -62,10 +62,17 @@ class LayerStyle(ParallelStyle):
     """What Colwise and Rowwise share: a table of shardings, and conversion at both ends."""
 
     _shardings: dict[type[nn.Module], _Sharding]
+    _layouts: tuple[Placement, Placement]  # of input and output, when not given
 
-    def __init__(self, input_layouts: Placement, output_layouts: Placement, use_local_output: bool) -> None:
-        self.input_layouts = (one_placement(input_layouts, "input_layouts"),)
-        self.output_layouts = (one_placement(output_layouts, "output_layouts"),)
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        self.input_layouts = (one_placement(input_layouts or self._layouts[0], "input_layouts"),)
+        self.output_layouts = (one_placement(output_layouts or self._layouts[1], "output_layouts"),)
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -99,8 +106,7 @@ class LayerStyle(ParallelStyle):
 
         def partition(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
             for parameter, placement in sharding.parameters.items():
-                if part._parameters.get(parameter) is not None:
-                    place_parameter(part, parameter, mesh, placement, self.src_data_rank)
+                place_parameter(part, parameter, mesh, placement, self.src_data_rank)
 
         if isinstance(module, nn.Embedding) and sharding.parameters["weight"] == Shard(0):
             # A bound method, so that a deep copy of the module runs on the copy's weight.
@@ -155,15 +161,7 @@ class ColwiseParallel(LayerStyle):
         nn.Linear: _Sharding({"weight": Shard(0), "bias": Shard(0)}, Replicate()),
         nn.Embedding: _Sharding({"weight": Shard(1)}, Replicate()),
     }
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output)
+    _layouts = (Replicate(), Shard(-1))
 
 
 class RowwiseParallel(LayerStyle):
@@ -181,15 +179,7 @@ class RowwiseParallel(LayerStyle):
         nn.Linear: _Sharding({"weight": Shard(1), "bias": Replicate()}, Shard(-1)),
         nn.Embedding: _Sharding({"weight": Shard(0)}, Replicate()),
     }
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output)
+    _layouts = (Shard(-1), Replicate())
 
 
 def one_placement(given: Placement, argument: str) -> Placement:

@@ -23,18 +23,8 @@ from dtbench_core.simulate.group import SimulatedGroup
 
 NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
-# A handler gets the op's arguments by name, and the rank's end of the group.
+# Gets the op's arguments by name, and the rank's end of the group.
 Handler = Callable[[SimpleNamespace, SimulatedGroup], Any]
-_handlers: dict[str, Handler] = {}
-
-
-def _handles(*names: str) -> Callable[[Handler], Handler]:
-    def register(handler: Handler) -> Handler:
-        for name in names:
-            _handlers[name] = handler
-        return handler
-
-    return register
 
 
 def issue(
@@ -128,96 +118,75 @@ def _in_place(method: str, taken: tuple[str, ...], given_back: str | None) -> Ha
     return handle
 
 
-_handlers |= {f"c10d::{op}": _in_place(*described) for op, described in _IN_PLACE.items()}
-
-
 # ---- functional: the outputs are made here ----
 
 
-def _grown(tensor: torch.Tensor, times: int) -> torch.Tensor:
-    """Room for `times` tensors like this one, one after the other on dim 0."""
-    return tensor.new_empty((times * tensor.shape[0], *tensor.shape[1:]))
+def _same(tensor: torch.Tensor, n: int) -> torch.Tensor:
+    return tensor
 
 
-def _shrunk(tensor: torch.Tensor, times: int) -> torch.Tensor:
-    return tensor.new_empty((tensor.shape[0] // times, *tensor.shape[1:]))
+def _clone(tensor: torch.Tensor, n: int) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
-@_handles("_c10d_functional::wait_tensor")
-def _wait(a: Any, _: SimulatedGroup) -> Any:
-    return a.tensor
+def _grown(tensor: torch.Tensor, n: int) -> torch.Tensor:
+    """Room for n tensors like this one, one after the other on dim 0."""
+    return tensor.new_empty((n * tensor.shape[0], *tensor.shape[1:]))
 
 
-@_handles("_c10d_functional::_wrap_tensor_autograd")
-def _wrap(a: Any, _: SimulatedGroup) -> Any:
-    return a.input
+def _shrunk(tensor: torch.Tensor, n: int) -> torch.Tensor:
+    return tensor.new_empty((tensor.shape[0] // n, *tensor.shape[1:]))
 
 
-@_handles("_c10d_functional::all_reduce", "_c10d_functional::all_reduce_coalesced")
-def _reduced_copy(a: Any, mine: SimulatedGroup) -> Any:
-    several = hasattr(a, "inputs")
-    outputs = [t.clone(memory_format=torch.contiguous_format) for t in (a.inputs if several else [a.input])]
-    mine.allreduce(outputs, _options(a.reduce_op))
-    return outputs if several else outputs[0]
+# Op -> (the group's method, what makes an output of an input and the number of ranks).
+_FUNCTIONAL: dict[str, tuple[str, Callable[[torch.Tensor, int], torch.Tensor]]] = {
+    "all_reduce": ("allreduce", _clone),
+    "all_reduce_coalesced": ("allreduce", _clone),
+    "all_reduce_": ("allreduce", _same),
+    "all_reduce_coalesced_": ("allreduce", _same),
+    "broadcast": ("broadcast", _clone),
+    "broadcast_": ("broadcast", _same),
+    "all_gather_into_tensor": ("all_gather_single_coalesced", _grown),
+    "all_gather_into_tensor_out": ("all_gather_single_coalesced", _grown),
+    "all_gather_into_tensor_coalesced": ("all_gather_single_coalesced", _grown),
+    "reduce_scatter_tensor": ("reduce_scatter_single_coalesced", _shrunk),
+    "reduce_scatter_tensor_out": ("reduce_scatter_single_coalesced", _shrunk),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter_single_coalesced", _shrunk),
+}
 
 
-@_handles("_c10d_functional::all_reduce_", "_c10d_functional::all_reduce_coalesced_")
-def _reduced_in_place(a: Any, mine: SimulatedGroup) -> Any:
-    several = hasattr(a, "inputs")
-    mine.allreduce(a.inputs if several else [a.input], _options(a.reduce_op))
-    return a.inputs if several else a.input
+def _functional(method: str, output_of: Callable[[torch.Tensor, int], torch.Tensor]) -> Handler:
+    def handle(a: Any, mine: SimulatedGroup) -> Any:
+        several = hasattr(a, "inputs")
+        inputs = a.inputs if several else [a.input]
+        outputs = [a.out] if hasattr(a, "out") else [output_of(t, mine.size()) for t in inputs]
+        options = _options(getattr(a, "reduce_op", None), getattr(a, "src", 0))
+        given = (outputs,) if output_of in (_same, _clone) else (outputs, inputs)
+        getattr(mine, method)(*given, options)
+        return outputs if several else outputs[0]
+
+    return handle
 
 
-@_handles("_c10d_functional::broadcast")
-def _broadcast_copy(a: Any, mine: SimulatedGroup) -> Any:
-    output = a.input.clone(memory_format=torch.contiguous_format)
-    mine.broadcast([output], _options(root=a.src))
-    return output
-
-
-@_handles("_c10d_functional::broadcast_")
-def _broadcast_in_place(a: Any, mine: SimulatedGroup) -> Any:
-    mine.broadcast([a.input], _options(root=a.src))
-    return a.input
-
-
-@_handles(
-    "_c10d_functional::all_gather_into_tensor",
-    "_c10d_functional::all_gather_into_tensor_out",
-    "_c10d_functional::all_gather_into_tensor_coalesced",
-)
-def _gathered(a: Any, mine: SimulatedGroup) -> Any:
-    several = hasattr(a, "inputs")
-    inputs = a.inputs if several else [a.input]
-    outputs = [a.out] if hasattr(a, "out") else [_grown(t, a.group_size) for t in inputs]
-    mine.all_gather_single_coalesced(outputs, inputs)
-    return outputs if several else outputs[0]
-
-
-@_handles(
-    "_c10d_functional::reduce_scatter_tensor",
-    "_c10d_functional::reduce_scatter_tensor_out",
-    "_c10d_functional::reduce_scatter_tensor_coalesced",
-)
-def _scattered(a: Any, mine: SimulatedGroup) -> Any:
-    several = hasattr(a, "inputs")
-    inputs = a.inputs if several else [a.input]
-    outputs = [a.out] if hasattr(a, "out") else [_shrunk(t, a.group_size) for t in inputs]
-    mine.reduce_scatter_single_coalesced(outputs, inputs, _options(a.reduce_op))
-    return outputs if several else outputs[0]
-
-
-@_handles("_c10d_functional::all_to_all_single")
-def _exchanged(a: Any, mine: SimulatedGroup) -> Any:
+def _all_to_all(a: Any, mine: SimulatedGroup) -> Any:
     rows, splits = a.input.shape[0], a.output_split_sizes
     output = a.input.new_empty((sum(splits) if splits else rows, *a.input.shape[1:]))
     mine.all_to_all_single(output, a.input, splits, a.input_split_sizes)
     return output
 
 
-@_handles("_dtensor::shard_dim_alltoall")
 def _shard_dim_all_to_all(a: Any, mine: SimulatedGroup) -> Any:
     """Everybody's part along `gather_dim`, cut along `shard_dim`."""
     parts = [torch.empty_like(a.input, memory_format=torch.contiguous_format) for _ in range(mine.size())]
     mine.allgather([parts], [a.input])
     return torch.cat(parts, a.gather_dim).chunk(mine.size(), a.shard_dim)[mine.rank()].contiguous()
+
+
+_handlers: dict[str, Handler] = {
+    **{f"c10d::{op}": _in_place(*described) for op, described in _IN_PLACE.items()},
+    **{f"_c10d_functional::{op}": _functional(*described) for op, described in _FUNCTIONAL.items()},
+    "_c10d_functional::wait_tensor": lambda a, _: a.tensor,
+    "_c10d_functional::_wrap_tensor_autograd": lambda a, _: a.input,
+    "_c10d_functional::all_to_all_single": _all_to_all,
+    "_dtensor::shard_dim_alltoall": _shard_dim_all_to_all,
+}

@@ -211,47 +211,22 @@ for _name, _fn in _METHODS.items():
     _install(_name, _fn)
 
 
-def _contiguous(sizes: list[int], strides: list[int]) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size != 1 and stride != expected:
-            return 0 in sizes
-        expected *= size
-    return True
-
-
-def _dense(sizes: list[int], strides: list[int]) -> bool:
-    order = sorted(range(len(sizes)), key=lambda d: (strides[d], sizes[d]))
-    return _contiguous([sizes[d] for d in reversed(order)], [strides[d] for d in reversed(order)])
-
-
-def _channels_last(order: tuple[int, ...]) -> Callable[[list[int], list[int]], bool]:
-    def check(sizes: list[int], strides: list[int]) -> bool:
-        return len(sizes) == len(order) and _contiguous(
-            [sizes[d] for d in order], [strides[d] for d in order]
-        )
-
-    return check
-
-
-_2D, _3D = (0, 2, 3, 1), (0, 2, 3, 4, 1)
-_LAYOUT: dict[str, Callable[[list[int], list[int]], bool]] = {
-    "is_contiguous": _contiguous,
-    "is_channels_last_contiguous_2d": _channels_last(_2D),
-    "is_channels_last_contiguous_3d": _channels_last(_3D),
-    "is_channels_last_strides_2d": _channels_last(_2D),
-    "is_channels_last_strides_3d": _channels_last(_3D),
-    "is_non_overlapping_and_dense": _dense,
+# torch asks the node of a tensor's first symbolic size about the tensor's memory layout.
+_LAYOUT: dict[str, Callable[[torch.Tensor], bool]] = {
+    "is_contiguous": torch.Tensor.is_contiguous,
+    "is_channels_last_contiguous_2d": lambda t: t.is_contiguous(memory_format=torch.channels_last),
+    "is_channels_last_contiguous_3d": lambda t: t.is_contiguous(memory_format=torch.channels_last_3d),
+    "is_channels_last_strides_2d": lambda t: torch.ops.aten.is_strides_like_format(t, torch.channels_last),
+    "is_channels_last_strides_3d": lambda t: torch.ops.aten.is_strides_like_format(t, torch.channels_last_3d),
+    "is_non_overlapping_and_dense": lambda t: torch.ops.aten.is_non_overlapping_and_dense(t),
 }
 
 
-def _install_layout(name: str, fn: Callable[[list[int], list[int]], bool]) -> None:
-    """torch asks the node of a tensor's first symbolic size about the tensor's memory layout."""
-
+def _install_layout(name: str, fn: Callable[[torch.Tensor], bool]) -> None:
     def method(self: _LocalNode, sizes: list[Any], strides: list[Any]) -> _LocalNode:
-        return node_of(
-            {r: fn([_on_rank(s, r) for s in sizes], [_on_rank(s, r) for s in strides]) for r in self.values}
-        )
+        held = {r: ([_on_rank(s, r) for s in sizes], [_on_rank(s, r) for s in strides]) for r in self.values}
+        with torch._C._DisableTorchDispatch():
+            return node_of({r: fn(torch.empty_strided(*one, device="meta")) for r, one in held.items()})
 
     setattr(_LocalNode, name, method)
 
