@@ -16,13 +16,12 @@ from torch.utils._pytree import tree_leaves
 from dtbench_core.errors import SimulationError
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.runtime import Runtime, current, entered, process
-from dtbench_core.simulate import local_patches
+from dtbench_core.simulate import rank_answers
+from dtbench_core.simulate.dtensor_parts import CoreParts
 from dtbench_core.simulate.group import Arrival, describe, name_ranks
 from dtbench_core.simulate.local_collectives import NAMESPACES, issue
-from dtbench_core.simulate.local_core import CoreParts
 from dtbench_core.simulate.local_int import describe_ranks, local_int
 from dtbench_core.simulate.local_random import RankStates, default_generators
-from dtbench_core.simulate.local_run import Inputs, RankRun, counted_once, meet, verdict
 from dtbench_core.simulate.local_tensor import (
     LocalTensor,
     Parts,
@@ -33,6 +32,7 @@ from dtbench_core.simulate.local_tensor import (
     ranks_of,
     run_on_each,
 )
+from dtbench_core.simulate.rank_runs import Inputs, RankRun, counted_once, meet, verdict
 from dtbench_core.torch_compat import DisableTorchFunction
 
 P = ParamSpec("P")
@@ -68,7 +68,7 @@ class LocalTensorMode(TorchDispatchMode):
                 f"world_size={self.ranks[-1] + 1}, store=FakeStore()) (torch.testing._internal.distributed.fake_pg)"
             )
         with ExitStack() as stack:
-            stack.callback(local_patches.install(self))
+            stack.enter_context(rank_answers.answering_for(self))
             stack.enter_context(_knowing_meshes(self.ranks))
             self.random = RankStates(self.ranks)
             super().__enter__()
@@ -236,7 +236,7 @@ class LocalTensorMode(TorchDispatchMode):
     def _issue(self, op: Any, /, *args: Any, **kwargs: Any) -> Any:
         run = self._run
         assert run is not None
-        return issue(op, args, kwargs, lambda group: local_patches.rank_group(group, run.rank))
+        return issue(op, args, kwargs, lambda group: rank_answers.rank_group(group, run.rank))
 
     def arrive(self, arrival: Arrival) -> dist.Work:
         """A collective called by the rank that runs."""
@@ -276,20 +276,36 @@ class LocalTensorMode(TorchDispatchMode):
         """
         if self._run is not None:
             raise SimulationError(f"{what} was called in code that runs as rank {self._run.rank}")
-        kwargs, parts = kwargs or {}, parts or CoreParts(self.ranks)
+        parts = parts or CoreParts(self.ranks)
         ranks = ranks or parts.ranks_of(args, kwargs) or ranks_of(args, kwargs) or self.ranks
         runs = {rank: RankRun(rank) for rank in ranks}
         inputs = Inputs() if keep else None
         begin = self.random.start(_generators((args, kwargs)))
         ended = {generator: dict(states) for generator, states in begin.items()}
+
+        def attempt(run: RankRun) -> None:
+            states = {generator: dict(held) for generator, held in begin.items()}
+            with counted_once(run, run.rank == ranks[0]), self._as(run, states, begin, seen):
+                given = (args, kwargs or {})
+                mine, named = parts.of(
+                    given if copies is None else copies.of(given, run.rank, parts), run.rank
+                )
+                if inputs is not None:
+                    with self.suspended():
+                        inputs.keep((mine, named))
+                run.attempt(lambda: fn(*mine, **named))
+                if not run.over and inputs is not None:
+                    with self.suspended():
+                        inputs.put_back()
+            for generator, held in states.items():
+                if run.over:
+                    ended.setdefault(generator, dict(begin[generator]))[run.rank] = held[run.rank]
+
         try:
             while True:
                 for run in runs.values():
                     if not run.over:
-                        first = run.rank == ranks[0]
-                        self._attempt(
-                            run, fn, (args, kwargs), parts, copies, inputs, begin, ended, first, seen
-                        )
+                        attempt(run)
                 if all(run.over for run in runs.values()) or any(run.error for run in runs.values()):
                     break
                 with self.suspended():
@@ -299,34 +315,6 @@ class LocalTensorMode(TorchDispatchMode):
             self.random.finish(ended)
         verdict(runs)
         return joined({rank: run.result for rank, run in runs.items()}, parts, what)
-
-    def _attempt(
-        self,
-        run: RankRun,
-        fn: Callable[..., Any],
-        given: tuple[Sequence[Any], dict[str, Any]],
-        parts: CoreParts,
-        copies: PlainCopies | None,
-        inputs: Inputs | None,
-        begin: dict[Any, Any],
-        ended: dict[Any, Any],
-        first: bool,
-        seen: bool,
-    ) -> None:
-        states = {generator: dict(held) for generator, held in begin.items()}
-        with counted_once(run, first), self._as(run, states, begin, seen):
-            mine = given if copies is None else copies.of(given, run.rank, parts)
-            args, kwargs = parts.of(mine, run.rank)
-            if inputs is not None:
-                with self.suspended():
-                    inputs.keep((args, kwargs))
-            run.attempt(lambda: fn(*args, **kwargs))
-            if not run.over and inputs is not None:
-                with self.suspended():
-                    inputs.put_back()
-        for generator, held in states.items():
-            if run.over:
-                ended.setdefault(generator, dict(begin[generator]))[run.rank] = held[run.rank]
 
     def rank_map(self, fn: Callable[[int], Any]) -> Any:
         """`fn(rank)` as each rank: its tensors as a LocalTensor, its numbers as one or per rank.
@@ -393,18 +381,21 @@ def local_tensor_mode() -> LocalTensorMode | None:
     return process.mode
 
 
+def _mode_for_all() -> LocalTensorMode | None:
+    mode = process.mode
+    return None if mode is None or mode.current is not None else mode
+
+
 def rank_map(fn: Callable[[int], Any]) -> Any:
     """`LocalTensorMode.rank_map`; without a mode, `fn` of this process's rank."""
-    mode = local_tensor_mode()
-    return fn(dist.get_rank()) if mode is None or mode.current is not None else mode.rank_map(fn)
+    mode = _mode_for_all()
+    return fn(dist.get_rank()) if mode is None else mode.rank_map(fn)
 
 
 def tensor_map(tensor: torch.Tensor, fn: Callable[[int, torch.Tensor], Any]) -> Any:
     """`LocalTensorMode.tensor_map`; without a mode, `fn` of this process's rank and tensor."""
-    mode = local_tensor_mode()
-    if mode is None or mode.current is not None:
-        return fn(dist.get_rank(), tensor)
-    return mode.tensor_map(tensor, fn)
+    mode = _mode_for_all()
+    return fn(dist.get_rank(), tensor) if mode is None else mode.tensor_map(tensor, fn)
 
 
 def maybe_run_for_local_tensor(fn: Callable[P, R]) -> Callable[P, R]:
@@ -416,8 +407,8 @@ def maybe_run_for_local_tensor(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        mode = local_tensor_mode()
-        if mode is None or mode.current is not None or ranks_of(args, kwargs) is None:
+        mode = _mode_for_all()
+        if mode is None or ranks_of(args, kwargs) is None:
             return fn(*args, **kwargs)
         _refuse_grad(args, kwargs)
         result: R = mode.across(fn, args, dict(kwargs), what=_name(fn))

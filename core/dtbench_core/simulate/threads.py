@@ -33,7 +33,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -278,9 +277,7 @@ class ThreadWorld:
     def __enter__(self) -> ThreadWorld:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # ---- calls ----

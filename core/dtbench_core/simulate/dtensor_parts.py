@@ -1,14 +1,13 @@
-"""The core's own DTensors in a LocalTensorMode.
+"""The core's own DTensors in a LocalTensorMode, taken apart by rank and put together again.
 
 A DTensor there holds a LocalTensor, and its spec's mesh info has rank-dependent coordinates. An op on it
 runs as each rank: with that rank's shard, that rank's info and groups, through the same dispatch, plans
-and moves as on real ranks. The results are put together again. Elsewhere in the core a rank computes
-with its own part in few places; those run rank by rank too while a mode is active.
+and movers as on real ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,35 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from dtbench_core.dispatch.out_and_resize import restate
 from dtbench_core.errors import SimulationError
-from dtbench_core.layout import rng as random
-from dtbench_core.layout import spec
-from dtbench_core.layout.local_shards import plain_part
 from dtbench_core.layout.mesh import MeshInfo, mesh_info
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, wrap
-from dtbench_core.parallel import region
-from dtbench_core.redistribute import route as redistribute
 from dtbench_core.runtime import current
 from dtbench_core.simulate.local_groups import coordinate_of
 from dtbench_core.simulate.local_int import describe_ranks, values_of
 from dtbench_core.simulate.local_tensor import LocalTensor, Parts, joined
-from dtbench_core.tensor import distribute
-from dtbench_core.tensor import dtensor as tensor
-
-# (where it is called, its name): functions of a rank's part, which run as each rank.
-RANK_BY_RANK: list[tuple[Any, str]] = [
-    (spec, "local_extents"),
-    (redistribute, "local_extents"),
-    (tensor, "check_places"),
-    (tensor, "plain_part"),
-    (tensor, "agreed_placements"),
-    (tensor, "checked_over_mesh"),
-    (distribute, "part_of"),
-    (distribute, "_sent"),
-    (random, "part_of"),
-    (region, "draw_part"),
-    (region, "first_state"),
-]
 
 
 class CoreParts(Parts):
@@ -172,19 +149,3 @@ def of_members(local: torch.Tensor, info: MeshInfo, ranks: Sequence[int]) -> tor
             f"{describe_ranks(inside)} are members; expected it on these alone: make it with tensor_map"
         )
     return LocalTensor({r: t for r, t in local._local_tensors.items() if r in inside})
-
-
-Across = Callable[..., Any]  # LocalTensorMode.across
-
-
-def mover(across: Callable[[], Across], original: Callable[..., Any], step: Any, source: DTensorSpec) -> Any:
-    """A step of a redistribution, done by each rank on its shard."""
-
-    def move(step: Any, source: DTensorSpec, shard: torch.Tensor) -> torch.Tensor:
-        shard = plain_part(shard, source)
-        with torch._C._DisableTorchDispatch():  # plain tensors, and the rank's own groups
-            moved: torch.Tensor = original(step, source)(shard)
-        return moved
-
-    what = f"redistribute ({step})"
-    return lambda local: across()(move, [step, source, local], what=what, keep=False, seen=False)

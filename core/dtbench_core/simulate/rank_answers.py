@@ -2,14 +2,17 @@
 
 `dist.get_rank()` and the coordinates in a DeviceMesh become rank-dependent numbers, or the one rank's
 where code runs as one rank; a mesh dim's group becomes that rank's end of it. torch.distributed itself
-still sees the one rank of the fake world, whose process this is.
+still sees the one rank of the fake world, whose process this is. Functions of the core that compute with a
+rank's own part run as each rank. Both are put in the place of the originals while a mode is on, so that they
+cost nothing without one.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,13 +23,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtbench_core.errors import RankDependentError, SimulationError
 from dtbench_core.layout import mesh as core_mesh
 from dtbench_core.layout import rng as random
+from dtbench_core.layout import spec
+from dtbench_core.layout.local_shards import plain_part
+from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.parallel import region
 from dtbench_core.redistribute import route as redistribute
 from dtbench_core.runtime import process
-from dtbench_core.simulate import local_core
+from dtbench_core.simulate import dtensor_parts
 from dtbench_core.simulate.group import Arrival, SimulatedGroup, describe, name_ranks
 from dtbench_core.simulate.local_groups import coordinate_of, fibres_of_group
 from dtbench_core.simulate.local_int import describe_ranks, local_int, values_of
 from dtbench_core.simulate.local_tensor import LocalTensor, joined_states
+from dtbench_core.tensor import distribute
 from dtbench_core.tensor import dtensor as tensor
 
 if TYPE_CHECKING:
@@ -76,7 +84,7 @@ def _simulation() -> LocalTensorMode:
     return process.mode
 
 
-def _get_rank(group: ProcessGroup | None = None) -> Any:
+def _get_rank(_: Any, group: ProcessGroup | None = None) -> Any:
     now = _simulation()
     ranks = now.ranks if now.current is None else (now.current,)
     if group is None:
@@ -117,7 +125,7 @@ def _backend(original: Callable[..., str], group: ProcessGroup | None = None) ->
     return _BACKEND if alone else original(group)
 
 
-def _get_coordinate(mesh: DeviceMesh) -> Any:
+def _get_coordinate(_: Any, mesh: DeviceMesh) -> Any:
     now = _simulation()
     if now.current is not None:
         return coordinate_of(mesh, now.current)
@@ -127,7 +135,7 @@ def _get_coordinate(mesh: DeviceMesh) -> Any:
     return tuple(local_int({r: c[d] for r, c in inside.items()}) for d in range(mesh.ndim))
 
 
-def _get_local_rank(mesh: DeviceMesh, mesh_dim: int | str | None = None) -> Any:
+def _get_local_rank(_: Any, mesh: DeviceMesh, mesh_dim: int | str | None = None) -> Any:
     if mesh_dim is None:
         if mesh.ndim != 1:
             raise SimulationError(
@@ -136,7 +144,7 @@ def _get_local_rank(mesh: DeviceMesh, mesh_dim: int | str | None = None) -> Any:
         mesh_dim = 0
     if isinstance(mesh_dim, str):
         mesh_dim = tuple(mesh.mesh_dim_names or ()).index(mesh_dim)
-    coordinate = _get_coordinate(mesh)
+    coordinate = _get_coordinate(_, mesh)
     if coordinate is None:
         raise SimulationError(f"no simulated rank is in {mesh}")
     return coordinate[mesh_dim]
@@ -188,7 +196,7 @@ def _set_rng_state(original: Callable[[torch.Tensor], None], state: torch.Tensor
 def _rank_by_rank(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A function of the core that computes with a rank's own part."""
     now = _simulation()
-    if not now.for_all or not local_core.depends_on_rank(args, kwargs):
+    if not now.for_all or not dtensor_parts.depends_on_rank(args, kwargs):
         return original(*args, **kwargs)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -213,15 +221,22 @@ def _world_of(original: Callable[[DeviceMesh], ProcessGroup | None], mesh: Devic
     return world if world is None or now.current is None else rank_group(world, now.current)
 
 
-def _mover(original: Callable[..., Any], step: Any, source: Any) -> Any:
+def _mover(original: Callable[..., Any], step: Any, source: DTensorSpec) -> Any:
+    """A step of a redistribution, done by each rank on its shard."""
     if not _simulation().for_all:
         return original(step, source)
-    return local_core.mover(lambda: _simulation().across, original, step, source)
+
+    def move(step: Any, source: DTensorSpec, shard: torch.Tensor) -> Any:
+        with torch._C._DisableTorchDispatch():  # plain tensors, and the rank's own groups
+            return original(step, source)(plain_part(shard, source))
+
+    what = f"redistribute ({step})"
+    return lambda local: _simulation().across(move, [step, source, local], what=what, keep=False, seen=False)
 
 
 def _wrapped(original: Callable[..., Any], local: torch.Tensor, spec: Any, *args: Any) -> Any:
     now = _simulation()
-    local = local_core.of_members(local, spec.info, now.ranks) if now.for_all else local
+    local = dtensor_parts.of_members(local, spec.info, now.ranks) if now.for_all else local
     return original(local, spec, *args)
 
 
@@ -232,42 +247,53 @@ def _core_manual_seed(original: Callable[..., None], seed: Any, device_mesh: Dev
         now.random.reset_all()
 
 
-# (of what, name, the answer, whether it needs the original)
-_ANSWERS: list[tuple[Any, str, Callable[..., Any], bool]] = [
-    (dist, "get_rank", _get_rank, False),
-    (distributed_c10d, "get_rank", _of_rank_alone, True),
-    (distributed_c10d, "_get_default_group", _default_group, True),
-    (distributed_c10d, "get_group_rank", _group_rank, True),
-    (distributed_c10d, "get_global_rank", _global_rank, True),
-    (distributed_c10d, "get_process_group_ranks", _group_ranks, True),
-    (distributed_c10d, "get_backend", _backend, True),
-    (dist, "get_backend", _backend, True),
-    (DeviceMesh, "get_rank", lambda mesh: _get_rank(), False),
-    (DeviceMesh, "get_coordinate", _get_coordinate, False),
-    (DeviceMesh, "get_local_rank", _get_local_rank, False),
-    (DeviceMesh, "get_group", _get_group, True),
-    (DeviceMesh, "_is_current_rank_part_of_mesh", lambda mesh: _get_coordinate(mesh) is not None, False),
-    (DeviceMesh, "_sym_get_coordinate", lambda mesh, index: _get_coordinate(mesh)[index], False),
-    (DeviceMesh, "__init__", _outside, True),
-    (DeviceMesh, "__getitem__", _outside, True),
-    (DeviceMesh, "_flatten", _outside, True),
-    (torch, "manual_seed", _manual_seed, True),
-    (torch.random, "manual_seed", _manual_seed, True),
-    (torch, "get_rng_state", _get_rng_state, True),
-    (torch.random, "get_rng_state", _get_rng_state, True),
-    (torch, "set_rng_state", _set_rng_state, True),
-    (torch.random, "set_rng_state", _set_rng_state, True),
-    *((module, name, _rank_by_rank, True) for module, name in local_core.RANK_BY_RANK),
-    (tensor, "even_layout", _even_layout, True),
-    (redistribute, "_mover", _mover, True),
-    (core_mesh, "_world_of", _world_of, True),
-    (tensor, "wrapped", _wrapped, True),
-    (random, "manual_seed", _core_manual_seed, True),
+# (of what, name, the answer, which is given the original first)
+_ANSWERS: list[tuple[Any, str, Callable[..., Any]]] = [
+    (dist, "get_rank", _get_rank),
+    (distributed_c10d, "get_rank", _of_rank_alone),
+    (distributed_c10d, "_get_default_group", _default_group),
+    (distributed_c10d, "get_group_rank", _group_rank),
+    (distributed_c10d, "get_global_rank", _global_rank),
+    (distributed_c10d, "get_process_group_ranks", _group_ranks),
+    (distributed_c10d, "get_backend", _backend),
+    (dist, "get_backend", _backend),
+    (DeviceMesh, "get_rank", lambda original, mesh: _get_rank(original)),
+    (DeviceMesh, "get_coordinate", _get_coordinate),
+    (DeviceMesh, "get_local_rank", _get_local_rank),
+    (DeviceMesh, "get_group", _get_group),
+    (DeviceMesh, "_is_current_rank_part_of_mesh", lambda *given: _get_coordinate(*given) is not None),
+    (DeviceMesh, "_sym_get_coordinate", lambda original, mesh, index: _get_coordinate(original, mesh)[index]),
+    (DeviceMesh, "__init__", _outside),
+    (DeviceMesh, "__getitem__", _outside),
+    (DeviceMesh, "_flatten", _outside),
+    (torch, "manual_seed", _manual_seed),
+    (torch.random, "manual_seed", _manual_seed),
+    (torch, "get_rng_state", _get_rng_state),
+    (torch.random, "get_rng_state", _get_rng_state),
+    (torch, "set_rng_state", _set_rng_state),
+    (torch.random, "set_rng_state", _set_rng_state),
+    (spec, "local_extents", _rank_by_rank),
+    (redistribute, "local_extents", _rank_by_rank),
+    (tensor, "check_places", _rank_by_rank),
+    (tensor, "plain_part", _rank_by_rank),
+    (tensor, "agreed_placements", _rank_by_rank),
+    (tensor, "checked_over_mesh", _rank_by_rank),
+    (distribute, "part_of", _rank_by_rank),
+    (distribute, "_sent", _rank_by_rank),
+    (random, "part_of", _rank_by_rank),
+    (region, "draw_part", _rank_by_rank),
+    (region, "first_state", _rank_by_rank),
+    (tensor, "even_layout", _even_layout),
+    (redistribute, "_mover", _mover),
+    (core_mesh, "_world_of", _world_of),
+    (tensor, "wrapped", _wrapped),
+    (random, "manual_seed", _core_manual_seed),
 ]
 
 
-def install(mode: LocalTensorMode) -> Callable[[], None]:
-    """Answers for `mode` from now on. The result takes it back.
+@contextmanager
+def answering_for(mode: LocalTensorMode) -> Iterator[None]:
+    """Inside, `mode` answers.
 
     Raises:
         SimulationError: another mode is active.
@@ -277,16 +303,15 @@ def install(mode: LocalTensorMode) -> Callable[[], None]:
             "got a LocalTensorMode inside another, expected one at a time: take some of its ranks with tensor_map"
         )
     process.mode = mode
-    kept = [(owner, name, getattr(owner, name)) for owner, name, _, _ in _ANSWERS]
-    for (owner, name, answer, needs), (_, _, original) in zip(_ANSWERS, kept, strict=True):
-        setattr(owner, name, _bound(answer, original) if needs else answer)
-
-    def take_back() -> None:
+    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in _ANSWERS]
+    for (owner, name, answer), (_, _, original) in zip(_ANSWERS, kept, strict=True):
+        setattr(owner, name, _bound(answer, original))
+    try:
+        yield
+    finally:
         process.mode = None
         for owner, name, original in kept:
             setattr(owner, name, original)
-
-    return take_back
 
 
 def _bound(answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -52,7 +52,8 @@ class RankRun:
         self.result: Any = None
         self.error: Exception | None = None
         self.arrival: Arrival | None = None  # where it stands
-        self._answers: list[tuple[Signature, Tensors]] = []
+        # Of the collectives done: what their tensors hold after it, in the order of the call.
+        self.answers: list[tuple[Signature, Tensors]] = []
         self._next = 0
 
     def attempt(self, fn: Callable[[], Any]) -> None:
@@ -73,10 +74,10 @@ class RankRun:
             AtCollective: to be caught by `attempt`.
             SimulationError: the function did not do as it did before.
         """
-        if self._next == len(self._answers):
+        if self._next == len(self.answers):
             self.arrival = arrival._replace(call=_copied(arrival.call))
             raise AtCollective
-        signature, after = self._answers[self._next]
+        signature, after = self.answers[self._next]
         self._next += 1
         if signature != arrival.signature:
             raise SimulationError(
@@ -86,13 +87,9 @@ class RankRun:
         for tensor, value in zip(_tensors(arrival.call), after, strict=True):
             # Against what is there now: memory to be written to holds anything, by chance what was there
             # the time before. What was only read is as it was.
-            if not _identical(tensor, value):
+            if not torch.equal(tensor, value):
                 tensor.copy_(value)
         return SimulatedWork(arrival.results)
-
-    def answer(self, signature: Signature, after: Tensors) -> None:
-        """What the tensors of the collective hold after it, in the order of the call."""
-        self._answers.append((signature, after))
 
 
 def _copied(call: Any) -> Any:
@@ -139,12 +136,7 @@ def _do(runs: Sequence[RankRun]) -> None:
             raise SimulationError(mismatch(arrival, [runs[0].rank], first.signature))
     combine(first, [a.call for a in arrivals])
     for run, arrival in zip(runs, arrivals, strict=True):
-        run.answer(arrival.signature, _tensors(arrival.call))
-
-
-def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit, as far as it matters: NaN counts as written."""
-    return torch.equal(a, b)
+        run.answers.append((arrival.signature, _tensors(arrival.call)))
 
 
 def verdict(runs: dict[int, RankRun]) -> None:
