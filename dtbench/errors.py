@@ -64,6 +64,12 @@ def describe(error: BaseException) -> str:
     return text if len(text) <= _MAX_REASON_CHARS else text[: _MAX_REASON_CHARS - 3] + "..."
 
 
+def last_line(text: str) -> str:
+    """The last line that a program said."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:_MAX_REASON_CHARS] if lines else "it said nothing"
+
+
 def plain(text: str) -> str:
     """Foreign text without characters that would move a terminal's cursor or end a line."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -9,8 +9,10 @@ which the exact rank test can reach p < .01: 1/252), and `same` only where an in
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from dtbench import errors
@@ -100,81 +102,69 @@ def compare(base: Sequence[Run], new: Sequence[Run]) -> Comparison:
     base, new: the files of each side; all launches of all files of a side count as its launches.
     """
     old, fresh = _by_case(base), _by_case(new)
-    keys = [*old, *(k for k in fresh if k not in old)]
-    skipped = [k for k in keys if all(r.status == "skipped" for r in [*old.get(k, ()), *fresh.get(k, ())])]
-    rows = tuple(_row(k, old.get(k), fresh.get(k)) for k in keys if k not in set(skipped))
+    keys = list(dict.fromkeys([*old, *fresh]))
+    skipped = {k for k in keys if all(r.status == "skipped" for r in [*old[k], *fresh[k]])}
+    rows = tuple(_row(k, old[k], fresh[k]) for k in keys if k not in skipped)
     notes = _notes(base, new, rows)
     if skipped:
         notes.append(f"{len(skipped)} case(s) were skipped on each side that has them, and are left out")
     return Comparison(rows, tuple(dict.fromkeys(notes)))
 
 
-def _by_case(runs: Sequence[Run]) -> dict[CaseKey, list[Result]]:
-    cases: dict[CaseKey, list[Result]] = {}
+def _by_case(runs: Sequence[Run]) -> defaultdict[CaseKey, list[Result]]:
+    cases = defaultdict(list)
     for run in runs:
         for result in run.results:
-            cases.setdefault(result.case_key, []).append(result)
+            cases[result.case_key].append(result)
     return cases
 
 
-def _row(key: CaseKey, base: list[Result] | None, new: list[Result] | None) -> Row:
-    size = next((r.size_bytes for r in [*(new or []), *(base or [])]), None)
+def _row(key: CaseKey, base: list[Result], new: list[Result]) -> Row:
     old_times, new_times = _launch_times(base), _launch_times(new)
-    estimator = estimator_of([*(new or []), *(base or [])][0])
+    either = [*new, *base][0]
     row = Row(
         key,
         Verdict.INCONCLUSIVE,
-        size_bytes=size,
-        estimator=estimator,
+        size_bytes=either.size_bytes,
+        estimator=estimator_of(either),
         base_launches=len(old_times),
         new_launches=len(new_times),
-        base_s=_median(old_times),
-        new_s=_median(new_times),
+        base_s=median(old_times) if old_times else None,
+        new_s=median(new_times) if new_times else None,
         was_ok=bool(old_times),
     )
-    to = _replacer(row)
-    bad = _bad(new)
-    if bad is not None:
-        return to(Verdict.FAILED, reason=_why(bad))
-    if base is None:
-        return to(Verdict.NEW)
-    if not old_times:
-        broken = _bad(base)
-        if broken is not None and new_times:
-            return to(Verdict.NEW, reason=f"no good time in base: {_why(broken)}")
-        if new_times:
-            return to(Verdict.NEW, reason="skipped in base")
-        return to(Verdict.MISSING, reason="not timed in base, nor in new")
-    if not new_times:
-        skipped = next((r for r in new or [] if r.status == "skipped"), None)
-        return to(Verdict.MISSING, reason=_why(skipped) if skipped else "not measured in new")
-    if min(*old_times, *new_times) <= 0:
-        return to(Verdict.INCONCLUSIVE, reason="a launch measured 0 s: below what the clock resolves")
-    return _judged(row, old_times, new_times)
+    if old_times and new_times and _why(new, "failed", "wrong") is None:
+        return _judged(row, old_times, new_times)
+    verdict, reason = _without_times(base, new)
+    return dataclasses.replace(row, verdict=verdict, reason=reason)
 
 
-def _replacer(row: Row) -> Callable[..., Row]:
-    return lambda verdict, **fields: dataclasses.replace(row, verdict=verdict, **fields)
+def _without_times(base: list[Result], new: list[Result]) -> tuple[Verdict, str]:
+    """The verdict where times do not decide, and why."""
+    broken = _why(new, "failed", "wrong")
+    if broken is not None:
+        return Verdict.FAILED, broken
+    if not base:
+        return Verdict.NEW, ""
+    if _launch_times(base):
+        return Verdict.MISSING, _why(new, "skipped") or "not measured in new"
+    if not _launch_times(new):
+        return Verdict.MISSING, "not timed in base, nor in new"
+    broken = _why(base, "failed", "wrong")
+    return Verdict.NEW, "skipped in base" if broken is None else f"no good time in base: {broken}"
 
 
 def _judged(row: Row, base: list[float], new: list[float]) -> Row:
+    if min(*base, *new) <= 0:
+        return dataclasses.replace(row, reason="a launch measured 0 s: below what the clock resolves")
     estimate = hodges_lehmann_ratio(base, new)
     test = rank_test(base, new)
-    row = dataclasses.replace(
-        row,
-        ratio=estimate.ratio,
-        low=estimate.low,
-        high=estimate.high,
-        confidence=estimate.confidence,
-        p_slower=test.p_slower,
-        p_faster=test.p_faster,
-    )
+    row = dataclasses.replace(row, **vars(estimate), **vars(test))
     assert row.base_s is not None
     enough = min(len(base), len(new)) >= MIN_LAUNCHES
     change = max(estimate.ratio, 1 / estimate.ratio) - 1
     matters = change > MIN_CHANGE and abs(estimate.ratio - 1) * row.base_s > MIN_CHANGE_S
-    verdict: Verdict = Verdict.INCONCLUSIVE
-    reason = ""
+    verdict, reason = Verdict.INCONCLUSIVE, ""
     if enough and matters and test.p_slower < MAX_P and estimate.ratio > 1:
         verdict = Verdict.REGRESSION
     elif enough and matters and test.p_faster < MAX_P and estimate.ratio < 1:
@@ -195,23 +185,16 @@ def _within(low: float | None, high: float | None, confidence: float | None) -> 
     return low >= 1 - SAME_WITHIN and high <= 1 + SAME_WITHIN
 
 
-def _launch_times(results: list[Result] | None) -> list[float]:
-    return [r.estimate_s for r in results or [] if r.status == "ok" and r.estimate_s is not None]
+def _launch_times(results: list[Result]) -> list[float]:
+    return [r.estimate_s for r in results if r.status == "ok" and r.estimate_s is not None]
 
 
-def _median(values: list[float]) -> float | None:
-    if not values:
+def _why(results: list[Result], *statuses: str) -> str | None:
+    """The first result of these statuses, in words; None if there is none."""
+    found = next((r for r in results if r.status in statuses), None)
+    if found is None:
         return None
-    ordered = sorted(values)
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-
-
-def _bad(results: list[Result] | None) -> Result | None:
-    return next((r for r in results or [] if r.status in ("failed", "wrong")), None)
-
-
-def _why(result: Result) -> str:
-    return f"{result.status}: {result.reason}" if result.reason else result.status
+    return f"{found.status}: {found.reason}" if found.reason else found.status
 
 
 # ------------------------------------------------------------------------------------ notes
@@ -233,16 +216,13 @@ def _notes(base: Sequence[Run], new: Sequence[Run], rows: Sequence[Row]) -> list
         notes.append(
             f"{doubtful} good result(s) have a reservation, such as a throttled GPU: see dtbench show"
         )
-    for title, facts_of in _FACTS.items():
-        old, fresh = _facts(base, facts_of), _facts(new, facts_of)
-        if len(old | fresh) > 1:
-            notes.append(f"{title}: {_listed(old)} in base, {_listed(fresh)} in new")
-    notes += _environment_notes(base, new)
+    names = sorted({name for run in [*base, *new] for name in run.header.env})
+    old, fresh = ([_facts(run.header, names) for run in side] for side in (base, new))
+    for title in dict.fromkeys(title for facts in [*old, *fresh] for title in facts):
+        sides = [frozenset(facts[title] for facts in side) for side in (old, fresh)]
+        if len(sides[0] | sides[1]) > 1:
+            notes.append(f"{title}: {_listed(sides[0])} in base, {_listed(sides[1])} in new")
     return notes
-
-
-def _facts(runs: Sequence[Run], facts_of: Callable[[Header], str]) -> frozenset[str]:
-    return frozenset(facts_of(run.header) for run in runs)
 
 
 def _listed(facts: frozenset[str]) -> str:
@@ -250,60 +230,19 @@ def _listed(facts: frozenset[str]) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def _environment_notes(base: Sequence[Run], new: Sequence[Run]) -> list[str]:
-    names = sorted({name for run in [*base, *new] for name in run.header.env})
-    notes: list[str] = []
-    for name in names:
-        sides = [frozenset(str(run.header.env.get(name, "unset")) for run in side) for side in (base, new)]
-        if len(sides[0] | sides[1]) > 1:
-            notes.append(f"{name} differs: {_listed(sides[0])} in base, {_listed(sides[1])} in new")
-    return notes
-
-
-def _mesh(header: Header) -> str:
-    mesh = header.mesh
-    return ", ".join(f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True))
-
-
-def _versions(header: Header) -> str:
-    versions = header.versions
+def _facts(header: Header, variables: Sequence[str]) -> dict[str, str]:
+    """What should agree between two sides, or the difference may lie there."""
+    cpu, mesh, versions, dtypes = header.machine.cpu, header.mesh, header.versions, header.plan.get("dtypes")
+    cores = None if cpu.usable_cores is None else f"{cpu.usable_cores} cores"
     names = ("torch", "python", "backend", "nccl")
-    return ", ".join(f"{n} {versions[n]}" for n in names if versions.get(n))
-
-
-def _hosts(header: Header) -> str:
-    return ", ".join(sorted({str(r.host) for r in header.ranks}))
-
-
-def _cpu(header: Header) -> str:
-    cpu = header.machine.cpu
-    facts = (cpu.model, cpu.usable_cores, cpu.governor)
-    return ", ".join(
-        f"{fact} cores" if isinstance(fact, int) else str(fact) for fact in facts if fact is not None
-    )
-
-
-def _gpus(header: Header) -> str:
-    gpus = header.machine.gpus
-    return ", ".join(sorted({f"{gpu.name} at {gpu.power_limit_W} W" for gpu in gpus}))
-
-
-def _dtypes(header: Header) -> str:
-    dtypes = header.plan.get("dtypes")
-    return ", ".join(map(str, dtypes)) if isinstance(dtypes, list) else ""
-
-
-def _quick(header: Header) -> str:
-    return "--quick" if header.plan.get("quick") else "full"
-
-
-# What should agree between two sides, or the difference may lie there.
-_FACTS: dict[str, Callable[[Header], str]] = {
-    "the hosts differ": _hosts,
-    "the CPU differs": _cpu,
-    "the GPUs differ": _gpus,
-    "the versions differ": _versions,
-    "the mesh differs": _mesh,
-    "the dtypes differ": _dtypes,
-    "one side measured less": _quick,
-}
+    facts: dict[str, Iterable[object]] = {
+        "the hosts differ": sorted({str(r.host) for r in header.ranks}),
+        "the CPU differs": (cpu.model, cores, cpu.governor),
+        "the GPUs differ": sorted({f"{gpu.name} at {gpu.power_limit_W} W" for gpu in header.machine.gpus}),
+        "the versions differ": (f"{name} {versions[name]}" for name in names if versions.get(name)),
+        "the mesh differs": (f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True)),
+        "the dtypes differ": dtypes if isinstance(dtypes, list) else (),
+        "one side measured less": ("--quick" if header.plan.get("quick") else "full",),
+    }
+    facts |= {f"{name} differs": (header.env.get(name, "unset"),) for name in variables}
+    return {title: ", ".join(str(p) for p in parts if p is not None) for title, parts in facts.items()}

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from dtbench.errors import UnreadableRunError, UsageError
-from dtbench.files.read import BadFieldError, into, read_json, shown
+from dtbench.files.read import BadFieldError, into, read_json
 from dtbench.model import Result, Run
 
 # Worst first. An op has the worst verdict of its cases; what each means stands in the suite.
@@ -22,7 +23,6 @@ NOTHING = "n/a"
 FALLBACKS = "fallbacks"
 SUITE = "coverage"
 MODES = ("even", "uneven", "partial", "mesh2x2", "inplace", "out")
-_SCHEMA = 1
 MAX_BASELINE_BYTES = 64 * 2**20
 
 
@@ -46,54 +46,29 @@ def modes_of(results: Sequence[Result]) -> list[str]:
     return [m for m in MODES if m in found] + sorted(found.difference(MODES))
 
 
-@dataclass(frozen=True)
-class Summary:
-    """One impl in one mode: how many ops have which verdict. `cases`: how many cases each verdict has."""
-
-    mode: str
-    impl: str
-    ops: Mapping[str, int]
-    cases: Mapping[str, int]
-    by_fallback: int
-
-    @property
-    def tested(self) -> int:
-        return sum(count for verdict, count in self.ops.items() if verdict != NOTHING)
-
-    @property
-    def percent(self) -> float:
-        """Ops of which every case passes, of those tested."""
-        return 100 * self.ops.get("pass", 0) / self.tested if self.tested else 0.0
-
-
-def summaries(results: Sequence[Result]) -> list[Summary]:
-    """One per mode and impl."""
-    found = []
-    for mode in modes_of(results):
-        for impl in sorted({r.impl for r in results}):
-            own = [r for r in results if mode_of(r) == mode and r.impl == impl]
-            if not own:
-                continue
-            cases: Counter[str] = Counter()
-            for r in own:
-                cases.update({v: int(r.counters.get(v, 0)) for v in VERDICTS if r.counters.get(v)})
-            fallen = sum(1 for r in own if r.counters.get(FALLBACKS))
-            found.append(Summary(mode, impl, Counter(map(verdict_of, own)), cases, fallen))
-    return found
-
-
 def summary_rows(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    """(head, rows) of the table of `summaries`; verdicts that no op has are left out."""
-    found = summaries(results)
-    shown = [v for v in VERDICTS if any(s.ops.get(v) for s in found)]
+    """(head, rows) of a table with a row per mode and impl: ops and cases per verdict; verdicts that no op has are
+    left out. Fully pass are ops of which every case does.
+    """
+    groups = [
+        (mode, impl, own)
+        for mode in modes_of(results)
+        for impl in sorted({r.impl for r in results})
+        if (own := [r for r in results if mode_of(r) == mode and r.impl == impl])
+    ]
+    there = set(map(verdict_of, results))
+    shown = [v for v in VERDICTS if v in there]
     head = ["mode", "impl", "ops", "fully pass", *shown, NOTHING, "cases", "cases pass", "by fallback"]
     rows = []
-    for s in found:
-        total = sum(s.cases.values())
-        share = f"{100 * s.cases.get('pass', 0) / total:.1f}%" if total else "-"
-        counts = [str(s.ops.get(v, 0)) for v in (*shown, NOTHING)]
-        fallen = str(s.by_fallback) if s.impl == "core" else "-"
-        rows.append([s.mode, s.impl, str(s.tested), f"{s.percent:.1f}%", *counts, str(total), share, fallen])
+    for mode, impl, own in groups:
+        ops = Counter(map(verdict_of, own))
+        cases = {v: sum(int(r.counters.get(v, 0)) for r in own) for v in VERDICTS}
+        tested, total = len(own) - ops[NOTHING], sum(cases.values())
+        fully = f"{100 * ops['pass'] / tested if tested else 0:.1f}%"
+        share = f"{100 * cases['pass'] / total:.1f}%" if total else "-"
+        fallen = str(sum(1 for r in own if r.counters.get(FALLBACKS))) if impl == "core" else "-"
+        counts = [str(ops[v]) for v in (*shown, NOTHING)]
+        rows.append([mode, impl, str(tested), fully, *counts, str(total), share, fallen])
     return head, rows
 
 
@@ -127,9 +102,10 @@ def _origin(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         header = run.header
         plan = header.plan
-        words = [f"--impl {','.join(map(str, plan.get('impls') or []))}"] + (
-            ["--quick"] if plan.get("quick") else []
-        )
+        words = [
+            f"--impl {','.join(map(str, plan.get('impls') or []))}",
+            *["--quick"] * bool(plan.get("quick")),
+        ]
         words += [f"--{name} {value}" for name, value in (plan.get("options") or {}).items()]
         commit = str(header.git.commit or "unknown")[:12]
         lines.append(
@@ -169,6 +145,7 @@ class Baseline:
     torch: str
     options: Mapping[str, str]
     verdicts: Mapping[str, Mapping[str, str]]
+    schema: Literal[1] = 1
 
 
 def baseline_of(run: Run) -> Baseline:
@@ -188,7 +165,7 @@ def _caps(run: Run) -> dict[str, str]:
 
 def write_baseline(baseline: Baseline, path: Path) -> None:
     """As JSON with a line per op, which makes changes easy to read."""
-    head = json.dumps({"schema": _SCHEMA, "torch": baseline.torch, "options": dict(baseline.options)})
+    head = json.dumps({"schema": baseline.schema, "torch": baseline.torch, "options": dict(baseline.options)})
     ops = [f"  {json.dumps(op)}: {json.dumps(dict(modes))}" for op, modes in baseline.verdicts.items()]
     path.write_text(head[:-1] + ', "verdicts": {\n' + ",\n".join(ops) + "\n}}\n")
 
@@ -201,8 +178,6 @@ def read_baseline(path: Path) -> Baseline:
     """
     read = read_json(path, "what `coverage -o` writes", MAX_BASELINE_BYTES)
     try:
-        if read.get("schema") != _SCHEMA:
-            raise BadFieldError(f"schema is {shown(read.get('schema'))}, expected {_SCHEMA}")
         return into(read, Baseline)
     except BadFieldError as error:
         raise UnreadableRunError(
@@ -240,19 +215,13 @@ def became_worse(was: Baseline, now: Baseline) -> tuple[list[str], int]:
 # ---- results ----
 
 
-def verdict_results(runs: Iterable[Run]) -> list[Result]:
-    """The verdicts among the results.
+def merged(runs: Sequence[Run]) -> list[Result]:
+    """The verdicts of several runs, the last of each op, mode and impl.
 
     Raises:
         UsageError: there are none.
     """
-    found = [r for run in runs for r in run.results if has_verdicts(r)]
-    if not found:
+    last = {(r.name, mode_of(r), r.impl): r for run in runs for r in run.results if has_verdicts(r)}
+    if not last:
         raise UsageError("no verdicts in these runs: make some with `dtbench run coverage`")
-    return found
-
-
-def merged(runs: Sequence[Run]) -> list[Result]:
-    """The verdicts of several runs, the last of each op, mode and impl."""
-    last = {(r.name, mode_of(r), r.impl): r for r in verdict_results(runs)}
     return sorted(last.values(), key=lambda r: r.name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -22,36 +22,61 @@ from dtbench.fields import Positive, Whole
 from dtbench.files.read import BadFieldError, into, read_json
 from dtbench.model import Result, Run
 from dtbench.units import format_bandwidth, format_ratio, format_size
+from dtbench_core.cost.ring import busbw_factor
 
 MAX_BYTES = 16 * 2**20
 TABLE = Path(__file__).with_name("reference_systems.json")  # a link, which a wheel holds as a file
 # Between two published sizes the time is read off a line through them, if they are no further apart.
 _MAX_GAP = 4.0
-_WHOLE = ("broadcast", "reduce", "sendrecv")
 
 
-@dataclass(frozen=True)
-class System:
-    """One public system. points: collective -> ((bytes, seconds), ...), sizes rising."""
+class Collective(Struct, frozen=True):
+    """points: (bytes, microseconds)."""
+
+    points: tuple[tuple[Whole, Positive], ...]
+    source: str
+
+
+class System(Struct, frozen=True, kw_only=True):
+    """One public system."""
 
     name: str
     gpu: str
-    ranks: int
-    hosts: int
+    ranks: Whole
+    hosts: Whole
     link: str
-    note: str
-    points: Mapping[str, tuple[tuple[int, float], ...]]
-    sources: Mapping[str, str]
+    note: str = ""
+    collectives: dict[str, Collective]
 
     def busbw(self, collective: str, size_bytes: int) -> float | None:
         """Bus bandwidth at a size, bytes per second; None outside what was published."""
-        points = self.points.get(collective, ())
+        known = self.collectives.get(collective)
+        points = sorted(dict(known.points).items()) if known else []
         for (small, fast), (large, slow) in itertools.pairwise(points):
             if small <= size_bytes <= large and (large <= small * _MAX_GAP or size_bytes in (small, large)):
                 share = math.log(size_bytes / small) / math.log(large / small)
-                time: float = fast * (slow / fast) ** share
-                return size_bytes / time * factor(collective, self.ranks)
+                us: float = fast * (slow / fast) ** share
+                return size_bytes / (us * 1e-6) * busbw_factor(collective, self.ranks)
         return None
+
+
+class _Table(Struct, frozen=True):
+    kind: Literal["reference"]
+    schema: Literal[1]
+    systems: tuple[System, ...]
+
+
+def read_systems(path: Path = TABLE) -> tuple[System, ...]:
+    """The systems of the table that comes with dtbench, or of another.
+
+    Raises:
+        UnreadableRunError: there is none, or it is damaged.
+    """
+    made = read_json(path, "a reference table of dtbench", MAX_BYTES)
+    try:
+        return into(made, _Table).systems
+    except BadFieldError as error:
+        raise UnreadableRunError(f"the reference table {path} is damaged: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -69,10 +94,6 @@ class Row:
     @property
     def ratio(self) -> float:
         return self.run_Bps / self.reference_Bps
-
-    def to_json(self) -> dict[str, Any]:
-        """The row as a dict of JSON values."""
-        return {**vars(self), "ratio": self.ratio}
 
 
 @dataclass(frozen=True)
@@ -95,75 +116,16 @@ class ReferenceComparison:
             "exit_code": self.exit_code,
             "notes": list(self.notes),
             "systems": [
-                {"name": s.name, "link": s.link, "note": s.note, "sources": dict(s.sources)}
+                {
+                    "name": s.name,
+                    "link": s.link,
+                    "note": s.note,
+                    "sources": {name: of.source for name, of in s.collectives.items()},
+                }
                 for s in self.systems
             ],
-            "rows": [row.to_json() for row in self.rows],
+            "rows": [{**vars(row), "ratio": row.ratio} for row in self.rows],
         }
-
-
-def factor(collective: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md)."""
-    if collective == "all_reduce":
-        return 2 * (ranks - 1) / ranks
-    return 1.0 if collective in _WHOLE else (ranks - 1) / ranks
-
-
-# ---------------------------------------------------------------------------------------- the table
-
-
-class _Collective(Struct, frozen=True):
-    """points: (bytes, microseconds)."""
-
-    points: tuple[tuple[Whole, Positive], ...]
-    source: str
-
-
-class _Entry(Struct, frozen=True, kw_only=True):
-    name: str
-    gpu: str
-    ranks: Whole
-    hosts: Whole
-    link: str
-    note: str = ""
-    collectives: dict[str, _Collective]
-
-
-class _Table(Struct, frozen=True):
-    kind: Literal["reference"]
-    schema: Literal[1]
-    systems: tuple[_Entry, ...]
-
-
-def read_systems(path: Path | None = None) -> list[System]:
-    """The systems of the table that comes with dtbench, or of another.
-
-    Raises:
-        UnreadableRunError: there is none, or it is damaged.
-    """
-    path = path or TABLE
-    made = read_json(path, "a reference table of dtbench", MAX_BYTES)
-    try:
-        return [_system(entry) for entry in into(made, _Table).systems]
-    except BadFieldError as error:
-        raise UnreadableRunError(f"the reference table {path} is damaged: {error}") from error
-
-
-def _system(entry: _Entry) -> System:
-    collectives = entry.collectives.items()
-    return System(
-        name=entry.name,
-        gpu=entry.gpu,
-        ranks=entry.ranks,
-        hosts=entry.hosts,
-        link=entry.link,
-        note=entry.note,
-        points={
-            name: tuple((size, us * 1e-6) for size, us in sorted(dict(of.points).items()))
-            for name, of in collectives
-        },
-        sources={name: of.source for name, of in collectives},
-    )
 
 
 # ----------------------------------------------------------------------------------------- comparing
@@ -220,15 +182,11 @@ def _groups(run: Run) -> Iterator[tuple[str, int, int | None]]:
     names, shape = header.mesh.dim_names, header.mesh.shape
     hosts = {rank.rank: rank.host for rank in header.ranks if rank.host}
     measured = {r.params.get("mesh_dim") for r in run.ok("collectives")}
-    inside = 1
-    strides = {}
-    for name, size in zip(reversed(names), reversed(shape), strict=True):
-        strides[name] = inside
-        inside *= size
-    for name, size in zip(names, shape, strict=True):
+    for at, (name, size) in enumerate(zip(names, shape, strict=True)):
         if name in measured and size > 1:
-            group = [rank * strides[name] for rank in range(min(size, len(hosts) + 1))]
-            known = size <= len(hosts) and all(rank in hosts for rank in group)
+            inside = math.prod(shape[at + 1 :])
+            group = range(0, size * inside, inside)
+            known = all(rank in hosts for rank in group)
             yield name, size, len({hosts[rank] for rank in group}) if known else None
 
 
@@ -281,7 +239,7 @@ def lines(comparison: ReferenceComparison) -> Iterator[str]:
         mine = [row for row in comparison.rows if row.system == system.name]
         yield f"{system.name} ({system.link})" + (f", {system.note}" if system.note else "")
         for name in dict.fromkeys(row.collective for row in mine):
-            yield f"  {name}, from {system.sources[name]}"
+            yield f"  {name}, from {system.collectives[name].source}"
             for row in (row for row in mine if row.collective == name):
                 yield (
                     f"    {row.dtype:>9} {format_size(row.size_bytes):>14}  {format_bandwidth(row.run_Bps):>11}  "

@@ -225,10 +225,9 @@ def test_the_table_of_public_systems_is_sound() -> None:
     ):
         assert any(s.gpu == gpu and s.ranks == ranks for s in systems), gpu
     for system in systems:
-        assert system.points.keys() == system.sources.keys() and all(system.sources.values())
-        for name, points in system.points.items():
-            assert len(points) >= 2, (system.name, name)
-            for size, _ in points:
+        for name, known in system.collectives.items():
+            assert known.source and len(known.points) >= 2, (system.name, name)
+            for size, _ in known.points:
                 busbw = system.busbw(name, size)
                 assert busbw is not None and 1e5 < busbw < 1e12, (system.name, name, size)
     # A figure of a source, by hand: 8 GiB in 31294 us, seven quarters of it on the bus.

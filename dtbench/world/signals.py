@@ -38,7 +38,7 @@ def refuse_if_ending() -> None:
 
 
 def how_ended(code: int) -> str:
-    """`died of SIGKILL` or `ended with exit code 3`, from a process's return code."""
+    """`died of SIGKILL` or `ended with exit code 3`, from a process's return code (negative: a signal's number)."""
     if code >= 0:
         return f"ended with exit code {code}"
     with suppress(ValueError):

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dtbench.errors import ArmError, UsageError
+from dtbench.errors import ArmError, UsageError, last_line
 from dtbench.judge.gate.benchmark import Selection
 
 _GIT_TIMEOUT_S = 300.0
@@ -236,7 +236,7 @@ def _worktree(commit: str, folder: Path) -> Iterator[Path]:
     top = repository()
     done = _git("worktree", "add", "--detach", "--force", str(folder), commit, cwd=top)
     if done.returncode != 0:
-        raise ArmError(f"git cannot check out {commit[:12]}: {_last_line(done.stderr)}")
+        raise ArmError(f"git cannot check out {commit[:12]}: {last_line(done.stderr)}")
     try:
         yield folder
     finally:
@@ -306,7 +306,7 @@ def _environment(wanted: Sequence[str]) -> str:
         done = _ran(command, _INSTALL_TIMEOUT_S, f"the environment {folder} cannot be made")
         if done.returncode != 0:
             raise ArmError(
-                f"the environment of the revision cannot be made: {_last_line(done.stderr or done.stdout)}; "
+                f"the environment of the revision cannot be made: {last_line(done.stderr or done.stdout)}; "
                 f"install what it requires here ({', '.join(wanted)}), or see to the network"
             )
     (folder / "complete").touch()
@@ -331,12 +331,7 @@ def _probe(text: str, python: str, path: Sequence[str]) -> tuple[str, str, int]:
         version, torch, gpus = json.loads(done.stdout.strip().splitlines()[-1])
     except (ValueError, IndexError) as error:
         raise ArmError(
-            f"{text}: {python} cannot run the harness: {_last_line(done.stderr)}; expected Python 3.11 or newer "
+            f"{text}: {python} cannot run the harness: {last_line(done.stderr)}; expected Python 3.11 or newer "
             "with torch and dtbench's other requirements"
         ) from error
     return str(version), str(torch), int(gpus)
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:400] if lines else "it said nothing"

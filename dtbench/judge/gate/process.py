@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from dtbench.errors import last_line
 from dtbench.judge.gate.arms import Arm
 from dtbench.judge.gate.loader import ENDED, GO, MESSAGE, PID, READY, ask
+from dtbench.world.signals import how_ended
 
 # What belongs to the job that the gate runs in, not to a launch.
 _LEFT_OUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -292,10 +294,4 @@ def _for_loading(arm: Arm) -> dict[str, str]:
 
 def _how(code: int, log: Path) -> str:
     """How a process ended, and the last line it said."""
-    how = f"the launch ended with exit code {code}"
-    if code < 0:
-        how = f"the launch died of signal {-code}"
-        with contextlib.suppress(ValueError):
-            how = f"the launch died of {signal.Signals(-code).name}"
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"{how}: {lines[-1][:300]}" if lines else how
+    return f"the launch {how_ended(code)}: {last_line(log.read_text(errors='replace'))}"

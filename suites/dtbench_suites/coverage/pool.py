@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
-import signal
 import tempfile
 import threading
 import time
@@ -19,13 +18,16 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from dtbench.errors import last_line
 from dtbench.model import Result
+from dtbench.world.signals import how_ended
 from dtbench_suites.coverage.verdicts import RANKS, Case, Job, summarize
 
 # The slowest op takes some seconds for all its cases on a core of its own, and starting ten; a busy
 # machine takes many times as long.
 OP_TIMEOUT_S = 300.0
 _START_TIMEOUT_S = 300.0
+_LATE = "took too long"
 # torch keeps what it worked out per shape without a bound: after so many ops a process has some 500 MB.
 _OPS_PER_WORKER = 400
 
@@ -93,7 +95,7 @@ class _Worker:
         self.judged = 0
         live.append(self)
         if how := self._read([], _START_TIMEOUT_S)[1]:
-            message = f"a worker did not start ({how}): {self._last_words()}"
+            message = f"a worker did not start, it {how}: {self._last_words()}"
             self.end()
             raise WorkerFailedError(message)
 
@@ -105,8 +107,8 @@ class _Worker:
         cases: list[Case] = []
         fallbacks, how = self._read(cases, timeout_s)
         if how:
-            verdict, reason = "error", f"the process died ({how}): {self._last_words()}"
-            if how == "timeout":
+            verdict, reason = "error", f"the process {how}: {self._last_words()}"
+            if how == _LATE:
                 computed_s = self._cpu_s() - before_s
                 verdict = "error" if computed_s > timeout_s / 10 else "hang"
                 reason = f"no answer within {timeout_s:.0f} s, of which it computed {computed_s:.0f} s"
@@ -125,9 +127,8 @@ class _Worker:
                 cases.append(answer)
         except (EOFError, OSError):  # OSError: killed in the middle of an answer
             self.process.join()
-            code = self.process.exitcode or 0
-            return 0, signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return 0, "timeout"
+            return 0, how_ended(self.process.exitcode or 0)
+        return 0, _LATE
 
     def _cpu_s(self) -> float:
         """The process' time on a core so far, all threads together."""
@@ -139,8 +140,7 @@ class _Worker:
 
     def _last_words(self) -> str:
         self._said.seek(0)
-        lines = [line.strip() for line in self._said.read().splitlines() if line.strip()]
-        return lines[-1][:200] if lines else "it said nothing"
+        return last_line(self._said.read())
 
     def end(self) -> None:
         """Kills the process, which has nothing to lose, and lets go of it."""
