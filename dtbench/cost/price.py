@@ -22,19 +22,23 @@ MAX_HALF_WIDTH = 20.0  # a factor of e^20 says that nothing is known, and can be
 
 @dataclass(frozen=True)
 class Price:
-    """Microseconds; low and high: 90 % interval of what one new launch would measure.
+    """Microseconds; low and high: 90 % interval of what one new launch would measure, where both factors are 1.
 
-    beyond: how far outside the measured sizes, as a factor; 1 inside.
+    size_factor: how far the size lies outside the measured ones; 1 inside.
+    ranks_factor: ranks / measured ranks.
+    by_formula: the collective was not measured on this dim; torch's ring formula with the dim's constants.
     """
 
     time_us: float
     low_us: float
     high_us: float
-    beyond: float = 1.0
+    size_factor: float = 1.0
+    ranks_factor: float = 1.0
+    by_formula: bool = False
 
     @property
     def extrapolated(self) -> bool:
-        return self.beyond > 1
+        return self.size_factor > 1 or self.ranks_factor != 1 or self.by_formula
 
 
 def price(curve: Mapping[str, Any], size_bytes: float) -> Price:
@@ -66,10 +70,12 @@ def times_of(curve: Mapping[str, Any], column: str = "time_us") -> Curve:
     return Curve(tuple(row["size_bytes"] for row in table), tuple(row[column] for row in table))
 
 
-def around(time_us: float, half_width: float, beyond: float) -> Price:
+def around(
+    time_us: float, half_width: float, size_factor: float, ranks_factor: float = 1.0, by_formula: bool = False
+) -> Price:
     """A price whose interval reaches so far to either side, in the logarithm."""
     spread = math.exp(min(half_width, MAX_HALF_WIDTH))
-    return Price(time_us, time_us / spread, time_us * spread, beyond)
+    return Price(time_us, time_us / spread, time_us * spread, size_factor, ranks_factor, by_formula)
 
 
 def ring_us(collective: str, size_bytes: float, ranks: int, constants: Mapping[str, Any]) -> float:

@@ -42,17 +42,15 @@ def import_logs(
     for log in logs:
         checks.check(log, collective=collective, ranks=ranks)
     header, results = convert.to_run(logs, argv, mesh, dim)
-    writer = RunWriter.create(output, header)
-    try:
-        for result in results:
-            writer.append(result)
-        writer.end()
-    except BaseException:
-        with contextlib.suppress(OSError):
-            output.unlink()
-        raise
-    finally:
-        writer.close()
+    with RunWriter.create(output, header) as writer:
+        try:
+            for result in results:
+                writer.append(result)
+            writer.end()
+        except BaseException:
+            with contextlib.suppress(OSError):
+                output.unlink()
+            raise
     lines = [line for log in logs for line in report(log)] + [_total(results, output)]
     flagged = any(r.status in ("failed", "wrong") for r in results) or any(log.failures for log in logs)
     return EXIT_CASE_FAILED if flagged else EXIT_OK, lines

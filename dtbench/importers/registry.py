@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from dtbench.errors import UnreadableRunError, UsageError
@@ -14,16 +14,9 @@ from dtbench.importers.model import Log
 # Logs with NCCL_DEBUG=INFO of a thousand ranks have some 100 MB.
 MAX_FILE_BYTES = 512 * 2**20
 
-Applies = Callable[[str], bool]
-Read = Callable[[str, Log], None]
-
 # JSON is tried first and alone; of the texts a log may hold several.
-TEXTS: dict[str, tuple[Applies, Read]] = {
-    "nccl-tests text": (nccl_text.applies, nccl_text.read),
-    "DeepSpeed": (deepspeed.applies, deepspeed.read),
-    "OSU": (osu.applies, osu.read),
-    "ml-engineering": (ml_engineering.applies, ml_engineering.read),
-}
+JSON = {"rccl-tests JSON": rccl_json, "nccl-tests JSON": nccl_json}
+TEXTS = {"nccl-tests text": nccl_text, "DeepSpeed": deepspeed, "OSU": osu, "ml-engineering": ml_engineering}
 EXPECTED = "the output of nccl-tests or rccl-tests (text or JSON), DeepSpeed, OSU or ml-engineering"
 
 
@@ -52,17 +45,10 @@ def parse(data: bytes, name: str) -> Log:
     """
     text = data.decode("utf-8-sig", "replace")
     log = Log(name, hashlib.sha256(data).hexdigest())
-    if rccl_json.applies(text):
-        log.format = "rccl-tests JSON"
-        rccl_json.read(text, log)
-        return log
-    if nccl_json.applies(text):
-        log.format = "nccl-tests JSON"
-        nccl_json.read(text, log)
-        return log
-    found = [title for title, (applies, _) in TEXTS.items() if applies(text)]
+    found = [title for title, reader in JSON.items() if reader.applies(text)][:1]
+    found = found or [title for title, reader in TEXTS.items() if reader.applies(text)]
     for title in found:
-        TEXTS[title][1](text, log)
+        (JSON | TEXTS)[title].read(text, log)
     if not found:
         raise UnreadableRunError(f"{name} holds no table of a benchmark that is known: expected {EXPECTED}")
     log.format = " and ".join(found)

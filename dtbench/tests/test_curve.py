@@ -36,7 +36,7 @@ def test_between_rows_time_is_linear_in_size() -> None:
 def test_above_the_table_its_last_factor_of_four_goes_on() -> None:
     got = price(of(SIZES, TIMES), MIB)
     assert got.time_us == pytest.approx(950 + (MIB - 256 * KIB) * (950 - 310) / (192 * KIB))
-    assert got.extrapolated and got.beyond == 4
+    assert got.extrapolated and got.size_factor == 4
     # A row within the last factor of four does not make the slope: one step is at the mercy of noise.
     noisy = of([KIB, 64 * KIB, 255 * KIB, 256 * KIB], [100.0, 310.0, 700.0, 950.0])
     assert price(noisy, MIB).time_us == pytest.approx(got.time_us)
@@ -53,7 +53,7 @@ def test_above_the_table_time_never_grows_faster_than_size() -> None:
 def test_below_the_table_its_first_factor_of_four_goes_on() -> None:
     curve = of(SIZES[1:], TIMES[1:])
     assert price(curve, KIB).time_us == pytest.approx(110 - 3 * KIB * (150 - 110) / (12 * KIB))
-    assert price(curve, KIB).beyond == 4
+    assert price(curve, KIB).size_factor == 4
     # But not below the share of the first row's time.
     steep = of([MIB, 4 * MIB], [100.0, 1000.0])
     assert price(steep, 256 * KIB).time_us == pytest.approx(25.0)

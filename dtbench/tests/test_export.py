@@ -495,7 +495,6 @@ def test_topologies_that_torch_cannot_express_are_refused() -> None:
     dim = made_dim("tp", 8, 1.0, 1.0)
     for topology, said in (
         (made_topology(dim) | {"base_latency_us": 3.0}, "base latency of 3 us"),
-        (made_topology(dim, dim), "each name once"),
         (made_topology(), "no mesh dim"),
     ):
         with pytest.raises(UsageError, match=said):

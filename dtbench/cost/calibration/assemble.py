@@ -87,10 +87,7 @@ def calibrate_dim(dim: Measured) -> dict[str, Any]:
     """One entry of the topology's `dims`, of a dim that `why_left_out` gives no reason against."""
     ring = [(name, p) for name in RING_COLLECTIVES if name in dim.collectives for p in _of(dim, name)]
     names, points = [name for name, _ in ring], [p for _, p in ring]
-    sizes, measured = (
-        np.array([float(p.size_bytes) for p in points]),
-        np.array([p.measured_us for p in points]),
-    )
+    sizes, measured = np.array([(float(p.size_bytes), p.measured_us) for p in points]).T
     line = fit_ring(names, sizes, dim.ranks, measured)
     constants = {"bandwidth_GiBps": 1 / line.slope, "latency_us_per_hop": line.intercept}
     launches = {launch for point in points for launch in point.launches}
@@ -185,16 +182,12 @@ def _end(series: Series, sizes: Array, measured: Array) -> dict[str, Any]:
 
 def _line(series: Series, sizes: Array, measured: Array) -> dict[str, Any]:
     """The line's fields; None where a single size leaves it open."""
-    names = (
-        "alpha_us",
-        "beta_GiBps",
-        "alpha_interval",
-        "beta_interval",
-        "geometric_mean_ratio",
-        "worst_ratio",
-    )
     if len(sizes) < 2:
-        return {**dict.fromkeys(names), "beta_is_lower_bound": False}
+        names = ("alpha_us", "beta_GiBps", "alpha_interval", "beta_interval")
+        return {
+            **dict.fromkeys((*names, "geometric_mean_ratio", "worst_ratio")),
+            "beta_is_lower_bound": False,
+        }
 
     def fit(times_us: Array) -> tuple[float, float]:
         line = fit_curve(sizes, times_us)
@@ -239,12 +232,8 @@ def _builtin(layout: Mapping[str, Any], residuals: Mapping[str, Any], ranks: int
     if link is None:
         return None
     ring = Ring(ranks, *link)
-    logs = np.log(
-        [
-            ring.collective_us(p["collective"], p["size_bytes"]) * 1e-6 / p["measured_s"]
-            for p in residuals["points"]
-        ]
-    )
+    predicted = ((ring.collective_us(p["collective"], p["size_bytes"]), p) for p in residuals["points"])
+    logs = np.log([us * 1e-6 / p["measured_s"] for us, p in predicted])
     return {
         "bandwidth_GiBps": link.bandwidth,
         "latency_us_per_hop": link.latency_us,

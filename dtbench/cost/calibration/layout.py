@@ -35,13 +35,8 @@ def layout_of_dim(found: DimLayout | None, slowest_over_fastest: float) -> tuple
         )
     if found is None or found.hosts_per_group is None:
         warnings.append("the run does not say on which host each rank was: no built-in constants beside")
-        kind = "mixed" if mixed else None
-        return {
-            "kind": kind,
-            "hosts_per_group": None,
-            "ranks_per_host": None,
-            "groups_per_host_pair": None,
-        }, warnings
+        unknown = dict.fromkeys(("hosts_per_group", "ranks_per_host", "groups_per_host_pair"))
+        return {"kind": "mixed" if mixed else None, **unknown}, warnings
     least, most = found.hosts_per_group
     if least < most:
         mixed = True

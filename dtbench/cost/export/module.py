@@ -94,13 +94,10 @@ def literal(value: object) -> str:
 
 
 def _check(topology: Mapping[str, Any]) -> None:
-    names = [dim["name"] for dim in topology["dims"]]
-    if not names:
+    if not topology["dims"]:
         raise UsageError(
             "the topology holds no mesh dim, expected at least one: calibrate from a run with collectives"
         )
-    if len(set(names)) < len(names):
-        raise UsageError(f"the topology holds the mesh dims {', '.join(names)}, expected each name once")
     base = topology["base_latency_us"]
     if not math.isclose(base, BASE_LATENCY_US):
         raise UsageError(

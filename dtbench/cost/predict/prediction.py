@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtbench.cost.predict.models import Model
-from dtbench.cost.predict.prices import Estimate, estimate
+from dtbench.cost.predict.prices import estimate
 from dtbench.cost.predict.shardings import (
     DDP,
     FSDP,
@@ -22,6 +22,7 @@ from dtbench.cost.predict.shardings import (
     data_calls,
     tensor_calls,
 )
+from dtbench.cost.price import Price
 from dtbench.errors import UsageError
 from dtbench_core.cost.ring import busbw_factor
 
@@ -49,7 +50,7 @@ class Priced:
 
     call: Call
     ranks: int
-    one: Estimate
+    one: Price
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,9 @@ class Total:
     high_us: float
 
     @classmethod
-    def of(cls, priced: Iterable[tuple[int, Estimate]]) -> Total:
-        pairs = list(priced)
-        return cls(
-            sum(count * one.time_us for count, one in pairs),
-            sum(count * one.low_us for count, one in pairs),
-            sum(count * one.high_us for count, one in pairs),
-        )
+    def of(cls, priced: Iterable[tuple[int, Price]]) -> Total:
+        terms = [[count * us for us in (one.time_us, one.low_us, one.high_us)] for count, one in priced]
+        return cls(*map(sum, zip(*terms, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -113,8 +110,9 @@ def predict(topology: Mapping[str, Any], setup: Setup) -> Prediction:
     by_scheme = dict(_schemes(training, roles))
     priced = {
         scheme: [
-            Priced(call, ranks[call.mesh_dim], _price(dims[call.mesh_dim], call, ranks[call.mesh_dim]))
+            Priced(call, n, estimate(dims[call.mesh_dim], call.collective, n, call.size_bytes))
             for call in calls
+            for n in (ranks[call.mesh_dim],)
         ]
         for scheme, calls in by_scheme.items()
     }
@@ -131,16 +129,12 @@ def predict(topology: Mapping[str, Any], setup: Setup) -> Prediction:
     )
 
 
-def _price(dim: Mapping[str, Any], call: Call, ranks: int) -> Estimate:
-    return estimate(dim, call.collective, ranks, call.size_bytes)
-
-
 # -------------------------------------------------------------------------------------- mesh dims
 
 
 def _measured(topology: Mapping[str, Any], setup: Setup, name: str) -> Mapping[str, Any]:
     """The topology's dim that stands for a dim of the mesh."""
-    held = {dim["name"]: dim for dim in topology["dims"]}
+    held: dict[str, Mapping[str, Any]] = {dim["name"]: dim for dim in topology["dims"]}
     wanted = setup.measured_as.get(name, name)
     if wanted not in held:
         listed = ", ".join(f"{dim['name']}={dim['ranks']}" for dim in topology["dims"]) or "none"
@@ -148,8 +142,7 @@ def _measured(topology: Mapping[str, Any], setup: Setup, name: str) -> Mapping[s
             f"the mesh dim {name} is to be priced as {wanted}, the topology holds {listed}: "
             f"give --map {name}=NAME with one of these"
         )
-    made: Mapping[str, Any] = held[wanted]
-    return made
+    return held[wanted]
 
 
 def _roles(setup: Setup) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from dtbench.cost.predict.prediction import Prediction, Priced, Total
-from dtbench.cost.predict.prices import Estimate
+from dtbench.cost.price import Price
 from dtbench.terminal import as_text, new_console, new_table, print_json, print_line, print_table
 from dtbench.units import format_bytes, format_seconds, significant
 
@@ -42,23 +42,12 @@ def _print_collectives(console: Console, title: str, priced: list[Priced]) -> No
     table.add_column("beyond what was measured")
     for p in priced:
         call = p.call
-        table.add_row(
-            *(
-                as_text(cell)
-                for cell in (
-                    call.scheme,
-                    call.phase,
-                    call.what,
-                    call.collective,
-                    f"{call.mesh_dim}={p.ranks}",
-                    str(call.count),
-                    format_bytes(call.size_bytes),
-                    format_seconds(p.one.time_us * 1e-6),
-                    _interval(p.one),
-                    _beyond(p.one),
-                )
-            )
+        cells = (
+            *(call.scheme, call.phase, call.what, call.collective, f"{call.mesh_dim}={p.ranks}"),
+            *(str(call.count), format_bytes(call.size_bytes), format_seconds(p.one.time_us * 1e-6)),
+            *(_interval(p.one), _beyond(p.one)),
         )
+        table.add_row(*map(as_text, cells))
     print_line(console, "")
     print_line(console, title)
     print_table(console, table)
@@ -100,13 +89,8 @@ def to_json(prediction: Prediction) -> dict[str, Any]:
         "reduce_dtype": setup.reduce_dtype,
         "collectives": [
             dataclasses.asdict(p.call)
-            | {
-                "ranks": p.ranks,
-                **_times(p.one),
-                "size_factor": p.one.size_factor,
-                "ranks_factor": p.one.ranks_factor,
-                "by_formula": p.one.by_formula,
-            }
+            | {"ranks": p.ranks, **_times(p.one)}
+            | {name: getattr(p.one, name) for name in ("size_factor", "ranks_factor", "by_formula")}
             for p in prediction.collectives
         ],
         "variants": [
@@ -124,17 +108,17 @@ def to_json(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def _times(of: Total | Estimate) -> dict[str, float]:
+def _times(of: Total | Price) -> dict[str, float]:
     return {"time_s": of.time_us * 1e-6, "low_s": of.low_us * 1e-6, "high_s": of.high_us * 1e-6}
 
 
-def _interval(of: Total | Estimate) -> str:
+def _interval(of: Total | Price) -> str:
     if of.high_us > NOT_KNOWN**2 * of.low_us:
         return f"unknown within {NOT_KNOWN}x"
     return f"{format_seconds(of.low_us * 1e-6)} .. {format_seconds(of.high_us * 1e-6)}"
 
 
-def _beyond(one: Estimate) -> str:
+def _beyond(one: Price) -> str:
     parts = []
     if one.by_formula:
         parts.append("by formula")
