@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dtbench.profile.spans import Overhead, Span, from_brackets
+from dtbench_core.interop import stages
 
 KIND = "counter"
 # Brackets per calibration: the quickest of some rounds of it agree within nanoseconds.
@@ -17,11 +18,8 @@ class Counters:
     """Records calls of one workload. Made once: finding what to put stopwatches around takes milliseconds."""
 
     def __init__(self, run: Callable[[], object], before: Callable[[], None] | None) -> None:
-        from dtbench_core.interop import stages
-
         self._watch = stages.Watch()
         self._timed = stages.stopwatch(run, "entry", self._watch.log)
-        self._names = stages.NAMES
         self._before = before
 
     def calls(self, warmup: int, calls: int) -> list[Span]:
@@ -34,14 +32,12 @@ class Counters:
                 log.clear()
                 self._timed()
                 if number >= warmup:
-                    roots += from_brackets(log, self._names, KIND)
+                    roots += from_brackets(log, stages.NAMES, KIND)
         return roots
 
 
 def bracket_overhead() -> Overhead:
     """What one bracket of the counters costs here and now."""
-    from dtbench_core.interop import stages
-
     log: list[int] = []
 
     def nothing(*args: Any, **kwargs: Any) -> None:
@@ -62,10 +58,3 @@ def _per_call_ns(function: Callable[..., Any]) -> float:
         for statement in ("f(1, 2, 3)", "pass")
     )
     return max(full - empty, 0.0) / _CALIBRATION_CALLS * 1e9
-
-
-def bookkeeping() -> str:
-    """The name of the counters' own work among the spans."""
-    from dtbench_core.interop import stages
-
-    return stages.BOOKKEEPING

@@ -7,8 +7,9 @@ one case share their scale, so that their lengths compare.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +37,24 @@ class Graph:
     label: str
     folded: Mapping[tuple[str, ...], float]
 
-
-@dataclass
-class _Frame:
-    ns: float = 0.0
-    children: dict[str, _Frame] = field(default_factory=dict)
+    @property
+    def ns(self) -> float:
+        return sum(self.folded.values())
 
 
 def draw(graphs: Sequence[Graph], title: str) -> str:
     """The SVG text of the graphs, one below the other."""
     longest: dict[str, float] = {}
-    trees = [(graph, _tree(graph.folded)) for graph in graphs]
-    for graph, tree in trees:
-        longest[graph.case] = max(longest.get(graph.case, 0.0), tree.ns)
+    for graph in graphs:
+        longest[graph.case] = max(longest.get(graph.case, 0.0), graph.ns)
     y, shown = float(_TOP_PX), []
     left_out = 0
     boxes_left = MOST_BOXES
-    for graph, tree in trees:
-        boxes, skipped = _boxes(tree, y + 8, longest[graph.case], boxes_left)
+    for graph in graphs:
+        boxes, skipped = _boxes(graph, y + 8, longest[graph.case], boxes_left)
         boxes_left -= len(boxes)
         left_out += skipped
-        text = f"{graph.label}: {format_seconds(tree.ns * 1e-9)} per call"
+        text = f"{graph.label}: {format_seconds(graph.ns * 1e-9)} per call"
         shown.append({"label": _visible(text), "y": y, "boxes": boxes})
         y = max((box["y"] for box in boxes), default=y) + ROW_PX + 30
     note = "Width is time per call, a frame's own and what it called; the cost of recording is taken off."
@@ -86,47 +84,36 @@ def _visible(text: str) -> str:
     return _FORBIDDEN.sub("\ufffd", text)[:_MOST_NAME]
 
 
-def _tree(folded: Mapping[tuple[str, ...], float]) -> _Frame:
-    """Frames with their times, own and below; the outermost are the children of the one given."""
-    root = _Frame()
-    for stack, ns in folded.items():
-        frame = root
-        frame.ns += ns
-        for name in stack:
-            frame = frame.children.setdefault(name, _Frame())
-            frame.ns += ns
-    return root
-
-
-def _boxes(root: _Frame, top: float, scale_ns: float, most: int) -> tuple[list[dict[str, Any]], int]:
+def _boxes(graph: Graph, top: float, scale_ns: float, most: int) -> tuple[list[dict[str, Any]], int]:
     """(what is drawn, how many frames are not)."""
+    times: defaultdict[tuple[str, ...], float] = defaultdict(float)  # with all that a frame called
+    for stack, ns in graph.folded.items():
+        for depth in range(1, len(stack) + 1):
+            times[stack[:depth]] += ns
+    px = (WIDTH_PX - 2 * MARGIN_PX) / scale_ns if scale_ns > 0 else 0.0
     boxes: list[dict[str, Any]] = []
     skipped = 0
-    px = (WIDTH_PX - 2 * MARGIN_PX) / scale_ns if scale_ns > 0 else 0.0
-    level = [(root, float(MARGIN_PX))]
-    depth = 0
-    while level:
-        below = []
-        for parent, left in level:
-            for name, frame in parent.children.items():
-                width = frame.ns * px
-                if width < _LEAST_PX or len(boxes) >= most:
-                    skipped += 1
-                else:
-                    figures = f"{format_seconds(frame.ns * 1e-9)} per call, {frame.ns / root.ns:.1%}"
-                    boxes.append(
-                        {
-                            "kind": _kind_of(name),
-                            "tip": f"{_visible(name)}\n{figures}",
-                            "text": _fitting(_visible(name), width),
-                            "x": round(left, 2),
-                            "y": top + depth * ROW_PX,
-                            "width": round(width, 2),
-                        }
-                    )
-                    below.append((frame, left))
-                left += width
-        level, depth = below, depth + 1
+    free: dict[tuple[str, ...], float] = {(): MARGIN_PX}  # where a drawn frame's next child begins, px
+    for stack in sorted(times, key=len):
+        if stack[:-1] not in free:
+            continue  # its caller is too narrow
+        name, width, left = stack[-1], times[stack] * px, free[stack[:-1]]
+        free[stack[:-1]] += width
+        if width < _LEAST_PX or len(boxes) >= most:
+            skipped += 1
+            continue
+        free[stack] = left
+        figures = f"{format_seconds(times[stack] * 1e-9)} per call, {times[stack] / graph.ns:.1%}"
+        boxes.append(
+            {
+                "kind": _kind_of(name),
+                "tip": f"{_visible(name)}\n{figures}",
+                "text": _fitting(_visible(name), width),
+                "x": round(left, 2),
+                "y": top + (len(stack) - 1) * ROW_PX,
+                "width": round(width, 2),
+            }
+        )
     return boxes, skipped
 
 

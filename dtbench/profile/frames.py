@@ -11,6 +11,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
+from torch.profiler import ProfilerActivity, profile
+
 from dtbench.bench.clock import HostClock
 from dtbench.profile.spans import Overhead, Span
 
@@ -47,8 +50,6 @@ def recorded_calls(
 
 def _recorded(work: Callable[[], _T], name: str) -> tuple[_T, list[Span]]:
     """(what the work gives, the trees below every call of the function of that name, in the order of time)."""
-    from torch.profiler import ProfilerActivity, profile
-
     with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiler:
         result = work()
     kineto: Any = profiler.profiler
@@ -99,8 +100,6 @@ def _nothing() -> None:
 
 def frame_overheads() -> Mapping[str, Overhead]:
     """What recording one event of each kind costs here and now."""
-    import torch
-
     small = torch.zeros(1)
     negate = torch.neg
     python = _cost(_nothing, PYTHON)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dtbench.bench.measure import Subject, measure
 from dtbench.bench.options import Task
@@ -56,34 +56,25 @@ def _profile_calls(request: Request, tasks: Sequence[Task], device_type: str) ->
 
     count = f"{len(tasks)} case{'s' if len(tasks) > 1 else ''}"
     say(f"{count} to profile on {SIMULATED_RANKS} simulated ranks, into {request.folder}")
-    profiled = calls.Profiled()
+    profiled, effort = calls.Profiled(), calls.QUICK if request.options.quick else calls.FULL
     failed = False
     with simulated_world(device_of(device_type, 0)) as world:
         for task in tasks:
-            failed |= _profile_task(request, task, world, profiled)
+            floor_ns = None
+            for impl in sorted(task.impls, key=lambda name: name != calls.FLOOR):
+                subject = Subject(task.case, impl)
+                recording = calls.Recording(task.label, subject, effort, profiled, floor_ns)
+                measure([subject], world, recording)
+                floor_ns = recording.floor_ns
+                if subject.bad is not None:
+                    failed |= subject.bad[0] != "skipped"
+                    tell = say if subject.bad[0] == "skipped" else complain
+                    tell(f"{task.label} ({impl}): {', '.join(subject.bad)}")
     if not profiled.breakdowns:
         complain("nothing could be profiled: no profile was written")
         return EXIT_CASE_FAILED
     _write_calls(request, profiled)
     return EXIT_CASE_FAILED if failed else EXIT_OK
-
-
-def _profile_task(request: Request, task: Task, world: Any, profiled: Profiled) -> bool:
-    """Whether an impl of it failed."""
-    from dtbench.profile import calls
-
-    effort = calls.QUICK if request.options.quick else calls.FULL
-    failed, floor_ns = False, None
-    for impl in sorted(task.impls, key=lambda name: name != calls.FLOOR):
-        subject = Subject(task.case, impl)
-        recording = calls.Recording(task.label, subject, effort, profiled, floor_ns)
-        measure([subject], world, recording)
-        floor_ns = recording.floor_ns
-        if subject.bad is not None:
-            failed |= subject.bad[0] != "skipped"
-            tell = say if subject.bad[0] == "skipped" else complain
-            tell(f"{task.label} ({impl}): {', '.join(subject.bad)}")
-    return failed
 
 
 def _write_calls(request: Request, profiled: Profiled) -> None:

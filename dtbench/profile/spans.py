@@ -50,20 +50,15 @@ def from_brackets(log: Sequence[int], names: Sequence[str], kind: str) -> list[S
     Raises:
         ValueError: brackets that do not match.
     """
-    if len(log) % 2:
-        raise ValueError(f"a log of {len(log)} entries: expected pairs")
     top: list[Span] = []
     opened: list[Span] = []
-    at = 0
-    while at < len(log):
-        if opened and log[at + 1] == -1:
-            span = opened.pop()
-            span.end_ns = log[at]
+    for first, second in zip(log[::2], log[1::2], strict=True):
+        if second == -1:
+            opened.pop().end_ns = first
         else:
-            span = Span(names[log[at]], kind, log[at + 1], log[at + 1])
+            span = Span(names[first], kind, second, second)
             (opened[-1].children if opened else top).append(span)
             opened.append(span)
-        at += 2
     if opened:
         raise ValueError(f"{opened[-1].name} was entered and not left")
     return top

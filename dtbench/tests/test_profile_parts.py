@@ -162,7 +162,7 @@ def test_brackets_become_trees() -> None:
     assert (first.name, first.duration_ns, [c.duration_ns for c in first.children]) == ("a", 50, [10, 5])
     assert (second.name, second.duration_ns) == ("b", 10)
     for bad in (log[:-2], log[:3]):
-        with pytest.raises(ValueError, match=r"entered|pairs"):
+        with pytest.raises(ValueError, match=r"entered|shorter"):
             spans.from_brackets(bad, ("a", "b"), "counter")
 
 

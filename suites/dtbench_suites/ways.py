@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,15 +95,18 @@ def shared_bytes(
 # ------------------------------------------------------------------------------- the models that propose
 
 
-def proposers(dims: Dims, topology: Topology | None) -> list[MeshConstants]:
-    """Models whose favourites are measured: every guess of which mesh dims cross hosts, bytes alone, and
-    the measured topology where there is one."""
+def best_by_each(
+    dims: Dims, topology: Topology | None, priced: Callable[[MeshConstants], Iterable[tuple[float, Way]]]
+) -> list[Way]:
+    """The best few by every model, in the order of their first proposal: by every guess of which mesh dims cross
+    hosts, by bytes alone, and by the measured topology where there is one."""
     ranks = tuple(n for _, n in dims)
     guesses = [*itertools.product((INTRA_HOST, INTER_HOST), repeat=len(dims)), (BYTES_ALONE,) * len(dims)]
     infos = [MeshConstants.of_links(ranks, guess) for guess in guesses]
     if topology is not None:
         infos.append(topology.constants(dims))
-    return infos
+    best = (heapq.nsmallest(BEST_OF_EACH, priced(info), key=lambda one: one[0]) for info in infos)
+    return list(dict.fromkeys(way for of_one in best for _, way in of_one))
 
 
 def offline_mesh(dims: Dims) -> DeviceMesh:
@@ -126,17 +129,14 @@ def ways_between(
     *,
     together: bool,
 ) -> list[Way]:
-    """The best few by every model, in the order of their first proposal.
+    """Of a redistribution. together: with collectives over several mesh dims at once."""
 
-    together: with collectives over several mesh dims at once.
-    """
-    ways: dict[Way, None] = {}
-    for info in proposers(dims, topology):
+    def priced(info: MeshConstants) -> Iterator[tuple[float, Way]]:
         search = cost.Search(shape, itemsize, ours(src), ours(dst), info, together=together)
-        chains = search.every(LONGEST)
-        best = heapq.nsmallest(BEST_OF_EACH, chains, key=lambda chain: sum(step.us for step in chain))
-        ways.update(dict.fromkeys(Way((leg_of("x", shape, src, chain),)) for chain in best))
-    return list(ways)
+        for chain in search.every(LONGEST):
+            yield sum(step.us for step in chain), Way((leg_of("x", shape, src, chain),))
+
+    return best_by_each(dims, topology, priced)
 
 
 def leg_of(tensor: str, shape: tuple[int, ...], src: Placed, chain: Iterable[Transition]) -> Leg:
@@ -218,37 +218,28 @@ class Product:
 def ways_of_product(
     product: Product, itemsize: int, dims: Dims, topology: Topology | None, *, together: bool
 ) -> list[Way]:
-    """The best few by every model, each strategy with the chains that this model finds cheapest."""
-    ways: dict[Way, None] = {}
-    for info in proposers(dims, topology):
-        priced: list[tuple[float, int, Way]] = []
+    """Each strategy with the chains that a model finds cheapest."""
+
+    def priced(info: MeshConstants) -> Iterator[tuple[float, Way]]:
         for strategy in itertools.product(STRATEGIES, repeat=len(dims)):
-            legs = product_legs(product, strategy, itemsize, info, together)
-            if legs is not None:
-                us, way = legs
-                priced.append((us, len(priced), way))
-        ways.update(dict.fromkeys(way for _, _, way in heapq.nsmallest(BEST_OF_EACH, priced)))
-    return list(ways)
+            ends = {
+                "a": (product.a, tuple(a for a, _ in strategy)),
+                "b": (product.b, tuple(b for _, b in strategy)),
+                "out": (tuple(STRATEGIES[pair] for pair in strategy), product.out),
+            }
+            us, legs = 0.0, []
+            for tensor, (src, dst) in ends.items():
+                shape = product.shapes[tensor]
+                search = cost.Search(shape, itemsize, ours(src), ours(dst), info, together=together)
+                chain = search.cheapest()
+                if chain is None:
+                    break
+                us += sum(step.us for step in chain)
+                legs.append(leg_of(tensor, shape, src, chain))
+            else:
+                yield us, Way(tuple(legs))
 
-
-def product_legs(
-    product: Product, strategy: Sequence[tuple[str, str]], itemsize: int, info: MeshConstants, together: bool
-) -> tuple[float, Way] | None:
-    """(us, way) by the cheapest chains; None where a chain does not exist."""
-    ends = {
-        "a": (product.a, tuple(a for a, _ in strategy)),
-        "b": (product.b, tuple(b for _, b in strategy)),
-        "out": (tuple(STRATEGIES[pair] for pair in strategy), product.out),
-    }
-    us, legs = 0.0, []
-    for tensor, (src, dst) in ends.items():
-        shape = product.shapes[tensor]
-        chain = cost.Search(shape, itemsize, ours(src), ours(dst), info, together=together).cheapest()
-        if chain is None:
-            return None
-        us += sum(step.us for step in chain)
-        legs.append(leg_of(tensor, shape, src, chain))
-    return us, Way(tuple(legs))
+    return best_by_each(dims, topology, priced)
 
 
 def torch_product(product: Product, mesh: DeviceMesh, dtype: torch.dtype) -> Way:
