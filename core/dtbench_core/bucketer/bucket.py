@@ -57,10 +57,6 @@ class Outcome:
                     del result
 
     def end(self) -> None:
-        """
-        Raises:
-            Exception: the one that came up; an ExceptionGroup of several.
-        """
         if self.due:
             self.call()
         if len(self.errors) == 1:
@@ -107,10 +103,6 @@ class Reduction:
         return stored if self.dtype is None else self.dtype
 
     def check(self, stored: torch.dtype) -> None:
-        """
-        Raises:
-            BucketError: a reduction that inputs of this dtype cannot have.
-        """
         summed = self.dtype_of(stored)
         if self.op != "sum" and not (summed.is_floating_point or summed.is_complex):
             raise BucketError(
@@ -186,19 +178,11 @@ class Bucket:
         return len(self._flying)
 
     def teardown(self) -> None:
-        """Frees the buffers; the next input allocates them again.
-
-        Raises:
-            BucketError: inputs still wait for a flush.
-        """
+        """Frees the buffers; the next input allocates them again."""
         self.check_empty()
         self.pool.clear()
 
     def check_empty(self) -> None:
-        """
-        Raises:
-            BucketError: something still waits.
-        """
         if self._load or self._flying:
             raise BucketError(
                 f"Incorrect call of teardown: got it with {self.pending} inputs ({self.offset} elements per shard, "

@@ -35,9 +35,6 @@ def check_ranks_agree(
         why: what brings the collective about, such as a full bucket.
         shapes: of what each input leaves with a rank, in order.
         how: dtype and reduction.
-
-    Raises:
-        BucketError: on all ranks of the group, when any of these differs between them.
     """
     described = (why, how, [list(shape) for shape in shapes])
     digest = hashlib.blake2b(repr(described).encode(), digest_size=7).digest()

@@ -34,10 +34,6 @@ class Intake(NamedTuple):
 
 
 def check_group(group: object) -> None:
-    """
-    Raises:
-        BucketError: not a process group that this rank is part of.
-    """
     if not isinstance(group, ProcessGroup):
         raise BucketError(
             f"got {group!r} as the group, expected a process group that this rank belongs to: "
@@ -46,10 +42,6 @@ def check_group(group: object) -> None:
 
 
 def take_in(given: Tensor | Sequence[Tensor], group: ProcessGroup) -> Intake:
-    """
-    Raises:
-        BucketError: what cannot be reduced over `group`; see `ReduceScatterBucketer.reduce_scatter_async`.
-    """
     check_group(group)
     n = group.size()
     if isinstance(given, Wrapper):
@@ -173,11 +165,7 @@ def _rewrap(tensor: Wrapper, spec: DTensorSpec, placements: Placements) -> Calla
 
 
 def flattened(gradient: Tensor, parts: int) -> Tensor:
-    """(parts * k,) its elements in row-major order, then zeros; of a DTensor those of this rank.
-
-    Raises:
-        BucketError: a sparse gradient, or one that is still to be summed over its mesh.
-    """
+    """(parts * k,) its elements in row-major order, then zeros; of a DTensor those of this rank."""
     if isinstance(gradient, Wrapper):
         if gradient._spec.has_partial():
             raise BucketError(

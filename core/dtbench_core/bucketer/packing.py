@@ -173,11 +173,7 @@ class Held:
         self._versions += versions_of(given)
 
     def add_flat(self, tensor: Tensor, numel: int) -> None:
-        """As `add` of (n * k,), k > 0, with nothing asked.
-
-        Raises:
-            RuntimeError: an inference tensor, which counts no writes; nothing is taken in.
-        """
+        """As `add` of (n * k,), k > 0, with nothing asked."""
         self._versions.append(tensor._version)
         self._tensors.append(tensor)
         self.used += numel
@@ -224,10 +220,6 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def check_unchanged(inputs: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """
-    Raises:
-        BucketError: an input was written to since its version was noted, or its memory was freed.
-    """
     now = versions_of(inputs)
     plain = set(map(type, inputs)) <= {Tensor}  # others have no address
     if now == versions and not (plain and 0 in map(Tensor.data_ptr, inputs)):

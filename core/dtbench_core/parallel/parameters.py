@@ -28,12 +28,7 @@ def left_behind(module: nn.Module) -> list[str]:
 
 
 def check_parameters(style: str, module: nn.Module, names: Iterable[str]) -> None:
-    """Whether the parameters called `names` are there, and plain.
-
-    Raises:
-        UnsupportedModuleError: one is computed by a parametrization, or not made yet.
-        ArgumentError: one is a DTensor already.
-    """
+    """Refuses parameters that are computed, not made yet, or DTensors already."""
     kind = type(module).__name__
     for name in names:
         parameter = module._parameters.get(name)
@@ -52,11 +47,7 @@ def check_parameters(style: str, module: nn.Module, names: Iterable[str]) -> Non
 def place_parameter(
     module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None
 ) -> None:
-    """Puts the DTensor of a module's own parameter, if it has one, in its place.
-
-    Raises:
-        ArgumentError: it is tied to one that another style has placed otherwise.
-    """
+    """Puts the DTensor of a module's own parameter, if it has one, in its place."""
     original = module._parameters.get(name)
     if original is None:
         return

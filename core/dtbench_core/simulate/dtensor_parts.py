@@ -112,11 +112,7 @@ def of_rank(value: DTensorSpec) -> DTensorSpec:
 
 
 def _of_all(specs: Mapping[int, DTensorSpec], what: str) -> DTensorSpec:
-    """The one spec of which these are the ranks'.
-
-    Raises:
-        SimulationError: ranks that do not agree.
-    """
+    """The one spec of which these are the ranks'."""
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for rank, one in specs.items():
         key = (one.info.mesh, one.placements, tuple(one.shape), tuple(one.stride), one.dtype)

@@ -52,11 +52,7 @@ class Arrival(NamedTuple):
 
 
 def combine(arrival: Arrival, calls: list[Any]) -> None:
-    """Does the collective of which `arrival` is one call.
-
-    Raises:
-        SimulationError: the maths failed, as a reduction does that the dtype has not.
-    """
+    """Does the collective of which `arrival` is one call."""
     try:
         # Inference mode: results go into what tensors hold, past autograd, as a transport's do.
         with torch.inference_mode():

@@ -37,9 +37,6 @@ def issue(
 
     Returns:
         What the op returns. A Work is done: the other ranks' data has arrived.
-
-    Raises:
-        SimulationError: an op that is not simulated, such as send and recv.
     """
     handler = _handlers.get(op._schema.name)
     if handler is None:

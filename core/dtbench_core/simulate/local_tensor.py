@@ -326,11 +326,7 @@ class Parts:
 
 
 def joined(values: Mapping[int, Any], parts: Parts, what: str) -> Any:
-    """One value for what the ranks gave: tensors become a LocalTensor, numbers that differ one per rank.
-
-    Raises:
-        RankDependentError: other values that differ between ranks.
-    """
+    """One value for what the ranks gave: tensors become a LocalTensor, numbers that differ one per rank."""
     first = next(iter(values.values()))
     kinds = {type(v) for v in values.values()}
     whole = parts.whole_of(first)
@@ -383,11 +379,7 @@ def _outline(value: Any) -> Any:
 
 
 def ranks_of(*values: Any) -> tuple[int, ...] | None:
-    """The ranks of the LocalTensors and rank-dependent numbers in `values`; None if there are none.
-
-    Raises:
-        SimulationError: they are of different ranks.
-    """
+    """The ranks of the LocalTensors and rank-dependent numbers in `values`; None if there are none."""
     found: tuple[int, ...] | None = None
     for value in values:
         if isinstance(value, LocalTensor):
@@ -506,11 +498,7 @@ class PlainCopies:
         return parts.remember(copies[rank], value)
 
     def write_back(self, what: str) -> None:
-        """Leaves in the plain tensors what all ranks wrote.
-
-        Raises:
-            RankDependentError: they wrote different values.
-        """
+        """Leaves in the plain tensors what all ranks wrote."""
         for key, copies in self._copies.items():
             plain = self._plain[key]
             held = _groups(copies)

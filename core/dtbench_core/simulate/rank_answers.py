@@ -46,11 +46,7 @@ _ends: weakref.WeakKeyDictionary[ProcessGroup, dict[int, SimulatedGroup]] = weak
 
 
 def rank_group(group: ProcessGroup, rank: int) -> SimulatedGroup:
-    """`rank`'s end of `group`, or of the group that is its counterpart there.
-
-    Raises:
-        SimulationError: it is not known what the rank has in the place of `group`.
-    """
+    """`rank`'s end of `group`, or of the group that is its counterpart there."""
     if isinstance(group, SimulatedGroup):
         return group
     ends = _ends.setdefault(group, {})
@@ -293,11 +289,7 @@ _ANSWERS: list[tuple[Any, str, Callable[..., Any]]] = [
 
 @contextmanager
 def answering_for(mode: LocalTensorMode) -> Iterator[None]:
-    """Inside, `mode` answers.
-
-    Raises:
-        SimulationError: another mode is active.
-    """
+    """Inside, `mode` answers."""
     if process.mode is not None:
         raise SimulationError(
             "got a LocalTensorMode inside another, expected one at a time: take some of its ranks with tensor_map"

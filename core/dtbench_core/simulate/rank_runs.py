@@ -68,12 +68,7 @@ class RankRun:
             self.error, self.over = error, True
 
     def arrive(self, arrival: Arrival) -> dist.Work:
-        """Answers a collective that is done, else stops here.
-
-        Raises:
-            AtCollective: to be caught by `attempt`.
-            SimulationError: the function did not do as it did before.
-        """
+        """Answers a collective that is done, else stops here."""
         if self._next == len(self.answers):
             self.arrival = arrival._replace(call=_copied(arrival.call))
             raise AtCollective
@@ -102,11 +97,7 @@ def _tensors(call: Any) -> Tensors:
 
 
 def meet(runs: dict[int, RankRun]) -> bool:
-    """Does every collective that all ranks of its group have come to; whether there was one.
-
-    Raises:
-        SimulationError: ranks of one group came to different collectives, or a rank of it is not simulated.
-    """
+    """Does every collective that all ranks of its group have come to; whether there was one."""
     groups: dict[tuple[tuple[int, ...], str], list[int]] = {}
     for rank, run in runs.items():
         if run.arrival is not None:
@@ -140,12 +131,7 @@ def _do(runs: Sequence[RankRun]) -> None:
 
 
 def verdict(runs: dict[int, RankRun]) -> None:
-    """Raises for ranks that raised, or that wait for a collective which will never be.
-
-    Raises:
-        SimulationError: ranks diverged; who did what, from the first error.
-        Exception: what the first rank raised, if all did.
-    """
+    """Raises for ranks that raised, or that wait for a collective which will never be."""
     failed = {r: run.error for r, run in runs.items() if run.error is not None}
     waiting = {r: run.arrival for r, run in runs.items() if not run.over and run.arrival is not None}
     if not failed and not waiting:

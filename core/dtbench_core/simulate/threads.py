@@ -197,11 +197,7 @@ class Rank:
     # ---- collectives ----
 
     def arrive(self, meeting: Meeting, arrival: Arrival) -> dist.Work:
-        """A collective that this rank calls.
-
-        Raises:
-            SimulationError: this is not the running rank's thread, or the call of the world has failed.
-        """
+        """A collective that this rank calls."""
         if threading.get_ident() != self.thread.ident or not self.world.running:
             raise SimulationError(
                 f"{describe(arrival.signature)} was called on a group of simulated {name_ranks([self.rank])}, but not "
@@ -219,11 +215,7 @@ class Rank:
         return ThreadWork(pending, self, arrival.results)
 
     def wait(self, pending: Pending) -> None:
-        """Lets other ranks run until `pending` is done.
-
-        Raises:
-            SimulationError: it will never be, see the message.
-        """
+        """Lets other ranks run until `pending` is done."""
         if not pending.done and self.world.broken is None:
             self.waiting = pending
             pending.waiters.append(self)
