@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,19 @@ OPS = (
     ("to_local", "S(0)", 1.3, 1.1),
     ("detach", "S(0)", 6.1, 4.0),
 )
+
+
+def slowed(results: Iterable[Result], factor: float | Callable[[Result, int], float]) -> list[Result]:
+    """Each rank's samples times the factor, or factor(result, rank)."""
+
+    def times(result: Result, rank: str, samples: Sequence[float]) -> tuple[float, ...]:
+        by = factor(result, int(rank)) if callable(factor) else factor
+        return tuple(by * t for t in samples)
+
+    return [
+        dataclasses.replace(r, rank_samples_s={k: times(r, k, v) for k, v in r.rank_samples_s.items()})
+        for r in results
+    ]
 
 
 def dispatch(seed: int = 1) -> Iterator[Result]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtbench.importers.checks import busbw_factor
+from dtbench.importers import checks
+from dtbench.importers.model import Log
+from dtbench.importers.registry import parse
+from dtbench_core.cost.ring import busbw_factor
 
 PROGRAMS = {"all_to_all": "alltoall"}
 PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
@@ -218,3 +222,47 @@ def document(
 def json_text(**changes: Any) -> str:
     """`document` as the tool writes it: in one line, slashes escaped."""
     return json.dumps(document(**changes), separators=(",", ":")).replace("/", "\\/")
+
+
+def side_by_side() -> str:
+    """all_reduce in two groups of 4 ranks at once; ranks are dealt out to the groups in turn."""
+    ranks = [
+        f"#  Rank {r:2} Group {r % 2:2} Pid {9000 + r} on node-{r // 4} device {r % 4:2} [0000:1b:00] NVIDIA H100\n"
+        for r in range(8)
+    ]
+    text = table("all_reduce", 4)
+    listed = re.search(r"(#  Rank.*\n)+", text)
+    assert listed is not None
+    return text.replace(listed[0], "".join(ranks))
+
+
+def read(text: str, name: str = "some.log", **given: object) -> Log:
+    log = parse(text.encode(), name)
+    checks.check(log, **given)  # type: ignore[arg-type]
+    return log
+
+
+DEEPSPEED = """x3: ---- Performance of {name} on 8 devices ---------------------------------------------------------
+x3: Size (Bytes)         Description               Duration             Throughput (Gbps)    BusBW (Gbps)
+x3: ----------------------------------------------------------------------------------------------------
+"""
+# 1 MiB in 100 us are 83.886 Gbps; its all_reduce throughput counts them twice.
+DEEPSPEED_ROW = (
+    "x3: 1.0 MB               262144x4                  100.000 us           167.772              146.801\n"
+)
+OSU = """$ mpirun -np 4 ./osu_{program} -d cuda
+# OSU MPI-CUDA {title} Latency Test v7.4
+# Datatype: MPI_FLOAT.
+# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations
+4                      10.00              9.00             11.00        1000
+[a100-01:mpi_rank_0][dreg_register] [Performance Impact Warning]: Entries are being evicted
+1048576               100.00             90.00            110.00         100
+"""
+ML_ENGINEERING = """The average bandwidth of all_reduce over 4 ranks (5 warmups / 20 trials):
+
+| payload |    busbw   |    algbw   |
+| ------: | ---------: | ---------: |
+|   32KiB |   0.02GBps |   0.01GBps |
+|    1MiB |  15.73GBps |  10.49GBps |
+|    4GB |  15.73GBps |  10.49GBps |
+"""

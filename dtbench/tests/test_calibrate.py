@@ -18,6 +18,7 @@ from dtbench.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.files.run import RunWriter, read_run
 from dtbench.model import Result, Run
 from dtbench.tests import made_up
+from dtbench.tests.made_up import slowed
 from dtbench_core.cost.ring import RING_COLLECTIVES, Ring
 
 RING = RING_COLLECTIVES
@@ -80,14 +81,8 @@ def test_the_formulas_are_those_of_torch() -> None:
 
 
 def test_lines_per_collective_find_a_slow_reduce_scatter() -> None:
-    def slow(result: Result) -> Result:
-        if result.name != "reduce_scatter":
-            return result
-        return dataclasses.replace(
-            result, rank_samples_s={k: tuple(2 * t for t in v) for k, v in result.rank_samples_s.items()}
-        )
-
-    results = [slow(r) for r in made_up.collectives(noise=0.0, samples=8)]
+    exact = made_up.collectives(noise=0.0, samples=8)
+    results = slowed(exact, lambda r, rank: 2.0 if r.name == "reduce_scatter" else 1.0)
     dim = dims_of(calibration.calibrate([run_of(results)]))["tp"]
     lines = dim["collectives"]
     assert lines["reduce_scatter"]["beta_GiBps"] == pytest.approx(
@@ -100,15 +95,11 @@ def test_lines_per_collective_find_a_slow_reduce_scatter() -> None:
 
 
 def test_one_burst_does_not_move_the_fit() -> None:
-    def burst(result: Result) -> Result:
-        if result.name != "all_reduce" or result.size_bytes != made_up.SIZES[-1]:
-            return result
-        return dataclasses.replace(
-            result, rank_samples_s={k: tuple(10 * t for t in v) for k, v in result.rank_samples_s.items()}
-        )
+    def burst(result: Result, rank: int) -> float:
+        return 10.0 if (result.name, result.size_bytes) == ("all_reduce", made_up.SIZES[-1]) else 1.0
 
-    exact = list(made_up.collectives(noise=0.0, names=RING, samples=8))
-    dim = dims_of(calibration.calibrate([run_of(burst(r) for r in exact)]))["tp"]
+    exact = made_up.collectives(noise=0.0, names=RING, samples=8)
+    dim = dims_of(calibration.calibrate([run_of(slowed(exact, burst))]))["tp"]
     assert dim["bandwidth_GiBps"] == pytest.approx(1.6, rel=0.1)
     assert dim["residuals"]["worst_ratio"] > 8
 
@@ -132,14 +123,11 @@ def test_waiting_for_late_ranks_is_no_transfer_time(topology: dict[str, Any]) ->
 
 
 def test_a_dim_is_as_slow_as_its_slowest_group() -> None:
-    def second_group_slow(result: Result) -> Result:
-        if result.params["mesh_dim"] != "tp":
-            return result
-        slowed = {k: tuple(3 * t for t in v) if k in "23" else v for k, v in result.rank_samples_s.items()}
-        return dataclasses.replace(result, rank_samples_s=slowed)
+    def second_group(result: Result, rank: int) -> float:
+        return 3.0 if result.params["mesh_dim"] == "tp" and rank >= 2 else 1.0
 
-    exact = list(made_up.collectives(noise=0.0, names=RING, samples=8))
-    dim = dims_of(calibration.calibrate([run_of(second_group_slow(r) for r in exact)]))["tp"]
+    exact = made_up.collectives(noise=0.0, names=RING, samples=8)
+    dim = dims_of(calibration.calibrate([run_of(slowed(exact, second_group))]))["tp"]
     assert dim["bandwidth_GiBps"] == pytest.approx(1.6 / 3, rel=0.02)
 
 
@@ -152,15 +140,8 @@ def test_groups_together_are_preferred(topology: dict[str, Any]) -> None:
 
 
 def test_results_that_are_not_ok_do_not_count(topology: dict[str, Any]) -> None:
-    spoiled = [
-        dataclasses.replace(
-            r,
-            status="wrong",
-            rank_samples_s={k: tuple(9 * t for t in v) for k, v in r.rank_samples_s.items()},
-            launch=1,
-        )
-        for r in made_up.collectives()
-    ]
+    slow = slowed(made_up.collectives(), 9)
+    spoiled = [dataclasses.replace(r, status="wrong", launch=1) for r in slow]
     again = calibration.calibrate([run_of([*made_up.collectives(), *spoiled])])
     assert again["dims"] == topology["dims"]
 
@@ -201,11 +182,6 @@ def test_launches_that_differ_widen_the_interval(topology: dict[str, Any]) -> No
     # Launches inside one file are launches too.
     one_file = [r for i, f in enumerate(factors) for r in made_up.collectives(i, launch_factor=f, launch=i)]
     assert dims_of(calibration.calibrate([run_of(one_file)]))["tp"]["fitted_on"] == merged["fitted_on"]
-
-
-def test_the_same_runs_give_the_same_topology(topology: dict[str, Any]) -> None:
-    again = calibration.calibrate([run_of(made_up.collectives())])
-    assert again | {"created": ""} == topology | {"created": ""}
 
 
 def test_times_that_do_not_grow_give_a_lower_bound() -> None:
@@ -269,13 +245,8 @@ def test_the_layout_comes_from_the_hosts(hosts: tuple[str, ...], layouts: dict[s
 
 def test_how_far_off_the_builtin_constants_are() -> None:
     # Made to take four times what torch predicts.
-    def slower(result: Result) -> Result:
-        return dataclasses.replace(
-            result, rank_samples_s={k: tuple(4 * t for t in v) for k, v in result.rank_samples_s.items()}
-        )
-
     builtin = {"dp": (87.7 * 0.22, 2.7), "tp": (87.7, 0.6)}
-    results = [slower(r) for r in made_up.collectives(truth=builtin, noise=0.0, names=RING, samples=8)]
+    results = slowed(made_up.collectives(truth=builtin, noise=0.0, names=RING, samples=8), 4)
     for dim in calibration.calibrate([run_of(results)])["dims"]:
         assert dim["builtin"]["predicted_over_measured"] == pytest.approx(0.25, rel=1e-6)
         assert dim["builtin"]["geometric_mean_ratio"] == pytest.approx(4, rel=1e-6)
@@ -287,11 +258,6 @@ def test_hosts_that_are_not_recorded_are_not_guessed() -> None:
         assert dim["builtin"] is None
         assert set(dim["layout"].values()) == {None}
         assert any("on which host" in w for w in dim["warnings"])
-
-
-def test_groups_over_unlike_hosts_are_called_mixed() -> None:
-    topology = calibration.calibrate([run_of(made_up.collectives(names=RING), hosts=("a", "a", "a", "b"))])
-    assert any("mixed dim" in w for w in dims_of(topology)["tp"]["warnings"])
 
 
 # ---------------------------------------------------------------------------- runs that do not fit

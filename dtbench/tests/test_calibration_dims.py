@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from dtbench.cost.calibration import calibrate
 from dtbench.errors import UsageError
 from dtbench.model import Result
 from dtbench.tests import made_up
+from dtbench.tests.made_up import slowed
 from dtbench_core.cost.ring import RING_COLLECTIVES
 
 KIB, MIB = made_up.KIB, made_up.MIB
@@ -26,20 +27,6 @@ def dims_of(results: Sequence[Result] | Iterator[Result], **changes: Any) -> dic
 def exact(**changes: Any) -> list[Result]:
     given = {"names": RING_COLLECTIVES, "noise": 0.0, "samples": 8, "modes": ["together"]}
     return list(made_up.collectives(**{**given, **changes}))
-
-
-def slowed(results: list[Result], factor: Callable[[Result, int], float]) -> list[Result]:
-    """Each rank's samples times factor(result, rank)."""
-    return [
-        dataclasses.replace(
-            r,
-            rank_samples_s={
-                rank: tuple(factor(r, int(rank)) * t for t in samples)
-                for rank, samples in r.rank_samples_s.items()
-            },
-        )
-        for r in results
-    ]
 
 
 # ------------------------------------------------------------------------------ meshes of other shapes
@@ -171,7 +158,7 @@ def test_contention_is_together_over_alone_at_the_largest_common_size() -> None:
 
 def as_dtype(results: list[Result], dtype: str, factor: float = 1.0) -> list[Result]:
     changed = [dataclasses.replace(r, params={**r.params, "dtype": dtype}) for r in results]
-    return slowed(changed, lambda r, rank: factor)
+    return slowed(changed, factor)
 
 
 def test_one_curve_holds_one_dtype_and_float32_first() -> None:
@@ -268,14 +255,7 @@ def test_the_bandwidth_a_table_ends_with_is_that_of_its_large_messages() -> None
     assert reduced["end_GiBps"] == pytest.approx(1.6, rel=1e-3)
     assert reduced["end_interval"] == pytest.approx([1.6, 1.6], rel=1e-3)
     # Messages below 4 MiB go twice as fast, as through a shaper's bucket: the line is pulled, the end not.
-    quick = [
-        dataclasses.replace(
-            r, rank_samples_s={k: tuple(t / 2 for t in v) for k, v in r.rank_samples_s.items()}
-        )
-        if (r.size_bytes or 0) < 4 * MIB
-        else r
-        for r in exact()
-    ]
+    quick = slowed(exact(), lambda r, rank: 0.5 if (r.size_bytes or 0) < 4 * MIB else 1.0)
     bent = dims_of(quick)["tp"]["collectives"]["all_reduce"]
     assert bent["end_GiBps"] == pytest.approx(1.6, rel=1e-3)
     assert bent["beta_GiBps"] != pytest.approx(1.6, rel=0.05)
@@ -287,12 +267,8 @@ def test_few_sizes_are_said() -> None:
     one, two = transitions()[:1], [*transitions()[:1], *transitions()[3:4]]
     dim = dims_of([*exact(), *one])["tp"]
     curve = dim["transitions"]["core"]["S(0)->R"]
-    assert (curve["alpha_us"], curve["beta_GiBps"], curve["alpha_interval"], curve["points"]) == (
-        None,
-        None,
-        None,
-        1,
-    )
+    assert {curve[name] for name in ("alpha_us", "beta_GiBps", "alpha_interval")} == {None}
+    assert curve["points"] == 1
     assert any("core S(0)->R measured at one size only" in w for w in dim["warnings"])
     dim = dims_of([*exact(), *two])["tp"]
     assert dim["transitions"]["core"]["S(0)->R"]["alpha_us"] is not None

@@ -124,15 +124,11 @@ def test_the_file_says_what_a_new_launch_measures() -> None:
     """From launches in one run file to the table: 90 % of further launches inside."""
     rng = np.random.default_rng(8)
 
-    def slower(result: Result, factor: float) -> Result:
-        samples = {rank: tuple(factor * t for t in s) for rank, s in result.rank_samples_s.items()}
-        return dataclasses.replace(result, rank_samples_s=samples)
-
     def results(launch: int) -> list[Result]:
         made = made_up.collectives(
             launch, names=("all_gather",), modes=["together"], samples=20, launch=launch
         )
-        return [slower(r, float(np.exp(rng.normal(0, 0.1)))) for r in made]
+        return [slow for r in made for slow in made_up.slowed([r], float(np.exp(rng.normal(0, 0.1))))]
 
     dims = calibration.calibrate([made_up.run([r for k in range(6) for r in results(k)])])["dims"]
     inside = []

@@ -14,16 +14,22 @@ from hypothesis import strategies as st
 from dtbench.errors import DtbenchError, UnreadableRunError, UsageError
 from dtbench.importers import checks, convert
 from dtbench.importers.import_logs import report
-from dtbench.importers.model import Log, printed
+from dtbench.importers.model import printed
 from dtbench.importers.registry import EXPECTED, parse
 from dtbench.model import Result
-from dtbench.tests.made_up_logs import SIZES, Layout, document, json_text, table, time_us
-
-
-def read(text: str, name: str = "some.log") -> Log:
-    log = parse(text.encode(), name)
-    checks.check(log)
-    return log
+from dtbench.tests.made_up_logs import (
+    DEEPSPEED,
+    DEEPSPEED_ROW,
+    ML_ENGINEERING,
+    OSU,
+    SIZES,
+    Layout,
+    document,
+    json_text,
+    read,
+    table,
+    time_us,
+)
 
 
 def faults(text: str) -> dict[int, list[str]]:
@@ -284,28 +290,12 @@ def test_json_rows_with_bad_numbers_lose_them() -> None:
 
 # ------------------------------------------------------------------------------------- anything at all
 
-DEEPSPEED = """---- Performance of all_reduce on 8 devices ----
-Size (Bytes)         Description               Duration             Throughput (Gbps)    BusBW (Gbps)
-1.0 MB               262144x4                  100.000 us           167.772              146.801
-"""
-OSU = """$ mpirun -np 4 ./osu_allgather
-# OSU MPI-CUDA Allgather Latency Test v7.4
-# Size       Avg Latency(us)
-4                      10.00
-1048576               100.00
-"""
-ML_ENGINEERING = """The average bandwidth of all_reduce over 4 ranks (5 warmups / 20 trials):
-| payload | busbw | algbw |
-| ---: | ---: | ---: |
-| 1MiB | 15.73GBps | 10.49GBps |
-| 2MiB | 15.73GBps | 10.49GBps |
-"""
 BASES = (
     table(hosts=2),
     table("all_gather", 12, tuple(s // 48 * 48 for s in SIZES), layout=Layout("old", tag="[1,0]<stdout>:")),
     json_text(version=3),
-    DEEPSPEED,
-    OSU,
+    DEEPSPEED.format(name="all_reduce") + DEEPSPEED_ROW,
+    OSU.format(program="allgather", title="Allgather"),
     ML_ENGINEERING,
     '{"numCycle":0, "name":"AllReduce", "nodes":1, "ranks":8, "gpusPerRank":1, "size":1024, "type":"float", '
     '"redop":"sum", "inPlace":0, "time":10.0, "algBw":0.1024, "busBw":0.1792, "wrong":"0"}\n' * 2,

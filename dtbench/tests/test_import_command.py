@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,13 +11,12 @@ import pytest
 from dtbench.cost.calibration import read_topology
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_NOTHING, EXIT_OK, EXIT_USAGE, UnreadableRunError
 from dtbench.files.run import read_run
-from dtbench.importers import checks, convert
-from dtbench.importers.registry import parse
+from dtbench.importers import convert
 from dtbench.judge import references as reference
 from dtbench.model import MeshShape, Run
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
-from dtbench.tests.made_up_logs import SIZES, json_text, table, time_us
+from dtbench.tests.made_up_logs import SIZES, json_text, read, side_by_side, table, time_us
 
 RING = ("all_reduce", "all_gather", "reduce_scatter")
 
@@ -60,8 +58,7 @@ def test_from_logs_to_constants_in_two_commands(dtbench: Cli) -> None:
 
 def test_what_calibrate_gets_is_what_dtensor_does() -> None:
     """all_reduce in place, all_gather out of place, sums; the rest stands beside it."""
-    log = parse((ring(2) + table("all_reduce", 2, redop="prod") + table("reduce", 2)).encode(), "x")
-    checks.check(log)
+    log = read(ring(2) + table("all_reduce", 2, redop="prod") + table("reduce", 2))
     results = convert.to_run([log], [])[1]
     main = {
         (r.name, r.params["in_place"], r.params.get("redop")) for r in results if r.suite == "collectives"
@@ -192,15 +189,7 @@ def test_dims_of_a_mesh_from_a_log_each(dtbench: Cli) -> None:
 
 
 def test_groups_side_by_side_make_a_mesh_of_two_dims() -> None:
-    text = table("all_reduce", 4)
-    ranks = [
-        f"#  Rank {r:2} Group {r % 2:2} Pid {9000 + r} on node-{r // 4} device {r % 4:2} [1b:00] NVIDIA H100"
-        for r in range(8)
-    ]
-    listed = re.search(r"(#  Rank.*\n)+", text)
-    assert listed is not None
-    log = parse(text.replace(listed[0], "\n".join(ranks) + "\n").encode(), "x.log")
-    checks.check(log)
+    log = read(side_by_side())
     header, results = convert.to_run([log], [])
     assert header.mesh == MeshShape(dim_names=("group", "world"), shape=(2, 4))
     # The ranks stand in the order of the mesh: those of group 0, then those of group 1.
@@ -264,9 +253,7 @@ def test_a_run_beside_its_kind(dtbench: Cli) -> None:
 def test_kinds_are_told_by_gpu_ranks_and_hosts() -> None:
     def names(**changes: object) -> set[str]:
         text = table(**changes).replace("NVIDIA H100", str(changes.pop("gpu", "NVIDIA H100")))  # type: ignore[arg-type]
-        log = parse(text.encode(), "x.log")
-        checks.check(log)
-        header, results = convert.to_run([log], [])
+        header, results = convert.to_run([read(text)], [])
         run = Run(Path("x"), header, tuple(results), True)
         found = reference.compare_with_reference(run, reference.read_systems())
         return {system.name for system in found.systems}

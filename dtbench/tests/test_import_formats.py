@@ -10,17 +10,26 @@ from pathlib import Path
 import pytest
 
 from dtbench.importers import checks
-from dtbench.importers.model import Log, Table
+from dtbench.importers.model import Table
 from dtbench.importers.registry import parse
-from dtbench.tests.made_up_logs import NCCL, SIZES, UNRELATED, Layout, document, json_text, table, time_us
+from dtbench.tests.made_up_logs import (
+    DEEPSPEED,
+    DEEPSPEED_ROW,
+    ML_ENGINEERING,
+    NCCL,
+    OSU,
+    SIZES,
+    UNRELATED,
+    Layout,
+    document,
+    json_text,
+    read,
+    side_by_side,
+    table,
+    time_us,
+)
 
 GENUINE = Path(__file__).parent / "data" / "nccl-tests"
-
-
-def read(text: str, name: str = "some.log", **given: object) -> Log:
-    log = parse(text.encode(), name)
-    checks.check(log, **given)  # type: ignore[arg-type]
-    return log
 
 
 def only(text: str, name: str = "some.log", **given: object) -> Table:
@@ -212,14 +221,7 @@ def test_nccl_1_prints_milliseconds() -> None:
 
 
 def test_groups_that_ran_side_by_side() -> None:
-    text = table("all_reduce", 4)
-    ranks = [
-        f"#  Rank {r:2} Group {r % 2:2} Pid {9000 + r} on node-{r // 4} device {r % 4:2} [0000:1b:00] NVIDIA H100"
-        for r in range(8)
-    ]
-    listed = re.search(r"(#  Rank.*\n)+", text)
-    assert listed is not None
-    found = only(text.replace(listed[0], "\n".join(ranks) + "\n"))
+    found = only(side_by_side())
     assert (found.groups, found.ranks) == (2, 4)
     assert_as_printed(found)
 
@@ -272,16 +274,8 @@ def test_per_process_times_of_several_gpus_are_no_ranks_times() -> None:
     assert read(json.dumps(made)).tables[0].rows[0].figures[0].rank_samples_s == {}
 
 
-DEEPSPEED = """x3: ---- Performance of {name} on 8 devices ---------------------------------------------------------
-x3: Size (Bytes)         Description               Duration             Throughput (Gbps)    BusBW (Gbps)
-x3: ----------------------------------------------------------------------------------------------------
-"""
-
-
 def test_deepspeed() -> None:
-    # 1 MiB in 100 us are 83.886 Gbps; its all_reduce throughput counts them twice.
-    rows = "x3: 1.0 MB               262144x4                  100.000 us           167.772              146.801\n"
-    found = only(DEEPSPEED.format(name="all_reduce") + rows)
+    found = only(DEEPSPEED.format(name="all_reduce") + DEEPSPEED_ROW)
     assert (found.collective, found.ranks) == ("all_reduce", 8)
     assert (found.rows[0].size_bytes, found.rows[0].dtype) == (2**20, "32-bit")
     assert found.rows[0].figures[0].time.value == pytest.approx(1e-4)  # type: ignore[union-attr]
@@ -297,16 +291,6 @@ def test_deepspeed() -> None:
         + "x3: 1048576              262144x4                  100.000              20.972               18.350\n"
     )
     assert found.rows[0].figures[0].fault == "" and found.rows[0].size_bytes == 2**20
-
-
-OSU = """$ mpirun -np 4 ./osu_{program} -d cuda
-# OSU MPI-CUDA {title} Latency Test v7.4
-# Datatype: MPI_FLOAT.
-# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations
-4                      10.00              9.00             11.00        1000
-[a100-01:mpi_rank_0][dreg_register] [Performance Impact Warning]: Entries are being evicted
-1048576               100.00             90.00            110.00         100
-"""
 
 
 @pytest.mark.parametrize(
@@ -332,16 +316,6 @@ def test_osu_without_a_command_line_needs_the_ranks() -> None:
     assert "give --ranks" in only(text).refusal
     found = only(text, ranks=16)
     assert (found.ranks, found.device_type) == (16, "cpu")
-
-
-ML_ENGINEERING = """The average bandwidth of all_reduce over 4 ranks (5 warmups / 20 trials):
-
-| payload |    busbw   |    algbw   |
-| ------: | ---------: | ---------: |
-|   32KiB |   0.02GBps |   0.01GBps |
-|    1MiB |  15.73GBps |  10.49GBps |
-|    4GB |  15.73GBps |  10.49GBps |
-"""
 
 
 def test_ml_engineering() -> None:

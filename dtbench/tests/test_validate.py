@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -16,7 +17,7 @@ from dtbench.errors import EXIT_OK, EXIT_USAGE, UsageError
 from dtbench.files.run import RunWriter
 from dtbench.model import Result, Run
 from dtbench.tests import made_up
-from dtbench.tests.made_up import Cli
+from dtbench.tests.made_up import Cli, slowed
 from dtbench_core.cost.ring import RING_COLLECTIVES
 
 SIZES = made_up.SIZES
@@ -32,6 +33,7 @@ def run_of(made: list[Result], run_id: str = "new", **changes: Any) -> Run:
     return made_up.run(made, path=f"{run_id}.jsonl", run_id=run_id, **changes)
 
 
+@functools.cache
 def fitted(*scales: float) -> dict[str, Any]:
     made = [r for k, scale in enumerate(scales) for r in results(scale, k)]
     return calibrate([run_of(made, "fitted")])
@@ -80,21 +82,15 @@ def test_torchs_own_layout_and_the_right_one_are_told_apart() -> None:
 
 def test_one_number_cannot_repair_what_is_wrong_per_dim() -> None:
     """dp 4 times slower than torch's constants, tp as they say: the median of both is what one number gives."""
-    found = validate(
-        calibrate([run_of(results(4.0, truth={"dp": (87.7 * 0.22, 2.7), "tp": (87.7, 0.6)}), "fitted")]),
-        [run_of(results(4.0, truth={"dp": (87.7 * 0.22, 2.7), "tp": (87.7, 0.6)}))],
-    )
+    made = results(4.0, truth={"dp": (87.7 * 0.22, 2.7), "tp": (87.7, 0.6)})
+    found = validate(calibrate([run_of(made, "fitted")]), [run_of(made)])
     assert ratio(found, "builtin_layout") == pytest.approx(4)
     assert ratio(found, "builtin_scaled") == pytest.approx(1, abs=1e-3)
 
 
 def test_regimes_count_by_size() -> None:
-    def slow_when_large(result: Result) -> Result:
-        factor = 3.0 if (result.size_bytes or 0) > 2**20 else 1.0
-        samples = {k: tuple(factor * t for t in v) for k, v in result.rank_samples_s.items()}
-        return dataclasses.replace(result, rank_samples_s=samples)
-
-    found = validate(fitted(1.0), [run_of(list(map(slow_when_large, results())))])
+    slow_when_large = slowed(results(), lambda r, rank: 3.0 if (r.size_bytes or 0) > 2**20 else 1.0)
+    found = validate(fitted(1.0), [run_of(slow_when_large)])
     assert ratio(found, "table", "> 1 MiB") == pytest.approx(3)
     assert ratio(found, "table", "64 KiB - 1 MiB") == ratio(found, "table", "< 64 KiB") == pytest.approx(1)
     assert ">= 32 MiB" not in found.groups[0].scores["table"]
@@ -113,8 +109,7 @@ def test_intervals_are_scored_on_each_new_value() -> None:
 def test_other_collectives_and_changes_of_placement_are_scored_apart() -> None:
     made = [*made_up.collectives(noise=0.0, samples=6, modes=["together"]), *made_up.redistribute()]
     found = validate(calibrate([run_of(made, "fitted")]), [run_of(made)])
-    names = [group.name for group in found.groups]
-    assert names == [
+    assert [group.name for group in found.groups] == [
         "ring collectives",
         "other collectives",
         "changes of placement, core",
@@ -144,11 +139,8 @@ def test_runs_that_it_was_fitted_on_are_refused_unless_asked_for() -> None:
     ],
 )
 def test_runs_of_another_setup_are_refused(changes: dict[str, Any], says: str) -> None:
-    made = (
-        results()
-        if "mesh" not in changes
-        else results(mesh=changes["mesh"], truth={"x": (1, 1), "y": (1, 1)})
-    )
+    of_mesh = {"mesh": changes["mesh"], "truth": {"x": (1, 1), "y": (1, 1)}} if "mesh" in changes else {}
+    made = results(**of_mesh)
     with pytest.raises(UsageError, match=says):
         validate(fitted(1.0), [run_of(made, **changes)])
 
@@ -180,12 +172,8 @@ def test_sizes_held_out_are_predicted_from_their_neighbours() -> None:
 def test_a_held_out_size_does_not_help_to_predict_itself() -> None:
     held = set(SIZES[1:-1:2])
 
-    def odd(result: Result) -> Result:
-        factor = 2.0 if result.size_bytes in held else 1.0
-        samples = {k: tuple(factor * t for t in v) for k, v in result.rank_samples_s.items()}
-        return dataclasses.replace(result, rank_samples_s=samples)
-
-    found = validate_split(run_of(list(map(odd, results()))))
+    odd = slowed(results(), lambda r, rank: 2.0 if r.size_bytes in held else 1.0)
+    found = validate_split(run_of(odd))
     assert ratio(found, "table") == pytest.approx(2, rel=1e-9)
 
 
