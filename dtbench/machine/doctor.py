@@ -11,7 +11,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,10 @@ class Finding:
     effect: str = ""
     remedy: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """The finding as a dict of JSON values."""
-        return asdict(self)
+
+def _judged(check: str, ok: bool, got: str, effect: str, remedy: str) -> Finding:
+    """effect, remedy: where it is not ok."""
+    return Finding(check, True, got) if ok else Finding(check, False, got, effect, remedy)
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,6 @@ class Surroundings:
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     folder: Path = field(default_factory=Path.cwd)
     usable_cores: int = field(default_factory=machine.usable_cores)
-    ranks: int | None = None
     nvml: Callable[[], Any | None] = machine.nvml
     resolve: Callable[[str], str] = socket.gethostbyname
     torch_version: Callable[[], str | None] = lambda: machine.installed("torch")
@@ -62,8 +62,8 @@ class Surroundings:
 
     @property
     def local_ranks(self) -> int:
-        """How many ranks will share this host: told, torchrun's, one per GPU, or the default."""
-        told = self.ranks or _positive_int(self.env.get("LOCAL_WORLD_SIZE"))
+        """How many ranks will share this host: torchrun's, one per GPU, or the default."""
+        told = _positive_int(self.env.get("LOCAL_WORLD_SIZE"))
         return told or len(list(self.root.glob("dev/nvidia[0-9]*"))) or _DEFAULT_RANKS
 
 
@@ -85,17 +85,9 @@ def _governor(here: Surroundings) -> Iterator[Finding]:
             check, None, "no cpufreq here (usual in a virtual machine)", "the host decides the clock"
         )
         return
-    got = ", ".join(sorted(governors))
-    if governors <= {"performance"}:
-        yield Finding(check, True, got)
-    else:
-        yield Finding(
-            check,
-            False,
-            got,
-            "the clock follows the load: short dispatch timings start slow and vary",
-            "sudo cpupower frequency-set -g performance",
-        )
+    effect = "the clock follows the load: short dispatch timings start slow and vary"
+    remedy = "sudo cpupower frequency-set -g performance"
+    yield _judged(check, governors <= {"performance"}, ", ".join(sorted(governors)), effect, remedy)
 
 
 def _turbo(here: Surroundings) -> Iterator[Finding]:
@@ -103,16 +95,12 @@ def _turbo(here: Surroundings) -> Iterator[Finding]:
     boost = here.read("sys/devices/system/cpu/cpufreq/boost")
     if no_turbo is None and boost is None:
         yield Finding("CPU turbo", None, "unknown: no switch for it here")
-    elif no_turbo == "1" or (no_turbo is None and boost == "0"):
-        yield Finding("CPU turbo", True, "off")
-    else:
-        switch = (
-            "echo 1 | sudo tee /sys/devices/system/cpu/intel_pstate/no_turbo"
-            if no_turbo is not None
-            else "echo 0 | sudo tee /sys/devices/system/cpu/cpufreq/boost"
-        )
-        effect = "the clock depends on temperature and on how many cores are busy: later cases run slower"
-        yield Finding("CPU turbo", False, "on", effect, switch)
+        return
+    off, switch = ("1", "intel_pstate/no_turbo") if no_turbo is not None else ("0", "cpufreq/boost")
+    is_off = (no_turbo or boost) == off
+    effect = "the clock depends on temperature and on how many cores are busy: later cases run slower"
+    remedy = f"echo {off} | sudo tee /sys/devices/system/cpu/{switch}"
+    yield _judged("CPU turbo", is_off, "off" if is_off else "on", effect, remedy)
 
 
 def _load(here: Surroundings) -> Iterator[Finding]:
@@ -123,11 +111,9 @@ def _load(here: Surroundings) -> Iterator[Finding]:
     load = float(text.split()[0])
     got = f"{load:g} on {here.usable_cores} usable cores"
     # Half a core busy on average is already a neighbour of some rank.
-    if load <= max(0.5, 0.1 * here.usable_cores):
-        yield Finding("load average", True, got)
-    else:
-        effect = "other processes take cores from the ranks: the slowest rank counts, so all times grow"
-        yield Finding("load average", False, got, effect, "end what runs (see: top) and wait a minute")
+    ok = load <= max(0.5, 0.1 * here.usable_cores)
+    effect = "other processes take cores from the ranks: the slowest rank counts, so all times grow"
+    yield _judged("load average", ok, got, effect, "end what runs (see: top) and wait a minute")
 
 
 def _threads(here: Surroundings) -> Iterator[Finding]:
@@ -143,13 +129,11 @@ def _threads(here: Surroundings) -> Iterator[Finding]:
         got = f"{text} with {ranks} ranks on {cores} usable cores"
         if threads is None:
             yield Finding(name, False, f"{text!r}, expected a number above 0", "it is ignored", remedy)
-        elif threads * ranks <= max(cores, ranks):
-            yield Finding(name, True, got)
         else:
-            effect = (
-                f"{threads * ranks} threads share {cores} cores: they wait for each other in every operation"
-            )
-            yield Finding(name, False, got, effect, f"export {name}={max(1, cores // ranks)}")
+            all_threads = threads * ranks
+            effect = f"{all_threads} threads share {cores} cores: they wait for each other in every operation"
+            own_remedy = f"export {name}={max(1, cores // ranks)}"
+            yield _judged(name, all_threads <= max(cores, ranks), got, effect, own_remedy)
 
 
 def _unset_threads(here: Surroundings, remedy: str) -> Finding:
@@ -163,11 +147,8 @@ def _unset_threads(here: Surroundings, remedy: str) -> Finding:
 def _cores(here: Surroundings) -> Iterator[Finding]:
     ranks, cores = here.local_ranks, here.usable_cores
     got = f"{ranks} ranks on {cores} usable cores"
-    if ranks <= cores:
-        yield Finding("cores for the ranks", True, got)
-    else:
-        effect = "ranks take turns on a core: a small collective costs milliseconds instead of 0.3 ms"
-        yield Finding("cores for the ranks", False, got, effect, f"dtbench run --nproc {cores}")
+    effect = "ranks take turns on a core: a small collective costs milliseconds instead of 0.3 ms"
+    yield _judged("cores for the ranks", ranks <= cores, got, effect, f"dtbench run --nproc {cores}")
 
 
 def _numa(here: Surroundings) -> Iterator[Finding]:
@@ -175,7 +156,7 @@ def _numa(here: Surroundings) -> Iterator[Finding]:
     if nodes <= 1:
         yield Finding("NUMA nodes", True if nodes else None, f"{nodes}" if nodes else "unknown")
         return
-    online = _cpu_list(here.read("sys/devices/system/cpu/online"))
+    online = len(machine.cpu_list(here.read("sys/devices/system/cpu/online") or ""))
     if online and here.usable_cores < online:
         yield Finding("NUMA nodes", True, f"{nodes}, bound to {here.usable_cores} of {online} CPUs")
         return
@@ -190,12 +171,9 @@ def _cpu_quota(here: Surroundings) -> Iterator[Finding]:
         yield Finding("cgroup CPU quota", True, "none")
         return
     got = f"{quota:g} cores of time on {here.usable_cores} usable cores"
-    if quota >= here.usable_cores:
-        yield Finding("cgroup CPU quota", True, got)
-    else:
-        effect = "once the quota of a period (0.1 s) is used up, all ranks stand still until the next"
-        remedy = "give the container whole cores: docker run --cpuset-cpus, or a static CPU manager policy"
-        yield Finding("cgroup CPU quota", False, got, effect, remedy)
+    effect = "once the quota of a period (0.1 s) is used up, all ranks stand still until the next"
+    remedy = "give the container whole cores: docker run --cpuset-cpus, or a static CPU manager policy"
+    yield _judged("cgroup CPU quota", quota >= here.usable_cores, got, effect, remedy)
 
 
 def _quota_cores(here: Surroundings) -> float | None:
@@ -226,13 +204,9 @@ def _swap(here: Surroundings) -> Iterator[Finding]:
         yield Finding("swap", None, "unknown: no /proc/meminfo")
         return
     used = (kib["SwapTotal"] - kib["SwapFree"]) * 1024
-    if used <= 0:
-        yield Finding("swap", True, "not in use")
-    else:
-        effect = "memory that was swapped out is read back from the disk inside a timed call"
-        yield Finding(
-            "swap", False, f"{format_bytes(used)} in use", effect, "sudo swapoff -a && sudo swapon -a"
-        )
+    got = f"{format_bytes(used)} in use" if used > 0 else "not in use"
+    effect = "memory that was swapped out is read back from the disk inside a timed call"
+    yield _judged("swap", used <= 0, got, effect, "sudo swapoff -a && sudo swapon -a")
 
 
 def _huge_pages(here: Surroundings) -> Iterator[Finding]:
@@ -263,12 +237,10 @@ def _clocksource(here: Surroundings) -> Iterator[Finding]:
     check = "clock source"
     if current is None:
         yield Finding(check, None, "unknown")
-    elif current in {"tsc", "kvm-clock", "arch_sys_counter", "timebase"}:  # read without a system call
-        yield Finding(check, True, current)
-    else:
+    else:  # these are read without a system call
+        ok = current in {"tsc", "kvm-clock", "arch_sys_counter", "timebase"}
         effect = "reading the clock needs the kernel and costs up to 1 µs per reading"
-        remedy = "boot with clocksource=tsc tsc=reliable"
-        yield Finding(check, False, current, effect, remedy)
+        yield _judged(check, ok, current, effect, "boot with clocksource=tsc tsc=reliable")
 
 
 # ------------------------------------------------------------------------------- the GPUs
@@ -290,50 +262,35 @@ def _gpus(here: Surroundings) -> Iterator[Finding]:
         else:
             yield Finding("GPUs", True, "none")
         return
-    for index in range(int(machine.ask(library.nvmlDeviceGetCount) or 0)):
-        handle = machine.ask(library.nvmlDeviceGetHandleByIndex, index)
-        if handle is not None:
-            yield from _gpu(here, library, handle, f"GPU {index}")
+    for index, device in machine.devices(library).items():
+        yield from _gpu(device, f"GPU {index}")
 
 
-def _gpu(here: Surroundings, library: Any, handle: Any, title: str) -> Iterator[Finding]:
-    def of(name: str, *args: Any) -> Any | None:
-        return machine.ask(machine.query_of(library, name), handle, *args)
-
-    mask = of("nvmlDeviceGetCurrentClocksEventReasons")
-    if mask is None:
-        mask = of("nvmlDeviceGetCurrentClocksThrottleReasons")
-    now, most = (
-        of("nvmlDeviceGetClockInfo", library.NVML_CLOCK_SM),
-        of("nvmlDeviceGetMaxClockInfo", library.NVML_CLOCK_SM),
-    )
+def _gpu(device: machine.Device, title: str) -> Iterator[Finding]:
+    now = device.ask("nvmlDeviceGetClockInfo", device.library.NVML_CLOCK_SM)
+    most = device.ask("nvmlDeviceGetMaxClockInfo", device.library.NVML_CLOCK_SM)
     got = f"SM {now or '?'} MHz of at most {most or '?'} MHz"
-    slowed = machine.throttling(machine.clock_reasons(mask or 0))
-    if mask is None:
+    reasons = device.clock_reasons()
+    if reasons is None:
         yield Finding(f"{title} clocks", None, f"{got}; throttling unknown")
-    elif slowed:
+    else:
+        slowed = machine.throttling(reasons)
+        got += f"; slowed by {', '.join(slowed)}" if slowed else ""
         effect = "the GPU is slowed against its setting; kernels take longer, and differently so over time"
         remedy = "cool it, raise its power limit, or lock a clock it can hold: sudo nvidia-smi -lgc MHZ"
-        yield Finding(f"{title} clocks", False, f"{got}; slowed by {', '.join(slowed)}", effect, remedy)
-    else:
-        yield Finding(f"{title} clocks", True, got)
+        yield _judged(f"{title} clocks", not slowed, got, effect, remedy)
 
-    persistence = of("nvmlDeviceGetPersistenceMode")
-    if persistence is not None and not persistence:
+    persistence = device.ask("nvmlDeviceGetPersistenceMode")
+    if persistence is not None:
+        got = "on" if persistence else "off"
         effect = "the driver unloads between launches: the first calls of each pay for its start"
-        yield Finding(f"{title} persistence mode", False, "off", effect, "sudo nvidia-smi -pm 1")
-    elif persistence is not None:
-        yield Finding(f"{title} persistence mode", True, "on")
+        yield _judged(f"{title} persistence mode", bool(persistence), got, effect, "sudo nvidia-smi -pm 1")
 
-    others = [p for p in of("nvmlDeviceGetComputeRunningProcesses") or [] if p.pid != os.getpid()]
-    if others:
-        pids = ", ".join(str(p.pid) for p in others[:5]) + (", ..." if len(others) > 5 else "")
-        effect = "they share the GPU's time, memory bandwidth and links with the benchmark"
-        yield Finding(
-            f"{title} other processes", False, f"{len(others)} (pid {pids})", effect, "nvidia-smi; end them"
-        )
-    else:
-        yield Finding(f"{title} other processes", True, "none")
+    others = [p for p in device.ask("nvmlDeviceGetComputeRunningProcesses") or [] if p.pid != os.getpid()]
+    pids = ", ".join(str(p.pid) for p in others[:5]) + (", ..." if len(others) > 5 else "")
+    got = f"{len(others)} (pid {pids})" if others else "none"
+    effect = "they share the GPU's time, memory bandwidth and links with the benchmark"
+    yield _judged(f"{title} other processes", not others, got, effect, "nvidia-smi; end them")
 
 
 # ---------------------------------------------------------------------- network, disk, torch
@@ -368,20 +325,13 @@ def _free_space(here: Surroundings) -> Iterator[Finding]:
     except OSError as error:
         yield Finding(check, None, f"unknown for {here.folder}: {error.strerror}")
         return
-    got = f"{format_bytes(free)} free in {here.folder}"
     if not os.access(here.folder, os.W_OK):
-        yield Finding(
-            check,
-            False,
-            f"{here.folder} cannot be written",
-            "no result can be kept",
-            "give -o another folder",
-        )
-    elif free < _MIN_FREE_BYTES:
-        effect = "the run stops when the disk is full"
-        yield Finding(check, False, got, effect, "make room or give -o a path on another disk")
-    else:
-        yield Finding(check, True, got)
+        got = f"{here.folder} cannot be written"
+        yield Finding(check, False, got, "no result can be kept", "give -o another folder")
+        return
+    got = f"{format_bytes(free)} free in {here.folder}"
+    remedy = "make room or give -o a path on another disk"
+    yield _judged(check, free >= _MIN_FREE_BYTES, got, "the run stops when the disk is full", remedy)
 
 
 def _torch(here: Surroundings) -> Iterator[Finding]:
@@ -394,32 +344,16 @@ def _torch(here: Surroundings) -> Iterator[Finding]:
         return
     number = (int(found[1]), int(found[2]))
     if number < _TESTED_TORCH[0]:
-        yield Finding(
-            "torch",
-            False,
-            f"{version}, at least {low} is needed",
-            "names that dtbench uses are missing",
-            remedy,
-        )
-    elif number > _TESTED_TORCH[1]:
-        effect = f"newer than {high}, the newest tried: private names may have moved"
-        yield Finding("torch", True, version, effect)
-    else:
-        yield Finding("torch", True, version)
+        got = f"{version}, at least {low} is needed"
+        yield Finding("torch", False, got, "names that dtbench uses are missing", remedy)
+        return
+    newer = f"newer than {high}, the newest tried: private names may have moved"
+    yield Finding("torch", True, version, newer if number > _TESTED_TORCH[1] else "")
 
 
 def _positive_int(text: str | None) -> int | None:
     text = (text or "").strip()
     return int(text) if re.fullmatch(r"0*[1-9]\d{0,8}", text) else None
-
-
-def _cpu_list(text: str | None) -> int:
-    """How many CPUs the kernel's list notation names: "0-3,8" is five."""
-    total = 0
-    for part in (text or "").split(","):
-        if found := re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip()):
-            total += int(found[2] or found[1]) - int(found[1]) + 1
-    return total
 
 
 _CHECKS: tuple[Callable[[Surroundings], Iterator[Finding]], ...] = (

@@ -20,6 +20,7 @@ import sys
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -88,17 +89,16 @@ def provenance(
     argv: Sequence[str],
     plan: Plan,
     suites: Sequence[str],
-    mesh: Sequence[tuple[str, int]] | None,
+    mesh: Sequence[tuple[str, int]],
     ranks: Sequence[Mapping[str, Any]],
     backend: str | None,
     launches: int,
 ) -> dict[str, Any]:
     """The header line of a run file (schema 1).
 
-    mesh: (dim name, size), outermost first; None takes the plan's. ranks: what `local_rank_info`
+    mesh: (dim name, size), outermost first. ranks: what `local_rank_info`
     said on each rank, in rank order. backend: "gloo", "nccl", or None where no group was made.
     """
-    mesh = plan.mesh if mesh is None else mesh
     return {
         "kind": "run",
         "schema": SCHEMA,
@@ -128,15 +128,14 @@ def boot_id() -> str | None:
     return _read(Path("/proc/sys/kernel/random/boot_id"))
 
 
-def local_rank_info(device: str | None = None, backend: str | None = None) -> dict[str, Any]:
+def local_rank_info(device: str, backend: str | None = None) -> dict[str, Any]:
     """What this process tells the others about itself, for the header's `ranks`.
 
-    device: as torch spells it ("cpu", "cuda:1"); None asks torch, where it is loaded and has
-    initialised CUDA. backend: what it will send through, "gloo" or "nccl"; None where nothing is sent.
+    device: as torch spells it ("cpu", "cuda:1"). backend: what it will send through, "gloo" or "nccl"; None
+    where nothing is sent.
     `boot_id` names the running kernel: it tells hosts of one name apart. `interface` is None where NCCL
     was not told which to take, and chooses itself.
     """
-    device = device or _current_device()
     info = {
         "rank": _env_int("RANK"),
         "host": socket.gethostname(),
@@ -159,11 +158,11 @@ def numa_nodes(root: Path = Path("/")) -> list[int]:
     return sorted(
         int(folder.name.removeprefix("node"))
         for folder in root.glob("sys/devices/system/node/node[0-9]*")
-        if mine & _cpu_list(_read(folder / "cpulist") or "")
+        if mine & cpu_list(_read(folder / "cpulist") or "")
     )
 
 
-def _cpu_list(text: str) -> set[int]:
+def cpu_list(text: str) -> set[int]:
     """`0-2,8` -> {0, 1, 2, 8}, as the kernel spells sets of CPUs."""
     found: set[int] = set()
     for part in text.split(","):
@@ -229,13 +228,6 @@ def redact(argv: Sequence[str]) -> list[str]:
 def _env_int(name: str) -> int:
     value = os.environ.get(name, "")
     return int(value) if value.isascii() and value.isdigit() else 0
-
-
-def _current_device() -> str:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return f"cuda:{torch.cuda.current_device()}"
-    return "cpu"
 
 
 def _versions(backend: str | None) -> dict[str, str | None]:
@@ -366,7 +358,7 @@ def nvml() -> Any | None:
 
 
 def ask(query: Callable[..., Any] | None, *args: Any) -> Any | None:
-    """What NVML answers, or None: an old driver lacks queries, a virtual GPU forbids some."""
+    """What NVML answers, or None: old bindings and drivers lack queries, a virtual GPU forbids some."""
     if query is None:
         return None
     try:
@@ -376,63 +368,88 @@ def ask(query: Callable[..., Any] | None, *args: Any) -> Any | None:
     return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
 
 
-def query_of(library: Any, name: str) -> Callable[..., Any] | None:
-    """A function of the bindings, or None where this version of them lacks it."""
-    found: Callable[..., Any] | None = getattr(library, name, None)
-    return found
+@dataclass(frozen=True)
+class Device:
+    """A GPU by NVML's handle of it."""
+
+    library: Any
+    handle: Any
+
+    def ask(self, name: str, *args: Any) -> Any | None:
+        """What the query of this name says of it; None where it cannot be asked."""
+        return ask(getattr(self.library, name, None), self.handle, *args)
+
+    @property
+    def links(self) -> range:
+        """Numbers of the NVLinks it may have."""
+        return range(getattr(self.library, "NVML_NVLINK_MAX_LINKS", 18))
+
+    def link_states(self) -> dict[int, bool]:
+        """Whether they are up, of the NVLinks that NVML knows."""
+        states = {link: self.ask("nvmlDeviceGetNvLinkState", link) for link in self.links}
+        return {link: bool(state) for link, state in states.items() if state is not None}
+
+    def clock_reasons(self) -> list[str] | None:
+        """What holds its clock where it is, None where NVML does not say."""
+        mask = self.ask("nvmlDeviceGetCurrentClocksEventReasons")
+        if mask is None:  # the name before driver 535
+            mask = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons")
+        return None if mask is None else clock_reasons(mask)
+
+
+def devices(library: Any | None) -> dict[int, Device]:
+    """All GPUs of this host by their numbers in NVML (PCI order), whether visible to CUDA or not."""
+    if library is None:
+        return {}
+    handles = [
+        ask(library.nvmlDeviceGetHandleByIndex, i) for i in range(ask(library.nvmlDeviceGetCount) or 0)
+    ]
+    return {i: Device(library, handle) for i, handle in enumerate(handles) if handle is not None}
+
+
+def cuda_device(index: int) -> Device | None:
+    """index: as torch numbers CUDA devices in this process. None where NVML cannot tell which it is."""
+    library = nvml()
+    handle = None if library is None else handle_of(library, index)
+    return None if handle is None else Device(library, handle)
 
 
 def driver_version() -> str | None:
     """The NVIDIA driver's version, or None."""
-    library = nvml()
-    return None if library is None else ask(query_of(library, "nvmlSystemGetDriverVersion"))
+    return ask(getattr(nvml(), "nvmlSystemGetDriverVersion", None))
 
 
 def gpus() -> list[dict[str, Any]]:
-    """All GPUs of this host as NVML numbers them (PCI order), whether visible to CUDA or not."""
-    library = nvml()
-    if library is None:
-        return []
-    found: list[dict[str, Any]] = []
-    for index in range(ask(library.nvmlDeviceGetCount) or 0):
-        handle = ask(library.nvmlDeviceGetHandleByIndex, index)
-        if handle is not None:
-            found.append({"index": index, **_gpu(library, handle)})
-    return found
+    """What NVML says of all GPUs of this host."""
+    return [{"index": index, **_gpu(device)} for index, device in devices(nvml()).items()]
 
 
-def _gpu(library: Any, handle: Any) -> dict[str, Any]:
-    def of(name: str, *args: Any) -> Any | None:
-        return ask(query_of(library, name), handle, *args)
-
-    memory = of("nvmlDeviceGetMemoryInfo")
-    power = of("nvmlDeviceGetEnforcedPowerLimit")
-    mig = of("nvmlDeviceGetMigMode")
+def _gpu(device: Device) -> dict[str, Any]:
+    library = device.library
+    memory = device.ask("nvmlDeviceGetMemoryInfo")
+    power = device.ask("nvmlDeviceGetEnforcedPowerLimit")
+    persistence = device.ask("nvmlDeviceGetPersistenceMode")
+    mig = device.ask("nvmlDeviceGetMigMode")
     return {
-        "name": of("nvmlDeviceGetName"),
+        "name": device.ask("nvmlDeviceGetName"),
         "memory_bytes": None if memory is None else int(memory.total),
-        "sm_clock_MHz": of("nvmlDeviceGetClockInfo", library.NVML_CLOCK_SM),
-        "sm_clock_max_MHz": of("nvmlDeviceGetMaxClockInfo", library.NVML_CLOCK_SM),
-        "memory_clock_MHz": of("nvmlDeviceGetClockInfo", library.NVML_CLOCK_MEM),
-        "memory_clock_max_MHz": of("nvmlDeviceGetMaxClockInfo", library.NVML_CLOCK_MEM),
+        "sm_clock_MHz": device.ask("nvmlDeviceGetClockInfo", library.NVML_CLOCK_SM),
+        "sm_clock_max_MHz": device.ask("nvmlDeviceGetMaxClockInfo", library.NVML_CLOCK_SM),
+        "memory_clock_MHz": device.ask("nvmlDeviceGetClockInfo", library.NVML_CLOCK_MEM),
+        "memory_clock_max_MHz": device.ask("nvmlDeviceGetMaxClockInfo", library.NVML_CLOCK_MEM),
         "power_limit_W": None if power is None else power / 1000,
-        "persistence": None if (p := of("nvmlDeviceGetPersistenceMode")) is None else bool(p),
+        "persistence": None if persistence is None else bool(persistence),
         "mig": None if mig is None else bool(mig[0]),
-        "nvlink": _nvlink(library, of),
+        "nvlink": _nvlink(device),
     }
 
 
-def _nvlink(library: Any, of: Callable[..., Any | None]) -> dict[str, Any] | None:
-    """Links that are up, of those the GPU has; None where NVML knows of none."""
-    states = [of("nvmlDeviceGetNvLinkState", i) for i in range(getattr(library, "NVML_NVLINK_MAX_LINKS", 18))]
-    known = [s for s in states if s is not None]
-    if not known:
+def _nvlink(device: Device) -> dict[str, Any] | None:
+    states = device.link_states()
+    if not states:
         return None
-    return {
-        "links": len(known),
-        "active_links": sum(bool(s) for s in known),
-        "version": of("nvmlDeviceGetNvLinkVersion", next(i for i, s in enumerate(states) if s is not None)),
-    }
+    version = device.ask("nvmlDeviceGetNvLinkVersion", min(states))
+    return {"links": len(states), "active_links": sum(states.values()), "version": version}
 
 
 def _gpu_place(index: int, root: Path = Path("/")) -> dict[str, Any]:
@@ -441,19 +458,15 @@ def _gpu_place(index: int, root: Path = Path("/")) -> dict[str, Any]:
     index: as torch numbers CUDA devices in this process. nvlink: `neighbours` maps the bus ids of GPUs to
     the number of links to each, `switch_links` counts links to NVSwitches; None without NVLink.
     """
-    place: dict[str, Any] = {"pci_bus_id": None, "device_numa_node": None, "nvlink": None}
-    library = nvml()
-    handle = None if library is None else handle_of(library, index)
-    if library is None or handle is None:
-        return place
-    bus_id = _bus_id(ask(query_of(library, "nvmlDeviceGetPciInfo"), handle))
-    if bus_id is None:
-        return place
+    device = cuda_device(index)
+    bus_id = None if device is None else _bus_id(device.ask("nvmlDeviceGetPciInfo"))
+    if device is None or bus_id is None:
+        return {"pci_bus_id": None, "device_numa_node": None, "nvlink": None}
     node = _read(root / "sys/bus/pci/devices" / bus_id / "numa_node") or ""
     return {
         "pci_bus_id": bus_id,
         "device_numa_node": int(node) if node.isdigit() else None,  # -1: the kernel does not know
-        "nvlink": _nvlink_peers(library, handle),
+        "nvlink": _nvlink_peers(device),
     }
 
 
@@ -465,22 +478,18 @@ def _bus_id(info: Any | None) -> str | None:
     return f"{int(found[1], 16):04x}{found[2].lower()}" if found else None
 
 
-def _nvlink_peers(library: Any, handle: Any) -> dict[str, Any] | None:
+def _nvlink_peers(device: Device) -> dict[str, Any] | None:
     """What the links that are up lead to; None where no link is known."""
-
-    def of(name: str, link: int) -> Any | None:
-        return ask(query_of(library, name), handle, link)
-
-    states = [of("nvmlDeviceGetNvLinkState", i) for i in range(getattr(library, "NVML_NVLINK_MAX_LINKS", 18))]
-    if all(state is None for state in states):
+    states = device.link_states()
+    if not states:
         return None
-    switch = getattr(library, "NVML_NVLINK_DEVICE_TYPE_SWITCH", 2)
+    switch = getattr(device.library, "NVML_NVLINK_DEVICE_TYPE_SWITCH", 2)
     neighbours: Counter[str] = Counter()
     switch_links = 0
-    for link in (i for i, state in enumerate(states) if state):
-        if of("nvmlDeviceGetNvLinkRemoteDeviceType", link) == switch:
+    for link in (link for link, is_up in states.items() if is_up):
+        if device.ask("nvmlDeviceGetNvLinkRemoteDeviceType", link) == switch:
             switch_links += 1
-        elif (bus_id := _bus_id(of("nvmlDeviceGetNvLinkRemotePciInfo", link))) is not None:
+        elif (bus_id := _bus_id(device.ask("nvmlDeviceGetNvLinkRemotePciInfo", link))) is not None:
             neighbours[bus_id] += 1
     return {"neighbours": dict(neighbours), "switch_links": switch_links}
 
@@ -494,26 +503,19 @@ def gpu_state(index: int) -> dict[str, Any] | None:
 
     Returns None without NVML.
     """
-    library = nvml()
-    handle = None if library is None else handle_of(library, index)
-    if library is None or handle is None:
+    device = cuda_device(index)
+    if device is None:
         return None
-
-    def of(name: str, *args: Any) -> Any | None:
-        return ask(query_of(library, name), handle, *args)
-
-    mask = of("nvmlDeviceGetCurrentClocksEventReasons")
-    if mask is None:  # the name before driver 535
-        mask = of("nvmlDeviceGetCurrentClocksThrottleReasons")
-    reasons = clock_reasons(mask or 0)
-    power = of("nvmlDeviceGetPowerUsage")
+    library = device.library
+    reasons = device.clock_reasons()
+    power = device.ask("nvmlDeviceGetPowerUsage")
     return {
-        "sm_clock_MHz": of("nvmlDeviceGetClockInfo", library.NVML_CLOCK_SM),
-        "memory_clock_MHz": of("nvmlDeviceGetClockInfo", library.NVML_CLOCK_MEM),
-        "temperature_C": of("nvmlDeviceGetTemperature", library.NVML_TEMPERATURE_GPU),
+        "sm_clock_MHz": device.ask("nvmlDeviceGetClockInfo", library.NVML_CLOCK_SM),
+        "memory_clock_MHz": device.ask("nvmlDeviceGetClockInfo", library.NVML_CLOCK_MEM),
+        "temperature_C": device.ask("nvmlDeviceGetTemperature", library.NVML_TEMPERATURE_GPU),
         "power_W": None if power is None else power / 1000,
-        "reasons": None if mask is None else reasons,
-        "throttled_by": throttling(reasons),
+        "reasons": reasons,
+        "throttled_by": throttling(reasons or []),
     }
 
 
@@ -535,7 +537,7 @@ def handle_of(library: Any, index: int) -> Any | None:
     if torch is not None and torch.cuda.is_initialized():
         device_id = getattr(torch.cuda.get_device_properties(index), "uuid", None)
         for text in (f"GPU-{device_id}", f"MIG-{device_id}") if device_id is not None else ():
-            handle = ask(query_of(library, "nvmlDeviceGetHandleByUUID"), text)
+            handle = ask(getattr(library, "nvmlDeviceGetHandleByUUID", None), text)
             if handle is not None:
                 return handle
     visible = [v.strip() for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v.strip()]
@@ -545,4 +547,4 @@ def handle_of(library: Any, index: int) -> Any | None:
         return None
     if visible[index].isdigit():
         return ask(library.nvmlDeviceGetHandleByIndex, int(visible[index]))
-    return ask(query_of(library, "nvmlDeviceGetHandleByUUID"), visible[index])
+    return ask(getattr(library, "nvmlDeviceGetHandleByUUID", None), visible[index])

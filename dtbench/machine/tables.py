@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich.text import Text
 
@@ -13,7 +14,7 @@ from dtbench.terminal import add_words, as_text, new_console, new_table, print_j
 def print_findings(findings: Sequence[Finding], as_json: bool = False) -> None:
     """What disturbs a measurement first, each with effect and remedy; then what is in order."""
     if as_json:
-        print_json([finding.to_json() for finding in findings])
+        print_json([asdict(finding) for finding in findings])
         return
     console = new_console()
     table = new_table(plain=not console.is_terminal)

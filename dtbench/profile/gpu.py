@@ -60,21 +60,17 @@ class Sampler:
 def nvlink_KiB(index: int) -> dict[str, float]:  # noqa: N802 - the unit as it is written
     """Payload sent and received over all NVLinks since the driver was loaded; empty where NVML knows of
     none. Source: NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX and _RX of nvml.h, in KiB per link."""
-    library = machine.nvml()
-    handle = None if library is None else machine.handle_of(library, index)
-    if library is None or handle is None:
+    device = machine.cuda_device(index)
+    if device is None:
         return {}
     found: dict[str, float] = {}
     for name, field in (
         ("nvlink_sent_KiB", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX"),
         ("nvlink_received_KiB", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX"),
     ):
-        number = getattr(library, field, None)
-        links = range(getattr(library, "NVML_NVLINK_MAX_LINKS", 18))
-        query = machine.query_of(library, "nvmlDeviceGetFieldValues")
-        values = (
-            machine.ask(query, handle, [(number, link) for link in links]) if number is not None else None
-        )
+        number = getattr(device.library, field, None)
+        asked = [(number, link) for link in device.links]
+        values = device.ask("nvmlDeviceGetFieldValues", asked) if number is not None else None
         known = [float(v.value.ullVal) for v in values or () if v.nvmlReturn == 0]
         if known:
             found[name] = sum(known)

@@ -45,7 +45,6 @@ def here(tmp_path: Path, files: Mapping[str, str] = {}, **changes: Any) -> Surro
         env={"OMP_NUM_THREADS": "2"},
         folder=tmp_path,
         usable_cores=8,
-        ranks=4,
         nvml=lambda: None,
         resolve=lambda name: "10.0.0.7",
         torch_version=lambda: "2.12.1+cu128",
@@ -120,7 +119,7 @@ def test_this_machine_can_be_examined() -> None:
         ("OMP_NUM_THREADS", {}, {"env": {"OMP_NUM_THREADS": "many"}}, "'many'", "OMP_NUM_THREADS=2"),
         ("OMP_NUM_THREADS", {}, {"env": {"OMP_NUM_THREADS": "0"}}, "'0'", "OMP_NUM_THREADS=2"),
         ("MKL_NUM_THREADS", {}, {"env": {"MKL_NUM_THREADS": "8"}}, "8 with 4 ranks", "MKL_NUM_THREADS=2"),
-        ("cores for the ranks", {}, {"ranks": 16}, "16 ranks on 8 usable cores", "--nproc 8"),
+        ("cores for the ranks", {}, {"env": {"LOCAL_WORLD_SIZE": "16"}}, "16 ranks on 8 usable", "--nproc 8"),
         (
             "NUMA nodes",
             {"sys/devices/system/node/node1/cpulist": "4-7"},
@@ -202,18 +201,17 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("files", "changes", "ranks"),
+    ("files", "env", "ranks"),
     [
         ({}, {}, 4),
         ({"dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidiactl": ""}, {}, 2),
-        ({}, {"env": {"LOCAL_WORLD_SIZE": "6"}}, 6),
-        ({}, {"ranks": 3}, 3),
+        ({}, {"LOCAL_WORLD_SIZE": "6"}, 6),
     ],
 )
 def test_how_many_ranks_are_to_come(
-    tmp_path: Path, files: dict[str, str], changes: dict[str, Any], ranks: int
+    tmp_path: Path, files: dict[str, str], env: dict[str, str], ranks: int
 ) -> None:
-    surroundings = here(tmp_path, files, **{"ranks": None, "env": {}} | changes)
+    surroundings = here(tmp_path, files, env=env)
     assert finding(surroundings, "cores for the ranks").got == f"{ranks} ranks on 8 usable cores"
 
 

@@ -28,7 +28,7 @@ def header(**changes: Any) -> dict[str, Any]:
         "argv": ["dtbench", "run"],
         "plan": PLAN,
         "suites": ["dispatch"],
-        "mesh": None,
+        "mesh": PLAN.mesh,
         "ranks": [machine.local_rank_info("cpu")] * 4,
         "backend": "gloo",
         "launches": 2,
