@@ -6,47 +6,31 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from dtbench.model import STATUSES, Result
 from dtbench.units import format_bandwidth, format_seconds, format_size
 
 
-class Progress(Protocol):
-    """Where rank 0 reports to."""
+class Progress:
+    """Where rank 0 reports to: a line per result on stdout, for logs and pipes."""
 
     def begin(self, headline: str, total: int) -> None:
         """So many results are to come."""
-        ...
-
-    def more(self, count: int) -> None:
-        """So many more are to come than `begin` said."""
-        ...
-
-    def result(self, result: Result) -> None: ...
-
-    def close(self) -> None:
-        """Leaves the terminal in order; may be called twice, and from another thread."""
-        ...
-
-
-class Lines:
-    """A line per result on stdout, for logs and pipes."""
-
-    def begin(self, headline: str, total: int) -> None:
         say(headline)
 
     def more(self, count: int) -> None:
+        """So many more are to come than `begin` said."""
         say(f"{count} more results to measure, where the sweep was too coarse")
 
     def result(self, result: Result) -> None:
         say(line_of(result))
 
     def close(self) -> None:
-        pass
+        """Leaves the terminal in order; may be called twice, and from another thread."""
 
 
-class Bar:
+class Bar(Progress):
     """A bar with the time left on stderr; only what went wrong gets a line."""
 
     def __init__(self) -> None:
@@ -91,7 +75,7 @@ class Bar:
 
 def make_progress() -> Progress:
     """A bar where somebody watches, lines otherwise."""
-    return Bar() if sys.stderr.isatty() and sys.stdout.isatty() else Lines()
+    return Bar() if sys.stderr.isatty() and sys.stdout.isatty() else Progress()
 
 
 def say(text: str) -> None:

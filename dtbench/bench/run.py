@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,15 +13,17 @@ from dtbench.bench.session import (
     check_resume,
     choose_device,
     exit_code_of,
+    open_run_file,
     output_of,
     prepare,
     report_failure,
     say_complete,
 )
-from dtbench.errors import EXIT_INTERRUPTED, EXIT_OK, OutputError, UsageError
-from dtbench.files.run import RunWriter, read_run
+from dtbench.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
+from dtbench.files.atomic import refuse_taken
+from dtbench.files.run import read_run
 from dtbench.mesh import ranks_of
-from dtbench.model import Result, ResultKey
+from dtbench.model import ResultKey
 from dtbench.world.failure import INTERRUPTED, Diagnosis, Now
 from dtbench.world.launch import start_ranks
 from dtbench.world.rank import quiet_torch
@@ -46,8 +47,7 @@ def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
     nproc = count_ranks(options, device_type)
     job = prepare(options, device_type, nproc)
     output = output_of(options)
-    alone = job.suites[0].world == "own"
-    if alone:
+    if job.alone:
         refuse_rank_options(job)
     done: frozenset[ResultKey] = frozenset()
     if options.resume:
@@ -56,8 +56,8 @@ def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
             return say_complete(run_before)
         done = frozenset(result.key for result in run_before.results)
     else:
-        check_output(output)
-    if alone:
+        refuse_taken(output, "--resume to go on with it")
+    if job.alone:
         return measure_alone(job, argv, output)
     code = EXIT_OK
 
@@ -104,30 +104,18 @@ def measure_alone(job: Job, argv: Sequence[str], output: Path) -> int:
     Raises:
         OutputError: the file cannot be written.
     """
-    from dtbench.machine.provenance import local_rank_info, provenance
+    from dtbench.machine.provenance import local_rank_info
 
     suite = job.suites[0]
     assert suite.measure is not None
-    if job.options.resume:
-        writer = RunWriter.resume(output, {"argv": list(argv)})
-    else:
-        info = local_rank_info("cpu")
-        plan, names = job.plan, job.suite_names
-        header = provenance(
-            argv=argv, plan=plan, suites=names, mesh=(), ranks=[info], backend=None, launches=1
-        )
-        writer = RunWriter.create(output, header)
     progress = make_progress()
 
-    def record(result: Result) -> None:
-        progress.result(writer.append(result))
-
-    with writer:
+    with open_run_file(job, argv, output, [local_rank_info("cpu")]) as writer:
         tasks = [(task.case, task.impls) for task in remaining(job.tasks, writer.done, 0)]
         total = sum(len(impls) for _, impls in tasks)
         progress.begin(f"{total} results to measure, into {output}", total)
         try:
-            suite.measure(job.plan, tasks, record)
+            suite.measure(job.plan, tasks, lambda result: progress.result(writer.append(result)))
             writer.end()
         except KeyboardInterrupt:
             progress.close()
@@ -158,18 +146,3 @@ def count_ranks(options: RunOptions, device_type: str) -> int:
             f"give --nproc {gpus}, or --device cpu"
         )
     return wanted or gpus
-
-
-def check_output(output: Path) -> None:
-    """Refuses, before anything is started, a file that could not be made.
-
-    Raises:
-        OutputError: it exists, or its folder does not or may not be written.
-    """
-    if output.exists():
-        raise OutputError(f"{output} exists already: give another -o, or --resume to go on with it")
-    folder = output.parent
-    if not folder.is_dir():
-        raise OutputError(f"cannot make {output}: there is no folder {folder}; make it or give another -o")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise OutputError(f"cannot make {output}: {folder} may not be written; give another -o")

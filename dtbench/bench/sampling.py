@@ -64,8 +64,7 @@ class Instruments:
     """What a measurement is made with; tests replace each by a fake.
 
     barrier: all ranks of the world leave it together. kernel: names the running kernel, whose monotonic clock
-    says when samples began. gpu_state: clocks and throttling of this rank's GPU, None without one. throttled:
-    what of two such states disturbed the samples between, or None.
+    says when samples began. gpu_state: clocks and throttling of this rank's GPU, None without one.
     """
 
     clocks: Mapping[Literal["host", "device"], Clock]
@@ -73,7 +72,6 @@ class Instruments:
     budget: Budget
     kernel: str | None = None
     gpu_state: Callable[[], Mapping[str, Any] | None] = lambda: None
-    throttled: Callable[[Any, Any], str | None] = lambda _before, _after: None
     monotonic: Callable[[], float] = time.monotonic
 
 
@@ -235,7 +233,8 @@ class Adaptive(Voted):
             self._rounds(range(done, done + rounds))
             done += rounds
             rounds = self.vote({}, functools.partial(self._next_rounds, done, total))
-        self._throttled = self._with.throttled(before, self._with.gpu_state())
+        reasons = [r for state in (before, self._with.gpu_state()) if state for r in state["throttled_by"]]
+        self._throttled = ", ".join(dict.fromkeys(reasons)) or None
 
     def finish(self) -> None:
         """Gathers what the ranks have: on rank 0 the outcomes are whole; elsewhere they hold the status alone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
+import hashlib
 import json
 import os
 import time
@@ -57,6 +57,11 @@ class Job:
         """As the header has them."""
         return [suite.name for suite in self.suites]
 
+    @property
+    def alone(self) -> bool:
+        """Whether its suite, which is then the only one, needs no ranks."""
+        return self.suites[0].world == "own"
+
 
 def prepare(options: RunOptions, device_type: str, world_size: int) -> Job:
     """Validates all that can be validated before ranks exist.
@@ -69,7 +74,7 @@ def prepare(options: RunOptions, device_type: str, world_size: int) -> Job:
     refuse_foreign_options(suites, options.suite_options)
     listed = tasks = list_tasks(suites, plan, options.filter)
     if options.budget_s is not None:
-        if any(suite.world == "own" for suite in suites):
+        if suites[0].world == "own":
             raise UsageError(f"--budget is for suites that time something: leave it out for {suites[0].name}")
         tasks = budget.choose(listed, options.budget_s, plan.quick)
     return Job(options, plan, suites, tuple(tasks), tuple(listed))
@@ -81,10 +86,10 @@ def refuse_without_ranks(job: Job) -> None:
     Raises:
         UsageError: a suite that needs none.
     """
-    alone = [suite.name for suite in job.suites if suite.world == "own"]
-    if alone:
+    if job.alone:
+        name = job.suites[0].name
         raise UsageError(
-            f"{alone[0]} needs no ranks, but a launcher has started some: run `dtbench run {alone[0]}` without it"
+            f"{name} needs no ranks, but a launcher has started some: run `dtbench run {name}` without it"
         )
 
 
@@ -144,7 +149,7 @@ class Session:
         sends = any(task.suite.world == "ranks" for task in job.tasks)
         rank.join(job.plan.device_type, backend_of(job.plan.device_type) if sends else None)
         if rank.place.rank == 0:
-            self._open(job, rank.infos)
+            self._writer = self._open(job, rank.infos)
         tasks = self._agree_on_tasks(job, rank.ranks)
         if rank.place.rank == 0:
             self._begin(job, tasks)
@@ -167,7 +172,6 @@ class Session:
         instruments = functools.partial(_instruments, rank.device)
         if simulated and rank.place.rank == 0:
             with simulated_world(rank.device) as world:
-                _settle_memory()
                 tools = instruments(barrier=lambda: None, budget=budget_of("simulated", quick))
                 sweep.measure(simulated, world, AloneRanks(), tools)
             rank.store.delete_key("now")
@@ -177,7 +181,6 @@ class Session:
         if not real:
             return
         with rank.process_group(job.plan.mesh, self._options.timeout_s) as (group, barrier):
-            _settle_memory()
             tools = instruments(barrier=barrier, budget=budget_of("ranks", quick))
             for _ in range(MAX_REFINEMENTS):
                 sweep.measure(real, group, rank.ranks, tools)
@@ -220,7 +223,8 @@ class Session:
         # Ranks that list other cases would wait in different collectives.
         mine = [task.label for task in job.tasks] if ranks.size > 1 else []
         different = ranks.agree(
-            hash_of(mine), lambda votes: [r for r, v in enumerate(votes) if v != votes[0]]
+            hashlib.sha256("\n".join(mine).encode("utf-8", "replace")).hexdigest(),
+            lambda votes: [r for r, v in enumerate(votes) if v != votes[0]],
         )
         if different:
             raise UsageError(
@@ -236,27 +240,14 @@ class Session:
 
     # ---- rank 0's file and terminal ----
 
-    def _open(self, job: Job, infos: Sequence[Mapping[str, Any]]) -> None:
-        from dtbench.machine.provenance import provenance
-
+    def _open(self, job: Job, infos: Sequence[Mapping[str, Any]]) -> RunWriter:
         if self._launch > 0:
-            self._writer = RunWriter.resume(self._output)
-        elif self._options.resume:
+            return RunWriter.resume(self._output)
+        if self._options.resume:
             run = check_resume(job, self._output)
             if run.complete:
                 self._rank.stop_all(say_complete(run))
-            self._writer = RunWriter.resume(self._output, {"argv": list(self._argv)})
-        else:
-            header = provenance(
-                argv=self._argv,
-                plan=job.plan,
-                suites=job.suite_names,
-                mesh=job.plan.mesh,
-                ranks=infos,
-                backend=backend_of(job.plan.device_type),
-                launches=self._options.launches,
-            )
-            self._writer = RunWriter.create(self._output, header)
+        return open_run_file(job, self._argv, self._output, infos)
 
     def _go_on(self, tasks: Sequence[Task]) -> Callable[[Task, Any], bool]:
         """Whether --budget has time for a task, as rank 0 finds."""
@@ -355,6 +346,30 @@ def check_resume(job: Job, output: Path) -> Run:
     return run
 
 
+def open_run_file(
+    job: Job, argv: Sequence[str], output: Path, ranks: Sequence[Mapping[str, Any]]
+) -> RunWriter:
+    """The file of the run to go on with, or a new one. ranks: what each says of itself.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    from dtbench.machine.provenance import provenance
+
+    if job.options.resume:
+        return RunWriter.resume(output, {"argv": list(argv)})
+    header = provenance(
+        argv=argv,
+        plan=job.plan,
+        suites=job.suite_names,
+        mesh=() if job.alone else job.plan.mesh,
+        ranks=ranks,
+        backend=None if job.alone else backend_of(job.plan.device_type),
+        launches=job.options.launches,
+    )
+    return RunWriter.create(output, header)
+
+
 def say_complete(run: Run) -> int:
     """There is nothing to resume; the exit code."""
     say(f"{run.path} is complete already: {summary_of(run.results)}; nothing to go on with")
@@ -410,24 +425,4 @@ def _instruments(device: Any, *, barrier: Callable[[], None], budget: Any) -> In
         barrier,
         budget,
         gpu_state=functools.partial(machine.gpu_state, device.index),
-        throttled=throttled_between,
     )
-
-
-def throttled_between(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> str | None:
-    """What slowed the GPU against its setting, before or after the samples."""
-    reasons = [r for state in (before, after) if state is not None for r in state["throttled_by"]]
-    return ", ".join(dict.fromkeys(reasons)) or None
-
-
-def _settle_memory() -> None:
-    """What is alive now stays: the collections between cases need not look at it again."""
-    gc.collect()
-    gc.freeze()
-
-
-def hash_of(labels: Sequence[str]) -> str:
-    """The same on every rank for the same list of cases."""
-    import hashlib
-
-    return hashlib.sha256("\n".join(labels).encode("utf-8", "replace")).hexdigest()

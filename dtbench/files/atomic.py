@@ -13,6 +13,22 @@ from dtbench.errors import OutputError
 HEAD_BYTES = 4096
 
 
+def refuse_taken(path: Path, remedy: str) -> None:
+    """Refuses, before anything is measured, a file or folder that could not be made.
+
+    remedy: what one may give other than another -o.
+
+    Raises:
+        OutputError: it exists, or the folder around it does not or may not be written.
+    """
+    if os.path.lexists(path):
+        raise OutputError(f"{path} exists already: give another -o, or {remedy}")
+    if not path.parent.is_dir():
+        raise OutputError(f"cannot make {path}: there is no folder {path.parent}; make it or give another -o")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise OutputError(f"cannot make {path}: {path.parent} may not be written; give another -o")
+
+
 def write_atomically(path: Path, text: str, is_ours: Callable[[str], bool], kind: str) -> None:
     """Writes `text` to a temporary neighbour and renames it to `path`.
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from dtbench.errors import UnreadableRunError
-from dtbench.files.read import BadFieldError, decode, into, shown
+from dtbench.files.read import BadFieldError, decode, into, read_lines, shown
 
 SCHEMA = 1
 MAX_FILE_BYTES = 256 * 2**20
@@ -41,24 +41,19 @@ def read_history(path: Path, machine: Mapping[str, Any] | None = None) -> list[L
     """
     lines: list[Line] = []
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise BadFieldError(f"it has more than {MAX_FILE_BYTES} bytes")
-        with path.open("rb") as file:
-            for number, data in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
-                if not data.endswith(b"\n"):
-                    break
-                if number > MAX_LINES:
-                    raise BadFieldError(f"it has more than {MAX_LINES} lines")
-                line = _line(data, number)
-                machine = line.machine if machine is None else machine
-                if line.machine != machine:
-                    raise BadFieldError(
-                        f"line {number} was measured on {shown(line.machine)}, expected {shown(dict(machine))}: "
-                        "times of another machine are no baseline"
-                    )
-                lines.append(line)
-    except OSError as error:
-        raise UnreadableRunError(f"cannot read {path}: {error.strerror or error}") from error
+        for number, data in read_lines(path, "a history of `dtbench gate`", MAX_FILE_BYTES, MAX_LINE_BYTES):
+            if not data.endswith(b"\n"):
+                break
+            if number > MAX_LINES:
+                raise BadFieldError(f"it has more than {MAX_LINES} lines")
+            line = _line(data, number)
+            machine = line.machine if machine is None else machine
+            if line.machine != machine:
+                raise BadFieldError(
+                    f"line {number} was measured on {shown(line.machine)}, expected {shown(dict(machine))}: "
+                    "times of another machine are no baseline"
+                )
+            lines.append(line)
     except ValueError as error:
         raise UnreadableRunError(f"{path} is no history of `dtbench gate`: {error}") from error
     return lines

@@ -7,14 +7,16 @@ expected.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
+import os
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 import msgspec
 
@@ -145,6 +147,21 @@ def into(value: Any, kind: type[_T], name: str = "") -> _T:
         raise BadFieldError("nested too deeply") from error
 
 
+@contextlib.contextmanager
+def _opened(path: Path, what: str, max_bytes: int) -> Iterator[BinaryIO]:
+    try:
+        if path.exists() and not path.is_file():  # a pipe would be waited on for ever
+            raise UnreadableRunError(f"{path} is not a regular file: expected {what}")
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size > max_bytes:
+                raise UnreadableRunError(f"{path} has more than {max_bytes} bytes: expected {what}")
+            yield file
+    except OSError as error:
+        raise UnreadableRunError(f"cannot read {path}: {error.strerror or error}; expected {what}") from error
+    except ValueError as error:  # a null byte in the name
+        raise UnreadableRunError(f"{str(path)!r} is not the path of a file: {error}") from error
+
+
 def read_bytes(path: Path, what: str, max_bytes: int) -> bytes:
     """All of a file.
 
@@ -153,16 +170,23 @@ def read_bytes(path: Path, what: str, max_bytes: int) -> bytes:
     Raises:
         UnreadableRunError: no regular file, or too large.
     """
-    try:
-        if path.exists() and not path.is_file():  # a pipe would be waited on for ever
-            raise UnreadableRunError(f"{path} is not a regular file: expected {what}")
-        if path.stat().st_size > max_bytes:
-            raise UnreadableRunError(f"{path} has more than {max_bytes} bytes: expected {what}")
-        return path.read_bytes()
-    except OSError as error:
-        raise UnreadableRunError(f"cannot read {path}: {error.strerror or error}; expected {what}") from error
-    except ValueError as error:  # a null byte in the name
-        raise UnreadableRunError(f"{str(path)!r} is not the path of a file: {error}") from error
+    with _opened(path, what, max_bytes) as file:
+        return file.read()
+
+
+def read_lines(path: Path, what: str, max_bytes: int, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their numbers from 1; see `read_bytes`.
+
+    Raises:
+        UnreadableRunError: no regular file, too large, or a line too long.
+    """
+    with _opened(path, what, max_bytes) as file:
+        for number, data in enumerate(iter(lambda: file.readline(max_line_bytes + 1), b""), 1):
+            if len(data) > max_line_bytes:
+                raise UnreadableRunError(
+                    f"{path}: line {number} is longer than {max_line_bytes} bytes: expected {what}"
+                )
+            yield number, data
 
 
 def read_json(path: Path, what: str, max_bytes: int) -> dict[str, Any]:

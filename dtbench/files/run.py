@@ -27,7 +27,8 @@ from typing import Any, Self
 import msgspec
 
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
-from dtbench.files.read import BadFieldError, decode, into, shown
+from dtbench.files.atomic import refuse_taken
+from dtbench.files.read import BadFieldError, decode, into, read_lines, shown
 from dtbench.model import SCHEMA, STATUSES, Header, Param, Result, ResultKey, Run, Timing
 
 # A line holds every rank's samples: 1024 ranks x 1000 samples x 22 characters are 22 MiB. Beyond
@@ -38,6 +39,7 @@ MAX_FILE_BYTES = 2 * 2**30
 _LATER_PARAMS: Mapping[str, Mapping[str, Param]] = {
     "redistribute": {"groups": "together", "mode": "isolated"}
 }
+_WHAT = "a dtbench run (JSON Lines)"
 _ORDERED = ("min", "p25", "median", "p75", "p95", "max")
 
 
@@ -69,7 +71,8 @@ class RunWriter:
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         except OSError as error:
-            raise OutputError(_why_not_created(path, error)) from error
+            refuse_taken(path, "--resume to go on with it")
+            raise OutputError(f"cannot make {path}: {_reason(error)}; give another -o") from error
         writer = cls(path, fd, 0, ())
         try:
             _lock(fd, path)
@@ -191,16 +194,6 @@ class RunWriter:
         self._length = whole
 
 
-def _why_not_created(path: Path, error: OSError) -> str:
-    if isinstance(error, FileExistsError):
-        if path.is_dir():
-            return f"{path} is a folder: give the path of a file to -o"
-        return f"{path} exists already: give another -o, or --resume to go on with it"
-    if isinstance(error, FileNotFoundError):
-        return f"the folder of {path} does not exist: make it (mkdir -p {path.parent}) or give another -o"
-    return f"cannot make {path}: {_reason(error)}; give another -o"
-
-
 def _reason(error: OSError) -> str:
     return (error.strerror or type(error).__name__).lower()
 
@@ -320,7 +313,7 @@ def read_run(path: str | Path) -> Run:
     header: Header | None = None
     results: dict[ResultKey, Result] = {}
     complete = False
-    for number, data in _lines(path):
+    for number, data in read_lines(path, _WHAT, MAX_FILE_BYTES, MAX_LINE_BYTES):
         cut = not data.endswith(b"\n")
         if header is None:
             header = _first_line(path, data)
@@ -349,7 +342,7 @@ def read_run(path: str | Path) -> Run:
         except ValueError as error:
             raise UnreadableRunError(f"{path}: line {number} is damaged: {error}") from error
     if header is None:
-        raise UnreadableRunError(f"{path} is empty: expected a dtbench run (JSON Lines)")
+        raise UnreadableRunError(f"{path} is empty: expected {_WHAT}")
     return Run(path, header, tuple(results.values()), complete)
 
 
@@ -389,44 +382,6 @@ def _check_order(time_s: Timing) -> None:
     # The mean of equal numbers may round to just beside them.
     if not time_s.min * (1 - 1e-9) <= time_s.mean <= time_s.max * (1 + 1e-9):
         raise BadFieldError(f"time_s.mean is {time_s.mean!r}, expected it between min and max")
-
-
-def read_header(path: str | Path) -> Header:
-    """The first line of a run file, checked; fields that are missing have empty values.
-
-    Raises:
-        UnreadableRunError: as `read_run`, for the first line.
-    """
-    path = Path(path)
-    for _, data in _lines(path):
-        return _first_line(path, data)
-    raise UnreadableRunError(f"{path} is empty: expected a dtbench run (JSON Lines)")
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    try:
-        if path.is_dir():
-            raise UnreadableRunError(f"{path} is a folder: expected the file of a dtbench run (.jsonl)")
-        if path.exists() and not path.is_file():  # a pipe would be waited on for ever
-            raise UnreadableRunError(f"{path} is not a regular file: expected the file of a dtbench run")
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > MAX_FILE_BYTES:
-                raise UnreadableRunError(f"{path} has {size} bytes: a run has at most {MAX_FILE_BYTES}")
-            number = 0
-            while data := file.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                if len(data) > MAX_LINE_BYTES:
-                    raise UnreadableRunError(
-                        f"{path}: line {number} is longer than {MAX_LINE_BYTES} bytes: not a dtbench run"
-                    )
-                yield number, data
-    except FileNotFoundError as error:
-        raise UnreadableRunError(f"there is no file {path}: expected a dtbench run (JSON Lines)") from error
-    except OSError as error:
-        raise UnreadableRunError(f"cannot read {path}: {_reason(error)}") from error
-    except ValueError as error:  # a null byte in the name
-        raise UnreadableRunError(f"{str(path)!r} is not the path of a file: {error}") from error
 
 
 def _first_line(path: Path, data: bytes) -> Header:

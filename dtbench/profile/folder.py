@@ -12,21 +12,7 @@ from typing import Any
 
 from dtbench.bench.progress import say
 from dtbench.errors import OutputError
-
-
-def check_folder(folder: Path) -> None:
-    """Refuses, before anything is measured, a folder that could not be made.
-
-    Raises:
-        OutputError: it exists, or the one around it does not or may not be written.
-    """
-    if folder.exists() or folder.is_symlink():
-        raise OutputError(f"{folder} exists already: give another -o, or remove it")
-    parent = folder.parent
-    if not parent.is_dir():
-        raise OutputError(f"cannot make {folder}: there is no folder {parent}; make it or give another -o")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise OutputError(f"cannot make {folder}: {parent} may not be written; give another -o")
+from dtbench.files.atomic import refuse_taken
 
 
 def write_folder(folder: Path, files: Mapping[str, str]) -> None:
@@ -43,7 +29,7 @@ def write_folder(folder: Path, files: Mapping[str, str]) -> None:
             if name.endswith(".gz"):
                 data = gzip.compress(data, compresslevel=6, mtime=0)
             (partial / name).write_bytes(data)
-        check_folder(folder)
+        refuse_taken(folder, "remove it")
         partial.replace(folder)
     except OSError as error:
         raise OutputError(

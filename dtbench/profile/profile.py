@@ -11,7 +11,8 @@ from dtbench.bench.options import Task
 from dtbench.bench.progress import say
 from dtbench.bench.run import count_ranks
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError, complain
-from dtbench.profile.folder import as_json, check_folder, write_and_tell
+from dtbench.files.atomic import refuse_taken
+from dtbench.profile.folder import as_json, write_and_tell
 from dtbench.profile.request import DATA_NAME, FLAME_NAME, TABLE_NAME, TRACE_NAME, Request
 from dtbench.world.launch import start_ranks
 from dtbench.world.rank import quiet_torch
@@ -38,7 +39,7 @@ def profile(request: Request, argv: Sequence[str]) -> int:
     device_type = request.device_type()
     nproc = count_ranks(request.options, device_type)
     tasks = request.tasks(device_type, nproc)
-    check_folder(request.folder)
+    refuse_taken(request.folder, "remove it")
     if tasks[0].suite.world == "simulated":
         if request.nvtx:
             raise UsageError("--nvtx marks iterations of ranks, and these cases start none: leave --nvtx out")

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, NoReturn
 from dtbench.bench.options import Task
 from dtbench.bench.progress import say
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError, complain
+from dtbench.files.atomic import refuse_taken
 from dtbench.mesh import Mesh, format_mesh, groups_in
 from dtbench.profile import clocks, sections, trace
-from dtbench.profile.folder import as_json, check_folder, write_and_tell
+from dtbench.profile.folder import as_json, write_and_tell
 from dtbench.profile.gpu import Sampler, counters_of
 from dtbench.profile.recording import RankRecording
 from dtbench.profile.request import DATA_NAME, TABLE_NAME, TRACE_NAME, Request
@@ -66,7 +67,7 @@ class RankProfile:
         host_clock = self._host_clock()
         plan = request.options.plan("cuda" if device_type == "cuda" else "cpu", ranks.size)
         if ranks.rank == 0:
-            check_folder(request.folder)
+            refuse_taken(request.folder, "remove it")
             count = f"{len(tasks)} case{'s' if len(tasks) > 1 else ''}"
             say(f"{count} to profile on {ranks.size} {device_type} ranks ({format_mesh(plan.mesh)})")
         # NVML's readings of the device meanwhile.

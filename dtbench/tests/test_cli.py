@@ -107,7 +107,7 @@ def test_version_and_bare_call(dtbench: Cli) -> None:
         ("SUITE --max-size 100", "--max-size 100: the sweep starts at 1 KiB"),
         ("SUITE --timeout -1", "--timeout -1.0: expected seconds above 0"),
         ("SUITE --resume", "--resume needs -o FILE"),
-        ("SUITE --resume -o nosuch.jsonl", "there is no file nosuch.jsonl"),
+        ("SUITE --resume -o nosuch.jsonl", "cannot read nosuch.jsonl: No such file"),
         ("SUITE --resume -o taken", "taken is not a dtbench run"),
         ("SUITE -o taken", "taken exists already: give another -o, or --resume"),
         ("SUITE -o nosuch/x.jsonl", "there is no folder nosuch"),

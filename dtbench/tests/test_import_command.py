@@ -143,7 +143,7 @@ def test_files_that_are_none_and_places_that_are_taken(dtbench: Cli) -> None:
         ("nosuch -o run.jsonl", "cannot read nosuch"),
         (". -o run.jsonl", ". is not a regular file"),
         ("x.log -o taken", "taken exists already"),
-        ("x.log -o nosuch/run.jsonl", "the folder of nosuch/run.jsonl does not exist"),
+        ("x.log -o nosuch/run.jsonl", "there is no folder nosuch"),
     ):
         code, _, err = dtbench("import", *args.split())
         assert code == EXIT_USAGE and says in err and err.count("\n") == 1

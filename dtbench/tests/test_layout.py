@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dtbench.bench.arrivals import lateness_s
 from dtbench.errors import UnreadableRunError
 from dtbench.files.frame import cases_frame, cells, results_frame
-from dtbench.files.run import RunWriter, read_header
+from dtbench.files.run import RunWriter, read_run
 from dtbench.layout import from_last_arrival_s, layout_of, mesh_groups
 from dtbench.mesh import groups_of
 from dtbench.model import Header, Result
@@ -119,14 +119,14 @@ def test_numa_nodes_and_nvlink_neighbours() -> None:
 def test_what_ranks_say_is_checked_when_read(tmp_path: Path, field: str, value: Any) -> None:
     good = header({"tp": 2}, ["a", "a"], numa_nodes=[[0], None], interface=["lo", None])
     RunWriter.create(tmp_path / "good.jsonl", good).close()
-    assert read_header(tmp_path / "good.jsonl") == made_up.read(good)
+    assert read_run(tmp_path / "good.jsonl").header == made_up.read(good)
     bad = copy.deepcopy(good)
     bad["ranks"][1][field] = value
     with pytest.raises(ValueError, match=field):
         RunWriter.create(tmp_path / "bad.jsonl", bad)
     (tmp_path / "bad.jsonl").write_text((tmp_path / "good.jsonl").read_text().replace('"lo"', "7"))
     with pytest.raises(UnreadableRunError, match="interface"):
-        read_header(tmp_path / "bad.jsonl")
+        read_run(tmp_path / "bad.jsonl")
 
 
 # ------------------------------------------------------------------------------------- times

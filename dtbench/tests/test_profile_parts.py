@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from dtbench.bench.options import Task, split_target
 from dtbench.errors import OutputError, UsageError
+from dtbench.files.atomic import refuse_taken
 from dtbench.machine import provenance as machine
 from dtbench.mesh import groups_in
 from dtbench.model import STAGES, Case
@@ -476,7 +477,7 @@ def test_a_folder_is_made_whole_or_not_at_all(tmp_path: Any) -> None:
     assert sorted(p.name for p in (tmp_path / "p").iterdir()) == ["a.txt", "b.json.gz"]
     for taken in (tmp_path / "p", tmp_path / "no" / "p"):
         with pytest.raises(OutputError, match="another -o"):
-            folder.check_folder(taken)
+            refuse_taken(taken, "remove it")
     with pytest.raises(OutputError, match="exists already"):
         folder.write_folder(tmp_path / "p", {"c": ""})
     with pytest.raises(OutputError, match="cannot write"):

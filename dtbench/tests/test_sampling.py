@@ -114,7 +114,6 @@ class Trial:
             budget=BUDGET,
             kernel=self.kernel,
             gpu_state=lambda: next(states),
-            throttled=lambda before, after: after and after.get("throttled"),
             monotonic=lambda: self.clocks[rank].now,
         )
         now = Now()
@@ -328,7 +327,7 @@ def test_a_case_that_becomes_slow_while_sampled_is_ended_with_what_it_has() -> N
 
 def test_throttling_marks_the_result() -> None:
     trial = Trial()
-    trial.states = [{}, {"throttled": "hw_slowdown"}]
+    trial.states = [{"throttled_by": []}, {"throttled_by": ["hw_slowdown"]}]
     (outcome,) = trial.run(case_of({"core": trial.impl("core")}))
     assert outcome["core"].status == "ok" and outcome["core"].counters["throttled"] == 1
     assert outcome["core"].reason == "the GPU of rank 0 was throttled: hw_slowdown"
