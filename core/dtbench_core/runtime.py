@@ -33,6 +33,15 @@ if TYPE_CHECKING:
     from dtbench_core.simulate.local_mode import LocalTensorMode
 
 Key = tuple[Any, ...]
+# A plan is about 1 KB; the bound keeps a program that never repeats a shape at some megabytes.
+MAX_PLANS = 8192
+
+
+def remember(cache: dict[Key, Any], key: Key, value: Any) -> None:
+    """Puts it into the cache, which forgets its oldest entries at the bound."""
+    while len(cache) >= MAX_PLANS:
+        del cache[next(iter(cache))]
+    cache[key] = value
 
 
 @dataclass(slots=True, eq=False)

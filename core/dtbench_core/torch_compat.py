@@ -64,36 +64,20 @@ make_wrapper = cast("Callable[..., torch.Tensor]", torch.Tensor._make_wrapper_su
 # torch's own binding of an op is 0.8 us faster than the OpOverload's entry. Listed are ops whose binding
 # takes the same arguments, by position or name as the schema says.
 _BINDINGS: dict[object, Callable[..., Any]] = {
-    getattr(getattr(torch.ops.aten, name), overload): binding
-    for name, overload, binding in (
-        ("_foreach_add_", "List", torch._foreach_add_),
-        ("_log_softmax", "default", torch._log_softmax),
-        ("_softmax", "default", torch._softmax),
-        ("add", "Tensor", torch.add),
-        ("add_", "Tensor", torch.Tensor.add_),
-        ("addmm", "default", torch.addmm),
-        ("bmm", "default", torch.bmm),
-        ("cat", "default", torch.cat),
-        ("clone", "default", torch.clone),
-        ("detach", "default", torch.Tensor.detach),
-        ("div", "Tensor", torch.div),
-        ("expand", "default", torch.Tensor.expand),
-        ("mean", "default", torch.mean),
-        ("mean", "dim", torch.mean),
-        ("mm", "default", torch.mm),
-        ("mul", "Tensor", torch.mul),
-        ("native_layer_norm", "default", torch.native_layer_norm),
-        ("permute", "default", torch.permute),
-        ("relu", "default", torch.relu),
-        ("split", "Tensor", torch._C._VariableFunctions.split),  # type: ignore[attr-defined]
-        ("sub", "Tensor", torch.sub),
-        ("sum", "default", torch.sum),
-        ("sum", "dim_IntList", torch.sum),
-        ("t", "default", torch.t),
-        ("transpose", "int", torch.transpose),
-        ("unsqueeze", "default", torch.unsqueeze),
-        ("view", "default", torch.Tensor.view),
+    getattr(getattr(torch.ops.aten, name), overload or "default"): getattr(owner, name)
+    for owner, ops in (
+        (
+            torch,
+            "_foreach_add_.List _log_softmax _softmax add.Tensor addmm bmm cat clone div.Tensor mean mean.dim mm",
+        ),
+        (
+            torch,
+            "mul.Tensor native_layer_norm permute relu sub.Tensor sum sum.dim_IntList t transpose.int unsqueeze",
+        ),
+        (torch.Tensor, "add_.Tensor detach expand view"),
+        (vars(torch._C)["_VariableFunctions"], "split.Tensor"),
     )
+    for name, _, overload in (op.partition(".") for op in ops.split())
 }
 
 

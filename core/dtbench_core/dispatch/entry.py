@@ -20,6 +20,7 @@ import torch
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
+from dtbench_core import runtime
 from dtbench_core.dispatch import out_and_resize
 from dtbench_core.dispatch.autograd_grad import grad
 from dtbench_core.dispatch.cache_key import key_of
@@ -33,7 +34,7 @@ from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.rules import cross_entropy, linear
 from dtbench_core.rules.compare import equal
 from dtbench_core.rules.view import tensor_split
-from dtbench_core.runtime import current, process
+from dtbench_core.runtime import current, process, remember
 from dtbench_core.torch_compat import (
     DisableTorchFunction,
     any_autocast,
@@ -44,8 +45,6 @@ from dtbench_core.torch_compat import (
     is_grad_enabled,
 )
 
-# A plan is about 1 KB; the bound keeps a program that never repeats a shape at some megabytes.
-MAX_PLANS = 8192
 # In the caches of plans. None there: no rule fits, replicate and run; or watched, and not fit to be fast.
 _MISSING: Any = object()
 
@@ -152,7 +151,7 @@ def _watch(
         if takes_one_tensor(func):
             _direct[func] = func
         elif key:
-            _store(process.functions, key, None)
+            remember(process.functions, key, None)
         return result
     if not key:
         return result
@@ -162,7 +161,7 @@ def _watch(
         if all_elementwise(func):
             process.elementwise.add(func)
             return result  # the key at hand holds numbers by value: remember the next call
-    _store(process.functions, key, fit)
+    remember(process.functions, key, fit)
     return result
 
 
@@ -208,7 +207,7 @@ def torch_dispatch(
             result = info.without_plan(torch_dispatch, cls, op, args, kwargs)
         else:
             plan, result = first_run(plan, cls, args, kwargs, locals_, local_kwargs)
-        _store(process.plans, key, plan)
+        remember(process.plans, key, plan)
     if (watched := current().watched) is not None:
         watched.append((plan, args, kwargs, result))
     return result
@@ -217,15 +216,9 @@ def torch_dispatch(
 # ---- caches ----
 
 
-def _store(cache: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: Plan | None) -> None:
-    while len(cache) >= MAX_PLANS:
-        del cache[next(iter(cache))]  # the oldest
-    cache[key] = plan
-
-
 clear_caches = process.clear_caches
 
 
 def cache_info() -> dict[str, int]:
     """How many plans are held, per op and per Python function, and the bound of each."""
-    return {"plans": len(process.plans), "fast": len(process.functions), "bound": MAX_PLANS}
+    return {"plans": len(process.plans), "fast": len(process.functions), "bound": runtime.MAX_PLANS}

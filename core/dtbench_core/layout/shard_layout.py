@@ -23,7 +23,7 @@ from dtbench_core.layout.placement import (
     local_extents,
 )
 from dtbench_core.layout.spec import DTensorSpec, normalize
-from dtbench_core.runtime import process
+from dtbench_core.runtime import process, remember
 
 
 def empty_part(dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
@@ -60,9 +60,6 @@ def even_layout(
     return tuple(shape), tuple(stride)
 
 
-MAX_SPECS = 4096  # of `even_spec`; at the bound the oldest goes first
-
-
 def even_spec(local: torch.Tensor, info: MeshInfo, placements: Sequence[Placement]) -> DTensorSpec | None:
     """The spec of a tensor of which every rank holds as much as this one; cached. None: look closer.
 
@@ -81,10 +78,7 @@ def even_spec(local: torch.Tensor, info: MeshInfo, placements: Sequence[Placemen
         if here and plain
         else None
     )
-    specs = process.even_specs
-    while len(specs) >= MAX_SPECS:
-        del specs[next(iter(specs))]
-    specs[key] = spec
+    remember(process.even_specs, key, spec)
     return spec
 
 

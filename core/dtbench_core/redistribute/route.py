@@ -8,7 +8,7 @@ one and it can be cached and printed: `print(plan_of(tensor, placements))`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +21,7 @@ from dtbench_core.layout.placement import REPLICATE, Placement, Placements, desc
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.redistribute.movers import Exchange, Mover, mover
-from dtbench_core.runtime import process
+from dtbench_core.runtime import process, remember
 
 
 class Step(NamedTuple):
@@ -118,9 +118,6 @@ def placements_of_gradient(placements: Placements) -> Placements:
 
 # ---- planning (pure) ----
 
-# A plan holds a few hundred bytes; at the bound the oldest goes first.
-MAX_PLANS = 4096
-
 
 def plan(src: DTensorSpec, dst: Placements) -> Route:
     """The cheapest route from `src` to the placements `dst`; cached.
@@ -132,7 +129,7 @@ def plan(src: DTensorSpec, dst: Placements) -> Route:
     route = process.routes.get(key)
     if route is None:
         route = _find(src, dst)
-        _store(process.routes, key, route)
+        remember(process.routes, key, route)
     return route
 
 
@@ -155,14 +152,8 @@ def request(spec: DTensorSpec, placements: Sequence[Placement] | None) -> Route:
                 "not already that Partial: nothing says which terms the ranks should hold"
             )
     route = plan(spec, placed)
-    _store(process.requests, (spec, None if placements is None else tuple(placements)), route)
+    remember(process.requests, (spec, None if placements is None else tuple(placements)), route)
     return route
-
-
-def _store(cache: dict[Any, Route], key: Any, route: Route) -> None:
-    while len(cache) >= MAX_PLANS:
-        del cache[next(iter(cache))]
-    cache[key] = route
 
 
 def plan_of(tensor: Wrapper | DTensorSpec, placements: Sequence[Placement] | None = None) -> Route:
