@@ -72,7 +72,7 @@ def even_spec(local: torch.Tensor, info: MeshInfo, placements: Sequence[Placemen
         pass
     placed = normalize(placements, local.ndim, info)
     here = local.device.type in (info.device_type, "meta") and info.coordinate is not None
-    plain = not any(isinstance(p, RaggedShard | StridedShard) for p in placed)
+    plain = {RaggedShard, StridedShard}.isdisjoint(map(type, placed))
     spec = (
         DTensorSpec.of(info, placed, *even_layout(local, info, placed), local.dtype)
         if here and plain

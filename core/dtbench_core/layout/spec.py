@@ -8,7 +8,6 @@ The table holds them weakly; a cached plan keeps the specs of its key alive.
 from __future__ import annotations
 
 import dataclasses
-import math
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -241,7 +240,3 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
         strides[dim] = step
         step *= max(shape[dim], 1)
     return tuple(strides)
-
-
-def numel(shape: Sequence[int]) -> int:
-    return math.prod(shape)

@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 
 from dtbench_core import comm
 from dtbench_core.layout.placement import Partial, Placement, Placements, Shard, StridedShard, local_extents
-from dtbench_core.layout.spec import numel
 
 Mover = Callable[[torch.Tensor], torch.Tensor]
 Shape = tuple[int, ...]
@@ -60,7 +59,7 @@ def mover(step: Exchange) -> Mover:
         return _cutter(step, dst) if isinstance(dst, Shard) else _keeper(dst, step.index)
     if step.parts == 1:
         return _copy  # of one rank, the shard is all there is, and the term is the sum
-    if numel(step.shape) == 0:
+    if 0 in step.shape:
         shape = local_extents(step.shape, step.dst, step.sizes, step.coordinate)[0]
         return lambda local: local.new_empty(shape)
     if isinstance(src, Partial):
@@ -188,7 +187,7 @@ class _Axes:
 def _even_gather(step: Exchange) -> Mover:
     axes, group = _Axes(step.shape, step.src, step.sizes), step.group
     rows, carried = axes.rows, step.dtype in _CARRIED
-    stacked = (step.parts * axes.local[0], *axes.local[1:])  # gloo takes no axis of ranks
+    stacked = (math.prod(step.sizes) * axes.local[0], *axes.local[1:])  # gloo takes no axis of ranks
 
     def gather(local: torch.Tensor) -> torch.Tensor:
         gathered, local = local.new_empty(stacked), local.contiguous()

@@ -223,7 +223,7 @@ def _mover(step: Step, spec: DTensorSpec) -> Mover:
     mine = info.my_coordinate()
     group = info.groups[dims[0]] if len(dims) == 1 else info.whole
     assert group is not None  # without it the planner moves one mesh dim at a time
-    sizes, coordinate = tuple(info.sizes[d] for d in dims), tuple(mine[d] for d in dims)
+    sizes, coordinate = zip(*((info.sizes[d], mine[d]) for d in dims), strict=True)
     return mover(Exchange(step.src, step.dst, sizes, step.shape, spec.dtype, group, coordinate))
 
 
