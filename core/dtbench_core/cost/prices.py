@@ -50,9 +50,9 @@ def _called(kind: Kind) -> str:
 def ring_of(topo: MeshConstants, mesh_dims: Sequence[int]) -> Ring:
     """One ring through the ranks of the mesh dims: every hop is taken for the slowest of theirs."""
     return Ring(
-        math.prod(topo.mesh_dim_devices[d] for d in mesh_dims),
-        min(topo.mesh_dim_bandwidth[d] for d in mesh_dims),
-        max(topo.mesh_dim_latency[d] for d in mesh_dims),
+        math.prod(map(topo.mesh_dim_devices.__getitem__, mesh_dims)),
+        min(map(topo.mesh_dim_bandwidth.__getitem__, mesh_dims)),
+        max(map(topo.mesh_dim_latency.__getitem__, mesh_dims)),
         topo.base_latency_us,
     )
 

@@ -383,6 +383,9 @@ def _exchange(step: Exchange) -> Mover:
     out_sizes = [n * row * src_lengths[step.index] * scale for n in dst_lengths]
     sizes = [mine * n * row for n in src_lengths]
     in_sizes = [n * scale for n in sizes]
+    alike = len(set(src_lengths)) == 1
+    whole = (mine, step.shape[src.dim], *rest)
+    stacked = (parts, mine, src_lengths[0], *rest)
     chunks, in_order = type(src) is Shard, not isinstance(dst, StridedShard)
 
     def exchange(local: torch.Tensor) -> torch.Tensor:
@@ -392,8 +395,11 @@ def _exchange(step: Exchange) -> Mover:
             packed = torch.cat([dst.part(local, parts, r).permute(order).reshape(-1) for r in range(parts)])
         received = local.new_empty(sum(sizes))
         comm.all_to_all(_sent(received), _sent(packed), group, in_sizes, out_sizes)
-        pieces = zip(received.split(sizes), src_lengths, strict=True)
-        joined = torch.cat([flat.view(mine, n, *rest) for flat, n in pieces], 1)
+        if alike:
+            joined = received.view(stacked).transpose(0, 1).reshape(whole)
+        else:
+            pieces = zip(received.split(sizes), src_lengths, strict=True)
+            joined = torch.cat([flat.view(mine, n, *rest) for flat, n in pieces], 1)
         joined = joined.permute(back).contiguous()
         return joined if chunks else _in_order(joined, src, parts)
 

@@ -25,62 +25,19 @@ foreach   lists of tensors, fused optimizer steps, loss scaling
 random    fills, *_like, dropout: drawn for the whole tensor
 """
 
+import importlib
+import pkgutil
+
 from torch._ops import OpOverload
 
-from dtbench_core.rules import (
-    attention,
-    batch_norm,
-    compare,
-    conv,
-    cross_entropy,
-    fft,
-    foreach,
-    index,
-    linalg,
-    loss,
-    matmul,
-    moments,
-    norm,
-    pointwise,
-    pool,
-    random,
-    reduce,
-    scan,
-    view,
-)
-from dtbench_core.rules.base import OpCall, Row, Rule, Strategy, decomposition_of, rule, rule_of
+from dtbench_core.rules import pointwise
+from dtbench_core.rules.base import Rule, decomposition_of, rule_of
 from dtbench_core.rules.choose import choose
 
-__all__ = [
-    "OpCall",
-    "Row",
-    "Rule",
-    "Strategy",
-    "attention",
-    "batch_norm",
-    "choose",
-    "compare",
-    "conv",
-    "cross_entropy",
-    "decomposition_of",
-    "fft",
-    "find",
-    "foreach",
-    "index",
-    "linalg",
-    "loss",
-    "matmul",
-    "moments",
-    "norm",
-    "pointwise",
-    "pool",
-    "random",
-    "reduce",
-    "rule",
-    "rule_of",
-    "scan",
-    "view",
-]
+__all__ = ["choose", "decomposition_of", "find", "pointwise"]
+
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)
 
 
 def find(op: OpOverload) -> Rule | None:

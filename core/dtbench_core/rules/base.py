@@ -108,6 +108,16 @@ class OpCall:
         return f"{self.op}({', '.join(parts)})"
 
 
+def ops_named(names: str, suffix: str = "") -> list[OpOverload]:
+    """The aten ops so called, with their overload where it is not the default one, that this torch has."""
+    found = []
+    for name in names.split():
+        packet, _, overload = (name + suffix).partition(".")
+        op = getattr(getattr(aten, packet, None), overload or "default", None)
+        found += [] if op is None else [op]
+    return found
+
+
 Rule = Callable[[OpCall], Strategy]
 
 _rules: dict[OpOverload, Rule] = {}

@@ -6,11 +6,12 @@ Sharding the space would need the neighbours' borders, which no single collectiv
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from dtbench_core.layout.placement import REPLICATE, Partial, Placement
+from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Shard
 from dtbench_core.rules.base import OpCall, Row, Strategy, aten, pending, pending_rows, rule
-from dtbench_core.rules.labels import SUM, in_groups, place
+from dtbench_core.rules.labels import SUM, in_groups, label_rows
 
 
 def _labels(call: OpCall, first: int) -> tuple[str, str, str] | None:
@@ -45,16 +46,11 @@ def convolution(call: OpCall) -> Strategy:
     if labels is None:
         return Strategy([])
     data, weight, output = labels
-    biased = len(call.inputs) == 3
-    rows = []
-    for label in "n" + _channels(call):
-        placed = place(label, output, SUM)
-        bias = placed if placed == SUM else place(label, output[1])
-        held = tuple(
-            (i, dims.index(label)) for i, dims in enumerate((data, weight)) if label != "n" and label in dims
-        )
-        inputs = (place(label, data), place(label, weight), *((bias,) if biased else ()))
-        rows.append(Row(inputs, (placed,), nonempty=held))
+    rows = label_rows("n", (data, weight), (output,))
+    rows += label_rows(_channels(call), (data, weight), (output,), SUM, nonempty=True)
+    if len(call.inputs) == 3:
+        of_bias: dict[Placement, Placement] = {SUM: SUM, Shard(1): Shard(0)}
+        rows = [replace(row, inputs=(*row.inputs, of_bias.get(row.outputs[0], REPLICATE))) for row in rows]
     rows += pending_rows(call, (0, 2), (1, 2))  # with the bias, if there is one
     return Strategy(rows, local_op=_own_groups(call, 0) if call["groups"] > 1 else None)
 
@@ -66,22 +62,11 @@ def convolution_backward(call: OpCall) -> Strategy:
     if labels is None:
         return Strategy([])
     data, weight, output = labels
-    of_bias = output[1]
-    rows = []
-    for label in "n" + _channels(call):
-        inputs = tuple(place(label, dims) for dims in (output, data, weight))
-        # Each gradient sums over the label of its two factors that it lacks itself.
-        outputs: tuple[Placement, ...] = (
-            place(label, data, SUM),
-            place(label, weight, SUM),
-            place(label, of_bias, SUM if label in output else REPLICATE),
-        )
-        held = tuple(
-            (i, dims.index(label))
-            for i, dims in enumerate((output, data, weight))
-            if label != "n" and label in dims
-        )
-        rows.append(Row(inputs, outputs, nonempty=held))
+    given, made = (output, data, weight), (data, weight, output[1])
+    rows = label_rows("n", given, made, SUM)
+    for label in _channels(call):
+        # Each gradient sums over the label of its two factors that it lacks itself. The bias's has one factor.
+        rows += label_rows(label, given, made, SUM if label in output else REPLICATE, nonempty=True)
     for op in ("sum", "avg"):
         if pending(call, op):
             term = Partial(op)

@@ -26,10 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Shard
+from dtbench_core.layout.placement import Partial, Shard
 from dtbench_core.layout.wrapper import Wrapper, wrap
-from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, rule
-from dtbench_core.rules.labels import materialised, whole
+from dtbench_core.rules.base import OpCall, Placed, Strategy, rule
+from dtbench_core.rules.labels import SUM, label_rows, letters, materialised, whole
 
 # ---- entry and autograd ----
 
@@ -301,49 +301,41 @@ class_gradient = torch.ops.dtbench_core.class_gradient.default
 # ---- their rules ----
 
 
-def _samples(call: OpCall, dim: int, logits: int) -> list[tuple[int, int]]:
-    """(dim of the logits, dim of the target) of what may be sharded besides the classes."""
-    return [(d, d if d < dim else d - 1) for d in range(call.inputs[logits].ndim) if d != dim]
+def _dims(call: OpCall, logits: int) -> tuple[str, str]:
+    """Labels of the logits' dims, of which `C` are the classes, and of the samples'."""
+    samples = letters(call.inputs[logits].ndim - 1, skip="C")
+    dim = call["dim"]
+    return f"{samples[:dim]}C{samples[dim:]}", samples
 
 
 @rule(class_max)
 def _(call: OpCall) -> Strategy:
-    dim = call["dim"]
-    rows = [Row((Shard(d),), (Shard(own),)) for d, own in _samples(call, dim, 0)]
-    return Strategy([*rows, Row((Shard(dim),), (Partial("max"),))])
+    logits, samples = _dims(call, 0)
+    return Strategy(label_rows(samples + "C", [logits], [samples], Partial("max")))
 
 
 @rule(class_sums)
 def _(call: OpCall) -> Strategy:
-    dim = call["dim"]
-    weight = (REPLICATE,) * (len(call.inputs) - 3)
-    rows = [
-        Row((Shard(d), Shard(own), Shard(own), *weight), (Shard(own + 1),))
-        for d, own in _samples(call, dim, 0)
-    ]
-    rows.append(Row((Shard(dim), REPLICATE, REPLICATE, *weight), (Partial("sum"),)))
-    return Strategy(rows, localize=_from_first(_sums, 0, dim), any_lengths=True)
+    logits, samples = _dims(call, 0)
+    weight = ["."] * (len(call.inputs) - 3)
+    rows = label_rows(samples + "C", [logits, samples, samples, *weight], ["." + samples], SUM)
+    return Strategy(rows, localize=_from_first(_sums, 0, call["dim"]), any_lengths=True)
 
 
 @rule(class_loss)
 def _(call: OpCall) -> Strategy:
-    weight = (REPLICATE,) * (len(call.inputs) - 2)
-    rows = [
-        Row((Shard(own + 1), Shard(own), *weight), (Shard(own + 1),)) for own in range(call.inputs[1].ndim)
-    ]
-    return Strategy(rows)
+    samples = letters(call.inputs[1].ndim)
+    weight = ["."] * (len(call.inputs) - 2)
+    return Strategy(label_rows(samples, ["." + samples, samples, *weight], ["." + samples]))
 
 
 @rule(class_gradient)
 def _(call: OpCall) -> Strategy:
-    dim, grad = call["dim"], call.inputs[0]
-    weight = (REPLICATE,) * (len(call.inputs) - 5)
-    rows = []
-    for d, own in _samples(call, dim, 1):
-        of_grad: Placement = Shard(own) if grad.ndim else REPLICATE
-        rows.append(Row((of_grad, Shard(d), Shard(own), Shard(own + 1), Shard(own), *weight), (Shard(d),)))
-    rows.append(Row((REPLICATE, Shard(dim), *(REPLICATE,) * 3, *weight), (Shard(dim),)))
-    return Strategy(rows, localize=_from_first(_gradient, 1, dim), any_lengths=True)
+    logits, samples = _dims(call, 1)
+    grad = samples if call.inputs[0].ndim else ""
+    weight = ["."] * (len(call.inputs) - 5)
+    rows = label_rows(samples + "C", [grad, logits, samples, "." + samples, samples, *weight], [logits])
+    return Strategy(rows, localize=_from_first(_gradient, 1, call["dim"]), any_lengths=True)
 
 
 def _from_first(

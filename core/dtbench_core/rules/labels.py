@@ -26,11 +26,6 @@ def letters(count: int, skip: str = "") -> str:
     return "".join(free[:count])
 
 
-def place(label: str, dims: str, missing: Placement = REPLICATE) -> Placement:
-    """Where sharding `label` puts a tensor whose dims are labelled `dims`."""
-    return Shard(dims.index(label)) if label in dims else missing
-
-
 def label_rows(
     labels: Iterable[str],
     inputs: Sequence[str],
@@ -46,11 +41,11 @@ def label_rows(
     """
     rows = []
     for label in labels:
-        held = tuple((i, dims.index(label)) for i, dims in enumerate(inputs) if label in dims)
+        held = tuple([(i, dims.index(label)) for i, dims in enumerate(inputs) if label in dims])
         rows.append(
             Row(
-                tuple(place(label, dims) for dims in inputs),
-                tuple(place(label, dims, missing) for dims in outputs),
+                tuple([Shard(dims.index(label)) if label in dims else REPLICATE for dims in inputs]),
+                tuple([Shard(dims.index(label)) if label in dims else missing for dims in outputs]),
                 even=held if even else (),
                 nonempty=held if nonempty else (),
             )

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Shard
 from dtbench_core.layout.wrapper import Wrapper
-from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, pending_rows, rule
+from dtbench_core.rules.base import OpCall, Placed, Strategy, aten, pending_rows, rule
+from dtbench_core.rules.labels import SUM, label_rows, letters
 from dtbench_core.torch_compat import is_grad_enabled, kernel_of
 
 # ---- entry and autograd ----
@@ -117,15 +117,11 @@ linear_backward = torch.ops.dtbench_core.linear_backward.default
 @rule(linear_forward)
 def forward_rows(call: OpCall) -> Strategy:
     """input, weight and, if there is one, bias: replicated with a pending result, and added by one rank."""
-    last = call.inputs[0].ndim - 1
-    rows: list[tuple[tuple[Placement, ...], Placement]] = [
-        ((Shard(d), REPLICATE, REPLICATE), Shard(d)) for d in range(last)
-    ]
-    rows.append(((REPLICATE, Shard(0), Shard(0)), Shard(last)))
-    rows.append(((Shard(last), Shard(1), REPLICATE), Partial()))
+    lead = letters(call.inputs[0].ndim - 1, skip="ko")
     count = len(call.inputs)
-    made = [Row(inputs[:count], (output,)) for inputs, output in rows] + pending_rows(call, (0,), (1,))
-    return Strategy(made, localize=_bias_once if count == 3 else None, any_lengths=True)
+    rows = label_rows(lead + "ok", (lead + "k", "ok", "o")[:count], (lead + "o",), SUM)
+    rows += pending_rows(call, (0,), (1,))
+    return Strategy(rows, localize=_bias_once if count == 3 else None, any_lengths=True)
 
 
 def _bias_once(placed: Placed) -> Callable[..., Tensor]:
@@ -141,13 +137,10 @@ def _bias_once(placed: Placed) -> Callable[..., Tensor]:
 @rule(linear_backward)
 def backward_rows(call: OpCall) -> Strategy:
     """grad, input, weight -> the gradients asked for."""
-    last = call.inputs[0].ndim - 1
-    # Of the gradients of input, weight, bias, per row of the inputs' placements.
-    table: list[tuple[tuple[Placement, ...], tuple[Placement, ...]]] = [
-        ((Shard(d), Shard(d), REPLICATE), (Shard(d), Partial(), Partial())) for d in range(last)
-    ]
-    table.append(((Shard(last), REPLICATE, Shard(0)), (Partial(), Shard(0), Shard(0))))
-    table.append(((REPLICATE, Shard(last), Shard(1)), (Shard(last), Shard(1), REPLICATE)))
-    needs = (call["need_input"], call["need_weight"], call["need_bias"])
-    rows = [Row(ins, tuple(p for p, need in zip(outs, needs, strict=True) if need)) for ins, outs in table]
+    lead = letters(call.inputs[0].ndim - 1, skip="ko")
+    given = (lead + "o", lead + "k", "ok")
+    needs = (("need_input", lead + "k"), ("need_weight", "ok"), ("need_bias", "o"))
+    made = [dims for name, dims in needs if call[name]]
+    # Over its input's features a gradient of the bias is no sum: it is whole.
+    rows = [*label_rows(lead + "o", given, made, SUM), *label_rows("k", given, made)]
     return Strategy([*rows, *pending_rows(call, (0,))], local_op=gradients)

@@ -5,66 +5,57 @@ A label shards every tensor that has it. A contracted label (not in the output) 
 
 from __future__ import annotations
 
-from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Shard
+from dtbench_core.layout.placement import Shard
 from dtbench_core.rules.base import OpCall, Row, Strategy, aten, pending_rows, rule
-from dtbench_core.rules.labels import letters, placed_along
+from dtbench_core.rules.labels import SUM, label_rows, letters, placed_along
+
+PRODUCTS = {
+    aten.mm.default: "mk,kn->mn",
+    aten._int_mm.default: "mk,kn->mn",
+    aten.bmm.default: "bmk,bkn->bmn",
+    aten.mv.default: "mk,k->m",
+    aten.dot.default: "k,k->",
+    aten.vdot.default: "k,k->",
+}
+# beta * bias + alpha * product
+ADDED = {
+    aten.addmm.default: "mk,kn->mn",
+    aten.addmm_.default: "mk,kn->mn",
+    aten.baddbmm.default: "bmk,bkn->bmn",
+    aten.baddbmm_.default: "bmk,bkn->bmn",
+    aten.addmv.default: "mk,k->m",
+    aten.addmv_.default: "mk,k->m",
+    aten.addbmm.default: "bmk,bkn->mn",
+    aten.addbmm_.default: "bmk,bkn->mn",
+    aten.addr.default: "m,n->mn",
+    aten.addr_.default: "m,n->mn",
+}
 
 
-def einsum_rows(call: OpCall, inputs: tuple[str, ...], output: str) -> list[Row]:
-    """Rows of a product of tensors whose dims are labelled by `inputs`, giving `output`."""
-    rows = []
-    for label in dict.fromkeys("".join(inputs)):
-        placed: Placement = Shard(output.index(label)) if label in output else Partial()
-        wanted = tuple(Shard(labels.index(label)) if label in labels else REPLICATE for labels in inputs)
-        rows.append(Row(wanted, (placed,)))
+def einsum_rows(call: OpCall, equation: str) -> list[Row]:
+    """Rows of a product of tensors whose dims are labelled as `equation` says."""
+    given, output = equation.split("->")
+    inputs = given.split(",")
+    rows = label_rows(dict.fromkeys("".join(inputs)), inputs, [output], SUM)
     # Linear in each factor: one may be a pending sum if the others are whole.
-    factors = range(len(inputs))
-    return [*rows, *pending_rows(call, *((i,) for i in factors), count=len(factors))]
+    return rows + pending_rows(call, *[(i,) for i in range(len(inputs))], count=len(inputs))
 
 
-@rule(aten.mm.default, aten._int_mm.default)
-def mm(call: OpCall) -> Strategy:
-    return Strategy(einsum_rows(call, ("mk", "kn"), "mn"))
+@rule(*PRODUCTS)
+def product(call: OpCall) -> Strategy:
+    return Strategy(einsum_rows(call, PRODUCTS[call.op]))
 
 
-@rule(aten.bmm.default)
-def bmm(call: OpCall) -> Strategy:
-    return Strategy(einsum_rows(call, ("bmk", "bkn"), "bmn"))
-
-
-@rule(aten.mv.default)
-def mv(call: OpCall) -> Strategy:
-    return Strategy(einsum_rows(call, ("mk", "k"), "m"))
-
-
-@rule(aten.dot.default, aten.vdot.default)
-def dot(call: OpCall) -> Strategy:
-    return Strategy(einsum_rows(call, ("k", "k"), ""))
-
-
-@rule(aten.addmm.default, aten.addmm_.default)
-def addmm(call: OpCall) -> Strategy:
-    return _added(call, ("mk", "kn"), "mn")
-
-
-@rule(aten.baddbmm.default, aten.baddbmm_.default)
-def baddbmm(call: OpCall) -> Strategy:
-    return _added(call, ("bmk", "bkn"), "bmn")
-
-
-@rule(aten.addmv.default, aten.addmv_.default)
-def addmv(call: OpCall) -> Strategy:
-    return _added(call, ("mk", "k"), "m")
-
-
-@rule(aten.addbmm.default, aten.addbmm_.default)
-def addbmm(call: OpCall) -> Strategy:
-    return _added(call, ("bmk", "bkn"), "mn")
-
-
-@rule(aten.addr.default, aten.addr_.default)
-def addr(call: OpCall) -> Strategy:
-    return _added(call, ("m", "n"), "mn")
+@rule(*ADDED)
+def added(call: OpCall) -> Strategy:
+    """The bias broadcasts to the output, and takes part in a pending sum as one term of it."""
+    bias, shape = call.inputs[0], call.outputs[0].shape if call.outputs[0] is not None else ()
+    rows = []
+    for row in einsum_rows(call, ADDED[call.op]):
+        (placed,) = row.outputs
+        wanted = placed_along(bias, placed.dim, shape) if isinstance(placed, Shard) else placed
+        rows.append(Row((wanted, *row.inputs), row.outputs))
+    return Strategy(rows)
 
 
 @rule(aten._trilinear.default)
@@ -77,16 +68,4 @@ def trilinear(call: OpCall) -> Strategy:
     if any(len(labels) != spec.ndim for labels, spec in zip(factors, call.inputs, strict=True)):
         return Strategy([])
     output = "".join(label for d, label in enumerate(total) if d not in call["sumdim"])
-    return Strategy(einsum_rows(call, tuple(factors), output))
-
-
-def _added(call: OpCall, factors: tuple[str, str], output: str) -> Strategy:
-    """beta * bias + alpha * product: the bias broadcasts to the output, and takes part in a pending
-    sum as one term of it."""
-    bias, shape = call.inputs[0], call.outputs[0].shape if call.outputs[0] is not None else ()
-    rows = []
-    for row in einsum_rows(call, factors, output):
-        (placed,) = row.outputs
-        wanted = placed_along(bias, placed.dim, shape) if isinstance(placed, Shard) else placed
-        rows.append(Row((wanted, *row.inputs), row.outputs))
-    return Strategy(rows)
+    return Strategy(einsum_rows(call, f"{','.join(factors)}->{output}"))

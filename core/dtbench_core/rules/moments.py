@@ -7,7 +7,7 @@ dim is sharded the op itself runs (reduce.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,30 +47,25 @@ def _variance(
     return materialised(total) / freedom, mean
 
 
-@decomposition(aten.var.correction)
-def var(tensor: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
-    found = _variance(tensor, _dims(tensor, dim), correction, keepdim)
-    return NotImplemented if found is None else found[0].to(tensor.dtype)
+def _decomposed(deviation: bool, mean: bool) -> Callable[..., Any]:
+    """The op that gives the variance, or its root, and perhaps the mean beside it."""
+
+    def moments(
+        tensor: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+    ) -> Any:
+        found = _variance(tensor, _dims(tensor, dim), correction, keepdim)
+        if found is None:
+            return NotImplemented
+        spread = (found[0].sqrt() if deviation else found[0]).to(tensor.dtype)
+        return (spread, found[1].to(tensor.dtype)) if mean else spread
+
+    return moments
 
 
-@decomposition(aten.std.correction)
-def std(tensor: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
-    found = _variance(tensor, _dims(tensor, dim), correction, keepdim)
-    return NotImplemented if found is None else found[0].sqrt().to(tensor.dtype)
-
-
-@decomposition(aten.var_mean.correction)
-def var_mean(tensor: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
-    found = _variance(tensor, _dims(tensor, dim), correction, keepdim)
-    return NotImplemented if found is None else tuple(t.to(tensor.dtype) for t in found)
-
-
-@decomposition(aten.std_mean.correction)
-def std_mean(tensor: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
-    found = _variance(tensor, _dims(tensor, dim), correction, keepdim)
-    if found is None:
-        return NotImplemented
-    return found[0].sqrt().to(tensor.dtype), found[1].to(tensor.dtype)
+decomposition(aten.var.correction)(_decomposed(deviation=False, mean=False))
+decomposition(aten.std.correction)(_decomposed(deviation=True, mean=False))
+decomposition(aten.var_mean.correction)(_decomposed(deviation=False, mean=True))
+decomposition(aten.std_mean.correction)(_decomposed(deviation=True, mean=True))
 
 
 # ---- norms ----
@@ -104,24 +99,17 @@ def vector_norm(
     return size.pow(ord).sum(dims, keepdim).pow(1 / ord).to(result_dtype)
 
 
-@decomposition(aten.norm.ScalarOpt_dim)
-def norm_dim(tensor: Any, p: float | None, dim: Any, keepdim: bool = False) -> Any:
-    return vector_norm(tensor, 2 if p is None else p, dim, keepdim)
-
-
-@decomposition(aten.norm.ScalarOpt_dim_dtype)
-def norm_dim_dtype(tensor: Any, p: float | None, dim: Any, keepdim: bool, *, dtype: torch.dtype) -> Any:
+@decomposition(aten.norm.Scalar, aten.norm.ScalarOpt_dtype)
+@decomposition(aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype)
+def norm(
+    tensor: Any,
+    p: float | None = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
     return vector_norm(tensor, 2 if p is None else p, dim, keepdim, dtype=dtype)
-
-
-@decomposition(aten.norm.Scalar)
-def norm(tensor: Any, p: float = 2) -> Any:
-    return vector_norm(tensor, p)
-
-
-@decomposition(aten.norm.ScalarOpt_dtype)
-def norm_dtype(tensor: Any, p: float | None, *, dtype: torch.dtype) -> Any:
-    return vector_norm(tensor, 2 if p is None else p, dtype=dtype)
 
 
 @decomposition(aten.dist.default)

@@ -28,6 +28,7 @@ from dtbench_core.rules.base import (
     aten,
     decomposition,
     linear_rows,
+    ops_named,
     pending,
     pending_rows,
     rule,
@@ -70,26 +71,15 @@ LINEAR = _with_in_place({aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, ate
 LINEAR |= _with_in_place({aten.lerp.Scalar, aten.conj_physical.default})
 LINEAR |= {aten._conj_physical.default, aten.positive.default, aten.complex.default}
 # Linear in the first input alone: the others are factors. First the gradients, linear in the gradient that comes in.
-GRADIENTS = {
-    aten.elu_backward.default,
-    aten.gelu_backward.default,
-    aten.hardshrink_backward.default,
-    aten.hardsigmoid_backward.default,
-    aten.hardswish_backward.default,
-    aten.hardtanh_backward.default,
-    aten.leaky_relu_backward.default,
-    aten.log_sigmoid_backward.default,
-    aten.logit_backward.default,
-    aten.mish_backward.default,
-    aten.native_dropout_backward.default,
-    aten._prelu_kernel_backward.default,
-    aten.sigmoid_backward.default,
-    aten.silu_backward.default,
-    aten.softplus_backward.default,
-    aten.softshrink_backward.default,
-    aten.tanh_backward.default,
-    aten.threshold_backward.default,
-}
+GRADIENTS = set(
+    ops_named(
+        """
+        elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid logit mish native_dropout
+        _prelu_kernel sigmoid silu softplus softshrink tanh threshold
+        """,
+        "_backward",
+    )
+)
 SCALING = GRADIENTS | _with_in_place({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar})
 # The inputs (by index) that an op is linear in, together, besides.
 TERMS: dict[OpOverload, tuple[tuple[int, ...], ...]] = {

@@ -6,91 +6,68 @@ refuses indices by value, and fractional_max_pool.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from torch._ops import OpOverload
-
 from dtbench_core.layout.placement import Partial, Shard
-from dtbench_core.rules.base import OpCall, Row, Strategy, along_others, aten, linear_rows, pending_rows, rule
+from dtbench_core.rules.base import (
+    OpCall,
+    Row,
+    Strategy,
+    along_others,
+    aten,
+    linear_rows,
+    ops_named,
+    pending_rows,
+    rule,
+)
 from dtbench_core.rules.labels import batch_rows, label_rows
 
-
-def _ops(*names: str) -> list[OpOverload]:
-    """The overloads so called that this torch has."""
-    found = (getattr(aten, name, None) for name in names)
-    return [packet.default for packet in found if packet is not None]
-
-
-def _by_dims(pattern: str, *counts: int) -> dict[OpOverload, int]:
-    """{op: spatial dims} of the ops called `pattern` for each count."""
-    return {op: n for n in counts for op in _ops(pattern.format(n))}
-
-
-# op -> how many spatial dims it has
-LINEAR = {
-    **_by_dims("avg_pool{}d", 2, 3),
-    **_by_dims("_adaptive_avg_pool{}d", 2, 3),
-    **_by_dims("reflection_pad{}d", 1, 2, 3),
-    **_by_dims("replication_pad{}d", 1, 2, 3),
-    **_by_dims("upsample_nearest{}d", 1, 2, 3),
-    **_by_dims("_upsample_nearest_exact{}d", 1, 2, 3),
-    **dict.fromkeys(_ops("upsample_linear1d"), 1),
-    **dict.fromkeys(
-        _ops(
-            "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"
-        ),
-        2,
-    ),
-    **dict.fromkeys(_ops("_upsample_lanczos2d_aa"), 2),
-    **dict.fromkeys(_ops("upsample_trilinear3d"), 3),
-}
-MAXIMA = {
-    **_by_dims("max_pool{}d_with_indices", 2, 3),
-    **_by_dims("adaptive_max_pool{}d", 2, 3),
-}
-BACKWARD = {
-    **_by_dims("avg_pool{}d_backward", 2, 3),
-    **_by_dims("_adaptive_avg_pool{}d_backward", 2, 3),
-    **_by_dims("max_pool{}d_with_indices_backward", 2, 3),
-    **_by_dims("adaptive_max_pool{}d_backward", 2, 3),
-    **_by_dims("reflection_pad{}d_backward", 1, 2, 3),
-    **_by_dims("replication_pad{}d_backward", 1, 2, 3),
-}
-RESIZE_BACKWARD = {
-    **_by_dims("upsample_nearest{}d_backward", 1, 2, 3),
-    **_by_dims("_upsample_nearest_exact{}d_backward", 1, 2, 3),
-    **dict.fromkeys(_ops("upsample_linear1d_backward"), 1),
-    **dict.fromkeys(_ops("upsample_bilinear2d_backward", "upsample_bicubic2d_backward"), 2),
-    **dict.fromkeys(_ops("_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward"), 2),
-    **dict.fromkeys(_ops("_upsample_lanczos2d_aa_backward"), 2),
-    **dict.fromkeys(_ops("upsample_trilinear3d_backward"), 3),
-}
+AVERAGES = "avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d"
+PADS = """
+    reflection_pad1d reflection_pad2d reflection_pad3d
+    replication_pad1d replication_pad2d replication_pad3d
+"""
+RESIZES = """
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d
+    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+    upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
+    _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa
+"""
+MAXIMA = "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d"
 
 
-@rule(*LINEAR)
+def _planes(call: OpCall) -> int:
+    """How many dims come before the spatial ones, whose number is in the op's name."""
+    spatial = re.search(r"\dd", call.op._schema.name)
+    assert spatial is not None
+    return call.inputs[0].ndim - int(spatial[0][0])
+
+
+@rule(*ops_named(AVERAGES + PADS + RESIZES))
 def linear(call: OpCall) -> Strategy:
     """Each result is a weighted sum of the plane."""
-    return Strategy([*batch_rows(call, call.inputs[0].ndim - LINEAR[call.op]), *linear_rows(call, 1)])
+    return Strategy([*batch_rows(call, _planes(call)), *linear_rows(call, 1)])
 
 
-@rule(*MAXIMA)
+@rule(*ops_named(MAXIMA))
 def maxima(call: OpCall) -> Strategy:
     """-> (maxima, where they lie in the plane)."""
-    return Strategy(batch_rows(call, call.inputs[0].ndim - MAXIMA[call.op]))
+    return Strategy(batch_rows(call, _planes(call)))
 
 
-@rule(*BACKWARD)
+@rule(*ops_named(f"{AVERAGES} {MAXIMA} {PADS}", "_backward"))
 def backward(call: OpCall) -> Strategy:
     """(grad, input, indices?) -> gradient of the input. Linear in `grad`."""
-    return Strategy([*batch_rows(call, call.inputs[0].ndim - BACKWARD[call.op]), *pending_rows(call, (0,))])
+    return Strategy([*batch_rows(call, _planes(call)), *pending_rows(call, (0,))])
 
 
-@rule(*RESIZE_BACKWARD)
+@rule(*ops_named(RESIZES, "_backward"))
 def resize_backward(call: OpCall) -> Strategy:
     """grad -> gradient of the input, whose global size is an argument."""
     op = call.op
     place = [argument.name for argument in op._schema.arguments].index("input_size")
-    count = call.inputs[0].ndim - RESIZE_BACKWARD[op]
+    count = _planes(call)
 
     def local_op(grad: Any, *args: Any, **kwargs: Any) -> Any:
         given = list(args)

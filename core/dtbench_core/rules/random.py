@@ -14,33 +14,43 @@ import torch
 
 from dtbench_core.layout import rng as random
 from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Partial, Shard
-from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, along, aten, linear_rows, rule
-from dtbench_core.rules.pointwise import neutral_term
+from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, along, aten, linear_rows, ops_named, rule
+from dtbench_core.rules.pointwise import like, neutral_term
 
 
-@rule(
-    aten.uniform_.default,
-    aten.normal_.default,
-    aten.exponential_.default,
-    aten.geometric_.default,
-    aten.cauchy_.default,
-    aten.log_normal_.default,
-    aten.bernoulli_.float,
-    aten.random_.default,
-    aten.random_.to,
-    getattr(aten.random_, "from"),
-)
+def _drawn(call: OpCall, spec: DTensorSpec) -> Callable[..., torch.Tensor]:
+    """The op on a shard of `spec`: its part of what the op draws for the whole."""
+
+    def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return random.draw_like(
+            spec, local.device, lambda whole: call.op(whole, *args, **kwargs), kwargs.get("generator")
+        )
+
+    return run
+
+
+IN_PLACE = """
+    uniform_ normal_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_.float
+    random_ random_.to random_.from
+"""
+FRESH = """
+    uniform normal_functional exponential geometric cauchy log_normal bernoulli.p random random.to random.from
+    rand_like rand_like.generator randn_like randn_like.generator
+    randint_like randint_like.generator randint_like.low_dtype randint_like.low_generator_dtype
+"""
+
+
+@rule(*ops_named(IN_PLACE))
 def fill(call: OpCall) -> Strategy:
-    """In place: the tensor's shard gets its part of the whole."""
+    """The tensor's shard gets its part of the whole."""
 
     def localize(placed: Placed) -> Callable[..., torch.Tensor]:
         (spec,) = placed.inputs
-        neutral = neutral_term(spec)
+        draw, neutral = _drawn(call, spec), neutral_term(spec)
 
         def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            drawn = random.draw_like(
-                spec, local.device, lambda whole: call.op(whole, *args, **kwargs), kwargs.get("generator")
-            )
+            drawn = draw(local, *args, **kwargs)  # to stay in step, also where a neutral term is kept
             return local.copy_(drawn) if neutral is None else local.fill_(neutral)
 
         return run
@@ -49,44 +59,10 @@ def fill(call: OpCall) -> Strategy:
     return Strategy(rows, localize=localize, any_lengths=True)
 
 
-@rule(
-    aten.uniform.default,
-    aten.normal_functional.default,
-    aten.exponential.default,
-    aten.geometric.default,
-    aten.cauchy.default,
-    aten.log_normal.default,
-    aten.bernoulli.p,
-    aten.random.default,
-    aten.random.to,
-    getattr(aten.random, "from"),
-)
-@rule(
-    aten.rand_like.default,
-    aten.rand_like.generator,
-    aten.randn_like.default,
-    aten.randn_like.generator,
-    aten.randint_like.default,
-    aten.randint_like.generator,
-    aten.randint_like.low_dtype,
-    aten.randint_like.low_generator_dtype,
-)
+@rule(*ops_named(FRESH))
 def fresh(call: OpCall) -> Strategy:
     """A new tensor of the input's shape, whose values are not read."""
-
-    def localize(placed: Placed) -> Callable[..., torch.Tensor]:
-        (spec,) = placed.inputs
-
-        def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return random.draw_like(
-                spec, local.device, lambda whole: call.op(whole, *args, **kwargs), kwargs.get("generator")
-            )
-
-        return run
-
-    unread = {p for p in call.inputs[0].placements if p.is_partial()}
-    rows = [Row((p,), (REPLICATE,)) for p in sorted(unread, key=str)]
-    return Strategy([*along(range(call.inputs[0].ndim), 1, 1), *rows], localize=localize, any_lengths=True)
+    return Strategy(like(call).rows, localize=lambda placed: _drawn(call, placed.inputs[0]), any_lengths=True)
 
 
 @rule(aten.native_dropout.default)

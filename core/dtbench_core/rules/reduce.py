@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from dtbench_core.layout.placement import Partial, Placement, Shard, splits_evenly
 from dtbench_core.rules.base import OpCall, Row, Strategy, aten, linear_rows, pending, rule
@@ -67,10 +68,19 @@ def _inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-@rule(aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
-def sum_of_some(call: OpCall) -> Strategy:
-    """Sums over what each element is; not linear in its value."""
-    return Strategy(_pending_rows(call, SUM))
+# Each rank's result over its own part, of which this reduction makes the whole. An empty part has neutral ones.
+COMBINED: dict[OpOverload, Placement] = {
+    aten.nansum.default: SUM,  # not linear: what an element adds depends on what it is
+    aten.count_nonzero.default: SUM,
+    aten.count_nonzero.dim_IntList: SUM,
+    **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), Partial("min")),
+    **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), Partial("max")),
+}
+
+
+@rule(*COMBINED)
+def combined(call: OpCall) -> Strategy:
+    return Strategy(_pending_rows(call, COMBINED[call.op]))
 
 
 @rule(aten.mean.default, aten.mean.dim)
@@ -114,7 +124,7 @@ def trace(call: OpCall) -> Strategy:
     return Strategy([*rows, *_linear(call)], localize=localize, any_lengths=True)
 
 
-# ---- products, truth ----
+# ---- products ----
 
 
 @rule(aten.prod.default, aten.prod.dim_int)
@@ -128,35 +138,14 @@ def prod(call: OpCall) -> Strategy:
     return Strategy(rows)
 
 
-@rule(aten.all.default, aten.all.dim, aten.all.dims)
-def all_(call: OpCall) -> Strategy:
-    """All ranks' parts must be true, which an empty part is."""
-    return Strategy(_pending_rows(call, Partial("min")))
-
-
-@rule(aten.any.default, aten.any.dim, aten.any.dims)
-def any_(call: OpCall) -> Strategy:
-    return Strategy(_pending_rows(call, Partial("max")))
-
-
 # ---- extrema ----
 
 
-@rule(aten.amax.default, aten.max.default)
-def amax(call: OpCall) -> Strategy:
-    return _extremum(call, "max")
-
-
-@rule(aten.amin.default, aten.min.default)
-def amin(call: OpCall) -> Strategy:
-    return _extremum(call, "min")
-
-
-def _extremum(call: OpCall, kind: str) -> Strategy:
+@rule(aten.amax.default, aten.max.default, aten.amin.default, aten.min.default)
+def extremum(call: OpCall) -> Strategy:
+    kind = "max" if call.op in (aten.amax.default, aten.max.default) else "min"
     rows = _pending_rows(call, Partial(kind), nonempty=True)
-    if pending(call, kind):
-        rows.append(Row((Partial(kind),), (Partial(kind),)))
-    return Strategy(rows)
+    return Strategy([*rows, *linear_rows(call, 1, ops=(kind,))])
 
 
 @rule(aten.aminmax.default)
