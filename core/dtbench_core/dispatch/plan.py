@@ -46,12 +46,13 @@ class Plan:
     none or a number; None for a Python value. functional: whether the op makes new tensors and runs as it is.
     """
 
-    __slots__ = ("at", "functional", "info", "kernel", "out")
+    __slots__ = ("at", "counts", "functional", "info", "kernel", "out")
     moves: tuple[Move, ...] = ()
-    counting: type[Plan] | None = None  # the kind that tells autograd of the write itself
+    writes = False  # whether this kind of plan writes to an argument
 
-    def __init__(self, info: OpInfo, kernel: Call, out: Any, functional: bool) -> None:
+    def __init__(self, info: OpInfo, kernel: Call, out: Any, functional: bool, counts: bool = False) -> None:
         self.info, self.kernel, self.out, self.functional = info, kernel, out, functional
+        self.counts = counts  # whether it tells autograd of its writes itself
         self.at = info.returned  # position, or name, of the written argument that is the result
 
     def run(
@@ -71,8 +72,8 @@ class Plan:
 
     def for_function(self) -> Plan:
         """This plan for calls that do not pass through torch, which would count the writes."""
-        kind = self.counting
-        return self if kind is None else kind(self.info, self.kernel, self.out, self.functional)
+        kind = self.__class__
+        return kind(self.info, self.kernel, self.out, self.functional, counts=True) if self.writes else self
 
     def showing(self, index: int) -> Plan:
         """This plan for a function that gives out result `index` of the op alone."""
@@ -168,19 +169,13 @@ class InPlace(Plan):
     """The written argument is the result."""
 
     __slots__ = ()
-
-    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
-        call(*locals_, **kwargs)
-        return args[self.at]
-
-
-class InPlaceFunction(InPlace):
-    __slots__ = ()
+    writes = True
 
     def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
         call(*locals_, **kwargs)
         written = args[self.at]
-        increment_version((written,))
+        if self.counts:
+            increment_version((written,))
         return written
 
 
@@ -191,16 +186,9 @@ class Out(InPlace):
 
     def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
         call(*locals_, **kwargs)
-        return given[self.at]
-
-
-class OutFunction(Out):
-    __slots__ = ()
-
-    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
-        call(*locals_, **kwargs)
         written = given[self.at]
-        increment_version((written,))
+        if self.counts:
+            increment_version((written,))
         return written
 
 
@@ -208,27 +196,16 @@ class InPlaceLists(Plan):
     """Lists are written, and nothing is returned. torch leaves their members out when it counts writes."""
 
     __slots__ = ()
+    writes = True
 
     def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
         call(*locals_, **kwargs)
         increment_version(written_by(self.info.mutated, args, given))
+        return args[0] if self.counts else None  # torch's functions give back the list that they wrote
 
-
-class InPlaceListsFunction(InPlaceLists):
-    __slots__ = ()
-
-    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
-        super().run(cls, call, args, given, locals_, kwargs)
-        return args[0]  # torch's functions give back the list that they wrote
-
-
-InPlace.counting, Out.counting, InPlaceLists.counting = InPlaceFunction, OutFunction, InPlaceListsFunction
 
 # The kinds that call the op themselves.
-CALLING: tuple[type[Plan], ...] = (
-    *(Functional, SeveralResults, View),
-    *(InPlace, InPlaceFunction, Out, OutFunction, InPlaceLists),
-)
+CALLING: tuple[type[Plan], ...] = (Functional, SeveralResults, View, InPlace, Out, InPlaceLists)
 
 
 # ---- around another plan ----
