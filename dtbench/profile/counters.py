@@ -1,4 +1,4 @@
-"""The core's own counters as spans: `dtbench_core.interop.stages` around the calls of a workload."""
+"""The core's own counters as spans: `dtbench_core.interop.stopwatch` around the calls of a workload."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dtbench.profile.spans import Overhead, Span, from_brackets
-from dtbench_core.interop import stages
+from dtbench_core.interop import stopwatch
 
 KIND = "counter"
 # Brackets per calibration: the quickest of some rounds of it agree within nanoseconds.
@@ -18,8 +18,8 @@ class Counters:
     """Records calls of one workload. Made once: finding what to put stopwatches around takes milliseconds."""
 
     def __init__(self, run: Callable[[], object], before: Callable[[], None] | None) -> None:
-        self._watch = stages.Watch()
-        self._timed = stages.stopwatch(run, "entry", self._watch.log)
+        self._watch = stopwatch.Watch()
+        self._timed = stopwatch.stopwatch(run, "entry", self._watch.log)
         self._before = before
 
     def calls(self, warmup: int, calls: int) -> list[Span]:
@@ -32,7 +32,7 @@ class Counters:
                 log.clear()
                 self._timed()
                 if number >= warmup:
-                    roots += from_brackets(log, stages.NAMES, KIND)
+                    roots += from_brackets(log, stopwatch.NAMES, KIND)
         return roots
 
 
@@ -43,7 +43,7 @@ def bracket_overhead() -> Overhead:
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
-    timed = stages.stopwatch(nothing, "glue", log)
+    timed = stopwatch.stopwatch(nothing, "glue", log)
     bare_ns = _per_call_ns(nothing)
     with_ns = _per_call_ns(timed)
     recorded = sorted(log[at + 2] - log[at + 1] for at in range(0, len(log), 4))

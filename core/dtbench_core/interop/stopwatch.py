@@ -41,6 +41,24 @@ STAGES: dict[str, str] = {
 BOOKKEEPING = "stopwatch"  # time of the stopwatches themselves, which belongs to no stage
 NAMES = (*STAGES, BOOKKEEPING)
 
+# Module-level functions by stage, and methods.
+_FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "entry": (dispatch._through_torch,),
+    "checks": (dispatch._requires_grad, dispatch._modes_active),
+    "key": (cache_key.key_of,),
+    "cache": (redistribute.request, layout.even_spec),
+    "plan": (make_plan.build, make_plan.first_run),
+    "redistribute": (redistribute.apply, autograd.follow, autograd.local_at),
+    "communicate": (
+        comm.all_gather,
+        comm.all_reduce,
+        comm.all_to_all,
+        comm.broadcast,
+        comm.reduce_scatter,
+        comm.scatter,
+    ),
+    "wrap": (wrapper.wrap, tensor.wrapped),
+}
 _METHODS: tuple[tuple[type, str, str], ...] = (
     (Moving, "_moved", "redistribute"),
     (DTensor, "redistribute", "glue"),
@@ -78,14 +96,8 @@ class _TimedCache(dict[Any, Any]):
 
     def __init__(self, plain: dict[Any, Any], log: Log) -> None:
         super().__init__(plain)
-        self._plain = plain
+        self.plain = plain
         self.get = stopwatch(super().get, "cache", log)
-
-    def put_back(self, name: str) -> None:
-        """The plain dict again, with what was learnt meanwhile."""
-        self._plain.clear()
-        self._plain.update(self)
-        setattr(process, name, self._plain)
 
 
 class Watch:
@@ -98,9 +110,10 @@ class Watch:
         self.log: Log = []
         self._swaps: list[_Swap] = []
         self._was: list[Any] = []
-        for function, stage in _functions():
-            timed = stopwatch(function, stage, self.log)
-            self._swaps += [(owner, name, timed) for owner, name in _holders(function)]
+        for stage, functions in _FUNCTIONS.items():
+            for function in functions:
+                timed = stopwatch(function, stage, self.log)
+                self._swaps += [(owner, name, timed) for owner, name in _holders(function)]
         for entry in (dispatch.torch_function, dispatch.torch_dispatch):
             timed = stopwatch(entry, "glue", self.log)
             self._swaps.append((dispatch, entry.__name__, timed))
@@ -122,29 +135,10 @@ class Watch:
         for (owner, name, _timed), was in zip(self._swaps, self._was, strict=True):
             setattr(owner, name, was)
         for name in _CACHES:
-            getattr(process, name).put_back(name)
-
-
-def _functions() -> list[tuple[Callable[..., Any], str]]:
-    """Module-level functions and the stages that they are."""
-    stages: dict[str, tuple[Callable[..., Any], ...]] = {
-        "entry": (dispatch._through_torch,),
-        "checks": (dispatch._requires_grad, dispatch._modes_active),
-        "key": (cache_key.key_of,),
-        "cache": (redistribute.request, layout.even_spec),
-        "plan": (make_plan.build, make_plan.first_run),
-        "redistribute": (redistribute.apply, autograd.follow, autograd.local_at),
-        "communicate": (
-            comm.all_gather,
-            comm.all_reduce,
-            comm.all_to_all,
-            comm.broadcast,
-            comm.reduce_scatter,
-            comm.scatter,
-        ),
-        "wrap": (wrapper.wrap, tensor.wrapped),
-    }
-    return [(function, stage) for stage, functions in stages.items() for function in functions]
+            timed = getattr(process, name)
+            timed.plain.clear()
+            timed.plain.update(timed)  # with what was learnt meanwhile
+            setattr(process, name, timed.plain)
 
 
 def _holders(function: Callable[..., Any]) -> list[tuple[Any, str]]:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import dtbench_core as dt
 from dtbench_core.dispatch import entry as dispatch
 from dtbench_core.dispatch.plan import CALLING, Moving
-from dtbench_core.interop import stages
+from dtbench_core.interop import stopwatch
 from dtbench_core.runtime import process
 
 
@@ -22,11 +22,11 @@ def mesh(fake_world: Any) -> DeviceMesh:
     return init_device_mesh("cpu", (8,))
 
 
-def opened(log: stages.Log) -> list[str]:
+def opened(log: stopwatch.Log) -> list[str]:
     """The names of the stages in the order in which they began."""
     pairs = list(zip(log[::2], log[1::2], strict=True))
     assert len(pairs) % 2 == 0
-    return [stages.NAMES[first] for first, second in pairs if second != stages.END]
+    return [stopwatch.NAMES[first] for first, second in pairs if second != stopwatch.END]
 
 
 def everything() -> dict[Any, Any]:
@@ -42,9 +42,9 @@ def test_a_cached_call_passes_each_stage_once(mesh: DeviceMesh) -> None:
     x = dt.DTensor.from_local(torch.ones(2, 4), mesh, [dt.Shard(0)])
     for _ in range(3):
         torch.add(x, x)
-    with stages.Watch() as log:
+    with stopwatch.Watch() as log:
         result = torch.add(x, x)
-    seen = [name for name in opened(log) if name != stages.BOOKKEEPING]
+    seen = [name for name in opened(log) if name != stopwatch.BOOKKEEPING]
     assert seen == ["glue", "checks", "checks", "key", "cache", "local op", "wrap"]
     assert torch.equal(result.to_local(), torch.full((2, 4), 2.0))
 
@@ -52,15 +52,15 @@ def test_a_cached_call_passes_each_stage_once(mesh: DeviceMesh) -> None:
 def test_moves_communication_plans_and_backward_are_seen(mesh: DeviceMesh) -> None:
     x = dt.DTensor.from_local(torch.ones(2, 24), mesh, [dt.Shard(0)])
     y = dt.DTensor.from_local(torch.ones(16, 3), mesh, [dt.Shard(1)]).requires_grad_()
-    with stages.Watch() as log:
+    with stopwatch.Watch() as log:
         torch.autograd.grad(torch.mul(x, y).sum(), y)
-    assert set(stages.NAMES) <= {*opened(log), "entry"}
+    assert set(stopwatch.NAMES) <= {*opened(log), "entry"}
 
 
 def test_it_leaves_nothing_behind_even_after_an_error(mesh: DeviceMesh) -> None:
     x = dt.DTensor.from_local(torch.ones(2, 4), mesh, [dt.Shard(0)])
     torch.add(x, x)
-    watch, before = stages.Watch(), everything()
+    watch, before = stopwatch.Watch(), everything()
     for _ in range(2):
         with pytest.raises(dt.errors.MixedTensorError), watch as log:
             torch.add(x, torch.ones(16, 4))
@@ -74,10 +74,10 @@ def test_it_leaves_nothing_behind_even_after_an_error(mesh: DeviceMesh) -> None:
 def test_what_is_learnt_while_watching_is_kept(mesh: DeviceMesh) -> None:
     dispatch.clear_caches()
     x = dt.DTensor.from_local(torch.ones(2, 5), mesh, [dt.Shard(0)])
-    with stages.Watch() as log:
+    with stopwatch.Watch() as log:
         torch.mul(x, x)
         assert "plan" in opened(log)
     assert dispatch.cache_info()["plans"] > 0
-    with stages.Watch() as log:
+    with stopwatch.Watch() as log:
         torch.mul(x, x)
     assert "plan" not in opened(log)
