@@ -21,7 +21,7 @@ from dtbench.profile import counters, frames
 from dtbench.profile.flame import Graph
 from dtbench.profile.spans import Overhead, Span, quickest
 from dtbench.profile.stages import Breakdown, break_down, frame_pieces, named_pieces
-from dtbench_core.interop import stages
+from dtbench_core.interop import stopwatch
 
 # A block of calls lasts about so long: above the clock's and the loop's cost, below most disturbances.
 _BLOCK_NS = 400_000
@@ -153,7 +153,7 @@ class Recording:
                 lambda: {counters.KIND: counters.bracket_overhead()},
                 about=(self._label, impl, "the core's counters"),
                 pieces=named_pieces,
-                ignored=stages.BOOKKEEPING,
+                ignored=stopwatch.BOOKKEEPING,
             )
             shown = shown.at_pace(quiet_ns)
         self._made.breakdowns.append(dataclasses.replace(shown, floor_ns=self.floor_ns))
