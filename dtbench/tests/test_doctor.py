@@ -232,38 +232,26 @@ def test_a_newer_torch_is_told_but_not_blamed(tmp_path: Path) -> None:
     assert "newer than 2.13" in found.effect
 
 
-class FakeNvml:
-    NVML_CLOCK_SM = 1
-
-    def __init__(self, reasons: int = 0, persistent: int = 1, pids: tuple[int, ...] = ()) -> None:
-        self.reasons, self.persistent, self.pids = reasons, persistent, pids
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802 - NVML's spelling
-        return 1
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        return index
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: int) -> int:  # noqa: N802
-        if self.reasons < 0:
+def fake_nvml(reasons: int = 0, persistent: int = 1, pids: tuple[int, ...] = ()) -> SimpleNamespace:
+    def clock_reasons(_handle: int) -> int:
+        if reasons < 0:
             raise RuntimeError("Not Supported")
-        return self.reasons
+        return reasons
 
-    def nvmlDeviceGetClockInfo(self, handle: int, which: int) -> int:  # noqa: N802
-        return 1200
-
-    def nvmlDeviceGetMaxClockInfo(self, handle: int, which: int) -> int:  # noqa: N802
-        return 1980
-
-    def nvmlDeviceGetPersistenceMode(self, handle: int) -> int:  # noqa: N802
-        return self.persistent
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:  # noqa: N802
-        return [SimpleNamespace(pid=pid) for pid in self.pids]
+    return SimpleNamespace(
+        NVML_CLOCK_SM=1,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetCurrentClocksEventReasons=clock_reasons,
+        nvmlDeviceGetClockInfo=lambda handle, which: 1200,
+        nvmlDeviceGetMaxClockInfo=lambda handle, which: 1980,
+        nvmlDeviceGetPersistenceMode=lambda handle: persistent,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [SimpleNamespace(pid=pid) for pid in pids],
+    )
 
 
 def test_gpus_in_order(tmp_path: Path) -> None:
-    findings = [f for f in examine(here(tmp_path, nvml=FakeNvml)) if "GPU" in f.check]
+    findings = [f for f in examine(here(tmp_path, nvml=fake_nvml)) if "GPU" in f.check]
     assert [(f.check, f.ok) for f in findings] == [
         ("GPU 0 clocks", True),
         ("GPU 0 persistence mode", True),
@@ -273,7 +261,7 @@ def test_gpus_in_order(tmp_path: Path) -> None:
 
 def test_gpus_that_disturb(tmp_path: Path) -> None:
     surroundings = here(
-        tmp_path, nvml=lambda: FakeNvml(0x1 | 0x40, persistent=0, pids=(2**22 + 1, 2**22 + 2))
+        tmp_path, nvml=lambda: fake_nvml(0x1 | 0x40, persistent=0, pids=(2**22 + 1, 2**22 + 2))
     )
     clocks = finding(surroundings, "GPU 0 clocks")
     assert clocks.ok is False
@@ -283,6 +271,6 @@ def test_gpus_that_disturb(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_does_not_tell(tmp_path: Path) -> None:
-    found = finding(here(tmp_path, nvml=lambda: FakeNvml(-1)), "GPU 0 clocks")
+    found = finding(here(tmp_path, nvml=lambda: fake_nvml(-1)), "GPU 0 clocks")
     assert found.ok is None
     assert "throttling unknown" in found.got

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,76 +35,37 @@ def header(**changes: Any) -> dict[str, Any]:
     return machine.provenance(**facts | changes)
 
 
-class FakeNvml:
-    """Two GPUs; like the real bindings, a query that a GPU does not support raises."""
-
-    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU, NVML_NVLINK_MAX_LINKS = 1, 2, 0, 4
-
-    def __init__(self, reasons: int = 0) -> None:
-        self.reasons = reasons
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802 - NVML's spelling
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
-        return f"handle-{range(2)[index]}"
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
-        return f"handle-of-{uuid}"
-
-    def nvmlSystemGetDriverVersion(self) -> bytes:  # noqa: N802 - old bindings answer in bytes
-        return b"570.1"
-
-    def nvmlDeviceGetName(self, handle: str) -> str:  # noqa: N802
-        return f"Fake of {handle}"
-
-    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(total=80 * 2**30)
-
-    def nvmlDeviceGetClockInfo(self, handle: str, which: int) -> int:  # noqa: N802
-        return {1: 1500, 2: 2600}[which]
-
-    def nvmlDeviceGetMaxClockInfo(self, handle: str, which: int) -> int:  # noqa: N802
-        return {1: 1980, 2: 2619}[which]
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, handle: str) -> int:  # noqa: N802
-        return 700_000
-
-    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:  # noqa: N802
-        return 345_678
-
-    def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:  # noqa: N802
-        return 61
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: str) -> int:  # noqa: N802
-        return self.reasons
-
-    def nvmlDeviceGetMigMode(self, handle: str) -> tuple[int, int]:  # noqa: N802
-        raise RuntimeError("Not Supported")
-
-    def nvmlDeviceGetNvLinkState(self, handle: str, link: int) -> int:  # noqa: N802
-        if link > 2:
-            raise RuntimeError("Invalid Argument")
-        return [1, 0, 1][link]
-
-    def nvmlDeviceGetNvLinkVersion(self, handle: str, link: int) -> int:  # noqa: N802
-        return 4
-
-    def nvmlDeviceGetPciInfo(self, handle: str) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(busId=b"00000000:1B:00.0")
-
-    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: str, link: int) -> int:  # noqa: N802
-        return {0: 0, 2: 2}[link]  # a GPU, a switch; link 1 is down
-
-    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: str, link: int) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(busId="00000000:C1:00.0")
-
-
 @pytest.fixture
-def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
-    fake = FakeNvml()
+def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Two GPUs; like the real bindings, a query that a GPU does not support raises."""
+    fake = SimpleNamespace(
+        reasons=0,
+        NVML_CLOCK_SM=1,
+        NVML_CLOCK_MEM=2,
+        NVML_TEMPERATURE_GPU=0,
+        NVML_NVLINK_MAX_LINKS=4,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: f"handle-{range(2)[index]}",
+        nvmlDeviceGetHandleByUUID=lambda uuid: f"handle-of-{uuid}",
+        nvmlSystemGetDriverVersion=lambda: b"570.1",  # old bindings answer in bytes
+        nvmlDeviceGetName=lambda handle: f"Fake of {handle}",
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=80 * 2**30),
+        nvmlDeviceGetClockInfo=lambda handle, which: {1: 1500, 2: 2600}[which],
+        nvmlDeviceGetMaxClockInfo=lambda handle, which: {1: 1980, 2: 2619}[which],
+        nvmlDeviceGetEnforcedPowerLimit=lambda handle: 700_000,
+        nvmlDeviceGetPowerUsage=lambda handle: 345_678,
+        nvmlDeviceGetTemperature=lambda handle, sensor: 61,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: fake.reasons,
+        nvmlDeviceGetMigMode=lambda handle: {}["not supported"],
+        nvmlDeviceGetNvLinkState=lambda handle, link: [1, 0, 1][link],
+        nvmlDeviceGetNvLinkVersion=lambda handle, link: 4,
+        nvmlDeviceGetPciInfo=lambda handle: SimpleNamespace(busId=b"00000000:1B:00.0"),
+        # Of the links that are up: a GPU, a switch.
+        nvmlDeviceGetNvLinkRemoteDeviceType=lambda handle, link: {0: 0, 2: 2}[link],
+        nvmlDeviceGetNvLinkRemotePciInfo=lambda handle, link: SimpleNamespace(busId="00000000:C1:00.0"),
+    )
     monkeypatch.setattr(machine, "nvml", lambda: fake)
-    yield fake
+    return fake
 
 
 # ------------------------------------------------------------------------------- the header
@@ -305,7 +265,7 @@ def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------- GPUs
 
 
-def test_gpus_as_nvml_tells_them(fake_nvml: FakeNvml) -> None:
+def test_gpus_as_nvml_tells_them(fake_nvml: SimpleNamespace) -> None:
     found = machine.gpus()
     assert [gpu["index"] for gpu in found] == [0, 1]
     assert found[1]["name"] == "Fake of handle-1"
@@ -319,7 +279,7 @@ def test_gpus_as_nvml_tells_them(fake_nvml: FakeNvml) -> None:
     assert header()["machine"]["gpus"] == found
 
 
-def test_a_rank_tells_where_its_gpu_sits(fake_nvml: FakeNvml, tmp_path: Path) -> None:
+def test_a_rank_tells_where_its_gpu_sits(fake_nvml: SimpleNamespace, tmp_path: Path) -> None:
     folder = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
     folder.mkdir(parents=True)
     (folder / "numa_node").write_text("1\n")
@@ -332,11 +292,11 @@ def test_a_rank_tells_where_its_gpu_sits(fake_nvml: FakeNvml, tmp_path: Path) ->
     assert machine._gpu_place(0, tmp_path)["device_numa_node"] is None
     assert machine.local_rank_info("cuda:0", "nccl")["pci_bus_id"] == "0000:1b:00.0"
     assert "pci_bus_id" not in machine.local_rank_info("cpu")
-    fake_nvml.nvmlDeviceGetPciInfo = lambda handle: SimpleNamespace(busId=b"?")  # type: ignore[method-assign]
+    fake_nvml.nvmlDeviceGetPciInfo = lambda handle: SimpleNamespace(busId=b"?")
     assert set(machine._gpu_place(0).values()) == {None}
 
 
-def test_a_throttled_gpu_says_why(fake_nvml: FakeNvml) -> None:
+def test_a_throttled_gpu_says_why(fake_nvml: SimpleNamespace) -> None:
     state = machine.gpu_state(0)
     assert state is not None
     assert state["throttled_by"] == []
@@ -359,7 +319,7 @@ def test_a_throttled_gpu_says_why(fake_nvml: FakeNvml) -> None:
     ],
 )
 def test_a_cuda_device_is_found_behind_visible_devices(
-    fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, visible: str, index: int, handle: str | None
+    fake_nvml: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, visible: str, index: int, handle: str | None
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert machine.handle_of(fake_nvml, index) == handle

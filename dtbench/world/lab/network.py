@@ -203,21 +203,8 @@ def commands_of(lab: Lab) -> Iterator[list[str]]:
 
 
 def _shaper(namespace: str, interface: str, rate: int) -> list[str]:
-    bucket = ["burst", str(burst_bytes(rate)), "latency", f"{QUEUE_S * 1e3:g}ms"]
-    return [
-        "tc",
-        "-n",
-        namespace,
-        "qdisc",
-        "add",
-        "dev",
-        interface,
-        "root",
-        "tbf",
-        "rate",
-        f"{rate}bit",
-        *bucket,
-    ]
+    bucket = ["rate", f"{rate}bit", "burst", str(burst_bytes(rate)), "latency", f"{QUEUE_S * 1e3:g}ms"]
+    return ["tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *bucket]
 
 
 @contextmanager
