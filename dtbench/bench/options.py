@@ -190,20 +190,18 @@ def _sweep(text: str) -> Iterator[int]:
         raise UsageError(f"{step!r} in --size {text} is not a factor: expected 2x or more, such as 4x")
     if first > last:
         raise UsageError(f"--size {text}: the first size is above the last; swap them")
-    size = first
+    return _geometric(first, last, int(factor[1]))
+
+
+def _geometric(size: int, last: int, factor: int) -> Iterator[int]:
     while size <= last:
         yield size
-        size *= int(factor[1])
+        size *= factor
 
 
 def sizes_up_to(last: int) -> tuple[int, ...]:
     """1 KiB to `last` by 4x, `last` included."""
-    sizes = []
-    size = PLANNED_FROM_BYTES
-    while size < last:
-        sizes.append(size)
-        size *= PLANNED_FACTOR
-    return (*sizes, last)
+    return tuple(sorted({*_geometric(PLANNED_FROM_BYTES, last, PLANNED_FACTOR), last}))
 
 
 def parse_duration(text: str) -> float:

@@ -40,7 +40,7 @@ def test_nobody_started_ranks() -> None:
 
 def test_torchrun() -> None:
     place = find_place(TORCHRUN)
-    assert place == Place(3, 8, 1, 2, "n1", 29500, True, "torchrun", attempt=2)
+    assert place == Place(3, 8, 1, 2, "n1", 29500, True, attempt=2)
     assert not place.one_host
     alone = find_place(TORCHRUN | {"LOCAL_WORLD_SIZE": "8"})
     assert alone is not None and alone.one_host
@@ -50,7 +50,7 @@ def test_slurm() -> None:
     place = find_place(SLURM)
     assert place is not None
     assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (5, 8, 1, 4)
-    assert (place.address, place.agent_store, place.launcher) == ("gpu07", False, "slurm")
+    assert (place.address, place.agent_store) == ("gpu07", False)
     assert 20000 <= place.port < 32000
     other = find_place(SLURM | {"SLURM_STEP_ID": "3"})
     assert other is not None and other.port != place.port
@@ -110,7 +110,7 @@ def test_a_store_whose_server_is_dying_is_given_up_before_torch_asks_it() -> Non
             taken.close()
 
         threading.Thread(target=die, daemon=True).start()
-        place = Place(1, 2, 1, 2, "localhost", server.getsockname()[1], True, "torchrun")
+        place = Place(1, 2, 1, 2, "localhost", server.getsockname()[1], True)
         with pytest.raises(RuntimeError, match=r"nobody serves the store at localhost:.*dropped"):
             store_of(place, 0)(False)
 
@@ -119,6 +119,6 @@ def test_a_store_that_is_served_takes_more_connections() -> None:
     from torch.distributed import TCPStore
 
     server = TCPStore("localhost", 0, None, True, wait_for_workers=False)
-    place = Place(1, 2, 1, 2, "localhost", server.port, True, "torchrun")
+    place = Place(1, 2, 1, 2, "localhost", server.port, True)
     store_of(place, 0)(False).set("a", "1")
     assert store_of(place, 0)(False).get("a") == b"1"

@@ -15,8 +15,8 @@ import pytest
 from dtbench.files.read import into
 from dtbench.judge.compare import compare
 from dtbench.judge.tables import print_comparison
+from dtbench.machine.command import print_findings
 from dtbench.machine.doctor import Finding
-from dtbench.machine.tables import print_findings
 from dtbench.model import Header, Result, Run
 from dtbench.show.tables import print_runs
 from dtbench.stats import summarize

@@ -51,7 +51,6 @@ class Place:
     address: str
     port: int
     agent_store: bool
-    launcher: str
     attempt: int = 0  # torchrun may start the ranks again, on the same store
 
     @property
@@ -93,7 +92,6 @@ def _torchrun_place(environ: Mapping[str, str]) -> Place:
         address=environ["MASTER_ADDR"],
         port=_number("MASTER_PORT", environ["MASTER_PORT"]),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        launcher="torchrun",
         attempt=_number("TORCHELASTIC_RESTART_COUNT", environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
 
@@ -118,7 +116,6 @@ def _slurm_place(environ: Mapping[str, str], world_size: int) -> Place:
         address=address,
         port=_number("MASTER_PORT", port),
         agent_store=False,
-        launcher="slurm",
     )
 
 
