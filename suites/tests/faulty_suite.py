@@ -5,6 +5,7 @@ A user's suite file for `dtbench run`; every case of it has to come out as `wron
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +27,13 @@ def spoil(tensor: torch.Tensor) -> None:
         tensor.view(-1)[-1] += 1
 
 
+class Finished:
+    """In the place of a Work that was waited for: gloo's writes its output again whenever it is."""
+
+    def wait(self) -> bool:
+        return True
+
+
 def spoiled_output(right: Callable[..., Any]) -> Callable[..., Any]:
     """The collective, whose first argument is its output."""
 
@@ -37,13 +45,6 @@ def spoiled_output(right: Callable[..., Any]) -> Callable[..., Any]:
         return Finished() if isinstance(done, dist.Work) else done
 
     return call
-
-
-class Finished:
-    """In the place of a Work that was waited for: gloo's writes its output again whenever it is."""
-
-    def wait(self) -> bool:
-        return True
 
 
 def spoiled_result(right: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,10 +62,9 @@ def spoiled_result(right: Callable[..., Any]) -> Callable[..., Any]:
 def spoiled_model(right: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> torch.nn.Module:
         cut: torch.nn.Module = right(*args)
-        with torch.no_grad():
-            parameter = next(cut.parameters())
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            local += 1.0
+        parameter = next(cut.parameters()).detach()
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        local += 1.0
         return cut
 
     return call
@@ -87,36 +87,34 @@ def spoiled_step(right: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def faults() -> list[Any]:
-    """The places to spoil."""
-    here = [(collectives, "all_gather_single"), (collectives, "reduce_scatter_single")]
-    here += [(dist, "all_reduce"), (dist, "all_to_all_single"), (dist, "broadcast"), (dist, "scatter")]
-    here += [(bucketer, "reduce_scatter_single"), (comm, "reduce_scatter"), (overlap, "use")]
-    here += [(bucketer_reference, "reduce_scatter_single")]
-    results = [(dtbench_core.DTensor, "redistribute"), (torch.distributed.tensor.DTensor, "redistribute")]
-    spoiled = [mock.patch.object(*where, spoiled_output(getattr(*where))) for where in here]
-    spoiled += [mock.patch.object(*where, spoiled_result(getattr(*where))) for where in results]
+Fault = tuple[Any, str, Callable[[Any], Any]]
+
+
+def faults() -> list[Fault]:
+    """What to spoil: its owner, its name, how."""
+    outputs = [(m, "reduce_scatter_single") for m in (collectives, bucketer, bucketer_reference)]
+    outputs += [(dist, name) for name in ("all_reduce", "all_to_all_single", "broadcast", "scatter")]
+    outputs += [(collectives, "all_gather_single"), (comm, "reduce_scatter"), (overlap, "use")]
+    libraries = (dtbench_core, torch.distributed.tensor)
     return [
-        *spoiled,
-        mock.patch.object(tensor_parallel, "parallelize", spoiled_model(tensor_parallel.parallelize)),
-        mock.patch.object(embedding, "step_of", spoiled_step(embedding.step_of)),
+        *((*where, spoiled_output) for where in outputs),
+        *((library.DTensor, "redistribute", spoiled_result) for library in libraries),
+        (tensor_parallel, "parallelize", spoiled_model),
+        (embedding, "step_of", spoiled_step),
     ]
 
 
 def faulty(build: Callable[[Any], Workload], names: tuple[str, ...]) -> Callable[[Any], Workload]:
     """The workload of `build`, made and called with the faults that `names` says."""
 
-    def make(world: Any) -> Workload:
-        def within(step: Callable[[], Any]) -> Any:
-            patches = [p for p in faults() if p.attribute in names]
-            for p in patches:
-                p.start()
-            try:
-                return step()
-            finally:
-                for p in patches:
-                    p.stop()
+    def within(step: Callable[[], Any]) -> Any:
+        with contextlib.ExitStack() as stack:
+            for owner, name, spoiled in faults():
+                if name in names:
+                    stack.enter_context(mock.patch.object(owner, name, spoiled(getattr(owner, name))))
+            return step()
 
+    def make(world: Any) -> Workload:
         workload: Workload = within(lambda: build(world))
         run, check = workload.run, workload.check
         return dataclasses.replace(
@@ -126,16 +124,9 @@ def faulty(build: Callable[[Any], Workload], names: tuple[str, ...]) -> Callable
     return make
 
 
-COLLECTIVES = (
-    "all_gather_single",
-    "reduce_scatter_single",
-    "all_reduce",
-    "all_to_all_single",
-    "broadcast",
-    "scatter",
-)
+COLLECTIVES = "all_gather_single reduce_scatter_single all_reduce all_to_all_single broadcast scatter"
 SPOILED = {
-    "collectives": COLLECTIVES,
+    "collectives": tuple(COLLECTIVES.split()),
     "redistribute": ("redistribute",),
     "bucketer": ("reduce_scatter_single", "reduce_scatter"),
     "tensor_parallel": ("parallelize",),

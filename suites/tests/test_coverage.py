@@ -335,12 +335,7 @@ def test_options_that_cannot_be_followed(words: str, says: str, tmp_path: Path) 
 
 
 def test_options_about_ranks_are_refused(tmp_path: Path) -> None:
-    options = RunOptions(
-        suites=("coverage",),
-        suite_options={"ops": "^add$"},
-        nproc=2,
-        launches=2,
-        output=tmp_path / "run.jsonl",
-    )
+    own, output = {"ops": "^add$"}, tmp_path / "run.jsonl"
+    options = RunOptions(suites=("coverage",), suite_options=own, nproc=2, launches=2, output=output)
     with pytest.raises(UsageError, match="coverage starts no ranks: leave --nproc, --launches out"):
         run(options, [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -34,20 +35,17 @@ def test_every_impl_packs_what_it_should_and_a_wrong_one_is_seen(impl: str, worl
     for _ in range(2):  # the second time with the buffers of the first
         assert workload.check() is None
     # One element of one input goes astray on its way.
-    right = torch.Tensor.copy_ if impl in ("copy", "core", "core_lists") else None
-    names = {"core_held": "cat", "reference": "stack"}
+    owner, name = {"core_held": (torch, "cat"), "reference": (torch, "stack")}.get(
+        impl, (torch.Tensor, "copy_")
+    )
+    right = getattr(owner, name)
 
-    def spoiled(result: torch.Tensor) -> torch.Tensor:
-        result.view(-1)[-1] += 1 if result.is_contiguous() else 0
+    def spoiled(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = right(*args, **kwargs)
+        result[(-1,) * result.ndim] += 1
         return result
 
-    if right is None:
-        original = getattr(torch, names[impl])
-        patch = mock.patch.object(torch, names[impl], lambda *a, **k: spoiled(original(*a, **k)))
-    else:
-        patch = mock.patch.object(
-            torch.Tensor, "copy_", lambda self, source: right(self, source + (source == source.max()))
-        )
+    patch = mock.patch.object(owner, name, spoiled)
     with patch:
         told = workload.check()
     assert told is not None and "wrong" in told

@@ -36,14 +36,8 @@ CASES = "\n".join(
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """All suites, once, on 4 ranks."""
     output = tmp_path_factory.mktemp("quick") / "run.jsonl"
-    done = start(
-        "-m",
-        "dtbench",
-        "run",
-        *("--quick", "--mesh", "dp=2,tp=2", "--size", "4KiB", "--device", "cpu", "--filter", CASES),
-        *("-o", str(output)),
-    )
-    return output, done
+    words = ["-m", "dtbench", "run", "--quick", "--mesh", "dp=2,tp=2", "--size", "4KiB", "--device", "cpu"]
+    return output, start(*words, "--filter", CASES, "-o", str(output))
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +93,7 @@ def test_buckets_save_collectives_and_cost_copies(results: tuple[Result, ...]):
     for r in own:
         tensors = int(r.params["total_bytes"]) // int(r.params["tensor_bytes"])
         buckets = -(-int(r.params["total_bytes"]) // int(r.params["bucket_bytes"]))
-        want = {
-            "core": max(buckets, 1),
-            "reference": max(buckets, 1),
-            "unbucketed": tensors,
-            "limit": 1,
-        }
+        want = {"core": max(buckets, 1), "reference": max(buckets, 1), "unbucketed": tensors, "limit": 1}
         assert r.counters["collectives"] == want[r.impl]
         if r.impl == "core":
             # Each byte is put in its place, and its reduced part (half of it, 2 ranks) handed out.
@@ -114,22 +103,8 @@ def test_buckets_save_collectives_and_cost_copies(results: tuple[Result, ...]):
 
 def test_a_wrong_result_becomes_wrong_whatever_the_suite(tmp_path: Path):
     output = tmp_path / "faulty.jsonl"
-    done = start(
-        *(
-            "-m",
-            "dtbench",
-            "run",
-            str(FAULTY),
-            "--quick",
-            "--nproc",
-            "2",
-            "--size",
-            "4KiB",
-            "--device",
-            "cpu",
-        ),
-        *("-o", str(output)),
-    )
+    words = ["--quick", "--nproc", "2", "--size", "4KiB", "--device", "cpu", "-o"]
+    done = start("-m", "dtbench", "run", str(FAULTY), *words, str(output))
     assert output.exists(), done.stderr
     results = read_run(output).results
     assert [(r.name, r.impl, r.params, r.status, r.reason) for r in results if r.status != "wrong"] == []
@@ -153,17 +128,11 @@ CHOICE = "detach or (redistribute and not dispatch) or (collectives and all_redu
 def pytest_form(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """Some cases on 2 ranks, saved twice: as a file and in pytest-benchmark's storage."""
     folder = tmp_path_factory.mktemp("pytest_form")
-    done = start(
-        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "pytest", "suites", "-k", CHOICE),
-        *("--quick", "--size", "4KiB", "--rounds", "7", f"--benchmark-json={folder / 'run.json'}"),
-        *(
-            f"--benchmark-storage=file://{folder / 'storage'}",
-            "--benchmark-autosave",
-            "-p",
-            "no:cacheprovider",
-        ),
+    words = "-m torch.distributed.run --nproc-per-node 2 -m pytest suites --quick --size 4KiB --rounds 7"
+    files = (
+        f"--benchmark-json={folder}/run.json --benchmark-storage=file://{folder}/storage --benchmark-autosave"
     )
-    return folder, done
+    return folder, start(*words.split(), *files.split(), "-p", "no:cacheprovider", "-k", CHOICE)
 
 
 def test_pytest_writes_one_file_with_the_agreed_times(pytest_form: Any):
@@ -206,20 +175,8 @@ def test_pytest_benchmark_compares_the_files(pytest_form: Any):
 
 
 def test_one_process_measures_simulated_suites_and_says_what_the_others_need():
-    done = start(
-        *(
-            "-m",
-            "pytest",
-            "suites",
-            "--quick",
-            "--rounds",
-            "3",
-            "-k",
-            "detach or scatter",
-            "-p",
-            "no:cacheprovider",
-        )
-    )
+    words = ["-m", "pytest", "suites", "--quick", "--rounds", "3", "-p", "no:cacheprovider", "-k"]
+    done = start(*words, "detach or scatter")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "needs several ranks: torchrun --nproc-per-node 4 -m pytest suites" in done.stdout
     assert "8 passed" in done.stdout
