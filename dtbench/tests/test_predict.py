@@ -117,7 +117,7 @@ GOOD = {"hidden": 8, "layers": 2, "heads": 4, "ffn": 16, "vocab": 32}
         ('{"hidden": 8,', "not JSON"),
         ("[" * 100_000, "nested too deeply"),
         ("[]", "expected a JSON object"),
-        ("{}", "hidden, layers, heads, ffn, vocab is missing"),
+        ("{}", "hidden is missing, expected a whole number"),
         (GOOD | {"hidden": True}, "hidden is True, expected a whole number"),
         (GOOD | {"layers": 0}, "layers is 0"),
         (GOOD | {"layers": 2**41}, "from 1 to 2"),

@@ -24,9 +24,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
-
-from torch.distributed.device_mesh import DeviceMesh
+from typing import Any, NamedTuple
 
 from dtbench_core.cost.mesh_topology import topology_of
 from dtbench_core.cost.prices import DimPrices, Kind, PlacementLike, joint_prices, ring_of
@@ -34,18 +32,7 @@ from dtbench_core.cost.ring import GIB
 from dtbench_core.cost.topology import MeshConstants
 from dtbench_core.errors import CoreError, PlacementError
 from dtbench_core.layout.placement import REPLICATE, Shard
-
-
-class _Spec(Protocol):
-    @property
-    def mesh(self) -> DeviceMesh: ...
-    @property
-    def placements(self) -> Sequence[Any]: ...
-    @property
-    def shape(self) -> Sequence[int]: ...
-    @property
-    def tensor_meta(self) -> Any: ...
-
+from dtbench_core.layout.spec import DTensorSpec
 
 # --- collectives -----------------------------------------------------------------------------------
 
@@ -92,7 +79,7 @@ def transition_cost(
 _COLLECTIVE = {"SR": "all_gather", "SS": "all_to_all", "PR": "all_reduce", "PS": "reduce_scatter"}
 
 
-def spec_to_bytes(spec: _Spec) -> int:
+def spec_to_bytes(spec: DTensorSpec) -> int:
     """Bytes of the whole tensor, as if on one device.
 
     Raises:
@@ -102,7 +89,7 @@ def spec_to_bytes(spec: _Spec) -> int:
     return itemsize * math.prod(spec.shape)
 
 
-def _tensor_meta(spec: _Spec) -> Any:
+def _tensor_meta(spec: DTensorSpec) -> Any:
     if spec.tensor_meta is None:
         raise CoreError(
             f"got a spec without tensor_meta (placements {tuple(spec.placements)}), expected shape, stride "
@@ -369,7 +356,7 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def redistribute_cost(current_spec: _Spec, target_spec: _Spec) -> float:
+def redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> float:
     """us of communication from one spec to another of the same tensor, by the cheapest way.
 
     0 where nothing is sent; infinite across meshes, from Shard to Partial and from one Partial to
@@ -390,7 +377,7 @@ def redistribute_cost(current_spec: _Spec, target_spec: _Spec) -> float:
     return math.inf if chain is None else sum(step.us for step in chain)
 
 
-def one_step_redistribute_cost(current_spec: _Spec, target_spec: _Spec) -> float:
+def one_step_redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> float:
     """us of the one transition between specs that differ in one mesh dim; 0 when they do not differ.
 
     Infinite where one transition cannot do it (see `transition_cost` and Note [Nested shards]).
@@ -400,7 +387,8 @@ def one_step_redistribute_cost(current_spec: _Spec, target_spec: _Spec) -> float
     """
     if current_spec.mesh != target_spec.mesh:
         return math.inf
-    src, dst = current_spec.placements, target_spec.placements
+    src: Sequence[Any] = current_spec.placements  # ours or PyTorch's
+    dst: Sequence[Any] = target_spec.placements
     changed = [d for d, (now, then) in enumerate(zip(src, dst, strict=True)) if now != then]
     if not changed:
         return 0.0

@@ -179,8 +179,7 @@ class Topology:
 
 
 def _parse_dim(dim: object, where: str) -> DimConstants:
-    if not isinstance(dim, Mapping):
-        raise TopologyError(f"{where}: got {type(dim).__name__}, expected an object: calibrate again")
+    dim = _object(dim, where)
     name, ranks = dim.get("name"), dim.get("ranks")
     if not isinstance(name, str) or not name:
         raise TopologyError(f"{where}.name: got {name!r}, expected the name of a mesh dim: calibrate again")
@@ -194,21 +193,19 @@ def _parse_dim(dim: object, where: str) -> DimConstants:
 def _parse_curves(dim: Mapping[str, Any], where: str) -> dict[str, Curve]:
     """By change of placement: as this library was measured, else as the bare collective was."""
     curves: dict[str, Curve] = {}
-    collectives = _object(dim.get("collectives"), f"{where}.collectives")
+    collectives = _object(dim.get("collectives", {}), f"{where}.collectives")
     for collective, names in _STANDS_FOR.items():
         if collective in collectives:
             curve = read_curve(collectives[collective], f"{where}.collectives.{collective}")
             curves |= dict.fromkeys(names, curve)
-    measured = _object(dim.get("transitions"), f"{where}.transitions")
-    for name, content in _object(measured.get("core"), f"{where}.transitions.core").items():
+    measured = _object(dim.get("transitions", {}), f"{where}.transitions")
+    for name, content in _object(measured.get("core", {}), f"{where}.transitions.core").items():
         curves[str(name)] = read_curve(content, f"{where}.transitions.core.{name}")
     # A mesh dim is priced by its curves or by its constants, not by some of each: they disagree.
     return curves if curves.keys() >= set(SENDING) else {}
 
 
 def _object(value: object, where: str) -> Mapping[str, Any]:
-    if value is None:
-        return {}
     if not isinstance(value, Mapping):
         raise TopologyError(f"{where}: got {type(value).__name__}, expected an object: calibrate again")
     return value
@@ -221,7 +218,7 @@ def read_curve(content: object, where: str) -> Curve:
         TopologyError: with what is wrong and where.
     """
     table = content.get("table") if isinstance(content, Mapping) else None
-    if not isinstance(content, Mapping) or not isinstance(table, list) or not table:
+    if not isinstance(table, list) or not table:
         raise TopologyError(f"{where}: got no table of sizes and times, expected one: calibrate again")
     rows = [row if isinstance(row, Mapping) else {} for row in table]
     sizes = [_number(r.get("size_bytes"), f"{where}.table[{i}].size_bytes") for i, r in enumerate(rows)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,11 +166,14 @@ def _scored(models: Models, dims: Sequence[Measured], *, use_fitted: bool) -> tu
                 continue
             into = errors.setdefault(_group_of(what, series.name), _Errors())
             into.one_launch |= curve["launches"] == 1
-            fitted = _fitted_launches(curve) if use_fitted else {}
+            fitted = {row["size_bytes"]: row.get("launch_us", ()) for row in curve["table"] if use_fitted}
             for point in series.points:
                 _score_point(into, models, dim.name, what, series.name, point, curve)
-                for forecast, value in _pairs(point, fitted.get(point.size_bytes, ())):
-                    into.add("floor", point.size_bytes, forecast, value)
+                known = [us for us in fitted.get(point.size_bytes, ()) if us is not None]
+                new = list(point.by_launch.values())
+                for i, value in enumerate(new):
+                    for forecast in (*new[:i], *new[i + 1 :], *known):
+                        into.add("floor", point.size_bytes, forecast, value)
     return tuple(
         errors[name].group(name) for name in sorted(errors, key=lambda n: (n != RING, n != OTHER, n))
     )
@@ -194,20 +197,6 @@ def _group_of(what: str, name: str) -> str:
     if what != COLLECTIVES:
         return f"changes of placement, {what}"
     return RING if name in RING_COLLECTIVES else OTHER
-
-
-def _pairs(point: Point, fitted: Sequence[float]) -> Iterator[tuple[float, float]]:
-    """(forecast, value): every other launch for each new one."""
-    new = list(point.by_launch.values())
-    for i, value in enumerate(new):
-        for forecast in (*new[:i], *new[i + 1 :], *fitted):
-            yield forecast, value
-
-
-def _fitted_launches(curve: Mapping[str, Any]) -> dict[int, list[float]]:
-    return {
-        row["size_bytes"]: [us for us in row.get("launch_us", ()) if us is not None] for row in curve["table"]
-    }
 
 
 def _names(dims: Sequence[Measured]) -> str:

@@ -185,9 +185,6 @@ def _model(path: Path, content: Mapping[str, Any]) -> Model:
                 f"the key {ascii(key)[:60]} is not known",
                 f"some of {', '.join(sorted(_File.__struct_fields__))}",
             )
-    missing = [key for key in REQUIRED if key not in content]
-    if missing:
-        raise fail(f"{', '.join(missing)} is missing", f"the keys {', '.join(REQUIRED)}")
     try:
         file = into(content, _File)
     except BadFieldError as error:
