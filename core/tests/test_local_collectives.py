@@ -17,9 +17,7 @@ from dtbench_core.simulate import (
     LocalTensor,
     LocalTensorMode,
     declare_group,
-    maybe_run_for_local_tensor,
     per_rank,
-    rank_map,
     tensor_map,
 )
 
@@ -114,31 +112,6 @@ def test_plain_collectives(mesh: DeviceMesh, name: str, which: str) -> None:
     got = _run_collective(name, group, FIBRES[which][0])
     for rank, ranks in enumerate(FIBRES[which]):
         assert [t.shard(rank).tolist() for t in got] == _expected(name, rank, ranks), rank  # type: ignore[attr-defined]
-
-
-def test_collectives_with_splits_and_roots(mode: LocalTensorMode) -> None:
-    # rank r sends r rows to every rank
-    sent = rank_map(lambda rank: torch.full((4 * rank,), float(rank)))
-    out = torch.zeros(6)
-    splits: Any = [dist.get_rank()] * 4
-    received = _exchange(out, sent, splits)
-    assert held(received) == [[1.0, 2.0, 2.0, 3.0, 3.0, 3.0]] * 4
-    scattered, reduced = rank_map(_scatter_and_reduce)
-    assert held(scattered) == [[0.0], [10.0], [20.0], [30.0]]
-    assert reduced.shard(2).tolist() == [6.0]  # type: ignore[attr-defined]
-
-
-@maybe_run_for_local_tensor
-def _exchange(out: torch.Tensor, sent: torch.Tensor, splits: list[int]) -> torch.Tensor:
-    dist.all_to_all_single(out, sent, [0, 1, 2, 3], splits)
-    return out
-
-
-def _scatter_and_reduce(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    out, one = torch.zeros(1), torch.ones(1) * rank
-    dist.scatter(out, [torch.ones(1) * 10 * r for r in RANKS] if rank == 3 else None, src=3)
-    dist.reduce(one, dst=2)
-    return out, one
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ import dtbench_core as core
 from dtbench_core import comm, torch_compat
 from dtbench_core.errors import SimulationError
 from dtbench_core.runtime import process
-from dtbench_core.simulate import ThreadWorld, run_ranks
+from dtbench_core.simulate import ThreadWorld, per_rank, rank_map, run_ranks
 from dtbench_core.simulate.threads import diverged
 
 N = 4
@@ -42,6 +42,19 @@ def _all(*shape: int, n: int = N) -> torch.Tensor:
 
 # ---- every collective ----
 
+EachRank = Callable[[Callable[[], Any]], list[Any]]
+
+
+@pytest.fixture(params=["threads", "local"])
+def each_rank(request: pytest.FixtureRequest) -> EachRank:
+    """Runs a function as each rank, in a ThreadWorld and in a LocalTensorMode: what it gives, by rank."""
+    if request.param == "threads":
+        made: ThreadWorld = request.getfixturevalue("world")
+        return made.run
+    request.getfixturevalue("mode")
+    return lambda body: per_rank(rank_map(lambda rank: body()), range(N))
+
+
 _REDUCTIONS = {
     "SUM": lambda x: x.sum(0),
     "AVG": lambda x: x.mean(0),
@@ -52,7 +65,7 @@ _REDUCTIONS = {
 
 
 @pytest.mark.parametrize("op", _REDUCTIONS)
-def test_reductions(world: ThreadWorld, op: str) -> None:
+def test_reductions(each_rank: EachRank, op: str) -> None:
     def body() -> None:
         me, code = dist.get_rank(), getattr(dist.ReduceOp, op)
         wanted = _REDUCTIONS[op](_all(4, 3))
@@ -68,11 +81,11 @@ def test_reductions(world: ThreadWorld, op: str) -> None:
         dist.reduce_scatter(out, list(_mine(me, 4, 3).split(1)), op=code)
         torch.testing.assert_close(out, wanted[me : me + 1])
 
-    world.run(body)
+    each_rank(body)
 
 
 @pytest.mark.parametrize("op", ["BAND", "BOR", "BXOR"])
-def test_bitwise_reductions(world: ThreadWorld, op: str) -> None:
+def test_bitwise_reductions(each_rank: EachRank, op: str) -> None:
     def body() -> list[int]:
         x = torch.tensor([5, 3, 12]) + dist.get_rank()
         dist.all_reduce(x, getattr(dist.ReduceOp, op))
@@ -86,19 +99,19 @@ def test_bitwise_reductions(world: ThreadWorld, op: str) -> None:
         for value in column[1:]:
             total = fold(total, value)
         wanted.append(total)
-    assert world.run(body) == [wanted] * N
+    assert each_rank(body) == [wanted] * N
 
 
-def test_averages_of_integers_are_integers(world: ThreadWorld) -> None:
+def test_averages_of_integers_are_integers(each_rank: EachRank) -> None:
     def body() -> int:
         x = torch.tensor(dist.get_rank())
         dist.all_reduce(x, dist.ReduceOp.AVG)
         return int(x)
 
-    assert world.run(body) == [1] * N  # 6 / 4
+    assert each_rank(body) == [1] * N  # 6 / 4
 
 
-def test_gathers_and_scatters(world: ThreadWorld) -> None:
+def test_gathers_and_scatters(each_rank: EachRank) -> None:
     def body() -> None:
         me, everything = dist.get_rank(), _all(2, 3)
         flat = torch.empty(N * 2, 3)
@@ -121,10 +134,10 @@ def test_gathers_and_scatters(world: ThreadWorld) -> None:
         dist.broadcast(sent, src=2)
         assert torch.equal(sent, _mine(2, 5))
 
-    world.run(body)
+    each_rank(body)
 
 
-def test_all_to_all(world: ThreadWorld) -> None:
+def test_all_to_all(each_rank: EachRank) -> None:
     def body() -> None:
         me = dist.get_rank()
         out = torch.empty(N, 2)
@@ -142,10 +155,10 @@ def test_all_to_all(world: ThreadWorld) -> None:
         dist.all_to_all(outs, [_mine(me, me + 1) + r for r in range(N)])
         assert all(torch.equal(outs[s], _mine(s, s + 1) + me) for s in range(N))
 
-    world.run(body)
+    each_rank(body)
 
 
-def test_objects_and_barrier(world: ThreadWorld) -> None:
+def test_objects_and_barrier(each_rank: EachRank) -> None:
     def body() -> None:
         me = dist.get_rank()
         dist.barrier()
@@ -156,10 +169,10 @@ def test_objects_and_barrier(world: ThreadWorld) -> None:
         dist.broadcast_object_list(told, src=1)
         assert told == [1]
 
-    world.run(body)
+    each_rank(body)
 
 
-def test_functional_collectives(world: ThreadWorld) -> None:
+def test_functional_collectives(each_rank: EachRank) -> None:
     def body() -> None:
         me, group = dist.get_rank(), dist.group.WORLD
         wait = funcol.wait_tensor
@@ -181,7 +194,7 @@ def test_functional_collectives(world: ThreadWorld) -> None:
         assert torch.equal(wait(reduced[0]), _all(2).amax(0))
         assert torch.equal(wait(reduced[1]), _all(1).amax(0))
 
-    world.run(body)
+    each_rank(body)
 
 
 def test_collectives_may_be_issued_now_and_waited_for_later(world: ThreadWorld) -> None:
