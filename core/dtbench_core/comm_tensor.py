@@ -301,7 +301,8 @@ def _collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
         leaf._memory.wait(for_readers=id(leaf) in written)
     if tracer is None:
         result = func(*_plain(args), **_plain(kwargs))
-        flights = {id(leaf): _Flight(_work_of(result)) for leaf in everything if id(leaf) in written}
+        work = result[-1] if isinstance(result, tuple) else result
+        flights = {id(leaf): _Flight(work) for leaf in everything if id(leaf) in written}
     else:
         result, flights = _traced(func, args, kwargs, tracer)
     for leaf in everything:
@@ -312,11 +313,6 @@ def _collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
             leaf._memory.add_reader(next(iter(flights.values())))
     # The very tensors that were given, so that the caller goes on with those that wait.
     return (args[0], *result[1:]) if traceable else result
-
-
-def _work_of(result: Any) -> Any:
-    """The handle: the result, or the last of several."""
-    return result[-1] if isinstance(result, tuple) else result
 
 
 def _traced(

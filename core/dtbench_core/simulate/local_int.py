@@ -158,16 +158,12 @@ class LocalBoolNode(_LocalNode):
         return bool(self._decide())
 
 
-_BINARY: dict[str, Callable[[Any, Any], Any]] = {
-    **{
-        name: getattr(operator, name) for name in ("add", "sub", "mul", "mod", "floordiv", "lshift", "rshift")
-    },
-    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+_SAME_NAME = "add sub mul mod floordiv lshift rshift truediv pow eq ne lt le gt ge neg abs pos"
+_NUMBERS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in _SAME_NAME.split()},
     "int_floordiv": operator.floordiv,
-    "truediv": operator.truediv,
     "int_truediv": operator.truediv,
     "float_truediv": operator.truediv,
-    "pow": operator.pow,
     "pow_by_natural": operator.pow,
     "float_pow": operator.pow,
     "sym_max": max,
@@ -179,11 +175,6 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "or_": lambda a, b: a or b,
     "sym_and": lambda a, b: a and b,
     "sym_or": lambda a, b: a or b,
-}
-_UNARY: dict[str, Callable[[Any], Any]] = {
-    "neg": operator.neg,
-    "abs": abs,
-    "pos": operator.pos,
     "sym_not": operator.not_,
     "sym_float": float,
     "floor": math.floor,
@@ -206,8 +197,7 @@ def _install(name: str, fn: Callable[..., Any]) -> None:
     setattr(_LocalNode, name, method)
 
 
-_METHODS: dict[str, Callable[..., Any]] = {**_BINARY, **_UNARY}
-for _name, _fn in _METHODS.items():
+for _name, _fn in _NUMBERS.items():
     _install(_name, _fn)
 
 

@@ -99,21 +99,22 @@ def _of_rank_alone(original: Callable[..., Any], group: Any = None, *args: Any, 
     return now.current if group is None else group.rank()
 
 
-def _default_group(original: Callable[[], ProcessGroup]) -> ProcessGroup:
-    now = _simulation()
-    return original() if now.current is None else rank_group(original(), now.current)
+def _end_of(original: Callable[..., ProcessGroup | None], *args: Any, **kwargs: Any) -> Any:
+    """A group, of which the rank that runs gets its end."""
+    now, group = _simulation(), original(*args, **kwargs)
+    return group if group is None or now.current is None else rank_group(group, now.current)
 
 
-def _group_rank(original: Callable[..., int], group: ProcessGroup, rank: int) -> int:
-    return group.ranks.index(rank) if isinstance(group, SimulatedGroup) else original(group, rank)
+def _of_simulated(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """What is asked of a group, answered where it is a simulated one."""
 
+    def ask(
+        original: Callable[..., Any], group: ProcessGroup | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        asked = answer if isinstance(group, SimulatedGroup) else original
+        return asked(group, *args, **kwargs)
 
-def _global_rank(original: Callable[..., int], group: ProcessGroup, rank: int) -> int:
-    return group.ranks[rank] if isinstance(group, SimulatedGroup) else original(group, rank)
-
-
-def _group_ranks(original: Callable[..., list[int]], group: ProcessGroup | None = None) -> list[int]:
-    return list(group.ranks) if isinstance(group, SimulatedGroup) else original(group)
+    return ask
 
 
 def _backend(original: Callable[..., str], group: ProcessGroup | None = None) -> str:
@@ -144,12 +145,6 @@ def _get_local_rank(_: Any, mesh: DeviceMesh, mesh_dim: int | str | None = None)
     if coordinate is None:
         raise SimulationError(f"no simulated rank is in {mesh}")
     return coordinate[mesh_dim]
-
-
-def _get_group(original: Callable[..., ProcessGroup], mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
-    now = _simulation()
-    group = original(mesh, *args, **kwargs)
-    return group if now.current is None else rank_group(group, now.current)
 
 
 def _outside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -212,11 +207,6 @@ def _even_layout(original: Callable[..., Any], local: torch.Tensor, *args: Any) 
     return shape, stride
 
 
-def _world_of(original: Callable[[DeviceMesh], ProcessGroup | None], mesh: DeviceMesh) -> Any:
-    now, world = _simulation(), original(mesh)
-    return world if world is None or now.current is None else rank_group(world, now.current)
-
-
 def _mover(original: Callable[..., Any], step: Any, source: DTensorSpec) -> Any:
     """A step of a redistribution, done by each rank on its shard."""
     if not _simulation().for_all:
@@ -247,16 +237,20 @@ def _core_manual_seed(original: Callable[..., None], seed: Any, device_mesh: Dev
 _ANSWERS: list[tuple[Any, str, Callable[..., Any]]] = [
     (dist, "get_rank", _get_rank),
     (distributed_c10d, "get_rank", _of_rank_alone),
-    (distributed_c10d, "_get_default_group", _default_group),
-    (distributed_c10d, "get_group_rank", _group_rank),
-    (distributed_c10d, "get_global_rank", _global_rank),
-    (distributed_c10d, "get_process_group_ranks", _group_ranks),
+    (distributed_c10d, "_get_default_group", _end_of),
+    (
+        distributed_c10d,
+        "get_group_rank",
+        _of_simulated(lambda group, global_rank: group.ranks.index(global_rank)),
+    ),
+    (distributed_c10d, "get_global_rank", _of_simulated(lambda group, group_rank: group.ranks[group_rank])),
+    (distributed_c10d, "get_process_group_ranks", _of_simulated(lambda group: list(group.ranks))),
     (distributed_c10d, "get_backend", _backend),
     (dist, "get_backend", _backend),
     (DeviceMesh, "get_rank", lambda original, mesh: _get_rank(original)),
     (DeviceMesh, "get_coordinate", _get_coordinate),
     (DeviceMesh, "get_local_rank", _get_local_rank),
-    (DeviceMesh, "get_group", _get_group),
+    (DeviceMesh, "get_group", _end_of),
     (DeviceMesh, "_is_current_rank_part_of_mesh", lambda *given: _get_coordinate(*given) is not None),
     (DeviceMesh, "_sym_get_coordinate", lambda original, mesh, index: _get_coordinate(original, mesh)[index]),
     (DeviceMesh, "__init__", _outside),
@@ -281,7 +275,7 @@ _ANSWERS: list[tuple[Any, str, Callable[..., Any]]] = [
     (region, "first_state", _rank_by_rank),
     (tensor, "even_layout", _even_layout),
     (redistribute, "_mover", _mover),
-    (core_mesh, "_world_of", _world_of),
+    (core_mesh, "_world_of", _end_of),
     (tensor, "wrapped", _wrapped),
     (random, "manual_seed", _core_manual_seed),
 ]

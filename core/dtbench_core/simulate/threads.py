@@ -32,7 +32,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -77,18 +77,16 @@ class Outcome:
 # ---- where ranks meet ----
 
 
+@dataclass(slots=True, eq=False)
 class Pending:
     """One collective that not all ranks of a group have called yet."""
 
-    __slots__ = ("calls", "done", "error", "missing", "signature", "waiters")
-
-    def __init__(self, signature: Signature, size: int) -> None:
-        self.signature = signature
-        self.calls: list[Any] = [None] * size  # by group rank: what its method recorded
-        self.missing = size
-        self.done = False
-        self.error: str | None = None
-        self.waiters: list[Rank] = []
+    signature: Signature
+    calls: list[Any]  # by group rank: what its method recorded
+    missing: int
+    done: bool = False
+    error: str | None = None
+    waiters: list[Rank] = field(default_factory=list)
 
 
 class ThreadWork(SimulatedWork):
@@ -128,7 +126,7 @@ class Meeting:
         turn = self._turns[arrival.group_rank] - self._first
         self._turns[arrival.group_rank] += 1
         if turn == len(self.open):
-            self.open.append(Pending(arrival.signature, len(self.ranks)))
+            self.open.append(Pending(arrival.signature, [None] * len(self.ranks), len(self.ranks)))
         pending = self.open[turn]
         if pending.signature != arrival.signature:
             others = [r for r, c in zip(self.ranks, pending.calls, strict=True) if c is not None]
