@@ -33,34 +33,22 @@ def _run_collective(name: str, group: Any, ranks: list[int]) -> list[torch.Tenso
     mine, wide = torch.zeros(1, 2) + me, torch.arange(n * 2.0).view(n, 2) + 10 * me
     out, whole = torch.zeros(1, 2), torch.zeros(n, 2)
     parts = [torch.zeros(1, 2) for _ in range(n)]
-    if name.startswith("all_reduce"):
-        op = getattr(dist.ReduceOp, name.split(" ")[1])
-        dist.all_reduce(mine, op, group=group)
-        return [mine]
-    if name == "all_gather":
-        dist.all_gather(parts, mine, group=group)
-        return parts
-    if name == "all_gather_single":
-        torch_compat.all_gather_single(whole, mine, group=group)
-        return [whole]
-    if name == "reduce_scatter":
-        dist.reduce_scatter(out, list(wide.split(1)), group=group)
-        return [out]
-    if name == "reduce_scatter_single":
-        torch_compat.reduce_scatter_single(out, wide, group=group)
-        return [out]
-    if name == "all_to_all":
-        dist.all_to_all(parts, list(wide.split(1)), group=group)
-        return parts
-    if name == "all_to_all_single":
-        dist.all_to_all_single(whole, wide, group=group)
-        return [whole]
-    if name == "broadcast":
-        dist.broadcast(mine, group=group, group_src=1)
-        return [mine]
-    assert name == "barrier"
-    dist.barrier(group=group)
-    return [mine]
+    kind, _, op = name.partition(" ")
+    written, given = {
+        "all_reduce": ([mine], [mine]),
+        "all_gather": (parts, [parts, mine]),
+        "all_gather_single": ([whole], [whole, mine]),
+        "reduce_scatter": ([out], [out, list(wide.split(1))]),
+        "reduce_scatter_single": ([out], [out, wide]),
+        "all_to_all": (parts, [parts, list(wide.split(1))]),
+        "all_to_all_single": ([whole], [whole, wide]),
+        "broadcast": ([mine], [mine]),
+        "barrier": ([mine], []),
+    }[kind]
+    options = {"op": getattr(dist.ReduceOp, op)} if op else {"group_src": 1} if kind == "broadcast" else {}
+    call = getattr(torch_compat if kind in ("all_gather_single", "reduce_scatter_single") else dist, kind)
+    call(*given, group=group, **options)
+    return written
 
 
 COLLECTIVES = [
@@ -119,18 +107,9 @@ def test_functional_collectives(mesh: DeviceMesh) -> None:
     from torch.distributed import _functional_collectives as funcol
 
     x = torch.ones(2) * dist.get_rank()
-    assert held(funcol.all_reduce(x, "sum", mesh["inner"]) + 0) == [
-        [1.0] * 2,
-        [1.0] * 2,
-        [5.0] * 2,
-        [5.0] * 2,
-    ]
-    assert held(funcol.all_reduce(x, "max", mesh["outer"]) + 0) == [
-        [2.0] * 2,
-        [3.0] * 2,
-        [2.0] * 2,
-        [3.0] * 2,
-    ]
+    summed, largest = funcol.all_reduce(x, "sum", mesh["inner"]), funcol.all_reduce(x, "max", mesh["outer"])
+    assert held(summed + 0) == [[n] * 2 for n in (1.0, 1.0, 5.0, 5.0)]
+    assert held(largest + 0) == [[n] * 2 for n in (2.0, 3.0, 2.0, 3.0)]
     gathered = funcol.all_gather_tensor(x[:1], 0, (mesh, 1))
     assert held(gathered + 0) == [[0.0, 1.0], [0.0, 1.0], [2.0, 3.0], [2.0, 3.0]]
     parts = funcol.reduce_scatter_tensor(torch.arange(2.0) + x, "sum", 0, (mesh, 0))

@@ -210,10 +210,6 @@ def _cut(tensor: torch.Tensor, splits: list[int], n: int) -> Tensors:
     return tuple(tensor.split(tensor.shape[0] // n)) if tensor.shape[0] else (tensor,) * n
 
 
-def _finish_barrier(calls: list[Any], signature: Signature) -> None:
-    pass
-
-
 # ---- what c10d sees ----
 
 
@@ -287,9 +283,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def group_name(self) -> str:
         return self._name
 
-    @property
-    def pg_name(self) -> str:
-        return self._name
+    pg_name = group_name
 
     def getBackendName(self) -> str:  # noqa: N802 (c10d's name)
         return self._backend
@@ -385,7 +379,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._call(signature, _finish_all_to_all_single, call, [output])
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        return self._call(("barrier", "", ()), _finish_barrier, ())
+        return self._call(("barrier", "", ()), lambda *_: None, ())
 
     # The names of torch 2.11.
     _allgather_base = all_gather_single

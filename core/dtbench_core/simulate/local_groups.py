@@ -49,9 +49,8 @@ def coordinate_of(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
 
 # ---- process groups ----
 
-# Told with `declare_group`, or found; by the group's name, which is unique in a world.
-_declared: weakref.WeakKeyDictionary[ProcessGroup, Fibres] = weakref.WeakKeyDictionary()
-_found: weakref.WeakKeyDictionary[ProcessGroup, Fibres] = weakref.WeakKeyDictionary()
+# Told with `declare_group`, or found.
+_groups: weakref.WeakKeyDictionary[ProcessGroup, Fibres] = weakref.WeakKeyDictionary()
 
 
 def declare_group(group: ProcessGroup, fibres: Sequence[Sequence[int]]) -> None:
@@ -73,18 +72,14 @@ def declare_group(group: ProcessGroup, fibres: Sequence[Sequence[int]]) -> None:
             f"declare_group got {list(map(list, listed))} for the group of {name_ranks(own)}, expected the ranks of "
             "all groups, this one's among them"
         )
-    _declared[group] = listed
+    _groups[group] = listed
 
 
 def fibres_of_group(group: ProcessGroup) -> Fibres:
     """The groups that meet in a collective on `group`."""
-    told = _declared.get(group)
-    if told is not None:
-        return told
-    found = _found.get(group)
-    if found is None:
-        found = _found[group] = _find(group)
-    return found
+    if group not in _groups:
+        _groups[group] = _find(group)
+    return _groups[group]
 
 
 def _find(group: ProcessGroup) -> Fibres:
