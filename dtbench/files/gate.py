@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import Struct
 
 from dtbench.fields import Amount, Count
-from dtbench.model import Param
+from dtbench.model import Param, Plan
 
 
 class Effect(Struct, frozen=True, kw_only=True):
@@ -78,13 +78,13 @@ class Gate(Struct, frozen=True, kw_only=True):
 
 class State(Struct, frozen=True, kw_only=True):
     """What a gate was asked for, which one that goes on with its folder has to be asked for too; and the seed of
-    its order. base, head: identities of the arms. plan: as JSON."""
+    its order. base, head: identities of the arms. selections: suite, text."""
 
     kind: Literal["gate state"] = "gate state"
     base: str
     head: str
-    selections: tuple[dict[str, str], ...]
-    plan: dict[str, Any]
+    selections: tuple[tuple[str, str], ...]
+    plan: Plan
     cpu: str | None
     host: str
     seed: int

@@ -25,8 +25,8 @@ import hashlib, json, os, random, signal, sys, time
 def load(more):
     pass
 
-def main(argv, await_turn):
-    order, out = json.load(open(argv[0])), argv[1]
+def main(stem, await_turn):
+    order, out = json.load(open(f"{stem}.full-order.json")), f"{stem}.jsonl"
     env = os.environ.get
     listed = lambda name: env(name, "").split(",")
     if env("MUTE"):
@@ -39,7 +39,7 @@ def main(argv, await_turn):
         lines = [{"key": [*b, []], "label": label(b), "world": "simulated", "estimator": "min"} for b in benchmarks]
         problems = [] if names else ["no suite is called 'fake'"]
         json.dump({"python": "3.11", "torch": "0", "problems": problems,
-                   "benchmarks": lines if names else lines[-1:]}, open(order["listing"], "w"))
+                   "benchmarks": lines if names else lines[-1:]}, open(f"{stem}.listing.json", "w"))
         benchmarks = benchmarks[:-1]
     lines = [{"kind": "run", "schema": int(env("SCHEMA", "1")), "run_id": "made up"}]
     def flush():
@@ -52,7 +52,7 @@ def main(argv, await_turn):
         if not control and order["mode"] == "time" and label(b) not in order["call_s"]:
             continue
         flush()
-        with open(out + ".now", "w") as file:
+        with open(f"{stem}.now", "w") as file:
             file.write(label(b))
         if b[1] in listed("CRASHES") and not control:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from dtbench.bench.options import parse_duration
+from dtbench.bench.options import parse_duration, split_target
 from dtbench.errors import ArmError, UsageError
 from dtbench.judge.gate import arms
 from dtbench.judge.gate.arms import open_arms, parse_variables
-from dtbench.judge.gate.benchmark import Selection, parse_selection
+from dtbench.judge.gate.benchmark import Selection
 from dtbench.judge.gate.process import environment_of
 from dtbench.tests.made_up_arm import made_up_arm
 
@@ -139,7 +139,7 @@ def test_what_is_no_variable(text: str):
     ],
 )
 def test_selections(word: str, selection: Selection):
-    assert parse_selection(word) == selection
+    assert Selection(*split_target(word)) == selection
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("5m", 300), ("90", 90), ("1.5h", 5400), ("3 s", 3)])

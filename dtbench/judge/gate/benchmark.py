@@ -3,16 +3,15 @@ No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from dtbench.bench.options import split_target
 from dtbench.errors import UnreadableRunError
-from dtbench.model import Param
+from dtbench.model import Param, Plan
 
 Key = tuple[str, str, str, tuple[tuple[str, Param], ...]]  # as `Result.case_key`
 
@@ -21,26 +20,17 @@ Key = tuple[str, str, str, tuple[tuple[str, Param], ...]]  # as `Result.case_key
 DEFAULT_TOLERANCE = 0.05
 # Beside the counters of a counting launch: what a call took, seconds, roughly; base's says how both arms sample.
 CALL_S = "call_s"
-NOTE_SUFFIX = ".now"  # of the file with the label in hand, for the gate to name when a launch dies
+# Of the files of a launch: the order, what it found, what it says, the label in hand (for the gate to name when it
+# dies), the benchmarks of its arm.
+ORDER, RESULTS, LOG, IN_HAND, LISTING = ".full-order.json", ".jsonl", ".log", ".now", ".listing.json"
 _Module = Annotated[str, msgspec.Meta(pattern=r"^torch(\.[A-Za-z_]\w*)+$")]
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """Cases of one suite: suite is a name or the path of a .py file, text what the case's line holds."""
 
     suite: str
     text: str = ""
-
-
-def parse_selection(word: str) -> Selection:
-    """`dispatch` -> all of a suite; `dispatch/add` -> the cases whose line in `list` holds "add";
-    `my_suite.py/add` -> the same of a file.
-
-    Raises:
-        UsageError: no name of a suite.
-    """
-    return Selection(*split_target(word))
 
 
 @dataclass(frozen=True)
@@ -69,24 +59,17 @@ def label_of(case_label: str, impl: str) -> str:
     return f"{case_label} [{impl}]"
 
 
-def by_key(benchmarks: Sequence[Benchmark]) -> dict[Key, Benchmark]:
-    """The benchmarks by what names them across arms."""
-    return {b.key: b for b in benchmarks}
-
-
 @dataclass(frozen=True)
 class Order:
     """What a launch is to do: to list and count, or to time. arm: its identity.
 
-    listing: the file to list into. without: labels not to count. call_s: label -> what a call takes in base, of
-    what is to be timed.
+    without: labels not to count. call_s: label -> what a call takes in base, of what is to be timed.
     """
 
     mode: Literal["count", "time"]
     arm: str
     selections: tuple[Selection, ...]
-    plan: Mapping[str, Any]
-    listing: str = ""
+    plan: Plan
     without: tuple[str, ...] = ()
     call_s: Mapping[str, float] = field(default_factory=dict)
 
@@ -97,7 +80,7 @@ class Order:
     def portable(self) -> str:
         """What is compared when a gate goes on: without the folders that each gate makes anew."""
         named = tuple(Selection(Path(s.suite).name, s.text) for s in self.selections)
-        return replace(self, selections=named, listing="").to_json()
+        return replace(self, selections=named).to_json()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import click
 
 from dtbench import flags
 from dtbench.bench import flags as of_runs
-from dtbench.bench.options import LAUNCH_TIMEOUT_S, parse_duration
+from dtbench.bench.options import LAUNCH_TIMEOUT_S, parse_duration, split_target
 from dtbench.errors import EXIT_INTERRUPTED, complain, plain
 
 
@@ -86,7 +86,7 @@ def gate_command(
     """
     import signal
 
-    from dtbench.judge.gate.benchmark import parse_selection
+    from dtbench.judge.gate.benchmark import Selection
     from dtbench.judge.gate.gate import GateOptions, gate, publish
 
     def say(text: str) -> None:
@@ -102,7 +102,7 @@ def gate_command(
         raise click.UsageError(
             "give --base ARM and --head ARM, such as --base rev:origin/main --head rev:HEAD"
         )
-    options = GateOptions(base, head, tuple(parse_selection(word) for word in words), **given)
+    options = GateOptions(base, head, tuple(Selection(*split_target(word)) for word in words), **given)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cancelled job cleans up as Ctrl-C does
     try:
         report = gate(options, say)

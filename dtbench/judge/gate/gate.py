@@ -8,7 +8,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,14 +22,14 @@ from dtbench.files.gate import State
 from dtbench.files.read import BadFieldError, decode, into
 from dtbench.judge.gate import control, outputs
 from dtbench.judge.gate.arms import Arm, open_arms, repository
-from dtbench.judge.gate.benchmark import Benchmark, Key, Selection, by_key
+from dtbench.judge.gate.benchmark import Benchmark, Key, Selection
 from dtbench.judge.gate.launcher import Counted, Launcher, Limits
 from dtbench.judge.gate.outputs import Report
 from dtbench.judge.gate.schedule import OutOfTimeError, Schedule
 from dtbench.judge.gate.verdict import Judged, Trust, rises, trust_of, words_of
 from dtbench.judge.verdicts import Verdict
-from dtbench.mesh import Mesh
-from dtbench.model import CHOOSABLE_IMPLS
+from dtbench.mesh import Mesh, ranks_of
+from dtbench.model import CHOOSABLE_IMPLS, Plan
 
 STATE = "gate.state.json"
 
@@ -54,8 +54,6 @@ class GateOptions:
     counters: Literal["judge", "report"] = "judge"
     folder: Path | None = None
     resume: bool = False
-    variables: Mapping[str, str] = field(default_factory=dict)
-    only: frozenset[str] = frozenset()  # labels of the benchmarks to judge; empty is all of the selection
 
     def __post_init__(self) -> None:
         if not self.selections:
@@ -94,7 +92,7 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
             plan,
             folder / "launches",
             limits,
-            variables={**options.variables, control.KIND: kind},
+            variables={control.KIND: kind},
         )
         run = _Gate(options, launcher, base, head, seed, say, with_control=bool(kind))
         with contextlib.closing(launcher):
@@ -176,7 +174,7 @@ class _Gate:
 
     def _sort_out(self, old: Counted, new: Counted) -> list[Benchmark]:
         """Those in both arms that can be measured; the others have their verdicts."""
-        before, after = by_key(self._wanted(old)), by_key(self._wanted(new))
+        before, after = ({b.key: b for b in self._wanted(counted)} for counted in (old, new))
         skipped = [k for k in after if k in before and k in old.skipped and k in new.skipped]
         if skipped:
             self._notes.append(f"{len(skipped)} benchmark(s) are skipped by both arms and are left out")
@@ -193,10 +191,9 @@ class _Gate:
         return left
 
     def _wanted(self, counted: Counted) -> list[Benchmark]:
-        only, impls = self._options.only, self._options.impls
+        impls = self._options.impls
         kept = [b for b in counted.listing.benchmarks if b.key[0] != control.NAME]
-        kept = [b for b in kept if not impls or b.key[2] in impls]
-        return [b for b in kept if not only or b.label in only]
+        return [b for b in kept if not impls or b.key[2] in impls]
 
     def _first_verdict(
         self,
@@ -295,26 +292,18 @@ def _refuse_ranks() -> None:
         raise UsageError("a gate starts its own launches: run `dtbench gate` once, without torchrun or srun")
 
 
-def _plan(options: GateOptions, base: Arm, head: Arm) -> dict[str, Any]:
+def _plan(options: GateOptions, base: Arm, head: Arm) -> Plan:
+    """The same in both arms."""
     gpus = min(base.gpus, head.gpus)
     device = options.device if options.device != "auto" else "cuda" if gpus else "cpu"
     if device == "cuda" and not gpus:
         raise UsageError("--device cuda: an arm's torch finds no GPU here; use --device cpu")
-    ranks = options.nproc
-    if ranks is None and options.mesh is not None:
-        ranks = 1
-        for _, size in options.mesh:
-            ranks *= size
-    plan = {
-        "impls": [i for i in CHOOSABLE_IMPLS if i in options.impls] or list(CHOOSABLE_IMPLS),
-        "mesh": options.mesh,
-        "nproc": ranks or (gpus if device == "cuda" else DEFAULT_CPU_RANKS),
-        "sizes": options.sizes_bytes,
-        "dtypes": list(options.dtypes),
-        "device": device,
-    }
-    made: dict[str, Any] = json.loads(json.dumps(plan))
-    return made
+    impls = tuple(i for i in CHOOSABLE_IMPLS if i in options.impls) or CHOOSABLE_IMPLS
+    ranks = ranks_of(options.mesh) if options.mesh else options.nproc
+    chosen = RunOptions(
+        impls=impls, mesh=options.mesh, sizes_bytes=options.sizes_bytes, dtypes=options.dtypes
+    )
+    return chosen.plan(device, ranks or (gpus if device == "cuda" else DEFAULT_CPU_RANKS))
 
 
 def _make_folder(folder: Path, resume: bool) -> None:
@@ -332,15 +321,15 @@ def _make_folder(folder: Path, resume: bool) -> None:
         ) from error
 
 
-def _keep_state(folder: Path, options: GateOptions, base: Arm, head: Arm, plan: Mapping[str, Any]) -> int:
+def _keep_state(folder: Path, options: GateOptions, base: Arm, head: Arm, plan: Plan) -> int:
     """Writes what the gate is about, or checks that it is the same; the seed of its order."""
     from dtbench.machine.provenance import cpu
 
     now = State(
         base=base.identity,
         head=head.identity,
-        selections=tuple(asdict(s) for s in options.selections),
-        plan=dict(plan),
+        selections=options.selections,
+        plan=plan,
         cpu=cpu().get("model"),
         host=os.uname().nodename,
         seed=random.SystemRandom().randrange(2**31) if options.seed is None else options.seed,

@@ -23,7 +23,11 @@ from dtbench.judge.gate import control
 from dtbench.judge.gate.arms import Arm
 from dtbench.judge.gate.benchmark import (
     CALL_S,
-    NOTE_SUFFIX,
+    IN_HAND,
+    LISTING,
+    LOG,
+    ORDER,
+    RESULTS,
     Benchmark,
     Key,
     Listing,
@@ -31,10 +35,10 @@ from dtbench.judge.gate.benchmark import (
     Selection,
     read_listing,
 )
-from dtbench.judge.gate.process import Job, Round, Started, run_alone, take_turns
+from dtbench.judge.gate.process import Round, Started, run_alone, take_turns
 from dtbench.judge.gate.schedule import ArmName, Launch, OutOfTimeError
 from dtbench.mesh import format_mesh
-from dtbench.model import Result, Run
+from dtbench.model import Plan, Result, Run
 
 # A command line's longest argument on Linux is 128 KiB; beyond half of it, ranks measure the whole selection.
 _MAX_FILTER_CHARS = 60_000
@@ -74,7 +78,7 @@ class Launcher:
         self,
         arms: Mapping[str, Arm],
         selections: Mapping[str, Sequence[Selection]],
-        plan: Mapping[str, Any],
+        plan: Plan,
         folder: Path,
         limits: Limits,
         variables: Mapping[str, str] | None = None,
@@ -119,7 +123,7 @@ class Launcher:
 
     def _counting(self, name: str, without: Set[str] = frozenset()) -> Asked:
         stem = self._next(f"{name}-count")
-        order = self._order(name, "count", listing=f"{stem}.listing.json", without=tuple(sorted(without)))
+        order = self._order(name, "count", without=tuple(sorted(without)))
         return self._arms[name], order, stem
 
     def _counted(self, name: str, work: _Work) -> Counted:
@@ -225,12 +229,12 @@ class Launcher:
         name = _side(arm)
         stem = self._next(f"{arm}-ranks")
         suites = list(dict.fromkeys(s.suite for s in self._selections[name]))
-        command = ["run", *suites, "--device", self._plan["device"], "--nproc", str(self._plan["nproc"])]
-        command += ["--impl", ",".join(self._plan["impls"]), "--dtype", ",".join(self._plan["dtypes"])]
-        if self._plan["mesh"]:
-            command += ["--mesh", format_mesh(self._plan["mesh"])]
-        if self._plan["sizes"]:
-            command += ["--size", ",".join(map(str, self._plan["sizes"]))]
+        plan = self._plan
+        command = ["run", *suites, "--device", plan.device_type, "--mesh", format_mesh(plan.mesh)]
+        command += ["--nproc", str(plan.world_size), "--impl", ",".join(plan.impls)]
+        command += ["--dtype", ",".join(plan.dtypes)]
+        if plan.sizes_chosen:
+            command += ["--size", ",".join(map(str, plan.sizes_bytes))]
         text = "\n".join(dict.fromkeys(b.case_label for b in benchmarks))
         if len(text) <= _MAX_FILTER_CHARS:
             command += ["--filter", text]
@@ -247,8 +251,10 @@ class Launcher:
         if self._are_there([_Work(stem, text)]):
             return ""
         self._check_budget()
-        module, log = ["dtbench", *command, "-o", f"{stem}.jsonl"], Path(f"{stem}.log")
-        died = self._why(run_alone(arm, module, log, self._variables, self._limits.left_s()))
+        module = ["dtbench", *command, "-o", f"{stem.with_suffix(RESULTS)}"]
+        died = self._why(
+            run_alone(arm, module, stem.with_suffix(LOG), self._variables, self._limits.left_s())
+        )
         if _is_complete(stem):  # cases may have failed: the file says which
             _asked(stem).write_text(text)
             return ""
@@ -284,15 +290,12 @@ class Launcher:
         works = [_Work(stem, order.portable()) for _, order, stem in asked]
         if self._are_there(works):
             return works
-        jobs = []
-        for arm, order, stem in asked:
-            full = stem.with_name(f"{stem.name}.full-order.json")
-            full.write_text(order.to_json())
-            jobs.append(Job(arm, full, Path(f"{stem}.jsonl"), Path(f"{stem}.log")))
+        for _, order, stem in asked:
+            stem.with_suffix(ORDER).write_text(order.to_json())
         self._check_budget()
         if self._round is None or not again:
             self._round = self._next_round(asked)
-        started = self._round.start(jobs)
+        started = [self._round.start(arm, stem) for arm, _, stem in asked]
         return [replace(work, process=process) for work, process in zip(works, started, strict=True)]
 
     def _next_round(self, asked: Sequence[Asked]) -> Round:
@@ -404,20 +407,20 @@ def _results(stem: Path) -> tuple[Result, ...]:
 def _run_of(stem: Path) -> Run | None:
     """What a launch wrote, or nothing: an unreadable file is as good as none."""
     try:
-        return read_run(f"{stem}.jsonl")
+        return read_run(stem.with_suffix(RESULTS))
     except DtbenchError:
         return None
 
 
 def _in_hand(stem: Path) -> str:
     try:
-        return Path(f"{stem}.jsonl{NOTE_SUFFIX}").read_text()
+        return stem.with_suffix(IN_HAND).read_text()
     except OSError:
         return ""
 
 
 def _listing_of(stem: Path, arm: Arm, died: str) -> Listing:
     try:
-        return read_listing(Path(f"{stem}.listing.json"))
+        return read_listing(stem.with_suffix(LISTING))
     except DtbenchError as error:
         raise ArmError(f"{arm.text} cannot list its benchmarks: {died or error}") from error

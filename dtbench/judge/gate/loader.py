@@ -101,7 +101,7 @@ def _become(
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        log = os.open(launch["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        log = os.open(f"{launch['stem']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
         for fd in others:
@@ -127,9 +127,7 @@ def _carry_out(launch: Mapping[str, Any]) -> NoReturn:
     code = 1
     try:
         _send(launch["fd"], PID, os.getpid())
-        code = worker.main(
-            [launch["order"], launch["output"]], lambda number: _await_turn(launch["fd"], number)
-        )
+        code = worker.main(Path(launch["stem"]), lambda number: _await_turn(launch["fd"], number))
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)  # noqa: T201 - as the interpreter does

@@ -15,12 +15,12 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from dtbench.errors import last_line
 from dtbench.judge.gate.arms import Arm
+from dtbench.judge.gate.benchmark import LOG
 from dtbench.judge.gate.loader import ENDED, GO, MESSAGE, PID, READY, ask
 from dtbench.world.signals import how_ended
 
@@ -29,16 +29,6 @@ _LEFT_OUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 _LEFT_OUT_PREFIXES = ("TORCHELASTIC_", "PYTEST_", "DTBENCH_LAUNCH", "DTBENCH_OUTPUT", "DTBENCH_NOTE")
 # Variables that no library reads while it loads: arms that differ in them alone load the same.
 _OF_SUITES = "DTBENCH_"
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a launch is to do: the worker's order, where its results go, and what it says."""
-
-    arm: Arm
-    order: Path
-    output: Path
-    log: Path
 
 
 class Round:
@@ -74,13 +64,11 @@ class Round:
         for loader in self._loaders.values():
             loader.await_loaded(deadline)
 
-    def start(self, jobs: Sequence[Job]) -> list[Started]:
-        """Starts a launch per job, in this order."""
-        began = len(self._started)
-        for job in jobs:
-            self.prepare([job.arm], job.log.with_suffix(".loader"))
-            self._started.append(self._loaders[_alike(job.arm)].fork(job, self._cpu))
-        return self._started[began:]
+    def start(self, arm: Arm, stem: Path) -> Started:
+        """Starts a launch of the order whose files begin so."""
+        self.prepare([arm], stem.with_suffix(".loader"))
+        self._started.append(self._loaders[_alike(arm)].fork(arm, stem, self._cpu))
+        return self._started[-1]
 
     def close(self) -> None:
         """Takes down whatever is left of them."""
@@ -119,20 +107,13 @@ class _Loader:
             self._loaded = True
         self._control.settimeout(None)
 
-    def fork(self, job: Job, cpu: int) -> Started:
+    def fork(self, arm: Arm, stem: Path, cpu: int) -> Started:
         """A launch of one of its arms."""
-        launch = {
-            "order": str(job.order),
-            "output": str(job.output),
-            "log": str(job.log),
-            "root": str(job.arm.root),
-            "path": list(job.arm.path),
-            "env": dict(job.arm.env),
-        }
+        launch = {"stem": str(stem), "root": str(arm.root), "path": arm.path, "env": dict(arm.env)}
         ours, theirs = socket.socketpair()
         with theirs, contextlib.suppress(ConnectionError):  # it has ended: so has the launch
             ask(self._control, launch, theirs.fileno())
-        return Started(self, ours, job.log, cpu)
+        return Started(self, ours, stem.with_suffix(LOG), cpu)
 
     def how(self) -> str:
         """How it ended, once it has."""

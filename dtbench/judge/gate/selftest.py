@@ -22,6 +22,7 @@ import click
 import msgspec
 
 import dtbench
+from dtbench.bench.options import DEFAULT_CPU_RANKS, RunOptions
 from dtbench.errors import EXIT_INCONCLUSIVE, EXIT_OK, UsageError
 from dtbench.files.run import read_run
 from dtbench.judge.gate import control, selftest_suite
@@ -41,14 +42,7 @@ CONFIDENCE = 0.95
 # The goals on a loaded machine of two cores.
 FALSE_PER_BENCHMARK, FALSE_PER_RUN = 0.005, 0.02
 FOUND = {3: 0.80, 5: 0.95, 10: 0.95}
-PLAN = {
-    "impls": ["core"],
-    "mesh": None,
-    "nproc": 4,
-    "sizes": None,
-    "dtypes": ["float32"],
-    "device": "cpu",
-}
+PLAN = RunOptions(impls=("core",)).plan("cpu", DEFAULT_CPU_RANKS)
 
 
 @dataclass(frozen=True)

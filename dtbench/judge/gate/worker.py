@@ -13,7 +13,7 @@ import importlib
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,16 @@ import msgspec
 
 from dtbench import suite as registry
 from dtbench.bench.clock import clocks_of
-from dtbench.bench.options import RunOptions, Task, list_tasks
+from dtbench.bench.options import Task, list_tasks
 from dtbench.errors import EXIT_OK, EXIT_USAGE, DtbenchError, UsageError
 from dtbench.files.run import RunWriter
 from dtbench.judge.gate import control, earlier_names
 from dtbench.judge.gate.benchmark import (
     DEFAULT_TOLERANCE,
-    NOTE_SUFFIX,
+    IN_HAND,
+    LISTING,
+    ORDER,
+    RESULTS,
     Benchmark,
     Listing,
     Order,
@@ -58,33 +61,18 @@ def load(more: Sequence[str]) -> None:
             importlib.import_module(name)
 
 
-def main(argv: Sequence[str], await_turn: Callable[[int], None]) -> int:
-    """Carries out the order argv[0] with its results in argv[1]; 0, or 2 with one line on stderr."""
-    order = msgspec.json.decode(Path(argv[0]).read_bytes(), type=Order)
-    output = Path(argv[1])
+def main(stem: Path, await_turn: Callable[[int], None]) -> int:
+    """Carries out the order whose files begin so; 0, or 2 with one line on stderr."""
+    order = msgspec.json.decode(stem.with_suffix(ORDER).read_bytes(), type=Order)
     try:
-        plan = plan_of(order.plan)
         if order.mode == "count":
-            _count(order, plan, output)
+            _count(order, stem)
         else:
-            _time(order, plan, output, await_turn)
+            _time(order, stem, await_turn)
     except DtbenchError as error:
         print(str(error), file=sys.stderr)  # noqa: T201 - the gate reads it
         return EXIT_USAGE
     return EXIT_OK
-
-
-def plan_of(given: Mapping[str, Any]) -> Plan:
-    """The plan that the options of the gate make, the same in both arms."""
-    mesh = given.get("mesh")
-    options = RunOptions(
-        impls=tuple(given["impls"]),
-        mesh=None if mesh is None else tuple((name, size) for name, size in mesh),
-        nproc=given["nproc"],
-        sizes_bytes=None if given.get("sizes") is None else tuple(given["sizes"]),
-        dtypes=tuple(given["dtypes"]),
-    )
-    return options.plan(given["device"], given["nproc"])
 
 
 # ------------------------------------------------------------------------------ which cases
@@ -109,11 +97,6 @@ def selected(selections: Sequence[Selection], plan: Plan) -> tuple[list[Task], l
     return list(tasks.values()), problems
 
 
-def control_tasks(plan: Plan) -> list[Task]:
-    """What is measured beside every selection."""
-    return list_tasks([control.control], plan)
-
-
 def benchmark_of(task: Task, impl: str) -> Benchmark:
     """How the gate judges one impl of a task."""
     case = task.case
@@ -131,23 +114,23 @@ def benchmark_of(task: Task, impl: str) -> Benchmark:
 # ------------------------------------------------------------------------------ the two modes
 
 
-def _count(order: Order, plan: Plan, output: Path) -> None:
+def _count(order: Order, stem: Path) -> None:
     import torch
 
     from dtbench.judge.gate.counting import counted
 
     known = set(sys.modules)
-    tasks, problems = selected(order.selections, plan)
-    chosen = [*tasks, *control_tasks(plan)]
+    tasks, problems = selected(order.selections, order.plan)
+    chosen = [*tasks, *list_tasks([control.control], order.plan)]
     listing = Listing(
         tuple(benchmark_of(task, impl) for task in chosen for impl in task.impls),
         tuple(problems),
         ".".join(platform.python_version_tuple()[:2]),
         str(torch.__version__),
     )
-    write_listing(Path(order.listing), listing)
+    write_listing(stem.with_suffix(LISTING), listing)
     loaded = {"": _new_modules(known)}
-    with _launch(plan, output, chosen) as (writer, world, now):
+    with _launch(order.plan, stem, chosen) as (writer, world, now):
         for task in (task for task in tasks if task.suite.world == "simulated"):
             for impl in task.impls:
                 label = label_of(task.label, impl)
@@ -155,7 +138,7 @@ def _count(order: Order, plan: Plan, output: Path) -> None:
                     now.write(label)
                     writer.append(counted(task, impl, world))
                     loaded[label] = _new_modules(known)
-    write_listing(Path(order.listing), dataclasses.replace(listing, loaded=loaded))
+    write_listing(stem.with_suffix(LISTING), dataclasses.replace(listing, loaded=loaded))
 
 
 def _new_modules(known: set[str]) -> tuple[str, ...]:
@@ -167,13 +150,13 @@ def _new_modules(known: set[str]) -> tuple[str, ...]:
     return tuple(n for n in new if n.startswith("torch.") and not n.startswith("torch._inductor."))
 
 
-def _time(order: Order, plan: Plan, output: Path, await_turn: Callable[[int], None]) -> None:
+def _time(order: Order, stem: Path, await_turn: Callable[[int], None]) -> None:
     from dtbench.judge.gate.sampler import SAMPLES, TAKES, Sampling, measure_in_turns, sampling_for
 
-    tasks, _ = selected(order.selections, plan)
+    tasks, _ = selected(order.selections, order.plan)
     wanted = [
         (task, impl, Sampling(SAMPLES, TAKES, task.case.calls_per_sample))
-        for task in control_tasks(plan)
+        for task in list_tasks([control.control], order.plan)
         for impl in task.impls
     ]
     for task in tasks:
@@ -182,7 +165,7 @@ def _time(order: Order, plan: Plan, output: Path, await_turn: Callable[[int], No
             if label in order.call_s and task.suite.world == "simulated":
                 how = sampling_for(task.case, order.call_s[label], len(order.call_s))
                 wanted.append((task, impl, how))
-    with _launch(plan, output, [task for task, *_ in wanted]) as (writer, world, now):
+    with _launch(order.plan, stem, [task for task, *_ in wanted]) as (writer, world, now):
         for result in measure_in_turns(wanted, world, clocks_of(world.device), now.write, await_turn):
             writer.append(result)
 
@@ -190,8 +173,8 @@ def _time(order: Order, plan: Plan, output: Path, await_turn: Callable[[int], No
 class _Note:
     """The case in hand, in a file of fixed length that is rewritten in place: no time to speak of."""
 
-    def __init__(self, output: Path) -> None:
-        self._fd = os.open(f"{output}{NOTE_SUFFIX}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._last = ""
 
     def write(self, label: str) -> None:
@@ -204,7 +187,7 @@ class _Note:
 
 
 @contextlib.contextmanager
-def _launch(plan: Plan, output: Path, tasks: Sequence[Task]) -> Iterator[tuple[RunWriter, Any, _Note]]:
+def _launch(plan: Plan, stem: Path, tasks: Sequence[Task]) -> Iterator[tuple[RunWriter, Any, _Note]]:
     """The run file, the simulated world and the note of the case in hand; the file is whole in the end."""
     from dtbench.machine.provenance import local_rank_info, provenance
     from dtbench.world.ranks import device_of, simulated_world
@@ -218,8 +201,9 @@ def _launch(plan: Plan, output: Path, tasks: Sequence[Task]) -> Iterator[tuple[R
         backend=None,
         launches=1,
     )
-    with RunWriter.create(output, header) as writer, simulated_world(device_of(plan.device_type, 0)) as world:
-        note = _Note(output)
+    device = device_of(plan.device_type, 0)
+    with RunWriter.create(stem.with_suffix(RESULTS), header) as writer, simulated_world(device) as world:
+        note = _Note(stem.with_suffix(IN_HAND))
         yield writer, world, note
         writer.end()
         note.write("")
