@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -22,6 +22,9 @@ from dtbench.errors import plain
 from dtbench.model import Param
 from dtbench.units import format_size
 
+# A title and a cell per row.
+Column = tuple[str, Sequence[str | Text]]
+
 # Wide enough that nothing wraps where no terminal reads along.
 _PIPE_WIDTH = 10_000
 
@@ -34,24 +37,30 @@ def new_console() -> Console:
     return console
 
 
-def new_table(plain: bool) -> Table:
-    """plain: without rules and bold heads, for what reads along."""
-    return Table(box=None if plain else box.SIMPLE_HEAD, pad_edge=False, header_style="" if plain else "bold")
+def print_columns(
+    console: Console, words: Iterable[Column], figures: Iterable[Column] = (), remarks: Iterable[Column] = ()
+) -> None:
+    """A table, whole, over the terminal's edge if need be.
 
-
-def add_words(table: Table, title: str, cells: Sequence[str]) -> None:
-    """A column of text, which may break between words where the terminal is narrow."""
-    words = [word for cell in (title, *cells) for word in printable(cell).split()]
-    table.add_column(as_text(title), min_width=max(map(cell_len, words), default=0))
-
-
-def add_figures(table: Table, title: str) -> None:
-    """A column of numbers, which never wrap."""
-    table.add_column(as_text(title), justify="right", no_wrap=True)
-
-
-def print_table(console: Console, table: Table) -> None:
-    """Whole, over the terminal's edge if need be."""
+    words, remarks: columns of text, which may break between words where the terminal is narrow; without rules and
+    bold heads where something else reads along. figures: columns of numbers between them, which never wrap.
+    """
+    plain = not console.is_terminal
+    table = Table(
+        box=None if plain else box.SIMPLE_HEAD, pad_edge=False, header_style="" if plain else "bold"
+    )
+    rows = []
+    for columns, numeric in ((words, False), (figures, True), (remarks, False)):
+        for title, cells in columns:
+            shown = [cell if isinstance(cell, Text) else as_text(cell) for cell in cells]
+            longest = [word for cell in (as_text(title), *shown) for word in cell.plain.split()]
+            if numeric:
+                table.add_column(as_text(title), justify="right", no_wrap=True)
+            else:
+                table.add_column(as_text(title), min_width=max(map(cell_len, longest), default=0))
+            rows.append(shown)
+    for row in zip(*rows, strict=True):
+        table.add_row(*row)
     if not console.is_terminal and table.box is None:
         _print_plain(console, table)
         return

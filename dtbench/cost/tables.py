@@ -7,16 +7,7 @@ from rich.console import Console
 from dtbench.cost.calibration.models import WORDS as MODELS
 from dtbench.cost.calibration.validate import REGIMES, Group, Validation
 from dtbench.cost.regret import CHOOSERS, Regret
-from dtbench.terminal import (
-    add_figures,
-    add_words,
-    as_text,
-    new_console,
-    new_table,
-    print_json,
-    print_line,
-    print_table,
-)
+from dtbench.terminal import Column, new_console, print_columns, print_json, print_line
 from dtbench.units import format_ratio, format_size
 
 
@@ -43,20 +34,18 @@ def print_validation(validation: Validation, as_json: bool = False) -> None:
 
 def _print_group(console: Console, group: Group) -> None:
     regimes = [regime for regime in REGIMES if any(regime in of_model for of_model in group.scores.values())]
-    table = new_table(plain=not console.is_terminal)
-    add_words(table, "model", list(MODELS.values()))
-    for title in (*regimes, "median error", ">= 32 MiB, median error", "values"):
-        add_figures(table, title)
-    for model, scores in group.scores.items():
-        large = scores.get(">= 32 MiB")
-        table.add_row(
-            as_text(MODELS[model]),
-            *(as_text(format_ratio(scores[r].geometric_mean_ratio) if r in scores else "-") for r in regimes),
-            as_text(_percent(scores["all"].median_error)),
-            as_text(_percent(large.median_error) if large else "-"),
-            str(scores["all"].points),
-        )
-    print_table(console, table)
+    scores = list(group.scores.values())
+    large = [of.get(">= 32 MiB") for of in scores]
+    figures: list[Column] = [
+        *(
+            (r, [format_ratio(of[r].geometric_mean_ratio) if r in of else "-" for of in scores])
+            for r in regimes
+        ),
+        ("median error", [_percent(of["all"].median_error) for of in scores]),
+        (">= 32 MiB, median error", [_percent(of.median_error) if of else "-" for of in large]),
+        ("values", [str(of["all"].points) for of in scores]),
+    ]
+    print_columns(console, [("model", [MODELS[model] for model in group.scores])], figures)
 
 
 def print_regret(found: Regret, as_json: bool = False) -> None:
@@ -69,31 +58,23 @@ def print_regret(found: Regret, as_json: bool = False) -> None:
         head = f"{group.name} by {group.library}, {format_size(group.size_bytes)}, {found.mesh}: "
         counts = f"{next(iter(group.scores.values())).decisions} decisions, {group.launches} launches"
         print_line(console, head + counts, style="bold")
-        table = new_table(plain=not console.is_terminal)
-        add_words(table, "chosen by", list(CHOOSERS.values()))
-        for title in (
-            "mean regret",
-            "90 % interval",
-            "largest",
-            "within 10 %",
-            "pairs in order",
-            "no preference",
-        ):
-            add_figures(table, title)
-        for model, score in group.scores.items():
-            low, high = score.interval
-            shares = (score.near, score.ranked_right, score.ties)
-            table.add_row(
-                as_text(CHOOSERS[model]),
-                _percent(score.mean),
-                f"{_percent(low)} to {_percent(high)}",
-                _percent(score.worst),
-                *("-" if share is None else f"{share:.0%}" for share in shares),
-            )
-        print_table(console, table)
+        scores = list(group.scores.values())
+        figures: list[Column] = [
+            ("mean regret", [_percent(s.mean) for s in scores]),
+            ("90 % interval", [" to ".join(map(_percent, s.interval)) for s in scores]),
+            ("largest", [_percent(s.worst) for s in scores]),
+            ("within 10 %", [_share(s.near) for s in scores]),
+            ("pairs in order", [_share(s.ranked_right) for s in scores]),
+            ("no preference", [_share(s.ties) for s in scores]),
+        ]
+        print_columns(console, [("chosen by", [CHOOSERS[model] for model in group.scores])], figures)
         print_line(console, "")
     for note in found.notes:
         print_line(console, f"note: {note}")
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
 
 
 def _percent(share: float) -> str:

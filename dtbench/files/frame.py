@@ -7,7 +7,7 @@ Units stand in the names, as in the run file. Missing is NA, or NaN in columns o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -113,6 +113,21 @@ def cases_frame(results: pd.DataFrame) -> pd.DataFrame:
         torch = merged["torch"][statistic]
         columns["core/torch", statistic] = merged["core"][statistic] / torch.where(torch > 0)
     return pd.DataFrame(columns, index=case.index)
+
+
+def harmless(frame: pd.DataFrame, printable: Callable[[str], str]) -> pd.DataFrame:
+    """The frame with text that is safe in a spreadsheet: without control characters, so that a result is one line,
+    and with a quote before what would be taken for a formula."""
+
+    def shown(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        # https://owasp.org/www-community/attacks/CSV_Injection names these, and the tab and line ends.
+        text = printable(value)
+        return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+
+    texts = frame.select_dtypes(["string", "object"]).columns
+    return frame.assign(**{name: frame[name].map(shown) for name in texts}).rename(columns=printable)
 
 
 def cells(column: pd.Series[Any]) -> list[Any]:

@@ -10,15 +10,12 @@ from rich.text import Text
 from dtbench.judge.compare import Comparison, Row
 from dtbench.judge.verdicts import Verdict
 from dtbench.terminal import (
-    add_figures,
-    add_words,
-    as_text,
+    Column,
     new_console,
-    new_table,
     param_text,
+    print_columns,
     print_json,
     print_line,
-    print_table,
     split_params,
     titled,
 )
@@ -51,35 +48,26 @@ def print_comparison(comparison: Comparison, as_json: bool = False) -> None:
 def _print_suite_comparison(console: Console, suite: str, rows: Sequence[Row]) -> None:
     varying, same = split_params([dict(row.key[3]) for row in rows])
     unit = time_unit(t for row in rows for t in (row.base_s, row.new_s) if t is not None)
-    table = new_table(plain=not console.is_terminal)
-    add_words(table, "verdict", [row.verdict for row in rows])
-    add_words(table, "case", [row.key[1] for row in rows])
-    add_words(table, "impl", [row.key[2] for row in rows])
-    for name in varying:
-        add_words(table, name, [param_text(name, dict(row.key[3]).get(name)) for row in rows])
-    for title in (f"base [{unit.name}]", f"new [{unit.name}]", "new/base", "interval", "p", "launches"):
-        add_figures(table, title)
-    add_words(table, "why", [row.reason for row in rows])
-    for row in rows:
-        smaller = min((p for p in (row.p_slower, row.p_faster) if p is not None), default=None)
-        table.add_row(
-            Text(row.verdict, style=_VERDICT_STYLE.get(row.verdict, "")),
-            as_text(row.key[1]),
-            as_text(row.key[2]),
-            *(as_text(param_text(name, dict(row.key[3]).get(name))) for name in varying),
-            as_text(unit.format(row.base_s)),
-            as_text(unit.format(row.new_s)),
-            as_text(format_ratio(row.ratio)),
-            as_text(_interval(row)),
-            as_text("-" if smaller is None else f"{smaller:.2g}"),
-            f"{row.base_launches}/{row.new_launches}",
-            as_text(row.reason),
-        )
+    smaller = [min((p for p in (row.p_slower, row.p_faster) if p is not None), default=None) for row in rows]
+    words: list[Column] = [
+        ("verdict", [Text(row.verdict, style=_VERDICT_STYLE.get(row.verdict, "")) for row in rows]),
+        ("case", [row.key[1] for row in rows]),
+        ("impl", [row.key[2] for row in rows]),
+        *((name, [param_text(name, dict(row.key[3]).get(name)) for row in rows]) for name in varying),
+    ]
+    figures: list[Column] = [
+        (f"base [{unit.name}]", [unit.format(row.base_s) for row in rows]),
+        (f"new [{unit.name}]", [unit.format(row.new_s) for row in rows]),
+        ("new/base", [format_ratio(row.ratio) for row in rows]),
+        ("interval", [_interval(row) for row in rows]),
+        ("p", ["-" if p is None else f"{p:.2g}" for p in smaller]),
+        ("launches", [f"{row.base_launches}/{row.new_launches}" for row in rows]),
+    ]
     estimator = rows[0].estimator
     print_line(
         console, titled(f"{suite}: {estimator} of each launch, median over launches", same), style="bold"
     )
-    print_table(console, table)
+    print_columns(console, words, figures, [("why", [row.reason for row in rows])])
     print_line(console, "")
 
 

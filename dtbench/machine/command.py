@@ -32,29 +32,15 @@ def print_findings(findings: Sequence[Finding], as_json: bool = False) -> None:
     """What disturbs a measurement first, each with effect and remedy; then what is in order."""
     from rich.text import Text
 
-    from dtbench.terminal import (
-        add_words,
-        as_text,
-        new_console,
-        new_table,
-        print_json,
-        print_line,
-        print_table,
-    )
+    from dtbench.terminal import new_console, print_columns, print_json, print_line
 
     if as_json:
         print_json([asdict(finding) for finding in findings])
         return
     console = new_console()
-    table = new_table(plain=not console.is_terminal)
-    add_words(table, "", ["DISTURBS"])
-    add_words(table, "check", [f.check for f in findings])
-    add_words(table, "found", [f.got for f in findings])
-    for finding in findings:
-        mark = {True: "ok", False: "DISTURBS", None: "unknown"}[finding.ok]
-        style = {True: "green", False: "red", None: "yellow"}[finding.ok]
-        table.add_row(Text(mark, style=style), as_text(finding.check), as_text(finding.got))
-    print_table(console, table)
+    marks = {True: Text("ok", "green"), False: Text("DISTURBS", "red"), None: Text("unknown", "yellow")}
+    checks, found = [f.check for f in findings], [f.got for f in findings]
+    print_columns(console, [("", [marks[f.ok] for f in findings]), ("check", checks), ("found", found)])
     bad = [f for f in findings if f.ok is False]
     for finding in bad:
         print_line(console, f"{finding.check}: {finding.got}")

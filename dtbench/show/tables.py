@@ -15,15 +15,11 @@ from dtbench.judge.op_verdicts import has_verdicts, mode_of, summary_rows, verdi
 from dtbench.layout import DimLayout, layout_of
 from dtbench.model import Param, Result, Run, estimator_of
 from dtbench.terminal import (
-    add_figures,
-    add_words,
-    as_text,
     new_console,
-    new_table,
     param_text,
+    print_columns,
     print_json,
     print_line,
-    print_table,
     printable,
     split_params,
     titled,
@@ -59,24 +55,10 @@ def print_runs(runs: Sequence[Run], as_json: bool = False) -> None:
 
 
 def print_csv(runs: Sequence[Run]) -> None:
-    """The `dtbench.files.frame.results_frame` of the runs as CSV: a head, then one line per result.
+    """The `dtbench.files.frame.results_frame` of the runs as CSV: a head, then one line per result."""
+    from dtbench.files.frame import harmless, results_frame
 
-    Text is made harmless: control characters are spelled out as in the tables, so that a result is
-    one line, and what a spreadsheet would take for a formula has a quote before it.
-    """
-    from dtbench.files.frame import results_frame
-
-    frame = results_frame(runs)
-    for name in frame.select_dtypes(["string", "object"]).columns:
-        frame[name] = frame[name].map(lambda v: _no_formula(printable(v)) if isinstance(v, str) else v)
-    frame.columns = frame.columns.map(printable)
-    frame.to_csv(sys.stdout, index=False, lineterminator="\n")
-
-
-def _no_formula(text: str) -> str:
-    # https://owasp.org/www-community/attacks/CSV_Injection names these characters, and the tab and line
-    # ends, which are spelled out here already.
-    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+    harmless(results_frame(runs), printable).to_csv(sys.stdout, index=False, lineterminator="\n")
 
 
 # ------------------------------------------------------------------------------------- runs
@@ -123,7 +105,6 @@ def _print_layout(console: Console, dims: Sequence[DimLayout]) -> None:
     """Per mesh dim where its groups lie, by what the ranks said; columns that nothing is known of stay out."""
     if not dims:
         return
-    words = {"mesh dim": [d.name for d in dims]}
     figures = {
         "ranks": [str(d.ranks) for d in dims],
         "groups": [str(d.groups) for d in dims],
@@ -134,16 +115,9 @@ def _print_layout(console: Console, dims: Sequence[DimLayout]) -> None:
         "NVLink pairs": ["-" if d.nvlink is None else f"{d.nvlink[0]} of {d.nvlink[1]}" for d in dims],
     }
     known = {title: column for title, column in figures.items() if set(column) != {"-"}}
-    table = new_table(plain=not console.is_terminal)
-    for title, column in words.items():
-        add_words(table, title, column)
-    for title in known:
-        add_figures(table, title)
-    for row in zip(*words.values(), *known.values(), strict=True):
-        table.add_row(*map(as_text, row))
     print_line(console, "")
     print_line(console, "layout: where the groups of each mesh dim lie", style="bold")
-    print_table(console, table)
+    print_columns(console, [("mesh dim", [d.name for d in dims])], known.items())
 
 
 def _span(span: tuple[int, int] | None) -> str:
@@ -156,16 +130,9 @@ def _span(span: tuple[int, int] | None) -> str:
 def _print_verdicts(console: Console, results: Sequence[Result]) -> None:
     """Per mode and impl how many ops have which verdict, then each op that does not pass."""
     head, rows = summary_rows(results)
-    table = new_table(plain=not console.is_terminal)
-    for title, column in zip(head, zip(*rows, strict=True), strict=True):
-        if title in ("mode", "impl"):
-            add_words(table, title, column)
-        else:
-            add_figures(table, title)
-    for row in rows:
-        table.add_row(*map(as_text, row))
+    columns = list(zip(head, zip(*rows, strict=True), strict=True))
     print_line(console, "")
-    print_table(console, table)
+    print_columns(console, columns[:2], columns[2:])  # mode and impl, then counts
     for verdict in CASE_VERDICTS[:-1]:
         for r in results:
             if verdict_of(r) == verdict:
@@ -194,24 +161,14 @@ def _print_suite(console: Console, suite: str, run: Run) -> None:
     impls = [i for i in _IMPL_ORDER if i in found] + sorted(found.difference(_IMPL_ORDER))
     params = params_of(cases)
     varying, same = split_params(params)
-    words = {"case": cells(cases["name", ""])}
-    words |= {name: [param_text(name, of_case.get(name)) for of_case in params] for name in varying}
-    figures = _figure_columns(cases, impls, "estimate_s")
-
-    table = new_table(plain=not console.is_terminal)
-    for title, column in words.items():
-        add_words(table, title, column)
-    for title, _ in figures:
-        add_figures(table, title)
-    for row in zip(*words.values(), *(column for _, column in figures), strict=True):
-        table.add_row(*map(as_text, row))
-
+    words = [("case", cells(cases["name", ""]))]
+    words += [(name, [param_text(name, of_case.get(name)) for of_case in params]) for name in varying]
     print_line(console, "")
     launches = results["launch"].nunique()
     title = f"{suite}: {statistic} of the samples"
     title += f", median over {launches} launches" if launches > 1 else ""
     print_line(console, titled(title, same), style="bold")
-    print_table(console, table)
+    print_columns(console, words, _figure_columns(cases, impls, "estimate_s"))
 
 
 def _figure_columns(cases: pd.DataFrame, impls: Sequence[str], statistic: str) -> list[tuple[str, list[str]]]:

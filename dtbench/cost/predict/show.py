@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dtbench.cost.predict.prediction import Prediction, Priced, Total
 from dtbench.cost.price import Price
-from dtbench.terminal import as_text, new_console, new_table, print_json, print_line, print_table
+from dtbench.terminal import Column, new_console, print_columns, print_json, print_line
 from dtbench.units import format_bytes, format_seconds, significant
 
 # An interval wider than this factor to either side says nothing that its ends would add to.
@@ -34,45 +34,38 @@ def print_prediction(prediction: Prediction, as_json: bool = False) -> None:
 
 
 def _print_collectives(console: Console, title: str, priced: list[Priced]) -> None:
-    table = new_table(plain=not console.is_terminal)
-    for name in ("sharding", "pass", "what", "collective", "over"):
-        table.add_column(name)
-    for name in ("count", "size", "time", "interval"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("beyond what was measured")
-    for p in priced:
-        call = p.call
-        cells = (
-            *(call.scheme, call.phase, call.what, call.collective, f"{call.mesh_dim}={p.ranks}"),
-            *(str(call.count), format_bytes(call.size_bytes), format_seconds(p.one.time_us * 1e-6)),
-            *(_interval(p.one), _beyond(p.one)),
-        )
-        table.add_row(*map(as_text, cells))
+    calls = [p.call for p in priced]
+    words: list[Column] = [
+        ("sharding", [call.scheme for call in calls]),
+        ("pass", [call.phase for call in calls]),
+        ("what", [call.what for call in calls]),
+        ("collective", [call.collective for call in calls]),
+        ("over", [f"{p.call.mesh_dim}={p.ranks}" for p in priced]),
+    ]
+    figures: list[Column] = [
+        ("count", [str(call.count) for call in calls]),
+        ("size", [format_bytes(call.size_bytes) for call in calls]),
+        ("time", [format_seconds(p.one.time_us * 1e-6) for p in priced]),
+        ("interval", [_interval(p.one) for p in priced]),
+    ]
     print_line(console, "")
     print_line(console, title)
-    print_table(console, table)
+    print_columns(console, words, figures, [("beyond what was measured", [_beyond(p.one) for p in priced])])
 
 
 def _print_variants(console: Console, prediction: Prediction) -> None:
-    table = new_table(plain=not console.is_terminal)
-    table.add_column("sharding")
-    for name in ("layer", "interval", "step", "interval", "sent per rank", "against best"):
-        table.add_column(name, justify="right", no_wrap=True)
-    best = min(variant.step.time_us for variant in prediction.variants)
-    for variant in sorted(prediction.variants, key=lambda v: v.step.time_us):
-        cells = (
-            " + ".join(variant.schemes),
-            format_seconds(variant.layer.time_us * 1e-6),
-            _interval(variant.layer),
-            format_seconds(variant.step.time_us * 1e-6),
-            _interval(variant.step),
-            format_bytes(variant.sent_bytes),
-            f"{significant(variant.step.time_us / best, 3)}x",
-        )
-        table.add_row(*map(as_text, cells))
+    variants = sorted(prediction.variants, key=lambda v: v.step.time_us)
+    figures: list[Column] = [
+        ("layer", [format_seconds(v.layer.time_us * 1e-6) for v in variants]),
+        ("interval", [_interval(v.layer) for v in variants]),
+        ("step", [format_seconds(v.step.time_us * 1e-6) for v in variants]),
+        ("interval", [_interval(v.step) for v in variants]),
+        ("sent per rank", [format_bytes(v.sent_bytes) for v in variants]),
+        ("against best", [f"{significant(v.step.time_us / variants[0].step.time_us, 3)}x" for v in variants]),
+    ]
     print_line(console, "")
     print_line(console, f"all {prediction.setup.model.layers} layers and the rest, per step and rank")
-    print_table(console, table)
+    print_columns(console, [("sharding", [" + ".join(v.schemes) for v in variants])], figures)
     print_line(console, "")
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from dtbench.units import format_seconds, format_size
 
@@ -41,25 +42,17 @@ def value_axis(
     if log is None:
         log = high > 12 * low
     if not log:
-        step = nice_step(high / most)
-        ticks = [k * step for k in range(math.ceil(high / step) + 1)]
-        return Axis(0.0, high * 1.06, False, format_tick, ticks)
+        return Axis(0.0, high * 1.06, False, format_tick, _round_ticks(0.0, high, most))
     room = max((high / low) ** 0.06, 1.15)
     low, high = low / room, high * room
     return Axis(low, high, True, format_tick, log_ticks(low, high, most))
 
 
-def length_axis(top: float, format_tick: Format) -> Axis:
-    """From 0 to `top` and hardly beyond."""
-    return Axis(0, top * 1.01, False, format_tick, value_axis([top], format_tick, log=False).ticks)
-
-
 def close_axis(values: Sequence[float], middle: float) -> Axis:
     """Of seconds, as near to the values as shows a change of a few percent; it does not begin at 0."""
     low, high = min(*values, 0.95 * middle), max(*values, 1.05 * middle)
-    room, step = 0.06 * (high - low), nice_step((high - low) / 4)
-    ticks = [k * step for k in range(math.ceil((low - room) / step), math.floor((high + room) / step) + 1)]
-    return Axis(low - room, high + room, False, format_seconds, ticks)
+    low, high = low - 0.06 * (high - low), high + 0.06 * (high - low)
+    return Axis(low, high, False, format_seconds, _round_ticks(low, high, 5))
 
 
 def ratio_axis(
@@ -69,15 +62,12 @@ def ratio_axis(
     there = [*values, low, high]
     room = max((max(there) / min(there)) ** 0.05, 1.05)
     low, high = min(there) / room, max(there) * room
-    return Axis(low, high, True, format_tick, ticks or _ratio_ticks(low, high))
+    near = _round_ticks(low, high, 8) if high / low < 8 else log_ticks(low, high, 8)
+    return Axis(low, high, True, format_tick, ticks or near)
 
 
-def _ratio_ticks(low: float, high: float) -> list[float]:
-    if high / low < 1.6:
-        return [0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.4, 1.5]
-    if high / low < 8:
-        return [0.2, 0.25, 0.33, 0.5, 0.7, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 5.0]
-    return log_ticks(low, high, 8)
+def _round_ticks(low: float, high: float, most: int) -> Sequence[float]:
+    return list(map(float, MaxNLocator(most, steps=[1, 2, 5, 10]).tick_values(low, high)))
 
 
 def size_axis(sizes: Sequence[int], most: int = 5) -> Axis:
@@ -99,22 +89,9 @@ def log_ticks(low: float, high: float, most: int) -> list[float]:
     return ticks
 
 
-def nice_step(rough: float) -> float:
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(d * power for d in (1, 2, 5, 10) if d * power >= rough * (1 - 1e-9))
-
-
-def seconds_tick(value: float) -> str:
-    return _tick(value, (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)))
-
-
-def bandwidth_tick(value: float) -> str:
-    """GB = 10^9 bytes, as everywhere in dtbench but the cost model."""
-    return _tick(value, (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)))
-
-
-def _tick(value: float, units: Sequence[tuple[str, float]]) -> str:
-    if not value:
-        return "0"
-    name, scale = next((unit for unit in units if value >= unit[1] * 0.999), units[-1])
-    return f"{value / scale:g} {name}"
+# GB = 10^9 bytes, as everywhere in dtbench but the cost model.
+seconds_tick: Format = EngFormatter("s")
+bandwidth_tick: Format = EngFormatter("B/s")
+# Of values over sizes, which span decades.
+times_axis = partial(value_axis, format_tick=seconds_tick, log=True, most=6)
+bandwidths_axis = partial(value_axis, format_tick=bandwidth_tick, log=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -88,8 +88,8 @@ def distinct(values: Iterable[Any]) -> list[Any]:
 
 def geometric_mean(values: Iterable[float | None]) -> float | None:
     """Of those that are there; None of none. The mean that fits ratios."""
-    logs = [math.log(v) for v in values if v is not None and v > 0]
-    return math.exp(math.fsum(logs) / len(logs)) if logs else None
+    there = [v for v in values if v]
+    return statistics.geometric_mean(there) if there else None
 
 
 def group(cases: Iterable[Case], key: Callable[[Case], Any]) -> dict[Any, list[Case]]:

@@ -72,9 +72,6 @@ class Changes:
     notes: tuple[str, ...] = ()
     sides: tuple[tuple[str, str], ...] = ()
 
-    def count(self, verdict: str) -> int:
-        return sum(c.verdict == verdict for c in self.changes)
-
 
 # Outcome -> (shape, headline).
 OUTCOMES: Mapping[str, tuple[str, str]] = {

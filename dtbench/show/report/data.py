@@ -11,13 +11,11 @@ from urllib.parse import quote
 import msgspec
 from markupsafe import Markup
 
-from dtbench.files.frame import results_frame
+from dtbench.files.frame import harmless, results_frame
 from dtbench.model import Result, Run
 from dtbench.show.report.sources import Sources
 from dtbench.show.report.svg import printable
 
-# https://owasp.org/www-community/attacks/CSV_Injection: what a spreadsheet takes for a formula.
-_FORMULA = ("=", "+", "-", "@")
 # RFC 3986, 2.2: reserved characters that stand for themselves in the path of an address.
 _PLAIN_IN_ADDRESS = "/:@!$*+,;=()"
 
@@ -71,10 +69,7 @@ def _line(result: Result) -> dict[str, Any]:
 
 def as_csv(runs: Sequence[Run]) -> str:
     """A head, then a line per result; text is harmless in a spreadsheet. Six digits of every figure."""
-    frame = results_frame(runs).drop(columns="case")
-    for name in frame.select_dtypes(["string", "object"]).columns:
-        frame[name] = frame[name].map(lambda v: _harmless(v) if isinstance(v, str) else v)
-    frame.columns = frame.columns.map(printable)
+    frame = harmless(results_frame(runs).drop(columns="case"), printable)
     text: str = frame.dropna(axis="columns", how="all").to_csv(
         index=False, lineterminator="\n", float_format="%.6g"
     )
@@ -84,8 +79,3 @@ def as_csv(runs: Sequence[Run]) -> str:
 def csv_link(runs: Sequence[Run]) -> str:
     """The CSV as an address that holds it: it works without script and without a request."""
     return "data:text/csv;charset=utf-8," + quote(as_csv(runs), safe=_PLAIN_IN_ADDRESS)
-
-
-def _harmless(text: str) -> str:
-    shown = printable(text)
-    return f"'{shown}" if shown.startswith(_FORMULA) else shown

@@ -6,19 +6,17 @@ Series differ by colour, marker and dash, so that colour is never alone in telli
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import NullFormatter
 
-from dtbench.show.report.axes import Axis, Format, length_axis, size_axis
+from dtbench.show.report.axes import Axis, Format, size_axis, value_axis
 from dtbench.show.report.svg import FONT_PX, STAND_IN, draw, printable
 
 # A figure of more panels or rows is not read; the tables hold all.
@@ -55,14 +53,19 @@ class Style:
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing. make: draws it, once, and not at all where the page has no room for it."""
+    """One drawing, made once, and not at all where the page has no room for it. prefix: of its ids. desc: what a
+    screen reader says."""
 
     title: str
-    make: Callable[[], Markup]
+    desc: str
+    prefix: str
+    width: float
+    height: float
+    paint: Callable[[Canvas], None]
 
     @cached_property
     def svg(self) -> Markup:
-        return self.make()
+        return draw(self.width, self.height, self.paint, prefix=self.prefix, title=self.title, desc=self.desc)
 
 
 @dataclass(frozen=True)
@@ -129,27 +132,26 @@ def curves(
         x = size_axis([round(v) for one in measured for v in one.x])
     values = [v for one in everything for v in (*one.y, *(one.band[1] if one.band else ()))]
     common, over = y(values), x
-    width, height = CURVES_PX[columns]
 
-    def paint(of: Curves) -> Callable[[Canvas], None]:
-        def on(canvas: Canvas) -> None:
-            axes = _axes_in(canvas, width, height, left=62, right=14, top=10, bottom=26)
-            if of.shade is not None:
-                axes.axvspan(*of.shade, color=STAND_IN["muted"], alpha=SHADE_OPACITY, linewidth=0, zorder=0)
-            if of.level is not None:
-                axes.axhline(of.level, color=STAND_IN["ink"], linewidth=1.0, zorder=1.5)
-            for one in of.series:
-                style = styles[one.label]
-                if one.band is not None:
-                    colour = STAND_IN[style.colour]
-                    axes.fill_between(one.x, *one.band, color=colour, alpha=BAND_OPACITY, linewidth=0)
-                axes.plot(one.x, one.y, clip_on=False, **_look_of(style))
-            over.apply(axes, "x")
-            (of.y or common).apply(axes, "y")
+    def paint(of: Curves, canvas: Canvas) -> None:
+        axes = _axes_in(canvas, left=62, right=14, top=10, bottom=26)
+        if of.shade is not None:
+            axes.axvspan(*of.shade, color=STAND_IN["muted"], alpha=SHADE_OPACITY, linewidth=0, zorder=0)
+        if of.level is not None:
+            axes.axhline(of.level, color=STAND_IN["ink"], linewidth=1.0, zorder=1.5)
+        for one in of.series:
+            style = styles[one.label]
+            if one.band is not None:
+                colour = STAND_IN[style.colour]
+                axes.fill_between(one.x, *one.band, color=colour, alpha=BAND_OPACITY, linewidth=0)
+            axes.plot(one.x, one.y, clip_on=False, **_look_of(style))
+        over.apply(axes, "x")
+        (of.y or common).apply(axes, "y")
 
-        return on
-
-    drawn = [_panel(name, i, p.title, width, height, paint(p), p.desc) for i, p in enumerate(panels)]
+    drawn = [
+        Panel(one.title, one.desc, f"{name}{index}", *CURVES_PX[columns], partial(paint, one))
+        for index, one in enumerate(panels)
+    ]
     return Figure(caption, legend(name, styles, {one.label for one in everything}, lines), drawn, columns)
 
 
@@ -192,10 +194,9 @@ def dots(
     drawn = []
     for index, (title, rows) in enumerate(panels.items()):
         x = axis(_reach(rows)) if each_axis else common
-        width, height = WIDE_PX if intervals else HALF_PX, ROW_PX * len(rows) + 34
-        drawn.append(
-            _panel(name, index, title, width, height, _dots_painter(rows, styles, x, intervals), said(rows))
-        )
+        size = WIDE_PX if intervals else HALF_PX, ROW_PX * len(rows) + 34
+        paint = partial(_paint_dots, rows, styles, x, intervals)
+        drawn.append(Panel(title, said(rows), f"{name}{index}", *size, paint))
     present = {series for rows in panels.values() for row in rows for series in row.values}
     return Figure(caption, legend(name, styles, present, lines=False), drawn, 1 if intervals else 2)
 
@@ -206,35 +207,35 @@ def _reach(rows: Sequence[Row]) -> list[float]:
     return [*(v for row in rows for v in row.values.values()), *spans]
 
 
-def _dots_painter(
-    rows: Sequence[Row], styles: Mapping[str, Style], x: Axis, intervals: bool
-) -> Callable[[Canvas], None]:
+def _paint_dots(
+    rows: Sequence[Row], styles: Mapping[str, Style], x: Axis, intervals: bool, canvas: Canvas
+) -> None:
     most_px, most = (330.0, 54) if intervals else (190.0, 30)
-    width, height = WIDE_PX if intervals else HALF_PX, ROW_PX * len(rows) + 34
     left = min(24 + 6.2 * max(len(row.label) for row in rows), most_px)
     right = 14 + 6.2 * max(len(row.note) for row in rows)
-
-    def paint(canvas: Canvas) -> None:
-        axes = _axes_in(canvas, width, height, left=left, right=right, top=6, bottom=28)
-        if intervals:
-            axes.axvline(1, color=STAND_IN["ink"], linewidth=1.0, zorder=1.5)
-        for place, row in enumerate(rows):
-            if row.shade is not None:
-                corner, wide = (row.shade[0], place - 0.5), row.shade[1] - row.shade[0]
-                box = Rectangle(corner, wide, 1, linewidth=0, zorder=0.5)
-                box.set(color=STAND_IN["muted"], alpha=ROW_OPACITY)
-                axes.add_patch(box)
-            ends = [row.values[name] for name in styles if name in ("core", "torch") and name in row.values]
-            if len(ends) == 2:
-                axes.plot(ends, [place] * 2, color=STAND_IN["muted"], linewidth=1.0, zorder=1.5)
-            _note(axes, row.note, place)
-        for name, style in styles.items():
-            _marks(axes, rows, name, style, x, intervals)
-        x.apply(axes, "x")
-        _label_rows(axes, [row.label for row in rows], most)
-        axes.grid(axis="y", linewidth=0.35)
-
-    return paint
+    axes = _axes_in(canvas, left=left, right=right, top=6, bottom=28)
+    if intervals:
+        axes.axvline(1, color=STAND_IN["ink"], linewidth=1.0, zorder=1.5)
+    for place, row in enumerate(rows):
+        if row.shade is not None:
+            axes.barh(
+                place,
+                row.shade[1] - row.shade[0],
+                1,
+                left=row.shade[0],
+                color=STAND_IN["muted"],
+                alpha=ROW_OPACITY,
+                zorder=0.5,
+            )
+        ends = [row.values[name] for name in styles if name in ("core", "torch") and name in row.values]
+        if len(ends) == 2:
+            axes.plot(ends, [place] * 2, color=STAND_IN["muted"], linewidth=1.0, zorder=1.5)
+        _note(axes, row.note, place)
+    for name, style in styles.items():
+        _marks(axes, rows, name, style, x, intervals)
+    x.apply(axes, "x")
+    _label_rows(axes, [row.label for row in rows], most)
+    axes.grid(axis="y", linewidth=0.35)
 
 
 def _marks(axes: Axes, rows: Sequence[Row], name: str, style: Style, x: Axis, caps: bool) -> None:
@@ -298,39 +299,35 @@ def bars(
         if top <= 0:
             continue
         height = (34.0 if named else 20.0) * len(rows) + 40
-        painter = _bars_painter(rows, shades, length_axis(top, format_tick), height, named)
+        paint = partial(_paint_bars, rows, shades, value_axis([top], format_tick, log=False), named)
         desc = "; ".join(f"{bar.label}: {bar.note or f'{len(bar.parts)} spans'}" for bar in rows)
-        drawn.append(_panel(name, len(drawn), title, WIDE_PX, height, painter, desc))
+        drawn.append(Panel(title, desc, f"{name}{len(drawn)}", WIDE_PX, height, paint))
     return Figure(caption, _box_legend(name, shades) if named else (), drawn, 1) if drawn else None
 
 
-def _bars_painter(
-    rows: Sequence[Bar], shades: Mapping[str, Shade], x: Axis, height: float, named: bool
-) -> Callable[[Canvas], None]:
+def _paint_bars(
+    rows: Sequence[Bar], shades: Mapping[str, Shade], x: Axis, named: bool, canvas: Canvas
+) -> None:
     left = min(24 + 5.9 * max(len(bar.label) for bar in rows), 190.0)
     right = 14 + 6.0 * max(len(bar.note) for bar in rows)
     across = (WIDE_PX - left - right) / (x.high - x.low)
     edge = {"edgecolor": STAND_IN["surface"], "linewidth": 1.2} if named else {"linewidth": 0}
-
-    def paint(canvas: Canvas) -> None:
-        axes = _axes_in(canvas, WIDE_PX, height, left=left, right=right, top=6, bottom=30)
-        for place, bar in enumerate(rows):
-            for part, at, length in bar.parts:
-                # At least a pixel wide: what was there is seen.
-                box = Rectangle((at, place - 0.36), max(length, 1 / across), 0.72)
-                box.set(facecolor=STAND_IN[shades[part][0]], alpha=shades[part][1], **edge)
-                axes.add_patch(box)
-                if named and length * across > _LETTER_PX * len(part) + 6:
-                    axes.text(at + length / 2, place, printable(part), ha="center", va="center", fontsize=9)
-            if bar.mark is not None:
-                for ends in ((-0.46, -0.26), (0.26, 0.46)):  # beside the names of the parts
-                    axes.plot([bar.mark] * 2, [place + e for e in ends], color=STAND_IN["ink"], linewidth=2)
-            _note(axes, bar.note, place, "ink")
-        x.apply(axes, "x")
-        _label_rows(axes, [bar.label for bar in rows], 30)
-        axes.grid(visible=False, axis="y")
-
-    return paint
+    axes = _axes_in(canvas, left=left, right=right, top=6, bottom=30)
+    for place, bar in enumerate(rows):
+        for part, at, length in bar.parts:
+            # At least a pixel wide: what was there is seen.
+            box = Rectangle((at, place - 0.36), max(length, 1 / across), 0.72)
+            box.set(facecolor=STAND_IN[shades[part][0]], alpha=shades[part][1], **edge)
+            axes.add_patch(box)
+            if named and length * across > _LETTER_PX * len(part) + 6:
+                axes.text(at + length / 2, place, printable(part), ha="center", va="center", fontsize=9)
+        if bar.mark is not None:
+            for ends in ((-0.46, -0.26), (0.26, 0.46)):  # beside the names of the parts
+                axes.plot([bar.mark] * 2, [place + e for e in ends], color=STAND_IN["ink"], linewidth=2)
+        _note(axes, bar.note, place, "ink")
+    x.apply(axes, "x")
+    _label_rows(axes, [bar.label for bar in rows], 30)
+    axes.grid(visible=False, axis="y")
 
 
 def shades_of(order: Sequence[str]) -> dict[str, Shade]:
@@ -358,73 +355,46 @@ def maps(name: str, panels: Sequence[Map], axes_names: tuple[str, str], caption:
     """Cells over two axes, the first downwards; the larger a value, the deeper."""
     drawn = []
     for index, one in enumerate(panels):
-        cell = min(max((HALF_PX - 70) / max(map(len, one.cells)), 8.0), 92.0)
-        width = max(cell * max(map(len, one.cells)) + 70, 200.0)
-        height = min(cell, 46.0) * len(one.cells) + 46
-        painter = _map_painter(one, axes_names, cell, width, height)
-        drawn.append(_panel(name, index, one.title, width, height, painter, one.desc))
+        columns = max(map(len, one.cells))
+        cell = min(max((HALF_PX - 70) / columns, 8.0), 92.0)
+        width, height = max(cell * columns + 70, 200.0), min(cell, 46.0) * len(one.cells) + 46
+        paint = partial(_paint_map, one, axes_names, cell, width - 44 - cell * columns)
+        drawn.append(Panel(one.title, one.desc, f"{name}{index}", width, height, paint))
     return Figure(caption, (), drawn, 2) if drawn else None
 
 
-def _map_painter(
-    one: Map, axes_names: tuple[str, str], cell: float, width: float, height: float
-) -> Callable[[Canvas], None]:
-    rows, columns = len(one.cells), max(map(len, one.cells))
+def _paint_map(one: Map, axes_names: tuple[str, str], cell: float, right: float, canvas: Canvas) -> None:
+    """cell: its width in pixels."""
     known = [value for row in one.cells for _, value in row if value is not None]
     low, high = min(known, default=0.0), max(known, default=1.0)
-
-    def paint(canvas: Canvas) -> None:
-        axes = _axes_in(canvas, width, height, left=44, right=width - 44 - cell * columns, top=6, bottom=38)
-        for i, row in enumerate(one.cells):
-            for j, (label, value) in enumerate(row):
-                if value is not None:
-                    share = 0.5 if high <= low else (value - low) / (high - low)
-                    box = Rectangle((j - 0.5, i - 0.5), 1, 1, linewidth=0)
-                    depth = CELL_OPACITY[0] + share * (CELL_OPACITY[1] - CELL_OPACITY[0])
-                    box.set(facecolor=STAND_IN["s0"], alpha=depth)
-                    axes.add_patch(box)
-                if cell >= 44:  # wide enough for words
-                    text = "–" if value is None else one.words(value)
-                    axes.text(j, i - 0.2, printable(label), ha="center", va="center", fontsize=8.5)
-                    axes.text(j, i + 0.2, text, ha="center", va="center", fontsize=9.5, fontweight="bold")
-        axes.set_xlim(-0.5, columns - 0.5)
-        axes.set_ylim(rows - 0.5, -0.5)
-        axes.set_xticks([k - 0.5 for k in range(1, columns)])
-        axes.set_yticks([k - 0.5 for k in range(1, rows)])
-        axes.xaxis.set_major_formatter(NullFormatter())
-        axes.yaxis.set_major_formatter(NullFormatter())
-        axes.tick_params(length=0)
-        axes.grid(color=STAND_IN["surface"], linewidth=2)
-        axes.set_axisbelow(False)
-        for side in axes.spines.values():
-            side.set_visible(True)
-        axes.set_xlabel(printable(cut(f"{axes_names[1]} →", 30)), fontsize=9)
-        axes.set_ylabel(printable(cut(f"← {axes_names[0]}", 16)), fontsize=9)
-
-    return paint
+    axes = _axes_in(canvas, left=44, right=right, top=6, bottom=38)
+    for i, row in enumerate(one.cells):
+        for j, (label, value) in enumerate(row):
+            if value is not None:
+                share = 0.5 if high <= low else (value - low) / (high - low)
+                depth = CELL_OPACITY[0] + share * (CELL_OPACITY[1] - CELL_OPACITY[0])
+                box = Rectangle((j - 0.5, i - 0.5), 1, 1, edgecolor=STAND_IN["surface"], linewidth=2)
+                box.set_facecolor((STAND_IN["s0"], depth))
+                axes.add_patch(box)
+            if cell >= 44:  # wide enough for words
+                text = "–" if value is None else one.words(value)
+                axes.text(j, i - 0.2, printable(label), ha="center", va="center", fontsize=8.5)
+                axes.text(j, i + 0.2, text, ha="center", va="center", fontsize=9.5, fontweight="bold")
+    axes.set(xlim=(-0.5, max(map(len, one.cells)) - 0.5), ylim=(len(one.cells) - 0.5, -0.5))
+    axes.set(xticks=(), yticks=())
+    axes.set_xlabel(printable(cut(f"{axes_names[1]} →", 30)), fontsize=9)
+    axes.set_ylabel(printable(cut(f"← {axes_names[0]}", 16)), fontsize=9)
 
 
 # --------------------------------------------------------------------------------- what all share
 
 
-def _panel(
-    name: str,
-    index: int,
-    title: str,
-    width: float,
-    height: float,
-    paint: Callable[[Canvas], None],
-    desc: str,
-) -> Panel:
-    return Panel(title, lambda: draw(width, height, paint, prefix=f"{name}{index}", title=title, desc=desc))
-
-
-def _axes_in(
-    canvas: Canvas, width: float, height: float, *, left: float, right: float, top: float, bottom: float
-) -> Axes:
+def _axes_in(canvas: Canvas, *, left: float, right: float, top: float, bottom: float) -> Axes:
     """Axes with margins in pixels."""
-    box = (left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height)
-    axes = canvas.add_axes(box)
+    width, height = 72 * canvas.get_size_inches()
+    axes = canvas.add_axes(
+        (left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height)
+    )
     axes.tick_params(length=3, pad=4)
     return axes
 
@@ -470,50 +440,33 @@ def legend(name: str, styles: Mapping[str, Style], present: Iterable[str], lines
     """A swatch per series that is there, drawn by the same code as the figure."""
     shown = [(style.words or label, style) for label, style in styles.items() if label in set(present)]
     return [
-        LegendItem(words, Markup(_swatch_of(style, lines).replace(_PREFIX, f"{name}L{index}")))
+        LegendItem(words, Markup(_swatch(style, lines).replace(_PREFIX, f"{name}L{index}")))
         for index, (words, style) in enumerate(shown)
     ]
 
 
-@lru_cache(maxsize=256)
-def _swatch_of(style: Style, lines: bool) -> str:
-    def paint(axes: Axes) -> None:
-        look = _look_of(style)
-        if lines and look["linestyle"] != "none":
-            axes.plot([1, 29], [0, 0], **(look | {"marker": "none"}))
-        if style.marker:
-            axes.plot([15], [0], **look, markersize=9 if style.marker == "|" else 5)
-
-    return str(_swatch(paint, _PREFIX))
-
-
 def _box_legend(name: str, shades: Mapping[str, Shade]) -> list[LegendItem]:
-    """A box per part."""
-
-    def paint(shade: Shade) -> Callable[[Axes], None]:
-        def on(axes: Axes) -> None:
-            box = Rectangle((6, -5), 18, 10, linewidth=0)
-            box.set(color=STAND_IN[shade[0]], alpha=shade[1])
-            axes.add_patch(box)
-
-        return on
-
     return [
-        LegendItem(label, _swatch(paint(shade), f"{name}L{i}"))
-        for i, (label, shade) in enumerate(shades.items())
+        LegendItem(label, Markup(_swatch(shade, False).replace(_PREFIX, f"{name}L{index}")))
+        for index, (label, shade) in enumerate(shades.items())
     ]
 
 
-def _swatch(paint: Callable[[Axes], None], prefix: str) -> Markup:
+@lru_cache(maxsize=256)
+def _swatch(of: Style | Shade, lines: bool) -> str:
     """30 x 12 pixels beside a legend's words; nothing for a screen reader, which has the words."""
 
-    def on(canvas: Canvas) -> None:
+    def paint(canvas: Canvas) -> None:
         axes = canvas.add_axes((0, 0, 1, 1))
         axes.set_axis_off()
-        axes.set_xlim(0, 30)
-        axes.set_ylim(-6, 6)
-        paint(axes)
+        axes.set(xlim=(0, 30), ylim=(-6, 6))
+        if not isinstance(of, Style):
+            axes.add_patch(Rectangle((6, -5), 18, 10, linewidth=0, color=STAND_IN[of[0]], alpha=of[1]))
+            return
+        look = _look_of(of)
+        if lines and look["linestyle"] != "none":
+            axes.plot([1, 29], [0, 0], **(look | {"marker": "none"}))
+        if of.marker:
+            axes.plot([15], [0], **look, markersize=9 if of.marker == "|" else 5)
 
-    svg = draw(30, 12, on, prefix=prefix, title="", desc="")
-    hidden = re.sub(r'role="img"(.*?) aria-labelledby="[^"]*"', r'aria-hidden="true"\1', str(svg), count=1)
-    return Markup(re.sub(r"<title.*?</desc>", "", hidden, count=1))
+    return draw(30, 12, paint, prefix=_PREFIX)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from dtbench.show.report import tables as t
-from dtbench.show.report.axes import Axis, seconds_tick, value_axis
+from dtbench.show.report.axes import seconds_tick, value_axis
 from dtbench.show.report.cases import Case, distinct, geometric_mean
 from dtbench.show.report.figures import MAX_ROWS, Row, Style, dots
 from dtbench.show.report.section import Section
@@ -82,13 +83,11 @@ def add_dots(
     more = sorted(set(found) - set(IMPL_STYLES))
     styles |= {impl: _MORE_STYLES[i % len(_MORE_STYLES)] for i, impl in enumerate(more)}
 
-    def axis(values: Sequence[float]) -> Axis:
-        return value_axis(values, seconds_tick)
-
     def desc(of: Sequence[Row]) -> str:
         ends = [v for row in of for v in row.values.values()]
         return f"{len(of)} rows; times from {format_seconds(min(ends))} to {format_seconds(max(ends))}."
 
+    axis = partial(value_axis, format_tick=seconds_tick)
     section.add(dots(section.id, rows, styles, caption, axis, each_axis=each_axis, desc=desc))
 
 

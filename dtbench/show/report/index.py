@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import quote
 
@@ -16,8 +14,6 @@ from dtbench.show.report.page import is_report, render_template
 
 GENERATOR = "dtbench report --index"
 MAX_REPORTS = 2000
-# A report names itself at its beginning; the style sheet follows.
-_WORDS = ("dtbench-verdict", "dtbench-started")
 
 
 @dataclass(frozen=True)
@@ -29,28 +25,6 @@ class Entry:
     verdict: str
     started: str
     file: str
-
-
-class _Head(HTMLParser):
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.found: dict[str, str] = {}
-        self.title = ""
-        self._in_title = False
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        of = dict(attrs)
-        if tag == "meta" and of.get("name") in _WORDS:
-            self.found.setdefault(str(of["name"]), of.get("content") or "")
-        self._in_title = tag == "title" and not self.title
-
-    def handle_endtag(self, tag: str) -> None:
-        self._in_title = False
-
-    def handle_data(self, data: str) -> None:
-        if self._in_title:
-            self.title += data
 
 
 def write_index(folder: Path, path: Path) -> None:
@@ -87,11 +61,7 @@ def entries_of(folder: Path, path: Path) -> list[Entry]:
             f"cannot read {folder}: {error.strerror or error}; expected a folder of reports"
         ) from error
     found = [entry for page in pages if (entry := _entry(page, path)) is not None]
-    return _newest_first(found)
-
-
-def _newest_first(entries: Sequence[Entry]) -> list[Entry]:
-    return sorted(sorted(entries, key=lambda e: e.file), key=lambda e: e.started, reverse=True)
+    return sorted(sorted(found, key=lambda e: e.file), key=lambda e: e.started, reverse=True)
 
 
 def _entry(page: Path, path: Path) -> Entry | None:
@@ -102,15 +72,18 @@ def _entry(page: Path, path: Path) -> Entry | None:
         return None
     if not is_report(head):
         return None
-    said = _Head(head.partition("<style>")[0])
-    relative = os.path.relpath(page, path.parent)
     return Entry(
-        quote(relative),
-        said.title.removesuffix(" – dtbench") or page.name,
-        said.found.get(_WORDS[0], ""),
-        said.found.get(_WORDS[1], ""),
+        quote(os.path.relpath(page, path.parent)),
+        _between("<title>", " – dtbench</title>", head) or page.name,
+        _between('<meta name="dtbench-verdict" content="', '">', head),
+        _between('<meta name="dtbench-started" content="', '">', head),
         page.name,
     )
+
+
+def _between(before: str, after: str, head: str) -> str:
+    """What the template of a page, which escapes every value, has between the two."""
+    return html.unescape(head.partition(before)[2].partition(after)[0])
 
 
 def _is_index(head: str) -> bool:

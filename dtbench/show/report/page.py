@@ -177,17 +177,8 @@ def shares(wanted: Sequence[int], most: int) -> list[int]:
 
 def share(wanted: Sequence[int], most: int) -> int:
     """The largest cap for which capped wants add up to at most `most`: the small get all they want."""
-    cap = max(wanted, default=0)
-    if sum(wanted) <= most:
-        return cap
-    low, high = 0, cap
-    while low < high:
-        middle = (low + high + 1) // 2
-        if sum(min(want, middle) for want in wanted) <= most:
-            low = middle
-        else:
-            high = middle - 1
-    return max(low, 1)
+    caps = range(max(wanted, default=0), 1, -1)
+    return next((cap for cap in caps if sum(min(want, cap) for want in wanted) <= most), 1)
 
 
 # ------------------------------------------------------------------------------------ templates

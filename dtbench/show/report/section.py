@@ -54,9 +54,9 @@ class Section:
     missing: str = ""
 
     def add(self, *shown: Figure | Table | None) -> None:
-        """Appends them; None is nothing to show."""
+        """Appends them; None and a table without rows are nothing to show."""
         self.figures += [one for one in shown if isinstance(one, Figure)]
-        self.tables += [one for one in shown if isinstance(one, Table)]
+        self.tables += [one for one in shown if isinstance(one, Table) and one.total_rows]
 
     def capped(self, items: Sequence[_T], what: str, most: int = MAX_PANELS) -> Sequence[_T]:
         """The first so many of them, for a figure; a cut is said."""

@@ -6,7 +6,7 @@ import gzip
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,9 +64,8 @@ class Sources:
 
     @property
     def is_empty(self) -> bool:
-        return not any(
-            (self.runs, self.gate, self.topology, self.regret, self.calls, self.ranks, self.verdict_runs)
-        ) and not (self.verdict_tables or self.histories)
+        aside = ("baseline", "spans", "notes")
+        return not any(getattr(self, one.name) for one in fields(self) if one.name not in aside)
 
 
 def gather(paths: Sequence[Path], baseline: Sequence[Path] = (), topology: Path | None = None) -> Sources:
@@ -76,9 +75,8 @@ def gather(paths: Sequence[Path], baseline: Sequence[Path] = (), topology: Path 
         UnreadableRunError: a file that is none of these, or is damaged.
         UsageError: two of what there can be only one of.
     """
-    sources = Sources(baseline=tuple(read_run(path) for path in baseline))
-    if topology is not None:
-        sources = replace(sources, topology=read_topology(topology))
+    fitted = read_topology(topology) if topology is not None else None
+    sources = Sources(baseline=tuple(read_run(path) for path in baseline), topology=fitted)
     for path in paths:
         sources = _with(sources, path)
     return sources
@@ -90,42 +88,40 @@ def _with(sources: Sources, path: Path) -> Sources:
     head = _head(path)
     first = _FIRST_KIND.match(head)
     if first is not None and first[1] == b"history":
-        return replace(sources, histories=(*sources.histories, _history(path)))
+        return _add(sources, path, "histories", _history(path))
     if first is not None:
         run = read_run(path)
-        if run.results and all(has_verdicts(r) for r in run.results):
-            return replace(sources, verdict_runs=(*sources.verdict_runs, run))
-        return replace(sources, runs=(*sources.runs, run))
+        verdicts = run.results and all(has_verdicts(r) for r in run.results)
+        return _add(sources, path, "verdict_runs" if verdicts else "runs", run)
     return _with_json(sources, path, read_json(path, KINDS, MAX_JSON_BYTES))
 
 
 def _with_json(sources: Sources, path: Path, data: Mapping[str, Any]) -> Sources:
     kind = data.get("kind")
     if kind == "topology":
-        _one(sources.topology, path, "topology")
-        return replace(sources, topology=read_topology(path))
+        return _add(sources, path, "topology", read_topology(path))
     if kind == "gate":
-        _one(sources.gate, path, "result of a gate")
-        return replace(sources, gate=of_gate(_read(path, data, Gate, "result of `dtbench gate`")))
+        return _add(sources, path, "gate", of_gate(_read(path, data, Gate, "result of `dtbench gate`")))
     if kind == "profile of calls":
-        calls = _read(path, data, Calls, "table of `dtbench profile`").cases
-        return replace(sources, calls=(*sources.calls, *calls))
+        return _add(sources, path, "calls", *_read(path, data, Calls, "table of `dtbench profile`").cases)
     if kind == "profile of ranks":
-        ranks = _read(path, data, Ranks, "table of `dtbench profile`").sections
-        return replace(sources, ranks=(*sources.ranks, *ranks))
+        return _add(sources, path, "ranks", *_read(path, data, Ranks, "table of `dtbench profile`").sections)
     if {"torch", "verdicts"} <= set(data):
-        return replace(sources, verdict_tables=(*sources.verdict_tables, read_baseline(path)))
+        return _add(sources, path, "verdict_tables", read_baseline(path))
     if {"mesh", "groups"} <= set(data):
-        _one(sources.regret, path, "result of regret")
-        return replace(sources, regret=_read(path, data, Regret, "result of `dtbench regret --json`"))
+        return _add(sources, path, "regret", _read(path, data, Regret, "result of `dtbench regret --json`"))
     raise UnreadableRunError(
         f"{path} is none of the files that a report is made of (its kind is {shown(kind)}): expected {KINDS}"
     )
 
 
-def _one(there: object, path: Path, what: str) -> None:
-    if there is not None:
-        raise UsageError(f"{path} is a second {what}: a report shows one; give one of them")
+def _add(sources: Sources, path: Path, name: str, *found: Any) -> Sources:
+    there = getattr(sources, name)
+    if there is not None and not isinstance(there, tuple):
+        words = {"topology": "topology", "gate": "result of a gate", "regret": "result of regret"}
+        raise UsageError(f"{path} is a second {words[name]}: a report shows one; give one of them")
+    more: dict[str, Any] = {name: found[0] if there is None else (*there, *found)}
+    return replace(sources, **more)
 
 
 def _read(path: Path, data: Mapping[str, Any], kind: type[_T], what: str) -> _T:

@@ -66,11 +66,17 @@ def settings() -> Iterator[None]:
 
 
 def draw(
-    width_px: float, height_px: float, paint: Callable[[Figure], None], *, prefix: str, title: str, desc: str
+    width_px: float,
+    height_px: float,
+    paint: Callable[[Figure], None],
+    *,
+    prefix: str,
+    title: str = "",
+    desc: str = "",
 ) -> Markup:
     """The SVG that `paint` draws on a figure of this size, within `settings`; one unit is one CSS pixel.
 
-    prefix: unique in the page, letters and digits. title, desc: what a screen reader says.
+    prefix: unique in the page, letters and digits. title, desc: what a screen reader says; without a title nothing.
     """
     figure = Figure(figsize=(width_px / 72, height_px / 72))
     FigureCanvasSVG(figure)
@@ -103,9 +109,11 @@ def _adopt(svg: str, width: float, height: float, prefix: str, title: str, desc:
     body = re.sub(r">\s+<", "><", body)
     for name, stand_in in STAND_IN.items():
         body = body.replace(stand_in, f"var(--{name})")
+    opening = f'<svg class="plot" viewBox="0 0 {width:g} {height:g}"'
+    if not title:
+        return f'{opening} aria-hidden="true">{body}</svg>'
     return (
-        f'<svg class="plot" role="img" viewBox="0 0 {width:g} {height:g}" '
-        f'aria-labelledby="{prefix}-t {prefix}-d">'
+        f'{opening} role="img" aria-labelledby="{prefix}-t {prefix}-d">'
         f'<title id="{prefix}-t">{html.escape(printable(title))}</title>'
         f'<desc id="{prefix}-d">{html.escape(printable(desc))}</desc>{body}</svg>'
     )

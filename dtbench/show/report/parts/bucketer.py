@@ -57,9 +57,9 @@ def fill(section: Section, of: Material) -> None:
         section.add(_throughput(section, buckets), _bucket_table(buckets))
         _headline(section, buckets)
     overlaps = of.cases("overlap")
-    section.add(_overlap(overlaps), _overlap_table(overlaps) if overlaps else None)
+    section.add(_overlap(overlaps), _overlap_table(overlaps))
     ranks = of.sources.ranks
-    section.add(_parts(ranks), _timeline(of.sources.spans), _parts_table(ranks) if ranks else None)
+    section.add(_parts(ranks), _timeline(of.sources.spans), _parts_table(ranks))
 
 
 # ------------------------------------------------------------------------------------ buckets

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dtbench.layout import layout_of
 from dtbench.model import Gpu, Header
 from dtbench.show.report import tables as t
-from dtbench.show.report.axes import bandwidth_tick, seconds_tick, value_axis
+from dtbench.show.report.axes import bandwidths_axis, seconds_tick, times_axis
 from dtbench.show.report.cases import Case, distinct, group, main_dtype
 from dtbench.show.report.figures import Curves, Figure, Series, Style, curves
 from dtbench.show.report.impls import named
@@ -140,7 +140,7 @@ def _bandwidths(
         f"Bus bandwidth over tensor size, {dtype}, isolated calls; "
         "both axes logarithmic and common to all panels. A line that stops rising has reached what the links "
         "give; where “together” lies below “alone”, the groups share a link.",
-        y=lambda values: value_axis(values, bandwidth_tick, log=True),
+        y=bandwidths_axis,
         columns=min(max(len({dim for _, dim in wanted}), 2), 3),
     )
 
@@ -188,7 +188,7 @@ def _times(
         f"Time over tensor size, {dtype}, isolated calls; both axes logarithmic and common to all panels. "
         "The distance of the core and torch from c10d is what a redistribution costs beside its collective; where "
         "the model’s dashes leave the points, its prices mislead.",
-        y=lambda values: value_axis(values, seconds_tick, log=True, most=6),
+        y=times_axis,
     )
 
 
@@ -207,7 +207,7 @@ def _lines(cases: Sequence[Case], moved: Sequence[Case]) -> list[Series]:
 # ------------------------------------------------------------------------------------ tables
 
 
-def _contention(cases: Sequence[Case]) -> t.Table | None:
+def _contention(cases: Sequence[Case]) -> t.Table:
     """What the sibling groups cost: the largest size, alone and together."""
     rows = []
     for (dim, name), members in group(cases, lambda c: (c.get("mesh_dim"), c.name)).items():
@@ -215,8 +215,6 @@ def _contention(cases: Sequence[Case]) -> t.Table | None:
         at = {c.get("groups"): c.only for c in members if c.only.size_bytes == size}
         if {"alone", "together"} <= set(at):
             rows.append((dim, name, size, at["alone"], at["together"]))
-    if not rows:
-        return None
     alone, together = [r[3] for r in rows], [r[4] for r in rows]
     times = [("alone", [m.estimate_s for m in alone]), ("together", [m.estimate_s for m in together])]
     bus = [("alone, bus", [m.busbw_Bps for m in alone]), ("together, bus", [m.busbw_Bps for m in together])]

@@ -10,7 +10,7 @@ import numpy as np
 
 from dtbench.cost.price import price, ring_us
 from dtbench.show.report import tables as t
-from dtbench.show.report.axes import ratio_axis, seconds_tick, value_axis
+from dtbench.show.report.axes import ratio_axis, times_axis
 from dtbench.show.report.figures import Curves, Figure, Series, Style, curves
 from dtbench.show.report.parts.regret import add_regret
 from dtbench.show.report.section import Material, Part, Section
@@ -127,7 +127,7 @@ def _fit(section: Section, topology: Json) -> Figure | None:
         "samples, from the last arrival of a rank on, which is why it lies below the other figures’ times; the band is "
         "what nine of ten new launches would measure, and the grey ground the sizes that the constants are fitted on. "
         "Far from the points, a line misleads DTensor’s planner.",
-        y=lambda values: value_axis(values, seconds_tick, log=True, most=6),
+        y=times_axis,
         columns=3,
     )
 
@@ -251,10 +251,8 @@ def _constants(topology: Json) -> t.Table:
     )
 
 
-def _left_out(topology: Json) -> t.Table | None:
-    left_out = topology.get("left_out")
-    if not left_out:
-        return None
+def _left_out(topology: Json) -> t.Table:
+    left_out = topology.get("left_out") or []
     return t.Table(
         "Mesh dims without constants",
         [
@@ -265,10 +263,8 @@ def _left_out(topology: Json) -> t.Table | None:
     )
 
 
-def _contention(topology: Json) -> t.Table | None:
+def _contention(topology: Json) -> t.Table:
     rows = [(dim, name, ratio) for dim in topology["dims"] for name, ratio in dim["contention"].items()]
-    if not rows:
-        return None
     return t.Table(
         "Time of all groups at once over the time of one alone: 2 where two share one link",
         [

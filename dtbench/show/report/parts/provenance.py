@@ -27,10 +27,7 @@ def hosts(header: Header) -> list[str]:
 
 def hardware(header: Header) -> str:
     machine = header.machine
-    gpus: dict[str, int] = {}
-    for gpu in machine.gpus:
-        name = str(gpu.name or "GPU")
-        gpus[name] = gpus.get(name, 0) + 1
+    gpus = Counter(str(gpu.name or "GPU") for gpu in machine.gpus)
     named = [f"{count} × {name}" for name, count in gpus.items()]
     return ", ".join([*named, str(machine.cpu.model or "unknown CPU")])
 

@@ -185,11 +185,9 @@ def _skew(found: Sequence[Ranks]) -> Figure | None:
     )
 
 
-def _table(found: Sequence[Ranks], header: Header) -> t.Table | None:
+def _table(found: Sequence[Ranks], header: Header) -> t.Table:
     hosts = {rank.rank: rank.host for rank in header.ranks}
     rows = [(one, rank) for one in found for rank in sorted(one.late_s)]
-    if not rows:
-        return None
     late = [one.late_s[rank] for one, rank in rows]
     return t.Table(
         "Every rank: how late it comes, and its group’s bandwidth",
