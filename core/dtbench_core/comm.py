@@ -23,8 +23,13 @@ from torch.distributed import ProcessGroup, Work
 
 from dtbench_core import torch_compat
 from dtbench_core.errors import ArgumentError
-from dtbench_core.runtime import current
-from dtbench_core.torch_compat import ALL_GATHER_METHOD, ALL_TO_ALL_METHOD, REDUCE_SCATTER_METHOD
+from dtbench_core.runtime import current, process
+from dtbench_core.torch_compat import (
+    ALL_GATHER_METHOD,
+    ALL_TO_ALL_METHOD,
+    REDUCE_SCATTER_METHOD,
+    dispatch_modes_active,
+)
 
 _REDUCE_OP = {op: getattr(dist.ReduceOp, op.upper()) for op in ("sum", "avg", "product", "max", "min")}
 
@@ -86,6 +91,8 @@ def all_gather(
     received, sent = output, input
     if output.is_complex():
         received, sent = _real(output), _real(input.resolve_conj())
+    if dispatch_modes_active() and process.mode is None:  # see _completed
+        return _completed(received, _ops.all_gather_into_tensor(sent, group.size(), group.group_name))
     return _finish(getattr(group, ALL_GATHER_METHOD)(received, sent, _GATHER[async_op]), async_op)
 
 
@@ -106,8 +113,11 @@ def reduce_scatter(
     if output.is_complex():
         _refuse_complex("reduce_scatter", op)
         received, sent = _real(output), _real(input.resolve_conj())
-    reduce = getattr(group, REDUCE_SCATTER_METHOD)
-    work = _finish(reduce(received, sent, _REDUCE_SCATTER[op, async_op]), async_op)
+    if dispatch_modes_active() and process.mode is None:  # see _completed
+        work = _completed(received, _ops.reduce_scatter_tensor(sent, op, group.size(), group.group_name))
+    else:
+        reduce = getattr(group, REDUCE_SCATTER_METHOD)
+        work = _finish(reduce(received, sent, _REDUCE_SCATTER[op, async_op]), async_op)
     if averaged:
         output /= group.size()
     return work
@@ -126,7 +136,10 @@ def all_reduce(
     if tensor.is_complex():
         _refuse_complex("all_reduce", op)
         sent = _real(tensor)
-    work = _finish(group.allreduce([sent], _REDUCE[op, async_op]), async_op)
+    if dispatch_modes_active() and process.mode is None:  # see _completed
+        work = _completed(sent, _ops.all_reduce(sent, op, group.group_name))
+    else:
+        work = _finish(group.allreduce([sent], _REDUCE[op, async_op]), async_op)
     if averaged:
         tensor /= group.size()
     return work
@@ -147,6 +160,10 @@ def all_to_all(
     received, sent = output, input
     if output.is_complex():
         received, sent = _real(output), _real(input.resolve_conj())
+    if dispatch_modes_active() and process.mode is None:  # see _completed
+        n = group.size()
+        rows = [given or [t.size(0) // n] * n for given, t in zip(splits, (received, sent), strict=True)]
+        return _completed(received, _ops.all_to_all_single(sent, *rows, group.group_name))
     if not async_op and type(sent) is torch.Tensor and sent.is_cpu and dist.get_backend(group) == "gloo":
         _send_and_receive(received, sent, group, *splits)
         return None
@@ -189,6 +206,8 @@ def broadcast(tensor: torch.Tensor, group: ProcessGroup, src: int = 0, async_op:
     options = torch_compat.BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = src, 0, async_op
     sent = _real(tensor) if tensor.is_complex() else tensor
+    if dispatch_modes_active() and process.mode is None:  # see _completed
+        return _completed(sent, _ops.broadcast(sent, src, group.group_name))
     return _finish(group.broadcast([sent], options), async_op)
 
 
@@ -216,6 +235,20 @@ def all_gather_objects(value: Any, group: ProcessGroup | None = None) -> list[An
     gathered: list[Any] = [None] * (dist.get_world_size() if group is None else group.size())
     dist.all_gather_object(gathered, value, group=group)
     return gathered
+
+
+_ops = torch.ops._c10d_functional
+
+
+def _completed(output: torch.Tensor, result: torch.Tensor) -> Work | None:
+    """Waits for a functional collective, and leaves what it gives in `output`; nothing is left to wait for.
+
+    These are for when a mode looks on: a tracer, whose graph must hold the wait, or a tool that knows collectives by
+    name. A method of the process group would leave a graph with the collective and without its wait. Simulated
+    ranks take the methods (`simulate`).
+    """
+    output.copy_(_ops.wait_tensor(result).view(output.shape))
+    return None
 
 
 def _averages(group: ProcessGroup, tensor: torch.Tensor) -> bool:

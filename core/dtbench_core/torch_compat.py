@@ -6,11 +6,13 @@ reduce_scatter_tensor -> reduce_scatter_single) and warns about the old names; 2
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._library import fake_class_registry
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental import proxy_tensor
@@ -41,6 +43,7 @@ ScatterOptions = distributed_c10d.ScatterOptions
 # The mode and autograd state the dispatch path asks for on every call. All of these are C functions
 # that take tenths of a microsecond, against microseconds for their public wrappers.
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
+EnableTorchFunction = torch._C._EnableTorchFunction
 # As a class's `__torch_function__`: ops go straight to its `__torch_dispatch__`.
 disabled_torch_function = cast("Any", torch._C._disabled_torch_function_impl)
 any_requires_grad = torch._C._any_requires_grad
@@ -51,10 +54,13 @@ is_grad_enabled = torch.is_grad_enabled
 get_default_dtype = torch.get_default_dtype
 dispatch_modes_active = torch._C._len_torch_dispatch_stack
 functorch_level = cast("Callable[[], object]", torch._C._functorch.peek_interpreter_stack)
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 # autograd.grad and backward without their checks of the arguments; it keeps the context for the engine's threads.
 run_backward = cast(
     "Callable[..., tuple[torch.Tensor | None, ...]]", torch.autograd.graph._engine_run_backward
 )
+# A cotangent for each output: those given, checked, and 1 for a scalar without.
+make_grads = cast("Callable[..., tuple[torch.Tensor | None, ...]]", torch.autograd._make_grads)
 # Of tensors whose dim 0 is a multiple of n: the n chunks of each, side by side: (n, ...). One call, and on
 # CUDA one kernel, for all of them.
 chunk_cat = cast("Callable[..., torch.Tensor]", torch._chunk_cat)
@@ -146,6 +152,15 @@ def mesh_group_names(mesh: DeviceMesh) -> list[str]:
     return [str(name) for name in getattr(mesh, "_dim_group_names", [])]
 
 
+# A view op that autograd does not follow: what comes of it counts its writes together with the argument. Being for
+# sparse tensors, it is met by no DTensor otherwise: dispatch answers it with the local tensor.
+LENDING = torch.ops.aten._indices.default
+lend = torch.Tensor._indices
+# (class, tensor): as that class, counting writes together with the tensor. Of another class' metadata: `set_data`.
+make_subclass = torch.Tensor._make_subclass
+as_subclass = torch.Tensor.as_subclass  # the same as a view, which autograd sees
+set_data = cast("Any", torch.Tensor.data).__set__
+
 _version: Callable[[torch.Tensor], int] = vars(torch._C.TensorBase)["_version"].__get__
 
 
@@ -176,3 +191,21 @@ def trace_as(tensor: torch.Tensor, proxy: Any, tracer: Any) -> None:
     """From now on `tensor` stands for `proxy` in the graph."""
     with untraced():
         proxy_tensor.track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
+
+
+# ---- torch.compile ----
+
+
+def register_constant(cls: type) -> None:
+    """Lets objects of `cls`, which compare by value and whose `repr` makes them anew, be constants of a graph."""
+    opaque = importlib.import_module("torch._library.opaque_object")
+    names = [name for name in dir(cls) if not name.startswith("_")]
+    used = dict.fromkeys([*names, "__eq__"], opaque.MemberType.USE_REAL)
+    cls.__fx_repr__ = lambda self: (repr(self), {type(self).__name__: type(self)})  # type: ignore[attr-defined]
+    opaque.register_opaque_type(cls, typ="value", members=used)
+
+
+def real_object(traced: Any) -> Any:
+    """What an object is that a graph knows as an input of its own, such as a mesh; itself, if it is none."""
+    kind = vars(fake_class_registry)["FakeScriptObject"]
+    return object.__getattribute__(traced, "real_obj") if type(traced) is kind else traced

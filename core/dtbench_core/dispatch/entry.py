@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 
 from dtbench_core import runtime
 from dtbench_core.dispatch import out_and_resize
-from dtbench_core.dispatch.autograd_grad import grad
+from dtbench_core.dispatch.autograd_grad import backward, backward_of, grad
 from dtbench_core.dispatch.cache_key import key_of
 from dtbench_core.dispatch.learnt_calls import all_elementwise, plan_of_call, takes_one_tensor
 from dtbench_core.dispatch.make_plan import build, first_run
@@ -53,8 +53,8 @@ _MISSING: Any = object()
 # what is called for each: the function itself, mostly.
 _direct: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.autograd.grad: grad,
-    torch.autograd.backward: torch.autograd.backward,
-    torch.Tensor.backward: torch.Tensor.backward,
+    torch.autograd.backward: backward,
+    torch.Tensor.backward: backward_of,
     torch.split: torch.Tensor.split,
 }
 # Functions that are several ops to torch and one to us; NotImplemented sends a call the common way.
@@ -84,11 +84,11 @@ def torch_function(
     if kwargs is None:
         kwargs = {}
     composite = composites.get(func)
-    if composite is not None and not _modes_active():
+    if composite is not None and not modes_active():
         result = composite(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    if (is_grad_enabled() and _requires_grad(args, kwargs)) or _modes_active():
+    if (is_grad_enabled() and _requires_grad(args, kwargs)) or modes_active():
         return _through_torch(cls, func, args, kwargs)
     key, locals_, local_kwargs = key_of(cls, func, func in process.elementwise, args, kwargs)
     try:
@@ -114,7 +114,7 @@ def _requires_grad(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return False
 
 
-def _modes_active() -> bool:
+def modes_active() -> bool:
     """Whether somebody besides autograd must see the call."""
     return (
         dispatch_modes_active() > 0

@@ -44,7 +44,7 @@ NAMES = (*STAGES, BOOKKEEPING)
 # Module-level functions by stage, and methods.
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "entry": (dispatch._through_torch,),
-    "checks": (dispatch._requires_grad, dispatch._modes_active),
+    "checks": (dispatch._requires_grad, dispatch.modes_active),
     "key": (cache_key.key_of,),
     "cache": (redistribute.request, layout.even_spec),
     "plan": (make_plan.build, make_plan.first_run),

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import MeshError
 from dtbench_core.runtime import current
-from dtbench_core.torch_compat import current_mesh, ranks_of_mesh
+from dtbench_core.torch_compat import current_mesh, ranks_of_mesh, real_object
 
 
 class MeshInfo:
@@ -101,6 +101,7 @@ def mesh_info(mesh: DeviceMesh) -> MeshInfo:
             f"got {type(mesh).__name__} as device_mesh, expected a torch DeviceMesh: make one with "
             "torch.distributed.device_mesh.init_device_mesh(device_type, shape)"
         )
+    mesh = real_object(mesh)
     info = _shared_info(mesh)
     key = id(mesh)
 

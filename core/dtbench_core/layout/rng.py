@@ -7,9 +7,10 @@ moment, and sends nothing.
 
 It holds while the generators of the ranks are alike. Seed them alike, with `manual_seed` or with
 `torch.manual_seed(seed)` on every rank. For those who did neither, every rank takes over the generator
-state of the mesh's first rank before the first random op on a mesh. A rank that afterwards seeds or
-draws by itself (`torch.rand` under `if rank == 0`) leaves the others' sequence, and replicas then
-differ. A generator passed as `generator=` is the caller's: it must be in the same state on all ranks.
+state of the mesh's first rank before the first random op on a mesh. A rank may afterwards seed or draw by
+itself (`torch.manual_seed(rank)`): before replicas are drawn, their ranks compare states (16 bytes to each
+other), and take over the first's where they differ; shards are then still random, and not those of one device.
+A generator passed as `generator=` is the caller's: it must be in the same state on all ranks.
 Ranks outside the mesh draw too, and keep nothing, to stay in step with the members.
 
 Where a mesh has a region, that draws instead.
@@ -17,6 +18,7 @@ Where a mesh has a region, that draws instead.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -30,6 +32,7 @@ from dtbench_core.layout.shard_layout import part_of
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, held_by
 from dtbench_core.runtime import current
+from dtbench_core.torch_compat import dispatch_modes_active
 
 
 class Region(Protocol):
@@ -42,7 +45,10 @@ def draw(spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]) -> to
     """This rank's part of `make(spec.shape)`, where `make` draws a tensor of the shape it is given."""
     regions = current().regions
     region = regions.get(spec.info.mesh) if regions else None
-    return part_of(make(spec.shape), spec) if region is None else region.draw(spec, make)
+    if region is not None:
+        return region.draw(spec, make)
+    _agree(spec)
+    return part_of(make(spec.shape), spec)
 
 
 def draw_like(
@@ -61,6 +67,8 @@ def draw_like(
     region = regions.get(spec.info.mesh) if regions else None
     if region is not None:
         return region.draw(spec, lambda shape: op(torch.empty(shape, dtype=spec.dtype, device=device)))
+    if generator is None:
+        _agree(spec)
     return part_of(op(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)), spec)
 
 
@@ -87,6 +95,28 @@ def keep_in_step(mesh: MeshInfo) -> None:
     for group in mesh.groups:
         comm.broadcast(state, group)
     module.set_rng_state(state.cpu())
+
+
+def _agree(spec: DTensorSpec) -> None:
+    """Before a tensor is drawn: ranks that are to hold the same values bring their generators into one state."""
+    mesh = spec.info
+    groups = [
+        g for g, p in zip(mesh.groups, spec.placements, strict=False) if not p.is_shard() and g.size() > 1
+    ]
+    if not groups or dispatch_modes_active():  # a mode traces, or simulates all ranks with one generator
+        return
+    module = generators(mesh)
+    state = module.get_rng_state()
+    digest = int.from_bytes(hashlib.blake2b(state.numpy().tobytes(), digest_size=7).digest())
+    extremes = torch.tensor([digest, -digest], device=mesh.device_type)
+    for group in groups:
+        comm.all_reduce(extremes, group, "max")
+    most, least = extremes.tolist()
+    if most != -least:
+        state = state.to(mesh.device_type)
+        for group in groups:
+            comm.broadcast(state, group)
+        module.set_rng_state(state.cpu())
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:

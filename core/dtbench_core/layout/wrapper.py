@@ -12,7 +12,7 @@ from typing import ClassVar, TypeVar
 import torch
 
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.torch_compat import make_wrapper
+from dtbench_core.torch_compat import as_subclass, make_subclass, make_wrapper, set_data
 
 Wrapped = TypeVar("Wrapped", bound="Wrapper")
 
@@ -56,6 +56,16 @@ def wrap(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, requires_gr
     made._local_tensor = local  # type: ignore[attr-defined]
     made._spec = spec  # type: ignore[attr-defined]
     return made  # type: ignore[return-value]
+
+
+def wrap_shared(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, *, view: bool = False) -> Wrapped:
+    """As `wrap`, of a plain tensor that others hold too: writes to one are counted for both, so that autograd notices
+    when what it saved was changed. view: to autograd the result is a view of `local`."""
+    made = as_subclass(local, cls) if view else make_subclass(cls, local)
+    set_data(made, wrap(cls, local, spec))
+    made._local_tensor = local.detach()  # autograd marks the one object, and must not mark the other
+    made._spec = spec
+    return made
 
 
 # The local tensor, whatever the tensor's class says of reading it.

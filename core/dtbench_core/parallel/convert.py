@@ -25,14 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtbench_core.errors import ArgumentError, MeshError
 from dtbench_core.layout.mesh import mesh_info, mesh_or_current
 from dtbench_core.layout.placement import Placement, Placements, Replicate, Shard
-from dtbench_core.layout.spec import normalize
 from dtbench_core.tensor.dtensor import DTensor
 
 
 def placed(tensor: DTensor, placements: Placements) -> DTensor:
-    """Redistributed if need be; asking first spares a node in the autograd graph."""
-    wanted = normalize(placements, tensor.ndim, tensor._spec.info)
-    return tensor if tensor.placements == wanted else tensor.redistribute(placements=wanted)
+    """Redistributed if need be."""
+    return tensor if tensor.placements == placements else tensor.redistribute(placements=placements)
 
 
 def read_input(

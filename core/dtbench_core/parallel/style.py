@@ -25,14 +25,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import ArgumentError, PlacementError
 from dtbench_core.layout.mesh import mesh_info
-from dtbench_core.layout.placement import Placement, Replicate, Shard, describe
+from dtbench_core.layout.placement import Placement, Placements, Replicate, Shard, describe
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.parallel.convert import placed
 from dtbench_core.parallel.embedding import look_up_rows
 from dtbench_core.parallel.errors import UnsupportedModuleError
 from dtbench_core.parallel.parameters import check_parameters, place_parameter
 from dtbench_core.tensor.distribute import distribute_module
-from dtbench_core.tensor.dtensor import DTensor, wrapped
+from dtbench_core.tensor.dtensor import DTensor, handed_over, wrapped
+from dtbench_core.torch_compat import is_dynamo_compiling
 
 # (module, its inputs or outputs, mesh) -> what takes their place.
 Convert = Callable[[nn.Module, Any, DeviceMesh], Any]
@@ -56,6 +57,22 @@ class _Sharding(NamedTuple):
 
     parameters: dict[str, Placement]
     input: Placement  # what the local computation needs
+
+
+def annotated(local: torch.Tensor, mesh: DeviceMesh, layouts: Placements, features: int) -> DTensor:
+    """A layer's plain input as the DTensor that `layouts` says it is part of. features: of a linear layer, which the
+    whole input has in its last dim; else 0.
+    """
+    if is_dynamo_compiling():
+        from dtbench_core.parallel import compiled
+
+        return compiled.annotated(local, mesh, layouts, features)
+    layouts = normalize(layouts, local.ndim, mesh_info(mesh))
+    if features and layouts == (Shard(local.ndim - 1),):
+        # The whole size is known here, so uneven shards are understood without asking the other ranks.
+        shape = (*local.shape[:-1], features)
+        return wrapped(local, DTensorSpec.of(mesh, layouts, shape, contiguous_stride(shape), local.dtype))
+    return DTensor.from_local(local, mesh, layouts)
 
 
 class LayerStyle(ParallelStyle):
@@ -124,22 +141,12 @@ class LayerStyle(ParallelStyle):
             )
         tensor = inputs[0]
         if not isinstance(tensor, DTensor):
-            tensor = self._annotate(module, tensor, mesh)
+            tensor = annotated(tensor, mesh, self.input_layouts, getattr(module, "in_features", 0))
         return placed(tensor, (wanted,))
-
-    def _annotate(self, module: nn.Module, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-        """The plain input as the DTensor that `input_layouts` says it is part of."""
-        layouts = normalize(self.input_layouts, local.ndim, mesh_info(mesh))
-        if isinstance(module, nn.Linear) and layouts == (Shard(local.ndim - 1),):
-            # The whole size is known here, so uneven shards are understood without asking the other ranks.
-            shape = (*local.shape[:-1], module.in_features)
-            spec = DTensorSpec.of(mesh, layouts, shape, contiguous_stride(shape), local.dtype)
-            return wrapped(local, spec)
-        return DTensor.from_local(local, mesh, layouts)
 
     def _prepare_output(self, output: DTensor) -> torch.Tensor:
         moved = placed(output, self.output_layouts)
-        return moved.to_local() if self.use_local_output else moved
+        return handed_over(moved) if self.use_local_output else moved
 
     def __repr__(self) -> str:
         return (

@@ -328,7 +328,7 @@ def new_strided(call: OpCall) -> Strategy:
         made: torch.Tensor = aten.new_empty_strided(local, size, strides, **kwargs)
         return made
 
-    return Strategy(_new_rows(call), local_shape_args=(1,), local_op=local_op)
+    return Strategy(_new_rows(call), local_shape_args=(1,), local_op=local_op, any_lengths=True)
 
 
 def _new_rows(call: OpCall) -> list[Row]:

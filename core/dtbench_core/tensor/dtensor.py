@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.dispatch import entry as dispatch
 from dtbench_core.errors import ArgumentError, LayoutError, MeshError, MixedTensorError, PlacementError
-from dtbench_core.layout.copied_view import CopiedView
+from dtbench_core.layout.copied_view import CopiedView, is_copied
 from dtbench_core.layout.local_shards import check_places, holds_shards, plain_part
 from dtbench_core.layout.mesh import MeshInfo, mesh_info, mesh_or_current
 from dtbench_core.layout.placement import Partial, Placement, Placements, RaggedShard
@@ -27,7 +27,7 @@ from dtbench_core.layout.shard_layout import (
     even_spec,
 )
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
-from dtbench_core.layout.wrapper import MEMORIES, Wrapper, wrap
+from dtbench_core.layout.wrapper import MEMORIES, Wrapper, held_by, wrap, wrap_shared
 from dtbench_core.redistribute.autograd import Redistribute, cast_dtype, follow, redistribute_tensor
 from dtbench_core.redistribute.route import Route, apply, placements_of_gradient, plan, request
 from dtbench_core.tensor import checkpoint
@@ -35,6 +35,13 @@ from dtbench_core.tensor.view_methods import straight_methods
 from dtbench_core.torch_compat import (
     DisableTorchFunction,
     any_requires_grad,
+    dispatch_modes_active,
+    functorch_level,
+    is_dynamo_compiling,
+    is_inference_mode_enabled,
+    lend,
+    mesh_group_names,
+    ranks_of_mesh,
     register_foreach_type,
 )
 
@@ -118,6 +125,27 @@ class DTensor(Wrapper):
         spec = DTensorSpec.of(spec.info, spec.placements, outer_size, outer_stride, local.dtype)
         return wrap(DTensor, local, spec, requires_grad)
 
+    # What AOTAutograd asks of a gradient: it takes its placements for granted while it traces, and a compiled
+    # backward is given what has them.
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        placed = placements_of_gradient(self._spec.placements)
+        return self if placed == self._spec.placements else self.redistribute(placements=placed)
+
+    def __coerce_same_metadata_as_tangent__(
+        self, described: tuple[DTensorSpec, bool], expected_type: type | None = None
+    ) -> torch.Tensor | None:
+        if expected_type is not None:
+            return self.full_tensor() if expected_type is torch.Tensor else None
+        return self.redistribute(placements=described[0].placements)
+
+    def _stable_hash_for_caching(self) -> str:
+        """Names what a graph traced with this tensor depends on, its process groups included."""
+        spec, local = self._spec, self._local_tensor
+        mesh = spec.info.mesh
+        groups = mesh.device_type, mesh.mesh_dim_names, ranks_of_mesh(mesh), mesh_group_names(mesh)
+        kept = tuple(local.shape), local.stride(), self.requires_grad
+        return repr((groups, spec.placements, tuple(spec.shape), tuple(spec.stride), spec.dtype, kept))
+
     __reduce_ex__ = checkpoint.reduce
 
     def __deepcopy__(self, memo: Any) -> DTensor:
@@ -164,6 +192,18 @@ class DTensor(Wrapper):
                 run_check).
             PlacementError, ArgumentError: placements or arguments that cannot hold.
         """
+        if is_dynamo_compiling():
+            from dtbench_core.tensor import compiled
+
+            return compiled.from_local(
+                local_tensor,
+                device_mesh=device_mesh,
+                placements=placements,
+                run_check=run_check,
+                shape=shape,
+                stride=stride,
+                grad_placements=grad_placements,
+            )
         info = mesh_info(mesh_or_current(device_mesh))
         simple = shape is None and stride is None and grad_placements is None and not run_check
         if simple and local_tensor.__class__ is torch.Tensor and isinstance(placements, (list, tuple)):
@@ -204,12 +244,16 @@ class DTensor(Wrapper):
             grad_placements: how the gradients that flow back on the ranks make up the global one; the
                 default is the tensor's placements, with Replicate for Partial.
         """
+        if is_dynamo_compiling():
+            from dtbench_core.tensor import compiled
+
+            return compiled.to_local(self, grad_placements=grad_placements)
         if torch.is_grad_enabled() and any_requires_grad(self):
             spec = self._spec
             placed = None if grad_placements is None else normalize(grad_placements, spec.ndim, spec.info)
-            local: torch.Tensor = ToLocal.apply(self, placed)
+            local: torch.Tensor = ToLocal.apply(self, placed, False)
             return local
-        return _detached(self._local_tensor)
+        return _lent(self)
 
     def redistribute(
         self,
@@ -220,7 +264,7 @@ class DTensor(Wrapper):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same tensor placed as `placements` (all Replicate when not given); differentiable.
+        """The same tensor placed as `placements` (all Replicate when not given); differentiable. Itself, if it is.
 
         Args:
             device_mesh: only the tensor's own; may be left out.
@@ -230,6 +274,16 @@ class DTensor(Wrapper):
         Raises:
             MeshError: another mesh. PlacementError: a Partial that the tensor is not already.
         """
+        if is_dynamo_compiling():
+            from dtbench_core.tensor import compiled
+
+            return compiled.redistribute(
+                self,
+                device_mesh=device_mesh,
+                placements=placements,
+                forward_dtype=forward_dtype,
+                backward_dtype=backward_dtype,
+            )
         spec = self._spec
         if (
             device_mesh is not None
@@ -241,6 +295,13 @@ class DTensor(Wrapper):
                 "full_tensor() and distribute_tensor() move between meshes"
             )
         route = request(spec, placements)
+        if (
+            not route
+            and forward_dtype in (None, spec.dtype)
+            and backward_dtype is None
+            and not is_copied(self)
+        ):
+            return self  # as `to` does, so that a write to the one is a write to the other
         moved: Any
         if torch.is_grad_enabled() and any_requires_grad(self):
             moved = Redistribute.apply(self, route, forward_dtype, backward_dtype)
@@ -252,6 +313,10 @@ class DTensor(Wrapper):
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor on every rank; differentiable. `grad_placements` as in `to_local`."""
+        if is_dynamo_compiling():
+            from dtbench_core.tensor import compiled
+
+            return compiled.full_tensor(self, grad_placements=grad_placements)
         route = request(self._spec, None)
         if torch.is_grad_enabled() and any_requires_grad(self):
             info = self._spec.info
@@ -259,6 +324,14 @@ class DTensor(Wrapper):
             whole: torch.Tensor = FullTensor.apply(self, route, placed)
             return whole
         return _whole(self, route)
+
+
+def handed_over(tensor: DTensor) -> torch.Tensor:
+    """`tensor.to_local()` where `tensor` has no other use: an activation in place may write to the result."""
+    if not is_dynamo_compiling() and torch.is_grad_enabled() and any_requires_grad(tensor):
+        local: torch.Tensor = ToLocal.apply(tensor, None, True)
+        return local
+    return tensor.to_local()
 
 
 def wrapped(local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements | None = None) -> DTensor:
@@ -272,7 +345,7 @@ def wrapped(local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements 
     if torch.is_grad_enabled() and local.requires_grad:
         made: DTensor = FromLocal.apply(local, spec, grad_placements)
         return made
-    return wrap(DTensor, _detached(local) if member else empty_part(spec.dtype, local.device), spec)
+    return _held(local, spec)
 
 
 def _gradient(local: torch.Tensor, info: MeshInfo, placements: Placements, shape: Sequence[int]) -> DTensor:
@@ -285,7 +358,36 @@ def _whole(tensor: DTensor, route: Route) -> torch.Tensor:
     """The tensor at the end of its route to Replicate, outside autograd."""
     if route:
         return apply(tensor._local_tensor, route)
-    return plain_part(tensor._local_tensor, tensor._spec).detach()
+    return plain_part(tensor._local_tensor, tensor._spec).clone()  # moved or not, it is nobody else's
+
+
+def _lent(tensor: DTensor) -> torch.Tensor:
+    """The local tensor as another object on the same memory, which counts writes together with `tensor`."""
+    local = held_by(tensor)
+    if _uncounted(local):
+        return _detached(tensor._local_tensor)
+    with DisableTorchFunction():
+        return lend(tensor)
+
+
+def _held(local: torch.Tensor, spec: DTensorSpec, *, view: bool = False) -> DTensor:
+    """`local`, which others hold too, as this rank's part."""
+    if spec.info.coordinate is None:
+        return wrap(DTensor, empty_part(spec.dtype, local.device), spec)
+    if _uncounted(local):
+        return wrap(DTensor, _detached(local), spec)
+    with DisableTorchFunction():
+        return wrap_shared(DTensor, local, spec, view=view)
+
+
+def _uncounted(local: torch.Tensor) -> bool:
+    """Whether torch counts no writes to `local` now: modes and transforms keep their own account."""
+    return (
+        local.__class__ is not torch.Tensor
+        or dispatch_modes_active() > 0
+        or functorch_level() is not None
+        or is_inference_mode_enabled()
+    )
 
 
 def _detached(local: torch.Tensor) -> torch.Tensor:
@@ -319,8 +421,7 @@ class FromLocal(torch.autograd.Function):
     ) -> DTensor:
         ctx.spec, ctx.local_shape = spec, local.shape
         ctx.grad_placements = grad_placements or placements_of_gradient(spec.placements)
-        held = _detached(local) if spec.info.coordinate is not None else empty_part(spec.dtype, local.device)
-        return wrap(DTensor, held, spec)
+        return _held(local, spec, view=True)  # as in ToLocal: a write to it would change `local`
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None, None]:
@@ -342,16 +443,20 @@ class ToLocal(torch.autograd.Function):
     """DTensor -> local tensor."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, grad_placements: Placements | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: DTensor, grad_placements: Placements | None, writable: bool
+    ) -> torch.Tensor:
         ctx.spec = tensor._spec
         ctx.grad_placements = grad_placements or placements_of_gradient(tensor._spec.placements)
-        # A fresh tensor object: autograd marks the result, and must not mark `_local_tensor`.
-        return tensor._local_tensor.detach()
+        # To autograd a view made in here, so that it refuses a write: that would change `tensor`, and the gradients
+        # of what is computed from that would not know.
+        lent = _lent(tensor)
+        return lent if writable or lent.__class__ is not torch.Tensor else lent.view_as(lent)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None, None]:
         spec: DTensorSpec = ctx.spec
-        return _gradient(grad, spec.info, ctx.grad_placements, spec.shape), None
+        return _gradient(grad, spec.info, ctx.grad_placements, spec.shape), None, None
 
 
 class FullTensor(torch.autograd.Function):

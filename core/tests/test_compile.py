@@ -1,0 +1,170 @@
+"""torch.compile and tracers over DTensors: values and gradients are those of plain tensors, in one graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from core.tests.gloo_world import Worlds, mesh_of
+from dtbench_core import DTensor, Partial, Replicate, Shard, distribute_tensor
+from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+RANKS = 2
+
+
+def _ops(backend: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    torch._dynamo.reset()
+    x, y = torch.randn(8, 4), torch.randn(4, 8)
+    mesh = mesh_of((2, 2)) if torch.distributed.get_world_size() == 4 else mesh_of((RANKS,))
+
+    def place(full: torch.Tensor, *placements: object) -> DTensor:
+        both = [*placements, Replicate()][: mesh.ndim]
+        return distribute_tensor(full, mesh, both, src_data_rank=None)  # type: ignore[arg-type]
+
+    def same(fn: Callable[..., torch.Tensor], *pairs: tuple[torch.Tensor, DTensor]) -> None:
+        got = torch.compile(fn, backend=backend, fullgraph=True)(*(d for _, d in pairs))
+        wanted = fn(*(p for p, _ in pairs))
+        found.append((got.full_tensor() if isinstance(got, DTensor) else got, wanted))
+
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    rows, columns = (x, place(x, Shard(0))), (y, place(y, Shard(1)))
+    same(lambda t: t.softmax(0), rows)
+    same(lambda t: F.layer_norm(t.t(), (8,)), rows)
+    same(lambda t: t + t.sum(0), rows)
+    same(lambda t, u: t @ u, rows, columns)
+    same(lambda t: t.cumsum(0), rows)
+    for move in ([Replicate()], [Shard(1)]):
+        wanted_placements = [*move, Replicate()][: mesh.ndim]
+        moved = torch.compile(
+            lambda t, p=wanted_placements: t.redistribute(placements=p) * 2, backend=backend
+        )
+        found.append((moved(rows[1]).full_tensor(), x * 2))
+    full = torch.compile(lambda t: t.full_tensor() + 1, backend=backend)
+    found.append((full(rows[1]), x + 1))
+
+    a, b = place(x, Shard(0)).requires_grad_(), place(y, Shard(0)).requires_grad_()
+    p, q = x.clone().requires_grad_(), y.clone().requires_grad_()
+    torch.compile(lambda t, u: (t @ u).softmax(0).pow(2), backend=backend)(a, b).sum().backward()
+    (p @ q).softmax(0).pow(2).sum().backward()
+    assert a.grad is not None and b.grad is not None and p.grad is not None and q.grad is not None
+    return [*found, (a.grad.full_tensor(), p.grad), (b.grad.full_tensor(), q.grad)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+def test_compiled_ops_are_right(ranks: Worlds, world_size: int) -> None:
+    for pairs in ranks(_ops, "aot_eager", world_size=world_size):
+        for got, wanted in pairs:
+            torch.testing.assert_close(got, wanted)
+
+
+def _methods(backend: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Entering, leaving and moving inside a graph; what is read of a DTensor there."""
+    torch._dynamo.reset()
+    mesh = mesh_of((RANKS,))
+    rank = mesh.get_local_rank()
+    x = torch.arange(12.0).view(4, 3)
+    mine = x.chunk(RANKS)[rank]
+    sharded = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
+
+    def compiled(fn: Callable[..., torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+        got: torch.Tensor = torch.compile(fn, backend=backend, fullgraph=True)(given)
+        return got.full_tensor() if isinstance(got, DTensor) else got
+
+    found = [
+        (compiled(lambda t: (DTensor.from_local(t, mesh, [Shard(0)]) * 2).to_local(), mine), mine * 2),
+        (compiled(lambda t: DTensor.from_local(t, mesh, [Partial()]) + 1, x), RANKS * x + 1),
+        (compiled(lambda t: DTensor.from_local(t, mesh, [Shard(0)], run_check=False), mine), x),
+        (compiled(lambda t: t.redistribute(mesh, [Shard(1)]) + 1, sharded), x + 1),
+        (compiled(lambda t: t.redistribute(t.device_mesh, [Replicate()]).to_local() + 1, sharded), x + 1),
+        (compiled(lambda t: t.full_tensor() + 1, sharded), x + 1),
+        (compiled(lambda t: t + t.placements[0].dim if t.placements[0].is_shard() else t, sharded), x),
+        (compiled(lambda t: t * t.device_mesh.size(), sharded), x * RANKS),
+    ]
+    # Placed otherwise, it is traced anew.
+    again = torch.compile(lambda t: t.sum(0), backend=backend, fullgraph=True)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        given = distribute_tensor(x, mesh, [placement], src_data_rank=None)
+        found.append((again(given).full_tensor(), x.sum(0)))
+    leaf = mine.clone().requires_grad_()
+    out = torch.compile(
+        lambda t: DTensor.from_local(t, mesh, [Shard(0)]).pow(2).sum().full_tensor(),
+        backend=backend,
+        fullgraph=True,
+    )(leaf)
+    out.backward()
+    assert leaf.grad is not None
+    return [*found, (out.detach(), x.pow(2).sum()), (leaf.grad, 2 * mine)]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+def test_entering_leaving_and_moving_in_a_graph(ranks: Worlds) -> None:
+    for pairs in ranks(_methods, "aot_eager", world_size=RANKS):
+        for got, wanted in pairs:
+            torch.testing.assert_close(got, wanted)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def _parallel(backend: str, sequence: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A block's loss and gradients, two steps of it."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    mesh, plain = mesh_of((RANKS,)), _Block()
+    parts = copy.deepcopy(plain)
+    if sequence:
+        cut = Shard(1)
+        styles = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=cut),
+            "down": RowwiseParallel(output_layouts=cut),
+        }
+    else:
+        styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(parts, mesh, styles)
+    step = torch.compile(parts, backend=backend, fullgraph=True)
+    found = []
+    for _ in range(2):
+        x = torch.randn(2, 4, 8)
+        mine = x.chunk(RANKS, 1)[mesh.get_local_rank()] if sequence else x
+        got, wanted = step(mine), plain(x)
+        found.append((got.detach(), wanted.chunk(RANKS, 1)[mesh.get_local_rank()] if sequence else wanted))
+        got.pow(2).sum().backward()
+        wanted.pow(2).sum().backward()
+    for one, other in zip(parts.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        if isinstance(one.grad, DTensor):
+            found.append((one.grad.full_tensor(), other.grad))
+    assert len(found) >= 6
+    return found
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+def test_a_parallel_block_is_one_graph(ranks: Worlds, sequence: bool) -> None:
+    for pairs in ranks(_parallel, "aot_eager", sequence, world_size=RANKS):
+        for got, wanted in pairs:
+            torch.testing.assert_close(got, wanted)
+
+
+def _with_inductor() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [*_ops("inductor"), *_methods("inductor"), *_parallel("inductor", False)]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+def test_inductor(ranks: Worlds) -> None:
+    for pairs in ranks(_with_inductor, world_size=RANKS):
+        for got, wanted in pairs:
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
