@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dtbench.bench.options import parse_duration, split_target
+from dtbench.bench.options import parse_duration
 from dtbench.errors import ArmError, UsageError
 from dtbench.judge.gate import arms
 from dtbench.judge.gate.arms import open_arms, parse_variables
@@ -127,19 +127,6 @@ def test_variables(text: str, variables: dict[str, str]):
 def test_what_is_no_variable(text: str):
     with pytest.raises(UsageError):
         parse_variables(text)
-
-
-@pytest.mark.parametrize(
-    ("word", "selection"),
-    [
-        ("dispatch", Selection("dispatch")),
-        ("dispatch/add placements=S(0)", Selection("dispatch", "add placements=S(0)")),
-        ("a/b.py", Selection("a/b.py")),
-        ("a/b.py/x/y", Selection("a/b.py", "x/y")),
-    ],
-)
-def test_selections(word: str, selection: Selection):
-    assert Selection(*split_target(word)) == selection
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("5m", 300), ("90", 90), ("1.5h", 5400), ("3 s", 3)])

@@ -13,7 +13,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,14 +45,8 @@ FOUND = {3: 0.80, 5: 0.95, 10: 0.95}
 PLAN = RunOptions(impls=("core",)).plan("cpu", DEFAULT_CPU_RANKS)
 
 
-@dataclass(frozen=True)
-class Round:
-    """Four launches next to each other: same code three times, and the slowed one."""
-
-    base: Launch
-    same: Launch
-    null: Launch
-    slowed: Launch
+# Launches next to each other: "base", "same" and "null" of the same code, and "slowed".
+Round = Mapping[str, Launch]
 
 
 @dataclass
@@ -133,9 +127,9 @@ def _pool(
             while True:
                 names = ["base", "same", "null", "slowed"]
                 order.shuffle(names)
-                arms: dict[str, ArmName] = {"base": "base", "same": "base", "null": "base", "slowed": "head"}
-                made = launcher.launch([arms[name] for name in names], benchmarks)
-                rounds.append(Round(**dict(zip(names, made, strict=True))))
+                arms: list[ArmName] = ["head" if name == "slowed" else "base" for name in names]
+                made = launcher.launch(arms, benchmarks)
+                rounds.append(dict(zip(names, made, strict=True)))
                 say(f"round {len(rounds)} of the pool")
         except OutOfTimeError:
             return rounds, benchmarks, controls
@@ -171,9 +165,8 @@ def _replay(drawn: Sequence[Round], *, slowed: bool) -> LaunchArms:
         if at == len(drawn):
             raise OutOfTimeError("the pool is used up")
         asked[arm] += 1
-        if arm == "head":
-            return drawn[at].slowed if slowed else drawn[at].same
-        return drawn[at].base if arm == "base" else drawn[at].null
+        changed = "slowed" if slowed else "same"
+        return drawn[at][changed if arm == "head" else arm]
 
     return lambda arms, _benchmarks: [one(arm) for arm in arms]
 

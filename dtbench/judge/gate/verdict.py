@@ -133,28 +133,15 @@ class Judged:
         suite, name, impl, params = self.benchmark.key
         effect: dict[str, float | None] | None = None
         if self.effect is not None:
-            found = self.effect
             names = ("ratio", "low", "high", "sd", "p_slower", "p_faster", "smallest_detectable")
-            figures = {name: float(getattr(found, name)) for name in names}
+            figures = {name: float(getattr(self.effect, name)) for name in names}
             effect = {name: value if math.isfinite(value) else None for name, value in figures.items()}
-            effect["pairs"] = found.pairs
-        return {
-            "suite": suite,
-            "name": name,
-            "impl": impl,
-            "params": dict(params),
-            "verdict": self.verdict.name,
-            "reason": self.reason,
-            "stage": self.stage,
-            "tolerance": self.benchmark.tolerance,
-            "floor_s": self.benchmark.floor_s,
-            "estimator": self.benchmark.estimator,
-            "effect": effect,
-            "base_s": self.base_s,
-            "head_s": self.head_s,
-            "alpha": self.alpha,
-            "counters": {k: {"base": b, "head": h} for k, (b, h) in self.counters.items()},
-        }
+            effect["pairs"] = self.effect.pairs
+        own = {name: getattr(self, name) for name in ("reason", "stage", "base_s", "head_s", "alpha")}
+        of_it = {name: getattr(self.benchmark, name) for name in ("tolerance", "floor_s", "estimator")}
+        counters = {k: {"base": b, "head": h} for k, (b, h) in self.counters.items()}
+        key = {"suite": suite, "name": name, "impl": impl, "params": dict(params)}
+        return {**key, "verdict": self.verdict.name, **own, **of_it, "effect": effect, "counters": counters}
 
 
 # ------------------------------------------------------------------------------------ counters
