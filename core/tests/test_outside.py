@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.gloo_world import Worlds, mesh_of, on_ranks
 from dtbench_core import (
     DTensor,
     ExplicitRedistributionContext,
@@ -94,30 +95,18 @@ def test_the_same_program_runs_outside(ranks: Worlds) -> None:
         assert held > 0 and full == shape
 
 
-def _asks_for_values() -> list[str]:
-    x, told = distribute_tensor(A, _pair(), [S0]), []
+@on_ranks
+def test_values_are_not_to_be_had_outside() -> None:
+    x = distribute_tensor(A, _pair(), [S0])
+    told = f"which rank {dist.get_rank()} is not in.*guard the call"
     for ask in (
         lambda: x.sum().item(),
         lambda: float(x[0, 0]),
         lambda: bool((x > 0).all()),
         lambda: x.nonzero(),
     ):
-        try:
+        with contextlib.nullcontext() if _member() else pytest.raises(MeshError, match=told):
             ask()
-            told.append("")
-        except MeshError as error:
-            told.append(str(error))
-    return told
-
-
-def test_values_are_not_to_be_had_outside(ranks: Worlds) -> None:
-    inside, _, outside, other = ranks(_asks_for_values)
-    assert inside == [""] * 4
-    for rank, told in ((2, outside), (3, other)):
-        assert len(told) == 4
-        assert all(
-            f"which rank {rank} is not in" in message and "guard the call" in message for message in told
-        )
 
 
 def _training() -> list[Any]:
@@ -163,60 +152,45 @@ def test_nothing_is_sent_and_errors_are_alike(ranks: Worlds) -> None:
     assert len({refused for *_, refused in told}) == 1 and "would redistribute" in told[0][2]
 
 
-def _in_step() -> list[float]:
+@on_ranks
+def test_generators_stay_in_step() -> None:
     torch.manual_seed(11)
     rand(3, device_mesh=_pair())
     F.dropout(distribute_tensor(A, _pair(), [S0]), 0.5)
     torch.bernoulli(distribute_tensor(torch.full((4,), 0.5), _pair(), [S0]))
-    return rand(4, device_mesh=mesh_of((4,))).full_tensor().tolist()
-
-
-def test_generators_stay_in_step(ranks: Worlds) -> None:
+    got = rand(4, device_mesh=mesh_of((4,))).full_tensor()
     torch.manual_seed(11)
     torch.rand(3)
     F.dropout(A, 0.5)
     torch.bernoulli(torch.full((4,), 0.5))
-    assert ranks(_in_step) == [torch.rand(4).tolist()] * 4
+    assert torch.equal(got, torch.rand(4))
 
 
-def _tables(path: str) -> list[Any]:
-    """A table per rank, each on a mesh of that rank alone."""
-    rank, told = dist.get_rank(), []
+@on_ranks
+def test_a_table_per_rank(tmp_path: Path) -> None:
+    """Each on a mesh of that rank alone."""
+    rank = dist.get_rank()
     state: dict[str, Any] = {}
     for owner in range(4):
         mesh = DeviceMesh("cpu", torch.tensor([owner]))
         held = torch.full((8, 16), float(rank)) if rank == owner else torch.empty(0)
         table = DTensor.from_local(held, mesh, [R], run_check=False, shape=(8, 16), stride=(16, 1))
         state[f"table{owner}"] = table
-        told.append(
-            (
-                tuple(table.shape),
-                table.stride(),
-                table.to_local().numel(),
-                f"rank {owner}" in sharding_text(table),
-            )
-        )
-    dcp.save(state, checkpoint_id=path)
+        assert (table.shape, table.stride()) == ((8, 16), (16, 1))
+        assert table.to_local().numel() == (128 if owner == rank else 0)
+        assert f"rank {owner}" in sharding_text(table)
+    dcp.save(state, checkpoint_id=tmp_path)
     fresh = {name: table.clone().zero_() for name, table in state.items()}
-    dcp.load(fresh, checkpoint_id=path)
+    dcp.load(fresh, checkpoint_id=tmp_path)
     mine = fresh[f"table{rank}"].to_local()
-    return [told, bool((mine == rank).all()) and mine.numel() == 128]
+    assert (mine == rank).all() and mine.numel() == 128
 
 
-def test_a_table_per_rank(ranks: Worlds, tmp_path: Path) -> None:
-    for rank, (told, loaded) in enumerate(ranks(_tables, str(tmp_path))):
-        assert told == [((8, 16), (16, 1), 128 if owner == rank else 0, True) for owner in range(4)]
-        assert loaded
-
-
-def _row_of_a_mesh() -> tuple[bool, list[float]]:
-    """A submesh of a 2x2 mesh: each rank is in one row, all rows compute at once."""
+@on_ranks
+def test_submeshes() -> None:
+    """Of a 2x2 mesh: each rank is in one row, all rows compute at once."""
+    row = dist.get_rank() // 2
     rows = mesh_of((2, 2), ("row", "column"))["column"]
-    x = distribute_tensor(torch.arange(4.0) + 10 * (dist.get_rank() // 2), rows, [S0])
-    return x._spec.info.coordinate is not None, (x * 2).full_tensor().tolist()
-
-
-def test_submeshes(ranks: Worlds) -> None:
-    for rank, (member, values) in enumerate(ranks(_row_of_a_mesh)):
-        assert member
-        assert values == [2 * (i + 10 * (rank // 2)) for i in range(4)]
+    x = distribute_tensor(torch.arange(4.0) + 10 * row, rows, [S0])
+    assert x._spec.info.coordinate is not None
+    assert (x * 2).full_tensor().tolist() == [2 * (i + 10 * row) for i in range(4)]
