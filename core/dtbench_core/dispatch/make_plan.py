@@ -21,9 +21,7 @@ from dtbench_core.layout.placement import REPLICATE, Placements
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, held_by
 from dtbench_core.redistribute import route as redistribute
-from dtbench_core.rules.base import OpCall, Placed, Strategy
-
-Chosen = tuple[tuple[Placements, ...], tuple[Placements, ...]]  # of all inputs, of all outputs
+from dtbench_core.rules.base import OpCall, Placed, Strategy, by_tensor
 
 
 def build(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan | None:
@@ -47,7 +45,9 @@ def build(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan | N
     except NotImplementedError:  # the shape depends on the values, or torch has no meta kernel
         return None
     strategy = find(call)
-    chosen = strategy.exact or _by_rows(call, strategy, _written_inputs(info, call))
+    chosen = strategy.exact
+    if chosen is None and (rows := rules.choose(call, strategy, _written_inputs(info, call))) is not None:
+        chosen = by_tensor(rows)
     if chosen is None or not rank_check.every_rank_can(call, strategy, *chosen):
         return None
     of_copy = info.aliases and is_copied(args[0])
@@ -75,22 +75,12 @@ def _build_out(info: OpInfo, call: OpCall) -> Plan | None:
     rows = rules.choose(plain, strategy, (), result=out.placements)
     if rows is None:
         return None
-    inputs = tuple(tuple(row.inputs[i] for row in rows) for i in range(len(plain.inputs)))
+    inputs, _ = by_tensor(rows)
     if not rank_check.all_even(plain, inputs, (out.placements,)):
         return None
     member = out.info.coordinate is not None
     local_op = None if member else outside_mesh.kernel(info.op, out.info, (None,), "tensor")
     return plan_of_kind(info, local_op, out, _moves(plain, inputs))
-
-
-def _by_rows(call: OpCall, strategy: Strategy, written: tuple[int, ...]) -> Chosen | None:
-    """The placements of all inputs and outputs that the strategy's rows come to."""
-    rows = rules.choose(call, strategy, written)
-    if rows is None:
-        return None
-    inputs = tuple(tuple(row.inputs[i] for row in rows) for i in range(len(call.inputs)))
-    outputs = tuple(tuple(row.outputs[i] for row in rows) for i in range(len(call.outputs)))
-    return inputs, outputs
 
 
 def _plan_for(

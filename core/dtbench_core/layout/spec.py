@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -233,10 +233,10 @@ def _fitted(placed: Placements, shape: Sequence[int], info: MeshInfo) -> Placeme
     return tuple(fitted)
 
 
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides of `shape`, as torch.empty gives them."""
+def contiguous_stride(shape: Sequence[int], order: Iterable[int] | None = None) -> tuple[int, ...]:
+    """Row-major strides of `shape`, as torch.empty gives them; or those of dims in another order, innermost first."""
     strides, step = [0] * len(shape), 1
-    for dim in reversed(range(len(shape))):
+    for dim in reversed(range(len(shape))) if order is None else order:
         strides[dim] = step
         step *= max(shape[dim], 1)
     return tuple(strides)

@@ -34,6 +34,9 @@ class Row:
     nonempty: tuple[tuple[int, int], ...] = ()
 
 
+Chosen = tuple[tuple[Placements, ...], tuple[Placements, ...]]  # of all inputs, of all outputs
+
+
 @dataclass(frozen=True)
 class Strategy:
     """A rule's answer. The all-Replicate row is understood and need not be listed.
@@ -52,7 +55,7 @@ class Strategy:
     local_shape_args: tuple[int, ...] = ()
     local_op: Callable[..., Any] | None = None
     localize: Callable[[Placed], Callable[..., Any] | None] | None = None
-    exact: tuple[tuple[Placements, ...], tuple[Placements, ...]] | None = None
+    exact: Chosen | None = None
     any_lengths: bool = False
 
 
@@ -179,6 +182,12 @@ def is_overridden(op: OpOverload) -> bool:
 
 def ops_with_rules() -> Iterable[OpOverload]:
     return _rules.keys()
+
+
+def by_tensor(rows: Sequence[Row]) -> Chosen:
+    """What a row per mesh dim comes to: the placements of all inputs, and of all outputs."""
+    inputs, outputs = [row.inputs for row in rows], [row.outputs for row in rows]
+    return tuple(zip(*inputs, strict=True)), tuple(zip(*outputs, strict=True))
 
 
 def along(dims: Iterable[int], ins: int, outs: int) -> list[Row]:

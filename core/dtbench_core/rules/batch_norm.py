@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from dtbench_core.layout.placement import REPLICATE, Placement, Placements, Shard
+from dtbench_core.layout.placement import REPLICATE, Placement, Shard
 from dtbench_core.layout.spec import DTensorSpec, TensorMeta
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.rules.base import (
+    Chosen,
     OpCall,
     Row,
     Strategy,
     aten,
+    by_tensor,
     decomposition,
     pending_rows,
     replicated_row,
@@ -117,11 +119,10 @@ def batch_norm_backward(call: OpCall) -> Strategy:
     return Strategy(rows)
 
 
-def _as_the_data(call: OpCall, by_channel: Row) -> tuple[tuple[Placements, ...], tuple[Placements, ...]]:
+def _as_the_data(call: OpCall, by_channel: Row) -> Chosen:
     """All inputs and outputs by channel on the mesh dims where the data is: nothing that is written moves."""
     rows = [by_channel if p.is_shard() else replicated_row(call) for p in call.inputs[0].placements]
-    inputs = tuple(tuple(row.inputs[i] for row in rows) for i in range(len(call.inputs)))
-    return inputs, tuple(tuple(row.outputs[i] for row in rows) for i in range(len(call.outputs)))
+    return by_tensor(rows)
 
 
 def _correct_saved(call: OpCall) -> None:

@@ -24,6 +24,7 @@ from dtbench_core.rules.base import (
     Rule,
     Strategy,
     aten,
+    by_tensor,
     decomposition,
     rule,
     rule_of,
@@ -141,8 +142,8 @@ def _place_column(
     chosen = choose(column, Strategy(rows), (0,) if in_place else (), result=given)
     if chosen is None:
         return None
-    placed = tuple(tuple(row.inputs[i] for row in chosen) for i in range(len(inputs)))
-    return placed, tuple(row.outputs[0] for row in chosen)
+    placed, results = by_tensor(chosen)
+    return placed[: len(inputs)], results[0]
 
 
 def _keeps(single: OpOverload, row: Row) -> bool:

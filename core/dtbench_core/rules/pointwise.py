@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from dtbench_core.errors import PlacementError
 from dtbench_core.layout.copied_view import copied_view
 from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Partial, Shard
-from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.layout.spec import DTensorSpec, contiguous_stride
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.rules import base
 from dtbench_core.rules.base import (
@@ -321,12 +321,7 @@ def new_strided(call: OpCall) -> Strategy:
     order = sorted(range(len(call["stride"])), key=lambda dim: call["stride"][dim])
 
     def local_op(local: torch.Tensor, size: list[int], _: object, **kwargs: Any) -> torch.Tensor:
-        strides, step = [0] * len(size), 1
-        for dim in order:
-            strides[dim] = step
-            step *= max(size[dim], 1)
-        made: torch.Tensor = aten.new_empty_strided(local, size, strides, **kwargs)
-        return made
+        return aten.new_empty_strided(local, size, contiguous_stride(size, order), **kwargs)  # type: ignore[no-any-return]
 
     return Strategy(_new_rows(call), local_shape_args=(1,), local_op=local_op, any_lengths=True)
 
