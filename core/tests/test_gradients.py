@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from core.tests.gloo_world import mesh_of, on_worlds
 from dtbench_core import DTensor, Replicate, Shard, distribute_tensor
@@ -65,3 +67,25 @@ def test_what_torch_refuses_is_refused(x: DTensor) -> None:
     torch.autograd.grad(made, x, x.detach())
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(made, x, x.detach())
+
+
+@on_worlds
+def test_linear_cross_entropy_in_chunks() -> None:
+    """torch's op for it makes plain buffers in its backward. For a DTensor's loss and a plain one."""
+    mesh, options = mesh_of((4,)), nn.LinearCrossEntropyOptions(batch_chunk_size=2)
+    full = [torch.arange(n * 4.0).view(n, 4).sin() for n in (6, 5)]
+    target = torch.tensor([0, 3, 1, 4, 2, 2])
+
+    for reduction in ("none", "mean"):
+        plain = [t.clone().requires_grad_() for t in full]
+        wanted = F.linear_cross_entropy(*plain, target, reduction=reduction, options=options)
+        wanted.pow(2).sum().backward()
+        for whole in (False, True):
+            parts = [distribute_tensor(t, mesh, [Shard(0)]).requires_grad_() for t in full]
+            labels = distribute_tensor(target, mesh, [Replicate()])
+            loss = F.linear_cross_entropy(*parts, labels, reduction=reduction, options=options)
+            _check(loss, wanted.detach())
+            (loss.full_tensor() if whole else loss).pow(2).sum().backward()
+            for part, reference in zip(parts, plain, strict=True):
+                assert reference.grad is not None
+                _check(part.grad, reference.grad)

@@ -58,9 +58,11 @@ _direct: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.split: torch.Tensor.split,
 }
 # Functions that are several ops to torch and one to us; NotImplemented sends a call the common way.
+# A mode must see the ops of a function, so most are left out under one.
 composites: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.linear: linear.linear,
     torch.nn.functional.cross_entropy: cross_entropy.cross_entropy,
+    torch.nn.functional.linear_cross_entropy: cross_entropy.linear_cross_entropy,
     torch.nn.functional.dropout: random.dropout,
     torch.dropout: random.dropout,
     torch.equal: equal,
@@ -84,7 +86,7 @@ def torch_function(
     if kwargs is None:
         kwargs = {}
     composite = composites.get(func)
-    if composite is not None and not modes_active():
+    if composite is not None and (composite is cross_entropy.linear_cross_entropy or not modes_active()):
         result = composite(*args, **kwargs)
         if result is not NotImplemented:
             return result

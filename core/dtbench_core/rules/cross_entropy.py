@@ -65,6 +65,12 @@ def cross_entropy(
     return CrossEntropy.apply(input, target, weight, Options(ignore_index, reduction, label_smoothing))
 
 
+def linear_cross_entropy(*args: Any, options: Any = None, **others: Any) -> Any:
+    """F.linear_cross_entropy without its options, which say how one device goes through the batch in chunks: that op
+    of torch's makes plain buffers in its backward. NotImplemented where none are given."""
+    return NotImplemented if options is None else F.linear_cross_entropy(*args, **others)
+
+
 def class_dim(logits: Wrapper) -> int:
     return min(logits._spec.ndim - 1, 1)
 
