@@ -224,7 +224,8 @@ class Around(Plan):
         return made
 
     def for_function(self) -> Plan:
-        return self._around(self.inner.for_function())
+        inner = self.inner.for_function()
+        return self if inner is self.inner else self._around(inner)
 
     def showing(self, index: int) -> Plan:
         return self._around(self.inner.showing(index))
