@@ -1,7 +1,7 @@
 """The engine of autograd for DTensors: `backward`, and `torch.autograd.grad` without the checks that a spec answers.
 
 What the engine calls back, such as hooks and a checkpoint's second forward, are calls of the user's: they run with
-torch functions enabled, as the first forward did. torch's own `backward` would keep them disabled, having come here.
+torch functions enabled, as the first forward did, so the engine is entered with them enabled.
 
 In `grad` torch compares every output with its cotangent through symbolic shapes, and comes here only after it has
 sorted its arguments once already. Where each cotangent is a DTensor of its output's shape and dtype there
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dtbench_core.layout.wrapper import Wrapper
-from dtbench_core.torch_compat import EnableTorchFunction, make_grads, run_backward
+from dtbench_core.torch_compat import DisableTorchFunction, make_grads, run_backward
 
 
 def grad(
@@ -31,15 +31,15 @@ def grad(
     """As torch.autograd.grad, which calls it with the outputs and inputs as tuples."""
     given = grad_outputs if grad_outputs.__class__ in (list, tuple) else (grad_outputs,) * len(outputs)
     if any(others[name] for name in others if name != "only_inputs"):
-        return torch.autograd.grad(
-            outputs, inputs, grad_outputs, retain_graph, create_graph, allow_unused=allow_unused, **others
-        )
-    cotangents = tuple(given) if _fit(outputs, given) else make_grads(outputs, given, is_grads_batched=False)
+        with DisableTorchFunction():
+            return torch.autograd.grad(
+                outputs, inputs, grad_outputs, retain_graph, create_graph, allow_unused=allow_unused, **others
+            )
+    cotangents = tuple(given) if _fit(outputs, given) else _cotangents(outputs, given)
     kept = create_graph if retain_graph is None else retain_graph
-    with EnableTorchFunction():
-        return run_backward(
-            outputs, cotangents, kept, create_graph, inputs, bool(allow_unused), accumulate_grad=False
-        )
+    return run_backward(
+        outputs, cotangents, kept, create_graph, inputs, bool(allow_unused), accumulate_grad=False
+    )
 
 
 def backward(
@@ -51,18 +51,15 @@ def backward(
 ) -> None:
     """As torch.autograd.backward, which calls it with tuples."""
     given = grad_tensors if isinstance(grad_tensors, Sequence) else [grad_tensors] * len(tensors)
-    cotangents = make_grads(tensors, given, is_grads_batched=False)
-    kept = create_graph if retain_graph is None else retain_graph
-    with EnableTorchFunction():
-        run_backward(
-            tensors,
-            cotangents,
-            kept,
-            create_graph,
-            inputs or (),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
+    run_backward(
+        tensors,
+        _cotangents(tensors, given),
+        create_graph if retain_graph is None else retain_graph,
+        create_graph,
+        inputs or (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def backward_of(
@@ -79,6 +76,11 @@ def backward_of(
         if not inputs:
             raise RuntimeError("backward got inputs=[], expected tensors, or None for all leaves")
     backward((tensor,), (gradient,), retain_graph, create_graph, inputs)
+
+
+def _cotangents(outputs: Sequence[Any], given: Sequence[Any]) -> tuple[torch.Tensor | None, ...]:
+    with DisableTorchFunction():
+        return make_grads(outputs, given, is_grads_batched=False)
 
 
 def _fit(outputs: Sequence[Any], cotangents: Sequence[Any]) -> bool:

@@ -49,20 +49,20 @@ from dtbench_core.torch_compat import (
 _MISSING: Any = object()
 
 # Functions that go straight to torch, and take nothing but one tensor and numbers: views, which need
-# torch's tracking, and getters. And autograd's, which take plain and distributed tensors together. With
-# what is called for each: the function itself, mostly.
-_direct: dict[Callable[..., Any], Callable[..., Any]] = {
+# torch's tracking, and getters. With what is called for each: the function itself, mostly.
+_direct: dict[Callable[..., Any], Callable[..., Any]] = {torch.split: torch.Tensor.split}
+# Functions whose own way is taken also where a mode looks on.
+_own: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.autograd.grad: grad,
     torch.autograd.backward: backward,
     torch.Tensor.backward: backward_of,
-    torch.split: torch.Tensor.split,
+    torch.nn.functional.linear_cross_entropy: cross_entropy.linear_cross_entropy,
 }
-# Functions that are several ops to torch and one to us; NotImplemented sends a call the common way.
-# A mode must see the ops of a function, so most are left out under one.
+# Functions that are several ops to torch and one to us, which a mode would not see; NotImplemented sends a call
+# the common way.
 composites: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.linear: linear.linear,
     torch.nn.functional.cross_entropy: cross_entropy.cross_entropy,
-    torch.nn.functional.linear_cross_entropy: cross_entropy.linear_cross_entropy,
     torch.nn.functional.dropout: random.dropout,
     torch.dropout: random.dropout,
     torch.equal: equal,
@@ -85,9 +85,11 @@ def torch_function(
             return direct(*args, **kwargs) if kwargs else direct(*args)
     if kwargs is None:
         kwargs = {}
-    composite = composites.get(func)
-    if composite is not None and (composite is cross_entropy.linear_cross_entropy or not modes_active()):
-        result = composite(*args, **kwargs)
+    own = _own.get(func)
+    if own is None and (composite := composites.get(func)) is not None and not modes_active():
+        own = composite
+    if own is not None:
+        result = own(*args, **kwargs)
         if result is not NotImplemented:
             return result
     if (is_grad_enabled() and _requires_grad(args, kwargs)) or modes_active():
