@@ -71,14 +71,9 @@ make_wrapper = cast("Callable[..., torch.Tensor]", torch.Tensor._make_wrapper_su
 _BINDINGS: dict[object, Callable[..., Any]] = {
     getattr(getattr(torch.ops.aten, name), overload or "default"): getattr(owner, name)
     for owner, ops in (
-        (
-            torch,
-            "_foreach_add_.List _log_softmax _softmax add.Tensor addmm bmm cat clone div.Tensor mean mean.dim mm",
-        ),
-        (
-            torch,
-            "mul.Tensor native_layer_norm permute relu sub.Tensor sum sum.dim_IntList t transpose.int unsqueeze",
-        ),
+        (torch, "_foreach_add_.List _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data"),
+        (torch, "add.Tensor addmm bmm cat clone div.Tensor mean mean.dim mm mul.Tensor native_layer_norm"),
+        (torch, "permute relu sub.Tensor sum sum.dim_IntList t transpose.int unsqueeze"),
         (torch.Tensor, "add_.Tensor detach expand view"),
         (vars(torch._C)["_VariableFunctions"], "split.Tensor"),
     )
