@@ -18,7 +18,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -40,7 +40,8 @@ _LATER_PARAMS: Mapping[str, Mapping[str, Param]] = {
     "redistribute": {"groups": "together", "mode": "isolated"}
 }
 _WHAT = "a dtbench run (JSON Lines)"
-_ORDERED = ("min", "p25", "median", "p75", "p95", "max")
+# By share of the samples below.
+_QUANTILES = {"min": 0.0, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "max": 1.0}
 
 
 # --------------------------------------------------------------------------------- writing
@@ -359,12 +360,17 @@ def result_of(line: Mapping[str, Any]) -> Result:
         result = dataclasses.replace(result, params={**result.params, **missing})
     if result.time_s is not None:
         _check_order(result.time_s)
-    return result if "clock" in line else _before_clocks(result)
+        _check_samples(result.time_s, result.samples_s)
+    if "clock" not in line:
+        return _before_clocks(result)
+    _check_bandwidths(result, result.estimate_s)
+    return result
 
 
 def _before_clocks(result: Result) -> Result:
     """Files that do not say the clock: `dispatch` alone timed the host, and bandwidths are of the median."""
     result = dataclasses.replace(result, clock="host" if result.suite == "dispatch" else "device")
+    _check_bandwidths(result, None if result.time_s is None else result.time_s.median)
     if result.time_s is None or not result.estimate_s:
         return result
     faster = result.time_s.median / result.estimate_s
@@ -376,12 +382,44 @@ def _before_clocks(result: Result) -> Result:
 
 
 def _check_order(time_s: Timing) -> None:
-    figures = [getattr(time_s, name) for name in _ORDERED]
+    figures = [getattr(time_s, name) for name in _QUANTILES]
     if figures != sorted(figures):
-        raise BadFieldError(f"time_s is not in order: expected {' <= '.join(_ORDERED)}")
+        raise BadFieldError(f"time_s is not in order: expected {' <= '.join(_QUANTILES)}")
     # The mean of equal numbers may round to just beside them.
     if not time_s.min * (1 - 1e-9) <= time_s.mean <= time_s.max * (1 + 1e-9):
         raise BadFieldError(f"time_s.mean is {time_s.mean!r}, expected it between min and max")
+
+
+def _check_samples(time_s: Timing, samples_s: Sequence[float]) -> None:
+    """Whether the statistics are those of the samples, where the file holds them."""
+    if not samples_s:
+        return
+    if len(samples_s) != time_s.n:
+        raise BadFieldError(f"time_s.n is {time_s.n}, but there are {len(samples_s)} samples_s")
+    ordered = sorted(samples_s)
+    for name, share in _QUANTILES.items():
+        at = share * (len(ordered) - 1)
+        low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
+        _expect(f"time_s.{name}", getattr(time_s, name), low + (high - low) * (at % 1), "by samples_s")
+    _expect("time_s.mean", time_s.mean, math.fsum(ordered) / len(ordered), "by samples_s")
+
+
+def _check_bandwidths(result: Result, seconds: float | None) -> None:
+    """Whether algbw is size over time; busbw is up to twice that (all_reduce among many ranks)."""
+    if result.algbw_Bps is not None and result.size_bytes is not None and seconds:
+        _expect("algbw_Bps", result.algbw_Bps, result.size_bytes / seconds, "by size_bytes and time_s")
+    if result.busbw_Bps is None:
+        return
+    if result.algbw_Bps is None or result.busbw_Bps > 2 * result.algbw_Bps:
+        raise BadFieldError(
+            f"busbw_Bps is {result.busbw_Bps!r}, expected at most 2 x algbw_Bps, which is {result.algbw_Bps!r}"
+        )
+
+
+def _expect(name: str, got: float, expected: float, why: str) -> None:
+    # Written by other programs too, which may round.
+    if not math.isclose(got, expected, rel_tol=1e-6, abs_tol=1e-15):
+        raise BadFieldError(f"{name} is {got!r}, expected {expected!r} {why}")
 
 
 def _first_line(path: Path, data: bytes) -> Header:

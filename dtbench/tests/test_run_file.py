@@ -54,7 +54,7 @@ def good(name: str = "add", launch: int = 0, **params: Any) -> Result:
         samples_s=times,
         rank_samples_s={"0": times, "11": times},
         rank_arrivals_s={"0": (0.0, 0.0, 0.0), "11": times},
-        algbw_Bps=3.2e7,
+        algbw_Bps=64 / 1.5e-6,
         counters={"collectives": 3},
         launch=launch,
     )
@@ -86,6 +86,12 @@ words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=1
 @st.composite
 def results(draw: st.DrawFn) -> Result:
     samples = draw(st.lists(amounts, min_size=1, max_size=8))
+    clock = draw(st.sampled_from(["host", "device"]))
+    size, timing = draw(st.none() | st.integers(0, 2**50)), draw(st.none() | st.just(summarize(samples)))
+    seconds = timing and (timing.min if clock == "host" else timing.p25)
+    algbw = size / seconds if size is not None and seconds else draw(st.none() | amounts)
+    if algbw == math.inf:  # so much in hardly any time
+        algbw = None
     return Result(
         draw(words),
         draw(words),
@@ -94,16 +100,16 @@ def results(draw: st.DrawFn) -> Result:
         draw(st.sampled_from(STATUSES)),
         reason=draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=20)),
         rank=draw(st.none() | st.integers(0, 10**6)),
-        size_bytes=draw(st.none() | st.integers(0, 2**50)),
-        time_s=draw(st.none() | st.just(summarize(samples))),
+        size_bytes=size,
+        time_s=timing,
         samples_s=tuple(samples),
         rank_samples_s={str(k): tuple(samples) for k in draw(st.sets(st.integers(0, 99), max_size=3))},
         rank_arrivals_s={str(k): tuple(samples) for k in draw(st.sets(st.integers(0, 99), max_size=3))},
-        algbw_Bps=draw(st.none() | amounts),
-        busbw_Bps=draw(st.none() | amounts),
+        algbw_Bps=algbw,
+        busbw_Bps=None if algbw is None else draw(st.none() | st.just(algbw * 0.75)),
         counters=draw(st.dictionaries(words, st.integers(-(2**60), 2**60), max_size=3)),
         launch=draw(st.integers(0, 99)),
-        clock=draw(st.sampled_from(["host", "device"])),
+        clock=clock,  # type: ignore[arg-type]
     )
 
 
@@ -130,7 +136,12 @@ def test_a_file_that_does_not_say_the_clock_has_the_bandwidths_of_the_median(tmp
     lines = []
     for suite in ("dispatch", "collectives"):
         line = dataclasses.replace(
-            good(), suite=suite, time_s=times, algbw_Bps=64 / times.median, busbw_Bps=32 / times.median
+            good(),
+            suite=suite,
+            time_s=times,
+            samples_s=(1.0, 2.0, 4.0, 4.0),
+            algbw_Bps=64 / times.median,
+            busbw_Bps=32 / times.median,
         )
         lines.append({k: v for k, v in line.to_json().items() if k != "clock"})
     path.write_text("".join(json.dumps(line) + "\n" for line in [HEADER, *lines]))
@@ -480,6 +491,10 @@ TIMING = {"min": 1.0, "p25": 1.0, "median": 1.0, "p75": 1.0, "p95": 1.0, "max": 
         ("time_s", TIMING | {"min": 2.0}),
         ("time_s", TIMING | {"mean": 2.0}),
         ("time_s", TIMING | {"max": "1"}),
+        ("time_s", TIMING | {"n": 2}),
+        ("time_s", TIMING | {"p75": 2.0, "p95": 2.0, "max": 2.0}),
+        ("algbw_Bps", 64.0),
+        ("busbw_Bps", 1e9),
         ("samples_s", [1, -1]),
         ("samples_s", {"0": 1}),
         ("samples_s", [None]),
@@ -517,11 +532,17 @@ def test_a_damaged_line_before_the_end(tmp_path: Path, line: str, message: str) 
         read_run(path)
 
 
+@pytest.mark.parametrize("samples", [[1e-6, 2e-6, 5e-6], [1e-6, 3e-6, 4e-6], [1e-6, 2e-6]])
+def test_statistics_that_are_not_those_of_the_samples(tmp_path: Path, samples: list[float]) -> None:
+    with pytest.raises(UnreadableRunError, match=r"line 2 is damaged: time_s\.\w+ is .* samples_s"):
+        read_run(written(tmp_path / "x", line_of(samples_s=samples), line_of(name="later")))
+
+
 def test_what_a_later_version_adds_is_ignored(tmp_path: Path) -> None:
     path = written(
         tmp_path / "x",
         '{"kind":"weather","rain":true}',
-        line_of(colour="red", time_s=TIMING | {"p99": 1.0}),
+        line_of(colour="red", time_s=TIMING | {"p99": 1.0}, samples_s=[1.0], algbw_Bps=64.0),
         "",
     )
     (result,) = read_run(path).results
