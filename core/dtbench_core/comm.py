@@ -31,7 +31,10 @@ from dtbench_core.torch_compat import (
     dispatch_modes_active,
 )
 
-_REDUCE_OP = {op: getattr(dist.ReduceOp, op.upper()) for op in ("sum", "avg", "product", "max", "min")}
+_REDUCE_OP = {
+    op: getattr(dist.ReduceOp, op.upper())
+    for op in ("sum", "avg", "product", "max", "min", "band", "bor", "bxor")
+}
 
 
 def _options(kind: Callable[[], Any], op: str | None, async_op: bool) -> Any:
@@ -254,6 +257,11 @@ def _completed(output: torch.Tensor, result: torch.Tensor) -> Work | None:
 def _averages(group: ProcessGroup, tensor: torch.Tensor) -> bool:
     """Whether the transport knows AVG: NCCL does, gloo refuses it."""
     return tensor.is_cuda and "nccl" in dist.get_backend(group)
+
+
+def reduces_bits(group: ProcessGroup) -> bool:
+    """Whether the transport knows band, bor and bxor: gloo does, NCCL refuses them."""
+    return "nccl" not in dist.get_backend(group)
 
 
 # Transports do not know complex numbers: they move as pairs, and add as pairs.

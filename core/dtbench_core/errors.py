@@ -1,13 +1,20 @@
 """The errors of the core. Each message says what was got, what was expected and what to do.
 
+Each is also of the built-in types that torch.distributed.tensor raises there.
+
 CoreError
-+-- PlacementError   (ValueError)           a placement that cannot hold for this tensor or mesh
-+-- MeshError        (ValueError)           tensors of different meshes, a rank outside its mesh
++-- PlacementError   (ValueError, RuntimeError)  a placement that cannot hold for this tensor or mesh
+|   +-- DimError     (IndexError, AssertionError)  a Shard of a dim that the tensor does not have
+|   +-- PlacementTypeError (TypeError)      what is no placement, or no sequence of them
++-- MeshError        (ValueError, RuntimeError)  tensors of different meshes, a rank outside its mesh
+|   +-- CrossMeshError (NotImplementedError)  a redistribution to another mesh
 +-- LayoutError      (ValueError)           a local shard that contradicts the global shape
 +-- MixedTensorError (RuntimeError)         a plain tensor given where a DTensor is expected
 +-- NoRuleError      (NotImplementedError)  an op, or its placements, that no rule covers
 +-- BucketError      (ValueError, AssertionError)  what a bucketer cannot reduce (bucketer/)
-+-- ArgumentError    (RuntimeError)         an argument of the public API that cannot be followed
++-- ArgumentError    (RuntimeError, ValueError)  an argument of the public API that cannot be followed
+|   +-- ArgumentTypeError (TypeError)       an argument of another type
+|   +-- FunctionError (AssertionError)      placements that do not match a function's arguments or results
 +-- RedistributionError (RuntimeError)      an implicit redistribution where only explicit ones may be
 +-- SimulationError  (RuntimeError)         what a simulated world cannot follow, or would hang on real ranks
     +-- RankDependentError                  simulated ranks differ where the program needs one answer
@@ -20,12 +27,24 @@ class CoreError(Exception):
     """Base of every error that the core raises on purpose."""
 
 
-class PlacementError(CoreError, ValueError):
+class PlacementError(CoreError, ValueError, RuntimeError):
     """A placement that cannot hold for this tensor or mesh."""
 
 
-class MeshError(CoreError, ValueError):
+class DimError(PlacementError, IndexError, AssertionError):
+    """A Shard of a dim that the tensor does not have."""
+
+
+class PlacementTypeError(PlacementError, TypeError):
+    """What is no placement, or no sequence of them."""
+
+
+class MeshError(CoreError, ValueError, RuntimeError):
     """Tensors of different meshes in one op, or a rank outside the mesh it uses."""
+
+
+class CrossMeshError(MeshError, NotImplementedError):
+    """A redistribution to another mesh than the tensor's."""
 
 
 class LayoutError(CoreError, ValueError):
@@ -40,8 +59,16 @@ class NoRuleError(CoreError, NotImplementedError):
     """An op that no rule covers, or covers only for other placements."""
 
 
-class ArgumentError(CoreError, RuntimeError):
+class ArgumentError(CoreError, RuntimeError, ValueError):
     """An argument of the public API that cannot be followed."""
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument of the public API of another type than it takes."""
+
+
+class FunctionError(ArgumentError, AssertionError):
+    """Placements that do not match the arguments or results of a function one to one."""
 
 
 class SimulationError(CoreError, RuntimeError):

@@ -77,6 +77,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "size type": ({"size": (2, 1.5)}, r"got the size \(2, 1.5\), expected ints >= 0"),
     "layout": ({"layout": torch.sparse_coo}, "expected torch.strided"),
     "partial": ({"placements": [Partial()]}, "expected Shard or Replicate"),
+    "size of no ints": ({"size": ("a",)}, "expected ints >= 0"),
     "too many": ({"placements": [S0, S0]}, "got 2 placements"),
     "dim": ({"placements": [Shard(2)]}, r"got Shard\(2\) for a tensor of 2 dims"),
     "no mesh": ({"device_mesh": None}, "no mesh is current"),

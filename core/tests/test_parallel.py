@@ -33,6 +33,7 @@ from dtbench_core.parallel import (
     PairwiseParallel,
     ParallelStyle,
     PlanError,
+    PrepareModuleInput,
     RowwiseParallel,
     UnsupportedModuleError,
     parallelize_module,
@@ -347,8 +348,12 @@ def _refusals() -> None:
 
     with pytest.raises(PlacementError, match=r"got input_layouts=.*not in a list"):
         ColwiseParallel(input_layouts=[Replicate()])  # type: ignore[arg-type]
-    with pytest.raises(PlacementError, match=r"got output_layouts=.*placement_types.*of dtbench_core"):
-        RowwiseParallel(output_layouts=torch.distributed.tensor.Shard(0))  # type: ignore[arg-type]
+    with pytest.raises(PlacementError, match=r"got 3 \(builtins.int\) as a placement"):
+        RowwiseParallel(output_layouts=3)  # type: ignore[arg-type]
+    theirs: Any = torch.distributed.tensor
+    assert RowwiseParallel(output_layouts=theirs.Shard(0)).output_layouts == (Shard(0),)
+    prepare = PrepareModuleInput(input_layouts=theirs.Shard(0), desired_input_layouts=(theirs.Replicate(),))
+    assert (prepare.input_layouts, prepare.desired_input_layouts) == ((Shard(0),), (Replicate(),))
 
     module = parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel())
     with pytest.raises(ArgumentError, match="Linear under ColwiseParallel got no positional argument"):

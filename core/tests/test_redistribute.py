@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -89,10 +90,9 @@ def _plan(mesh: DeviceMesh, src: Placements, dst: Placements) -> Any:
     return plan(DTensorSpec.of(mesh, src, (64, 64), (64, 1), torch.float32), dst)
 
 
-def test_a_shard_cannot_become_partial(mesh: DeviceMesh) -> None:
-    # through Replicate a pending sum can be made up; a product cannot
-    with pytest.raises(ValueError, match=r"cannot redistribute .* to R,P\(product\)"):
-        _plan(mesh, (R, S0), (R, Partial("product")))
+def test_a_shard_becomes_terms_by_way_of_replicas(mesh: DeviceMesh) -> None:
+    for pending in (P, Partial("product"), Partial("bxor")):
+        assert _steps(mesh, (R, S0), (R, pending)) == ["1:S(0)>R", f"1:R>{pending}"]
 
 
 # ---- on ranks ----
@@ -147,6 +147,14 @@ def test_pending_reductions() -> None:
     for op, value in want.items():
         term = DTensor.from_local(terms[0] + dist.get_rank(), mesh_of((4,)), [Partial(op)])
         assert (term.full_tensor() == value).all(), op
+    bits = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
+    for (op, combine), dtype in itertools.product(bits.items(), (torch.int64, torch.uint8, torch.bool)):
+        whole = (terms.long() * 3 % 7).to(dtype)
+        mine = DTensor.from_local(whole[dist.get_rank()], mesh_of((4,)), [Partial(op)])
+        value = functools.reduce(combine, whole)
+        assert (mine.full_tensor() == value).all(), (op, dtype)
+        assert (mine.redistribute(placements=[S0]).full_tensor() == value).all(), (op, dtype)
+        assert (mine.view(1, 3).expand(2, 3)[:, 1:].full_tensor() == value[1:]).all(), (op, dtype)
 
 
 @on_worlds
@@ -425,6 +433,12 @@ def test_every_dtype_is_reduced(dst: Placement) -> None:
 def test_whole_numbers_have_no_average(mesh: DeviceMesh) -> None:
     spec = DTensorSpec.of(mesh, (R, Partial("avg")), (4,), (1,), torch.int64)
     with pytest.raises(PlacementError, match="the average of whole numbers is none; use floating point"):
+        plan(spec, (R, R))
+
+
+def test_floating_point_numbers_have_no_bits(mesh: DeviceMesh) -> None:
+    spec = DTensorSpec.of(mesh, (R, Partial("bor")), (4,), (1,), torch.float32)
+    with pytest.raises(PlacementError, match="bits are those of whole numbers and booleans"):
         plan(spec, (R, R))
 
 

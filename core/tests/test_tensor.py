@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import copy
+import types
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor as torch_tensor
 from torch import nn
+from torch.distributed.tensor.experimental import local_map as torch_local_map
+from torch.distributed.tensor.placement_types import _StridedShard
 
+import dtbench_core
 from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
 from core.tests.local_world import AnyWorlds
 from dtbench_core import (
     CoreError,
     DTensor,
+    FallbackWarning,
     Partial,
     Replicate,
     Shard,
     count_collectives,
     distribute_module,
     distribute_tensor,
+    local_map,
+    zeros,
 )
+from dtbench_core.layout.placement import BITWISE, REDUCE_OPS
 from dtbench_core.simulate import rank_map
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
@@ -178,6 +188,62 @@ def test_distribute_module_with_hooks() -> None:
 
 
 @on_worlds
+def test_functions_of_two_arguments_convert_inputs_and_outputs() -> None:
+    def enter(inputs: Any, mesh: Any) -> Any:
+        return (distribute_tensor(inputs[0], mesh, [S0]),)
+
+    made = distribute_module(
+        nn.Linear(4, 4), mesh_of((4,)), input_fn=enter, output_fn=lambda out, mesh: (out, mesh)
+    )
+    out, mesh = made(torch.ones(8, 4))
+    assert out.placements == (S0,) and mesh is mesh_of((4,))
+
+
+@on_worlds
+def test_distributed_as_pending_terms() -> None:
+    full = torch.tensor([6, 3, 5, 12])
+    for op in REDUCE_OPS:
+        whole = full.double() if op == "avg" else full
+        for src in (0, None):
+            tensor = distribute_tensor(whole, mesh_of((4,)), [Partial(op)], src_data_rank=src)
+            assert tensor.placements == (Partial(op),) and (tensor.full_tensor() == whole).all(), op
+            if op not in BITWISE and op != "product":
+                continue
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FallbackWarning)
+                assert (tensor.square_().full_tensor() == whole.square()).all(), f"written, pending {op}"
+    tensor = distribute_tensor(full.view(2, 2), mesh_of((2, 2)), [P, S1])
+    assert (tensor.full_tensor() == full.view(2, 2)).all()
+
+
+@on_worlds
+def test_placements_of_torch_are_understood() -> None:
+    mesh, full = mesh_of((4,)), torch.arange(8.0)
+    tensor = distribute_tensor(full, mesh, [torch_tensor.Shard(0)])
+    assert tensor.placements == (S0,)
+    assert tensor.redistribute(placements=[torch_tensor.Replicate()]).placements == (R,)
+    assert DTensor.from_local(full, mesh, [torch_tensor.Partial("max")]).placements == (Partial("max"),)
+    assert zeros(4, device_mesh=mesh, placements=(torch_tensor.Shard(-1),)).placements == (S0,)
+    assert tensor.requires_grad_().to_local(grad_placements=[torch_tensor.Shard(0)]).shape == (2,)
+    shard = torch_tensor.Shard(0)
+    add = local_map(torch.add, out_placements=[shard], in_placements=([shard], [shard]))
+    assert add(tensor, tensor).placements == (S0,)
+    both = local_map(lambda t: (t, t), out_placements=([shard], [shard]))(tensor)
+    assert [one.placements for one in both] == [(S0,), (S0,)]
+
+
+@on_worlds
+def test_memory_for_a_tensor_is_placed_alike() -> None:
+    for placement in (S0, P, Partial("avg"), Partial("bor")):
+        module = nn.Module()
+        made = DTensor.from_local(torch.empty(4, 4, device="meta"), mesh_of((4,)), [placement])
+        module.weight = nn.Parameter(made)
+        module.to_empty(device="cpu")
+        assert isinstance(module.weight, DTensor) and module.weight.placements == (placement,)
+        assert module.weight.device.type == module.weight.to_local().device.type == "cpu"
+
+
+@on_worlds
 def test_writes_through_views_reach_the_tensor() -> None:
     plain = torch.arange(16.0).reshape(8, 2)
     tensor = distribute_tensor(plain, mesh_of((4,)), [S0])
@@ -196,13 +262,22 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         "got 0 placements .* expected one for each of its 1 dims",
     ),
     "not a list": (lambda t, m: distribute_tensor(t, m, S0), r"expected a sequence of them: write \[Shard"),
-    "not ours": (
+    "no placement": (
         lambda t, m: distribute_tensor(t, m, ["S(0)"]),
-        "expected dtbench_core's Shard, Replicate or Partial",
+        r"got 'S\(0\)' \(builtins.str\) as a placement, expected Shard, Replicate or Partial",
     ),
-    "partial": (
-        lambda t, m: distribute_tensor(t, m, [P]),
-        "expected Shard or Replicate: wrap terms of a sum",
+    "torch's strided shard": (
+        lambda t, m: distribute_tensor(t, m, [_StridedShard(0, split_factor=2)]),
+        r"_StridedShard\) as a placement, .*write StridedShard\(dim, split_factor\)",
+    ),
+    "dim of no int": (
+        lambda t, m: distribute_tensor(t, m, [Shard("a")]),
+        r"got Shard\(dim='a'\), expected an int",
+    ),  # type: ignore[arg-type]
+    "no tensor": (lambda t, m: distribute_tensor(3, m, [S0]), "got int, expected a torch.Tensor"),
+    "input_fn of four": (
+        lambda t, m: distribute_module(nn.Linear(2, 2), m, None, lambda a, b, c, d: b),
+        r"got input_fn\(a, b, c, d\), expected a function of \(module, inputs, mesh\) or \(inputs, mesh\)",
     ),
     "non-leaf": (lambda t, m: distribute_tensor(t.requires_grad_() * 2, m, [S0]), "expected a leaf tensor"),
     "twice": (
@@ -242,10 +317,6 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "mixed partials": (
         lambda t, m: DTensor.from_local(t, mesh_of((2, 2)), [P, Partial("max")]),
         "reductions .* cannot be pending together",
-    ),
-    "in-place partial": (
-        lambda t, m: DTensor.from_local(t, m, [Partial("product")]).exp_(),
-        "would have to move the tensor it writes to",
     ),
     "out= of another kind": (
         lambda t, m: torch.add(
@@ -308,3 +379,66 @@ def test_mistakes_get_one_clear_error_everywhere(name: str) -> None:
     assert "\n" not in str(caught.value)
     sent = count.calls.keys() - {"scatter", "broadcast"}  # which spread the inputs
     assert not sent or name in SENDING, "raised before anything is sent"
+
+
+def _torch_names() -> Any:
+    names = vars(torch_tensor)
+    return types.SimpleNamespace(
+        **{name: names[name] for name in torch_tensor.__all__}, local_map=torch_local_map
+    )
+
+
+# Calls of either library, by which class torch raises today.
+FAILURES: dict[str, Any] = {
+    "mixed": lambda lib, t, m: lib.distribute_tensor(t, m, [lib.Shard(0)]) + t,
+    "twice": lambda lib, t, m: lib.distribute_tensor(
+        lib.distribute_tensor(t, m, [lib.Shard(0)]), m, [lib.Replicate()]
+    ),
+    "non-leaf": lambda lib, t, m: lib.distribute_tensor(t.requires_grad_() * 2, m, [lib.Shard(0)]),
+    "count": lambda lib, t, m: lib.distribute_tensor(t, m, [lib.Shard(0), lib.Shard(0)]),
+    "dim": lambda lib, t, m: lib.distribute_tensor(t, m, [lib.Shard(3)]),
+    "dim of a local": lambda lib, t, m: lib.DTensor.from_local(t, m, [lib.Shard(3)]),
+    "dim moved to": lambda lib, t, m: lib.distribute_tensor(t, m, [lib.Shard(0)]).redistribute(
+        placements=[lib.Shard(4)]
+    ),
+    "no placement": lambda lib, t, m: lib.distribute_tensor(t, m, ["S"]),
+    "no list": lambda lib, t, m: lib.distribute_tensor(t, m, lib.Shard(0)),
+    "distributed local": lambda lib, t, m: lib.DTensor.from_local(
+        lib.distribute_tensor(t, m, [lib.Shard(0)]), m, [lib.Shard(0)]
+    ),
+    "only shape": lambda lib, t, m: lib.DTensor.from_local(t, m, [lib.Shard(0)], shape=(8,)),
+    "to partial": lambda lib, t, m: lib.distribute_tensor(t, m, [lib.Shard(0)]).redistribute(
+        placements=[lib.Partial()]
+    ),
+    "other mesh": lambda lib, t, m: lib.distribute_tensor(t, m, [lib.Shard(0)]).redistribute(
+        mesh_of((2, 2)), [lib.Replicate()] * 2
+    ),
+    "meshes": lambda lib, t, m: (
+        lib.distribute_tensor(t, m, [lib.Replicate()])
+        + lib.distribute_tensor(t, mesh_of((2, 2)), [lib.Replicate()] * 2)
+    ),
+    "size": lambda lib, t, m: lib.zeros("a", device_mesh=m),
+    "input_fn": lambda lib, t, m: lib.distribute_module(nn.Linear(2, 2), m, None, lambda a, b, c, d: b),
+    "arguments of local_map": lambda lib, t, m: lib.local_map(
+        lambda a: a, [lib.Shard(0)], ([lib.Shard(0)], [lib.Shard(0)]), device_mesh=m
+    )(lib.distribute_tensor(t, m, [lib.Shard(0)])),
+    "placed otherwise": lambda lib, t, m: lib.local_map(
+        lambda a: a, [lib.Shard(0)], ([lib.Replicate()],), device_mesh=m
+    )(lib.distribute_tensor(t, m, [lib.Shard(0)])),
+    "results of local_map": lambda lib, t, m: lib.local_map(
+        lambda a: (a, a), ([lib.Shard(0)],), ([lib.Shard(0)],), device_mesh=m
+    )(lib.distribute_tensor(t, m, [lib.Shard(0)])),
+    "no constructor": lambda lib, t, m: lib.DTensor(t),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+@on_ranks
+def test_errors_are_of_the_classes_that_torch_raises(name: str) -> None:
+    raised = []
+    for lib in (_torch_names(), dtbench_core):
+        with pytest.raises(Exception) as caught:
+            FAILURES[name](lib, torch.ones(4, 2), mesh_of((4,)))
+        raised.append(caught.value)
+    theirs = next(kind for kind in type(raised[0]).__mro__ if kind.__module__ == "builtins")
+    assert isinstance(raised[1], theirs), raised

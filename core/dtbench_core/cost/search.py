@@ -285,8 +285,7 @@ class Search:
             if kind == now or (letter == "S" and extremum):  # NaN has to be looked for in between
                 continue
             if letter == "P":
-                # Replicate can stand for the terms of any reduction but a product.
-                if now or kind != wanted or self.kinds[kind].is_partial("product"):
+                if now or kind != wanted:  # Replicate can stand for the terms of any reduction
                     continue
             elif self.dims[kind] is not None and self.dims[kind] == self.dims[now]:
                 continue  # between two ways of sharding one dim: through Replicate or another dim

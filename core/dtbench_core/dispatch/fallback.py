@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from dtbench_core.dispatch import contexts
 from dtbench_core.dispatch import outside_mesh as outside
 from dtbench_core.dispatch.metadata import results_of, written_arguments, written_by
-from dtbench_core.errors import NoRuleError, PlacementError
+from dtbench_core.errors import NoRuleError
 from dtbench_core.layout import rng as random
 from dtbench_core.layout.copied_view import copied_view, is_copied, refuse_write
 from dtbench_core.layout.mesh import MeshInfo
@@ -51,12 +51,12 @@ def run(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[st
     """`op` on whole tensors, alike on every rank; tensor results are replicated.
 
     Raises:
-        PlacementError: the op writes to a tensor whose placement cannot take the values.
+        PlacementError: the op writes to a copied view.
         NoRuleError: the op changes the shape of a tensor that it writes to.
     """
     written = list({id(t): t for t in written_by(written_arguments(op), args, kwargs)}.values())
     for one in written:
-        _refuse_unwritable(op, one)
+        refuse_write(one)
     _report(op)
     whole: dict[int, torch.Tensor] = {}  # id of each DTensor -> its full values
     distributed: list[Wrapper] = []
@@ -143,15 +143,6 @@ def _report(op: OpOverload) -> None:
             "right but costs communication and memory; register_sharding can give it a rule",
             FallbackWarning,
             stacklevel=2,
-        )
-
-
-def _refuse_unwritable(op: OpOverload, tensor: Wrapper) -> None:
-    refuse_write(tensor)
-    if any(p.is_partial("product") for p in tensor._spec.placements):
-        raise PlacementError(
-            f"{op} would have to move the tensor it writes to, which is {tensor._spec}: redistribute it to Shard or "
-            "Replicate before, or use the functional form"
         )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dtbench_core.errors import ArgumentError, PlacementError
+from dtbench_core.errors import FunctionError, PlacementError
 from dtbench_core.layout.mesh import mesh_info
 from dtbench_core.layout.placement import Placement, describe
 from dtbench_core.layout.shard_layout import joined_layout
@@ -50,7 +50,7 @@ def local_map(
 
     Raises:
         PlacementError: an argument placed otherwise, without `redistribute_inputs`.
-        ArgumentError: placements that do not match the arguments or results one to one.
+        FunctionError: placements that do not match the arguments or results one to one.
     """
     if func is None:
         return functools.partial(
@@ -67,7 +67,7 @@ def local_map(
         leaves, tree = tree_flatten(args)
         for name, given in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
             if given is not None and len(given) != len(leaves):
-                raise ArgumentError(
+                raise FunctionError(
                     f"local_map got {len(given)} {name} for {len(leaves)} arguments of {_name(func)}, expected one for "
                     "each flattened positional argument: give None for those that are no tensors"
                 )
@@ -80,13 +80,13 @@ def local_map(
                 if want is not None:
                     leaf = _placed(leaf, want, what, redistribute_inputs)
                 elif in_placements is not None:
-                    raise ArgumentError(
+                    raise FunctionError(
                         f"local_map got None in in_placements for {what}, which is {leaf._spec}; expected its "
                         "placements"
                     )
                 leaf = leaf.to_local(grad_placements=grad)
             elif want is not None and not isinstance(leaf, torch.Tensor):
-                raise ArgumentError(
+                raise FunctionError(
                     f"local_map got in_placements for {what}, which is {leaf!r}; expected None for what is no tensor"
                 )
             local.append(leaf)
@@ -116,23 +116,23 @@ def _wrapped(
     func: Callable[..., Any], result: Any, placements: OutputPlacements, mesh: DeviceMesh, uneven: bool
 ) -> Any:
     leaves, tree = tree_flatten(result)
-    several = isinstance(placements, tuple) and not all(isinstance(p, Placement) for p in placements)
+    several = isinstance(placements, tuple) and any(p is None or isinstance(p, Sequence) for p in placements)
     given: Sequence[Any] = placements if several else (placements,)  # type: ignore[assignment]
     if len(given) != len(leaves):
-        raise ArgumentError(
+        raise FunctionError(
             f"local_map got {len(given)} out_placements for {len(leaves)} results of {_name(func)}, expected one for "
             "each: give a tuple of placements, with None for results that are no tensors"
         )
     made = []
     for index, (leaf, placed) in enumerate(zip(leaves, given, strict=True)):
         if isinstance(leaf, DTensor):
-            raise ArgumentError(
+            raise FunctionError(
                 f"local_map got a DTensor, {leaf._spec}, as result {index} of {_name(func)}, expected a plain tensor: "
                 "the function works on shards"
             )
         if isinstance(leaf, torch.Tensor) != (placed is not None):
             kind = "a tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
-            raise ArgumentError(
+            raise FunctionError(
                 f"local_map got out_placements {placed} for result {index} of {_name(func)}, which is {kind}; expected "
                 "placements for tensors and None for the rest"
             )

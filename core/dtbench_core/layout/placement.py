@@ -6,14 +6,21 @@ tensor dim, the outer mesh dim (the lower index) splits first.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from dtbench_core.errors import PlacementError, PlacementTypeError
 
 if TYPE_CHECKING:
     import torch
 
 # The reductions a Partial may be pending; "avg" is a sum divided by the ranks of the mesh dim.
-REDUCE_OPS = ("sum", "avg", "product", "max", "min")
+REDUCE_OPS = ("sum", "avg", "product", "max", "min", "band", "bor", "bxor")
+# Those of whole numbers and booleans, bit by bit.
+BITWISE = ("band", "bor", "bxor")
+# What all ranks but the first hold of a value that is pending; of other reductions, they hold the value too.
+NEUTRAL = {"sum": 0, "product": 1, "bxor": 0}
 
 
 class Placement:
@@ -158,7 +165,7 @@ class Partial(Placement):
 
     def __post_init__(self) -> None:
         if self.reduce_op not in REDUCE_OPS:
-            raise ValueError(
+            raise PlacementError(
                 f"Partial got reduce_op {self.reduce_op!r}, expected one of {', '.join(REDUCE_OPS)}"
             )
 
@@ -171,6 +178,30 @@ class Partial(Placement):
 
 Placements = tuple[Placement, ...]
 REPLICATE = Replicate()
+
+
+def as_placement(given: object) -> Placement:
+    """`given` if it is a placement; if it is one of torch.distributed.tensor, that of the same meaning.
+
+    Raises:
+        PlacementTypeError: anything else.
+    """
+    if isinstance(given, Placement):
+        return given
+    kind, theirs = type(given), sys.modules.get("torch.distributed.tensor")
+    if theirs is not None:  # else nobody holds one of its placements
+        if kind is theirs.Shard:
+            return Shard(given.dim)  # type: ignore[attr-defined]
+        if kind is theirs.Replicate:
+            return REPLICATE
+        if kind is theirs.Partial:
+            return Partial(given.reduce_op)  # type: ignore[attr-defined]
+    strided = kind.__name__ == "_StridedShard"
+    remedy = "; for this one write StridedShard(dim, split_factor)" if strided else ""
+    raise PlacementTypeError(
+        f"got {given!r} ({kind.__module__}.{kind.__qualname__}) as a placement, expected Shard, Replicate or Partial, "
+        f"of dtbench_core or torch.distributed.tensor{remedy}"
+    )
 
 
 def describe(placements: Placements) -> str:

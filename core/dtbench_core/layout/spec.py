@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench_core.errors import PlacementError
+from dtbench_core.errors import DimError, PlacementError, PlacementTypeError
 from dtbench_core.layout.mesh import MeshInfo, mesh_info
 from dtbench_core.layout.placement import (
     REPLICATE,
@@ -25,6 +25,7 @@ from dtbench_core.layout.placement import (
     RaggedShard,
     Shard,
     StridedShard,
+    as_placement,
     describe,
     local_extents,
     splits_evenly,
@@ -160,11 +161,12 @@ def normalize(
     """
     if placements is None:
         return (REPLICATE,) * info.ndim
-    if isinstance(placements, Placement):
-        raise PlacementError(
+    try:
+        given = tuple(placements)
+    except TypeError:
+        raise PlacementTypeError(
             f"got the placement {placements}, expected a sequence of them: write [{placements!r}]"
-        )
-    given = tuple(placements)
+        ) from None
     if len(given) != info.ndim:
         raise PlacementError(
             f"got {len(given)} placements {[str(p) for p in given]} for the {info}, "
@@ -183,16 +185,16 @@ def normalize(
 
 
 def normalize_one(placement: Placement, ndim: int) -> Placement:
-    """One placement of a tensor of `ndim` dims, its dim >= 0. Errors as for `normalize`."""
-    if not isinstance(placement, Placement):
-        raise PlacementError(
-            f"got {placement!r} ({type(placement).__module__}.{type(placement).__qualname__}) as a placement, "
-            "expected dtbench_core's Shard, Replicate or Partial: import them from dtbench_core"
-        )
+    """One placement of a tensor of `ndim` dims, ours or torch's, its dim >= 0. Errors as for `normalize`."""
+    placement = as_placement(placement)
     if not isinstance(placement, Shard):
         return placement
+    if not isinstance(placement.dim, int):
+        raise PlacementTypeError(
+            f"got {placement!r}, expected an int as its dim, negative to count from the last"
+        )
     if not -ndim <= placement.dim < ndim:
-        raise PlacementError(
+        raise DimError(
             f"got {_written(placement)} for a tensor of {ndim} dims, expected a dim in [{-ndim}, {ndim}): "
             "choose a dim the tensor has, or Replicate()"
         )

@@ -13,7 +13,7 @@ class UnsupportedModuleError(CoreError, NotImplementedError):
     """A module that a style does not know how to shard. A RuntimeError, as every NotImplementedError is."""
 
 
-class LayoutsError(ArgumentError, ValueError):
+class LayoutsError(ArgumentError, AssertionError):
     """Layouts that do not match the inputs or outputs of a module one to one."""
 
 

@@ -215,7 +215,7 @@ def _converted(
 def _listed(given: Layouts, argument: str) -> Listed:
     if given is None:
         return None
-    listed = (given,) if isinstance(given, Placement) else tuple(given)
+    listed = tuple(given) if isinstance(given, Sequence) else (given,)
     return tuple(None if one is None else one_placement(one, argument) for one in listed)
 
 

@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench_core.errors import ArgumentError, PlacementError
+from dtbench_core.errors import ArgumentError, PlacementTypeError
 from dtbench_core.layout.mesh import mesh_info
-from dtbench_core.layout.placement import Placement, Placements, Replicate, Shard, describe
+from dtbench_core.layout.placement import Placement, Placements, Replicate, Shard, as_placement, describe
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.parallel.convert import placed
 from dtbench_core.parallel.embedding import look_up_rows
@@ -190,12 +190,11 @@ class RowwiseParallel(LayerStyle):
 
 
 def one_placement(given: Placement, argument: str) -> Placement:
-    if not isinstance(given, Placement):
-        raise PlacementError(
-            f"got {argument}={given!r} ({type(given).__module__}.{type(given).__qualname__}), expected one placement "
-            "of dtbench_core: Shard, Replicate or Partial, not in a list"
+    if isinstance(given, Sequence):
+        raise PlacementTypeError(
+            f"got {argument}={given!r}, expected one placement: Shard, Replicate or Partial, not in a list"
         )
-    return given
+    return as_placement(given)
 
 
 def _check_embedding(style: str, module: nn.Embedding) -> None:

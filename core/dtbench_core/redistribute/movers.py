@@ -9,6 +9,7 @@ A mover never returns its input, nor a view of it. Its result is contiguous.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,16 @@ import torch
 from torch.distributed import ProcessGroup
 
 from dtbench_core import comm
-from dtbench_core.layout.placement import Partial, Placement, Placements, Shard, StridedShard, local_extents
+from dtbench_core.layout.placement import (
+    BITWISE,
+    NEUTRAL,
+    Partial,
+    Placement,
+    Placements,
+    Shard,
+    StridedShard,
+    local_extents,
+)
 
 Mover = Callable[[torch.Tensor], torch.Tensor]
 Shape = tuple[int, ...]
@@ -101,10 +111,11 @@ def _cutter(step: Exchange, dst: Shard) -> Mover:
 
 
 def _keeper(dst: Placement, index: int) -> Mover:
-    """Of a sum the first rank keeps the value; avg, max and min of equal terms are the value."""
-    if dst.is_partial("sum") and index > 0:
-        return lambda local: torch.zeros_like(local, memory_format=torch.contiguous_format)
-    return _copy
+    """The term of a value that is this rank's."""
+    neutral = NEUTRAL.get(dst.reduce_op) if isinstance(dst, Partial) and index > 0 else None
+    if neutral is None:
+        return _copy
+    return lambda local: torch.full_like(local, neutral, memory_format=torch.contiguous_format)
 
 
 # ---- what transports can carry ----
@@ -254,6 +265,9 @@ def _reducer(step: Exchange, op: str) -> Mover:
     group, carrier = step.group, _carrier(step.dtype)
     if step.dtype.is_complex and op == "product":
         return lambda local: _gathered_terms(local, step.parts, group).prod(0)
+    if op in BITWISE and not comm.reduces_bits(group):
+        combine = getattr(torch, _BITWISE[op])
+        return lambda local: functools.reduce(combine, _gathered_terms(local, step.parts, group).unbind())
     if op in ("max", "min") and step.dtype.is_floating_point:
         return lambda local: _extremum(local, op, group)
     if step.dtype in _CARRIED or step.dtype.is_complex:
@@ -271,6 +285,9 @@ def _reducer(step: Exchange, op: str) -> Mover:
         return reduced.to(local.dtype)
 
     return reduce_carried
+
+
+_BITWISE = dict(zip(BITWISE, ("bitwise_and", "bitwise_or", "bitwise_xor"), strict=True))
 
 
 def _gathered_terms(local: torch.Tensor, parts: int, group: ProcessGroup) -> torch.Tensor:
@@ -296,9 +313,8 @@ def _extremum(local: torch.Tensor, op: str, group: ProcessGroup) -> torch.Tensor
 
 def _reducing_scatter(step: Exchange, op: str) -> Mover:
     group = step.group
-    if (step.dtype not in _CARRIED and not step.dtype.is_complex) or (
-        step.dtype.is_complex and op == "product"
-    ):
+    gathers = op == "product" if step.dtype.is_complex else op in BITWISE and not comm.reduces_bits(group)
+    if gathers or not (step.dtype in _CARRIED or step.dtype.is_complex):
         reduce = _reducer(step, op)
         return lambda local: _part(reduce(local), step)
     if not _even(step, step.dst):

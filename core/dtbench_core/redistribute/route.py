@@ -17,7 +17,15 @@ from dtbench_core.cost.mesh_topology import topology_of
 from dtbench_core.cost.ring import LOCAL_COPY_US
 from dtbench_core.errors import PlacementError
 from dtbench_core.layout.local_shards import plain_part
-from dtbench_core.layout.placement import REPLICATE, Placement, Placements, describe, local_extents
+from dtbench_core.layout.placement import (
+    BITWISE,
+    REPLICATE,
+    Partial,
+    Placement,
+    Placements,
+    describe,
+    local_extents,
+)
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.redistribute.movers import Exchange, Mover, mover
@@ -178,10 +186,17 @@ def _find(src: DTensorSpec, dst: Placements) -> Route:
         return Route.of(src, dst, ())
     info = src.info
     for placement, wanted in zip(src.placements, dst, strict=True):
-        if placement.is_partial("avg") and placement != wanted and not _averages(src.dtype):
+        if placement == wanted or not isinstance(placement, Partial):
+            continue
+        if placement.reduce_op == "avg" and not _averages(src.dtype):
             raise PlacementError(
                 f"cannot redistribute {src} to {describe(dst)}: the average of whole numbers is none; use floating "
                 "point, or Partial() and divide"
+            )
+        if placement.reduce_op in BITWISE and _averages(src.dtype):
+            raise PlacementError(
+                f"cannot redistribute {src} to {describe(dst)}: bits are those of whole numbers and booleans; view or "
+                "convert the terms to one of these types"
             )
     transitions = cost.Search(
         src.shape,

@@ -197,7 +197,7 @@ def along(dims: Iterable[int], ins: int, outs: int) -> list[Row]:
 
 def linear_rows(call: OpCall, ins: int, outs: int = 1, ops: tuple[str, ...] = ("sum", "avg")) -> list[Row]:
     """Rows for ops that commute with the pending reductions `ops` of all their inputs."""
-    return [Row((Partial(op),) * ins, (Partial(op),) * outs) for op in ops if pending(call, op)]
+    return [Row((Partial(op),) * ins, (Partial(op),) * outs) for op in _pending_of(call, ops)]
 
 
 def pending_rows(
@@ -208,8 +208,7 @@ def pending_rows(
     inputs, outs = range(len(call.inputs) if count is None else count), len(call.outputs)
     return [
         Row(tuple(Partial(op) if i in group else REPLICATE for i in inputs), (Partial(op),) * outs)
-        for op in ops
-        if pending(call, op)
+        for op in _pending_of(call, ops)
         for group in terms
     ]
 
@@ -223,6 +222,12 @@ def along_others(call: OpCall, whole: Iterable[int], ins: int = 1, outs: int = 1
 def pending(call: OpCall, reduce_op: str) -> bool:
     """Whether an input is Partial(reduce_op) on some mesh dim: else the rows need not be listed."""
     return any(p.is_partial(reduce_op) for spec in call.inputs for p in spec.placements)
+
+
+def _pending_of(call: OpCall, ops: Iterable[str]) -> list[str]:
+    """Those of `ops` for which `pending` holds."""
+    found = {p.reduce_op for spec in call.inputs for p in spec.placements if isinstance(p, Partial)}
+    return [op for op in ops if op in found] if found else []
 
 
 def replicated_row(call: OpCall) -> Row:

@@ -154,8 +154,8 @@ def _keeps(call: OpCall, row: Row, given: Placements, written: tuple[int, ...]) 
 
 
 def _reachable(have: Placement, want: Placement) -> bool:
-    """Into a Partial only from itself or, for those that Replicate can stand for, from Replicate."""
-    return have == want or not want.is_partial() or (have.is_replicate() and not want.is_partial("product"))
+    """Into a Partial only from itself or from Replicate."""
+    return have == want or not want.is_partial() or have.is_replicate()
 
 
 class _Lengths:

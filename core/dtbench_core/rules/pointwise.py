@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from dtbench_core.errors import PlacementError
 from dtbench_core.layout.copied_view import copied_view
-from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Partial, Shard
+from dtbench_core.layout.placement import NEUTRAL, REDUCE_OPS, REPLICATE, Partial, Shard
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.rules import base
@@ -214,16 +214,13 @@ def _refuse_overflow(spec: DTensorSpec, value: Any) -> None:
 
 
 def neutral_term(spec: DTensorSpec) -> int | None:
-    """What this rank's term of a value is, where it is not the value: one rank of a pending sum or product holds
-    the value, the others what changes nothing. All ranks of another reduction hold the value."""
+    """What this rank's term of a value is, where it is not the value."""
     coordinate = spec.info.coordinate
     if coordinate is None:  # a rank outside the mesh holds nothing
         return None
     for placement, index in zip(spec.placements, coordinate, strict=True):
-        if index > 0 and placement.is_partial("sum"):
-            return 0
-        if index > 0 and placement.is_partial("product"):
-            return 1
+        if index > 0 and isinstance(placement, Partial) and placement.reduce_op in NEUTRAL:
+            return NEUTRAL[placement.reduce_op]
     return None
 
 
@@ -296,7 +293,13 @@ def searchsorted(call: OpCall) -> Strategy:
     return Strategy(rows)
 
 
-@rule(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default)
+@rule(aten.empty_like.default)
+def uninitialised(call: OpCall) -> Strategy:
+    """Memory for a tensor like the input, placed alike."""
+    return Strategy([*along(range(call.inputs[0].ndim), 1, 1), *linear_rows(call, 1, ops=REDUCE_OPS)])
+
+
+@rule(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 def like(call: OpCall) -> Strategy:
     """Fresh values of the input's shape: its shards are kept, a Partial's values are not read."""
     rows = along(range(call.inputs[0].ndim), 1, 1)

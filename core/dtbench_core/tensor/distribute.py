@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,13 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core import comm
-from dtbench_core.errors import ArgumentError, PlacementError
+from dtbench_core.errors import ArgumentError, ArgumentTypeError
 from dtbench_core.layout.mesh import MeshInfo, mesh_info, mesh_or_current
 from dtbench_core.layout.placement import Placement, Placements, Shard, describe
 from dtbench_core.layout.shard_layout import empty_part, part_of
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.layout.wrapper import wrap
 from dtbench_core.redistribute.movers import padded
+from dtbench_core.redistribute.route import apply, placements_of_gradient, plan
 from dtbench_core.tensor.dtensor import DTensor
 
 
@@ -30,7 +33,9 @@ def distribute_tensor(
     """The global `tensor`, which every rank passes in the same shape, spread over the mesh.
 
     Args:
-        placements: one per mesh dim, Shard or Replicate; all Replicate when not given.
+        placements: one per mesh dim; all Replicate when not given. Of a Partial's terms that come to the values, the
+            first rank of the mesh dim holds the values, and the others 0 of a sum, 1 of a product, 0 of bxor; of
+            other reductions all hold the values.
         src_data_rank: the rank, within each mesh dim, whose values count. None: every rank cuts its
             part from its own copy and nothing is sent.
 
@@ -39,8 +44,9 @@ def distribute_tensor(
 
     Raises:
         ArgumentError: a tensor computed from others under autograd, a DTensor already placed otherwise.
-        PlacementError: a Partial placement.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentTypeError(f"distribute_tensor got {type(tensor).__name__}, expected a torch.Tensor")
     info = mesh_info(mesh_or_current(device_mesh))
     placed = normalize(placements, tensor.ndim, info, tensor.shape)
     if isinstance(tensor, DTensor):
@@ -55,23 +61,19 @@ def distribute_tensor(
             "distribute_tensor got the result of a computation under autograd, expected a leaf tensor: use "
             "DTensor.from_local, which is differentiable, or detach() it"
         )
-    if any(p.is_partial() for p in placed):
-        raise PlacementError(
-            f"distribute_tensor got {describe(placed)}, expected Shard or Replicate: wrap terms of a sum with "
-            "DTensor.from_local(term, mesh, [Partial()])"
-        )
     local = tensor.detach()
     if local.device.type not in (info.device_type, "meta"):
         local = local.to(info.device_type)
-    spec = DTensorSpec.of(info, placed, tensor.shape, contiguous_stride(tensor.shape), tensor.dtype)
+    values = placements_of_gradient(placed)  # as the tensor's, but whole where terms are to be pending
+    spec = DTensorSpec.of(info, values, tensor.shape, contiguous_stride(tensor.shape), tensor.dtype)
     if info.coordinate is None:
         part = empty_part(local.dtype, local.device)
     elif src_data_rank is None or local.is_meta:
         part = part_of(local, spec)
         part = part.clone(memory_format=torch.contiguous_format) if part is local else part
     else:
-        part = _sent(local, info, placed, src_data_rank)
-    return wrap(DTensor, part, spec, requires_grad=tensor.requires_grad)
+        part = _sent(local, info, values, src_data_rank)
+    return wrap(DTensor, apply(part, plan(spec, placed)), spec.with_placements(placed), tensor.requires_grad)
 
 
 def _sent(whole: torch.Tensor, info: MeshInfo, placements: Placements, src: int) -> torch.Tensor:
@@ -106,30 +108,54 @@ def distribute_module(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,
     partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
-    input_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
-    output_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
 ) -> nn.Module:
     """Makes a module's parameters and buffers DTensors, in place, and its inputs and outputs as told.
 
     Args:
         partition_fn: called with (fully qualified name, submodule, mesh) for every submodule; replaces
             its parameters. What it leaves plain is replicated.
-        input_fn: called with (module, inputs, mesh) before forward; its result replaces the inputs.
-        output_fn: called with (module, outputs, mesh) after forward; its result replaces the outputs.
+        input_fn: called with (module, inputs, mesh), or (inputs, mesh) if it takes two arguments, before forward;
+            its result replaces the inputs.
+        output_fn: called with (module, outputs, mesh), or (outputs, mesh), after forward; its result replaces the
+            outputs.
 
     Returns:
         The same module.
+
+    Raises:
+        ArgumentError: a function that takes neither three nor two arguments.
     """
     mesh = mesh_or_current(device_mesh)
+    convert_input, convert_output = _of_three("input_fn", input_fn), _of_three("output_fn", output_fn)
     for name, part in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, part, mesh)
         _replicate_plain(part, mesh)
-    if input_fn is not None:
-        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
-    if output_fn is not None:
-        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, mesh))
+    if convert_input is not None:
+        module.register_forward_pre_hook(lambda mod, inputs: convert_input(mod, inputs, mesh))
+    if convert_output is not None:
+        module.register_forward_hook(lambda mod, inputs, outputs: convert_output(mod, outputs, mesh))
     return module
+
+
+def _of_three(name: str, function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """`function` as one of (module, inputs or outputs, mesh)."""
+    if function is None:
+        return None
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # one written in C that does not tell
+        return function
+    for count in (3, 2):
+        with contextlib.suppress(TypeError):
+            signature.bind(*range(count))
+            return function if count == 3 else lambda module, values, mesh: function(values, mesh)
+    raise ArgumentError(
+        f"distribute_module got {name}{signature}, expected a function of (module, {name[:-3]}s, mesh) or "
+        f"({name[:-3]}s, mesh)"
+    )
 
 
 def _replicate_plain(module: nn.Module, mesh: DeviceMesh) -> None:

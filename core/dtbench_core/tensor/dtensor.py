@@ -14,7 +14,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.dispatch import entry as dispatch
-from dtbench_core.errors import ArgumentError, LayoutError, MeshError, MixedTensorError, PlacementError
+from dtbench_core.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CrossMeshError,
+    LayoutError,
+    MixedTensorError,
+    PlacementError,
+)
 from dtbench_core.layout.copied_view import CopiedView, is_copied
 from dtbench_core.layout.local_shards import check_places, holds_shards, plain_part
 from dtbench_core.layout.mesh import MeshInfo, mesh_info, mesh_or_current
@@ -55,6 +62,12 @@ class DTensor(Wrapper):
     """
 
     # No __slots__ of its own: an asynchronous checkpoint copies what `__slots__` lists, which are the wrapper's.
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
+        raise ArgumentTypeError(
+            "DTensor got a call of its constructor, expected one of the functions that make them: distribute_tensor("
+            "tensor, mesh, placements) of a global tensor, DTensor.from_local(tensor, mesh, placements) of shards"
+        )
 
     __torch_function__ = classmethod(dispatch.torch_function)
 
@@ -272,7 +285,7 @@ class DTensor(Wrapper):
             forward_dtype, backward_dtype: cast before moving, forward and backward.
 
         Raises:
-            MeshError: another mesh. PlacementError: a Partial that the tensor is not already.
+            CrossMeshError: another mesh. PlacementError: a Partial that the tensor is not already.
         """
         if is_dynamo_compiling():
             from dtbench_core.tensor import compiled
@@ -290,7 +303,7 @@ class DTensor(Wrapper):
             and device_mesh is not spec.info.mesh
             and mesh_info(device_mesh) is not spec.info
         ):
-            raise MeshError(
+            raise CrossMeshError(
                 f"redistribute got {mesh_info(device_mesh)} for a tensor on {spec.info}, expected the same mesh: "
                 "full_tensor() and distribute_tensor() move between meshes"
             )

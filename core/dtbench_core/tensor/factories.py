@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench_core.errors import ArgumentError, PlacementError
+from dtbench_core.errors import ArgumentError, ArgumentTypeError, PlacementError
 from dtbench_core.layout import rng as random
 from dtbench_core.layout.mesh import mesh_info, mesh_or_current
 from dtbench_core.layout.placement import Placement, describe
@@ -111,7 +111,7 @@ def _made(
 ) -> DTensor:
     shape = tuple(given[0]) if len(given) == 1 and isinstance(given[0], Sequence) else given
     if not all(isinstance(n, int) and n >= 0 for n in shape):
-        raise ArgumentError(
+        raise ArgumentTypeError(
             f"{name} got the size {shape}, expected ints >= 0: write {name}(2, 3, ...) or {name}((2, 3), ...)"
         )
     if layout is not torch.strided:
