@@ -65,6 +65,7 @@ __all__ = [
     "empty",
     "explain",
     "fallbacks",
+    "from_torch",
     "full",
     "implicit_replication",
     "local_map",
@@ -75,6 +76,7 @@ __all__ = [
     "register_sharding",
     "sharding_svg",
     "sharding_text",
+    "to_torch",
     "visualize_sharding",
     "zeros",
 ]

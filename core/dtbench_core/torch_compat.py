@@ -43,6 +43,7 @@ ScatterOptions = distributed_c10d.ScatterOptions
 # The mode and autograd state the dispatch path asks for on every call. All of these are C functions
 # that take tenths of a microsecond, against microseconds for their public wrappers.
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
+DisableTorchDispatch = torch._C._DisableTorchDispatch
 # As a class's `__torch_function__`: ops go straight to its `__torch_dispatch__`.
 disabled_torch_function = cast("Any", torch._C._disabled_torch_function_impl)
 any_requires_grad = torch._C._any_requires_grad

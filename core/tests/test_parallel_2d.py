@@ -10,18 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import checkpoint
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import parallel as torch_parallel
 
-from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.gloo_world import Worlds, mesh_of, on_ranks
 from core.tests.local_world import AnyWorlds
 from core.tests.parallel_models import MLP, VOCAB, WIDTH, Transformer, assert_same_parameters, seeded
 from dtbench_core import (
     DTensor,
     MeshError,
+    Partial,
     Replicate,
     Shard,
     StridedShard,
     count_collectives,
     distribute_tensor,
+    parallel,
 )
 from dtbench_core.parallel import (
     ColwiseParallel,
@@ -204,3 +208,56 @@ def _refusals() -> None:
 
 def test_refusals(worlds: AnyWorlds) -> None:
     worlds(_refusals, world_size=2)
+
+
+# ---- beside torch's FSDP2 ----
+
+
+def _fully_shard(kind: str) -> None:
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    net = seeded(MLP, kind != "no bias")
+    plan: Any = {"down": RowwiseParallel()} if kind == "half" else {"up": ColwiseParallel()}
+    parallelize_module(net, mesh["tp"], plan)
+    fully_shard(net, mesh=mesh["dp"])
+
+
+@pytest.mark.parametrize("kind", ["all", "half", "no bias"])
+def test_fully_shard_names_shard_parameters(ranks: Worlds, kind: str) -> None:
+    told = r"fully_shard got the parameter float32\[.*with dtbench_core\.parallel\.shard_parameters"
+    ranks.refuse(_fully_shard, kind, told=told)
+
+
+@on_ranks
+def test_ten_steps_equal_those_of_fully_shard_over_torchs_tensor_parallelism() -> None:
+    """And those of one device with all rows: losses and parameters."""
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    plain, ours, torchs = seeded(Transformer), seeded(Transformer), seeded(Transformer)
+    columns, rows = ("attention.wq", "attention.wk", "attention.wv", "mlp.up"), ("attention.wo", "mlp.down")
+    for net, tp in ((ours, parallel), (torchs, torch_parallel)):
+        plan = {f"blocks.0.{name}": tp.ColwiseParallel() for name in columns}
+        plan |= {f"blocks.0.{name}": tp.RowwiseParallel() for name in rows}
+        tp.parallelize_module(net, mesh["tp"], plan)
+    shard_parameters(ours, mesh, "dp")
+    fully_shard(torchs.blocks[0], mesh=mesh["dp"])
+    fully_shard(torchs, mesh=mesh["dp"])
+    nets = {"plain": plain, "ours": ours, "torch": torchs}
+    optimizers = {n: torch.optim.AdamW(net.parameters(), lr=0.05, eps=1e-3) for n, net in nets.items()}
+    for step in range(10):
+        torch.manual_seed(step)
+        tokens, labels = torch.randint(0, VOCAB, (2, ROWS, SEQ)).unbind()
+        losses = {}
+        for name, net in nets.items():
+            given = [t if net is plain else _part(t, mesh["dp"]) for t in (tokens, labels)]
+            optimizers[name].zero_grad()
+            loss = F.cross_entropy(net(given[0]).flatten(0, 1), given[1].flatten())
+            loss.backward()
+            optimizers[name].step()
+            # The mean of the data-parallel ranks' means.
+            terms = DTensor.from_local(loss.detach(), mesh["dp"], [Partial("avg")])
+            losses[name] = loss.detach() if net is plain else terms.full_tensor()
+        torch.testing.assert_close(losses["ours"], losses["plain"])
+        torch.testing.assert_close(losses["ours"], losses["torch"])
+    assert_same_parameters(ours, plain, grads=False)
+    for (name, one), (other, two) in zip(ours.named_parameters(), torchs.named_parameters(), strict=True):
+        assert name == other
+        torch.testing.assert_close(one.full_tensor(), two.full_tensor(), msg=lambda m, n=name: f"{n}: {m}")

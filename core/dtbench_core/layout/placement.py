@@ -196,11 +196,11 @@ def as_placement(given: object) -> Placement:
             return REPLICATE
         if kind is theirs.Partial:
             return Partial(given.reduce_op)  # type: ignore[attr-defined]
-    strided = kind.__name__ == "_StridedShard"
-    remedy = "; for this one write StridedShard(dim, split_factor)" if strided else ""
+        if kind is theirs.placement_types._StridedShard:
+            return StridedShard(given.dim, given.split_factor)  # type: ignore[attr-defined]
     raise PlacementTypeError(
         f"got {given!r} ({kind.__module__}.{kind.__qualname__}) as a placement, expected Shard, Replicate or Partial, "
-        f"of dtbench_core or torch.distributed.tensor{remedy}"
+        f"of dtbench_core or torch.distributed.tensor"
     )
 
 

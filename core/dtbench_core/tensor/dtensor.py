@@ -172,6 +172,15 @@ class DTensor(Wrapper):
     __create_chunk_list__ = checkpoint.create_chunk_list
     __get_tensor_shard__ = checkpoint.get_tensor_shard
 
+    @property
+    def fsdp_pre_all_gather(self) -> Any:
+        """torch's fully_shard asks every parameter for this, when it knows none of the class."""
+        raise ArgumentTypeError(
+            f"fully_shard got the parameter {self._spec}, expected plain tensors or torch's own DTensors: spread what "
+            "tensor parallelism left over the other mesh dim with dtbench_core.parallel.shard_parameters(module, "
+            "mesh, mesh_dim)"
+        )
+
     @staticmethod
     def from_local(
         local_tensor: torch.Tensor,
@@ -377,7 +386,7 @@ def _whole(tensor: DTensor, route: Route) -> torch.Tensor:
 def _lent(tensor: DTensor) -> torch.Tensor:
     """The local tensor as another object on the same memory, which counts writes together with `tensor`."""
     local = held_by(tensor)
-    if _uncounted(local):
+    if is_uncounted(local):
         return _detached(tensor._local_tensor)
     with DisableTorchFunction():
         return lend(tensor)
@@ -387,13 +396,13 @@ def _held(local: torch.Tensor, spec: DTensorSpec, *, view: bool = False) -> DTen
     """`local`, which others hold too, as this rank's part."""
     if spec.info.coordinate is None:
         return wrap(DTensor, empty_part(spec.dtype, local.device), spec)
-    if _uncounted(local):
+    if is_uncounted(local):
         return wrap(DTensor, _detached(local), spec)
     with DisableTorchFunction():
         return wrap_shared(DTensor, local, spec, view=view)
 
 
-def _uncounted(local: torch.Tensor) -> bool:
+def is_uncounted(local: torch.Tensor) -> bool:
     """Whether torch counts no writes to `local` now: modes and transforms keep their own account."""
     return (
         local.__class__ is not torch.Tensor

@@ -1,0 +1,197 @@
+"""DTensors handed to torch's own class and back: memory, versions, placements, gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import tensor as theirs
+from torch.distributed.tensor import placement_types
+
+from core.tests.gloo_world import Worlds, mesh_of, on_ranks
+from dtbench_core import (
+    DTensor,
+    Partial,
+    Placement,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+    distribute_tensor,
+    from_torch,
+    to_torch,
+)
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+LAYOUTS: list[tuple[tuple[int, ...], list[Placement]]] = [
+    ((4,), [S0]),
+    ((4,), [S1]),
+    ((4,), [R]),
+    ((4,), [Partial()]),
+    ((4,), [Partial("max")]),
+    ((3,), [S0]),  # rank 3 is outside
+    ((2, 2), [S0, S1]),
+    ((2, 2), [S0, S0]),
+    ((2, 2), [S1, Partial("avg")]),
+    ((2, 2), [StridedShard(0, split_factor=2), S0]),
+]
+
+
+def _values(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape) + 1
+
+
+def _spread(shape: tuple[int, ...], mesh: Any, placements: list[Placement]) -> DTensor:
+    return distribute_tensor(_values(shape), mesh, placements)
+
+
+@on_ranks
+def test_there_and_back() -> None:
+    """Values, placements and memory; every rank holds what torch would give it."""
+    for mesh_shape, placements in LAYOUTS:
+        for shape in ((4, 6), (8, 2), (5, 3), (2, 3)):
+            if shape[0] % 4 and type(placements[0]) is StridedShard:
+                continue
+            mesh = mesh_of(mesh_shape)
+            ours = _spread(shape, mesh, placements)
+            torchs = to_torch(ours)
+            told = f"{mesh_shape} {placements} {shape}"
+            assert type(torchs) is theirs.DTensor and torchs.shape == shape, told
+            assert torchs.device_mesh is mesh and torchs.stride() == ours.stride(), told
+            assert torchs.to_local().data_ptr() == ours.to_local().data_ptr(), told
+            if mesh.get_coordinate() is not None:
+                assert torch.equal(torchs.full_tensor(), _values(shape)), told
+            if not any(p.is_partial() for p in placements):
+                made = theirs.distribute_tensor(_values(shape), mesh, torchs.placements)
+                assert torch.equal(made.to_local(), ours.to_local()), told
+            back = from_torch(torchs)
+            assert back._spec is ours._spec and type(back) is DTensor, told
+            assert back.to_local().data_ptr() == ours.to_local().data_ptr(), told
+
+
+@on_ranks
+def test_writes_are_seen_and_counted_on_both_sides() -> None:
+    ours = _spread((4, 6), mesh_of((4,)), [S0])
+    torchs = to_torch(ours)
+    back = from_torch(torchs)
+    expected, versions = _values((4, 6)), []
+    for written in (ours, torchs, back):
+        before = [t._version for t in (ours, torchs, back)]
+        written.add_(1)
+        expected += 1
+        versions.append([t._version > v for t, v in zip((ours, torchs, back), before, strict=True)])
+        assert all(torch.equal(t.full_tensor(), expected) for t in (ours, torchs, back))
+    assert versions == [[True] * 3] * 3, versions
+
+
+@on_ranks
+def test_autograd_notices_a_write_on_the_other_side() -> None:
+    for toward_torch in (True, False):
+        leaf = _spread((4, 6), mesh_of((4,)), [S0])
+        given: Any = (leaf if toward_torch else to_torch(leaf)).requires_grad_()
+        result = (given * 2).sin()
+        saved = given * 2
+        squared = saved * saved
+        with torch.no_grad():
+            (to_torch(saved) if toward_torch else from_torch(saved)).add_(1)  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            squared.sum().backward()
+        result.sum().backward()
+        converted: Any = to_torch(given) if toward_torch else from_torch(given)
+        with pytest.raises(RuntimeError, match="a view"):
+            converted.mul_(2)
+
+
+@on_ranks
+def test_gradients_cross() -> None:
+    for mesh_shape, placements in LAYOUTS:
+        if mesh_shape == (3,):
+            continue
+        x = _spread((8, 4), mesh_of(mesh_shape), placements)
+        plain = _values((8, 4)).requires_grad_()
+        (plain.square().sin() * plain).sum().backward()
+        x.requires_grad_()
+        through: Any = from_torch(to_torch(to_torch_and_back(x)).square().sin())  # type: ignore[arg-type]
+        assert through.requires_grad and isinstance(through, DTensor)
+        (through * x).sum().backward()
+        assert isinstance(x.grad, DTensor), placements
+        torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+        torchs: Any = to_torch(x.detach()).requires_grad_()
+        (from_torch(torchs).square().sin() * from_torch(torchs)).sum().backward()
+        assert type(torchs.grad) is theirs.DTensor, placements
+        torch.testing.assert_close(torchs.grad.full_tensor(), plain.grad)
+
+
+def to_torch_and_back(x: DTensor) -> DTensor:
+    return from_torch(to_torch(x))
+
+
+@on_ranks
+def test_gradients_of_gradients_cross() -> None:
+    x = _spread((8, 4), mesh_of((4,)), [S0]).requires_grad_()
+    plain = _values((8, 4)).requires_grad_()
+    (first,) = torch.autograd.grad(from_torch(to_torch(x).pow(3)).sum(), x, create_graph=True)
+    (expected,) = torch.autograd.grad(plain.pow(3).sum(), plain, create_graph=True)
+    first.pow(2).sum().backward()
+    expected.pow(2).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
+@on_ranks
+def test_parameters_share_their_memory() -> None:
+    """A parameter's values under torch's class, trained by an optimizer there."""
+    parameter = nn.Parameter(_spread((4, 2), mesh_of((4,)), [S0]))
+    twin = nn.Parameter(to_torch(parameter.detach()))
+    twin.sum().backward()
+    torch.optim.SGD([twin], lr=1.0).step()
+    assert torch.equal(parameter.full_tensor(), _values((4, 2)) - 1)
+    with torch.no_grad():
+        assert not to_torch(parameter).requires_grad
+    assert to_torch(parameter).grad_fn is not None
+
+
+def _ragged() -> None:
+    to_torch(_spread((4, 2), mesh_of((4,)), [RaggedShard(0, (0, 1, 2, 1))]))
+
+
+def _copied() -> None:
+    to_torch(_spread((8, 2), mesh_of((4,)), [S0])[:2])
+
+
+def _plain() -> None:
+    to_torch(torch.ones(2))  # type: ignore[arg-type]
+
+
+def _ours_as_torchs() -> None:
+    from_torch(_spread((4, 2), mesh_of((4,)), [S0]))  # type: ignore[arg-type]
+
+
+def _masked() -> None:
+    given = theirs.DTensor.from_local(torch.ones(2), mesh_of((4,)), [theirs.Partial()])
+    given._spec.placements = (placement_types._MaskPartial(offset_shape=torch.Size([8]), offset_dim=0),)
+    from_torch(given)
+
+
+def _other_order() -> None:
+    given = theirs.distribute_tensor(_values((8, 2)), mesh_of((2, 2)), [theirs.Shard(0), theirs.Shard(0)])
+    entry = type(given._spec.shard_order[0])
+    given._spec.shard_order = (entry(tensor_dim=0, mesh_dims=(1, 0)),)
+    from_torch(given)
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        (_ragged, "expected placements that torch has: RaggedShard"),
+        (_copied, "expected a tensor with memory of its own"),
+        (_plain, "to_torch got torch.Tensor, expected a dtbench_core.DTensor"),
+        (_ours_as_torchs, "from_torch got .*dtensor.DTensor, expected a torch.distributed.tensor.DTensor"),
+        (_masked, "_MaskPartial.* as a placement, expected"),
+        (_other_order, "expected the outer mesh dim first"),
+    ],
+)
+def test_what_the_other_has_not_is_refused(ranks: Worlds, program: Any, told: str) -> None:
+    ranks.refuse(program, told=told)
