@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.tests.gloo_world import Worlds
-from core.tests.local_world import AnyWorlds, LocalWorlds
+from core.tests.local_world import AnyWorlds, LocalWorlds, ThreadWorlds
 from dtbench.tests.tiers import pytest_collection_modifyitems  # noqa: F401 - a hook of pytest
 from dtbench_core.simulate import LocalTensorMode
 
@@ -18,6 +18,14 @@ from dtbench_core.simulate import LocalTensorMode
 def ranks() -> Iterator[Worlds]:
     """`ranks(fn, *args, world_size=4)` executes a module-level function on real gloo ranks."""
     worlds = Worlds()
+    yield worlds
+    worlds.close()
+
+
+@pytest.fixture(scope="session")
+def thread_ranks() -> Iterator[ThreadWorlds]:
+    """As `ranks`, on ranks that are threads of this process."""
+    worlds = ThreadWorlds()
     yield worlds
     worlds.close()
 

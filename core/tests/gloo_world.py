@@ -25,6 +25,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -184,17 +185,24 @@ def _apply_filters(filters: Sequence[tuple[Any, ...]]) -> None:
         warnings.filterwarnings(action, pattern, category, where, lineno)
 
 
-@functools.cache
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> Any:
     """On a rank: the mesh of the first ranks in this shape, made once per world (its groups are costly).
 
     Every rank of the world must ask for the same meshes in the same order.
     """
+    return _mesh_of(shape, names, threading.get_ident())  # a rank may be a thread
+
+
+@functools.cache
+def _mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None, thread: int) -> Any:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     count = int(torch.tensor(shape).prod())
     return DeviceMesh("cpu", torch.arange(count).reshape(shape), mesh_dim_names=names)
+
+
+forget_meshes = _mesh_of.cache_clear  # for worlds of this process, whose meshes end with them
 
 
 # --- the test's side -------------------------------------------------------------------------------

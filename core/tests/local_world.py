@@ -1,4 +1,4 @@
-"""The second flavour of a test's ranks: its function run once, for all of them, in a LocalTensorMode."""
+"""Simulated ranks for tests: threads that take turns, or the test's function run once in a LocalTensorMode."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from core.tests.gloo_world import WORLD_SIZE, RankError, Worlds, mesh_of
+from core.tests.gloo_world import WORLD_SIZE, RankError, Worlds, forget_meshes
 from dtbench_core import clear_caches
-from dtbench_core.simulate import LocalTensorMode, per_rank
+from dtbench_core.simulate import LocalTensorMode, ThreadWorld, per_rank
 
 
 class LocalWorlds:
@@ -21,7 +21,7 @@ class LocalWorlds:
         self, fn: Callable[..., Any], *args: Any, world_size: int = WORLD_SIZE, **kwargs: Any
     ) -> list[Any]:
         """`fn(*args, **kwargs)` once; its result as each rank has it."""
-        mesh_of.cache_clear()  # its meshes belong to worlds that are gone
+        forget_meshes()  # its meshes belong to worlds that are gone
         dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
         try:
             with LocalTensorMode(world_size):
@@ -31,8 +31,29 @@ class LocalWorlds:
             raise RankError(f"simulated ranks in {fn.__qualname__}: {error}", {}) from error
         finally:
             dist.destroy_process_group()
-            mesh_of.cache_clear()
+            forget_meshes()
             clear_caches()
+
+
+class ThreadWorlds:
+    """Called as `gloo_world.Worlds` is: ranks that are threads of this process, kept from call to call."""
+
+    def __init__(self) -> None:
+        self._world: ThreadWorld | None = None
+
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        if self._world is None:
+            self._world = ThreadWorld(WORLD_SIZE)
+        try:
+            return self._world.run(inspect.unwrap(fn), *args)
+        except Exception:
+            forget_meshes()  # the ranks may be new threads from here on
+            raise
+
+    def close(self) -> None:
+        if self._world is not None:
+            self._world.close()
+            forget_meshes()
 
 
 AnyWorlds = Worlds | LocalWorlds

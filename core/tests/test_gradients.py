@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from core.tests.gloo_world import mesh_of, on_worlds
+from core.tests.gloo_world import forget_meshes, mesh_of, on_worlds
 from dtbench_core import DTensor, Replicate, Shard, distribute_tensor
 
 
@@ -53,7 +53,7 @@ def x(fake_world: Any) -> Iterator[DTensor]:
     fake_world(4)
     made: DTensor = distribute_tensor(torch.ones(8, 4), mesh_of((4,)), [Shard(0)]).requires_grad_()
     yield made
-    mesh_of.cache_clear()
+    forget_meshes()
 
 
 def test_what_torch_refuses_is_refused(x: DTensor) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.tests.gloo_world import Worlds, mesh_of
-from core.tests.local_world import LocalWorlds
+from core.tests.local_world import LocalWorlds, ThreadWorlds
 from core.tests.op_case import DEVICE_ONLY
 from core.tests.op_cases import OPS
 from dtbench_core import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -105,17 +105,28 @@ def _run_op(name: str, mesh_shape: tuple[int, ...], uneven: bool, most: int = 4)
     return count, wrong
 
 
+def _check(answers: list[tuple[int, list[str]]]) -> None:
+    assert all(count > 0 for count, _ in answers)
+    wrong = {rank: found[:5] for rank, (_, found) in enumerate(answers) if found}
+    assert not wrong, "\n".join(f"rank {rank}: {line}" for rank, found in wrong.items() for line in found)
+
+
 @pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")  # right all the same
 @pytest.mark.filterwarnings("ignore:torch.triangular_solve")  # deprecated, and in the database still
 @pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
 @pytest.mark.parametrize("name", OPS)
-def test_op_equals_plain_torch(ranks: Worlds, name: str, uneven: bool) -> None:
+def test_op_equals_plain_torch(thread_ranks: ThreadWorlds, name: str, uneven: bool) -> None:
     # Even shards on the one mesh and uneven ones on the other; every second op the other way round.
     mesh_shape = MESHES[(list(OPS).index(name) + uneven) % 2]
-    answers = ranks(_run_op, name, mesh_shape, uneven)
-    assert all(count > 0 for count, _ in answers)
-    wrong = {rank: found[:5] for rank, (_, found) in enumerate(answers) if found}
-    assert not wrong, "\n".join(f"rank {rank}: {line}" for rank, found in wrong.items() for line in found)
+    _check(thread_ranks(_run_op, name, mesh_shape, uneven))
+
+
+@pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
+@pytest.mark.filterwarnings("ignore:torch.triangular_solve")
+@pytest.mark.parametrize("name", OPS)
+def test_op_equals_plain_torch_on_gloo(ranks: Worlds, name: str) -> None:
+    """What differs there are the transport's own ways, so two placements are enough."""
+    _check(ranks(_run_op, name, MESHES[list(OPS).index(name) % 2], True, most=2))
 
 
 # One or two of each family, for the second flavour: the simulation is the same for all.
@@ -138,9 +149,7 @@ AS_LOCAL_TENSORS = (
 @pytest.mark.filterwarnings("ignore")  # of torch, and of fallbacks: what the cases warn of is theirs
 @pytest.mark.parametrize("name", AS_LOCAL_TENSORS)
 def test_op_equals_plain_torch_as_local_tensors(name: str) -> None:
-    for count, wrong in LocalWorlds()(_run_op, name, (2, 2), True, most=2):
-        assert count > 0
-        assert not wrong, "\n".join(wrong[:5])
+    _check(LocalWorlds()(_run_op, name, (2, 2), True, most=2))
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, and of fallbacks: what the cases warn of is theirs

@@ -31,7 +31,8 @@ SLOW = {
     "suites/tests/test_coverage.py::test_a_dead_worker*": "a worker of the coverage suite that dies",
     "suites/tests/test_coverage.py::test_a_worker_that_takes_too_long*": "one that hangs",
     "core/tests/test_gloo_world.py::test_broken_world*": "ranks of the tests' own worlds that die",
-    # The fast tier runs these once for all ranks, as LocalTensors.
+    # The fast tier runs these on simulated ranks: as LocalTensors, or threads.
+    "core/tests/test_ops.py::test_*_on_gloo*": "real gloo ranks",
     "core/tests/*[gloo*": "real gloo ranks, where simulated ones run the same program",
 }
 
