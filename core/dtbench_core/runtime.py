@@ -49,7 +49,8 @@ class Process:
     """What all ranks share that run in this process: their specs, which the keys hold, tell them apart.
 
     Attributes:
-        ops, elementwise, judged: what is known of ops and of Python functions (dispatch/entry.py).
+        ops, by_type, judged: what is known of ops and of Python functions (dispatch/entry.py); the keys of calls of
+            those in `by_type` hold the types of numbers alone.
         plans, functions: the plans of ops, and of functions that are one op.
         default_dtype: the one that those plans hold for.
         routes, requests: the plans of redistributions (redistribute/route.py).
@@ -59,7 +60,7 @@ class Process:
     """
 
     ops: dict[OpOverload, OpInfo] = field(default_factory=dict)
-    elementwise: set[Callable[..., Any]] = field(default_factory=set)
+    by_type: set[Callable[..., Any]] = field(default_factory=set)
     judged: set[Callable[..., Any]] = field(default_factory=set)
     plans: dict[Key, Plan | None] = field(default_factory=dict)
     functions: dict[Key, Plan | None] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class Process:
     def forget_op(self, op: OpOverload) -> None:
         """`op` got another rule: what was learnt of it, and of functions that come to it, may be wrong."""
         self.ops.pop(op, None)
-        self.elementwise.clear()
+        self.by_type.clear()
         self.judged.clear()
         self.clear_caches()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,13 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks
-from dtbench_core import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from core.tests.gloo_world import Worlds, mesh_of, on_ranks, on_worlds
+from dtbench_core import (
+    DTensor,
+    MixedTensorError,
+    Placement,
+    Replicate,
+    Shard,
+    cache_info,
+    distribute_module,
+    distribute_tensor,
+)
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-    "adamw": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True, "maximize": True}),
+    "adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
 }
 FORMS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -121,3 +132,143 @@ def test_optimizer_states() -> None:
                 mine = other.state[copied][key]
                 assert value.placements == parameter.placements == mine.placements, key  # type: ignore[attr-defined]
                 assert (mine.to_local() == value.to_local()).all(), key
+
+
+@pytest.mark.parametrize("form", [FORMS["loop"], FORMS["fused"]], ids=["loop", "fused"])
+@on_ranks
+def test_a_step_size_may_be_a_tensor(form: dict[str, Any]) -> None:
+    """In place of a number, which foreach asks for."""
+    results = []
+    for layout in (None, LAYOUTS[2]):
+        module = _model() if layout is None else _sharded(layout)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.01), **form)
+        results.append(_train(module, optimizer, layout, None))
+    torch.testing.assert_close(results[1], results[0])
+
+
+# ---- parameters of several kinds in one optimizer ----
+
+
+def _mixed() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Plain parameters with gradients, and the same: of one mesh, of another, and plain ones."""
+    generator = torch.Generator().manual_seed(3)
+    plain, mixed = [], []
+    places: list[tuple[tuple[int, ...], list[Placement]] | None]
+    places = [((4,), [S0]), None, ((2, 2), [R, S1]), ((4,), [R]), None, ((2, 2), [S0, S1])]
+    for place in places:
+        values, grad = (torch.randn(6, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+        for made, here in ((plain, None), (mixed, place)):
+            whole = [values.clone(), grad.clone()]
+            if here is not None:
+                mesh = mesh_of(here[0])
+                whole = [distribute_tensor(t, mesh, here[1], src_data_rank=None) for t in whole]
+            parameter = nn.Parameter(whole[0])
+            parameter.grad = whole[1]
+            made.append(parameter)
+    return plain, mixed
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("form", ["default", "foreach", "fused"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@on_worlds
+def test_plain_parameters_and_several_meshes(optimizer: str, form: str) -> None:
+    make, arguments = OPTIMIZERS[optimizer]
+    for clip in ({"norm_type": 2.0}, {"norm_type": 1.0}, {"norm_type": float("inf")}):
+        plain, mixed = _mixed()
+        norms = []
+        for parameters in (plain, mixed):
+            made = make(parameters, **arguments, **FORMS[form])
+            for _ in range(3):
+                norms.append(nn.utils.clip_grad_norm_(parameters, 0.5, **clip))
+                made.step()
+        for got, expected in zip(norms[3:], norms[:3], strict=True):
+            torch.testing.assert_close(_full(got), expected)
+        for one, expected in zip(mixed, plain, strict=True):
+            torch.testing.assert_close(_full(one), expected.detach())
+
+
+@on_worlds
+def test_clipping_beside_plain_parameters() -> None:
+    plain, mixed = _mixed()
+    for keep in ([0, 1, 3, 4], [1, 2, 5]):  # on one mesh
+        these, those = [plain[i] for i in keep], [mixed[i] for i in keep]
+        expected = nn.utils.get_total_norm([p.grad for p in these])
+        torch.testing.assert_close(_full(nn.utils.get_total_norm([p.grad for p in those])), expected)
+        nn.utils.clip_grad_norm_(these, 0.3)
+        nn.utils.clip_grad_norm_(those, 0.3)
+        for got, one in zip(those, these, strict=True):
+            torch.testing.assert_close(_full(got.grad), one.grad)
+    mixed[1].grad.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_(mixed, 0.3, error_if_nonfinite=True)
+
+
+@on_worlds
+def test_a_column_of_plain_and_distributed_is_refused() -> None:
+    _, (spread, plain, *_) = _mixed()
+    with pytest.raises(MixedTensorError, match=r"_foreach_add_ got a plain torch\.Tensor"):
+        torch._foreach_add_([spread.detach(), plain.detach()], [plain.detach(), spread.detach()])
+
+
+# ---- plans ----
+
+
+@pytest.mark.parametrize("form", ["loop", "foreach", "fused"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_plans_do_not_pile_up(fake_world: Callable[..., None], optimizer: str, form: str) -> None:
+    """The step sizes of Adam differ in every step, those of a schedule in all optimizers."""
+    fake_world(4)
+    mesh = mesh_of((4,))
+    spread = [distribute_tensor(torch.ones(4, 2), mesh, [p]) for p in (S0, R)]
+    parameters = [nn.Parameter(t) for t in spread]
+    make, arguments = OPTIMIZERS[optimizer]
+    made = make(parameters, **arguments, **FORMS[form])
+    held = {}
+    for step in range(1000):
+        for one, grad in zip(parameters, spread, strict=True):
+            one.grad = grad.clone()
+        nn.utils.clip_grad_norm_(parameters, 1 / (step + 1))
+        made.param_groups[0]["lr"] = 0.01 / (step + 1)
+        made.step()
+        if step == 2:
+            held = cache_info()
+    assert cache_info() == held
+
+
+# ---- what optimizers read of every parameter ----
+
+
+@on_ranks
+def test_attributes_of_parameters() -> None:
+    mesh = mesh_of((4,))
+    x = nn.Parameter(distribute_tensor(torch.ones(8, 2), mesh, [S0]))
+    assert x.grad is None
+    (x * x).sum().backward()
+    gradient = x.grad
+    assert isinstance(gradient, DTensor)
+    assert bool((gradient.full_tensor() == 2).all())
+    with pytest.raises(RuntimeError, match="size"):
+        x.grad = torch.ones(3)
+    x.grad = other = torch.zeros_like(x)
+    assert x.grad is other
+    x.grad = None
+    assert x.grad is None
+    x.grad = other
+    del x.grad
+    assert x.grad is None
+    y = x * 2
+    assert (x.is_leaf, y.is_leaf, x.grad_fn, y.grad_fn is None) == (True, False, None, False)
+    assert (x.is_sparse, torch.is_complex(x), torch.is_complex(input=x.to(torch.complex64))) == (
+        False,
+        False,
+        True,
+    )
+    assert (x.layout, x.device, x.is_cpu, x.is_cuda) == (torch.strided, torch.device("cpu"), True, False)
+    assert x.to(torch.device("cpu")) is x
+    assert x.to(torch.float64).dtype is torch.float64
+    assert gradient.requires_grad_() is gradient
+    assert gradient.requires_grad

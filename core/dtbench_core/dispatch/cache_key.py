@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from dtbench_core.layout.wrapper import Wrapper
+
+_dtype_of, _dim_of = operator.attrgetter("dtype"), torch.Tensor.dim
 
 
 def key_of(
@@ -32,10 +35,13 @@ def key_of(
             key.append(part)
             local = tuple(within)
         elif kind is list or kind is torch.Size:
-            specs = [one._spec for one in a if one.__class__ is cls] if a and a[0].__class__ is cls else ()
+            first = a[0].__class__ if a else None
+            specs = [one._spec for one in a if one.__class__ is cls] if first is cls else ()
             if len(specs) == len(a) > 0:  # the parameters of an optimizer: without a call for each
                 key.append((list, *specs))
                 local = [one._local_tensor for one in a]
+            elif by_type and (first is float or first is torch.Tensor) and (alike := _alike(a)):
+                key.append(alike)
             else:
                 part, local, _ = key_of(cls, list, by_type, a, {})
                 key.append(part)
@@ -54,3 +60,15 @@ def key_of(
     names = sorted(kwargs)
     part, values, _ = key_of(cls, dict, by_type, [kwargs[n] for n in names], {})
     return (*key, *names, part), locals_, dict(zip(names, values, strict=True))
+
+
+def _alike(items: Sequence[Any]) -> tuple[Any, ...] | None:
+    """What a list of an optimizer's comes to in the key: its step sizes, or its counts of steps, which are tensors
+    without dims. None: its members are not all alike."""
+    kinds = set(map(type, items))
+    if len(kinds) > 1:
+        return None
+    if kinds == {float}:
+        return (list, float, len(items))
+    dtypes = set(map(_dtype_of, items))
+    return None if any(map(_dim_of, items)) or len(dtypes) > 1 else (list, len(items), *dtypes)

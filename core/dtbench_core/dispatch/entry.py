@@ -24,7 +24,7 @@ from dtbench_core import runtime
 from dtbench_core.dispatch import out_and_resize
 from dtbench_core.dispatch.autograd_grad import backward, backward_of, grad
 from dtbench_core.dispatch.cache_key import key_of
-from dtbench_core.dispatch.learnt_calls import all_elementwise, plan_of_call, takes_one_tensor
+from dtbench_core.dispatch.learnt_calls import all_by_type, plan_of_call, takes_one_tensor
 from dtbench_core.dispatch.make_plan import build, first_run
 from dtbench_core.dispatch.op_info import OpInfo
 from dtbench_core.dispatch.plain_tensors import mixes_plain, with_replicas
@@ -33,6 +33,7 @@ from dtbench_core.layout import rng as random
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.rules import cross_entropy, linear
 from dtbench_core.rules.compare import equal
+from dtbench_core.rules.foreach import foreach_norm
 from dtbench_core.rules.view import tensor_split
 from dtbench_core.runtime import current, process, remember
 from dtbench_core.torch_compat import (
@@ -51,12 +52,22 @@ _MISSING: Any = object()
 # Functions that go straight to torch, and take nothing but one tensor and numbers: views, which need
 # torch's tracking, and getters. With what is called for each: the function itself, mostly.
 _direct: dict[Callable[..., Any], Callable[..., Any]] = {torch.split: torch.Tensor.split}
+
+
+def _is_complex(input: Any) -> bool:
+    complex_: bool = input._spec.dtype.is_complex
+    return complex_
+
+
 # Functions whose own way is taken also where a mode looks on.
 _own: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.autograd.grad: grad,
     torch.autograd.backward: backward,
     torch.Tensor.backward: backward_of,
     torch.nn.functional.linear_cross_entropy: cross_entropy.linear_cross_entropy,
+    torch.is_complex: _is_complex,
+    # What torch makes of `1 / x`: as two calls, whose plans hold for all values of the number.
+    torch.Tensor.__rdiv__: lambda self, other: self.reciprocal() * other,
 }
 # Functions that are several ops to torch and one to us, which a mode would not see; NotImplemented sends a call
 # the common way.
@@ -65,6 +76,7 @@ composites: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.cross_entropy: cross_entropy.cross_entropy,
     torch.nn.functional.dropout: random.dropout,
     torch.dropout: random.dropout,
+    torch._foreach_norm: foreach_norm,
     torch.equal: equal,
     torch.Tensor.equal: equal,
     torch.tensor_split: tensor_split,
@@ -94,7 +106,7 @@ def torch_function(
             return result
     if (is_grad_enabled() and _requires_grad(args, kwargs)) or modes_active():
         return _through_torch(cls, func, args, kwargs)
-    key, locals_, local_kwargs = key_of(cls, func, func in process.elementwise, args, kwargs)
+    key, locals_, local_kwargs = key_of(cls, func, func in process.by_type, args, kwargs)
     try:
         plan = process.functions.get(key, _MISSING)
     except TypeError:  # an argument that cannot be hashed: not a call to remember
@@ -160,10 +172,10 @@ def _watch(
     if not key:
         return result
     fit = plan_of_call(args, kwargs, seen, result)
-    if fit is not None and func not in process.judged:  # an elementwise one takes numbers by type
+    if fit is not None and func not in process.judged:
         process.judged.add(func)
-        if all_elementwise(func):
-            process.elementwise.add(func)
+        if all_by_type(func):
+            process.by_type.add(func)
             return result  # the key at hand holds numbers by value: remember the next call
     remember(process.functions, key, fit)
     return result
@@ -195,7 +207,7 @@ def torch_dispatch(
         # It decides what an integer tensor times a float gives, so plans hold for one.
         process.default_dtype = get_default_dtype()
         clear_caches()
-    key, locals_, local_kwargs = key_of(cls, info, info.elementwise, args, kwargs)
+    key, locals_, local_kwargs = key_of(cls, info, info.by_type, args, kwargs)
     plan: Plan | None
     try:
         plan = process.plans.get(key, _MISSING)

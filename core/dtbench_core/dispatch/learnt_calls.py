@@ -14,8 +14,8 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from dtbench_core.dispatch.plan import Plan
-from dtbench_core.rules.pointwise import is_pointwise
+from dtbench_core.dispatch.op_info import OpInfo, numbers_by_type
+from dtbench_core.dispatch.plan import Plan, gives_list
 
 
 def plan_of_call(args: Sequence[Any], kwargs: dict[str, Any], seen: list[Any], result: Any) -> Plan | None:
@@ -28,7 +28,7 @@ def plan_of_call(args: Sequence[Any], kwargs: dict[str, Any], seen: list[Any], r
         if len(shown) != 1:
             return None
         plan = plan.showing(shown[0])
-    elif result is not (op_result if plan.info.op._schema.returns else args[0]):
+    elif result is not (op_result if plan.info.op._schema.returns else _given_back(plan.info, args)):
         return None
     writes = plan.info.mutated and (plan.info.returned is not None or plan.out is None)
     # A rule's own local op stands for the op, not for the function.
@@ -36,18 +36,25 @@ def plan_of_call(args: Sequence[Any], kwargs: dict[str, Any], seen: list[Any], r
     return plan.for_function() if fit and _accounts_for(args, kwargs, op_args, op_kwargs, plan) else None
 
 
+def _given_back(info: OpInfo, args: Sequence[Any]) -> Any:
+    """What torch's function of an op without results gives."""
+    return args[0] if gives_list(info) else None
+
+
 def _ops_named_like(func: Callable[..., Any]) -> list[OpOverload]:
-    """Every aten op of the function's name that starts with a tensor, `out=` forms aside."""
-    name = getattr(func, "__name__", "").strip("_")
+    """Every aten op of the function's name that starts with a tensor, or a list of them, `out=` forms aside."""
+    name = getattr(func, "__name__", "")
+    if not name.startswith(("_foreach_", "_fused_")):
+        name = name.strip("_")
     packet = getattr(torch.ops.aten, name, None) if name else None
     ops = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
     return [op for op in ops if _takes_tensor(op) and not any(a.is_out for a in op._schema.arguments)]
 
 
-def all_elementwise(func: Callable[..., Any]) -> bool:
-    """Whether all those ops are elementwise: `torch.max` also has one with a dim."""
+def all_by_type(func: Callable[..., Any]) -> bool:
+    """Whether no value of a number matters to any of those ops: `torch.max` also has one with a dim."""
     ops = _ops_named_like(func)
-    return bool(ops) and all(is_pointwise(op) for op in ops)
+    return bool(ops) and all(numbers_by_type(op) or _takes_tensors_alone(op) for op in ops)
 
 
 def takes_one_tensor(func: Callable[..., Any]) -> bool:
@@ -58,9 +65,13 @@ def takes_one_tensor(func: Callable[..., Any]) -> bool:
     return bool(ops) and all(sum("Tensor" in str(a.type) for a in op._schema.arguments) == 1 for op in ops)
 
 
+def _takes_tensors_alone(op: OpOverload) -> bool:
+    return all("Tensor" in str(argument.type) for argument in op._schema.arguments)
+
+
 def _takes_tensor(op: OpOverload) -> bool:
     arguments = op._schema.arguments
-    return bool(arguments) and str(arguments[0].type) == "Tensor"
+    return bool(arguments) and str(arguments[0].type) in ("Tensor", "List[Tensor]")
 
 
 def _accounts_for(

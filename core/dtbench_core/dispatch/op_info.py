@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 from dtbench_core import rules
 from dtbench_core.dispatch import fallback, out_and_resize
 from dtbench_core.dispatch.metadata import written_arguments
+from dtbench_core.rules import foreach
 from dtbench_core.torch_compat import LENDING, is_composite, kernel_of
 
 
@@ -24,6 +25,7 @@ class OpInfo:
 
     __slots__ = (
         "aliases",
+        "by_type",
         "elementwise",
         "functional",
         "handler",
@@ -40,9 +42,8 @@ class OpInfo:
         written = written_arguments(op)
         self.op = op
         self.kernel = kernel_of(op)
-        # The value of a number cannot change where an elementwise result is placed, so all values
-        # of a type share one plan.
         self.elementwise = rules.pointwise.is_pointwise(op)
+        self.by_type = numbers_by_type(op)
         self.mutated = written
         self.aliases = not written and any(r.alias_info is not None for r in returns)
         self.functional = not written and not self.aliases
@@ -54,6 +55,11 @@ class OpInfo:
         self.random = torch.Tag.nondeterministic_seeded in op.tags
         self.handler = _handler_of(op)
         self.without_plan = _without_plan(op)
+
+
+def numbers_by_type(op: OpOverload) -> bool:
+    """Whether all values of a number's type share one plan, as none can change where results are placed."""
+    return rules.pointwise.is_pointwise(op) or rules.find(op) in (foreach.foreach, foreach.fused_step)
 
 
 def _handler_of(op: OpOverload) -> Callable[..., Any] | None:

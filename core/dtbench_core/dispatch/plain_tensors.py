@@ -1,7 +1,8 @@
 """Plain tensors that a user gives beside DTensors: refused, because nobody knows where they belong.
 
 One that an op or an autograd formula makes on the way counts as replicated; so does a single element,
-which torch treats as a number; so does any inside `implicit_replication()`.
+which torch treats as a number; so does any inside `implicit_replication()`. In a list, as optimizers and gradient
+clipping hand over, plain tensors may stand beside DTensors: each is computed with those of its place in other lists.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def mixes_plain(
                 continue
             if isinstance(item, torch.Tensor) and not isinstance(item, Wrapper) and item.numel() != 1:
                 name = getattr(func, "__name__", str(func))
-                if name == "__set__":  # takes both rightly
+                if name == "__set__" or _apart(name, args):  # takes both rightly
                     return False
                 if contexts.replicates_plain():
                     return True
@@ -44,6 +45,18 @@ def mixes_plain(
                     "shard with DTensor.from_local(...), or take the DTensor's own shard with .to_local()"
                 )
     return False
+
+
+def _apart(name: str, args: Sequence[Any]) -> bool:
+    """Whether each column of an op on lists is either plain or distributed (rules/foreach.py)."""
+    if not name.startswith(("_foreach_", "_fused_")):
+        return False
+    lists = [a for a in args if isinstance(a, (list, tuple)) and a]
+    columns = ([t for t in column if isinstance(t, torch.Tensor)] for column in zip(*lists, strict=False))
+    return all(
+        len({isinstance(t, Wrapper) for t in column if isinstance(t, Wrapper) or t.numel() != 1}) < 2
+        for column in columns
+    )
 
 
 def with_replicas(

@@ -19,7 +19,6 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dtbench_core.dispatch import contexts
-from dtbench_core.dispatch.metadata import written_by
 from dtbench_core.dispatch.op_info import OpInfo
 from dtbench_core.layout.copied_view import copied_view
 from dtbench_core.layout.placement import Placements
@@ -195,13 +194,24 @@ class Out(InPlace):
 class InPlaceLists(Plan):
     """Lists are written, and nothing is returned. torch leaves their members out when it counts writes."""
 
-    __slots__ = ()
+    __slots__ = ("gives",)
     writes = True
+
+    def __init__(self, info: OpInfo, kernel: Call, out: Any, functional: bool, counts: bool = False) -> None:
+        super().__init__(info, kernel, out, functional, counts)
+        self.gives = counts and gives_list(info)
 
     def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
         call(*locals_, **kwargs)
-        increment_version(written_by(self.info.mutated, args, given))
-        return args[0] if self.counts else None  # torch's functions give back the list that they wrote
+        for position, name in self.info.mutated:
+            written = args[position] if position < len(args) else given.get(name)
+            increment_version(written)
+        return args[0] if self.gives else None
+
+
+def gives_list(info: OpInfo) -> bool:
+    """Whether torch's function of an op that writes lists gives back the first: that of a fused step does not."""
+    return info.op._schema.name.startswith("aten::_foreach_")
 
 
 # The kinds that call the op themselves.

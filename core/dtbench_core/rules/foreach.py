@@ -1,7 +1,8 @@
 """Ops on lists of tensors, as optimizers use them: `_foreach_*`, the fused steps, loss scaling.
 
 The i-th tensors of all lists form a column. Each column is placed by the rule of the op on single
-tensors; a tensor that is written stays where it is and the others of its column follow.
+tensors; a tensor that is written stays where it is and the others of its column follow. Columns may be on
+different meshes, and there may be columns of plain tensors, which are the rank's own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from dtbench_core.errors import MixedTensorError
+from dtbench_core.layout.mesh import MeshInfo
 from dtbench_core.layout.placement import REPLICATE, Partial, Placements
 from dtbench_core.layout.spec import DTensorSpec, TensorMeta
 from dtbench_core.layout.wrapper import Wrapper, wrap
@@ -31,6 +34,7 @@ from dtbench_core.rules.base import (
 )
 from dtbench_core.rules.choose import choose
 from dtbench_core.rules.pointwise import is_pointwise, pointwise
+from dtbench_core.torch_compat import any_requires_grad, is_grad_enabled, ranks_of_mesh
 
 # Of each, torch has `_foreach_<name>` and most in place: with numbers, lists of numbers, or tensors.
 NAMES = """
@@ -157,6 +161,50 @@ def _functional(op: OpOverload) -> OpOverload:
     return found
 
 
+# ---- lists of which some members are plain, or on another mesh ----
+
+
+def _in_groups(op: OpOverload, *args: Any, **options: Any) -> Any:
+    """A call whose columns are on several meshes, or plain: group by group, as columns have nothing to do with each
+    other. NotImplemented where they are one group."""
+    lists = [a for a in args if isinstance(a, (list, tuple)) and a]
+    count = len(lists[0])
+    if any(len(a) != count for a in lists):
+        return NotImplemented  # torch says so
+    meshes = [_mesh_of(column) for column in zip(*lists, strict=True)]
+    if len(set(meshes)) < 2:
+        return NotImplemented
+    results: list[Any] = [None] * count
+    for mesh in dict.fromkeys(meshes):
+        at = [i for i, own in enumerate(meshes) if own is mesh]
+        part = [[a[i] for i in at] if any(a is one for one in lists) else _shared(a, mesh, op) for a in args]
+        made = op(*part, **{name: _shared(value, mesh, op) for name, value in options.items()})
+        for i, result in zip(at, made or (), strict=False):
+            results[i] = result
+    return results if op._schema.returns else None
+
+
+def _mesh_of(column: Sequence[Any]) -> MeshInfo | None:
+    return next((one._spec.info for one in column if isinstance(one, Wrapper)), None)
+
+
+def _shared(value: Any, mesh: MeshInfo | None, op: OpOverload) -> Any:
+    """What all columns share, for those on `mesh` or for plain ones: a replicated value, where it is a tensor."""
+    if not isinstance(value, Wrapper) or value._spec.info is mesh:
+        return value
+    here = value._spec.info
+    if here.coordinate is None:
+        raise MixedTensorError(
+            f"{op} got a list of tensors that are not all on {here}, and for all of them {value._spec}, which this "
+            "rank, outside that mesh, does not know; expected tensors of that mesh alone: call it on the members"
+        )
+    return redistribute_tensor(value, (REPLICATE,) * here.ndim)._local_tensor
+
+
+for _op in _overloads([f"_foreach_{name}{suffix}" for name in NAMES.split() for suffix in ("", "_")]):
+    decomposition(_op)(functools.partial(_in_groups, _op))
+
+
 # ---- fused optimizer steps ----
 
 
@@ -202,8 +250,13 @@ def _step_on_copies(
     return None
 
 
+def _step(op: OpOverload, *args: Any, **options: Any) -> Any:
+    result = _in_groups(op, *args, **options)
+    return _step_on_copies(op, *args, **options) if result is NotImplemented else result
+
+
 for _op in FUSED:
-    decomposition(_op)(functools.partial(_step_on_copies, _op))
+    decomposition(_op)(functools.partial(_step, _op))
 
 
 def _lie_alike(parameters: Sequence[Any], tensors: Sequence[Any]) -> bool:
@@ -225,33 +278,53 @@ def _moved(parameters: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
 
 @decomposition(aten._foreach_norm.Scalar)
 def foreach_norm(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | None = None) -> Any:
-    """Norms of the tensors, replicated: each rank's own to the power of `ord` are summed, all in one collective."""
-    if ord <= 0 or not all(isinstance(t, Wrapper) and t._spec.dtype.is_floating_point for t in tensors):
+    """Norms of the tensors, replicated: each rank's own to the power of `ord` are summed, in one collective for all
+    tensors placed alike. Of a plain tensor beside them its own norm. If the tensors are on several meshes of the same
+    ranks, the norms are plain tensors, so that they can be put together."""
+    if ord <= 0 or (is_grad_enabled() and any_requires_grad(tensors)):
         return NotImplemented
-    if ord == math.inf and any(t.numel() == 0 for t in tensors):
-        return NotImplemented  # torch refuses: nothing is the largest of none
-    terms: Any = torch.stack([_norm_term(t, ord, dtype) for t in tensors])
-    norms = redistribute_tensor(terms, (REPLICATE,) * terms._spec.info.ndim)
-    norms = norms if ord == math.inf else norms ** (1 / ord)
-    return [norm.to(dtype or t._spec.dtype) for norm, t in zip(norms.unbind(), tensors, strict=True)]
+    alike: dict[Any, list[int]] = {}  # (class, mesh, placements, dtype) -> where such tensors are
+    for at, tensor in enumerate(tensors):
+        if not tensor.dtype.is_floating_point or (ord == math.inf and 0 in tensor.shape):
+            return NotImplemented  # torch refuses the latter: nothing is the largest of none
+        if isinstance(tensor, Wrapper):
+            spec = tensor._spec
+            alike.setdefault((tensor.viewed, spec.info, spec.placements, spec.dtype), []).append(at)
+        else:
+            alike.setdefault(None, []).append(at)
+    meshes = {placed[1] for placed in alike if placed}
+    apart = len(meshes) > 1 and len({tuple(sorted(ranks_of_mesh(info.mesh))) for info in meshes}) == 1
+    norms: list[Any] = [None] * len(tensors)
+    for placed, positions in alike.items():
+        found = [tensors[at] for at in positions]
+        made = _norms_alike(found, ord, dtype) if placed else torch._foreach_norm(found, ord, dtype=dtype)
+        for at, norm in zip(positions, made, strict=True):
+            norms[at] = norm._local_tensor if placed and apart else norm
+    return norms
 
 
-def _norm_term(tensor: Any, ord: Any, dtype: torch.dtype | None) -> Any:
-    """This rank's part of a norm: the largest element, or a sum of powers, in float64 as these grow large."""
-    spec: DTensorSpec = tensor._spec
+def _norms_alike(tensors: Sequence[Any], ord: Any, dtype: torch.dtype | None) -> list[Any]:
+    """The norms of tensors that are placed alike and of one dtype. Sums of powers grow large: they are in float64."""
+    cls, spec = tensors[0].viewed, tensors[0]._spec
+    info, dtype = spec.info, dtype or spec.dtype
+    whole = (REPLICATE,) * info.ndim
+    one = DTensorSpec.of(info, whole, (), (), dtype)
     if spec.has_partial():
         reduced = tuple(REPLICATE if p.is_partial() else p for p in spec.placements)
-        tensor = redistribute_tensor(tensor, reduced)
-    local = tensor._local_tensor
-    if local.numel() == 0:
-        term = local.new_zeros((), dtype=torch.float64)  # neutral, as no norm is negative
-    else:
-        wide = torch.promote_types(dtype or spec.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(local, ord, dtype=wide).double()
-        term = norm if ord == math.inf else norm**ord
-    kind = Partial("max" if ord == math.inf else "sum")
-    placements = tuple(kind if p.is_shard() else REPLICATE for p in tensor._spec.placements)
-    return wrap(tensor.viewed, term, DTensorSpec.of(spec.info, placements, (), (), torch.float64))
+        tensors = [redistribute_tensor(t, reduced) for t in tensors]
+    locals_ = [t._local_tensor for t in tensors]
+    if info.coordinate is None:
+        return [wrap(cls, local.new_empty(0, dtype=dtype), one) for local in locals_]
+    # An empty shard has no largest element; 0 is neutral, as no norm is negative.
+    held = [local if local.numel() else local.new_zeros(1) for local in locals_]
+    wide = torch.promote_types(dtype, torch.float32)
+    terms = torch.stack(torch._foreach_norm(held, ord, dtype=wide)).double()
+    largest = ord == math.inf
+    kind = Partial("max" if largest else "sum")
+    placements = tuple(kind if p.is_shard() else REPLICATE for p in spec.placements)
+    pending = DTensorSpec.of(info, placements, (len(tensors),), (1,), torch.float64)
+    total = redistribute_tensor(wrap(cls, terms if largest else terms**ord, pending), whole)._local_tensor
+    return [wrap(cls, norm, one) for norm in (total if largest else total ** (1 / ord)).to(dtype).unbind()]
 
 
 @decomposition(aten._amp_foreach_non_finite_check_and_unscale_.default)

@@ -41,7 +41,7 @@ from torch._ops import OpOverload
 from dtbench_core.errors import RankDependentError, SimulationError
 from dtbench_core.layout.local_shards import equal_shards, holds_shards
 from dtbench_core.simulate.local_int import describe_ranks, describe_values, local_number, values_of
-from dtbench_core.torch_compat import make_wrapper
+from dtbench_core.torch_compat import make_wrapper, register_foreach_type
 
 # Of how many ranks (or groups of ranks that hold the same) `repr` shows the values.
 SHOWN = 8
@@ -182,6 +182,9 @@ class LocalTensor(torch.Tensor):
                 "ranks: run it inside `with LocalTensorMode(...):`"
             )
         return run_on_each(op, args, kwargs or {})
+
+
+register_foreach_type(LocalTensor)
 
 
 def _unpickled(tensors: bytes, requires_grad: bool) -> LocalTensor:

@@ -86,6 +86,14 @@ class DTensor(Wrapper):
     def ndim(self) -> int:  # type: ignore[override]
         return len(self._spec.shape)
 
+    is_sparse = False
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As torch's; of a device that the tensor is on already, itself at once, as clipping asks of every norm."""
+        if len(args) == 1 and not kwargs and args[0].__class__ is torch.device and args[0] == self.device:
+            return self
+        return super().to(*args, **kwargs)
+
     @property
     def requires_grad(self) -> bool:
         return any_requires_grad(self)

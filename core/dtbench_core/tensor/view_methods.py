@@ -1,4 +1,4 @@
-"""Tensor methods that need nothing but torch's own path, called without `__torch_function__` first.
+"""Tensor methods and attributes that need nothing but torch's own path, without `__torch_function__` first.
 
 A view must pass through torch, which tracks views and their versions; asking `__torch_function__` on
 the way costs a microsecond and changes nothing. (Torch function modes still see the call.)
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dtbench_core.layout.wrapper import Wrapped
-from dtbench_core.torch_compat import DisableTorchFunction
+from dtbench_core.torch_compat import DisableTorchFunction, disabled_torch_function
 
 # Methods that take one tensor, and give views of it.
 VIEWS: tuple[str, ...] = (
@@ -28,6 +28,10 @@ VIEWS: tuple[str, ...] = (
     "squeeze",
 )
 VIEWS += ("swapaxes", "t", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view")
+OTHERS: tuple[str, ...] = ("requires_grad_",)
+
+# Attributes that are read alone, for every parameter in every step of an optimizer.
+GETTERS: tuple[str, ...] = ("device", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "layout")
 
 _PLAIN_INDEX = (int, slice, type(None), type(Ellipsis))
 _getitem = torch.Tensor.__getitem__
@@ -45,6 +49,27 @@ def _straight(name: str) -> Callable[..., Any]:
     return call
 
 
+def _getter(name: str) -> property:
+    get = getattr(torch.Tensor, name).__get__
+    return property(
+        lambda self: disabled_torch_function(get, (), (self,)), doc=getattr(torch.Tensor, name).__doc__
+    )
+
+
+def _accessor(name: str) -> property:
+    attribute = getattr(torch.Tensor, name)
+
+    def put(self: torch.Tensor, value: Any) -> None:
+        with DisableTorchFunction():
+            attribute.__set__(self, value)
+
+    def forget(self: torch.Tensor) -> None:
+        with DisableTorchFunction():
+            attribute.__delete__(self)
+
+    return _getter(name).setter(put).deleter(forget)
+
+
 def getitem(self: torch.Tensor, index: Any) -> Any:
     """`x[index]`: a view straight through torch, unless a tensor is among the indices."""
     for one in index if index.__class__ is tuple else (index,):
@@ -55,8 +80,11 @@ def getitem(self: torch.Tensor, index: Any) -> Any:
 
 
 def straight_methods(cls: type[Wrapped]) -> type[Wrapped]:
-    """Class decorator: gives `cls` the methods above."""
-    for name in VIEWS:
+    """Class decorator: gives `cls` the methods and attributes above."""
+    for name in (*VIEWS, *OTHERS):
         setattr(cls, name, _straight(name))
+    for name in GETTERS:
+        setattr(cls, name, _getter(name))
+    cls.grad = _accessor("grad")  # type: ignore[assignment]
     cls.__getitem__ = getitem  # type: ignore[method-assign, assignment]
     return cls
