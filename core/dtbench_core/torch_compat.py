@@ -188,6 +188,14 @@ def trace_as(tensor: torch.Tensor, proxy: Any, tracer: Any) -> None:
         proxy_tensor.track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
 
 
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """What the transforms of torch.func have wrapped, however often."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
 # ---- torch.compile ----
 
 

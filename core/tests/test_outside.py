@@ -79,6 +79,7 @@ def _program() -> dict[str, Any]:
         local = tensor.to_local()
         full = tensor.detach().full_tensor()
         told[name] = (tuple(tensor.shape), tensor.dtype, tensor.placements, local.numel(), tuple(full.shape))
+        assert local.shape == tensor._spec.local_shape
     told["equal"] = torch.equal(x.detach(), x.detach())
     return told
 
@@ -91,7 +92,8 @@ def test_the_same_program_runs_outside(ranks: Worlds) -> None:
             assert told is outside[name] is True
             continue
         shape, dtype, placements, held, full = told
-        assert outside[name] == (shape, dtype, placements, 0, (0,)), name
+        nothing = (0, (0,)) if shape else (1, ())
+        assert outside[name] == (shape, dtype, placements, *nothing), name
         assert held > 0 and full == shape
 
 

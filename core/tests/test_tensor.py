@@ -246,6 +246,25 @@ def test_memory_for_a_tensor_is_placed_alike() -> None:
         assert module.weight.device.type == module.weight.to_local().device.type == "cpu"
 
 
+@on_ranks
+def test_nothing_is_sent_of_tensors_on_the_meta_device() -> None:
+    """On a rank whose shard is empty, too."""
+    for placement in (S0, S1, R, P):
+        tensor = distribute_tensor(torch.empty(5, 3, device="meta"), mesh_of((4,)), [placement])
+        with count_collectives() as count:
+            made = (
+                tensor.softmax(0),
+                tensor @ tensor.t(),
+                tensor.sum(),
+                tensor.redistribute(placements=[S1]),
+            )
+            assert {one.to_local().device.type for one in made} == {"meta"}
+            assert tensor.full_tensor().shape == (5, 3)
+        assert not count.calls
+        filled = torch.empty_like(tensor, device="cpu")
+        assert filled.to_local().device.type == "cpu" and filled.to("meta").to_local().is_meta
+
+
 @on_worlds
 def test_writes_through_views_reach_the_tensor() -> None:
     plain = torch.arange(16.0).reshape(8, 2)

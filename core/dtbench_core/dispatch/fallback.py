@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from dtbench_core.dispatch import contexts
 from dtbench_core.dispatch import outside_mesh as outside
-from dtbench_core.dispatch.metadata import results_of, written_arguments, written_by
+from dtbench_core.dispatch.metadata import device_of_results, results_of, written_arguments, written_by
 from dtbench_core.errors import NoRuleError
 from dtbench_core.layout import rng as random
 from dtbench_core.layout.copied_view import copied_view, is_copied, refuse_write
@@ -118,7 +118,8 @@ def _outside(
     if written:
         return written[0] if structure == "tensor" else tuple(written)
     specs = [None if meta is None else DTensorSpec.of(mesh, replicated, *meta) for meta in metas]
-    made = [None if s is None else wrap(cls, empty_part(s.dtype, mesh.device_type), s) for s in specs]
+    where = device_of_results(args, kwargs, mesh.device_type)
+    made = [None if s is None else wrap(cls, empty_part(s, where), s) for s in specs]
     return tuple(made) if structure == "list" else made[0]
 
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from dtbench_core import rules
 from dtbench_core.dispatch import out_and_resize, outside_mesh, rank_check
-from dtbench_core.dispatch.metadata import flattened, results_of, written_by
+from dtbench_core.dispatch.metadata import device_of_results, flattened, results_of, written_by
 from dtbench_core.dispatch.op_info import OpInfo
 from dtbench_core.dispatch.plan import Move, Plan, plan_of_kind, sorted_by_name
 from dtbench_core.errors import CoreError, MeshError
@@ -142,9 +142,8 @@ def _empty_results(
     def make(*args: Any, **kwargs: Any) -> Any:
         if any(holds_shards(one) for one in tree_leaves(args)):
             return op(*args, **kwargs)
-        made = [
-            None if s is None else torch.empty(s.local_shape, dtype=s.dtype, device=device) for s in specs
-        ]
+        where = device_of_results(args, kwargs, device)
+        made = [None if s is None else torch.empty(s.local_shape, dtype=s.dtype, device=where) for s in specs]
         return tuple(made) if several else made[0]
 
     return make

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dtbench_core.layout.spec import DTensorSpec, TensorMeta, contiguous_stride
 from dtbench_core.layout.wrapper import Wrapper
@@ -38,6 +38,16 @@ def written_by(arguments: Written, args: Sequence[Any], kwargs: dict[str, Any]) 
             t for t in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(t, Wrapper)
         ]
     return found
+
+
+def device_of_results(args: Sequence[Any], kwargs: dict[str, Any], mesh: str) -> torch.device | str:
+    """Where an op leaves its results: where it is told, where a tensor is that holds nothing, else on the mesh."""
+    told: torch.device | None = kwargs.get("device")
+    if told is not None:
+        return told
+    return (
+        "meta" if any(leaf.is_meta for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)) else mesh
+    )
 
 
 Results = tuple[tuple[TensorMeta | None, ...], str]

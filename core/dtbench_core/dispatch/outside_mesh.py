@@ -1,7 +1,8 @@
 """What a rank outside a mesh does in an op on DTensors of that mesh: nothing, with the right metadata.
 
 So a program may run the same lines on every rank of the world, as torch.distributed.tensor allows: the
-rank holds empty parts, takes part in no collective, and its results say the global shape and dtype.
+rank holds empty parts (a 0 of a tensor without dims), takes part in no collective, and its results say the
+global shape and dtype.
 Only values it cannot know: asking for one (`item()`, a shape that depends on values) raises.
 """
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._ops import OpOverload
 
+from dtbench_core.dispatch.metadata import device_of_results
 from dtbench_core.errors import MeshError
 from dtbench_core.layout.mesh import MeshInfo
 from dtbench_core.layout.shard_layout import empty_part
@@ -44,8 +46,9 @@ def kernel(
 
         return refuse
 
-    def make(*_: Any, **__: Any) -> Any:
-        made = [None if s is None else empty_part(s.dtype, mesh.device_type) for s in results]
+    def make(*args: Any, **kwargs: Any) -> Any:
+        where = device_of_results(args, kwargs, mesh.device_type)
+        made = [None if s is None else empty_part(s, where) for s in results]
         return tuple(made) if structure == "list" else made[0] if made else None
 
     return make

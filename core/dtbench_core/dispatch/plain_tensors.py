@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtbench_core.dispatch import contexts
 from dtbench_core.errors import MixedTensorError
 from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.torch_compat import functorch_level, innermost
 
 
 def mixes_plain(
@@ -34,6 +36,8 @@ def mixes_plain(
             if item.__class__ is cls:
                 continue
             if isinstance(item, torch.Tensor) and not isinstance(item, Wrapper) and item.numel() != 1:
+                if _comes_of_transform(func, item):
+                    continue
                 name = getattr(func, "__name__", str(func))
                 if name == "__set__" or _apart(name, args):  # takes both rightly
                     return False
@@ -57,6 +61,20 @@ def _apart(name: str, args: Sequence[Any]) -> bool:
         len({isinstance(t, Wrapper) for t in column if isinstance(t, Wrapper) or t.numel() != 1}) < 2
         for column in columns
     )
+
+
+def _comes_of_transform(func: Callable[..., Any], item: torch.Tensor) -> bool:
+    """Whether the tensor is made by torch.func or forward AD: around a DTensor, or around a basis of tangents, the
+    same on every rank; or on the meta device, to learn a shape.
+
+    Inside `implicit_replication()` it may be around any. Below the transform a plain tensor counts as replicated.
+    """
+    if functorch_level() is None:
+        return item.is_meta and forward_ad._current_level >= 0
+    inner = innermost(item)
+    if inner is item:
+        return item.is_meta
+    return isinstance(inner, Wrapper) or func is torch._VF._make_dual or contexts.replicates_plain()
 
 
 def with_replicas(

@@ -26,16 +26,16 @@ from dtbench_core.layout.spec import DTensorSpec, normalize
 from dtbench_core.runtime import process, remember
 
 
-def empty_part(dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """What a rank outside the mesh holds of any tensor."""
-    return torch.empty(0, dtype=dtype, device=device)
+def empty_part(spec: DTensorSpec, device: torch.device | str) -> torch.Tensor:
+    """What a rank outside the mesh holds: nothing, or a 0 where the tensor has no dims."""
+    return torch.zeros(spec.local_shape, dtype=spec.dtype, device=device)
 
 
 def part_of(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """This rank's part of the global tensor `whole`, as a contiguous copy unless it is all of it."""
     coordinate = spec.info.coordinate
     if coordinate is None:
-        return empty_part(whole.dtype, whole.device)
+        return empty_part(spec, whole.device)
     part = whole
     for placement, parts, index in zip(spec.placements, spec.info.sizes, coordinate, strict=True):
         if isinstance(placement, Shard):

@@ -47,7 +47,7 @@ class DTensorSpec:
         info: the `MeshInfo`; mesh: its DeviceMesh.
         placements: one per mesh dim; Shard dims are non-negative.
         shape, stride, dtype: of the global tensor.
-        local_shape, local_offset: this rank's part of it; (0,) on a rank outside the mesh.
+        local_shape, local_offset: this rank's part of it; (0,) on a rank outside the mesh, () of a tensor without dims.
     """
 
     __slots__ = ("__weakref__", "_local", "dtype", "info", "placements", "shape", "stride")
@@ -116,7 +116,8 @@ class DTensorSpec:
         if self._local is None:
             info = self.info
             if info.coordinate is None:
-                self._local = (0,), (0,)  # see dispatch/outside_mesh.py
+                nothing = (0,) if self.shape else ()  # see dispatch/outside_mesh.py
+                self._local = nothing, nothing
             else:
                 self._local = local_extents(self.shape, self.placements, info.sizes, info.coordinate)
         return self._local

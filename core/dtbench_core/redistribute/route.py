@@ -250,6 +250,8 @@ def apply(local: torch.Tensor, route: Route) -> torch.Tensor:
     when there is a step."""
     if local.__class__ is not torch.Tensor and route:
         local = plain_part(local, route.source)
+    if local.is_meta and route:  # nothing to send
+        return local.new_empty(route.result.local_shape)
     for move in route.movers:
         local = move(local)
     return local

@@ -23,6 +23,7 @@ compare   ops that answer with a Python value
 scan      running sums and extrema, sorts, flips
 foreach   lists of tensors, fused optimizer steps, loss scaling
 random    fills, *_like, dropout: drawn for the whole tensor
+forward_ad  tangents
 """
 
 import importlib

@@ -42,11 +42,15 @@ def is_pointwise(op: OpOverload) -> bool:
         return False
     if sum(argument.is_out for argument in op._schema.arguments) > 1:  # frexp(out=): the common way of out=
         return False
-    if torch.Tag.pointwise in op.tags:
+    if torch.Tag.pointwise in op.tags or op._schema.name in PRIMS:
         return True
     # Many in-place forms lack the tag of the functional one.
     functional = _functional(op)
     return functional is not None and torch.Tag.pointwise in functional.tags
+
+
+# Untagged too: in forward AD, torch multiplies a tangent that is zero on the meta device, in these.
+PRIMS = {"prims::add", "prims::sub", "prims::mul", "prims::div"}
 
 
 def _functional(op: OpOverload) -> OpOverload | None:

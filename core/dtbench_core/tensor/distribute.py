@@ -67,7 +67,7 @@ def distribute_tensor(
     values = placements_of_gradient(placed)  # as the tensor's, but whole where terms are to be pending
     spec = DTensorSpec.of(info, values, tensor.shape, contiguous_stride(tensor.shape), tensor.dtype)
     if info.coordinate is None:
-        part = empty_part(local.dtype, local.device)
+        part = empty_part(spec, local.device)
     elif src_data_rank is None or local.is_meta:
         part = part_of(local, spec)
         part = part.clone(memory_format=torch.contiguous_format) if part is local else part

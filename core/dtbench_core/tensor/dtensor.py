@@ -403,7 +403,7 @@ def _lent(tensor: DTensor) -> torch.Tensor:
 def _held(local: torch.Tensor, spec: DTensorSpec, *, view: bool = False) -> DTensor:
     """`local`, which others hold too, as this rank's part."""
     if spec.info.coordinate is None:
-        return wrap(DTensor, empty_part(spec.dtype, local.device), spec)
+        return wrap(DTensor, empty_part(spec, local.device), spec)
     if is_uncounted(local):
         return wrap(DTensor, _detached(local), spec)
     with DisableTorchFunction():

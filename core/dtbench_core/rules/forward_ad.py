@@ -1,0 +1,52 @@
+"""What forward AD asks when a tensor gets a tangent: whether it lies as the tensor does, and memory that does."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from dtbench_core.errors import NoRuleError
+from dtbench_core.layout.placement import Shard
+from dtbench_core.layout.spec import contiguous_stride
+from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.rules.base import OpCall, Strategy, aten, decomposition, rule
+from dtbench_core.torch_compat import active_tracer, traced_value
+
+
+@decomposition(aten._has_same_storage_numel.default)
+def placed_alike(tensor: Any, tangent: Any) -> bool:
+    """(tensor, tangent): where not, torch copies the tangent into what the op below gives.
+
+    Raises:
+        NoRuleError: while a graph is traced of which the tensor is no input.
+    """
+    tracer = active_tracer()
+    if tracer is not None and isinstance(tensor, Wrapper) and traced_value(tensor, tracer) is tensor:
+        raise NoRuleError(
+            f"a graph is traced of tangents of {tensor._spec}, which is no input of it, as torch.func.linearize does; "
+            "the graph would hold the values of today: use torch.func.jvp, or trace a function of both"
+        )
+    return isinstance(tensor, Wrapper) and isinstance(tangent, Wrapper) and tensor._spec is tangent._spec
+
+
+@rule(aten._new_zeros_with_same_feature_meta.default)
+def tangent_like(call: OpCall) -> Strategy:
+    """(tangent, tensor) -> zeros of the batch dims of the tangent and the shape of the tensor, placed like the tensor.
+    Nothing is read."""
+    tangent, tensor = call.inputs
+    batch = tuple(tangent.shape[: call["self_num_batch_dims"]])
+    lead = len(batch)
+    placed = tuple(
+        dataclasses.replace(p, dim=p.dim + lead) if isinstance(p, Shard) else p for p in tensor.placements
+    )
+
+    def local_op(_: torch.Tensor, local: torch.Tensor, **__: Any) -> torch.Tensor:
+        if not lead:
+            return torch.zeros_like(local)
+        stride = *(step * local.numel() for step in contiguous_stride(batch)), *local.stride()
+        return local.new_empty_strided((*batch, *local.shape), stride).zero_()
+
+    exact = ((tangent.placements, tensor.placements), (placed,))
+    return Strategy([], local_op=local_op, exact=exact)
