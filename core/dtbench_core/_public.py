@@ -24,6 +24,7 @@ from dtbench_core.errors import (
     RedistributionError,
 )
 from dtbench_core.interop.local_map import local_map
+from dtbench_core.interop.state_dicts import full_state_dict, sharded_state_dict
 from dtbench_core.interop.torch_dtensor import from_torch, to_torch
 from dtbench_core.interop.visualize import sharding_svg, sharding_text, visualize_sharding
 from dtbench_core.layout.local_shards import LocalShardsWrapper

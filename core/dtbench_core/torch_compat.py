@@ -7,7 +7,11 @@ reduce_scatter_tensor -> reduce_scatter_single) and warns about the old names; 2
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.util
+import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -98,6 +102,10 @@ def resolve_group(group_name: str) -> dist.ProcessGroup:
     """The process group of a name, as ops carry it."""
     resolve = cast("Callable[[str], dist.ProcessGroup]", torch._C._distributed_c10d._resolve_process_group)
     return resolve(group_name)
+
+
+# The device on which a group sends objects, which it can any tensor.
+device_of_group = cast("Callable[[dist.ProcessGroup], str]", distributed_c10d._get_object_coll_device)
 
 
 def current_mesh() -> DeviceMesh:
@@ -212,3 +220,36 @@ def real_object(traced: Any) -> Any:
     """What an object is that a graph knows as an input of its own, such as a mesh; itself, if it is none."""
     kind = vars(fake_class_registry)["FakeScriptObject"]
     return object.__getattribute__(traced, "real_obj") if type(traced) is kind else traced
+
+
+# ---- modules of torch that take long to load ----
+
+
+def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
+    """Calls `then` with the module of that name: now, or once it has been imported."""
+    if name in sys.modules:
+        then(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Awaited(name, then))
+
+
+class _Awaited(importlib.abc.MetaPathFinder):
+    """Finds one module, once, as the other finders do, and has something done after it was loaded."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_tell(module: ModuleType) -> None:
+                execute(module)
+                self._then(module)
+
+            vars(spec.loader)["exec_module"] = execute_and_tell
+        return spec

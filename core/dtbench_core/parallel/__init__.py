@@ -20,6 +20,7 @@ Reading order:
     region      tensor_parallel_rng: random numbers that differ by shard
 """
 
+import dtbench_core.interop.state_dicts  # noqa: F401 - torch's functions for state dicts learn of what is made here
 from dtbench_core.parallel.api import parallelize_module
 from dtbench_core.parallel.convert import (
     make_input_replicate_1d,

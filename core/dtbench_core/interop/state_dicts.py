@@ -1,0 +1,180 @@
+"""State dicts of whole tensors: gathered from DTensors, and spread again, on any mesh.
+
+`full_state_dict` and `sharded_state_dict` take any nesting of dicts and lists, a module's state or an optimizer's.
+torch.distributed.checkpoint saves and loads both kinds: sharded ones as they are (tensor/checkpoint.py).
+
+`torch.distributed.checkpoint.state_dict` gathers and spreads tensors of torch's own class alone, and takes a DTensor
+of ours for a plain tensor: a full state dict would hold one rank's part. `_teach` mends that where torch does it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
+
+from dtbench_core import comm
+from dtbench_core.errors import ArgumentError
+from dtbench_core.tensor.distribute import distribute_tensor
+from dtbench_core.tensor.dtensor import DTensor
+from dtbench_core.torch_compat import device_of_group, when_imported
+
+
+def full_state_dict(state: Any, *, cpu_offload: bool = False, rank0_only: bool = False) -> Any:
+    """`state` with every DTensor as the whole tensor. Every rank must call it, as the ranks gather from each other.
+
+    Args:
+        state: dicts and lists, nested, as `module.state_dict()` and `optimizer.state_dict()` give them.
+        cpu_offload: each tensor is moved to the CPU before the next is gathered.
+        rank0_only: the other ranks keep nothing and get an empty dict.
+    """
+    kept = not rank0_only or dist.get_rank() == 0
+    full = tree_map_only(torch.Tensor, lambda tensor: _whole(tensor, kept, cpu_offload), state)
+    return full if kept else {}
+
+
+def sharded_state_dict(full: Any, like: Any, *, broadcast_from_rank0: bool = False) -> Any:
+    """`full` with every tensor placed as the DTensor at its place in `like`, for `load_state_dict`.
+
+    Args:
+        full: whole tensors in dicts and lists, nested, as `full_state_dict` gives them.
+        like: of the same keys: the state of the module or optimizer that is to be loaded. Only its placements,
+            shapes and dtypes are read. An optimizer has its state after a first step.
+        broadcast_from_rank0: only rank 0's `full` counts; tensors are sent one by one.
+
+    Returns:
+        A state of the shape of `like`, with the values of `full`. Plain tensors in `like` get plain tensors.
+
+    Raises:
+        ArgumentError: keys that are in one of the two alone, or tensors of other shapes; on all ranks alike.
+    """
+    leaves, tree = tree_flatten(like)
+    names = [keystr(path) for path, _ in tree_flatten_with_path(like)[0]]
+    mine = {keystr(path): leaf for path, leaf in tree_flatten_with_path(full)[0]}
+    told: dict[str, Any] = {name: _told(leaf) for name, leaf in mine.items()}
+    if broadcast_from_rank0:
+        told = comm.all_gather_objects(told if dist.get_rank() == 0 else None)[0]
+    _check_alike(told, dict(zip(names, leaves, strict=True)))
+    made = []
+    for name, leaf in zip(names, leaves, strict=True):
+        value = told[name]
+        if isinstance(value, _Meta):
+            value = _from_rank0(mine.get(name), value) if broadcast_from_rank0 else mine[name].detach()
+            value = spread(value, leaf) if isinstance(leaf, DTensor) else value
+        made.append(value)
+    return tree_unflatten(made, tree)
+
+
+def spread(whole: torch.Tensor, like: DTensor) -> DTensor:
+    """This rank's part of `whole`, which every rank holds, as a DTensor placed as `like`, of its dtype."""
+    whole = whole.detach().to(like.dtype)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _whole(tensor: torch.Tensor, kept: bool, cpu_offload: bool) -> torch.Tensor | None:
+    """The whole tensor, where it is kept."""
+    whole = tensor.detach()
+    if isinstance(whole, DTensor):
+        whole = whole.full_tensor()
+    if not kept:
+        return None
+    return whole.cpu() if cpu_offload else whole
+
+
+class _Meta(NamedTuple):
+    """What is told of a tensor before it is sent."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _told(leaf: Any) -> Any:
+    return _Meta(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _check_alike(given: dict[str, Any], like: dict[str, Any]) -> None:
+    missing, unknown = [n for n in like if n not in given], [n for n in given if n not in like]
+    if missing or unknown:
+        raise ArgumentError(
+            f"sharded_state_dict got a full state without {missing or 'nothing'} and with {unknown or 'nothing'} "
+            "besides, expected the keys of the state to load: leave out of both what is not to be loaded"
+        )
+    for name, leaf in like.items():
+        shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
+        got = given[name].shape if isinstance(given[name], _Meta) else None
+        if shape != got:
+            raise ArgumentError(
+                f"sharded_state_dict got {_shown(got)} as {name}, expected {_shown(shape)}: pass the state of the same "
+                "model"
+            )
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "no tensor" if shape is None else f"a tensor of shape {list(shape)}"
+
+
+def _from_rank0(tensor: torch.Tensor | None, meta: _Meta) -> torch.Tensor:
+    world = dist.group.WORLD
+    assert world is not None
+    device = device_of_group(world)
+    if dist.get_rank() == 0 and tensor is not None:
+        sent = tensor.detach().to(device).contiguous()
+    else:
+        sent = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+    if sent.numel():
+        comm.broadcast(sent, world)
+    return sent
+
+
+# ---- torch's own functions for state dicts ----
+
+# Of torch.distributed._state_dict_utils; its checkpoint.state_dict holds them by name.
+_PLACING = ("_broadcast_tensors", "_broadcast_state_dict", "_distribute_state_dict")
+
+
+def _teach(utils: ModuleType) -> None:
+    """Lets torch's functions for state dicts gather and spread DTensors of ours, as they do torch's."""
+    taught = {name: _placing(vars(utils)[name]) for name in _PLACING if name in vars(utils)}
+    taught["_gather_state_dict"] = _gathering(vars(utils)["_gather_state_dict"])
+    for module in (utils, sys.modules.get("torch.distributed.checkpoint.state_dict")):
+        for name, function in taught.items():
+            if module is not None and name in vars(module):
+                setattr(module, name, function)
+
+
+def _gathering(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def gather(
+        state_dict: Any, *, cpu_offload: bool = False, ranks_only: tuple[int, ...] = (), **options: Any
+    ) -> Any:
+        kept = not ranks_only or dist.get_rank(options.get("pg")) in ranks_only
+        state_dict = tree_map_only(DTensor, lambda tensor: _whole(tensor, kept, cpu_offload), state_dict)
+        return function(state_dict, cpu_offload=cpu_offload, ranks_only=ranks_only, **options)
+
+    return gather
+
+
+def _placing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a function that replaces tensors of its second argument, a dict, by whole ones where they are not torch's."""
+
+    @functools.wraps(function)
+    def place(full: Any, local: dict[str, Any], *rest: Any, **options: Any) -> Any:
+        names = rest[0] if rest and isinstance(rest[0], list) else list(local)  # given for some tensors alone
+        like = {name: local[name] for name in names if isinstance(local.get(name), DTensor)}
+        result = function(full, local, *rest, **options)
+        for name, placed in like.items():
+            whole = local.get(name)
+            if isinstance(whole, torch.Tensor) and not isinstance(whole, DTensor):
+                local[name] = spread(whole, placed)
+        return result
+
+    return place
+
+
+when_imported("torch.distributed._state_dict_utils", _teach)

@@ -1,0 +1,336 @@
+"""Whole state dicts of models and optimizers: gathered, sent by rank 0, loaded; ours, torch's, and files of both."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed import tensor as theirs
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from core.tests.gloo_world import Worlds, mesh_of, on_ranks
+from core.tests.parallel_models import WIDTH, Block, seeded, whole
+from dtbench_core import (
+    DTensor,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+    distribute_tensor,
+    full_state_dict,
+    sharded_state_dict,
+    to_torch,
+)
+from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module, shard_parameters
+
+COLUMNS = ("attention.wq", "attention.wk", "attention.wv", "mlp.up")
+ROWS = ("attention.wo", "mlp.down")
+KINDS = ("tp", "tp and dp", "mixed")
+
+
+def _model(kind: str, seed: int = 0) -> nn.Module:
+    """Plain parameters beside DTensors; all of them on two mesh dims; one placement of each kind."""
+    torch.manual_seed(seed)
+    model = nn.ModuleDict({"block": Block(), "norm": nn.BatchNorm1d(WIDTH)})
+    plan: dict[str, Any] = {f"block.{name}": ColwiseParallel() for name in COLUMNS}
+    plan |= {f"block.{name}": RowwiseParallel() for name in ROWS}
+    if kind == "tp":
+        parallelize_module(model, mesh_of((4,)), plan)
+    elif kind == "tp and dp":
+        parallelize_module(model, mesh_of((2, 2), ("dp", "tp")), plan, "tp")
+        shard_parameters(model, mesh_of((2, 2), ("dp", "tp")), "dp")
+    elif kind == "mixed":
+        mesh = mesh_of((4,))
+        layouts = [Shard(0), RaggedShard(0, (0, 5, 1, 2)), Replicate(), StridedShard(0, split_factor=2)]
+        for module in (model["block"].norm1, model["norm"]):  # type: ignore[union-attr]
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                placed = distribute_tensor(parameter.detach(), mesh, [layouts.pop()])
+                module.register_parameter(name, nn.Parameter(placed))
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, distribute_tensor(buffer, mesh))
+    return model
+
+
+def _trained(kind: str, seed: int = 0, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = _model(kind, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        for i, parameter in enumerate(model.parameters()):
+            parameter.grad = parameter.detach() * (i + 1)
+        optimizer.step()
+    return model, optimizer
+
+
+def _plain(state: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: whole(t.detach()), state)
+
+
+def _same(got: Any, expected: Any, told: object = "") -> None:
+    """Equal leaf by leaf, as whole tensors."""
+    one, other = (torch.utils._pytree.tree_flatten(_plain(dict(state)))[0] for state in (got, expected))
+    assert len(one) == len(other), told
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, told
+
+
+def _leaves(state: Any) -> list[torch.Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(state) if isinstance(t, torch.Tensor)]
+
+
+# ---- ours ----
+
+
+@on_ranks
+def test_whole_states_there_and_back() -> None:
+    for kind in KINDS:
+        model, optimizer = _trained(kind)
+        for one in (model, optimizer):
+            state = one.state_dict()
+            full = full_state_dict(state)
+            assert not any(isinstance(t, DTensor) for t in _leaves(full)), kind
+            _same(full, state, kind)
+            alone = full_state_dict(state, cpu_offload=True, rank0_only=True)
+            assert bool(alone) == (dist.get_rank() == 0)
+            if alone:
+                _same(alone, full, kind)
+        fresh, other = _trained(kind, seed=1)
+        for one, source in ((fresh, model), (other, optimizer)):
+            full = full_state_dict(source.state_dict(), cpu_offload=True, rank0_only=True)
+            placed = sharded_state_dict(full, one.state_dict(), broadcast_from_rank0=True)
+            one.load_state_dict(placed)
+            _same(one.state_dict(), source.state_dict(), kind)
+        _same(sharded_state_dict(full_state_dict(model.state_dict()), fresh.state_dict()), model.state_dict())
+        assert [p.placements for p in fresh.parameters() if isinstance(p, DTensor)] == [
+            p.placements for p in model.parameters() if isinstance(p, DTensor)
+        ]
+
+
+def _missing() -> None:
+    full = {"a": torch.ones(2), "c": 1} if dist.get_rank() == 0 else None
+    sharded_state_dict(full, {"a": torch.ones(2), "b": torch.ones(2)}, broadcast_from_rank0=True)
+
+
+def _other_shape() -> None:
+    full = {"a": [torch.ones(3)]} if dist.get_rank() == 0 else {}
+    sharded_state_dict(full, {"a": [torch.ones(2)]}, broadcast_from_rank0=True)
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        (_missing, r"without \[\"\['b'\]\"\] and with \[\"\['c'\]\"\] besides, expected the keys"),
+        (_other_shape, r"got a tensor of shape \[3\] as \['a'\]\[0\], expected a tensor of shape \[2\]"),
+    ],
+)
+def test_other_states_are_refused_on_every_rank(ranks: Worlds, program: Any, told: str) -> None:
+    ranks.refuse(program, told=told)
+
+
+# ---- torch.distributed.checkpoint.state_dict ----
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks
+def test_torchs_functions_get_whole_states(kind: str) -> None:
+    model, optimizer = _trained(kind)
+    for offload in (False, True):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
+        states = get_state_dict(model, optimizer, options=options)
+        assert not any(isinstance(t, DTensor) for t in _leaves(states)), "ours"
+        if offload and dist.get_rank() != 0:
+            assert states == ({}, {})
+            continue
+        plain = {n: whole(p) for n, p in model.state_dict().items()} if not offload else None
+        if plain is not None:
+            _same(states[0], plain)
+        assert list(states[0]) == list(model.state_dict())
+        names = [name for name, _ in model.named_parameters()]
+        assert list(states[1]["state"]) == names  # type: ignore[arg-type]
+    sharded, moments = get_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
+    _same(sharded, model.state_dict())
+    _same(
+        dict(enumerate(moments["state"].values())),  # type: ignore[union-attr]
+        dict(enumerate(optimizer.state_dict()["state"].values())),
+    )
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks
+def test_torchs_functions_load_whole_states(kind: str, broadcast: bool) -> None:
+    model, optimizer = _trained(kind)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=broadcast)
+    state = get_model_state_dict(model, options=options)
+    moments = get_optimizer_state_dict(model, optimizer, options=options)
+    fresh = _model(kind, seed=1)
+    other = torch.optim.AdamW(fresh.parameters(), lr=0.5)
+    before = dict(fresh.named_parameters())
+    loading = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_model_state_dict(fresh, copy.deepcopy(state), options=loading)
+    set_optimizer_state_dict(fresh, other, copy.deepcopy(moments), options=loading)
+    assert all(before[name] is parameter for name, parameter in fresh.named_parameters())
+    _same(fresh.state_dict(), model.state_dict(), "model")
+    _same(other.state_dict(), optimizer.state_dict(), "optimizer")
+    for one in other.state_dict()["state"].values():
+        assert [isinstance(one[k], DTensor) for k in ("exp_avg", "exp_avg_sq")].count(True) in (0, 2)
+    for parameter, held in other.state.items():
+        assert type(held["exp_avg"]) in (type(parameter.data), DTensor)
+        if isinstance(parameter, DTensor):
+            assert held["exp_avg"].placements == parameter.placements
+    for net, optim in ((model, optimizer), (fresh, other)):  # trains on alike
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optim.step()
+    _same(fresh.state_dict(), model.state_dict(), "trained on")
+
+
+@pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated")
+@pytest.mark.filterwarnings("ignore:Multiple backends are registered with this ProcessGroup")
+@on_ranks
+def test_a_whole_state_is_loaded_into_a_model_on_meta() -> None:
+    mesh = mesh_of((4,))
+    source = seeded(nn.Linear, 6, 8)
+    with torch.device("meta"):
+        model = nn.Linear(6, 8)
+    parallelize_module(model, mesh, ColwiseParallel())
+    full = source.state_dict() if dist.get_rank() == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, full, options=options)
+    _same(model.state_dict(), source.state_dict())
+    assert model.weight.placements == (Shard(0),) and isinstance(model.weight, nn.Parameter)
+
+
+@on_ranks
+def test_torchs_own_tensors_are_gathered_and_spread_as_before() -> None:
+    mesh = mesh_of((4,))
+    model = seeded(nn.Linear, 6, 8)
+    source = copy.deepcopy(model.state_dict())
+    for name, parameter in list(model.named_parameters()):
+        placed = theirs.distribute_tensor(parameter.detach(), mesh, [theirs.Shard(0)])
+        model.register_parameter(name, nn.Parameter(placed))
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert all(torch.equal(full[name], value) for name, value in source.items())
+    for broadcast in (True, False):
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        set_model_state_dict(model, {n: v * 2 for n, v in source.items()}, options=options)
+        assert all(torch.equal(p.full_tensor(), source[n] * 2) for n, p in model.named_parameters())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("first", ["torch.distributed.checkpoint.state_dict", "dtbench_core.parallel"])
+def test_torchs_functions_learn_whichever_is_imported_first(first: str) -> None:
+    other = {"torch.distributed.checkpoint.state_dict", "dtbench_core.parallel"} - {first}
+    program = (
+        f"import {first}, {other.pop()}, torch\n"
+        "from torch.distributed import _state_dict_utils as utils\n"
+        "taught = torch.distributed.checkpoint.state_dict\n"
+        "names = ('_gather_state_dict', '_broadcast_state_dict', '_distribute_state_dict')\n"
+        "assert all(vars(utils)[n].__wrapped__ is vars(taught)[n].__wrapped__ for n in names)\n"
+        "assert not hasattr(taught._gather_state_dict.__wrapped__, '__wrapped__')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- files ----
+
+
+@on_ranks
+def test_files_of_either_class_are_read_by_the_other(tmp_path: Path) -> None:
+    full = torch.arange(35.0).reshape(7, 5)
+    layouts = [
+        ((4,), [Shard(0)]),
+        ((4,), [Shard(1)]),
+        ((2, 2), [Shard(0), Shard(1)]),
+        ((2, 2), [Replicate(), Shard(0)]),
+    ]
+    for i, (shape, placements) in enumerate(layouts):
+        ours = distribute_tensor(full, mesh_of(shape), placements)  # type: ignore[arg-type]
+        dcp.save({"x": ours}, checkpoint_id=tmp_path / f"ours{i}")
+        dcp.save({"x": to_torch(ours)}, checkpoint_id=tmp_path / f"torchs{i}")
+    for i in range(len(layouts)):
+        for shape, placements in layouts:
+            for kind in ("ours", "torchs"):
+                blank = distribute_tensor(torch.zeros(7, 5), mesh_of(shape), placements)  # type: ignore[arg-type]
+                state: dict[str, Any] = {"x": blank if kind == "torchs" else to_torch(blank)}
+                dcp.load(state, checkpoint_id=tmp_path / f"{kind}{i}")
+                assert torch.equal(blank.full_tensor(), full), (i, shape, kind)
+
+
+def _save(path: str) -> None:
+    model, optimizer = _trained("tp and dp")
+    state, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": state, "optimizer": moments}, checkpoint_id=path)
+    full = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        torch.save(full, f"{path}/full.pt")
+
+
+def _load_smaller(path: str) -> None:
+    """On two ranks what four have saved."""
+    mesh = mesh_of((2,), ("tp",))
+    torch.manual_seed(1)
+    model = nn.ModuleDict({"block": Block(), "norm": nn.BatchNorm1d(WIDTH)})
+    plan: dict[str, Any] = {f"block.{name}": RowwiseParallel() for name in (*COLUMNS, *ROWS)}
+    parallelize_module(model, mesh, plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
+    state, moments = get_state_dict(model, optimizer)
+    read = {"model": state, "optimizer": moments}
+    dcp.load(read, checkpoint_id=path)
+    model.load_state_dict(state)
+    set_optimizer_state_dict(model, optimizer, moments)
+    expected, steps = torch.load(f"{path}/full.pt", weights_only=True)
+    _same(model.state_dict(), expected)
+    got = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    _same(got, steps)
+
+
+def test_a_smaller_world_loads_what_was_saved(ranks: Worlds, tmp_path: Path) -> None:
+    ranks(_save, str(tmp_path))
+    ranks(_load_smaller, str(tmp_path), world_size=2)
+
+
+# ---- copies ----
+
+
+@on_ranks
+def test_copies_of_models_and_optimizers_train_on_alike(tmp_path: Path) -> None:
+    for kind in KINDS:
+        model, optimizer = _trained(kind)
+        copied, other = copy.deepcopy((model, optimizer))
+        assert all(a is not b for a, b in zip(model.parameters(), copied.parameters(), strict=True))
+        assert other.param_groups[0]["params"][0] is next(iter(copied.parameters()))
+        file = tmp_path / f"{kind}{dist.get_rank()}.pt"
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        loaded, third = _trained(kind, seed=2)
+        states = torch.load(file, weights_only=True)
+        loaded.load_state_dict(states["model"])
+        third.load_state_dict(states["optimizer"])
+        for net, optim in ((model, optimizer), (copied, other), (loaded, third)):
+            for parameter in net.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optim.step()
+        _same(copied.state_dict(), model.state_dict(), kind)
+        _same(loaded.state_dict(), model.state_dict(), kind)
+        _same(third.state_dict(), optimizer.state_dict(), kind)
+
+
+@on_ranks
+def test_terms_are_gathered_as_their_sum() -> None:
+    terms = DTensor.from_local(torch.ones(3), mesh_of((4,)), [Partial()])
+    assert full_state_dict({"x": terms})["x"].tolist() == [4.0] * 3
