@@ -208,6 +208,23 @@ def test_clipping_beside_plain_parameters() -> None:
 
 
 @on_worlds
+def test_unscaling_beside_plain_parameters() -> None:
+    for bad in (1.0, float("inf")):
+        plain, mixed = _mixed()
+        for parameters in (plain, mixed):
+            grads = [p.grad.float() for p in parameters]  # type: ignore[union-attr]
+            last = torch.ones(6, 5)
+            last[5, 4] = bad  # one rank's
+            if parameters is mixed:
+                last = distribute_tensor(last, mesh_of((2, 2)), [S0, S1], src_data_rank=None)
+            found = torch.zeros(1)
+            torch._amp_foreach_non_finite_check_and_unscale_([*grads, last], found, torch.full((1,), 0.5))
+            assert bool(found == float(bad == float("inf")))
+            for got, one in zip(grads, plain, strict=True):
+                torch.testing.assert_close(_full(got), one.grad.float() / 2)  # type: ignore[union-attr]
+
+
+@on_worlds
 def test_a_column_of_plain_and_distributed_is_refused() -> None:
     _, (spread, plain, *_) = _mixed()
     with pytest.raises(MixedTensorError, match=r"_foreach_add_ got a plain torch\.Tensor"):
@@ -237,6 +254,14 @@ def test_plans_do_not_pile_up(fake_world: Callable[..., None], optimizer: str, f
         if step == 2:
             held = cache_info()
     assert cache_info() == held
+
+
+@on_ranks
+def test_unscaling_counts_as_a_write() -> None:
+    grad = distribute_tensor(torch.ones(8, 2), mesh_of((4,)), [S0])
+    version = grad._version
+    torch._amp_foreach_non_finite_check_and_unscale_([grad], torch.zeros(1), torch.ones(1))
+    assert grad._version == version + 1
 
 
 # ---- what optimizers read of every parameter ----

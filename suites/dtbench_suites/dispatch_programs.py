@@ -145,15 +145,67 @@ def foreach_add(place: Place, backward: bool) -> Call:
     return call
 
 
-def adamw(place: Place, backward: bool) -> Call:
-    parameters = [nn.Parameter(rows(place)) for _ in range(LISTED)]
+def trained(place: Place, count: int) -> list[Any]:
+    """So many parameters with gradients."""
+    parameters = [nn.Parameter(rows(place)) for _ in range(count)]
     for one in parameters:
         one.grad = rows(place)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    return parameters
+
+
+def step(name: str, make: Callable[..., torch.optim.Optimizer], count: int = LISTED, **form: bool) -> Program:
+    """A step of an optimizer of `count` parameters. form: how it runs, `foreach` or `fused`."""
+
+    def build(place: Place, backward: bool) -> Call:
+        parameters = trained(place, count)
+        optimizer = make(parameters, lr=1e-3, **form)
+
+        def call() -> Any:
+            optimizer.step()
+            return parameters[0]
+
+        return call
+
+    return Program(f"{name}_x{count}", "S(0)", build, ROWS, quick=count == LISTED)
+
+
+def clipping(count: int = LISTED) -> Program:
+    """The gradients' norm, which is large, and their division by it."""
+
+    def build(place: Place, backward: bool) -> Call:
+        parameters = trained(place, count)
+
+        def call() -> Any:
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            return parameters[0].grad
+
+        return call
+
+    return Program(f"clip_grad_norm_x{count}", "S(0)", build, ROWS, quick=count == LISTED)
+
+
+def zero_grad(place: Place, backward: bool) -> Call:
+    parameters = trained(place, LISTED)
+    optimizer = torch.optim.SGD(parameters, lr=1e-3, foreach=True)
 
     def call() -> Any:
-        optimizer.step()
-        return parameters[0]
+        optimizer.zero_grad(set_to_none=False)
+        return parameters[0].grad
+
+    return call
+
+
+def unscaling(place: Place, backward: bool) -> Call:
+    """What GradScaler does to the gradients before a step."""
+    parameters = trained(place, LISTED)
+    optimizer = torch.optim.SGD(parameters, lr=1e-3)
+    scaler = torch.amp.GradScaler(place.device.type, init_scale=1.0)
+    scaler.scale(torch.ones((), device=place.device))
+
+    def call() -> Any:
+        scaler.unscale_(optimizer)
+        scaler.update(1.0)
+        return parameters[0].grad
 
     return call
 
@@ -220,7 +272,18 @@ PROGRAMS = (
     op("argmax_dim1", "S(0)", [ROWS], lambda x: x.argmax(1), ROWS[:1]),
     op("equal", "S(0),S(0)", [ROWS] * 2, torch.equal, None),
     Program("foreach_add_x10", "S(0),S(0)", foreach_add, ROWS),
-    Program("adamw_step_x10", "S(0)", adamw, ROWS),
+    step("adamw_step", torch.optim.AdamW),
+    *(
+        step(f"{name}_step_{form}", make, count, **{form: True})
+        for count in (LISTED, 10 * LISTED)
+        for name, make in (("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD))
+        for form in ("foreach", "fused")
+        if (name, form) != ("sgd", "fused")  # torch has no rule for it
+    ),
+    clipping(),
+    clipping(10 * LISTED),
+    Program("zero_grad_x10", "S(0)", zero_grad, ROWS),
+    Program("grad_scaler_x10", "S(0)", unscaling, ROWS),
     Program("tp_mlp", "Colwise,Rowwise", mlp, (4, 2, 16), BOTH),
 )
 

@@ -53,7 +53,7 @@ def mixes_plain(
 
 def _apart(name: str, args: Sequence[Any]) -> bool:
     """Whether each column of an op on lists is either plain or distributed (rules/foreach.py)."""
-    if not name.startswith(("_foreach_", "_fused_")):
+    if not name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return False
     lists = [a for a in args if isinstance(a, (list, tuple)) and a]
     columns = ([t for t in column if isinstance(t, torch.Tensor)] for column in zip(*lists, strict=False))

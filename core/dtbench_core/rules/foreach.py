@@ -34,7 +34,7 @@ from dtbench_core.rules.base import (
 )
 from dtbench_core.rules.choose import choose
 from dtbench_core.rules.pointwise import is_pointwise, pointwise
-from dtbench_core.torch_compat import any_requires_grad, is_grad_enabled, ranks_of_mesh
+from dtbench_core.torch_compat import any_requires_grad, increment_version, is_grad_enabled, ranks_of_mesh
 
 # Of each, torch has `_foreach_<name>` and most in place: with numbers, lists of numbers, or tensors.
 NAMES = """
@@ -330,13 +330,31 @@ def _norms_alike(tensors: Sequence[Any], ord: Any, dtype: torch.dtype | None) ->
 @decomposition(aten._amp_foreach_non_finite_check_and_unscale_.default)
 def check_and_unscale(tensors: Sequence[Any], found_inf: Any, inv_scale: Any) -> Any:
     """Multiplies the gradients by `inv_scale`; `found_inf` becomes 1 on every rank if any element of any is not
-    finite. A pending sum is looked at as a whole: its terms may be finite where it is not."""
-    if not all(isinstance(t, Wrapper) for t in tensors):
-        return NotImplemented
-    total: Any = torch.stack([(~torch.isfinite(t)).sum() for t in tensors]).sum()
-    whole = redistribute_tensor(total, (REPLICATE,) * total._spec.info.ndim)
-    found = found_inf._local_tensor if isinstance(found_inf, Wrapper) else found_inf
-    found.masked_fill_(whole._local_tensor > 0, 1.0)
+    finite: of plain ones, if this rank has such. A pending sum is looked at as a whole: its terms may be finite
+    where it is not."""
+    found, factor = (t._local_tensor if isinstance(t, Wrapper) else t for t in (found_inf, inv_scale))
+    by_mesh: dict[MeshInfo | None, list[Any]] = {}
     for tensor in tensors:
-        tensor.mul_(inv_scale.to(tensor.dtype))
+        by_mesh.setdefault(tensor._spec.info if isinstance(tensor, Wrapper) else None, []).append(tensor)
+    for info, members in by_mesh.items():
+        if info is None:
+            torch._amp_foreach_non_finite_check_and_unscale_(members, found, factor)
+            continue
+        spread = [t for t in members if not t._spec.has_partial()]
+        here = torch.zeros_like(found)
+        if info.coordinate is not None and spread:
+            held = [t._local_tensor for t in spread]
+            torch._amp_foreach_non_finite_check_and_unscale_(held, here, factor)
+            increment_version(spread)
+        split = [any(t._spec.placements[dim].is_shard() for t in spread) for dim in range(info.ndim)]
+        placed = tuple(Partial("max") if cut else REPLICATE for cut in split)
+        spec = DTensorSpec.of(info, placed, here.shape, here.stride(), here.dtype)
+        total: Any = wrap(members[0].viewed, here if info.coordinate is not None else here.new_empty(0), spec)
+        pending = [t for t in members if t._spec.has_partial()]
+        for tensor in pending:
+            total = total + (~torch.isfinite(tensor)).any().to(here.dtype)
+            tensor.mul_(factor.to(tensor.dtype))
+        whole = redistribute_tensor(total, (REPLICATE,) * info.ndim)._local_tensor
+        if info.coordinate is not None:
+            found.masked_fill_(whole.reshape(found.shape) > 0, 1.0)
     return None
