@@ -225,6 +225,12 @@ def real_object(traced: Any) -> Any:
 # ---- modules of torch that take long to load ----
 
 
+def is_torchs_dtensor(value: object) -> bool:
+    """Whether `value` is a torch.distributed.tensor.DTensor, which nobody has before that is imported."""
+    theirs = sys.modules.get("torch.distributed.tensor")
+    return theirs is not None and isinstance(value, theirs.DTensor)
+
+
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
     """Calls `then` with the module of that name: now, or once it has been imported."""
     if name in sys.modules:

@@ -21,6 +21,7 @@ from dtbench_core import (
     StridedShard,
     distribute_tensor,
     from_torch,
+    implicit_replication,
     to_torch,
 )
 
@@ -182,9 +183,41 @@ def _other_order() -> None:
     from_torch(given)
 
 
+def _theirs() -> Any:
+    return to_torch(_spread((4, 2), mesh_of((4,)), [S0]))
+
+
+def _wrapped() -> None:
+    DTensor.from_local(_theirs(), mesh_of((4,)), [S0])
+
+
+def _distributed() -> None:
+    distribute_tensor(_theirs(), mesh_of((4,)), [S0])
+
+
+def _mixed() -> None:
+    _theirs() + _spread((4, 2), mesh_of((4,)), [S0])
+
+
+def _implicit() -> None:
+    with implicit_replication():
+        _mixed()
+
+
+def _loaded() -> None:
+    module = nn.Linear(2, 4, bias=False)
+    module.weight = nn.Parameter(_spread((4, 2), mesh_of((4,)), [S0]))
+    module.load_state_dict({"weight": _theirs()})
+
+
 @pytest.mark.parametrize(
     ("program", "told"),
     [
+        (_wrapped, "from_local got a DTensor of torch.distributed.tensor, .* use from_torch"),
+        (_distributed, "distribute_tensor got a DTensor of torch.distributed.tensor, .* use from_torch"),
+        (_mixed, r"add got a DTensor of torch.distributed.tensor of shape \[4, 2\] together"),
+        (_implicit, "expected one class: convert it with from_torch"),
+        (_loaded, "convert it with from_torch"),
         (_ragged, "expected placements that torch has: RaggedShard"),
         (_copied, "expected a tensor with memory of its own"),
         (_plain, "to_torch got torch.Tensor, expected a dtbench_core.DTensor"),

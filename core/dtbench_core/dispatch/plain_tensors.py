@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dtbench_core.dispatch import contexts
 from dtbench_core.errors import MixedTensorError
 from dtbench_core.layout.wrapper import Wrapper
-from dtbench_core.torch_compat import functorch_level, innermost
+from dtbench_core.torch_compat import functorch_level, innermost, is_torchs_dtensor
 
 
 def mixes_plain(
@@ -39,6 +39,11 @@ def mixes_plain(
                 if _comes_of_transform(func, item):
                     continue
                 name = getattr(func, "__name__", str(func))
+                if is_torchs_dtensor(item):
+                    raise MixedTensorError(
+                        f"{name} got a DTensor of torch.distributed.tensor of shape {list(item.shape)} together with "
+                        "one of dtbench_core, expected one class: convert it with from_torch(tensor)"
+                    )
                 if name == "__set__" or _apart(name, args):  # takes both rightly
                     return False
                 if contexts.replicates_plain():

@@ -21,6 +21,7 @@ from dtbench_core.layout.wrapper import wrap
 from dtbench_core.redistribute.movers import padded
 from dtbench_core.redistribute.route import apply, placements_of_gradient, plan
 from dtbench_core.tensor.dtensor import DTensor
+from dtbench_core.torch_compat import is_torchs_dtensor
 
 
 def distribute_tensor(
@@ -55,6 +56,11 @@ def distribute_tensor(
         raise ArgumentError(
             f"distribute_tensor got a DTensor, {tensor._spec}, to be placed as {describe(placed)} on {info}; expected "
             "a plain tensor: use tensor.redistribute(placements=...)"
+        )
+    if is_torchs_dtensor(tensor):
+        raise ArgumentError(
+            "distribute_tensor got a DTensor of torch.distributed.tensor, expected a plain tensor: use "
+            "from_torch(tensor).redistribute(placements=...)"
         )
     if not tensor.is_leaf:
         raise ArgumentError(

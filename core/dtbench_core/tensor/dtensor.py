@@ -46,6 +46,7 @@ from dtbench_core.torch_compat import (
     functorch_level,
     is_dynamo_compiling,
     is_inference_mode_enabled,
+    is_torchs_dtensor,
     lend,
     mesh_group_names,
     ranks_of_mesh,
@@ -243,6 +244,10 @@ class DTensor(Wrapper):
         if isinstance(local_tensor, DTensor):
             raise ArgumentError(
                 f"from_local got a DTensor, {local_tensor._spec}, expected a plain tensor: use redistribute"
+            )
+        if is_torchs_dtensor(local_tensor):
+            raise ArgumentError(
+                "from_local got a DTensor of torch.distributed.tensor, expected a plain tensor: use from_torch"
             )
         if (shape is None) != (stride is None):
             raise ArgumentError(
