@@ -56,7 +56,7 @@ def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
             return say_complete(run_before)
         done = frozenset(result.key for result in run_before.results)
     else:
-        refuse_taken(output, "--resume to go on with it")
+        refuse_taken(output, resumable=True)
     if job.alone:
         return measure_alone(job, argv, output)
     code = EXIT_OK

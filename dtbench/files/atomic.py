@@ -13,20 +13,30 @@ from dtbench.errors import OutputError
 HEAD_BYTES = 4096
 
 
-def refuse_taken(path: Path, remedy: str) -> None:
+def refuse_taken(path: Path, remedy: str = "", *, resumable: bool = False) -> None:
     """Refuses, before anything is measured, a file or folder that could not be made.
 
-    remedy: what one may give other than another -o.
+    remedy: what one may do other than give another -o. resumable: a regular file there can be gone on with.
 
     Raises:
         OutputError: it exists, or the folder around it does not or may not be written.
     """
     if os.path.lexists(path):
-        raise OutputError(f"{path} exists already: give another -o, or {remedy}")
+        kind = "" if remedy or path.is_file() else f" ({_kind(path)})"
+        if resumable and path.is_file():
+            remedy = "--resume to go on with it"
+        raise OutputError(f"{path} exists already{kind}: give another -o{remedy and f', or {remedy}'}")
     if not path.parent.is_dir():
         raise OutputError(f"cannot make {path}: there is no folder {path.parent}; make it or give another -o")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise OutputError(f"cannot make {path}: {path.parent} may not be written; give another -o")
+
+
+def _kind(path: Path) -> str:
+    """What stands there instead of a file."""
+    if path.is_dir():
+        return "a folder"
+    return "no regular file" if path.exists() else "a link to nothing"
 
 
 def write_atomically(path: Path, text: str, is_ours: Callable[[str], bool], kind: str) -> None:

@@ -54,6 +54,8 @@ class RunWriter:
     is raised, so the file stays readable and can be resumed once there is space.
     """
 
+    _if_it_fails = "what was measured before is kept, go on with --resume"
+
     def __init__(self, path: Path, fd: int, end_of_last_line: int, results: tuple[Result, ...]) -> None:
         self.path = path
         self._fd: int | None = fd
@@ -62,8 +64,10 @@ class RunWriter:
         self._lock = threading.RLock()
 
     @classmethod
-    def create(cls, path: str | Path, header: Mapping[str, Any] | Header) -> RunWriter:
-        """A new file that holds `header`.
+    def create(
+        cls, path: str | Path, header: Mapping[str, Any] | Header, *, resumable: bool = True
+    ) -> RunWriter:
+        """A new file that holds `header`. resumable: whether what is missing after a failure can be added.
 
         Raises:
             OutputError: the file is there already, or cannot be made.
@@ -72,9 +76,10 @@ class RunWriter:
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         except OSError as error:
-            refuse_taken(path, "--resume to go on with it")
+            refuse_taken(path)
             raise OutputError(f"cannot make {path}: {_reason(error)}; give another -o") from error
         writer = cls(path, fd, 0, ())
+        writer._if_it_fails = "nothing was written: make space, or give another -o"
         try:
             _lock(fd, path)
             given = msgspec.to_builtins(header) if isinstance(header, Header) else header
@@ -82,6 +87,8 @@ class RunWriter:
             into(line, Header)
             writer._write(line)
             _sync_folder(path)
+            if resumable:
+                writer._if_it_fails = cls._if_it_fails
         except BaseException as error:
             writer.close()
             path.unlink(missing_ok=True)
@@ -176,8 +183,7 @@ class RunWriter:
                     os.ftruncate(fd, self._length)
                 if isinstance(error, OSError):
                     raise OutputError(
-                        f"cannot write to {self.path}: {_reason(error)}; "
-                        f"what was measured before is kept, go on with --resume"
+                        f"cannot write to {self.path}: {_reason(error)}; {self._if_it_fails}"
                     ) from error
                 raise
             self._length += len(data)

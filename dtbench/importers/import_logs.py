@@ -42,7 +42,7 @@ def import_logs(
     for log in logs:
         checks.check(log, collective=collective, ranks=ranks)
     header, results = convert.to_run(logs, argv, mesh, dim)
-    with RunWriter.create(output, header) as writer:
+    with RunWriter.create(output, header, resumable=False) as writer:
         try:
             for result in results:
                 writer.append(result)

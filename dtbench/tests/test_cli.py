@@ -110,6 +110,9 @@ def test_version_and_bare_call(dtbench: Cli) -> None:
         ("SUITE --resume -o nosuch.jsonl", "cannot read nosuch.jsonl: No such file"),
         ("SUITE --resume -o taken", "taken is not a dtbench run"),
         ("SUITE -o taken", "taken exists already: give another -o, or --resume"),
+        ("SUITE -o .", ". exists already (a folder): give another -o\n"),
+        ("SUITE -o /dev/full", "/dev/full exists already (no regular file): give another -o\n"),
+        ("SUITE -o dangling", "dangling exists already (a link to nothing): give another -o\n"),
         ("SUITE -o nosuch/x.jsonl", "there is no folder nosuch"),
         ("--nonsense", "No such option '--nonsense'; `dtbench run --help`"),
     ],
@@ -118,11 +121,12 @@ def test_a_run_that_cannot_be_is_refused_in_one_line_before_anything_starts(
     dtbench: Cli, args: str, says: str
 ) -> None:
     Path("taken").write_text("something else\n")
+    Path("dangling").symlink_to("nowhere")
     code, out, err = dtbench("run", *args.replace("SUITE", SUITE).split())
     assert (code, out) == (EXIT_USAGE, "")
     assert err.startswith("dtbench: ") and err.count("\n") == 1 and says in err
     assert Path("taken").read_text() == "something else\n"
-    assert [path.name for path in Path.cwd().iterdir()] == ["taken"]
+    assert {path.name for path in Path.cwd().iterdir()} == {"taken", "dangling"}
 
 
 def test_a_suite_that_fails_to_load_is_refused(dtbench: Cli) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
+import os
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -136,13 +140,30 @@ def test_what_cannot_be_is_refused_in_one_line(dtbench: Cli, text: str, args: st
     assert not Path("run.jsonl").exists()
 
 
+@pytest.mark.parametrize("after", [0, 5], ids=["header", "results"])
+def test_a_full_disk(dtbench: Cli, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    writes = itertools.count()
+
+    def write(fd: int, data: bytes) -> int:
+        if next(writes) >= after:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.write(fd, data)
+
+    Path("x.log").write_text(table())
+    monkeypatch.setattr("dtbench.files.run.os", types.SimpleNamespace(**vars(os) | {"write": write}))
+    code, _, err = dtbench("import", "x.log", "-o", "run.jsonl")
+    assert code == EXIT_USAGE and err.count("\n") == 1
+    assert "no space left on device; nothing was written: make space, or give another -o" in err
+    assert not Path("run.jsonl").exists()
+
+
 def test_files_that_are_none_and_places_that_are_taken(dtbench: Cli) -> None:
     Path("x.log").write_text(table())
     Path("taken").write_text("something else\n")
     for args, says in (
         ("nosuch -o run.jsonl", "cannot read nosuch"),
         (". -o run.jsonl", ". is not a regular file"),
-        ("x.log -o taken", "taken exists already"),
+        ("x.log -o taken", "taken exists already: give another -o\n"),
         ("x.log -o nosuch/run.jsonl", "there is no folder nosuch"),
     ):
         code, _, err = dtbench("import", *args.split())

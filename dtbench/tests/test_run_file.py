@@ -289,7 +289,7 @@ def test_a_malformed_header_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
 def test_an_existing_file_is_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     path.write_text("dear diary")
-    with pytest.raises(OutputError, match=r"give another -o, or --resume"):
+    with pytest.raises(OutputError, match=r"exists already: give another -o$"):
         RunWriter.create(path, HEADER)
     with pytest.raises(UnreadableRunError):
         RunWriter.resume(path, {})
