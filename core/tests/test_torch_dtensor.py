@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import tensor as theirs
 from torch.distributed.tensor import placement_types
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks
+from core.tests.gloo_world import Worlds, mesh_of, on_ranks, on_worlds
 from dtbench_core import (
     DTensor,
     Partial,
@@ -105,7 +105,7 @@ def test_autograd_notices_a_write_on_the_other_side() -> None:
             converted.mul_(2)
 
 
-@on_ranks
+@on_worlds
 def test_gradients_cross() -> None:
     for mesh_shape, placements in LAYOUTS:
         if mesh_shape == (3,):
@@ -129,7 +129,7 @@ def to_torch_and_back(x: DTensor) -> DTensor:
     return from_torch(to_torch(x))
 
 
-@on_ranks
+@on_worlds
 def test_gradients_of_gradients_cross() -> None:
     x = _spread((8, 4), mesh_of((4,)), [S0]).requires_grad_()
     plain = _values((8, 4)).requires_grad_()

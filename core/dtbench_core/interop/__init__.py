@@ -1,1 +1,2 @@
-"""Where other tools meet the core: collective utilities by torch's names, local_map, pictures, stopwatches."""
+"""Where other tools meet the core: torch's DTensor, state dicts, local_map, collective utilities by torch's names,
+pictures, stopwatches."""

@@ -1,7 +1,7 @@
 """Between our DTensors and those of torch.distributed.tensor, both ways, without a copy.
 
-The two share the local tensor and the count of writes to it, and stand on the same mesh. Under autograd the
-conversion is an identity: a gradient comes back as a tensor of the class that went in.
+The two stand on the same mesh and share the local tensor, with the count of writes to it; simulated ranks count none.
+Under autograd the conversion is an identity: a gradient comes back as a tensor of the class that went in.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ Kind = TypeVar("Kind", bound=torch.Tensor)
 
 def to_torch(tensor: DTensor) -> TorchDTensor:
     """The same tensor as a torch.distributed.tensor.DTensor; differentiable, nothing is copied or sent.
+
+    A parameter of torch's class on the same values is `nn.Parameter(to_torch(parameter.detach()))`.
 
     Returns:
         A DTensor of torch's on the same mesh, placed alike. A write to the one is a write to the other; under
@@ -74,7 +76,7 @@ def from_torch(tensor: TorchDTensor) -> DTensor:
 
     Raises:
         PlacementError: a placement, or an order of shards, that only torch has.
-        LayoutError: a local tensor that is not the part that the placements say.
+        LayoutError: a local tensor that is not the part that the placements say; on the ranks that hold such.
         ArgumentTypeError: no DTensor of torch's.
     """
     from torch.distributed.tensor import DTensor as Theirs
