@@ -228,3 +228,33 @@ def _loaded() -> None:
 )
 def test_what_the_other_has_not_is_refused(ranks: Worlds, program: Any, told: str) -> None:
     ranks.refuse(program, told=told)
+
+
+# ---- compiled ----
+
+
+def _leaves_as_torchs(x: Any) -> Any:
+    return to_torch(x * x).to_local() * 2
+
+
+def _goes_through_torchs(x: Any) -> Any:
+    return (from_torch(to_torch(x * x) + 1) * 3).redistribute(placements=[R]).to_local()
+
+
+def _comes_as_torchs(x: Any) -> Any:
+    return (from_torch(x * x) + 1).to_local()
+
+
+@on_ranks
+def test_conversions_stand_in_a_graph() -> None:
+    for program in (_leaves_as_torchs, _goes_through_torchs, _comes_as_torchs):
+        torch._dynamo.reset()
+        inputs: list[Any] = [_spread((8, 2), mesh_of((4,)), [S0]) for _ in range(2)]
+        if program is _comes_as_torchs:
+            inputs = [to_torch(x) for x in inputs]
+        got, expected = (x.requires_grad_() for x in inputs)
+        compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
+        for result in (one := compiled(got), two := program(expected)):
+            result.square().sum().backward()
+        assert torch.equal(one, two) and type(got.grad) is type(expected.grad), program
+        assert torch.equal(got.grad.to_local(), expected.grad.to_local()), program

@@ -24,6 +24,7 @@ from dtbench_core.torch_compat import (
     DisableTorchFunction,
     any_requires_grad,
     as_subclass,
+    is_dynamo_compiling,
     make_subclass,
     set_data,
 )
@@ -47,6 +48,10 @@ def to_torch(tensor: DTensor) -> TorchDTensor:
         PlacementError: a placement that torch does not have, or a view that was copied.
         ArgumentTypeError: no DTensor of ours.
     """
+    if is_dynamo_compiling():
+        from dtbench_core.interop import compiled
+
+        return compiled.to_torch(tensor)
     if not isinstance(tensor, DTensor):
         raise ArgumentTypeError(
             f"to_torch got {_described(tensor)}, expected a dtbench_core.DTensor: from_torch converts the other way"
@@ -79,6 +84,10 @@ def from_torch(tensor: TorchDTensor) -> DTensor:
         LayoutError: a local tensor that is not the part that the placements say; on the ranks that hold such.
         ArgumentTypeError: no DTensor of torch's.
     """
+    if is_dynamo_compiling():
+        from dtbench_core.interop import compiled
+
+        return compiled.from_torch(tensor)
     from torch.distributed.tensor import DTensor as Theirs
 
     if not isinstance(tensor, Theirs):
