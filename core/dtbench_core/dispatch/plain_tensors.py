@@ -3,6 +3,10 @@
 One that an op or an autograd formula makes on the way counts as replicated; so does a single element,
 which torch treats as a number; so does any inside `implicit_replication()`. In a list, as optimizers and gradient
 clipping hand over, plain tensors may stand beside DTensors: each is computed with those of its place in other lists.
+
+Two kinds of calls take a plain tensor for the whole one, the same on every rank, and nothing checks that it is:
+`copy_` into a DTensor, with which `load_state_dict` loads plain tensors, each rank taking its part; and the states
+that a recurrent module starts from, which it makes of plain zeros where it is given none.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from dtbench_core.errors import MixedTensorError
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.torch_compat import functorch_level, innermost, is_torchs_dtensor
 
+RECURRENT = {f"{kind}{form}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("", "_cell")}
+
 
 def mixes_plain(
     cls: type[Wrapper], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -28,6 +34,7 @@ def mixes_plain(
     Raises:
         MixedTensorError: there are some, outside `implicit_replication()`.
     """
+    whole = False
     for a in (*args, *kwargs.values()) if kwargs else args:
         kind = a.__class__
         if kind is cls or kind is int or kind is float:
@@ -48,12 +55,26 @@ def mixes_plain(
                     return False
                 if contexts.replicates_plain():
                     return True
+                if _counts_as_whole(name, item, args):
+                    whole = True
+                    continue
                 raise MixedTensorError(
                     f"{name} got a plain torch.Tensor of shape {list(item.shape)} together with a DTensor, expected "
                     "DTensors only: place it with distribute_tensor(tensor, mesh, placements), or wrap every rank's "
                     "shard with DTensor.from_local(...), or take the DTensor's own shard with .to_local()"
                 )
-    return False
+    return whole
+
+
+def _counts_as_whole(name: str, item: torch.Tensor, args: Sequence[Any]) -> bool:
+    """Whether `item` is copied into a DTensor, or is a state of a recurrent module: copy_(self, source),
+    lstm(input, states, ...), gru_cell(input, state, ...)."""
+    if name == "copy_":
+        return isinstance(args[0], Wrapper)
+    if name not in RECURRENT:
+        return False
+    states = args[1] if isinstance(args[1], (list, tuple)) else args[1:2]
+    return any(item is state for state in states)
 
 
 def _apart(name: str, args: Sequence[Any]) -> bool:

@@ -12,15 +12,24 @@ from typing import Any
 
 import torch
 
+from dtbench_core.errors import NoRuleError
 from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Shard
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, pending_rows, rule
+from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, decomposition, pending_rows, rule
 from dtbench_core.rules.labels import SUM, placed_along
 
 INTEGER = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 # ---- embedding ----
+
+
+@decomposition(aten._sparse_coo_tensor_with_dims_and_tensors.default)
+def sparse(*_: Any, **__: Any) -> Any:
+    raise NoRuleError(
+        "got a sparse tensor to be made of DTensors, as the gradient of an embedding with sparse=True is; DTensors are "
+        "dense: set sparse=False, of which the gradient is as large as the rank's part of the table"
+    )
 
 
 @rule(aten.embedding.default)

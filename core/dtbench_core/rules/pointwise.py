@@ -157,9 +157,13 @@ def _widens(call: OpCall) -> bool:
 
 @rule(aten.copy_.default, aten.copy.default)
 def copy(call: OpCall) -> Strategy:
-    """A written tensor keeps its placement, the source follows."""
-    same = call.inputs[0].dtype == call.inputs[-1].dtype
-    linear = linear_rows(call, 2) if same or _widens(call) else []
+    """A written tensor keeps its placement, the source follows. A cast does not pass through terms, unless they are
+    made of a replica: a value, and what changes nothing."""
+    written, source = call.inputs[0], call.inputs[-1]
+    passes = written.dtype == source.dtype or not source.has_partial() or _widens(call)
+    if passes and written.has_partial() and written.shape == source.shape:
+        return Strategy([], exact=((written.placements,) * 2, (written.placements,)))
+    linear = linear_rows(call, 2, ops=REDUCE_OPS) if passes else []
     return Strategy([*pointwise(call).rows, *linear])
 
 

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from core.tests.op_case import UA, UB, A, B, Op, index_for
 from dtbench_core import Replicate, Shard
 
+_tangent_like = torch.ops.aten._new_zeros_with_same_feature_meta
+
 
 def _mlp(x: Any, w1: Any, w2: Any) -> Any:
     return F.linear(torch.relu(F.linear(x, w1)), w2)
@@ -42,6 +44,12 @@ OPS: dict[str, Op] = {
     "to_float": Op(lambda a: a.to(torch.float32).double(), A, UA),
     "to_int": Op(lambda a: (a * 3).to(torch.int64), A, UA, differentiable=False),
     "zeros_like": Op(torch.zeros_like, A, UA, differentiable=False),
+    "memory for tangents": Op(
+        lambda a: _tangent_like(a, a) + _tangent_like(a, a[0], self_num_batch_dims=1),
+        A,
+        UA,
+        differentiable=False,
+    ),
     "new_ones": Op(lambda a: a.new_ones(3, 2) + a.new_zeros(a.shape).sum(), A, UA, differentiable=False),
     "mm": Op(torch.mm, ((8, 4), (4, 8)), ((5, 3), (3, 7))),
     "matmul_3d": Op(torch.matmul, ((4, 8, 4), (4, 4)), ((3, 5, 2), (2, 3))),

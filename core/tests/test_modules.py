@@ -1,0 +1,251 @@
+"""What programs do with modules of DTensor parameters, compared with the same on plain modules."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
+from dtbench_core import (
+    DTensor,
+    FallbackWarning,
+    MixedTensorError,
+    NoRuleError,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+
+
+def _sharded(module: nn.Module, placement: Placement = S0) -> nn.Module:
+    """A copy whose parameters are DTensors; its buffers, those of parametrizations too, are replicated."""
+
+    def place(name: str, part: nn.Module, mesh: Any) -> None:
+        for key, parameter in list(part.named_parameters(recurse=False)):
+            made = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+            part.register_parameter(key, nn.Parameter(made))
+
+    return distribute_module(copy.deepcopy(module), mesh_of((4,)), place)
+
+
+def _place(t: torch.Tensor, placement: Placement = R) -> DTensor:
+    return distribute_tensor(t, mesh_of((4,)), [placement], src_data_rank=None)
+
+
+def _full(t: torch.Tensor) -> torch.Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def _assert_trains_alike(module: nn.Module, plain: nn.Module, x: DTensor) -> None:
+    """Outputs and the gradients of all parameters."""
+    for one, given in ((module, x), (plain, x.full_tensor())):
+        one.zero_grad()
+        out = one(given)
+        out = out[0] if isinstance(out, tuple) else out
+        if one is module:
+            got = out
+        out.square().sum().backward()
+    torch.testing.assert_close(got.full_tensor(), out)
+    for (name, mine), theirs in zip(module.named_parameters(), plain.parameters(), strict=True):
+        assert isinstance(mine.grad, DTensor), name
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, msg=name)
+
+
+# ---- recurrent modules, without states given ----
+
+RECURRENT: dict[str, Callable[[], nn.Module]] = {
+    "LSTM": lambda: nn.LSTM(4, 6, num_layers=2, batch_first=True, bidirectional=True),
+    "LSTM, projected": lambda: nn.LSTM(4, 6, proj_size=3, batch_first=True),
+    "GRU": lambda: nn.GRU(4, 6, batch_first=True),
+    "RNN": lambda: nn.RNN(4, 6, nonlinearity="relu", batch_first=True),
+    "LSTMCell": lambda: nn.LSTMCell(4, 6),
+    "GRUCell": lambda: nn.GRUCell(4, 6),
+    "RNNCell": lambda: nn.RNNCell(4, 6),
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore::dtbench_core.dispatch.fallback.FallbackWarning", "ignore:LSTM with projections:UserWarning"
+)
+@pytest.mark.parametrize("name", RECURRENT)
+@on_ranks
+def test_recurrent_modules_start_from_zeros(name: str) -> None:
+    torch.manual_seed(0)
+    plain = RECURRENT[name]()
+    shape = (8, 4) if name.endswith("Cell") else (8, 3, 4)
+    for placed, given in ((R, S0), (S0, R), (R, R)):
+        _assert_trains_alike(_sharded(plain, placed), plain, _place(torch.randn(shape), given))
+
+
+@on_ranks
+def test_a_plain_input_of_a_recurrent_module_is_refused() -> None:
+    module = _sharded(nn.GRU(4, 6))
+    with pytest.raises(MixedTensorError, match=r"gru got a plain torch\.Tensor of shape \[5, 2, 4\]"):
+        module(torch.ones(5, 2, 4))
+    with pytest.raises(MixedTensorError, match=r"gru got a plain torch\.Tensor of shape \[18, 4\]"):
+        nn.GRU(4, 6)(_place(torch.ones(5, 2, 4)))
+
+
+# ---- loading plain tensors ----
+
+
+@on_worlds
+def test_plain_tensors_are_loaded() -> None:
+    """Of a whole plain tensor, which every rank has, each takes its part."""
+    torch.manual_seed(0)
+    plain, other = nn.Linear(3, 5), nn.Linear(3, 5)
+    for placement in (S0, R):
+        module = _sharded(other, placement)
+        module.load_state_dict(plain.state_dict())
+        for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+            assert isinstance(mine, DTensor) and mine.placements == (placement,) and mine.requires_grad
+            assert (mine.full_tensor() == theirs).all()
+    full = torch.arange(6.0).reshape(2, 3)
+    for placement in (P, Partial("avg"), Partial("max"), S1):
+        tensor = _place(torch.zeros(2, 3), placement)
+        tensor.copy_(full)
+        assert tensor.placements == (placement,) and (tensor.full_tensor() == full).all(), placement
+        tensor.copy_(torch.arange(3))  # broadcast, and cast
+        assert (tensor.full_tensor() == torch.arange(3.0)).all(), placement
+
+
+@on_worlds
+def test_what_is_copied_gets_the_gradient() -> None:
+    source = torch.ones(5, requires_grad=True)
+    tensor = _place(torch.zeros(5), S0).copy_(source)
+    (tensor * _place(torch.arange(5.0), S0)).sum().full_tensor().backward()
+    assert (source.grad == torch.arange(5.0)).all()  # type: ignore[union-attr]
+    with pytest.raises(MixedTensorError, match="copy_ got a plain"):
+        torch.zeros(5).copy_(tensor.detach())
+
+
+# ---- gradients that DTensors do not have ----
+
+
+@on_ranks
+def test_sparse_gradients_are_refused() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        for placement in (R, S0, S1):
+            table = _sharded(nn.Embedding(8, 4, sparse=True), placement)
+            out = table(_place(torch.tensor([1, 2, 1])))
+            with pytest.raises(NoRuleError, match="set sparse=False"):
+                out.sum().backward()
+
+
+# ---- parametrizations, averages, conversions ----
+
+NORMED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "old weight_norm": lambda module: torch.nn.utils.weight_norm(module),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::dtbench_core.dispatch.fallback.FallbackWarning")
+@pytest.mark.parametrize("name", NORMED)
+@on_ranks
+def test_parametrized_weights(name: str) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(4, 8)
+    for placement in (S0, R):
+        torch.manual_seed(1)
+        plain = NORMED[name](copy.deepcopy(linear))
+        torch.manual_seed(1)
+        module = NORMED[name](_sharded(linear, placement))
+        _assert_trains_alike(module, plain, _place(torch.randn(5, 4)))
+    if not name.startswith("old"):  # whose weight is no leaf, which no module copies
+        _assert_trains_alike(_sharded(plain.eval()), plain, _place(torch.randn(5, 4)))
+
+
+def _averaged(model: nn.Module) -> list[torch.Tensor]:
+    mean, moving = AveragedModel(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    lerped = copy.deepcopy(model)
+    for _ in range(3):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1)
+            for mine, p in zip(lerped.parameters(), model.parameters(), strict=True):
+                mine.lerp_(p, 0.1)
+                mine.mul_(0.9).add_(p, alpha=0.1)
+                mine.data.copy_(mine.data * 0.5 + p.data * 0.5)
+        mean.update_parameters(model)
+        moving.update_parameters(model)
+    return [_full(p.detach()) for kind in (mean, moving, lerped) for p in kind.parameters()]
+
+
+@on_ranks
+def test_averages_of_parameters() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 5)
+    torch.testing.assert_close(_averaged(_sharded(plain)), _averaged(copy.deepcopy(plain)))
+
+
+@on_ranks
+def test_conversions_keep_what_a_parameter_is() -> None:
+    plain = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5))
+    module = _sharded(plain)
+    weight = module[0].weight
+    for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.float32):
+        module.to(dtype)
+        assert module[0].weight is weight and isinstance(weight, nn.Parameter), "an optimizer holds it"
+        assert weight.dtype == weight.to_local().dtype == weight.full_tensor().dtype == dtype
+        assert weight.placements == (S0,) and weight.requires_grad
+    module.requires_grad_(False)
+    assert not any(p.requires_grad for p in module.parameters())
+    assert module.requires_grad_()(_place(torch.ones(2, 4))).requires_grad
+    module.to("meta").to_empty(device="cpu").load_state_dict(plain.state_dict())
+    assert module[0].weight.placements == (S0,)
+    torch.testing.assert_close(module(_place(torch.ones(2, 4))).full_tensor(), plain(torch.ones(2, 4)))
+
+
+@on_ranks
+def test_copies_and_files() -> None:
+    weight = nn.Parameter(_place(torch.arange(12.0).reshape(4, 3), S0))
+    weight.square().sum().backward()
+    twin = copy.deepcopy(weight)
+    assert isinstance(twin, nn.Parameter) and twin.is_leaf and isinstance(twin.grad, DTensor)
+    with torch.no_grad():
+        twin.zero_()
+        twin.grad.zero_()
+    assert weight.full_tensor().sum() > 0 and weight.grad.full_tensor().sum() > 0  # type: ignore[union-attr]
+    for weights_only in (True, False):
+        file = io.BytesIO()
+        torch.save({"weight": weight, "rows": weight.detach()[1:], "rank": dist.get_rank()}, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=weights_only)
+        assert isinstance(loaded["weight"], nn.Parameter) and loaded["weight"].requires_grad
+        assert loaded["weight"].placements == (S0,) and loaded["rank"] == dist.get_rank()
+        assert (loaded["weight"].full_tensor() == weight.full_tensor()).all()
+        assert (loaded["rows"].full_tensor() == weight.full_tensor()[1:]).all()
+
+
+@on_ranks
+def test_hooks_of_state_dicts() -> None:
+    module = _sharded(nn.Linear(4, 5))
+    module._register_state_dict_hook(
+        lambda mod, state, prefix, meta: state.update(extra=state["weight"].full_tensor())
+    )
+    state = module.state_dict()
+    assert state["extra"].shape == (5, 4) and not state["weight"].requires_grad
+    module.register_load_state_dict_pre_hook(lambda mod, state, *_: state.__delitem__("extra"))
+    module.load_state_dict({**state, "weight": state["extra"] * 2})
+    torch.testing.assert_close(module.weight.full_tensor(), state["extra"] * 2)  # type: ignore[operator]
+    F.linear(_place(torch.ones(2, 4)), module.weight).sum().backward()  # type: ignore[arg-type]
+    assert module.weight.grad.placements == (S0,)  # type: ignore[union-attr]
