@@ -199,6 +199,10 @@ def _mixed() -> None:
     _theirs() + _spread((4, 2), mesh_of((4,)), [S0])
 
 
+def _transformed() -> None:
+    torch.func.grad(lambda x: to_torch(x).sum())(_spread((4, 2), mesh_of((4,)), [S0]))
+
+
 def _implicit() -> None:
     with implicit_replication():
         _mixed()
@@ -216,6 +220,7 @@ def _loaded() -> None:
         (_wrapped, "from_local got a DTensor of torch.distributed.tensor, .* use from_torch"),
         (_distributed, "distribute_tensor got a DTensor of torch.distributed.tensor, .* use from_torch"),
         (_mixed, r"add got a DTensor of torch.distributed.tensor of shape \[4, 2\] together"),
+        (_transformed, "inside a transform of torch.func, .* convert before it"),
         (_implicit, "expected one class: convert it with from_torch"),
         (_loaded, "convert it with from_torch"),
         (_ragged, "expected placements that torch has: RaggedShard"),

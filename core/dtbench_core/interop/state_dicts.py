@@ -30,7 +30,8 @@ def full_state_dict(state: Any, *, cpu_offload: bool = False, rank0_only: bool =
     """`state` with every DTensor as the whole tensor. Every rank must call it, as the ranks gather from each other.
 
     Args:
-        state: dicts and lists, nested, as `module.state_dict()` and `optimizer.state_dict()` give them.
+        state: dicts and lists, nested, as `module.state_dict()` and `optimizer.state_dict()` give them. Plain
+            tensors in it are handed on, sharing memory.
         cpu_offload: each tensor is moved to the CPU before the next is gathered.
         rank0_only: the other ranks keep nothing and get an empty dict.
     """

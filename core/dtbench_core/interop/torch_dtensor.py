@@ -24,6 +24,7 @@ from dtbench_core.torch_compat import (
     DisableTorchFunction,
     any_requires_grad,
     as_subclass,
+    functorch_level,
     is_dynamo_compiling,
     make_subclass,
     set_data,
@@ -54,7 +55,8 @@ def to_torch(tensor: DTensor) -> TorchDTensor:
         return compiled.to_torch(tensor)
     if not isinstance(tensor, DTensor):
         raise ArgumentTypeError(
-            f"to_torch got {_described(tensor)}, expected a dtbench_core.DTensor: from_torch converts the other way"
+            f"to_torch got {_described(tensor)}, expected a dtbench_core.DTensor: from_torch converts the other "
+            "way, and a transform takes tensors of one class: convert before it"
         )
     if is_copied(tensor):
         raise PlacementError(
@@ -103,7 +105,10 @@ def from_torch(tensor: TorchDTensor) -> DTensor:
 
 def _described(value: object) -> str:
     kind = type(value)
-    return f"{kind.__module__}.{kind.__qualname__}"
+    wrapped = isinstance(value, torch.Tensor) and functorch_level() is not None
+    return f"{kind.__module__}.{kind.__qualname__}" + (
+        ", inside a transform of torch.func" if wrapped else ""
+    )
 
 
 def _as_torch(placement: Placement, spec: DTensorSpec) -> Any:
