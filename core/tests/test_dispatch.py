@@ -364,6 +364,25 @@ def test_fast_writes_to_lists_count_each(mesh: DeviceMesh) -> None:
         assert all(bool((x.to_local() == 3 + 2 * step).all()) for x in xs)
 
 
+def test_functions_that_detach_what_they_make_are_remembered(mesh: DeviceMesh) -> None:
+    x = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)])
+    held = cache_info()["fast"]
+    for _ in range(3):
+        asked = torch.zeros_like(x, requires_grad=True)
+        assert asked.requires_grad
+        assert asked.is_leaf
+        plain = torch.zeros_like(x)
+        assert not plain.requires_grad
+        assert not plain.to_local().any()
+        for value in (2.0, 3.0):
+            assert bool((torch.full_like(x, value).to_local() == value).all())
+        whole = torch.ones_like(x, dtype=torch.int64)
+        assert whole.dtype == whole.to_local().dtype == torch.int64
+    assert cache_info()["fast"] > held
+    (asked * asked).sum().backward()
+    assert asked.grad is not None
+
+
 def test_a_lost_write_is_refused_in_lists_too(mesh: DeviceMesh) -> None:
     x = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)])
     y = distribute_tensor(torch.ones(1, 2), mesh, [Replicate()])

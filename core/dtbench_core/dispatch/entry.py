@@ -24,7 +24,7 @@ from dtbench_core import runtime
 from dtbench_core.dispatch import out_and_resize
 from dtbench_core.dispatch.autograd_grad import backward, backward_of, grad
 from dtbench_core.dispatch.cache_key import key_of
-from dtbench_core.dispatch.learnt_calls import all_by_type, plan_of_call, takes_one_tensor
+from dtbench_core.dispatch.learnt_calls import all_by_type, plan_of_call, takes_one_tensor, without_detach
 from dtbench_core.dispatch.make_plan import build, first_run
 from dtbench_core.dispatch.op_info import OpInfo
 from dtbench_core.dispatch.plain_tensors import mixes_plain, with_replicas
@@ -160,7 +160,7 @@ def _watch(
             result = (
                 out_and_resize.call_with_out(func, args, kwargs) if "out" in kwargs else func(*args, **kwargs)
             )
-        seen = here.watched
+        seen = without_detach(here.watched)
     finally:
         here.watched = outer
     if not seen or any(plan and plan.info.aliases for plan, *_ in seen):

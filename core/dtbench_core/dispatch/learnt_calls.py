@@ -20,6 +20,8 @@ from dtbench_core.dispatch.plan import Plan, gives_list
 
 def plan_of_call(args: Sequence[Any], kwargs: dict[str, Any], seen: list[Any], result: Any) -> Plan | None:
     """The plan that stands for the whole call, if the call was one functional op."""
+    if "requires_grad" in kwargs:  # the op does not hear of it
+        return None
     if len(seen) != 1 or seen[0][0] is None:
         return None
     plan, op_args, op_kwargs, op_result = seen[0]
@@ -34,6 +36,15 @@ def plan_of_call(args: Sequence[Any], kwargs: dict[str, Any], seen: list[Any], r
     # A rule's own local op stands for the op, not for the function.
     fit = plan.functional or (writes and plan.kernel is plan.info.kernel)
     return plan.for_function() if fit and _accounts_for(args, kwargs, op_args, op_kwargs, plan) else None
+
+
+def without_detach(seen: list[Any]) -> list[Any]:
+    """What was watched; of functions that detach what an op has made, as those that end in `_like`, the op alone."""
+    if len(seen) != 2 or not all(plan for plan, *_ in seen):
+        return seen
+    (plan, args, kwargs, made), (then, (source, *_), _, result) = seen
+    detached = then.info.op is torch.ops.aten.detach.default and source is made and plan.info.functional
+    return [(plan, args, kwargs, result)] if detached else seen
 
 
 def _given_back(info: OpInfo, args: Sequence[Any]) -> Any:

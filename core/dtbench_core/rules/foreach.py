@@ -245,8 +245,10 @@ def _step_on_copies(
     op(parameters, *moved, *steps, **options)
     for own, copies in zip(states, moved[1:], strict=True):
         for tensor, copied in zip(own, copies, strict=True):
-            if tensor is not copied:
-                tensor.copy_(copied)
+            if tensor is not copied:  # a momentum lies as its first gradient, of which terms may be pending
+                back = redistribute_tensor(copied, tensor._spec.placements)
+                tensor._local_tensor.copy_(back._local_tensor)
+                increment_version((tensor,))
     return None
 
 
