@@ -32,6 +32,7 @@ from dtbench_core import (
     sharding_text,
     zeros,
 )
+from dtbench_core.errors import DimError
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
 
@@ -343,7 +344,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], type, str]] = {
     ),
     "dim": (
         lambda m: distribute_tensor(A, m, [RaggedShard(2, (8, 0, 0, 0))]),
-        PlacementError,
+        DimError,
         "a tensor of 2 dims",
     ),
     "negative": (

@@ -207,6 +207,11 @@ def test_conversions_keep_what_a_parameter_is() -> None:
         assert module[0].weight is weight and isinstance(weight, nn.Parameter), "an optimizer holds it"
         assert weight.dtype == weight.to_local().dtype == weight.full_tensor().dtype == dtype
         assert weight.placements == (S0,) and weight.requires_grad
+    assert (
+        not weight.is_shared()
+        and module.share_memory()[0].weight.is_shared()
+        and weight.to_local().is_shared()
+    )
     module.requires_grad_(False)
     assert not any(p.requires_grad for p in module.parameters())
     assert module.requires_grad_()(_place(torch.ones(2, 4))).requires_grad

@@ -128,6 +128,15 @@ class DTensor(Wrapper):
     def placements(self) -> Placements:
         return self._spec.placements
 
+    def share_memory_(self) -> DTensor:
+        """Moves this rank's part to memory that processes share."""
+        self._local_tensor.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        shared: bool = self._local_tensor.is_shared()
+        return shared
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DTensor({self._spec}, local={self._local_tensor!r})"
 
