@@ -14,6 +14,9 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from pathlib import Path
+from traceback import walk_tb
+from types import CodeType, FrameType
 
 # Exit codes of the command line. 0 and 1 follow every comparison tool; 2 is click's for bad usage.
 EXIT_OK = 0
@@ -62,6 +65,17 @@ def describe(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return text if len(text) <= _MAX_REASON_CHARS else text[: _MAX_REASON_CHARS - 3] + "..."
+
+
+def place_in(error: BaseException, function: object) -> str:
+    """` (FILE:LINE)`, where in the file of `function` the error arose; empty where it did not pass through there."""
+    code = getattr(function, "__code__", None)
+    lines = [line for frame, line in walk_tb(error.__traceback__) if code and _same_file(frame, code)]
+    return f" ({Path(code.co_filename).name}:{lines[-1]})" if code and lines else ""
+
+
+def _same_file(frame: FrameType, code: CodeType) -> bool:
+    return frame.f_code.co_filename == code.co_filename
 
 
 def last_line(text: str) -> str:

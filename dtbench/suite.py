@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from dtbench.errors import UsageError
 from dtbench.model import Case, Param, Plan, Result
@@ -85,6 +85,14 @@ class Suite:
     by_default: bool = True
     refinement: Refinement | None = None
     telling: Callable[[Case], bool] | None = None
+
+    def __post_init__(self) -> None:
+        if self.world not in get_args(WorldKind):
+            raise ValueError(
+                f"the suite {self.name} has world={self.world!r}, expected one of {', '.join(get_args(WorldKind))}"
+            )
+        if (self.world == "own") != (self.measure is not None):
+            raise ValueError(f'the suite {self.name}: expected measure= with world="own", and only there')
 
 
 _registered: dict[str, Suite] = {}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from dtbench.errors import describe
+from dtbench.errors import describe, place_in
 from dtbench.model import Case, Skip, Status, Workload
 
 _T = TypeVar("_T")
@@ -46,16 +46,20 @@ class Subject:
         except Skip as skip:
             self.bad = ("skipped", str(skip))
         except Exception as error:
-            reason = describe(error)
+            reason = describe(error) + place_in(error, self.case.build.get(self.impl))
             self.bad = ("failed", reason)
             self.raised(reason)
         return None
 
     def build(self, world: Any) -> None:
         """Sets it up in the live world."""
-        made = self.attempt(lambda: self.case.build[self.impl](world))
-        if made is not None:
-            self.workload = made
+        self.attempt(lambda: self._build(world))
+
+    def _build(self, world: Any) -> None:
+        made = self.case.build[self.impl](world)
+        if not isinstance(made, Workload):
+            raise TypeError(f"its build gave {made!r:.80}, expected a dtbench.model.Workload")
+        self.workload = made
 
     def ready(self) -> None:
         """What must precede a call."""

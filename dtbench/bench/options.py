@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from dtbench.errors import UsageError
+from dtbench.errors import UsageError, describe, place_in
 from dtbench.mesh import Mesh, default_mesh, format_mesh, ranks_of
 from dtbench.model import CHOOSABLE_IMPLS, Case, Header, Plan, Result, ResultKey
 from dtbench.suite import Suite
@@ -335,12 +335,16 @@ def list_tasks(suites: Sequence[Suite], plan: Plan, text: str = "") -> list[Task
 
 def _cases_of(suite: Suite, plan: Plan) -> Iterator[Case]:
     try:
-        yield from suite.cases(plan)
+        for case in suite.cases(plan):
+            if not isinstance(case, Case):
+                raise TypeError(f"it gave {case!r:.80}, expected a dtbench.model.Case")
+            yield case
     except UsageError:
         raise
     except Exception as error:
+        place = place_in(error, suite.cases)
         raise UsageError(
-            f"the suite {suite.name} failed to list its cases: {type(error).__name__}: {error}; "
+            f"the suite {suite.name} failed to list its cases: {describe(error)}{place}; "
             f"correct the suite or leave it out"
         ) from error
 

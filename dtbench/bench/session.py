@@ -330,8 +330,9 @@ def output_of(options: RunOptions) -> Path:
 
 
 def exit_code_of(run: Run) -> int:
-    """0, or 5 where a result failed or is wrong."""
-    return EXIT_CASE_FAILED if any(r.status in ("failed", "wrong") for r in run.results) else EXIT_OK
+    """0, or 5 where a result failed or is wrong, or there is none."""
+    good = run.results and all(r.status not in ("failed", "wrong") for r in run.results)
+    return EXIT_OK if good else EXIT_CASE_FAILED
 
 
 def check_resume(job: Job, output: Path) -> Run:

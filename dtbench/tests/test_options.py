@@ -163,8 +163,17 @@ def test_a_suite_that_lists_a_case_twice_or_fails_is_refused() -> None:
         yield CASE
         raise KeyError("x")
 
-    with pytest.raises(UsageError, match="the suite s failed to list its cases: KeyError: 'x'"):
+    with pytest.raises(
+        UsageError, match=r"the suite s failed to list its cases: KeyError: 'x' \(test_options.py:"
+    ):
         options.list_tasks([Suite("s", fails, "ranks", "")], PLAN)
+
+    with pytest.raises(UsageError, match=r"TypeError: it gave 1, expected a dtbench\.model\.Case"):
+        options.list_tasks([Suite("s", lambda plan: iter([1]), "ranks", "")], PLAN)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="world='rank', expected one of ranks, simulated, own"):
+        Suite("s", fails, "rank", "")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected measure= with"):
+        Suite("s", fails, "own", "")
 
 
 def test_remaining_leaves_out_what_is_done_in_that_launch() -> None:

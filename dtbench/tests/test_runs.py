@@ -84,9 +84,9 @@ def test_faults_that_leave_the_world_standing_end_one_case_each(here: Path) -> N
     assert slow[0] == "failed" and "does not fit into --timeout 3 s" in slow[1]
     assert said == {
         "skips core 0": ("skipped", "not for this world", 0),
-        "breaks core 0": ("failed", "ValueError: no such shape", 1),
-        "raises core 0": ("failed", "RuntimeError: nobody can do this", 0),
-        "memory core 0": ("failed", "OutOfMemoryError: tried to allocate 1 TiB", 0),
+        "breaks core 0": ("failed", "ValueError: no such shape (faults_suite.py:42)", 1),
+        "raises core 0": ("failed", "RuntimeError: nobody can do this (faults_suite.py:48)", 0),
+        "memory core 0": ("failed", "OutOfMemoryError: tried to allocate 1 TiB (faults_suite.py:55)", 0),
         "wrong core 0": ("wrong", "the sum is 3.0 (after the warm-up)", 1),
     }
     assert len(found) == 12
@@ -226,7 +226,10 @@ def test_a_killed_rank_without_survivors_is_named_by_the_launcher(here: Path) ->
 def test_a_rank_that_raises_while_the_others_wait_ends_the_run(here: Path) -> None:
     done = run("--nproc", "2", "--filter", "alone")
     (line,) = done.stderr.splitlines()
-    assert done.returncode == 5 and "raised ValueError: only I while the other ranks waited for it" in line
+    assert (
+        done.returncode == 5
+        and "raised ValueError: only I (faults_suite.py:81) while the other ranks waited for it" in line
+    )
     (result,) = read_run("x.jsonl").results
     assert (result.status, result.rank) == ("failed", 1)
     assert_gone(read_run("x.jsonl"))

@@ -267,9 +267,17 @@ def test_skipped_and_failing_builders_leave_the_other_impls_alone() -> None:
         {"skip": "skipped", "fail": "failed", "core": "ok"}
     ] * 2
     assert outcomes[0]["skip"].reason == "not here"
-    assert (outcomes[0]["fail"].reason, outcomes[0]["fail"].rank) == ("ValueError: no", 1)
-    assert trial.ranks.reasons == [(1, "ValueError: no")]
+    assert outcomes[0]["fail"].reason.startswith("ValueError: no (test_sampling.py:")
+    assert outcomes[0]["fail"].rank == 1
+    assert trial.ranks.reasons == [(1, outcomes[0]["fail"].reason)]
     assert sorted(trial.closed) == ["core", "core", "fail"]
+
+
+def test_a_build_that_gives_no_workload_fails() -> None:
+    trial = Trial(size=2)
+    outcomes = trial.run(case_of({"none": lambda world: None, "core": trial.impl("core")}))  # type: ignore[arg-type,return-value]
+    assert outcomes[0]["none"].status == "failed" and outcomes[0]["core"].status == "ok"
+    assert outcomes[0]["none"].reason == "TypeError: its build gave None, expected a dtbench.model.Workload"
 
 
 @pytest.mark.parametrize("at", [0, 2, 9])
@@ -283,7 +291,7 @@ def test_an_impl_that_raises_on_one_rank_fails_for_all_and_the_rest_goes_on(at: 
     case = case_of({"bad": trial.impl("bad", sometimes), "core": trial.impl("core")}, samples=8)
     outcomes = trial.run(case)
     assert (outcomes[0]["bad"].status, outcomes[0]["bad"].rank) == ("failed", 1)
-    assert outcomes[0]["bad"].reason == "RuntimeError: boom"
+    assert outcomes[0]["bad"].reason.startswith("RuntimeError: boom (test_sampling.py:")
     assert outcomes[0]["core"].samples_s == pytest.approx([CHEAP] * 8)
     assert trial.calls[0].count("core") == trial.calls[1].count("core")
 
