@@ -133,6 +133,24 @@ def test_a_pending_sum_is_captured() -> None:
 
 
 @on_ranks
+def test_tangents_enter_leave_and_move() -> None:
+    x = torch.arange(12.0).reshape(4, 3).sin()
+    rank = mesh_of((4,)).get_local_rank()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(_place(x), _place(x.cos()))
+        moved = dual.redistribute(placements=[R], forward_dtype=torch.float64) * 2
+        local = forward_ad.make_dual(x[rank : rank + 1].clone(), x[rank : rank + 1].cos())
+        for got, want in (
+            (moved, (2 * x.cos()).double()),
+            (dual.full_tensor() * 2, 2 * x.cos()),
+            (dual.to_local() * 2, 2 * x.cos()[rank : rank + 1]),
+            (DTensor.from_local(local, mesh_of((4,)), [S0]) * 2, 2 * x.cos()),
+        ):
+            tangent = forward_ad.unpack_dual(got).tangent
+            torch.testing.assert_close(_full(tangent), want, check_dtype=False)
+
+
+@on_ranks
 def test_a_tangent_goes_to_its_tensor() -> None:
     """Placed otherwise, it moves there; placed alike, nothing is sent."""
     x = torch.arange(8.0).sin()

@@ -59,7 +59,7 @@ class Redistribute(torch.autograd.Function):
         forward_dtype: torch.dtype | None,
         backward_dtype: torch.dtype | None,
     ) -> Wrapper:
-        ctx.route, ctx.backward_dtype = route, backward_dtype
+        ctx.route, ctx.forward_dtype, ctx.backward_dtype = route, forward_dtype, backward_dtype
         if forward_dtype is not None and forward_dtype != route.source.dtype:
             tensor = cast_dtype(tensor, forward_dtype)
             route = plan(tensor._spec, route.result.placements)
@@ -78,6 +78,12 @@ class Redistribute(torch.autograd.Function):
         if moved._spec.dtype != route.source.dtype:
             moved = cast_dtype(moved, route.source.dtype)
         return moved, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Wrapper, *_: Any) -> Wrapper:
+        if ctx.forward_dtype is not None and ctx.forward_dtype != tangent._spec.dtype:
+            tangent = cast_dtype(tangent, ctx.forward_dtype)
+        return redistribute_tensor(tangent, ctx.route.result.placements)
 
 
 def cast_dtype(tensor: Wrapper, dtype: torch.dtype) -> Wrapper:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.dispatch import entry as dispatch
@@ -292,7 +293,7 @@ class DTensor(Wrapper):
             from dtbench_core.tensor import compiled
 
             return compiled.to_local(self, grad_placements=grad_placements)
-        if torch.is_grad_enabled() and any_requires_grad(self):
+        if (torch.is_grad_enabled() and any_requires_grad(self)) or forward_ad._current_level >= 0:
             spec = self._spec
             placed = None if grad_placements is None else normalize(grad_placements, spec.ndim, spec.info)
             local: torch.Tensor = ToLocal.apply(self, placed, False)
@@ -347,7 +348,7 @@ class DTensor(Wrapper):
         ):
             return self  # as `to` does, so that a write to the one is a write to the other
         moved: Any
-        if torch.is_grad_enabled() and any_requires_grad(self):
+        if (torch.is_grad_enabled() and any_requires_grad(self)) or forward_ad._current_level >= 0:
             moved = Redistribute.apply(self, route, forward_dtype, backward_dtype)
         elif forward_dtype is not None and forward_dtype != spec.dtype:
             moved = redistribute_tensor(cast_dtype(self, forward_dtype), route.result.placements)
@@ -362,7 +363,7 @@ class DTensor(Wrapper):
 
             return compiled.full_tensor(self, grad_placements=grad_placements)
         route = request(self._spec, None)
-        if torch.is_grad_enabled() and any_requires_grad(self):
+        if (torch.is_grad_enabled() and any_requires_grad(self)) or forward_ad._current_level >= 0:
             info = self._spec.info
             placed = None if grad_placements is None else normalize(grad_placements, self.ndim, info)
             whole: torch.Tensor = FullTensor.apply(self, route, placed)
@@ -386,7 +387,7 @@ def wrapped(local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements 
             f"from_local got a local tensor of shape {list(local.shape)} for {spec}, expected "
             f"{list(spec.local_shape)} on this rank: pass the tensor's global shape and stride, or that shard"
         )
-    if torch.is_grad_enabled() and local.requires_grad:
+    if (torch.is_grad_enabled() and local.requires_grad) or forward_ad._current_level >= 0:
         made: DTensor = FromLocal.apply(local, spec, grad_placements)
         return made
     return _held(local, spec)
@@ -482,6 +483,10 @@ class FromLocal(torch.autograd.Function):
                 )
         return local, None, None
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> DTensor:
+        return _held(tangent, ctx.spec, view=True)
+
 
 class ToLocal(torch.autograd.Function):
     """DTensor -> local tensor."""
@@ -501,6 +506,10 @@ class ToLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None, None]:
         spec: DTensorSpec = ctx.spec
         return _gradient(grad, spec.info, ctx.grad_placements, spec.shape), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: DTensor, *_: Any) -> torch.Tensor:
+        return _lent(tangent)
 
 
 class FullTensor(torch.autograd.Function):
@@ -524,6 +533,10 @@ class FullTensor(torch.autograd.Function):
         back = plan(here, route.gradient)
         local = apply(grad, back) if back else grad.contiguous()
         return wrap(DTensor, local, back.result), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: DTensor, *_: Any) -> torch.Tensor:
+        return _whole(tangent, request(tangent._spec, None))
 
 
 torch.serialization.add_safe_globals([DTensor])
