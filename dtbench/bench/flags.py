@@ -39,6 +39,6 @@ FILTER = click.option(
     default="",
     show_default=False,
     metavar="TEXT",
-    help="Only cases whose line in `list` holds TEXT.",
+    help="Only cases whose line in `list` holds every word of TEXT ('in quotes' it is one), NAME=VALUE as a whole.",
 )
 TIMEOUT = click.option("--timeout", "timeout_s", default=DEFAULT_TIMEOUT_S, help="Seconds per case.")

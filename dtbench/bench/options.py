@@ -9,7 +9,8 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -296,14 +297,33 @@ def label_of(suite: str, case: Case) -> str:
     return " ".join([suite, case.name, *(f"{key}={value}" for key, value in case.params.items())])
 
 
+def matcher(text: str) -> Callable[[str], bool]:
+    """Whether a label holds every word of a line of `text`, in any case of letters; what is quoted is one word.
+
+    A value that is given with its name is meant whole: pass=forward is not pass=forward+backward.
+    """
+    lines = [
+        [f"{word} " if "=" in word else word for word in _words(line)] for line in text.lower().split("\n")
+    ]
+    return lambda label: any(all(word in f"{label.lower()} " for word in words) for words in lines)
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError:  # a quote that nothing closes is one to look for
+        return line.split()
+
+
 def list_tasks(suites: Sequence[Suite], plan: Plan, text: str = "") -> list[Task]:
     """Every case of the suites under the plan, simulated worlds first, with the impls it is to be
-    measured with; those only whose label holds a line of `text`, in any case of letters.
+    measured with; those only that `text` matches, see `matcher`.
 
     Raises:
         UsageError: a suite that cannot list its cases or lists one twice, or nothing that matches.
     """
     found: list[Task] = []
+    matches = matcher(text)
     total = 0
     for suite in sorted(suites, key=lambda s: s.world != "simulated"):
         seen: set[tuple[Any, ...]] = set()
@@ -320,7 +340,7 @@ def list_tasks(suites: Sequence[Suite], plan: Plan, text: str = "") -> list[Task
                 continue
             total += 1
             task = Task(suite, case, impls)
-            if any(line in task.label.lower() for line in text.lower().split("\n")):
+            if matches(task.label):
                 found.append(task)
     if not found:
         names = ", ".join(s.name for s in suites)
@@ -371,6 +391,7 @@ def further_tasks(
         UsageError: a suite that fails to say, or to build what it asked for.
     """
     found: dict[ResultKey, Task] = {}
+    matches = matcher(text)
     for suite in suites:
         if suite.refinement is None:
             continue
@@ -391,7 +412,7 @@ def further_tasks(
         for case in cases:
             task = Task(suite, case, tuple(impl for impl in case.build if plan.wants(impl)))
             name = (case.name, tuple(sorted(case.params.items())))
-            if name not in listed and task.impls and text.lower() in task.label.lower():
+            if name not in listed and task.impls and matches(task.label):
                 found.setdefault(task.key("", launch), task)
     return list(found.values())
 

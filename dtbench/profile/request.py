@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtbench.bench.options import RunOptions, Task, split_target
+from dtbench.bench.options import RunOptions, Task, matcher, split_target
 from dtbench.bench.session import choose_device, prepare
 from dtbench.errors import UsageError
 from dtbench.suite import load
@@ -82,7 +82,7 @@ def make_request(
 
 
 def choose(tasks: Sequence[Task], case: str, filter_text: str) -> list[Task]:
-    """The tasks of that case (all where it is ""), of those whose label holds the text.
+    """The tasks of that case (all where it is ""), of those that the text matches.
 
     Raises:
         UsageError: none, with the names that come nearest; or more than a profile can show.
@@ -97,7 +97,8 @@ def choose(tasks: Sequence[Task], case: str, filter_text: str) -> list[Task]:
         ]
         hint = f"the nearest are {', '.join(near)}" if near else f"there are {', '.join(names[:_SHOWN])}"
         raise UsageError(f"{suite} has no case {case!r}: {hint}; `dtbench list {suite}` shows all")
-    found = [task for task in named if filter_text.lower() in task.label.lower()]
+    matches = matcher(filter_text)
+    found = [task for task in named if matches(task.label)]
     if not found:
         raise UsageError(
             f"--filter {filter_text!r} matches none of the {len(named)} cases of {suite}: "

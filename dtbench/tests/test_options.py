@@ -151,6 +151,20 @@ def test_filter_looks_at_the_whole_label() -> None:
     suites = [made_suite("abc", [CASE, other])]
     assert [t.case.name for t in options.list_tasks(suites, PLAN, "SIZE=8")] == ["gather"]
     assert len(options.list_tasks(suites, PLAN, "abc")) == 2
+    for text, names in (
+        ("dim=tp reduce", ["reduce"]),  # each word on its own
+        ("size=8 dim=tp", []),
+        ("dim=t", []),  # a value is meant whole
+        ("'size=4 dim=tp'", ["reduce"]),  # the whole
+        ("'dim=tp size=4'", []),
+        ("it's", []),
+        ("gather\n'reduce size=4'", ["reduce", "gather"]),  # lines are alternatives
+    ):
+        if names:
+            assert [t.case.name for t in options.list_tasks(suites, PLAN, text)] == names
+        else:
+            with pytest.raises(UsageError, match="matches none of their 2 cases"):
+                options.list_tasks(suites, PLAN, text)
     with pytest.raises(UsageError, match="--filter 'zzz' matches none of their 2 cases"):
         options.list_tasks(suites, PLAN, "zzz")
 

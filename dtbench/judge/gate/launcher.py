@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -235,7 +236,7 @@ class Launcher:
         command += ["--dtype", ",".join(plan.dtypes)]
         if plan.sizes_chosen:
             command += ["--size", ",".join(map(str, plan.sizes_bytes))]
-        text = "\n".join(dict.fromkeys(b.case_label for b in benchmarks))
+        text = "\n".join(dict.fromkeys(shlex.quote(b.case_label) for b in benchmarks))
         if len(text) <= _MAX_FILTER_CHARS:
             command += ["--filter", text]
         died = self._run_ranks(self._arms[name], command, stem)
