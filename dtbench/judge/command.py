@@ -70,7 +70,7 @@ def _compare_with_reference(run: Path, system: str | None, as_json: bool) -> int
 def coverage_command(runs: tuple[Path, ...], base: Path | None, outputs: tuple[Path, ...]) -> int:
     """Is every op right? Verdicts in a table, checked against a base.
 
-    RUNs are of `dtbench run coverage`.
+    RUNs are of `dtbench run coverage`, or of `dtbench run compat`.
 
     \b
     Examples:

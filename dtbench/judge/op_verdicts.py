@@ -18,17 +18,18 @@ from dtbench.files.read import BadFieldError, into, read_json
 from dtbench.model import Result, Run
 
 # Worst first. An op has the worst verdict of its cases; what each means stands in the suite.
-VERDICTS = ("wrong", "hang", "error", "no rule", "random differs", "refused", "pass")
+VERDICTS = ("wrong", "hang", "died", "differs", "error", "no rule", "random differs", "refused", "pass")
 NOTHING = "n/a"
 FALLBACKS = "fallbacks"
 SUITE = "coverage"
+PROGRAMS = "compat"  # its names are programs, its modes are their topics
 MODES = ("even", "uneven", "partial", "mesh2x2", "inplace", "out")
 MAX_BASELINE_BYTES = 64 * 2**20
 
 
 def has_verdicts(result: Result) -> bool:
-    """Whether it is a verdict on an op, not a time."""
-    return result.suite == SUITE and "mode" in result.params
+    """Whether it is a verdict on an op or program, not a time."""
+    return result.suite in (SUITE, PROGRAMS) and "mode" in result.params
 
 
 def verdict_of(result: Result) -> str:
@@ -78,6 +79,8 @@ def summary_rows(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]
 def markdown(runs: Sequence[Run]) -> str:
     """The verdicts of the runs as a page: how they came about, sums, then one line per op."""
     results = merged(runs)
+    if all(r.suite == PROGRAMS for r in results):
+        return _page_of_programs(runs, results)
     impls = [i for i in ("core", "torch") if any(r.impl == i for r in results)]
     modes = modes_of(results)
     lines = ["# Ops of torch's database on distributed tensors", "", *_origin(runs), ""]
@@ -97,6 +100,32 @@ def markdown(runs: Sequence[Run]) -> str:
     return "\n".join([*lines, *_grid(["op", *modes], table), ""])
 
 
+def _page_of_programs(runs: Sequence[Run], results: Sequence[Result]) -> str:
+    """As `markdown`: a table per topic, with what an implementation says where it does not pass."""
+    impls = [i for i in ("core", "torch") if any(r.impl == i for r in results)]
+    title = ["# PyTorch's other machinery on distributed tensors", ""]
+    key = (
+        "Each program runs on four gloo ranks and is compared with itself on plain tensors, values and gradients. "
+        "`refused`: the core's own error on every rank. What plain tensors refuse must be refused with the same "
+        "class of error to pass."
+    )
+    lines = [*title, *_origin(runs), "", key, "", *_grid(*summary_rows(results))]
+    cells = {(r.name, r.impl): _words(r) for r in results}
+    for topic in modes_of(results):
+        names = dict.fromkeys(r.name for r in results if mode_of(r) == topic)
+        rows = [[name, *(cells.get((name, impl), "") for impl in impls)] for name in names]
+        lines += ["", f"## {topic}", "", *_grid(["program", *impls], rows)]
+    return "\n".join([*lines, ""])
+
+
+def _words(result: Result) -> str:
+    """The verdict, and the first 160 characters of why."""
+    verdict = verdict_of(result)
+    why = result.reason.replace("|", "\\|").replace("<", "&lt;")
+    short = why if len(why) <= 160 else f"{why[:157]}..."
+    return f"{verdict}: {short}" if why and verdict != "pass" else verdict
+
+
 def _origin(runs: Sequence[Run]) -> list[str]:
     lines = []
     for run in runs:
@@ -107,10 +136,11 @@ def _origin(runs: Sequence[Run]) -> list[str]:
             *["--quick"] * bool(plan.get("quick")),
         ]
         words += [f"--{name} {value}" for name, value in (plan.get("options") or {}).items()]
+        suite = next((r.suite for r in run.results), SUITE)
         commit = str(header.git.commit or "unknown")[:12]
         lines.append(
             f"Made {header.started[:10]} with torch {header.versions.get('torch')} at commit {commit}: "
-            f"`dtbench run coverage {' '.join(words)}`"
+            f"`dtbench run {suite} {' '.join(words)}`"
         )
     return lines
 
@@ -205,7 +235,7 @@ def became_worse(was: Baseline, now: Baseline) -> tuple[list[str], int]:
             after = now.verdicts.get(op, {}).get(mode, "not measured")
             if after == before:
                 continue
-            if before == "pass" or after in ("wrong", "hang", "not measured"):
+            if before == "pass" or after in ("wrong", "hang", "died", "differs", "not measured"):
                 worse.append(f"{op} ({mode}): was {before}, is {after}")
             elif after == "pass":
                 better += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,16 @@ def test_the_page_has_a_line_per_op() -> None:
     assert "`dtbench run coverage --impl core,torch --quick`" in page
 
 
+def test_the_page_of_programs_says_why() -> None:
+    found = [
+        replace(result("in a graph", verdict, "compile", impl), suite="compat")
+        for verdict, impl in (("pass", "core"), ("differs", "torch"))
+    ]
+    page = markdown([run_of(*found)])
+    assert "## compile" in page and "| in a graph | pass | differs: why differs |" in page
+    assert "`dtbench run compat --impl core,torch --quick`" in page
+
+
 def test_the_last_of_several_runs_counts() -> None:
     later = run_of(result("sub", "pass"))
     assert [coverage.verdict_of(r) for r in coverage.merged([RUN, later]) if r.name == "sub"] == ["pass"]
@@ -110,6 +121,8 @@ def test_a_baseline_is_what_was_written(tmp_path: Path) -> None:
         ("no rule", "error", 0, 0),
         ("no rule", "wrong", 1, 0),
         ("error", "hang", 1, 0),
+        ("refused", "died", 1, 0),
+        ("error", "differs", 1, 0),
         ("wrong", "wrong", 0, 0),
         ("n/a", "n/a", 0, 0),
     ],

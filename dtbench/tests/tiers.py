@@ -30,6 +30,8 @@ SLOW = {
     # Workers that die or hang are waited for.
     "suites/tests/test_coverage.py::test_a_dead_worker*": "a worker of the coverage suite that dies",
     "suites/tests/test_coverage.py::test_a_worker_that_takes_too_long*": "one that hangs",
+    "suites/tests/test_compat.py::test_a_program*": "ranks of the compat suite that die or wait",
+    "suites/tests/test_compat.py::test_workers*": "a worker of it and its ranks",
     "core/tests/test_gloo_world.py::test_broken_world*": "ranks of the tests' own worlds that die",
     # The fast tier runs these on simulated ranks: as LocalTensors, or threads.
     "core/tests/test_ops.py::test_*_on_gloo*": "real gloo ranks",

@@ -377,7 +377,22 @@ def judge_op(world: ThreadWorld, job: Job) -> Iterator[Case]:
             yield Case(index, places, *judge_case(world, job, sample, places, wanted))
 
 
-def count_fallbacks() -> int:
+@contextlib.contextmanager
+def judging() -> Iterator[Callable[[Job], Iterator[Case | int]]]:
+    """What a worker does: the cases of a job, then how many calls the core ran by fallback in them."""
+    quiet()
+    database()
+    with ThreadWorld(RANKS) as world:
+
+        def judge(job: Job) -> Iterator[Case | int]:
+            before = _count_fallbacks()
+            yield from judge_op(world, job)
+            yield _count_fallbacks() - before
+
+        yield judge
+
+
+def _count_fallbacks() -> int:
     """Calls that the core has run on replicated inputs so far, per rank."""
     return sum(core.fallbacks().values()) // RANKS
 

@@ -1,14 +1,17 @@
-"""Worker processes that judge ops, some at a time: a crash in native code, or a deadlock, costs one op's verdict.
+"""Worker processes that judge ops or programs: a crash in native code, or a deadlock, costs one verdict.
 
 A worker is sent a `Job` and answers with a `Case` after each case, then with the number of fallbacks. Only the
-workers import torch and its op database.
+workers import torch, with the module that judges: its `judging` is a context that yields a function from a
+`Job` to these answers.
 """
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import queue
+import signal
 import tempfile
 import threading
 import time
@@ -21,7 +24,7 @@ from pathlib import Path
 from dtbench.errors import last_line
 from dtbench.model import Result
 from dtbench.world.signals import how_ended
-from dtbench_suites.coverage.verdicts import RANKS, Case, Job, summarize
+from dtbench_suites.coverage.verdicts import Case, Job, summarize
 
 # The slowest op takes some seconds for all its cases on a core of its own, and starting ten; a busy
 # machine takes many times as long.
@@ -36,7 +39,12 @@ class WorkerFailedError(Exception):
     """Workers do not start: the message is the last they said."""
 
 
-def judge_all(jobs: Sequence[Job], workers: int, timeout_s: float = OP_TIMEOUT_S) -> Iterator[Result]:
+def judge_all(
+    jobs: Sequence[Job],
+    workers: int,
+    timeout_s: float = OP_TIMEOUT_S,
+    judge_module: str = "dtbench_suites.coverage.judge",
+) -> Iterator[Result]:
     """The verdicts of the jobs, in the order in which they are done.
 
     An op whose process dies is an "error". So is one that computes for longer than `timeout_s`; one that
@@ -54,10 +62,10 @@ def judge_all(jobs: Sequence[Job], workers: int, timeout_s: float = OP_TIMEOUT_S
     stopped = threading.Event()
 
     def judge(job: Job) -> Result:
-        worker = free.get() or _Worker(live)
+        worker = free.get() or _Worker(live, judge_module)
         result = worker.judge(job, timeout_s)
         if not worker.alive and not stopped.is_set():
-            worker = _Worker(live)
+            worker = _Worker(live, judge_module)
             result = worker.judge(job, timeout_s)
         if worker.judged == _OPS_PER_WORKER:
             worker.end()
@@ -72,7 +80,7 @@ def judge_all(jobs: Sequence[Job], workers: int, timeout_s: float = OP_TIMEOUT_S
         stopped.set()
         threads.shutdown(wait=False, cancel_futures=True)
         for worker in tuple(live):
-            worker.process.kill()  # whoever waits for it sees that
+            worker.kill()  # whoever waits for it sees that
         threads.shutdown()
         for worker in tuple(live):
             worker.end()
@@ -81,13 +89,13 @@ def judge_all(jobs: Sequence[Job], workers: int, timeout_s: float = OP_TIMEOUT_S
 class _Worker:
     """One process."""
 
-    def __init__(self, live: list[_Worker]) -> None:
+    def __init__(self, live: list[_Worker], judge_module: str) -> None:
         self._live = live
         self._said = tempfile.NamedTemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by end)
         self._answers, others_end = multiprocessing.Pipe()
         # spawned: a fork would take over locks that other threads hold
         self.process = multiprocessing.get_context("spawn").Process(
-            target=_serve, args=(others_end, self._said.name), daemon=True
+            target=_serve, args=(others_end, self._said.name, judge_module), daemon=True
         )
         self.process.start()
         others_end.close()
@@ -142,17 +150,23 @@ class _Worker:
         self._said.seek(0)
         return last_line(self._said.read())
 
+    def kill(self) -> None:
+        """With the processes it has made, once it has a group of its own."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        self.process.kill()
+
     def end(self) -> None:
         """Kills the process, which has nothing to lose, and lets go of it."""
         self.alive = False
         self._live.remove(self)
-        self.process.kill()
+        self.kill()
         self.process.join()
         self._answers.close()
         self._said.close()
 
 
-def _serve(answers: Connection, said: str) -> None:
+def _serve(answers: Connection, said: str, judge_module: str) -> None:
     """The worker: judges jobs until nobody listens any more."""
     os.setsid()  # an interrupt of the terminal reaches it through the pool
     log = os.open(said, os.O_WRONLY | os.O_APPEND)
@@ -160,17 +174,9 @@ def _serve(answers: Connection, said: str) -> None:
         os.dup2(log, stream)
     # Ranks take turns, workers share the cores.
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    from dtbench_core.simulate import ThreadWorld
-    from dtbench_suites.coverage.judge import count_fallbacks, judge_op, quiet
-    from dtbench_suites.coverage.samples import database
-
-    quiet()
-    database()  # the slow import, before the first op's time runs
-    answers.send(0)
-    with ThreadWorld(RANKS) as world, suppress(EOFError, BrokenPipeError):
+    judging = importlib.import_module(judge_module).judging
+    with judging() as judge, suppress(EOFError, BrokenPipeError):
+        answers.send(0)  # the slow imports are done: the first job's time runs from here
         while True:
-            job = answers.recv()
-            before = count_fallbacks()
-            for case in judge_op(world, job):
-                answers.send(case)
-            answers.send(count_fallbacks() - before)
+            for answer in judge(answers.recv()):
+                answers.send(answer)

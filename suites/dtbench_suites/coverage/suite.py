@@ -32,7 +32,7 @@ def measure(
     """Judges the ops and records each verdict."""
     caps = caps_of(plan)
     jobs = [Job(case.name, str(case.params["mode"]), impl, caps) for case, impls in tasks for impl in impls]
-    workers = _number(plan, "workers", len(os.sched_getaffinity(0)))
+    workers = number(plan, "workers", len(os.sched_getaffinity(0)))
     try:
         for result in pool.judge_all(jobs, workers):
             record(result)
@@ -69,20 +69,20 @@ def coverage(plan: Plan) -> Iterator[Case]:
     for mode in MODES:
         for name in names if mode in chosen else ():
             if has_mode(name, mode):
-                yield Case(name, {"mode": mode}, dict.fromkeys(CHOOSABLE_IMPLS, _not_timed))
+                yield Case(name, {"mode": mode}, dict.fromkeys(CHOOSABLE_IMPLS, not_timed))
 
 
-def _not_timed(world: object) -> Workload:
+def not_timed(world: object) -> Workload:
     raise NotImplementedError("verdicts come from `measure`")
 
 
 def caps_of(plan: Plan) -> Caps:
     """How much is tried per op."""
     least = QUICK if plan.quick else Caps()
-    return Caps(_number(plan, "samples", least.samples), _number(plan, "places", least.places))
+    return Caps(number(plan, "samples", least.samples), number(plan, "places", least.places))
 
 
-def _number(plan: Plan, name: str, default: int) -> int:
+def number(plan: Plan, name: str, default: int) -> int:
     text = plan.options.get(name, str(default))
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"--{name} {text}: expected a number of at least 1")

@@ -3,6 +3,8 @@
 Verdicts, worst first:
     wrong           a value, shape, dtype or gradient differs, and nobody was told
     hang            one rank raised or diverged while others waited or returned
+    died            a rank's process ended
+    differs         ranks come to different results, or raise different errors
     error           every rank raised, alike
     no rule         every rank raised, to say that the op has no sharding rule
     random differs  a random op gave other numbers than the plain op under the same seed
@@ -40,19 +42,21 @@ class Caps:
 
 @dataclass(frozen=True)
 class Job:
-    """An op to judge in one mode."""
+    """An op to judge in one mode, or a program of a topic."""
 
     op: str
     mode: str
     impl: str
     caps: Caps
+    suite: str = SUITE
 
 
 @dataclass(frozen=True)
 class Case:
-    """A sample and how it was placed, and what came of it. `stage`: "forward" or "backward"."""
+    """A sample (None: a program, which has none) and how it was placed, and what came of it. `stage`: "forward" or
+    "backward"."""
 
-    sample: int
+    sample: int | None
     places: Places
     verdict: str
     stage: str = ""
@@ -60,6 +64,8 @@ class Case:
 
     def describe(self) -> str:
         """In a line; `S(0) | R` is a tensor between bars, `S(0),R` its placements on two mesh dims."""
+        if self.sample is None:
+            return self.reason
         stage = f" {self.stage}:" if self.stage else ""
         spelled = " | ".join(",".join(one) for one in self.places)
         placed = f", {spelled}" if self.places else ""
@@ -80,4 +86,4 @@ def summarize(job: Job, cases: Sequence[Case], fallbacks: int = 0) -> Result:
     if fallbacks:
         counters[FALLBACKS] = float(fallbacks)
     status = _STATUS.get(worst, "failed")
-    return Result(SUITE, job.op, job.impl, {"mode": job.mode}, status, reason, counters=counters)
+    return Result(job.suite, job.op, job.impl, {"mode": job.mode}, status, reason, counters=counters)

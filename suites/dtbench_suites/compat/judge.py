@@ -1,0 +1,218 @@
+"""One program on four gloo ranks, each a fresh process, compared with the same program on plain tensors.
+
+pass      the same results, or the same class of error as plain tensors give
+refused   the core's own error, on every rank
+differs   ranks come to different verdicts or errors
+hang      ranks wait for another that raised or returned, or nothing ends
+died      a process ended
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn
+
+import torch
+import torch._dynamo  # here, for the ranks to have it when they are forked
+import torch.distributed as dist
+import torch.distributed.checkpoint
+import torch.distributed.tensor.parallel
+from torch._C._distributed_c10d import FileStore
+from torch.utils._pytree import tree_flatten
+
+import dtbench_core as core
+import dtbench_core.parallel
+from dtbench.world.signals import how_ended
+from dtbench_suites.compat.program import RANKS, Entry, Given, programs
+from dtbench_suites.coverage.judge import LIBRARIES, difference
+from dtbench_suites.coverage.verdicts import Case, Job
+
+with warnings.catch_warnings():  # torch's own code calls what it deprecates
+    warnings.simplefilter("ignore")
+    import torch._inductor.compile_fx
+
+# A program that makes code by inductor builds it with a compiler, four ranks on what cores there are.
+PROGRAM_TIMEOUT_S = 240.0
+# What the others get once a rank has raised: they may be under way to the same error.
+_GRACE_S = 15.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank came to. failure: the class of the error that ended the program."""
+
+    verdict: str
+    reason: str = ""
+    failure: str = ""
+
+
+# ---- a rank ----
+
+
+def _run(entry: Entry, impl: str) -> Any:
+    torch.manual_seed(0)
+    return entry.run(Given(impl, entry.backend))
+
+
+def _seen(entry: Entry, impl: str) -> Seen:
+    """The program on this rank, plain and distributed."""
+    try:
+        wanted, plain_error = _full(_run(entry, "plain"), impl), None
+    except Exception as error:
+        wanted, plain_error = [], error
+    try:
+        got = _full(_run(entry, impl), impl)
+    except Exception as error:
+        return _of_error(error, plain_error, impl)
+    if plain_error is not None:
+        return Seen("wrong", f"plain tensors raise {_brief(plain_error)}, DTensors do not")
+    if len(got) != len(wanted):
+        return Seen("wrong", f"got {len(got)} results, expected {len(wanted)}")
+    for index, (one, other) in enumerate(zip(got, wanted, strict=True)):
+        if problem := difference(one, other):
+            return Seen("wrong", f"result {index}: {problem}")
+    return Seen("pass")
+
+
+def _full(results: Any, impl: str) -> list[Any]:
+    """The leaves as plain tensors and numbers."""
+    kind = LIBRARIES[impl].DTensor
+    leaves = tree_flatten(results)[0]
+    full = [leaf.full_tensor() if isinstance(leaf, kind) else leaf for leaf in leaves]
+    return [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in full]
+
+
+def _of_error(error: Exception, plain: Exception | None, impl: str) -> Seen:
+    failure = type(error).__name__
+    chain = list(_causes(error))
+    if plain is not None and any(isinstance(e, type(plain)) for e in chain):
+        return Seen("pass", f"refused as with plain tensors: {_brief(error)}", failure)
+    own = next((e for e in chain if isinstance(e, core.CoreError)), None)
+    if impl == "core" and own is not None:
+        return Seen("refused", _brief(own), failure)
+    return Seen("error", _brief(error), failure)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and those it was raised from: compilers and checkpoints wrap what a program raises."""
+    while error is not None:
+        yield error
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+
+
+def _brief(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _be_rank(rank: int, folder: str, entry: Entry, impl: str, answers: Connection) -> NoReturn:
+    try:
+        store = FileStore(f"{folder}/store", RANKS)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=PROGRAM_TIMEOUT_S)
+        )
+        answers.send(_seen(entry, impl))
+        answers.recv()  # stays until it is killed: others that wait for it shall be seen to wait
+    finally:
+        os._exit(0)
+
+
+# ---- the ranks together ----
+
+
+def judge_program(entry: Entry, impl: str, timeout_s: float = PROGRAM_TIMEOUT_S) -> Case:
+    """Forks the ranks and waits for what they come to."""
+    with tempfile.TemporaryDirectory(prefix="dtbench-") as folder:
+        pids, ends = [], []
+        for rank in range(RANKS):
+            ours, theirs = Pipe()
+            pid = os.fork()
+            if pid == 0:
+                _be_rank(rank, folder, entry, impl, theirs)
+            theirs.close()
+            pids.append(pid)
+            ends.append(ours)
+        try:
+            found = _answers(ends, timeout_s)
+        finally:
+            codes = [_end(pid) for pid in pids]
+            for end in ends:
+                end.close()
+    verdict, reason = together(found, codes, timeout_s)
+    return Case(None, (), verdict, "", reason)
+
+
+def _answers(ends: Sequence[Connection], timeout_s: float) -> list[Seen | str | None]:
+    """Per rank: what it saw, "died", or None when it did not answer in time."""
+    found: list[Seen | str | None] = [None] * len(ends)
+    deadline = time.monotonic() + timeout_s
+    waiting = dict(zip(ends, range(len(ends)), strict=True))
+    while waiting and (ready := wait(list(waiting), max(deadline - time.monotonic(), 0))):
+        for end in ready:
+            assert isinstance(end, Connection)
+            rank = waiting.pop(end)
+            try:
+                found[rank] = end.recv()
+            except EOFError:
+                found[rank] = "died"
+            seen = found[rank]
+            if not isinstance(seen, Seen) or seen.verdict != "pass":
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+    return found
+
+
+def _end(pid: int) -> int:
+    """Kills a rank and waits for it; its exit code, negative for a signal."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 9)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def together(
+    found: Sequence[Seen | str | None], codes: Sequence[int], timeout_s: float = PROGRAM_TIMEOUT_S
+) -> tuple[str, str]:
+    """(verdict, reason) of what the ranks came to; see `_answers`."""
+    if "died" in found:
+        rank = found.index("died")
+        return "died", f"rank {rank} {how_ended(codes[rank])}"
+    seen = {rank: one for rank, one in enumerate(found) if isinstance(one, Seen)}
+    wrong = [rank for rank, one in seen.items() if one.verdict == "wrong"]
+    if wrong:
+        return "wrong", f"{seen[wrong[0]].reason} (rank {wrong[0]})"
+    late = [rank for rank in range(len(found)) if rank not in seen]
+    if late:
+        raised = next(((r, s) for r, s in seen.items() if s.failure), None)
+        what = (
+            f"rank {raised[0]} raised {raised[1].reason}" if raised else f"no answer within {timeout_s:.0f} s"
+        )
+        return "hang", f"{what} while ranks {', '.join(map(str, late))} waited" if raised else what
+    if len({(one.verdict, one.failure) for one in seen.values()}) > 1:
+        return "differs", "; ".join(f"rank {rank}: {one.reason or one.verdict}" for rank, one in seen.items())
+    return seen[0].verdict, seen[0].reason
+
+
+@contextlib.contextmanager
+def judging() -> Iterator[Callable[[Job], Iterator[Case | int]]]:
+    """What a worker does; see the pool."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    torch._inductor.config.compile_threads = 1
+    torch.set_num_threads(1)
+    table = programs()
+
+    def judge(job: Job) -> Iterator[Case | int]:
+        yield judge_program(table[job.op], job.impl)
+        yield 0
+
+    yield judge
