@@ -303,7 +303,8 @@ def matcher(text: str) -> Callable[[str], bool]:
     A value that is given with its name is meant whole: pass=forward is not pass=forward+backward.
     """
     lines = [
-        [f"{word} " if "=" in word else word for word in _words(line)] for line in text.lower().split("\n")
+        [f"{word} " if "=" in word[:-1] else word for word in _words(line)]
+        for line in text.lower().split("\n")
     ]
     return lambda label: any(all(word in f"{label.lower()} " for word in words) for words in lines)
 

@@ -155,6 +155,7 @@ def test_filter_looks_at_the_whole_label() -> None:
         ("dim=tp reduce", ["reduce"]),  # each word on its own
         ("size=8 dim=tp", []),
         ("dim=t", []),  # a value is meant whole
+        ("dim= 4", ["reduce"]),
         ("'size=4 dim=tp'", ["reduce"]),  # the whole
         ("'dim=tp size=4'", []),
         ("it's", []),

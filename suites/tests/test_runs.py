@@ -24,7 +24,7 @@ MESH = (("dp", 2), ("tp", 2))
 # each mesh alike, or each mesh dim, on one (half of the time).
 CASES = "\n".join(
     [
-        *("mesh=8 pass=", "collectives ", "groups=together mode=isolated", "redistribute S(0)->S(1) "),
+        *("mesh=8 pass=", "collectives ", "groups=together mode=isolated", "'redistribute S(0)->S(1) '"),
         *(f"tensor_parallel {name} mesh_dim=tp" for name in ("addmm", "mlp", "block", "loss")),
         *(f"embedding {name} mesh_dim=tp" for name in ("row-wise", "column-wise", "table-wise")),
         *("overlap all_reduce mesh_dim=tp", "bucketer reduce_scatter mesh_dim=tp"),

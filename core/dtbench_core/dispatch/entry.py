@@ -1,7 +1,7 @@
 """How an op on DTensors runs, in the order of the functions below.
 
 1. `torch_function`: every call of a user's, above autograd. Some functions have an answer of their own
-   (`_direct`, `composites`).
+   (`_direct`, `_own`).
 2. If autograd or a mode must see the call, `_through_torch`: torch comes back in `torch_dispatch`.
 3. Else `key_of` makes the call's key of function, specs and static arguments. A plan that was learnt
    for it (`process.functions`) runs at once; a call met for the first time goes through torch, watched (`_watch`).
@@ -59,21 +59,12 @@ def _is_complex(input: Any) -> bool:
     return complex_
 
 
-# Functions whose own way is taken also where a mode looks on.
+# Functions that have a way of their own here, most of them because they are several ops to torch and one to us;
+# NotImplemented sends a call the common way.
 _own: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.autograd.grad: grad,
-    torch.autograd.backward: backward,
-    torch.Tensor.backward: backward_of,
-    torch.nn.functional.linear_cross_entropy: cross_entropy.linear_cross_entropy,
-    torch.is_complex: _is_complex,
-    # What torch makes of `1 / x`: as two calls, whose plans hold for all values of the number.
-    torch.Tensor.__rdiv__: lambda self, other: self.reciprocal() * other,
-}
-# Functions that are several ops to torch and one to us, which a mode would not see; NotImplemented sends a call
-# the common way.
-composites: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.linear: linear.linear,
     torch.nn.functional.cross_entropy: cross_entropy.cross_entropy,
+    torch.nn.functional.linear_cross_entropy: cross_entropy.linear_cross_entropy,
     torch.nn.functional.dropout: random.dropout,
     torch.dropout: random.dropout,
     torch._foreach_norm: foreach_norm,
@@ -81,6 +72,21 @@ composites: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.equal: equal,
     torch.tensor_split: tensor_split,
     torch.Tensor.tensor_split: tensor_split,
+    torch.autograd.grad: grad,
+    torch.autograd.backward: backward,
+    torch.Tensor.backward: backward_of,
+    torch.is_complex: _is_complex,
+    # What torch makes of `1 / x`: as two calls, whose plans hold for all values of the number.
+    torch.Tensor.__rdiv__: lambda self, other: self.reciprocal() * other,
+}
+# Those that go it also where a mode looks on, as they hide no op from it.
+_under_modes = {
+    torch.nn.functional.linear_cross_entropy,
+    torch.autograd.grad,
+    torch.autograd.backward,
+    torch.Tensor.backward,
+    torch.is_complex,
+    torch.Tensor.__rdiv__,
 }
 
 
@@ -98,9 +104,7 @@ def torch_function(
     if kwargs is None:
         kwargs = {}
     own = _own.get(func)
-    if own is None and (composite := composites.get(func)) is not None and not modes_active():
-        own = composite
-    if own is not None:
+    if own is not None and (func in _under_modes or not modes_active()):
         result = own(*args, **kwargs)
         if result is not NotImplemented:
             return result
