@@ -387,8 +387,8 @@ def test_a_lost_write_is_refused_in_lists_too(mesh: DeviceMesh) -> None:
     x = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)])
     y = distribute_tensor(torch.ones(1, 2), mesh, [Replicate()])
     for _ in range(3):
-        with pytest.raises(PlacementError, match="the view is a copy"):
-            torch._foreach_add_([x[:1]], [y])
+        with pytest.raises(PlacementError, match="one view is a copy"):
+            torch._foreach_add_([x[:1], x[1:2]], [y, y])
 
 
 def test_what_is_made_of_a_copied_view_is_none_and_may_be_written(mesh: DeviceMesh) -> None:
@@ -405,7 +405,6 @@ def test_what_is_made_of_a_copied_view_is_none_and_may_be_written(mesh: DeviceMe
         assert bool((one.add_(1).to_local() == 2).all())
     views = (view, view[:, :1])
     assert type(views[1]) is type(view) is not DTensor
-    x.add_(1)
+    x.to_local().fill_(3)
     for stale in views:
-        with pytest.raises(PlacementError, match="written to since"):
-            stale.to_local()
+        assert bool((stale.to_local() == 3).all())

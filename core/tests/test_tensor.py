@@ -376,8 +376,8 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     ),
     "unknown reduction": (lambda t, m: Partial("median"), "expected one of sum, avg"),
     "lost write": (
-        lambda t, m: distribute_tensor(t, m, [S0])[:1].fill_(0),
-        "the view is a copy",
+        lambda t, m: torch._foreach_zero_(list(distribute_tensor(t, m, [S0]).split(1))),
+        "one view is a copy",
     ),
 }
 

@@ -21,13 +21,19 @@ from dtbench_core.dispatch import outside_mesh as outside
 from dtbench_core.dispatch.metadata import device_of_results, results_of, written_arguments, written_by
 from dtbench_core.errors import NoRuleError
 from dtbench_core.layout import rng as random
-from dtbench_core.layout.copied_view import copied_view, is_copied, refuse_write
 from dtbench_core.layout.mesh import MeshInfo
 from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.shard_layout import empty_part
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.redistribute.autograd import local_at
+from dtbench_core.redistribute.copied_view import (
+    Gathered,
+    copied_view,
+    is_copied,
+    refuse_writes,
+    store_to_base,
+)
 from dtbench_core.redistribute.route import apply, plan
 from dtbench_core.runtime import current
 
@@ -51,12 +57,11 @@ def run(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[st
     """`op` on whole tensors, alike on every rank; tensor results are replicated.
 
     Raises:
-        PlacementError: the op writes to a copied view.
+        PlacementError: the op writes to copied views, which it may not (redistribute/copied_view.py).
         NoRuleError: the op changes the shape of a tensor that it writes to.
     """
     written = list({id(t): t for t in written_by(written_arguments(op), args, kwargs)}.values())
-    for one in written:
-        refuse_write(one)
+    refuse_writes(written)
     _report(op)
     whole: dict[int, torch.Tensor] = {}  # id of each DTensor -> its full values
     distributed: list[Wrapper] = []
@@ -83,10 +88,14 @@ def run(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[st
     result = op(*full_args, **full_kwargs)
     for one in written:
         _write_back(op, one, whole[id(one)])
+        store_to_base(one)
     for_written = {id(whole[id(one)]): one for one in written}
     views = any(r.alias_info is not None for r in op._schema.returns)
     moved = [t for t in distributed if whole[id(t)] is not t._local_tensor or is_copied(t)]
-    return _wrapped(cls, result, mesh, for_written, moved[0] if views and moved else None)
+    if not views or not moved:
+        return _wrapped(cls, result, mesh, for_written)
+    full = None if moved[0]._spec.has_partial() else Gathered(whole[id(moved[0])], (REPLICATE,) * mesh.ndim)
+    return _wrapped(cls, result, mesh, for_written, moved[0], full)
 
 
 def _outside(
@@ -168,11 +177,16 @@ def store(tensor: Wrapper, full: torch.Tensor) -> None:
 
 
 def _wrapped(
-    cls: type[Wrapper], result: Any, mesh: MeshInfo, written: dict[int, Wrapper], base: Wrapper | None
+    cls: type[Wrapper],
+    result: Any,
+    mesh: MeshInfo,
+    written: dict[int, Wrapper],
+    base: Wrapper | None = None,
+    full: Gathered | None = None,
 ) -> Any:
     """`result` with replicated DTensors for its tensors, and the written tensors themselves.
 
-    base: what the results were to be views of, but that had to be gathered.
+    base: what the results were to be views of, but that had to be gathered, as `full`.
     """
     replicated = (REPLICATE,) * mesh.ndim
 
@@ -182,6 +196,6 @@ def _wrapped(
         if id(leaf) in written:
             return written[id(leaf)]
         spec = DTensorSpec.of(mesh, replicated, leaf.shape, leaf.stride(), leaf.dtype)
-        return wrap(cls, leaf, spec) if base is None else copied_view(cls, leaf, spec, base)
+        return wrap(cls, leaf, spec) if base is None else copied_view(cls, leaf, spec, base, full)
 
     return tree_map(rewrap, result)

@@ -15,12 +15,12 @@ from dtbench_core.dispatch.op_info import OpInfo
 from dtbench_core.dispatch.plan import Move, Plan, plan_of_kind, sorted_by_name
 from dtbench_core.errors import CoreError, MeshError
 from dtbench_core.layout import rng as random
-from dtbench_core.layout.copied_view import copied_view, is_copied, refuse_write
 from dtbench_core.layout.local_shards import holds_shards
 from dtbench_core.layout.placement import REPLICATE, Placements
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, held_by
 from dtbench_core.redistribute import route as redistribute
+from dtbench_core.redistribute.copied_view import copied_view, is_copied, refuse_writes
 from dtbench_core.rules.base import OpCall, Placed, Strategy, by_tensor
 
 
@@ -30,13 +30,15 @@ def build(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan | N
     Every rank builds the same one, or raises alike.
 
     Raises:
-        MeshError: the DTensors live on different meshes. PlacementError: a write to a copied view.
+        MeshError: the DTensors live on different meshes. PlacementError: a write that cannot reach the base of a
+            copied view.
     """
-    for one in written_by(info.mutated, args, kwargs) if info.mutated else ():
-        refuse_write(one)
+    written = written_by(info.mutated, args, kwargs) if info.mutated else []
+    refuse_writes(written)
+    to_copy = any(map(is_copied, written))
     call = _describe(info, args, kwargs)
     if isinstance(info.returned, str):
-        return _build_out(info, call)
+        return _build_out(info, call, to_copy=to_copy)
     find = rules.find(info.op)
     if find is None:
         return None
@@ -50,11 +52,11 @@ def build(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan | N
         chosen = by_tensor(rows)
     if chosen is None or not rank_check.every_rank_can(call, strategy, *chosen):
         return None
-    of_copy = info.aliases and is_copied(args[0])
-    return _plan_for(info, call, structure, strategy, *chosen, of_copy=of_copy)
+    of_copy = args[0]._spec if info.aliases and is_copied(args[0]) else None
+    return _plan_for(info, call, structure, strategy, *chosen, of_copy=of_copy, to_copy=to_copy)
 
 
-def _build_out(info: OpInfo, call: OpCall) -> Plan | None:
+def _build_out(info: OpInfo, call: OpCall, *, to_copy: bool) -> Plan | None:
     """The plan of `op(..., out=x)` where the op's rule can leave its result just where `x` lies."""
     functional, name = out_and_resize.functional_of(info.op), info.returned
     out = call.kwargs.get(name)
@@ -80,7 +82,7 @@ def _build_out(info: OpInfo, call: OpCall) -> Plan | None:
         return None
     member = out.info.coordinate is not None
     local_op = None if member else outside_mesh.kernel(info.op, out.info, (None,), "tensor")
-    return plan_of_kind(info, local_op, out, _moves(plain, inputs))
+    return plan_of_kind(info, local_op, out, _moves(plain, inputs), to_copy=to_copy)
 
 
 def _plan_for(
@@ -91,7 +93,8 @@ def _plan_for(
     inputs: tuple[Placements, ...],
     outputs: tuple[Placements, ...],
     *,
-    of_copy: bool,
+    of_copy: DTensorSpec | None,
+    to_copy: bool,
 ) -> Plan:
     mesh = call.inputs[0].info
     specs = [
@@ -110,7 +113,7 @@ def _plan_for(
         random.keep_in_step(mesh)
     if mesh.coordinate is None and not (info.random and strategy.localize):
         nothing = outside_mesh.kernel(info.op, mesh, specs, structure)
-        return plan_of_kind(info, nothing, out, _moves(call, inputs), of_copy=of_copy)
+        return plan_of_kind(info, nothing, out, _moves(call, inputs), of_copy=of_copy, to_copy=to_copy)
     local_op = strategy.local_op
     if strategy.localize is not None:
         moved = tuple(s.with_placements(p) for s, p in zip(call.inputs, inputs, strict=True))
@@ -121,7 +124,7 @@ def _plan_for(
         local_op = _empty_results(
             local_op or info.op, specs, several=structure == "list", device=mesh.device_type
         )
-    return plan_of_kind(info, local_op, out, _moves(call, inputs), replaced, of_copy=of_copy)
+    return plan_of_kind(info, local_op, out, _moves(call, inputs), replaced, of_copy=of_copy, to_copy=to_copy)
 
 
 def _moves(call: OpCall, inputs: Sequence[Placements]) -> tuple[Move, ...]:

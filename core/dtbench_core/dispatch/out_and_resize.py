@@ -17,11 +17,11 @@ from torch._ops import OpOverload
 from dtbench_core.dispatch import contexts
 from dtbench_core.dispatch.fallback import gathered
 from dtbench_core.errors import ArgumentError, PlacementError
-from dtbench_core.layout.copied_view import refuse_write
 from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.redistribute.autograd import redistribute_tensor
+from dtbench_core.redistribute.copied_view import refuse_write, refuse_writes, store_to_base
 from dtbench_core.torch_compat import increment_version, set_wrapper_metadata, version_of
 
 Dispatch = Callable[[type[Wrapper], OpOverload, Any, Sequence[Any], dict[str, Any]], Any]  # torch_dispatch
@@ -65,12 +65,12 @@ def run_out(
     names = out_names(op)
     outs = [kwargs[name] for name in names]
     rest = {name: value for name, value in kwargs.items() if name not in names}
-    for out in outs:
-        refuse_write(out)
+    refuse_writes(outs)
     result = dispatch(cls, functional, (), args, rest)
     results = result if isinstance(result, (list, tuple)) else (result,)
     for out, value in zip(outs, results, strict=True):
         _store(op, out, value)
+        store_to_base(out)
     return outs[0] if len(outs) == 1 else tuple(outs)
 
 
@@ -127,6 +127,7 @@ def _store(op: object, out: torch.Tensor, value: torch.Tensor) -> None:
 
 def _resize(op: object, out: Wrapper, value: torch.Tensor) -> None:
     """Torch resizes an out= of another shape, and warns unless it was empty. The placement is the result's."""
+    refuse_write(out, restating=True)
     if out._spec.shape.numel():
         warnings.warn(
             f"{op} got out= of shape {list(out._spec.shape)} for a result of shape {list(value.shape)} and resized it, "
@@ -148,7 +149,7 @@ def run_restating(
     functional = functional_of(op)
     assert functional is not None
     written: Wrapper = args[0]
-    refuse_write(written)
+    refuse_write(written, restating=True)
     made = dispatch(cls, functional, (), args, kwargs)
     restate(written, made._local_tensor, made._spec)
     return written

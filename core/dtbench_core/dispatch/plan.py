@@ -7,24 +7,27 @@ call to call is all that `run` looks at.
     View, Views, CopiedViews     windows on the first argument's memory; copies, where that cannot be
     InPlace, Out, InPlaceLists   a written argument is the result; lists are written and nothing is returned
     Moving, LocalShape           around another: inputs are redistributed, a global shape is made local
+    Storing                      around a write: what copied views got is stored to their bases
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dtbench_core.dispatch import contexts
+from dtbench_core.dispatch.metadata import written_by
 from dtbench_core.dispatch.op_info import OpInfo
-from dtbench_core.layout.copied_view import copied_view
 from dtbench_core.layout.placement import Placements
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.redistribute.autograd import local_at
+from dtbench_core.redistribute.copied_view import Gathered, copied_view, refuse_writes, store_to_base
 from dtbench_core.redistribute.route import Route, apply
 from dtbench_core.torch_compat import DisableTorchFunction, increment_version, is_inference_mode_enabled
 
@@ -80,7 +83,9 @@ class Plan:
 
     def copying(self) -> Plan:
         """This plan of a view, where the local op turns out to copy."""
-        return CopiedViews(self.info, self.kernel, self.out, self.functional)
+        made = CopiedViews(self.info, self.kernel, self.out, self.functional)
+        made.placements = None
+        return made
 
 
 # ---- new tensors ----
@@ -150,18 +155,32 @@ class Views(View):
 
 
 class CopiedViews(Views):
-    """One or several whose values had to be copied (layout/copied_view.py)."""
+    """One or several whose values had to be copied (redistribute/copied_view.py). placements: what the first argument
+    was moved to; None where the results are no windows on it."""
 
-    __slots__ = ()
+    __slots__ = ("placements",)
+    placements: Placements | None
 
-    def _wrapped(self, cls: type[Wrapper], result: Any, base: Any) -> Any:
-        if self.out.__class__ is DTensorSpec:
-            return copied_view(cls, result, self.out, base)
-        made = [copied_view(cls, r, spec, base) for r, spec in zip(result, self.out, strict=True)]
+    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+        result = call(*locals_, **kwargs) if kwargs else call(*locals_)
+        base, placements = args[0], self.placements
+        gathered = None if placements is None else Gathered(locals_[0], placements)
+        with DisableTorchFunction():
+            inference = base.is_inference()
+        with torch.inference_mode(inference) if is_inference_mode_enabled() else nullcontext():
+            if self.out.__class__ is DTensorSpec:
+                return copied_view(cls, result, self.out, base, gathered)
+            pairs = zip(result, self.out, strict=True)
+            made = [copied_view(cls, r, spec, base, gathered) for r, spec in pairs]
         return made if isinstance(result, list) else tuple(made)
 
+    def copying(self) -> Plan:
+        made = CopiedViews(self.info, self.kernel, self.out, self.functional)
+        made.placements = None
+        return made
 
-# ---- writes: copied views were refused when the plan was made ----
+
+# ---- writes ----
 
 
 class InPlace(Plan):
@@ -259,6 +278,21 @@ class LocalShape(Around):
         return self.inner.run(cls, call, args, given, locals_, kwargs)
 
 
+class Storing(Around):
+    """What is written to copied views reaches their bases."""
+
+    __slots__ = ()
+    writes = True
+
+    def run(self, cls: type[Wrapper], call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+        written = written_by(self.info.mutated, args, given)
+        refuse_writes(written)
+        result = self.inner.run(cls, call, args, given, locals_, kwargs)
+        for one in written:
+            store_to_base(one)
+        return result
+
+
 class Moving(Around):
     """moves: of the inputs that must be placed otherwise."""
 
@@ -333,9 +367,11 @@ def plan_of_kind(
     moves: tuple[Move, ...] = (),
     replaced: tuple[tuple[int, Any], ...] = (),
     *,
-    of_copy: bool = False,
+    of_copy: DTensorSpec | None = None,
+    to_copy: bool = False,
 ) -> Plan:
-    """The plan of an op that runs as itself, or as `local_op`. of_copy: whether the first argument is a copied view."""
+    """The plan of an op that runs as itself, or as `local_op`. of_copy: of the first argument, if it is a copied view.
+    to_copy: whether one is written to."""
     kind: type[Plan]
     if info.returned is not None:
         kind = Out if info.returned.__class__ is str else InPlace
@@ -346,6 +382,20 @@ def plan_of_kind(
     else:
         kind = Functional if out.__class__ is DTensorSpec else SeveralResults
     plan: Plan = kind(info, local_op or info.kernel, out, info.functional and local_op is None)
+    if isinstance(plan, CopiedViews):
+        plan.placements = _kept_placements(moves, of_copy)
     if replaced:
         plan = LocalShape(plan, replaced)
-    return Moving(plan, moves) if moves else plan
+    if moves:
+        plan = Moving(plan, moves)
+    return Storing(plan) if to_copy else plan
+
+
+def _kept_placements(moves: tuple[Move, ...], of_copy: DTensorSpec | None) -> Placements | None:
+    """Where the memory is placed on which a copied view is a window. None: of a pending reduction that moved, whose
+    terms cannot be told from the sum."""
+    if not moves:
+        return None if of_copy is None else of_copy.placements
+    _, _, spec, placements = moves[0]
+    pairs = zip(spec.placements, placements, strict=True)
+    return None if any(have.is_partial() and have != want for have, want in pairs) else placements

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from dtbench_core.errors import ArgumentTypeError, LayoutError, PlacementError
-from dtbench_core.layout.copied_view import is_copied
 from dtbench_core.layout.local_shards import holds_shards
 from dtbench_core.layout.mesh import mesh_info
 from dtbench_core.layout.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtbench_core.layout.spec import DTensorSpec, normalize
 from dtbench_core.layout.wrapper import wrap
+from dtbench_core.redistribute.copied_view import is_copied
 from dtbench_core.redistribute.route import placements_of_gradient
 from dtbench_core.tensor.dtensor import DTensor, is_uncounted
 from dtbench_core.torch_compat import (

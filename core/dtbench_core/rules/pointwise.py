@@ -14,10 +14,10 @@ import torch
 from torch._ops import OpOverload
 
 from dtbench_core.errors import PlacementError
-from dtbench_core.layout.copied_view import copied_view
 from dtbench_core.layout.placement import NEUTRAL, REDUCE_OPS, REPLICATE, Partial, Shard
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride
 from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.redistribute.copied_view import copied_view
 from dtbench_core.rules import base
 from dtbench_core.rules.base import (
     OpCall,

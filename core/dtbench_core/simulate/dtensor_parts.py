@@ -18,6 +18,7 @@ from dtbench_core.errors import SimulationError
 from dtbench_core.layout.mesh import MeshInfo, mesh_info
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, wrap
+from dtbench_core.redistribute.copied_view import copied_view
 from dtbench_core.runtime import current
 from dtbench_core.simulate.local_groups import coordinate_of
 from dtbench_core.simulate.local_int import describe_ranks, values_of
@@ -90,7 +91,13 @@ class CoreParts(Parts):
         if not isinstance(first, Wrapper):
             return NotImplemented
         held = joined({r: v._local_tensor for r, v in values.items()}, self, what)
-        return wrap(type(first), held, _of_all({r: v._spec for r, v in values.items()}, what))
+        spec = _of_all({r: v._spec for r, v in values.items()}, what)
+        origin = getattr(first, "_origin", None)  # of a copied view, whose base is that of all ranks here
+        if origin is not None:
+            owner = self.whole_of(origin.owner)
+            if owner is not None:
+                return copied_view(type(first).viewed, held, spec, owner)
+        return wrap(type(first), held, spec)
 
     def settle(self, what: str) -> None:
         """Gives DTensors what their parts have become: written ones may have got a new shape or shard."""

@@ -23,7 +23,6 @@ from dtbench_core.errors import (
     MixedTensorError,
     PlacementError,
 )
-from dtbench_core.layout.copied_view import CopiedView, is_copied
 from dtbench_core.layout.local_shards import check_places, holds_shards, plain_part
 from dtbench_core.layout.mesh import MeshInfo, mesh_info, mesh_or_current
 from dtbench_core.layout.placement import Partial, Placement, Placements, RaggedShard
@@ -37,6 +36,7 @@ from dtbench_core.layout.shard_layout import (
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.layout.wrapper import MEMORIES, Wrapper, held_by, wrap, wrap_shared
 from dtbench_core.redistribute.autograd import Redistribute, cast_dtype, follow, redistribute_tensor
+from dtbench_core.redistribute.copied_view import CopiedView, is_copied
 from dtbench_core.redistribute.route import Route, apply, placements_of_gradient, plan, request
 from dtbench_core.tensor import checkpoint
 from dtbench_core.tensor.view_methods import straight_methods
@@ -448,8 +448,8 @@ def _detached(local: torch.Tensor) -> torch.Tensor:
 
 
 class CopiedDTensorView(CopiedView, DTensor):  # type: ignore[misc]
-    """A view of a DTensor that had to be copied. It reads as the DTensor that it was a view of, until that is written
-    to; writes to it are refused."""
+    """A view of a DTensor that had to be copied. It is read and written as the window on its base that it stands for
+    (redistribute/copied_view.py)."""
 
     viewed = DTensor
 

@@ -1,0 +1,191 @@
+"""Views that hold copied values, where plain torch gives a window on the memory of their base.
+
+A view op cuts a dim. Where ranks hold parts of that dim it is gathered first, so that the result is a window on
+a copy: a write to it would not reach the base, nor one to the base show in it. Such a result is made as a tensor
+of another class, which remembers where its values come from and is in one of these states:
+
+    WINDOW  every other tensor: it shares its memory with its base, or is no view
+    COPY    it has the values of its base; what is written to it is stored to the base, each rank its own part
+    STALE   its base was written to since, which a window would show: the base is gathered again to read it
+
+Where the copy is not kept (of conj, of a materialised pending reduction), writes and reading a stale one are refused.
+
+Ops on a copied view give DTensors; its views are copied views. Plans are made for it apart: its class is in
+their key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from dtbench_core.errors import PlacementError
+from dtbench_core.layout.placement import Placements
+from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.layout.wrapper import Wrapped, Wrapper, held_by, wrap
+from dtbench_core.redistribute.route import apply, plan
+from dtbench_core.torch_compat import version_of
+
+
+class ViewState(Enum):
+    WINDOW = auto()  # for ever, or a COPY from the start
+    COPY = auto()  # until its base, or itself, is written to
+    STALE = auto()  # until it is read
+
+
+class Gathered(NamedTuple):
+    """The local tensor on which a copied view is a window: its base's values at `placements`."""
+
+    local: torch.Tensor
+    placements: Placements
+
+
+class Origin(NamedTuple):
+    """Where a copied view has its values from.
+
+    owner: its base. version: how often that had been written to by then; torch counts the writes to a tensor and
+    to all its views together. None: it does not count, as of inference tensors. gathered: None where not kept.
+    """
+
+    owner: Wrapper
+    version: int | None
+    gathered: Gathered | None
+
+
+class CopiedView:
+    """Mixed into a class of DTensors, in front of it (`viewed`); that one names the result as its `copied_view`."""
+
+    __slots__ = ()
+
+    viewed: ClassVar[type[Wrapper]]
+    # None: of a simulated rank's part, whose whole is asked before.
+    _origin: Origin | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls.viewed.__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls.viewed.__torch_dispatch__(func, types, args, kwargs)
+
+    @property
+    def _local_tensor(self: Any) -> torch.Tensor:
+        if state_of(self) is ViewState.STALE:
+            _gather_again(self)
+        return held_by(self)
+
+    @_local_tensor.setter
+    def _local_tensor(self: Any, held: torch.Tensor) -> None:
+        Wrapper.__dict__["_local_tensor"].__set__(self, held)
+
+    def __repr__(self: Any, **options: Any) -> str:
+        if state_of(self) is ViewState.STALE:  # one rank may print alone: nothing is sent
+            return f"DTensor({self._spec}, local=to be gathered again, as its base was written to)"
+        text: str = self.viewed.__repr__(self, **options)
+        return text
+
+    def __deepcopy__(self: Any, memo: Any) -> Any:
+        if self.is_leaf and id(self) not in memo:
+            # The copy has no base, and may be written to.
+            memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        return self.viewed.__deepcopy__(self, memo)
+
+
+def copied_view(
+    cls: type[Wrapped],
+    local: torch.Tensor,
+    spec: DTensorSpec,
+    base: Wrapper,
+    gathered: Gathered | None = None,
+) -> Wrapped:
+    """A view of `base`, which is a `cls`, whose values were copied to `local`: a window on `gathered`, if given."""
+    made = wrap(cls.copied_view, local, spec)
+    made._origin = Origin(base, version_of(base), gathered)  # type: ignore[attr-defined]
+    return made  # type: ignore[return-value]
+
+
+def is_copied(tensor: object) -> bool:
+    return isinstance(tensor, CopiedView)
+
+
+def state_of(tensor: Any) -> ViewState:
+    if not is_copied(tensor):
+        return ViewState.WINDOW
+    origin = tensor._origin
+    if origin is None or origin.version is None or origin.version == version_of(tensor):
+        return ViewState.COPY
+    return ViewState.STALE
+
+
+def _gather_again(view: Any) -> None:
+    """Puts what the base holds now into the memory on which `view` is a window.
+
+    Raises:
+        PlacementError: that memory is not kept.
+    """
+    owner, _, gathered = view._origin
+    if gathered is None:
+        raise PlacementError(
+            f"got a view, {view._spec}, whose sharded dim had to be gathered before it could be cut, and "
+            "whose base has been written to since: it shows the old values; take the view again after the write, "
+            "or redistribute the base so that the dim is whole"
+        )
+    now = owner._local_tensor  # itself gathered again, if it is a copied view
+    if gathered.local is not held_by(owner):
+        gathered.local.copy_(apply(now, plan(owner._spec, gathered.placements)))
+    view._origin = Origin(owner, version_of(view), gathered)
+
+
+def store_to_base(view: Any) -> None:
+    """After an op wrote to `view`: each rank stores its own part to the base, and the base to its own base.
+
+    The view is stale from then on, by the count of writes that it shares with them.
+    """
+    while is_copied(view):
+        owner, _, gathered = view._origin
+        if gathered.local is not held_by(owner):
+            source = owner._spec.with_placements(gathered.placements)
+            held_by(owner).copy_(apply(gathered.local, plan(source, owner._spec.placements)))
+        view = owner
+
+
+def refuse_writes(written: Sequence[Any]) -> None:
+    """Before an op writes to these tensors.
+
+    Raises:
+        PlacementError: a copied view whose base the write would not reach, or several tensors with one among them,
+            of which one would be stored over the other.
+    """
+    if len(written) > 1 and any(map(is_copied, written)):
+        raise PlacementError(
+            "got an in-place write to several tensors at once, among them views whose sharded dim had to be gathered "
+            "before it could be cut: one view is a copy and could be stored over another; write to one at a time"
+        )
+    for one in written:
+        refuse_write(one)
+
+
+def refuse_write(tensor: Any, *, restating: bool = False) -> None:
+    """As `refuse_writes` of one tensor. restating: it would get another shape, as no view of its base has.
+
+    Raises:
+        PlacementError: it is a copied view, so that the write would be lost.
+    """
+    if not is_copied(tensor):
+        return
+    origin = tensor._origin
+    while origin is not None and origin.gathered is not None and not restating:
+        if not is_copied(origin.owner):
+            return
+        origin = origin.owner._origin
+    else:
+        owner = tensor._spec if tensor._origin is None else tensor._origin.owner._spec
+        raise PlacementError(
+            f"got an in-place write to {tensor._spec}, a view of {owner}, whose sharded dim had to be gathered before "
+            "it could be cut: the view is a copy and the write would be lost; redistribute the tensor so that the dim "
+            "is whole, then take the view"
+        )
