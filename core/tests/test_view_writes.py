@@ -164,6 +164,18 @@ def test_writes_to_a_part_of_a_sharded_dim(ranks: Worlds, mesh: str, grad: bool)
         assert not wrong, "\n".join(f"{name}: {text}" for name, text in wrong.items())
 
 
+def _in_turn_uncounted() -> None:
+    with torch.inference_mode():
+        plain, x = _x(), distribute_tensor(_x(), mesh_of((4,)), [Shard(0)], src_data_rank=None)
+        for t in (plain, x):
+            _in_turn(t, lambda value: value)
+        torch.testing.assert_close(x.full_tensor(), plain)
+
+
+def test_views_show_writes_that_torch_does_not_count(ranks: Worlds) -> None:
+    ranks(_in_turn_uncounted)
+
+
 def test_simulated_ranks_refuse_what_real_ones_store() -> None:
     LocalWorlds()(_refused_in_simulation)
 

@@ -47,7 +47,8 @@ class Origin(NamedTuple):
     """Where a copied view has its values from.
 
     owner: its base. version: how often that had been written to by then; torch counts the writes to a tensor and
-    to all its views together. None: it does not count, as of inference tensors. gathered: None where not kept.
+    to all its views together. None: it does not count, as of inference tensors: those are gathered at every
+    reading. gathered: None where not kept.
     """
 
     owner: Wrapper
@@ -116,9 +117,11 @@ def state_of(tensor: Any) -> ViewState:
     if not is_copied(tensor):
         return ViewState.WINDOW
     origin = tensor._origin
-    if origin is None or origin.version is None or origin.version == version_of(tensor):
+    if origin is None:
         return ViewState.COPY
-    return ViewState.STALE
+    if origin.version is None:  # writes are not counted, so there may have been some
+        return ViewState.COPY if origin.gathered is None else ViewState.STALE
+    return ViewState.COPY if origin.version == version_of(tensor) else ViewState.STALE
 
 
 def _gather_again(view: Any) -> None:
