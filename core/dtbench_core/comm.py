@@ -254,6 +254,29 @@ def _completed(output: torch.Tensor, result: torch.Tensor) -> Work | None:
     return None
 
 
+_library = torch.library.Library("dtbench_core", "FRAGMENT")
+_library.define("full_after(Tensor[] sources, SymInt[] size, Scalar value, ScalarType dtype) -> Tensor")
+_library.impl(
+    "full_after",
+    lambda sources, size, value, dtype: sources[0].new_full(size, value, dtype=dtype),
+    "CompositeExplicitAutograd",
+)
+
+
+def full_after(
+    sources: Sequence[torch.Tensor], shape: Sequence[int], value: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """A tensor full of `value`, on the device of `sources`, that a graph takes for computed from them.
+
+    A tracer drops what no result depends on. Where a rank alone needs no value of a collective, its graph would be
+    without it, and the other ranks would wait.
+    """
+    if dispatch_modes_active() and process.mode is None:
+        made: torch.Tensor = torch.ops.dtbench_core.full_after(list(sources), shape, value, dtype)
+        return made
+    return sources[0].new_full(shape, value, dtype=dtype)
+
+
 def _averages(group: ProcessGroup, tensor: torch.Tensor) -> bool:
     """Whether the transport knows AVG: NCCL does, gloo refuses it."""
     return tensor.is_cuda and "nccl" in dist.get_backend(group)

@@ -173,6 +173,11 @@ def version_of(tensor: torch.Tensor) -> int | None:
         return None if tensor.is_inference() else _version(tensor)
 
 
+def is_fake_mode_active() -> bool:
+    """Whether tensors have no values now: torch.compile and torch.export trace."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 # ---- tracing with make_fx: which fx node a tensor stands for ----
 
 share_memory = cast("Callable[[torch.Tensor, torch.Tensor], bool]", vars(torch._C)["_is_alias_of"])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dtbench_core.layout.wrapper import Wrapper
 
@@ -72,3 +73,24 @@ def _alike(items: Sequence[Any]) -> tuple[Any, ...] | None:
         return (list, float, len(items))
     dtypes = set(map(_dtype_of, items))
     return None if any(map(_dim_of, items)) or len(dtypes) > 1 else (list, len(items), *dtypes)
+
+
+def with_numbers(
+    args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """(args, kwargs) with the numbers that a tracer's symbols stand for, which it guards; None where there are none."""
+    if not any(isinstance(leaf, _SYMBOLS) for leaf in tree_leaves((args, kwargs))):
+        return None
+    numbers: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(_number, (tuple(args), kwargs))
+    return numbers
+
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _number(leaf: Any) -> Any:
+    if isinstance(leaf, torch.SymInt):
+        return int(leaf)
+    if isinstance(leaf, torch.SymFloat):
+        return float(leaf)
+    return bool(leaf) if isinstance(leaf, torch.SymBool) else leaf

@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from dtbench_core import runtime
 from dtbench_core.dispatch import out_and_resize
 from dtbench_core.dispatch.autograd_grad import backward, backward_of, grad
-from dtbench_core.dispatch.cache_key import key_of
+from dtbench_core.dispatch.cache_key import key_of, with_numbers
 from dtbench_core.dispatch.learnt_calls import all_by_type, plan_of_call, takes_one_tensor, without_detach
 from dtbench_core.dispatch.make_plan import build, first_run
 from dtbench_core.dispatch.op_info import OpInfo
@@ -216,6 +216,8 @@ def torch_dispatch(
     try:
         plan = process.plans.get(key, _MISSING)
     except TypeError:  # an argument that cannot be hashed, so no plan can be kept
+        if (numbers := with_numbers(args, kwargs)) is not None:
+            return torch_dispatch(cls, op, types, *numbers)
         plan = None
     if plan is None:
         result = info.without_plan(torch_dispatch, cls, op, args, kwargs)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from dtbench_core import rules
+from dtbench_core import comm, rules
 from dtbench_core.dispatch import out_and_resize, outside_mesh, rank_check
 from dtbench_core.dispatch.metadata import device_of_results, flattened, results_of, written_by
 from dtbench_core.dispatch.op_info import OpInfo
@@ -143,10 +143,19 @@ def _empty_results(
     that raises alone leaves the others waiting. Shards know what they can do, empty ones alike."""
 
     def make(*args: Any, **kwargs: Any) -> Any:
-        if any(holds_shards(one) for one in tree_leaves(args)):
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        if any(holds_shards(one) for one in tensors):
             return op(*args, **kwargs)
-        where = device_of_results(args, kwargs, device)
-        made = [None if s is None else torch.empty(s.local_shape, dtype=s.dtype, device=where) for s in specs]
+        where = torch.device(device_of_results(args, kwargs, device))
+        near = [one for one in tensors if one.device.type == where.type]
+        made = [
+            None
+            if s is None
+            else comm.full_after(near, s.local_shape, 0, s.dtype)
+            if near
+            else torch.empty(s.local_shape, dtype=s.dtype, device=where)
+            for s in specs
+        ]
         return tuple(made) if several else made[0]
 
     return make

@@ -13,6 +13,8 @@ other), and take over the first's where they differ; shards are then still rando
 A generator passed as `generator=` is the caller's: it must be in the same state on all ranks.
 Ranks outside the mesh draw too, and keep nothing, to stay in step with the members.
 
+A compiled graph exchanges no states: there the generators must be alike beforehand.
+
 Where a mesh has a region, that draws instead.
 """
 
@@ -32,7 +34,7 @@ from dtbench_core.layout.shard_layout import part_of
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, held_by
 from dtbench_core.runtime import current
-from dtbench_core.torch_compat import dispatch_modes_active
+from dtbench_core.torch_compat import dispatch_modes_active, is_fake_mode_active
 
 
 class Region(Protocol):
@@ -87,7 +89,7 @@ def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = Fals
 
 def keep_in_step(mesh: MeshInfo) -> None:
     """Before the first random op on `mesh`: every rank takes the generator state of the mesh's first."""
-    if mesh in current().in_step:
+    if mesh in current().in_step or is_fake_mode_active():  # a generator has no fake state
         return
     current().in_step.add(mesh)
     module = generators(mesh)

@@ -74,7 +74,13 @@ class DTensorSpec:
         """The one spec of this content. `placements` must be normalised (see `normalize`)."""
         info = mesh if isinstance(mesh, MeshInfo) else mesh_info(mesh)
         key = (info, placements, tuple(shape), tuple(stride), dtype)
-        found = _interned.get(key)
+        try:
+            found = _interned.get(key)
+        except (
+            TypeError
+        ):  # traced with symbolic sizes: how shards are cut depends on the numbers, so they are guarded
+            key = (info, placements, tuple(map(int, shape)), tuple(map(int, stride)), dtype)
+            found = _interned.get(key)
         if found is not None:
             return found
         made = object.__new__(DTensorSpec)

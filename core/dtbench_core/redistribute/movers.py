@@ -115,7 +115,7 @@ def _keeper(dst: Placement, index: int) -> Mover:
     neutral = NEUTRAL.get(dst.reduce_op) if isinstance(dst, Partial) and index > 0 else None
     if neutral is None:
         return _copy
-    return lambda local: torch.full_like(local, neutral, memory_format=torch.contiguous_format)
+    return lambda local: comm.full_after([local], local.shape, neutral, local.dtype)
 
 
 # ---- what transports can carry ----
@@ -254,7 +254,10 @@ def padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     missing = length - tensor.size(dim)
     if missing == 0:
         return tensor.contiguous()
-    filler = tensor.new_zeros((*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :]))
+    shape = (*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :])
+    if missing == length:
+        return comm.full_after([tensor], shape, 0, tensor.dtype)
+    filler = tensor.new_zeros(shape)
     return torch.cat([tensor, filler], dim)
 
 

@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from dtbench_core.layout.placement import REPLICATE, Placement, Shard
 from dtbench_core.rules.base import OpCall, Row, Strategy, aten, decomposition, pending_rows, rule
 from dtbench_core.rules.labels import SUM, all_replicated, broadcast, materialised, whole
+from dtbench_core.torch_compat import is_fake_mode_active
 
 NONE, MEAN, SUMMED = 0, 1, 2  # torch's enum Reduction
 
@@ -160,5 +161,8 @@ def binary_cross_entropy(data: Any, target: Any, weight: Any = None, reduction: 
 
 
 def _anyone(tensor: Any, refused: Callable[[Any], Any]) -> bool:
-    """Whether a CPU kernel would refuse some value of `tensor`, on whichever rank."""
-    return tensor.device.type == "cpu" and bool(refused(materialised(tensor)).any().item())
+    """Whether a CPU kernel would refuse some value of `tensor`, on whichever rank. A graph cannot choose by a value:
+    there the kernel answers for itself."""
+    if tensor.device.type != "cpu" or is_fake_mode_active():
+        return False
+    return bool(refused(materialised(tensor)).any().item())

@@ -1,0 +1,114 @@
+"""Compiled programs whose graphs depend on values, on sizes that change, or differ between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from core.tests.gloo_world import Worlds, mesh_of
+from dtbench_core import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+Given = tuple[torch.Tensor, Placement]
+
+
+def _compared(
+    fn: Callable[..., torch.Tensor], backend: str, *calls: tuple[Given, ...], **options: bool
+) -> Pairs:
+    """Values and gradients of the compiled `fn` in each of the calls, and those of plain tensors."""
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend=backend, fullgraph=True, **options)
+    mesh, found = mesh_of((2,)), []
+    for given in calls:
+        plain = [full.clone().requires_grad_(full.is_floating_point()) for full, _ in given]
+        placed = [
+            distribute_tensor(full, mesh, [placement], src_data_rank=None).requires_grad_(
+                full.is_floating_point()
+            )
+            for full, placement in given
+        ]
+        torch.manual_seed(0)
+        wanted = fn(*plain)
+        torch.manual_seed(0)
+        got = compiled(*placed)
+        wanted.sin().sum().backward()
+        got.sin().sum().backward()
+        found.append((got.full_tensor().detach(), wanted.detach()))
+        for one, other in zip(placed, plain, strict=True):
+            if other.grad is not None:
+                assert isinstance(one.grad, DTensor)
+                found.append((one.grad.full_tensor(), other.grad))
+    return found
+
+
+def _alone_without_a_part(backend: str) -> Pairs:
+    """Rank 1 holds nothing of some of what a collective gives, and must issue it all the same."""
+    return [
+        *_compared(lambda t: t.amax(0), backend, ((torch.randn(8, 4), Shard(0)),)),
+        *_compared(lambda t: (t * 2).sum(0) + t, backend, ((torch.randn(1, 5), Shard(0)),)),
+        *_compared(lambda t: t.softmax(0) * t.cumsum(1), backend, ((torch.randn(1, 5), Shard(0)),)),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+def test_ranks_issue_collectives_alike(ranks: Worlds) -> None:
+    for pairs in ranks(_alone_without_a_part, "aot_eager", world_size=2):
+        for got, wanted in pairs:
+            torch.testing.assert_close(got, wanted)
+
+
+def _other_sizes() -> Pairs:
+    def sized(*rows: int) -> list[tuple[Given, ...]]:
+        return [((torch.randn(n, 6), Shard(0)),) for n in rows]
+
+    weight = torch.randn(6, 4), Shard(1)
+    return [
+        *_compared(lambda t: t.softmax(0) - t.sum(0), "aot_eager", *sized(8, 12, 7), dynamic=True),
+        *_compared(
+            lambda t: (t * 2).softmax(0), "aot_eager", *sized(8, 12, 16)
+        ),  # found dynamic at the second
+        *_compared(
+            lambda t: t.view(t.shape[0], 2, 3).transpose(1, 2).reshape(-1, 3, 2)[1:],
+            "aot_eager",
+            *sized(8, 12),
+            dynamic=True,
+        ),
+        *_compared(
+            lambda t, w: (t @ w).relu(),
+            "aot_eager",
+            *((*given, weight) for given in sized(8, 12)),
+            dynamic=True,
+        ),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+def test_sizes_that_change(ranks: Worlds) -> None:
+    for pairs in ranks(_other_sizes, world_size=2):
+        for got, wanted in pairs:
+            torch.testing.assert_close(got, wanted)
+
+
+def _asking_for_values() -> Pairs:
+    """In eager mode these look at values first: whether every rank's kernel takes them."""
+    logits, target = torch.randn(8, 6), torch.randint(6, (8,))
+    found = []
+    for placement, of_target in ((Shard(0), Shard(0)), (Shard(1), Replicate())):
+        call = (logits, placement), (target, of_target)
+        found += _compared(lambda t, c: F.cross_entropy(t, c, label_smoothing=0.1), "aot_eager", call)
+    found += _compared(
+        lambda t, c: F.embedding(c, t), "aot_eager", ((logits, Shard(0)), (target, Replicate()))
+    )
+    query = torch.randn(2, 4, 6, 8), Shard(1)
+    found += _compared(lambda q: F.scaled_dot_product_attention(q, q, q), "aot_eager", (query,))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+def test_checks_of_values_stay_out_of_graphs(ranks: Worlds) -> None:
+    for pairs in ranks(_asking_for_values, world_size=2):
+        for got, wanted in pairs:
+            torch.testing.assert_close(got, wanted)
