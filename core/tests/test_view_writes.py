@@ -101,6 +101,7 @@ PROGRAMS: dict[str, Program] = {
     "cumsum": lambda x, spread: x[1:5].cumsum_(0),
     "clamp": lambda x, spread: x[1:5].clamp_(3, 12),
     "from itself": _from_itself,
+    "overlapping": lambda x, spread: x[:, :4].add_(x[:, 1:5]),
     "in turn": _in_turn,
     "out": _out,
 }

@@ -182,6 +182,18 @@ class CopiedViews(Views):
 
 # ---- writes ----
 
+# Kernels refuse an input that overlaps what they write to where they can tell, which depends on the shape: that of a
+# shard may tell where the whole's does not, and on one rank alone.
+_OVERLAP = "some elements of the input tensor and the written-to tensor refer to a single memory location"
+
+
+def _apart(locals_: Sequence[Any], at: Any) -> list[Any]:
+    """The arguments with copies of all tensors but the written one."""
+    return [
+        one.clone() if isinstance(one, torch.Tensor) and index != at else one
+        for index, one in enumerate(locals_)
+    ]
+
 
 class InPlace(Plan):
     """The written argument is the result."""
@@ -190,7 +202,12 @@ class InPlace(Plan):
     writes = True
 
     def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
-        call(*locals_, **kwargs)
+        try:
+            call(*locals_, **kwargs)
+        except RuntimeError as error:
+            if _OVERLAP not in str(error):
+                raise
+            call(*_apart(locals_, self.at), **kwargs)
         written = args[self.at]
         if self.counts:
             increment_version((written,))
