@@ -16,6 +16,7 @@ collectives, that of their latency. Outputs and gradients are compared with plai
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ WARMUP_CALLS = 10
 COMPILE_SAMPLES, COMPILE_SAMPLES_QUICK = 5, 2
 # The same arithmetic in another order and, with inductor, fused; float32.
 RTOL = 1e-4
-# A quick run: an op without communication, one with, the way in and out, and a block.
+# What a quick run has: an op without communication, one with, the way in and out, and a block.
 QUICK = (("add", "S(0),S(0)"), ("redistribute", "S(0)->R"), ("from_to_local", "S(0)"), ("mlp", ""))
 
 
@@ -70,7 +71,7 @@ class Compiled:
     given: Ready = field(init=False)
 
     def start(self) -> None:
-        """Forgets all that Dynamo knows; a code object of its own, as graphs are found by it."""
+        """Forgets all that Dynamo knows."""
         torch._dynamo.reset()
         self.renew()
 
@@ -129,8 +130,8 @@ class Counter:
         self.graphs = self.collectives = 0
 
     def __call__(self, module: torch.fx.GraphModule, example: Sequence[Any]) -> Any:
-        from functorch.compile import make_boxed_func
         from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch._aot_autograd.utils import make_boxed_func
 
         def take(graph: torch.fx.GraphModule, example: Sequence[Any]) -> Any:
             self.graphs += 1
@@ -158,11 +159,18 @@ def counted(made: Compiled) -> dict[str, float]:
     return {"graph_breaks": breaks, "graphs": counter.graphs, "collectives": counter.collectives}
 
 
-def caches_off() -> Any:
+@contextlib.contextmanager
+def caches_off() -> Iterator[None]:
     """The caches of graphs off, and inductor without processes of its own, which ranks would multiply."""
-    from torch._inductor import config
+    import torch._functorch.config as aot
+    import torch._inductor.config as inductor
 
-    return config.patch(force_disable_caches=True, compile_threads=1)
+    with (
+        torch._dynamo.config.patch(automatic_dynamic_local_pgo=False, automatic_dynamic_remote_pgo=False),
+        aot.patch(enable_autograd_cache=False),
+        inductor.patch(fx_graph_cache=False, fx_graph_remote_cache=False, compile_threads=1),
+    ):
+        yield
 
 
 def ready_of(program: Op | str, place: Place, call: str, before: bool) -> Ready:
@@ -183,31 +191,23 @@ def build_impl(
     place = Place(impl, world.mesh[mesh_dim], world.device)
     made = Compiled(partial(ready_of, program, place, call), backend, passes == BOTH, place)
 
-    def cold(call: Callable[[], list[Tensor]]) -> list[Tensor]:
-        with caches_off():
-            return call()
-
-    run = partial(cold, made.call)
     counters = partial(counted, made)
+
+    def run() -> list[Tensor]:
+        with caches_off():
+            return made.call()
+
     if call == CACHED:
         made.renew()
-        # The first of the warm-up compiles; later ones never enter inductor.
-        run()
+        run()  # compiles, and what is called later enters no compiler
         return Workload(run=made.call, check=made.check, counters=counters, close=torch._dynamo.reset)
 
     def before() -> None:
-        if call == FIRST:
-            made.start()
-        else:
-            cold(lambda: made.precompiled() or [])
+        with caches_off():
+            made.start() if call == FIRST else made.precompiled()
 
-    return Workload(
-        run=run,
-        before=before,
-        check=partial(checked, made, before),
-        counters=counters,
-        close=torch._dynamo.reset,
-    )
+    check = partial(checked, made, before)
+    return Workload(run, before, check, counters, close=torch._dynamo.reset)
 
 
 def checked(made: Compiled, before: Callable[[], None]) -> str | None:
@@ -218,7 +218,7 @@ def checked(made: Compiled, before: Callable[[], None]) -> str | None:
 
 
 def variants(plan: Plan, name: str) -> Iterator[tuple[str, str, str]]:
-    """(backend, pass, call). A quick run compiles forward only with aot_eager, and times cached calls of both."""
+    """(backend, pass, call). A quick run times compiling with aot_eager and forward only."""
     for backend in BACKENDS:
         for passes in (FORWARD, BOTH):
             for call in (CACHED, FIRST, RECOMPILED):
