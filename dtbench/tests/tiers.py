@@ -17,6 +17,7 @@ SLOW = {
     "dtbench/tests/test_lab_hosts.py::*": "network namespaces and their links",
     # Fresh starts of the program and its launchers, each with an import of torch per rank.
     "suites/tests/test_examples.py::*": "the examples, as their users start them",
+    "suites/tests/test_compile_suite.py::*": "two ranks that compile",
     "suites/tests/test_runs.py::*": "all suites on four ranks, and under torchrun and pytest",
     "dtbench/tests/test_profile.py::test_two_ranks_in_one_trace": "ranks of a real profile",
     "dtbench/tests/test_runs.py::test_*killed*": "launchers and ranks that are killed",
