@@ -225,4 +225,4 @@ def type_of_a_parameter(w: Given) -> Any:
 @program("state")
 def numbers_out_of_tensors(w: Given) -> Any:
     x = w.place(randn(8, 4), "S(0)")
-    return x.sum().item(), float(x.max()), bool((x > -100).all()), w.gather()(x).tolist()
+    return torch.tensor(x.sum().item()), float(x.max()), bool((x > -100).all()), w.gather()(x).tolist()
