@@ -8,11 +8,12 @@ STAMP := $(shell date -u +%Y%m%dT%H%M%SZ)
 RUN := results/bench-$(STAMP)
 PAGE := reports/bench-$(STAMP).html
 COVERAGE := results/run-coverage-$(STAMP)
+COMPAT := results/run-compat-$(STAMP)
 
 LAB := results/lab-$(STAMP)
 HOSTS := $(BIN)/dtbench lab run --hosts 2 --rate 400mbit --ranks-per-host 2 -- dtbench run --device cpu --mesh dp=2,tp=2
 
-.PHONY: bench lab test test-all coverage size install lint types imports fast slow clean
+.PHONY: bench lab test test-all coverage compat size install lint types imports fast slow clean
 
 bench: install
 	@mkdir -p results reports
@@ -45,6 +46,12 @@ coverage: install
 	@mkdir -p results
 	$(BIN)/dtbench run coverage --impl core --quick -o $(COVERAGE).jsonl > $(COVERAGE).log || test $$? -eq 5
 	$(BIN)/dtbench coverage $(COVERAGE).jsonl --base results/coverage-core.json
+
+# Does what worked with PyTorch's other machinery still work? As `coverage`, against results/compat-core.json.
+compat: install
+	@mkdir -p results
+	$(BIN)/dtbench run compat --impl core -o $(COMPAT).jsonl > $(COMPAT).log || test $$? -eq 5
+	$(BIN)/dtbench coverage $(COMPAT).jsonl --base results/compat-core.json
 
 install: $(VENV)/installed
 
