@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -159,12 +160,14 @@ def test_a_parallel_block_is_one_graph(ranks: Worlds, sequence: bool) -> None:
             torch.testing.assert_close(got, wanted)
 
 
-def _with_inductor() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [*_ops("inductor"), *_methods("inductor"), *_parallel("inductor", False)]
-
-
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [(_ops, ()), (_methods, ()), (_parallel, (False,))],
+    ids=["ops", "methods", "block"],
+)
 @pytest.mark.filterwarnings("ignore")  # of torch's tracers
-def test_inductor(ranks: Worlds) -> None:
-    for pairs in ranks(_with_inductor, world_size=RANKS):
+def test_inductor(ranks: Worlds, fn: Callable[..., Any], args: tuple[bool, ...]) -> None:
+    # Each rank has a C++ compiler build each graph: seconds apiece on a busy machine without a cache.
+    for pairs in ranks(fn, "inductor", *args, world_size=RANKS, timeout_s=240.0):
         for got, wanted in pairs:
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
