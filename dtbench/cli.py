@@ -6,15 +6,22 @@ neither torch nor what their command works with, so that `dtbench --help` is the
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
+import platform
 import sys
+import tempfile
+import traceback
+from contextlib import suppress
 from typing import NoReturn
 
 import click
+from click.exceptions import Exit
 
 import dtbench
-from dtbench.errors import EXIT_INTERRUPTED, EXIT_OK, DtbenchError
+from dtbench.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_OWN_FAULT, EXIT_USAGE, DtbenchError, describe
+from dtbench.masking import mask_arguments
 
 # Task -> command -> its module in this package; the function is called as the command.
 _COMMANDS = {
@@ -79,7 +86,7 @@ def cli(context: click.Context) -> None:
 
     \b
     Exit codes: 0 done, 1 regression, 2 usage or unreadable input, 3 inconclusive,
-    4 nothing comparable, 5 a case failed.
+    4 nothing comparable, 5 a case failed, 70 a fault of dtbench itself.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -91,7 +98,13 @@ def main() -> NoReturn:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = cli.main(prog_name="dtbench", standalone_mode=False)
+        # Not `cli.main`, which ends with 1, a regression, where a reader has gone.
+        with cli.make_context("dtbench", sys.argv[1:]) as context:
+            code = cli.invoke(context)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except Exit as ended:  # --help, --version
+        code = ended.exit_code
     except DtbenchError as error:
         code = _refuse(str(error), error.exit_code)
     except click.UsageError as error:
@@ -106,8 +119,56 @@ def main() -> NoReturn:
         code = _refuse("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:  # whoever read our output has gone
         code = EXIT_OK
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
+    except MemoryError:
+        code = _refuse("out of memory: give fewer or smaller files, or more memory", EXIT_USAGE)
+    except Exception as error:
+        code = _not_written(error) or _own_fault(error)
     sys.exit(code if isinstance(code, int) else EXIT_OK)
+
+
+def _drop_output() -> None:
+    """Nothing more is written to standard output, by the interpreter's end neither."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _not_written(error: Exception) -> int:
+    """The exit code where standard output has no room left; 0 for any other error. Files are written with errors of
+    their own."""
+    if not isinstance(error, OSError) or error.errno not in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EIO,
+    ):
+        return 0
+    _drop_output()
+    return _refuse(
+        f"cannot write the output: {os.strerror(error.errno).lower()}; make space, or write elsewhere",
+        EXIT_USAGE,
+    )
+
+
+def _own_fault(error: Exception) -> int:
+    """An error that nobody foresaw: its traceback goes to a file, to be reported with."""
+    kept = "".join(traceback.format_exception(error))
+    where = "the traceback could not be kept"
+    with suppress(OSError):
+        with tempfile.NamedTemporaryFile(
+            "w",
+            prefix="dtbench-fault-",
+            suffix=".txt",
+            delete=False,
+            encoding="utf-8",
+            errors="backslashreplace",
+        ) as file:
+            versions = f"Python {platform.python_version()}, {platform.platform()}"
+            file.write(f"dtbench {dtbench.__version__}, {versions}\n{mask_arguments(sys.argv[1:])}\n{kept}")
+        where = file.name
+    return _refuse(
+        f"a fault of dtbench itself, please report it with {where}: {describe(error)}", EXIT_OWN_FAULT
+    )
 
 
 def _refuse(text: str, code: int) -> int:

@@ -7,7 +7,7 @@
     +-- WorldBrokenError        a rank died or hung: the run cannot go on              exit 5
     +-- ArmError                an arm of a gate that cannot be built or started       exit 5
 
-Every message says what was got, what was expected and what to do.
+Every message says what was got, what was expected and what to do. Any other exception is a fault of ours (exit 70).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ EXIT_USAGE = 2
 EXIT_INCONCLUSIVE = 3
 EXIT_NOTHING = 4
 EXIT_CASE_FAILED = 5
+EXIT_OWN_FAULT = 70  # sysexits.h's EX_SOFTWARE
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, the shell's convention
 
 _MAX_REASON_CHARS = 400

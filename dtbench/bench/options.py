@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtbench.errors import UsageError, describe, place_in
+from dtbench.masking import mask_variables
 from dtbench.mesh import Mesh, default_mesh, format_mesh, ranks_of
 from dtbench.model import CHOOSABLE_IMPLS, Case, Header, Plan, Result, ResultKey
 from dtbench.suite import Suite
@@ -425,7 +426,8 @@ def refuse_other_run(header: Header, plan: Plan, suites: Sequence[str], launches
         UsageError: with the first difference, as the file has it and as the options have it.
     """
     was: dict[str, Any] = {"options": {}, "refine": False} | header.plan
-    now: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(plan)))
+    asked = dataclasses.asdict(plan) | {"options": mask_variables(plan.options)}
+    now: dict[str, Any] = json.loads(json.dumps(asked))
     was |= {"suites": list(header.suites), "launches": header.launches}
     now |= {"suites": list(suites), "launches": launches}
     for name in now:

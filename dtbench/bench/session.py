@@ -29,6 +29,7 @@ from dtbench.bench.runner import Sweep, budget_of
 from dtbench.bench.sampling import Instruments, Ranks
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError, complain
 from dtbench.files.run import RunWriter, read_run
+from dtbench.masking import mask_arguments
 from dtbench.mesh import format_mesh
 from dtbench.model import Plan, Result, Run
 from dtbench.suite import Suite, load
@@ -358,7 +359,7 @@ def open_run_file(
     from dtbench.machine.provenance import provenance
 
     if job.options.resume:
-        return RunWriter.resume(output, {"argv": list(argv)})
+        return RunWriter.resume(output, {"argv": mask_arguments(argv)})
     header = provenance(
         argv=argv,
         plan=job.plan,

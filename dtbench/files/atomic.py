@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from dtbench.errors import OutputError
+from dtbench.errors import OutputError, plain
 
 # How much of an existing file is read to tell whose it is.
 HEAD_BYTES = 4096
@@ -21,7 +21,7 @@ def refuse_taken(path: Path, remedy: str = "", *, resumable: bool = False) -> No
     Raises:
         OutputError: it exists, or the folder around it does not or may not be written.
     """
-    if os.path.lexists(path):
+    if _is_taken(path):
         kind = "" if remedy or path.is_file() else f" ({_kind(path)})"
         if resumable and path.is_file():
             remedy = "--resume to go on with it"
@@ -30,6 +30,17 @@ def refuse_taken(path: Path, remedy: str = "", *, resumable: bool = False) -> No
         raise OutputError(f"cannot make {path}: there is no folder {path.parent}; make it or give another -o")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise OutputError(f"cannot make {path}: {path.parent} may not be written; give another -o")
+
+
+def _is_taken(path: Path) -> bool:
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:  # such as a name that is too long, or one with a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(f"cannot make {plain(str(path))}: {reason}; give another -o") from error
+    return True
 
 
 def _kind(path: Path) -> str:

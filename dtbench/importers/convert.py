@@ -18,6 +18,7 @@ from typing import Any
 import dtbench
 from dtbench.errors import UsageError
 from dtbench.importers.model import Figure, Log, Row, Table
+from dtbench.masking import mask_arguments
 from dtbench.mesh import Mesh, format_mesh, ranks_of
 from dtbench.model import (
     SCHEMA,
@@ -322,7 +323,7 @@ def _header(
         # The same logs make the same run, so that calibrate does not take them for two launches.
         run_id=hashlib.sha256("".join(sorted(log.sha256 for log in logs)).encode()).hexdigest()[:32],
         started=datetime.now(UTC).isoformat(timespec="seconds"),
-        argv=tuple(argv),
+        argv=tuple(mask_arguments(argv)),
         versions={
             "dtbench": dtbench.__version__,
             "torch": None,

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import dtbench
+from dtbench.masking import is_secret, mask_arguments, mask_variables
 from dtbench.model import SCHEMA, Plan
 
 # Whole families whose members tune transport, threads or the process group.
@@ -57,10 +58,6 @@ _ENV_NAMES = frozenset(
         "PYTHONDEVMODE",
     }
 )
-_SECRET = re.compile(r"(?i)token|secret|passw|credential|api[-_]?key|access[-_]?key|private[-_]?key|auth")
-_USER_IN_URL = re.compile(r"://[^/@\s]+@")
-_MAX_VALUE = 200  # characters of one variable or argument
-_MAX_ARGS = 200
 _GIT_TIMEOUT_S = 5.0
 
 # Why a GPU's clock is where it is. Source: NVML API reference, nvmlClocksEventReasons.
@@ -104,7 +101,7 @@ def provenance(
         "schema": SCHEMA,
         "run_id": uuid.uuid4().hex,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "argv": redact(argv),
+        "argv": mask_arguments(argv),
         "versions": _versions(backend),
         "git": {**_checkout(Path.cwd()), "dtbench": _own_checkout()},
         "machine": {
@@ -117,7 +114,7 @@ def provenance(
         "ranks": [{**r, "rank": i} for i, r in enumerate(ranks)],
         "mesh": {"dim_names": [name for name, _ in mesh], "shape": [size for _, size in mesh]},
         "env": environment(os.environ),
-        "plan": dataclasses.asdict(plan),
+        "plan": dataclasses.asdict(plan) | {"options": mask_variables(plan.options)},
         "suites": list(suites),
         "launches": launches,
     }
@@ -202,27 +199,10 @@ def _interface_of(address: str) -> str | None:
 def environment(env: Mapping[str, str]) -> dict[str, str]:
     """The allowed part of an environment, values cut to 200 characters."""
     return {
-        name: redact([value])[0]
+        name: mask_arguments([value])[0]
         for name, value in sorted(env.items())
-        if (name in _ENV_NAMES or name.startswith(_ENV_PREFIXES)) and not _SECRET.search(name)
+        if (name in _ENV_NAMES or name.startswith(_ENV_PREFIXES)) and not is_secret(name)
     }
-
-
-def redact(argv: Sequence[str]) -> list[str]:
-    """Arguments without what looks like a secret: values of options or variables so named, users in URLs."""
-    shown: list[str] = []
-    hide_next = False
-    for arg in list(argv)[:_MAX_ARGS]:
-        name, equals, _ = arg.partition("=")
-        if hide_next:
-            arg, hide_next = "***", False
-        elif equals and _SECRET.search(name):
-            arg = f"{name}=***"
-        elif arg.startswith("-") and _SECRET.search(arg):
-            hide_next = True
-        arg = _USER_IN_URL.sub("://***@", arg)
-        shown.append(arg if len(arg) <= _MAX_VALUE else arg[: _MAX_VALUE - 3] + "...")
-    return shown
 
 
 def _env_int(name: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from dtbench import suite as registry
 from dtbench.cli import cli
-from dtbench.errors import EXIT_OK, EXIT_USAGE, UsageError
+from dtbench.errors import EXIT_OK, EXIT_OWN_FAULT, EXIT_USAGE, UsageError
 from dtbench.tests.made_up import Cli
 
 SUITE = str(Path(__file__).with_name("faults_suite.py"))
@@ -114,6 +115,7 @@ def test_version_and_bare_call(dtbench: Cli) -> None:
         ("SUITE -o /dev/full", "/dev/full exists already (no regular file): give another -o\n"),
         ("SUITE -o dangling", "dangling exists already (a link to nothing): give another -o\n"),
         ("SUITE -o nosuch/x.jsonl", "there is no folder nosuch"),
+        (f"SUITE -o {'x' * 300}", "File name too long; give another -o"),
         ("--nonsense", "No such option '--nonsense'; `dtbench run --help`"),
     ],
 )
@@ -127,6 +129,31 @@ def test_a_run_that_cannot_be_is_refused_in_one_line_before_anything_starts(
     assert err.startswith("dtbench: ") and err.count("\n") == 1 and says in err
     assert Path("taken").read_text() == "something else\n"
     assert {path.name for path in Path.cwd().iterdir()} == {"taken", "dangling"}
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (KeyError("x"), EXIT_OWN_FAULT, "a fault of dtbench itself, please report it with "),
+        (OSError(errno.EACCES, "Permission denied", "/x"), EXIT_OWN_FAULT, "PermissionError: [Errno 13]"),
+        (OSError(errno.ENOSPC, "No space left on device"), EXIT_USAGE, "no space left on device; make space"),
+        (BrokenPipeError(), EXIT_OK, ""),
+        (MemoryError(), EXIT_USAGE, "out of memory"),
+    ],
+)
+def test_what_nobody_foresaw_is_no_regression(
+    dtbench: Cli, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, says: str
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr("dtbench.bench.command.read_builtin", fail)
+    monkeypatch.setattr("tempfile.tempdir", str(Path.cwd()))
+    got, out, err = dtbench("list")
+    assert (got, out, err.count("\n")) == (code, "", bool(says)) and says in err
+    kept = [path.read_text() for path in Path.cwd().iterdir()]
+    assert len(kept) == (code == EXIT_OWN_FAULT)
+    assert all("Traceback (most recent call last)" in text and "['list']" in text for text in kept)
 
 
 def test_a_suite_that_fails_to_load_is_refused(dtbench: Cli) -> None:

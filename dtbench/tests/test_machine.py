@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dtbench import masking
 from dtbench.files.read import into
 from dtbench.files.run import RunWriter, read_run
 from dtbench.layout import layout_of
@@ -173,6 +174,8 @@ def test_the_environment_is_recorded_by_an_allow_list() -> None:
         "TORCHELASTIC_ERROR_FILE": "/leak",
         "NCCL_API_TOKEN": "leak",
         "XOMP_": "leak",
+        "NCCL_NET_PLUGIN": "tok=leak",
+        "NCCL_PROXY": "https://me:leak@host",
     }
     kept = machine.environment(env)
     assert set(kept) == {
@@ -182,6 +185,8 @@ def test_the_environment_is_recorded_by_an_allow_list() -> None:
         "TORCH_NCCL_BLOCKING_WAIT",
         "CUDA_VISIBLE_DEVICES",
         "NCCL_LONG",
+        "NCCL_NET_PLUGIN",
+        "NCCL_PROXY",
     }
     assert "leak" not in str(kept)
     assert len(kept["NCCL_LONG"]) == 200
@@ -191,19 +196,34 @@ def test_the_environment_is_recorded_by_an_allow_list() -> None:
     ("argv", "shown"),
     [
         (["run", "-o", "x.jsonl"], ["run", "-o", "x.jsonl"]),
+        (["--filter", "pass=forward key_size=8 tokens=4096 author=me"],) * 2,
         (["--token", "leak", "run"], ["--token", "***", "run"]),
         (["--api-key=leak"], ["--api-key=***"]),
+        (["--key=leak", "--key", "leak"], ["--key=***", "--key", "***"]),
+        (["--header", "Authorization: Bearer leak leak"], ["--header", "Authorization: ***"]),
+        (["--header=X-Api-Key:leak"], ["--header=X-Api-Key:***"]),
+        (["-H", "cookie: a=leak; b=leak"], ["-H", "cookie: ***"]),
         (["WANDB_API_KEY=leak"], ["WANDB_API_KEY=***"]),
-        (["https://me:leak@host/x"], ["https://***@host/x"]),
+        (["env:A=1,DB_PASS=le,ak,B=2"], ["env:A=1,DB_PASS=***,B=2"]),
+        (['{"a": 1, "password": "leak", "b": 2}'], ['{"a": 1, "password": ***, "b": 2}']),
+        (["https://me:leak@host/x?sig=leak&y=1"], ["https://***@host/x?sig=***&y=1"]),
+        (["say Bearer leak"], ["say Bearer ***"]),
+        ([f"with ghp_{'x' * 36} inside"], ["with *** inside"]),
         (["a" * 500], ["a" * 197 + "..."]),
     ],
 )
 def test_arguments_lose_their_secrets(argv: list[str], shown: list[str]) -> None:
-    assert machine.redact(argv) == shown
+    assert masking.mask_arguments(argv) == shown
 
 
 def test_a_run_of_arguments_is_limited() -> None:
-    assert len(machine.redact(["x"] * 10_000)) == 200
+    assert len(masking.mask_arguments(["x"] * 10_000)) == 200
+
+
+def test_variables_keep_a_mark_of_their_secrets() -> None:
+    shown = masking.mask_variables({"TOKEN": "leak", "A": "1", "NCCL_NET_PLUGIN": "tok=leak"})
+    assert shown["A"] == "1" and shown["NCCL_NET_PLUGIN"] == "tok=***" and "leak" not in str(shown)
+    assert shown["TOKEN"].startswith("***") and shown != masking.mask_variables({"TOKEN": "other"})
 
 
 # -------------------------------------------------------------------------------------- git

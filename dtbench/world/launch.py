@@ -20,7 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, WorldBrokenError
+from dtbench.errors import (
+    EXIT_CASE_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OWN_FAULT,
+    EXIT_USAGE,
+    WorldBrokenError,
+)
 from dtbench.world.failure import INTERRUPTED, Diagnosis, Now
 from dtbench.world.signals import ending_signals, how_ended
 
@@ -32,7 +38,7 @@ NOTE = "DTBENCH_NOTE"  # path of the note; set by our own launcher only
 # answers of all ranks (2 s) and a few seconds for a slow disk.
 _SHUTDOWN_S = 15
 # The exit codes of a rank that ends by its own will; it has said why.
-_SAID_WHY = (EXIT_USAGE, EXIT_CASE_FAILED, EXIT_INTERRUPTED)
+_SAID_WHY = (EXIT_USAGE, EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OWN_FAULT)
 
 
 def launch_number(environ: Mapping[str, str] = os.environ) -> int:

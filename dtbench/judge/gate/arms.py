@@ -30,6 +30,7 @@ from typing import Any
 
 from dtbench.errors import ArmError, UsageError, last_line
 from dtbench.judge.gate.benchmark import Selection
+from dtbench.masking import mask, mask_variables
 
 _GIT_TIMEOUT_S = 300.0
 _PROBE_TIMEOUT_S = 120.0
@@ -48,6 +49,7 @@ _PROBE = (
 class Arm:
     """What a launch of one side is started with.
 
+    text: as the user gave it, identity and note: all without secrets, which `env` alone holds.
     identity: what it resolved to, the same when a gate goes on. note: what was built, in words. path: the
     folders of PYTHONPATH. root: where it is started, and where a revision's files lie.
     """
@@ -108,7 +110,7 @@ def check_text(text: str) -> tuple[str, str]:
     kind, found, rest = text.partition(":")
     if not found or kind not in ("rev", "python", "env") or (not rest and kind != "env"):
         raise UsageError(
-            f"{text!r} is not an arm: expected rev:REVISION, python:PATH or env:NAME=VALUE,..., "
+            f"{mask(text)!r} is not an arm: expected rev:REVISION, python:PATH or env:NAME=VALUE,..., "
             "such as rev:origin/main"
         )
     if kind == "env":
@@ -128,9 +130,9 @@ def parse_variables(text: str) -> dict[str, str]:
     for part in re.split(r",(?=[A-Za-z_]\w*=)", text):
         match = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", part, re.DOTALL)
         if match is None or "\0" in part:
-            raise UsageError(f"{part!r} in env:{text} is no variable: expected NAME=VALUE")
+            raise UsageError(f"{mask(part)!r} in env:{mask(text)} is no variable: expected NAME=VALUE")
         if match[1] in _OWN_VARIABLES or match[1].startswith("DTBENCH_GATE"):
-            raise UsageError(f"env:{text} sets {match[1]}, which the gate sets itself: leave it out")
+            raise UsageError(f"env:{mask(text)} sets {match[1]}, which the gate sets itself: leave it out")
         variables[match[1]] = match[2]
     return variables
 
@@ -159,8 +161,8 @@ def _open(text: str, folder: Path) -> Iterator[Arm]:
             note = f"{len(variables)} variable(s) set, with this gate's sources"
         snapshot = folder / "sources"
         _snapshot(sources, snapshot)
-        asked = json.dumps([kind, revision, python, variables])
-        yield Arm(text, asked, note, python, (str(snapshot), *extra), variables, root, revision)
+        asked = json.dumps([kind, revision, python, mask_variables(variables)])
+        yield Arm(mask(text), asked, note, python, (str(snapshot), *extra), variables, root, revision)
 
 
 def _answered(arm: Arm) -> Arm:

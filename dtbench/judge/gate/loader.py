@@ -110,7 +110,10 @@ def _become(
         os.environ.update(launch["env"], PYTHONPATH=os.pathsep.join(launch["path"]))
         if not shared:
             os.set_inheritable(launch["fd"], True)
-            alone = json.dumps({"load": asked["load"], "launch": launch})
+            own = {
+                name: launch[name] for name in ("fd", "stem")
+            }  # others can read a command line: no variables
+            alone = json.dumps({"load": asked["load"], "launch": own})
             os.execv(sys.executable, [sys.executable, "-P", "-m", "dtbench.judge.gate.loader", alone])
         if len(asked["paths"]) > 1:
             sys.path[:1] = launch["path"]  # it was started with the folder of the harness alone

@@ -1,0 +1,80 @@
+"""What looks like a secret is masked before it is written or said: run files and reports are passed around.
+
+By names (`TOKEN=...`, `--api-key ...`, `Authorization: ...`, `{"password": "..."}`), by users in URLs, and by the
+shapes that known services give their tokens. Rather too much is masked than too little.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+
+MASK = "***"
+_MAX_VALUE = 200  # characters of one variable or argument
+_MAX_ARGS = 200
+
+# In any place of a name ...
+_ROOTS = (
+    r"token|secret|passw|passphrase|credential|cookie|bearer|auth(?!or(?:s|ed|ing)?\b)"
+    r"|api[-_]?key|access[-_]?key|private[-_]?key"
+)
+# ... and as its last word, where `key_size` or `bypass=` would be something else.
+_LAST_WORDS = r"(?:[\w.-]*[-_.])?(?:key|pwd|tok|pat|jwt|sig|signature|sid)|[\w.-]*[-_.]pass"
+_NAME = rf"[\w.-]*(?:{_ROOTS})[\w.-]*|{_LAST_WORDS}"
+_SECRET_NAME = re.compile(rf"-*(?:{_NAME})", re.IGNORECASE)
+# A value goes on until the next name, so that one with a comma or a space in it is masked whole.
+_NAMED_VALUE = re.compile(
+    rf"""(?P<head>(?<![\w.-])(?P<name>{_NAME})["']?\s*[=:]\s*)(?P<value>\S.*?)(?=[,;&\s]+["']?[\w.-]+["']?\s*[=:]|$)""",
+    re.IGNORECASE | re.DOTALL,
+)
+# A header of HTTP goes on to the end of its line.
+_HEADER = re.compile(rf"(?im)(?<![\w.-])((?:{_NAME})\s*:\s*)\S.*$")
+_USER_IN_URL = re.compile(r"://[^/@\s]+@")
+_AFTER_BEARER = re.compile(r"(?i)\b(bearer\s+)\S+")
+# GitHub, GitLab, Hugging Face, OpenAI and its like, AWS, Slack, and JSON web tokens, as their documentation shows them.
+_SHAPES = re.compile(
+    r"\b(?:gh[opusr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|hf_\w{16,}|sk-[\w-]{16,}|A[KS]IA[0-9A-Z]{16}"
+    r"|xox[abeprs]-[\w-]{8,}|eyJ[\w-]{8,}\.[\w-]+\.[\w-]*)"
+)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable or option of this name holds a secret."""
+    return _SECRET_NAME.fullmatch(name) is not None
+
+
+def mask(text: str) -> str:
+    """The text without what looks like a secret."""
+    text = _NAMED_VALUE.sub(_masked_value, _HEADER.sub(rf"\1{MASK}", text))
+    text = _AFTER_BEARER.sub(rf"\1{MASK}", _USER_IN_URL.sub(f"://{MASK}@", text))
+    return _SHAPES.sub(MASK, text)
+
+
+def _masked_value(found: re.Match[str]) -> str:
+    if found["name"].lower().endswith("tokens") and found["value"].isdigit():  # a number of them
+        return found[0]
+    return found["head"] + MASK
+
+
+def mask_arguments(argv: Sequence[str]) -> list[str]:
+    """The arguments of a command line, at most 200 of them, cut to 200 characters."""
+    shown: list[str] = []
+    hide_next = False
+    for arg in list(argv)[:_MAX_ARGS]:
+        hidden = MASK if hide_next else mask(arg)
+        hide_next = not hide_next and arg.startswith("-") and is_secret(arg)
+        shown.append(hidden if len(hidden) <= _MAX_VALUE else hidden[: _MAX_VALUE - 3] + "...")
+    return shown
+
+
+def mask_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables, each with what may be shown of its value.
+
+    Of a secret that is a mark of 16 bits: another secret has another one, and none can be found out by it.
+    """
+    return {name: _mark(value) if is_secret(name) else mask(value) for name, value in variables.items()}
+
+
+def _mark(secret: str) -> str:
+    return f"{MASK}{hashlib.sha256(secret.encode('utf-8', 'replace')).hexdigest()[:4]}"
