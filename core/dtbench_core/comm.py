@@ -250,11 +250,15 @@ def _completed(output: torch.Tensor, result: torch.Tensor) -> Work | None:
     name. A method of the process group would leave a graph with the collective and without its wait. Simulated
     ranks take the methods (`simulate`).
     """
+    torch_compat.keep_in_backward(result, torch.ops.dtbench_core.after.default)
     output.copy_(_ops.wait_tensor(result).view(output.shape))
     return None
 
 
 _library = torch.library.Library("dtbench_core", "FRAGMENT")
+# A copy of `input` that a graph takes for computed from `source` too.
+_library.define("after(Tensor input, Tensor source) -> Tensor")
+_library.impl("after", lambda given, source: given.clone(), "CompositeExplicitAutograd")
 _library.define("full_after(Tensor[] sources, SymInt[] size, Scalar value, ScalarType dtype) -> Tensor")
 _library.impl(
     "full_after",

@@ -16,7 +16,9 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import fx
 from torch._library import fake_class_registry
+from torch._subclasses import functional_tensor
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental import proxy_tensor
@@ -199,6 +201,40 @@ def trace_as(tensor: torch.Tensor, proxy: Any, tracer: Any) -> None:
     """From now on `tensor` stands for `proxy` in the graph."""
     with untraced():
         proxy_tensor.track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
+
+
+def keep_in_backward(result: torch.Tensor, after: Any) -> None:
+    """Has a collective that was just traced in a backward pass wait for a gradient, by `after(input, gradient)`.
+
+    What depends on no gradient may go into either half of a compiled graph. Each rank's compiler chooses by the sizes
+    of its own shards, and where these differ one rank would issue the collective in forward, the other in backward.
+    """
+    tracer = active_tracer() if torch._C._current_graph_task_id() != -1 else None
+    if tracer is None:
+        return
+    if isinstance(result, functional_tensor.FunctionalTensor):
+        result = torch._from_functional_tensor(result.elem)
+    node = getattr(traced_value(result, tracer), "node", None)
+    gradients = [n for n in tracer.graph.find_nodes(op="placeholder") if str(n.target).startswith("tangents")]
+    if node is None or not gradients or _depends_on(node, set(gradients)):
+        return
+    sent = node.args[0]
+    with tracer.graph.inserting_before(node):
+        held = tracer.graph.call_function(after, (sent, gradients[0]))
+    held.meta = dict(sent.meta)
+    node.update_arg(0, held)
+
+
+def _depends_on(node: fx.Node, sources: set[fx.Node]) -> bool:
+    seen, todo = set(), [node]
+    while todo:
+        here = todo.pop()
+        if here in sources:
+            return True
+        if here not in seen:
+            seen.add(here)
+            todo += here.all_input_nodes
+    return False
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 
 from core.tests.gloo_world import Worlds, mesh_of
 from dtbench_core import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -16,7 +22,7 @@ Given = tuple[torch.Tensor, Placement]
 
 
 def _compared(
-    fn: Callable[..., torch.Tensor], backend: str, *calls: tuple[Given, ...], **options: bool
+    fn: Callable[..., torch.Tensor], backend: Any, *calls: tuple[Given, ...], **options: bool
 ) -> Pairs:
     """Values and gradients of the compiled `fn` in each of the calls, and those of plain tensors."""
     torch._dynamo.reset()
@@ -56,6 +62,26 @@ def _alone_without_a_part(backend: str) -> Pairs:
 @pytest.mark.filterwarnings("ignore")  # of torch's tracers
 def test_ranks_issue_collectives_alike(ranks: Worlds) -> None:
     for pairs in ranks(_alone_without_a_part, "aot_eager", world_size=2):
+        for got, wanted in pairs:
+            torch.testing.assert_close(got, wanted)
+
+
+def _split_by_cost() -> Pairs:
+    """Forward and backward halves as inductor chooses them, by the sizes of what is kept, without its code."""
+    backend = aot_autograd(
+        fw_compiler=boxed_nop,
+        partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
+        decompositions=select_decomp_table,
+    )
+    found = []
+    for fn in (lambda t: t.amax(0), lambda t: t.std(0), lambda t: t.norm(3, 0), lambda t: t.t() @ t):
+        found += _compared(fn, backend, *(((torch.randn(n, 4), Shard(0)),) for n in (3, 7)))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+def test_ranks_halve_graphs_alike(ranks: Worlds) -> None:
+    for pairs in ranks(_split_by_cost, world_size=2):
         for got, wanted in pairs:
             torch.testing.assert_close(got, wanted)
 
