@@ -12,7 +12,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -246,6 +246,15 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # ---- torch.compile ----
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def in_graph(function: Function) -> Function:
+    """Makes `function` one call in a graph of torch.compile. Dynamo reads nothing of its Python, such as context
+    variables and caches by identity; AOTAutograd runs it as it is, and sees its ops and collectives."""
+    when_imported("torch._dynamo", lambda dynamo: dynamo.allow_in_graph(function))
+    return function
 
 
 def register_constant(cls: type) -> None:

@@ -25,7 +25,7 @@ from dtbench_core.torch_compat import (
     any_requires_grad,
     as_subclass,
     functorch_level,
-    is_dynamo_compiling,
+    in_graph,
     make_subclass,
     set_data,
 )
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Kind = TypeVar("Kind", bound=torch.Tensor)
 
 
+@in_graph
 def to_torch(tensor: DTensor) -> TorchDTensor:
     """The same tensor as a torch.distributed.tensor.DTensor; differentiable, nothing is copied or sent.
 
@@ -49,10 +50,6 @@ def to_torch(tensor: DTensor) -> TorchDTensor:
         PlacementError: a placement that torch does not have, or a view that was copied.
         ArgumentTypeError: no DTensor of ours.
     """
-    if is_dynamo_compiling():
-        from dtbench_core.interop import compiled
-
-        return compiled.to_torch(tensor)
     if not isinstance(tensor, DTensor):
         raise ArgumentTypeError(
             f"to_torch got {_described(tensor)}, expected a dtbench_core.DTensor: from_torch converts the other "
@@ -74,6 +71,7 @@ def to_torch(tensor: DTensor) -> TorchDTensor:
     return _to_torch(tensor, placed, view=False)
 
 
+@in_graph
 def from_torch(tensor: TorchDTensor) -> DTensor:
     """The same tensor as a DTensor of ours; differentiable, nothing is copied or sent.
 
@@ -86,10 +84,6 @@ def from_torch(tensor: TorchDTensor) -> DTensor:
         LayoutError: a local tensor that is not the part that the placements say; on the ranks that hold such.
         ArgumentTypeError: no DTensor of torch's.
     """
-    if is_dynamo_compiling():
-        from dtbench_core.interop import compiled
-
-        return compiled.from_torch(tensor)
     from torch.distributed.tensor import DTensor as Theirs
 
     if not isinstance(tensor, Theirs):

@@ -26,8 +26,10 @@ from dtbench_core.errors import ArgumentError, MeshError
 from dtbench_core.layout.mesh import mesh_info, mesh_or_current
 from dtbench_core.layout.placement import Placement, Placements, Replicate, Shard
 from dtbench_core.tensor.dtensor import DTensor
+from dtbench_core.torch_compat import in_graph
 
 
+@in_graph
 def placed(tensor: DTensor, placements: Placements) -> DTensor:
     """Redistributed if need be."""
     return tensor if tensor.placements == placements else tensor.redistribute(placements=placements)

@@ -33,7 +33,7 @@ from dtbench_core.parallel.errors import UnsupportedModuleError
 from dtbench_core.parallel.parameters import check_parameters, place_parameter
 from dtbench_core.tensor.distribute import distribute_module
 from dtbench_core.tensor.dtensor import DTensor, handed_over, wrapped
-from dtbench_core.torch_compat import is_dynamo_compiling
+from dtbench_core.torch_compat import in_graph
 
 # (module, its inputs or outputs, mesh) -> what takes their place.
 Convert = Callable[[nn.Module, Any, DeviceMesh], Any]
@@ -59,20 +59,29 @@ class _Sharding(NamedTuple):
     input: Placement  # what the local computation needs
 
 
-def annotated(local: torch.Tensor, mesh: DeviceMesh, layouts: Placements, features: int) -> DTensor:
-    """A layer's plain input as the DTensor that `layouts` says it is part of. features: of a linear layer, which the
-    whole input has in its last dim; else 0.
+@in_graph
+def _entering(
+    given: torch.Tensor, mesh: DeviceMesh, layouts: Placements, features: int, wanted: Placement
+) -> DTensor:
+    """A layer's input placed as `wanted`; a plain one is the part of the whole that `layouts` says. features: of a
+    linear layer, which the whole input has in its last dim; else 0.
     """
-    if is_dynamo_compiling():
-        from dtbench_core.parallel import compiled
-
-        return compiled.annotated(local, mesh, layouts, features)
-    layouts = normalize(layouts, local.ndim, mesh_info(mesh))
-    if features and layouts == (Shard(local.ndim - 1),):
+    if isinstance(given, DTensor):
+        return placed(given, (wanted,))
+    layouts = normalize(layouts, given.ndim, mesh_info(mesh))
+    if features and layouts == (Shard(given.ndim - 1),):
         # The whole size is known here, so uneven shards are understood without asking the other ranks.
-        shape = (*local.shape[:-1], features)
-        return wrapped(local, DTensorSpec.of(mesh, layouts, shape, contiguous_stride(shape), local.dtype))
-    return DTensor.from_local(local, mesh, layouts)
+        shape = (*given.shape[:-1], features)
+        spec = DTensorSpec.of(mesh, layouts, shape, contiguous_stride(shape), given.dtype)
+        return placed(wrapped(given, spec), (wanted,))
+    return placed(DTensor.from_local(given, mesh, layouts), (wanted,))
+
+
+@in_graph
+def _leaving(output: DTensor, layouts: Placements, local: bool) -> torch.Tensor:
+    """A layer's output placed as `layouts`; local: its plain part."""
+    moved = placed(output, layouts)
+    return handed_over(moved) if local else moved
 
 
 class LayerStyle(ParallelStyle):
@@ -98,7 +107,7 @@ class LayerStyle(ParallelStyle):
             module,
             device_mesh,
             lambda mod, inputs, mesh: self._prepare_input(mod, inputs, mesh, wanted),
-            lambda mod, outputs, mesh: self._prepare_output(outputs),
+            lambda mod, outputs, mesh: _leaving(outputs, self.output_layouts, self.use_local_output),
         )
 
     def _sharding_of(self, module: nn.Module) -> _Sharding:
@@ -139,14 +148,7 @@ class LayerStyle(ParallelStyle):
                 f"a {type(module).__name__} under {type(self).__name__} got {got}, "
                 "expected one tensor: pass it by position"
             )
-        tensor = inputs[0]
-        if not isinstance(tensor, DTensor):
-            tensor = annotated(tensor, mesh, self.input_layouts, getattr(module, "in_features", 0))
-        return placed(tensor, (wanted,))
-
-    def _prepare_output(self, output: DTensor) -> torch.Tensor:
-        moved = placed(output, self.output_layouts)
-        return handed_over(moved) if self.use_local_output else moved
+        return _entering(inputs[0], mesh, self.input_layouts, getattr(module, "in_features", 0), wanted)
 
     def __repr__(self) -> str:
         return (

@@ -25,7 +25,15 @@ from dtbench_core.errors import (
 )
 from dtbench_core.layout.local_shards import check_places, holds_shards, plain_part
 from dtbench_core.layout.mesh import MeshInfo, mesh_info, mesh_or_current
-from dtbench_core.layout.placement import Partial, Placement, Placements, RaggedShard
+from dtbench_core.layout.placement import (
+    Partial,
+    Placement,
+    Placements,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+)
 from dtbench_core.layout.shard_layout import (
     agreed_placements,
     checked_over_mesh,
@@ -45,12 +53,14 @@ from dtbench_core.torch_compat import (
     any_requires_grad,
     dispatch_modes_active,
     functorch_level,
+    in_graph,
     is_dynamo_compiling,
     is_inference_mode_enabled,
     is_torchs_dtensor,
     lend,
     mesh_group_names,
     ranks_of_mesh,
+    register_constant,
     register_foreach_type,
 )
 
@@ -233,18 +243,6 @@ class DTensor(Wrapper):
                 run_check).
             PlacementError, ArgumentError: placements or arguments that cannot hold.
         """
-        if is_dynamo_compiling():
-            from dtbench_core.tensor import compiled
-
-            return compiled.from_local(
-                local_tensor,
-                device_mesh=device_mesh,
-                placements=placements,
-                run_check=run_check,
-                shape=shape,
-                stride=stride,
-                grad_placements=grad_placements,
-            )
         info = mesh_info(mesh_or_current(device_mesh))
         simple = shape is None and stride is None and grad_placements is None and not run_check
         if simple and local_tensor.__class__ is torch.Tensor and isinstance(placements, (list, tuple)):
@@ -290,9 +288,7 @@ class DTensor(Wrapper):
                 default is the tensor's placements, with Replicate for Partial.
         """
         if is_dynamo_compiling():
-            from dtbench_core.tensor import compiled
-
-            return compiled.to_local(self, grad_placements=grad_placements)
+            return _to_local(self, grad_placements=grad_placements)
         if (torch.is_grad_enabled() and any_requires_grad(self)) or forward_ad._current_level >= 0:
             spec = self._spec
             placed = None if grad_placements is None else normalize(grad_placements, spec.ndim, spec.info)
@@ -320,14 +316,8 @@ class DTensor(Wrapper):
             CrossMeshError: another mesh. PlacementError: a Partial that the tensor is not already.
         """
         if is_dynamo_compiling():
-            from dtbench_core.tensor import compiled
-
-            return compiled.redistribute(
-                self,
-                device_mesh=device_mesh,
-                placements=placements,
-                forward_dtype=forward_dtype,
-                backward_dtype=backward_dtype,
+            return _redistribute(
+                self, device_mesh, placements, forward_dtype=forward_dtype, backward_dtype=backward_dtype
             )
         spec = self._spec
         if (
@@ -359,9 +349,7 @@ class DTensor(Wrapper):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor on every rank; differentiable. `grad_placements` as in `to_local`."""
         if is_dynamo_compiling():
-            from dtbench_core.tensor import compiled
-
-            return compiled.full_tensor(self, grad_placements=grad_placements)
+            return _full_tensor(self, grad_placements=grad_placements)
         route = request(self._spec, None)
         if (torch.is_grad_enabled() and any_requires_grad(self)) or forward_ad._current_level >= 0:
             info = self._spec.info
@@ -371,9 +359,16 @@ class DTensor(Wrapper):
         return _whole(self, route)
 
 
+# What the methods are in a graph. Dynamo reads methods of tensors that are not torch's own, and functions only if
+# they are not for a graph.
+in_graph(DTensor.from_local)
+_to_local, _full_tensor = in_graph(DTensor.to_local), in_graph(DTensor.full_tensor)
+_redistribute = in_graph(DTensor.redistribute)
+
+
 def handed_over(tensor: DTensor) -> torch.Tensor:
     """`tensor.to_local()` where `tensor` has no other use: an activation in place may write to the result."""
-    if not is_dynamo_compiling() and torch.is_grad_enabled() and any_requires_grad(tensor):
+    if torch.is_grad_enabled() and any_requires_grad(tensor):
         local: torch.Tensor = ToLocal.apply(tensor, None, True)
         return local
     return tensor.to_local()
@@ -541,3 +536,5 @@ class FullTensor(torch.autograd.Function):
 
 torch.serialization.add_safe_globals([DTensor])
 register_foreach_type(DTensor)
+for _kind in (Shard, Replicate, Partial, StridedShard, RaggedShard):
+    register_constant(_kind)
