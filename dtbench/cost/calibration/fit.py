@@ -105,8 +105,8 @@ def rising(times_us: Array) -> Array:
 
 def octave_weights(sizes: Array) -> Array:
     """Every octave of size counts the same, however many points fell into it; the mean is 1."""
-    octaves = np.floor(np.log2(sizes))
-    weights = np.array([1 / np.sum(octaves == octave) for octave in octaves])
+    _, octave, points = np.unique(np.floor(np.log2(sizes)), return_inverse=True, return_counts=True)
+    weights = 1 / points[octave]
     return np.asarray(weights / weights.mean())
 
 
