@@ -148,12 +148,17 @@ def into(value: Any, kind: type[_T], name: str = "") -> _T:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, what: str, max_bytes: int) -> Iterator[BinaryIO]:
+def opened(path: Path, what: str, max_bytes: int | None = None) -> Iterator[BinaryIO]:
+    """A regular file of at most `max_bytes`, open for reading.
+
+    Raises:
+        UnreadableRunError: for anything else, before a byte is read: `path` and what was expected (`what`).
+    """
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited on for ever
             raise UnreadableRunError(f"{path} is not a regular file: expected {what}")
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size > max_bytes:
+            if max_bytes is not None and os.fstat(file.fileno()).st_size > max_bytes:
                 raise UnreadableRunError(f"{path} has more than {max_bytes} bytes: expected {what}")
             yield file
     except OSError as error:
@@ -170,7 +175,7 @@ def read_bytes(path: Path, what: str, max_bytes: int) -> bytes:
     Raises:
         UnreadableRunError: no regular file, or too large.
     """
-    with _opened(path, what, max_bytes) as file:
+    with opened(path, what, max_bytes) as file:
         return file.read()
 
 
@@ -180,7 +185,7 @@ def read_lines(path: Path, what: str, max_bytes: int, max_line_bytes: int) -> It
     Raises:
         UnreadableRunError: no regular file, too large, or a line too long.
     """
-    with _opened(path, what, max_bytes) as file:
+    with opened(path, what, max_bytes) as file:
         for number, data in enumerate(iter(lambda: file.readline(max_line_bytes + 1), b""), 1):
             if len(data) > max_line_bytes:
                 raise UnreadableRunError(

@@ -9,7 +9,12 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 
+import hypothesis
 import pytest
+
+# No test may fail because a machine is busy: hypothesis gives an example 200 ms otherwise.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 SLOW = {
     # What of a user's machine it takes.

@@ -97,6 +97,8 @@ class Topology:
         if isinstance(topology, Mapping):
             return cls._parse(topology, "a mapping")
         path = Path(topology)
+        if path.exists() and not path.is_file():  # a pipe would be waited on for ever
+            raise TopologyError(f"{path} is not a regular file; expected one that `dtbench calibrate` wrote")
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:

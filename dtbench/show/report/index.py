@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from dtbench.errors import UnreadableRunError
 from dtbench.files.atomic import HEAD_BYTES, write_atomically
+from dtbench.files.read import opened
 from dtbench.show.report.page import is_report, render_template
 
 GENERATOR = "dtbench report --index"
@@ -66,9 +67,9 @@ def entries_of(folder: Path, path: Path) -> list[Entry]:
 
 def _entry(page: Path, path: Path) -> Entry | None:
     try:
-        with page.open("rb") as file:
+        with opened(page, "a report") as file:
             head = file.read(HEAD_BYTES).decode("utf-8", "replace")
-    except OSError:
+    except UnreadableRunError:
         return None
     if not is_report(head):
         return None

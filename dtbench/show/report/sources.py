@@ -16,7 +16,7 @@ from dtbench.errors import UnreadableRunError, UsageError
 from dtbench.files.gate import Gate
 from dtbench.files.history import Line, read_history
 from dtbench.files.profile import Call, Calls, Ranks, Section
-from dtbench.files.read import BadFieldError, decode, into, read_json, shown
+from dtbench.files.read import BadFieldError, decode, into, opened, read_json, shown
 from dtbench.files.run import read_run
 from dtbench.judge.op_verdicts import Baseline, has_verdicts, read_baseline
 from dtbench.model import Run
@@ -135,13 +135,8 @@ def _read(path: Path, data: Mapping[str, Any], kind: type[_T], what: str) -> _T:
 
 
 def _head(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            head = file.read(_HEAD_BYTES)
-    except OSError as error:
-        raise UnreadableRunError(
-            f"cannot read {path}: {error.strerror or error}; expected {KINDS}"
-        ) from error
+    with opened(path, KINDS) as file:
+        head = file.read(_HEAD_BYTES)
     if not head.strip():
         raise UnreadableRunError(f"{path} is empty: expected {KINDS}")
     return head
