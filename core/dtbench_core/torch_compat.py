@@ -138,6 +138,12 @@ def register_foreach_type(cls: type[torch.Tensor]) -> None:
             listed.append(cls)
 
 
+def teach_loading(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wraps what optimizers do with each value of a state that they load: (parameter, value, ...) -> value."""
+    name = "_process_value_according_to_param_policy"
+    setattr(optimizer.Optimizer, name, staticmethod(wrapped(getattr(optimizer.Optimizer, name))))
+
+
 def mesh_dim_groups(mesh: DeviceMesh, dim: int) -> tuple[tuple[int, ...], ...]:
     """The global ranks of every group along `dim`: of `mesh`, and of its siblings where it is a slice."""
     layout: Any = mesh._layout[dim]

@@ -141,6 +141,22 @@ def test_writes_reach_the_written_tensor(
         assert result and target
 
 
+def _added_to_pending() -> bool:
+    """Terms of any placement are added to a pending sum, which stays one, by a rule."""
+    clear_fallbacks()
+    full = torch.arange(15.0).reshape(5, 3)
+    right = []
+    for read in ([R], [S(0)], [Partial()]):
+        total = _into(full, [S(0)]).sum(0)
+        total.add_(_into(full[0], read)).sub_(_into(full[1], [R]), alpha=2)
+        right.append(_same(total, full.sum(0) + full[0] - 2 * full[1]))
+    return all(right) and not fallbacks()
+
+
+def test_a_pending_sum_is_added_to_by_a_rule(ranks: Worlds) -> None:
+    assert all(ranks(_added_to_pending))
+
+
 def _resized() -> tuple[bool, list[str]]:
     full = torch.arange(15.0).reshape(5, 3)
     y = _into(full, [S(0)])

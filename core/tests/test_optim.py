@@ -208,6 +208,39 @@ def test_clipping_beside_plain_parameters() -> None:
 
 
 @on_worlds
+def test_clipping_one_by_one_beside_plain_parameters() -> None:
+    plain, mixed = _mixed()
+    these, those = [plain[i] for i in (0, 1, 3, 4)], [mixed[i] for i in (0, 1, 3, 4)]  # on one mesh
+    nn.utils.clip_grad_norm_(these, 0.3, foreach=False)
+    nn.utils.clip_grad_norm_(those, 0.3, foreach=False)
+    for got, one in zip(those, these, strict=True):
+        assert isinstance(got.grad, DTensor) == isinstance(got, DTensor)
+        torch.testing.assert_close(_full(got.grad), one.grad)
+    factor = distribute_tensor(torch.tensor(2.0), mesh_of((4,)), [R], src_data_rank=None)
+    written = torch.ones(3)
+    assert written.mul_(factor) is written and torch.equal(written, torch.full((3,), 2.0))
+    with pytest.raises(MixedTensorError, match=r"mul got a plain torch\.Tensor"):
+        torch.mul(torch.ones(3), factor)
+
+
+@on_worlds
+def test_a_state_of_whole_tensors_is_loaded() -> None:
+    full = torch.arange(20.0).view(5, 4)
+    plain = nn.Parameter(full.clone())
+    spread = nn.Parameter(distribute_tensor(full, mesh_of((4,)), [S0], src_data_rank=None))
+    first, second = (torch.optim.Adam([p], 0.1) for p in (plain, spread))
+    plain.sin().sum().backward()
+    first.step()
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    spread.detach().copy_(plain.detach())
+    for optimizer, p in ((first, plain), (second, spread)):
+        p.grad = torch.zeros_like(p)
+        optimizer.step()
+    assert isinstance(second.state[spread]["exp_avg"], DTensor)
+    torch.testing.assert_close(_full(spread.detach()), plain.detach())
+
+
+@on_worlds
 def test_unscaling_beside_plain_parameters() -> None:
     for bad in (1.0, float("inf")):
         plain, mixed = _mixed()

@@ -32,6 +32,7 @@ from dtbench_core import (
     local_map,
     zeros,
 )
+from dtbench_core.errors import ArgumentError, ArgumentTypeError
 from dtbench_core.layout.placement import BITWISE, REDUCE_OPS
 from dtbench_core.simulate import rank_map
 
@@ -460,3 +461,24 @@ def test_errors_are_of_the_classes_that_torch_raises(name: str) -> None:
         raised.append(caught.value)
     theirs = next(kind for kind in type(raised[0]).__mro__ if kind.__module__ == "builtins")
     assert isinstance(raised[1], theirs), raised
+
+
+@on_worlds
+def test_values_for_python_and_numpy() -> None:
+    full = torch.arange(12.0).view(4, 3)
+    x = distribute_tensor(full, mesh_of((4,)), [Shard(0)], src_data_rank=None)
+    assert x.tolist() == full.tolist() and f"{x.sum():.1f}" == "66.0"
+    with pytest.raises(ArgumentError, match=r"numpy got .*expected a tensor that every rank holds whole"):
+        x.numpy()
+    whole = x.redistribute(placements=[Replicate()])
+    assert whole.numpy().tolist() == full.tolist()
+    assert torch.equal(x.to(torch.float8_e4m3fn).to(torch.float32).full_tensor(), full)
+
+
+@on_worlds
+def test_parameters_are_no_flat_ones() -> None:
+    from torch.distributed.fsdp._flat_param import FlatParameter
+
+    x = distribute_tensor(torch.ones(4), mesh_of((4,)), [Shard(0)], src_data_rank=None)
+    with pytest.raises(ArgumentTypeError, match="FullyShardedDataParallel got the parameter"):
+        isinstance(x, FlatParameter)

@@ -4,6 +4,8 @@ One that an op or an autograd formula makes on the way counts as replicated; so 
 which torch treats as a number; so does any inside `implicit_replication()`. In a list, as optimizers and gradient
 clipping hand over, plain tensors may stand beside DTensors: each is computed with those of its place in other lists.
 
+A plain tensor may be scaled, or shifted, in place by a DTensor of one element.
+
 Two kinds of calls take a plain tensor for the whole one, the same on every rank, and nothing checks that it is:
 `copy_` into a DTensor, with which `load_state_dict` loads plain tensors, each rank taking its part; and the states
 that a recurrent module starts from, which it makes of plain zeros where it is given none.
@@ -23,6 +25,8 @@ from dtbench_core.errors import MixedTensorError
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.torch_compat import functorch_level, innermost, is_torchs_dtensor
 
+SCALING = {f"{word}_" for word in ("add", "sub", "mul", "div")}
+SCALING |= {"__iadd__", "__isub__", "__imul__", "__itruediv__"}
 RECURRENT = {f"{kind}{form}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("", "_cell")}
 
 
@@ -53,7 +57,7 @@ def mixes_plain(
                     )
                 if name == "__set__" or _apart(name, args):  # takes both rightly
                     return False
-                if contexts.replicates_plain():
+                if contexts.replicates_plain() or _is_scaled(name, args):
                     return True
                 if _counts_as_whole(name, item, args):
                     whole = True
@@ -64,6 +68,13 @@ def mixes_plain(
                     "shard with DTensor.from_local(...), or take the DTensor's own shard with .to_local()"
                 )
     return whole
+
+
+def _is_scaled(name: str, args: Sequence[Any]) -> bool:
+    """Whether a plain tensor is written with numbers: DTensors of one element, such as the factor of clipping."""
+    numbers = [a for a in args[1:] if isinstance(a, Wrapper)]
+    alone = not isinstance(args[0], Wrapper) and all(isinstance(a, (Wrapper, int, float)) for a in args[1:])
+    return name in SCALING and alone and all(a.numel() == 1 and not a.requires_grad for a in numbers)
 
 
 def _counts_as_whole(name: str, item: torch.Tensor, args: Sequence[Any]) -> bool:
@@ -115,4 +126,5 @@ def with_replicas(
         return cls.from_local(leaf, mesh) if plain else leaf  # type: ignore[attr-defined]
 
     full_args, full_kwargs = tree_map(replicated, (list(args), kwargs))
-    return func(*full_args, **full_kwargs)
+    result = func(*full_args, **full_kwargs)
+    return args[0] if result is full_args[0] and not isinstance(args[0], Wrapper) else result

@@ -23,7 +23,7 @@ from dtbench_core import comm
 from dtbench_core.errors import ArgumentError
 from dtbench_core.tensor.distribute import distribute_tensor
 from dtbench_core.tensor.dtensor import DTensor
-from dtbench_core.torch_compat import device_of_group, when_imported
+from dtbench_core.torch_compat import device_of_group, teach_loading, when_imported
 
 
 def full_state_dict(state: Any, *, cpu_offload: bool = False, rank0_only: bool = False) -> Any:
@@ -179,3 +179,20 @@ def _placing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 when_imported("torch.distributed._state_dict_utils", _teach)
+
+
+def _loading(process: Callable[..., Any]) -> Callable[..., Any]:
+    """Of what an optimizer's `load_state_dict` does with each value: a whole tensor becomes this rank's part, as in a
+    module's."""
+
+    @functools.wraps(process)
+    def load(param: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        whole = not isinstance(value, DTensor) and value.ndim and value.shape == param.shape
+        if isinstance(param, DTensor) and whole:
+            value = spread(value, param)
+        return process(param, value, *rest, **options)
+
+    return load
+
+
+teach_loading(_loading)

@@ -15,6 +15,7 @@ from dtbench_core.cost import search as cost
 from dtbench_core.cost.mesh_topology import topology_of
 from dtbench_core.errors import PlacementError
 from dtbench_core.layout.placement import (
+    REPLICATE,
     Placement,
     Placements,
     RaggedShard,
@@ -133,8 +134,8 @@ def _best(
     best, lowest = None, math.inf
     for row in allowed:
         price = sum(
-            cost.transition_cost(have, want, held_gib[index], topology, mesh_dim)
-            if _reachable(have, want)
+            cost.transition_cost(have, _by_way_of(have, want, written), held_gib[index], topology, mesh_dim)
+            if _reachable(have, want, written)
             else math.inf
             for index, (have, want) in enumerate(zip(given, row.inputs, strict=True))
         )
@@ -153,9 +154,20 @@ def _keeps(call: OpCall, row: Row, given: Placements, written: tuple[int, ...]) 
     return all(row.inputs[i] == given[i] for i in written)
 
 
-def _reachable(have: Placement, want: Placement) -> bool:
-    """Into a Partial only from itself or from Replicate."""
-    return have == want or not want.is_partial() or have.is_replicate()
+def _reachable(have: Placement, want: Placement, written: tuple[int, ...]) -> bool:
+    """Into a Partial only from itself or from Replicate; from a Shard where what is written must stay one."""
+    return (
+        have == want
+        or not want.is_partial()
+        or have.is_replicate()
+        or (bool(written) and not have.is_partial())
+    )
+
+
+def _by_way_of(have: Placement, want: Placement, written: tuple[int, ...]) -> Placement:
+    """What `have` becomes by communication: a Shard is gathered, and only then a term of a Partial."""
+    gathers = written and want.is_partial() and not have.is_partial()
+    return REPLICATE if gathers else want
 
 
 class _Lengths:

@@ -152,6 +152,10 @@ def _widens(call: OpCall) -> bool:
     source, meta = call.inputs[-1].dtype, call.outputs[0]
     if meta is None or not (source.is_floating_point and meta.dtype.is_floating_point):
         return False
+    if (
+        source == meta.dtype or min(source.itemsize, meta.dtype.itemsize) == 1
+    ):  # torch promotes no 8-bit float
+        return source == meta.dtype
     return torch.promote_types(source, meta.dtype) == meta.dtype
 
 

@@ -201,6 +201,39 @@ class DTensor(Wrapper):
     __create_chunk_list__ = checkpoint.create_chunk_list
     __get_tensor_shard__ = checkpoint.get_tensor_shard
 
+    # ---- values for Python and NumPy ----
+
+    def __format__(self, spec: str) -> str:
+        """A scalar with a format is formatted as its number; every rank must then call it, as it must `item`."""
+        return format(self.item(), spec) if spec and self._spec.ndim == 0 else super().__format__(spec)
+
+    def tolist(self) -> Any:
+        """All values; gathers, so every rank must call it."""
+        return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values of a replicated tensor, sharing memory.
+
+        Raises:
+            ArgumentError: this rank does not hold all values.
+        """
+        if any(not placement.is_replicate() for placement in self._spec.placements):
+            raise ArgumentError(
+                f"numpy got {self._spec}, expected a tensor that every rank holds whole: gather it with "
+                "full_tensor().numpy(), called on every rank, or take this rank's part with to_local().numpy()"
+            )
+        return self.to_local().numpy(force=force)
+
+    # ---- torch's sharded data parallelism ----
+
+    @property
+    def _is_flat_param(self) -> bool:
+        """torch's FullyShardedDataParallel asks every parameter for this, before it takes them for plain tensors."""
+        raise ArgumentTypeError(
+            f"FullyShardedDataParallel got the parameter {self._spec}, expected plain tensors: use "
+            "dtbench_core.parallel.shard_parameters(module, mesh, mesh_dim)"
+        )
+
     @property
     def fsdp_pre_all_gather(self) -> Any:
         """torch's fully_shard asks every parameter for this, when it knows none of the class."""
