@@ -50,7 +50,7 @@ coverage: install
 # Does what worked with PyTorch's other machinery still work? As `coverage`, against results/compat-core.json.
 compat: install
 	@mkdir -p results
-	$(BIN)/dtbench run compat --impl core -o $(COMPAT).jsonl > $(COMPAT).log || test $$? -eq 5
+	$(BIN)/dtbench run compat --impl core --workers 2 -o $(COMPAT).jsonl > $(COMPAT).log || test $$? -eq 5
 	$(BIN)/dtbench coverage $(COMPAT).jsonl --base results/compat-core.json
 
 install: $(VENV)/installed

@@ -1,4 +1,4 @@
-"""torch.compile, make_fx and export."""
+"""torch.compile of ops and small functions; of models and their steps: compiled_models.py."""
 
 from __future__ import annotations
 
@@ -43,6 +43,20 @@ _chain("cumsum_over_the_sharded_dim", lambda t: t.cumsum(0), (8, 6), "S(0)")
 _chain("where_and_masks", lambda t: torch.where(t > 0, t, t * 0.1), (8, 6), "S(1)")
 _chain("in_place_in_a_graph", lambda t: (t * 2).add_(1).mul_(3), (8, 6), "S(0)")
 _chain("replicated", lambda t: t.softmax(1).log(), (8, 6), "R")
+_chain("rms_norm", lambda t: F.rms_norm(t, (6,)) * 2, (8, 6), "S(1)")
+_chain("group_norm", lambda t: F.group_norm(t, 2), (8, 4, 6), "S(0)")
+_chain("einsum", lambda t: torch.einsum("ij,kj->ik", t, t), (8, 6), "S(0)", "S(1)")
+_chain("batched_products", lambda t: torch.bmm(t, t.transpose(1, 2)), (8, 4, 6), "S(0)")
+_chain("convolution", lambda t: F.conv1d(t, t[:2, :, :3]), (8, 4, 6), "S(0)")
+_chain("pooling_and_padding", lambda t: F.avg_pool1d(F.pad(t, (1, 1)), 2), (8, 4, 6), "S(0)")
+_chain("sort_and_topk", lambda t: t.sort(0).values + t.topk(6, 0).values.sum(0), (8, 6), "S(0)")
+_chain("largest_of_uneven_shards", lambda t: t.amax(0) + t.logsumexp(0), (7, 6), "S(0)")
+_chain("index_and_gather", lambda t: t[[1, 5]] + t.gather(0, t.argsort(0))[:2], (8, 6), "S(0)")
+_chain("masked_fill_and_triangle", lambda t: t.masked_fill(t > 1, 0.0).tril(), (8, 8), "S(0)")
+_chain("roll_flip_and_diagonal", lambda t: t.roll(1, 0).flip(0).diagonal() * 2, (8, 8), "S(0)")
+_chain("norms_over_all", lambda t: t / t.norm() + t.abs().max(), (8, 6), "S(0)")
+_chain("half_precision_inside", lambda t: (t.round().bfloat16() * 2).float() + t, (8, 6), "S(0)")
+_chain("write_to_a_part", lambda t: (t * 2).index_fill(1, torch.tensor(2), 0.0), (8, 6), "S(0)")
 _chain("mean_and_variance", lambda t: (t - t.mean(0)) / (t.var(0) + 1).sqrt(), (8, 6), "S(0)")
 
 
@@ -145,14 +159,14 @@ class Block(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-def _block(w: Given) -> nn.Module:
+def mlp(w: Given) -> nn.Module:
     torch.manual_seed(3)
     return w.parallelize(Block(), {"up": "col", "down": "row"})
 
 
 @program("compile", *BACKENDS)
 def tensor_parallel_mlp(w: Given) -> Any:
-    net, x = _block(w), randn(4, 8).requires_grad_()
+    net, x = mlp(w), randn(4, 8).requires_grad_()
     out = w.compile(net)(x)
     out.pow(2).sum().backward()
     return out, x.grad, [p.grad for p in net.parameters()]
@@ -160,7 +174,7 @@ def tensor_parallel_mlp(w: Given) -> Any:
 
 @program("compile", *BACKENDS)
 def tensor_parallel_mlp_trained(w: Given) -> Any:
-    net, losses = _block(w), []
+    net, losses = mlp(w), []
     step, optimizer = w.compile(net), torch.optim.AdamW(net.parameters(), lr=0.05)
     for number in range(3):
         loss = step(randn(4, 8, seed=number)).pow(2).mean()
@@ -192,7 +206,7 @@ def tensor_parallel_attention(w: Given) -> Any:
     return out, [p.grad for p in net.parameters()]
 
 
-@program("compile", "aot_eager")
+@program("compile", *BACKENDS)
 def placements_read_in_a_graph(w: Given) -> Any:
     def fn(t: Any) -> Any:
         return t * 2 if w.plain or t.placements[0].is_shard() else t * 3
@@ -200,25 +214,25 @@ def placements_read_in_a_graph(w: Given) -> Any:
     return w.compile(fn)(w.place(randn(8, 4), "S(0)"))
 
 
-@program("compile", "aot_eager")
+@program("compile", *BACKENDS)
 def compiled_under_no_grad(w: Given) -> Any:
     with torch.no_grad():
         return w.compile(lambda t: t.softmax(0))(w.place(randn(8, 4), "S(0)", grad=True))
 
 
-@program("compile", "aot_eager")
+@program("compile", *BACKENDS)
 def write_to_an_input(w: Given) -> Any:
     x = w.place(randn(8, 4), "S(0)")
     out = w.compile(lambda t: t.mul_(2) + 1)(x)
     return out, x
 
 
-@program("compile", "aot_eager")
+@program("compile", *BACKENDS)
 def views_returned_from_a_graph(w: Given) -> Any:
     return w.compile(lambda t: (t.t(), t[:, 1:3], t.unsqueeze(0)))(w.place(randn(8, 4), "S(0)"))
 
 
-@program("compile", "aot_eager")
+@program("compile", *BACKENDS)
 def optimizer_step_compiled(w: Given) -> Any:
     x = w.place(randn(8, 4), "S(0)", grad=True)
     optimizer = torch.optim.Adam([x], lr=0.1)
@@ -227,7 +241,7 @@ def optimizer_step_compiled(w: Given) -> Any:
     return x
 
 
-@program("compile", "aot_eager")
+@program("compile", *BACKENDS)
 def compiled_autograd(w: Given) -> Any:
     x = w.place(randn(8, 4), "S(0)", grad=True)
     if w.plain:
@@ -242,21 +256,3 @@ def compiled_autograd(w: Given) -> Any:
 def traced_alone(w: Given) -> Any:
     x = w.place(randn(8, 4), "S(0)", grad=True)
     return _forward_and_backward(w, lambda t: t.softmax(0) @ t.t(), x)
-
-
-@program("trace")
-def make_fx(w: Given) -> Any:
-    from torch.fx.experimental.proxy_tensor import make_fx as trace
-
-    x, leave, enter = w.part(randn(8, 4)), w.leave(), w.enter("S(0)")
-
-    def fn(t: Any) -> Any:
-        return leave(enter(t).softmax(1) * 2)
-
-    return enter(trace(fn)(x)(x + 1) if not w.plain else fn(x + 1))
-
-
-@program("trace")
-def export_of_a_parallel_block(w: Given) -> Any:
-    net, x = _block(w), randn(4, 8)
-    return net(x) if w.plain else torch.export.export(net, (x,), strict=False).module()(x)

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch._dynamo  # here, for the ranks to have it when they are forked
+import torch._functorch.config
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.tensor.parallel
@@ -201,6 +202,16 @@ def together(
     return seen[0].verdict, seen[0].reason
 
 
+def _warm_up() -> None:
+    """Compiles something, for the ranks to be forked with what inductor loads and works out at its first use.
+
+    The backward graph too, but without running it: engine threads do not survive a fork.
+    """
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        torch.compile(lambda t: (t * 2).softmax(0))(torch.ones(8, 4, requires_grad=True))
+    torch._dynamo.reset()
+
+
 @contextlib.contextmanager
 def judging() -> Iterator[Callable[[Job], Iterator[Case | int]]]:
     """What a worker does; see the pool."""
@@ -209,7 +220,10 @@ def judging() -> Iterator[Callable[[Job], Iterator[Case | int]]]:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch._inductor.config.compile_threads = 1
     torch.set_num_threads(1)
+    # It would hand over graphs that another state of the library had traced.
+    torch._functorch.config.enable_autograd_cache = False
     table = programs()
+    _warm_up()
 
     def judge(job: Job) -> Iterator[Case | int]:
         yield judge_program(table[job.op], job.impl)

@@ -170,12 +170,16 @@ def program(topic: str, *backends: str) -> Callable[[Program], Program]:
 def programs() -> Mapping[str, Entry]:
     """All, by name."""
     from dtbench_suites.compat import (  # noqa: F401 - they register
+        compiled_models,
         compiling,
         differentiating,
         memory,
+        modules,
+        optimizers,
         state,
         tools,
         training,
+        values,
     )
 
     return _programs

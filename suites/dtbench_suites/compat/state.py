@@ -226,3 +226,126 @@ def type_of_a_parameter(w: Given) -> Any:
 def numbers_out_of_tensors(w: Given) -> Any:
     x = w.place(randn(8, 4), "S(0)")
     return torch.tensor(x.sum().item()), float(x.max()), bool((x > -100).all()), w.gather()(x).tolist()
+
+
+@program("state")
+def checkpoint_on_disk_of_a_trained_model(w: Given) -> Any:
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = _net(w, seed)
+        optimizer = torch.optim.AdamW(net.parameters(), 0.1)
+        net(w.place(randn(8, 4, seed=seed), "R")).pow(2).sum().backward()
+        optimizer.step()
+        return net, optimizer
+
+    (net, optimizer), (other, other_optimizer) = trained(1), trained(2)
+    if w.plain:
+        other.load_state_dict(net.state_dict())
+        other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    else:
+        folder, keys = _shared_folder(), ("model", "optimizer")
+        save(dict(zip(keys, get_state_dict(net, optimizer), strict=True)), checkpoint_id=folder)
+        into: dict[str, Any] = dict(zip(keys, get_state_dict(other, other_optimizer), strict=True))
+        load(into, checkpoint_id=folder)
+        set_state_dict(
+            other, other_optimizer, model_state_dict=into["model"], optim_state_dict=into["optimizer"]
+        )
+    other_optimizer.step()
+    return list(other.parameters())
+
+
+@program("state")
+def whole_state_dict(w: Given) -> Any:
+    from torch.distributed.checkpoint import state_dict as states
+
+    net, other = _net(w), _net(w, 2)
+    options = states.StateDictOptions(full_state_dict=True)
+    whole = states.get_model_state_dict(net, options=options)
+    states.set_model_state_dict(other, whole, options=options)
+    return dict(whole), other.state_dict()
+
+
+@program("state")
+def whole_state_dict_from_rank_0(w: Given) -> Any:
+    from torch.distributed.checkpoint import state_dict as states
+
+    net = _net(w)
+    torch.manual_seed(2)
+    whole = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).state_dict() if w.plain or w.rank == 0 else {}
+    options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=not w.plain)
+    states.set_model_state_dict(net, whole, options=options)
+    return net.state_dict()
+
+
+@program("state")
+def checkpoint_on_disk_of_plain_and_placed_tensors(w: Given) -> Any:
+    state: dict[str, Any] = {"x": w.place(randn(7, 5), "S(0)", "S(1)"), "rest": [torch.ones(3), 5, "text"]}
+    if w.plain:
+        return state
+    folder = _shared_folder()
+    save(state, checkpoint_id=folder)
+    into: dict[str, Any] = {"x": w.place(torch.zeros(7, 5), "S(1)", "R"), "rest": [torch.zeros(3), 0, ""]}
+    load(into, checkpoint_id=folder)
+    return into
+
+
+@program("state")
+def checkpoint_saved_asynchronously(w: Given) -> Any:
+    from torch.distributed.checkpoint.state_dict_saver import async_save
+
+    x = w.place(randn(7, 4), "S(0)")
+    if w.plain:
+        return x
+    folder, into = _shared_folder(), w.place(torch.zeros(7, 4), "S(0)")
+    saving: Any = async_save({"x": x}, checkpoint_id=folder)
+    saving.result()
+    load({"x": into}, checkpoint_id=folder)
+    return into
+
+
+@program("state")
+def deepcopy_of_nested_containers(w: Given) -> Any:
+    x = w.place(randn(8, 4), "S(0)")
+    kept = {"a": [x, (x, {"b": x * 2})], "n": 3}
+    other = copy.deepcopy(kept)
+    x.zero_()
+    return other, other["a"][0] is other["a"][1][0], copy.copy(kept)["a"][0]  # type: ignore[index]
+
+
+@program("state")
+def torch_save_of_parameters_and_views(w: Given) -> Any:
+    x = w.place(randn(8, 4), "S(0)")
+    file = io.BytesIO()
+    torch.save({"p": nn.Parameter(x), "view": x[:, 1:3], "t": x.t(), "twice": [x, x]}, file)
+    file.seek(0)
+    found = torch.load(file, weights_only=True)
+    return found, isinstance(found["p"], nn.Parameter), found["p"].requires_grad
+
+
+@program("state")
+def module_pickled(w: Given) -> Any:
+    net = pickle.loads(pickle.dumps(_net(w)))
+    return net.state_dict(), net(w.place(randn(8, 4), "R"))
+
+
+@program("state")
+def optimizer_pickled(w: Given) -> Any:
+    net = _net(w)
+    optimizer = torch.optim.Adam(net.parameters(), 0.1)
+    net(w.place(randn(8, 4), "R")).pow(2).sum().backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    optimizer.load_state_dict(torch.load(file, weights_only=True))
+    optimizer.step()
+    return list(net.parameters())
+
+
+@program("state")
+def module_in_half_precision_and_back(w: Given) -> Any:
+    net = _net(w).bfloat16()
+    with torch.no_grad():
+        out = net(w.place(randn(8, 4).bfloat16(), "R")).float()
+    return list(net.float().parameters()), out.dtype is torch.float32, net.requires_grad_(False)[0].weight  # type: ignore[index]
