@@ -163,10 +163,6 @@ def mesh_group_names(mesh: DeviceMesh) -> list[str]:
     return [str(name) for name in getattr(mesh, "_dim_group_names", [])]
 
 
-# A view op that autograd does not follow: what comes of it counts its writes together with the argument. Being for
-# sparse tensors, it is met by no DTensor otherwise: dispatch answers it with the local tensor.
-LENDING = torch.ops.aten._indices.default
-lend = torch.Tensor._indices
 # (class, tensor): as that class, counting writes together with the tensor. Of another class' metadata: `set_data`.
 make_subclass = torch.Tensor._make_subclass
 as_subclass = torch.Tensor.as_subclass  # the same as a view, which autograd sees

@@ -12,7 +12,7 @@ from dtbench_core import rules
 from dtbench_core.dispatch import fallback, out_and_resize
 from dtbench_core.dispatch.metadata import written_arguments
 from dtbench_core.rules import foreach
-from dtbench_core.torch_compat import LENDING, is_composite, kernel_of
+from dtbench_core.torch_compat import is_composite, kernel_of
 
 
 class OpInfo:
@@ -63,8 +63,6 @@ def numbers_by_type(op: OpOverload) -> bool:
 
 
 def _handler_of(op: OpOverload) -> Callable[..., Any] | None:
-    if op is LENDING:
-        return lambda dispatch, cls, op, args, kwargs: args[0]._local_tensor
     decomposed = rules.decomposition_of(op)
     if decomposed is not None:
         return lambda dispatch, cls, op, args, kwargs: decomposed(*args, **kwargs)

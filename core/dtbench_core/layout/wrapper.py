@@ -12,7 +12,7 @@ from typing import ClassVar, TypeVar
 import torch
 
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.torch_compat import as_subclass, make_subclass, make_wrapper, set_data
+from dtbench_core.torch_compat import DisableTorchDispatch, as_subclass, make_subclass, make_wrapper, set_data
 
 Wrapped = TypeVar("Wrapped", bound="Wrapper")
 
@@ -65,6 +65,14 @@ def wrap_shared(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, *, v
     set_data(made, wrap(cls, local, spec))
     made._local_tensor = local.detach()  # autograd marks the one object, and must not mark the other
     made._spec = spec
+    return made
+
+
+def lend(tensor: Wrapper, local: torch.Tensor, *, view: bool = False) -> torch.Tensor:
+    """`local`, the plain tensor that `tensor` holds, as another object: as `wrap_shared`, the other way round."""
+    with DisableTorchDispatch():
+        made = as_subclass(tensor, torch.Tensor) if view else make_subclass(torch.Tensor, tensor)
+    set_data(made, local)
     return made
 
 

@@ -42,7 +42,7 @@ from dtbench_core.layout.shard_layout import (
     even_spec,
 )
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
-from dtbench_core.layout.wrapper import MEMORIES, Wrapper, held_by, wrap, wrap_shared
+from dtbench_core.layout.wrapper import MEMORIES, Wrapper, held_by, lend, wrap, wrap_shared
 from dtbench_core.redistribute.autograd import Redistribute, cast_dtype, follow, redistribute_tensor
 from dtbench_core.redistribute.copied_view import CopiedView, is_copied
 from dtbench_core.redistribute.route import Route, apply, placements_of_gradient, plan, request
@@ -57,7 +57,6 @@ from dtbench_core.torch_compat import (
     is_dynamo_compiling,
     is_inference_mode_enabled,
     is_torchs_dtensor,
-    lend,
     mesh_group_names,
     ranks_of_mesh,
     register_constant,
@@ -424,7 +423,10 @@ def wrapped(local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements 
 def _gradient(local: torch.Tensor, info: MeshInfo, placements: Placements, shape: Sequence[int]) -> DTensor:
     """The local gradient that came back as a DTensor. Nothing is asked of the other ranks."""
     local = local.contiguous()
-    return wrapped(local, DTensorSpec.of(info, placements, shape, contiguous_stride(shape), local.dtype))
+    spec = DTensorSpec.of(info, placements, shape, contiguous_stride(shape), local.dtype)
+    if torch.is_grad_enabled() or info.coordinate is None or tuple(local.shape) != spec.local_shape:
+        return wrapped(local, spec)
+    return wrap(DTensor, local, spec)  # the engine hands it on, and nobody writes to it
 
 
 def _whole(tensor: DTensor, route: Route) -> torch.Tensor:
@@ -434,13 +436,14 @@ def _whole(tensor: DTensor, route: Route) -> torch.Tensor:
     return plain_part(tensor._local_tensor, tensor._spec).clone()  # moved or not, it is nobody else's
 
 
-def _lent(tensor: DTensor) -> torch.Tensor:
+def _lent(tensor: DTensor, *, view: bool = False) -> torch.Tensor:
     """The local tensor as another object on the same memory, which counts writes together with `tensor`."""
     local = held_by(tensor)
     if is_uncounted(local):
-        return _detached(tensor._local_tensor)
+        local = _detached(tensor._local_tensor)
+        return local.view_as(local) if view and local.__class__ is torch.Tensor else local
     with DisableTorchFunction():
-        return lend(tensor)
+        return lend(tensor, local, view=view)
 
 
 def _held(local: torch.Tensor, spec: DTensorSpec, *, view: bool = False) -> DTensor:
@@ -500,7 +503,10 @@ class FromLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None, None]:
         if ctx.spec.info.coordinate is None:  # what was passed here is no part of the tensor
             return torch.zeros(ctx.local_shape, dtype=grad.dtype, device=grad.device), None, None
-        local = grad.redistribute(placements=ctx.grad_placements).to_local()
+        if torch.is_grad_enabled():  # a backward that is itself differentiated needs its own graph
+            local = grad.redistribute(placements=ctx.grad_placements).to_local()
+        else:
+            local = apply(grad._local_tensor, plan(grad._spec, ctx.grad_placements))
         for placement, parts in zip(ctx.spec.placements, ctx.spec.info.sizes, strict=True):
             if placement.is_partial("avg"):
                 local = local / parts  # one of `parts` terms of a mean
@@ -527,8 +533,7 @@ class ToLocal(torch.autograd.Function):
         ctx.grad_placements = grad_placements or placements_of_gradient(tensor._spec.placements)
         # To autograd a view made in here, so that it refuses a write: that would change `tensor`, and the gradients
         # of what is computed from that would not know.
-        lent = _lent(tensor)
-        return lent if writable or lent.__class__ is not torch.Tensor else lent.view_as(lent)
+        return _lent(tensor, view=not writable)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None, None]:
