@@ -106,8 +106,8 @@ def _page_of_programs(runs: Sequence[Run], results: Sequence[Result]) -> str:
     title = ["# PyTorch's other machinery on distributed tensors", ""]
     key = (
         "Each program runs on four gloo ranks and is compared with itself on plain tensors, values and gradients. "
-        "`refused`: the core's own error on every rank. What plain tensors refuse must be refused with the same "
-        "class of error to pass."
+        "`refused`: the core's own error on every rank, or autograd's of a write that gradients could not follow. "
+        "What plain tensors refuse must be refused with the same class of error to pass."
     )
     lines = [*title, *_origin(runs), "", key, "", *_grid(*summary_rows(results))]
     cells = {(r.name, r.impl): _words(r) for r in results}

@@ -1,7 +1,7 @@
 """One program on four gloo ranks, each a fresh process, compared with the same program on plain tensors.
 
 pass      the same results, or the same class of error as plain tensors give
-refused   the core's own error, on every rank
+refused   the core's own error, or autograd's of a write that gradients could not follow, on every rank
 differs   ranks come to different verdicts or errors
 hang      ranks wait for another that raised or returned, or nothing ends
 died      a process ended
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import tempfile
 import time
 import warnings
@@ -46,6 +47,8 @@ with warnings.catch_warnings():  # torch's own code calls what it deprecates
 PROGRAM_TIMEOUT_S = 240.0
 # What the others get once a rank has raised: they may be under way to the same error.
 _GRACE_S = 15.0
+# What autograd says of a write to the part of a tensor that came through a function of its own, as to_local is.
+REFUSED_WRITE = "is a view and is being modified inplace"
 
 
 @dataclass(frozen=True)
@@ -98,10 +101,14 @@ def _of_error(error: Exception, plain: Exception | None, impl: str) -> Seen:
     chain = list(_causes(error))
     if plain is not None and any(isinstance(e, type(plain)) for e in chain):
         return Seen("pass", f"refused as with plain tensors: {_brief(error)}", failure)
-    own = next((e for e in chain if isinstance(e, core.CoreError)), None)
-    if impl == "core" and own is not None:
-        return Seen("refused", _brief(own), failure)
+    said = next((e for e in chain if _is_refusal(e, impl)), None)
+    if said is not None:
+        return Seen("refused", _brief(said), failure)
     return Seen("error", _brief(error), failure)
+
+
+def _is_refusal(error: BaseException, impl: str) -> bool:
+    return (impl == "core" and isinstance(error, core.CoreError)) or REFUSED_WRITE in str(error)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -112,7 +119,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _brief(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    words = re.sub(r"/\S*/(?=\w+\.py)", "", " ".join(str(error).split()))  # files without their folders
+    return f"{type(error).__name__}: {words[:300]}"
 
 
 def _be_rank(rank: int, folder: str, entry: Entry, impl: str, answers: Connection) -> NoReturn:
