@@ -22,6 +22,8 @@ CoreError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class CoreError(Exception):
     """Base of every error that the core raises on purpose."""
@@ -81,3 +83,14 @@ class RankDependentError(SimulationError):
 
 class RedistributionError(CoreError, RuntimeError):
     """An op that would move a tensor by itself, inside an ExplicitRedistributionContext."""
+
+
+def describe_ranks(ranks: Iterable[int]) -> str:
+    """`0-3,7` for messages."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

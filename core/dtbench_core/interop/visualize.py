@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from dtbench_core.errors import ArgumentError
+from dtbench_core.errors import ArgumentError, describe_ranks
 from dtbench_core.layout.placement import held_runs, local_extents
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.tensor.dtensor import DTensor
@@ -114,14 +114,7 @@ def name_ranks(ranks: Sequence[int] | None) -> str:
     """`rank 3`, `ranks 0-3, 8`."""
     if ranks is None:
         return "..."
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    listed = ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {describe_ranks(ranks).replace(',', ', ')}"
 
 
 def _notes(spec: DTensorSpec) -> list[str]:

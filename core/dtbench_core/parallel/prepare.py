@@ -49,7 +49,6 @@ class PrepareModuleInput(ParallelStyle):
         self.desired_input_layouts = _listed(desired_input_layouts, "desired_input_layouts")
         self.input_kwarg_layouts = _named(input_kwarg_layouts, "input_kwarg_layouts")
         self.desired_input_kwarg_layouts = _named(desired_input_kwarg_layouts, "desired_input_kwarg_layouts")
-        self.with_kwargs = input_kwarg_layouts is not None
         self.use_local_output = use_local_output
         _check_pairs("input", self.input_layouts, self.desired_input_layouts)
         if set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
@@ -59,9 +58,14 @@ class PrepareModuleInput(ParallelStyle):
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def positional(mod: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        def prepare(mod: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            here, there = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
+            named = {
+                name: convert(one, here.get(name), there.get(name), f"input {name}")
+                for name, one in kwargs.items()
+            }
             if self.input_layouts is None or self.desired_input_layouts is None:
-                return inputs
+                return inputs, named
             if len(inputs) != len(self.input_layouts):
                 raise LayoutsError(
                     f"a {type(mod).__name__} got {len(inputs)} positional inputs for {len(self.input_layouts)} "
@@ -69,25 +73,11 @@ class PrepareModuleInput(ParallelStyle):
                     "in input_kwarg_layouts"
                 )
             given = zip(inputs, self.input_layouts, self.desired_input_layouts, strict=True)
-            return tuple(
-                [
-                    convert(one, here, there, f"input {index}")
-                    for index, (one, here, there) in enumerate(given)
-                ]
-            )
-
-        def with_keywords(mod: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            here, there = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
-            return positional(mod, inputs), {
-                name: convert(one, here.get(name), there.get(name), f"input {name}")
-                for name, one in kwargs.items()
-            }
+            made = [convert(one, own, wanted, f"input {i}") for i, (one, own, wanted) in enumerate(given)]
+            return tuple(made), named
 
         convert = partial(_converted, device_mesh, self.use_local_output)
-        if self.with_kwargs:
-            module.register_forward_pre_hook(with_keywords, with_kwargs=True)
-        else:
-            module.register_forward_pre_hook(positional)
+        module.register_forward_pre_hook(prepare, with_kwargs=True)
         return module
 
     def __repr__(self) -> str:

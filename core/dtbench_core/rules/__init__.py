@@ -9,18 +9,16 @@ linear    the linear layer: entry, autograd, its ops forward and backward
 reduce    sums, means, extrema
 moments   variances, norms, logsumexp over sharded dims
 view      dims split, joined, moved, cut, stacked
-norm      softmax, layer norm: one dim whole, the rest a batch
+batch     softmax, sorts, transforms, batches of matrices: some dims whole, the rest a batch
+norm      layer norm, group norm, weight norm, distances
 batch_norm batch norm, over all ranks' batch
 index     embedding, gather
 attention scaled dot-product attention
 conv      convolutions
 pool      pooling, resizing, padding, sampling of planes
-linalg    batches of matrices
-fft       Fourier transforms
 loss      losses, reduced over all ranks' elements
 cross_entropy cross entropy over sharded classes: entry, autograd, its four ops
 compare   ops that answer with a Python value
-scan      running sums and extrema, sorts, flips
 foreach   lists of tensors, fused optimizer steps, loss scaling
 random    fills, *_like, dropout: drawn for the whole tensor
 forward_ad  tangents

@@ -1,7 +1,7 @@
 """Scaled dot-product attention: batch and heads are independent, so both may be sharded.
 
 The ops of CUDA (flash, memory-efficient, cuDNN) and of other accelerators follow their schemas and meta
-kernels; the tests here reach the CPU's ops only. Their seeds and sequence lengths are replicated: with
+kernels; the tests here reach the CPU's op only. Their seeds and sequence lengths are replicated: with
 dropout, which would draw other numbers on a shard than on the whole, nothing is sharded.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from dtbench_core.layout.placement import REPLICATE, Placement, Placements, Shard
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, rule
+from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, ops_named, rule
 from dtbench_core.rules.labels import SUM
 
 BATCH, HEAD = 0, 1  # of query, key, value [batch, head, length, width]
@@ -37,19 +37,33 @@ def _along(spec: DTensorSpec, like: DTensorSpec, dim: int) -> Placement:
     return Shard(own) if own >= 0 and spec.shape[own] == length and length > 1 else REPLICATE
 
 
-@rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
-def flash_for_cpu(call: OpCall) -> Strategy:
-    """(q, k, v, mask?) -> (output, logsumexp [batch, head, length])."""
-    output, logsumexp = call.outputs
-    if call.inputs[0].dtype == torch.float64 and logsumexp is not None:
+FOR_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
+OPS = """
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_fused_attention_overrideable
+"""
+# Arguments of the backward ops that have a batch and heads.
+BATCHED = ("grad_out", "grad_out_", "query", "key", "value", "out", "logsumexp")
+
+
+@rule(*ops_named(OPS))
+def attention(call: OpCall) -> Strategy:
+    """(q, k, v, mask?) -> (output, logsumexp [batch, head, ...], sequence lengths, seeds, debug mask...)."""
+    for_cpu, (output, logsumexp, *rest) = call.op is FOR_CPU, call.outputs
+    if for_cpu and call.inputs[0].dtype == torch.float64 and logsumexp is not None:
         # torch 2.11's meta kernel says float32, which the CPU kernel keeps for smaller dtypes only.
         call.outputs = (output, logsumexp._replace(dtype=torch.float64))
     query, key, value, *mask = call.inputs
     rows = [
-        Row((*(Shard(d),) * 3, *(_along(m, query, d) for m in mask)), (Shard(d),) * 2)
-        for d in _dims(call, query, key, value)
+        Row(
+            (*(Shard(d),) * 3, *(_along(m, query, d) for m in mask)),
+            (*(Shard(d),) * 2, *(REPLICATE,) * len(rest)),
+            nonempty=() if for_cpu else ((0, d),),
+        )
+        for d in ([] if call.named().get("return_debug_mask") else _dims(call, query, key, value))
     ]
-    return Strategy(rows, localize=_nothing_of_nothing, any_lengths=True)
+    return Strategy(rows, localize=_nothing_of_nothing if for_cpu else None, any_lengths=for_cpu)
 
 
 def _nothing_of_nothing(placed: Placed) -> Callable[..., Any] | None:
@@ -68,74 +82,30 @@ def _nothing_of_nothing(placed: Placed) -> Callable[..., Any] | None:
     return empty
 
 
-@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
-def flash_for_cpu_backward(call: OpCall) -> Strategy:
-    """(grad, q, k, v, output, logsumexp, mask?) -> (grad_q, grad_k, grad_v)."""
-    _, query, key, value, _, _, *mask = call.inputs
-    rows = [
-        Row((*(Shard(d),) * 6, *(_along(m, query, d) for m in mask)), (Shard(d),) * 3)
-        for d in _dims(call, query, key, value)
-    ]
-    return Strategy(rows)
+@rule(*ops_named(OPS, "_backward"))
+def attention_backward(call: OpCall) -> Strategy:
+    """(grad, q, k, v, mask?, output, logsumexp, lengths, seeds...) -> (grad_q, grad_k, grad_v, grad_mask?).
 
-
-# ---- CUDA and other accelerators ----
-
-
-@rule(
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_fused_attention_overrideable.default,
-)
-def on_device(call: OpCall) -> Strategy:
-    """(q, k, v, bias?) -> (output, logsumexp [batch, head, ...], sequence lengths, seeds, debug mask...)."""
-    query, key, value, *bias = call.inputs
-    rest = (REPLICATE,) * (len(call.outputs) - 2)
-    debugs = "return_debug_mask" in _names(call) and call["return_debug_mask"]
-    rows = []
-    for dim in [] if debugs else _dims(call, query, key, value):
-        inputs = (*(Shard(dim),) * 3, *(_along(b, query, dim) for b in bias))
-        rows.append(Row(inputs, (Shard(dim), Shard(dim), *rest), nonempty=((0, dim),)))
-    return Strategy(rows)
-
-
-@rule(
-    aten._scaled_dot_product_flash_attention_backward.default,
-    aten._scaled_dot_product_efficient_attention_backward.default,
-    aten._scaled_dot_product_cudnn_attention_backward.default,
-    aten._scaled_dot_product_fused_attention_overrideable_backward.default,
-)
-def on_device_backward(call: OpCall) -> Strategy:
-    """(grad, q, k, v, bias?, output, logsumexp, lengths, seeds...) -> (grad_q, grad_k, grad_v, grad_bias?).
-
-    The order differs from op to op, so arguments are told by name. The gradient of a bias that is not
+    The order differs from op to op, so arguments are told by name. The gradient of a mask that is not
     sharded along is a sum over the ranks.
     """
-    query, bias = call["query"], None
-    sharded = [call[n] for n in _names(call) if n in _BATCHED]
-    if "attn_bias" in _names(call):
-        bias = call["attn_bias"]
+    named = call.named()
+    query, mask = named["query"], named.get("attn_bias", named.get("attn_mask"))
+    sharded = [named[name] for name in BATCHED if name in named]
+    nonempty = "for_cpu" not in call.op._schema.name
     rows = []
-    for dim in _dims(call, query, call["key"], call["value"]):
+    for dim in _dims(call, query, named["key"], named["value"]):
         inputs: Placements = tuple(
             Shard(dim)
             if any(spec is s for s in sharded)
             else _along(spec, query, dim)
-            if spec is bias
+            if spec is mask
             else REPLICATE
             for spec in call.inputs
         )
         grads: list[Placement] = [Shard(dim)] * 3
         if len(call.outputs) > 3:
-            along = REPLICATE if bias is None else _along(bias, query, dim)
+            along = REPLICATE if mask is None else _along(mask, query, dim)
             grads.append(along if along.is_shard() else SUM)
-        rows.append(Row(inputs, tuple(grads), nonempty=((0, dim),)))
+        rows.append(Row(inputs, tuple(grads), nonempty=((0, dim),) if nonempty else ()))
     return Strategy(rows)
-
-
-_BATCHED = {"grad_out", "grad_out_", "query", "key", "value", "out", "logsumexp"}
-
-
-def _names(call: OpCall) -> list[str]:
-    return [argument.name for argument in call.op._schema.arguments]

@@ -7,7 +7,7 @@ mesh dim. That keeps the work linear in mesh dims, and a rule a short table one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,6 +32,18 @@ class Row:
     outputs: tuple[Placement, ...]
     even: tuple[tuple[int, int], ...] = ()
     nonempty: tuple[tuple[int, int], ...] = ()
+
+
+def bound(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names in the op's schema, those not given with their default."""
+    given = {a.name: a.default_value for a in op._schema.arguments}
+    return {**given, **dict(zip(given, args, strict=False)), **kwargs}
+
+
+def listed_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    """`dims` of a tensor of so many as non-negative ones, in order; all of them for None or []."""
+    listed = [dims] if isinstance(dims, int) else dims
+    return tuple(sorted(d % ndim for d in listed)) if listed and ndim else tuple(range(ndim))
 
 
 Chosen = tuple[tuple[Placements, ...], tuple[Placements, ...]]  # of all inputs, of all outputs
@@ -77,15 +89,14 @@ class OpCall:
     outputs: tuple[TensorMeta | None, ...] = ()  # global metadata of the tensor results
     _bound: dict[str, Any] = field(default_factory=dict)
 
-    def __getitem__(self, name: str) -> Any:
-        """The argument called `name` in the op's schema, or its default."""
+    def named(self) -> dict[str, Any]:
+        """All arguments by name, those not given with their default."""
         if not self._bound:
-            for index, argument in enumerate(self.op._schema.arguments):
-                if index < len(self.args):
-                    self._bound[argument.name] = self.args[index]
-                else:
-                    self._bound[argument.name] = self.kwargs.get(argument.name, argument.default_value)
-        return self._bound[name]
+            self._bound = bound(self.op, self.args, self.kwargs)
+        return self._bound
+
+    def __getitem__(self, name: str) -> Any:
+        return self.named()[name]
 
     def dim(self, name: str = "dim", ndim: int | None = None) -> int:
         """The argument `name` as a non-negative tensor dim of the first input (or of `ndim` dims).
@@ -98,12 +109,7 @@ class OpCall:
 
     def dims(self, name: str = "dim") -> tuple[int, ...]:
         """The argument `name` as non-negative dims of the first input; all of them for None or []."""
-        ndim = self.inputs[0].ndim
-        given = self[name]
-        if ndim == 0 or given is None or given == []:
-            return tuple(range(ndim))
-        listed = given if isinstance(given, (list, tuple)) else [given]
-        return tuple(sorted(d + ndim if d < 0 else d for d in listed))
+        return listed_dims(self[name], self.inputs[0].ndim)
 
     def describe(self) -> str:
         """`aten.add.Tensor(float32[4] S(0) on ..., 2)` for messages."""

@@ -10,7 +10,7 @@ forward and backward. They need a GPU; the tests here reach the CPU's ops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from dtbench_core.rules.base import (
     Row,
     Strategy,
     aten,
+    bound,
     by_tensor,
     decomposition,
     pending_rows,
@@ -61,11 +62,10 @@ def _kept_dims(data: DTensorSpec) -> list[int]:
     return [d for d in range(data.ndim) if d != CHANNEL]
 
 
-def _trains(op: OpOverload, get: Callable[[str], Any]) -> bool:
-    names = {argument.name for argument in op._schema.arguments}
+def _trains(op: OpOverload, named: Mapping[str, Any]) -> bool:
     for name in ("training", "train", "update"):
-        if name in names:
-            return bool(get(name))
+        if name in named:
+            return bool(named[name])
     return op not in (
         aten._native_batch_norm_legit_no_training.default,
         aten._batch_norm_no_update.default,
@@ -91,7 +91,7 @@ def batch_norm(call: OpCall) -> Strategy:
         return Strategy([])
     _correct_saved(call)
     by_channel = _channel_row(call.inputs, call.outputs)
-    if _trains(call.op, call.__getitem__):
+    if _trains(call.op, call.named()):
         return Strategy([], exact=_as_the_data(call, by_channel), localize=lambda _: call.op)
     rows = [by_channel]
     rest = (REPLICATE,) * (len(call.inputs) - 1)
@@ -109,7 +109,7 @@ def batch_norm_backward(call: OpCall) -> Strategy:
     if call.inputs[0].ndim < 2:
         return Strategy([])
     rows = [_channel_row(call.inputs, call.outputs), *pending_rows(call, (0,))]
-    if not _trains(call.op, call.__getitem__):
+    if not _trains(call.op, call.named()):
         rest = (REPLICATE,) * (len(call.inputs) - 2)
         rows += [
             # An empty shard would end the process: the CPU kernel divides by its length.
@@ -133,7 +133,7 @@ def _correct_saved(call: OpCall) -> None:
         saved = TensorMeta(
             torch.Size([data.shape[CHANNEL]]), (1,), parameters[0].dtype if parameters else data.dtype
         )
-        if not _trains(call.op, call.__getitem__):
+        if not _trains(call.op, call.named()):
             saved = saved._replace(shape=torch.Size([0]))
         call.outputs = (call.outputs[0], saved, saved, *call.outputs[3:])
 
@@ -229,19 +229,12 @@ def _gradients(
     return of_data, of_weight.to(dtype) if mask[1] else None, of_bias.to(dtype) if mask[2] else None
 
 
-def _named(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[str], Any]:
-    """Arguments of `op` by name, None for what it lacks."""
-    given = {a.name: a.default_value for a in op._schema.arguments}
-    given.update(zip(given, args, strict=False))
-    given.update(kwargs)
-    return given.get
-
-
 def _forward(op: OpOverload, reserves: bool, always: bool) -> Callable[..., Any]:
     def decomposed(*args: Any, **kwargs: Any) -> Any:
-        get = _named(op, args, kwargs)
+        given = bound(op, args, kwargs)
+        get: Any = given.get
         data, running = get("input"), (get("running_mean"), get("running_var"))
-        train = _trains(op, get)
+        train = _trains(op, given)
         if not always and (not train or _by_channel(data, *running)):
             return NotImplemented
         momentum, eps = get("momentum"), get("eps")
@@ -255,10 +248,11 @@ def _forward(op: OpOverload, reserves: bool, always: bool) -> Callable[..., Any]
 
 def _backward(op: OpOverload, always: bool) -> Callable[..., Any]:
     def decomposed(*args: Any, **kwargs: Any) -> Any:
-        get = _named(op, args, kwargs)
+        given = bound(op, args, kwargs)
+        get: Any = given.get
         grad = get("grad_output") if get("grad_output") is not None else get("grad_out")
         data, weight = get("input"), get("weight")
-        train = True if always else _trains(op, get)
+        train = True if always else _trains(op, given)
         if not always and (not train or (_by_channel(data) and _by_channel(grad))):
             return NotImplemented
         inverse = get("save_invstd") if get("save_invstd") is not None else get("save_var")

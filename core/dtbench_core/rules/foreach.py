@@ -21,17 +21,7 @@ from dtbench_core.layout.placement import REPLICATE, Partial, Placements
 from dtbench_core.layout.spec import DTensorSpec, TensorMeta
 from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.redistribute.autograd import redistribute_tensor
-from dtbench_core.rules.base import (
-    OpCall,
-    Row,
-    Rule,
-    Strategy,
-    aten,
-    by_tensor,
-    decomposition,
-    rule,
-    rule_of,
-)
+from dtbench_core.rules.base import OpCall, Row, Rule, Strategy, aten, by_tensor, decomposition, rule, rule_of
 from dtbench_core.rules.choose import choose
 from dtbench_core.rules.pointwise import is_pointwise, pointwise
 from dtbench_core.torch_compat import any_requires_grad, increment_version, is_grad_enabled, ranks_of_mesh

@@ -12,15 +12,8 @@ from typing import Any
 
 import torch
 
-from dtbench_core.rules.base import aten, decomposition
+from dtbench_core.rules.base import aten, decomposition, listed_dims
 from dtbench_core.rules.labels import accurate, is_split, materialised
-
-
-def _dims(tensor: Any, dim: int | Sequence[int] | None) -> list[int]:
-    """`dim` as non-negative dims; all for None or []."""
-    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
-        return list(range(tensor.ndim))
-    return [d % max(tensor.ndim, 1) for d in ([dim] if isinstance(dim, int) else dim)]
 
 
 def _gathers(tensor: Any, dims: Sequence[int]) -> bool:
@@ -53,7 +46,7 @@ def _decomposed(deviation: bool, mean: bool) -> Callable[..., Any]:
     def moments(
         tensor: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
     ) -> Any:
-        found = _variance(tensor, _dims(tensor, dim), correction, keepdim)
+        found = _variance(tensor, listed_dims(dim, tensor.ndim), correction, keepdim)
         if found is None:
             return NotImplemented
         spread = (found[0].sqrt() if deviation else found[0]).to(tensor.dtype)
@@ -81,7 +74,7 @@ def vector_norm(
     dtype: torch.dtype | None = None,
 ) -> Any:
     """(sum of |x|^ord)^(1/ord); the extrema of |x| for infinite orders, the count of nonzeros for 0."""
-    dims = _dims(tensor, dim)
+    dims = listed_dims(dim, tensor.ndim)
     if not _gathers(tensor, dims):
         return NotImplemented
     data = tensor if dtype is None else tensor.to(dtype)
@@ -124,7 +117,7 @@ def dist(tensor: Any, other: Any, p: float = 2) -> Any:
 @decomposition(aten.logsumexp.default)
 def logsumexp(tensor: Any, dim: Any, keepdim: bool = False) -> Any:
     """The maximum is taken out, so that no term overflows; an infinite one would leave inf - inf."""
-    dims = _dims(tensor, dim)
+    dims = listed_dims(dim, tensor.ndim)
     if not _gathers(tensor, dims) or not tensor.dtype.is_floating_point:
         return NotImplemented
     data = accurate(tensor)

@@ -1,4 +1,4 @@
-"""Ops that need one or more dims whole and treat the others as a batch: softmax, layer norm.
+"""Norms over the last dims or over groups of channels, weight norms, distances.
 
 Batch norm, whose statistics run over the batch itself, is in batch_norm.py.
 """
@@ -10,43 +10,21 @@ from typing import Any
 
 import torch
 
-from dtbench_core.layout.placement import REPLICATE, Placement, Shard
+from dtbench_core.layout.placement import REPLICATE, Shard
 from dtbench_core.rules.base import (
     OpCall,
     Placed,
     Row,
     Strategy,
     along,
-    along_others,
     aten,
     linear_rows,
     pending,
     pending_rows,
     rule,
 )
-from dtbench_core.rules.labels import (
-    SUM,
-    broadcast,
-    in_groups,
-    is_matching,
-    label_rows,
-    letters,
-)
+from dtbench_core.rules.labels import SUM, broadcast, in_groups, is_matching, label_rows, letters
 from dtbench_core.rules.pointwise import pointwise
-
-# ---- along one dim ----
-
-
-@rule(aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default)
-@rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
-def along_one_dim(call: OpCall) -> Strategy:
-    return Strategy(along_others(call, [call.dim()], len(call.inputs), len(call.outputs)))
-
-
-@rule(aten.renorm.default, aten.renorm_.default)
-def renorm(call: OpCall) -> Strategy:
-    """Each slice along `dim` is scaled by its own norm."""
-    return Strategy(along([call.dim()], 1, 1))
 
 
 @rule(aten.linalg_cross.default)
@@ -151,7 +129,7 @@ def _sharded(call: OpCall) -> str:
 
 def _own_sizes(call: OpCall) -> Callable[..., Any]:
     """The op with the shard's N, C and groups."""
-    names = [argument.name for argument in call.op._schema.arguments]
+    names = list(call.named())
     n, c, group = names.index("N"), names.index("C"), names.index("group")
     channels, groups, op = call["C"], call["group"], call.op
 
@@ -169,25 +147,16 @@ def _own_sizes(call: OpCall) -> Callable[..., Any]:
 # ---- weights by direction and length ----
 
 
-@rule(aten._weight_norm_interface.default)
+@rule(aten._weight_norm_interface.default, aten._weight_norm_interface_backward.default)
 def weight_norm(call: OpCall) -> Strategy:
-    """(direction, length) -> (weight, norms): norms over all dims but `dim`, on which both lie."""
-    return Strategy(_along_kept(call))
+    """(direction, length) -> (weight, norms): norms over all dims but `dim`, on which both lie.
 
-
-@rule(aten._weight_norm_interface_backward.default)
-def weight_norm_backward(call: OpCall) -> Strategy:
-    """(grad, direction, length, norms) -> (grad of direction, of length). Linear in `grad`."""
-    return Strategy([*_along_kept(call), *pending_rows(call, (0,))])
-
-
-def _along_kept(call: OpCall) -> list[Row]:
+    (grad, direction, length, norms) -> (grad of direction, of length) backward, linear in `grad`."""
     dim = call.dim()
     shapes = [spec.shape for spec in call.inputs] + [m.shape for m in call.outputs if m is not None]
-    if any(len(s) != len(shapes[0]) or s[dim] != shapes[0][dim] for s in shapes):
-        return []
-    placed: Placement = Shard(dim)
-    return [Row((placed,) * len(call.inputs), (placed,) * len(call.outputs))]
+    alike = all(len(s) == len(shapes[0]) and s[dim] == shapes[0][dim] for s in shapes)
+    rows = along([dim] if alike else (), len(call.inputs), len(call.outputs))
+    return Strategy([*rows, *(pending_rows(call, (0,)) if len(call.inputs) == 4 else ())])
 
 
 # ---- distances ----

@@ -99,6 +99,7 @@ TERMS: dict[OpOverload, tuple[tuple[int, ...], ...]] = {
 UNTAGGED = GRADIENTS | _with_in_place({aten.hardswish.default, aten.floor_divide.default, aten.mish.default})
 UNTAGGED |= {aten.floor_divide.Scalar, aten.floor_divide_.Tensor, aten.floor_divide_.Scalar}
 UNTAGGED |= {aten._prelu_kernel.default, aten.rsub.Tensor, aten.polar.default, aten.complex.default}
+UNTAGGED |= {aten.isin.Tensor_Scalar}
 
 
 @rule(*UNTAGGED)
@@ -127,8 +128,10 @@ def _adds_number(call: OpCall) -> bool:
 
 @rule(aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default)
 @rule(aten.detach_copy.default, aten.alias_copy.default, aten.lift_fresh_copy.default)
-def same_values(call: OpCall) -> Strategy:
-    """Ops that return their input's values: every placement passes."""
+@rule(aten.empty_like.default, aten.zero_.default)
+def placed_alike(call: OpCall) -> Strategy:
+    """Ops that return their input's values, memory for them, or zeros, which are a zero whatever is pending: every
+    placement passes."""
     return Strategy([*along(range(call.inputs[0].ndim), 1, 1), *linear_rows(call, 1, ops=REDUCE_OPS)])
 
 
@@ -172,24 +175,14 @@ def copy(call: OpCall) -> Strategy:
 
 
 @rule(aten.fill_.Scalar, aten.fill_.Tensor, aten.fill.Scalar, aten.fill.Tensor)
-def fill(call: OpCall) -> Strategy:
-    """(self, value): self is not read."""
-    return _filled(call, 0)
-
-
 @rule(aten.masked_fill.Scalar, aten.masked_fill_.Scalar, aten.masked_fill.Tensor, aten.masked_fill_.Tensor)
-def masked_fill(call: OpCall) -> Strategy:
-    """(self, mask, value)."""
-    return _filled(call, 1)
-
-
-def _filled(call: OpCall, masks: int) -> Strategy:
-    """(self, masks..., value): self may be pending, and gets a term of the value on each rank.
+def fill(call: OpCall) -> Strategy:
+    """(self, mask?, value): self may be pending, and gets a term of the value on each rank.
 
     An average has the value itself on every rank, whose sum may overflow on the way to it, as that of a
     mask's lowest number does: only a tensor that cannot move takes it, after a look at the number.
     """
-    op = call.op
+    op, masks = call.op, int("mask" in call.named())
     writes = op._schema.name.endswith("_")
     number = len(call.inputs) == masks + 1
     ops = [kind for kind in REDUCE_OPS if kind != "avg" or (writes and number)]
@@ -287,11 +280,6 @@ def looked_up(call: OpCall) -> Strategy:
     return Strategy([Row((Shard(d), REPLICATE), (Shard(d),)) for d in range(call.inputs[0].ndim)])
 
 
-@rule(aten.isin.Tensor_Scalar)
-def compared(call: OpCall) -> Strategy:
-    return Strategy(along(range(call.inputs[0].ndim), 1, 1))
-
-
 @rule(aten.searchsorted.Tensor)
 def searchsorted(call: OpCall) -> Strategy:
     """(sorted [..., n], values [..., m], sorter? [..., n]): one table for all values, or one per row."""
@@ -305,23 +293,11 @@ def searchsorted(call: OpCall) -> Strategy:
     return Strategy(rows)
 
 
-@rule(aten.empty_like.default)
-def uninitialised(call: OpCall) -> Strategy:
-    """Memory for a tensor like the input, placed alike."""
-    return Strategy([*along(range(call.inputs[0].ndim), 1, 1), *linear_rows(call, 1, ops=REDUCE_OPS)])
-
-
 @rule(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 def like(call: OpCall) -> Strategy:
     """Fresh values of the input's shape: its shards are kept, a Partial's values are not read."""
     rows = along(range(call.inputs[0].ndim), 1, 1)
     return Strategy([*rows, *(Row((Partial(op),), (REPLICATE,)) for op in REDUCE_OPS if pending(call, op))])
-
-
-@rule(aten.zero_.default)
-def zero(call: OpCall) -> Strategy:
-    """Zeros are a zero, whatever is pending."""
-    return Strategy([*along(range(call.inputs[0].ndim), 1, 1), *linear_rows(call, 1, ops=REDUCE_OPS)])
 
 
 @rule(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default)

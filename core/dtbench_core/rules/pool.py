@@ -44,21 +44,16 @@ def _planes(call: OpCall) -> int:
     return call.inputs[0].ndim - int(spatial[0][0])
 
 
-@rule(*ops_named(AVERAGES + PADS + RESIZES))
-def linear(call: OpCall) -> Strategy:
-    """Each result is a weighted sum of the plane."""
-    return Strategy([*batch_rows(call, _planes(call)), *linear_rows(call, 1)])
-
-
 @rule(*ops_named(MAXIMA))
 def maxima(call: OpCall) -> Strategy:
     """-> (maxima, where they lie in the plane)."""
     return Strategy(batch_rows(call, _planes(call)))
 
 
+@rule(*ops_named(AVERAGES + PADS + RESIZES))
 @rule(*ops_named(f"{AVERAGES} {MAXIMA} {PADS}", "_backward"))
-def backward(call: OpCall) -> Strategy:
-    """(grad, input, indices?) -> gradient of the input. Linear in `grad`."""
+def linear(call: OpCall) -> Strategy:
+    """Each result is a weighted sum of the plane; (grad, input, indices?) backward, linear in `grad`."""
     return Strategy([*batch_rows(call, _planes(call)), *pending_rows(call, (0,))])
 
 
@@ -66,7 +61,7 @@ def backward(call: OpCall) -> Strategy:
 def resize_backward(call: OpCall) -> Strategy:
     """grad -> gradient of the input, whose global size is an argument."""
     op = call.op
-    place = [argument.name for argument in op._schema.arguments].index("input_size")
+    place = list(call.named()).index("input_size")
     count = _planes(call)
 
     def local_op(grad: Any, *args: Any, **kwargs: Any) -> Any:

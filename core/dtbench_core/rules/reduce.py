@@ -23,7 +23,7 @@ _EMPTY_IS_NONE = {aten.all.dims, aten.any.dims}
 
 def reduced_dims(call: OpCall) -> tuple[tuple[int, ...], bool]:
     """(dims reduced, keepdim); an op without a dim argument reduces all."""
-    names = {argument.name for argument in call.op._schema.arguments}
+    names = call.named()
     if call.op in _EMPTY_IS_NONE and call["dim"] == []:
         dims: tuple[int, ...] = ()
     else:

@@ -6,7 +6,7 @@ are moved to the outermost of the joined dims. Every pending reduction passes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Shard
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.redistribute.autograd import redistribute_tensor
-from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, along, aten, linear_rows, rule
+from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, along, aten, linear_rows, ops_named, rule
 from dtbench_core.rules.regroup import kept
 
 
@@ -67,30 +67,98 @@ def _outermost(shape: Sequence[int], dims: range) -> int | None:
     return next((d for d in dims if shape[d] > 1), None)
 
 
-@rule(aten.t.default, aten.t_copy.default)
-def t(call: OpCall) -> Strategy:
-    ndim = call.inputs[0].ndim
-    return Strategy(mapped_rows(call, {d: ndim - 1 - d for d in range(ndim)}))
+# ---- dims moved, added and taken away ----
 
 
-@rule(aten.transpose.int, aten.transpose_copy.int)
-def transpose(call: OpCall) -> Strategy:
-    ndim, a, b = call.inputs[0].ndim, call.dim("dim0"), call.dim("dim1")
-    swapped = {a: b, b: a}
-    return Strategy(mapped_rows(call, {d: swapped.get(d, d) for d in range(ndim)}))
+def _but(ndim: int, gone: Iterable[int], *, keepdim: bool = False) -> dict[int, int]:
+    """All dims but `gone`, which vanish from the result, or with keepdim do not."""
+    taken = set(gone)
+    return {d: d if keepdim else d - sum(g < d for g in taken) for d in range(ndim) if d not in taken}
 
 
-@rule(aten.permute.default, aten.permute_copy.default)
-def permute(call: OpCall) -> Strategy:
-    ndim = call.inputs[0].ndim
-    return Strategy(mapped_rows(call, {(src + ndim) % ndim: dst for dst, src in enumerate(call["dims"])}))
+def _swapped(call: OpCall, ndim: int) -> dict[int, int]:
+    a, b = call.dim("dim0"), call.dim("dim1")
+    return {d: {a: b, b: a}.get(d, d) for d in range(ndim)}
 
 
-@rule(aten.unsqueeze.default, aten.unsqueeze_copy.default)
-def unsqueeze(call: OpCall) -> Strategy:
-    ndim = call.inputs[0].ndim
+def _added(call: OpCall, ndim: int) -> dict[int, int]:
     new = call.dim(ndim=ndim + 1)
-    return Strategy(mapped_rows(call, {d: d + (d >= new) for d in range(ndim)}))
+    return {d: d + (d >= new) for d in range(ndim)}
+
+
+def _repeated(call: OpCall, ndim: int) -> dict[int, int]:
+    """Dims that are not repeated keep their shards."""
+    lead = len(call["repeats"]) - ndim
+    return {d: d + lead for d in range(ndim) if call["repeats"][d + lead] == 1}
+
+
+Dims = Callable[[OpCall, int], dict[int, int]]  # of a call, and how many dims the whole tensor has
+
+# Windows of a tensor: the dims that a window has in full -> its own dims. Told of the ops that take one, that write
+# it (`_scatter`) and that put it into zeros (`_backward`).
+WINDOWS: dict[str, Dims] = {
+    "select": lambda call, n: _but(n, [call.dim(ndim=n)]),
+    "slice": lambda call, n: _but(n, () if _takes_all(call) else [call.dim(ndim=n)], keepdim=True),
+    "diagonal": lambda call, n: _but(n, (call.dim("dim1", n), call.dim("dim2", n))),
+}
+# Of ops, the input dims that may be sharded -> output dims.
+MOVED: dict[str, Dims] = {
+    "t t_copy": lambda _, n: {d: n - 1 - d for d in range(n)},
+    "transpose.int transpose_copy.int": _swapped,
+    "permute permute_copy": lambda call, n: {src % n: dst for dst, src in enumerate(call["dims"])},
+    "unsqueeze unsqueeze_copy": _added,
+    "select.int select_copy.int unbind.int unbind_copy.int": WINDOWS["select"],
+    "slice.Tensor slice_copy.Tensor": WINDOWS["slice"],
+    "diagonal diagonal_copy": WINDOWS["diagonal"],
+    "split.Tensor split_copy.Tensor unsafe_split.Tensor narrow_copy "
+    "split_with_sizes split_with_sizes_copy unsafe_split_with_sizes": (
+        lambda call, n: _but(n, [call.dim()], keepdim=True)
+    ),
+    # Windows over one dim, which is whole; their elements come last.
+    "unfold unfold_copy": lambda call, n: _but(n, [call.dim("dimension")], keepdim=True),
+    # Without dims the tensor is rolled as if flat.
+    "roll": lambda call, n: _but(n, call.dims("dims"), keepdim=True),
+    "rot90": lambda call, n: _but(n, [d % n for d in call["dims"]], keepdim=True),
+    "repeat": _repeated,
+    # [..., channels, height, width]: dims before the channels may be sharded.
+    "pixel_shuffle pixel_unshuffle": lambda _, n: _but(n, range(n - 3, n)),
+    "channel_shuffle": lambda _, n: _but(n, range(1, n)),
+}
+_MOVES = {op: dims for names, dims in MOVED.items() for op in ops_named(names)}
+_WRITES = {op: dims for kind, dims in WINDOWS.items() for op in ops_named(kind, "_scatter")}
+_GRADIENTS = {op: dims for kind, dims in WINDOWS.items() for op in ops_named(kind, "_backward")}
+
+
+def _takes_all(call: OpCall) -> bool:
+    """Whether a slice is of the whole dim, which then need not be whole on a rank."""
+    results = call.outputs if len(call.inputs) == 1 else [call.inputs[1]]
+    return call["step"] == 1 and all(t is not None and t.shape == call.inputs[0].shape for t in results)
+
+
+@rule(*_MOVES)
+def moved(call: OpCall) -> Strategy:
+    dims = _MOVES[call.op](call, call.inputs[0].ndim)
+    return Strategy(mapped_rows(call, dims, len(call.outputs)))
+
+
+@rule(*_GRADIENTS)
+def window_gradient(call: OpCall) -> Strategy:
+    dims = _GRADIENTS[call.op](call, len(call["input_sizes"]))
+    return Strategy(mapped_rows(call, {own: d for d, own in dims.items()}), local_shape_args=(1,))
+
+
+@rule(aten.diag_embed.default)
+def diag_embed(call: OpCall) -> Strategy:
+    dims = WINDOWS["diagonal"](call, call.inputs[0].ndim + 1)
+    return Strategy(mapped_rows(call, {own: d for d, own in dims.items()}))
+
+
+@rule(*_WRITES)
+def written_over(call: OpCall) -> Strategy:
+    """(self, src) -> self with src in a window of it."""
+    dims = _WRITES[call.op](call, call.inputs[0].ndim)
+    rows = [Row((Shard(d), Shard(own)), (Shard(d),)) for d, own in dims.items()]
+    return Strategy([*rows, *linear_rows(call, 2, ops=REDUCE_OPS)])
 
 
 @rule(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
@@ -118,21 +186,6 @@ def expand(call: OpCall) -> Strategy:
     return Strategy([*rows, *linear_rows(call, 1, ops=REDUCE_OPS)], local_shape_args=(1,))
 
 
-@rule(aten.slice.Tensor, aten.slice_copy.Tensor)
-def slice_(call: OpCall) -> Strategy:
-    """The sliced dim is whole, unless the slice takes all of it."""
-    cut = call.dim()
-    untouched = call.outputs[0] is not None and call.outputs[0].shape == call.inputs[0].shape
-    backwards = call["step"] != 1
-    return Strategy(_all_but(call, cut if not untouched or backwards else None))
-
-
-@rule(aten.split.Tensor, aten.split_with_sizes.default, aten.unsafe_split.Tensor, aten.narrow_copy.default)
-@rule(aten.split_copy.Tensor, aten.split_with_sizes_copy.default, aten.unsafe_split_with_sizes.default)
-def split(call: OpCall) -> Strategy:
-    return Strategy(_all_but(call, call.dim()))
-
-
 def tensor_split(tensor: Any, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
     """Runs in the place of `torch.tensor_split`, which reads the memory of an index tensor by itself."""
     where = named.get("tensor_indices_or_sections", indices_or_sections)
@@ -141,31 +194,6 @@ def tensor_split(tensor: Any, indices_or_sections: Any = None, dim: int = 0, **n
     if isinstance(where, Wrapper):
         where = redistribute_tensor(where, (REPLICATE,) * where._spec.info.ndim)._local_tensor
     return torch.tensor_split(tensor, where.tolist(), dim)
-
-
-@rule(aten.select.int, aten.unbind.int, aten.select_copy.int, aten.unbind_copy.int)
-def select(call: OpCall) -> Strategy:
-    cut, ndim = call.dim(), call.inputs[0].ndim
-    kept = {d: d - (d > cut) for d in range(ndim) if d != cut}
-    return Strategy(mapped_rows(call, kept, len(call.outputs)))
-
-
-def _all_but(call: OpCall, cut: int | None) -> list[Row]:
-    kept = {d: d for d in range(call.inputs[0].ndim) if d != cut}
-    return mapped_rows(call, kept, len(call.outputs))
-
-
-@rule(aten.slice_backward.default)
-def slice_backward(call: OpCall) -> Strategy:
-    return Strategy(_all_but(call, call.dim(ndim=len(call["input_sizes"]))), local_shape_args=(1,))
-
-
-@rule(aten.select_backward.default)
-def select_backward(call: OpCall) -> Strategy:
-    ndim = len(call["input_sizes"])
-    cut = call.dim(ndim=ndim)
-    grown = {d: d + (d >= cut) for d in range(ndim - 1)}
-    return Strategy(mapped_rows(call, grown), local_shape_args=(1,))
 
 
 @rule(aten.cat.default)
@@ -204,63 +232,6 @@ def triangle(call: OpCall) -> Strategy:
     return Strategy(mapped_rows(call, {d: d for d in range(ndim)}), localize=localize)
 
 
-@rule(aten.diagonal.default, aten.diagonal_copy.default)
-def diagonal(call: OpCall) -> Strategy:
-    """The dims of the diagonal are whole; it comes last."""
-    kept = _other_dims(call, call.inputs[0].ndim)
-    return Strategy(mapped_rows(call, {d: i for i, d in enumerate(kept)}))
-
-
-@rule(aten.diagonal_backward.default)
-def diagonal_backward(call: OpCall) -> Strategy:
-    kept = _other_dims(call, len(call["input_sizes"]))
-    return Strategy(mapped_rows(call, dict(enumerate(kept))), local_shape_args=(1,))
-
-
-@rule(aten.diag_embed.default)
-def diag_embed(call: OpCall) -> Strategy:
-    kept = _other_dims(call, call.inputs[0].ndim + 1)
-    return Strategy(mapped_rows(call, dict(enumerate(kept))))
-
-
-@rule(aten.diagonal_scatter.default)
-def diagonal_scatter(call: OpCall) -> Strategy:
-    kept = _other_dims(call, call.inputs[0].ndim)
-    return _written_over(call, {d: i for i, d in enumerate(kept)})
-
-
-def _other_dims(call: OpCall, ndim: int) -> list[int]:
-    """The dims that are not the diagonal's dim1 and dim2, in order."""
-    taken = (call.dim("dim1", ndim), call.dim("dim2", ndim))
-    return [d for d in range(ndim) if d not in taken]
-
-
-@rule(aten.select_scatter.default)
-def select_scatter(call: OpCall) -> Strategy:
-    cut, ndim = call.dim(), call.inputs[0].ndim
-    return _written_over(call, {d: d - (d > cut) for d in range(ndim) if d != cut})
-
-
-@rule(aten.slice_scatter.default)
-def slice_scatter(call: OpCall) -> Strategy:
-    cut, (whole, part) = call.dim(), call.inputs
-    untouched = whole.shape == part.shape and call["step"] == 1
-    return _written_over(call, {d: d for d in range(whole.ndim) if d != cut or untouched})
-
-
-def _written_over(call: OpCall, dims: Mapping[int, int]) -> Strategy:
-    """(self, src) -> self with src in a window of it; dims: of self to those of src."""
-    rows = [Row((Shard(d), Shard(s)), (Shard(d),)) for d, s in dims.items()]
-    return Strategy([*rows, *linear_rows(call, 2, ops=REDUCE_OPS)])
-
-
-@rule(aten.unfold.default, aten.unfold_copy.default)
-def unfold(call: OpCall) -> Strategy:
-    """Windows over one dim, which is whole; their elements come last."""
-    cut = call.dim("dimension")
-    return Strategy(mapped_rows(call, {d: d for d in range(call.inputs[0].ndim) if d != cut}))
-
-
 @rule(aten.unfold_backward.default)
 def unfold_backward(call: OpCall) -> Strategy:
     """Sums where windows overlap."""
@@ -270,38 +241,8 @@ def unfold_backward(call: OpCall) -> Strategy:
     return Strategy([*rows, *linear_rows(call, 1)], local_shape_args=(1,))
 
 
-@rule(aten.roll.default)
-def roll(call: OpCall) -> Strategy:
-    """Without dims the tensor is rolled as if flat."""
-    ndim = call.inputs[0].ndim
-    whole = call.dims("dims")
-    return Strategy(mapped_rows(call, {d: d for d in range(ndim) if d not in whole}))
-
-
-@rule(aten.rot90.default)
-def rot90(call: OpCall) -> Strategy:
-    ndim = call.inputs[0].ndim
-    turned = [d % ndim for d in call["dims"]]
-    return Strategy(mapped_rows(call, {d: d for d in range(ndim) if d not in turned}))
-
-
-@rule(aten.repeat.default)
-def repeat(call: OpCall) -> Strategy:
-    """Dims that are not repeated keep their shards."""
-    ndim, repeats = call.inputs[0].ndim, call["repeats"]
-    lead = len(repeats) - ndim
-    return Strategy(mapped_rows(call, {d: d + lead for d in range(ndim) if repeats[d + lead] == 1}))
-
-
 @rule(aten.view.dtype, aten.view_copy.dtype)
 def view_dtype(call: OpCall) -> Strategy:
     """The bits under another dtype; the last dim grows or shrinks where the sizes differ."""
     before, after = call.inputs[0].shape, call.outputs[0].shape  # type: ignore[union-attr]
     return Strategy(along((d for d in range(len(before)) if before[d] == after[d]), 1, 1))
-
-
-@rule(aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.channel_shuffle.default)
-def shuffle(call: OpCall) -> Strategy:
-    """[..., channels, height, width]: dims before the channels may be sharded."""
-    batch = 1 if call.op is aten.channel_shuffle.default else call.inputs[0].ndim - 3
-    return Strategy(mapped_rows(call, {d: d for d in range(batch)}))

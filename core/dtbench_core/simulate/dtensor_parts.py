@@ -14,14 +14,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from dtbench_core.dispatch.out_and_resize import restate
-from dtbench_core.errors import SimulationError
+from dtbench_core.errors import SimulationError, describe_ranks
 from dtbench_core.layout.mesh import MeshInfo, mesh_info
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.redistribute.copied_view import copied_view
 from dtbench_core.runtime import current
 from dtbench_core.simulate.local_groups import coordinate_of
-from dtbench_core.simulate.local_int import describe_ranks, values_of
+from dtbench_core.simulate.local_int import values_of
 from dtbench_core.simulate.local_tensor import LocalTensor, Parts, joined
 
 

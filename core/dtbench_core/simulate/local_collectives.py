@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.distributed_c10d import GroupName
 
 from dtbench_core.errors import SimulationError
+from dtbench_core.rules.base import bound
 from dtbench_core.simulate.group import SimulatedGroup
 
 NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
@@ -43,14 +44,10 @@ def issue(
         raise SimulationError(
             f"{op} is not simulated: use a collective, or ThreadWorld, which runs each rank by itself"
         )
-    bound = {}
-    for index, argument in enumerate(op._schema.arguments):
-        default = kwargs.get(argument.name, argument.default_value)
-        bound[argument.name] = args[index] if index < len(args) else default
-    given = SimpleNamespace(**bound)
-    group = bound.get("process_group", bound.get("group_name"))
+    given = bound(op, args, kwargs)
+    group = given.get("process_group", given.get("group_name"))
     mine = None if group is None else group_for(_unboxed(group))
-    result = handler(given, mine)  # type: ignore[arg-type]
+    result = handler(SimpleNamespace(**given), mine)  # type: ignore[arg-type]
     if op.namespace != "c10d":
         return result
     returns = [_done() if "Work" in str(r.type) else result for r in op._schema.returns]

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 
-from dtbench_core.errors import RankDependentError
+from dtbench_core.errors import RankDependentError, describe_ranks
 
 Number = int | float | bool
 Result = TypeVar("Result")
@@ -266,17 +266,6 @@ def values_of(number: Any) -> dict[int, Any] | None:
         if isinstance(node, _LocalNode):
             return node.values
     return None
-
-
-def describe_ranks(ranks: Iterable[int]) -> str:
-    """`0-3,7` for messages."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def describe_values(values: Mapping[int, Any]) -> str:

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from dtbench_core.errors import SimulationError
+from dtbench_core.errors import SimulationError, describe_ranks
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.runtime import Runtime, current, entered, process
 from dtbench_core.simulate import rank_answers
 from dtbench_core.simulate.dtensor_parts import CoreParts
 from dtbench_core.simulate.group import Arrival, describe, name_ranks
 from dtbench_core.simulate.local_collectives import NAMESPACES, issue
-from dtbench_core.simulate.local_int import describe_ranks, local_int
+from dtbench_core.simulate.local_int import local_int
 from dtbench_core.simulate.local_random import RankStates, default_generators
 from dtbench_core.simulate.local_tensor import (
     LocalTensor,
@@ -180,7 +180,7 @@ class LocalTensorMode(TorchDispatchMode):
                 return LocalTensor({rank: args[0].clone() for rank in self.ranks})
             plain = any(isinstance(x, torch.Tensor) for x in leaves)
             meta = any(isinstance(x, torch.device) and x.type == "meta" for x in leaves)
-            if plain or meta or not _gives_tensor(op):
+            if plain or meta or not any("Tensor" in str(r.type) for r in op._schema.returns):
                 return op(*args, **kwargs)
         return run_on_each(op, args, kwargs, ranks or self.ranks)
 
@@ -201,8 +201,7 @@ class LocalTensorMode(TorchDispatchMode):
         return result
 
     def _draw(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], ranks: Sequence[int]) -> Any:
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)]
-        states = self.random.start(given or default_generators())
+        states = self.random.start(_generators((args, kwargs)) or default_generators())
 
         def call(rank: int, run: Callable[[], Any]) -> Any:
             with self.random.as_rank(rank, states):
@@ -226,8 +225,8 @@ class LocalTensorMode(TorchDispatchMode):
         if op.namespace in NAMESPACES:
             return self._issue(op, *args, **kwargs)
         if is_random(op):
-            for given in tree_leaves((args, kwargs)):
-                if isinstance(given, torch.Generator) and given not in self._states:
+            for given in _generators((args, kwargs)):
+                if given not in self._states:
                     self._states[given] = dict(self._begin.setdefault(given, self.random.of(given)))
         return op(*args, **kwargs)
 
@@ -280,7 +279,7 @@ class LocalTensorMode(TorchDispatchMode):
         ranks = ranks or parts.ranks_of(args, kwargs) or ranks_of(args, kwargs) or self.ranks
         runs = {rank: RankRun(rank) for rank in ranks}
         inputs = Inputs() if keep else None
-        begin = self.random.start(_generators((args, kwargs)))
+        begin = self.random.start([*default_generators(), *_generators((args, kwargs))])
         ended = {generator: dict(states) for generator, states in begin.items()}
 
         def attempt(run: RankRun) -> None:
@@ -352,11 +351,8 @@ def _others(types: Iterable[type], known: type = LocalTensor) -> bool:
 
 
 def _generators(given: Any) -> list[torch.Generator]:
-    return [*default_generators(), *(x for x in tree_leaves(given) if isinstance(x, torch.Generator))]
-
-
-def _gives_tensor(op: Any) -> bool:
-    return any("Tensor" in str(r.type) for r in op._schema.returns)
+    """Those among the arguments of a call."""
+    return [x for x in tree_leaves(given) if isinstance(x, torch.Generator)]
 
 
 def _name(fn: Callable[..., Any]) -> str:

@@ -38,9 +38,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from dtbench_core.errors import RankDependentError, SimulationError
+from dtbench_core.errors import RankDependentError, SimulationError, describe_ranks
 from dtbench_core.layout.local_shards import equal_shards, holds_shards
-from dtbench_core.simulate.local_int import describe_ranks, describe_values, local_number, values_of
+from dtbench_core.simulate.local_int import describe_values, local_number, values_of
 from dtbench_core.torch_compat import make_wrapper, register_foreach_type
 
 # Of how many ranks (or groups of ranks that hold the same) `repr` shows the values.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench_core.errors import RankDependentError, SimulationError
+from dtbench_core.errors import RankDependentError, SimulationError, describe_ranks
 from dtbench_core.layout import mesh as core_mesh
 from dtbench_core.layout import rng as random
 from dtbench_core.layout import spec
@@ -32,7 +32,7 @@ from dtbench_core.runtime import process
 from dtbench_core.simulate import dtensor_parts
 from dtbench_core.simulate.group import Arrival, SimulatedGroup, describe, name_ranks
 from dtbench_core.simulate.local_groups import coordinate_of, fibres_of_group
-from dtbench_core.simulate.local_int import describe_ranks, local_int, values_of
+from dtbench_core.simulate.local_int import local_int, values_of
 from dtbench_core.simulate.local_tensor import LocalTensor, joined_states
 from dtbench_core.tensor import distribute
 from dtbench_core.tensor import dtensor as tensor
