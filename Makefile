@@ -13,7 +13,7 @@ COMPAT := results/run-compat-$(STAMP)
 LAB := results/lab-$(STAMP)
 HOSTS := $(BIN)/dtbench lab run --hosts 2 --rate 400mbit --ranks-per-host 2 -- dtbench run --device cpu --mesh dp=2,tp=2
 
-.PHONY: bench lab test test-all coverage compat size install lint types imports fast slow clean
+.PHONY: bench lab test test-all coverage compat docs size install lint types imports fast slow clean
 
 bench: install
 	@mkdir -p results reports
@@ -52,6 +52,11 @@ compat: install
 	@mkdir -p results
 	$(BIN)/dtbench run compat --impl core --workers 2 -o $(COMPAT).jsonl > $(COMPAT).log || test $$? -eq 5
 	$(BIN)/dtbench coverage $(COMPAT).jsonl --base results/compat-core.json
+
+# The pages of docs/, strictly: a link that leads nowhere or a name that is not there fails.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f docs/mkdocs.yml
+	@echo "docs/site/index.html"
 
 install: $(VENV)/installed
 

@@ -7,6 +7,7 @@ hold the number of cases per verdict, and how often an op ran by fallback. Pure:
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -121,8 +122,8 @@ def _page_of_programs(runs: Sequence[Run], results: Sequence[Result]) -> str:
 def _words(result: Result) -> str:
     """The verdict, and the first 160 characters of why."""
     verdict = verdict_of(result)
-    why = result.reason.replace("|", "\\|").replace("<", "&lt;")
-    short = why if len(why) <= 160 else f"{why[:157]}..."
+    why = result.reason if len(result.reason) <= 160 else f"{result.reason[:157]}..."
+    short = re.sub(r"[|\[\]*_`]", r"\\\g<0>", why).replace("<", "&lt;")  # no markup of a page's
     return f"{verdict}: {short}" if why and verdict != "pass" else verdict
 
 

@@ -20,6 +20,8 @@ SLOW = {
     # What of a user's machine it takes.
     "dtbench/tests/test_page_in_browser.py::*": "a browser",
     "dtbench/tests/test_lab_hosts.py::*": "network namespaces and their links",
+    "dtbench/tests/test_docs.py::test_commands*": "every command of the tutorial",
+    "dtbench/tests/test_docs.py::test_the_site*": "MkDocs and all pages",
     # Fresh starts of the program and its launchers, each with an import of torch per rank.
     "suites/tests/test_examples.py::*": "the examples, as their users start them",
     "suites/tests/test_compile_suite.py::*": "two ranks that compile",

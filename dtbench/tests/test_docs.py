@@ -1,0 +1,108 @@
+"""The pages of docs/ and README: the tutorial's commands run, options of all others exist, links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from dtbench.cli import cli
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs" / "pages").rglob("*.md"))
+TEXTS = [ROOT / "README.md", *PAGES]
+RUN = [page for page in PAGES if page.stem == "tutorial"]
+_FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def _blocks(page: Path) -> Iterator[tuple[str, str, str]]:
+    """(language, file it is to be saved as, text) of each block of code."""
+    for match in _FENCE.finditer(page.read_text()):
+        yield match[1], match[2] or "", match[3]
+
+
+def _commands(page: Path) -> Iterator[str]:
+    for language, _, text in _blocks(page):
+        if language == "console":
+            for line in text.replace("\\\n", " ").splitlines():
+                if line.startswith("$ "):
+                    yield line[2:]
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=_name)
+def test_options_that_pages_give_exist(page: Path) -> None:
+    for command in _commands(page):
+        for part in re.split(r"[;|]| -- ", command):
+            words = shlex.split(part, comments=True)
+            if "dtbench" not in words:
+                continue
+            name, *given = words[words.index("dtbench") + 1 :]
+            found = cli.get_command(click.Context(cli), name)
+            assert found is not None, f"{command}: no command {name}"
+            if isinstance(found, click.Group):
+                found = found.get_command(click.Context(found), given.pop(0))
+                assert found is not None, command
+            known = {
+                option
+                for parameter in found.params
+                for option in (*parameter.opts, *parameter.secondary_opts)
+            }
+            asked = {word.partition("=")[0] for word in given if word.startswith("-")}
+            own = {"--topology", "--mode", "--ops"} if name == "run" else set()  # of suites
+            assert asked <= known | own, f"{command}: {sorted(asked - known)}"
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=_name)
+def test_python_of_pages_compiles_and_links_lead_somewhere(page: Path) -> None:
+    for language, name, text in _blocks(page):
+        if language == "python":
+            compile(text, name or _name(page), "exec")
+    for target in re.findall(r"(?<!\\)\]\((?!https?:)([^)#\s]+)", _FENCE.sub("", page.read_text())):
+        assert (page.parent / target).exists(), f"{_name(page)}: {target}"
+
+
+@pytest.mark.parametrize("page", RUN, ids=_name)
+def test_commands_of_the_tutorial_run(page: Path, tmp_path: Path) -> None:
+    for _, name, text in _blocks(page):
+        if name:
+            (tmp_path / name).write_text(text)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for command in _commands(page):
+        done = subprocess.run(
+            command,
+            shell=True,
+            cwd=tmp_path,
+            env={**os.environ, "PATH": path},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    command = [
+        "-m",
+        "mkdocs",
+        "build",
+        "--quiet",
+        "--strict",
+        "-f",
+        ROOT / "docs" / "mkdocs.yml",
+        "-d",
+        tmp_path,
+    ]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "DTensor" in (tmp_path / "reference" / "core.html").read_text()
