@@ -22,14 +22,14 @@ from dtbench_core.redistribute.copied_view import copied_view
 from dtbench_core.runtime import current
 from dtbench_core.simulate.local_groups import coordinate_of
 from dtbench_core.simulate.local_int import values_of
-from dtbench_core.simulate.local_tensor import LocalTensor, Parts, joined
+from dtbench_core.simulate.local_tensor import LocalTensor, Parts, PlainCopies, joined
 
 
 class CoreParts(Parts):
     """Also takes DTensors, specs and mesh infos apart, and puts them together."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        super().__init__()
+    def __init__(self, ranks: Sequence[int], copies: PlainCopies | None = None) -> None:
+        super().__init__(copies)
         self._ranks = ranks
         self._infos = current().meshes  # of all ranks, while no rank runs
         self._latest: dict[int, tuple[Wrapper, dict[int, Wrapper]]] = {}

@@ -163,9 +163,8 @@ class LocalTensorMode(TorchDispatchMode):
             return self._dispatch_core(op, args, kwargs)
         if op.namespace in NAMESPACES:
             copies = PlainCopies(op, args, kwargs)
-            result = self.across(
-                functools.partial(self._issue, op), args, kwargs, what=str(op), copies=copies, keep=False
-            )
+            parts, issue_one = CoreParts(self.ranks, copies), functools.partial(self._issue, op)
+            result = self.across(issue_one, args, kwargs, what=str(op), parts=parts, keep=False)
             copies.write_back(str(op))
             return result
         return self._dispatch_all(op, args, kwargs)
@@ -186,15 +185,15 @@ class LocalTensorMode(TorchDispatchMode):
 
     def _dispatch_core(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """An op on DTensors: each rank's on its own, through the core's dispatch."""
-        parts, what = CoreParts(self.ranks), str(op)
-        copies = PlainCopies(op, args, kwargs)
+        copies, what = PlainCopies(op, args, kwargs), str(op)
+        parts = CoreParts(self.ranks, copies)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with DisableTorchFunction():  # below autograd, as here
                 return op(*args, **kwargs)
 
         # Inputs are put back whatever the schema says: batch norm's does not tell that it writes.
-        result = self.across(run, args, kwargs, what=what, parts=parts, copies=copies, seen=False)
+        result = self.across(run, args, kwargs, what=what, parts=parts, seen=False)
         if op._schema.is_mutable:
             parts.settle(what)
         copies.write_back(what)
@@ -257,7 +256,6 @@ class LocalTensorMode(TorchDispatchMode):
         what: str,
         ranks: Sequence[int] | None = None,
         parts: CoreParts | None = None,
-        copies: PlainCopies | None = None,
         keep: bool = True,
         seen: bool = True,
     ) -> Any:
@@ -285,10 +283,7 @@ class LocalTensorMode(TorchDispatchMode):
         def attempt(run: RankRun) -> None:
             states = {generator: dict(held) for generator, held in begin.items()}
             with counted_once(run, run.rank == ranks[0]), self._as(run, states, begin, seen):
-                given = (args, kwargs or {})
-                mine, named = parts.of(
-                    given if copies is None else copies.of(given, run.rank, parts), run.rank
-                )
+                mine, named = parts.of((args, kwargs or {}), run.rank)
                 if inputs is not None:
                     with self.suspended():
                         inputs.keep((mine, named))

@@ -284,13 +284,19 @@ def _values(number: Any) -> Any:
 
 
 class Parts:
-    """Takes a rank's parts out of values, and knows again what it gave out."""
+    """Takes a rank's parts out of values, and knows again what it gave out.
 
-    def __init__(self) -> None:
+    copies: of plain tensors that ranks write to.
+    """
+
+    def __init__(self, copies: PlainCopies | None = None) -> None:
         self._given: dict[int, tuple[Any, Any]] = {}  # id of a part -> (the part, of what)
+        self._copies = copies
 
     def of(self, value: Any, rank: int) -> Any:
         """`value` as `rank` has it; containers are looked into."""
+        if self._copies is not None and (copy := self._copies.of(value, rank)) is not None:
+            return self.remember(copy, value)
         if isinstance(value, LocalTensor):
             if rank not in value._local_tensors:
                 raise SimulationError(
@@ -416,11 +422,11 @@ def run_on_each(
     """
     ranks = ranks or ranks_of(args, kwargs)
     assert ranks is not None  # an argument is a LocalTensor, or the mode gave its ranks
-    parts = Parts()
     copies = PlainCopies(op, args, kwargs)
+    parts = Parts(copies)
     results = {}
     for rank in ranks:
-        given = parts.of(copies.of((args, kwargs), rank, parts), rank)
+        given = parts.of((args, kwargs), rank)
         try:
             results[rank] = call(rank, lambda given=given: op(*given[0], **given[1]))  # type: ignore[misc]
         except Exception as error:
@@ -485,20 +491,14 @@ class PlainCopies:
         self._plain = {id(t): t for t in given if is_plain(type(t))}
         self._copies: dict[int, dict[int, torch.Tensor]] = {key: {} for key in self._plain}
 
-    def of(self, value: Any, rank: int, parts: Parts) -> Any:
-        """`value` with copies for `rank` in the place of those tensors."""
-        if not self._plain:
-            return value
-        if isinstance(value, (list, tuple)):
-            return type(value)(self.of(v, rank, parts) for v in value)
-        if isinstance(value, dict):
-            return {k: self.of(v, rank, parts) for k, v in value.items()}
-        if id(value) not in self._plain:
-            return value
-        copies = self._copies[id(value)]
+    def of(self, value: Any, rank: int) -> torch.Tensor | None:
+        """The copy for `rank`, if `value` is such a tensor."""
+        copies = self._copies.get(id(value))
+        if copies is None:
+            return None
         if rank not in copies:
             copies[rank] = value.clone()
-        return parts.remember(copies[rank], value)
+        return copies[rank]
 
     def write_back(self, what: str) -> None:
         """Leaves in the plain tensors what all ranks wrote."""
