@@ -22,77 +22,36 @@ The public names and the rooms are loaded when they are first used, so that `dtb
 need no torch, is read without it.
 """
 
-# ruff: noqa: F403, F405 (the names are for type checkers; `__getattr__` loads them)
+# ruff: noqa: F403 (the names are for type checkers; `__getattr__` loads them)
 
+import ast
+import functools
 import importlib.util
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtbench_core._public import *
 
-__all__ = [
-    "ArgumentError",
-    "BucketError",
-    "CommCount",
-    "CommTensor",
-    "CoreError",
-    "DTensor",
-    "DTensorSpec",
-    "ExplicitRedistributionContext",
-    "FallbackWarning",
-    "ImplicitRedistributionWarning",
-    "LayoutError",
-    "LocalShardsWrapper",
-    "MeshError",
-    "MixedTensorError",
-    "NoRuleError",
-    "Partial",
-    "Placement",
-    "PlacementError",
-    "RaggedShard",
-    "RedistributionError",
-    "ReduceScatterBucketer",
-    "Replicate",
-    "Shard",
-    "StridedShard",
-    "TensorMeta",
-    "cache_info",
-    "clear_caches",
-    "clear_fallbacks",
-    "count_collectives",
-    "distribute_module",
-    "distribute_tensor",
-    "empty",
-    "explain",
-    "fallbacks",
-    "from_torch",
-    "full",
-    "full_state_dict",
-    "implicit_replication",
-    "local_map",
-    "ones",
-    "plan_of",
-    "rand",
-    "randn",
-    "register_sharding",
-    "sharded_state_dict",
-    "sharding_svg",
-    "sharding_text",
-    "to_torch",
-    "visualize_sharding",
-    "zeros",
-]
+
+@functools.cache
+def _names() -> list[str]:
+    """The public names: what `_public` imports, read off its text, as to load it takes torch."""
+    tree = ast.parse(pkgutil.get_data(__name__, "_public.py") or b"")
+    return sorted(one.name for line in tree.body if isinstance(line, ast.ImportFrom) for one in line.names)
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        value = getattr(importlib.import_module("dtbench_core._public"), name)
+    if name == "__all__":
+        return _names()
+    if name in _names():
+        value = getattr(importlib.import_module(f"{__name__}._public"), name)
         globals()[name] = value
         return value
-    if name.startswith("_") or importlib.util.find_spec(f"dtbench_core.{name}") is None:
-        raise AttributeError(f"module 'dtbench_core' has no attribute {name!r}")
-    return importlib.import_module(f"dtbench_core.{name}")
+    if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_names()})
