@@ -78,7 +78,7 @@ imports: install
 # One thread per rank: the worlds of the tests hold more ranks than small machines have cores. Two files at
 # a time: ranks often wait for each other. Which test is of which tier stands in dtbench/tests/tiers.py.
 fast slow: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m $@
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m $@
 
 # Lines of Python per room: `make size` as checked out, `make size AT=v0.1` at that revision.
 size:

@@ -40,12 +40,7 @@ from _pytest.assertion.rewrite import rewrite_asserts
 
 WORLD_SIZE = 4
 START = multiprocessing.get_context("forkserver")
-START.set_forkserver_preload(
-    [
-        *("torch.distributed.checkpoint", "torch._dynamo", "hypothesis", "pytest"),
-        *("dtbench_core._public", "dtbench_core.parallel", "dtbench_core.simulate"),
-    ]
-)
+START.set_forkserver_preload(["core.tests.preload"])
 CALL_TIMEOUT_S = 60.0
 # Below the call's timeout, so that a collective without its peers raises where it stands.
 GROUP_TIMEOUT_S = 45.0

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,24 +13,9 @@ import torch
 
 from dtbench.profile.trace import LANES
 from dtbench.tests.made_up import Cli
+from dtbench.tests.programs import start
 
-LIMIT_S = 120  # for a whole command; a healthy one takes seconds
 ONE_CASE = ("dispatch/add", "--filter", "S(0),S(0) mesh=8 pass=forward call=cached")
-
-
-def start(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("DTBENCH_", "SLURM_", "TORCHELASTIC_"))}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"):
-        env.pop(name, None)
-    command = [sys.executable, "-P", "-m", "dtbench", "profile", *args, "--quick"]
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=env | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
 
 
 def read_trace(folder: Path) -> list[dict[str, Any]]:
@@ -47,7 +29,7 @@ def read_trace(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_dispatch_by_stage_for_core_and_torch(tmp_path: Path) -> None:
-    done = start(tmp_path, *ONE_CASE, "-o", "p")
+    done = start("profile", *ONE_CASE, "--quick", "-o", "p", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     folder = tmp_path / "p"
     core, other = json.loads((folder / "table.json").read_text())["cases"]
@@ -76,8 +58,8 @@ def test_a_dispatch_by_stage_for_core_and_torch(tmp_path: Path) -> None:
 
 
 def test_two_ranks_in_one_trace(tmp_path: Path) -> None:
-    args = ("--filter", "pass=forward ", "--impl", "core", "--nproc", "2", "-o", "p")
-    done = start(tmp_path, "tensor_parallel/mlp", *args)
+    args = ("--filter", "pass=forward ", "--impl", "core", "--nproc", "2", "--quick", "-o", "p")
+    done = start("profile", "tensor_parallel/mlp", *args, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     made = json.loads((tmp_path / "p" / "table.json").read_text())
     core, whole = made["sections"]

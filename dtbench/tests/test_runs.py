@@ -10,46 +10,40 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dtbench.files.run import read_run
 from dtbench.model import Result, Run
+from dtbench.tests.programs import FRESH, LIMIT_S, environment, start, start_fresh
 
 SUITE = str(Path(__file__).with_name("faults_suite.py"))
-LIMIT_S = 120  # for a whole command; a healthy one takes seconds
-BINARIES = Path(sys.executable).parent
-
-
-def environment() -> dict[str, str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("DTBENCH_", "SLURM_", "TORCHELASTIC_"))}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"):
-        env.pop(name, None)
-    return env | {"OMP_NUM_THREADS": "1"}
+TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", "--no-python")
+UNDER_TORCHRUN = (*TORCHRUN, str(Path(sys.executable).with_name("dtbench")))
+WORDS = ("run", SUITE, "--quick", "-o", "x.jsonl")
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder of the command: a user's own, with folders named like ours."""
-    for name in ("core", "dtbench", "dtbench_core", "suites"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise ImportError('the user\\'s own package')")
+    """The current folder of the command."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def command(*args: str, launcher: tuple[str, ...] = (sys.executable, "-P", "-m", "dtbench")) -> list[str]:
-    return [*launcher, "run", SUITE, "--quick", "-o", "x.jsonl", *args]
+@pytest.fixture
+def with_own_packages(here: Path) -> None:
+    """It is a user's own, with folders named like ours, which a fresh process could take for ours."""
+    for name in ("core", "dtbench", "dtbench_core", "suites"):
+        (here / name).mkdir()
+        (here / name / "__init__.py").write_text("raise ImportError('the user\\'s own package')")
 
 
-TORCHRUN = (str(BINARIES / "torchrun"), "--nproc-per-node", "2", "--no-python", str(BINARIES / "dtbench"))
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return start(*WORDS, *args)
 
 
-def run(*args: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*args, **more), env=environment(), capture_output=True, text=True, timeout=LIMIT_S
-    )
+def run_under_torchrun(*args: str) -> subprocess.CompletedProcess[str]:
+    return start_fresh(*UNDER_TORCHRUN, *WORDS, *args)
 
 
 def own_lines(stderr: str) -> list[str]:
@@ -138,8 +132,8 @@ def test_a_budget_measures_what_says_most_and_names_the_rest(here: Path) -> None
     ]
 
 
-def test_under_torchrun_each_launch_is_a_fresh_world(here: Path) -> None:
-    done = run("--launches", "2", "--filter", "all_reduce", launcher=TORCHRUN)
+def test_under_torchrun_each_launch_is_a_fresh_world(with_own_packages: None) -> None:
+    done = run_under_torchrun("--launches", "2", "--filter", "all_reduce")
     assert done.returncode == 0, done.stderr
     run_file = read_run("x.jsonl")
     assert (
@@ -149,12 +143,14 @@ def test_under_torchrun_each_launch_is_a_fresh_world(here: Path) -> None:
     assert done.stdout.splitlines()[-1] == "x.jsonl: 12 ok"
 
 
-def test_under_slurm_rank_0_serves_the_store_and_each_launch_is_a_fresh_world(here: Path) -> None:
+def test_under_slurm_rank_0_serves_the_store_and_each_launch_is_a_fresh_world(
+    with_own_packages: None,
+) -> None:
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
     job |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_NODELIST": "localhost"}
     started = [
         subprocess.Popen(
-            command("--launches", "2", "--filter", "all_reduce n=1"),
+            [*FRESH, *WORDS, "--launches", "2", "--filter", "all_reduce n=1"],
             env=environment() | job | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -168,15 +164,15 @@ def test_under_slurm_rank_0_serves_the_store_and_each_launch_is_a_fresh_world(he
     assert {r.launch for r in read_run("x.jsonl").results} == {0, 1}
 
 
-def test_under_torchrun_bad_options_are_refused_once(here: Path) -> None:
-    done = run("--mesh", "tp=3", launcher=TORCHRUN)
+def test_under_torchrun_bad_options_are_refused_once(with_own_packages: None) -> None:
+    done = run_under_torchrun("--mesh", "tp=3")
     assert done.returncode != 0 and not Path("x.jsonl").exists()
     (line,) = own_lines(done.stderr)
     assert "has 3 ranks, the world has 2" in line
 
 
-def test_under_torchrun_a_killed_rank_is_named(here: Path) -> None:
-    done = run("--filter", "how=dies", launcher=TORCHRUN)
+def test_under_torchrun_a_killed_rank_is_named(with_own_packages: None) -> None:
+    done = run_under_torchrun("--filter", "how=dies")
     assert done.returncode != 0
     (line,) = own_lines(done.stderr)
     assert "rank 1 on " in line and "died or did not answer during bad grave how=dies (core)" in line
@@ -245,9 +241,9 @@ def test_a_rank_that_hangs_ends_the_run_at_the_timeout(here: Path) -> None:
 
 
 @pytest.fixture
-def long_run(here: Path) -> Iterator[subprocess.Popen[str]]:
+def long_run(with_own_packages: None) -> Iterator[subprocess.Popen[str]]:
     """A run in the middle of many cases."""
-    args = command("--nproc", "2", "--filter", "long")
+    args = [*FRESH, *WORDS, "--nproc", "2", "--filter", "long"]
     process = subprocess.Popen(
         args, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
@@ -283,9 +279,9 @@ def test_ranks_end_when_their_launcher_is_killed(long_run: subprocess.Popen[str]
     assert {r.status for r in read_run("x.jsonl").results} == {"ok"}
 
 
-def test_a_full_disk_ends_the_run_with_whole_lines(here: Path) -> None:
-    limited = ["bash", "-c", 'ulimit -f 8; exec "$@"', "bash", *command("--nproc", "2", "--filter", "long")]
-    done = subprocess.run(limited, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
+def test_a_full_disk_ends_the_run_with_whole_lines(with_own_packages: None) -> None:
+    limited = ("bash", "-c", 'ulimit -f 8; exec "$@"', "bash", *FRESH, *WORDS)
+    done = start_fresh(*limited, "--nproc", "2", "--filter", "long")
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2 and line.startswith("dtbench: cannot write to x.jsonl: file too large")
     run_file = read_run("x.jsonl")

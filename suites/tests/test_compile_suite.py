@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dtbench.files.run import read_run
-from suites.tests.started import start
+from dtbench.tests.programs import start
 
 CASES = "\n".join(
     f"compile {name} mesh_dim=tp backend=aot_eager pass=forward call={call}"
@@ -16,22 +16,8 @@ CASES = "\n".join(
 
 def test_compiled_calls_of_every_implementation(tmp_path: Path) -> None:
     output = tmp_path / "x.jsonl"
-    words = (
-        "-m",
-        "dtbench",
-        "run",
-        "compile",
-        "--quick",
-        "--nproc",
-        "2",
-        "--device",
-        "cpu",
-        "--filter",
-        CASES,
-        "-o",
-        str(output),
-    )
-    done = start(*words)
+    words = ("--quick", "--nproc", "2", "--device", "cpu", "--filter", CASES, "-o", str(output))
+    done = start("run", "compile", *words)
     assert done.returncode == 0, done.stderr
     results = read_run(output).results
     assert [(r.name, r.impl, r.reason) for r in results if r.status != "ok"] == []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import dtbench_suites.examples
+from dtbench.tests.programs import start_fresh
 from dtbench_suites.examples import (
     bucketed_gradients,
     placements,
@@ -15,7 +16,6 @@ from dtbench_suites.examples import (
     tensor_parallel,
     wait_on_use,
 )
-from suites.tests.started import start
 
 LAUNCHED = {
     m.__name__.rpartition(".")[2]: m
@@ -40,7 +40,7 @@ def test_every_program_is_known() -> None:
 def test_programs_on_four_ranks(tmp_path: Path) -> None:
     driver = tmp_path / "together.py"
     driver.write_text(TOGETHER)
-    done = start("-m", "torch.distributed.run", "--nproc-per-node", "4", str(driver))
+    done = start_fresh(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", str(driver))
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout.splitlines()
     assert [line for line in said if line.endswith(": right")] == [

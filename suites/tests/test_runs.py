@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from dtbench.bench.options import RunOptions, list_tasks
 from dtbench.files.run import read_run
 from dtbench.model import Plan, Result
 from dtbench.suite import load
-from suites.tests.started import start
+from dtbench.tests.programs import start, start_fresh
 
 FAULTY = Path(__file__).parent / "faulty_suite.py"
+ROOT = Path(__file__).parents[2]
 MESH = (("dp", 2), ("tp", 2))
 # Every suite; each change of placement as training has it, and one of them in all regimes; what is measured on
 # each mesh alike, or each mesh dim, on one (half of the time).
@@ -32,11 +34,15 @@ CASES = "\n".join(
 )
 
 
+def start_python(*words: str) -> subprocess.CompletedProcess[str]:
+    return start_fresh(sys.executable, *words, cwd=ROOT)
+
+
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """All suites, once, on 4 ranks."""
     output = tmp_path_factory.mktemp("quick") / "run.jsonl"
-    words = ["-m", "dtbench", "run", "--quick", "--mesh", "dp=2,tp=2", "--size", "4KiB", "--device", "cpu"]
+    words = ["run", "--quick", "--mesh", "dp=2,tp=2", "--size", "4KiB", "--device", "cpu"]
     return output, start(*words, "--filter", CASES, "-o", str(output))
 
 
@@ -104,7 +110,7 @@ def test_buckets_save_collectives_and_cost_copies(results: tuple[Result, ...]):
 def test_a_wrong_result_becomes_wrong_whatever_the_suite(tmp_path: Path):
     output = tmp_path / "faulty.jsonl"
     words = ["--quick", "--nproc", "2", "--size", "4KiB", "--device", "cpu", "-o"]
-    done = start("-m", "dtbench", "run", str(FAULTY), *words, str(output))
+    done = start("run", str(FAULTY), *words, str(output))
     assert output.exists(), done.stderr
     results = read_run(output).results
     assert [(r.name, r.impl, r.params, r.status, r.reason) for r in results if r.status != "wrong"] == []
@@ -132,7 +138,7 @@ def pytest_form(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subproc
     files = (
         f"--benchmark-json={folder}/run.json --benchmark-storage=file://{folder}/storage --benchmark-autosave"
     )
-    return folder, start(*words.split(), *files.split(), "-p", "no:cacheprovider", "-k", CHOICE)
+    return folder, start_python(*words.split(), *files.split(), "-p", "no:cacheprovider", "-k", CHOICE)
 
 
 def test_pytest_writes_one_file_with_the_agreed_times(pytest_form: Any):
@@ -169,24 +175,24 @@ def test_one_rank_prints(pytest_form: Any):
 def test_pytest_benchmark_compares_the_files(pytest_form: Any):
     base, new = pytest_form[0] / "run.json", pytest_form[0] / "again.json"
     shutil.copy(base, new)
-    done = start("-m", "pytest_benchmark", "compare", str(base), str(new), "--columns=median,iqr")
+    done = start_python("-m", "pytest_benchmark", "compare", str(base), str(new), "--columns=median,iqr")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("dispatch detach placements=S(0)") >= 16
 
 
 def test_one_process_measures_simulated_suites_and_says_what_the_others_need():
     words = ["-m", "pytest", "suites", "--quick", "--rounds", "3", "-p", "no:cacheprovider", "-k"]
-    done = start(*words, "detach or scatter")
+    done = start_python(*words, "detach or scatter")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "needs several ranks: torchrun --nproc-per-node 4 -m pytest suites" in done.stdout
     assert "8 passed" in done.stdout
 
 
 def test_pytest_suites_and_the_tests_of_suites_are_kept_apart():
-    measured = start("-m", "pytest", "suites", "--collect-only", "-q", "-p", "no:cacheprovider").stdout
+    measured = start_python("-m", "pytest", "suites", "--collect-only", "-q", "-p", "no:cacheprovider").stdout
     assert "suites/test_suites.py::test_case[collectives" in measured
     assert "suites/tests" not in measured
     only = ("--ignore-glob=*/test_[!er]*.py", "--collect-only", "-q", "-p", "no:cacheprovider")
-    tests = start("-m", "pytest", "suites/tests", *only).stdout
+    tests = start_python("-m", "pytest", "suites/tests", *only).stdout
     assert "suites/tests/test_runs.py::test_one_rank_prints" in tests
     assert "test_suites.py" not in tests

@@ -14,6 +14,7 @@ from dtbench.errors import UsageError
 from dtbench.files.run import read_run
 from dtbench.model import Plan
 from dtbench.suite import load
+from dtbench.tests.programs import start
 from dtbench_suites import regret as suite
 from dtbench_suites.ways import (
     Leg,
@@ -25,7 +26,6 @@ from dtbench_suites.ways import (
     ways_between,
     ways_of_product,
 )
-from suites.tests.started import start
 
 DIMS = (("dp", 2), ("tp", 4))
 SHAPE = (64, 32)
@@ -92,7 +92,7 @@ def test_a_mesh_without_a_choice_is_refused() -> None:
 def test_every_way_is_right_on_real_ranks(tmp_path: Path) -> None:
     """Each result is compared with the whole matrix, cut by hand."""
     output = tmp_path / "r.jsonl"
-    command = ["-m", "dtbench", "run", "regret", "--quick", "--device", "cpu", "--mesh", "dp=2,tp=2"]
+    command = ["run", "regret", "--quick", "--device", "cpu", "--mesh", "dp=2,tp=2"]
     done = start(*command, "--size", "16KiB", "-o", str(output))
     assert done.returncode == 0, done.stderr
     results = read_run(output).results

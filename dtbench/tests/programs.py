@@ -1,0 +1,98 @@
+"""`dtbench` as a user starts it: in a fresh process, or in one forked off a server that has imported torch.
+
+An import of torch takes seconds of a core, and a run on two ranks needs three. So only the tests of a launcher,
+of a signal or of what a fresh process finds start fresh ones; the others are forked, and so are their ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from core.tests.gloo_world import START
+
+LIMIT_S = 240  # for a whole command: a hang, not slowness
+FRESH = (sys.executable, "-P", "-m", "dtbench")
+
+
+def environment() -> dict[str, str]:
+    """This process's, without what makes a process a rank, or pytest a worker (which does not measure)."""
+    of_others = ("DTBENCH_", "SLURM_", "TORCHELASTIC_", "PYTEST_XDIST")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(of_others)}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"):
+        env.pop(name, None)
+    env.pop("PYTEST_ADDOPTS", None)
+    return env | {"OMP_NUM_THREADS": "1"}
+
+
+def start_fresh(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """`command` in a new process, which imports what it needs."""
+    return subprocess.run(
+        command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=LIMIT_S
+    )
+
+
+def start(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """`dtbench ARGS` in a forked process, and its ranks in others."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("stdout", "stderr")]
+        process = Forked(["dtbench", *args], environment(), [str(file) for file in files], cwd or Path.cwd())
+        try:
+            code = process.wait(LIMIT_S)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(args, code, *(file.read_text() for file in files))
+
+
+class Forked:
+    """What torch's launcher and `start` use of a Popen."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], files: Sequence[str], cwd: Path) -> None:
+        self._process = START.Process(target=_enter, args=(argv, dict(env), files, str(cwd)))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        # A Popen returns when the new session is there, which is killed as a group.
+        while self.poll() is None and os.getpgid(self.pid) != self.pid:
+            time.sleep(0.001)
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired("dtbench", timeout or 0.0)
+        return code
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _enter(argv: list[str], env: dict[str, str], files: list[str], cwd: str) -> None:
+    """In the forked process: becomes the program. Its ranks write to the same files."""
+    os.setsid()
+    for number, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    import torch
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    from dtbench import cli
+
+    def fork(_handler: SubprocessHandler, command: Sequence[str], env: dict[str, str]) -> Forked:
+        assert tuple(command[: len(FRESH)]) == FRESH, command
+        return Forked(["dtbench", *command[len(FRESH) :]], env, files, Path.cwd())
+
+    SubprocessHandler._popen = fork  # type: ignore[assignment, method-assign]
+    torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
+    sys.argv = argv
+    cli.main()
