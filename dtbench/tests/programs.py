@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 
 from core.tests.gloo_world import START
@@ -93,6 +94,8 @@ def _enter(argv: list[str], env: dict[str, str], files: list[str], cwd: str) -> 
         return Forked(["dtbench", *command[len(FRESH) :]], env, files, Path.cwd())
 
     SubprocessHandler._popen = fork  # type: ignore[assignment, method-assign]
+    # A fork can reach the server it comes from, and would start another: it is not that one's parent.
+    vars(forkserver._forkserver)["ensure_running"] = lambda: None
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
     sys.argv = argv
     cli.main()
