@@ -39,21 +39,23 @@ class ThreadWorlds:
     """Called as `gloo_world.Worlds` is: ranks that are threads of this process, kept from call to call."""
 
     def __init__(self) -> None:
-        self._world: ThreadWorld | None = None
+        self._worlds: dict[int, ThreadWorld] = {}
 
-    def __call__(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        if self._world is None:
-            self._world = ThreadWorld(WORLD_SIZE)
+    def __call__(
+        self, fn: Callable[..., Any], *args: Any, world_size: int = WORLD_SIZE, **kwargs: Any
+    ) -> list[Any]:
+        if world_size not in self._worlds:
+            self._worlds[world_size] = ThreadWorld(world_size)
         try:
-            return self._world.run(inspect.unwrap(fn), *args)
+            return self._worlds[world_size].run(inspect.unwrap(fn), *args, **kwargs)
         except Exception:
             forget_meshes()  # the ranks may be new threads from here on
             raise
 
     def close(self) -> None:
-        if self._world is not None:
-            self._world.close()
-            forget_meshes()
+        for world in self._worlds.values():
+            world.close()
+        forget_meshes()
 
 
 AnyWorlds = Worlds | LocalWorlds

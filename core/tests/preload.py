@@ -7,7 +7,8 @@ import gc
 
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
-import torch._dynamo
+import torch._dynamo.backends.common
+import torch._inductor.compile_fx
 import torch.distributed.checkpoint
 import torch.distributed.launcher.api
 import torch.profiler  # noqa: F401

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks, on_worlds
-from core.tests.local_world import AnyWorlds, LocalWorlds
+from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
+from core.tests.local_world import AnyWorlds, LocalWorlds, ThreadWorlds
 from core.tests.test_ops import place
 from dtbench_core import (
     DTensor,
@@ -121,8 +121,10 @@ def _move_all(mesh_shape: tuple[int, ...], shape: tuple[int, ...], dtype: torch.
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=str)
-def test_every_transition_moves_the_right_data(ranks: Worlds, mesh_shape: Any, shape: Any) -> None:
-    for wrong in ranks(_move_all, mesh_shape, shape, torch.float64):
+def test_every_transition_moves_the_right_data(
+    thread_ranks: ThreadWorlds, mesh_shape: Any, shape: Any
+) -> None:
+    for wrong in thread_ranks(_move_all, mesh_shape, shape, torch.float64):
         assert not wrong, "\n".join(wrong[:5])
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from core.tests.gloo_world import Worlds, mesh_of
-from core.tests.local_world import LocalWorlds
+from core.tests.gloo_world import mesh_of
+from core.tests.local_world import LocalWorlds, ThreadWorlds
 from dtbench_core import DTensor, Replicate, Shard, distribute_tensor
 from dtbench_core.errors import PlacementError
 from dtbench_core.layout.placement import Placements
@@ -160,8 +160,8 @@ def _wrong(sizes: tuple[int, ...], placements: Placements, *, grad: bool) -> dic
 @pytest.mark.filterwarnings("ignore:no sharding rule covers")
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_writes_to_a_part_of_a_sharded_dim(ranks: Worlds, mesh: str, grad: bool) -> None:
-    for wrong in ranks(_wrong, *MESHES[mesh], grad=grad):
+def test_writes_to_a_part_of_a_sharded_dim(thread_ranks: ThreadWorlds, mesh: str, grad: bool) -> None:
+    for wrong in thread_ranks(_wrong, *MESHES[mesh], grad=grad):
         assert not wrong, "\n".join(f"{name}: {text}" for name, text in wrong.items())
 
 
@@ -173,8 +173,8 @@ def _in_turn_uncounted() -> None:
         torch.testing.assert_close(x.full_tensor(), plain)
 
 
-def test_views_show_writes_that_torch_does_not_count(ranks: Worlds) -> None:
-    ranks(_in_turn_uncounted)
+def test_views_show_writes_that_torch_does_not_count(thread_ranks: ThreadWorlds) -> None:
+    thread_ranks(_in_turn_uncounted)
 
 
 def test_simulated_ranks_refuse_what_real_ones_store() -> None:
