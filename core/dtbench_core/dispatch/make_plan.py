@@ -12,7 +12,7 @@ from dtbench_core import comm, rules
 from dtbench_core.dispatch import out_and_resize, outside_mesh, rank_check
 from dtbench_core.dispatch.metadata import device_of_results, flattened, results_of, written_by
 from dtbench_core.dispatch.op_info import OpInfo
-from dtbench_core.dispatch.plan import Move, Plan, plan_of_kind, sorted_by_name
+from dtbench_core.dispatch.plan import Move, Plan, lying_right, plan_of_kind, sorted_by_name
 from dtbench_core.errors import CoreError, MeshError
 from dtbench_core.layout import rng as random
 from dtbench_core.layout.local_shards import holds_shards
@@ -116,7 +116,8 @@ def _plan_for(
         return plan_of_kind(info, nothing, out, _moves(call, inputs), of_copy=of_copy, to_copy=to_copy)
     local_op = strategy.local_op
     if strategy.localize is not None:
-        moved = tuple(s.with_placements(p) for s, p in zip(call.inputs, inputs, strict=True))
+        pairs = zip(call.inputs, inputs, strict=True)
+        moved = tuple(s if p == s.placements else s.with_placements(p) for s, p in pairs)
         local_op = strategy.localize(Placed(moved, tuple(specs)))
     # A random op runs even so: its rank would fall out of step.
     empty = all(s is None or 0 in s.local_shape for s in specs) and not info.random
@@ -211,7 +212,8 @@ def first_run(
     local_kwargs: dict[str, Any],
 ) -> tuple[Plan, Any]:
     """(the plan to keep, the result): a rule that misjudges a shape must not pass silently. Nor a local op that
-    copies, on these shards, where the op gives a view.
+    copies, on these shards, where the op gives a view, or that leaves its result otherwise in memory than it does
+    on the whole: that is put right on this rank, as the others need not see the same.
 
     Raises:
         CoreError: a local result that is not the shard its spec says.
@@ -227,12 +229,20 @@ def first_run(
                 f"the rule of {plan.info.op} is wrong: the local result is {local.dtype} {list(local.shape)}, but "
                 f"{spec} has {spec.dtype} {list(spec.local_shape)} on this rank; please report it"
             )
+    if not plan.info.aliases and not plan.writes and not all(map(_lies_right, made)):
+        plan = plan.laying_out()
+        for one in made:
+            one._local_tensor = lying_right(held_by(one), one._spec)
     if not plan.info.aliases or any(is_copied(one) for one in made) or not isinstance(base, Wrapper):
         return plan, result
     if all(_shares_memory(held_by(one), held_by(base)) for one in made):
         return plan, result
     copies = [copied_view(cls, held_by(one), one._spec, base) for one in made]
     return plan.copying(), result.__class__(copies) if several else copies[0]
+
+
+def _lies_right(one: Wrapper) -> bool:
+    return holds_shards(held_by(one)) or one._spec.lays_out(held_by(one))
 
 
 def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dtbench_core.layout.spec import DTensorSpec, TensorMeta, contiguous_stride
@@ -63,7 +64,7 @@ def results_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], el
     if not any("Tensor" in str(r.type) for r in op._schema.returns):
         return (), "value"
     leaves, rebuilt = flattened(args, kwargs)
-    if elementwise:
+    if elementwise and kwargs.get("memory_format") is None:
         shape = _dense_shape([leaf for leaf in leaves if isinstance(leaf, DTensorSpec)])
         if shape is not None:
             twin_args, twin_kwargs = rebuilt([_empty_twin(leaf) for leaf in leaves])
@@ -76,12 +77,22 @@ def results_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], el
             return known
     meta_args, meta_kwargs = rebuilt([_as_meta(leaf) for leaf in leaves])
     result = op(*meta_args, **meta_kwargs)
+    if op is torch.ops.aten.convolution.default:
+        result = _as_convolved(result, *meta_args[:2])
     several = isinstance(result, (list, tuple))
     listed = result if several else [result]
     metas = tuple(
         TensorMeta(t.shape, t.stride(), t.dtype) if isinstance(t, torch.Tensor) else None for t in listed
     )
     return metas, "list" if several else "tensor"
+
+
+def _as_convolved(result: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The result with channels last where the input or the weight has them so, as kernels do and the meta kernel does
+    not."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(result.ndim)
+    formats = map(suggest_memory_format, (input, weight))
+    return result if last is None or last not in formats else result.contiguous(memory_format=last)
 
 
 def flattened(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:

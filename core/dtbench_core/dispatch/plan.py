@@ -24,6 +24,7 @@ from dtbench_core.dispatch import contexts
 from dtbench_core.dispatch.metadata import written_by
 from dtbench_core.dispatch.op_info import OpInfo
 from dtbench_core.layout.placement import Placements
+from dtbench_core.layout.shard_layout import laid_out
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.redistribute.autograd import local_at
@@ -86,6 +87,24 @@ class Plan:
         made = CopiedViews(self.info, self.kernel, self.out, self.functional)
         made.placements = None
         return made
+
+    def laying_out(self) -> Plan:
+        """This plan, where the local op leaves its results otherwise in memory than their specs say."""
+        kernel, out = self.kernel, self.out
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            made = kernel(*args, **kwargs)
+            if out.__class__ is DTensorSpec:
+                return lying_right(made, out)
+            pairs = zip(made, out, strict=True)
+            return made.__class__(one if spec is None else lying_right(one, spec) for one, spec in pairs)
+
+        return self.__class__(self.info, run, out, False)
+
+
+def lying_right(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """`local`, or a copy, so that it lies in memory as the spec says."""
+    return local if spec.lays_out(local) else laid_out(local, spec)
 
 
 # ---- new tensors ----
@@ -266,7 +285,8 @@ class Around(Plan):
 
     def _around(self, inner: Plan) -> Plan:
         made = copy.copy(self)
-        made.inner, made.out = inner, inner.out
+        made.inner, made.out, made.kernel = inner, inner.out, inner.kernel
+        made.functional = self.functional and inner.functional
         return made
 
     def for_function(self) -> Plan:
@@ -278,6 +298,9 @@ class Around(Plan):
 
     def copying(self) -> Plan:
         return self._around(self.inner.copying())
+
+    def laying_out(self) -> Plan:
+        return self._around(self.inner.laying_out())
 
 
 class LocalShape(Around):

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dtbench_core.layout.placement import Placements, Shard, local_extents, splits_evenly
-from dtbench_core.layout.spec import DTensorSpec, contiguous_stride
+from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, memory_order
 from dtbench_core.rules.base import OpCall, Strategy
 from dtbench_core.torch_compat import kernel_of
 
@@ -106,8 +106,8 @@ def _runs(
 
 def _meta(spec: DTensorSpec, shape: tuple[int, ...]) -> torch.Tensor:
     """A shard of that shape, its dims in the order of the global strides."""
-    order = sorted(range(len(shape)), key=lambda d: spec.stride[d])
-    return torch.empty_strided(shape, contiguous_stride(shape, order), dtype=spec.dtype, device="meta")
+    stride = contiguous_stride(shape, reversed(memory_order(spec.shape, spec.stride)))
+    return torch.empty_strided(shape, stride, dtype=spec.dtype, device="meta")
 
 
 def _on_meta(leaf: Any) -> Any:

@@ -6,7 +6,9 @@ tensor dim, the outer mesh dim (the lower index) splits first.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -202,6 +204,11 @@ def as_placement(given: object) -> Placement:
         f"got {given!r} ({kind.__module__}.{kind.__qualname__}) as a placement, expected Shard, Replicate or Partial, "
         f"of dtbench_core or torch.distributed.tensor"
     )
+
+
+def permuted(placements: Placements, places: Sequence[int]) -> Placements:
+    """The placements of the tensor whose dim `d` has become dim `places[d]`."""
+    return tuple(dataclasses.replace(p, dim=places[p.dim]) if isinstance(p, Shard) else p for p in placements)
 
 
 def describe(placements: Placements) -> str:

@@ -22,7 +22,7 @@ from dtbench_core.layout.placement import (
     describe,
     local_extents,
 )
-from dtbench_core.layout.spec import DTensorSpec, normalize
+from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, memory_order, normalize, preserved_stride
 from dtbench_core.runtime import process, remember
 
 
@@ -32,7 +32,7 @@ def empty_part(spec: DTensorSpec, device: torch.device | str) -> torch.Tensor:
 
 
 def part_of(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """This rank's part of the global tensor `whole`, as a contiguous copy unless it is all of it."""
+    """This rank's part of the global tensor `whole`, a copy that lies as the spec says unless it is all of it."""
     coordinate = spec.info.coordinate
     if coordinate is None:
         return empty_part(spec, whole.device)
@@ -40,7 +40,14 @@ def part_of(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     for placement, parts, index in zip(spec.placements, spec.info.sizes, coordinate, strict=True):
         if isinstance(placement, Shard):
             part = placement.part(part, parts, index)
-    return part if part is whole else part.clone(memory_format=torch.contiguous_format)
+    return part if part is whole else laid_out(part, spec)
+
+
+def laid_out(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """A copy of this rank's part that lies in memory as the spec says."""
+    if spec.stride == contiguous_stride(spec.shape):
+        return part.clone(memory_format=torch.contiguous_format)
+    return part.new_empty_strided(spec.local_shape, spec.local_stride).copy_(part)
 
 
 def even_layout(
@@ -48,6 +55,7 @@ def even_layout(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Global shape and stride when every rank holds as much as this one, or what its RaggedShard says."""
     shape, stride = list(local.shape), list(local.stride())
+    order = memory_order(local.shape, local.stride())
     for placement, parts in zip(placements, info.sizes, strict=True):
         if isinstance(placement, Shard):
             dim, was = placement.dim, shape[placement.dim]
@@ -57,6 +65,8 @@ def even_layout(
                 s // max(was, 1) * shape[dim] if d != dim and s > stride[dim] else s
                 for d, s in enumerate(stride)
             ]
+    if local.stride() == preserved_stride(tuple(local.shape), local.stride()):
+        return tuple(shape), contiguous_stride(shape, reversed(order))
     return tuple(shape), tuple(stride)
 
 

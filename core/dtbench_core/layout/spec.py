@@ -8,6 +8,7 @@ The table holds them weakly; a cached plan keeps the specs of its key alive.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -48,6 +49,7 @@ class DTensorSpec:
         placements: one per mesh dim; Shard dims are non-negative.
         shape, stride, dtype: of the global tensor.
         local_shape, local_offset: this rank's part of it; (0,) on a rank outside the mesh, () of a tensor without dims.
+        local_stride: that of a dense part whose dims lie in memory in the order of the global ones.
     """
 
     __slots__ = ("__weakref__", "_local", "dtype", "info", "placements", "shape", "stride")
@@ -93,8 +95,9 @@ class DTensorSpec:
     _local: tuple[tuple[int, ...], tuple[int, ...]] | None
 
     def with_placements(self, placements: Placements) -> DTensorSpec:
-        """The same tensor, placed otherwise."""
-        return DTensorSpec.of(self.info, placements, self.shape, self.stride, self.dtype)
+        """The same tensor, placed otherwise: a copy, dense in memory."""
+        stride = preserved_stride(tuple(self.shape), self.stride)
+        return DTensorSpec.of(self.info, placements, self.shape, stride, self.dtype)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -117,6 +120,20 @@ class DTensorSpec:
     def local_offset(self) -> tuple[int, ...]:
         """Global index of this rank's first element."""
         return self._extents()[1]
+
+    @property
+    def local_stride(self) -> tuple[int, ...]:
+        return contiguous_stride(self.local_shape, reversed(memory_order(self.shape, self.stride)))
+
+    def lays_out(self, local: torch.Tensor) -> bool:
+        """Whether `local`, of the local shape, lies in memory as a dense tensor's part must. Of a tensor with gaps or
+        overlaps, any part does: its strides depend on the tensor it is a view of."""
+        if local.is_contiguous() and self.stride == contiguous_stride(self.shape):
+            return True
+        if local.numel() == 0 or self.stride != preserved_stride(tuple(self.shape), self.stride):
+            return True
+        each = zip(local.shape, local.stride(), self.local_stride, strict=True)
+        return all(n == 1 or has == wanted for n, has, wanted in each)
 
     def _extents(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if self._local is None:
@@ -249,3 +266,16 @@ def contiguous_stride(shape: Sequence[int], order: Iterable[int] | None = None) 
         strides[dim] = step
         step *= max(shape[dim], 1)
     return tuple(strides)
+
+
+def memory_order(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """The dims as they lie in memory, outermost first."""
+    return sorted(range(len(shape)), key=lambda dim: (-stride[dim], -shape[dim]))
+
+
+@functools.lru_cache(maxsize=4096)
+def preserved_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a copy in torch.preserve_format: `stride` itself without gaps and overlaps."""
+    if stride == contiguous_stride(shape):
+        return stride
+    return torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()

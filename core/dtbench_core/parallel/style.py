@@ -73,7 +73,7 @@ def _entering(
         # The whole size is known here, so uneven shards are understood without asking the other ranks.
         shape = (*given.shape[:-1], features)
         spec = DTensorSpec.of(mesh, layouts, shape, contiguous_stride(shape), given.dtype)
-        return placed(wrapped(given, spec), (wanted,))
+        return placed(wrapped(given.contiguous(), spec), (wanted,))
     return placed(DTensor.from_local(given, mesh, layouts), (wanted,))
 
 

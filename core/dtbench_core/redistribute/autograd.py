@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dtbench_core.layout.placement import Placements
-from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.layout.spec import DTensorSpec, preserved_stride
 from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.redistribute.route import Route, apply, plan
 from dtbench_core.torch_compat import any_requires_grad, version_of
@@ -89,5 +89,6 @@ class Redistribute(torch.autograd.Function):
 def cast_dtype(tensor: Wrapper, dtype: torch.dtype) -> Wrapper:
     """`tensor` in another dtype, shard by shard, outside autograd."""
     spec = tensor._spec
-    cast = DTensorSpec.of(spec.info, spec.placements, spec.shape, spec.stride, dtype)
+    stride = preserved_stride(tuple(spec.shape), spec.stride)
+    cast = DTensorSpec.of(spec.info, spec.placements, spec.shape, stride, dtype)
     return wrap(tensor.viewed, tensor._local_tensor.to(dtype), cast)

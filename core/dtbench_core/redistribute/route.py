@@ -25,8 +25,9 @@ from dtbench_core.layout.placement import (
     Placements,
     describe,
     local_extents,
+    permuted,
 )
-from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
+from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, memory_order, normalize
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.redistribute.movers import Exchange, Mover, mover
 from dtbench_core.runtime import process, remember
@@ -72,12 +73,10 @@ class Route(tuple[Step, ...]):
         made = Route(steps)
         made.source = made.result = source
         if steps:
-            # The steps leave contiguous shards, whatever the strides were before.
-            stride = contiguous_stride(source.shape)
-            made.result = DTensorSpec.of(source.info, dst, source.shape, stride, source.dtype)
+            made.result = source.with_placements(dst)
         made.gradient = placements_of_gradient(source.placements)
         member = source.info.coordinate is not None  # a rank outside the mesh has nothing to move
-        made.movers = tuple(_mover(step, source) for step in steps) if member else ()
+        made.movers = _movers(steps, made.result) if member and steps else ()
         return made
 
     @property
@@ -233,6 +232,21 @@ def _averages(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
+def _movers(steps: Sequence[Step], spec: DTensorSpec) -> tuple[Mover, ...]:
+    """What runs the steps. Shards travel with their dims in the order of memory, so that they keep it and no step
+    copies them for it."""
+    order = memory_order(spec.shape, spec.stride)
+    if spec.stride == contiguous_stride(spec.shape) or order == sorted(order):
+        return tuple(_mover(step, spec) for step in steps)
+    places = [order.index(dim) for dim in range(len(order))]
+    movers = []
+    for step in steps:
+        src, dst = permuted(step.src, places), permuted(step.dst, places)
+        shape = tuple(step.shape[dim] for dim in order)
+        movers.append(_mover(step._replace(src=src, dst=dst, shape=shape), spec))
+    return lambda local: local.permute(order), *movers, lambda local: local.permute(places)
+
+
 def _mover(step: Step, spec: DTensorSpec) -> Mover:
     info, dims = spec.info, step.mesh_dims
     mine = info.my_coordinate()
@@ -251,7 +265,7 @@ def apply(local: torch.Tensor, route: Route) -> torch.Tensor:
     if local.__class__ is not torch.Tensor and route:
         local = plain_part(local, route.source)
     if local.is_meta and route:  # nothing to send
-        return local.new_empty(route.result.local_shape)
+        return local.new_empty_strided(route.result.local_shape, route.result.local_stride)
     for move in route.movers:
         local = move(local)
     return local

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from dtbench_core.errors import PlacementError
 from dtbench_core.layout.placement import NEUTRAL, REDUCE_OPS, REPLICATE, Partial, Shard
-from dtbench_core.layout.spec import DTensorSpec, contiguous_stride
+from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, memory_order
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.redistribute.copied_view import copied_view
 from dtbench_core.rules import base
@@ -309,7 +309,7 @@ def new(call: OpCall) -> Strategy:
 @rule(aten.new_empty_strided.default)
 def new_strided(call: OpCall) -> Strategy:
     """The local strides keep the order of the global ones."""
-    order = sorted(range(len(call["stride"])), key=lambda dim: call["stride"][dim])
+    order = memory_order(call["size"], call["stride"])[::-1]
 
     def local_op(local: torch.Tensor, size: list[int], _: object, **kwargs: Any) -> torch.Tensor:
         return aten.new_empty_strided(local, size, contiguous_stride(size, order), **kwargs)  # type: ignore[no-any-return]

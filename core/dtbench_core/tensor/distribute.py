@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtbench_core import comm
 from dtbench_core.errors import ArgumentError, ArgumentTypeError
 from dtbench_core.layout.mesh import MeshInfo, mesh_info, mesh_or_current
-from dtbench_core.layout.placement import Placement, Placements, Shard, describe
-from dtbench_core.layout.shard_layout import empty_part, part_of
-from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
+from dtbench_core.layout.placement import Placement, Placements, Shard, describe, permuted
+from dtbench_core.layout.shard_layout import empty_part, laid_out, part_of
+from dtbench_core.layout.spec import DTensorSpec, memory_order, normalize, preserved_stride
 from dtbench_core.layout.wrapper import wrap
 from dtbench_core.redistribute.movers import padded
 from dtbench_core.redistribute.route import apply, placements_of_gradient, plan
@@ -71,14 +71,18 @@ def distribute_tensor(
     if local.device.type not in (info.device_type, "meta"):
         local = local.to(info.device_type)
     values = placements_of_gradient(placed)  # as the tensor's, but whole where terms are to be pending
-    spec = DTensorSpec.of(info, values, tensor.shape, contiguous_stride(tensor.shape), tensor.dtype)
+    stride = preserved_stride(tuple(tensor.shape), tensor.stride())
+    spec = DTensorSpec.of(info, values, tensor.shape, stride, tensor.dtype)
     if info.coordinate is None:
         part = empty_part(spec, local.device)
     elif src_data_rank is None or local.is_meta:
         part = part_of(local, spec)
-        part = part.clone(memory_format=torch.contiguous_format) if part is local else part
+        part = laid_out(part, spec) if part is local else part
     else:
-        part = _sent(local, info, values, src_data_rank)
+        order = memory_order(spec.shape, stride)
+        places = [order.index(dim) for dim in range(len(order))]
+        sent = _sent(local.permute(order), info, permuted(values, places), src_data_rank)
+        part = sent.permute(places)
     return wrap(DTensor, apply(part, plan(spec, placed)), spec.with_placements(placed), tensor.requires_grad)
 
 
