@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from core.tests.local_world import AnyWorlds
+from core.tests.gloo_world import Worlds
+from core.tests.local_world import ThreadWorlds
 from dtbench_core import (
     DTensor,
     Placement,
@@ -319,14 +320,13 @@ def placements_of(shapes: tuple[tuple[int, ...], ...], mesh_ndim: int) -> list[l
     return [list(p) for p in itertools.product(each[:3], repeat=2) if p[0] != p[1] or p[0].is_shard()]
 
 
-def sweep(shape: tuple[int, ...], names: list[str]) -> list[str]:
+def sweep(shape: tuple[int, ...], placements: list[list[Placement]] | None = None) -> list[str]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
     found: list[str] = []
-    for name in names:
-        program = PROGRAMS[name]
+    for name, program in PROGRAMS.items():
         plain = _tensors(program)
         expected = tree_leaves(program.fn(*copy.deepcopy(plain)))
-        for placed in placements_of(program.shapes, mesh.ndim):
+        for placed in placements or placements_of(program.shapes, mesh.ndim):
             placed_tensors = [distribute_tensor(t, mesh, placed, src_data_rank=None) for t in plain]
             where = ",".join(map(str, placed))
             try:
@@ -340,7 +340,13 @@ def sweep(shape: tuple[int, ...], names: list[str]) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
+def test_strides_are_those_of_plain_torch(thread_ranks: ThreadWorlds) -> None:
+    for found in thread_ranks(sweep, (2, 2), [[Shard(0), Shard(1)]]):
+        assert not found, "\n".join(found)
+
+
+@pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
-def test_strides_are_those_of_plain_torch(worlds: AnyWorlds, shape: tuple[int, ...]) -> None:
-    for found in worlds(sweep, shape, list(PROGRAMS)):
+def test_strides_of_all_placements_on_gloo(ranks: Worlds, shape: tuple[int, ...]) -> None:
+    for found in ranks(sweep, shape):
         assert not found, "\n".join(found)

@@ -42,7 +42,7 @@ SLOW = {
     "suites/tests/test_compat.py::test_workers*": "a worker of it and its ranks",
     "core/tests/test_gloo_world.py::test_broken_world*": "ranks of the tests' own worlds that die",
     # The fast tier runs these on simulated ranks: as LocalTensors, or threads.
-    "core/tests/test_ops.py::test_*_on_gloo*": "real gloo ranks",
+    "core/tests/test_*.py::test_*_on_gloo*": "real gloo ranks",
     "core/tests/*[gloo*": "real gloo ranks, where simulated ones run the same program",
 }
 

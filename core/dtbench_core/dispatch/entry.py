@@ -59,6 +59,12 @@ def _is_complex(input: Any) -> bool:
     return complex_
 
 
+def _one_hot(*args: Any, **kwargs: Any) -> Any:
+    """Contiguous, as of plain tensors; a subclass torch answers by a comparison, which keeps its order in memory."""
+    with DisableTorchFunction():
+        return torch.nn.functional.one_hot(*args, **kwargs).contiguous()
+
+
 # Functions that have a way of their own here, most of them because they are several ops to torch and one to us;
 # NotImplemented sends a call the common way.
 _own: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -76,6 +82,7 @@ _own: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.autograd.backward: backward,
     torch.Tensor.backward: backward_of,
     torch.is_complex: _is_complex,
+    torch.nn.functional.one_hot: _one_hot,
     # What torch makes of `1 / x`: as two calls, whose plans hold for all values of the number.
     torch.Tensor.__rdiv__: lambda self, other: self.reciprocal() * other,
 }
@@ -86,6 +93,7 @@ _under_modes = {
     torch.autograd.backward,
     torch.Tensor.backward,
     torch.is_complex,
+    torch.nn.functional.one_hot,
     torch.Tensor.__rdiv__,
 }
 
