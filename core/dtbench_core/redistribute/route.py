@@ -76,7 +76,7 @@ class Route(tuple[Step, ...]):
             made.result = source.with_placements(dst)
         made.gradient = placements_of_gradient(source.placements)
         member = source.info.coordinate is not None  # a rank outside the mesh has nothing to move
-        made.movers = _movers(steps, made.result) if member and steps else ()
+        made.movers = _movers(steps, source, made.result) if member and steps else ()
         return made
 
     @property
@@ -232,18 +232,18 @@ def _averages(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _movers(steps: Sequence[Step], spec: DTensorSpec) -> tuple[Mover, ...]:
+def _movers(steps: Sequence[Step], source: DTensorSpec, result: DTensorSpec) -> tuple[Mover, ...]:
     """What runs the steps. Shards travel with their dims in the order of memory, so that they keep it and no step
     copies them for it."""
-    order = memory_order(spec.shape, spec.stride)
-    if spec.stride == contiguous_stride(spec.shape) or order == sorted(order):
-        return tuple(_mover(step, spec) for step in steps)
+    order = memory_order(result.shape, result.stride)
+    if result.stride == contiguous_stride(result.shape) or order == sorted(order):
+        return tuple(_mover(step, source) for step in steps)
     places = [order.index(dim) for dim in range(len(order))]
     movers = []
     for step in steps:
         src, dst = permuted(step.src, places), permuted(step.dst, places)
         shape = tuple(step.shape[dim] for dim in order)
-        movers.append(_mover(step._replace(src=src, dst=dst, shape=shape), spec))
+        movers.append(_mover(step._replace(src=src, dst=dst, shape=shape), source))
     return lambda local: local.permute(order), *movers, lambda local: local.permute(places)
 
 

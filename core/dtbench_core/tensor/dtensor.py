@@ -42,7 +42,7 @@ from dtbench_core.layout.shard_layout import (
     even_spec,
 )
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
-from dtbench_core.layout.wrapper import MEMORIES, Wrapper, held_by, lend, wrap, wrap_shared
+from dtbench_core.layout.wrapper import MEMORIES, Wrapper, lend, wrap, wrap_shared
 from dtbench_core.redistribute.autograd import Redistribute, cast_dtype, follow, redistribute_tensor
 from dtbench_core.redistribute.copied_view import CopiedView, is_copied
 from dtbench_core.redistribute.route import Route, apply, placements_of_gradient, plan, request
@@ -442,9 +442,9 @@ def _whole(tensor: DTensor, route: Route) -> torch.Tensor:
 
 def _lent(tensor: DTensor, *, view: bool = False) -> torch.Tensor:
     """The local tensor as another object on the same memory, which counts writes together with `tensor`."""
-    local = held_by(tensor)
+    local = tensor._local_tensor  # of a copied view, read anew
     if is_uncounted(local):
-        local = _detached(tensor._local_tensor)
+        local = _detached(local)
         return local.view_as(local) if view and local.__class__ is torch.Tensor else local
     with DisableTorchFunction():
         return lend(tensor, local, view=view)
@@ -533,7 +533,7 @@ class ToLocal(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: DTensor, grad_placements: Placements | None, writable: bool
     ) -> torch.Tensor:
-        ctx.spec = tensor._spec
+        ctx.spec, ctx.writable = tensor._spec, writable
         ctx.grad_placements = grad_placements or placements_of_gradient(tensor._spec.placements)
         # To autograd a view made in here, so that it refuses a write: that would change `tensor`, and the gradients
         # of what is computed from that would not know.
@@ -546,7 +546,7 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: DTensor, *_: Any) -> torch.Tensor:
-        return _lent(tangent)
+        return _lent(tangent, view=not ctx.writable)
 
 
 class FullTensor(torch.autograd.Function):
