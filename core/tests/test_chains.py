@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
+from core.tests.gloo_world import mesh_of
+from core.tests.local_world import ThreadWorlds
 from dtbench_core import DTensor, FallbackWarning, Partial, Placement, Replicate, Shard, distribute_tensor
-from dtbench_core.simulate import ThreadWorld
 
 MESHES = ((2,), (3,), (4,), (2, 2), (3, 2), (2, 2, 2))
 MAX_SIZE = 6
@@ -136,7 +136,7 @@ def _placed(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, .
 
 def _differences(chain: Chain) -> list[str]:
     """On a rank: what differs from plain torch, with autograd and without."""
-    mesh = DeviceMesh("cpu", torch.arange(math.prod(chain.mesh)).view(chain.mesh))
+    mesh = mesh_of(chain.mesh)
     plain = torch.randn(chain.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     plain.requires_grad_()
     expected = _run(plain, chain)
@@ -157,16 +157,8 @@ def _differences(chain: Chain) -> list[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def worlds() -> Iterator[dict[int, ThreadWorld]]:
-    made = {size: ThreadWorld(size) for size in {math.prod(mesh) for mesh in MESHES}}
-    yield made
-    for world in made.values():
-        world.close()
-
-
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(chain=chains())
-def test_a_chain_equals_the_plain_one(worlds: dict[int, ThreadWorld], chain: Chain) -> None:
-    for rank, found in enumerate(worlds[math.prod(chain.mesh)].run(_differences, chain)):
+def test_a_chain_equals_the_plain_one(thread_ranks: ThreadWorlds, chain: Chain) -> None:
+    for rank, found in enumerate(thread_ranks(_differences, chain, world_size=math.prod(chain.mesh))):
         assert not found, f"rank {rank}: {found}"

@@ -54,7 +54,10 @@ def _weight(index: int, ranks: int) -> float:
 def place(full: torch.Tensor, mesh: Any, placements: tuple[Placement, ...]) -> DTensor:
     """`full` as a DTensor; a Partial gets different terms on every rank, which add up to it."""
     whole = [Replicate() if p.is_partial() else p for p in placements]
-    local = distribute_tensor(full, mesh, whole, src_data_rank=None).to_local()
+    made = distribute_tensor(full, mesh, whole, src_data_rank=None)
+    if whole == list(placements):
+        return made
+    local = made.to_local()
     for mesh_dim, placement in enumerate(placements):
         if placement.is_partial():
             local = local * _weight(mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim))

@@ -54,7 +54,7 @@ RESULTS = st.lists(
     ),
     max_size=12,
 )
-MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MANY = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def result(impl: str, seconds: float, launch: int = 0, name: str = "add", **changes: Any) -> Result:

@@ -40,6 +40,13 @@ SLOW = {
     "suites/tests/test_coverage.py::test_a_worker_that_takes_too_long*": "one that hangs",
     "suites/tests/test_compat.py::test_a_program*": "ranks of the compat suite that die or wait",
     "suites/tests/test_compat.py::test_workers*": "a worker of it and its ranks",
+    # The gate's launches are such starts, too; the fast tier judges made-up ones.
+    "dtbench/tests/test_gate_runs.py::test_real_launches*": "four launches that import torch",
+    "dtbench/tests/test_gate_runs.py::test_compared_launches*": "five of them",
+    "dtbench/tests/test_gate_runs.py::test_arms_load_apart*": "three of them",
+    "dtbench/tests/test_gate_runs.py::test_an_arm_that_brings*": "two of them",
+    "dtbench/tests/test_gate_runs.py::test_what_is_launched_again*": "three of them",
+    "core/tests/test_state_dicts.py::test_torchs_functions_learn*": "which of two a fresh process imports first",
     "core/tests/test_gloo_world.py::test_broken_world*": "ranks of the tests' own worlds that die",
     # The fast tier runs these on simulated ranks: as LocalTensors, or threads.
     "core/tests/test_*.py::test_*_on_gloo*": "real gloo ranks",
