@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Any
 
 from dtbench_core.errors import ArgumentError, RedistributionError
@@ -74,9 +73,7 @@ class ExplicitRedistributionContext:
         _explicit.set(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _explicit.set(self._outer.pop())
 
     def observe(self, op: Any, spec: DTensorSpec, placements: Placements) -> None:

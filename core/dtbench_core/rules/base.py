@@ -7,6 +7,7 @@ mesh dim. That keeps the work linear in mesh dims, and a rule a short table one 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -146,16 +147,18 @@ def rule(*ops: OpOverload) -> Callable[[Rule], Rule]:
 _decompositions: dict[OpOverload, Callable[..., Any]] = {}
 
 
-def decomposition(*ops: OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def decomposition(*ops: OpOverload, told: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers the decorated function, written with torch ops on DTensors, to run in the place of `ops`.
 
     For ops that need a global value half way, such as a mean weighted by what all ranks hold.
     Where it returns NotImplemented, the op's rule decides as if there were no decomposition.
+
+    told: the function gets the op before its arguments.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for op in ops:
-            _decompositions[op] = function
+            _decompositions[op] = functools.partial(function, op) if told else function
         return function
 
     return register

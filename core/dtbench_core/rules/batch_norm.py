@@ -10,7 +10,7 @@ forward and backward. They need a GPU; the tests here reach the CPU's ops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -229,44 +229,30 @@ def _gradients(
     return of_data, of_weight.to(dtype) if mask[1] else None, of_bias.to(dtype) if mask[2] else None
 
 
-def _forward(op: OpOverload, reserves: bool, always: bool) -> Callable[..., Any]:
-    def decomposed(*args: Any, **kwargs: Any) -> Any:
-        given = bound(op, args, kwargs)
-        get: Any = given.get
-        data, running = get("input"), (get("running_mean"), get("running_var"))
-        train = _trains(op, given)
-        if not always and (not train or _by_channel(data, *running)):
-            return NotImplemented
-        momentum, eps = get("momentum"), get("eps")
-        if always:
-            momentum, eps = get("exponential_average_factor"), get("epsilon")
-        results = _normalised(data, get("weight"), get("bias"), running, train, momentum or 0.0, eps)
-        return (*results, data.new_empty((0,), dtype=torch.uint8)) if reserves else results
-
-    return decomposed
+@decomposition(*FORWARD, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default, told=True)
+def _forward(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    given = bound(op, args, kwargs)
+    get: Any = given.get
+    data, running = get("input"), (get("running_mean"), get("running_var"))
+    train = _trains(op, given)
+    if op in FORWARD and (not train or _by_channel(data, *running)):
+        return NotImplemented
+    momentum, eps = get("momentum", get("exponential_average_factor")), get("eps", get("epsilon"))
+    results = _normalised(data, get("weight"), get("bias"), running, train, momentum or 0.0, eps)
+    reserves = len(op._schema.returns) == 4
+    return (*results, data.new_empty((0,), dtype=torch.uint8)) if reserves else results
 
 
-def _backward(op: OpOverload, always: bool) -> Callable[..., Any]:
-    def decomposed(*args: Any, **kwargs: Any) -> Any:
-        given = bound(op, args, kwargs)
-        get: Any = given.get
-        grad = get("grad_output") if get("grad_output") is not None else get("grad_out")
-        data, weight = get("input"), get("weight")
-        train = True if always else _trains(op, given)
-        if not always and (not train or (_by_channel(data) and _by_channel(grad))):
-            return NotImplemented
-        inverse = get("save_invstd") if get("save_invstd") is not None else get("save_var")
-        mask = get("output_mask") or (True, True, True)
-        return _gradients(grad, data, weight, get("save_mean"), inverse, train, mask)
-
-    return decomposed
-
-
-for _op in FORWARD:
-    decomposition(_op)(_forward(_op, len(_op._schema.returns) == 4, always=False))
-for _op in BACKWARD:
-    decomposition(_op)(_backward(_op, always=False))
-for _op in (aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default):
-    decomposition(_op)(_forward(_op, len(_op._schema.returns) == 4, always=True))
-for _op in (aten.cudnn_batch_norm_backward.default, aten.miopen_batch_norm_backward.default):
-    decomposition(_op)(_backward(_op, always=True))
+@decomposition(*BACKWARD, aten.cudnn_batch_norm_backward.default, told=True)
+@decomposition(aten.miopen_batch_norm_backward.default, told=True)
+def _backward(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    given = bound(op, args, kwargs)
+    get: Any = given.get
+    grad = get("grad_output") if get("grad_output") is not None else get("grad_out")
+    data, weight = get("input"), get("weight")
+    train = op not in BACKWARD or _trains(op, given)
+    if op in BACKWARD and (not train or (_by_channel(data) and _by_channel(grad))):
+        return NotImplemented
+    inverse = get("save_invstd") if get("save_invstd") is not None else get("save_var")
+    mask = get("output_mask") or (True, True, True)
+    return _gradients(grad, data, weight, get("save_mean"), inverse, train, mask)

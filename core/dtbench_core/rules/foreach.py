@@ -7,7 +7,6 @@ different meshes, and there may be columns of plain tensors, which are the rank'
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -88,7 +87,10 @@ class _Columns:
         self.count = max((len(positions) for positions in self.lists.values()), default=0)
 
 
-@rule(*_overloads([f"_foreach_{name}{suffix}" for name in NAMES.split() for suffix in ("", "_")]))
+FOREACH = _overloads([f"_foreach_{name}{suffix}" for name in NAMES.split() for suffix in ("", "_")])
+
+
+@rule(*FOREACH)
 def foreach(call: OpCall) -> Strategy:
     columns = _Columns(call)
     in_place = call.op._schema.name.endswith("_")
@@ -154,6 +156,7 @@ def _functional(op: OpOverload) -> OpOverload:
 # ---- lists of which some members are plain, or on another mesh ----
 
 
+@decomposition(*FOREACH, told=True)
 def _in_groups(op: OpOverload, *args: Any, **options: Any) -> Any:
     """A call whose columns are on several meshes, or plain: group by group, as columns have nothing to do with each
     other. NotImplemented where they are one group."""
@@ -189,10 +192,6 @@ def _shared(value: Any, mesh: MeshInfo | None, op: OpOverload) -> Any:
             "rank, outside that mesh, does not know; expected tensors of that mesh alone: call it on the members"
         )
     return redistribute_tensor(value, (REPLICATE,) * here.ndim)._local_tensor
-
-
-for _op in _overloads([f"_foreach_{name}{suffix}" for name in NAMES.split() for suffix in ("", "_")]):
-    decomposition(_op)(functools.partial(_in_groups, _op))
 
 
 # ---- fused optimizer steps ----
@@ -242,13 +241,10 @@ def _step_on_copies(
     return None
 
 
+@decomposition(*FUSED, told=True)
 def _step(op: OpOverload, *args: Any, **options: Any) -> Any:
     result = _in_groups(op, *args, **options)
     return _step_on_copies(op, *args, **options) if result is NotImplemented else result
-
-
-for _op in FUSED:
-    decomposition(_op)(functools.partial(_step, _op))
 
 
 def _lie_alike(parameters: Sequence[Any], tensors: Sequence[Any]) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,17 @@ def batch_rows(call: OpCall, count: int) -> list[Row]:
     """Rows that shard one of the first `count` dims, if all inputs and outputs have them alike."""
     dims = range(count) if is_matching(call, count) else ()
     return along(dims, len(call.inputs), len(call.outputs))
+
+
+def but(ndim: int, gone: Iterable[int], *, keepdim: bool = False) -> dict[int, int]:
+    """Dims of a tensor but `gone`, which vanish from the result or with keepdim do not -> their dims there."""
+    taken = set(gone)
+    return {d: d if keepdim else d - sum(g < d for g in taken) for d in range(ndim) if d not in taken}
+
+
+def moved_rows(dims: Mapping[int, int], outs: int = 1) -> list[Row]:
+    """Rows of ops with one input: shards of its dim k become shards of dim dims[k] of every output."""
+    return [Row((Shard(src),), (Shard(dst),) * outs) for src, dst in dims.items()]
 
 
 def is_matching(call: OpCall, count: int) -> bool:

@@ -127,27 +127,26 @@ def nll_loss_backward(call: OpCall) -> Strategy:
     return Strategy([*rows, *pending_rows(call, (0,))])
 
 
-def _weighted_mean(op: OpOverload) -> Callable[..., Any]:
-    def nll_mean(
-        data: Any, target: Any, weight: Any = None, reduction: int = MEAN, ignore_index: int = -100
-    ) -> Any:
-        """The mean by weight of all ranks' targets, not of the ranks' means."""
-        if all_replicated(data, target, weight):
-            return NotImplemented
-        if reduction == MEAN:
-            loss, total = op(data, target, weight, SUMMED, ignore_index)
-            total = whole(total)
-            return loss / total, total
-        classes = data.shape[1 if data.ndim > 1 else 0]
-        if _anyone(target, lambda t: torch.bitwise_or(t < 0, t >= classes).bitwise_and(t != ignore_index)):
-            return op(whole(data), whole(target), whole(weight), reduction, ignore_index)
+@decomposition(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, told=True)
+def nll_mean(
+    op: OpOverload,
+    data: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+) -> Any:
+    """The mean by weight of all ranks' targets, not of the ranks' means."""
+    if all_replicated(data, target, weight):
         return NotImplemented
-
-    return nll_mean
-
-
-for _op in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
-    decomposition(_op)(_weighted_mean(_op))
+    if reduction == MEAN:
+        loss, total = op(data, target, weight, SUMMED, ignore_index)
+        total = whole(total)
+        return loss / total, total
+    classes = data.shape[1 if data.ndim > 1 else 0]
+    if _anyone(target, lambda t: torch.bitwise_or(t < 0, t >= classes).bitwise_and(t != ignore_index)):
+        return op(whole(data), whole(target), whole(weight), reduction, ignore_index)
+    return NotImplemented
 
 
 @decomposition(aten.binary_cross_entropy.default)

@@ -7,10 +7,11 @@ dim is sharded the op itself runs (reduce.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from dtbench_core.rules.base import aten, decomposition, listed_dims
 from dtbench_core.rules.labels import accurate, is_split, materialised
@@ -40,25 +41,18 @@ def _variance(
     return materialised(total) / freedom, mean
 
 
-def _decomposed(deviation: bool, mean: bool) -> Callable[..., Any]:
-    """The op that gives the variance, or its root, and perhaps the mean beside it."""
-
-    def moments(
-        tensor: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
-    ) -> Any:
-        found = _variance(tensor, listed_dims(dim, tensor.ndim), correction, keepdim)
-        if found is None:
-            return NotImplemented
-        spread = (found[0].sqrt() if deviation else found[0]).to(tensor.dtype)
-        return (spread, found[1].to(tensor.dtype)) if mean else spread
-
-    return moments
-
-
-decomposition(aten.var.correction)(_decomposed(deviation=False, mean=False))
-decomposition(aten.std.correction)(_decomposed(deviation=True, mean=False))
-decomposition(aten.var_mean.correction)(_decomposed(deviation=False, mean=True))
-decomposition(aten.std_mean.correction)(_decomposed(deviation=True, mean=True))
+@decomposition(aten.var.correction, aten.var_mean.correction, told=True)
+@decomposition(aten.std.correction, aten.std_mean.correction, told=True)
+def moments(
+    op: OpOverload, tensor: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> Any:
+    """The variance, or its root, and perhaps the mean beside it."""
+    found = _variance(tensor, listed_dims(dim, tensor.ndim), correction, keepdim)
+    if found is None:
+        return NotImplemented
+    deviation = op in (aten.std.correction, aten.std_mean.correction)
+    spread = (found[0].sqrt() if deviation else found[0]).to(tensor.dtype)
+    return (spread, found[1].to(tensor.dtype)) if len(op._schema.returns) == 2 else spread
 
 
 # ---- norms ----

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from dtbench_core.layout.placement import Partial, Placement, Shard, splits_evenly
 from dtbench_core.rules.base import OpCall, Row, Strategy, aten, linear_rows, pending, rule
-from dtbench_core.rules.labels import SUM
+from dtbench_core.rules.labels import SUM, but, moved_rows
 
 # Of these an empty list of dims reduces nothing; for the others it means all dims.
 _EMPTY_IS_NONE = {aten.all.dims, aten.any.dims}
@@ -33,12 +33,7 @@ def reduced_dims(call: OpCall) -> tuple[tuple[int, ...], bool]:
 
 def kept_rows(call: OpCall, reduced: Collection[int], keepdim: bool, outs: int = 1) -> list[Row]:
     """Rows that shard a dim which is not reduced; it moves forward where reduced dims vanish."""
-    rows = []
-    for dim in range(call.inputs[0].ndim):
-        if dim not in reduced:
-            after = dim if keepdim else dim - sum(r < dim for r in reduced)
-            rows.append(Row((Shard(dim),), (Shard(after),) * outs))
-    return rows
+    return moved_rows(but(call.inputs[0].ndim, reduced, keepdim=keepdim), outs)
 
 
 def _pending_rows(call: OpCall, *outputs: Placement, nonempty: bool = False) -> list[Row]:

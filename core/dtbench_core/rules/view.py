@@ -6,7 +6,7 @@ are moved to the outermost of the joined dims. Every pending reduction passes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +15,13 @@ from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Shard
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.redistribute.autograd import redistribute_tensor
 from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, along, aten, linear_rows, ops_named, rule
+from dtbench_core.rules.labels import but, moved_rows
 from dtbench_core.rules.regroup import kept
 
 
 def mapped_rows(call: OpCall, dims: Mapping[int, int], outs: int = 1) -> list[Row]:
     """Rows for an op that moves input dim k to output dim dims[k] and leaves its shards whole."""
-    rows = [Row((Shard(src),), (Shard(dst),) * outs) for src, dst in dims.items()]
-    return rows + linear_rows(call, 1, outs, ops=REDUCE_OPS)
+    return moved_rows(dims, outs) + linear_rows(call, 1, outs, ops=REDUCE_OPS)
 
 
 @rule(aten.view.default, aten._unsafe_view.default, aten.view_copy.default)
@@ -70,12 +70,6 @@ def _outermost(shape: Sequence[int], dims: range) -> int | None:
 # ---- dims moved, added and taken away ----
 
 
-def _but(ndim: int, gone: Iterable[int], *, keepdim: bool = False) -> dict[int, int]:
-    """All dims but `gone`, which vanish from the result, or with keepdim do not."""
-    taken = set(gone)
-    return {d: d if keepdim else d - sum(g < d for g in taken) for d in range(ndim) if d not in taken}
-
-
 def _swapped(call: OpCall, ndim: int) -> dict[int, int]:
     a, b = call.dim("dim0"), call.dim("dim1")
     return {d: {a: b, b: a}.get(d, d) for d in range(ndim)}
@@ -97,9 +91,9 @@ Dims = Callable[[OpCall, int], dict[int, int]]  # of a call, and how many dims t
 # Windows of a tensor: the dims that a window has in full -> its own dims. Told of the ops that take one, that write
 # it (`_scatter`) and that put it into zeros (`_backward`).
 WINDOWS: dict[str, Dims] = {
-    "select": lambda call, n: _but(n, [call.dim(ndim=n)]),
-    "slice": lambda call, n: _but(n, () if _takes_all(call) else [call.dim(ndim=n)], keepdim=True),
-    "diagonal": lambda call, n: _but(n, (call.dim("dim1", n), call.dim("dim2", n))),
+    "select": lambda call, n: but(n, [call.dim(ndim=n)]),
+    "slice": lambda call, n: but(n, () if _takes_all(call) else [call.dim(ndim=n)], keepdim=True),
+    "diagonal": lambda call, n: but(n, (call.dim("dim1", n), call.dim("dim2", n))),
 }
 # Of ops, the input dims that may be sharded -> output dims.
 MOVED: dict[str, Dims] = {
@@ -112,17 +106,17 @@ MOVED: dict[str, Dims] = {
     "diagonal diagonal_copy": WINDOWS["diagonal"],
     "split.Tensor split_copy.Tensor unsafe_split.Tensor narrow_copy "
     "split_with_sizes split_with_sizes_copy unsafe_split_with_sizes": (
-        lambda call, n: _but(n, [call.dim()], keepdim=True)
+        lambda call, n: but(n, [call.dim()], keepdim=True)
     ),
     # Windows over one dim, which is whole; their elements come last.
-    "unfold unfold_copy": lambda call, n: _but(n, [call.dim("dimension")], keepdim=True),
+    "unfold unfold_copy": lambda call, n: but(n, [call.dim("dimension")], keepdim=True),
     # Without dims the tensor is rolled as if flat.
-    "roll": lambda call, n: _but(n, call.dims("dims"), keepdim=True),
-    "rot90": lambda call, n: _but(n, [d % n for d in call["dims"]], keepdim=True),
+    "roll": lambda call, n: but(n, call.dims("dims"), keepdim=True),
+    "rot90": lambda call, n: but(n, [d % n for d in call["dims"]], keepdim=True),
     "repeat": _repeated,
     # [..., channels, height, width]: dims before the channels may be sharded.
-    "pixel_shuffle pixel_unshuffle": lambda _, n: _but(n, range(n - 3, n)),
-    "channel_shuffle": lambda _, n: _but(n, range(1, n)),
+    "pixel_shuffle pixel_unshuffle": lambda _, n: but(n, range(n - 3, n)),
+    "channel_shuffle": lambda _, n: but(n, range(1, n)),
 }
 _MOVES = {op: dims for names, dims in MOVED.items() for op in ops_named(names)}
 _WRITES = {op: dims for kind, dims in WINDOWS.items() for op in ops_named(kind, "_scatter")}
@@ -169,12 +163,13 @@ def squeeze(call: OpCall) -> Strategy:
     everything = call.op in (aten.squeeze.default, aten.squeeze_copy.default)
     asked = range(len(shape)) if everything else () if call["dim"] == [] else call.dims()
     gone = tuple(d for d in asked if shape[d] == 1)
-    kept = {d: d - sum(g < d for g in gone) for d in range(len(shape)) if d not in gone}
     # The dims are named to the local op: a shard may be of length 1 where the tensor is not.
     copies = call.op.overloadpacket is aten.squeeze_copy
     local_op = aten.squeeze_copy.dims if copies else aten.squeeze.dims
     return Strategy(
-        mapped_rows(call, kept), local_op=lambda local, *_: local_op(local, gone), any_lengths=True
+        mapped_rows(call, but(len(shape), gone)),
+        local_op=lambda local, *_: local_op(local, gone),
+        any_lengths=True,
     )
 
 

@@ -38,8 +38,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from dtbench_core.dispatch.metadata import written_arguments
 from dtbench_core.errors import RankDependentError, SimulationError, describe_ranks
 from dtbench_core.layout.local_shards import equal_shards, holds_shards
+from dtbench_core.rules.base import bound
 from dtbench_core.simulate.local_int import describe_values, local_number, values_of
 from dtbench_core.torch_compat import make_wrapper, register_foreach_type
 
@@ -466,13 +468,12 @@ def _outlines(given: Any) -> str:
 
 
 def _tensors_written(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for index, argument in enumerate(op._schema.arguments):
-        untold = argument.name in ("running_mean", "running_var")  # some batch norms write to them
-        if untold or (argument.alias_info is not None and argument.alias_info.is_write):
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            found += [t for t in (value if isinstance(value, (list, tuple)) else [value]) if t is not None]
-    return found
+    named = bound(op, args, kwargs)
+    told = [name for _, name in written_arguments(op)]
+    values = [
+        named.get(name) for name in (*told, "running_mean", "running_var")
+    ]  # some batch norms write to these
+    return [t for t in torch.utils._pytree.tree_leaves(values) if t is not None]
 
 
 class PlainCopies:
