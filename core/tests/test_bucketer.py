@@ -309,29 +309,6 @@ def test_a_failing_callback_loses_no_other(ranks: Worlds) -> None:
     ranks(_failing_callbacks, world_size=2)
 
 
-def _callback_hands_over_more() -> None:
-    group, world = dist.group.WORLD, dist.get_world_size()
-    bucketer = ReduceScatterBucketer()
-    got: list[Tensor] = []
-
-    def again(result: Tensor) -> None:
-        got.append(result)
-        bucketer.reduce_scatter_async([result * (r + 1) for r in range(world)], group, got.append)
-        bucketer.flush()
-
-    bucketer.reduce_scatter_async([torch.ones(3)] * world, group, again)
-    bucketer.reduce_scatter_async([torch.full((2,), 5.0)] * world, group, got.append)
-    bucketer.flush()
-    first, nested, second = got
-    assert torch.equal(first, torch.full((3,), float(world)))
-    assert torch.equal(nested, torch.full((3,), float(world * world * (dist.get_rank() + 1))))
-    assert torch.equal(second, torch.full((2,), 5.0 * world))
-
-
-def test_callback_may_use_the_bucketer(ranks: Worlds) -> None:
-    ranks(_callback_hands_over_more, world_size=2)
-
-
 def _counts_collectives() -> None:
     from dtbench_core import comm
 
@@ -357,15 +334,6 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     yield dist.group.WORLD  # type: ignore[misc]
     dist.destroy_process_group()
-
-
-def test_runs_on_the_fake_group(group: dist.ProcessGroup) -> None:
-    called: list[torch.Size] = []
-    for cap in (25, 0):
-        bucketer = ReduceScatterBucketer(cap)
-        bucketer.reduce_scatter_async([torch.ones(2, 3)] * 8, group, lambda r: called.append(r.shape))
-        bucketer.flush()
-    assert called == [torch.Size([2, 3])] * 2
 
 
 def test_small_inputs_take_little_memory(group: dist.ProcessGroup) -> None:
@@ -406,44 +374,6 @@ def test_large_chunks_of_one_tensor_are_not_copied(group: dist.ProcessGroup) -> 
     assert bucketer.counters.bytes_copied == 0
     bucketer.reduce_scatter_async(list(whole.chunk(8))[::-1], group)
     assert bucketer.counters.bytes_copied == whole.nbytes
-
-
-def test_teardown_with_pending_inputs(group: dist.ProcessGroup) -> None:
-    bucketer = ReduceScatterBucketer()
-    bucketer.reduce_scatter_async([torch.ones(3)] * 8, group)
-    for teardown in (bucketer.teardown, *(b.teardown for b in bucketer.buckets.values())):
-        with pytest.raises(
-            BucketError, match=r"Incorrect call of teardown: .*1 inputs .*expected none: call flush\(\)"
-        ):
-            teardown()
-    bucketer.flush()
-    bucketer.teardown()
-
-
-@pytest.mark.parametrize(
-    ("inputs", "told"),
-    [
-        ([torch.ones(3)] * 7, r"received 7 inputs, expected group.size\(\) \(8\): pass one tensor"),
-        ([], "received 0 inputs"),
-        (
-            [torch.ones(3)] * 7 + [torch.ones(4)],
-            r"got input 7 of float32\[4\] .* beside input 0 of float32\[3\]",
-        ),
-        ([torch.ones(3)] * 7 + [torch.ones(3).double()], r"got input 7 of float64\[3\]"),
-        ([torch.ones(3, device="meta")] + [torch.ones(3)] * 7, r"got input 1 of float32\[3\] on cpu"),
-    ],
-)
-def test_inputs_that_cannot_be_reduced(group: dist.ProcessGroup, inputs: list[Tensor], told: str) -> None:
-    bucketer = ReduceScatterBucketer()
-    with pytest.raises(BucketError, match=told):
-        bucketer.reduce_scatter_async(inputs, group)
-    assert not bucketer.buckets
-
-
-@pytest.mark.parametrize("cap", [float("nan"), float("inf"), "25", None])
-def test_cap_must_be_a_number(cap: object) -> None:
-    with pytest.raises(BucketError, match=r"got bucket_cap_mb=.*, expected a finite number"):
-        ReduceScatterBucketer(cap)  # type: ignore[arg-type]
 
 
 def _not_a_member() -> None:
