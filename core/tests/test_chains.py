@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import DeviceMesh
 
 from core.tests.gloo_world import mesh_of
 from core.tests.local_world import ThreadWorlds
+from core.tests.test_ops import place
 from dtbench_core import DTensor, FallbackWarning, Partial, Placement, Replicate, Shard, distribute_tensor
 
 MESHES = ((2,), (3,), (4,), (2, 2), (3, 2), (2, 2, 2))
@@ -122,18 +122,6 @@ def _run(x: Any, chain: Chain) -> Any:
     return x
 
 
-def _placed(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
-    """`full` as a DTensor; a pending sum has other terms on every rank, which add up to it exactly."""
-    whole = [Replicate() if p.is_partial() else p for p in placements]
-    local = distribute_tensor(full, mesh, whole, src_data_rank=None).to_local()
-    for mesh_dim, placement in enumerate(placements):
-        if placement.is_partial():
-            last, index = mesh.size(mesh_dim) - 1, mesh.get_local_rank(mesh_dim)
-            local = local * (0.5**last if index == last else 0.5 ** (index + 1))
-    spread = DTensor.from_local(local, mesh, placements, shape=full.shape, stride=full.stride())
-    return spread.requires_grad_()
-
-
 def _differences(chain: Chain) -> list[str]:
     """On a rank: what differs from plain torch, with autograd and without."""
     mesh = mesh_of(chain.mesh)
@@ -144,7 +132,7 @@ def _differences(chain: Chain) -> list[str]:
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
-        x = _placed(plain.detach(), mesh, chain.placements)
+        x = place(plain.detach(), mesh, chain.placements).requires_grad_()
         result = _run(x, chain)
         (gradient,) = torch.autograd.grad(result.sin().sum(), x)
         with torch.no_grad():

@@ -56,14 +56,6 @@ def _ops(backend: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [*found, (a.grad.full_tensor(), p.grad), (b.grad.full_tensor(), q.grad)]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
-def test_compiled_ops_are_right(ranks: Worlds, world_size: int) -> None:
-    for pairs in ranks(_ops, "aot_eager", world_size=world_size):
-        for got, wanted in pairs:
-            torch.testing.assert_close(got, wanted)
-
-
 def _methods(backend: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Entering, leaving and moving inside a graph; what is read of a DTensor there."""
     torch._dynamo.reset()
@@ -101,13 +93,6 @@ def _methods(backend: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     out.backward()
     assert leaf.grad is not None
     return [*found, (out.detach(), x.pow(2).sum()), (leaf.grad, 2 * mine)]
-
-
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
-def test_entering_leaving_and_moving_in_a_graph(ranks: Worlds) -> None:
-    for pairs in ranks(_methods, "aot_eager", world_size=RANKS):
-        for got, wanted in pairs:
-            torch.testing.assert_close(got, wanted)
 
 
 class _Block(nn.Module):
@@ -152,10 +137,14 @@ def _parallel(backend: str, sequence: bool) -> list[tuple[torch.Tensor, torch.Te
     return found
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    ("fn", "args", "world_size"),
+    [(_ops, (), 2), (_ops, (), 4), (_methods, (), 2), (_parallel, (False,), 2), (_parallel, (True,), 2)],
+    ids=["ops", "ops on a 2-D mesh", "methods", "block", "sequence parallel block"],
+)
 @pytest.mark.filterwarnings("ignore")  # of torch's tracers
-def test_a_parallel_block_is_one_graph(ranks: Worlds, sequence: bool) -> None:
-    for pairs in ranks(_parallel, "aot_eager", sequence, world_size=RANKS):
+def test_compiled(ranks: Worlds, fn: Callable[..., Any], args: tuple[bool, ...], world_size: int) -> None:
+    for pairs in ranks(fn, "aot_eager", *args, world_size=world_size):
         for got, wanted in pairs:
             torch.testing.assert_close(got, wanted)
 

@@ -50,20 +50,13 @@ def _compared(
     return found
 
 
-def _alone_without_a_part(backend: str) -> Pairs:
+def _alone_without_a_part() -> Pairs:
     """Rank 1 holds nothing of some of what a collective gives, and must issue it all the same."""
     return [
-        *_compared(lambda t: t.amax(0), backend, ((torch.randn(8, 4), Shard(0)),)),
-        *_compared(lambda t: (t * 2).sum(0) + t, backend, ((torch.randn(1, 5), Shard(0)),)),
-        *_compared(lambda t: t.softmax(0) * t.cumsum(1), backend, ((torch.randn(1, 5), Shard(0)),)),
+        *_compared(lambda t: t.amax(0), "aot_eager", ((torch.randn(8, 4), Shard(0)),)),
+        *_compared(lambda t: (t * 2).sum(0) + t, "aot_eager", ((torch.randn(1, 5), Shard(0)),)),
+        *_compared(lambda t: t.softmax(0) * t.cumsum(1), "aot_eager", ((torch.randn(1, 5), Shard(0)),)),
     ]
-
-
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
-def test_ranks_issue_collectives_alike(ranks: Worlds) -> None:
-    for pairs in ranks(_alone_without_a_part, "aot_eager", world_size=2):
-        for got, wanted in pairs:
-            torch.testing.assert_close(got, wanted)
 
 
 def _split_by_cost() -> Pairs:
@@ -77,13 +70,6 @@ def _split_by_cost() -> Pairs:
     for fn in (lambda t: t.amax(0), lambda t: t.std(0), lambda t: t.norm(3, 0), lambda t: t.t() @ t):
         found += _compared(fn, backend, *(((torch.randn(n, 4), Shard(0)),) for n in (3, 7)))
     return found
-
-
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
-def test_ranks_halve_graphs_alike(ranks: Worlds) -> None:
-    for pairs in ranks(_split_by_cost, world_size=2):
-        for got, wanted in pairs:
-            torch.testing.assert_close(got, wanted)
 
 
 def _other_sizes() -> Pairs:
@@ -111,13 +97,6 @@ def _other_sizes() -> Pairs:
     ]
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
-def test_sizes_that_change(ranks: Worlds) -> None:
-    for pairs in ranks(_other_sizes, world_size=2):
-        for got, wanted in pairs:
-            torch.testing.assert_close(got, wanted)
-
-
 def _asking_for_values() -> Pairs:
     """In eager mode these look at values first: whether every rank's kernel takes them."""
     logits, target = torch.randn(8, 6), torch.randint(6, (8,))
@@ -133,8 +112,11 @@ def _asking_for_values() -> Pairs:
     return found
 
 
+@pytest.mark.parametrize(
+    "programs", [_alone_without_a_part, _split_by_cost, _other_sizes, _asking_for_values]
+)
 @pytest.mark.filterwarnings("ignore")  # of torch's tracers
-def test_checks_of_values_stay_out_of_graphs(ranks: Worlds) -> None:
-    for pairs in ranks(_asking_for_values, world_size=2):
+def test_ranks_compile_alike(ranks: Worlds, programs: Callable[[], Pairs]) -> None:
+    for pairs in ranks(programs, world_size=2):
         for got, wanted in pairs:
             torch.testing.assert_close(got, wanted)

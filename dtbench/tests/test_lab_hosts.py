@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +15,10 @@ import pytest
 from dtbench.errors import UsageError
 from dtbench.files.run import read_run
 from dtbench.tests.made_up import Cli
+from dtbench.tests.programs import FRESH, LIMIT_S, environment, start_fresh
 from dtbench.world.lab import network
 
 REQUIRED = bool(os.environ.get("CI") or os.environ.get("DTBENCH_REQUIRE_LAB"))
-LIMIT_S = 240  # for a whole command; a healthy one takes seconds
 FAULTS = str(Path(__file__).with_name("faults_suite.py"))
 NAME = f"p{os.getpid()}"[-8:]
 PROBE = network.Lab(f"q{os.getpid()}"[-8:], 2, 10**9)
@@ -57,17 +56,12 @@ def own_network() -> tuple[str, str]:
     return " ".join(links), network.run_tool(["ip", "route"])
 
 
-def environment() -> dict[str, str]:
-    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
-    return {k: v for k, v in os.environ.items() if k not in unset and not k.startswith("DTBENCH_")}
-
-
 def lab_run(*args: str) -> list[str]:
-    return [sys.executable, "-P", "-m", "dtbench", "lab", "run", *args]
+    return [*FRESH, "lab", "run", *args]
 
 
 def finish(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(lab_run(*args), env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
+    return start_fresh(*lab_run(*args))
 
 
 @pytest.fixture
