@@ -51,6 +51,13 @@ def fake_world() -> Iterator[Callable[..., None]]:
 
 
 @pytest.fixture
+def group(fake_world: Callable[[int], None]) -> dist.ProcessGroup:
+    """Of 8 ranks without transport."""
+    fake_world(8)
+    return dist.group.WORLD  # type: ignore[return-value]
+
+
+@pytest.fixture
 def mode(fake_world: Callable[[int], None]) -> Iterator[LocalTensorMode]:
     """Ranks 0 to 3 as LocalTensors."""
     fake_world(4)

@@ -100,21 +100,24 @@ def load_module(name: str, file: Path) -> ModuleType:
     return module
 
 
-def on_ranks(fn: Callable[..., None]) -> Callable[..., None]:
+def on_ranks(fn: Callable[..., None] | None = None, *, world_size: int = WORLD_SIZE) -> Any:
     """Decorator: a test that every rank executes, with what pytest parametrizes it with. It asserts there."""
-    return _with_fixture(fn, "ranks")
+    return _with_fixture(fn, "ranks", world_size)
 
 
-def on_worlds(fn: Callable[..., None]) -> Callable[..., None]:
+def on_worlds(fn: Callable[..., None] | None = None, *, world_size: int = WORLD_SIZE) -> Any:
     """As `on_ranks`, in both flavours: see the fixture `worlds`."""
-    return _with_fixture(fn, "worlds")
+    return _with_fixture(fn, "worlds", world_size)
 
 
-def _with_fixture(fn: Callable[..., None], fixture: str) -> Callable[..., None]:
+def _with_fixture(fn: Callable[..., None] | None, fixture: str, world_size: int) -> Any:
+    if fn is None:  # called with a size
+        return functools.partial(_with_fixture, fixture=fixture, world_size=world_size)
+
     @functools.wraps(fn)
     def test(**given: Any) -> None:
         run = given.pop(fixture)
-        run(fn, **given)
+        run(fn, world_size=world_size, **given)
 
     signature = inspect.signature(fn)
     world = inspect.Parameter(fixture, inspect.Parameter.KEYWORD_ONLY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,9 +12,8 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from core.tests.gloo_world import RankError, Worlds, mesh_of
+from core.tests.gloo_world import RankError, Worlds, mesh_of, on_ranks
 from dtbench_core.bucketer import BucketError, ReduceScatterBucketer
 from dtbench_core.bucketer import bucket as module
 
@@ -181,7 +180,8 @@ def test_packing_is_exact_for_any_shapes(
         assert bucketer.counters.held_bytes == 0
 
 
-def _two_groups() -> None:
+@on_ranks
+def test_groups_do_not_mix() -> None:
     mesh, me = mesh_of((2, 2), ("dp", "tp")), dist.get_rank()
     groups = [mesh.get_group("dp"), mesh.get_group("tp"), dist.group.WORLD]
     bucketer = ReduceScatterBucketer()
@@ -202,11 +202,8 @@ def _two_groups() -> None:
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
 
 
-def test_groups_do_not_mix(ranks: Worlds) -> None:
-    ranks(_two_groups)
-
-
-def _strided_inputs() -> None:
+@on_ranks
+def test_strides_and_gradients_of_inputs() -> None:
     me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     whole = [torch.arange(24.0).reshape(4, 6).add(r) for r in range(world)]
     total = sum(whole)
@@ -225,10 +222,6 @@ def _strided_inputs() -> None:
         torch.testing.assert_close(rows, total.chunk(world)[me], rtol=0, atol=0)
         torch.testing.assert_close(doubled, 2 * total.chunk(world)[me], rtol=0, atol=0)
         assert not doubled.requires_grad
-
-
-def test_strides_and_gradients_of_inputs(ranks: Worlds) -> None:
-    ranks(_strided_inputs)
 
 
 # --- real ranks: order and errors ------------------------------------------------------------------
@@ -260,7 +253,8 @@ def test_callbacks_come_in_the_documented_order(ranks: Worlds) -> None:
     assert ranks(_order_of_callbacks, world_size=2) == [expected] * 2
 
 
-def _failing_callbacks() -> None:
+@on_ranks(world_size=2)
+def test_a_failing_callback_loses_no_other() -> None:
     group, world = dist.group.WORLD, dist.get_world_size()
     mesh_group = mesh_of((world,)).get_group()
     called: list[str] = []
@@ -305,11 +299,8 @@ def _failing_callbacks() -> None:
     bucketer.teardown()
 
 
-def test_a_failing_callback_loses_no_other(ranks: Worlds) -> None:
-    ranks(_failing_callbacks, world_size=2)
-
-
-def _counts_collectives() -> None:
+@on_ranks(world_size=2)
+def test_all_collectives_go_through_comm() -> None:
     from dtbench_core import comm
 
     group, world = dist.group.WORLD, dist.get_world_size()
@@ -322,18 +313,7 @@ def _counts_collectives() -> None:
     assert bucketer.counters.collectives == 1
 
 
-def test_all_collectives_go_through_comm(ranks: Worlds) -> None:
-    ranks(_counts_collectives, world_size=2)
-
-
 # --- one process, fake group: memory, errors -------------------------------------------------------
-
-
-@pytest.fixture
-def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield dist.group.WORLD  # type: ignore[misc]
-    dist.destroy_process_group()
 
 
 def test_small_inputs_take_little_memory(group: dist.ProcessGroup) -> None:
@@ -376,17 +356,14 @@ def test_large_chunks_of_one_tensor_are_not_copied(group: dist.ProcessGroup) -> 
     assert bucketer.counters.bytes_copied == whole.nbytes
 
 
-def _not_a_member() -> None:
+@on_ranks(world_size=2)
+def test_group_of_others() -> None:
     group = dist.new_group([0])
     if dist.get_rank() == 0:
         ReduceScatterBucketer().reduce_scatter_async([torch.ones(1)], group)
     else:
         with pytest.raises(BucketError, match="expected a process group that this rank belongs to"):
             ReduceScatterBucketer().reduce_scatter_async([torch.ones(1)], group)
-
-
-def test_group_of_others(ranks: Worlds) -> None:
-    ranks(_not_a_member, world_size=2)
 
 
 def _unreducible_dtype() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 
@@ -11,10 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from core.tests.gloo_world import Worlds, mesh_of
-from core.tests.local_world import AnyWorlds
+from core.tests.gloo_world import Worlds, mesh_of, on_ranks, on_worlds
 from dtbench_core import (
     BucketError,
     CoreError,
@@ -29,13 +27,6 @@ from dtbench_core.bucketer.packing import JOIN_BYTES, side_by_side
 from dtbench_core.tensor.dtensor import DTensor
 
 MIB = 2**20
-
-
-@pytest.fixture
-def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield dist.group.WORLD  # type: ignore[misc]
-    dist.destroy_process_group()
 
 
 def same(got: Tensor, want: Tensor) -> None:
@@ -108,7 +99,8 @@ def test_a_failed_collective_loses_its_bucket_only(
 # --- reductions and inputs, on real ranks ----------------------------------------------------------
 
 
-def _reductions() -> None:
+@on_ranks(world_size=2)
+def test_reductions() -> None:
     me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     # Thirds are rounded in bfloat16, sums of them too: what was added in float32 is seen.
     given = [((torch.arange(40) + 7 * r) / 3).to(torch.bfloat16) for r in range(world)]
@@ -148,11 +140,8 @@ def _reductions() -> None:
         same(mine, given[me].to(dtype))  # as it was handed over
 
 
-def test_reductions(ranks: Worlds) -> None:
-    ranks(_reductions, world_size=2)
-
-
-def _inputs_of_every_kind() -> None:
+@on_worlds
+def test_dtensors_tensors_and_lists() -> None:
     """Also on simulated ranks, whose tensors are LocalTensors: hence no rank in the program."""
     mesh = mesh_of((2, 2), ("dp", "tp"))
     dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
@@ -200,11 +189,8 @@ def _inputs_of_every_kind() -> None:
         bucketer.teardown()
 
 
-def test_dtensors_tensors_and_lists(worlds: AnyWorlds) -> None:
-    worlds(_inputs_of_every_kind)
-
-
-def _hooks() -> None:
+@on_ranks
+def test_gradients_come_by_hooks() -> None:
     me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2))
@@ -230,14 +216,11 @@ def _hooks() -> None:
     bucketer.teardown()
 
 
-def test_gradients_come_by_hooks(ranks: Worlds) -> None:
-    ranks(_hooks, world_size=4)
-
-
 # --- ranks that disagree ---------------------------------------------------------------------------
 
 
-def _disagreements() -> None:
+@on_ranks(world_size=2)
+def test_ranks_that_disagree_are_told_so() -> None:
     me, group = dist.get_rank(), dist.group.WORLD
     cases: list[tuple[list[list[int]], list[list[int]], str]] = [
         (
@@ -275,10 +258,6 @@ def _disagreements() -> None:
                 first.reduce_scatter_async([torch.ones(8)] * 2, group)
             first.flush()
         assert (count.calls["all_gather"], count.calls["reduce_scatter"]) == (expected, 2)
-
-
-def test_ranks_that_disagree_are_told_so(ranks: Worlds) -> None:
-    ranks(_disagreements, world_size=2)
 
 
 # --- inputs that are held --------------------------------------------------------------------------

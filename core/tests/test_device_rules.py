@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 
 from core.tests.op_case import DEVICE_ONLY
@@ -85,10 +83,9 @@ def _call(op: Any, args: tuple[Any, ...], mesh: MeshInfo) -> OpCall:
 
 
 @pytest.fixture
-def mesh() -> Iterator[MeshInfo]:
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield mesh_info(init_device_mesh("cpu", (2,)))
-    dist.destroy_process_group()
+def mesh(fake_world: Any) -> MeshInfo:
+    fake_world(2)
+    return mesh_info(init_device_mesh("cpu", (2,)))
 
 
 def test_every_row_gives_each_rank_its_shard(mesh: MeshInfo) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.gloo_world import mesh_of, on_ranks
 from dtbench_core import Shard, distribute_tensor
 
 NORMS: dict[str, Callable[..., Any]] = {
@@ -19,7 +19,8 @@ NORMS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _half() -> None:
+@on_ranks
+def test_half_precision() -> None:
     mesh = mesh_of((4,))
     made = torch.Generator().manual_seed(2)
     for dtype in (torch.bfloat16, torch.float16):
@@ -40,7 +41,3 @@ def _half() -> None:
                 expected.float().square().sum().backward()
                 got.float().square().sum().backward()
                 torch.testing.assert_close(placed[0].grad.full_tensor(), plain[0].grad)
-
-
-def test_half_precision(ranks: Worlds) -> None:
-    ranks(_half)

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtbench_core import DTensor, Replicate, Shard, distribute_tensor
 
 
 @pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    yield init_device_mesh("cpu", (4,))
-    dist.destroy_process_group()
+def mesh(fake_world: Callable[[int], None]) -> DeviceMesh:
+    fake_world(4)
+    return init_device_mesh("cpu", (4,))
 
 
 CALLS: dict[str, Callable[[Any, Any], Any]] = {

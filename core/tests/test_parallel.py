@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.tests.gloo_world import RankError, Worlds, mesh_of
+from core.tests.gloo_world import RankError, Worlds, mesh_of, on_ranks
 from core.tests.parallel_models import (
     BATCH,
     HIDDEN,
@@ -94,7 +94,8 @@ def test_uneven_shards(ranks: Worlds, hidden: int) -> None:
     ranks(_equals_plain, MLP, (True, hidden), MLP_PLAN, (BATCH, SEQ, WIDTH), 2)
 
 
-def _one_reduction_each_way() -> None:
+@on_ranks
+def test_mlp_needs_one_reduction_each_way() -> None:
     mesh = mesh_of((dist.get_world_size(),), ("tp",))
     module = parallelize_module(seeded(MLP), mesh, MLP_PLAN)
     x = torch.randn(BATCH, WIDTH, requires_grad=True)
@@ -103,10 +104,6 @@ def _one_reduction_each_way() -> None:
     with count_collectives() as backward:
         out.sum().backward()
     assert dict(forward.calls) == dict(backward.calls) == {"all_reduce": 1}
-
-
-def test_mlp_needs_one_reduction_each_way(ranks: Worlds) -> None:
-    ranks(_one_reduction_each_way)
 
 
 # --- a whole model ---------------------------------------------------------------------------------
@@ -190,7 +187,8 @@ def test_linear_layouts(
     ranks(_linear_layouts, style, given, wanted, local)
 
 
-def _partial_input() -> None:
+@on_ranks
+def test_partial_input() -> None:
     mesh = mesh_of((dist.get_world_size(),), ("tp",))
     torch.manual_seed(0)
     plain = nn.Linear(WIDTH, HIDDEN)
@@ -198,10 +196,6 @@ def _partial_input() -> None:
     terms = torch.randn(dist.get_world_size(), 3, WIDTH)
     out = parallel(terms[dist.get_rank()])
     torch.testing.assert_close(out, _cut(plain(terms.sum(0)), Shard(-1)))
-
-
-def test_partial_input(ranks: Worlds) -> None:
-    ranks(_partial_input)
 
 
 def _embedding(style: ParallelStyle, rows: int, padding: int | None) -> None:
@@ -249,7 +243,8 @@ def test_index_outside_the_table_fails_on_every_rank(ranks: Worlds, rows: int, i
 SEED_TEXT = "Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan"
 
 
-def _plans() -> None:
+@on_ranks(world_size=2)
+def test_plans() -> None:
     mesh, two_dims = mesh_of((2,), ("tp",)), mesh_of((1, 2), ("dp", "tp"))
 
     with pytest.warns(UserWarning, match="no parallelize_plan and changes nothing"):
@@ -302,11 +297,8 @@ def _plans() -> None:
     assert not parallelize_module(frozen, mesh, ColwiseParallel()).weight.requires_grad
 
 
-def test_plans(ranks: Worlds) -> None:
-    ranks(_plans, world_size=2)
-
-
-def _refusals() -> None:
+@on_ranks(world_size=2)
+def test_refusals() -> None:
     mesh = mesh_of((2,), ("tp",))
 
     def refuses(kind: type[Exception], told: str, module: nn.Module, *styles: ParallelStyle) -> None:
@@ -363,10 +355,6 @@ def _refusals() -> None:
     rowwise = parallelize_module(nn.Linear(4, 4), mesh, RowwiseParallel())
     with pytest.raises(LayoutError, match=r"\[2, 4\].*expected \[2, 2\]"):
         rowwise(torch.ones(2, 4))
-
-
-def test_refusals(ranks: Worlds) -> None:
-    ranks(_refusals, world_size=2)
 
 
 def _source_rank(src: int | None) -> tuple[list[float], list[float]]:

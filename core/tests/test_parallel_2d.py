@@ -13,7 +13,7 @@ from torch.distributed import checkpoint
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import parallel as torch_parallel
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks
+from core.tests.gloo_world import Worlds, mesh_of, on_ranks, on_worlds
 from core.tests.local_world import AnyWorlds
 from core.tests.parallel_models import MLP, VOCAB, WIDTH, Transformer, assert_same_parameters, seeded
 from dtbench_core import (
@@ -120,7 +120,8 @@ def test_transformer_trains_like_the_plain_one(
     worlds(_train, shape, order, optimizer, sharded)
 
 
-def _placements() -> None:
+@on_worlds
+def test_where_parameters_go() -> None:
     mesh = mesh_of((2, 2), ("dp", "tp"))
     model = seeded(
         nn.ModuleDict, {"up": nn.Linear(WIDTH, 6), "down": nn.Linear(6, WIDTH), "odd": nn.Linear(3, 5)}
@@ -140,10 +141,6 @@ def _placements() -> None:
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.full_tensor(), values[name])
         assert parameter.is_leaf and parameter.requires_grad
-
-
-def test_where_parameters_go(worlds: AnyWorlds) -> None:
-    worlds(_placements)
 
 
 def _checkpoints(path: str) -> None:
@@ -168,7 +165,8 @@ def test_checkpoints(ranks: Worlds, tmp_path: Path) -> None:
     ranks(_checkpoints, str(tmp_path))
 
 
-def _plain_module_over_one_dim() -> None:
+@on_worlds
+def test_plain_module_over_one_dim() -> None:
     """Without tensor parallelism: batches of different sizes are for the caller to weigh, so the gradients add up."""
     mesh = mesh_of((4,), ("dp",))
     plain, parallel = seeded(nn.LayerNorm, 6), seeded(nn.LayerNorm, 6)
@@ -189,11 +187,8 @@ def _plain_module_over_one_dim() -> None:
     assert "weight" not in vars(parallel)
 
 
-def test_plain_module_over_one_dim(worlds: AnyWorlds) -> None:
-    worlds(_plain_module_over_one_dim)
-
-
-def _refusals() -> None:
+@on_worlds(world_size=2)
+def test_refusals() -> None:
     mesh, deep = mesh_of((1, 2), ("dp", "tp")), mesh_of((1, 1, 2), ("pp", "dp", "tp"))
     with pytest.raises(MeshError, match=r"got the 1x1x2 cpu mesh .* expected one dim, or two"):
         shard_parameters(nn.Linear(2, 2), deep)
@@ -204,10 +199,6 @@ def _refusals() -> None:
         shard_parameters(twice, mesh)
     with pytest.raises(RuntimeError, match='reduce_op=\'max\', expected "avg" or "sum"'):
         shard_parameters(nn.Linear(2, 2), mesh, reduce_op="max")
-
-
-def test_refusals(worlds: AnyWorlds) -> None:
-    worlds(_refusals, world_size=2)
 
 
 # ---- beside torch's FSDP2 ----

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.gloo_world import Worlds, mesh_of, on_worlds
 from core.tests.local_world import AnyWorlds, LocalWorlds
 from dtbench_core import (
     DTensor,
@@ -81,7 +81,8 @@ def test_reductions(worlds: AnyWorlds) -> None:
     worlds(_reductions, ["mean"] if isinstance(worlds, LocalWorlds) else ["none", "mean", "sum"])
 
 
-def _shapes() -> None:
+@on_worlds
+def test_shapes_and_layouts() -> None:
     for shape, target_shape, classes, placements in (
         ((4, 7, 3), (4, 3), 7, [Shard(2), S1]),
         ((2, 5, 2, 3), (2, 2, 3), 5, [S0, S1]),
@@ -106,11 +107,8 @@ def _shapes() -> None:
     _compare(logits.float(), target, [S0, S1], 8 * 80)
 
 
-def test_shapes_and_layouts(worlds: AnyWorlds) -> None:
-    worlds(_shapes)
-
-
-def _all_ignored() -> None:
+@on_worlds
+def test_ignored_samples() -> None:
     """The mean of nothing is NaN and its gradient zero; samples of one rank alone may be ignored."""
     mesh = mesh_of((2, 2))
     logits, target, _ = _random((4, 6), (4,), 6)
@@ -125,11 +123,8 @@ def _all_ignored() -> None:
     assert not dt.grad.full_tensor().any()
 
 
-def test_ignored_samples(worlds: AnyWorlds) -> None:
-    worlds(_all_ignored)
-
-
-def _refused() -> None:
+@on_worlds
+def test_refused() -> None:
     mesh = mesh_of((2, 2))
     logits, target, _ = _random((4, 6), (4,), 6)
     for placements in ([R, S1], [S0, S1], [S1, S0]):
@@ -151,10 +146,6 @@ def _refused() -> None:
     torch.testing.assert_close(plain, F.cross_entropy(logits, target))
     with pytest.raises(MixedTensorError):
         F.cross_entropy(dt, target)
-
-
-def test_refused(worlds: AnyWorlds) -> None:
-    worlds(_refused)
 
 
 def _ways_to_call() -> None:
@@ -184,7 +175,8 @@ def _ways_to_call() -> None:
             torch.testing.assert_close(grad.full_tensor(), x.grad)
 
 
-def _other_ops() -> None:
+@on_worlds
+def test_other_ops_inside() -> None:
     """The context is about cross_entropy: what else is computed of class-sharded logits inside is as outside."""
     mesh = mesh_of((4,), ("tp",))
     logits, target, _ = _random((6, 12), (6,), 12)
@@ -204,10 +196,6 @@ def _other_ops() -> None:
         loss.backward()
     torch.testing.assert_close(loss.full_tensor(), expected)
     torch.testing.assert_close(dt.grad.full_tensor(), x.grad)
-
-
-def test_other_ops_inside(worlds: AnyWorlds) -> None:
-    worlds(_other_ops)
 
 
 def test_ways_to_call(worlds: AnyWorlds) -> None:

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from core.tests.gloo_world import mesh_of
-from core.tests.local_world import AnyWorlds
+from core.tests.gloo_world import mesh_of, on_worlds
 from dtbench_core import ArgumentError, DTensor, PlacementError, Replicate, Shard, distribute_tensor, rand
 from dtbench_core.layout import rng as random
 from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module, tensor_parallel_rng
@@ -31,7 +30,8 @@ def _everybodys(local: torch.Tensor, mesh: Any) -> list[torch.Tensor]:
     return list(gathered.chunk(mesh.size()))
 
 
-def _off_and_on() -> None:
+@on_worlds
+def test_off_and_on() -> None:
     mesh = mesh_of((4,), ("tp",))
     module = parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())
     rng = tensor_parallel_rng(mesh)
@@ -78,11 +78,8 @@ def _off_and_on() -> None:
     assert not current().regions
 
 
-def test_off_and_on(worlds: AnyWorlds) -> None:
-    worlds(_off_and_on)
-
-
-def _plain_tensors() -> None:
+@on_worlds
+def test_plain_tensors() -> None:
     """Dropout between two layers: another mask on every rank inside a region, and the same after."""
     mesh = mesh_of((4,), ("tp",))
     rng = tensor_parallel_rng(mesh)
@@ -117,11 +114,8 @@ def _plain_tensors() -> None:
         rng.enabled = False
 
 
-def test_plain_tensors(worlds: AnyWorlds) -> None:
-    worlds(_plain_tensors)
-
-
-def _two_dims() -> None:
+@on_worlds
+def test_two_dims() -> None:
     """Every part of a tensor on a 2x2 mesh is drawn once, whatever the sharding, uneven and empty parts too."""
     mesh = mesh_of((2, 2), ("dp", "tp"))
     rng = tensor_parallel_rng(mesh)
@@ -139,10 +133,6 @@ def _two_dims() -> None:
         assert len(set(uneven.full_tensor().flatten().tolist())) == 15
     finally:
         rng.enabled = False
-
-
-def test_two_dims(worlds: AnyWorlds) -> None:
-    worlds(_two_dims)
 
 
 def _as_threads() -> tuple[torch.Tensor, torch.Tensor]:

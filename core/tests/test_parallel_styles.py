@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dtbench_core.parallel as ours
-from core.tests.gloo_world import mesh_of
+from core.tests.gloo_world import mesh_of, on_worlds
 from core.tests.local_world import AnyWorlds, LocalWorlds
 from core.tests.parallel_models import MLP, WIDTH, assert_same_parameters, seeded
 from dtbench_core import (
@@ -112,7 +112,8 @@ class Nested(nn.Module):
         return self.lone(self.deep(x))
 
 
-def _recursion() -> None:
+@on_worlds
+def test_pairs_are_looked_for_in_submodules() -> None:
     mesh = mesh_of((4,), ("tp",))
     holder = nn.Module()
     holder.a, holder.b = seeded(Nested), nn.LayerNorm(4)
@@ -135,11 +136,8 @@ def _recursion() -> None:
         parallelize_module(outer, mesh, PairwiseParallel())
 
 
-def test_pairs_are_looked_for_in_submodules(worlds: AnyWorlds) -> None:
-    worlds(_recursion)
-
-
-def _prepared() -> None:
+@on_worlds
+def test_pairs_with_conversions() -> None:
     """Conversions of one's own, and layouts in their place."""
     mesh = mesh_of((4,), ("tp",))
     plain = seeded(MLP)
@@ -172,11 +170,8 @@ def _prepared() -> None:
         parallelize_module(Reversed(), mesh, PairwiseParallel())(_data(2, 16))
 
 
-def test_pairs_with_conversions(worlds: AnyWorlds) -> None:
-    worlds(_prepared)
-
-
-def _single_modules() -> None:
+@on_worlds(world_size=2)
+def test_single_modules() -> None:
     """parallelize_linear and parallelize_mlp, and what they refuse."""
     mesh = mesh_of((1, 2), ("dp", "tp"))
     assert parallelize_linear(nn.Linear(4, 4), mesh, tp_mesh_dim="tp").weight.placements == (S0,)
@@ -211,10 +206,6 @@ def _single_modules() -> None:
         with pytest.raises(kind, match=re.escape(told)) as raised:
             function(args[0], mesh, *args[1:])
         assert isinstance(raised.value, CoreError) and isinstance(raised.value, RuntimeError)
-
-
-def test_single_modules(worlds: AnyWorlds) -> None:
-    worlds(_single_modules, world_size=2)
 
 
 # --- sequences -------------------------------------------------------------------------------------
@@ -258,7 +249,8 @@ def test_sequences(worlds: AnyWorlds, length: int) -> None:
     worlds(_sequences, length)
 
 
-def _sequence_details() -> None:
+@on_worlds
+def test_sequence_details() -> None:
     mesh = mesh_of((4,), ("tp",))
     plain = seeded(Scale)
     parallel = parallelize_module(
@@ -278,10 +270,6 @@ def _sequence_details() -> None:
     with pytest.raises(ArgumentError, match="got sequence_dim='a'"):
         SequenceParallel(sequence_dim="a")  # type: ignore[arg-type]
     assert repr(SequenceParallel()) == "SequenceParallel(sequence_dim=1, use_local_output=False)"
-
-
-def test_sequence_details(worlds: AnyWorlds) -> None:
-    worlds(_sequence_details)
 
 
 # --- inputs and outputs ----------------------------------------------------------------------------
@@ -399,7 +387,8 @@ def test_layouts_that_do_not_match() -> None:
     )
 
 
-def _conversions() -> None:
+@on_worlds
+def test_conversions() -> None:
     mesh, two_dims = mesh_of((4,), ("tp",)), mesh_of((2, 2), ("dp", "tp"))
     whole = _data(4, 8)
     placed = distribute_tensor(whole, mesh, [S1], src_data_rank=None)
@@ -442,10 +431,6 @@ def _conversions() -> None:
     for call in (ours.make_input_replicate_1d, ours.make_input_reshard_replicate):
         with pytest.raises(MeshError, match=r"2x2 cpu mesh .* expected one dim"):
             call(whole, two_dims)
-
-
-def test_conversions(worlds: AnyWorlds) -> None:
-    worlds(_conversions)
 
 
 # --- meshes, styles of one's own -------------------------------------------------------------------
@@ -492,7 +477,8 @@ def test_meshes_of_several_dims(worlds: AnyWorlds) -> None:
     worlds(_meshes, not isinstance(worlds, LocalWorlds))
 
 
-def _embeddings() -> None:
+@on_worlds
+def test_embeddings() -> None:
     mesh = mesh_of((4,), ("tp",))
     tokens = torch.arange(10).reshape(2, 5) * 3 % 11
     for style in (ColwiseParallel(output_layouts=R), RowwiseParallel(input_layouts=R)):
@@ -505,10 +491,6 @@ def _embeddings() -> None:
             (expected * weights).sum().backward()
             (got * weights).sum().backward()
             assert_same_parameters(parallel, plain)
-
-
-def test_embeddings(worlds: AnyWorlds) -> None:
-    worlds(_embeddings)
 
 
 @pytest.mark.skipif(not hasattr(theirs, "PrepareModuleInputOutput"), reason="an older torch")
