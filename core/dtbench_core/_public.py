@@ -23,6 +23,7 @@ from dtbench_core.errors import (
     PlacementError,
     RedistributionError,
 )
+from dtbench_core.interop import debug_modes  # teaches them
 from dtbench_core.interop.local_map import local_map
 from dtbench_core.interop.state_dicts import full_state_dict, sharded_state_dict
 from dtbench_core.interop.torch_dtensor import from_torch, to_torch

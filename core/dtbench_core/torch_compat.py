@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -311,3 +312,13 @@ class _Awaited(importlib.abc.MetaPathFinder):
 
             vars(spec.loader)["exec_module"] = execute_and_tell
         return spec
+
+
+def _inline_only(dynamo: Any) -> None:
+    """What runs between the pieces of a graph that breaks is no graph of its own: Dynamo compiles no frame of this
+    library by itself, as it does none of torch's; it still follows calls into it."""
+    dynamo.trace_rules.add("dtbench_core")
+    dynamo.trace_rules.BUILTIN_INLINE_WHEN_CALLED.add(str(Path(__file__).parent))
+
+
+when_imported("torch._dynamo", _inline_only)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 from core.tests.gloo_world import Worlds, mesh_of
-from dtbench_core import DTensor, Placement, Replicate, Shard, distribute_tensor
+from dtbench_core import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor, local_map
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 Given = tuple[torch.Tensor, Placement]
@@ -118,5 +120,57 @@ def _asking_for_values() -> Pairs:
 @pytest.mark.filterwarnings("ignore")  # of torch's tracers
 def test_ranks_compile_alike(ranks: Worlds, programs: Callable[[], Pairs]) -> None:
     for pairs in ranks(programs, world_size=2):
+        for got, wanted in pairs:
+            torch.testing.assert_close(got, wanted)
+
+
+def _in_pieces(backend: str) -> Pairs:
+    """Graph breaks, between which the library runs while Dynamo looks for frames to compile; numbers; local_map."""
+    mesh, x = mesh_of((2,)), torch.randn(8, 4)
+    outside: Any = torch._dynamo.disable(lambda t: t.cumsum(0))
+    mapped = local_map(lambda t: t.exp() * 2, out_placements=[Shard(0)], in_placements=([Shard(0)],))
+    net = nn.Linear(4, 4)
+
+    def trained(net: nn.Module, how: Callable[..., Any]) -> Pairs:
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+
+        def step(t: Any) -> Any:
+            loss = net(t).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        fn, placed = how(step), isinstance(next(net.parameters()), DTensor)
+        given = distribute_tensor(x, mesh, [Replicate()], src_data_rank=None) if placed else x
+        return [fn(given), fn(given), *(p.detach() for p in net.parameters())]
+
+    def pieces(t: Any) -> Any:
+        a = outside(t.sin() * 2)
+        return a + 1 if a.sum().item() > -1e9 else a
+
+    torch._dynamo.reset()
+    compiled = functools.partial(torch.compile, backend=backend)
+    placed = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
+    scaled = compiled(lambda t, n: t * n + n, fullgraph=True)
+    found = [
+        (compiled(pieces)(placed), pieces(x)),
+        (compiled(lambda t: mapped(t), fullgraph=True)(placed), x.exp() * 2),
+        *((scaled(placed, n), x * n + n) for n in (1, 2, 3, 0.5, 0.25)),
+    ]
+
+    def shard(name: str, module: nn.Module, mesh: Any) -> None:
+        for of, p in list(module.named_parameters(recurse=False)):
+            part = distribute_tensor(p.detach(), mesh, [Shard(0)])
+            module.register_parameter(of, nn.Parameter(part))
+
+    parts = distribute_module(copy.deepcopy(net), mesh, shard)
+    found += zip(trained(parts, compiled), trained(net, lambda step: step), strict=True)
+    return [(one.full_tensor() if isinstance(one, DTensor) else one, plain) for one, plain in found]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+def test_graphs_in_pieces(ranks: Worlds) -> None:
+    for pairs in ranks(_in_pieces, "aot_eager", world_size=2):
         for got, wanted in pairs:
             torch.testing.assert_close(got, wanted)

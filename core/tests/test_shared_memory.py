@@ -215,3 +215,27 @@ def test_tools_see_collectives_by_the_names_of_functional_ones(ranks: Worlds) ->
         assert counts == dict.fromkeys(
             ("all_gather_into_tensor", "all_to_all_single", "all_reduce", "reduce_scatter_tensor"), 1
         )
+
+
+def _seen_within_ops() -> tuple[str, int]:
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.utils._debug_mode import DebugMode
+
+    x = _sharded().requires_grad_()
+    with DebugMode() as seen:
+        x.softmax(0)
+    with CommDebugMode() as counted:
+        # To columns for the softmax, back to rows, and to columns for its gradient.
+        x.softmax(0).redistribute(placements=[Shard(0)]).pow(2).sum().backward()
+    assert x.grad is not None
+    plain = _x().requires_grad_()
+    plain.softmax(0).pow(2).sum().backward()
+    assert plain.grad is not None
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+    return seen.debug_string(), counted.get_total_counts()
+
+
+def test_tools_see_what_ops_run_and_send(ranks: Worlds) -> None:
+    for seen, counted in ranks(_seen_within_ops, world_size=RANKS):
+        assert "aten::_softmax" in seen and "_c10d_functional::all_to_all_single" in seen
+        assert counted == 3

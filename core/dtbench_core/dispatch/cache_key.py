@@ -53,6 +53,10 @@ def key_of(
             local = a._local_tensor
         elif isinstance(a, torch.Tensor):
             key.append((torch.Tensor, a.shape, a.stride(), a.dtype))
+        elif (
+            kind is torch.SymFloat
+        ):  # a tracer's: no value is asked of it. A list has no hash: see `with_numbers`
+            key.append(kind if by_type else [a])
         else:
             key.append(a)
         locals_.append(local)

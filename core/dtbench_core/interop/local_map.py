@@ -16,6 +16,7 @@ from dtbench_core.layout.placement import Placement, describe
 from dtbench_core.layout.shard_layout import joined_layout
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.tensor.dtensor import DTensor, wrapped
+from dtbench_core.torch_compat import in_graph
 
 PlacementsOf = Sequence[Placement] | None
 InputPlacements = tuple[PlacementsOf, ...] | None
@@ -91,15 +92,15 @@ def local_map(
                 )
             local.append(leaf)
         result = func(*tree_unflatten(local, tree), **kwargs)
-        first = next((leaf for leaf in leaves if isinstance(leaf, DTensor)), None)
-        if first is None:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
+        if not tensors:
             return result
-        uneven = any(isinstance(leaf, DTensor) and not leaf._spec.is_even() for leaf in leaves)
-        return _wrapped(func, result, out_placements, device_mesh or first.device_mesh, uneven)
+        return _wrapped(func, result, out_placements, device_mesh or tensors[0].device_mesh, tensors)
 
     return mapped
 
 
+@in_graph
 def _placed(tensor: DTensor, wanted: Sequence[Placement], what: str, redistribute: bool) -> DTensor:
     placed = normalize(wanted, tensor.ndim, mesh_info(tensor.device_mesh))
     if tensor.placements == placed:
@@ -113,7 +114,11 @@ def _placed(tensor: DTensor, wanted: Sequence[Placement], what: str, redistribut
 
 
 def _wrapped(
-    func: Callable[..., Any], result: Any, placements: OutputPlacements, mesh: DeviceMesh, uneven: bool
+    func: Callable[..., Any],
+    result: Any,
+    placements: OutputPlacements,
+    mesh: DeviceMesh,
+    inputs: list[DTensor],
 ) -> Any:
     leaves, tree = tree_flatten(result)
     several = isinstance(placements, tuple) and any(p is None or isinstance(p, Sequence) for p in placements)
@@ -136,15 +141,16 @@ def _wrapped(
                 f"local_map got out_placements {placed} for result {index} of {_name(func)}, which is {kind}; expected "
                 "placements for tensors and None for the rest"
             )
-        made.append(leaf if placed is None else _distributed(leaf, mesh, placed, uneven))
+        made.append(leaf if placed is None else _distributed(leaf, mesh, placed, inputs))
     return tree_unflatten(made, tree)
 
 
+@in_graph
 def _distributed(
-    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], uneven: bool
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], inputs: list[DTensor]
 ) -> DTensor:
     info = mesh_info(mesh)
-    if not uneven or info.coordinate is None:
+    if all(one._spec.is_even() for one in inputs) or info.coordinate is None:
         return DTensor.from_local(local, mesh, placements)
     shape, placed = joined_layout(local, info, normalize(placements, local.ndim, info))
     spec = DTensorSpec.of(info, placed, shape, contiguous_stride(shape), local.dtype)

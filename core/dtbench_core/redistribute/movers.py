@@ -130,7 +130,9 @@ _CARRIED = {
 def _sent(tensor: torch.Tensor) -> torch.Tensor:
     """The contiguous tensor, flat, in a dtype that every transport moves."""
     flat = tensor.view(-1)
-    if flat.dtype in _CARRIED:
+    if (
+        flat.dtype in _CARRIED or flat.dtype is torch.bool
+    ):  # which is moved, and not reduced, by every transport
         return flat
     return flat.resolve_conj().resolve_neg().view(torch.uint8)
 
