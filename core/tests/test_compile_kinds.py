@@ -17,7 +17,16 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 from core.tests.gloo_world import Worlds, mesh_of
-from dtbench_core import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor, local_map
+from dtbench_core import (
+    CoreError,
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    local_map,
+)
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 Given = tuple[torch.Tensor, Placement]
@@ -174,3 +183,15 @@ def test_graphs_in_pieces(ranks: Worlds) -> None:
     for pairs in ranks(_in_pieces, "aot_eager", world_size=2):
         for got, wanted in pairs:
             torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+def test_export_says_what_it_cannot_trace(fake_world: Callable[..., None]) -> None:
+    fake_world(2)
+    net = distribute_module(nn.Linear(4, 4), mesh_of((2,)), input_fn=_replicated)
+    with pytest.raises(CoreError, match=r"torch\.export, which traces above autograd"):
+        torch.export.export(net, (torch.ones(2, 4),), strict=False)
+
+
+def _replicated(module: nn.Module, inputs: Any, mesh: Any) -> Any:
+    return tuple(DTensor.from_local(t, mesh, [Replicate()]) for t in inputs)

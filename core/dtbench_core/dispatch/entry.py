@@ -29,6 +29,7 @@ from dtbench_core.dispatch.make_plan import build, first_run
 from dtbench_core.dispatch.op_info import OpInfo
 from dtbench_core.dispatch.plain_tensors import mixes_plain, with_replicas
 from dtbench_core.dispatch.plan import Plan
+from dtbench_core.errors import CoreError
 from dtbench_core.layout import rng as random
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.rules import cross_entropy, linear
@@ -157,8 +158,19 @@ def _through_torch(
 ) -> Any:
     if mixes_plain(cls, func, args, kwargs):
         return with_replicas(cls, func, args, kwargs)
-    with DisableTorchFunction():
-        return out_and_resize.call_with_out(func, args, kwargs) if "out" in kwargs else func(*args, **kwargs)
+    try:
+        with DisableTorchFunction():
+            return (
+                out_and_resize.call_with_out(func, args, kwargs) if "out" in kwargs else func(*args, **kwargs)
+            )
+    except RuntimeError as error:
+        if "cast NotImplemented to Tensor" not in str(error):
+            raise
+        raise CoreError(
+            f"got {getattr(func, '__name__', func)} of DTensors in torch.export, which traces above autograd, where no "
+            "class of tensors is asked what its ops do; expected torch.compile or torch.export's AOTAutograd, "
+            "torch._functorch.aot_autograd.aot_export_joint_with_descriptors"
+        ) from error
 
 
 def _watch(
