@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from dtbench_core import (
     distribute_module,
     distribute_tensor,
     local_map,
+    torch_compat,
 )
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -195,3 +198,11 @@ def test_export_says_what_it_cannot_trace(fake_world: Callable[..., None]) -> No
 
 def _replicated(module: nn.Module, inputs: Any, mesh: Any) -> Any:
     return tuple(DTensor.from_local(t, mesh, [Replicate()]) for t in inputs)
+
+
+def test_caches_on_disk_are_of_this_state_of_the_library() -> None:
+    import torch._inductor.codecache as cache  # whose details stand in the key of every graph that is kept
+
+    sources = sorted(Path(torch_compat.__file__).parent.rglob("*.py"))
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
+    assert digest in cache.FxGraphHashDetails(None, [], {}, []).cache_key_tag  # type: ignore[arg-type]
