@@ -6,6 +6,7 @@ reduce_scatter_tensor -> reduce_scatter_single) and warns about the old names; 2
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.abc
@@ -315,15 +316,20 @@ class _Awaited(importlib.abc.MetaPathFinder):
         return spec
 
 
+_FOLDER = Path(__file__).parent
+
+
+@functools.cache
+def state_of_library() -> str:
+    """A digest of this library's source, without which torch's caches on disk give what another state has traced."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(_FOLDER.rglob("*.py")))).hexdigest()
+
+
 def _teach_dynamo(dynamo: Any) -> None:
     """What runs between the pieces of a graph that breaks is no graph of its own: Dynamo compiles no frame of this
-    library by itself, as it does none of torch's; it still follows calls into it. And what another state of the
-    library has traced is not taken from torch's caches on disk."""
-    folder = Path(__file__).parent
+    library by itself, as it does none of torch's; it still follows calls into it."""
     dynamo.trace_rules.add("dtbench_core")
-    dynamo.trace_rules.BUILTIN_INLINE_WHEN_CALLED.add(str(folder))
-    sources = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(folder.rglob("*.py"))))
-    torch.compiler.config.cache_key_tag += f" dtbench_core {sources.hexdigest()}"
+    dynamo.trace_rules.BUILTIN_INLINE_WHEN_CALLED.add(str(_FOLDER))
 
 
 when_imported("torch._dynamo", _teach_dynamo)

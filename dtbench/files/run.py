@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -360,10 +360,6 @@ def result_of(line: Mapping[str, Any]) -> Result:
         BadFieldError: a field that is missing, of the wrong type or out of range.
     """
     result = into(line, Result)
-    later = _LATER_PARAMS.get(result.suite, {})
-    missing = {name: value for name, value in later.items() if name not in result.params}
-    if missing:
-        result = dataclasses.replace(result, params={**result.params, **missing})
     if result.time_s is not None:
         _check_order(result.time_s)
         _check_samples(result.time_s, result.samples_s)
@@ -375,7 +371,9 @@ def result_of(line: Mapping[str, Any]) -> Result:
 
 def _before_clocks(result: Result) -> Result:
     """Files that do not say the clock: `dispatch` alone timed the host, and bandwidths are of the median."""
-    result = dataclasses.replace(result, clock="host" if result.suite == "dispatch" else "device")
+    params = {**_LATER_PARAMS.get(result.suite, {}), **result.params}
+    clock: Literal["host", "device"] = "host" if result.suite == "dispatch" else "device"
+    result = dataclasses.replace(result, params=params, clock=clock)
     _check_bandwidths(result, None if result.time_s is None else result.time_s.median)
     if result.time_s is None or not result.estimate_s:
         return result

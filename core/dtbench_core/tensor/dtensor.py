@@ -62,6 +62,7 @@ from dtbench_core.torch_compat import (
     ranks_of_mesh,
     register_constant,
     register_foreach_type,
+    state_of_library,
 )
 
 
@@ -181,12 +182,13 @@ class DTensor(Wrapper):
         return self.redistribute(placements=described[0].placements)
 
     def _stable_hash_for_caching(self) -> str:
-        """Names what a graph traced with this tensor depends on, its process groups included."""
+        """Names what a graph traced with this tensor depends on, its process groups and this library included."""
         spec, local = self._spec, self._local_tensor
         mesh = spec.info.mesh
         groups = mesh.device_type, mesh.mesh_dim_names, ranks_of_mesh(mesh), mesh_group_names(mesh)
+        by = state_of_library()
         kept = tuple(local.shape), local.stride(), self.requires_grad
-        return repr((groups, spec.placements, tuple(spec.shape), tuple(spec.stride), spec.dtype, kept))
+        return repr((by, groups, spec.placements, tuple(spec.shape), tuple(spec.stride), spec.dtype, kept))
 
     __reduce_ex__ = checkpoint.reduce
 
