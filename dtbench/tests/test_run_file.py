@@ -611,7 +611,7 @@ def test_a_transition_from_before_its_regimes_was_measured_together_and_isolated
         writer.append(Result("redistribute", "P->R", "core", params | {"groups": "alone", "mode": "m"}, "ok"))
         writer.append(Result("other", "P->R", "core", params, "ok"))
     path = tmp_path / "x.jsonl"
-    assert [r.params for r in read_run(path).results][0] == params  # of another's suite of that name, today
+    assert read_run(path).results[0].params == params  # of another's suite of that name, today
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text(
         "".join(json.dumps({k: v for k, v in line.items() if k != "clock"}) + "\n" for line in lines)
