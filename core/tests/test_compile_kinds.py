@@ -30,6 +30,7 @@ from dtbench_core import (
     local_map,
     torch_compat,
 )
+from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 Given = tuple[torch.Tensor, Placement]
@@ -212,3 +213,19 @@ def test_caches_on_disk_are_of_this_state_of_the_library(
         assert x._stable_hash_for_caching() != key
     sources = Path(torch_compat.__file__).parent.rglob("*.py")
     assert hashlib.sha256(b"".join(f.read_bytes() for f in sorted(sources))).hexdigest() in key
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+def test_a_parallel_block_of_any_batch(fake_world: Callable[..., None]) -> None:
+    fake_world(2)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    parallelize_module(net, mesh_of((2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    torch._dynamo.reset()
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (
+        2,
+        3,
+        5,
+    ):  # in a world without transport the terms of others are missing, in eager mode as well
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(compiled(x), net(x))

@@ -273,9 +273,16 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
     return sorted(range(len(shape)), key=lambda dim: (-stride[dim], -shape[dim]))
 
 
-@functools.lru_cache(maxsize=4096)
 def preserved_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a copy in torch.preserve_format: `stride` itself without gaps and overlaps."""
     if stride == contiguous_stride(shape):
         return stride
+    try:
+        return _preserved(shape, stride)
+    except TypeError:  # a tracer's symbols, which no cache can hold
+        return _preserved.__wrapped__(shape, stride)
+
+
+@functools.lru_cache(maxsize=4096)
+def _preserved(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
