@@ -4,6 +4,10 @@
 """
 
 import gc
+import os
+
+# As the ranks of a run have it; torch reads it when it loads. What is forked off sets its own environment.
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
