@@ -1,8 +1,9 @@
 """The only file of the core that calls collectives: issue, wait, count calls and bytes.
 
-All functions take a process group (a `MeshInfo.groups` entry), contiguous tensors and act in place
-on their output. They wait unless `async_op`, which returns the Work instead: keep the tensors alive
-until its `wait()`. Bytes counted are those of the larger side of the call (nccl-tests' size).
+All functions take a process group (a `MeshInfo.groups` entry) and contiguous tensors. Those named by a verb act in
+place on their output, and wait unless `async_op`, which returns the Work instead: keep the tensors alive until its
+`wait()`. Those named by a participle wait and return a new tensor: in a traced graph, one op and its wait. Bytes
+counted are those of the larger side of the call (nccl-tests' size).
 
 The process group's own methods are called, not torch.distributed's functions, which spend 5 to 20 us
 on checks, logging and options that are the same every time; what they check holds by construction here.
@@ -89,14 +90,26 @@ def all_gather(
     async_op: bool = False,
 ) -> Work | None:
     """Concatenates the ranks' inputs on dim 0 into every rank's output."""
+    if _functional():
+        output.copy_(gathered(input, output.shape, group))
+        return None
     if current().counters:
         _record("all_gather", output)
     received, sent = output, input
     if output.is_complex():
         received, sent = _real(output), _real(input.resolve_conj())
-    if dispatch_modes_active() and process.mode is None:  # see _completed
-        return _completed(received, _ops.all_gather_into_tensor(sent, group.size(), group.group_name))
     return _finish(getattr(group, ALL_GATHER_METHOD)(received, sent, _GATHER[async_op]), async_op)
+
+
+def gathered(input: torch.Tensor, shape: Sequence[int], group: ProcessGroup) -> torch.Tensor:
+    """What `all_gather` leaves in a tensor of this shape."""
+    if _functional():
+        made = _call(_ops.all_gather_into_tensor, input, group.size(), group.group_name).view(shape)
+        _record("all_gather", made)
+        return made
+    output = input.new_empty(shape)
+    all_gather(output, input, group)
+    return output
 
 
 def reduce_scatter(
@@ -107,6 +120,9 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Work | None:
     """Reduces the ranks' inputs and leaves part r of dim 0 with rank r. None when it is complete."""
+    if _functional():
+        output.copy_(reduce_scattered(input, output.shape, group, op))
+        return None
     if current().counters:
         _record("reduce_scatter", input)
     averaged = op == "avg" and not _averages(group, input)
@@ -116,20 +132,32 @@ def reduce_scatter(
     if output.is_complex():
         _refuse_complex("reduce_scatter", op)
         received, sent = _real(output), _real(input.resolve_conj())
-    if dispatch_modes_active() and process.mode is None:  # see _completed
-        work = _completed(received, _ops.reduce_scatter_tensor(sent, op, group.size(), group.group_name))
-    else:
-        reduce = getattr(group, REDUCE_SCATTER_METHOD)
-        work = _finish(reduce(received, sent, _REDUCE_SCATTER[op, async_op]), async_op)
+    reduce = getattr(group, REDUCE_SCATTER_METHOD)
+    work = _finish(reduce(received, sent, _REDUCE_SCATTER[op, async_op]), async_op)
     if averaged:
         output /= group.size()
     return work
+
+
+def reduce_scattered(
+    input: torch.Tensor, shape: Sequence[int], group: ProcessGroup, op: str = "sum"
+) -> torch.Tensor:
+    """What `reduce_scatter` leaves in a tensor of this shape."""
+    if _functional():
+        _record("reduce_scatter", input)
+        return _reduce(_ops.reduce_scatter_tensor, input, op, group, group.size()).view(shape)
+    output = input.new_empty(shape)
+    reduce_scatter(output, input, group, op)
+    return output
 
 
 def all_reduce(
     tensor: torch.Tensor, group: ProcessGroup, op: str = "sum", async_op: bool = False
 ) -> Work | None:
     """Reduces `tensor` over the ranks, in place. None when it is complete."""
+    if _functional():
+        tensor.copy_(reduced(tensor, group, op))
+        return None
     if current().counters:
         _record("all_reduce", tensor)
     averaged = op == "avg" and not _averages(group, tensor)
@@ -139,13 +167,20 @@ def all_reduce(
     if tensor.is_complex():
         _refuse_complex("all_reduce", op)
         sent = _real(tensor)
-    if dispatch_modes_active() and process.mode is None:  # see _completed
-        work = _completed(sent, _ops.all_reduce(sent, op, group.group_name))
-    else:
-        work = _finish(group.allreduce([sent], _REDUCE[op, async_op]), async_op)
+    work = _finish(group.allreduce([sent], _REDUCE[op, async_op]), async_op)
     if averaged:
         tensor /= group.size()
     return work
+
+
+def reduced(input: torch.Tensor, group: ProcessGroup, op: str = "sum") -> torch.Tensor:
+    """What `all_reduce` leaves in a contiguous copy of `input`."""
+    if _functional():
+        _record("all_reduce", input)
+        return _reduce(_ops.all_reduce, input.contiguous(), op, group)
+    output = input.clone(memory_format=torch.contiguous_format)
+    all_reduce(output, group, op)
+    return output
 
 
 def all_to_all(
@@ -157,21 +192,39 @@ def all_to_all(
     async_op: bool = False,
 ) -> Work | None:
     """Sends part r of dim 0 to rank r; equal parts unless the splits (rows per rank) are given."""
+    if _functional():
+        output.copy_(exchanged(input, output.shape, group, output_splits, input_splits))
+        return None
     if current().counters:
         _record("all_to_all", input)
     splits = list(output_splits or ()), list(input_splits or ())
     received, sent = output, input
     if output.is_complex():
         received, sent = _real(output), _real(input.resolve_conj())
-    if dispatch_modes_active() and process.mode is None:  # see _completed
-        n = group.size()
-        rows = [given or [t.size(0) // n] * n for given, t in zip(splits, (received, sent), strict=True)]
-        return _completed(received, _ops.all_to_all_single(sent, *rows, group.group_name))
     if not async_op and type(sent) is torch.Tensor and sent.is_cpu and dist.get_backend(group) == "gloo":
         _send_and_receive(received, sent, group, *splits)
         return None
     exchange = getattr(group, ALL_TO_ALL_METHOD)
     return _finish(exchange(received, sent, *splits, _EXCHANGE[async_op]), async_op)
+
+
+def exchanged(
+    input: torch.Tensor,
+    shape: Sequence[int],
+    group: ProcessGroup,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """What `all_to_all` leaves in a tensor of this shape."""
+    if _functional():
+        _record("all_to_all", input)
+        n = group.size()
+        given = ((output_splits, shape[0]), (input_splits, input.size(0)))
+        splits = [list(rows or [length // n] * n) for rows, length in given]
+        return _call(_ops.all_to_all_single, input, *splits, group.group_name).view(shape)
+    output = input.new_empty(shape)
+    all_to_all(output, input, group, output_splits, input_splits)
+    return output
 
 
 # Of messages between ranks; gloo's collectives have slots of their own.
@@ -204,13 +257,13 @@ def _send_and_receive(
 
 def broadcast(tensor: torch.Tensor, group: ProcessGroup, src: int = 0, async_op: bool = False) -> Work | None:
     """Copies the tensor of group rank `src` to the others, in place."""
-    if current().counters:
-        _record("broadcast", tensor)
+    _record("broadcast", tensor)
+    if _functional():
+        tensor.copy_(_call(_ops.broadcast, tensor, src, group.group_name))
+        return None
     options = torch_compat.BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = src, 0, async_op
     sent = _real(tensor) if tensor.is_complex() else tensor
-    if dispatch_modes_active() and process.mode is None:  # see _completed
-        return _completed(sent, _ops.broadcast(sent, src, group.group_name))
     return _finish(group.broadcast([sent], options), async_op)
 
 
@@ -243,16 +296,31 @@ def all_gather_objects(value: Any, group: ProcessGroup | None = None) -> list[An
 _ops = torch.ops._c10d_functional
 
 
-def _completed(output: torch.Tensor, result: torch.Tensor) -> Work | None:
-    """Waits for a functional collective, and leaves what it gives in `output`; nothing is left to wait for.
+def _functional() -> bool:
+    """Whether a mode looks on: a tracer, whose graph must hold the wait, or a tool that knows collectives by name. A
+    method of the process group would leave a graph with the collective and without its wait. Simulated ranks take
+    the methods (`simulate`)."""
+    return dispatch_modes_active() != 0 and process.mode is None
 
-    These are for when a mode looks on: a tracer, whose graph must hold the wait, or a tool that knows collectives by
-    name. A method of the process group would leave a graph with the collective and without its wait. Simulated
-    ranks take the methods (`simulate`).
-    """
+
+def _call(op: Callable[..., torch.Tensor], input: torch.Tensor, *args: Any) -> torch.Tensor:
+    """What a functional collective gives, which is waited for."""
+    if input.is_complex():
+        return torch.view_as_complex(_call(op, _real(input.resolve_conj()), *args))
+    result = op(input, *args)
     torch_compat.keep_in_backward(result, torch.ops.dtbench_core.after.default)
-    output.copy_(_ops.wait_tensor(result).view(output.shape))
-    return None
+    waited: torch.Tensor = _ops.wait_tensor(result)
+    return waited
+
+
+def _reduce(
+    functional: Callable[..., torch.Tensor], input: torch.Tensor, op: str, group: ProcessGroup, *size: int
+) -> torch.Tensor:
+    if input.is_complex():
+        _refuse_complex("a reduction", op)
+    averaged = op == "avg" and not _averages(group, input)
+    made = _call(functional, input, "sum" if averaged else op, *size, group.group_name)
+    return made / group.size() if averaged else made
 
 
 _library = torch.library.Library("dtbench_core", "FRAGMENT")

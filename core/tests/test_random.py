@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
 
-from core.tests.gloo_world import mesh_of, on_ranks
-from dtbench_core import ArgumentError, Replicate, Shard, distribute_tensor
+from core.tests.gloo_world import Worlds, mesh_of, on_ranks
+from dtbench_core import ArgumentError, DTensor, Replicate, Shard, distribute_tensor
 from dtbench_core.layout import rng as random
 
 S0, R = Shard(0), Replicate()
@@ -38,6 +40,41 @@ def test_first_rank_is_followed() -> None:
     got = torch.rand_like(distribute_tensor(torch.ones(6), mesh, [S0, R], src_data_rank=None)).full_tensor()
     torch.manual_seed(40)
     torch.testing.assert_close(got, torch.rand(6))
+
+
+def _drawn_in_a_graph() -> list[torch.Tensor]:
+    """Each rank's shards of what graphs draw, on ranks that seeded differently."""
+    torch._dynamo.reset()
+    torch.manual_seed(dist.get_rank())
+    x = distribute_tensor(torch.ones(64), mesh_of((2, 2)), [S0, R], src_data_rank=None)
+    draws: list[Callable[[DTensor], DTensor]] = [
+        torch.rand_like,
+        torch.nn.functional.dropout,
+        lambda t: torch.empty_like(t).normal_(),
+    ]
+    compiled = [torch.compile(draw, backend="aot_eager", fullgraph=True) for draw in draws]
+    return [draw(x).to_local() for draw in compiled for _ in range(2)]
+
+
+def test_replicas_draw_alike_in_graphs(ranks: Worlds) -> None:
+    drawn = ranks(_drawn_in_a_graph)
+    torch.testing.assert_close(drawn[:2], [drawn[0], drawn[0]], rtol=0, atol=0)
+    torch.testing.assert_close(drawn[2:], [drawn[2], drawn[2]], rtol=0, atol=0)
+    for each in drawn[::2]:
+        assert all(len(one.unique()) > 1 for one in each)
+        assert not any(torch.equal(one, again) for one, again in zip(each[::2], each[1::2], strict=True))
+
+
+@on_ranks
+def test_watched_replicas_draw_alike() -> None:
+    x = distribute_tensor(torch.ones(64), mesh_of((4,)), [R], src_data_rank=None)
+    torch.rand_like(x)  # the first op on a mesh brings the generators into step
+    torch.manual_seed(dist.get_rank())
+    with CommDebugMode():
+        drawn = torch.rand_like(x).to_local()
+    first = drawn.clone()
+    dist.broadcast(first, 0)
+    torch.testing.assert_close(drawn, first, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("placements", [[R], [S0], [Shard(1)]], ids=str)

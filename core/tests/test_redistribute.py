@@ -200,6 +200,12 @@ def test_dtypes_of_a_move() -> None:
     assert tensor.grad is not None and tensor.grad.dtype == torch.float32
 
 
+def test_an_asynchronous_move_says_that_it_waits(mesh: DeviceMesh) -> None:
+    tensor = place(torch.ones(8, 4), mesh, (S0,) * mesh.ndim)
+    with pytest.warns(UserWarning, match="async_op=True.* waits"):
+        tensor.redistribute(async_op=True)
+
+
 @on_worlds
 def test_collectives_are_counted() -> None:
     tensor = place(torch.ones(8, 4), mesh_of((4,)), (S0,))

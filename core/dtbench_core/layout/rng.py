@@ -13,7 +13,7 @@ other), and take over the first's where they differ; shards are then still rando
 A generator passed as `generator=` is the caller's: it must be in the same state on all ranks.
 Ranks outside the mesh draw too, and keep nothing, to stay in step with the members.
 
-A compiled graph exchanges no states: there the generators must be alike beforehand.
+A graph has no part in the states of generators: there, what replicas drew is sent by the first of their ranks.
 
 Where a mesh has a region, that draws instead.
 """
@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core import comm
@@ -33,8 +34,8 @@ from dtbench_core.layout.mesh import MeshInfo, mesh_info
 from dtbench_core.layout.shard_layout import part_of
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, held_by
-from dtbench_core.runtime import current
-from dtbench_core.torch_compat import dispatch_modes_active, is_fake_mode_active
+from dtbench_core.runtime import current, process
+from dtbench_core.torch_compat import active_tracer, dispatch_modes_active, is_fake_mode_active
 
 
 class Region(Protocol):
@@ -50,7 +51,7 @@ def draw(spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]) -> to
     if region is not None:
         return region.draw(spec, make)
     _agree(spec)
-    return part_of(make(spec.shape), spec)
+    return _kept(make(spec.shape), spec)
 
 
 def draw_like(
@@ -71,7 +72,7 @@ def draw_like(
         return region.draw(spec, lambda shape: op(torch.empty(shape, dtype=spec.dtype, device=device)))
     if generator is None:
         _agree(spec)
-    return part_of(op(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)), spec)
+    return _kept(op(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)), spec)
 
 
 def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = False, **others: Any) -> Any:
@@ -99,13 +100,32 @@ def keep_in_step(mesh: MeshInfo) -> None:
     module.set_rng_state(state.cpu())
 
 
+def _replicas(spec: DTensorSpec) -> list[ProcessGroup]:
+    """The groups of ranks that are to hold the same values; none of simulated ranks, which share a generator."""
+    if process.mode is not None:
+        return []
+    groups = zip(spec.info.groups, spec.placements, strict=False)
+    return [group for group, placed in groups if not placed.is_shard() and group.size() > 1]
+
+
+def _is_traced() -> bool:
+    return dispatch_modes_active() != 0 and (is_fake_mode_active() or active_tracer() is not None)
+
+
+def _kept(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """This rank's part of what was drawn."""
+    part = part_of(whole, spec)
+    if _is_traced():
+        for group in _replicas(spec):
+            part = part.contiguous()
+            comm.broadcast(part, group)
+    return part
+
+
 def _agree(spec: DTensorSpec) -> None:
     """Before a tensor is drawn: ranks that are to hold the same values bring their generators into one state."""
-    mesh = spec.info
-    groups = [
-        g for g, p in zip(mesh.groups, spec.placements, strict=False) if not p.is_shard() and g.size() > 1
-    ]
-    if not groups or dispatch_modes_active():  # a mode traces, or simulates all ranks with one generator
+    mesh, groups = spec.info, _replicas(spec)
+    if not groups or _is_traced():
         return
     module = generators(mesh)
     state = module.get_rng_state()

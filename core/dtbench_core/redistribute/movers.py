@@ -137,6 +137,18 @@ def _sent(tensor: torch.Tensor) -> torch.Tensor:
     return flat.resolve_conj().resolve_neg().view(torch.uint8)
 
 
+def _received(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What was sent as `_sent` made it."""
+    return flat if flat.dtype is dtype else flat.view(dtype)
+
+
+def _gathered(local: torch.Tensor, shape: Shape, group: ProcessGroup) -> torch.Tensor:
+    """The ranks' contiguous tensors, one after the other, of any dtype."""
+    sent = _sent(local)
+    flat = comm.gathered(sent, (sent.numel() * group.size(),), group)
+    return _received(flat, local.dtype).view(shape)
+
+
 def _carrier(dtype: torch.dtype) -> torch.dtype:
     """A dtype that holds every value of `dtype` and its sums, as far as `dtype` itself does."""
     if dtype in _CARRIED:
@@ -203,11 +215,7 @@ def _even_gather(step: Exchange) -> Mover:
     stacked = (math.prod(step.sizes) * axes.local[0], *axes.local[1:])  # gloo takes no axis of ranks
 
     def gather(local: torch.Tensor) -> torch.Tensor:
-        gathered, local = local.new_empty(stacked), local.contiguous()
-        if carried:
-            comm.all_gather(gathered, local, group)
-        else:
-            comm.all_gather(_sent(gathered), _sent(local), group)
+        gathered = (comm.gathered if carried else _gathered)(local.contiguous(), stacked, group)
         return gathered if rows else axes.unpack(gathered)
 
     return gather
@@ -224,8 +232,7 @@ def _gather(step: Exchange) -> Mover:
 
     def gather(local: torch.Tensor) -> torch.Tensor:
         sent = padded(local, dim, longest)
-        gathered = sent.new_empty(stacked)
-        comm.all_gather(_sent(gathered), _sent(sent), group)
+        gathered = _gathered(sent, stacked, group)
         if chunks and rows_first:  # only what follows the last element is padding
             return gathered.view(joined).narrow(dim, 0, whole[dim])
         held = [gathered[rank].narrow(dim, 0, n) for rank, n in enumerate(lengths) if n]
@@ -276,18 +283,10 @@ def _reducer(step: Exchange, op: str) -> Mover:
     if op in ("max", "min") and step.dtype.is_floating_point:
         return lambda local: _extremum(local, op, group)
     if step.dtype in _CARRIED or step.dtype.is_complex:
-
-        def reduce(local: torch.Tensor) -> torch.Tensor:
-            reduced = local.clone(memory_format=torch.contiguous_format)
-            comm.all_reduce(reduced, group, op)
-            return reduced
-
-        return reduce
+        return lambda local: comm.reduced(local, group, op)
 
     def reduce_carried(local: torch.Tensor) -> torch.Tensor:
-        reduced = local.to(carrier, memory_format=torch.contiguous_format)
-        comm.all_reduce(reduced, group, op)
-        return reduced.to(local.dtype)
+        return comm.reduced(local.to(carrier), group, op).to(local.dtype)
 
     return reduce_carried
 
@@ -297,9 +296,7 @@ _BITWISE = dict(zip(BITWISE, ("bitwise_and", "bitwise_or", "bitwise_xor"), stric
 
 def _gathered_terms(local: torch.Tensor, parts: int, group: ProcessGroup) -> torch.Tensor:
     """(n, *local shape): every rank's term, for what no transport computes."""
-    terms = local.new_empty((parts, *local.shape))
-    comm.all_gather(_sent(terms), _sent(local.contiguous()), group)
-    return terms
+    return _gathered(local.contiguous(), (parts, *local.shape), group)
 
 
 def _extremum(local: torch.Tensor, op: str, group: ProcessGroup) -> torch.Tensor:
@@ -311,8 +308,7 @@ def _extremum(local: torch.Tensor, op: str, group: ProcessGroup) -> torch.Tensor
     terms = local.to(_carrier(local.dtype))
     nan = terms.isnan()
     values = terms.masked_fill(nan, -sign * math.inf)
-    both = torch.stack([values, nan.to(terms.dtype) * sign])
-    comm.all_reduce(both, group, op)
+    both = comm.reduced(torch.stack([values, nan.to(terms.dtype) * sign]), group, op)
     return both[0].masked_fill(both[1] != 0, math.nan).to(local.dtype)
 
 
@@ -328,12 +324,10 @@ def _reducing_scatter(step: Exchange, op: str) -> Mover:
     mine, rows = axes.local, axes.rows
 
     def scatter(local: torch.Tensor) -> torch.Tensor:
-        packed, output = axes.pack(local), local.new_empty(mine)
+        packed = axes.pack(local)
         if rows:
-            comm.reduce_scatter(output, packed, group, op)
-        else:
-            comm.reduce_scatter(output.view(-1), packed.view(-1), group, op)
-        return output
+            return comm.reduce_scattered(packed, mine, group, op)
+        return comm.reduce_scattered(packed.view(-1), (math.prod(mine),), group, op).view(mine)
 
     return scatter
 
@@ -356,8 +350,7 @@ def _uneven_reducing_scatter(step: Exchange, op: str) -> Mover:
 
     def scatter(local: torch.Tensor) -> torch.Tensor:
         packed = torch.stack([padded(dst.part(local, parts, rank), dim, longest) for rank in range(parts)])
-        output = local.new_empty(shape)
-        comm.reduce_scatter(output.view(-1), packed.view(-1), group, op)
+        output = comm.reduce_scattered(packed.view(-1), (math.prod(shape),), group, op).view(shape)
         return output if lengths[index] == longest else output.narrow(dim, 0, lengths[index]).contiguous()
 
     return scatter
@@ -374,16 +367,10 @@ def _even_exchange(step: Exchange) -> Mover:
     sizes, group = step.sizes, step.group
     had, gets = (local_extents(step.shape, p, sizes, step.coordinate)[0] for p in (step.src, step.dst))
     out, back = _Axes(had, step.dst, sizes), _Axes(gets, step.src, sizes)
-    carried = step.dtype in _CARRIED
-    stacked = (step.parts, *out.local)
 
     def exchange(local: torch.Tensor) -> torch.Tensor:
-        packed, received = out.pack(local), local.new_empty(stacked)
-        if carried:
-            comm.all_to_all(received, packed.view(stacked), group)
-        else:
-            comm.all_to_all(_sent(received), _sent(packed), group)
-        return back.unpack(received)
+        sent = _sent(out.pack(local))
+        return back.unpack(_received(comm.exchanged(sent, (sent.numel(),), group), local.dtype))
 
     return exchange
 
@@ -414,8 +401,8 @@ def _exchange(step: Exchange) -> Mover:
             packed = local.permute(order).contiguous()
         else:
             packed = torch.cat([dst.part(local, parts, r).permute(order).reshape(-1) for r in range(parts)])
-        received = local.new_empty(sum(sizes))
-        comm.all_to_all(_sent(received), _sent(packed), group, in_sizes, out_sizes)
+        flat = comm.exchanged(_sent(packed), (sum(in_sizes),), group, in_sizes, out_sizes)
+        received = _received(flat, local.dtype)
         if alike:
             joined = received.view(stacked).transpose(0, 1).reshape(whole)
         else:

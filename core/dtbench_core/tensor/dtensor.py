@@ -7,6 +7,7 @@ dispatch/entry.py. Names and signatures are those of torch.distributed.tensor.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -344,7 +345,7 @@ class DTensor(Wrapper):
 
         Args:
             device_mesh: only the tensor's own; may be left out.
-            async_op: accepted for compatibility; the result is complete on return.
+            async_op: accepted for compatibility; the result is complete on return, which a warning says once.
             forward_dtype, backward_dtype: cast before moving, forward and backward.
 
         Raises:
@@ -354,6 +355,8 @@ class DTensor(Wrapper):
             return _redistribute(
                 self, device_mesh, placements, forward_dtype=forward_dtype, backward_dtype=backward_dtype
             )
+        if async_op:
+            warnings.warn("redistribute(async_op=True) waits: its result is complete on return", stacklevel=2)
         spec = self._spec
         if (
             device_mesh is not None

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from dtbench_suites.compat.program import Given, program, randn
+from dtbench_suites.compat.program import RANKS, Given, program, randn
 
 BACKENDS = ("aot_eager", "inductor")
 
@@ -256,3 +257,24 @@ def compiled_autograd(w: Given) -> Any:
 def traced_alone(w: Given) -> Any:
     x = w.place(randn(8, 4), "S(0)", grad=True)
     return _forward_and_backward(w, lambda t: t.softmax(0) @ t.t(), x)
+
+
+def _replicas_draw_alike(w: Given, draw: Callable[[Any], Any]) -> Any:
+    x = w.place(torch.ones(64), "R")
+    torch.rand_like(x)
+    torch.manual_seed(0 if w.plain else w.rank)
+    drawn = w.leave()(draw(x))
+    sums = drawn.clone()
+    if not w.plain:
+        dist.all_reduce(sums)
+    return w.known((sums - drawn * RANKS).abs().max(), torch.tensor(0.0))
+
+
+@program("values")
+def replicas_draw_alike_on_ranks_seeded_apart(w: Given) -> Any:
+    return _replicas_draw_alike(w, F.dropout)
+
+
+@program("compile", *BACKENDS)
+def replicas_draw_alike_in_graphs_on_ranks_seeded_apart(w: Given) -> Any:
+    return _replicas_draw_alike(w, w.compile(F.dropout))
