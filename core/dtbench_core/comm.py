@@ -93,6 +93,12 @@ def all_gather(
     if _functional():
         output.copy_(gathered(input, output.shape, group))
         return None
+    return _all_gather(output, input, group, async_op)
+
+
+def _all_gather(
+    output: torch.Tensor, input: torch.Tensor, group: ProcessGroup, async_op: bool
+) -> Work | None:
     if current().counters:
         _record("all_gather", output)
     received, sent = output, input
@@ -108,7 +114,7 @@ def gathered(input: torch.Tensor, shape: Sequence[int], group: ProcessGroup) -> 
         _record("all_gather", made)
         return made
     output = input.new_empty(shape)
-    all_gather(output, input, group)
+    _all_gather(output, input, group, False)
     return output
 
 
@@ -123,6 +129,12 @@ def reduce_scatter(
     if _functional():
         output.copy_(reduce_scattered(input, output.shape, group, op))
         return None
+    return _reduce_scatter(output, input, group, op, async_op)
+
+
+def _reduce_scatter(
+    output: torch.Tensor, input: torch.Tensor, group: ProcessGroup, op: str, async_op: bool
+) -> Work | None:
     if current().counters:
         _record("reduce_scatter", input)
     averaged = op == "avg" and not _averages(group, input)
@@ -147,7 +159,7 @@ def reduce_scattered(
         _record("reduce_scatter", input)
         return _reduce(_ops.reduce_scatter_tensor, input, op, group, group.size()).view(shape)
     output = input.new_empty(shape)
-    reduce_scatter(output, input, group, op)
+    _reduce_scatter(output, input, group, op, False)
     return output
 
 
@@ -158,6 +170,10 @@ def all_reduce(
     if _functional():
         tensor.copy_(reduced(tensor, group, op))
         return None
+    return _all_reduce(tensor, group, op, async_op)
+
+
+def _all_reduce(tensor: torch.Tensor, group: ProcessGroup, op: str, async_op: bool) -> Work | None:
     if current().counters:
         _record("all_reduce", tensor)
     averaged = op == "avg" and not _averages(group, tensor)
@@ -179,7 +195,7 @@ def reduced(input: torch.Tensor, group: ProcessGroup, op: str = "sum") -> torch.
         _record("all_reduce", input)
         return _reduce(_ops.all_reduce, input.contiguous(), op, group)
     output = input.clone(memory_format=torch.contiguous_format)
-    all_reduce(output, group, op)
+    _all_reduce(output, group, op, False)
     return output
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -156,7 +157,7 @@ def test_the_keyboard_reaches_links_folds_and_wide_tables(browser: Any, path: Pa
         visit.page.keyboard.press("Tab")
         assert visit.page.evaluate("document.activeElement.className") == "skip"
         reached = set()
-        for _ in range(60):
+        for _ in range(120):
             visit.page.keyboard.press("Tab")
             reached.add(
                 visit.page.evaluate("document.activeElement.tagName + document.activeElement.className")
@@ -180,7 +181,7 @@ def test_changes_are_filtered_and_sorted_and_the_address_says_how(browser: Any, 
         assert names(visit) == ["add", "matmul", "mm", "relu", "sum", "cat", "gelu", "view"]
         visit.page.get_by_label("Verdict").select_option("slower")
         assert names(visit) == ["add", "matmul"]
-        assert visit.page.locator("output").inner_text() == "2 of 8 cases"
+        assert visit.page.locator("form.filter output").inner_text() == "2 of 8 cases"
         visit.page.get_by_label("Cases that hold").fill("mat S(0)")
         assert names(visit) == ["matmul"]
         visit.page.get_by_label("Cases that hold").fill("")
@@ -210,7 +211,9 @@ def test_sizes_sort_by_what_they_are(browser: Any, path: Path) -> None:
         table = visit.page.locator("#redistribute details table").first
         visit.page.locator("#redistribute summary").click()
         table.locator("th button", has_text="Size").click()
-        sizes = table.evaluate("t => [...t.tBodies[0].rows].map(r => r.cells[3].textContent)")
+        heads = table.locator("th").all_inner_texts()
+        column = next(i for i, head in enumerate(heads) if head.startswith("Size"))
+        sizes = table.evaluate(f"t => [...t.tBodies[0].rows].map(r => r.cells[{column}].textContent)")
         assert list(dict.fromkeys(sizes)) == ["64 KiB", "1 MiB", "16 MiB"]
 
 
@@ -271,3 +274,35 @@ def test_axe_finds_nothing(browser: Any, small: Path, tmp_path: Path, scheme: st
     )
     worse.write_text(text.replace("--muted: #", "--muted: #888888; --old: #"), "utf-8")
     assert {"html-has-lang", "select-name"} <= violations(worse)
+
+
+def test_values_are_told_under_the_pointer_and_by_keys(browser: Any, path: Path) -> None:
+    with Visit(browser, path) as visit:
+        panel = visit.page.locator("#collectives [data-points]").first
+        points = json.loads(panel.get_attribute("data-points"))
+        panel.focus()
+        visit.page.keyboard.press("ArrowRight")
+        assert panel.locator(".tip").inner_text() == points[0][2]
+        visit.page.keyboard.press("ArrowLeft")
+        assert panel.locator(".tip").inner_text() == points[-1][2]
+        visit.page.keyboard.press("Escape")
+        assert panel.locator(".tip").is_hidden()
+        box, scale = panel.locator("svg").bounding_box(), panel.evaluate("p => p.clientWidth / 360")
+        x, y, words = points[2]
+        visit.page.mouse.move(box["x"] + x * scale, box["y"] + y * scale)
+        assert panel.locator(".tip").inner_text() == words
+        assert visit.messages == []
+
+
+def test_a_label_hides_its_series_and_the_address_keeps_it(browser: Any, path: Path) -> None:
+    with Visit(browser, path) as visit:
+        figure = visit.page.locator("#collectives figure").first
+        label = figure.locator(".legend button").first
+        line = figure.locator("svg.plot [id$='-s0']").first
+        assert label.get_attribute("aria-pressed") == "true" and line.is_visible()
+        label.click()
+        assert label.get_attribute("aria-pressed") == "false" and not line.is_visible()
+        assert "hide=" in visit.page.url
+        visit.page.reload()
+        assert not figure.locator("svg.plot [id$='-s0']").first.is_visible()
+        assert visit.messages == []

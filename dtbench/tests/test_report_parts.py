@@ -102,7 +102,7 @@ def shown(findings_text: str) -> Page:
 
 def test_the_verdict_comes_first_in_words_and_shape(compared_text: str) -> None:
     text = compared_text
-    assert text.index('id="verdict"') < text.index('id="provenance"') < text.index('id="changes"')
+    assert text.index('id="verdict"') < text.index('id="changes"') < text.index('id="provenance"')
     said = Page(text).section_text["verdict"]
     assert "▲ Slower" in said
     assert "5 cases were compared: 1 slower, 1 missing, 1 faster, 1 new, 1 same." in said

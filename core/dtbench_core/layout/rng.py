@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtbench_core import comm
 from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.mesh import MeshInfo, mesh_info
+from dtbench_core.layout.placement import Shard
 from dtbench_core.layout.shard_layout import part_of
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, held_by
@@ -105,17 +106,17 @@ def _replicas(spec: DTensorSpec) -> list[ProcessGroup]:
     if process.mode is not None:
         return []
     groups = zip(spec.info.groups, spec.placements, strict=False)
-    return [group for group, placed in groups if not placed.is_shard() and group.size() > 1]
+    return [group for group, placed in groups if not isinstance(placed, Shard) and group.size() > 1]
 
 
 def _is_traced() -> bool:
-    return dispatch_modes_active() != 0 and (is_fake_mode_active() or active_tracer() is not None)
+    return is_fake_mode_active() or active_tracer() is not None
 
 
 def _kept(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """This rank's part of what was drawn."""
     part = part_of(whole, spec)
-    if _is_traced():
+    if dispatch_modes_active() and _is_traced():
         for group in _replicas(spec):
             part = part.contiguous()
             comm.broadcast(part, group)
@@ -125,7 +126,7 @@ def _kept(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 def _agree(spec: DTensorSpec) -> None:
     """Before a tensor is drawn: ranks that are to hold the same values bring their generators into one state."""
     mesh, groups = spec.info, _replicas(spec)
-    if not groups or _is_traced():
+    if not groups or (dispatch_modes_active() and _is_traced()):
         return
     module = generators(mesh)
     state = module.get_rng_state()

@@ -10,20 +10,22 @@ from functools import partial
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from dtbench.units import format_seconds, format_size
+from dtbench.show.report.svg import STAND_IN
+from dtbench.units import format_bytes, format_seconds, format_size
 
 Format = Callable[[float], str]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis that panels have in common. format: value -> tick label."""
+    """An axis that panels have in common. format: value -> tick label. title: what it measures; ticks have units."""
 
     low: float
     high: float
     log: bool
     format: Format
     ticks: Sequence[float] = ()
+    title: str = ""
 
     def apply(self, axes: Axes, which: str) -> None:
         axis = getattr(axes, f"{which}axis")
@@ -32,20 +34,38 @@ class Axis:
         axis.set_major_locator(FixedLocator([t for t in self.ticks if self.low <= t <= self.high]))
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(FuncFormatter(lambda value, _: self.format(value)))
+        if self.title:  # above the axis, where it takes no width
+            at, place = ((0.5, 0.0), (0, -26)) if which == "x" else ((0.0, 1.0), (-56, 7))
+            axes.annotate(
+                self.title,
+                at,
+                place,
+                xycoords="axes fraction",
+                textcoords="offset points",
+                ha="center" if which == "x" else "left",
+                va="top" if which == "x" else "bottom",
+                color=STAND_IN["muted"],
+                annotation_clip=False,
+            )
 
 
 def value_axis(
-    values: Sequence[float], format_tick: Format, *, log: bool | None = None, most: int = 5
+    values: Sequence[float],
+    format_tick: Format,
+    *,
+    log: bool | None = None,
+    most: int = 5,
+    title: str = "",
 ) -> Axis:
     """An axis that holds all values. log None: by the spread, logarithmic beyond a factor of 12."""
     low, high = min(values), max(values)
     if log is None:
         log = high > 12 * low
     if not log:
-        return Axis(0.0, high * 1.06, False, format_tick, _round_ticks(0.0, high, most))
+        return Axis(0.0, high * 1.06, False, format_tick, _round_ticks(0.0, high, most), title)
     room = max((high / low) ** 0.06, 1.15)
     low, high = low / room, high * room
-    return Axis(low, high, True, format_tick, log_ticks(low, high, most))
+    return Axis(low, high, True, format_tick, log_ticks(low, high, most), title)
 
 
 def close_axis(values: Sequence[float], middle: float) -> Axis:
@@ -70,12 +90,26 @@ def _round_ticks(low: float, high: float, most: int) -> Sequence[float]:
     return list(map(float, MaxNLocator(most, steps=[1, 2, 5, 10]).tick_values(low, high)))
 
 
-def size_axis(sizes: Sequence[int], most: int = 5) -> Axis:
-    """A logarithmic axis of sizes in bytes, ticks at every so many of the measured ones."""
+def size_tick(value: float) -> str:
+    """Exactly where that is short: 64 KiB; else rounded: 31.99 MiB."""
+    exact = format_size(round(value))
+    return exact if len(exact) <= 8 else format_bytes(value)
+
+
+def size_axis(sizes: Sequence[int], most: int = 4, title: str = "") -> Axis:
+    """A logarithmic axis of sizes in bytes, ticks at powers of two between the measured ones."""
     ordered = sorted(set(sizes))
-    step = max(1, math.ceil(len(ordered) / most))
+    powers = range(round(math.log2(ordered[0])), round(math.log2(ordered[-1])) + 1)
+    step = max(1, math.ceil(len(powers) / most))
     room = max((ordered[-1] / ordered[0]) ** 0.05, 1.2)
-    return Axis(ordered[0] / room, ordered[-1] * room, True, lambda v: format_size(round(v)), ordered[::step])
+    return Axis(
+        ordered[0] / room,
+        ordered[-1] * room,
+        True,
+        size_tick,
+        [2.0**power for power in powers[::step]],
+        title,
+    )
 
 
 def log_ticks(low: float, high: float, most: int) -> list[float]:
@@ -93,5 +127,5 @@ def log_ticks(low: float, high: float, most: int) -> list[float]:
 seconds_tick: Format = EngFormatter("s")
 bandwidth_tick: Format = EngFormatter("B/s")
 # Of values over sizes, which span decades.
-times_axis = partial(value_axis, format_tick=seconds_tick, log=True, most=6)
-bandwidths_axis = partial(value_axis, format_tick=bandwidth_tick, log=True)
+times_axis = partial(value_axis, format_tick=seconds_tick, log=True, most=6, title="time per call")
+bandwidths_axis = partial(value_axis, format_tick=bandwidth_tick, log=True, title="bus bandwidth")

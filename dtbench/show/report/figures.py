@@ -6,6 +6,8 @@ Series differ by colour, marker and dash, so that colour is never alone in telli
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
@@ -20,15 +22,15 @@ from dtbench.show.report.axes import Axis, Format, size_axis, value_axis
 from dtbench.show.report.svg import FONT_PX, STAND_IN, draw, printable
 
 # A figure of more panels or rows is not read; the tables hold all.
-MAX_PANELS, MAX_ROWS = 12, 60
-WIDE_PX, HALF_PX = 880.0, 430.0
-# Width and height of a panel of curves by the columns of its figure, so that text has one size on the page.
-CURVES_PX = {2: (HALF_PX, 245.0), 3: (330.0, 220.0)}
+MAX_PANELS, MAX_ROWS = 24, 30
+# A phone's width holds a panel without making its text small.
+WIDE_PX, HALF_PX = 880.0, 360.0
+CURVES_PX = HALF_PX, 240.0
 ROW_PX = 18.0
 SHADE_OPACITY, BAND_OPACITY, ROW_OPACITY = 0.09, 0.18, 0.16  # lines and marks stay legible on them
 # Ink stays legible on the deepest cell, in light and in dark: the tests compute it.
 CELL_OPACITY = (0.04, 0.45)
-_LETTER_PX = 5.6
+_LETTER_PX = 6.6  # of the usual letter
 # The page's colours for the parts of bars, in turn, then paler once more; a part also bears its name.
 _BAR_COLOURS = ("s0", "s1", "s3", "s4", "s5", "s2")
 _BAR_OPACITIES = (0.42, 0.2)
@@ -37,6 +39,8 @@ _PREFIX = "swatch"
 
 # A name of the page's colours, and an opacity.
 Shade = tuple[str, float]
+# Of a mark: where it is, in pixels from the left and the top, and what it says.
+Point = tuple[int, int, str]
 
 
 @dataclass(frozen=True)
@@ -61,25 +65,46 @@ class Panel:
     prefix: str
     width: float
     height: float
-    paint: Callable[[Canvas], None]
+    paint: Callable[[Canvas], Sequence[Point] | None]
+
+    @property
+    def svg(self) -> Markup:
+        return self._drawn[0]
+
+    @property
+    def points(self) -> str:
+        """What the page says of the marks: [[x, y, words], ...] in pixels, as JSON."""
+        return json.dumps(self._drawn[1], ensure_ascii=False, separators=(",", ":"))
 
     @cached_property
-    def svg(self) -> Markup:
-        return draw(self.width, self.height, self.paint, prefix=self.prefix, title=self.title, desc=self.desc)
+    def _drawn(self) -> tuple[Markup, list[Point]]:
+        points: list[Point] = []
+
+        def paint(canvas: Canvas) -> None:
+            points.extend(self.paint(canvas) or ())
+
+        drawn = draw(self.width, self.height, paint, prefix=self.prefix, title=self.title, desc=self.desc)
+        return drawn, points
 
 
 @dataclass(frozen=True)
 class LegendItem:
+    """series: ends the ids of what is drawn of it."""
+
     label: str
     swatch: Markup
+    series: str = ""
 
 
 @dataclass(frozen=True)
 class Figure:
+    """named: whether the panels name their series themselves."""
+
     caption: str
     legend: Sequence[LegendItem]
     panels: Sequence[Panel]
     columns: int
+    named: bool = False
 
 
 # ----------------------------------------------------------------------------------------- curves
@@ -116,12 +141,14 @@ def curves(
     *,
     y: Callable[[Sequence[float]], Axis],
     x: Axis | None = None,
-    columns: int = 2,
+    over: str = "size of the tensor",
+    ends: bool = False,
     lines: bool = True,
 ) -> Figure | None:
-    """Curves over size, or over `x`, with common axes; None where there is nothing to draw.
+    """Curves over size (`over` says of what), or over `x`, with common axes; None where there is nothing to draw.
 
-    name: of the drawings' ids. y: from all values. lines: whether the legend shows them beside the marks.
+    name: of the drawings' ids. y: from all values. ends: each series is named at its end. lines: whether the legend
+    shows them beside the marks.
     """
     panels = [panel for panel in panels if panel.series]
     everything = [one for panel in panels for one in panel.series]
@@ -129,12 +156,14 @@ def curves(
         return None
     if x is None:  # sizes; lines without marks are no measurement and name none
         measured = [one for one in everything if styles[one.label].marker] or everything
-        x = size_axis([round(v) for one in measured for v in one.x])
+        x = size_axis([round(v) for one in measured for v in one.x], title=over)
     values = [v for one in everything for v in (*one.y, *(one.band[1] if one.band else ()))]
-    common, over = y(values), x
+    common, across, ids = y(values), x, ids_of(styles)
 
-    def paint(of: Curves, canvas: Canvas) -> None:
-        axes = _axes_in(canvas, left=62, right=14, top=10, bottom=26)
+    def paint(of: Curves, canvas: Canvas) -> list[Point]:
+        named = {one.label: printable(cut(styles[one.label].words or one.label, 18)) for one in of.series}
+        right = 14 + (_LETTER_PX * max(map(len, named.values())) if ends else 0)
+        axes = _axes_in(canvas, left=62, right=right, top=26, bottom=42)
         if of.shade is not None:
             axes.axvspan(*of.shade, color=STAND_IN["muted"], alpha=SHADE_OPACITY, linewidth=0, zorder=0)
         if of.level is not None:
@@ -143,16 +172,87 @@ def curves(
             style = styles[one.label]
             if one.band is not None:
                 colour = STAND_IN[style.colour]
-                axes.fill_between(one.x, *one.band, color=colour, alpha=BAND_OPACITY, linewidth=0)
-            axes.plot(one.x, one.y, clip_on=False, **_look_of(style))
-        over.apply(axes, "x")
+                axes.fill_between(
+                    one.x, *one.band, color=colour, alpha=BAND_OPACITY, linewidth=0, gid=f"{ids[one.label]}b"
+                )
+            axes.plot(one.x, one.y, clip_on=False, gid=ids[one.label], **_look_of(style))
+        across.apply(axes, "x")
         (of.y or common).apply(axes, "y")
+        if ends:
+            ends_of = {
+                one.label: (named[one.label], one.y[-1], styles[one.label].colour) for one in of.series
+            }
+            _name_ends(axes, {f"{ids[label]}n": end for label, end in ends_of.items()})
+        return [
+            point
+            for one in of.series
+            if styles[one.label].marker
+            for point in _points(
+                axes,
+                one.x,
+                one.y,
+                [
+                    f"{named[one.label]}, {across.format(x)}: {_precisely(of.y or common, y)}"
+                    for x, y in zip(one.x, one.y, strict=True)
+                ],
+            )
+        ]
 
     drawn = [
-        Panel(one.title, one.desc, f"{name}{index}", *CURVES_PX[columns], partial(paint, one))
+        Panel(one.title, one.desc, f"{name}{index}", *CURVES_PX, partial(paint, one))
         for index, one in enumerate(panels)
     ]
-    return Figure(caption, legend(name, styles, {one.label for one in everything}, lines), drawn, columns)
+    items = legend(name, styles, {one.label for one in everything}, lines)
+    return Figure(caption, items, drawn, 2, named=ends)
+
+
+def _precisely(axis: Axis, value: float) -> str:
+    """A value with the digits that an axis spares."""
+    return axis.format(float(f"{value:.3g}"))
+
+
+def _points(axes: Axes, xs: Sequence[float], ys: Sequence[float], words: Sequence[str]) -> list[Point]:
+    canvas = axes.get_figure(root=True)
+    assert canvas is not None
+    scale, height = 72 / canvas.dpi, 72 * canvas.get_size_inches()[1]
+    places = axes.transData.transform(list(zip(xs, ys, strict=True))) * scale
+    return [
+        (round(x), round(height - y), said)
+        for (x, y), said in zip(places, words, strict=True)
+        if math.isfinite(x + y)
+    ]
+
+
+def _name_ends(axes: Axes, ends: Mapping[str, tuple[str, float, str]]) -> None:
+    """Beside the last value of each series its name, none on top of another. ends: id -> (name, last value, colour)."""
+    spacing = FONT_PX + 1
+    height = 72 * axes.get_window_extent().height / axes.get_figure().dpi  # type: ignore[union-attr]
+    low, high = (axes.transData.transform((axes.get_xlim()[0], y))[1] for y in axes.get_ylim())
+    at = {
+        name: height * float(axes.transData.transform((axes.get_xlim()[0], y))[1] - low) / float(high - low)
+        for name, (_, y, _) in ends.items()
+    }
+    placed, floor = {}, -math.inf
+    for name in sorted(at, key=lambda name: at[name]):
+        placed[name] = floor = max(at[name], floor + spacing)
+    # What was pushed over the top comes down again, from the top.
+    ceiling = height
+    for name in sorted(placed, key=lambda name: -placed[name]):
+        placed[name] = min(placed[name], ceiling)
+        ceiling = placed[name] - spacing
+    for id_, (name, _, colour) in ends.items():
+        axes.annotate(
+            name,
+            (1, 0),
+            (5, placed[id_]),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            va="center",
+            color=STAND_IN[colour],
+            fontsize=FONT_PX - 1,
+            annotation_clip=False,
+            gid=id_,
+        )
 
 
 # ------------------------------------------------------------------------------------------- dots
@@ -194,7 +294,7 @@ def dots(
     drawn = []
     for index, (title, rows) in enumerate(panels.items()):
         x = axis(_reach(rows)) if each_axis else common
-        size = WIDE_PX if intervals else HALF_PX, ROW_PX * len(rows) + 34
+        size = WIDE_PX if intervals else HALF_PX, ROW_PX * len(rows) + (48 if x.title else 34)
         paint = partial(_paint_dots, rows, styles, x, intervals)
         drawn.append(Panel(title, said(rows), f"{name}{index}", *size, paint))
     present = {series for rows in panels.values() for row in rows for series in row.values}
@@ -209,11 +309,11 @@ def _reach(rows: Sequence[Row]) -> list[float]:
 
 def _paint_dots(
     rows: Sequence[Row], styles: Mapping[str, Style], x: Axis, intervals: bool, canvas: Canvas
-) -> None:
-    most_px, most = (330.0, 54) if intervals else (190.0, 30)
-    left = min(24 + 6.2 * max(len(row.label) for row in rows), most_px)
-    right = 14 + 6.2 * max(len(row.note) for row in rows)
-    axes = _axes_in(canvas, left=left, right=right, top=6, bottom=28)
+) -> list[Point]:
+    most = 54 if intervals else 24
+    left = 12 + _LETTER_PX * max(min(len(row.label), most) for row in rows)
+    right = 14 + _LETTER_PX * max(len(row.note) for row in rows)
+    axes = _axes_in(canvas, left=left, right=right, top=6, bottom=42 if x.title else 28)
     if intervals:
         axes.axvline(1, color=STAND_IN["ink"], linewidth=1.0, zorder=1.5)
     for place, row in enumerate(rows):
@@ -236,6 +336,16 @@ def _paint_dots(
     x.apply(axes, "x")
     _label_rows(axes, [row.label for row in rows], most)
     axes.grid(axis="y", linewidth=0.35)
+    return [
+        point
+        for place, row in enumerate(rows)
+        for point in _points(
+            axes,
+            list(row.values.values()),
+            [place] * len(row.values),
+            [f"{row.label}, {name}: {_precisely(x, value)}" for name, value in row.values.items()],
+        )
+    ]
 
 
 def _marks(axes: Axes, rows: Sequence[Row], name: str, style: Style, x: Axis, caps: bool) -> None:
@@ -320,7 +430,9 @@ def _paint_bars(
             box.set(facecolor=STAND_IN[shades[part][0]], alpha=shades[part][1], **edge)
             axes.add_patch(box)
             if named and length * across > _LETTER_PX * len(part) + 6:
-                axes.text(at + length / 2, place, printable(part), ha="center", va="center", fontsize=9)
+                axes.text(
+                    at + length / 2, place, printable(part), ha="center", va="center", fontsize=FONT_PX - 1
+                )
         if bar.mark is not None:
             for ends in ((-0.46, -0.26), (0.26, 0.46)):  # beside the names of the parts
                 axes.plot([bar.mark] * 2, [place + e for e in ends], color=STAND_IN["ink"], linewidth=2)
@@ -352,7 +464,8 @@ class Map:
 
 
 def maps(name: str, panels: Sequence[Map], axes_names: tuple[str, str], caption: str) -> Figure | None:
-    """Cells over two axes, the first downwards; the larger a value, the deeper."""
+    """Cells over two axes, the first downwards; the larger a value, the deeper, from nothing to the largest: what
+    differs little looks alike."""
     drawn = []
     for index, one in enumerate(panels):
         columns = max(map(len, one.cells))
@@ -366,24 +479,24 @@ def maps(name: str, panels: Sequence[Map], axes_names: tuple[str, str], caption:
 def _paint_map(one: Map, axes_names: tuple[str, str], cell: float, right: float, canvas: Canvas) -> None:
     """cell: its width in pixels."""
     known = [value for row in one.cells for _, value in row if value is not None]
-    low, high = min(known, default=0.0), max(known, default=1.0)
+    high = max(known, default=1.0)
     axes = _axes_in(canvas, left=44, right=right, top=6, bottom=38)
     for i, row in enumerate(one.cells):
         for j, (label, value) in enumerate(row):
             if value is not None:
-                share = 0.5 if high <= low else (value - low) / (high - low)
+                share = value / high if high > 0 else 0.5
                 depth = CELL_OPACITY[0] + share * (CELL_OPACITY[1] - CELL_OPACITY[0])
                 box = Rectangle((j - 0.5, i - 0.5), 1, 1, edgecolor=STAND_IN["surface"], linewidth=2)
                 box.set_facecolor((STAND_IN["s0"], depth))
                 axes.add_patch(box)
-            if cell >= 44:  # wide enough for words
+            if cell >= 52:  # wide enough for words
                 text = "–" if value is None else one.words(value)
-                axes.text(j, i - 0.2, printable(label), ha="center", va="center", fontsize=8.5)
-                axes.text(j, i + 0.2, text, ha="center", va="center", fontsize=9.5, fontweight="bold")
+                axes.text(j, i - 0.2, printable(label), ha="center", va="center", fontsize=FONT_PX - 1)
+                axes.text(j, i + 0.2, text, ha="center", va="center", fontsize=FONT_PX, fontweight="bold")
     axes.set(xlim=(-0.5, max(map(len, one.cells)) - 0.5), ylim=(len(one.cells) - 0.5, -0.5))
     axes.set(xticks=(), yticks=())
-    axes.set_xlabel(printable(cut(f"{axes_names[1]} →", 30)), fontsize=9)
-    axes.set_ylabel(printable(cut(f"← {axes_names[0]}", 16)), fontsize=9)
+    axes.set_xlabel(printable(cut(f"{axes_names[1]} →", 30)))
+    axes.set_ylabel(printable(cut(f"← {axes_names[0]}", 16)))
 
 
 # --------------------------------------------------------------------------------- what all share
@@ -409,7 +522,6 @@ def _note(axes: Axes, text: str, place: int, colour: str = "muted") -> None:
         textcoords="offset points",
         va="center",
         color=STAND_IN[colour],
-        fontsize=9.5,
     )
 
 
@@ -438,11 +550,21 @@ def cut(text: str, most: int) -> str:
 
 def legend(name: str, styles: Mapping[str, Style], present: Iterable[str], lines: bool) -> list[LegendItem]:
     """A swatch per series that is there, drawn by the same code as the figure."""
-    shown = [(style.words or label, style) for label, style in styles.items() if label in set(present)]
+    ids = ids_of(styles)
     return [
-        LegendItem(words, Markup(_swatch(style, lines).replace(_PREFIX, f"{name}L{index}")))
-        for index, (words, style) in enumerate(shown)
+        LegendItem(
+            style.words or label,
+            Markup(_swatch(style, lines).replace(_PREFIX, f"{name}L{ids[label]}")),
+            ids[label],
+        )
+        for label, style in styles.items()
+        if label in set(present)
     ]
+
+
+def ids_of(styles: Mapping[str, Style]) -> dict[str, str]:
+    """How the ids end of what is drawn of each series."""
+    return {label: f"s{index}" for index, label in enumerate(styles)}
 
 
 def _box_legend(name: str, shades: Mapping[str, Shade]) -> list[LegendItem]:

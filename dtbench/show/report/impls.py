@@ -87,7 +87,7 @@ def add_dots(
         ends = [v for row in of for v in row.values.values()]
         return f"{len(of)} rows; times from {format_seconds(min(ends))} to {format_seconds(max(ends))}."
 
-    axis = partial(value_axis, format_tick=seconds_tick)
+    axis = partial(value_axis, format_tick=seconds_tick, title="time per call")
     section.add(dots(section.id, rows, styles, caption, axis, each_axis=each_axis, desc=desc))
 
 
@@ -112,4 +112,5 @@ def core_over_torch(section: Section, cases: Sequence[Case], what: str, where: s
         f"from {min(ratios):.2f}× to {max(ratios):.2f}×"
     )
     section.headlines.append((f"{mean:.2f}×", words))
+    section.outcome = f"the core takes {mean:.2f}× torch’s time per {what}"
     return f"{where} core takes {mean:.2f}× the time of torch (geometric mean)."

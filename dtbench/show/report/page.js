@@ -1,7 +1,14 @@
 "use strict";
-// Everything is on the page without this script. It adds: sorting, a filter whose state is in the
-// address, and the raw data as a file.
+// Everything is on the page without this script. It adds: sorting, a filter, values under the pointer, series that
+// are shown and hidden, of which the address keeps what is chosen, and the raw data as a file.
 (() => {
+  const state = () => new URLSearchParams(location.search);
+  const keepState = (now) => {
+    const text = now.toString();
+    try {
+      history.replaceState(null, "", (text ? "?" + text : location.pathname) + location.hash);
+    } catch { /* a page opened in a frame of another origin keeps no address */ }
+  };
   const units = { "B": 1, "KiB": 1024, "MiB": 1024 ** 2, "GiB": 1024 ** 3, "TiB": 1024 ** 4 };
   const keyOf = (cell) => {
     const text = cell ? cell.textContent.trim() : "";
@@ -84,6 +91,63 @@
     table.addEventListener("sorted", keep);
     window.addEventListener("hashchange", restore);
     restore();
+  });
+  // Values: what lies next to the pointer, or, with the arrow keys, mark after mark.
+  document.querySelectorAll("[data-points]").forEach((box) => {
+    const points = JSON.parse(box.dataset.points), svg = box.querySelector("svg");
+    const tip = document.createElement("output");
+    tip.className = "tip";
+    tip.hidden = true;
+    box.append(tip);
+    let at = -1;
+    const tell = (index) => {
+      at = index;
+      tip.hidden = index < 0;
+      if (index < 0) return;
+      const [x, y, words] = points[index], scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
+      tip.textContent = words;
+      tip.style.left = Math.max(0, Math.min(x * scale + 8, box.clientWidth - tip.offsetWidth)) + "px";
+      tip.style.top = y * scale + 10 + "px";
+    };
+    box.addEventListener("pointermove", (event) => {
+      const frame = svg.getBoundingClientRect(), scale = frame.width / svg.viewBox.baseVal.width;
+      const x = (event.clientX - frame.left) / scale, y = (event.clientY - frame.top) / scale;
+      const away = points.map((p) => Math.hypot(p[0] - x, p[1] - y)), least = Math.min(...away);
+      tell(least < 30 ? away.indexOf(least) : -1);
+    });
+    box.addEventListener("pointerleave", () => tell(-1));
+    box.addEventListener("blur", () => tell(-1));
+    box.addEventListener("keydown", (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1, Escape: 0 }[event.key];
+      if (step === undefined) return;
+      event.preventDefault();
+      tell(step ? (at + step + points.length) % points.length : -1);
+    });
+  });
+  // Series: shown and hidden by their label; the address keeps which.
+  document.querySelectorAll("figure").forEach((figure, number) => {
+    figure.querySelectorAll(".legend [data-series]").forEach((item) => {
+      const series = item.dataset.series, name = number + "." + series;
+      const drawn = figure.querySelectorAll(`svg.plot [id$="-${series}"], svg.plot [id$="-${series}n"], svg.plot [id$="-${series}b"]`);
+      if (!drawn.length) return;
+      const button = document.createElement("button");
+      button.type = "button";
+      button.append(...item.childNodes);
+      item.append(button);
+      const show = (shown) => {
+        button.setAttribute("aria-pressed", shown);
+        drawn.forEach((part) => { part.style.display = shown ? "" : "none"; });
+      };
+      show(!state().getAll("hide").includes(name));
+      button.addEventListener("click", () => {
+        const now = state(), hidden = new Set(now.getAll("hide"));
+        const shown = hidden.delete(name) || !hidden.add(name);
+        now.delete("hide");
+        hidden.forEach((one) => now.append("hide", one));
+        keepState(now);
+        show(shown);
+      });
+    });
   });
   const data = document.getElementById("data");
   const place = document.getElementById("json-link");

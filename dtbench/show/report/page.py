@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,18 +17,20 @@ from dtbench.cost.calibration import check_same_setup
 from dtbench.errors import UsageError
 from dtbench.files.atomic import write_atomically
 from dtbench.show.report import data
-from dtbench.show.report.figures import Figure
+from dtbench.show.report.figures import HALF_PX, Figure, Panel
 from dtbench.show.report.parts import PARTS, front
 from dtbench.show.report.parts.changes import verdict
 from dtbench.show.report.parts.provenance import provenance
 from dtbench.show.report.section import Material, Section
 from dtbench.show.report.sources import KINDS, Sources
 from dtbench.show.report.svg import printable, settings
+from dtbench.show.report.tables import compact
 
 GENERATOR = "dtbench report"
 BUDGET_BYTES = 2_000_000
-MAX_FIGURES = 40
+MAX_FIGURES = 80
 MAX_ROWS = 2000
+LEADS = 3  # panels of the first screen, side by side
 TEMPLATES = Path(__file__).parent
 SCRIPT = (TEMPLATES / "page.js").read_text("utf-8")
 
@@ -81,7 +84,6 @@ def _render(sources: Sources) -> str:
     of = Material(sources)
     sections = [section for part in PARTS if (section := part.section(of)) is not None]
     context = {
-        "title": front.title(sources),
         "summary": front.summary(of),
         "started": front.started(sources),
         "warnings": front.warnings(sources),
@@ -102,7 +104,10 @@ def _render(sources: Sources) -> str:
             raw=raw if economy.json else None,
             csv=csv if economy.csv else None,
             verdict=judged.reaching(fitted),
-            sections=fitted,
+            title=front.title(sources, judged, fitted),
+            sections=[section for section in fitted if not section.missing],
+            leads=_leads(fitted),
+            missing=[section for section in fitted if section.missing],
             cuts=cuts,
             script=Markup(SCRIPT),
             script_hash=base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode(),
@@ -111,6 +116,29 @@ def _render(sources: Sources) -> str:
         if len(page.encode()) <= BUDGET_BYTES:
             break
     return page
+
+
+def _leads(sections: Sequence[Section]) -> list[tuple[Section, Figure]]:
+    """For the first screen the first panel of each section that leads, or of the others; more of few sections."""
+    ordered = sorted(sections, key=lambda section: not section.leads)
+    drawn = [
+        (section, _copied(figure, panel))
+        for nth in range(LEADS)
+        for section in ordered
+        for figure in section.figures[:1]
+        for panel in figure.panels[nth : nth + 1]
+        if panel.width <= HALF_PX
+    ][:LEADS]
+    return sorted(drawn, key=lambda pair: ordered.index(pair[0]))
+
+
+def _copied(figure: Figure, panel: Panel) -> Figure:
+    """One panel of a figure with ids of its own."""
+    legend = [
+        replace(item, swatch=Markup(re.sub(r'( id="|"#|\(#)', r"\1lead-", str(item.swatch))))
+        for item in figure.legend
+    ]
+    return replace(figure, legend=legend, panels=[replace(panel, prefix=f"lead-{panel.prefix}")])
 
 
 def is_report(head: str) -> bool:
@@ -138,7 +166,7 @@ def _fit(sections: Sequence[Section], economy: Economy) -> tuple[list[Section], 
         replace(
             section,
             figures=[cut for figure in section.figures if (cut := _cut(figure, next(given))).panels],
-            tables=[replace(table, most=most_rows) for table in section.tables],
+            tables=[replace(compact(table), most=most_rows) for table in section.tables],
         )
         for section in sections
     ]

@@ -35,23 +35,25 @@ class Material:
             return of_comparison(compare(self.sources.baseline, self.sources.runs))
         return self.sources.gate
 
-    def cases(self, suite: str) -> Sequence[Case]:
-        return self.suites.get(suite, ())
+    def cases(self, *suites: str) -> Sequence[Case]:
+        return [case for suite in suites for case in self.suites.get(suite, ())]
 
 
 @dataclass
 class Section:
-    """headlines: (figure, what it says), the most telling ones. cuts: what the figures leave out.
-    missing: the command that would fill it, where there is nothing to show."""
+    """outcome: the section in a few words, for the title. headlines: (figure, what it says), the most telling ones.
+    cuts: what the figures leave out. missing: the command that would fill it, where there is nothing to show."""
 
     id: str
     title: str
     lead: str = ""
+    outcome: str = ""
     figures: list[Figure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     headlines: list[tuple[str, str]] = field(default_factory=list)
     cuts: list[str] = field(default_factory=list)
     missing: str = ""
+    leads: bool = False
 
     def add(self, *shown: Figure | Table | None) -> None:
         """Appends them; None and a table without rows are nothing to show."""
@@ -70,16 +72,18 @@ class Section:
 @dataclass(frozen=True)
 class Part:
     """A part of the page. suites: those it claims, which are drawn nowhere else. fill: adds figures, tables and words.
-    missing: the command that makes what it shows, named where there is none of it; "": then it is left out."""
+    missing: the command that makes what it shows, named where there is none of it; "": then it is left out. leads:
+    whether it belongs on the first screen before others do."""
 
     id: str
     title: str
     fill: Callable[[Section, Material], None]
     suites: tuple[str, ...] = ()
     missing: str = ""
+    leads: bool = False
 
     def section(self, material: Material) -> Section | None:
-        section = Section(self.id, self.title)
+        section = Section(self.id, self.title, leads=self.leads)
         self.fill(section, material)
         if section.figures or section.tables:
             section.missing = ""

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 _NAMES = ("ink", "muted", "rule", "surface", "s0", "s1", "s2", "s3", "s4", "s5")
 STAND_IN = {name: f"#0a0b{0x10 + i:02x}" for i, name in enumerate(_NAMES)}
 
-FONT_PX = 10.0
+FONT_PX = 12.0
 _RC: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text: small, selectable, read aloud
     "svg.hashsalt": "dtbench",  # ids do not depend on the moment

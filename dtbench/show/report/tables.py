@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dtbench.units import Unit, bandwidth_unit, significant, time_unit
 
@@ -47,6 +47,17 @@ class Table:
         ids = self.ids or [""] * len(rows)
         tags = self.tags or [""] * len(rows)
         return list(zip(ids, tags, rows, strict=False))
+
+
+def compact(table: Table) -> Table:
+    """Without the columns of words that say the same in every row of several, which the note says once."""
+    if table.total_rows < 4 or table.filter:
+        return table
+    same = [c for c in table.columns[1:] if not c.numeric and len(set(c.cells)) == 1]
+    words = ", ".join(f"{c.header.lower()} {c.cells[0]}" for c in same if c.cells[0] != MISSING)
+    kept = [c for c in table.columns if not any(c is one for one in same)]
+    note = f"{table.note} In every row: {words}." if words else table.note
+    return replace(table, columns=kept, note=note.strip())
 
 
 def text(header: str, cells: Sequence[object]) -> Column:

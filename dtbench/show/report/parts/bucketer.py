@@ -102,8 +102,8 @@ def _throughput(section: Section, cases: Sequence[Case]) -> Figure | None:
         BUCKET_STYLES,
         "Throughput over bucket size, one panel per size of the small tensors. The nearer the core to the "
         "limit the better; where it falls to the unbucketed, buckets of that size buy nothing.",
-        y=lambda values: value_axis(values, bandwidth_tick),
-        columns=2 if len(grouped) in (1, 2, 4) else 3,
+        y=lambda values: value_axis(values, bandwidth_tick, title="throughput"),
+        over="size of a bucket",
     )
 
 
@@ -283,4 +283,5 @@ BUCKETER = Part(
     fill,
     ("bucketer", "overlap"),
     "dtbench run bucketer overlap",
+    leads=True,
 )

@@ -192,4 +192,4 @@ def _table(changes: Sequence[Change]) -> t.Table:
     )
 
 
-CHANGES = Part("changes", "Changes, case by case", fill)
+CHANGES = Part("changes", "Changes, case by case", fill, leads=True)

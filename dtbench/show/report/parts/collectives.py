@@ -36,6 +36,7 @@ TRANSITION = {
     "reduce_scatter": "P->S(0)",
     "all_to_all": "S(0)->S(1)",
 }
+MODES = {"back_to_back": "calls back to back", "isolated": "isolated calls"}
 TIME_STYLES = {
     "model": Style("s3", "", (6, 3), words="fitted model"),
     "together": Style("s2", "o", words="c10d, all groups together"),
@@ -66,12 +67,13 @@ def _nvlink_Bps(gpu: Gpu) -> float | None:  # noqa: N802
 
 
 def fill(section: Section, of: Material) -> None:
-    cases = [c for c in of.cases("collectives") if c.impls and c.only.size_bytes]
+    cases = [c for c in of.cases(*COLLECTIVES.suites) if c.impls and c.only.size_bytes]
     if not cases:
         return
     header = of.sources.runs[0].header
     dtype = main_dtype(cases)
-    drawn = [c for c in cases if c.get("dtype") == dtype and c.get("mode") in ("isolated", "")]
+    drawn = _of_one_mode([c for c in cases if c.get("dtype") == dtype])
+    way = f"{dtype}, {MODES.get(str(drawn[0].get('mode')), 'isolated calls')}"
     dims = distinct(str(c.get("mesh_dim")) for c in drawn)
     limits = {dim: limit for dim in dims if (limit := limit_of(header, dim)) is not None}
     known = "; ".join(
@@ -90,8 +92,8 @@ def fill(section: Section, of: Material) -> None:
         )
     )
     section.add(
-        _bandwidths(section, [c for c in drawn if c.only.busbw_Bps], str(dtype), limits),
-        _times(section, drawn, of, str(dtype), limits),
+        _bandwidths(section, [c for c in drawn if c.only.busbw_Bps], way, limits),
+        _times(section, [c for c in drawn if _place(c) == _place(drawn[0])], of, way, limits),
         _contention(drawn),
     )
     add_ranks(section, of.sources.runs)
@@ -99,31 +101,49 @@ def fill(section: Section, of: Material) -> None:
     _headlines(section, cases)
 
 
+def _of_one_mode(cases: Sequence[Case]) -> Sequence[Case]:
+    """Those of isolated calls; of logs without any, those of the mode they have."""
+    by_mode = group(cases, lambda c: c.get("mode") or "isolated")
+    return by_mode.get("isolated") or next(iter(by_mode.values()))
+
+
+def _place(case: Case) -> str:
+    return {True: "in place", False: "out of place"}.get(case.get("in_place"), "")  # type: ignore[call-overload, no-any-return]
+
+
 def _headlines(section: Section, cases: Sequence[Case]) -> None:
-    """The all_reduce of each dim at its best, all groups together where that was measured."""
-    reduces = [c for c in cases if c.name == "all_reduce" and c.only.busbw_Bps]
+    """The first collective of each dim, the all_reduce if it was measured, at its best, all groups together."""
+    reduced = any(c.name == "all_reduce" for c in cases)
+    reduces = [c for c in cases if c.only.busbw_Bps and (c.name == "all_reduce" or not reduced)]
+    reduces = [c for c in reduces if c.name == reduces[0].name]
+    best = []
     for dim, members in group(reduces, lambda c: c.get("mesh_dim")).items():
         together = [c for c in members if c.get("groups") == "together"] or members
         case = max(together, key=lambda c: c.only.busbw_Bps or 0)
-        words = f"bus bandwidth of all_reduce over {dim} at its best, {format_size(case.only.size_bytes)}"
-        section.headlines.append(
-            (format_bandwidth(case.only.busbw_Bps), f"{words}, groups {case.get('groups')}")
-        )
+        words = f"bus bandwidth of {case.name} over {dim} at its best, {format_size(case.only.size_bytes)}"
+        groups = f", groups {case.get('groups')}" if case.get("groups") else ""
+        section.headlines.append((format_bandwidth(case.only.busbw_Bps), f"{words}{groups}"))
+        best.append(f"{format_bandwidth(case.only.busbw_Bps)} over {dim}")
+    if best:
+        section.outcome = f"{reduces[0].name} at most {', '.join(best[:3])}"
 
 
 def _bandwidths(
-    section: Section, cases: Sequence[Case], dtype: str, limits: Mapping[str, float]
+    section: Section, cases: Sequence[Case], way: str, limits: Mapping[str, float]
 ) -> Figure | None:
+    """A panel per mesh dim, groups and place for the main collectives, and one for the others."""
     names = distinct(c.name for c in cases)
     spare = list(COLLECTIVE_STYLES.values())  # for names without a style of their own, in turn
     styles = {name: COLLECTIVE_STYLES.get(name, spare[i % len(spare)]) for i, name in enumerate(names)}
     ordered = sorted(cases, key=lambda c: c.only.size_bytes or 0)
-    grouped = group(ordered, lambda c: (str(c.get("groups")), str(c.get("mesh_dim"))))
-    wanted = sorted(grouped, key=lambda key: key[0], reverse=True)
+    grouped = group(
+        ordered, lambda c: (c.name not in TRANSITION, str(c.get("groups")), _place(c), str(c.get("mesh_dim")))
+    )
+    wanted = sorted(grouped, key=lambda key: (key[0], key[1] != "together", key[2]))
     ends = [float(c.only.size_bytes or 0) for c in (*ordered[:1], *ordered[-1:])]
     panels = []
-    for groups, dim in section.capped(wanted, "panels"):
-        members = grouped[groups, dim]
+    for key in section.capped(wanted, "panels"):
+        members, (_, groups, place, dim) = grouped[key], key
         series = [
             Series(name, [c.only.size_bytes or 0 for c in of], [c.only.busbw_Bps or 0 for c in of])
             for name in names
@@ -132,16 +152,17 @@ def _bandwidths(
         series += [Series("limit", ends, [limits[dim]] * 2)] if dim in limits else []
         peak = max(c.only.busbw_Bps or 0 for c in members)
         desc = f"Bus bandwidth over size for {len(series)} collectives, at most {peak / 1e9:.3g} GB/s."
-        panels.append(Curves(f"{dim}, {members[0].get('ranks')} ranks, {groups}", series, desc))
+        words = [dim, f"{members[0].get('ranks')} ranks", groups, place]
+        panels.append(Curves(", ".join(word for word in words if word), series, desc))
     return curves(
         "bandwidth",
         panels,
         {**styles, "limit": LIMIT},
-        f"Bus bandwidth over tensor size, {dtype}, isolated calls; "
-        "both axes logarithmic and common to all panels. A line that stops rising has reached what the links "
-        "give; where “together” lies below “alone”, the groups share a link.",
+        f"Bus bandwidth over tensor size, {way}; both axes logarithmic and common to all panels. "
+        "A line that stops rising has reached what the links give; where “together” lies below "
+        "“alone”, the groups share a link.",
         y=bandwidths_axis,
-        columns=min(max(len({dim for _, dim in wanted}), 2), 3),
+        ends=True,
     )
 
 
@@ -149,7 +170,7 @@ def _bandwidths(
 
 
 def _times(
-    section: Section, cases: Sequence[Case], of: Material, dtype: str, limits: Mapping[str, float]
+    section: Section, cases: Sequence[Case], of: Material, way: str, limits: Mapping[str, float]
 ) -> Figure | None:
     """A panel per mesh dim and collective that some change of placement needs."""
     by_key = group(cases, lambda c: (str(c.get("mesh_dim")), c.name))
@@ -158,7 +179,7 @@ def _times(
     moved = [
         c
         for c in of.cases("redistribute")
-        if c.get("dtype") == dtype
+        if c.get("dtype") == cases[0].get("dtype")
         and c.get("mode") in ("isolated", "")
         and c.get("groups") in ("together", "")
     ]
@@ -185,7 +206,7 @@ def _times(
         "times",
         panels,
         TIME_STYLES,
-        f"Time over tensor size, {dtype}, isolated calls; both axes logarithmic and common to all panels. "
+        f"Time over tensor size, {way}; both axes logarithmic and common to all panels. "
         "The distance of the core and torch from c10d is what a redistribution costs beside its collective; where "
         "the model’s dashes leave the points, its prices mislead.",
         y=times_axis,
@@ -234,7 +255,13 @@ def _contention(cases: Sequence[Case]) -> t.Table:
 def _table(cases: Sequence[Case]) -> t.Table:
     entries = [(c, m) for c in cases for m in c.impls.values()]
     measured = [m for _, m in entries]
-    params = {"mesh_dim": "Mesh dim", "groups": "Groups", "mode": "Mode", "dtype": "Dtype"}
+    params = {
+        "mesh_dim": "Mesh dim",
+        "groups": "Groups",
+        "mode": "Mode",
+        "in_place": "In place",
+        "dtype": "Dtype",
+    }
     quartiles = [
         ("lower quartile", [m.p25_s for m in measured]),
         ("median", [m.median_s for m in measured]),
@@ -258,5 +285,10 @@ def _table(cases: Sequence[Case]) -> t.Table:
 
 
 COLLECTIVES = Part(
-    "collectives", "Collectives per mesh dim", fill, ("collectives",), "dtbench run collectives"
+    "collectives",
+    "Collectives per mesh dim",
+    fill,
+    ("collectives", "collectives_other"),  # of imported logs, what the cost model is not fitted to
+    "dtbench run collectives",
+    leads=True,
 )

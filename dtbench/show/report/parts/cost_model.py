@@ -82,7 +82,7 @@ def fill(section: Section, of: Material) -> None:
         section.add(_fit(section, topology), _residuals(topology))
         section.add(_constants(topology), _left_out(topology), _contention(topology))
         section.add(_points(topology), _lines(topology))
-        _headlines(section, topology)
+        _headlines(section, topology, str(topology.get("backend") or ""))
     if of.sources.regret is not None:
         add_regret(section, of.sources.regret)
     run = "" if of.cases("collectives") else "dtbench run collectives -o RUN.jsonl, "
@@ -91,8 +91,9 @@ def fill(section: Section, of: Material) -> None:
     )
 
 
-def _headlines(section: Section, topology: Json) -> None:
-    for dim in topology["dims"]:
+def _headlines(section: Section, topology: Json, backend: str) -> None:
+    """torch's constants are those of GPUs' links: how far they are off says nothing of another transport."""
+    for dim in topology["dims"] if backend == "nccl" else ():
         if dim["builtin"] and "geometric_mean_ratio" in dim["builtin"]:
             off, fit = dim["builtin"]["geometric_mean_ratio"], dim["residuals"]["geometric_mean_ratio"]
             words = f"how far PyTorch’s built-in constants are off over {dim['name']}; "
@@ -128,7 +129,6 @@ def _fit(section: Section, topology: Json) -> Figure | None:
         "what nine of ten new launches would measure, and the grey ground the sizes that the constants are fitted on. "
         "Far from the points, a line misleads DTensor’s planner.",
         y=times_axis,
-        columns=3,
     )
 
 

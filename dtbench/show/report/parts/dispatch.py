@@ -109,8 +109,8 @@ def _spread(cases: Sequence[Case]) -> Figure | None:
         "Share of the ops (both meshes, all placements) that take at most so long. The further left a line, the "
         "faster; the distance to the floor is what distribution adds, that between first and cached calls what "
         "finding a sharding costs once.",
-        x=value_axis(values, seconds_tick, log=True, most=7),
-        y=lambda _: Axis(0, 1.02, False, lambda v: f"{v:.0%}", [0, 0.25, 0.5, 0.75, 1]),
+        x=value_axis(values, seconds_tick, log=True, most=6, title="time per call"),
+        y=lambda _: Axis(0, 1.02, False, lambda v: f"{v:.0%}", [0, 0.25, 0.5, 0.75, 1], "share of the ops"),
     )
 
 
@@ -183,4 +183,4 @@ def _stage_table(calls: Sequence[Call]) -> t.Table:
     )
 
 
-DISPATCH = Part("dispatch", "Dispatch latency", fill, ("dispatch",), "dtbench run dispatch")
+DISPATCH = Part("dispatch", "Dispatch latency", fill, ("dispatch",), "dtbench run dispatch", leads=True)

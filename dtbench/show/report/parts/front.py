@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dtbench.model import Result, Run
+from dtbench.model import Header, Result, Run
+from dtbench.show.report.parts.changes import Verdict
 from dtbench.show.report.parts.provenance import hardware, hosts, mesh_words
-from dtbench.show.report.section import Material
+from dtbench.show.report.section import Material, Section
 from dtbench.show.report.sources import Sources
 from dtbench.units import plural
 
@@ -19,15 +20,16 @@ NOT_OK = {
 }
 
 
-def title(sources: Sources) -> str:
+def title(sources: Sources, verdict: Verdict, sections: Sequence[Section]) -> str:
+    """The outcome: the verdict of a comparison, else what the first sections found."""
+    if verdict.tallies:
+        counts = ", ".join(f"{tally.count} {tally.words}" for tally in verdict.tallies)
+        return f"{'Gate' if sources.gate is not None else 'Comparison'}: {counts}"
+    outcomes = [one.outcome for one in sorted(sections, key=lambda one: not one.leads) if one.outcome][:2]
+    if outcomes:
+        return "; ".join(outcomes)
     if sources.runs:
-        header = sources.runs[0].header
-        backend = header.versions.get("backend") or "no backend"
-        ranks = f", {plural(len(header.ranks), 'rank')}" if header.ranks else ""
-        where = f" on {plural(len(hosts(header)), 'host')}" if hosts(header) else ""
-        return f"Mesh {mesh_words(header) or 'unknown'} over {backend}{ranks}{where}"
-    if sources.gate is not None:
-        return "Gate: head against base"
+        return f"Mesh {mesh_words(sources.runs[0].header) or 'unknown'}"
     if sources.verdict_runs or sources.verdict_tables:
         return "Ops on distributed tensors"
     if sources.calls or sources.ranks:
@@ -48,12 +50,16 @@ def summary(of: Material) -> str:
     header = runs[0].header
     cases = [case for members in of.suites.values() for case in members]
     both = sum({"core", "torch"} <= set(case.impls) for case in cases)
+    ranks = f", {plural(len(header.ranks), 'rank')}" if header.ranks else ""
+    where = f" on {plural(len(hosts(header)), 'host')}" if hosts(header) else ""
+    backend = header.versions.get("backend") or "no backend"
+    mesh = f"Mesh {mesh_words(header) or 'unknown'} over {backend}{ranks}{where}. "
     launches = len({(run.header.run_id, r.launch) for run in runs for r in run.results})
     names = f" ({', '.join(of.suites)})" if of.suites else ""
+    torch = f" with torch {header.versions['torch']}" if header.versions.get("torch") else ""
     words = (
-        f"{plural(len(cases), 'case')} of {plural(len(of.suites), 'suite')}{names} measured in "
-        f"{launches} {'launch' if launches == 1 else 'launches'} on {hardware(header)} with "
-        f"torch {header.versions.get('torch') or 'of unknown version'}."
+        f"{mesh}{plural(len(cases), 'case')} of {plural(len(of.suites), 'suite')}{names} measured in "
+        f"{launches} {'launch' if launches == 1 else 'launches'} on {hardware(header)}{torch}."
     )
     if both:
         words += f" In {both} of them dtbench’s own core and torch.distributed.tensor did the same in turn."
@@ -75,11 +81,25 @@ def warnings(sources: Sources) -> list[str]:
         found.append(f"{wrong} held wrong data: see Failures. No time of theirs is shown.")
     if tally["failed"]:
         found.append(f"{plural(tally['failed'], 'result')} failed: see Failures.")
+    if runs and (crowded := _crowded(runs[0].header)):
+        found.append(crowded)
     if any(run.header.plan.get("quick") for run in runs):
         found.append("Measured with --quick: few samples, so small differences mean nothing.")
     if sources.topology is not None and runs:
         found += _of_topology(sources.topology, {run.header.run_id for run in runs})
     return [*found, *sources.notes]
+
+
+def _crowded(header: Header) -> str:
+    """More ranks than cores on a host: what `dtbench doctor` warns of."""
+    cores, ranks = header.machine.cpu.usable_cores, Counter(rank.host for rank in header.ranks)
+    most = max(ranks.values(), default=0)
+    if not cores or most <= cores or any(rank.device not in ("cpu", None) for rank in header.ranks):
+        return ""
+    return (
+        f"{plural(most, 'rank')} share {plural(cores, 'core')}: a rank waits for another to be scheduled, so times "
+        "of collectives are not those of the links."
+    )
 
 
 def _of_topology(topology: Mapping[str, Any], known: set[str]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from dtbench.model import Checkout, Header, Run
+from dtbench.model import Checkout, Header, RankFacts, Run
 from dtbench.show.report.sources import Sources
 from dtbench.units import format_bytes
 
@@ -29,7 +29,7 @@ def hardware(header: Header) -> str:
     machine = header.machine
     gpus = Counter(str(gpu.name or "GPU") for gpu in machine.gpus)
     named = [f"{count} × {name}" for name, count in gpus.items()]
-    return ", ".join([*named, str(machine.cpu.model or "unknown CPU")])
+    return ", ".join([*named, *([machine.cpu.model] if machine.cpu.model else [])]) or "unknown hardware"
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,27 @@ def _facts(header: Header) -> list[tuple[str, str]]:
 
 
 def _placement(header: Header) -> str:
-    by_host: dict[str, list[str]] = {}
+    """Host by host its ranks as ranges, with the kind of device: vm: 0-3 (cpu)."""
+    by_host: dict[str, list[RankFacts]] = {}
     for rank in header.ranks:
-        place = f"{rank.rank} ({rank.device or 'unknown device'})"
-        by_host.setdefault(rank.host or "unknown host", []).append(place)
-    return "; ".join(f"{host}: {', '.join(places)}" for host, places in by_host.items())
+        by_host.setdefault(rank.host or "unknown host", []).append(rank)
+    words = []
+    for host, ranks in by_host.items():
+        devices = dict.fromkeys(rank.device.partition(":")[0] for rank in ranks if rank.device)
+        kinds = f" ({', '.join(devices)})" if devices else ""
+        words.append(f"{host}: {_ranges([rank.rank for rank in ranks])}{kinds}")
+    return "; ".join(words)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0-3, 8"""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _command(argv: Sequence[str]) -> str:
