@@ -58,12 +58,13 @@ def report_command(
     """One HTML page of what was measured and found out.
 
     FILEs are told apart by what they hold: runs, a topology, the JSON of gate or regret, a profile's folder, a
-    history of gates, verdicts on ops.
+    history of gates, verdicts on ops. Of a folder of runs the last is shown, and how each case moved from run to run.
 
     \b
     Examples:
       dtbench report run.jsonl topology.json -o report.html
       dtbench report new.jsonl --base old.jsonl -o report.html
+      dtbench report results/nightly -o report.html
     """
     from dtbench.show.report import gather, write_index, write_report
 

@@ -399,9 +399,7 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, text: str, message:
     assert str(path) in str(caught.value)
 
 
-def test_a_damaged_trace_and_a_folder_without_a_table_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableRunError, match=r"holds no table\.json"):
-        gather([tmp_path])
+def test_a_damaged_trace_is_refused(tmp_path: Path) -> None:
     folder = made_up_findings.write_profile(tmp_path / "p")
     for damaged in (
         b"no gzip",
@@ -603,3 +601,29 @@ def test_the_command_takes_any_of_the_files(dtbench: made_up.Cli, tmp_path: Path
     code, _, err = dtbench("report", "missing.jsonl", "-o", "page.html")
     assert code == 2
     assert "cannot read missing.jsonl" in err
+
+
+def test_a_folder_of_runs_shows_the_last_and_how_each_case_moved(tmp_path: Path) -> None:
+    for day, factor in enumerate((1.0, 1.0, 1.5), 1):
+        slower = [
+            made_up.result(r.suite, r.name, r.impl, r.params, [factor * s for s in r.samples_s])
+            if r.name == "add" and r.impl == "core"
+            else r
+            for r in made_up.dispatch()
+        ]
+        run = made_up.run(slower, started=f"2026-01-0{day}T00:00:00+00:00", run_id=f"run{day}")
+        with RunWriter.create(tmp_path / f"{9 - day}.jsonl", run.header) as writer:
+            for result in run.results:
+                writer.append(result)
+    sources = gather([tmp_path])
+    assert [run.header.run_id for run in sources.runs] == ["run3"]
+    (moved,) = sources.histories
+    assert [point.revision for point in moved.points] == ["01-01 00:00", "01-02 00:00", "01-03 00:00"]
+    rows = Page(render(sources)).rows
+    first = next(row for row in rows if row and row[0].startswith("dispatch ") and "[" in row[0])
+    assert first[0].startswith("dispatch add ") and "+50.0" in first
+
+
+def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableRunError, match=r"neither runs nor a table\.json"):
+        gather([tmp_path])

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 from dtbench.cost.calibration import read_topology
@@ -69,7 +70,8 @@ class Sources:
 
 
 def gather(paths: Sequence[Path], baseline: Sequence[Path] = (), topology: Path | None = None) -> Sources:
-    """Reads files, each for what it is; a folder is a profile's.
+    """Reads files, each for what it is; a folder is a profile's, or one of runs, of which the last is shown and all
+    tell how each case moved.
 
     Raises:
         UnreadableRunError: a file that is none of these, or is damaged.
@@ -84,7 +86,9 @@ def gather(paths: Sequence[Path], baseline: Sequence[Path] = (), topology: Path 
 
 def _with(sources: Sources, path: Path) -> Sources:
     if path.is_dir():
-        return _with_profile(sources, path)
+        return (
+            _with_profile(sources, path) if (path / "table.json").is_file() else _with_folder(sources, path)
+        )
     head = _head(path)
     first = _FIRST_KIND.match(head)
     if first is not None and first[1] == b"history":
@@ -144,8 +148,6 @@ def _head(path: Path) -> bytes:
 
 def _with_profile(sources: Sources, folder: Path) -> Sources:
     table = folder / "table.json"
-    if not table.is_file():
-        raise UnreadableRunError(f"{folder} holds no table.json: expected a folder of `dtbench profile`")
     known = len(sources.ranks)
     sources = _with_json(sources, table, read_json(table, KINDS, MAX_JSON_BYTES))
     trace = folder / "trace.json.gz"
@@ -163,6 +165,60 @@ def _with_profile(sources: Sources, folder: Path) -> Sources:
             f"{trace} is damaged: {error}; expected a trace of `dtbench profile`"
         ) from error
     return replace(sources, spans={**sources.spans, **spans})
+
+
+def _with_folder(sources: Sources, folder: Path) -> Sources:
+    """Runs of other machines or meshes than the last one's are left out, and it is said."""
+    found = [
+        path
+        for path in sorted(folder.glob("*.jsonl"))
+        if (m := _FIRST_KIND.match(_head(path))) and m[1] == b"run"
+    ]
+    runs = [run for path in found if not any(map(has_verdicts, (run := read_run(path)).results[:1]))]
+    if not runs:
+        raise UnreadableRunError(
+            f"{folder} holds neither runs nor a table.json: expected a folder of runs or a profile"
+        )
+    runs.sort(key=lambda run: (run.header.started or "", run.path.name))
+    setup = _setup(runs[-1])
+    alike = [run for run in runs if _setup(run) == setup]
+    moved = History(", ".join(setup), tuple(map(_line, alike)))
+    notes = (
+        () if len(alike) == len(runs) else (f"{len(runs) - len(alike)} runs of {folder} have another setup",)
+    )
+    return replace(
+        sources,
+        runs=(*sources.runs, alike[-1]),
+        histories=(*sources.histories, *([moved] if len(alike) > 1 else [])),
+        notes=(*sources.notes, *notes),
+    )
+
+
+def _setup(run: Run) -> tuple[str, ...]:
+    """What has to agree for the times of two runs to be of one series."""
+    header, gpus = run.header, run.header.machine.gpus
+    mesh = " x ".join(f"{name}={n}" for name, n in zip(header.mesh.dim_names, header.mesh.shape, strict=True))
+    devices = sorted({str(gpu.name) for gpu in gpus}) or [header.machine.cpu.model or "unknown CPU"]
+    hosts = len({rank.host for rank in header.ranks})
+    return (*devices, f"mesh {mesh}", f"{hosts} hosts", str(header.versions.get("backend") or "no backend"))
+
+
+def _line(run: Run) -> Line:
+    """A run as a revision: of each case the median over launches."""
+    times: dict[str, list[float]] = {}
+    for result in run.results:
+        if result.status == "ok" and result.estimate_s:
+            params = " ".join(f"{key}={value}" for key, value in result.params.items() if value != "")
+            times.setdefault(f"{result.suite} {result.name} {params} [{result.impl}]", []).append(
+                result.estimate_s
+            )
+    started = run.header.started or run.path.stem
+    return Line(
+        machine={},
+        time=started,
+        revision=started[5:16].replace("T", " ") if run.header.started else started,
+        times_s={label: median(of) for label, of in times.items()},
+    )
 
 
 def _history(path: Path) -> History:

@@ -14,7 +14,7 @@ MOST_PANELS = 6
 # A revision and what was there before it: fewer tell nothing.
 FEWEST = 2
 STYLES = {"time": Style("s0", "o", words="a revision")}
-_SHORT = 10
+_SHORT = 11
 
 # Benchmark -> (place of the revision, seconds).
 Times = dict[str, list[tuple[int, float]]]
@@ -22,8 +22,9 @@ Times = dict[str, list[tuple[int, float]]]
 
 def fill(section: Section, of: Material) -> None:
     section.lead = (
-        "Times that gates recorded for each revision, one estimate per revision; only times of one kind of machine "
-        "stand in one series. The file holds no intervals, so a single step may be noise: what stays is a change."
+        "Times that gates recorded for each revision, or of each run of a folder, one estimate each; only times of one "
+        "kind of machine stand in one series. There are no intervals, so a single step may be noise: what stays is a "
+        "change."
     )
     for index, one in enumerate(one for one in of.sources.histories if one.points):
         times = _times(one)
