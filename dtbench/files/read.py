@@ -71,20 +71,23 @@ def _fast(data: bytes) -> Any:
 
 def _colons(value: Any) -> int:
     kind = type(value)
-    if kind is str:
-        return int(value.count(":"))
     if kind is dict:
-        found = len(value)
-        for key, item in value.items():
-            found += key.count(":")
-            if type(item) is not float:
-                found += _colons(item)
-        return found
-    if kind is list:
-        return sum([_colons(item) for item in value if type(item) is not float])
-    if kind is int and not -MAX_INT <= value <= MAX_INT:
-        raise OverflowError
-    return 0
+        found, inside = len(value) + "".join(value).count(":"), value.values()
+    elif kind is list:
+        found, inside = 0, value
+    else:
+        found, inside = 0, (value,)
+    for item in inside:
+        kind = type(item)
+        if kind is float:
+            continue
+        if kind is str:
+            found += item.count(":")
+        elif kind is dict or kind is list:
+            found += _colons(item)
+        elif kind is int and not -MAX_INT <= item <= MAX_INT:
+            raise OverflowError
+    return found
 
 
 def _thorough(data: bytes) -> Any:

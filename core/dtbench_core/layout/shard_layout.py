@@ -45,7 +45,7 @@ def part_of(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 def laid_out(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """A copy of this rank's part that lies in memory as the spec says."""
-    if spec.stride == contiguous_stride(spec.shape):
+    if spec.row_major:
         return part.clone(memory_format=torch.contiguous_format)
     return part.new_empty_strided(spec.local_shape, spec.local_stride).copy_(part)
 

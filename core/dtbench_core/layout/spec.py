@@ -47,18 +47,19 @@ class DTensorSpec:
     Attributes:
         info: the `MeshInfo`; mesh: its DeviceMesh.
         placements: one per mesh dim; Shard dims are non-negative.
-        shape, stride, dtype: of the global tensor.
+        shape, stride, dtype: of the global tensor. row_major: whether the strides are those of torch.empty.
         local_shape, local_offset: this rank's part of it; (0,) on a rank outside the mesh, () of a tensor without dims.
         local_stride: that of a dense part whose dims lie in memory in the order of the global ones.
     """
 
-    __slots__ = ("__weakref__", "_local", "dtype", "info", "placements", "shape", "stride")
+    __slots__ = ("__weakref__", "_local", "dtype", "info", "placements", "row_major", "shape", "stride")
 
     info: MeshInfo
     placements: Placements
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    row_major: bool
 
     def __init__(self) -> None:
         raise TypeError(
@@ -88,6 +89,7 @@ class DTensorSpec:
         made = object.__new__(DTensorSpec)
         made.info, made.placements = info, placements
         made.shape, made.stride, made.dtype = torch.Size(key[2]), key[3], dtype
+        made.row_major = made.stride == contiguous_stride(made.shape)
         made._local = None
         _interned[key] = made
         return made
@@ -128,7 +130,7 @@ class DTensorSpec:
     def lays_out(self, local: torch.Tensor) -> bool:
         """Whether `local`, of the local shape, lies in memory as a dense tensor's part must. Of a tensor with gaps or
         overlaps, any part does: its strides depend on the tensor it is a view of."""
-        if local.is_contiguous() and self.stride == contiguous_stride(self.shape):
+        if self.row_major and local.is_contiguous():
             return True
         if local.numel() == 0 or self.stride != preserved_stride(tuple(self.shape), self.stride):
             return True

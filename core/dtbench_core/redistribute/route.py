@@ -27,7 +27,7 @@ from dtbench_core.layout.placement import (
     local_extents,
     permuted,
 )
-from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, memory_order, normalize
+from dtbench_core.layout.spec import DTensorSpec, memory_order, normalize
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.redistribute.movers import Exchange, Mover, mover
 from dtbench_core.runtime import process, remember
@@ -236,7 +236,7 @@ def _movers(steps: Sequence[Step], source: DTensorSpec, result: DTensorSpec) -> 
     """What runs the steps. Shards travel with their dims in the order of memory, so that they keep it and no step
     copies them for it."""
     order = memory_order(result.shape, result.stride)
-    if result.stride == contiguous_stride(result.shape) or order == sorted(order):
+    if result.row_major or order == sorted(order):
         return tuple(_mover(step, source) for step in steps)
     places = [order.index(dim) for dim in range(len(order))]
     movers = []

@@ -16,7 +16,7 @@ from dtbench_core.errors import ArgumentError, ArgumentTypeError
 from dtbench_core.layout.mesh import MeshInfo, mesh_info, mesh_or_current
 from dtbench_core.layout.placement import Placement, Placements, Shard, describe, permuted
 from dtbench_core.layout.shard_layout import empty_part, laid_out, part_of
-from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, memory_order, normalize, preserved_stride
+from dtbench_core.layout.spec import DTensorSpec, memory_order, normalize, preserved_stride
 from dtbench_core.layout.wrapper import wrap
 from dtbench_core.redistribute.movers import padded
 from dtbench_core.redistribute.route import apply, placements_of_gradient, plan
@@ -78,7 +78,7 @@ def distribute_tensor(
     elif src_data_rank is None or local.is_meta:
         part = part_of(local, spec)
         part = laid_out(part, spec) if part is local else part
-    elif stride == contiguous_stride(spec.shape):
+    elif spec.row_major:
         part = _sent(local, info, values, src_data_rank)
     else:
         order = memory_order(spec.shape, stride)

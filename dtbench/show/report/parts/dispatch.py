@@ -17,6 +17,7 @@ from dtbench.units import format_seconds
 
 PARAMS = {"placements": "Placements", "mesh": "Mesh", "pass": "Pass"}
 MAX_CASES = 4
+MAX_STEPS = 400
 SPREAD_STYLES = {
     "local": Style("s2", "", (1.5, 1.5), words="floor: plain torch"),
     "core cached": Style("s0", "", words="core, cached"),
@@ -120,7 +121,8 @@ def _shares(cases: Sequence[Case]) -> list[Series]:
         impl, _, call = key.partition(" ")
         of = [c for c in cases if (c.get("call") or "cached") == (call or "cached")]
         found = sorted(s for c in of if (s := c.seconds(impl)) is not None)
-        # A step at every op, from 0.
+        # A step at every op, from 0; of very many, at so many of them.
+        found = found[:: max(1, len(found) // MAX_STEPS)]
         xs = [x for time in found for x in (time, time)]
         ys = [y / len(found) for k in range(len(found)) for y in (k, k + 1)]
         series += [Series(key, xs, ys)] if found else []
