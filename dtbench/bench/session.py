@@ -170,7 +170,7 @@ class Session:
         rank, quick = self._rank, job.plan.quick
         simulated = [task for task in tasks if task.suite.world == "simulated"]
         real = [task for task in tasks if task.suite.world == "ranks"]
-        instruments = functools.partial(_instruments, rank.device)
+        instruments = functools.partial(instruments_of, rank.device)
         if simulated and rank.place.rank == 0:
             with simulated_world(rank.device) as world:
                 tools = instruments(barrier=lambda: None, budget=budget_of("simulated", quick))
@@ -416,7 +416,8 @@ def _record_failed(diagnosis: Diagnosis, now: Now, output: Path, writer: RunWrit
 # --------------------------------------------------------------------------------- the real instruments
 
 
-def _instruments(device: Any, *, barrier: Callable[[], None], budget: Any) -> Instruments:
+def instruments_of(device: Any, *, barrier: Callable[[], None], budget: Any) -> Instruments:
+    """The clocks and the GPU's state of the device. barrier: of all ranks. budget: a `sampling.Budget`."""
     from dtbench.bench.clock import clocks_of
     from dtbench.machine import provenance as machine
 

@@ -7,16 +7,22 @@ Units stand in the names, as in the run file. Missing is NA, or NaN in columns o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from dtbench.errors import UsageError
+from dtbench.files.run import read_run
 from dtbench.layout import from_last_arrival_s, mesh_groups
 from dtbench.mesh import Groups
 from dtbench.model import Param, Result, Run, Timing
 from dtbench.stats import estimate_s
+
+# One or several runs, read or by their paths.
+Runs = Run | str | Path | Iterable[Run | str | Path]
 
 # The order statistics, in seconds: min_s to mean_s. Their number of samples is the column `samples`.
 _STATISTICS = tuple(f"{f.name}_s" for f in dataclasses.fields(Timing) if f.name != "n")
@@ -28,8 +34,11 @@ _BANDWIDTHS = ["algbw_Bps", "busbw_Bps"]
 _DTYPES = {str: "string", bool: "boolean", int: "Int64", float: "float64"}
 
 
-def results_frame(runs: Sequence[Run]) -> pd.DataFrame:
-    """One row per result of the runs, in the order of their files.
+def results_frame(of: Runs, suite: str | None = None) -> pd.DataFrame:
+    """One row per result, in the order of the files.
+
+    of: a run, the path of a run file, or several of either. suite: that suite's results alone, with the params and
+        counters that it has.
 
     Columns, always there:
         run_id, suite, name, impl: text.
@@ -48,8 +57,15 @@ def results_frame(runs: Sequence[Run]) -> pd.DataFrame:
     and one per counter (`counter.`), missing where a result has none of that name. A param whose values
     differ in type has the dtype `object`, so that each stays as it is; a counter is a number in any case.
     A null character, which pandas may take for the end of a text, is spelled out as \\x00.
+
+    Raises:
+        UnreadableRunError: a file that is no run. UsageError: no run has a result of the suite.
     """
-    pairs = [(run, result) for run in runs for result in run.results]
+    runs = as_runs(of)
+    pairs = [(run, result) for run in runs for result in run.results if suite in (None, result.suite)]
+    if suite is not None and not pairs:
+        there = ", ".join(dict.fromkeys(r.suite for run in runs for r in run.results)) or "no results at all"
+        raise UsageError(f"no result of the suite {suite!r}: the runs have {there}")
     results = [result for _, result in pairs]
     times = [result.time_s for result in results]
     numbers: dict[tuple[Any, ...], int] = {}
@@ -87,8 +103,10 @@ def results_frame(runs: Sequence[Run]) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-def cases_frame(results: pd.DataFrame) -> pd.DataFrame:
-    """One row per case of a `results_frame` (or of some of its rows), with its impls side by side.
+def cases_frame(of: pd.DataFrame | Runs, suite: str | None = None) -> pd.DataFrame:
+    """One row per case of a `results_frame` (or of some of its rows, or of what it takes), impls side by side.
+
+    suite: as for `results_frame`; columns in which it has nothing are then left out.
 
     Rows stand in the order of first appearance, indexed by `case`. Columns have two levels:
         (suite, ""), (name, ""), (param.X, ""): the case.
@@ -102,6 +120,7 @@ def cases_frame(results: pd.DataFrame) -> pd.DataFrame:
 
     So `cases_frame(results)["estimate_s"]` is a table of cases by impls.
     """
+    results = of if isinstance(of, pd.DataFrame) else results_frame(of, suite)
     case = results.drop_duplicates("case").set_index("case")
     case = case[["suite", "name", *(c for c in case.columns if c.startswith(PARAM))]]
     impls = list(dict.fromkeys(results["impl"]))
@@ -112,7 +131,18 @@ def cases_frame(results: pd.DataFrame) -> pd.DataFrame:
     for statistic in TIME_COLUMNS if {"core", "torch"} <= set(impls) else ():
         torch = merged["torch"][statistic]
         columns["core/torch", statistic] = merged["core"][statistic] / torch.where(torch > 0)
-    return pd.DataFrame(columns, index=case.index)
+    frame = pd.DataFrame(columns, index=case.index)
+    return frame if suite is None else frame.dropna(axis="columns", how="all")
+
+
+def as_runs(of: Runs) -> list[Run]:
+    """The runs, those that are given by their paths read.
+
+    Raises:
+        UnreadableRunError: a file that is no run.
+    """
+    several = [of] if isinstance(of, (Run, str, Path)) else of
+    return [one if isinstance(one, Run) else read_run(one) for one in several]
 
 
 def harmless(frame: pd.DataFrame, printable: Callable[[str], str]) -> pd.DataFrame:

@@ -85,6 +85,19 @@ class Comparison:
             return errors.EXIT_INCONCLUSIVE
         return errors.EXIT_OK
 
+    def _repr_html_(self) -> str:
+        """A table in a notebook: the worst first."""
+        import pandas as pd
+
+        rows = sorted(self.rows, key=lambda row: row.verdict.gravity)
+        fields = ("verdict", "base_s", "new_s", "ratio", "low", "high", "reason")
+        shown = [
+            {k: v for k, v in row.to_json().items() if k in ("suite", "name", "impl", *fields)}
+            | {"params": " ".join(f"{k}={v}" for k, v in row.key[3])}
+            for row in rows
+        ]
+        return str(pd.DataFrame(shown).to_html(index=False, max_rows=60))
+
     def to_json(self) -> dict[str, Any]:
         """The comparison as a dict of JSON values."""
         return {

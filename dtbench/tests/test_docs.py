@@ -64,7 +64,7 @@ def test_options_that_pages_give_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=_name)
-def test_python_of_pages_compiles_and_links_lead_somewhere(page: Path) -> None:
+def test_code_of_pages_compiles_and_links_lead_somewhere(page: Path) -> None:
     for language, name, text in _blocks(page):
         if language == "python":
             compile(text, name or _name(page), "exec")
@@ -88,6 +88,14 @@ def test_commands_of_the_tutorial_run(page: Path, tmp_path: Path) -> None:
             text=True,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+def test_python_of_the_api_page_runs(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "pages" / "how-to" / "python.md"
+    code = "\n".join(text for language, _, text in _blocks(page) if language == "python")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert (tmp_path / "report.html").is_file()
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ SLOW = {
     "dtbench/tests/test_page_in_browser.py::*": "a browser",
     "dtbench/tests/test_lab_hosts.py::*": "network namespaces and their links",
     "dtbench/tests/test_docs.py::test_commands*": "every command of the tutorial",
+    "dtbench/tests/test_docs.py::test_python_of*": "a measurement in ranks of its own",
+    "dtbench/tests/test_api.py::test_*_in_ranks": "ranks that each import torch",
     "dtbench/tests/test_docs.py::test_the_site*": "MkDocs and all pages",
     # Fresh starts of the program and its launchers, each with an import of torch per rank.
     "suites/tests/test_examples.py::*": "the examples, as their users start them",

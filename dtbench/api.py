@@ -1,0 +1,362 @@
+"""dtbench from Python: measure, read, compare, calibrate and report, in a program or a notebook.
+
+`import dtbench` offers these by name and loads neither torch nor pandas until one that needs it is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError
+from dtbench.model import Case, Header, Result, Run, Workload
+from dtbench.suite import Suite
+
+if TYPE_CHECKING:
+    from dtbench.bench.sampling import Ranks
+    from dtbench.files.frame import Runs
+    from dtbench.judge.compare import Comparison
+
+Function = Callable[[], object]
+_calls = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Results(Run):
+    """A run, which a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        from dtbench.files.frame import PARAM, results_frame
+
+        frame = results_frame(self)
+        kept = ["suite", "name", "impl", "status", "estimate_s", "busbw_Bps", "reason"]
+        params = [name for name in frame.columns if name.startswith(PARAM)]
+        shown = frame[[*kept[:3], *params, *kept[3:]]].dropna(axis="columns", how="all")
+        return str(shown.to_html(index=False, max_rows=60, na_rep=""))
+
+
+class Topology(dict[str, Any]):
+    """A fitted cost model as its file has it, which a notebook shows as a table of the mesh dims."""
+
+    def _repr_html_(self) -> str:
+        import pandas as pd
+
+        rows = [{k: v for k, v in dim.items() if isinstance(v, (str, int, float))} for dim in self["dims"]]
+        return str(pd.DataFrame(rows).to_html(index=False))
+
+
+def run(
+    what: str | Path | Suite | Function | Mapping[str, Function] | Sequence[str | Path],
+    *,
+    nproc: int | None = None,
+    output: str | Path | None = None,
+    progress: bool = True,
+    clock: Literal["host", "device"] = "device",
+    timeout_s: float = 60.0,
+    **options: object,
+) -> Results:
+    """Measures suites or functions.
+
+    what: names of suites or paths of suite files: measured in `nproc` ranks of their own, as `dtbench run` does.
+        A function without arguments, or several by name, which are sampled in turn; or a `Suite`: measured in this
+        process. Where torch.distributed is initialised, all ranks of its default group have to make this call, and
+        all of them get the results.
+    output: the run file to write; without it the results are in memory only.
+    progress: show how far it is, in one line that is renewed.
+    clock: what a function's time is: "host", of the calling thread alone; "device", of the work it starts.
+    timeout_s: of each case, seconds.
+    options: of suites by name: those of `dtbench run`, such as mesh="dp=2,tp=2", size="1KiB:1MiB:4x",
+        impl="core", quick=True, launches=5.
+
+    Raises:
+        UsageError: options that cannot be followed. OutputError: `output` exists or cannot be written.
+        WorldBrokenError: ranks were lost before anything was measured.
+    """
+    if isinstance(what, (str, Path)) or (isinstance(what, Sequence) and what):
+        names = [what] if isinstance(what, (str, Path)) else what
+        given = {"nproc": nproc, "timeout": timeout_s, **options}
+        return _run_in_ranks([str(name) for name in names], given, output, progress)
+    if nproc is not None or options:
+        given = {"nproc": nproc, **options} if nproc is not None else options
+        raise UsageError(
+            f"{', '.join(given)}: for suites by name or file; functions and suites given as objects are measured in "
+            f"this process, or in the ranks of its process group"
+        )
+    suite = what if isinstance(what, Suite) else _suite_of(what, clock)
+    return _run_here(suite, output, progress, timeout_s)
+
+
+def load(path: str | Path) -> Results:
+    """Reads a run file.
+
+    Raises:
+        UnreadableRunError: it is none.
+    """
+    from dtbench.files.run import read_run
+
+    return Results(**vars(read_run(path)))
+
+
+def compare(base: Runs, new: Runs) -> Comparison:
+    """What became slower or faster from `base` to `new`, as `dtbench compare` judges.
+
+    base, new: a run, the path of a run file, or several of either, whose launches then count together.
+
+    Raises:
+        UnreadableRunError: a file that is no run.
+    """
+    from dtbench.files.frame import as_runs
+    from dtbench.judge import compare as judge
+
+    return judge.compare(as_runs(base), as_runs(new))
+
+
+def calibrate(runs: Runs, output: str | Path | None = None) -> Topology:
+    """Fits the cost model to runs of the suites `collectives` and `redistribute`.
+
+    output: the topology file to write, if any.
+
+    Raises:
+        UsageError: no usable results, or runs that are not of one machine, mesh and backend.
+        OutputError: the file cannot be written.
+    """
+    from dtbench.cost.calibration import calibrate as fit
+    from dtbench.cost.calibration import write_topology
+    from dtbench.files.frame import as_runs
+
+    topology = Topology(fit(as_runs(runs)))
+    if output is not None:
+        write_topology(topology, Path(output))
+    return topology
+
+
+def report(
+    of: Run | str | Path | Iterable[Run | str | Path],
+    output: str | Path,
+    *,
+    base: Runs = (),
+    topology: str | Path | None = None,
+) -> Path:
+    """Writes one HTML page of what was measured; its path.
+
+    of: runs, or paths of what `dtbench report` takes: run files, topologies, the JSON of gate or regret, profiles.
+    base: what to compare the runs with.
+
+    Raises:
+        UnreadableRunError: a file that is none of these. OutputError: the page cannot be written.
+    """
+    from dtbench.files.frame import as_runs
+    from dtbench.show.report import gather, write_report
+
+    several = [of] if isinstance(of, (Run, str, Path)) else list(of)
+    runs = [one for one in several if isinstance(one, Run)]
+    paths = [Path(one) for one in several if not isinstance(one, Run)]
+    sources = gather(paths, (), None if topology is None else Path(topology))
+    sources = dataclasses.replace(sources, runs=(*runs, *sources.runs), baseline=tuple(as_runs(base)))
+    write_report(sources, Path(output))
+    return Path(output)
+
+
+# --------------------------------------------------------------------------------- ranks of their own
+
+
+def _run_in_ranks(
+    names: Sequence[str], options: Mapping[str, object], output: str | Path | None, progress: bool
+) -> Results:
+    from dtbench.world.ranks import find_place
+
+    if find_place() is not None:
+        raise UsageError(
+            "this process is a rank itself: give functions or a Suite, which are measured in its process group, or "
+            "start `dtbench run` under the launcher"
+        )
+    with tempfile.TemporaryDirectory(prefix="dtbench-") as folder:
+        path = Path(folder) / "run.jsonl" if output is None else Path(output)
+        code, said = _follow([*_words(names, options), "-o", str(path)], progress)
+        if code not in (EXIT_OK, EXIT_CASE_FAILED) or not path.is_file():
+            error = DtbenchError(said.removeprefix("dtbench: "))
+            error.exit_code = code
+            raise UsageError(str(error)) if code == UsageError.exit_code else error
+        return load(path)
+
+
+def _words(names: Sequence[str], options: Mapping[str, object]) -> list[str]:
+    """The command line: names of options as Python spells them, switches as True or False."""
+    words = ["run", *names]
+    for name, value in options.items():
+        dashed = name.replace("_", "-")
+        if isinstance(value, bool):
+            words += [f"--{dashed}"] if value else []
+        elif value is not None:
+            words += [f"--{dashed}", str(value)]
+    return words
+
+
+def _follow(words: Sequence[str], progress: bool) -> tuple[int, str]:
+    """Runs dtbench in a process of its own and shows its lines, each in place of the one before; the exit code and
+    the last line. An interrupt is handed on, so that what was measured is kept."""
+    last = ""
+    with (
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "dtbench", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process,
+        _Line(progress) as line,
+    ):
+        assert process.stdout is not None
+        try:
+            for said in process.stdout:
+                last = said.rstrip() or last
+                line.show(last)
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise
+    return process.returncode, last
+
+
+class _Line:
+    """One line that is written over and over, which a terminal and a notebook show alike."""
+
+    def __init__(self, shown: bool) -> None:
+        self._shown = shown
+        self._length = 0
+
+    def __enter__(self) -> _Line:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._length:
+            sys.stdout.write("\n")
+
+    def show(self, text: str) -> None:
+        if not self._shown:
+            return
+        text = text[: shutil.get_terminal_size().columns - 1]
+        sys.stdout.write(f"\r{text:{self._length}}")
+        sys.stdout.flush()
+        self._length = len(text)
+
+
+# --------------------------------------------------------------------------------- this process
+
+
+def _suite_of(what: object, clock: Literal["host", "device"]) -> Suite:
+    functions = what if isinstance(what, Mapping) else {getattr(what, "__name__", "function"): what}
+    wrong = [name for name, function in functions.items() if not callable(function)]
+    if wrong or not functions:
+        raise UsageError(
+            f"{wrong[0] if wrong else what!r} cannot be measured: expected the name or file of a suite, a Suite, a "
+            f"function without arguments, or a mapping of names to such functions"
+        )
+    build = {
+        str(name): (lambda _world, function=function: Workload(function))
+        for name, function in functions.items()
+    }
+    name = next(iter(build)) if len(build) == 1 else "functions"
+    case = Case(name, {}, build, clock=clock)
+    return Suite("functions", lambda _plan: iter([case]), "ranks", "functions of a program")
+
+
+def _run_here(suite: Suite, output: str | Path | None, progress: bool, timeout_s: float) -> Results:
+    from dtbench.bench.options import RunOptions, list_tasks
+    from dtbench.bench.progress import line_of
+    from dtbench.bench.runner import Sweep, budget_of
+    from dtbench.bench.session import instruments_of
+    from dtbench.files.atomic import refuse_taken
+    from dtbench.machine.provenance import local_rank_info, provenance
+    from dtbench.world.failure import Now
+
+    if suite.world == "own":
+        raise UsageError(f"{suite.name} starts processes of its own: give its name, {suite.name!r}")
+    with _world(suite) as (world, ranks, barrier):
+        if output is not None and ranks.rank == 0:
+            refuse_taken(Path(output))
+        device = world.device
+        plan = RunOptions().plan(device.type, world.world_size)
+        results: list[Result] = []
+        info = local_rank_info(str(device))
+        infos = ranks.agree(info, lambda votes: votes)
+        header = provenance(
+            argv=[], plan=plan, suites=[suite.name], mesh=plan.mesh, ranks=infos, backend=None, launches=1
+        )
+        with _Line(progress and ranks.rank == 0) as line:
+
+            def record(result: Result) -> None:
+                results.append(result)
+                line.show(line_of(result))
+
+            sweep = Sweep(
+                0, timeout_s, Now(), record, lambda _task: None, lambda _s: contextlib.nullcontext()
+            )
+            tools = instruments_of(device, barrier=barrier, budget=budget_of(suite.world, False))
+            sweep.measure(list_tasks([suite], plan), world, ranks, tools)
+        return _shared(header, results, ranks, output)
+
+
+def _shared(
+    header: Mapping[str, Any], results: Sequence[Result], ranks: Ranks, output: str | Path | None
+) -> Results:
+    """Rank 0's results on every rank, and in the file."""
+    from dtbench.files.read import into
+    from dtbench.files.run import RunWriter
+
+    lines = [header, *(result.to_json() for result in results)]
+    head, *rows = ranks.agree(None, lambda _votes: lines)
+    path = Path(output) if output is not None else Path(f"{time.strftime('%H:%M:%S')} in memory")
+    if output is not None and ranks.rank == 0:
+        with RunWriter.create(path, header) as writer:
+            for result in results:
+                writer.append(result)
+            writer.end()
+    made = tuple(into({k: v for k, v in row.items() if k != "kind"}, Result) for row in rows)
+    return Results(path, into(head, Header), made, complete=True)
+
+
+@contextlib.contextmanager
+def _world(suite: Suite) -> Iterator[tuple[Any, Ranks, Callable[[], None]]]:
+    """The world of this process, the votes of its ranks and their barrier: of the process group that is there, else
+    of this rank alone."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore, PrefixStore
+
+    from dtbench.mesh import default_mesh
+    from dtbench.world.ranks import AloneRanks, LiveWorld, StoreRanks, backend_of, barrier_of, simulated_world
+
+    there = dist.is_initialized()
+    cuda = torch.cuda.is_available() and (not there or "nccl" in dist.get_backend())
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    if suite.world == "simulated":
+        if there:
+            raise UsageError(
+                f"{suite.name} simulates a process group, but this process has one: call "
+                f"torch.distributed.destroy_process_group() before, or give the suite's name"
+            )
+        with simulated_world(device) as world:
+            yield world, AloneRanks(), lambda: None
+        return
+    if there:
+        size, rank = dist.get_world_size(), dist.get_rank()
+        store = PrefixStore(f"dtbench/{next(_calls)}", dist.distributed_c10d._get_default_store())
+        ranks: Ranks = StoreRanks(store, rank, size, lambda _reason: None)
+        yield LiveWorld(rank, size, device, default_mesh(size)), ranks, barrier_of(device)
+        return
+    dist.init_process_group(backend_of(device.type), store=HashStore(), rank=0, world_size=1)
+    try:
+        yield LiveWorld(0, 1, device, default_mesh(1)), AloneRanks(), barrier_of(device)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,175 @@
+"""`import dtbench`: measuring, reading and judging from a program."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+import dtbench
+from dtbench.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.files.run import RunWriter
+from dtbench.model import Case, Plan, Result, Skip, Workload
+from dtbench.suite import Suite
+from dtbench.tests import made_up
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Path:
+    """A file with results of two suites."""
+    results = [
+        made_up.result("collectives", "all_reduce", "c10d", {"size": 64, "mesh_dim": "tp"}, [1e-3, 2e-3]),
+        made_up.result("dispatch", HOSTILE, "core", {"call": "cached"}, [1e-6, 2e-6]),
+        made_up.result("dispatch", HOSTILE, "torch", {"call": "cached"}, [2e-6, 3e-6]),
+    ]
+    return written(tmp_path / "run.jsonl", results)
+
+
+def written(path: Path, results: Iterable[Result]) -> Path:
+    with RunWriter.create(path, made_up.header()) as writer:
+        for result in results:
+            writer.append(result)
+        writer.end()
+    return path
+
+
+def test_importing_loads_neither_torch_nor_pandas():
+    code = "import sys, dtbench; dtbench.load; dtbench.run; print(sorted({'torch', 'pandas'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert set(dtbench.__all__) <= set(dir(dtbench))
+    with pytest.raises(AttributeError, match="no attribute 'measure'"):
+        dtbench.measure  # noqa: B018
+
+
+def test_functions_are_measured_here_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    calls = {"one": 0, "two": 0}
+
+    def count(name: str) -> None:
+        calls[name] += 1
+
+    path = tmp_path / "here.jsonl"
+    run = dtbench.run({n: lambda n=n: count(n) for n in calls}, output=path, clock="host")
+    assert [(r.name, r.impl, r.status, r.clock) for r in run.results] == [
+        ("functions", "one", "ok", "host"),
+        ("functions", "two", "ok", "host"),
+    ]
+    assert all(calls[r.impl] > r.time_s.n for r in run.results)  # the warm-up, too
+    assert "two" in capsys.readouterr().out
+    assert dtbench.load(path).results == run.results
+    with pytest.raises(OutputError, match="exists already"):
+        dtbench.run(lambda: None, output=path)
+
+
+def test_a_function_that_raises_is_a_failed_result(capsys: pytest.CaptureFixture[str]):
+    def breaks() -> None:
+        raise ValueError("no such luck")
+
+    run = dtbench.run(breaks, progress=False)
+    assert [(r.name, r.status) for r in run.results] == [("breaks", "failed")]
+    assert "no such luck" in run.results[0].reason
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("world, size", [("ranks", 1), ("simulated", 8)])
+def test_a_suite_object_is_measured_in_this_process(world: str, size: int):
+    def skipping(_world: object) -> Workload:
+        raise Skip("not here")
+
+    def cases(_plan: Plan) -> Iterator[Case]:
+        def build(live: object) -> Workload:
+            return Workload(lambda: None, check=lambda: None if live.world_size == size else "another world")
+
+        yield Case("noop", {"n": 1}, {"core": build, "torch": skipping})
+
+    run = dtbench.run(Suite("mine", cases, world, "a test"))
+    assert [(r.suite, r.impl, r.status) for r in run.results] == [
+        ("mine", "core", "ok"),
+        ("mine", "torch", "skipped"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "what, options, says",
+    [
+        ("nonsense", {}, "no suite is called 'nonsense'"),
+        (3, {}, "expected the name or file of a suite"),
+        ({"a": 3}, {}, "'a' cannot be measured"),
+        (lambda: None, {"nproc": 2}, "nproc: for suites by name or file"),
+    ],
+)
+def test_mistakes_are_one_line(what: object, options: dict[str, int], says: str):
+    with pytest.raises(UsageError, match=says) as caught:
+        dtbench.run(what, progress=False, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_frames_take_a_run_a_path_or_several(both: Path):
+    run = dtbench.load(both)
+    for of in (run, both, str(both), [both], (one for one in (run,))):
+        assert len(dtbench.results_frame(of)) == 3
+    assert len(dtbench.results_frame([run, both])) == 6
+    frame = dtbench.results_frame(both, suite="dispatch")
+    assert [c for c in frame.columns if c.startswith("param.")] == ["param.call"]
+    cases = dtbench.cases_frame(both, suite="dispatch")
+    assert cases["core/torch", "estimate_s"].tolist() == [0.5]
+    assert not cases.isna().all().any()
+    assert len(dtbench.cases_frame(dtbench.results_frame(both))) == 2
+    with pytest.raises(
+        UsageError, match="no result of the suite 'overlap': the runs have collectives, dispatch"
+    ):
+        dtbench.results_frame(both, suite="overlap")
+    with pytest.raises(UnreadableRunError):
+        dtbench.results_frame(both.with_name("missing"))
+
+
+def test_results_are_tables_in_a_notebook_and_escaped(both: Path):
+    run = dtbench.load(both)
+    for shown in (run._repr_html_(), dtbench.compare(run, both)._repr_html_()):
+        assert "<table" in shown and "&lt;script&gt;" in shown and HOSTILE not in shown
+
+
+def test_calibrate_compare_and_report_take_runs_and_paths(tmp_path: Path):
+    run = dtbench.load(written(tmp_path / "run.jsonl", made_up.collectives()))
+    topology = dtbench.calibrate(run, tmp_path / "topology.json")
+    assert {dim["name"] for dim in topology["dims"]} == set(made_up.TRUTH)
+    assert "<table" in topology._repr_html_()
+    assert dtbench.compare(run, run.path).rows
+    page = dtbench.report([run, tmp_path / "topology.json"], tmp_path / "page.html", base=run)
+    assert "</html>" in page.read_text()
+
+
+def test_a_suite_file_is_measured_in_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    suite = tmp_path / "mine.py"
+    suite.write_text(
+        "from dtbench.model import Case, Workload\n"
+        "from dtbench.suite import suite\n\n"
+        "@suite('mine', world='ranks', help='a test')\n"
+        "def mine(plan):\n"
+        "    yield Case('noop', {}, {'core': lambda world: Workload(lambda: None)})\n"
+    )
+    run = dtbench.run(suite, nproc=2, launches=1)
+    assert [(r.name, r.status, len(r.rank_samples_s)) for r in run.results] == [("noop", "ok", 2)]
+    assert "noop" in capsys.readouterr().out
+
+
+def test_functions_of_a_program_under_torchrun_in_ranks(tmp_path: Path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch.distributed as dist, torch, dtbench\n"
+        "dist.init_process_group('gloo')\n"
+        "x = torch.ones(4)\n"
+        "run = dtbench.run({'all_reduce': lambda: dist.all_reduce(x)}, output='out.jsonl', progress=False)\n"
+        "assert [r.status for r in run.results] == ['ok'], run\n"
+        "assert len(run.results[0].rank_samples_s) == 2\n"
+        "dist.destroy_process_group()\n"
+    )
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(dtbench.load(tmp_path / "out.jsonl").results) == 1
