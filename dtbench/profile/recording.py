@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from dtbench.bench.options import Task
 from dtbench.bench.sampling import Ranks, Voted
 from dtbench.profile import clocks, trace
 from dtbench.profile.request import Request
+from dtbench.scratch import scratch
 from dtbench.world.failure import Now
 
 # Iterations of a section: some, to tell a habit from an accident; few, since each is drawn.
@@ -132,8 +131,8 @@ class RankRecording(Voted):
 
 def _events_of(profiler: Any, epoch_ns: int) -> list[dict[str, Any]]:
     """What the profiler recorded, as Chrome trace events with `ts` in us since the epoch given."""
-    with tempfile.TemporaryDirectory(prefix="dtbench-") as folder:
-        path = Path(folder) / "trace.json"
+    with scratch() as folder:
+        path = folder / "trace.json"
         profiler.export_chrome_trace(str(path))
         made = json.loads(path.read_text("utf-8", "replace"))
     # Whole nanoseconds first: microseconds since 1970 have no room for fractions in a double.

@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from dtbench.errors import (
     EXIT_USAGE,
     WorldBrokenError,
 )
+from dtbench.scratch import scratch
 from dtbench.world.failure import INTERRUPTED, Diagnosis, Now
 from dtbench.world.signals import ending_signals, how_ended
 
@@ -94,8 +94,8 @@ def start_ranks(
     Raises:
         WorldBrokenError: they cannot be started.
     """
-    with tempfile.TemporaryDirectory(prefix="dtbench-") as folder:
-        note_path = str(Path(folder) / "note.json")
+    with scratch() as folder:
+        note_path = str(folder / "note.json")
         os.environ.update({LAUNCH: str(launch), OUTPUT: str(output), NOTE: note_path})
         # One thread per rank unless the user says otherwise: ranks that share cores and each start a
         # thread per core measure the fight for them.
@@ -103,7 +103,7 @@ def start_ranks(
         failures: list[tuple[int, int]] = []
         run_elastic(
             [sys.executable, "-P", "-m", "dtbench", *arguments],
-            folder,
+            str(folder),
             failures.extend,
             shutdown_s=_SHUTDOWN_S,
             min_nodes=1,

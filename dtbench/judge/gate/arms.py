@@ -1,6 +1,6 @@
 """The two sides of a gate: a git revision, an interpreter, or a set of variables.
 
-    rev:origin/main        that commit's core, suites and other sources, in a worktree of its own
+    rev:origin/main        that commit's core, suites and other sources, checked out beside the repository
     python:/opt/t/bin/python   another interpreter, to compare two builds of torch
     env:NCCL_ALGO=Ring,A=b other variables; `env:` alone changes nothing
 
@@ -20,7 +20,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,7 @@ from typing import Any
 from dtbench.errors import ArmError, UsageError, last_line
 from dtbench.judge.gate.benchmark import Selection
 from dtbench.masking import mask, mask_variables
+from dtbench.scratch import scratch
 
 _GIT_TIMEOUT_S = 300.0
 _PROBE_TIMEOUT_S = 120.0
@@ -91,9 +91,8 @@ def open_arms(
     """
     for text in (base, head):
         check_text(text)
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dtbench-gate-")))
-        made = [stack.enter_context(_open(text, folder / f"arm{n}")) for n, text in enumerate((base, head))]
+    with scratch() as folder:
+        made = [_open(text, folder / f"arm{n}") for n, text in enumerate((base, head))]
         with ThreadPoolExecutor() as pool:  # each loads torch
             old, new = pool.map(_answered, made)
         for role, arm in (("base", old), ("head", new)):
@@ -137,32 +136,30 @@ def parse_variables(text: str) -> dict[str, str]:
     return variables
 
 
-@contextlib.contextmanager
-def _open(text: str, folder: Path) -> Iterator[Arm]:
+def _open(text: str, folder: Path) -> Arm:
     kind, rest = check_text(text)
     folder.mkdir()
-    with contextlib.ExitStack() as stack:
-        root, revision, note = Path.cwd(), "", ""
-        python, variables, extra = sys.executable, {}, []
-        sources = _own_sources()
-        if kind == "rev":
-            revision = commit_of(rest)
-            root = stack.enter_context(_worktree(revision, folder / "worktree"))
-            python, note = _interpreter_for(root)
-            own = {name: root / path for name, path in _OF_REVISIONS.items() if (root / path).is_dir()}
-            sources |= own
-            what = f"its own {' and '.join(own)}" if own else "the gate's own core and suites"
-            note = f"commit {revision[:12]}, {what}, {note}"
-            extra = [str(root), *([str(root / "src")] if (root / "src").is_dir() else [])]
-        elif kind == "python":
-            python, note = _executable(rest), "another interpreter, with this gate's sources"
-        else:
-            variables = parse_variables(rest)
-            note = f"{len(variables)} variable(s) set, with this gate's sources"
-        snapshot = folder / "sources"
-        _snapshot(sources, snapshot)
-        asked = json.dumps([kind, revision, python, mask_variables(variables)])
-        yield Arm(mask(text), asked, note, python, (str(snapshot), *extra), variables, root, revision)
+    root, revision, note = Path.cwd(), "", ""
+    python, variables, extra = sys.executable, {}, []
+    sources = _own_sources()
+    if kind == "rev":
+        revision = commit_of(rest)
+        root = _checked_out(revision, folder / "checkout")
+        python, note = _interpreter_for(root)
+        own = {name: root / path for name, path in _OF_REVISIONS.items() if (root / path).is_dir()}
+        sources |= own
+        what = f"its own {' and '.join(own)}" if own else "the gate's own core and suites"
+        note = f"commit {revision[:12]}, {what}, {note}"
+        extra = [str(root), *([str(root / "src")] if (root / "src").is_dir() else [])]
+    elif kind == "python":
+        python, note = _executable(rest), "another interpreter, with this gate's sources"
+    else:
+        variables = parse_variables(rest)
+        note = f"{len(variables)} variable(s) set, with this gate's sources"
+    snapshot = folder / "sources"
+    _snapshot(sources, snapshot)
+    asked = json.dumps([kind, revision, python, mask_variables(variables)])
+    return Arm(mask(text), asked, note, python, (str(snapshot), *extra), variables, root, revision)
 
 
 def _answered(arm: Arm) -> Arm:
@@ -197,9 +194,9 @@ def _snapshot(sources: Mapping[str, Path], folder: Path) -> None:
 # --------------------------------------------------------------------------------- revisions
 
 
-def _git(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    failed = f"a rev: arm needs git, and git {arguments[0]} cannot be run"
-    return _ran(["git", *arguments], _GIT_TIMEOUT_S, failed, cwd=cwd)
+def _git(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    failed = f"a rev: arm needs git, and `git {' '.join(arguments)}` cannot be run"
+    return _ran(["git", *arguments], _GIT_TIMEOUT_S, failed, **more)
 
 
 def _ran(
@@ -233,16 +230,15 @@ def commit_of(revision: str) -> str:
     return done.stdout.strip()
 
 
-@contextlib.contextmanager
-def _worktree(commit: str, folder: Path) -> Iterator[Path]:
-    top = repository()
-    done = _git("worktree", "add", "--detach", "--force", str(folder), commit, cwd=top)
-    if done.returncode != 0:
-        raise ArmError(f"git cannot check out {commit[:12]}: {last_line(done.stderr)}")
-    try:
-        yield folder
-    finally:
-        _git("worktree", "remove", "--force", str(folder), cwd=top)
+def _checked_out(commit: str, folder: Path) -> Path:
+    """The files of a commit in a new folder. The index is the folder's own: nothing of the repository changes."""
+    folder.mkdir()
+    env = os.environ | {"GIT_INDEX_FILE": str(folder.with_suffix(".index"))}
+    for words in (("read-tree", commit), (f"--work-tree={folder}", "checkout-index", "--all", "--force")):
+        done = _git(*words, cwd=repository(), env=env)
+        if done.returncode != 0:
+            raise ArmError(f"git cannot check out {commit[:12]}: {last_line(done.stderr)}")
+    return folder
 
 
 def _interpreter_for(root: Path) -> tuple[str, str]:

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence, Set
@@ -25,6 +24,7 @@ from pathlib import Path
 import click
 
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError
+from dtbench.scratch import scratch
 from dtbench.world.lab import network
 from dtbench.world.lab.agent import Orders
 from dtbench.world.signals import ending_signals, how_ended, signals_held
@@ -119,13 +119,13 @@ def run(lab: network.Lab, ranks_per_host: int, command: Sequence[str]) -> int:
             f"wait for it, or make another lab with --name"
         )
     with (
-        tempfile.TemporaryDirectory(prefix="dtbench-lab-") as folder,
+        scratch() as folder,
         signals_held(signal.SIGCHLD) as held,
     ):
         agents: list[_Agent] = []
         try:
             hosts = range(lab.hosts)
-            agents.extend(_start(lab, host, ranks_per_host, program, Path(folder)) for host in hosts)
+            agents.extend(_start(lab, host, ranks_per_host, program, folder) for host in hosts)
             ended_by = _wait(agents, held)
             return 128 + ended_by if ended_by else _conclude(agents)
         finally:

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import os
 import re
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +33,7 @@ from torch.utils._pytree import tree_flatten
 
 import dtbench_core as core
 import dtbench_core.parallel
+from dtbench.scratch import scratch
 from dtbench.world.signals import how_ended
 from dtbench_suites.compat.program import RANKS, Entry, Given, programs
 from dtbench_suites.coverage.judge import LIBRARIES, difference
@@ -141,13 +141,13 @@ def _be_rank(rank: int, folder: str, entry: Entry, impl: str, answers: Connectio
 
 def judge_program(entry: Entry, impl: str, timeout_s: float = PROGRAM_TIMEOUT_S) -> Case:
     """Forks the ranks and waits for what they come to."""
-    with tempfile.TemporaryDirectory(prefix="dtbench-") as folder:
+    with scratch() as folder:
         pids, ends = [], []
         for rank in range(RANKS):
             ours, theirs = Pipe()
             pid = os.fork()
             if pid == 0:
-                _be_rank(rank, folder, entry, impl, theirs)
+                _be_rank(rank, str(folder), entry, impl, theirs)
             theirs.close()
             pids.append(pid)
             ends.append(ours)

@@ -1,0 +1,56 @@
+"""Temporary folders that do not outlive their program: what a killed one left, the next one removes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_PREFIX = "dtbench-scratch-"
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A new temporary folder, locked while it is in use and removed in the end.
+
+    Those of this user that no program holds are removed first.
+    """
+    _sweep()
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        # Another program's sweep may have come before the lock: then the folder is gone.
+        with contextlib.suppress(FileNotFoundError):
+            held = os.open(folder, os.O_RDONLY)
+            _lock(held, fcntl.LOCK_EX)
+            if folder.exists():
+                break
+            os.close(held)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+
+
+def _sweep() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(found).st_uid == os.getuid() and _lock(found, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(found)
+
+
+def _lock(folder: int, how: int) -> bool:
+    """Whether it is locked now. A file system without locks goes without: nothing on it is swept."""
+    try:
+        fcntl.flock(folder, how)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,50 @@
+"""Temporary folders: removed by their program, or by the next one where it was killed; never another's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from dtbench.scratch import scratch
+
+# Prints its folder with a file in it, and waits to be told to end.
+_HOLDS = "from dtbench.scratch import scratch\nwith scratch() as f: (f / 'x').touch(); print(f, flush=True); input()"
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary folders are made, here and in programs started from here."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_what_a_killed_program_left_is_removed_by_the_next(temporary: Path) -> None:
+    command = [sys.executable, "-c", _HOLDS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        left = Path(other.stdout.readline().strip())
+        assert left.parent == temporary
+        with scratch() as own:
+            assert (left / "x").exists(), "it is in use"
+            assert own.stat().st_mode & 0o777 == 0o700
+        assert not own.exists()
+        other.kill()
+        other.wait()
+        assert (left / "x").exists()
+        with scratch() as own:
+            assert list(temporary.iterdir()) == [own]
+
+
+def test_what_is_not_a_folder_of_ours_is_left(temporary: Path) -> None:
+    names = ("elsewhere", "dtbench-scratch-link", "dtbench-scratch-file")
+    folder, link, file = others = [temporary / name for name in names]
+    folder.mkdir()
+    link.symlink_to(folder)
+    file.touch()
+    with scratch() as own:
+        assert set(temporary.iterdir()) == {own, *others}
