@@ -151,6 +151,7 @@ class Timing:
     n: Whole
 
 
+CaseKey = tuple[str, str, str, tuple[tuple[str, Param], ...]]
 ResultKey = tuple[str, str, str, tuple[tuple[str, Param], ...], int]
 
 
@@ -188,7 +189,7 @@ class Result:
         return None if self.time_s is None else float(getattr(self.time_s, estimator_of(self)))
 
     @property
-    def case_key(self) -> tuple[str, str, str, tuple[tuple[str, Param], ...]]:
+    def case_key(self) -> CaseKey:
         """Names the case and impl across launches and runs."""
         return (self.suite, self.name, self.impl, tuple(sorted(self.params.items())))
 

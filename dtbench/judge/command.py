@@ -8,6 +8,7 @@ import click
 
 from dtbench import flags
 from dtbench.errors import EXIT_OK, EXIT_REGRESSION
+from dtbench.files import flags as of_files
 
 
 @click.command("compare")
@@ -16,7 +17,15 @@ from dtbench.errors import EXIT_OK, EXIT_REGRESSION
 @click.option("--reference", is_flag=True, help="Compare BASE with public systems of its kind instead.")
 @click.option("--system", metavar="NAME", help="With --reference: the public system to compare with.")
 @flags.JSON
-def compare_command(base: Path, new: Path | None, reference: bool, system: str | None, as_json: bool) -> int:
+@of_files.EXPORT
+def compare_command(
+    base: Path,
+    new: Path | None,
+    reference: bool,
+    system: str | None,
+    as_json: bool,
+    exports: tuple[tuple[str, Path], ...],
+) -> int:
     """What became slower or faster from BASE to NEW. Exit code 1 if anything became slower.
 
     With --reference, BASE's bus bandwidths beside published ones of the same GPUs, ranks and hosts.
@@ -31,14 +40,20 @@ def compare_command(base: Path, new: Path | None, reference: bool, system: str |
     if reference == (new is not None):
         raise click.UsageError("give BASE and NEW, or --reference and one run")
     if new is None:
+        if exports:
+            raise click.UsageError(
+                "--export writes the times of NEW: give BASE and NEW, or use `dtbench show`"
+            )
         return _compare_with_reference(base, system, as_json)
     if system is not None:
         raise click.UsageError("--system goes with --reference")
+    from dtbench.files.exports import write_exports
     from dtbench.judge.compare import compare
     from dtbench.judge.tables import print_comparison
 
     comparison = compare([read_run(base)], [read_run(new)])
     print_comparison(comparison, as_json)
+    write_exports(comparison.points, exports)
     return comparison.exit_code
 
 

@@ -16,11 +16,10 @@ from statistics import median
 from typing import Any
 
 from dtbench import errors
+from dtbench.files.exports import Point, relative
 from dtbench.judge.verdicts import MAX_P, MIN_CHANGE, MIN_CHANGE_S, Verdict
-from dtbench.model import Header, Param, Result, Run, estimator_of
+from dtbench.model import CaseKey, Header, Result, Run, estimator_of
 from dtbench.stats import hodges_lehmann_ratio, rank_test
-
-CaseKey = tuple[str, str, str, tuple[tuple[str, Param], ...]]
 
 MIN_LAUNCHES = 5
 SAME_WITHIN = 0.05
@@ -84,6 +83,15 @@ class Comparison:
         if any(r.verdict in (Verdict.INCONCLUSIVE, Verdict.MISSING, Verdict.FAILED) for r in self.rows):
             return errors.EXIT_INCONCLUSIVE
         return errors.EXIT_OK
+
+    @property
+    def points(self) -> list[Point]:
+        """The new side's times, for other tools; bounds are those of the ratio times the base's time."""
+        return [
+            relative(row.key, row.base_s, row.new_s, row.low, row.high, row.verdict, row.reason)
+            for row in self.rows
+            if row.base_s is not None and row.new_s is not None
+        ]
 
     def _repr_html_(self) -> str:
         """A table in a notebook: the worst first."""

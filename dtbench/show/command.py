@@ -7,13 +7,17 @@ from pathlib import Path
 import click
 
 from dtbench import flags
+from dtbench.files import flags as of_files
 
 
 @click.command("show")
 @flags.RUNS
 @flags.JSON
 @click.option("--csv", "as_csv", is_flag=True, help="Print one line per result, for spreadsheets.")
-def show_command(runs: tuple[Path, ...], as_json: bool, as_csv: bool) -> None:
+@of_files.EXPORT
+def show_command(
+    runs: tuple[Path, ...], as_json: bool, as_csv: bool, exports: tuple[tuple[str, Path], ...]
+) -> None:
     """Tables of the results in run files.
 
     \b
@@ -21,6 +25,7 @@ def show_command(runs: tuple[Path, ...], as_json: bool, as_csv: bool) -> None:
       dtbench show run.jsonl
       dtbench show *.jsonl --csv > results.csv
     """
+    from dtbench.files.exports import points_of, write_exports
     from dtbench.files.run import read_run
     from dtbench.show.tables import print_csv, print_runs
 
@@ -31,6 +36,7 @@ def show_command(runs: tuple[Path, ...], as_json: bool, as_csv: bool) -> None:
         print_csv(read)
     else:
         print_runs(read, as_json)
+    write_exports(points_of(read), exports)
 
 
 @click.command("report")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 
 from dtbench.cli import cli
 
@@ -70,6 +71,22 @@ def test_code_of_pages_compiles_and_links_lead_somewhere(page: Path) -> None:
             compile(text, name or _name(page), "exec")
     for target in re.findall(r"(?<!\\)\]\((?!https?:)([^)#\s]+)", _FENCE.sub("", page.read_text())):
         assert (page.parent / target).exists(), f"{_name(page)}: {target}"
+
+
+def test_the_workflow_gives_options_that_exist_and_parses() -> None:
+    page = ROOT / "docs" / "pages" / "how-to" / "gate.md"
+    (workflow,) = [yaml.safe_load(text) for language, _, text in _blocks(page) if language == "yaml"]
+    (words,) = [
+        shlex.split(step["run"])
+        for step in workflow["jobs"]["gate"]["steps"]
+        if "dtbench gate" in step.get("run", "")
+    ]
+    gate = cli.get_command(click.Context(cli), "gate")
+    assert gate is not None
+    given = gate.make_context("gate", words[2:]).params
+    assert given["comment"] and given["words"] == ("benchmarks/my_suite.py",)
+    assert given["exports"] == [("bmf", Path("times.json"))]
+    assert workflow["permissions"]["pull-requests"] == "write"
 
 
 @pytest.mark.parametrize("page", RUN, ids=_name)

@@ -126,18 +126,11 @@ def test_json_is_strict_and_whole():
     assert made["counts"]["PASS"] == 1
 
 
-def test_smaller_is_better_is_what_the_action_reads():
-    rows = json.loads(
-        outputs.smaller_is_better(report([judged(Verdict.PASS), Judged(benchmark("x"), Verdict.MISSING)]))
-    )
-    assert len(rows) == 1
-    assert rows[0] | {"extra": "", "range": ""} == {
-        "name": "s [core]",
-        "unit": "us",
-        "value": pytest.approx(11.5),
-        "range": "",
-        "extra": "",
-    }
+def test_points_are_heads_times_where_both_arms_were_timed():
+    made = outputs.points_of(report([judged(Verdict.PASS), Judged(benchmark("x"), Verdict.MISSING)]))
+    assert [(p.key[0], p.verdict, p.time_s) for p in made] == [("s", "PASS", pytest.approx(11.5e-6))]
+    assert made[0].low_s <= made[0].time_s
+    assert made[0].high_s is None  # three pairs bound nothing
 
 
 def test_counters_are_told_in_words():

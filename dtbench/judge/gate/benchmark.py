@@ -11,9 +11,9 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from dtbench.errors import UnreadableRunError
-from dtbench.model import Param, Plan
+from dtbench.model import CaseKey, Plan
 
-Key = tuple[str, str, str, tuple[tuple[str, Param], ...]]  # as `Result.case_key`
+Key = CaseKey
 
 # The largest slowdown that a PASS has to exclude, unless the benchmark says otherwise. Process-to-process
 # noise of 1.5 to 2% makes 5% the least that five pairs of launches exclude most of the time.

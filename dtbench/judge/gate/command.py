@@ -10,7 +10,8 @@ import click
 from dtbench import flags
 from dtbench.bench import flags as of_runs
 from dtbench.bench.options import LAUNCH_TIMEOUT_S, parse_duration, split_target
-from dtbench.errors import EXIT_INTERRUPTED, complain, plain
+from dtbench.errors import EXIT_INTERRUPTED, OutputError, complain, plain
+from dtbench.files import flags as of_files
 
 
 @click.command("gate")
@@ -54,6 +55,10 @@ from dtbench.errors import EXIT_INTERRUPTED, complain, plain
     help="The folder to make, for the launches, gate.json, junit.xml and smaller-is-better.json, which "
     "github-action-benchmark reads.",
 )
+@of_files.EXPORT
+@click.option(
+    "--comment", is_flag=True, help="In a GitHub job of a pull request: post the verdict there, or renew it."
+)
 @click.option("--resume", is_flag=True, help="Go on with the gate in -o FOLDER.")
 @flags.JSON
 @click.option("--history", type=flags.FILE, help="Folder of earlier results: show change points.")
@@ -67,6 +72,8 @@ def gate_command(
     history: Path | None,
     record: bool,
     selftest: bool,
+    exports: tuple[tuple[str, Path], ...],
+    comment: bool,
     **given: Any,
 ) -> int:
     """Is HEAD slower than BASE? As many launches of both as it takes.
@@ -86,7 +93,10 @@ def gate_command(
     """
     import signal
 
+    from dtbench.files.exports import write_exports
+    from dtbench.judge.gate import outputs
     from dtbench.judge.gate.benchmark import Selection
+    from dtbench.judge.gate.comment import PullRequest
     from dtbench.judge.gate.gate import GateOptions, gate, publish
 
     def say(text: str) -> None:
@@ -103,6 +113,7 @@ def gate_command(
             "give --base ARM and --head ARM, such as --base rev:origin/main --head rev:HEAD"
         )
     options = GateOptions(base, head, tuple(Selection(*split_target(word)) for word in words), **given)
+    pull_request = PullRequest.of_job() if comment else None
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cancelled job cleans up as Ctrl-C does
     try:
         report = gate(options, say)
@@ -110,9 +121,15 @@ def gate_command(
         complain("interrupted" + (f"; go on with --resume -o {options.folder}" if options.folder else ""))
         return EXIT_INTERRUPTED
     publish(report, as_json)
+    write_exports(outputs.points_of(report), exports)
     if history is not None:
         from dtbench.judge.gate.history import follow
 
         for line in follow(history, report, record=record):
             click.echo(line, err=as_json)
+    if pull_request is not None:
+        try:
+            say(f"the verdict is at {pull_request.publish(outputs.markdown(report))}")
+        except OutputError as error:  # the verdict is the gate's, whether GitHub takes it or not
+            complain(str(error))
     return report.exit_code

@@ -17,6 +17,7 @@ import msgspec
 
 from dtbench.bench.options import DEFAULT_CPU_RANKS, LAUNCH_TIMEOUT_S, RunOptions
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.files import exports
 from dtbench.files.atomic import write_atomically
 from dtbench.files.gate import State
 from dtbench.files.read import BadFieldError, decode, into
@@ -99,7 +100,7 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
             report = run.judge(began)
     _write(folder / "gate.json", _json(report) + "\n", '"kind": "gate"')
     _write(folder / "junit.xml", outputs.junit(report), "<testsuites")
-    _write(folder / "smaller-is-better.json", outputs.smaller_is_better(report) + "\n", "[")
+    _write(folder / "smaller-is-better.json", exports.github(outputs.points_of(report)), "[")
     return report
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from dtbench import errors
 from dtbench.errors import plain
+from dtbench.files.exports import Point, relative
 from dtbench.judge.gate.verdict import Judged, Trust, exit_code_of, words_of
 from dtbench.judge.verdicts import Verdict
 from dtbench.units import format_seconds
@@ -121,17 +121,13 @@ def to_json(report: Report) -> dict[str, Any]:
     }
 
 
-def smaller_is_better(report: Report) -> str:
-    """Head's estimates as `customSmallerIsBetter` of github-action-benchmark reads them (microseconds)."""
-    rows = []
-    for judged in report.judged:
-        if judged.head_s is None or judged.effect is None:
-            continue
-        row = {"name": plain(judged.benchmark.label), "unit": "us", "value": judged.head_s * 1e6}
-        rows.append(
-            row | {"range": f"{judged.effect.sd:.1%}", "extra": f"{judged.verdict.name}: {words(judged)}"}
-        )
-    return json.dumps(rows, indent=2, allow_nan=False)
+def points_of(report: Report) -> list[Point]:
+    """Head's estimates, for other tools; bounds are those of the change times base's estimate."""
+    return [
+        relative(j.benchmark.key, j.base_s, j.head_s, j.effect.low, j.effect.high, j.verdict.name, words(j))
+        for j in report.judged
+        if j.base_s is not None and j.head_s is not None and j.effect is not None
+    ]
 
 
 # --------------------------------------------------------------------------------- JUnit
