@@ -70,6 +70,12 @@ class _WithSuites(click.Command):
     help="About so long: 3m, 90s. Every suite keeps its share, for the sizes and cases that say most.",
 )
 @of_runs.TIMEOUT
+@click.option(
+    "--on-failure",
+    type=click.Choice(["continue", "stop"]),
+    default="continue",
+    help="Where a case hangs or kills a rank: record it and go on with new ranks, or end the run.",
+)
 @click.option("--resume", is_flag=True, help="Go on with the run in -o FILE.")
 @click.option("-o", "--output", type=flags.FILE, show_default="run-TIME.jsonl", help="The run file to write.")
 def run_command(words: tuple[str, ...], launches: int | None, **given: Any) -> int:

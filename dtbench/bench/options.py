@@ -88,6 +88,7 @@ class RunOptions:
     max_size_bytes: int | None = None
     refine: bool | None = None  # None: as --max-size is given
     budget_s: float | None = None
+    on_failure: Literal["continue", "stop"] = "continue"  # where a case has cost the run its ranks
 
     def __post_init__(self) -> None:
         if self.resume and self.output is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,16 +19,21 @@ from dtbench.bench.session import (
     prepare,
     report_failure,
     say_complete,
+    say_kept,
 )
-from dtbench.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
+from dtbench.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError, complain
 from dtbench.files.atomic import refuse_taken
 from dtbench.files.run import read_run
 from dtbench.mesh import ranks_of
 from dtbench.model import ResultKey
 from dtbench.world.failure import INTERRUPTED, Diagnosis, Now
-from dtbench.world.launch import start_ranks
+from dtbench.world.launch import Note, start_ranks
 from dtbench.world.rank import quiet_torch
 from dtbench.world.ranks import find_place
+
+# Starts of new ranks in a row without a result, after which more of them would find nothing either: it is the
+# machine that fails, not a case.
+MAX_FRUITLESS = 5
 
 
 def run(options: RunOptions, argv: Sequence[str]) -> int:
@@ -61,19 +67,38 @@ def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
         return measure_alone(job, argv, output)
     code = EXIT_OK
 
-    def report(diagnosis: Diagnosis, now: Now) -> None:
-        report_failure(diagnosis, now, output)
-
     for launch in range(options.launches):
         last = launch + 1 == options.launches
         # What a refined launch lacks is known to its ranks only.
         if not (last or job.plan.refine or remaining(job.tasks, done, launch)):
             continue
-        note = start_ranks(argv, nproc, launch, output, report)
+        note = _measure_launch(options, argv, nproc, launch, output)
         code = EXIT_INTERRUPTED if note.code is None else note.code
         if not note.whole:
             break
     return code
+
+
+def _measure_launch(
+    options: RunOptions, argv: Sequence[str], nproc: int, launch: int, output: Path
+) -> Note:
+    """One launch: while cases cost it its ranks, new ones go on with those that are left."""
+
+    def report(diagnosis: Diagnosis, now: Now) -> str | None:
+        return report_failure(diagnosis, now, output, goes_on=options.on_failure == "continue")
+
+    fruitless, good, now_s, began_s = 0, 0, time.monotonic(), None
+    while True:
+        note = start_ranks(argv, nproc, launch, output, report, began_s=began_s)
+        if note.lost is None:
+            return note
+        good_before, good = good, sum(result.status == "ok" for result in read_run(output).results)
+        fruitless = fruitless + 1 if good == good_before else 0
+        if fruitless == MAX_FRUITLESS:
+            complain(f"{note.lost}, like {MAX_FRUITLESS} starts in a row that measured nothing: {say_kept(output)}")
+            return note
+        complain(f"{note.lost}: recorded as failed; going on with new ranks")
+        began_s = now_s
 
 
 def refuse_rank_options(job: Job) -> None:

@@ -34,7 +34,7 @@ from dtbench.mesh import format_mesh
 from dtbench.model import Plan, Result, Run
 from dtbench.suite import Suite, load
 from dtbench.world.failure import Diagnosis, Now
-from dtbench.world.launch import OUTPUT, launch_number, start_again
+from dtbench.world.launch import AGAIN, OUTPUT, launch_number, start_again
 from dtbench.world.rank import Rank
 from dtbench.world.ranks import AloneRanks, Place, backend_of, simulated_world
 
@@ -122,7 +122,7 @@ class Session:
         self._argv = argv
         self._launch = launch_number()
         self._output = output_of(options)
-        self._began = time.monotonic()
+        self._began = float(os.environ.get(AGAIN) or time.monotonic())
         self._writer: RunWriter | None = None
         self._progress: Progress | None = None
         self._rank = Rank(place, self._report, self._launch)
@@ -242,7 +242,7 @@ class Session:
     # ---- rank 0's file and terminal ----
 
     def _open(self, job: Job, infos: Sequence[Mapping[str, Any]]) -> RunWriter:
-        if self._launch > 0:
+        if self._launch > 0 or os.environ.get(AGAIN):
             return RunWriter.resume(self._output)
         if self._options.resume:
             run = check_resume(job, self._output)
@@ -303,12 +303,14 @@ class Session:
 
     # ---- failures ----
 
-    def _report(self, diagnosis: Diagnosis) -> None:
-        """On the lowest living rank, in a helper thread: the failed result and the last line."""
+    def _report(self, diagnosis: Diagnosis) -> str | None:
+        """On the lowest living rank, in a helper thread: the failed result, and the last line where no launcher of
+        ours is to go on."""
         if self._progress is not None:
             with suppress(Exception):  # whatever the terminal does, the last line comes
                 self._progress.close()
-        report_failure(diagnosis, self._case_in_hand(), self._output, self._writer)
+        goes_on = self._rank.ours and self._options.on_failure == "continue"
+        return report_failure(diagnosis, self._case_in_hand(), self._output, self._writer, goes_on=goes_on)
 
     def _case_in_hand(self) -> Now:
         if not self._now.suite and self._rank.place.rank != 0:
@@ -378,20 +380,32 @@ def say_complete(run: Run) -> int:
     return exit_code_of(run)
 
 
-def report_failure(diagnosis: Diagnosis, now: Now, output: Path, writer: RunWriter | None = None) -> None:
-    """Records the case that was in hand as failed and prints the run's last line."""
+def report_failure(
+    diagnosis: Diagnosis, now: Now, output: Path, writer: RunWriter | None = None, *, goes_on: bool = False
+) -> str | None:
+    """Records the case that was in hand as failed and prints the run's last line.
+
+    goes_on: whether new ranks may follow; what happened to the case is then given back, not printed.
+    """
     where = ""
     if now.suite and diagnosis.blames_case:
         where = f" during {now.label}"
         with suppress(DtbenchError, ValueError):
             _record_failed(diagnosis, now, output, writer)
+    if where and goes_on:
+        return f"{diagnosis.sentence}{where}"
+    complain(f"{diagnosis.sentence}{where}: {say_kept(output)}")
+    return None
+
+
+def say_kept(output: Path) -> str:
+    """`3 results are in x.jsonl; go on with --resume -o x.jsonl`."""
     try:
         count = len(read_run(output).results)
-        results = "1 result is" if count == 1 else f"{count} results are"
-        kept = f"{results} in {output}; go on with --resume -o {output}"
     except DtbenchError:
-        kept = "nothing was measured"
-    complain(f"{diagnosis.sentence}{where}: {kept}")
+        return "nothing was measured"
+    results = "1 result is" if count == 1 else f"{count} results are"
+    return f"{results} in {output}; go on with --resume -o {output}"
 
 
 def _record_failed(diagnosis: Diagnosis, now: Now, output: Path, writer: RunWriter | None) -> None:

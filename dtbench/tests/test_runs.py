@@ -13,9 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from dtbench.bench.options import RunOptions
+from dtbench.bench.run import run as run_here
 from dtbench.files.run import read_run
 from dtbench.model import Result, Run
+from dtbench.tests import made_up
 from dtbench.tests.programs import FRESH, LIMIT_S, environment, start, start_fresh
+from dtbench.world.launch import Note
 
 SUITE = str(Path(__file__).with_name("faults_suite.py"))
 TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", "--no-python")
@@ -179,8 +183,8 @@ def test_under_torchrun_a_killed_rank_is_named(with_own_packages: None) -> None:
     assert by_impl(read_run("x.jsonl"))["dies core 0"].rank == 1
 
 
-def test_a_killed_rank_ends_the_run_and_resume_goes_on(here: Path) -> None:
-    args = ("--nproc", "2", "--filter", "dies")
+def test_a_killed_rank_ends_the_run_where_that_is_wished_and_resume_goes_on(here: Path) -> None:
+    args = ("--nproc", "2", "--filter", "dies", "--on-failure", "stop")
     done = run(*args)
     assert done.returncode == 5
     host = read_run("x.jsonl").header.ranks[1].host
@@ -219,25 +223,40 @@ def test_a_killed_rank_without_survivors_is_named_by_the_launcher(here: Path) ->
     ]
 
 
-def test_a_rank_that_raises_while_the_others_wait_ends_the_run(here: Path) -> None:
-    done = run("--nproc", "2", "--filter", "alone")
-    (line,) = done.stderr.splitlines()
-    assert (
-        done.returncode == 5
-        and "raised ValueError: only I (faults_suite.py:81) while the other ranks waited for it" in line
-    )
-    (result,) = read_run("x.jsonl").results
-    assert (result.status, result.rank) == ("failed", 1)
-    assert_gone(read_run("x.jsonl"))
+def test_cases_that_cost_ranks_are_recorded_and_new_ranks_go_on(here: Path) -> None:
+    done = run("--nproc", "2", "--timeout", "3", "--filter", "grave\nhow=none")
+    assert done.returncode == 5
+    run_file = read_run("x.jsonl")
+    assert run_file.complete and kinds().count("run") == 1
+    assert {key: (r.status, r.rank) for key, r in by_impl(run_file).items()} == {
+        "none c10d 0": ("ok", None),
+        "dies core 0": ("failed", 1),
+        "dies c10d 0": ("ok", None),
+        "rank0 core 0": ("failed", 0),
+        "alone core 0": ("failed", 1),
+        "hangs core 0": ("failed", 1),
+    }
+    said = done.stderr.splitlines()
+    reasons = ("died or did not", "died or did not", "only I (faults_suite.py:81)", "(at faults_suite.py:")
+    assert len(said) == len(reasons) and all(why in line for line, why in zip(said, reasons, strict=True))
+    assert all(line.endswith(": recorded as failed; going on with new ranks") for line in said)
+    assert_gone(run_file)
 
 
-def test_a_rank_that_hangs_ends_the_run_at_the_timeout(here: Path) -> None:
-    done = run("--nproc", "2", "--filter", "hangs", "--timeout", "3")
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 5 and "did not finish within --timeout 3 s (at faults_suite.py:" in line
-    (result,) = read_run("x.jsonl").results
-    assert (result.status, result.rank) == ("failed", 1)
-    assert_gone(read_run("x.jsonl"))
+def test_ranks_that_are_lost_whatever_they_measure_end_the_run(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    starts: list[float | None] = []
+
+    def lose(*_args: object, began_s: float | None) -> Note:
+        starts.append(began_s)
+        return Note(code=5, reported=True, lost="rank 0 died")
+
+    monkeypatch.setattr("dtbench.bench.run.start_ranks", lose)
+    monkeypatch.setattr("dtbench.bench.run.read_run", lambda _path: made_up.run([]))
+    assert run_here(RunOptions(suites=(SUITE,), device="cpu", output=here / "x.jsonl"), []) == 5
+    assert len(starts) == 5 and starts[0] is None and starts[1] is not None
+    assert "like 5 starts in a row that measured nothing" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Starting ranks: our own launcher on one machine, and a fresh world per launch under another's.
 
 A rank is always `dtbench run` with the same arguments, whoever starts it. What our launcher has to
-add travels in three environment variables, and what rank 0 has to tell it in a small note file.
+add travels in environment variables, and what rank 0 has to tell it in a small note file.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from dtbench.world.failure import INTERRUPTED, Diagnosis, Now
 from dtbench.world.signals import ending_signals, how_ended
 
 LAUNCH = "DTBENCH_LAUNCH"  # which of the --launches this is, from 0
+AGAIN = "DTBENCH_AGAIN"  # where ranks of this launch were lost and these go on: its start, on the monotonic clock
 OUTPUT = "DTBENCH_OUTPUT"  # the run file, where -o was not given
 NOTE = "DTBENCH_NOTE"  # path of the note; set by our own launcher only
 
@@ -51,22 +52,26 @@ class Note:
     """What rank 0 tells the launcher: what it is doing (the fields of `Now`), and how the launch ended.
 
     code: the exit code, once the launch is over. reported: whether that was said, so that the launcher
-    need not. whole: whether all that there was has been measured.
+    need not. whole: whether all that there was has been measured. lost: what ended the ranks, in words that
+    are left to the launcher to say, since it knows how the run goes on.
     """
 
     case: Mapping[str, Any] | None = None
     code: int | None = None
     reported: bool = False
     whole: bool = False
+    lost: str | None = None
 
-    def write(self, path: str | None) -> None:
-        """Replaces the note; does nothing without a path (another's launcher)."""
+    def write(self, path: str | None) -> bool:
+        """Replaces the note, and says whether it could; does nothing without a path (another's launcher)."""
         if path is None:
-            return
+            return False
         with suppress(OSError):  # a full disk must not end a run that writes elsewhere
             partial = Path(f"{path}.{os.getpid()}")
             partial.write_text(json.dumps(dataclasses.asdict(self)))
             partial.replace(path)
+            return True
+        return False
 
     @classmethod
     def read(cls, path: str | Path) -> Note:
@@ -81,7 +86,9 @@ def start_ranks(
     nproc: int,
     launch: int,
     output: Path,
-    report: Callable[[Diagnosis, Now], None],
+    report: Callable[[Diagnosis, Now], str | None],
+    *,
+    began_s: float | None = None,
 ) -> Note:
     """Starts `nproc` fresh ranks of `dtbench ARGUMENTS` here and waits for them; the last note of rank 0, with
     the launch's exit code.
@@ -89,7 +96,8 @@ def start_ranks(
     They are started through torch's elastic launcher, which waits for them, hosts their store and ends
     the others when one dies. Its log and its tables are not shown: the ranks say what happened.
 
-    report: called with what ended the ranks and what they were doing, where none was left to say so.
+    report: called with what ended the ranks and what they were doing, where none was left to say so; gives what
+        it has left unsaid. began_s: where others of this launch were lost, when the first of them were started.
 
     Raises:
         WorldBrokenError: they cannot be started.
@@ -97,6 +105,7 @@ def start_ranks(
     with scratch() as folder:
         note_path = str(folder / "note.json")
         os.environ.update({LAUNCH: str(launch), OUTPUT: str(output), NOTE: note_path})
+        os.environ[AGAIN] = str(began_s or "")
         # One thread per rank unless the user says otherwise: ranks that share cores and each start a
         # thread per core measure the fight for them.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -123,8 +132,8 @@ def start_ranks(
     if failures:  # the first to end; those that the launcher ended for it come after it
         rank, code = failures[0]
         diagnosis = Diagnosis(f"rank {rank} {how_ended(code)}", rank)
-    report(diagnosis, Now(**(note.case or {})))
-    return dataclasses.replace(note, code=diagnosis.code)
+    lost = report(diagnosis, Now(**(note.case or {})))
+    return dataclasses.replace(note, code=diagnosis.code, lost=lost)
 
 
 def run_elastic(

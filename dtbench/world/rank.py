@@ -49,7 +49,7 @@ class Rank:
     """This process as a rank of a world that a launcher started. Entered before torch is loaded.
 
     report: called once, on the lowest living rank and in a helper thread, with what ended the world; it writes
-        the failed result and the last line.
+        the failed result, and gives the words that it leaves to our launcher to say.
     code: what the process is to exit with, once all went well. infos: what each rank says of itself.
     """
 
@@ -58,7 +58,7 @@ class Rank:
     store: Any
     device: Any
 
-    def __init__(self, place: Place, report: Callable[[Diagnosis], None], launch: int = 0) -> None:
+    def __init__(self, place: Place, report: Callable[[Diagnosis], str | None], launch: int = 0) -> None:
         self.place = place
         self.now = Now(launch=launch)
         self.code = EXIT_OK
@@ -126,9 +126,9 @@ class Rank:
         """Asleep, and outside the process group."""
         self.ranks.agree(None, lambda votes: None)
 
-    def note(self, **fields: Any) -> None:
-        """Tells our launcher, if it is ours; see `Note`."""
-        Note(**fields).write(self._note_path)
+    def note(self, **fields: Any) -> bool:
+        """Tells our launcher, if it is ours; see `Note`. Whether it could be told."""
+        return Note(**fields).write(self._note_path)
 
     def stop_all(self, code: int) -> NoReturn:
         """On rank 0, which has said why: all ranks leave."""
@@ -163,8 +163,9 @@ class Rank:
             self.ranks.say_farewell()
 
     def _report_failure(self, diagnosis: Diagnosis) -> None:
-        self._report(diagnosis)
-        self.note(code=diagnosis.code, reported=True)
+        lost = self._report(diagnosis)
+        if not self.note(code=diagnosis.code, reported=True, lost=lost) and lost:
+            complain(lost)
 
 
 def quiet_torch() -> None:
