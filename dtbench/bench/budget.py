@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dtbench.bench.options import Task
+from dtbench.bench.progress import about
 
 # Of one impl of a case on two cores with 4 gloo ranks: a full run took 10.5 minutes. A GPU takes less.
 _SIMULATED_S, _RANKS_S, _PER_BYTE_S = 0.25, 0.30, 40e-9
@@ -29,7 +30,7 @@ def forecast(tasks: Sequence[Task], listed: Sequence[Task], quick: bool) -> str:
     """`132 of 831 cases, about 3 min by estimate`."""
     seconds = START_S + estimate_s(tasks, quick)
     cases = f"{len(tasks)} of {len(listed)} cases" if len(tasks) < len(listed) else f"{len(tasks)} cases"
-    return f"{cases}, about {f'{seconds / 60:.0f} min' if seconds > 90 else f'{seconds:.0f} s'} by estimate"
+    return f"{cases}, {about(seconds)} by estimate"
 
 
 def _task_s(task: Task) -> float:

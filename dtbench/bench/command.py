@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from dtbench import flags
 from dtbench.bench import flags as of_runs
 from dtbench.bench.options import (
     CALIBRATION_LAUNCHES,
-    DEFAULT_CPU_RANKS,
     RunOptions,
-    list_tasks,
     parse_duration,
     parse_size,
     split_words,
 )
-from dtbench.suite import load, read_builtin
+from dtbench.suite import read_builtin
 
 
 class _WithSuites(click.Command):
@@ -28,57 +29,71 @@ class _WithSuites(click.Command):
             formatter.write_dl(list(read_builtin().items()))
 
 
+_OPTIONS = (
+    click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[SUITE]..."),
+    of_runs.IMPL,
+    of_runs.MESH,
+    of_runs.NPROC,
+    of_runs.DEVICE,
+    of_runs.SIZE,
+    click.option(
+        "--max-size",
+        "max_size_bytes",
+        metavar="SIZE",
+        type=parse_size,
+        help="A run to calibrate with: the largest payload you plan. Sweeps go from 1 KiB to it by 4x, with "
+        "--refine and --launches 5.",
+    ),
+    click.option(
+        "--refine/--no-refine",
+        default=None,
+        show_default="with --max-size",
+        help="Measure further sizes where neighbours miss a size between them by over 10 % and over its noise "
+        "(collectives, redistribute).",
+    ),
+    of_runs.DTYPE,
+    of_runs.FILTER,
+    click.option("--quick", is_flag=True, help="Fewer sizes and samples."),
+    click.option(
+        "--launches",
+        type=int,
+        metavar="K",
+        show_default=f"{CALIBRATION_LAUNCHES} with --max-size, else 1",
+        help="Repeat everything in K fresh worlds.",
+    ),
+    click.option(
+        "--budget",
+        "budget_s",
+        metavar="TIME",
+        type=parse_duration,
+        help="About so long: 3m, 90s. Every suite keeps its share, for the sizes and cases that say most.",
+    ),
+    of_runs.TIMEOUT,
+    click.option(
+        "--on-failure",
+        type=click.Choice(["continue", "stop"]),
+        default="continue",
+        help="Where a case hangs or kills a rank: record it and go on with new ranks, or end the run.",
+    ),
+    click.option("--resume", is_flag=True, help="Go on with the run in -o FILE."),
+    click.option(
+        "-o", "--output", type=flags.FILE, show_default="run-TIME.jsonl", help="The run file to write."
+    ),
+)
+
+
+def _of_a_run(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of `run`, which `list` takes too."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
 @click.command(
     "run", cls=_WithSuites, context_settings={"ignore_unknown_options": True}
 )  # suites have some, too
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[SUITE]...")
-@of_runs.IMPL
-@of_runs.MESH
-@of_runs.NPROC
-@of_runs.DEVICE
-@of_runs.SIZE
-@click.option(
-    "--max-size",
-    "max_size_bytes",
-    metavar="SIZE",
-    type=parse_size,
-    help="A run to calibrate with: the largest payload you plan. Sweeps go from 1 KiB to it by 4x, with "
-    "--refine and --launches 5.",
-)
-@click.option(
-    "--refine/--no-refine",
-    default=None,
-    show_default="with --max-size",
-    help="Measure further sizes where neighbours miss a size between them by over 10 % and over its noise "
-    "(collectives, redistribute).",
-)
-@of_runs.DTYPE
-@of_runs.FILTER
-@click.option("--quick", is_flag=True, help="Fewer sizes and samples.")
-@click.option(
-    "--launches",
-    type=int,
-    metavar="K",
-    show_default=f"{CALIBRATION_LAUNCHES} with --max-size, else 1",
-    help="Repeat everything in K fresh worlds.",
-)
-@click.option(
-    "--budget",
-    "budget_s",
-    metavar="TIME",
-    type=parse_duration,
-    help="About so long: 3m, 90s. Every suite keeps its share, for the sizes and cases that say most.",
-)
-@of_runs.TIMEOUT
-@click.option(
-    "--on-failure",
-    type=click.Choice(["continue", "stop"]),
-    default="continue",
-    help="Where a case hangs or kills a rank: record it and go on with new ranks, or end the run.",
-)
-@click.option("--resume", is_flag=True, help="Go on with the run in -o FILE.")
-@click.option("-o", "--output", type=flags.FILE, show_default="run-TIME.jsonl", help="The run file to write.")
-def run_command(words: tuple[str, ...], launches: int | None, **given: Any) -> int:
+@_of_a_run
+def run_command(words: tuple[str, ...], **given: Any) -> int:
     """Measures the suites, named or paths of .py files, into a run file.
 
     Starts its own ranks, or joins the world of torchrun or Slurm when started by them. A suite may have
@@ -92,38 +107,35 @@ def run_command(words: tuple[str, ...], launches: int | None, **given: Any) -> i
     """
     from dtbench.bench.run import run
 
+    return run(_options(words, **given), sys.argv[1:])
+
+
+def _options(words: tuple[str, ...], launches: int | None, **given: Any) -> RunOptions:
     suites, own = split_words(words)
     if launches is None:
         launches = 1 if given["max_size_bytes"] is None else CALIBRATION_LAUNCHES
-    return run(RunOptions(suites=suites, suite_options=own, launches=launches, **given), sys.argv[1:])
+    return RunOptions(suites=suites, suite_options=own, launches=launches, **given)
 
 
-@click.command("list")
-@click.argument("suite", required=False)
+@click.command("list", cls=_WithSuites, context_settings={"ignore_unknown_options": True})
+@_of_a_run
 @flags.JSON
-def list_command(suite: str | None, as_json: bool) -> None:
-    """The suites, or the cases of one, as 4 CPU ranks would measure them.
+@click.pass_context
+def list_command(context: click.Context, as_json: bool, words: tuple[str, ...], **given: Any) -> None:
+    """The suites; with a suite or an option of `run`, the cases that this run would measure.
 
     \b
     Examples:
       dtbench list
-      dtbench list collectives
+      dtbench list collectives --mesh dp=2,tp=2 --filter all_reduce
     """
-    import json
-
-    if suite is None:
-        known = read_builtin()
-        if as_json:
-            click.echo(json.dumps([{"suite": name, "help": text} for name, text in known.items()], indent=2))
-        else:
-            for name, text in known.items():
-                click.echo(f"{name:{max(map(len, known))}}  {text}")
+    asked = any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in given)
+    if not words and not asked:
+        _list_suites(as_json)
         return
-    from dtbench.world.rank import quiet_torch
+    from dtbench.bench.run import job_here
 
-    quiet_torch()
-    suites = load([suite])
-    tasks = list_tasks(suites, RunOptions().plan("cpu", DEFAULT_CPU_RANKS))
+    job = job_here(_options(words, **given))
     if as_json:
         listing = [
             {
@@ -132,15 +144,25 @@ def list_command(suite: str | None, as_json: bool) -> None:
                 "help": s.help,
                 "cases": [
                     {"name": t.case.name, "params": dict(t.case.params), "impls": list(t.impls)}
-                    for t in tasks
+                    for t in job.tasks
                     if t.suite is s
                 ],
             }
-            for s in suites
+            for s in job.suites
         ]
         click.echo(json.dumps(listing, indent=2))
         return
-    for name, text in suites[0].options.items():
-        click.echo(f"--{name}: {text}")
-    for task in tasks:
+    for suite in job.suites:
+        for name, text in suite.options.items():
+            click.echo(f"--{name}: {text}")
+    for task in job.tasks:
         click.echo(f"{task.label}  [{', '.join(task.impls)}]")
+
+
+def _list_suites(as_json: bool) -> None:
+    known = read_builtin()
+    if as_json:
+        click.echo(json.dumps([{"suite": name, "help": text} for name, text in known.items()], indent=2))
+        return
+    for name, text in known.items():
+        click.echo(f"{name:{max(map(len, known))}}  {text}")

@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
 from dtbench.model import STATUSES, Result
 from dtbench.units import format_bandwidth, format_seconds, format_size
 
+# How often a log without a terminal is told how far the run is.
+TELL_EVERY_S = 60.0
+
 
 class Progress:
-    """Where rank 0 reports to: a line per result on stdout, for logs and pipes."""
+    """Where rank 0 reports to: a line per result on stdout, for logs and pipes, and now and then how far it is."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._total = self._done = 0
+        self._began_s = self._told_s = clock()
 
     def begin(self, headline: str, total: int) -> None:
         """So many results are to come."""
+        self._total = total
+        self._began_s = self._told_s = self._clock()
         say(headline)
 
     def more(self, count: int) -> None:
         """So many more are to come than `begin` said."""
+        self._total += count
         say(f"{count} more results to measure, where the sweep was too coarse")
 
     def result(self, result: Result) -> None:
         say(line_of(result))
+        self._done += 1
+        now_s = self._clock()
+        if now_s - self._told_s >= TELL_EVERY_S and self._done < self._total:
+            self._told_s = now_s
+            left_s = (now_s - self._began_s) / self._done * (self._total - self._done)
+            say(f"result {self._done} of {self._total}, {about(left_s)} left")
 
     def close(self) -> None:
         """Leaves the terminal in order; may be called twice, and from another thread."""
@@ -43,11 +61,12 @@ class Bar(Progress):
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
+            TextColumn("left"),
         ]
+        super().__init__()
         # Drawn when a result comes and not between: nothing may beat while times are taken.
         self._bar = RichProgress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
         self._task: Any = None
-        self._total = 0
 
     def begin(self, headline: str, total: int) -> None:
         self._total = total
@@ -71,6 +90,11 @@ class Bar(Progress):
 
     def _print(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False)
+
+
+def about(seconds: float) -> str:
+    """`about 4 min`, `about 40 s`."""
+    return f"about {f'{seconds / 60:.0f} min' if seconds > 90 else f'{seconds:.0f} s'}"
 
 
 def make_progress() -> Progress:

@@ -48,13 +48,8 @@ def run(options: RunOptions, argv: Sequence[str]) -> int:
 
 
 def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
-    quiet_torch()
-    device_type = choose_device(options)
-    nproc = count_ranks(options, device_type)
-    job = prepare(options, device_type, nproc)
+    job = job_here(options)
     output = output_of(options)
-    if job.alone:
-        refuse_rank_options(job)
     done: frozenset[ResultKey] = frozenset()
     if options.resume:
         run_before = check_resume(job, output)
@@ -72,16 +67,28 @@ def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
         # What a refined launch lacks is known to its ranks only.
         if not (last or job.plan.refine or remaining(job.tasks, done, launch)):
             continue
-        note = _measure_launch(options, argv, nproc, launch, output)
+        note = _measure_launch(options, argv, job.plan.world_size, launch, output)
         code = EXIT_INTERRUPTED if note.code is None else note.code
         if not note.whole:
             break
     return code
 
 
-def _measure_launch(
-    options: RunOptions, argv: Sequence[str], nproc: int, launch: int, output: Path
-) -> Note:
+def job_here(options: RunOptions) -> Job:
+    """What the options ask for on this machine, on ranks of our own.
+
+    Raises:
+        UsageError: options that cannot be followed.
+    """
+    quiet_torch()
+    device_type = choose_device(options)
+    job = prepare(options, device_type, count_ranks(options, device_type))
+    if job.alone:
+        refuse_rank_options(job)
+    return job
+
+
+def _measure_launch(options: RunOptions, argv: Sequence[str], nproc: int, launch: int, output: Path) -> Note:
     """One launch: while cases cost it its ranks, new ones go on with those that are left."""
 
     def report(diagnosis: Diagnosis, now: Now) -> str | None:
@@ -95,7 +102,9 @@ def _measure_launch(
         good_before, good = good, sum(result.status == "ok" for result in read_run(output).results)
         fruitless = fruitless + 1 if good == good_before else 0
         if fruitless == MAX_FRUITLESS:
-            complain(f"{note.lost}, like {MAX_FRUITLESS} starts in a row that measured nothing: {say_kept(output)}")
+            complain(
+                f"{note.lost}, like {MAX_FRUITLESS} starts in a row that measured nothing: {say_kept(output)}"
+            )
             return note
         complain(f"{note.lost}: recorded as failed; going on with new ranks")
         began_s = now_s

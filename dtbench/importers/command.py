@@ -26,7 +26,7 @@ from dtbench.mesh import parse_mesh
 @click.option("--collective", metavar="NAME", help="What was measured, where a log does not say: all_reduce.")
 @click.option("--ranks", type=click.IntRange(1), help="On how many ranks, where a log does not say.")
 def import_command(files: tuple[Path, ...], output: Path, **given: Any) -> int:
-    """Reads logs of other benchmarks into a run file.
+    """Reads logs of other benchmarks into a run file; - is standard input, and what gzip packed is unpacked.
 
     Of nccl-tests, rccl-tests, DeepSpeed, OSU and ml-engineering. Each row is checked (size / time = algbw,
     busbw / algbw = the collective's factor, wrong data); one that fails is recorded with the reason and no

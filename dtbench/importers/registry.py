@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import io
+import sys
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +17,8 @@ from dtbench.importers.model import Log
 
 # Logs with NCCL_DEBUG=INFO of a thousand ranks have some 100 MB.
 MAX_FILE_BYTES = 512 * 2**20
+
+STDIN = Path("-")
 
 # JSON is tried first and alone; of the texts a log may hold several.
 JSON = {"rccl-tests JSON": rccl_json, "nccl-tests JSON": nccl_json}
@@ -29,12 +35,31 @@ def read_logs(paths: Sequence[str | Path]) -> list[Log]:
     """
     logs: list[Log] = []
     for path in map(Path, paths):
-        log = parse(read_bytes(path, EXPECTED, MAX_FILE_BYTES), path.name)
+        log = parse(_bytes_of(path), "standard input" if path == STDIN else path.name)
         for other in logs:
             if other.sha256 == log.sha256:
                 raise UsageError(f"{path} and {other.name} are the same log: give it once")
         logs.append(log)
     return logs
+
+
+def _bytes_of(path: Path) -> bytes:
+    """Of the file, or of standard input; unpacked where gzip has packed it."""
+    name = "standard input" if path == STDIN else str(path)
+    data = (
+        sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
+        if path == STDIN
+        else read_bytes(path, EXPECTED, MAX_FILE_BYTES)
+    )
+    if data.startswith(b"\x1f\x8b"):
+        try:
+            with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+                data = file.read(MAX_FILE_BYTES + 1)
+        except (OSError, EOFError, zlib.error) as error:
+            raise UnreadableRunError(f"{name} is damaged: {error}; expected a whole gzip file") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise UnreadableRunError(f"{name} holds over {MAX_FILE_BYTES >> 20} MiB: expected {EXPECTED}")
+    return data
 
 
 def parse(data: bytes, name: str) -> Log:

@@ -10,11 +10,13 @@ import pytest
 
 from dtbench.bench import budget, runner
 from dtbench.bench.options import RunOptions, Task, list_tasks
+from dtbench.bench.progress import Progress
 from dtbench.bench.refine import is_calibrated_with
 from dtbench.bench.sampling import Outcome
 from dtbench.errors import UsageError
 from dtbench.model import Case, Param, Result
 from dtbench.suite import Suite, WorldKind, load
+from dtbench.tests import made_up
 from dtbench.world.failure import Now
 
 
@@ -145,3 +147,14 @@ def test_a_sweep_leaves_out_what_there_is_no_time_for(monkeypatch: pytest.Monkey
     )
     sweep.measure(OPS, None, SimpleNamespace(rank=0), None)  # type: ignore[arg-type]
     assert [r.params["variant"] for r in results] == [0, 1]
+
+
+def test_a_log_is_told_now_and_then_how_much_time_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    now_s = 0.0
+    progress = Progress(lambda: now_s)
+    progress.begin("so much", 10)
+    for _ in range(10):
+        now_s += 40.0
+        progress.result(made_up.result("collectives", "all_reduce", "c10d", {}, [1e-3]))
+    told = [line for line in capsys.readouterr().out.splitlines() if line.endswith("left")]
+    assert told[0] == "result 2 of 10, about 5 min left" and len(told) == 4

@@ -217,6 +217,13 @@ def test_list_for_people_and_machines(dtbench: Cli) -> None:
     }
 
 
+def test_list_takes_the_options_of_run_and_shows_what_it_would_measure(dtbench: Cli) -> None:
+    args = (SUITE, "--device", "cpu", "--impl", "torch", "--filter", "good n=2", "--mesh", "dp=2,tp=1")
+    assert dtbench("list", *args) == (EXIT_OK, "good all_reduce n=2  [c10d]\n", "")
+    code, out, err = dtbench("list", SUITE, "--device", "cpu", "--mesh", "dp=2", "--nproc", "3")
+    assert (code, out) == (EXIT_USAGE, "") and "--mesh dp=2 has 2 ranks" in err
+
+
 def test_list_names_every_built_in_suite(dtbench: Cli) -> None:
     code, out, _ = dtbench("list")
     assert code == EXIT_OK

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import gzip
+import io
 import itertools
 import json
 import os
@@ -34,6 +36,19 @@ def ring(ranks: int = 8, hosts: int = 1, bandwidth: float = 100e9, latency_us: f
 
     sizes = tuple(s // (4 * ranks) * 4 * ranks for s in SIZES[::2])
     return "\n".join(table(c, ranks, sizes, hosts=hosts, time=time(c)) for c in RING)
+
+
+def test_logs_from_standard_input_and_packed_ones(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = gzip.compress(ring().encode())
+    Path("nccl.log.gz").write_bytes(packed)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(ring().encode())))
+    assert dtbench("import", "nccl.log.gz", "-o", "packed.jsonl")[0] == EXIT_OK
+    assert dtbench("import", "-", "-o", "piped.jsonl")[0] == EXIT_OK
+    results = read_run("packed.jsonl").results
+    assert results and results == read_run("piped.jsonl").results
+    Path("nccl.log.gz").write_bytes(packed[:-20])
+    code, _, err = dtbench("import", "nccl.log.gz", "-o", "cut.jsonl")
+    assert code == EXIT_USAGE and "nccl.log.gz is damaged" in err and err.count("\n") == 1
 
 
 def test_from_logs_to_constants_in_two_commands(dtbench: Cli) -> None:

@@ -31,7 +31,9 @@ from dtbench.world.failure import INTERRUPTED, Diagnosis, Now
 from dtbench.world.signals import ending_signals, how_ended
 
 LAUNCH = "DTBENCH_LAUNCH"  # which of the --launches this is, from 0
-AGAIN = "DTBENCH_AGAIN"  # where ranks of this launch were lost and these go on: its start, on the monotonic clock
+AGAIN = (
+    "DTBENCH_AGAIN"  # where ranks of this launch were lost and these go on: its start, on the monotonic clock
+)
 OUTPUT = "DTBENCH_OUTPUT"  # the run file, where -o was not given
 NOTE = "DTBENCH_NOTE"  # path of the note; set by our own launcher only
 

@@ -26,7 +26,14 @@ from dtbench.world.signals import how_ended
 
 # What belongs to the job that the gate runs in, not to a launch.
 _LEFT_OUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_LEFT_OUT_PREFIXES = ("TORCHELASTIC_", "PYTEST_", "DTBENCH_LAUNCH", "DTBENCH_OUTPUT", "DTBENCH_NOTE", "DTBENCH_AGAIN")
+_LEFT_OUT_PREFIXES = (
+    "TORCHELASTIC_",
+    "PYTEST_",
+    "DTBENCH_LAUNCH",
+    "DTBENCH_OUTPUT",
+    "DTBENCH_NOTE",
+    "DTBENCH_AGAIN",
+)
 # Variables that no library reads while it loads: arms that differ in them alone load the same.
 _OF_SUITES = "DTBENCH_"
 
