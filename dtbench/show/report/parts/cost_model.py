@@ -79,6 +79,7 @@ def fill(section: Section, of: Material) -> None:
             "ranks’ hosts show. What a call is expected to take is read from a table of its own, which also has "
             "the interval that a new launch falls into nine times of ten."
         )
+        section.cuts += [f"{d['name']}: {w}." for d in topology["dims"] for w in d.get("warnings", [])]
         section.add(_fit(section, topology), _residuals(topology))
         section.add(_constants(topology), _left_out(topology), _contention(topology))
         section.add(_points(topology), _lines(topology))
