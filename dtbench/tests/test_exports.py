@@ -18,7 +18,12 @@ from dtbench.files import exports
 from dtbench.files.exports import MAX_NAME_CHARS, Point, points_of, write_exports
 from dtbench.files.run import RunWriter
 from dtbench.judge.compare import compare
+from dtbench.judge.gate.benchmark import Benchmark
 from dtbench.judge.gate.comment import MAX_CHARS, PullRequest
+from dtbench.judge.gate.outputs import Report
+from dtbench.judge.gate.schedule import effect_and_times
+from dtbench.judge.gate.verdict import Judged, Trust
+from dtbench.judge.verdicts import Verdict
 from dtbench.tests import made_up
 
 HOSTILE = 'a"b\\c\n# TYPE x\r}\x1b[31m\ud800{z="1"} 5'
@@ -201,3 +206,31 @@ def test_what_goes_wrong_with_a_comment_is_one_line(job: dict[str, str], tmp_pat
     (tmp_path / "event.json").write_text("{}")
     with pytest.raises(UsageError, match="names no pull request"):
         PullRequest.of_job(job)
+
+
+@pytest.mark.parametrize("token, comments", [("secret", 1), ("another", 0)])
+def test_a_gate_comments_and_exports_and_keeps_its_exit_code(
+    job: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtbench: made_up.Cli,
+    token: str,
+    comments: int,
+):
+    effect, base_s, head_s = effect_and_times([(1e-5, 1.1e-5)] * 10)
+    one = Benchmark(("mine", "add", "core", ()), "mine add [core]", "simulated", "min")
+    slower = Report(
+        (Judged(one, Verdict.REGRESSION, "", "confirmed", effect, base_s, head_s),), Trust(None, None, ()), {}
+    )
+    monkeypatch.setattr("dtbench.judge.gate.gate.gate", lambda options, say: slower)
+    for name, value in {**job, "GITHUB_TOKEN": token}.items():
+        monkeypatch.setenv(name, value)
+    out = tmp_path / "times.json"
+    arms = ("--base", "env:", "--head", "env:A=1", "mine.py")
+    code, _, err = dtbench("gate", *arms, "--comment", "--export", f"bmf:{out}")
+    assert code == 1
+    assert ("the verdict is at https://github.example/c" in err) == bool(comments)
+    assert ("GitHub answered 403" in err) != bool(comments)
+    assert [comment["body"].count("| REGRESSION |") for comment in GitHub.comments[100:]] == [1] * comments
+    latency = json.loads(out.read_text())["mine add [core]"]["latency"]
+    assert latency["lower_value"] <= latency["value"] <= latency["upper_value"]
