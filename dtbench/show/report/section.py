@@ -42,7 +42,8 @@ class Material:
 @dataclass
 class Section:
     """outcome: the section in a few words, for the title. headlines: (figure, what it says), the most telling ones.
-    cuts: what the figures leave out, and what to doubt. missing: the command that would fill it, where there is nothing to show."""
+    cuts: what the figures leave out, and what to doubt. missing: the command that would fill it, where there is
+    nothing to show."""
 
     id: str
     title: str
