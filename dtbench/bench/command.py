@@ -121,7 +121,7 @@ def _options(words: tuple[str, ...], launches: int | None, **given: Any) -> RunO
 @_of_a_run
 @flags.JSON
 @click.pass_context
-def list_command(context: click.Context, as_json: bool, words: tuple[str, ...], **given: Any) -> None:
+def list_command(context: click.Context, /, as_json: bool, words: tuple[str, ...], **given: Any) -> None:
     """The suites; with a suite or an option of `run`, the cases that this run would measure.
 
     \b
