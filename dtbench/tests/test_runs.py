@@ -225,9 +225,8 @@ def test_a_killed_rank_without_survivors_is_named_by_the_launcher(here: Path) ->
 
 def test_cases_that_cost_ranks_are_recorded_and_new_ranks_go_on(here: Path) -> None:
     done = run("--nproc", "2", "--timeout", "3", "--filter", "grave\nhow=none")
-    assert done.returncode == 5
     run_file = read_run("x.jsonl")
-    assert run_file.complete and kinds().count("run") == 1
+    assert done.returncode == 5 and run_file.complete and kinds().count("run") == 1, done.stderr
     assert {key: (r.status, r.rank) for key, r in by_impl(run_file).items()} == {
         "none c10d 0": ("ok", None),
         "dies core 0": ("failed", 1),
