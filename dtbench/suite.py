@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -169,7 +170,7 @@ def _is_builtin(suite: Suite) -> bool:
 def _load_file(path: Path) -> list[Suite]:
     before = dict(_registered)
     spec = importlib.util.spec_from_file_location(f"dtbench_user_suite_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if spec is None or spec.loader is None or not os.path.isfile(path):  # noqa: PTH113 - Path's raises where a name is too long
         raise UsageError(f"no suite file at {path}: expected a Python file that uses @dtbench.suite.suite")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

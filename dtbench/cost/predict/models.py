@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -148,7 +149,7 @@ def find_model(name_or_path: str) -> Model:
     if name_or_path in BUILT_IN:
         return BUILT_IN[name_or_path]
     path = Path(name_or_path)
-    if not path.exists() and path.suffix not in (".json", ".toml"):
+    if not os.path.exists(path) and path.suffix not in (".json", ".toml"):  # noqa: PTH110 - Path's raises where a name is too long
         raise UsageError(
             f"--model {name_or_path} is not known: expected one of {', '.join(BUILT_IN)}, or a JSON or TOML file"
         )

@@ -316,7 +316,7 @@ def _environment(wanted: Sequence[str]) -> str:
 
 def _executable(text: str) -> str:
     path = Path(text).expanduser().absolute()  # not resolved: a link in bin/ is what makes an environment
-    if not path.is_file() or not os.access(path, os.X_OK):
+    if not os.path.isfile(path) or not os.access(path, os.X_OK):  # noqa: PTH113 - Path's raises where a name is too long
         raise UsageError(f"python:{text}: no program lies there; expected the path of a Python interpreter")
     return str(path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -85,7 +86,7 @@ def gather(paths: Sequence[Path], baseline: Sequence[Path] = (), topology: Path 
 
 
 def _with(sources: Sources, path: Path) -> Sources:
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 - Path's raises where a name is too long
         return (
             _with_profile(sources, path) if (path / "table.json").is_file() else _with_folder(sources, path)
         )
