@@ -65,7 +65,7 @@ def test_help_says_what_each_command_does_with_an_example(dtbench: Cli) -> None:
         assert code == EXIT_OK and line.split(maxsplit=1)[1] in " ".join(out.split())
         assert "..." not in line and "Example" in out and f"    dtbench {name}" in out
     out = dtbench("run", "--help")[1]
-    assert "[default: core,torch]" in out
+    assert "[default: core,torch]" in " ".join(out.split())
     assert all(f"  {suite} " in out for suite in registry.read_builtin())
 
 
