@@ -20,6 +20,7 @@ import click
 from click.exceptions import Exit
 
 import dtbench
+from dtbench import completion
 from dtbench.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_OWN_FAULT, EXIT_USAGE, DtbenchError, describe
 from dtbench.masking import mask_arguments
 
@@ -41,6 +42,7 @@ _COMMANDS = {
         "predict": "cost.predict.command",
         "export": "cost.export.command",
     },
+    "Help": {"completion": "completion"},
 }
 _MODULES = {name: module for commands in _COMMANDS.values() for name, module in commands.items()}
 # Options that had another name: what to give instead.
@@ -98,6 +100,8 @@ def main() -> NoReturn:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
+        if (answered := completion.answer(cli)) is not None:
+            sys.exit(answered)
         # Not `cli.main`, which ends with 1, a regression, where a reader has gone.
         with cli.make_context("dtbench", sys.argv[1:]) as context:
             code = cli.invoke(context)

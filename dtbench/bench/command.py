@@ -19,6 +19,7 @@ from dtbench.bench.options import (
     parse_size,
     split_words,
 )
+from dtbench.completion import suites
 from dtbench.suite import read_builtin
 
 
@@ -30,7 +31,7 @@ class _WithSuites(click.Command):
 
 
 _OPTIONS = (
-    click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[SUITE]..."),
+    click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[SUITE]...", shell_complete=suites),
     of_runs.IMPL,
     of_runs.MESH,
     of_runs.NPROC,

@@ -51,7 +51,8 @@ class RunWriter:
     """Appends results to a run file; one writer per file, any thread.
 
     A write that fails (no space, quota) is undone back to the last whole line before `OutputError`
-    is raised, so the file stays readable and can be resumed once there is space.
+    is raised, so the file stays readable and can be resumed once there is space. Where the file itself is gone, all
+    that was written to it is saved beside it first.
     """
 
     _if_it_fails = "what was measured before is kept, go on with --resume"
@@ -74,7 +75,7 @@ class RunWriter:
         """
         path = Path(path)
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         except OSError as error:
             refuse_taken(path)
             raise OutputError(f"cannot make {path}: {_reason(error)}; give another -o") from error
@@ -173,6 +174,8 @@ class RunWriter:
             fd = self._fd
             if fd is None:
                 raise ValueError(f"the run file {self.path} is closed")
+            if self._is_gone(fd):
+                raise self._saved_beside(fd, data)
             try:
                 rest = memoryview(data)
                 while rest:
@@ -187,6 +190,31 @@ class RunWriter:
                     ) from error
                 raise
             self._length += len(data)
+
+    def _is_gone(self, fd: int) -> bool:
+        """Whether the path leads to this file no more: somebody removed or replaced it."""
+        try:
+            return not os.path.samestat(self.path.stat(), os.fstat(fd))
+        except FileNotFoundError:
+            return True
+        except OSError:  # not known: a folder that may not be searched any more
+            return False
+
+    def _saved_beside(self, fd: int, line: bytes) -> OutputError:
+        """Writes the file that is gone and `line` under another name; the error that says so."""
+        gone = f"{self.path} was removed or replaced while it was written"
+        names = (self.path.with_name(f"{self.path.stem}-saved-{n}{self.path.suffix}") for n in range(1, 1000))
+        try:
+            other = next(name for name in names if not os.path.lexists(name))
+            with other.open("xb") as file:
+                file.write(os.pread(fd, self._length, 0) + line)
+                file.flush()
+                _sync(file.fileno())
+        except (OSError, StopIteration) as error:
+            return OutputError(f"{gone}, and what was measured cannot be saved beside it: {error}")
+        return OutputError(
+            f"{gone}: what was measured until then is in {other}; go on with --resume -o {other}"
+        )
 
     def _drop_cut_line(self) -> None:
         assert self._fd is not None

@@ -10,10 +10,11 @@ import click
 
 from dtbench import flags
 from dtbench.bench import flags as of_runs
+from dtbench.completion import suites
 
 
 @click.command("profile")
-@click.argument("target", metavar="SUITE[/CASE]")
+@click.argument("target", metavar="SUITE[/CASE]", shell_complete=suites)
 @of_runs.IMPL
 @of_runs.FILTER
 @of_runs.MESH

@@ -297,3 +297,29 @@ def test_what_is_no_file_is_refused_before_it_is_read(dtbench: Cli, tmp_path: Pa
         code, _, err = dtbench(name, given, *others)
         assert (code, err.count("\n")) == (2, 1), command
         assert "is not a regular file" in err, command
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_its_script(dtbench: Cli, shell: str) -> None:
+    code, out, _ = dtbench("completion", shell)
+    assert code == EXIT_OK and "_DTBENCH_COMPLETE" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("dtbench ca", "calibrate"),
+        ("dtbench run disp", "dispatch"),
+        ("dtbench run --imp", "--impl"),
+        ("dtbench predict --model llama-7", "llama-70b"),
+        ("dtbench show res", "file"),
+    ],
+)
+def test_what_is_begun_is_completed(
+    dtbench: Cli, monkeypatch: pytest.MonkeyPatch, words: str, found: str
+) -> None:
+    asked = {"_DTBENCH_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    code, out, _ = dtbench()
+    assert code == EXIT_OK and found in out

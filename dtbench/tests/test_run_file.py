@@ -361,6 +361,26 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     assert [r.name for r in read_run(path).results] == ["first", "third"]
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_removed_while_it_is_written_is_saved_beside(tmp_path: Path, replaced: bool) -> None:
+    path, other = tmp_path / "x.jsonl", tmp_path / "x-saved-2.jsonl"
+    (tmp_path / "x-saved-1.jsonl").write_text("of somebody else")
+    results = [dataclasses.replace(good(), name=f"op{n}") for n in range(3)]
+    with RunWriter.create(path, HEADER) as writer:
+        writer.append(results[0])
+        writer.append(results[1])
+        path.unlink()
+        if replaced:
+            path.write_text("of somebody else")
+        with pytest.raises(OutputError, match=r"removed or replaced .*--resume -o .*x-saved-2\.jsonl"):
+            writer.append(results[2])
+    assert [one.name for one in read_run(other).results] == ["op0", "op1", "op2"]
+    assert path.exists() == replaced
+    with RunWriter.resume(other) as writer:
+        writer.end()
+    assert read_run(other).complete
+
+
 def test_an_interrupt_inside_a_line_leaves_whole_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

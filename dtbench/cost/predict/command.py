@@ -5,11 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from click.shell_completion import CompletionItem
 
 from dtbench import flags
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _DTYPE = click.Choice([*DTYPES, *DTYPES.values()])
+
+
+def models(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Completes the built-in models and files."""
+    from dtbench.cost.predict.models import BUILT_IN
+
+    return [*(CompletionItem(n) for n in BUILT_IN if n.startswith(begun)), CompletionItem(begun, type="file")]
 
 
 @click.command("predict")
@@ -19,6 +27,7 @@ _DTYPE = click.Choice([*DTYPES, *DTYPES.values()])
     "--model",
     required=True,
     metavar="NAME|FILE",
+    shell_complete=models,
     help="llama-8b, llama-70b, llama-405b, gpt3-175b, mixtral-8x7b; or a JSON or TOML file, also a config.json "
     "of Hugging Face (llama, mistral, mixtral).",
 )

@@ -10,12 +10,13 @@ import click
 from dtbench import flags
 from dtbench.bench import flags as of_runs
 from dtbench.bench.options import LAUNCH_TIMEOUT_S, parse_duration, split_target
+from dtbench.completion import suites
 from dtbench.errors import EXIT_INTERRUPTED, OutputError, complain, plain
 from dtbench.files import flags as of_files
 
 
 @click.command("gate")
-@click.argument("words", nargs=-1, metavar="[SUITE/TEXT]...")
+@click.argument("words", nargs=-1, metavar="[SUITE/TEXT]...", shell_complete=suites)
 @click.option(
     "--base", metavar="ARM", help="What is compared with: rev:REVISION, python:PATH or env:A=1,B=2."
 )
