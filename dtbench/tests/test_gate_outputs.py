@@ -159,3 +159,11 @@ def test_a_benchmark_survives_the_listing(tmp_path: Path):
     path.write_text(json.dumps(whole | {"loaded": {"": ["os.path"]}}))
     with pytest.raises(UnreadableRunError, match="loaded"):
         read_listing(path)
+
+
+def test_benchmarks_that_the_budget_left_are_counted():
+    reason = "the budget of 4 s holds no further launch; it was not measured"
+    left = [judged(Verdict.INCONCLUSIVE, f"b{n}", reason) for n in range(5)]
+    lines = outputs.lines(report([*left, judged(Verdict.INCONCLUSIVE, "b9", "neither slower nor same")]))
+    named = [line for line in lines if line.startswith("INCONCLUSIVE")]
+    assert len(named) == 2 and any("5 benchmarks" in line for line in named)

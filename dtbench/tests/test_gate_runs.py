@@ -198,7 +198,8 @@ def test_a_gate_goes_on_where_it_stopped(gate: Gate, monkeypatch: pytest.MonkeyP
 def test_a_budget_holds(gate: Gate):
     code, out, err = gate({"SLEEPS": "1"}, {"SLEEPS": "1"}, "--budget", "4s")
     assert code == 3, out + err
-    assert "the budget of 4 s holds no further launch" in out
+    assert "the budget of 4 s holds no further launch: " in out
+    assert "give --budget" in out and "name fewer benchmarks, such as dispatch/relu" in out
     code, _, err = gate({}, {"HANGS": "add"}, "--budget", "1s", "-o", "g2")
     assert code == 2
     assert "the budget of 1 s holds no further launch, and not all is counted yet" in err

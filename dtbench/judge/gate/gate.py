@@ -16,6 +16,7 @@ import click
 import msgspec
 
 from dtbench.bench.options import DEFAULT_CPU_RANKS, LAUNCH_TIMEOUT_S, RunOptions
+from dtbench.bench.progress import about
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.files import exports
 from dtbench.files.atomic import write_atomically
@@ -26,7 +27,7 @@ from dtbench.judge.gate.arms import Arm, open_arms, repository
 from dtbench.judge.gate.benchmark import Benchmark, Key, Selection
 from dtbench.judge.gate.launcher import Counted, Launcher, Limits
 from dtbench.judge.gate.outputs import Report
-from dtbench.judge.gate.schedule import OutOfTimeError, Schedule
+from dtbench.judge.gate.schedule import MOST_LAUNCHES, OutOfTimeError, Schedule
 from dtbench.judge.gate.verdict import Judged, Trust, rises, trust_of, words_of
 from dtbench.judge.verdicts import Verdict
 from dtbench.mesh import Mesh, ranks_of
@@ -108,6 +109,15 @@ def _json(report: Report) -> str:
     return json.dumps(outputs.to_json(report), indent=2, allow_nan=False)
 
 
+def _would_do(launches: int, spent_s: float) -> str:
+    """What a gate needs whose budget is spent, from what its launches took."""
+    narrow = "name fewer benchmarks, such as dispatch/relu"
+    if not launches:
+        return f": give --budget more, or {narrow}"
+    more_s = spent_s / launches * max(MOST_LAUNCHES - launches, 1)
+    return f": {about(more_s)} more would hold all; give --budget so much more, or {narrow}"
+
+
 def control_kind(base: Arm, head: Arm) -> str:
     """What neither arm touches: plain torch where both run one, Python's arithmetic where both run one."""
     if (base.python, base.torch_version) == (head.python, head.torch_version):
@@ -153,9 +163,12 @@ class _Gate:
         if left:
             launcher = self._launcher
             schedule = Schedule(left, controls, launcher.launch, self._seed, self._say, launcher.prepare)
+            timed = time.monotonic()
             judged, trust = schedule.run()
             self._judged |= {j.benchmark.key: j for j in judged}
             launches, stopped = schedule.evidence.launches, schedule.evidence.stopped
+            if stopped:
+                stopped += _would_do(launches, time.monotonic() - timed)
         else:
             trust = trust_of(None, None, measured=False)
         return self._report(old, new, trust, launches, stopped, began)

@@ -19,6 +19,8 @@ from dtbench.units import format_seconds
 SCHEMA = 1
 # So many benchmarks are listed whole; of more, those that pass are only counted.
 LISTED = 60
+# So many whose budget was spent are named; more are counted.
+CUT_LISTED = 3
 SUMMARY_ROWS = 200  # GitHub takes a summary of 1 MiB
 ANNOTATIONS = 10  # GitHub shows ten of a kind per step
 
@@ -93,8 +95,13 @@ def lines(report: Report) -> list[str]:
     shown = ordered(report.judged)
     if len(shown) > LISTED:
         shown = [j for j in shown if j.verdict is not Verdict.PASS]
+    cut = [j for j in shown if j.verdict is Verdict.INCONCLUSIVE and j.reason.startswith("the budget of")]
+    if len(cut) > CUT_LISTED:  # a note says what budget would do
+        shown = [j for j in shown if j not in cut]
     made = [f"{j.verdict.name:<12}  {plain(j.benchmark.label)}\n{'':14}{plain(words(j))}" for j in shown]
-    left = len(report.judged) - len(shown)
+    if len(cut) > CUT_LISTED:
+        made.append(f"{'INCONCLUSIVE':<12}  {len(cut)} benchmarks, for which the budget was too small")
+    left = report.count(Verdict.PASS) if len(report.judged) > LISTED else 0
     made += [f"{'PASS':<12}  {left} more"] if left else []
     for name, effect in (("control", report.trust.control), ("base/base", report.trust.null)):
         if effect is not None:

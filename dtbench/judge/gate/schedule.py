@@ -38,6 +38,8 @@ MORE_ROUNDS = 5
 # From here on each pair may let a benchmark pass. Only at the test's looks may it be called slower or faster.
 FIRST_PASS_LOOK = 2
 TEST_LOOKS = (10, 20)
+# Of base, head and base again in each round of the screen, and of base and head in each pair.
+MOST_LAUNCHES = 3 * SCREEN_ROUNDS + 2 * TEST_LOOKS[-1]
 # A gain is worth fresh pairs where the screen shows so much of it in every pair.
 SCREEN_GAIN = 0.04
 
