@@ -30,6 +30,8 @@ _COMMANDS = {
         "run": "bench.command",
         "list": "bench.command",
         "profile": "profile.command",
+        "new-suite": "bench.command",
+        "check-suite": "bench.command",
         "doctor": "machine.command",
         "lab": "world.lab.command",
     },
@@ -63,7 +65,9 @@ class _Commands(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in _MODULES:
             return None
-        found = getattr(importlib.import_module(f"dtbench.{_MODULES[name]}"), f"{name}_command")
+        found = getattr(
+            importlib.import_module(f"dtbench.{_MODULES[name]}"), f"{name.replace('-', '_')}_command"
+        )
         assert isinstance(found, click.Command)
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -167,3 +168,62 @@ def _list_suites(as_json: bool) -> None:
         return
     for name, text in known.items():
         click.echo(f"{name:{max(map(len, known))}}  {text}")
+
+
+NEW_SUITE = '''"""A suite of one's own: `dtbench run` measures what it yields."""
+
+import torch
+from dtbench.model import Case, Plan, Workload
+from dtbench.suite import World, suite
+
+
+@suite("{name}", world="ranks", help="a matrix product on every rank")
+def cases(plan: Plan):
+    for n in (256, 512):
+        yield Case("matmul", {{"n": n}}, build={{"plain": lambda world, n=n: matmul(world, n)}})
+
+
+def matmul(world: World, n: int) -> Workload:
+    x = torch.randn(n, n, device=world.device)
+    return Workload(run=lambda: x @ x)
+'''
+
+
+@click.command("new-suite")
+@click.argument("file", type=flags.FILE)
+def new_suite_command(file: Path) -> None:
+    """Writes a suite of two cases to begin with.
+
+    \b
+    Example:
+      dtbench new-suite mine.py && dtbench check-suite mine.py
+    """
+    from dtbench.files.atomic import refuse_taken, write_atomically
+
+    if file.suffix != ".py" or not file.stem.isidentifier():
+        raise click.UsageError(f"got {file}, expected the name of a Python module, such as mine.py")
+    refuse_taken(file)
+    write_atomically(file, NEW_SUITE.format(name=file.stem), lambda _head: False, "suite")
+    click.echo(f"the suite is in {file}; `dtbench check-suite {file}` tries it")
+
+
+@click.command("check-suite")
+@click.argument("file", type=flags.FILE)
+@click.option("--nproc", type=click.IntRange(1), default=2, help="Ranks to start.")
+@click.pass_context
+def check_suite_command(context: click.Context, /, file: Path, nproc: int) -> int:
+    """Builds and runs each case of a suite file once, shortly, and says what is wrong.
+
+    \b
+    Example:
+      dtbench check-suite mine.py
+    """
+    from dtbench.bench.run import run
+    from dtbench.scratch import scratch
+
+    if file.suffix != ".py":
+        raise click.UsageError(f"got {file}, expected the .py file of a suite")
+    with scratch() as folder:
+        words = [str(file), "--quick", "--nproc", str(nproc), "-o", str(folder / "check.jsonl")]
+        given = run_command.make_context("run", list(words)).params
+        return run(_options(**given), ["run", *words])

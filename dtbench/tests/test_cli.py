@@ -323,3 +323,14 @@ def test_what_is_begun_is_completed(
         monkeypatch.setenv(name, value)
     code, out, _ = dtbench()
     assert code == EXIT_OK and found in out
+
+
+def test_a_new_suite_lists_its_cases_and_is_not_overwritten(dtbench: Cli, registered: None) -> None:
+    assert dtbench("new-suite", "mine.py")[0] == EXIT_OK
+    assert "mine matmul n=256  [plain]" in dtbench("list", "mine.py")[1]
+    code, _, err = dtbench("new-suite", "mine.py")
+    assert code == EXIT_USAGE and "exists already" in err
+    code, _, err = dtbench("new-suite", "a-b.py")
+    assert code == EXIT_USAGE and "the name of a Python module" in err
+    code, _, err = dtbench("check-suite", "mine")
+    assert code == EXIT_USAGE and "the .py file of a suite" in err

@@ -305,3 +305,12 @@ def test_a_full_disk_ends_the_run_with_whole_lines(with_own_packages: None) -> N
     run_file = read_run("x.jsonl")
     assert run_file.results and not run_file.complete and Path("x.jsonl").read_bytes().endswith(b"\n")
     assert_gone(run_file)
+
+
+def test_a_suite_is_checked(with_own_packages: None) -> None:
+    assert start("new-suite", "mine.py").returncode == 0
+    done = start("check-suite", "mine.py")
+    assert done.returncode == 0 and done.stdout.splitlines()[-1].endswith("2 ok"), done.stderr
+    Path("mine.py").write_text(Path("mine.py").read_text().replace("x @ x", "y @ x"))
+    done = start("check-suite", "mine.py")
+    assert done.returncode == 5 and "name 'y' is not defined (mine.py:16)" in done.stdout
