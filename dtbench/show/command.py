@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -39,6 +41,18 @@ def show_command(
     write_exports(points_of(read), exports)
 
 
+def _peak(text: str) -> tuple[str, float]:
+    """`tp=450`, in GB/s -> ("tp", bytes per second)"""
+    dim, _, rate = text.rpartition("=")
+    try:
+        value = float(rate) * 1e9
+    except ValueError:
+        value = 0.0
+    if not dim or not 0 < value < math.inf:
+        raise click.BadParameter(f"got {text!r}, expected a mesh dim and GB/s, such as tp=450")
+    return dim, value
+
+
 @click.command("report")
 @click.argument("files", nargs=-1, type=flags.FILE, metavar="FILE...")
 @click.option(
@@ -51,6 +65,14 @@ def show_command(
 )
 @click.option("--topology", type=flags.FILE, help="A topology; may as well be one of the FILEs.")
 @click.option(
+    "--peak",
+    "peaks",
+    multiple=True,
+    type=_peak,
+    metavar="DIM=GB/S",
+    help="What the links of a mesh dim can carry, drawn as their limit: tp=450; repeatable.",
+)
+@click.option(
     "--index", type=flags.FILE, metavar="FOLDER", help="Instead: a page that lists a folder's reports."
 )
 @click.option("-o", "--output", required=True, type=flags.FILE, help="The page to write.")
@@ -58,6 +80,7 @@ def report_command(
     files: tuple[Path, ...],
     baseline: tuple[Path, ...],
     topology: Path | None,
+    peaks: tuple[tuple[str, float], ...],
     index: Path | None,
     output: Path,
 ) -> None:
@@ -75,10 +98,16 @@ def report_command(
     from dtbench.show.report import gather, write_index, write_report
 
     if index is not None:
-        if files or baseline or topology:
+        if files or baseline or topology or peaks:
             raise click.UsageError("--index takes a folder of reports and nothing else")
         write_index(index, output)
         click.echo(f"the index is in {output}")
         return
-    write_report(gather(files, baseline, topology), output)
+    sources = gather(files, baseline, topology)
+    known = {dim for run in sources.runs for dim in run.header.mesh.dim_names}
+    if unknown := [dim for dim, _ in peaks if dim not in known]:
+        raise click.UsageError(
+            f"--peak names {', '.join(unknown)}, but the mesh dims of the runs are {', '.join(sorted(known)) or 'none'}"
+        )
+    write_report(replace(sources, peaks=dict(peaks)), output)
     click.echo(f"the report is in {output}")

@@ -334,3 +334,9 @@ def test_a_new_suite_lists_its_cases_and_is_not_overwritten(dtbench: Cli, regist
     assert code == EXIT_USAGE and "the name of a Python module" in err
     code, _, err = dtbench("check-suite", "mine")
     assert code == EXIT_USAGE and "the .py file of a suite" in err
+
+
+@pytest.mark.parametrize("peak", ["q=4", "tp", "tp=fast", "tp=-1", "tp=inf"])
+def test_a_peak_of_nothing_is_refused(dtbench: Cli, peak: str) -> None:
+    code, out, err = dtbench("report", str(ROOT / RUN), "--peak", peak, "-o", "r.html")
+    assert (code, out) == (EXIT_USAGE, "") and err.count("\n") == 1 and peak.partition("=")[0] in err

@@ -552,3 +552,9 @@ def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
     assert path.read_text() == '{"kind":"run"}\n'
     with pytest.raises(OutputError, match="cannot write"):
         write_report([made_up.run([])], None, tmp_path / "no" / "page.html")
+
+
+def test_a_peak_that_is_given_is_drawn(run: Run) -> None:
+    shown = Page(render([run], peaks={"tp": 5e9}))
+    assert "The limit drawn is over tp as given, 5.00 GB/s" in shown.section_text["collectives"]
+    assert "limit of the links" in shown.section_text["collectives"]

@@ -48,7 +48,8 @@ class Sources:
     """Everything that a report may be made of; only some of it has to be there.
 
     spans: section of a rank profile -> what each rank did in one iteration of it.
-    verdicts: runs of the suite `coverage`, baseline tables of it.
+    verdicts: runs of the suite `coverage`, baseline tables of it. peaks: mesh dim -> bytes per second that no
+    collective over it can pass, as the user knows.
     """
 
     runs: tuple[Run, ...] = ()
@@ -63,10 +64,11 @@ class Sources:
     verdict_tables: tuple[Baseline, ...] = ()
     histories: tuple[History, ...] = ()
     notes: tuple[str, ...] = ()
+    peaks: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
-        aside = ("baseline", "spans", "notes")
+        aside = ("baseline", "spans", "notes", "peaks")
         return not any(getattr(self, one.name) for one in fields(self) if one.name not in aside)
 
 

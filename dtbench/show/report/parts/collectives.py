@@ -75,11 +75,12 @@ def fill(section: Section, of: Material) -> None:
     drawn = _of_one_mode([c for c in cases if c.get("dtype") == dtype])
     way = f"{dtype}, {MODES.get(str(drawn[0].get('mode')), 'isolated calls')}"
     dims = distinct(str(c.get("mesh_dim")) for c in drawn)
-    limits = {dim: limit for dim in dims if (limit := limit_of(header, dim)) is not None}
-    known = "; ".join(
-        f"over {dim} the NVLinks of a GPU in one direction, {format_bandwidth(limit)}"
-        for dim, limit in limits.items()
-    )
+    given = {dim: peak for dim, peak in of.sources.peaks.items() if dim in dims}
+    limits = given | {
+        dim: limit for dim in dims if dim not in given and (limit := limit_of(header, dim)) is not None
+    }
+    sources = {dim: "as given" if dim in given else "the NVLinks of a GPU in one direction" for dim in limits}
+    known = "; ".join(f"over {dim} {sources[dim]}, {format_bandwidth(limits[dim])}" for dim in limits)
     section.lead = (
         "Bus bandwidth is the data each rank has to move over the time it takes, comparable between "
         "collectives and numbers of ranks (nccl-tests’ factors; GB = 10⁹ bytes). “Alone”: one group of the "
