@@ -158,7 +158,7 @@ def store_of(place: Place, launch: int) -> Callable[[bool], Store]:
             place.port + (0 if place.agent_store else launch),
             None,
             serve,
-            timeout=JOIN_TIMEOUT if first else timedelta(seconds=5),
+            timeout=JOIN_TIMEOUT if first else timedelta(seconds=20),  # it is there: only busy
             wait_for_workers=False,
         )
         store.set_timeout(_FOREVER)
@@ -173,7 +173,7 @@ def _expect_server(address: str, port: int) -> None:
     A process that dies still takes connections until its last thread is gone, and then drops them.
     """
     try:
-        with socket.create_connection((address, port), timeout=5.0) as probe:
+        with socket.create_connection((address, port), timeout=20.0) as probe:
             probe.settimeout(_DYING_S)
             with contextlib.suppress(TimeoutError):
                 if not probe.recv(1):
