@@ -77,7 +77,7 @@ def test_writes_and_new_shapes(mode: LocalTensorMode) -> None:
     torch.add(x, 1, out=x)
     assert held(x.to_local()) == [[[1.0, -2.0]], [[2.0, -3.0]], [[3.0, -4.0]], []]
     # made of a plain tensor that all ranks share: each has its own from then on
-    with mode.suspended():
+    with mode.disable():
         plain = torch.zeros(4)
     y = DTensor.from_local(plain, mesh, [R])
     y.add_(1)
@@ -99,7 +99,7 @@ def test_collectives_and_fallbacks_are_counted_once(mode: LocalTensorMode) -> No
 
 def test_random_ops_draw_what_one_device_would(mode: LocalTensorMode) -> None:
     mesh = init_device_mesh("cpu", (4,))
-    with mode.suspended():
+    with mode.disable():
         torch.manual_seed(3)
         want = [F.dropout(torch.ones(5, 2)), torch.rand(7), torch.rand(2)]
     torch.manual_seed(3)
@@ -114,7 +114,7 @@ def test_random_ops_draw_what_one_device_would(mode: LocalTensorMode) -> None:
 
 def test_ranks_seeded_apart_are_brought_in_step(mode: LocalTensorMode) -> None:
     mesh = init_device_mesh("cpu", (4,))
-    with mode.suspended():
+    with mode.disable():
         want = torch.rand(6, generator=torch.Generator().manual_seed(0)).tolist()
     torch.manual_seed(dist.get_rank())
     x = zeros(6, device_mesh=mesh, placements=[S0])

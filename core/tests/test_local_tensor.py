@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -436,7 +437,7 @@ def test_ranks_that_diverge_are_named(mode: LocalTensorMode, kind: str, message:
 def test_ranks_seeded_alike_draw_alike(mode: LocalTensorMode) -> None:
     torch.manual_seed(7)
     drawn = torch.randn(3), torch.rand(2), F.dropout(torch.ones(8))
-    with mode.suspended():
+    with mode.disable():
         torch.manual_seed(7)
         want = torch.randn(3), torch.rand(2), F.dropout(torch.ones(8))
     for got, plain in zip(drawn, want, strict=True):
@@ -448,7 +449,7 @@ def test_ranks_seeded_apart_draw_apart(mode: LocalTensorMode) -> None:
         made: list[float] = torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()
         return made
 
-    with mode.suspended():
+    with mode.disable():
         want = [alone(seed) for seed in RANKS]
         shared = alone(5)
     torch.manual_seed(dist.get_rank())
@@ -466,7 +467,7 @@ def test_ranks_seeded_apart_draw_apart(mode: LocalTensorMode) -> None:
 
 
 def test_ranks_that_draw_different_amounts_go_apart(mode: LocalTensorMode) -> None:
-    with mode.suspended():
+    with mode.disable():
         torch.manual_seed(0)
         sequence = torch.rand(4).tolist()
     torch.manual_seed(0)
@@ -482,10 +483,17 @@ def test_a_collective_does_not_draw_twice(mode: LocalTensorMode) -> None:
         dist.all_reduce(first)
         return torch.cat([first, torch.rand(1)])
 
-    with mode.suspended():
+    with mode.disable():
         torch.manual_seed(0)
         a, b, c = torch.rand(3).unbind()
     torch.manual_seed(0)
     got = rank_map(noisy)
     assert held(got) == [[float(a + a + a + a), float(b)]] * 4
     assert held(torch.rand(1)) == [[float(c)]] * 4
+
+
+def test_what_is_asked_of_a_tensor_on_its_way(mode: LocalTensorMode) -> None:
+    ranks = torch.ones(2) * dist.get_rank()
+    assert held(funcol.all_reduce(ranks, "sum", dist.group.WORLD).wait()) == [[6.0, 6.0]] * 4
+    with pytest.raises(SimulationError, match=r"shard\(rank\)\.data_ptr"):
+        ranks.data_ptr()

@@ -92,8 +92,8 @@ class LocalTensorMode(TorchDispatchMode):
         return self._run is None and not self._suspended
 
     @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Inside, ops are torch's own again, and tensors made there are plain."""
+    def disable(self) -> Iterator[None]:
+        """Inside, ops are torch's own again, and tensors made there are plain. (The name is torch's.)"""
         kept, self._suspended = self._suspended, True
         try:
             yield
@@ -285,11 +285,11 @@ class LocalTensorMode(TorchDispatchMode):
             with counted_once(run, run.rank == ranks[0]), self._as(run, states, begin, seen):
                 mine, named = parts.of((args, kwargs or {}), run.rank)
                 if inputs is not None:
-                    with self.suspended():
+                    with self.disable():
                         inputs.keep((mine, named))
                 run.attempt(lambda: fn(*mine, **named))
                 if not run.over and inputs is not None:
-                    with self.suspended():
+                    with self.disable():
                         inputs.put_back()
             for generator, held in states.items():
                 if run.over:
@@ -302,7 +302,7 @@ class LocalTensorMode(TorchDispatchMode):
                         attempt(run)
                 if all(run.over for run in runs.values()) or any(run.error for run in runs.values()):
                     break
-                with self.suspended():
+                with self.disable():
                     if not meet(runs):
                         break
         finally:

@@ -112,6 +112,20 @@ class LocalTensor(torch.Tensor):
             )
         return self._local_tensors[rank].detach()
 
+    def wait(self) -> LocalTensor:
+        """Itself: a simulated collective is complete when it returns, which those who hold its result may not know."""
+        return self
+
+    def data_ptr(self) -> int:
+        """
+        Raises:
+            SimulationError: always.
+        """
+        raise SimulationError(
+            f"data_ptr of a LocalTensor of ranks {describe_ranks(self.ranks)}, which has no memory of its own: take "
+            "that of a rank's tensor, shard(rank).data_ptr()"
+        )
+
     def reconcile(self) -> torch.Tensor:
         """The one plain tensor that every rank holds: a copy, which requires grad if this does.
 

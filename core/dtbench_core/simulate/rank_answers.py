@@ -149,7 +149,7 @@ def _get_local_rank(_: Any, mesh: DeviceMesh, mesh_dim: int | str | None = None)
 
 def _outside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Makes a mesh: a matter of the process, not of its ranks."""
-    with _simulation().suspended():
+    with _simulation().disable():
         given = torch.utils._pytree.tree_map(
             lambda x: x.reconcile() if isinstance(x, LocalTensor) else x, (args, kwargs)
         )
