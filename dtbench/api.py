@@ -334,12 +334,13 @@ def _world(suite: Suite) -> Iterator[tuple[Any, Ranks, Callable[[], None]]]:
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore, PrefixStore
 
+    from dtbench.machine.device import gpus
     from dtbench.mesh import default_mesh
     from dtbench.world.ranks import AloneRanks, LiveWorld, StoreRanks, backend_of, barrier_of, simulated_world
 
     there = dist.is_initialized()
-    cuda = torch.cuda.is_available() and (not there or "nccl" in dist.get_backend())
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    cuda = bool(gpus().count()) and (not there or "nccl" in dist.get_backend())
+    device = gpus().current() if cuda else torch.device("cpu")
     if suite.world == "simulated":
         if there:
             raise UsageError(

@@ -13,6 +13,7 @@ import pytest
 
 from dtbench.bench.options import Task
 from dtbench.bench.sampling import Voted
+from dtbench.machine.device import gpus
 from dtbench.model import estimator_of
 from dtbench.stats import summarize
 from dtbench.world.failure import Now
@@ -105,10 +106,8 @@ class Rounds(Voted):
 
 def finish() -> None:
     """Waits for the GPU, which a call leaves at work."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    if gpus().count():
+        gpus().synchronize()
 
 
 def slowest(votes: list[list[float] | None]) -> list[float]:

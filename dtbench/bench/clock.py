@@ -8,20 +8,27 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from dtbench.machine.device import Event, Gpus, gpus, is_gpu
+from dtbench.world.clocks import SAME_CLOCK, from_marks
 
 if TYPE_CHECKING:
     import torch
+
+# Marks that tie a GPU's clock to the host's before a sample: more than one, as an interrupt widens its bounds.
+_MARKS = 3
 
 
 class Clock(Protocol):
     """Measures calls.
 
-    started_ns: when the last sample began, on the running kernel's monotonic clock; None where the work runs
-    on a clock of its own.
+    started_ns: when the last sample began, on the running kernel's monotonic clock; None before the first.
+    error_ns: how far off that may be.
     """
 
     started_ns: int | None
+    error_ns: float
 
     def settle(self, *, cold: bool = False) -> None:
         """Before a sample, untimed: waits for earlier work; `cold` also empties the device's cache."""
@@ -36,6 +43,7 @@ class HostClock:
     """The calling thread's wall time. On a CPU, where the caller does the work, also the work's."""
 
     started_ns: int | None = None
+    error_ns = 0.0
 
     def settle(self, *, cold: bool = False) -> None:
         pass
@@ -55,38 +63,43 @@ class HostClock:
         return (end - start) * 1e-9 / calls
 
 
-class HostClockOnCuda(HostClock):
+class HostClockOnGpu(HostClock):
     """The calling thread's time where calls enqueue GPU work: starts each sample with an empty queue,
     so that a full one does not hold the caller up."""
 
+    def __init__(self, gpus: Gpus) -> None:
+        self._gpus = gpus
+
     def settle(self, *, cold: bool = False) -> None:
+        self._gpus.synchronize()
+
+
+class GpuClock:
+    """The GPU's time between two events on the current stream.
+
+    An event on an idle GPU, between two readings of the host's clock, ties the clocks together: so `started_ns`, the
+    start event's time, is on the host's clock, and off by at most `error_ns`.
+    """
+
+    def __init__(self, device: torch.device, gpus: Gpus) -> None:
         import torch
 
-        torch.cuda.synchronize()
-
-
-class CudaClock:
-    """The GPU's time between two events on the current stream."""
-
-    started_ns: int | None = None
-
-    def __init__(self, device: torch.device) -> None:
-        import torch
-
-        event: Any = torch.cuda.Event  # its constructor has no types
-        self._start = event(enable_timing=True)
-        self._end = event(enable_timing=True)
+        self.started_ns: int | None = None
+        self.error_ns = 0.0
+        self._gpus = gpus
+        self._start, self._end = gpus.event(), gpus.event()
+        self._marks = [gpus.event() for _ in range(_MARKS)]
+        # What to add to the GPU's time since the first mark to have the host's clock.
+        self._offset = SAME_CLOCK
         # Twice the L2: writing it leaves no line of the case's buffers behind, whatever the
         # replacement policy keeps of the first half.
-        flush_bytes = 2 * torch.cuda.get_device_properties(device).L2_cache_size
-        self._flush = torch.empty(max(flush_bytes, 1), dtype=torch.uint8, device=device)
+        self._flush = torch.empty(max(2 * gpus.l2_bytes(device), 1), dtype=torch.uint8, device=device)
 
     def settle(self, *, cold: bool = False) -> None:
-        import torch
-
         if cold:
             self._flush.zero_()
-        torch.cuda.synchronize()
+        self._gpus.synchronize()
+        self._tie_clocks()
 
     def measure(self, run: Callable[[], object], calls: int) -> float:
         self._start.record()
@@ -94,11 +107,27 @@ class CudaClock:
             run()
         self._end.record()
         self._end.synchronize()
+        self.started_ns = round(self._offset.ns + self._since_first_mark_ns(self._start))
+        self.error_ns = self._offset.uncertainty_ns
         return float(self._start.elapsed_time(self._end)) * 1e-3 / calls
+
+    def _tie_clocks(self) -> None:
+        """Anew before each sample: clocks drift apart, by microseconds in a second."""
+        readings = []
+        for mark in self._marks:
+            before = perf_counter_ns()
+            mark.record()
+            mark.synchronize()
+            readings.append((before, mark, perf_counter_ns()))
+        shown = [(before, self._since_first_mark_ns(mark), after) for before, mark, after in readings]
+        self._offset = from_marks((before, at, at, after) for before, at, after in shown)
+
+    def _since_first_mark_ns(self, event: Event) -> float:
+        return float(self._marks[0].elapsed_time(event)) * 1e6
 
 
 def clocks_of(device: torch.device) -> dict[Literal["host", "device"], Clock]:
     """The clocks that cases ask for by name, on this device."""
-    if device.type == "cpu":
+    if not is_gpu(device):
         return {"host": HostClock(), "device": HostClock()}
-    return {"host": HostClockOnCuda(), "device": CudaClock(device)}
+    return {"host": HostClockOnGpu(gpus()), "device": GpuClock(device, gpus())}

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from dtbench.errors import describe, place_in
+from dtbench.machine.device import gpus
 from dtbench.model import Case, Skip, Status, Workload
 
 _T = TypeVar("_T")
@@ -138,6 +138,4 @@ def no_collections() -> Iterator[None]:
 def release_memory() -> None:
     """Gives back what closed subjects held, so that running out of memory ends one case, not the run."""
     gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    gpus().free_cached()

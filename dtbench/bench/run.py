@@ -24,6 +24,7 @@ from dtbench.bench.session import (
 from dtbench.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError, complain
 from dtbench.files.atomic import refuse_taken
 from dtbench.files.run import read_run
+from dtbench.machine.device import gpus
 from dtbench.mesh import ranks_of
 from dtbench.model import ResultKey
 from dtbench.world.failure import INTERRUPTED, Diagnosis, Now
@@ -171,12 +172,10 @@ def count_ranks(options: RunOptions, device_type: str) -> int:
     wanted = options.nproc or (ranks_of(options.mesh) if options.mesh else None)
     if device_type == "cpu":
         return wanted or DEFAULT_CPU_RANKS
-    import torch
-
-    gpus = torch.cuda.device_count()
-    if wanted is not None and wanted > gpus:
+    count = gpus().count()
+    if wanted is not None and wanted > count:
         raise UsageError(
-            f"{wanted} ranks are asked for, this host has {gpus} GPUs: expected at most one rank per GPU; "
-            f"give --nproc {gpus}, or --device cpu"
+            f"{wanted} ranks are asked for, this host has {count} GPUs: expected at most one rank per GPU; "
+            f"give --nproc {count}, or --device cpu"
         )
-    return wanted or gpus
+    return wanted or count

@@ -29,6 +29,7 @@ from dtbench.bench.runner import Sweep, budget_of
 from dtbench.bench.sampling import Instruments, Ranks
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError, complain
 from dtbench.files.run import RunWriter, read_run
+from dtbench.machine.device import gpus, is_gpu, rehearsing
 from dtbench.masking import mask_arguments
 from dtbench.mesh import format_mesh
 from dtbench.model import Plan, Result, Run
@@ -100,11 +101,9 @@ def choose_device(options: RunOptions) -> str:
     Raises:
         UsageError: --device cuda without CUDA.
     """
-    if options.device == "cpu":
+    if options.device == "cpu" or rehearsing():
         return "cpu"
-    import torch
-
-    if torch.cuda.is_available():
+    if gpus().count():
         return "cuda"
     if options.device == "cuda":
         raise UsageError(
@@ -435,11 +434,5 @@ def instruments_of(device: Any, *, barrier: Callable[[], None], budget: Any) -> 
     from dtbench.bench.clock import clocks_of
     from dtbench.machine import provenance as machine
 
-    if device.type == "cpu":
-        return Instruments(clocks_of(device), barrier, budget, kernel=machine.boot_id())
-    return Instruments(
-        clocks_of(device),
-        barrier,
-        budget,
-        gpu_state=functools.partial(machine.gpu_state, device.index),
-    )
+    gpu_state = functools.partial(machine.gpu_state, device.index or 0) if is_gpu(device) else lambda: None
+    return Instruments(clocks_of(device), barrier, budget, machine.boot_id(), gpu_state)

@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import dtbench
+from dtbench.machine.device import REHEARSAL
+from dtbench.machine.device import gpus as gpus_of_torch
 from dtbench.masking import is_secret, mask_arguments, mask_variables
 from dtbench.model import SCHEMA, Plan
 
@@ -56,6 +58,7 @@ _ENV_NAMES = frozenset(
         "PYTHONHASHSEED",
         "PYTHONOPTIMIZE",
         "PYTHONDEVMODE",
+        REHEARSAL,
     }
 )
 _GIT_TIMEOUT_S = 5.0
@@ -327,14 +330,8 @@ def _read(path: Path) -> str | None:
 
 @lru_cache(maxsize=1)
 def nvml() -> Any | None:
-    """The NVML bindings, initialised; None where they or the driver's library are missing or broken."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # an absent, too old or broken library shows in many ways; none is an error
-        return None
-    return pynvml
+    """See `Gpus.nvml`."""
+    return gpus_of_torch().nvml()
 
 
 def ask(query: Callable[..., Any] | None, *args: Any) -> Any | None:
@@ -513,13 +510,11 @@ def throttling(reasons: Sequence[str]) -> list[str]:
 
 def handle_of(library: Any, index: int) -> Any | None:
     """NVML's handle of a CUDA device: CUDA_VISIBLE_DEVICES renumbers, and CUDA may sort otherwise."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        device_id = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-        for text in (f"GPU-{device_id}", f"MIG-{device_id}") if device_id is not None else ():
-            handle = ask(getattr(library, "nvmlDeviceGetHandleByUUID", None), text)
-            if handle is not None:
-                return handle
+    device_id = gpus_of_torch().uuid(index)
+    for text in (f"GPU-{device_id}", f"MIG-{device_id}") if device_id is not None else ():
+        handle = ask(getattr(library, "nvmlDeviceGetHandleByUUID", None), text)
+        if handle is not None:
+            return handle
     visible = [v.strip() for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v.strip()]
     if not visible:
         return ask(library.nvmlDeviceGetHandleByIndex, index)

@@ -10,9 +10,11 @@ from typing import Any
 
 from dtbench.bench.options import Task
 from dtbench.bench.sampling import Ranks, Voted
-from dtbench.profile import clocks, trace
+from dtbench.machine.device import gpus
+from dtbench.profile import trace
 from dtbench.profile.request import Request
 from dtbench.scratch import scratch
+from dtbench.world import clocks
 from dtbench.world.failure import Now
 
 # Iterations of a section: some, to tell a habit from an accident; few, since each is drawn.
@@ -80,9 +82,7 @@ class RankRecording(Voted):
     def _iterate(self) -> None:
         self._recorded.workload.run()
         if self._on_gpu:
-            import torch
-
-            torch.cuda.synchronize()
+            gpus().synchronize()
 
     def _iteration_s(self) -> float:
         self._get_ready()

@@ -12,12 +12,13 @@ from dtbench.bench.progress import say
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError, complain
 from dtbench.files.atomic import refuse_taken
 from dtbench.mesh import Mesh, format_mesh, groups_in
-from dtbench.profile import clocks, sections, trace
+from dtbench.profile import sections, trace
 from dtbench.profile.folder import as_json, write_and_tell
 from dtbench.profile.gpu import Sampler, counters_of
 from dtbench.profile.recording import RankRecording
 from dtbench.profile.request import DATA_NAME, TABLE_NAME, TRACE_NAME, Request
 from dtbench.profile.text import section_tables
+from dtbench.world import clocks
 from dtbench.world.failure import Diagnosis, Now
 from dtbench.world.rank import Rank
 from dtbench.world.ranks import Place

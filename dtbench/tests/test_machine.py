@@ -17,6 +17,7 @@ from dtbench.files.read import into
 from dtbench.files.run import RunWriter, read_run
 from dtbench.layout import layout_of
 from dtbench.machine import provenance as machine
+from dtbench.machine.fake_gpu import fake_nvml as fake_nvml_of
 from dtbench.model import Header, MeshShape, Plan, Result
 from dtbench.tests import made_up
 
@@ -39,15 +40,8 @@ def header(**changes: Any) -> dict[str, Any]:
 @pytest.fixture
 def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Two GPUs; like the real bindings, a query that a GPU does not support raises."""
-    fake = SimpleNamespace(
-        reasons=0,
-        NVML_CLOCK_SM=1,
-        NVML_CLOCK_MEM=2,
-        NVML_TEMPERATURE_GPU=0,
-        NVML_NVLINK_MAX_LINKS=4,
-        nvmlDeviceGetCount=lambda: 2,
-        nvmlDeviceGetHandleByIndex=lambda index: f"handle-{range(2)[index]}",
-        nvmlDeviceGetHandleByUUID=lambda uuid: f"handle-of-{uuid}",
+    fake = fake_nvml_of(2)
+    vars(fake).update(
         nvmlSystemGetDriverVersion=lambda: b"570.1",  # old bindings answer in bytes
         nvmlDeviceGetName=lambda handle: f"Fake of {handle}",
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=80 * 2**30),
@@ -56,7 +50,6 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         nvmlDeviceGetEnforcedPowerLimit=lambda handle: 700_000,
         nvmlDeviceGetPowerUsage=lambda handle: 345_678,
         nvmlDeviceGetTemperature=lambda handle, sensor: 61,
-        nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: fake.reasons,
         nvmlDeviceGetMigMode=lambda handle: {}["not supported"],
         nvmlDeviceGetNvLinkState=lambda handle, link: [1, 0, 1][link],
         nvmlDeviceGetNvLinkVersion=lambda handle, link: 4,

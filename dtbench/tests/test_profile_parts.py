@@ -21,12 +21,13 @@ from dtbench.files.atomic import refuse_taken
 from dtbench.machine import provenance as machine
 from dtbench.mesh import groups_in
 from dtbench.model import STAGES, Case
-from dtbench.profile import clocks, flame, folder, gpu, overlap, sections, spans, stages, text, trace
+from dtbench.profile import flame, folder, gpu, overlap, sections, spans, stages, text, trace
 from dtbench.profile.frames import short_name
 from dtbench.profile.request import choose
 from dtbench.profile.sections import skews
 from dtbench.profile.spans import Overhead, Span
 from dtbench.suite import Suite
+from dtbench.world import clocks
 
 # ------------------------------------------------------------------------------- intervals
 

@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from dtbench.errors import UsageError
+from dtbench.machine.device import gpus
 from dtbench.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -274,9 +275,7 @@ def device_of(device_type: str, local_rank: int) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     # A launcher may show each rank only its own GPU, which is then number 0.
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+    return gpus().select(local_rank % gpus().count())
 
 
 def backend_of(device_type: str) -> str:
@@ -323,7 +322,6 @@ def real_world(
 
 def barrier_of(device: torch.device) -> Callable[[], None]:
     """A barrier of all ranks that also waits for the work on the device."""
-    import torch
     import torch.distributed as dist
 
     if device.type == "cpu":
@@ -331,7 +329,7 @@ def barrier_of(device: torch.device) -> Callable[[], None]:
 
     def barrier() -> None:
         dist.barrier(device_ids=[device.index])
-        torch.cuda.synchronize()
+        gpus().synchronize()
 
     return barrier
 

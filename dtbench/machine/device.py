@@ -1,0 +1,144 @@
+"""The GPUs of this process: the one place where the harness asks torch.cuda and NVML.
+
+`gpus()` is torch's CUDA, or in a rehearsal (`dtbench gpu-check --rehearse`) a fake that works on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+# Set for the processes of a rehearsal, by `dtbench gpu-check` alone.
+REHEARSAL = "DTBENCH_REHEARSAL"
+
+
+class Event(Protocol):
+    """A mark in the current stream's work, as torch.cuda.Event is one."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None:
+        """Returns when the GPU has passed it."""
+        ...
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds of the GPU's time from this event to the other; both have passed."""
+        ...
+
+
+class Gpus(Protocol):
+    """What the harness uses of GPUs."""
+
+    def count(self) -> int: ...
+
+    def current(self) -> torch.device: ...
+
+    def select(self, index: int) -> torch.device:
+        """Makes a GPU the current one."""
+        ...
+
+    def event(self) -> Event: ...
+
+    def synchronize(self) -> None:
+        """Returns when the current GPU has nothing left to do."""
+        ...
+
+    def l2_bytes(self, device: torch.device) -> int: ...
+
+    def free_cached(self) -> None:
+        """Gives memory back that nobody uses, where any was taken."""
+        ...
+
+    def uuid(self, index: int) -> str | None:
+        """Of a GPU that this process works with; None where it works with none yet."""
+        ...
+
+    def nvml(self) -> Any | None:
+        """The NVML bindings, initialised; None where they or the driver's library are missing or broken."""
+        ...
+
+
+class CudaGpus:
+    """Torch's CUDA devices."""
+
+    def count(self) -> int:
+        import torch
+
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+    def current(self) -> torch.device:
+        import torch
+
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def select(self, index: int) -> torch.device:
+        import torch
+
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+
+    def event(self) -> Event:
+        import torch
+
+        event: Any = torch.cuda.Event  # its constructor has no types
+        made: Event = event(enable_timing=True)
+        return made
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+
+    def l2_bytes(self, device: torch.device) -> int:
+        import torch
+
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+
+    def free_cached(self) -> None:
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def uuid(self, index: int) -> str | None:
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return None
+        found = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+        return None if found is None else str(found)
+
+    def nvml(self) -> Any | None:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+        except Exception:  # an absent, too old or broken library shows in many ways; none is an error
+            return None
+        return pynvml
+
+
+def rehearsing(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a fake stands for the GPU, and nothing measured here says anything of one."""
+    return bool(environ.get(REHEARSAL))
+
+
+def gpus() -> Gpus:
+    """What stands for the GPUs of this process."""
+    return _rehearsed() if rehearsing() else CudaGpus()
+
+
+@lru_cache(maxsize=1)
+def _rehearsed() -> Gpus:
+    from dtbench.machine.fake_gpu import FakeGpus
+
+    return FakeGpus()
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether work on it is measured as a GPU's is: by events, with its state."""
+    return device.type == "cuda" or rehearsing()

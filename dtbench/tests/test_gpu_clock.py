@@ -1,0 +1,156 @@
+"""Clocks and NVML of a GPU that is not there: the order of events, the flush, throttling, when a rank began."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dtbench.bench import clock as module
+from dtbench.bench.clock import GpuClock, HostClockOnGpu, clocks_of
+from dtbench.bench.sampling import combine
+from dtbench.bench.session import instruments_of
+from dtbench.machine import device
+from dtbench.machine import provenance as machine
+from dtbench.machine.fake_gpu import FakeGpus, fake_nvml
+
+CPU = torch.device("cpu")
+
+
+class Time:
+    """The host's clock, and a GPU beside it. Each reading takes a microsecond."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, skew_ns: float = 0.0, drift: float = 0.0) -> None:
+        self.now = 5_000_000
+        self.gpus = FakeGpus(lambda: self.now, self.wait, skew_ns=skew_ns, drift=drift)
+        monkeypatch.setattr(module, "perf_counter_ns", self.read)
+
+    def read(self) -> int:
+        self.now += 1_000
+        return self.now
+
+    def wait(self, until: float) -> None:
+        self.now = round(until)
+
+    def clock(self) -> GpuClock:
+        return GpuClock(CPU, self.gpus)
+
+
+def test_a_sample_is_the_gpus_time_and_not_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = Time(monkeypatch)
+    clock = time.clock()
+
+    def run() -> None:
+        time.now += 2_000  # the caller's
+        time.gpus.launch(40_000)
+
+    clock.settle()
+    assert clock.measure(run, 5) == pytest.approx((2_000 + 5 * 40_000) * 1e-9 / 5)
+
+
+def test_settling_flushes_then_waits_then_ties_the_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = Time(monkeypatch)
+    clock = time.clock()
+    assert clock._flush.numel() == 2 * time.gpus.l2_bytes(CPU)
+    clock._flush.fill_(1)
+    clock.settle()
+    assert clock._flush.all()  # warm: the case's buffers stay where they are
+    time.gpus.log.clear()
+    flush = clock._flush
+
+    class Logging:
+        def zero_(self) -> None:
+            time.gpus.launch(30_000)
+            flush.zero_()
+
+    clock._flush = Logging()  # type: ignore[assignment]
+    clock.settle(cold=True)
+    assert not flush.any()
+    assert list(time.gpus.log) == ["launch", "synchronize", *["record"] * len(clock._marks)]
+
+
+def test_a_host_sample_begins_with_an_empty_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = Time(monkeypatch)
+    clock = HostClockOnGpu(time.gpus)
+    time.gpus.launch(1e9)
+    clock.settle()
+    assert time.now == 5_000_000 + 1e9
+    assert clock.measure(lambda: time.gpus.launch(1e6), 1) == pytest.approx(1e-6)  # two readings of the clock
+
+
+@pytest.mark.parametrize(("skew_ns", "drift"), [(0.0, 0.0), (-3e15, 0.0), (7e12, 5e-5)])
+def test_a_sample_began_when_its_event_was_passed(
+    monkeypatch: pytest.MonkeyPatch, skew_ns: float, drift: float
+) -> None:
+    time = Time(monkeypatch, skew_ns, drift)
+    clock = time.clock()
+    clock.settle()
+    time.now += 300_000  # a barrier
+    began = time.now
+    clock.measure(lambda: time.gpus.launch(10_000), 1)
+    assert clock.started_ns is not None
+    # A double holds 3e15 to half a ns.
+    assert abs(clock.started_ns - began) <= clock.error_ns + drift * 400_000 + 2
+    assert 0 < clock.error_ns <= 500
+
+
+def test_a_mark_that_is_interrupted_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = Time(monkeypatch)
+    clock = time.clock()
+    record, interruptions = clock._marks[1].record, iter([4_000_000])
+
+    def interrupted() -> None:
+        record()
+        time.now += next(interruptions)
+
+    monkeypatch.setattr(clock._marks[1], "record", interrupted)
+    clock.settle()
+    clock.measure(lambda: None, 1)
+    assert clock.error_ns <= 500
+
+
+def test_an_event_says_no_time_before_the_gpu_has_passed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = Time(monkeypatch)
+    start, end = time.gpus.event(), time.gpus.event()
+    with pytest.raises(ValueError, match="must be recorded"):
+        start.elapsed_time(end)
+    start.record()
+    time.gpus.launch(1e6)
+    end.record()
+    with pytest.raises(RuntimeError, match="not ready"):
+        start.elapsed_time(end)
+    end.synchronize()
+    assert start.elapsed_time(end) == 1.0
+
+
+def test_torchs_cuda_has_what_is_asked_of_it() -> None:
+    asked = {name for name in vars(device.Gpus) if not name.startswith("_")}
+    assert asked <= set(vars(device.CudaGpus)) and asked <= set(vars(FakeGpus))
+    of_events = {name for name in vars(device.Event) if not name.startswith("_")}
+    assert of_events <= set(dir(torch.cuda.Event))
+
+
+def test_without_a_rehearsal_a_cpu_has_a_cpus_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(device.REHEARSAL, raising=False)
+    assert not device.is_gpu(CPU) and {type(c) for c in clocks_of(CPU).values()} == {module.HostClock}
+
+
+def test_a_rehearsal_measures_with_a_gpus_instruments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(device.REHEARSAL, "1")
+    fake = FakeGpus()
+    monkeypatch.setattr(module, "gpus", lambda: fake)
+    nvml = fake_nvml(1)
+    nvml.reasons = 0x4
+    monkeypatch.setattr(machine, "nvml", lambda: nvml)
+    tools: Any = instruments_of(CPU, barrier=lambda: None, budget=None)
+    assert isinstance(tools.clocks["device"], GpuClock)
+    assert tools.gpu_state()["throttled_by"] == ["sw_power_cap"]
+    assert [gpu["name"] for gpu in machine.gpus()] == ["no GPU (rehearsal)"]
+
+
+def test_ranks_on_gpus_tell_who_came_last() -> None:
+    def part(began: int) -> dict[str, Any]:
+        return {"counters": {}, "samples": [1e-3], "started": [began], "kernel": "k", "throttled": None}
+
+    assert combine([part(0), part(40_000)]).rank_arrivals_s == {"0": (0.0,), "1": (4e-5,)}
