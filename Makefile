@@ -13,7 +13,7 @@ COMPAT := results/run-compat-$(STAMP)
 LAB := results/lab-$(STAMP)
 HOSTS := $(BIN)/dtbench lab run --hosts 2 --rate 400mbit --ranks-per-host 2 -- dtbench run --device cpu --mesh dp=2,tp=2
 
-.PHONY: bench lab test test-all coverage compat docs size install lint types imports fast slow clean
+.PHONY: bench lab test test-all faults coverage compat docs size install lint types imports fast slow clean
 
 bench: install
 	@mkdir -p results reports
@@ -39,6 +39,11 @@ lab: install
 test: lint types imports fast
 
 test-all: test slow
+
+# Ranks that die, full disks, hostile files, Ctrl-C, links that are cut: starts every fault of dtbench/tests/faults and
+# writes what was seen to results/faults.md (as root, with faketime and nftables, it leaves none out).
+faults: install
+	OMP_NUM_THREADS=1 DTBENCH_FAULTS_TABLE=results/faults.md $(BIN)/pytest -q dtbench/tests/faults
 
 # Is every op that was right still right? Measures the core as results/coverage-core.json was made (4
 # ranks in a process, all modes) and exits with an error if an op became worse.

@@ -7,6 +7,7 @@ of a signal or of what a fresh process finds start fresh ones; the others are fo
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -84,6 +85,10 @@ def _enter(argv: list[str], env: dict[str, str], files: list[str], cwd: str) -> 
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # of the server's environment
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored in what a shell starts in the background
     import torch
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import subprocess
 import sys
 import types
@@ -283,20 +282,6 @@ def test_a_file_that_imports_a_built_in_suite_is_not_that_suite(tmp_path: Path) 
     program = "from dtbench import suite; print([s.name for s in suite.load(['mine.py'])])"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "['mine']\n", done.stderr
-
-
-@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_what_is_no_file_is_refused_before_it_is_read(dtbench: Cli, tmp_path: Path, kind: str) -> None:
-    given = {"pipe": str(tmp_path / "pipe"), "device": "/dev/zero", "folder": str(tmp_path / "folder")}[kind]
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "folder").mkdir()
-    commands = ["show", "compare {0}", "calibrate -o t.json", "validate {0}", "coverage", "import -o i.jsonl"]
-    commands += ["export --to torch -o e.py", "regret --topology {0}"]
-    for command in commands if kind == "folder" else [*commands, "report -o p.html"]:
-        name, *others = command.format(given).split()
-        code, _, err = dtbench(name, given, *others)
-        assert (code, err.count("\n")) == (2, 1), command
-        assert "is not a regular file" in err, command
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -60,15 +57,6 @@ def kinds() -> list[str]:
 
 def by_impl(run: Run) -> dict[str, Result]:
     return {f"{r.params.get('how', r.params.get('n', ''))} {r.impl} {r.launch}": r for r in run.results}
-
-
-def assert_gone(run: Run) -> None:
-    """No rank of the run is left."""
-    deadline = time.monotonic() + 20
-    pids = [rank.pid for rank in run.header.ranks]
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline, f"of {pids} some still run"
-        time.sleep(0.1)
 
 
 def test_faults_that_leave_the_world_standing_end_one_case_each(here: Path) -> None:
@@ -183,65 +171,6 @@ def test_under_torchrun_a_killed_rank_is_named(with_own_packages: None) -> None:
     assert by_impl(read_run("x.jsonl"))["dies core 0"].rank == 1
 
 
-def test_a_killed_rank_ends_the_run_where_that_is_wished_and_resume_goes_on(here: Path) -> None:
-    args = ("--nproc", "2", "--filter", "dies", "--on-failure", "stop")
-    done = run(*args)
-    assert done.returncode == 5
-    host = read_run("x.jsonl").header.ranks[1].host
-    assert done.stderr == (
-        f"dtbench: rank 1 on {host} died or did not answer during bad grave how=dies (core): "
-        f"1 result is in x.jsonl; go on with --resume -o x.jsonl\n"
-    )
-    broken = read_run("x.jsonl")
-    assert not broken.complete
-    assert_gone(broken)
-    resumed = run(*args, "--resume")  # what killed it is not tried again
-    assert resumed.returncode == 5 and resumed.stderr == ""
-    after = read_run("x.jsonl")
-    assert after.complete and [r.status for r in after.results] == ["failed", "ok"]
-
-
-def test_rank_0_killed_in_the_simulated_world_is_named_by_a_survivor(here: Path) -> None:
-    done = run("--nproc", "2", "--filter", "simulated")
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 5 and "rank 0 on " in line and "during simulated die (core)" in line
-    run_file = read_run("x.jsonl")
-    assert [(r.name, r.impl, r.status) for r in run_file.results] == [
-        ("add", "core", "ok"),
-        ("add", "local", "ok"),
-        ("die", "core", "failed"),
-    ]
-    assert run_file.results[0].time_s is not None and run_file.results[0].time_s.n >= 20
-
-
-def test_a_killed_rank_without_survivors_is_named_by_the_launcher(here: Path) -> None:
-    done = run("--nproc", "1", "--filter", "rank0")
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 5 and "rank 0 died of SIGKILL during bad grave how=rank0 (core)" in line
-    assert [(r.status, r.reason) for r in read_run("x.jsonl").results] == [
-        ("failed", "rank 0 died of SIGKILL")
-    ]
-
-
-def test_cases_that_cost_ranks_are_recorded_and_new_ranks_go_on(here: Path) -> None:
-    done = run("--nproc", "2", "--timeout", "3", "--filter", "grave\nhow=none")
-    run_file = read_run("x.jsonl")
-    assert done.returncode == 5 and run_file.complete and kinds().count("run") == 1, done.stderr
-    assert {key: (r.status, r.rank) for key, r in by_impl(run_file).items()} == {
-        "none c10d 0": ("ok", None),
-        "dies core 0": ("failed", 1),
-        "dies c10d 0": ("ok", None),
-        "rank0 core 0": ("failed", 0),
-        "alone core 0": ("failed", 1),
-        "hangs core 0": ("failed", 1),
-    }
-    said = done.stderr.splitlines()
-    reasons = ("died or did not", "died or did not", "only I (faults_suite.py:81)", "(at faults_suite.py:")
-    assert len(said) == len(reasons) and all(why in line for line, why in zip(said, reasons, strict=True))
-    assert all(line.endswith(": recorded as failed; going on with new ranks") for line in said)
-    assert_gone(run_file)
-
-
 def test_ranks_that_are_lost_whatever_they_measure_end_the_run(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -256,55 +185,6 @@ def test_ranks_that_are_lost_whatever_they_measure_end_the_run(
     assert run_here(RunOptions(suites=(SUITE,), device="cpu", output=here / "x.jsonl"), []) == 5
     assert len(starts) == 5 and starts[0] is None and starts[1] is not None
     assert "like 5 starts in a row that measured nothing" in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.fixture
-def long_run(with_own_packages: None) -> Iterator[subprocess.Popen[str]]:
-    """A run in the middle of many cases."""
-    args = [*FRESH, *WORDS, "--nproc", "2", "--filter", "long"]
-    process = subprocess.Popen(
-        args, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        deadline = time.monotonic() + LIMIT_S
-        while not Path("x.jsonl").exists() or Path("x.jsonl").read_bytes().count(b"\n") < 3:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_ctrl_c_leaves_a_readable_file_and_no_ranks(long_run: subprocess.Popen[str]) -> None:
-    long_run.send_signal(signal.SIGINT)
-    _, stderr = long_run.communicate(timeout=LIMIT_S)
-    assert long_run.returncode == 130
-    (line,) = stderr.splitlines()
-    run_file = read_run("x.jsonl")
-    count = len(run_file.results)
-    assert line == f"dtbench: interrupted: {count} results are in x.jsonl; go on with --resume -o x.jsonl"
-    assert count >= 2 and not run_file.complete and {r.status for r in run_file.results} == {"ok"}
-    assert_gone(run_file)
-
-
-def test_ranks_end_when_their_launcher_is_killed(long_run: subprocess.Popen[str]) -> None:
-    long_run.kill()
-    _, stderr = long_run.communicate(timeout=LIMIT_S)
-    assert_gone(read_run("x.jsonl"))
-    lines = stderr.splitlines()
-    assert len(lines) == 1 and "the process that started the ranks died" in lines[0], stderr
-    assert {r.status for r in read_run("x.jsonl").results} == {"ok"}
-
-
-def test_a_full_disk_ends_the_run_with_whole_lines(with_own_packages: None) -> None:
-    limited = ("bash", "-c", 'ulimit -f 8; exec "$@"', "bash", *FRESH, *WORDS)
-    done = start_fresh(*limited, "--nproc", "2", "--filter", "long")
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and line.startswith("dtbench: cannot write to x.jsonl: file too large")
-    run_file = read_run("x.jsonl")
-    assert run_file.results and not run_file.complete and Path("x.jsonl").read_bytes().endswith(b"\n")
-    assert_gone(run_file)
 
 
 def test_a_suite_is_checked(with_own_packages: None) -> None:

@@ -17,7 +17,7 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 SLOW = {
-    "dtbench/tests/test_random_commands.py::*[1000*": "a thousand commands",
+    "dtbench/tests/faults/test_random_commands.py::*[1000*": "a thousand commands",
     # What of a user's machine it takes.
     "dtbench/tests/test_page_in_browser.py::*": "a browser",
     "dtbench/tests/test_lab_hosts.py::*": "network namespaces and their links",
@@ -31,9 +31,6 @@ SLOW = {
     "suites/tests/test_runs.py::*": "all suites on four ranks, and under torchrun and pytest",
     "dtbench/tests/test_profile.py::test_two_ranks_in_one_trace": "ranks of a real profile",
     "dtbench/tests/test_runs.py::test_*killed*": "launchers and ranks that are killed",
-    "dtbench/tests/test_runs.py::test_ctrl_c*": "a run that is interrupted",
-    "dtbench/tests/test_runs.py::test_a_rank_that_hangs*": "the timeout of a hanging rank",
-    "dtbench/tests/test_runs.py::test_a_full_disk*": "a disk that is full",
     "dtbench/tests/test_runs.py::test_under_*": "torchrun and Slurm",
     "dtbench/tests/test_refine.py::test_real_ranks*": "sweeps of real ranks in two launches",
     "suites/tests/test_ways.py::test_every_way_is_right_on_real_ranks": "all ways of a redistribution on four ranks",

@@ -7,7 +7,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -81,8 +81,7 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
     if options.budget_s is not None:
         limits = Limits(options.timeout_s, began + options.budget_s, f"{options.budget_s:g} s")
     folder = options.folder or Path(time.strftime("gate-%Y%m%dT%H%M%SZ", time.gmtime()))
-    _make_folder(folder, options.resume)
-    with open_arms(options.base, options.head, say) as (base, head):
+    with _made_folder(folder, options.resume), open_arms(options.base, options.head, say) as (base, head):
         plan = _plan(options, base, head)
         seed = _keep_state(folder, options, base, head, plan)
         needs_top = base.revision or head.revision
@@ -320,7 +319,9 @@ def _plan(options: GateOptions, base: Arm, head: Arm) -> Plan:
     return chosen.plan(device, ranks or (gpus if device == "cuda" else DEFAULT_CPU_RANKS))
 
 
-def _make_folder(folder: Path, resume: bool) -> None:
+@contextlib.contextmanager
+def _made_folder(folder: Path, resume: bool) -> Iterator[None]:
+    """It is gone again where the gate is refused before it holds anything."""
     if (folder / STATE).exists() and not resume:
         raise OutputError(f"{folder} holds a gate already: give another -o, or --resume to go on with it")
     if resume and not (folder / STATE).exists():
@@ -333,6 +334,12 @@ def _make_folder(folder: Path, resume: bool) -> None:
         raise OutputError(
             f"cannot make {folder}: {error.strerror or error}; give -o another folder"
         ) from error
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # they hold something
+            (folder / "launches").rmdir()
+            folder.rmdir()
 
 
 def _keep_state(folder: Path, options: GateOptions, base: Arm, head: Arm, plan: Plan) -> int:

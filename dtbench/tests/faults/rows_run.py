@@ -1,0 +1,99 @@
+"""Rows of `dtbench run`: ranks that die, hang or disagree, launchers that are killed, Ctrl-C, resuming."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from dtbench.tests.faults.table import Fault, Running
+
+RUN = "run SUITE --quick --nproc 2 -o x.jsonl"
+MADE = ("x.jsonl",)
+
+
+def at_two_results(number: int):
+    def during(running: Running) -> None:
+        running.wait_for_results(2)
+        os.kill(running.pid, number)
+
+    return during
+
+
+ROWS = [
+    Fault(
+        "a rank is killed, --on-failure stop",
+        f"{RUN} --filter dies --on-failure stop",
+        5,
+        r"rank 1 on \S+ died or did not answer during bad grave how=dies \(core\): 1 result is in x.jsonl; go on",
+        how="forked",
+        makes=MADE,
+        results="1 failed, cut short",
+    ),
+    Fault(
+        "rank 0 is killed in the simulated world",
+        f"{RUN} --filter simulated",
+        5,
+        r"rank 0 on \S+ died or did not answer during simulated die \(core\): recorded as failed; going on",
+        how="forked",
+        makes=MADE,
+        results="2 ok, 1 failed",
+    ),
+    Fault(
+        "the only rank is killed",
+        f"{RUN} --nproc 1 --filter rank0",
+        5,
+        r"rank 0 died of SIGKILL during bad grave how=rank0 \(core\): recorded as failed; going on",
+        how="forked",
+        makes=MADE,
+        results="1 failed",
+    ),
+    Fault(
+        "one rank dies, one raises alone, one hangs",
+        f"{RUN} --timeout 3 --filter 'grave\nhow=none'",
+        5,
+        tuple(
+            f"{why}.*: recorded as failed; going on with new ranks$"
+            for why in (
+                "rank 1 on .* died or did not",
+                "rank 0 on .* died or did not",
+                r"rank 1 .*only I \(faults_suite.py:81\)",
+                r"rank 1 .*within --timeout 3 s \(at faults_suite.py:",
+            )
+        ),
+        how="forked",
+        makes=MADE,
+        results="2 ok, 4 failed",
+        slow=True,
+    ),
+    Fault(
+        "Ctrl-C while cases are measured",
+        f"{RUN} --filter long",
+        130,
+        r"interrupted: \d+ results are in x.jsonl; go on with --resume -o x.jsonl$",
+        how="fresh",
+        during=at_two_results(signal.SIGINT),
+        makes=MADE,
+        slow=True,
+    ),
+    Fault(
+        "the launcher is killed",
+        f"{RUN} --filter long",
+        -signal.SIGKILL,
+        "the process that started the ranks died: .* go on with --resume",
+        how="fresh",
+        during=at_two_results(signal.SIGKILL),
+        then="run SUITE --quick --nproc 1 --filter 'good n=1' -o y.jsonl",
+        makes=MADE,
+        slow=True,
+    ),
+    Fault(
+        "the disk is full",
+        f"bash -c 'ulimit -f 8; exec \"$@\"' bash {sys.executable} -P -m dtbench {RUN} --filter long",
+        2,
+        "^dtbench: cannot write to x.jsonl: file too large",
+        how="program",
+        makes=MADE,
+        slow=True,
+    ),
+]
