@@ -31,7 +31,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dtbench_core.errors import ArgumentError
 from dtbench_core.torch_compat import (
     active_tracer,
+    current_stream,
     disabled_torch_function,
+    is_capturing,
     make_wrapper,
     share_memory,
     trace_as,
@@ -90,18 +92,21 @@ def _wait_comm(result: _CommResult) -> torch.Tensor:
 
 @dataclass
 class _Flight:
-    """A collective that was issued. In a trace, also the `_CommResult` node of a tensor that it writes."""
+    """A collective that was issued. In a trace, also the `_CommResult` node of a tensor that it writes. On CUDA a
+    wait orders one stream behind it: the current one."""
 
     work: Any
+    device: torch.device
     tracer: Any = None
     tensor: torch.Tensor | None = None
     result: Any = None
-    landed: bool = False
+    waiting: list[Any] = field(default_factory=list)  # the streams behind it; [None] without streams
 
     def wait(self) -> None:
-        if self.landed:
+        stream = None if self.tracer is not None else current_stream(self.device)
+        if stream in self.waiting:
             return
-        self.landed = True
+        self.waiting.append(stream)
         if self.tracer is None:
             _wait(self.work)
             return
@@ -111,10 +116,12 @@ class _Flight:
             _wait(self.work)
 
     def over(self) -> bool:
-        """Whether there is nothing to wait for any more."""
-        if self.landed or self.tracer is not None:
-            return self.landed
-        return self.work is None or bool(Work.unbox(self.work).is_completed())
+        """Whether there is nothing to wait for any more, on any stream."""
+        if None in self.waiting or self.tracer is not None:
+            return None in self.waiting
+        if self.work is None:
+            return True
+        return not is_capturing(self.device) and bool(Work.unbox(self.work).is_completed())
 
 
 @dataclass
@@ -135,9 +142,9 @@ class _Memory:
         waited = bool(self.writing)
         for flight in [*self.writing, *(self.reading if for_readers else ())]:
             flight.wait()
-        self.writing.clear()
+        self.writing = [flight for flight in self.writing if not flight.over()]
         if for_readers:
-            self.reading.clear()
+            self.reading = [flight for flight in self.reading if not flight.over()]
         return waited
 
     def add_reader(self, flight: _Flight) -> None:
@@ -302,7 +309,7 @@ def _collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     if tracer is None:
         result = func(*_plain(args), **_plain(kwargs))
         work = result[-1] if isinstance(result, tuple) else result
-        flights = {id(leaf): _Flight(work) for leaf in everything if id(leaf) in written}
+        flights = {id(leaf): _Flight(work, leaf.device) for leaf in everything if id(leaf) in written}
     else:
         result, flights = _traced(func, args, kwargs, tracer)
     for leaf in everything:
@@ -327,7 +334,7 @@ def _traced(
         outcome = func(*_plain(args), **_plain(kwargs))
     flights: dict[int, _Flight] = {}
     for output, result in _each(args[0], results[0]):
-        flight = _Flight(outcome[1], tracer, output._tensor, result)
+        flight = _Flight(outcome[1], output.device, tracer, output._tensor, result)
         flights[id(output)] = flight
         _traced_flights[tracer].append(flight)
         # To read the tensor past its CommTensor is an error when the graph runs, and not a race.

@@ -91,6 +91,16 @@ _BINDINGS: dict[object, Callable[..., Any]] = {
 }
 
 
+def current_stream(device: torch.device) -> Any:
+    """The stream that ops on the device go to; None on a CPU, where an op is done when it returns."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether ops on the device go into a CUDA graph, where no event may be queried."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def kernel_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """The fastest way to call `op`: its binding, or its C entry without OpOverload's Python `__call__`."""
     return _BINDINGS.get(op) or op._op

@@ -164,9 +164,11 @@ def _who_waits() -> dict[str, bool]:
     dist.all_gather(outs, source, async_op=True)
     flight = source._memory.reading[0]
     read = source * 1
-    got["a reader of what is read does not"] = not flight.landed and torch.equal(read, torch.full((3,), rank))
+    got["a reader of what is read does not"] = not flight.waiting and torch.equal(
+        read, torch.full((3,), rank)
+    )
     returned = source.add_(100)
-    got["a writer of it does"] = flight.landed and returned is source
+    got["a writer of it does"] = flight.waiting == [None] and returned is source
     got["gathered before"] = [o.tolist() for o in outs] == [[float(r)] * 3 for r in range(N)]
     got["written after"] = source.tolist() == [rank + 100] * 3
 

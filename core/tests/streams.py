@@ -1,0 +1,238 @@
+"""A GPU's streams without a GPU: ops run on the CPU, and it is recorded on which stream each would have run.
+
+Fails where memory is used on two streams with no event between them. Collectives are NCCL's: one that is not waited
+for runs on a stream of its group, behind what the current stream holds; its Work's `wait()` orders the current stream
+behind it and lets go of the tensors, which it kept until then; one that waits runs on the current stream.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup, Work
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dtbench_core import comm, comm_tensor
+
+MAIN = "main"
+# What a stream is ordered behind: of each stream so many of its steps.
+Clock = dict[str, int]
+
+
+class RaceError(AssertionError):
+    """Memory is used on two streams at once."""
+
+
+@dataclass
+class _Memory:
+    """home: the stream it was allocated on, which the allocator gives it to again. uses: (stream, step, what)."""
+
+    alive: StorageWeakRef
+    home: str
+    written: tuple[str, int, str]
+    read: list[tuple[str, int, str]] = field(default_factory=list)
+    recorded: set[str] = field(default_factory=set)
+
+
+class _Work(Work):
+    """NCCL's handle. Ends with an error once it was aborted."""
+
+    def __init__(self, streams: Streams, event: Clock, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._streams, self._event, self._kept = streams, event, tensors
+        self.aborted: str | None = None
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._streams.log.append("wait")
+        if self.aborted:
+            raise RuntimeError(self.aborted)
+        self._streams.wait_for(self._event)
+        self._kept = []
+        return True
+
+    def is_completed(self) -> bool:
+        assert not self._streams.capturing, "an event is queried while its stream is captured"
+        if self._streams.completed:
+            self._streams.seen_by_host(self._event)
+        return self._streams.completed
+
+
+class Streams(TorchDispatchMode):
+    """While entered, `on(name)` switches streams, `event()` and `wait_for` order them. completed: what a Work says.
+    log: what ran, as "stream: op"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = MAIN
+        self.completed = self.capturing = False
+        self.log: list[str] = []
+        self.works: list[_Work] = []
+        self._seen: dict[str, Clock] = {}
+        self._memory: dict[int, _Memory] = {}
+        self._pending: dict[int, Clock] = {}  # of results of functional collectives
+        self._steps = itertools.count(1)
+
+    # ---- what a program does with streams ----
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def event(self, stream: str | None = None) -> Clock:
+        """Behind all that the stream, or the current one, holds."""
+        of = self.current if stream is None else stream
+        return {**self._clock(of), of: next(self._steps)}
+
+    def wait_for(self, event: Clock, stream: str | None = None) -> None:
+        clock = self._clock(self.current if stream is None else stream)
+        for other, step in event.items():
+            clock[other] = max(clock.get(other, 0), step)
+
+    def seen_by_host(self, event: Clock) -> None:
+        """What is enqueued from here on is behind the event, on any stream."""
+        for stream in [*self._seen, self.current]:
+            self.wait_for(event, stream)
+
+    def record_stream(self, tensor: torch.Tensor, stream: str) -> None:
+        """As Tensor.record_stream: freed memory waits for what the stream holds then."""
+        self._memory[tensor.untyped_storage()._cdata].recorded.add(stream)
+
+    # ---- recording ----
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(t not in (torch.Tensor, torch.nn.Parameter) for t in types):
+            return NotImplemented  # a wrapper's own ops come back
+        self._freed()
+        if func.namespace in ("c10d", "_c10d_functional"):
+            return self._collective(func, args, kwargs)
+        reads, writes = _uses(func, args, kwargs)
+        self._use(reads, writes, str(func), self.current)
+        result = func(*args, **kwargs)
+        self._use([], [leaf for leaf in tree_leaves(result) if _is_new(leaf, args)], str(func), self.current)
+        return result
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        if func._schema.name.endswith("wait_tensor"):
+            self.wait_for(self._pending.pop(tensors[0].untyped_storage()._cdata, {}))
+            self.log.append("wait")
+            return func(*args, **kwargs)
+        functional = func.namespace == "_c10d_functional"
+        alone = functional or given.get("async_op", True)
+        group = given.get("process_group")
+        stream = f"of {ProcessGroup.unbox(group).group_name}" if alone and group is not None else self.current
+        stream = f"of {given['group_name']}" if functional else stream
+        if alone:
+            self.wait_for(self.event(), stream)
+        reads, writes = _uses(func, args, kwargs)
+        self._use(reads, writes, str(func), stream)
+        result = func(*args, **kwargs)
+        if functional:
+            self._allocate(result)
+            self.wait_for(self.event(), stream)
+            self._use([], [result], str(func), stream)
+            self._pending[result.untyped_storage()._cdata] = self.event(stream)
+            return result
+        work = _Work(self, self.event(stream), tensors if alone else [])
+        self.works.append(work)  # a handle that is dropped keeps its tensors, as the watchdog does
+        boxed = work.boxed()
+        return (*result[:-1], boxed) if isinstance(result, tuple) else boxed
+
+    def _use(self, reads: list[Any], writes: list[Any], what: str, stream: str) -> None:
+        step = next(self._steps)
+        self._clock(stream)[stream] = step
+        self.log.append(f"{stream}: {what}")
+        for tensor in reads:
+            memory = self._of(tensor)
+            self._check(memory.written, stream, what)
+            memory.read.append((stream, step, what))
+        for tensor in writes:
+            memory = self._of(tensor)
+            for use in (memory.written, *memory.read):
+                self._check(use, stream, what)
+            memory.written, memory.read = (stream, step, what), []
+
+    def _check(self, use: tuple[str, int, str], stream: str, what: str) -> None:
+        other, step, earlier = use
+        if other != stream and self._clock(stream).get(other, 0) < step:
+            raise RaceError(f"{what} on {stream} does not wait for {earlier} on {other}")
+
+    def _of(self, tensor: torch.Tensor) -> _Memory:
+        key = tensor.untyped_storage()._cdata
+        if key not in self._memory:
+            self._allocate(tensor)
+        return self._memory[key]
+
+    def _allocate(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        use = (self.current, next(self._steps), "the allocation")
+        self._clock(self.current)[self.current] = use[1]
+        self._memory[storage._cdata] = _Memory(StorageWeakRef(storage), self.current, use)
+
+    def _freed(self) -> None:
+        """What is gone may be overwritten by the next op on its home stream."""
+        for key in [key for key, memory in self._memory.items() if memory.alive.expired()]:
+            memory = self._memory.pop(key)
+            for use in (memory.written, *memory.read):
+                if use[0] not in memory.recorded:
+                    self._check(use, memory.home, "memory that is given to others")
+
+    def _clock(self, stream: str) -> Clock:
+        return self._seen.setdefault(stream, {})
+
+
+def _uses(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors that an op reads, and those that it writes."""
+    reads: list[torch.Tensor] = []
+    writes: list[torch.Tensor] = []
+    returns = func._schema.returns
+    if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+        return reads, writes  # a view
+    arguments = func._schema.arguments
+    for position, argument in enumerate(arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        # c10d's schemas do not say what is written: it is their first argument.
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        written |= func.namespace == "c10d" and position == 0
+        found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        if found and (not written or func._schema.name in ("c10d::allreduce_", "c10d::broadcast_")):
+            reads += found
+        if written:
+            writes += found
+    return reads, writes
+
+
+def _is_new(leaf: Any, args: Any) -> bool:
+    if not isinstance(leaf, torch.Tensor):
+        return False
+    mine = leaf.untyped_storage()._cdata
+    given = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+    return all(mine != t.untyped_storage()._cdata for t in given)
+
+
+@contextmanager
+def recorded_streams(*, functional: bool = False) -> Iterator[Streams]:
+    """A recorder that the core takes for a GPU. functional: the core's functional collectives, as under any mode."""
+    streams = Streams()
+    active: Callable[[], int] = comm.dispatch_modes_active
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm_tensor, "current_stream", lambda _device: streams.current)
+        patch.setattr(comm_tensor, "is_capturing", lambda _device: streams.capturing)
+        if not functional:
+            patch.setattr(comm, "dispatch_modes_active", lambda: active() - 1)
+        with streams:
+            yield streams

@@ -1,0 +1,209 @@
+"""Which stream uses which memory when, as on CUDA with NCCL; see streams.py. No GPU takes part."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from core.tests.streams import MAIN, RaceError, recorded_streams
+from core.tests.test_comm_tensor import PROGRAMS
+from dtbench_core import CommTensor, DTensor, Partial, Replicate, Shard
+from dtbench_core.bucketer import ReduceScatterBucketer
+from dtbench_core.torch_compat import all_gather_single
+
+KIB = 2**-10  # in MiB
+
+
+# --- the recorder ----------------------------------------------------------------------------------
+
+
+def test_a_read_must_wait_for_the_event_of_a_write() -> None:
+    with recorded_streams() as streams:
+        x = torch.ones(4)
+        written = streams.event()
+        with streams.on("side"):
+            with pytest.raises(RaceError, match=r"mul.* on side does not wait for .*ones.* on main"):
+                x * 2
+            streams.wait_for(written)
+            y = x * 2
+        with pytest.raises(RaceError, match=r"on main does not wait for aten.mul"):
+            y + 1
+
+
+def test_a_write_must_wait_for_reads() -> None:
+    with recorded_streams() as streams:
+        x = torch.ones(4)
+        written = streams.event()
+        with streams.on("side"):
+            streams.wait_for(written)
+            kept = x * 2
+            read = streams.event()
+        with pytest.raises(RaceError, match=r"add_.* on main does not wait for aten.mul"):
+            x.view(2, 2).add_(1)
+        streams.wait_for(read)
+        x.add_(1)
+        assert kept.shape == x.shape
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_memory_is_not_given_away_while_another_stream_uses_it(record: bool) -> None:
+    with recorded_streams() as streams:
+        x = torch.ones(4)
+        written = streams.event()
+        with streams.on("side"):
+            streams.wait_for(written)
+            y = x * 2
+        if record:
+            streams.record_stream(x, "side")
+        del x
+        if record:
+            torch.ones(4)
+        else:
+            with pytest.raises(RaceError, match=r"given to others on main does not wait for aten\.mul"):
+                torch.ones(4)
+        assert y is not None
+
+
+def test_a_collective_is_waited_for_by_its_work(group: dist.ProcessGroup) -> None:
+    with recorded_streams() as streams:
+        x = torch.ones(4)
+        work = dist.all_reduce(x, async_op=True)
+        with pytest.raises(RaceError, match=r"on main does not wait for c10d.allreduce_"):
+            x + 1
+        assert work is not None
+        work.wait()
+        x + 1
+        dist.all_reduce(x)  # waits, so it runs on the current stream
+        assert streams.log[-1].startswith("main: c10d.allreduce_") or streams.log[-1] == "wait"
+
+
+# --- the bucketer ----------------------------------------------------------------------------------
+
+INPUTS = st.lists(
+    st.tuples(st.integers(0, 40), st.sampled_from([torch.float32, torch.bfloat16])), max_size=12
+)
+
+
+@settings(max_examples=60)
+@given(
+    INPUTS, st.sampled_from([0, 0.25, 1, 1000]), st.booleans(), st.sampled_from(["sum", "avg"]), st.booleans()
+)
+def test_a_bucketer_orders_its_streams(
+    inputs: list[tuple[int, torch.dtype]], cap_kib: float, hold: bool, op: Any, listed: bool
+) -> None:
+    dist.init_process_group("fake", rank=1, world_size=4, store=dist.HashStore())
+    try:
+        with recorded_streams():
+            bucketer = ReduceScatterBucketer(cap_kib * KIB, op=op, hold_inputs=hold, check_ranks="never")
+            results: list[Tensor] = []
+            for _ in range(2):
+                for numel, dtype in inputs:
+                    whole = [torch.ones(numel, dtype=dtype) for _ in range(4)]
+                    handed: Any = whole if listed else torch.cat(whole)
+                    bucketer.reduce_scatter_async(handed, dist.group.WORLD, lambda r: results.append(r * 2))
+                    if not hold:
+                        for tensor in whole if listed else [handed]:
+                            tensor.fill_(7)  # the caller may reuse its tensors at once
+                    del whole, handed
+                bucketer.flush()
+            assert len(results) == 2 * len(inputs)
+            for result in results:
+                result.add_(1)
+            bucketer.teardown()
+            torch.ones(4)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_bucket_is_filled_on_the_current_stream_and_reduced_beside_it(group: dist.ProcessGroup) -> None:
+    with recorded_streams() as streams:
+        bucketer = ReduceScatterBucketer(1, check_ranks="never")
+        x = torch.ones(16)
+        streams.log.clear()
+        bucketer.reduce_scatter_async(x, group, lambda _: streams.log.append("callback"))
+        bucketer.flush()
+        copy, reduce, wait = (
+            next(i for i, line in enumerate(streams.log) if what in line)
+            for what in ("copy_", "_reduce_scatter_base_", "wait")
+        )
+        assert copy < reduce < wait < streams.log.index("callback")
+        assert streams.log[copy].startswith(f"{MAIN}: ") and not streams.log[reduce].startswith(f"{MAIN}: ")
+
+
+def test_a_buffer_is_filled_again_once_its_collective_was_waited_for(group: dist.ProcessGroup) -> None:
+    with recorded_streams() as streams:
+        bucketer = ReduceScatterBucketer(64 * 4 / 2**20, check_ranks="never")
+        for _ in range(6):
+            bucketer.reduce_scatter_async(torch.ones(64), group, lambda _: None)
+        bucketer.flush()
+        assert bucketer.counters.collectives == 6
+        assert bucketer.counters.peak_bytes <= 2 * 64 * 4  # so buffers were used again
+        streams.log.clear()
+
+
+# --- CommTensor ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_comm_tensor_waits_before_its_first_use(fake_world: Any, name: str) -> None:
+    fake_world(4)
+    with recorded_streams() as streams:
+        outs = PROGRAMS[name](torch.ones(8), CommTensor)
+        assert "wait" not in streams.log
+        for out in outs:
+            out * 2
+            out.add_(1)
+        assert "wait" in streams.log
+
+
+@pytest.mark.parametrize("completed", [False, True])
+def test_a_comm_tensor_is_waited_for_on_each_stream(group: dist.ProcessGroup, completed: bool) -> None:
+    with recorded_streams() as streams:
+        x = CommTensor(torch.ones(4))
+        dist.all_reduce(x, async_op=True)
+        streams.completed = completed
+        with streams.on("side"):
+            x * 2
+        x * 3  # the other stream's wait is not this one's
+        x * 4
+        assert streams.log.count("wait") == (1 if completed else 2)
+
+
+def test_a_write_waits_on_each_stream_for_collectives_that_read(group: dist.ProcessGroup) -> None:
+    with recorded_streams() as streams:
+        out, x = CommTensor(torch.ones(32)), CommTensor(torch.ones(4))
+        all_gather_single(out, x, async_op=True)
+        began = streams.event()
+        with streams.on("side"):
+            streams.wait_for(began)
+            out * 2
+        x.add_(1)
+
+
+# --- redistribution --------------------------------------------------------------------------------
+
+PLACEMENTS = [Replicate(), Partial(), Shard(0), Shard(1)]
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_redistribution_orders_its_streams(fake_world: Any, functional: bool) -> None:
+    fake_world(8)
+    mesh = init_device_mesh("cpu", (2, 4))
+    pairs = list(itertools.product(PLACEMENTS, repeat=2))
+    with recorded_streams(functional=functional) as streams:
+        for src, dst in itertools.product(pairs, repeat=2):
+            if any(a != b and b == Partial() for a, b in zip(src, dst, strict=True)):
+                continue
+            x = DTensor.from_local(torch.ones(8, 8), mesh, src, run_check=False)
+            moved = x.redistribute(mesh, dst).to_local()
+            x.to_local().add_(1)  # what was sent may be written to at once
+            moved.add_(1)
+        assert any("reduce" in line for line in streams.log)
