@@ -106,10 +106,11 @@ class _Flight:
         stream = None if self.tracer is not None else current_stream(self.device)
         if stream in self.waiting:
             return
-        self.waiting.append(stream)
         if self.tracer is None:
-            _wait(self.work)
+            _wait(self.work)  # where it raises, the next use does, too
+            self.waiting.append(stream)
             return
+        self.waiting.append(stream)
         waited = self.tracer.create_proxy("call_function", _wait_comm, (self.result,), {}, name="wait_comm")
         trace_as(self.tensor, waited, self.tracer)  # type: ignore[arg-type]
         with untraced():  # some transports finish the result here, with ops

@@ -43,26 +43,30 @@ class _Memory:
 
 
 class _Work(Work):
-    """NCCL's handle. Ends with an error once it was aborted."""
+    """NCCL's handle. event: None until its kernel is launched. aborted: the watchdog's reason to end it."""
 
-    def __init__(self, streams: Streams, event: Clock, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, streams: Streams, tensors: list[torch.Tensor]) -> None:
         super().__init__()
-        self._streams, self._event, self._kept = streams, event, tensors
+        self._streams, self._kept = streams, tensors
+        self.event: Clock | None = None
         self.aborted: str | None = None
 
     def wait(self, timeout: Any = None) -> bool:
         self._streams.log.append("wait")
         if self.aborted:
             raise RuntimeError(self.aborted)
-        self._streams.wait_for(self._event)
+        if self.event is None:  # NCCL returns at once, with nothing written
+            raise RaceError("a collective is waited for in an NCCL group that has not ended")
+        self._streams.wait_for(self.event)
         self._kept = []
         return True
 
     def is_completed(self) -> bool:
         assert not self._streams.capturing, "an event is queried while its stream is captured"
-        if self._streams.completed:
-            self._streams.seen_by_host(self._event)
-        return self._streams.completed
+        if not self._streams.completed or self.event is None:
+            return False
+        self._streams.seen_by_host(self.event)
+        return True
 
 
 class Streams(TorchDispatchMode):
@@ -76,6 +80,7 @@ class Streams(TorchDispatchMode):
         self.log: list[str] = []
         self.works: list[_Work] = []
         self._seen: dict[str, Clock] = {}
+        self._queued: list[Callable[[], None]] | None = None  # of an NCCL group that has begun
         self._memory: dict[int, _Memory] = {}
         self._pending: dict[int, Clock] = {}  # of results of functional collectives
         self._steps = itertools.count(1)
@@ -89,6 +94,15 @@ class Streams(TorchDispatchMode):
             yield
         finally:
             self.current = before
+
+    @contextmanager
+    def nccl_group(self) -> Iterator[None]:
+        """ncclGroupStart and End: what is issued in between is launched at its end."""
+        self._queued = []
+        yield
+        queued, self._queued = self._queued, None
+        for launch in queued:
+            launch()
 
     def event(self, stream: str | None = None) -> Clock:
         """Behind all that the stream, or the current one, holds."""
@@ -136,10 +150,19 @@ class Streams(TorchDispatchMode):
         group = given.get("process_group")
         stream = f"of {ProcessGroup.unbox(group).group_name}" if alone and group is not None else self.current
         stream = f"of {given['group_name']}" if functional else stream
-        if alone:
-            self.wait_for(self.event(), stream)
         reads, writes = _uses(func, args, kwargs)
-        self._use(reads, writes, str(func), stream)
+        work = _Work(self, tensors if alone else [])
+
+        def launch() -> None:
+            if alone:
+                self.wait_for(self.event(), stream)
+            self._use(reads, writes, str(func), stream)
+            work.event = self.event(stream)
+
+        if self._queued is None or functional:
+            launch()
+        else:
+            self._queued.append(launch)
         result = func(*args, **kwargs)
         if functional:
             self._allocate(result)
@@ -147,7 +170,6 @@ class Streams(TorchDispatchMode):
             self._use([], [result], str(func), stream)
             self._pending[result.untyped_storage()._cdata] = self.event(stream)
             return result
-        work = _Work(self, self.event(stream), tensors if alone else [])
         self.works.append(work)  # a handle that is dropped keeps its tensors, as the watchdog does
         boxed = work.boxed()
         return (*result[:-1], boxed) if isinstance(result, tuple) else boxed

@@ -188,6 +188,62 @@ def test_a_write_waits_on_each_stream_for_collectives_that_read(group: dist.Proc
         x.add_(1)
 
 
+# --- what NCCL has and gloo lacks ------------------------------------------------------------------
+
+
+def test_no_event_is_queried_in_a_capture(group: dist.ProcessGroup) -> None:
+    with recorded_streams() as streams:
+        streams.capturing = streams.completed = True
+        x = CommTensor(torch.ones(4))
+        for _ in range(3):
+            all_gather_single(CommTensor(torch.ones(32)), x, async_op=True)
+        x.add_(1)
+        assert streams.log.count("wait") == 3
+
+
+def test_what_is_issued_in_an_nccl_group_is_waited_for_after_its_end(group: dist.ProcessGroup) -> None:
+    with recorded_streams() as streams:
+        bucketer = ReduceScatterBucketer(1, check_ranks="never")
+        with streams.nccl_group():
+            x, y = CommTensor(torch.ones(4)), CommTensor(torch.ones(4))
+            dist.all_reduce(x, async_op=True)
+            dist.all_reduce(y, async_op=True)
+            bucketer.reduce_scatter_async(torch.ones(16), group, lambda r: r.add_(1))
+            with pytest.raises(RaceError, match="in an NCCL group that has not ended"):
+                y * 1
+        x * 2
+        bucketer.flush()
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_a_communicator_that_the_watchdog_aborts(group: dist.ProcessGroup, hold: bool) -> None:
+    with recorded_streams() as streams:
+        bucketer = ReduceScatterBucketer(64 * 4 / 2**20, hold_inputs=hold, check_ranks="never")
+        called: list[Tensor] = []
+        for _ in range(2):  # the first is under way when the second comes
+            bucketer.reduce_scatter_async(torch.ones(64), group, called.append)
+        streams.works[0].aborted = "NCCL communicator was aborted on rank 0"
+        with pytest.raises(RuntimeError, match="was aborted") as caught:
+            bucketer.reduce_scatter_async(torch.ones(64), group, called.append)
+        assert any("inputs of this bucket are dropped" in note for note in caught.value.__notes__)
+        # The aborted kernel may still run: nobody else gets its buffer.
+        bucketer.reduce_scatter_async(torch.ones(64), group, called.append)
+        bucketer.flush()
+        assert len(called) == 3
+        bucketer.teardown()
+        assert bucketer.counters.held_bytes == 0
+
+
+def test_an_error_that_comes_with_the_wait_is_the_readers(group: dist.ProcessGroup) -> None:
+    with recorded_streams() as streams:
+        x = CommTensor(torch.ones(4))
+        dist.all_reduce(x, async_op=True)
+        streams.works[0].aborted = "NCCL error: unhandled system error"
+        for _ in range(2):  # the second read, too: what it holds was never written
+            with pytest.raises(RuntimeError, match="unhandled system error"):
+                x * 2
+
+
 # --- redistribution --------------------------------------------------------------------------------
 
 PLACEMENTS = [Replicate(), Partial(), Shard(0), Shard(1)]

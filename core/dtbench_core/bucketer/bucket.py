@@ -349,8 +349,7 @@ class Bucket:
         """Waits for a collective; its callbacks are then due."""
         self._flying.remove(load)
         try:
-            if load.work is not None:
-                load.work.wait()
+            self._await_work(load)
             if load.lent is not None:
                 check_unchanged([load.lent], [load.lent_version])
             results = self._results(load)
@@ -360,6 +359,16 @@ class Bucket:
         if results:
             outcome.due.append((load.callbacks, results))
         self._release(load)
+
+    def _await_work(self, load: Load) -> None:
+        try:
+            if load.work is not None:
+                load.work.wait()
+        except Exception:
+            if load.buffer is not None:
+                self.pool.lose(load.buffer)
+                load.buffer = None
+            raise
 
     def _results(self, load: Load) -> list[Tensor]:
         """Of each input a result of its own: what a caller keeps keeps nothing else. Empty without callbacks."""

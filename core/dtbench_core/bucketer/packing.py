@@ -96,6 +96,11 @@ class Pool:
         self.in_use -= buffer.nbytes
         self._free.append(buffer)
 
+    def lose(self, buffer: Tensor) -> None:
+        """Does not take back what `take` gave: a collective that failed may still use it."""
+        self.in_use -= buffer.nbytes
+        self.counters.hold(-buffer.nbytes)
+
     def clear(self) -> None:
         """Frees what is not in use."""
         self.counters.hold(-sum(b.nbytes for b in self._free))
