@@ -161,8 +161,9 @@ class Result:
 
     samples_s: per sample, the max over the participating ranks. rank_samples_s: rank (as text) ->
     that rank's own samples; rank_arrivals_s: how much later than the first rank it began each of them,
-    per call as the samples are, empty where no common clock tells. rank: the rank that failed, where one did.
-    algbw_Bps, busbw_Bps: of the estimate (`estimator_of`).
+    per call as the samples are, empty where no common clock tells; `arrival_error_s` of the counters says how far off
+    that may be where clocks were compared: a GPU's and the host's, or those of two hosts. rank: the
+    rank that failed, where one did. algbw_Bps, busbw_Bps: of the estimate (`estimator_of`).
     """
 
     suite: Name

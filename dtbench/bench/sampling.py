@@ -22,6 +22,7 @@ from dtbench.bench.arrivals import lateness_s
 from dtbench.bench.clock import Clock
 from dtbench.bench.measure import Schedule, Subject, measure, release_memory
 from dtbench.model import Case, Status
+from dtbench.world.clocks import Offset, halfway
 from dtbench.world.failure import Now
 
 # A block of warm-up calls that is less than this much faster than the one before ends the warm-up.
@@ -65,6 +66,7 @@ class Instruments:
 
     barrier: all ranks of the world leave it together. kernel: names the running kernel, whose monotonic clock
     says when samples began. gpu_state: clocks and throttling of this rank's GPU, None without one.
+    clock_offset: from this rank's monotonic clock to rank 0's, None where nobody asks; all ranks call it at once.
     """
 
     clocks: Mapping[Literal["host", "device"], Clock]
@@ -72,6 +74,7 @@ class Instruments:
     budget: Budget
     kernel: str | None = None
     gpu_state: Callable[[], Mapping[str, Any] | None] = lambda: None
+    clock_offset: Callable[[], Offset | None] = lambda: None
     monotonic: Callable[[], float] = time.monotonic
 
 
@@ -190,6 +193,8 @@ class Adaptive(Voted):
         self._alone = case.calls_per_sample == 1 and case.clock == "device"
         self._samples: dict[str, list[float | None]] = {impl: [] for impl in impls}
         self._started: dict[str, list[int | None]] = {impl: [] for impl in impls}
+        self._error_ns = dict.fromkeys(impls, 0.0)  # of when they began, on this rank's clock
+        self._offset: Offset | None = None
         self._throttled: str | None = None
         self._call_s: dict[str, float] = {}  # on rank 0: the slowest rank's time per call
 
@@ -226,13 +231,15 @@ class Adaptive(Voted):
     def sample(self) -> None:
         """Rounds of one sample per impl, a vote every quarter of a second."""
         total = self.vote({}, lambda votes: self._choose_total())
-        before = self._with.gpu_state()
+        before, offset = self._with.gpu_state(), self._with.clock_offset()
         rounds = self.vote({}, lambda votes: self._choose_rounds(0, total))
         done = 0
         while rounds:
             self._rounds(range(done, done + rounds))
             done += rounds
             rounds = self.vote({}, functools.partial(self._next_rounds, done, total))
+        after = self._with.clock_offset()
+        self._offset = halfway(offset, after) if offset and after else None
         reasons = [r for state in (before, self._with.gpu_state()) if state for r in state["throttled_by"]]
         self._throttled = ", ".join(dict.fromkeys(reasons)) or None
 
@@ -252,6 +259,8 @@ class Adaptive(Voted):
             "samples": self._samples[impl] if participates else None,
             "started": self._started[impl],
             "kernel": self._with.kernel,
+            "offset": self._offset and [self._offset.ns, self._offset.uncertainty_ns],
+            "error_ns": self._error_ns[impl],
             "throttled": self._throttled,
         }
 
@@ -280,6 +289,7 @@ class Adaptive(Voted):
                 took = self.live[impl].attempt(sample)
                 self._samples[impl].append(took)
                 self._started[impl].append(None if took is None else self._clock.started_ns)
+                self._error_ns[impl] = max(self._error_ns[impl], self._clock.error_ns)
 
     # ---- what rank 0 decides ----
 
@@ -343,7 +353,8 @@ def combine(parts: Sequence[Mapping[str, Any]], calls: int = 1) -> Outcome:
 
     The counters are the lowest participating rank's. Where several ranks take part, `skew_s` is added:
     the median over samples of the difference between the slowest and the fastest rank. The rank with
-    the shortest time in a collective is the one that came last.
+    the shortest time in a collective is the one that came last. `arrival_error_s`, where clocks had to be compared,
+    is how far off a rank's arrivals may be, either way.
     """
     own = {rank: part["samples"] for rank, part in enumerate(parts) if part["samples"] is not None}
     if not own:
@@ -359,6 +370,11 @@ def combine(parts: Sequence[Mapping[str, Any]], calls: int = 1) -> Outcome:
         counters["skew_s"] = statistics.median(max(row) - min(row) for row in rounds)
         by_rank = {str(r): tuple(column) for r, column in zip(own, zip(*rounds, strict=True), strict=True)}
         arrivals = _arrivals({rank: parts[rank] for rank in own}, whole, calls)
+        error_ns = max(
+            part["error_ns"] + (part["offset"] or [0, 0])[1] for part in map(parts.__getitem__, own)
+        )
+        if arrivals and error_ns:
+            counters["arrival_error_s"] = error_ns * 1e-9 / calls
     throttled = {rank: part["throttled"] for rank, part in enumerate(parts) if part["throttled"]}
     if throttled:
         counters["throttled"] = 1.0
@@ -373,6 +389,7 @@ def _arrivals(
     began = {rank: [part["started"][i] for i in rounds] for rank, part in parts.items()}
     if any(time is None for times in began.values() for time in times):
         return {}
-    late = lateness_s(began, {rank: part["kernel"] for rank, part in parts.items()})
+    kernels = {rank: part["kernel"] for rank, part in parts.items()}
+    late = lateness_s(began, kernels, {r: Offset(*p["offset"]) for r, p in parts.items() if p["offset"]})
     # Nanoseconds: more digits would only fill the file.
     return {str(rank): tuple(round(float(s) / calls, 9) for s in late[rank]) for rank in late}

@@ -34,6 +34,7 @@ from dtbench.masking import mask_arguments
 from dtbench.mesh import format_mesh
 from dtbench.model import Plan, Result, Run
 from dtbench.suite import Suite, load
+from dtbench.world.clocks import Offset
 from dtbench.world.failure import Diagnosis, Now
 from dtbench.world.launch import AGAIN, OUTPUT, launch_number, start_again
 from dtbench.world.rank import Rank
@@ -181,7 +182,11 @@ class Session:
         if not real:
             return
         with rank.process_group(job.plan.mesh, self._options.timeout_s) as (group, barrier):
-            tools = instruments(barrier=barrier, budget=budget_of("ranks", quick))
+            tools = instruments(
+                barrier=barrier,
+                budget=budget_of("ranks", quick),
+                clock_offset=functools.partial(rank.clock_offset, time.perf_counter_ns),
+            )
             for _ in range(MAX_REFINEMENTS):
                 sweep.measure(real, group, rank.ranks, tools)
                 real = self._agree_on_more(job, rank.ranks)
@@ -429,10 +434,17 @@ def _record_failed(diagnosis: Diagnosis, now: Now, output: Path, writer: RunWrit
 # --------------------------------------------------------------------------------- the real instruments
 
 
-def instruments_of(device: Any, *, barrier: Callable[[], None], budget: Any) -> Instruments:
-    """The clocks and the GPU's state of the device. barrier: of all ranks. budget: a `sampling.Budget`."""
+def instruments_of(
+    device: Any,
+    *,
+    barrier: Callable[[], None],
+    budget: Any,
+    clock_offset: Callable[[], Offset | None] = lambda: None,
+) -> Instruments:
+    """The clocks and the GPU's state of the device. barrier: of all ranks. budget: a `sampling.Budget`.
+    clock_offset: see `Instruments`."""
     from dtbench.bench.clock import clocks_of
     from dtbench.machine import provenance as machine
 
     gpu_state = functools.partial(machine.gpu_state, device.index or 0) if is_gpu(device) else lambda: None
-    return Instruments(clocks_of(device), barrier, budget, machine.boot_id(), gpu_state)
+    return Instruments(clocks_of(device), barrier, budget, machine.boot_id(), gpu_state, clock_offset)

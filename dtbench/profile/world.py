@@ -65,7 +65,7 @@ class RankProfile:
 
         rank, ranks, request = self._rank, self._rank.ranks, self._request
         self._epoch_ns = int(ranks.agree(time.time_ns(), lambda votes: votes[0]))
-        host_clock = self._host_clock()
+        host_clock = rank.clock_offset(time.time_ns)
         plan = request.options.plan("cuda" if device_type == "cuda" else "cpu", ranks.size)
         if ranks.rank == 0:
             refuse_taken(request.folder, "remove it")
@@ -97,19 +97,6 @@ class RankProfile:
             if self._place.rank == 0:
                 complain(f"{recording.section}: {bad.status}, {bad.reason} (rank {bad.rank})")
         now.suite = ""
-
-    def _host_clock(self) -> clocks.Offset:
-        """From this rank's host clock to rank 0's; ranks of other hosts ask in turn."""
-        mine, store = self._place.rank, self._rank.store
-        boot_ids = [info["boot_id"] for info in self._rank.infos]
-        for rank, boot_id in enumerate(boot_ids):
-            if rank == 0 or (boot_id is not None and boot_id == boot_ids[0]):
-                continue
-            if mine == 0:
-                clocks.answer(store, rank)
-            elif mine == rank:
-                return clocks.ask(store, rank)
-        return clocks.SAME_CLOCK
 
     def _part(self, host_clock: clocks.Offset, sampler: Sampler | None) -> _Part:
         recordings, info = self._recordings, self._rank.infos[self._place.rank]

@@ -149,8 +149,36 @@ def test_a_rehearsal_measures_with_a_gpus_instruments(monkeypatch: pytest.Monkey
     assert [gpu["name"] for gpu in machine.gpus()] == ["no GPU (rehearsal)"]
 
 
-def test_ranks_on_gpus_tell_who_came_last() -> None:
-    def part(began: int) -> dict[str, Any]:
-        return {"counters": {}, "samples": [1e-3], "started": [began], "kernel": "k", "throttled": None}
+def test_ranks_on_gpus_of_two_hosts_tell_who_came_last() -> None:
+    """Two ranks, each with a clock of its host and another of its GPU, all set to other times; rank 1 is late."""
+    late_ns, ahead_ns, samples = 400_000, 3_000_000_000, 5
+    wall = [0, 0]  # true time, as each rank lives through it
 
-    assert combine([part(0), part(40_000)]).rank_arrivals_s == {"0": (0.0,), "1": (4e-5,)}
+    def part(rank: int) -> dict[str, Any]:
+        def host() -> int:
+            wall[rank] += 1_000  # a reading takes a microsecond
+            return wall[rank] + rank * ahead_ns
+
+        def wait(until: float) -> None:
+            wall[rank] = round(until) - rank * ahead_ns
+
+        gpus = FakeGpus(lambda: wall[rank] + rank * ahead_ns, wait, skew_ns=[7e11, -2e12][rank])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "perf_counter_ns", host)
+            clock = GpuClock(CPU, gpus)
+            taken, started, error_ns = [], [], 0.0
+            for number in range(samples):
+                clock.settle()
+                wall[rank] = 1_000_000 * (number + 1) + (rank * late_ns if number % 2 else 0)  # a barrier
+                taken.append(clock.measure(lambda: gpus.launch(10_000), 1))
+                started.append(clock.started_ns)
+                error_ns = max(error_ns, clock.error_ns)
+        offset = [-rank * ahead_ns + rank * 50.0, rank * 200.0]  # as a ping may have found it
+        facts = {"counters": {}, "kernel": f"k{rank}", "throttled": None, "offset": offset}
+        return facts | {"samples": taken, "started": started, "error_ns": error_ns}
+
+    found = combine([part(0), part(1)])
+    error_s = found.counters["arrival_error_s"]
+    assert 0 < error_s < 2e-6
+    for number, (first, second) in enumerate(zip(*found.rank_arrivals_s.values(), strict=True)):
+        assert abs(second - first - (late_ns * 1e-9 if number % 2 else 0.0)) <= 2 * error_s

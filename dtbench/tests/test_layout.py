@@ -22,6 +22,7 @@ from dtbench.show.tables import print_runs
 from dtbench.stats import summarize
 from dtbench.tests import made_up
 from dtbench.tests.test_tables import table_of
+from dtbench.world.clocks import SAME_CLOCK, Offset
 
 
 def header(mesh: dict[str, int], hosts: list[str], **facts: list[Any]) -> dict[str, Any]:
@@ -162,6 +163,17 @@ def test_where_a_clock_tells_a_sample_lasts_until_the_last_rank_of_a_group_is_do
     assert from_last_arrival_s(impossible, [[0, 2]]) == (3.0, 9.0)
     lacking = timed("dp", rank_arrivals_s={"0": (2.0,)})
     assert from_last_arrival_s(lacking, [[0, 2]]) == ()
+
+
+@pytest.mark.parametrize("error_ns", [1, 100, 10**9])
+def test_measured_offsets_correct_what_barriers_suggest(error_ns: float) -> None:
+    """Rank 1, on another host whose clock is 5 s ahead, leaves every barrier 10 us after rank 0."""
+    started = {0: [100, 200_100, 400_100], 1: [5 * 10**9 + t + 10_000 for t in (100, 200_100, 400_100)]}
+    offsets = {0: SAME_CLOCK, 1: Offset(-5e9 + 40, error_ns)}
+    found = lateness_s(started, {0: "a", 1: "b"}, offsets)
+    # Where the ping bounds it loosely, the barriers are believed; else as far as the ping allows.
+    late_ns = 0 if error_ns > 10_000 else 10_000 + 40 - error_ns
+    assert found[1] * 1e9 == pytest.approx([late_ns] * 3, abs=1e-3)
 
 
 @given(st.data())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from dtbench.profile.sections import skews
 from dtbench.profile.spans import Overhead, Span
 from dtbench.suite import Suite
 from dtbench.world import clocks
+from dtbench.world.ranks import StoreRanks
 
 # ------------------------------------------------------------------------------- intervals
 
@@ -389,12 +390,25 @@ def test_another_hosts_clock_is_found_over_the_store() -> None:
 
     store = HashStore()
     store.set_timeout(timedelta(seconds=20))
-    ahead_ns = 5_000_000_000
-    thread = threading.Thread(target=clocks.answer, args=(store, 3, lambda: time.time_ns() + ahead_ns))
-    thread.start()
-    offset = clocks.ask(store, 3)
-    thread.join()
-    assert abs(offset.ns - ahead_ns) <= offset.uncertainty_ns
+    # Ranks 0 and 1 share a kernel, 2 and 4 another one; nothing is known of that of 3.
+    kernels = ["a", "a", "b", None, "b"]
+    ahead = [0, 0, 5_000_000_000, -7_000_000, 5_000_000_000]
+
+    def on(rank: int) -> list[clocks.Offset]:
+        ranks = StoreRanks(store, rank, len(kernels), lambda _reason: None)
+        now = lambda: time.time_ns() + ahead[rank]  # noqa: E731
+        return [
+            clocks.to_rank_0(ranks, store, kernels, now) for _ in range(2)
+        ]  # a second time, by other keys
+
+    with ThreadPoolExecutor(len(kernels)) as pool:
+        found = list(pool.map(on, range(len(kernels))))
+    assert found[0] == found[1] == [clocks.SAME_CLOCK] * 2 and found[2] == found[4]
+    for rank in (2, 3, 4):
+        assert all(o.uncertainty_ns > 0 and abs(o.ns + ahead[rank]) <= o.uncertainty_ns for o in found[rank])
+    assert not store.check(["clock/0/2/0/ask"])  # nothing is left behind
+    drifted = clocks.halfway(clocks.Offset(10.0, 2.0), clocks.Offset(30.0, 1.0))
+    assert drifted == clocks.Offset(20.0, 12.0)
 
 
 # ------------------------------------------------------------------------------- GPUs

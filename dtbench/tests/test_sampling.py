@@ -35,6 +35,7 @@ class FakeClock:
     def __init__(self) -> None:
         self.now = 0.0
         self.started_ns: int | None = None
+        self.error_ns = 0.0
         self.settled: list[bool] = []
 
     def settle(self, *, cold: bool = False) -> None:
@@ -363,6 +364,8 @@ def test_combining_leaves_out_rounds_that_a_rank_missed() -> None:
             "samples": list(samples),
             "started": [None if s is None else 10**18 + round(s * 1e9) for s in samples],
             "kernel": "k",
+            "offset": None,
+            "error_ns": 0.0,
             "counters": {"n": 1},
             "throttled": None,
         }

@@ -22,6 +22,7 @@ from typing import Any, NoReturn, Self
 
 from dtbench.errors import EXIT_OK, DtbenchError, WorldBrokenError, complain, describe
 from dtbench.mesh import Mesh
+from dtbench.world import clocks
 from dtbench.world.failure import Diagnosis, FailureDetector, Now, block_signals, exit_now
 from dtbench.world.launch import NOTE, Note, end_with_launcher
 from dtbench.world.ranks import (
@@ -110,6 +111,11 @@ class Rank:
         hosts = [info["host"] for info in self.infos]
         self._detector.join(self.connect, hosts, lambda: ranks.votes, None if place.agent_store else 0)
         self.ranks = ranks
+
+    def clock_offset(self, now_ns: Callable[[], int]) -> clocks.Offset:
+        """From this rank's clock to rank 0's, and how far off that may be; all ranks call it."""
+        kernels = [info["boot_id"] for info in self.infos]
+        return clocks.to_rank_0(self.ranks, self.store, kernels, now_ns)
 
     @contextlib.contextmanager
     def process_group(self, mesh: Mesh, timeout_s: float) -> Iterator[tuple[LiveWorld, Callable[[], None]]]:
