@@ -42,6 +42,7 @@ _COMMANDS = {
         "validate": "cost.command",
         "regret": "cost.command",
         "predict": "cost.predict.command",
+        "plan": "cost.plan.command",
         "export": "cost.export.command",
     },
     "Help": {"completion": "completion"},

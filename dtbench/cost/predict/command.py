@@ -68,7 +68,7 @@ def predict_command(
     Per layer and step, by a calibrated topology. Compares tensor parallelism with and without sequence
     parallelism, and DDP, ZeRO-2 and FSDP (HSDP, where the mesh has a dim `replicate`), also on more ranks
     than were measured. A file for --model has the keys hidden, layers, heads, ffn and vocab; and where they
-    differ, kv_heads, head_dim, gated, experts, tied.
+    differ, kv_heads, head_dim, gated, experts, experts_per_token, tied.
 
     \b
     Example:

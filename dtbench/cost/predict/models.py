@@ -33,6 +33,7 @@ class Model:
     vocab: int
     gated: bool = True  # three matrices in the MLP (SwiGLU) instead of two
     experts: int = 1
+    experts_per_token: int = 1
     tied: bool = False  # one matrix is both embedding and head
     source: str = ""
 
@@ -93,6 +94,7 @@ BUILT_IN = {
             14336,
             32000,
             experts=8,
+            experts_per_token=2,
             source="config.json of mistralai/Mixtral-8x7B-v0.1",
         ),
     )
@@ -116,6 +118,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     vocab: _Size
     gated: bool = True
     experts: _Size = 1
+    experts_per_token: _Size = 1
     tied: bool = False
     source: str = ""
 
@@ -130,6 +133,7 @@ _HUGGING_FACE = {
     "ffn": "intermediate_size",
     "vocab": "vocab_size",
     "experts": "num_local_experts",
+    "experts_per_token": "num_experts_per_tok",
     "tied": "tie_word_embeddings",
 }
 _GATED_FAMILIES = ("llama", "mistral", "mixtral")
@@ -139,7 +143,8 @@ def find_model(name_or_path: str) -> Model:
     """A built-in model by name, or the model in a JSON or TOML file.
 
     Keys of a file: hidden, layers, heads, ffn, vocab; and, where they differ from what is in brackets,
-    kv_heads [heads], head_dim [hidden / heads], gated [true], experts [1], tied [false], name, source.
+    kv_heads [heads], head_dim [hidden / heads], gated [true], experts [1], experts_per_token [1], tied [false],
+    name, source.
     A config.json of Hugging Face of the families llama, mistral and mixtral is taken too.
 
     Raises:
@@ -195,6 +200,11 @@ def _model(path: Path, content: Mapping[str, Any]) -> Model:
     kv_heads = file.heads if file.kv_heads is None else file.kv_heads
     if kv_heads > file.heads:
         raise fail(f"kv_heads {kv_heads} is more than heads {file.heads}", "at most as many")
+    if file.experts_per_token > file.experts:
+        raise fail(
+            f"experts_per_token {file.experts_per_token} is more than experts {file.experts}",
+            "at most as many",
+        )
     given = msgspec.structs.asdict(file) | {"kv_heads": kv_heads}
     given["head_dim"] = file.hidden // file.heads if file.head_dim is None else file.head_dim
     return Model(**given | {"name": file.name or path.stem, "source": file.source or path.name})

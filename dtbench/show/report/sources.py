@@ -17,6 +17,7 @@ from dtbench.cost.regret import Regret
 from dtbench.errors import UnreadableRunError, UsageError
 from dtbench.files.gate import Gate
 from dtbench.files.history import Line, read_history
+from dtbench.files.plan import PlanFile, StepsFile
 from dtbench.files.profile import Call, Calls, Ranks, Section
 from dtbench.files.read import BadFieldError, decode, into, opened, read_json, shown
 from dtbench.files.run import read_run
@@ -32,7 +33,9 @@ MAX_JSON_BYTES = 64 * 2**20
 MAX_TRACE_BYTES = 32 * 2**20
 _HEAD_BYTES = 4096
 _FIRST_KIND = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(run|history)"')
-KINDS = "a run, a topology, results of gate, regret or profile, a history, or a table of verdicts on ops"
+KINDS = (
+    "a run, a topology, results of gate, regret, plan or profile, a history, or a table of verdicts on ops"
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class Sources:
     verdict_runs: tuple[Run, ...] = ()
     verdict_tables: tuple[Baseline, ...] = ()
     histories: tuple[History, ...] = ()
+    plans: tuple[PlanFile, ...] = ()
+    steps: tuple[StepsFile, ...] = ()
     notes: tuple[str, ...] = ()
     peaks: Mapping[str, float] = field(default_factory=dict)
 
@@ -113,6 +118,12 @@ def _with_json(sources: Sources, path: Path, data: Mapping[str, Any]) -> Sources
         return _add(sources, path, "calls", *_read(path, data, Calls, "table of `dtbench profile`").cases)
     if kind == "profile of ranks":
         return _add(sources, path, "ranks", *_read(path, data, Ranks, "table of `dtbench profile`").sections)
+    if kind == "plan":
+        return _add(sources, path, "plans", _read(path, data, PlanFile, "result of `dtbench plan --json`"))
+    if kind == "plan validation":
+        return _add(
+            sources, path, "steps", _read(path, data, StepsFile, "result of `dtbench plan --validate`")
+        )
     if {"torch", "verdicts"} <= set(data):
         return _add(sources, path, "verdict_tables", read_baseline(path))
     if {"mesh", "groups"} <= set(data):

@@ -1,0 +1,86 @@
+"""A machine's constants fitted to measured steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from msgspec import structs
+from scipy.optimize import least_squares
+
+from dtbench.cost.plan.machines import Error, Fitted, Machine, NodeLinks
+from dtbench.cost.plan.step import predict_step
+from dtbench.cost.plan.validate import Measured, PlanValidation, halves, predict_rows, residuals
+from dtbench.errors import UsageError
+
+# Steps off by more than this count less and less: a measured table holds runs that went wrong.
+USUAL_ERROR = 0.05
+_FIELDS = Fitted.__struct_fields__
+
+
+@dataclass(frozen=True)
+class Fit:
+    """machine: with constants from all rows. held_out: one half predicted by constants from the other."""
+
+    machine: Machine
+    held_out: PlanValidation
+
+
+def fit_machine(measured: Sequence[Measured], start: Machine, source: str) -> Fit:
+    """Fits the constants of `Fitted`, and the network's bandwidth where a row has several nodes, by least squares of
+    the times' logarithms.
+
+    Raises:
+        UsageError: fewer rows than would tell.
+    """
+    if len(measured) < 4 * len(_FIELDS):
+        raise UsageError(
+            f"{len(measured)} measured steps are too few to fit {len(_FIELDS)} constants: give {4 * len(_FIELDS)}"
+        )
+    first, second = halves(measured)
+    half = _fitted(first, start)
+    held_out = PlanValidation(
+        f"{len(second)} steps predicted by constants fitted to {len(first)} others",
+        predict_rows(second, half, NodeLinks(half)),
+    )
+    low, high = np.quantile(list(residuals(held_out.rows)), [0.05, 0.95])
+    whole = _fitted(measured, start)
+    return Fit(
+        structs.replace(
+            whole, fitted_on=source, error=Error(low=round(float(low), 3), high=round(float(high), 3))
+        ),
+        held_out,
+    )
+
+
+def _fitted(measured: Sequence[Measured], start: Machine) -> Machine:
+    several_nodes = any(one.job.gpus > start.gpus_per_node for one in measured)
+    times = np.log([one.time_s for one in measured])
+
+    def machine_of(logarithms: np.ndarray) -> Machine:
+        values = np.exp(logarithms)
+        fitted = Fitted(**{name: _round(value) for name, value in zip(_FIELDS, values, strict=False)})
+        network = structs.replace(start.network, GBps=_round(values[-1])) if several_nodes else start.network
+        return structs.replace(start, fitted=fitted, network=network)
+
+    def off(logarithms: np.ndarray) -> np.ndarray:
+        machine = machine_of(logarithms)
+        links = NodeLinks(machine)
+        return np.log([predict_step(one.job, one.layout, machine, links).total_s for one in measured]) - times
+
+    values = [getattr(start.fitted, name) for name in _FIELDS] + [start.network.GBps] * several_nodes
+    upper = [0.0 if name in ("matmul", "memory") else np.inf for name in _FIELDS] + [np.inf] * several_nodes
+    found = least_squares(
+        off,
+        np.minimum(np.log(values), np.array(upper) - 1e-6),
+        bounds=(-np.inf, upper),
+        loss="soft_l1",
+        f_scale=USUAL_ERROR,
+        diff_step=[1e-4] * len(upper),
+    )
+    return machine_of(found.x)
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.6g}")
