@@ -76,6 +76,7 @@ class RunOptions:
     mesh: Mesh | None = None
     nproc: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    backend: Literal["auto", "gloo"] = "auto"
     sizes_bytes: tuple[int, ...] | None = None
     dtypes: tuple[str, ...] = ("float32",)
     filter: str = ""

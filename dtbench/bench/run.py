@@ -173,9 +173,9 @@ def count_ranks(options: RunOptions, device_type: str) -> int:
     if device_type == "cpu":
         return wanted or DEFAULT_CPU_RANKS
     count = gpus().count()
-    if wanted is not None and wanted > count:
+    if wanted is not None and wanted > count and options.backend != "gloo":
         raise UsageError(
             f"{wanted} ranks are asked for, this host has {count} GPUs: expected at most one rank per GPU; "
-            f"give --nproc {count}, or --device cpu"
+            f"give --nproc {count}, --backend gloo (ranks then share GPUs), or --device cpu"
         )
     return wanted or count

@@ -148,7 +148,9 @@ class Session:
     def _run(self, job: Job) -> None:
         rank = self._rank
         sends = any(task.suite.world == "ranks" for task in job.tasks)
-        rank.join(job.plan.device_type, backend_of(job.plan.device_type) if sends else None)
+        rank.join(
+            job.plan.device_type, backend_of(job.plan.device_type, self._options.backend) if sends else None
+        )
         if rank.place.rank == 0:
             self._writer = self._open(job, rank.infos)
         tasks = self._agree_on_tasks(job, rank.ranks)
@@ -372,7 +374,7 @@ def open_run_file(
         suites=job.suite_names,
         mesh=() if job.alone else job.plan.mesh,
         ranks=ranks,
-        backend=None if job.alone else backend_of(job.plan.device_type),
+        backend=None if job.alone else backend_of(job.plan.device_type, job.options.backend),
         launches=job.options.launches,
     )
     return RunWriter.create(output, header)

@@ -13,9 +13,12 @@ import click
 import pytest
 
 from dtbench import suite as registry
+from dtbench.bench.options import RunOptions
+from dtbench.bench.run import count_ranks
 from dtbench.cli import cli
 from dtbench.errors import EXIT_OK, EXIT_OWN_FAULT, EXIT_USAGE, UsageError
 from dtbench.tests.made_up import Cli
+from dtbench.world.ranks import backend_of
 
 SUITE = str(Path(__file__).with_name("faults_suite.py"))
 
@@ -181,6 +184,9 @@ def test_more_ranks_than_gpus_are_refused(dtbench: Cli, monkeypatch: pytest.Monk
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     code, _, err = dtbench("run", SUITE, "--nproc", "3")
     assert code == EXIT_USAGE and "3 ranks are asked for, this host has 2 GPUs" in err
+    assert count_ranks(RunOptions(nproc=3, backend="gloo"), "cuda") == 3
+    assert [backend_of(device, "gloo") for device in ("cpu", "cuda")] == ["gloo", "gloo"]
+    assert [backend_of(device) for device in ("cpu", "cuda")] == ["gloo", "nccl"]
 
 
 def test_only_rank_0_speaks(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from dtbench.judge.gate import launcher, process
 from dtbench.judge.gate.arms import Arm
 from dtbench.judge.gate.benchmark import Benchmark, Selection
 from dtbench.judge.gate.sampler import FEW_BENCHMARKS, SAMPLES
-from dtbench.judge.gate.selftest import PLAN
+from dtbench.judge.gate.selftest import plan_on
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_arm import made_up_arm
 
@@ -291,7 +291,7 @@ def test_real_launches_count_what_a_call_does(dtbench: Cli, tmp_path: Path):
 def launcher_of(arms: dict[str, Arm], suite: Path, folder: Path) -> launcher.Launcher:
     folder.mkdir(exist_ok=True)
     selections = {name: [Selection(str(suite))] for name in arms}
-    return launcher.Launcher(arms, selections, PLAN, folder, launcher.Limits(60))
+    return launcher.Launcher(arms, selections, plan_on("cpu"), folder, launcher.Limits(60))
 
 
 def real_arm(text: str, path: Sequence[str], **variables: str) -> Arm:

@@ -30,6 +30,7 @@ from dtbench.world.ranks import (
     LiveWorld,
     Place,
     StoreRanks,
+    backend_of,
     barrier_of,
     device_of,
     find_place,
@@ -96,6 +97,7 @@ class Rank:
         from dtbench.machine.provenance import local_rank_info
 
         self._joining = True
+        self._backend = transport or backend_of(device_type)
         place = self.place
         try:
             self.store = self.connect(True)
@@ -122,7 +124,8 @@ class Rank:
         """The world of all ranks and its barrier. timeout_s: of a collective."""
         with contextlib.ExitStack() as stack:
             with self.limit(max(timeout_s, _LEAST_GROUP_S)):
-                world = stack.enter_context(real_world(self.place, self.store, self.device, mesh, timeout_s))
+                here = (self.place, self.store, self.device)
+                world = stack.enter_context(real_world(*here, mesh, timeout_s, self._backend))
                 barrier = barrier_of(self.device)
                 barrier()
             yield world, barrier

@@ -278,9 +278,10 @@ def device_of(device_type: str, local_rank: int) -> torch.device:
     return gpus().select(local_rank % gpus().count())
 
 
-def backend_of(device_type: str) -> str:
-    """The process group's transport for tensors on the device."""
-    return "nccl" if device_type == "cuda" else "gloo"
+def backend_of(device_type: str, asked: str = "auto") -> str:
+    """The process group's transport for tensors on the device. asked: "gloo" where ranks share a GPU, which NCCL
+    refuses; it sends through the host's memory."""
+    return "gloo" if asked == "gloo" or device_type == "cpu" else "nccl"
 
 
 @contextlib.contextmanager
@@ -298,21 +299,21 @@ def simulated_world(device: torch.device) -> Iterator[LiveWorld]:
 
 @contextlib.contextmanager
 def real_world(
-    place: Place, store: Store, device: torch.device, mesh: Mesh, timeout_s: float
+    place: Place, store: Store, device: torch.device, mesh: Mesh, timeout_s: float, backend: str
 ) -> Iterator[LiveWorld]:
-    """The world of all ranks: NCCL on GPUs, gloo on CPUs."""
+    """The world of all ranks. backend: see `backend_of`."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
-    if device.type == "cpu" and place.one_host:
+    if backend == "gloo" and place.one_host:
         _bind_gloo_to_loopback_if_needed()
     dist.init_process_group(
-        backend_of(device.type),
+        backend,
         store=PrefixStore("group", store),
         rank=place.rank,
         world_size=place.world_size,
         timeout=timedelta(seconds=timeout_s + GROUP_GRACE_S),
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if backend == "nccl" else None,
     )
     try:
         yield LiveWorld(place.rank, place.world_size, device, mesh)
@@ -328,7 +329,7 @@ def barrier_of(device: torch.device) -> Callable[[], None]:
         return lambda: dist.barrier()
 
     def barrier() -> None:
-        dist.barrier(device_ids=[device.index])
+        dist.barrier(device_ids=[device.index] if "nccl" in dist.get_backend() else None)
         gpus().synchronize()
 
     return barrier

@@ -108,7 +108,7 @@ def gate_command(
     if selftest:
         from dtbench.judge.gate.selftest import selftest as measure_errors
 
-        return measure_errors(given["budget_s"], given["folder"], given["resume"], say)
+        return measure_errors(given["budget_s"], given["folder"], given["resume"], given["device"], say)
     if base is None or head is None:
         raise click.UsageError(
             "give --base ARM and --head ARM, such as --base rev:origin/main --head rev:HEAD"

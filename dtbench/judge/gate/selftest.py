@@ -32,6 +32,7 @@ from dtbench.judge.gate.launcher import Launcher, Limits
 from dtbench.judge.gate.schedule import ArmName, Launch, LaunchArms, OutOfTimeError, Schedule
 from dtbench.judge.gate.verdict import Judged
 from dtbench.judge.verdicts import Verdict
+from dtbench.model import Plan
 
 DEFAULT_BUDGET_S = 1200.0
 # A trial that needs everything takes 5 rounds of the screen, 5 more where something moved, and 20 fresh pairs;
@@ -42,7 +43,10 @@ CONFIDENCE = 0.95
 # The goals on a loaded machine of two cores.
 FALSE_PER_BENCHMARK, FALSE_PER_RUN = 0.005, 0.02
 FOUND = {3: 0.80, 5: 0.95, 10: 0.95}
-PLAN = RunOptions(impls=("core",)).plan("cpu", DEFAULT_CPU_RANKS)
+
+
+def plan_on(device: str) -> Plan:
+    return RunOptions(impls=("core",)).plan("cuda" if device == "cuda" else "cpu", DEFAULT_CPU_RANKS)
 
 
 # Launches next to each other: "base", "same" and "null" of the same code, and "slowed".
@@ -64,8 +68,11 @@ class Tally:
     found: dict[int, int] = field(default_factory=dict)
 
 
-def selftest(budget_s: float | None, folder: Path | None, resume: bool, say: Callable[[str], None]) -> int:
-    """Makes the pool, runs the trials, prints what came out; 0 where the goals are met, else 3.
+def selftest(
+    budget_s: float | None, folder: Path | None, resume: bool, device: str, say: Callable[[str], None]
+) -> int:
+    """Makes the pool, runs the trials, prints what came out; 0 where the goals are met, else 3. device: "cuda" judges
+    the GPU's times, all others the host's.
 
     Raises:
         UsageError: a budget that holds too few launches.
@@ -74,7 +81,7 @@ def selftest(budget_s: float | None, folder: Path | None, resume: bool, say: Cal
     if (folder / "launches").exists() and not resume:
         raise UsageError(f"{folder} exists already: give another -o, or --resume to go on with its pool")
     (folder / "launches").mkdir(parents=True, exist_ok=True)
-    rounds, benchmarks, controls = _pool(folder, budget_s or DEFAULT_BUDGET_S, say)
+    rounds, benchmarks, controls = _pool(folder, budget_s or DEFAULT_BUDGET_S, device, say)
     if len(rounds) < FEWEST_ROUNDS:
         raise UsageError(
             f"the budget held {len(rounds)} rounds of four launches, trials need {FEWEST_ROUNDS}: "
@@ -99,7 +106,7 @@ def _where_from(folder: Path) -> dict[str, Any]:
 
 
 def _pool(
-    folder: Path, budget_s: float, say: Callable[[str], None]
+    folder: Path, budget_s: float, device: str, say: Callable[[str], None]
 ) -> tuple[list[Round], list[Benchmark], list[Benchmark]]:
     limits = Limits(600.0, time.monotonic() + budget_s, f"{budget_s:g} s")
     with contextlib.ExitStack() as stack:
@@ -110,7 +117,7 @@ def _pool(
         launcher = Launcher(
             {"base": base, "head": slowed},
             selections,
-            PLAN,
+            plan_on(device),
             folder / "launches",
             limits,
             variables={control.KIND: "torch"},
