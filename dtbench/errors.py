@@ -29,6 +29,8 @@ EXIT_OWN_FAULT = 70  # sysexits.h's EX_SOFTWARE
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, the shell's convention
 
 _MAX_REASON_CHARS = 400
+# What torch's allocators of GPUs and of CPUs (c10/core/impl/alloc_cpu.cpp) and C++ say.
+_OUT_OF_MEMORY = ("OutOfMemoryError", "can't allocate memory", "std::bad_alloc")
 
 
 class DtbenchError(Exception):
@@ -65,6 +67,8 @@ def describe(error: BaseException) -> str:
     """The error as one line: its type and the first line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if isinstance(error, MemoryError) or any(sign in text for sign in _OUT_OF_MEMORY):
+        text = f"ran out of memory: {text}"
     return text if len(text) <= _MAX_REASON_CHARS else text[: _MAX_REASON_CHARS - 3] + "..."
 
 

@@ -1,4 +1,7 @@
-"""Temporary folders that do not outlive their program: what a killed one left, the next one removes."""
+"""Temporary folders that do not outlive their program: what a killed one left, the next one removes.
+
+So with processes: those that were started with the folder's name in their environment end with the folder.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +19,7 @@ _PREFIX = "dtbench-scratch-"
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """A new temporary folder, locked while it is in use and removed in the end.
+    """A new temporary folder, locked while it is in use and removed in the end, with the processes that know it.
 
     Those of this user that no program holds are removed first.
     """
@@ -32,7 +36,7 @@ def scratch() -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         os.close(held)
 
 
@@ -42,9 +46,18 @@ def _sweep() -> None:
             found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 if os.fstat(found).st_uid == os.getuid() and _lock(found, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                    shutil.rmtree(folder, ignore_errors=True)
+                    _remove(folder)
             finally:
                 os.close(found)
+
+
+def _remove(folder: Path) -> None:
+    mark = os.fsencode(folder)
+    for environ in Path("/proc").glob("[0-9]*/environ"):  # only Linux has it
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if mark in environ.read_bytes():
+                os.kill(int(environ.parent.name), signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _lock(folder: int, how: int) -> bool:

@@ -87,6 +87,26 @@ def hang(world: World) -> Workload:
     return reduced(world, alone=lambda: time.sleep(600))
 
 
+def differ_in_size(world: World) -> Workload:
+    x = torch.ones(4 if world.rank else 4096)
+    return Workload(lambda: dist.all_reduce(x))
+
+
+def take_all_memory(world: World) -> Workload:
+    return reduced(world, alone=lambda: [b"x" * 2**28 for _ in range(40)])
+
+
+def leave_children(world: World) -> Workload:
+    for session in (False, True):
+        os.posix_spawnp("sleep", ["sleep", "600"], os.environ, setsid=session)
+    return reduced(world)
+
+
+def leave_children_and_die(world: World) -> Workload:
+    leave_children(world)
+    return die(world)
+
+
 @suite("good", world="ranks", help="cases that work")
 def good(plan: Plan) -> Iterator[Case]:
     for n in (1, 2, 3):
@@ -124,3 +144,11 @@ def bad(plan: Plan) -> Iterator[Case]:
     yield Case("grave", {"how": "rank0"}, {"core": die_on_rank_0})
     yield Case("grave", {"how": "alone"}, {"core": raise_alone})
     yield Case("grave", {"how": "hangs"}, {"core": hang})
+
+
+@suite("gone", world="ranks", help="ranks that end, each for another reason")
+def gone(plan: Plan) -> Iterator[Case]:
+    yield Case("sizes", {}, {"core": differ_in_size})
+    yield Case("memory", {}, {"core": take_all_memory})
+    yield Case("children", {}, {"core": leave_children})
+    yield Case("parent_dies", {}, {"core": leave_children_and_die})

@@ -5,14 +5,24 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
 from dtbench.scratch import scratch
 
-# Prints its folder with a file in it, and waits to be told to end.
-_HOLDS = "from dtbench.scratch import scratch\nwith scratch() as f: (f / 'x').touch(); print(f, flush=True); input()"
+# Prints its folder with a file in it and a child that knows the folder, and waits to be told to end.
+_HOLDS = """
+import subprocess
+from dtbench.scratch import scratch
+with scratch() as folder:
+    (folder / "x").touch()
+    env = {"PATH": "/bin:/usr/bin", "PLACE": f"{folder}/x"}
+    child = subprocess.Popen(["sleep", "600"], env=env, stdout=subprocess.DEVNULL)
+    print(folder, child.pid, flush=True)
+    input()
+"""
 
 
 @pytest.fixture
@@ -27,10 +37,11 @@ def test_what_a_killed_program_left_is_removed_by_the_next(temporary: Path) -> N
     command = [sys.executable, "-c", _HOLDS]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
-        left = Path(other.stdout.readline().strip())
+        name, child = other.stdout.readline().split()
+        left, ends = Path(name), Path("/proc", child)
         assert left.parent == temporary
         with scratch() as own:
-            assert (left / "x").exists(), "it is in use"
+            assert (left / "x").exists() and ends.exists(), "it is in use"
             assert own.stat().st_mode & 0o777 == 0o700
         assert not own.exists()
         other.kill()
@@ -38,6 +49,8 @@ def test_what_a_killed_program_left_is_removed_by_the_next(temporary: Path) -> N
         assert (left / "x").exists()
         with scratch() as own:
             assert list(temporary.iterdir()) == [own]
+            while ends.exists() and " Z " not in (ends / "stat").read_text():
+                time.sleep(0.01)
 
 
 def test_what_is_not_a_folder_of_ours_is_left(temporary: Path) -> None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED
+from dtbench.world.deaths import explain, oom_kills
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -40,6 +41,10 @@ GRACE_S = 5.0
 DYING_S = 0.3
 _FOREVER = timedelta(days=7)
 _OUR_FOLDERS = {Path(__file__).parent, Path(__file__).parents[1] / "bench"}
+
+
+class UnreachableError(RuntimeError):
+    """Nothing answers where the store is served, as if the network were cut."""
 
 
 @dataclass
@@ -81,7 +86,8 @@ class RankState:
 
     case, step: how many cases and samples it has begun. where: file, line and function its main
     thread is in. waits: whether that is inside torch or the harness, so that it probably waits for
-    others. raised_at: seconds since 1970, 0 if it did not raise.
+    others. raised_at: seconds since 1970, 0 if it did not raise. oom: whether the kernel has ended a process of
+    the rank's host for lack of memory.
     """
 
     cause: str  # "died", "interrupted", "timeout", "raised", "event"
@@ -92,6 +98,7 @@ class RankState:
     case: int = 0
     raised: str | None = None
     raised_at: float = 0.0
+    oom: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,15 +115,23 @@ class Diagnosis:
 INTERRUPTED = Diagnosis("interrupted", None, EXIT_INTERRUPTED, blames_case=False)
 
 
-def diagnose(states: Mapping[int, RankState], hosts: Sequence[str], timeout_s: float) -> Diagnosis:
-    """Who broke the world, from the states of the ranks that answered."""
+def diagnose(
+    states: Mapping[int, RankState],
+    hosts: Sequence[str],
+    timeout_s: float,
+    words_of: Callable[[int], str] = lambda _rank: "",
+) -> Diagnosis:
+    """Who broke the world, from the states of the ranks that answered and the last words of those that did not."""
 
     def named(ranks: Sequence[int]) -> str:
         return ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
 
     missing = [rank for rank in range(len(hosts)) if rank not in states]
     if missing:
-        return Diagnosis(f"{named(missing)} died or did not answer", missing[0])
+        oom = any(state.oom for rank, state in states.items() if hosts[rank] == hosts[missing[0]])
+        words = "".join(map(words_of, missing))
+        sentence, faulty = explain(named(missing), words, oom, "died or did not answer")
+        return Diagnosis(sentence, missing[0] if faulty else None)
     raised = [rank for rank, state in states.items() if state.raised]
     if raised:
         first = min(raised, key=lambda rank: (states[rank].raised_at, rank))
@@ -154,10 +169,19 @@ class FailureDetector:
 
     report: called once, on the lowest living rank, with what happened; it writes the failed result and the
         last line. Runs in a helper thread.
+    words_of: the last words of a rank that is gone.
     """
 
-    def __init__(self, now: Now, rank: int, size: int, report: Callable[[Diagnosis], None]) -> None:
+    def __init__(
+        self,
+        now: Now,
+        rank: int,
+        size: int,
+        report: Callable[[Diagnosis], None],
+        words_of: Callable[[int], str] = lambda _rank: "",
+    ) -> None:
         self._now = now
+        self._words_of = words_of
         self._rank = rank
         self._report = report
         self._hosts: Sequence[str] = ["this host"] * size
@@ -166,6 +190,7 @@ class FailureDetector:
         self._connect: Callable[[bool], Store] | None = None
         self._store: Store | None = None  # opened when a failure is noticed
         self._votes: Callable[[], int] = lambda: 0
+        self._oom_kills = oom_kills()
         self._raised: tuple[int, str] = (-1, "")  # how many votes were decided, and the reason
         self._raised_at = 0.0
         self._ending = threading.Lock()  # held for ever by the thread that ends the process
@@ -282,14 +307,23 @@ class FailureDetector:
             time.sleep(DYING_S)
         try:
             states = self._ask_all(state)
-        except RuntimeError:
+        except RuntimeError as error:
             first_here = self._rank == self._hosts.index(self._hosts[self._rank])
             after_server = self._serving_rank == 0 and self._rank == 1
-            self._end(self._without_store(), reports=first_here or after_server)
-        self._end(diagnose(states, self._hosts, self._timeout_s), reports=self._rank == min(states))
+            self._end(self._without_store(error), reports=first_here or after_server)
+        diagnosis = diagnose(states, self._hosts, self._timeout_s, self._words_of)
+        self._end(diagnosis, reports=self._rank == min(states))
 
-    def _without_store(self) -> Diagnosis:
+    def _without_store(self, error: RuntimeError) -> Diagnosis:
         """The store is gone, and with it whoever served it; the other ranks cannot be asked."""
+        if isinstance(error, UnreachableError):
+            here = f"rank {self._rank} on {self._hosts[self._rank]}"
+            return Diagnosis(
+                f"{here} no longer reaches the store of the ranks ({error}): the network between them is cut or "
+                "too slow, or that host is down",
+                None,
+                blames_case=False,
+            )
         if self._serving_rank is None:
             return Diagnosis("the process that started the ranks died", None, blames_case=False)
         who = f"rank {self._serving_rank} on {self._hosts[self._serving_rank]}"
@@ -331,7 +365,8 @@ class FailureDetector:
         where, waits = _where(sys._current_frames().get(self._main or 0))
         votes, reason = self._raised
         raised = now.raised or (reason if votes == self._votes() else None)
-        return RankState(cause, now.label, now.step, where, waits, now.case, raised, self._raised_at)
+        oom = oom_kills() > self._oom_kills
+        return RankState(cause, now.label, now.step, where, waits, now.case, raised, self._raised_at, oom)
 
     def _publish(self, event: Mapping[str, Any], store: Store | None = None) -> None:
         if self._connect is None or len(self._hosts) == 1:

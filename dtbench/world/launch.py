@@ -27,6 +27,7 @@ from dtbench.errors import (
     WorldBrokenError,
 )
 from dtbench.scratch import scratch
+from dtbench.world.deaths import explain, last_words, oom_kills, other_words, words_file
 from dtbench.world.failure import INTERRUPTED, Diagnosis, Now
 from dtbench.world.signals import ending_signals, how_ended
 
@@ -112,6 +113,7 @@ def start_ranks(
         # thread per core measure the fight for them.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         failures: list[tuple[int, int]] = []
+        killed_before = oom_kills()
         run_elastic(
             [sys.executable, "-P", "-m", "dtbench", *arguments],
             str(folder),
@@ -125,6 +127,8 @@ def start_ranks(
             local_addr="localhost",  # no look-up of this host's name, which may hang
         )
         note = Note.read(note_path)
+        words = last_words(words_file(note_path, failures[0][0])) if failures else ""
+        print(other_words(folder), end="", file=sys.stderr, flush=True)  # noqa: T201
     said = [code for _, code in failures if code in _SAID_WHY]
     if said and not note.reported:  # refused options, or the note could not be written
         note = dataclasses.replace(note, code=said[0], reported=True)
@@ -133,7 +137,9 @@ def start_ranks(
     diagnosis = INTERRUPTED
     if failures:  # the first to end; those that the launcher ended for it come after it
         rank, code = failures[0]
-        diagnosis = Diagnosis(f"rank {rank} {how_ended(code)}", rank)
+        oom = code == -signal.SIGKILL and oom_kills() > killed_before
+        sentence, faulty = explain(f"rank {rank}", words, oom, how_ended(code))
+        diagnosis = Diagnosis(sentence, rank if faulty else None)
     lost = report(diagnosis, Now(**(note.case or {})))
     return dataclasses.replace(note, code=diagnosis.code, lost=lost)
 

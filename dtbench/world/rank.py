@@ -23,6 +23,7 @@ from typing import Any, NoReturn, Self
 from dtbench.errors import EXIT_OK, DtbenchError, WorldBrokenError, complain, describe
 from dtbench.mesh import Mesh
 from dtbench.world import clocks
+from dtbench.world.deaths import keep_words, last_words, words_file
 from dtbench.world.failure import Diagnosis, FailureDetector, Now, block_signals, exit_now
 from dtbench.world.launch import NOTE, Note, end_with_launcher
 from dtbench.world.ranks import (
@@ -75,7 +76,11 @@ class Rank:
             end_with_launcher()
         quiet_torch()
         place = self.place
-        self._detector = FailureDetector(self.now, place.rank, place.world_size, self._report_failure)
+        if self._note_path:
+            keep_words(words_file(self._note_path, place.rank))
+        self._detector = FailureDetector(
+            self.now, place.rank, place.world_size, self._report_failure, self._words_of
+        )
         self.limit = self._detector.limit
         return self
 
@@ -170,6 +175,9 @@ class Rank:
         self._detector.finish(self.code)
         if self._joining and self.place.rank != 0:
             self.ranks.say_farewell()
+
+    def _words_of(self, rank: int) -> str:
+        return last_words(words_file(self._note_path, rank)) if self._note_path else ""
 
     def _report_failure(self, diagnosis: Diagnosis) -> None:
         lost = self._report(diagnosis)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dtbench.errors import UsageError
 from dtbench.machine.device import gpus
 from dtbench.mesh import Mesh
+from dtbench.world.failure import UnreachableError
 
 if TYPE_CHECKING:
     import torch
@@ -179,8 +180,10 @@ def _expect_server(address: str, port: int) -> None:
             with contextlib.suppress(TimeoutError):
                 if not probe.recv(1):
                     raise ConnectionResetError("the connection was dropped")
-    except OSError as error:
+    except (ConnectionRefusedError, ConnectionResetError) as error:
         raise RuntimeError(f"nobody serves the store at {address}:{port}: {error}") from error
+    except OSError as error:
+        raise UnreachableError(f"{address}:{port}: {str(error).lower()}") from error
 
 
 class StoreRanks:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 from dtbench.tests.faults.table import Fault, Running
 
 RUN = "run SUITE --quick --nproc 2 -o x.jsonl"
+CGROUP = Path(f"/sys/fs/cgroup/memory/dtbench-faults-{os.getpid()}")
 MADE = ("x.jsonl",)
 
 
@@ -18,6 +20,12 @@ def at_two_results(number: int):
         os.kill(running.pid, number)
 
     return during
+
+
+def limit_memory() -> None:
+    CGROUP.mkdir(exist_ok=True)
+    # A launcher and two ranks need less; the first to ask for more is killed.
+    (CGROUP / "memory.limit_in_bytes").write_text(str(3 * 2**30))
 
 
 ROWS = [
@@ -94,6 +102,49 @@ ROWS = [
         "^dtbench: cannot write to x.jsonl: file too large",
         how="program",
         makes=MADE,
+        slow=True,
+    ),
+    Fault(
+        "ranks pass tensors of different sizes to a collective",
+        f"{RUN} --filter 'gone sizes\nhow=none'",
+        5,
+        r"the ranks disagree on the size of a collective: rank 1 on \S+ was sent 4096 bytes at a time where "
+        r"it expected 4 during gone sizes \(core\): recorded as failed; going on with new ranks$",
+        how="forked",
+        makes=MADE,
+        results="1 ok, 1 failed",
+    ),
+    Fault(
+        "a rank takes more memory than its cgroup has",
+        f"sh -c 'echo $$ > {CGROUP}/cgroup.procs && exec \"$@\"' sh {sys.executable} -P -m dtbench {RUN} "
+        "--filter 'gone memory\nhow=none'",
+        5,
+        r"rank 1 on \S+ ran out of memory: the kernel ended it during gone memory \(core\): recorded as failed; going",
+        how="program",
+        given=limit_memory,
+        also=lambda _done: CGROUP.rmdir(),
+        makes=MADE,
+        results="1 ok, 1 failed",
+        needs=("memory limits",),
+        slow=True,
+    ),
+    Fault(
+        "a case leaves processes behind",
+        f"{RUN} --filter 'gone children'",
+        0,
+        how="fresh",
+        makes=MADE,
+        results="1 ok",
+        slow=True,
+    ),
+    Fault(
+        "a case leaves processes behind and its rank is killed",
+        f"{RUN} --filter parent_dies",
+        5,
+        r"rank 1 on \S+ died or did not answer during gone parent_dies \(core\): recorded as failed; going on",
+        how="fresh",
+        makes=MADE,
+        results="1 failed",
         slow=True,
     ),
 ]
