@@ -1,5 +1,6 @@
 # `make bench` measures, calibrates and reports; `make lab` calibrates two hosts made on this machine. `make test`
-# checks all but what is slow, `make test-all` everything, `make coverage` every op against a committed table. All install first.
+# checks all but what is slow, `make test-all` everything, `make coverage` every op against a committed table, `make gpu`
+# measures what one GPU can show. All install first.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +14,9 @@ COMPAT := results/run-compat-$(STAMP)
 LAB := results/lab-$(STAMP)
 HOSTS := $(BIN)/dtbench lab run --hosts 2 --rate 400mbit --ranks-per-host 2 -- dtbench run --device cpu --mesh dp=2,tp=2
 
-.PHONY: bench lab test test-all faults coverage compat docs size install lint types imports fast slow clean
+GPU := results/gpu
+
+.PHONY: bench lab gpu rehearse-gpu test test-all faults coverage compat docs size install lint types imports fast slow clean
 
 bench: install
 	@mkdir -p results reports
@@ -35,6 +38,14 @@ lab: install
 	$(BIN)/dtbench validate $(LAB).topology.json $(LAB)-new.jsonl
 	$(HOSTS) regret --filter redistribute --topology $(LAB).topology.json --launches 3 --timeout 120 -o $(LAB)-ways.jsonl
 	$(BIN)/dtbench regret $(LAB)-ways.jsonl --topology $(LAB).topology.json
+
+# All that one GPU can show, in parts of at most eight minutes; what is done already is not done again. On a machine
+# without network see docs/pages/how-to/gpu.md. Then: the same commands on this CPU, with a fake GPU; no figure counts.
+gpu: install
+	$(BIN)/dtbench gpu-check -o $(GPU)
+
+rehearse-gpu: install
+	$(BIN)/dtbench gpu-check --rehearse -o $(GPU)-rehearsal-$(STAMP)
 
 test: lint types imports fast
 

@@ -33,6 +33,7 @@ _COMMANDS = {
         "new-suite": "bench.command",
         "check-suite": "bench.command",
         "doctor": "machine.command",
+        "gpu-check": "gpu.command",
         "lab": "world.lab.command",
     },
     "Read results": {"show": "show.command", "report": "show.command", "import": "importers.command"},

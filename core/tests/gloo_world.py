@@ -196,8 +196,10 @@ def _mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None, thread: int)
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from core.tests.on_device import DEVICE_TYPE
+
     count = int(torch.tensor(shape).prod())
-    return DeviceMesh("cpu", torch.arange(count).reshape(shape), mesh_dim_names=names)
+    return DeviceMesh(DEVICE_TYPE, torch.arange(count).reshape(shape), mesh_dim_names=names)
 
 
 forget_meshes = _mesh_of.cache_clear  # for worlds of this process, whose meshes end with them

@@ -7,13 +7,13 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from core.tests.gloo_world import RankError, Worlds, mesh_of, on_ranks
+from core.tests.on_device import torch
 from dtbench_core.bucketer import BucketError, ReduceScatterBucketer
 from dtbench_core.bucketer import bucket as module
 

@@ -8,11 +8,11 @@ from functools import partial
 from itertools import product
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.tests.gloo_world import Worlds, mesh_of, on_ranks, on_worlds
+from core.tests.on_device import torch
 from dtbench_core import (
     BucketError,
     CoreError,
@@ -463,8 +463,11 @@ def test_errors_are_those_fairscale_raises(group: dist.ProcessGroup) -> None:
     ):
         bucketer.reduce_scatter_async([torch.ones(3)] * 7, group)
     bucketer.reduce_scatter_async(input_list=[torch.ones(3)] * 8, group=group, callback_fn=None)
-    assert [*bucketer.buckets] == [(torch.float32, torch.device("cpu"), group)]
-    for teardown in (bucketer.teardown, bucketer.buckets[torch.float32, torch.device("cpu"), group].teardown):
+    assert [*bucketer.buckets] == [(torch.float32, torch.ones(()).device, group)]
+    for teardown in (
+        bucketer.teardown,
+        bucketer.buckets[torch.float32, torch.ones(()).device, group].teardown,
+    ):
         with pytest.raises(
             AssertionError, match=r"Incorrect call of teardown: .*1 inputs .*expected none: call flush\(\)"
         ) as caught:

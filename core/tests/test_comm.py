@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from core.tests.gloo_world import Worlds
+from core.tests.on_device import torch
 from dtbench_core import ArgumentError, comm, count_collectives
 from dtbench_core.simulate import ThreadWorld
 

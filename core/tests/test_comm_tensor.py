@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from core.tests.gloo_world import RankError, Worlds
 from core.tests.local_world import AnyWorlds
+from core.tests.on_device import torch
 from dtbench_core import ArgumentError, CommTensor
 from dtbench_core.comm_tensor import SUPPORTED, _wait_comm, _wrap_comm_result
 from dtbench_core.simulate import rank_map

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtbench_core
+from core.tests.on_device import DEVICE_TYPE, torch
 from dtbench_core import (
     CoreError,
     DTensor,
@@ -38,7 +38,7 @@ def mesh() -> Iterator[DeviceMesh]:
     """Eight simulated ranks, seen from rank 0; caches start empty."""
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     clear_caches()
-    yield init_device_mesh("cpu", (8,))
+    yield init_device_mesh(DEVICE_TYPE, (8,))
     dist.destroy_process_group()
 
 
@@ -235,7 +235,7 @@ def test_dispatch_modes_see_every_op(x: DTensor) -> None:
 def test_autocast_casts(mesh: DeviceMesh) -> None:
     a = distribute_tensor(torch.randn(8, 8), mesh, [Replicate()])
     _learn(lambda: torch.mm(a, a))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE_TYPE, torch.bfloat16):
         result = torch.mm(a, a)
     assert result.dtype == result.to_local().dtype == torch.bfloat16
     assert torch.mm(a, a).dtype == torch.float32
@@ -301,7 +301,7 @@ def test_the_mesh_of_a_new_world_is_another_mesh() -> None:
     groups = []
     for _ in range(2):
         dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-        device_mesh = init_device_mesh("cpu", (8,))
+        device_mesh = init_device_mesh(DEVICE_TYPE, (8,))
         tensor = distribute_tensor(torch.ones(8), device_mesh, [Shard(0)])
         groups.append(tensor._spec.info.groups[0])
         assert groups[-1] is device_mesh.get_group(0)
@@ -310,7 +310,7 @@ def test_the_mesh_of_a_new_world_is_another_mesh() -> None:
 
 
 def test_slices_of_a_mesh_are_one_mesh(mesh: DeviceMesh) -> None:
-    named = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    named = init_device_mesh(DEVICE_TYPE, (2, 4), mesh_dim_names=("dp", "tp"))
     a = distribute_tensor(torch.ones(8), named["tp"], [Shard(0)])
     b = distribute_tensor(torch.ones(8), named["tp"], [Shard(0)])
     assert a._spec is b._spec

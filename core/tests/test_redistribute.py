@@ -11,13 +11,13 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
 from core.tests.local_world import AnyWorlds, LocalWorlds, ThreadWorlds
+from core.tests.on_device import DEVICE_TYPE, torch
 from core.tests.test_ops import place
 from dtbench_core import (
     DTensor,
@@ -40,7 +40,7 @@ R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 @pytest.fixture
 def mesh(fake_world: Any) -> DeviceMesh:
     fake_world(8)
-    return init_device_mesh("cpu", (2, 4))
+    return init_device_mesh(DEVICE_TYPE, (2, 4))
 
 
 def _steps(
@@ -270,7 +270,7 @@ def _held(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch
 
 
 def _moved(mesh_shape: tuple[int, ...], full: torch.Tensor, src: Placements, dst: Placements) -> list[str]:
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = init_device_mesh(DEVICE_TYPE, mesh_shape)
     spec = DTensorSpec.of(mesh, src, full.shape, contiguous_stride(full.shape), full.dtype)
     local = _held(full, mesh, src)
     kept, wrong = local.clone(), []
@@ -360,7 +360,7 @@ def _in_gradient(
     mesh_shape: tuple[int, ...], full: torch.Tensor, src: Placements, dst: Placements
 ) -> list[str]:
     """The gradient and the second gradient of sum(move(x)^3 * full), which are those without a move."""
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = init_device_mesh(DEVICE_TYPE, mesh_shape)
     tensor = DTensor.from_local(
         _held(full, mesh, src), mesh, src, shape=full.shape, stride=contiguous_stride(full.shape)
     ).requires_grad_()
@@ -389,7 +389,7 @@ def test_any_gradient(case: Any) -> None:
 
 def _conjugated(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> list[str]:
     """Tensors whose conjugation is pending, which memory does not show."""
-    mesh, wrong = init_device_mesh("cpu", mesh_shape), []
+    mesh, wrong = init_device_mesh(DEVICE_TYPE, mesh_shape), []
     full = torch.randn(shape, dtype=torch.complex128, generator=torch.Generator().manual_seed(2))
     for src, dst in itertools.product((R, S0, S1, P, Partial("product")), (R, S0, S1)):
         spec = DTensorSpec.of(mesh, (src,), shape, contiguous_stride(shape), full.dtype)
@@ -484,7 +484,7 @@ def test_a_plan_is_refused_as_the_move_would_be(mesh: DeviceMesh) -> None:
 
 def _predicted(mesh_shape: tuple[int, ...]) -> list[str]:
     """Where the bytes and collectives that a plan expects are not those that are counted."""
-    mesh, wrong = init_device_mesh("cpu", mesh_shape), []
+    mesh, wrong = init_device_mesh(DEVICE_TYPE, mesh_shape), []
     full = torch.ones(16, 8)
     for src, dst in itertools.product(
         itertools.product((R, P, S0, S1), repeat=2), itertools.product((R, S0, S1), repeat=2)
@@ -507,7 +507,7 @@ def test_a_plan_expects_what_is_counted() -> None:
 def test_a_mesh_may_be_first_seen_under_a_fake_tensor_mode(mesh: DeviceMesh) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    fresh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("first", "seen"))
+    fresh = init_device_mesh(DEVICE_TYPE, (4, 2), mesh_dim_names=("first", "seen"))
     with FakeTensorMode():
         tensor = DTensor.from_local(torch.ones(2, 3), fresh, [S0, S0])
         assert tensor.full_tensor().shape == (16, 3)

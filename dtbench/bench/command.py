@@ -37,12 +37,7 @@ _OPTIONS = (
     of_runs.MESH,
     of_runs.NPROC,
     of_runs.DEVICE,
-    click.option(
-        "--backend",
-        type=click.Choice(["auto", "gloo"]),
-        default="auto",
-        help="NCCL on GPUs and gloo on CPUs, or gloo on GPUs too, which ranks may then share.",
-    ),
+    of_runs.BACKEND,
     of_runs.SIZE,
     click.option(
         "--max-size",

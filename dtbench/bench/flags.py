@@ -19,6 +19,12 @@ IMPL = click.option(
 MESH = click.option("--mesh", metavar="DIMS", type=parse_mesh, help="Mesh dims, outermost first: dp=2,tp=2.")
 NPROC = click.option("--nproc", type=int, show_default="one per GPU, else 4", help="Ranks to start here.")
 DEVICE = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
+BACKEND = click.option(
+    "--backend",
+    type=click.Choice(["auto", "gloo"]),
+    default="auto",
+    help="NCCL on GPUs and gloo on CPUs, or gloo on GPUs too, which ranks may then share.",
+)
 SIZE = click.option(
     "--size",
     "sizes_bytes",

@@ -113,13 +113,18 @@ class CudaGpus:
         return None if found is None else str(found)
 
     def nvml(self) -> Any | None:
-        try:
-            import pynvml
+        return loaded_nvml()
 
-            pynvml.nvmlInit()
-        except Exception:  # an absent, too old or broken library shows in many ways; none is an error
-            return None
-        return pynvml
+
+@lru_cache(maxsize=1)
+def loaded_nvml() -> Any | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # an absent, too old or broken library shows in many ways; none is an error
+        return None
+    return pynvml
 
 
 def rehearsing(environ: Mapping[str, str] = os.environ) -> bool:

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -328,7 +327,6 @@ def _read(path: Path) -> str | None:
 # ---------------------------------------------------------------------------------- GPUs
 
 
-@lru_cache(maxsize=1)
 def nvml() -> Any | None:
     """See `Gpus.nvml`."""
     return gpus_of_torch().nvml()

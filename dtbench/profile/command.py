@@ -20,6 +20,7 @@ from dtbench.completion import suites
 @of_runs.MESH
 @of_runs.NPROC
 @of_runs.DEVICE
+@of_runs.BACKEND
 @click.option("--nvtx", is_flag=True, help="On a GPU: NVTX ranges around the iterations, for Nsight.")
 @click.option("--quick", is_flag=True, help="Fewer cases and rounds.")
 @of_runs.TIMEOUT

@@ -109,7 +109,7 @@ class RankRecording(Voted):
                 with record_function(_MARK):
                     pass
                 marks.append((before, time.time_ns()))
-        self._keep(_events_of(profiler, self._epoch_ns), marks)
+        self._keep(events_of(profiler, self._epoch_ns), marks)
 
     def _keep(self, events: list[dict[str, Any]], marks: Sequence[tuple[int, int]]) -> None:
         """The events on this host's clock, less the marks."""
@@ -129,7 +129,7 @@ class RankRecording(Voted):
                 self.events.append(event)
 
 
-def _events_of(profiler: Any, epoch_ns: int) -> list[dict[str, Any]]:
+def events_of(profiler: Any, epoch_ns: int) -> list[dict[str, Any]]:
     """What the profiler recorded, as Chrome trace events with `ts` in us since the epoch given."""
     with scratch() as folder:
         path = folder / "trace.json"

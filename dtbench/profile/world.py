@@ -21,7 +21,7 @@ from dtbench.profile.text import section_tables
 from dtbench.world import clocks
 from dtbench.world.failure import Diagnosis, Now
 from dtbench.world.rank import Rank
-from dtbench.world.ranks import Place
+from dtbench.world.ranks import Place, backend_of
 
 
 class _Part(NamedTuple):
@@ -53,7 +53,7 @@ class RankProfile:
                 raise UsageError(
                     f"{tasks[0].suite.name} needs no ranks, but a launcher has started some: profile it without it"
                 )
-            rank.join(device_type)
+            rank.join(device_type, backend_of(device_type, self._request.options.backend))
             parts = self._profile(tasks, device_type)
             code = self._write(parts) if rank.place.rank == 0 else None
             rank.code = int(rank.ranks.agree(code, lambda votes: votes[0]))

@@ -17,6 +17,7 @@ from dtbench.files.read import into
 from dtbench.files.run import RunWriter, read_run
 from dtbench.layout import layout_of
 from dtbench.machine import provenance as machine
+from dtbench.machine.device import loaded_nvml
 from dtbench.machine.fake_gpu import fake_nvml as fake_nvml_of
 from dtbench.model import Header, MeshShape, Plan, Result
 from dtbench.tests import made_up
@@ -343,7 +344,7 @@ def test_a_broken_library_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise OSError("libnvidia-ml.so.1: file too short")
 
-    machine.nvml.cache_clear()
+    loaded_nvml.cache_clear()
     monkeypatch.setattr("pynvml.nvmlInit", broken)
     try:
         assert machine.nvml() is None
@@ -351,13 +352,13 @@ def test_a_broken_library_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
         assert machine.gpu_state(0) is None
         assert machine.driver_version() is None
     finally:
-        machine.nvml.cache_clear()
+        loaded_nvml.cache_clear()
 
 
 def test_missing_bindings_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.nvml.cache_clear()
+    loaded_nvml.cache_clear()
     monkeypatch.setitem(sys.modules, "pynvml", None)
     try:
         assert machine.nvml() is None
     finally:
-        machine.nvml.cache_clear()
+        loaded_nvml.cache_clear()
