@@ -274,11 +274,16 @@ def in_graph(function: Function) -> Function:
 
 def register_constant(cls: type) -> None:
     """Lets objects of `cls`, which compare by value and whose `repr` makes them anew, be constants of a graph."""
-    opaque = importlib.import_module("torch._library.opaque_object")
+    opaque: Any = importlib.import_module("torch._library.opaque_object")
     names = [name for name in dir(cls) if not name.startswith("_")]
     used = dict.fromkeys([*names, "__eq__"], opaque.MemberType.USE_REAL)
     cls.__fx_repr__ = lambda self: (repr(self), {type(self).__name__: type(self)})  # type: ignore[attr-defined]
-    opaque.register_opaque_type(cls, typ="value", members=used)
+    # Before torch 2.13 it asks of values, too, for a metaclass that only references need.
+    metaclass, opaque.OpaqueBaseMeta = opaque.OpaqueBaseMeta, type
+    try:
+        opaque.register_opaque_type(cls, typ="value", members=used)
+    finally:
+        opaque.OpaqueBaseMeta = metaclass
 
 
 def real_object(traced: Any) -> Any:
@@ -337,9 +342,11 @@ def state_of_library() -> str:
 
 def _teach_dynamo(dynamo: Any) -> None:
     """What runs between the pieces of a graph that breaks is no graph of its own: Dynamo compiles no frame of this
-    library by itself, as it does none of torch's; it still follows calls into it."""
-    dynamo.trace_rules.add("dtbench_core")
-    dynamo.trace_rules.BUILTIN_INLINE_WHEN_CALLED.add(str(_FOLDER))
+    library by itself, as it does none of torch's; it still follows calls into it. Before torch 2.13 it cannot be told
+    both, and compiles such frames."""
+    if hasattr(dynamo.trace_rules, "BUILTIN_INLINE_WHEN_CALLED"):
+        dynamo.trace_rules.add("dtbench_core")
+        dynamo.trace_rules.BUILTIN_INLINE_WHEN_CALLED.add(str(_FOLDER))
 
 
 when_imported("torch._dynamo", _teach_dynamo)

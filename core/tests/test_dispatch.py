@@ -402,7 +402,8 @@ def test_what_is_made_of_a_copied_view_is_none_and_may_be_written(mesh: DeviceMe
     made.append(view.detach().clone())
     for one in made:
         assert type(one) is DTensor
-        assert bool((one.add_(1).to_local() == 2).all())
+        was = one.to_local().clone()  # what the fake group has "sent" may be anything
+        torch.testing.assert_close(one.add_(1).to_local(), was + 1, equal_nan=True)
     views = (view, view[:, :1])
     assert type(views[1]) is type(view) is not DTensor
     x.to_local().fill_(3)

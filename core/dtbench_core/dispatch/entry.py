@@ -71,7 +71,6 @@ def _one_hot(*args: Any, **kwargs: Any) -> Any:
 _own: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.linear: linear.linear,
     torch.nn.functional.cross_entropy: cross_entropy.cross_entropy,
-    torch.nn.functional.linear_cross_entropy: cross_entropy.linear_cross_entropy,
     torch.nn.functional.dropout: random.dropout,
     torch.dropout: random.dropout,
     torch._foreach_norm: foreach_norm,
@@ -89,7 +88,6 @@ _own: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 # Those that go it also where a mode looks on, as they hide no op from it.
 _under_modes = {
-    torch.nn.functional.linear_cross_entropy,
     torch.autograd.grad,
     torch.autograd.backward,
     torch.Tensor.backward,
@@ -97,6 +95,9 @@ _under_modes = {
     torch.nn.functional.one_hot,
     torch.Tensor.__rdiv__,
 }
+if hasattr(torch.nn.functional, "linear_cross_entropy"):  # from torch 2.13 on
+    _own[torch.nn.functional.linear_cross_entropy] = cross_entropy.linear_cross_entropy
+    _under_modes.add(torch.nn.functional.linear_cross_entropy)
 
 
 # ---- above autograd ----
