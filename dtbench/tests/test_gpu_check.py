@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, EXIT_USAGE, UsageError
 from dtbench.gpu import check as module
 from dtbench.gpu import summary, truth
 from dtbench.gpu.parts import PARTS, Part, Setting, Step
+from dtbench.judge.gate import selftest as gate
+from dtbench.judge.gate.schedule import OutOfTimeError
 from dtbench.judge.gate.selftest import plan_on
 from dtbench.judge.gate.selftest_suite import selftest
 from dtbench.machine import device
@@ -165,6 +169,23 @@ def test_the_summary_says_what_it_is_of(tmp_path: Path) -> None:
     assert "3 tests, 1 failures" in text and "| flush | warm_us 1.235 | g | NO |" in text
     (tmp_path / summary.STATE).write_text(json.dumps(state | {"rehearsal": False, "device": "NVIDIA H200"}))
     assert summary.write(tmp_path).read_text().startswith("# One GPU: NVIDIA H200\n\n| part")
+
+
+def test_a_self_test_whose_budget_holds_nothing_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Launcher:
+        def __init__(self, *_args: Any, **_given: Any) -> None:
+            self.close = lambda: None
+
+        def count(self, _role: str) -> Any:
+            raise OutOfTimeError("the budget of 1 s holds no further launch")
+
+    monkeypatch.setattr(gate, "Launcher", Launcher)
+    arms = contextlib.nullcontext([SimpleNamespace(path=["x"]), None])
+    monkeypatch.setattr(gate, "open_arms", lambda *_: arms)
+    with pytest.raises(UsageError, match="the budget held 0 rounds of four launches, trials need 30"):
+        gate.selftest(1.0, tmp_path / "gate", False, "cpu", lambda _text: None)
 
 
 def test_the_gate_judges_a_gpus_times_on_a_gpu() -> None:

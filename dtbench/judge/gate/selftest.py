@@ -123,14 +123,15 @@ def _pool(
             variables={control.KIND: "torch"},
         )
         stack.callback(launcher.close)
-        (counted,) = launcher.count("base")
-        listed = counted.listing.benchmarks
-        benchmarks = [b for b in listed if b.key[0] != control.NAME]
-        controls = [b for b in listed if b.key[0] == control.NAME]
-        launcher.prepare(sys.maxsize)
         order = random.Random(0)
         rounds: list[Round] = []
+        benchmarks: list[Benchmark] = []
+        controls: list[Benchmark] = []
         try:
+            (counted,) = launcher.count("base")
+            for benchmark in counted.listing.benchmarks:
+                (controls if benchmark.key[0] == control.NAME else benchmarks).append(benchmark)
+            launcher.prepare(sys.maxsize)
             while True:
                 names = ["base", "same", "null", "slowed"]
                 order.shuffle(names)
