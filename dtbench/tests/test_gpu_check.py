@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -186,6 +187,18 @@ def test_a_self_test_whose_budget_holds_nothing_says_so(
     monkeypatch.setattr(gate, "open_arms", lambda *_: arms)
     with pytest.raises(UsageError, match="the budget held 0 rounds of four launches, trials need 30"):
         gate.selftest(1.0, tmp_path / "gate", False, "cpu", lambda _text: None)
+
+
+def test_what_is_taken_along_is_pinned(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    offline = runpy.run_path(str(root / ".ci/offline"))
+    pinned = {
+        line.partition("==")[0].lower() for line in (root / ".ci/constraints.txt").read_text().split("\n")
+    }
+    assert set(offline["needed"]()) <= pinned
+    assert "torch" not in offline["needed"]()
+    assert offline["is_there"]("pytest>=8.0") and not offline["is_there"]("pytest>=999.0")
+    assert not offline["is_there"]("no-such-distribution>=1")
 
 
 def test_the_gate_judges_a_gpus_times_on_a_gpu() -> None:
