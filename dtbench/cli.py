@@ -34,6 +34,7 @@ _COMMANDS = {
         "check-suite": "bench.command",
         "doctor": "machine.command",
         "gpu-check": "gpu.command",
+        "preflight": "preflight.command",
         "lab": "world.lab.command",
     },
     "Read results": {"show": "show.command", "report": "show.command", "import": "importers.command"},

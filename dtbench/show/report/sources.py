@@ -18,6 +18,7 @@ from dtbench.errors import UnreadableRunError, UsageError
 from dtbench.files.gate import Gate
 from dtbench.files.history import Line, read_history
 from dtbench.files.plan import PlanFile, StepsFile
+from dtbench.files.preflight import PreflightFile
 from dtbench.files.profile import Call, Calls, Ranks, Section
 from dtbench.files.read import BadFieldError, decode, into, opened, read_json, shown
 from dtbench.files.run import read_run
@@ -34,7 +35,8 @@ MAX_TRACE_BYTES = 32 * 2**20
 _HEAD_BYTES = 4096
 _FIRST_KIND = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(run|history)"')
 KINDS = (
-    "a run, a topology, results of gate, regret, plan or profile, a history, or a table of verdicts on ops"
+    "a run, a topology, results of gate, regret, plan, preflight or profile, a history, "
+    "or a table of verdicts on ops"
 )
 
 
@@ -67,6 +69,7 @@ class Sources:
     verdict_tables: tuple[Baseline, ...] = ()
     histories: tuple[History, ...] = ()
     plans: tuple[PlanFile, ...] = ()
+    preflights: tuple[PreflightFile, ...] = ()
     steps: tuple[StepsFile, ...] = ()
     notes: tuple[str, ...] = ()
     peaks: Mapping[str, float] = field(default_factory=dict)
@@ -118,6 +121,9 @@ def _with_json(sources: Sources, path: Path, data: Mapping[str, Any]) -> Sources
         return _add(sources, path, "calls", *_read(path, data, Calls, "table of `dtbench profile`").cases)
     if kind == "profile of ranks":
         return _add(sources, path, "ranks", *_read(path, data, Ranks, "table of `dtbench profile`").sections)
+    if kind == "preflight":
+        found = _read(path, data, PreflightFile, "result of `dtbench preflight --json`")
+        return _add(sources, path, "preflights", found)
     if kind == "plan":
         return _add(sources, path, "plans", _read(path, data, PlanFile, "result of `dtbench plan --json`"))
     if kind == "plan validation":

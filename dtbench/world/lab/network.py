@@ -207,6 +207,32 @@ def _shaper(namespace: str, interface: str, rate: int) -> list[str]:
     return ["tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *bucket]
 
 
+def reshape(lab: Lab, host: int, rate_bit_per_s: int) -> None:
+    """Gives the link of one host another rate, each way.
+
+    Raises:
+        UsageError: the kernel refuses it.
+    """
+    for namespace, interface in ((lab.namespaces[host], INTERFACE), (lab.switch, f"port{host}")):
+        command = _shaper(namespace, interface, rate_bit_per_s)
+        run_tool(["change" if word == "add" else word for word in command])
+
+
+def drop(lab: Lab, host: int, share: float) -> None:
+    """Loses this share of the packets that reach one host, drawn by chance.
+
+    Raises:
+        UsageError: the kernel or this machine lacks nftables' random numbers.
+    """
+    if shutil.which("nft") is None:
+        raise UsageError("losing packets needs nft, not on the PATH: install nftables")
+    inside = ["ip", "netns", "exec", lab.namespaces[host], "nft"]
+    run_tool([*inside, "add", "table", "ip", "dtlab"])
+    run_tool([*inside, "add", "chain", "ip", "dtlab", "input", "{ type filter hook input priority 0 ; }"])
+    rule = ["numgen", "random", "mod", "1000", "<", str(round(1000 * share)), "drop"]
+    run_tool([*inside, "add", "rule", "ip", "dtlab", "input", *rule])
+
+
 @contextmanager
 def temporary(lab: Lab) -> Iterator[None]:
     """Within the block there is this lab; signals that would end us first wait for its end.

@@ -8,8 +8,9 @@ from dtbench.show.report.parts.coverage import COVERAGE
 from dtbench.show.report.parts.dispatch import DISPATCH
 from dtbench.show.report.parts.history import HISTORY
 from dtbench.show.report.parts.plan import PLAN
+from dtbench.show.report.parts.preflight import PREFLIGHT
 from dtbench.show.report.parts.suites import REDISTRIBUTE, TENSOR_PARALLEL, other_suites
 
 _OF_SUITES = (COLLECTIVES, REDISTRIBUTE, COST_MODEL, DISPATCH, BUCKETER, TENSOR_PARALLEL)
 _CLAIMED = {suite for part in _OF_SUITES for suite in part.suites}
-PARTS = (CHANGES, PLAN, *_OF_SUITES, other_suites(_CLAIMED), HISTORY, COVERAGE)
+PARTS = (CHANGES, PREFLIGHT, PLAN, *_OF_SUITES, other_suites(_CLAIMED), HISTORY, COVERAGE)

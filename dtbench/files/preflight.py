@@ -1,0 +1,57 @@
+"""What `dtbench preflight --json` writes: what was measured, and what was named."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from dtbench.fields import Amount, Count, Whole
+
+
+class LinkRow(Struct, frozen=True, kw_only=True):
+    """A pair of ranks. rate: bytes per second each way, both ways at once."""
+
+    kind: str
+    ranks: tuple[Count, Count]
+    rate: Amount
+
+
+class DimRow(Struct, frozen=True, kw_only=True):
+    """The all_reduce of a mesh dim, per group with all at work; alone_s: of the first group, the others idle."""
+
+    dim: str
+    groups: tuple[tuple[Count, ...], ...]
+    size_bytes: Whole
+    times_s: tuple[Amount, ...]
+    alone_s: Amount
+
+
+class FindingRow(Struct, frozen=True, kw_only=True):
+    """share: of its peers' speed. p: by chance alone, at most."""
+
+    what: str
+    kind: str
+    ranks: tuple[Count, ...]
+    share: Amount
+    p: Amount
+
+
+class PreflightFile(Struct, frozen=True, kw_only=True):
+    """hosts: by rank. work_s: kind -> seconds by rank of equal pieces of work. level: chance of naming anything where
+    all are equal; found from a share of `named` on."""
+
+    kind: Literal["preflight"] = "preflight"
+    schema: Literal[1] = 1
+    time: str
+    seconds: Amount
+    device: str
+    hosts: tuple[str, ...]
+    mesh: tuple[tuple[str, Whole], ...]
+    links: tuple[LinkRow, ...]
+    dims: tuple[DimRow, ...]
+    work_s: dict[str, tuple[Amount, ...]]
+    findings: tuple[FindingRow, ...]
+    notes: tuple[str, ...]
+    named: Amount
+    level: Amount

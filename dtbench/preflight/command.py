@@ -1,0 +1,65 @@
+"""`dtbench preflight` on the command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dtbench import flags
+from dtbench.bench import flags as of_runs
+
+
+@click.command("preflight")
+@of_runs.MESH
+@of_runs.NPROC
+@of_runs.DEVICE
+@click.option(
+    "--expect",
+    type=flags.FILE,
+    metavar="FILE",
+    help="A topology, or an earlier preflight's JSON: also name what is slower than that.",
+)
+@click.option("--timeout", "timeout_s", default=60.0, help="Seconds for all of it; then it ends.")
+@click.option(
+    "-o",
+    "--output",
+    "outputs",
+    type=flags.FILE,
+    multiple=True,
+    help="A .html page, .json or JUnit .xml; repeatable.",
+)
+@click.option(
+    "--selftest", is_flag=True, help="Instead: how often it is wrong, on hosts made on this machine."
+)
+@flags.JSON
+def preflight_command(
+    outputs: tuple[Path, ...], expect: Path | None, as_json: bool, selftest: bool, **given: Any
+) -> int:
+    """Which link, host or rank is slower than its peers.
+
+    Pairs of ranks, the collectives of each mesh dim, computation and copies, in seconds; what looks slow is measured
+    again before it is named. Joins the ranks of torchrun or srun, or starts its own. Exits with 1 where
+    something is slow, and leaves nothing behind.
+
+    \b
+    Examples:
+      dtbench preflight --nproc 4
+      torchrun --nproc-per-node 8 --no-python dtbench preflight --mesh dp=2,tp=4
+      srun dtbench preflight --expect topology.json -o preflight.html
+    """
+    from dtbench.bench.options import RunOptions
+    from dtbench.preflight.show import check_outputs
+
+    if selftest:
+        from dtbench.preflight.selftest import selftest as test_itself
+
+        if len(outputs) != 1 or outputs[0].suffix != ".json":
+            raise click.UsageError("--selftest takes one -o FILE.json, for its figures")
+        return test_itself(outputs[0])
+    check_outputs(outputs)
+    from dtbench.preflight.preflight import Request, preflight
+
+    return preflight(Request(RunOptions(**given), outputs, expect, as_json, sys.argv[1:]))

@@ -1,0 +1,81 @@
+"""What was measured before, an earlier preflight or a topology: where all ranks are slow, none has a faster peer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dtbench.cost.predict.prices import estimate
+from dtbench.errors import UnreadableRunError
+from dtbench.files.preflight import PreflightFile
+from dtbench.files.read import BadFieldError, into, read_json, shown
+from dtbench.files.topology import read_topology
+from dtbench.preflight.examine import Examination, Finding
+
+MAX_BYTES = 2**28
+_WHAT = "a topology, or what `dtbench preflight --json` printed"
+# Of the speed before. Days and jobs differ by more than peers of one minute do.
+SLOWER = 0.80
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One of the two."""
+
+    before: PreflightFile | None = None
+    topology: dict[str, Any] | None = None
+
+
+def read_expected(path: Path) -> Expected:
+    """
+    Raises:
+        UnreadableRunError: neither of the two, or damaged.
+    """
+    content = read_json(path, _WHAT, MAX_BYTES)
+    if content.get("kind") == "topology":
+        return Expected(topology=read_topology(path))
+    if content.get("kind") != "preflight":
+        raise UnreadableRunError(f"{path}: its kind is {shown(content.get('kind'))}, expected {_WHAT}")
+    try:
+        return Expected(before=into(content, PreflightFile))
+    except BadFieldError as error:
+        raise UnreadableRunError(f"{path} is damaged: {error}") from error
+
+
+def compare_with(expected: Expected, found: Examination) -> None:
+    """Adds what is slower than before, and notes what could not be compared."""
+    pairs = list(_compared(expected, found))
+    if not pairs:
+        found.notes.append(
+            "--expect holds nothing that was measured here: no mesh dim, link or work in common"
+        )
+    for what, kind, before_s, now_s in pairs:
+        if (share := before_s / now_s) < SLOWER:
+            found.findings.append(
+                Finding(f"{what} against what is expected", kind, tuple(range(found.world.size)), share, 0.0)
+            )
+
+
+def _compared(expected: Expected, found: Examination) -> Iterator[tuple[str, str, float, float]]:
+    """(what, kind, seconds expected, seconds now)."""
+    before = expected.before
+    if expected.topology is not None:
+        dims = {dim["name"]: dim for dim in expected.topology["dims"]}
+        for name, of in found.dims.items():
+            if name in dims:
+                price = estimate(dims[name], "all_reduce", len(of.groups[0]), of.size_bytes)
+                # Beyond what was measured nothing is expected sharply.
+                yield f"mesh dim {name}", "all_reduce", price.high_us * 1e-6, median(of.times_s)
+    if before is None:
+        return
+    for kind, links in found.pairs.items():
+        rates = [one.rate for one in before.links if one.kind == kind]
+        if rates:
+            yield "all links", kind, 1 / median(rates), 1 / median(map(links.rate, links.times_s))
+    for row in before.dims:
+        now = found.dims.get(row.dim)
+        if now is not None and now.size_bytes == row.size_bytes and len(now.groups[0]) == len(row.groups[0]):
+            yield f"mesh dim {row.dim}", "all_reduce", median(row.times_s), median(now.times_s)

@@ -1,0 +1,148 @@
+"""What a rank does in a preflight: the exchanges, collectives and pieces of work that rank 0 asks for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dtbench.machine.device import gpus
+from dtbench.preflight.examine import COPY, MATMUL, TARGET_S, Command
+from dtbench.world.ranks import LiveWorld
+
+# A piece of work is repeated until it takes about `TARGET_S`; its size fits into caches of no CPU and fills a GPU.
+MATMUL_N = {"cpu": 512, "cuda": 8192}
+COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
+
+
+class Part:
+    """This rank. Every command is done by all ranks together; those without a part in it wait."""
+
+    def __init__(self, world: LiveWorld, barrier: Callable[[], None]) -> None:
+        self._world = world
+        self._barrier = barrier
+        self._device = world.device
+        self._met: set[tuple[int, int]] = set()
+        self._repeats: dict[str, int] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def do(self, command: Command) -> Any:
+        """What this rank measured, in seconds."""
+        kinds: dict[str, Callable[[Command], Any]] = {
+            "pairs": self._pairs,
+            "all_reduce": self._all_reduce,
+            "work": self._work,
+        }
+        return kinds[command["do"]](command)
+
+    def _timed(self, act: Callable[[], object]) -> float:
+        """From when all ranks are there to when this one has done its part."""
+        self._barrier()
+        began = time.perf_counter_ns()
+        act()
+        if self._device.type == "cuda":
+            gpus().synchronize()
+        return (time.perf_counter_ns() - began) / 1e9
+
+    # ------------------------------------------------------------------------------------- links
+
+    def _pairs(self, command: Command) -> list[list[float] | None]:
+        """Per round the times of this rank's exchanges; None where it has none."""
+        partners = [self._partner(one) for one in command["rounds"]]
+        times: list[list[float] | None] = [None if partner is None else [] for partner in partners]
+        for rep in range(-1, command["reps"]):  # of those who have not met the first exchange is not counted
+            for at, partner in enumerate(partners):
+                if rep < 0 and all(self._pair(pair) in self._met for pair in command["rounds"][at]):
+                    continue
+                seconds = self._timed(partial(self._exchange, partner, command["bytes"]))
+                if rep < 0:
+                    self._met |= {self._pair(pair) for pair in command["rounds"][at]}
+                elif (mine := times[at]) is not None:
+                    mine.append(seconds)
+        return times
+
+    @staticmethod
+    def _pair(ranks: Sequence[int]) -> tuple[int, int]:
+        return ranks[0], ranks[1]
+
+    def _partner(self, pairs: Sequence[Sequence[int]]) -> int | None:
+        for a, b in pairs:
+            if self._world.rank in (a, b):
+                return b if self._world.rank == a else a
+        return None
+
+    def _exchange(self, partner: int | None, size_bytes: int) -> None:
+        """So many bytes each way."""
+        if partner is None:
+            return
+        sent, received = (self._buffer(name, size_bytes) for name in ("sent", "received"))
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)]
+        )
+        for work in works:
+            work.wait()
+
+    def _all_reduce(self, command: Command) -> list[float]:
+        """Times of this rank's group; empty where it has no part."""
+        group = self._group(command["dim"])
+        takes_part = self._world.rank in command["ranks"]
+        data = self._buffer("sent", command["bytes"]).view(torch.float32)
+        data.zero_()
+
+        def act() -> None:
+            if takes_part:
+                dist.all_reduce(data, group=group)
+
+        self._timed(act)
+        times = [self._timed(act) for _ in range(command["reps"])]
+        return times if takes_part else []
+
+    def _group(self, dim: str) -> Any:
+        mesh = self._world.mesh
+        return None if dim not in (mesh.mesh_dim_names or ()) else mesh.get_group(dim)
+
+    def _buffer(self, name: str, size_bytes: int) -> torch.Tensor:
+        """The first so many bytes of a buffer that grows."""
+        there = self._buffers.get(name)
+        if there is None or there.numel() < size_bytes:
+            there = self._buffers[name] = torch.zeros(size_bytes, dtype=torch.uint8, device=self._device)
+        return there[:size_bytes]
+
+    # -------------------------------------------------------------------------------------- work
+
+    def _work(self, command: Command) -> list[float]:
+        """Times of equal pieces of work; empty where this rank has no part."""
+        act = {MATMUL: self._matmul, COPY: self._copy}[command["kind"]]
+        takes_part = self._world.rank in command["ranks"]
+        if command["kind"] not in self._repeats:
+            self._repeats[command["kind"]] = self._fitting(act)
+        repeats = self._repeats[command["kind"]]
+
+        def piece() -> None:
+            for _ in range(repeats if takes_part else 0):
+                act()
+
+        times = [self._timed(piece) for _ in range(command["reps"])]
+        return times if takes_part else []
+
+    def _fitting(self, act: Callable[[], object]) -> int:
+        """How often it is done in `TARGET_S`, on the fastest rank: all do the same."""
+        act()
+        fastest = torch.tensor([min(self._timed(act) for _ in range(3))], device=self._device)
+        dist.all_reduce(fastest, op=dist.ReduceOp.MIN)
+        return max(1, round(TARGET_S / max(float(fastest), 1e-6)))
+
+    def _matmul(self) -> None:
+        n = MATMUL_N[self._device.type]
+        dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
+        a = self._buffer("a", n * n * dtype.itemsize).view(dtype).view(n, n)
+        out = self._buffer("out", n * n * dtype.itemsize).view(dtype).view(n, n)
+        torch.mm(a, a, out=out)
+
+    def _copy(self) -> None:
+        size = COPY_BYTES[self._device.type]
+        self._buffer("to", size).copy_(self._buffer("from", size))
