@@ -36,6 +36,7 @@ _COMMANDS = {
         "gpu-check": "gpu.command",
         "preflight": "preflight.command",
         "lab": "world.lab.command",
+        "launch": "world.manifests.command",
     },
     "Read results": {"show": "show.command", "report": "show.command", "import": "importers.command"},
     "Judge": {"compare": "judge.command", "gate": "judge.gate.command", "coverage": "judge.command"},
