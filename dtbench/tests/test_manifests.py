@@ -165,6 +165,19 @@ def test_what_cannot_be_printed_is_refused_in_a_line(dtbench: Cli, words: str, s
 
 
 def test_the_command_line_prints_a_manifest(dtbench: Cli) -> None:
-    words = "launch --print slurm --nodes 2 --ranks-per-node 4 -- dtbench run --mesh dp=8".split()
+    words = [
+        "launch",
+        "--print",
+        "slurm",
+        "--nodes",
+        "2",
+        "--ranks-per-node",
+        "4",
+        "--",
+        "dtbench",
+        "run",
+        "--mesh",
+        "dp=8",
+    ]
     code, out, error = dtbench(*words)
     assert (code, error) == (0, "") and out.endswith("torchrun --no-python dtbench run --mesh dp=8\n")
