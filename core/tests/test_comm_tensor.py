@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from core.tests.gloo_world import RankError, Worlds
 from core.tests.local_world import AnyWorlds
 from core.tests.on_device import torch
+from core.tests.torch_version import BEFORE_213
 from dtbench_core import ArgumentError, CommTensor
 from dtbench_core.comm_tensor import SUPPORTED, _wait_comm, _wrap_comm_result
 from dtbench_core.simulate import rank_map
@@ -93,9 +94,7 @@ PROGRAMS: dict[str, Any] = {
 }
 
 
-# Before torch 2.13 gloo has no all_to_all of lists.
-OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-ON_GLOO = [name for name in SUPPORTED if not (OLD and name == "alltoall_")]
+ON_GLOO = [name for name in SUPPORTED if not (BEFORE_213 and name == "alltoall_")]
 
 
 def _expected(name: str, scale: float, rank: int) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.torch_version import needs_213
 from dtbench_core import (
     CoreError,
     DTensor,
@@ -215,6 +216,7 @@ def test_caches_on_disk_are_of_this_state_of_the_library(
     assert hashlib.sha256(b"".join(f.read_bytes() for f in sorted(sources))).hexdigest() in key
 
 
+@needs_213("Dynamo takes no mesh into a graph")
 @pytest.mark.filterwarnings("ignore")  # of torch's tracers
 def test_a_parallel_block_of_any_batch(fake_world: Callable[..., None]) -> None:
     fake_world(2)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
 
 from core.tests.op_case import DEVICE_ONLY
+from core.tests.torch_version import BEFORE_213
 from dtbench_core.dispatch import rank_check
 from dtbench_core.layout.mesh import MeshInfo, mesh_info
 from dtbench_core.layout.placement import REPLICATE
@@ -22,8 +23,6 @@ from dtbench_core.rules.base import OpCall, rule_of
 
 aten = torch.ops.aten
 BATCH, HEADS, LENGTH, WIDTH = 7, 5, 32, 16  # uneven on 4 and on 2 ranks, and nowhere empty on 2
-
-torch_at_least_213 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 QUERY = (BATCH, HEADS, LENGTH, WIDTH)
 
@@ -95,7 +94,7 @@ def test_every_row_gives_each_rank_its_shard(mesh: MeshInfo) -> None:
         try:
             call = _call(op, args, mesh)
         except NotImplementedError:  # torch 2.11 has no meta kernel for one of them
-            assert not torch_at_least_213
+            assert BEFORE_213
             continue
         rule = rule_of(op)
         assert rule is not None

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtbench_core
 from core.tests.on_device import DEVICE_TYPE, torch
+from core.tests.torch_version import needs_213
 from dtbench_core import (
     CoreError,
     DTensor,
@@ -391,6 +392,7 @@ def test_a_lost_write_is_refused_in_lists_too(mesh: DeviceMesh) -> None:
             torch._foreach_add_([x[:1], x[1:2]], [y, y])
 
 
+@needs_213("the fake group leaves unwritten what it gathers")
 def test_what_is_made_of_a_copied_view_is_none_and_may_be_written(mesh: DeviceMesh) -> None:
     x = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)])
     view = x[:1]
@@ -402,8 +404,7 @@ def test_what_is_made_of_a_copied_view_is_none_and_may_be_written(mesh: DeviceMe
     made.append(view.detach().clone())
     for one in made:
         assert type(one) is DTensor
-        was = one.to_local().clone()  # what the fake group has "sent" may be anything
-        torch.testing.assert_close(one.add_(1).to_local(), was + 1, equal_nan=True)
+        assert bool((one.add_(1).to_local() == 2).all())
     views = (view, view[:, :1])
     assert type(views[1]) is type(view) is not DTensor
     x.to_local().fill_(3)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from core.tests.gloo_world import forget_meshes, mesh_of, on_worlds
+from core.tests.torch_version import needs_213
 from dtbench_core import DTensor, Replicate, Shard, distribute_tensor
 
 
@@ -69,6 +70,7 @@ def test_what_torch_refuses_is_refused(x: DTensor) -> None:
         torch.autograd.grad(made, x, x.detach())
 
 
+@needs_213("there is no such op")
 @on_worlds
 def test_linear_cross_entropy_in_chunks() -> None:
     """torch's op for it makes plain buffers in its backward. For a DTensor's loss and a plain one."""

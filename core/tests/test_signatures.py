@@ -15,11 +15,9 @@ import torch.distributed.tensor.experimental
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
 
 import dtbench_core as ours
+from core.tests.torch_version import needs_213
 
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
-    reason="the signatures are those of torch 2.13; older ones lack parameters",
-)
+pytestmark = needs_213("functions lack parameters")
 
 MODULES: dict[str, tuple[Any, Any]] = {
     "tensor": (theirs, ours),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from core.tests.op_case import UA, UB, A, B, Op
+from core.tests.torch_version import BEFORE_213
 
 inf = float("inf")
 C, UC = ((4, 2, 8),), ((3, 5, 2),)
@@ -47,7 +48,8 @@ OPS: dict[str, Op] = {
     "all_dims": _not_differentiable(lambda a: (a > -2).all((0, 1))),
     "any_dims": _not_differentiable(lambda a: (a > 2).any((0,))),
     "any_no_dims": _not_differentiable(lambda a: torch.any(a > 0, ()).all(dim=())),
-    "aminmax": Op(lambda a: _both(a.aminmax(dim=0)), A, UA),
+    # Before torch 2.13 it has no derivative.
+    "aminmax": Op(lambda a: _both(a.aminmax(dim=0)), A, UA, differentiable=not BEFORE_213),
     "aminmax_all": _not_differentiable(lambda a: _both(a.aminmax())),
     "median": Op(lambda a: a.median(0).values, A, UA),
     "nanmedian": Op(lambda a: a.nanmedian(1).values, A, UA),
