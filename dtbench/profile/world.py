@@ -11,6 +11,7 @@ from dtbench.bench.options import Task
 from dtbench.bench.progress import say
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError, complain
 from dtbench.files.atomic import refuse_taken
+from dtbench.machine.device import is_gpu
 from dtbench.mesh import Mesh, format_mesh, groups_in
 from dtbench.profile import sections, trace
 from dtbench.profile.folder import as_json, write_and_tell
@@ -72,7 +73,7 @@ class RankProfile:
             count = f"{len(tasks)} case{'s' if len(tasks) > 1 else ''}"
             say(f"{count} to profile on {ranks.size} {device_type} ranks ({format_mesh(plan.mesh)})")
         # NVML's readings of the device meanwhile.
-        sampler = None if rank.device.type == "cpu" else Sampler(rank.device.index)
+        sampler = Sampler(rank.device.index or 0) if is_gpu(rank.device) else None
         with rank.process_group(plan.mesh, request.options.timeout_s) as (world, barrier):
             with sampler or contextlib.nullcontext():
                 for task in tasks:
