@@ -89,28 +89,23 @@ def _write(folder: Path, state: dict[str, Any]) -> None:
 def _run(part: Part, record: dict[str, Any], setting: Setting, keep: Callable[[], None]) -> None:
     """Every step of the part that has not ended well yet, while there is time; a step that fails stops none."""
     until = time.monotonic() + LIMIT_S
+    steps = list(part.steps(setting))
     before = {tuple(step["argv"]): step for step in record["steps"]}
-    record["steps"], failed, late = [], 0, False
+    fresh = {"code": None, "seconds": 0.0}
+    record["steps"] = done = [before.get(step.argv, {"argv": list(step.argv), **fresh}) for step in steps]
     with (setting.folder / f"{part.name}.log").open("a") as log:
-        for step in part.steps(setting):
-            done = before.get(step.argv)
-            if done is None or done["code"] not in step.good or step.always:
-                left_s = until - time.monotonic()
-                ended = (
-                    _step(step, setting.rehearse, left_s, log)
-                    if left_s > 1
-                    else {"code": None, "seconds": 0.0}
-                )
-                done = {"argv": list(step.argv), **ended}
-            record["steps"].append(done)
-            late |= done["code"] is None
-            failed += done["code"] not in step.good
-            record["outcome"] = (
-                "done" if not failed else f"{failed} of its commands failed, see {part.name}.log"
-            )
-            if late:
-                record["outcome"] = f"out of its {LIMIT_S:.0f} s: the next call goes on"
+        for number, step in enumerate(steps):
+            if done[number]["code"] in step.good and not step.always:
+                continue
+            left_s = until - time.monotonic()
+            ended = _step(step, setting.rehearse, left_s, log) if left_s > 1 else fresh
+            done[number] = {"argv": list(step.argv), **ended}
             keep()
+    failed = sum(taken["code"] not in step.good for step, taken in zip(steps, done, strict=True))
+    record["outcome"] = "done" if not failed else f"{failed} of its commands failed, see {part.name}.log"
+    if any(taken["code"] is None for taken in done):
+        record["outcome"] = f"out of its {LIMIT_S:.0f} s: the next call goes on"
+    keep()
 
 
 def _step(step: Step, rehearse: bool, left_s: float, log: Any) -> dict[str, Any]:
