@@ -72,6 +72,12 @@ class Comparison:
         return sum(row.verdict == verdict for row in self.rows)
 
     @property
+    def of_single_launches(self) -> bool:
+        """Whether each side of all that can be compared is one launch."""
+        compared = [row for row in self.rows if row.ratio is not None]
+        return bool(compared) and all(row.base_launches == row.new_launches == 1 for row in compared)
+
+    @property
     def exit_code(self) -> int:
         """1 a regression, 4 nothing comparable, 3 something undecided, 0 all decided and none slower."""
         broke = any(r.verdict is Verdict.FAILED and r.was_ok for r in self.rows)

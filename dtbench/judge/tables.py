@@ -36,6 +36,9 @@ def print_comparison(comparison: Comparison, as_json: bool = False) -> None:
         print_json(comparison.to_json())
         return
     console = new_console()
+    if comparison.of_single_launches:
+        _print_differences(console, comparison)
+        return
     rows = sorted(comparison.rows, key=lambda r: (r.verdict.gravity, -(r.ratio or 0)))
     for suite in dict.fromkeys(row.key[0] for row in comparison.rows):
         _print_suite_comparison(console, suite, [row for row in rows if row.key[0] == suite])
@@ -69,6 +72,34 @@ def _print_suite_comparison(console: Console, suite: str, rows: Sequence[Row]) -
     )
     print_columns(console, words, figures, [("why", [row.reason for row in rows])])
     print_line(console, "")
+
+
+def _print_differences(console: Console, comparison: Comparison) -> None:
+    """One launch against another: how each size differs, and once that this is no verdict."""
+    for suite in dict.fromkeys(row.key[0] for row in comparison.rows):
+        rows = [row for row in comparison.rows if row.key[0] == suite]
+        varying, same = split_params([dict(row.key[3]) for row in rows])
+        unit = time_unit(t for row in rows for t in (row.base_s, row.new_s) if t is not None)
+        words: list[Column] = [
+            ("case", [row.key[1] for row in rows]),
+            ("impl", [row.key[2] for row in rows]),
+            *((name, [param_text(name, dict(row.key[3]).get(name)) for row in rows]) for name in varying),
+        ]
+        figures: list[Column] = [
+            (f"base [{unit.name}]", [unit.format(row.base_s) for row in rows]),
+            (f"new [{unit.name}]", [unit.format(row.new_s) for row in rows]),
+            ("difference", ["-" if row.ratio is None else f"{row.ratio - 1:+.1%}" for row in rows]),
+        ]
+        other = [f"{row.verdict}: {row.reason}".rstrip(": ") if row.ratio is None else "" for row in rows]
+        print_line(console, titled(suite, same), style="bold")
+        print_columns(console, words, figures, [("why", other)] if any(other) else ())
+        print_line(console, "")
+    for note in comparison.notes:
+        print_line(console, f"note: {note}")
+    ratios = [row.ratio - 1 for row in comparison.rows if row.ratio is not None]
+    rest = [f"{n} {v}" for v in Verdict if v is not Verdict.INCONCLUSIVE and (n := comparison.count(v))]
+    spread = f"{len(ratios)} times differ by {min(ratios):+.1%} to {max(ratios):+.1%}"
+    print_line(console, f"{', '.join([*rest, spread])}: no verdict from one launch on each side")
 
 
 def _interval(row: Row) -> str:

@@ -25,6 +25,7 @@ from dtbench.stats import hodges_lehmann_ratio, rank_test
 SUSPECT, NAMED = 0.93, 0.90
 LEVEL = 0.005
 SCREEN_REPS, CONFIRM_REPS = 5, 12
+PEERS = 3  # beside which a slow rank has to be slow
 WORK_REPS = 9
 # The worst of a kind are looked at again; where more lie off, the kind has no common speed.
 MAX_SUSPECTS = 8
@@ -37,6 +38,8 @@ MATMUL, COPY = "matrix products", "memory copies"
 # A command as JSON: {"do": ..., ...}; what each rank measured, in seconds.
 Command = dict[str, Any]
 Answers = Sequence[Any]
+# Gives the times of sound peers and those of the suspect, in the same turns.
+_Comparison = Generator[Command, Answers, tuple[list[float], list[float]]]
 
 
 @dataclass(frozen=True)
@@ -261,16 +264,24 @@ def _below(times: Mapping[int, float], notes: list[str], kind: str) -> dict[int,
 def _confirm(
     suspect: _Suspect, found: Examination, level: float
 ) -> Generator[Command, Answers, Finding | None]:
+    """It is named if it is slow in every comparison; the first in which it is not ends them."""
     if suspect.kind in found.pairs:
-        times = yield from _again_links(suspect, found)
+        comparisons = [_again_links(suspect, found)] if suspect.controls else []
     else:
-        times = yield from _again_work(suspect, found)
-    if times is None:
+        comparisons = _again_work(suspect, found)
+    worst: Finding | None = None
+    for comparison in comparisons:
+        controls, again = yield from comparison
+        finding = _judge(suspect, controls, again, level, found.world)
+        if finding is None:
+            return None
+        if worst is None or finding.share > worst.share:
+            worst = finding
+    if worst is None:
         found.notes.append(
             f"{found.world.words(suspect.ranks)}: no sound peers to compare it with ({suspect.kind})"
         )
-        return None
-    return _judge(suspect, *times, level, found.world)
+    return worst
 
 
 def _judge(
@@ -285,12 +296,8 @@ def _judge(
     return Finding(what, suspect.kind, suspect.ranks, share, p)
 
 
-def _again_links(
-    suspect: _Suspect, found: Examination
-) -> Generator[Command, Answers, tuple[list[float], list[float]] | None]:
-    """(times of controls, of the suspect), pair by pair with nobody else at work."""
-    if not suspect.controls:
-        return None
+def _again_links(suspect: _Suspect, found: Examination) -> _Comparison:
+    """Pair by pair with nobody else at work."""
     turns = zip(itertools.cycle(suspect.pairs), itertools.cycle(suspect.controls), strict=False)
     rounds: list[Round] = [(pair,) for turn in itertools.islice(turns, CONFIRM_REPS) for pair in turn]
     size = found.pairs[suspect.kind].size_bytes
@@ -304,23 +311,18 @@ def _again_links(
     return times[1::2], times[::2]
 
 
-def _again_work(
-    suspect: _Suspect, found: Examination
-) -> Generator[Command, Answers, tuple[list[float], list[float]] | None]:
-    """The suspect and a peer at the same time; peers of usual speed take turns."""
+def _again_work(suspect: _Suspect, found: Examination) -> list[_Comparison]:
+    """The suspect beside some peers of usual speed, one after another: what else a machine does for a moment slows
+    whoever is there."""
     rank, times = suspect.ranks[0], found.work_s[suspect.kind]
     usual = median(times)
-    peers = [r for r in range(len(times)) if r != rank and usual / times[r] >= SUSPECT][:CONFIRM_REPS]
-    if not peers:
-        return None
-    mine: list[float] = []
-    theirs: list[float] = []
-    each = math.ceil(CONFIRM_REPS / min(len(peers), 3))
-    for peer in peers[:3]:
-        answers = yield {"do": "work", "kind": suspect.kind, "ranks": [rank, peer], "reps": each}
-        mine += answers[rank]
-        theirs += answers[peer]
-    return theirs, mine
+    peers = [r for r in range(len(times)) if r != rank and usual / times[r] >= SUSPECT]
+    return [_beside_peer(suspect.kind, rank, peer) for peer in peers[:PEERS]]
+
+
+def _beside_peer(kind: str, rank: int, peer: int) -> _Comparison:
+    answers = yield {"do": "work", "kind": kind, "ranks": [rank, peer], "reps": CONFIRM_REPS}
+    return answers[peer], answers[rank]
 
 
 def _by_host(findings: Sequence[Finding], world: World) -> list[Finding]:

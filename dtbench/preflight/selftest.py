@@ -7,6 +7,7 @@ are real, the trials share them: the intervals (Clopper & Pearson 1934) hold for
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -27,7 +28,17 @@ from dtbench.bench.progress import say
 from dtbench.errors import EXIT_INCONCLUSIVE, EXIT_OK, UsageError
 from dtbench.files.atomic import refuse_taken, write_atomically
 from dtbench.mesh import groups_by_dim
-from dtbench.preflight.examine import COPY, FIRST_BYTES, MATMUL, Answers, Command, Examination, World, examine
+from dtbench.preflight.examine import (
+    COPY,
+    FIRST_BYTES,
+    MATMUL,
+    PEERS,
+    Answers,
+    Command,
+    Examination,
+    World,
+    examine,
+)
 from dtbench.preflight.examine import fitting_bytes as fitting
 from dtbench.preflight.preflight import POOL, POOL_REPS
 from dtbench.preflight.rounds import rounds_of
@@ -66,11 +77,12 @@ def gather_pool(world: World, path: Path, reps: int) -> Generator[Command, Answe
     everyone = list(range(world.size))
     for kind in (MATMUL, COPY):
         together = yield {"do": "work", "kind": kind, "ranks": everyone, "reps": reps}
-        beside: list[Any] = []  # by rank its times, and those of a peer in the same turns
-        for rank in everyone:
-            peer = (rank + 1) % world.size
+        # By rank and pass its times, and those of another peer in the same turns.
+        beside: list[list[Any]] = [[] for _ in everyone]
+        for number, rank in itertools.product(range(1, PEERS + 1), everyone):
+            peer = (rank + number) % world.size
             answers = yield {"do": "work", "kind": kind, "ranks": [rank, peer], "reps": reps // 2}
-            beside.append([answers[rank], answers[peer]])
+            beside[rank].append([answers[rank], answers[peer]])
         pool["work"][kind] = {"all": together, "beside": beside}
     for dim, groups in groups_by_dim(*zip(*world.mesh, strict=True)).items():
         if len(groups[0]) > 1:
@@ -105,6 +117,7 @@ class Pool:
         self._pool = pool
         self._random = random.Random(seed)
         self._left: dict[str, list[float]] = {}
+        self._passes: Counter[tuple[str, int]] = Counter()
         self.world = World(tuple(pool["hosts"]), tuple((name, size) for name, size in pool["mesh"]))
         self._of_pair = {pair: kind for kind, of in pool["pairs"].items() for pair in of["screen"]}
 
@@ -135,10 +148,11 @@ class Pool:
         of = self._pool["work"][kind]
         if len(ranks) == self.world.size:
             return [self._draw(f"{kind} {rank}", of["all"][rank], reps) for rank in ranks]
-        first, peer = ranks  # whichever peer: the pool holds the times of one beside each rank
-        drawn = [
-            self._draw(f"{kind} {first} {at}", times, reps) for at, times in enumerate(of["beside"][first])
-        ]
+        first, peer = ranks  # whichever peer: the pool holds some beside each rank, each of another pass
+        number = self._passes[kind, first] % PEERS
+        self._passes[kind, first] += 1
+        both = of["beside"][first][number]
+        drawn = [self._draw(f"{kind} {first} {number} {at}", times, reps) for at, times in enumerate(both)]
         return [{first: drawn[0], peer: drawn[1]}.get(rank, []) for rank in range(self.world.size)]
 
     def _all_reduce(self, command: Command) -> list[Any]:

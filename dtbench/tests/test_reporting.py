@@ -17,6 +17,7 @@ from dtbench.cost import calibration
 from dtbench.errors import OutputError, UsageError
 from dtbench.model import Result, Run
 from dtbench.show.report import axes, cases, figures, page, tables
+from dtbench.show.report import sources as of_sources
 from dtbench.show.report.parts import PARTS, coverage, front
 from dtbench.show.report.svg import STAND_IN, settings
 from dtbench.tests import made_up
@@ -284,6 +285,30 @@ def _hostile(value: Any) -> Any:
     if isinstance(value, list):
         return [_hostile(v) for v in value]
     return HOSTILE if isinstance(value, str) else value
+
+
+def test_systems_are_drawn_beside_each_other() -> None:
+    """Collectives of other meshes and machines: a line each, and the rest of the page is the first's."""
+    first = made_up.run(list(made_up.collectives()), path="first.jsonl")
+    mesh, hosts = {"dp": 8}, [f"other-{i}" for i in range(8)]
+    other = made_up.run(
+        list(made_up.collectives(mesh=mesh, truth={"dp": (2.0, 50.0)})),
+        path="other.jsonl",
+        run_id="20260102-120000-abcd",
+        mesh=mesh,
+        hosts=hosts,
+    )
+    together = of_sources._apart(sources([first, other]))
+    assert together.runs == (first,)
+    assert together.systems == ((first,), (other,))
+    shown = section("systems", systems=together.systems)
+    assert {row[0] for table in shown.tables for *_, row in table.rows} == {"first", "other"}
+    assert [panel.title for panel in shown.figures[0].panels][:2] == ["all_gather", "all_reduce"]
+    assert {item.label for item in shown.figures[0].legend} == {"first", "other"}
+    dispatch = made_up.run(
+        list(made_up.dispatch()), path="ops.jsonl", machine={"cpu": {"model": "other"}, "gpus": []}
+    )
+    assert of_sources._apart(sources([first, dispatch])).systems == ()
 
 
 def test_hostile_text_stays_text(topology: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dtbench.errors import EXIT_INCONCLUSIVE
 from dtbench.files.read import into
 from dtbench.judge.compare import compare
 from dtbench.judge.tables import print_comparison
@@ -205,10 +206,7 @@ def test_no_terminal_is_so_narrow_that_a_figure_is_cut(
     out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     lines = [line.split() for line in out.splitlines()]
     assert ["addmm", "S(0),S(1),Partial", "123.5", "9877", "0.0125x"] in lines
-    assert (
-        sum(line[:5] == ["inconclusive", "addmm", "core", "S(0),S(1),Partial", "123.5"] for line in lines)
-        == 1
-    )
+    assert sum(line[:5] == ["addmm", "core", "S(0),S(1),Partial", "123.5", "123.5"] for line in lines) == 1
     assert "…" not in out
     assert "core/torch" in out
     assert "launches" in out
@@ -304,3 +302,22 @@ def test_json_is_strict_and_alone_on_stdout(capsys: Capture) -> None:
     assert load()["rows"][0]["verdict"] == "inconclusive"
     print_findings([Finding("a", None, "b")], as_json=True)
     assert load() == [{"check": "a", "ok": None, "got": "b", "effect": "", "remedy": ""}]
+
+
+def test_one_launch_against_another_is_differences_and_no_verdict(capsys: Capture) -> None:
+    def side(scale: float, *more: Result) -> Run:
+        sizes = [
+            result("collectives", "all_reduce", "c10d", scale * n * 1e-6, params={"size": n})
+            for n in (64, 128)
+        ]
+        return run(*sizes, *more)
+
+    comparison = compare([side(1, result("collectives", "gone", "c10d", 1e-6))], [side(1.25)])
+    print_comparison(comparison)
+    out = capsys.readouterr().out
+    assert sum("+25.0%" in line for line in out.splitlines()[:-1]) == 2
+    assert "missing: not measured in new" in out.lower()
+    assert "inconclusive" not in out
+    last = out.splitlines()[-1]
+    assert "2 times differ by +25.0% to +25.0%: no verdict from one launch on each side" in last
+    assert comparison.exit_code == EXIT_INCONCLUSIVE

@@ -20,9 +20,9 @@ def check_same_setup(runs: Sequence[Run]) -> None:
         if run_id in seen:
             raise UsageError(f"{run.path} and {seen[run_id].path} are the same run ({run_id}): give it once")
         seen[run_id] = run
-    first = _setup(runs[0])
+    first = setup_of(runs[0])
     for run in runs[1:]:
-        for what, value in _setup(run).items():
+        for what, value in setup_of(run).items():
             if value != first[what]:
                 raise UsageError(
                     f"{runs[0].path} and {run.path} differ in {what} ({first[what]} and {value}): "
@@ -30,7 +30,7 @@ def check_same_setup(runs: Sequence[Run]) -> None:
                 )
 
 
-def _setup(run: Run) -> dict[str, object]:
+def setup_of(run: Run) -> dict[str, object]:
     """What must agree. Hosts by their order of appearance: a scheduler may hand out other nodes."""
     header = run.header
     mesh, machine = header.mesh, header.machine

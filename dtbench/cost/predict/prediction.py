@@ -24,6 +24,7 @@ from dtbench.cost.predict.shardings import (
 )
 from dtbench.cost.price import Price
 from dtbench.errors import UsageError
+from dtbench.units import format_bandwidth, format_seconds
 from dtbench_core.cost.ring import busbw_factor
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -124,7 +125,7 @@ def predict(topology: Mapping[str, Any], setup: Setup) -> Prediction:
             _variant(setup.model, schemes, [p for scheme in schemes for p in priced[scheme]])
             for schemes in _combinations(by_scheme)
         ),
-        tuple(_assumptions(setup, training, by_scheme)),
+        tuple(_assumptions(setup, training, by_scheme, dims.values())),
         tuple(_warnings(topology, setup, dims, itertools.chain.from_iterable(priced.values()))),
     )
 
@@ -228,7 +229,9 @@ def _variant(model: Model, schemes: tuple[str, ...], priced: Sequence[Priced]) -
 # ------------------------------------------------------------------------------ what is assumed
 
 
-def _assumptions(setup: Setup, training: Training, schemes: Iterable[str]) -> Iterator[str]:
+def _assumptions(
+    setup: Setup, training: Training, schemes: Iterable[str], dims: Iterable[Mapping[str, Any]]
+) -> Iterator[str]:
     model = setup.model
     yield (
         "nothing overlaps: the times are sums, as if each collective waited for the one before and nothing were "
@@ -240,7 +243,10 @@ def _assumptions(setup: Setup, training: Training, schemes: Iterable[str]) -> It
         "no pipeline, context or expert parallelism; norm clipping, optimizer and checkpoints are left out"
     )
     yield f"{model.name}: {model.elements():,} parameters ({model.source or 'from a file'}), biases not counted"
-    yield "all groups of a mesh dim work at once and share links as they did when the dim was measured"
+    together = [dim["name"] for dim in dims if dim["groups_sharing"] != "alone"]
+    if together:
+        named = " and ".join(together)
+        yield f"all groups of a mesh dim work at once and share links as they did when {named} was measured"
     if SEQUENCE in schemes:
         yield "gathered activations are kept for the backward pass (DTensor; Megatron gathers them again)"
     if TENSOR in schemes:
@@ -266,7 +272,8 @@ def _warnings(
         if ranks[name] != dim["ranks"]:
             yield (
                 f"{name}={ranks[name]} was measured as {dim['name']}={dim['ranks']}: scaled by the ring formula's "
-                f"ratio with {dim['bandwidth_GiBps']:.3g} GiB/s and {dim['latency_us_per_hop']:.3g} us per hop"
+                f"ratio with {format_bandwidth(dim['bandwidth_GiBps'] * 2**30)} and "
+                f"{format_seconds(dim['latency_us_per_hop'] * 1e-6)} per hop"
             )
         if dim["layout"]["kind"] == "intra-host" and per_host and ranks[name] > per_host[1]:
             yield (
@@ -274,7 +281,7 @@ def _warnings(
                 "as many are joined by the same links; else --map it to a dim between hosts"
             )
         if dim["groups_sharing"] == "alone":
-            yield f"{dim['name']} was measured with one group at work: all groups at once may be slower"
+            yield f"{dim['name']} was measured, and is priced, with one group at work: all at once may be slower"
     listed = list(priced)
     for formula in sorted({(p.call.collective, p.call.mesh_dim) for p in listed if p.one.by_formula}):
         yield f"{formula[0]} was not measured on {formula[1]}: torch's ring formula with the dim's constants"

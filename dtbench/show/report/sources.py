@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from dtbench.cost.calibration import read_topology
+from dtbench.cost.calibration import read_topology, setup_of
 from dtbench.cost.regret import Regret
 from dtbench.errors import UnreadableRunError, UsageError
 from dtbench.files.gate import Gate
@@ -52,6 +52,7 @@ class History:
 class Sources:
     """Everything that a report may be made of; only some of it has to be there.
 
+    systems: runs of collectives of several setups, each with its launches; the first one's are `runs`, too.
     spans: section of a rank profile -> what each rank did in one iteration of it.
     verdicts: runs of the suite `coverage`, baseline tables of it. peaks: mesh dim -> bytes per second that no
     collective over it can pass, as the user knows.
@@ -68,6 +69,7 @@ class Sources:
     verdict_runs: tuple[Run, ...] = ()
     verdict_tables: tuple[Baseline, ...] = ()
     histories: tuple[History, ...] = ()
+    systems: tuple[tuple[Run, ...], ...] = ()
     plans: tuple[PlanFile, ...] = ()
     preflights: tuple[PreflightFile, ...] = ()
     steps: tuple[StepsFile, ...] = ()
@@ -92,7 +94,18 @@ def gather(paths: Sequence[Path], baseline: Sequence[Path] = (), topology: Path 
     sources = Sources(baseline=tuple(read_run(path) for path in baseline), topology=fitted)
     for path in paths:
         sources = _with(sources, path)
-    return sources
+    return _apart(sources)
+
+
+def _apart(sources: Sources) -> Sources:
+    """Runs of collectives on several systems stand beside each other; the rest of the page is of the first one's."""
+    by_setup: dict[str, list[Run]] = {}
+    for run in sources.runs:
+        by_setup.setdefault(repr(setup_of(run)), []).append(run)
+    groups = tuple(map(tuple, by_setup.values()))
+    if len(groups) < 2 or not all(any(r.suite == "collectives" for r in run.results) for run in sources.runs):
+        return sources
+    return replace(sources, runs=groups[0], systems=groups)
 
 
 def _with(sources: Sources, path: Path) -> Sources:
