@@ -32,7 +32,6 @@ _MAX_BYTES = 2**62
 
 # What tells a collective in the name of a file; "reduce" and its like also stand in other names.
 _HINTS = {spelt: name for spelt, name in SPELT.items() if name not in ("reduce", "gather", "scatter")}
-_HINTS |= {"all2all": "all_to_all", "bcast": "broadcast"}
 
 
 def check(log: Log, *, collective: str | None = None, ranks: int | None = None) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import dtbench
 from dtbench.errors import UsageError
-from dtbench.importers.model import Figure, Log, Row, Table
+from dtbench.importers.model import IN_PLACE, Figure, Log, Row, Table
 from dtbench.masking import mask_arguments
 from dtbench.mesh import Mesh, format_mesh, ranks_of
 from dtbench.model import (
@@ -35,7 +35,6 @@ from dtbench.stats import summarize
 from dtbench_core.cost.ring import busbw_factor
 
 SUITE, OTHER = "collectives", "collectives_other"
-IN_PLACE = ("all_reduce", "broadcast")  # as torch.distributed calls them
 BACKENDS = {"osu": "mpi"}  # of the others it is nccl, which torch calls RCCL too
 WORLD, GROUP = "world", "group"  # the mesh dims of a run whose logs name none
 

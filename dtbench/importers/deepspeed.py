@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from dtbench.importers.model import TIMES, Figure, Log, Printed, Row, Table, amount
+from dtbench.importers.model import IN_PLACE, TIMES, Figure, Log, Printed, Row, Table, amount, collective_of
 from dtbench.importers.text import lines_of, pattern
 
 _TITLE = pattern(r"-{2,}\s*Performance of (\w+) on (\d{1,7}) devices\s*-{2,}")
@@ -15,11 +15,8 @@ _HEADER = pattern(
 _ROW = pattern(
     r"(?:(?<=\s)|^)(\S+)(?: ([KMGTPEZ]?B))?\s+(\d{1,18})x(\d{1,3})\s+(\S+)(?: (us|ms|s))?\s+(\S+)\s+(\S+)\s*$"
 )
-_NAMES = {
-    name: ours
-    for ours in ("all_reduce", "all_gather", "all_to_all", "broadcast")
-    for name in (ours, ours.replace("_", ""))
-} | {"pt2pt": "sendrecv"}
+# Its benchmarks; what the sizes of another mean is not known.
+_COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "broadcast", "sendrecv")
 _BANDWIDTHS = {"Gbps": 1e9 / 8, "GBps": 1e9}
 
 
@@ -54,8 +51,10 @@ def read(text: str, log: Log) -> None:
 
 def _table(name: str, ranks: int, number: int) -> Table:
     table = Table("deepspeed", number, ranks=ranks, ranks_from="its title", ended=True)
-    table.collective = _NAMES.get(name)
-    if table.collective is None:
+    found = collective_of(name)
+    if found in _COLLECTIVES:
+        table.collective = found
+    else:
         table.refusal = f"{name[:40]!r} is no collective of DeepSpeed's benchmarks that is known here"
     return table
 
@@ -68,7 +67,7 @@ def _row(match: re.Match[str], number: int, table: Table, units: tuple[bool, str
         time = time.scaled(TIMES["us" if raw else match[6] or "us"])
     tput, busbw = amount(match[7]), amount(match[8])
     busbw = busbw and busbw.scaled(_BANDWIDTHS.get(busbw_unit, 1.0))
-    figure = Figure(table.collective in ("all_reduce", "broadcast"), time, None, busbw)
+    figure = Figure(table.collective in IN_PLACE, time, None, busbw)
     if not raw and match[6] is None:
         figure.fail("its time has no unit")
     if time is None or tput is None or busbw is None:

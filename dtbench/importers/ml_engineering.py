@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from dtbench.importers.model import COLLECTIVES, Figure, Log, Printed, Row, Table, amount
+from dtbench.importers.model import COLLECTIVES, TIMES, Figure, Log, Printed, Row, Table, amount
 from dtbench.importers.text import lines_of, pattern
 
 _TITLE = pattern(
@@ -19,7 +19,7 @@ _TIME = pattern(r"(\S+?)\s?(us|µs|ms)")
 # "KB" in older versions is 2**10 too (their function fmt_bytes).
 _POWERS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _BANDWIDTHS = {"GBps": 1e9, "GB/s": 1e9, "MBps": 1e6}
-_TIMES = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3}
+_TIMES = TIMES | {"µs": TIMES["us"]}
 # torch-dist-bench.py's table of several collectives: GBps and microseconds, without units.
 _COMBINED = pattern(r"(\w+) (busbw|median)")
 # torch.distributed has no collective that sends and receives.

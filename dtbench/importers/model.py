@@ -20,11 +20,22 @@ COLLECTIVES = (
     "sendrecv",
 )
 
-# As most tools spell them, in small letters and without what joins the words.
-SPELT = {name.replace("_", ""): name for name in COLLECTIVES}
+IN_PLACE = ("all_reduce", "broadcast")  # as torch.distributed calls them
+# As the tools spell them, in small letters and without what joins the words.
+SPELT = {name.replace("_", ""): name for name in COLLECTIVES} | {
+    "all2all": "all_to_all",
+    "alltoallpersonalizedexchange": "all_to_all",  # OSU
+    "bcast": "broadcast",
+    "pt2pt": "sendrecv",  # DeepSpeed
+}
 TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 _NUMBER = re.compile(r"([+-]?)(\d{1,30})(?:\.(\d{0,30}))?(?:[eE]([+-]?\d{1,2}))?", re.ASCII)
+
+
+def collective_of(name: str) -> str | None:
+    """The collective that a tool calls so; None where it is not known here."""
+    return SPELT.get("".join(c for c in name.lower() if c.isalnum()))
 
 
 @dataclass(frozen=True)

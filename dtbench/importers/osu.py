@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from dtbench.importers.model import SPELT, TIMES, Figure, Log, Row, Table, amount
+from dtbench.importers.model import IN_PLACE, TIMES, Figure, Log, Row, Table, amount, collective_of
 from dtbench.importers.text import lines_of, pattern
 
 _TITLE = pattern(r"\bOSU MPI(-CUDA|-ROCM|-OPENACC)? (.+?) Latency Test(?: v(\S+))?\s*$")
@@ -16,13 +16,6 @@ _HEADER = pattern(r"#\s*Size\s+(Avg )?Latency\s*\((\w+)\)(.*)$")
 _LAUNCH = pattern(r"\b(?:mpirun\w*|mpiexec\w*|srun)\b.*?\s(?:-np|-n|--np|--ntasks)[ =](\d{1,7})\b.*\bosu_")
 _DATATYPE = pattern(r"#\s*Datatype:\s*(\w+)")
 _ROW = pattern(r"(?:(?<=[\s:>])|^)(\d{1,18})((?:\s+\S+)+)\s*$")
-# Names in the title that are spelt in ways of their own.
-_TESTS = {
-    "reduce_scatter": "reduce_scatter",
-    "all-to-all personalized exchange": "all_to_all",
-    "all-to-all": "all_to_all",
-    "bcast": "broadcast",
-}
 # Their sizes are one rank's part of S.
 _OF_PARTS = ("all_gather", "all_to_all", "gather", "scatter")
 _DATATYPES = {"MPI_FLOAT": "float32", "MPI_INT": "int32", "MPI_CHAR": "int8", "MPI_DOUBLE": "float64"}
@@ -67,8 +60,7 @@ def _table(title: re.Match[str], number: int) -> Table:
     table.device_type = "cuda" if title[1] else "cpu"
     if title[3]:
         table.versions["osu"] = title[3]
-    name = title[2].lower()
-    table.collective = _TESTS.get(name) or SPELT.get(name)
+    table.collective = collective_of(title[2])
     table.sizes_are_parts = table.collective in _OF_PARTS
     if table.collective is None:
         table.refusal = f"OSU's {title[2][:40]!r} is no collective that is known here"
@@ -92,7 +84,7 @@ def _add(
     time = amount(values.get("avg", ""))
     if len(words) != len(columns) and (time is None or len(words) > len(columns)):
         return  # another line that begins with a number
-    figure = Figure(table.collective in ("all_reduce", "broadcast"), time and time.scaled(unit))
+    figure = Figure(table.collective in IN_PLACE, time and time.scaled(unit))
     if time is None:
         figure.fail(f"its time is {words[0][:20]}")
     elif len(words) < len(columns):

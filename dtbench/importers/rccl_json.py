@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from dtbench.fields import Count
 from dtbench.files.read import BadFieldError, decode, into, shown
-from dtbench.importers.model import SPELT, Figure, Log, Row, Table, decimal, is_number
+from dtbench.importers.model import Figure, Log, Row, Table, collective_of, decimal, is_number
 from dtbench.importers.nccl_text import DTYPES
 from dtbench.importers.text import lines_of, pattern
 
@@ -67,7 +67,7 @@ def read(text: str, log: Log) -> None:
 
 def _table(record: _Record, number: int) -> Table:
     table = Table("rccl-tests", number, redop_column=True, ended=True)
-    table.collective = SPELT.get("".join(c for c in record.name.lower() if c.isalpha()))
+    table.collective = collective_of(record.name)
     if table.collective is None:
         table.refusal = f"{shown(record.name)} is no collective of rccl-tests that is known here"
     if record.gpusPerRank == 1:  # with more it is not said which of both counts the ranks

@@ -82,9 +82,9 @@ def self_times(
         yield span, path, alone
 
 
-def quickest(calls: Sequence[Span], share: float = 0.5) -> list[Span]:
-    """The quicker calls: what disturbs a call only ever lengthens it."""
-    return sorted(calls, key=lambda span: span.duration_ns)[: max(1, round(len(calls) * share))]
+def quickest(calls: Sequence[Span]) -> list[Span]:
+    """The quicker half of the calls: what disturbs a call only ever lengthens it."""
+    return sorted(calls, key=lambda span: span.duration_ns)[: max(1, round(len(calls) / 2))]
 
 
 def fold(

@@ -19,7 +19,6 @@ from dtbench.files.read import BadFieldError, decode, into, read_json
 from dtbench_core.cost.curve import Curve
 
 MAX_FILE_BYTES = 2**20
-DEFAULT = "a100-8x"
 
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1.0)]

@@ -6,7 +6,6 @@ import dataclasses
 
 import msgspec
 
-from dtbench.cost.plan.machines import Machine
 from dtbench.cost.plan.search import Candidate, Plan, explain
 from dtbench.cost.plan.validate import PlanValidation
 from dtbench.files.plan import LayoutRow, PlanFile, StepRow, StepsFile
@@ -21,36 +20,31 @@ PARTS = ("compute", "tensor", "pipeline", "data", "bubble", "once")
 
 def print_plan(plan: Plan, notes: tuple[str, ...], as_json: bool = False) -> None:
     """The best layouts, what their time goes to, and what would change the answer."""
+    made = plan_file(plan, notes)
     if as_json:
-        print_json(msgspec.to_builtins(plan_file(plan, notes)))
+        print_json(msgspec.to_builtins(made))
         return
-    console = new_console()
-    job, machine = plan.job, plan.machine
-    print_line(console, title(plan), "bold")
+    console, best = new_console(), made.best
+    print_line(console, made.title, "bold")
     print_line(
         console,
-        f"{plural(plan.considered, 'layout')} considered, {plan.fitting} fit into {format_bytes(plan.limit_bytes)} "
+        f"{plural(made.considered, 'layout')} considered, {made.fitting} fit into {format_bytes(made.limit_bytes)} "
         "per GPU; the best of each split of the ranks:",
     )
-    best = plan.best
     figures: list[Column] = [
-        ("step", [format_seconds(one.step.total_s) for one in best]),
-        ("90 % interval", [_interval(one, machine) for one in best]),
-        ("MFU", [f"{one.step.mfu(machine, job.gpus):.1%}" for one in best]),
-        ("memory", [format_bytes(one.memory.total) for one in best]),
-        ("exposed communication", [f"{one.step.exposed_s / one.step.total_s:.1%}" for one in best]),
+        ("step", [format_seconds(one.step_s) for one in best]),
+        ("90 % interval", [_interval(one) for one in best]),
+        ("MFU", [f"{one.mfu:.1%}" for one in best]),
+        ("memory", [format_bytes(sum(one.memory_bytes.values())) for one in best]),
+        ("exposed communication", [f"{one.exposed_s / one.step_s:.1%}" for one in best]),
     ]
     print_line(console, "")
-    print_columns(
-        console,
-        [("layout", [one.layout.words() for one in best])],
-        figures,
-        [("where the rest goes", [explain(one, plan.limit_bytes) for one in best])],
-    )
+    why = [one.why for one in best]
+    print_columns(console, [("layout", [one.words for one in best])], figures, [("where the rest goes", why)])
     print_line(console, "")
-    for change in plan.changes:
+    for change in made.changes:
         print_line(console, f"with {change}")
-    for note in notes:
+    for note in made.assumptions:
         print_line(console, f"assumed: {note}")
 
 
@@ -58,7 +52,8 @@ def plan_file(plan: Plan, notes: tuple[str, ...]) -> PlanFile:
     """The plan as its file holds it."""
     job = plan.job
     return PlanFile(
-        title=title(plan),
+        title=f"{job.model.name} on {job.gpus} GPUs of {plan.machine.name}, {job.batch} sequences of {job.sequence} "
+        "tokens a step",
         model=dataclasses.asdict(job.model) | {"elements": job.model.elements()},
         machine=plan.machine.name,
         gpus=job.gpus,
@@ -71,13 +66,6 @@ def plan_file(plan: Plan, notes: tuple[str, ...]) -> PlanFile:
         changes=plan.changes,
         assumptions=notes,
     )
-
-
-def title(plan: Plan) -> str:
-    """What was planned."""
-    job = plan.job
-    batch = f"{job.batch} sequences of {job.sequence} tokens a step"
-    return f"{job.model.name} on {job.gpus} GPUs of {plan.machine.name}, {batch}"
 
 
 def _row(one: Candidate, plan: Plan) -> LayoutRow:
@@ -96,38 +84,32 @@ def _row(one: Candidate, plan: Plan) -> LayoutRow:
     )
 
 
-def _interval(one: Candidate, machine: Machine) -> str:
-    if machine.error is None:
-        return "not known"
-    ends = (one.step.total_s * machine.error.low, one.step.total_s * machine.error.high)
-    return " .. ".join(map(format_seconds, ends))
+def _interval(one: LayoutRow) -> str:
+    return (
+        "not known" if one.low_s is None else f"{format_seconds(one.low_s)} .. {format_seconds(one.high_s)}"
+    )
 
 
 def print_validation(validation: PlanValidation, as_json: bool = False) -> None:
     """Measured, predicted and the error of each row, then how good that is for choosing."""
+    made = steps_file(validation)
     if as_json:
-        print_json(msgspec.to_builtins(steps_file(validation)))
+        print_json(msgspec.to_builtins(made))
         return
     console = new_console()
-    print_line(console, validation.title, "bold")
-    rows = sorted(validation.rows, key=lambda row: -abs(row.error))[:MAX_ROWS]
-    rows = (
-        [row for row in validation.rows if row in rows]
-        if len(validation.rows) > MAX_ROWS
-        else list(validation.rows)
-    )
+    print_line(console, made.title, "bold")
+    worst = sorted(made.rows, key=lambda row: -abs(row.error))[:MAX_ROWS]
+    rows = [row for row in made.rows if row in worst]
     figures: list[Column] = [
         ("measured", [format_seconds(row.measured_s) for row in rows]),
         ("predicted", [format_seconds(row.predicted_s) for row in rows]),
         ("error", [f"{row.error:+.1%}" for row in rows]),
     ]
     print_columns(console, [("layout", [row.label for row in rows])], figures)
-    if len(rows) < len(validation.rows):
-        print_line(
-            console, f"the {len(rows)} rows of {len(validation.rows)} that are furthest off; --json has all"
-        )
+    if len(rows) < len(made.rows):
+        print_line(console, f"the {len(rows)} rows of {len(made.rows)} that are furthest off; --json has all")
     print_line(console, "")
-    for line in verdict(validation):
+    for line in made.verdict:
         print_line(console, line)
 
 
@@ -150,16 +132,7 @@ def steps_file(validation: PlanValidation) -> StepsFile:
     right, pairs = validation.pairs_in_order()
     return StepsFile(
         title=validation.title,
-        rows=tuple(
-            StepRow(
-                label=row.label,
-                group=row.group,
-                measured_s=row.measured_s,
-                predicted_s=row.predicted_s,
-                error=row.error,
-            )
-            for row in validation.rows
-        ),
+        rows=tuple(StepRow(**dataclasses.asdict(row), error=row.error) for row in validation.rows),
         mean_error=validation.mean_error,
         pairs=pairs,
         pairs_in_order=right,

@@ -96,11 +96,11 @@ def size_tick(value: float) -> str:
     return exact if len(exact) <= 8 else format_bytes(value)
 
 
-def size_axis(sizes: Sequence[int], most: int = 4, title: str = "") -> Axis:
+def size_axis(sizes: Sequence[int], title: str) -> Axis:
     """A logarithmic axis of sizes in bytes, ticks at powers of two between the measured ones."""
     ordered = sorted(set(sizes))
     powers = range(round(math.log2(ordered[0])), round(math.log2(ordered[-1])) + 1)
-    step = max(1, math.ceil(len(powers) / most))
+    step = max(1, math.ceil(len(powers) / 4))
     room = max((ordered[-1] / ordered[0]) ** 0.05, 1.2)
     return Axis(
         ordered[0] / room,
