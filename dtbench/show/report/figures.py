@@ -58,7 +58,7 @@ class Style:
 @dataclass(frozen=True)
 class Panel:
     """One drawing, made once, and not at all where the page has no room for it. prefix: of its ids. desc: what a
-    screen reader says."""
+    screen reader says. marks: points of its curves."""
 
     title: str
     desc: str
@@ -66,6 +66,7 @@ class Panel:
     width: float
     height: float
     paint: Callable[[Canvas], Sequence[Point] | None]
+    marks: int = 0
 
     @property
     def svg(self) -> Markup:
@@ -199,7 +200,14 @@ def curves(
         ]
 
     drawn = [
-        Panel(one.title, one.desc, f"{name}{index}", *CURVES_PX, partial(paint, one))
+        Panel(
+            one.title,
+            one.desc,
+            f"{name}{index}",
+            *CURVES_PX,
+            partial(paint, one),
+            sum(len(series.x) for series in one.series),
+        )
         for index, one in enumerate(panels)
     ]
     items = legend(name, styles, {one.label for one in everything}, lines)

@@ -119,14 +119,15 @@ def _render(sources: Sources) -> str:
 
 
 def _leads(sections: Sequence[Section]) -> list[tuple[Section, Figure]]:
-    """For the first screen the first panel of each section that leads, or of the others; more of few sections."""
+    """For the first screen the panel with most points of each section that leads, or of the others; more of few
+    sections."""
     ordered = sorted(sections, key=lambda section: not section.leads)
     drawn = [
         (section, _copied(figure, panel))
         for nth in range(LEADS)
         for section in ordered
         for figure in section.figures[:1]
-        for panel in figure.panels[nth : nth + 1]
+        for panel in sorted(figure.panels, key=lambda one: -one.marks)[nth : nth + 1]
         if panel.width <= HALF_PX
     ][:LEADS]
     return sorted(drawn, key=lambda pair: ordered.index(pair[0]))
