@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from dtbench.mesh import Groups, groups_by_dim
 from dtbench.model import Header, RankFacts, Result
+from dtbench.stats import blocks_of
 
 
 @dataclass(frozen=True)
@@ -119,29 +120,50 @@ def _nvlink_pairs(
 
 
 def from_last_arrival_s(result: Result, groups: Groups) -> tuple[float, ...]:
-    """Per sample the seconds from the arrival of a group's last rank until all of it is done, the longest
-    over the groups, which work at once.
+    """`from_last_arrivals_s` of one result."""
+    return tuple(map(float, from_last_arrivals_s([result], groups)[0]))
+
+
+def from_last_arrivals_s(results: Sequence[Result], groups: Groups) -> list[NDArray[np.float64]]:
+    """Of each result per sample the seconds from the arrival of a group's last rank until all of it is done, the
+    longest over the groups, which work at once.
 
     Where the file does not say when the ranks came, it is the shortest reading within a group: a rank's own
     includes its wait for the last one. That is too short where ranks end one by one (all-to-all). Empty
     where the file lacks the ranks' own samples.
     """
-    own = {int(rank): samples for rank, samples in result.rank_samples_s.items()}
-    late = {int(rank): times for rank, times in result.rank_arrivals_s.items()}
-    if len({len(times) for times in (*own.values(), *late.values())}) != 1:
-        return ()
-    per_group = [[rank for rank in group if rank in own] for group in groups]
-    taken = [_of_group([own[r] for r in g], [late[r] for r in g if r in late]) for g in per_group if g]
-    return tuple(float(x) for x in np.max(taken, axis=0)) if taken else ()
+    found = [np.empty(0)] * len(results)
+    for (own, late, _), places in blocks_of(map(_shape, results)):
+        readings = np.array([list(results[place].rank_samples_s.values()) for place in places])
+        arrivals = np.array([list(results[place].rank_arrivals_s.values()) for place in places])
+        rows, late_rows = ({int(rank): row for row, rank in enumerate(ranks)} for ranks in (own, late))
+        taken = []
+        for group in groups:
+            there = [rank for rank in group if rank in rows]
+            came = [late_rows[rank] for rank in there if rank in late_rows]
+            if there:
+                of_group = readings[:, [rows[rank] for rank in there]]
+                taken.append(_of_group(of_group, arrivals[:, came] if len(came) == len(there) else None))
+        for place, samples in zip(places, np.max(taken, axis=0) if taken else (), strict=False):
+            found[place] = samples
+    return found
 
 
-def _of_group(own: Sequence[Sequence[float]], late: Sequence[Sequence[float]]) -> NDArray[np.float64]:
-    """Per sample from the last arrival to the last end; what clocks disagree on is no less than the shortest
-    reading and no more than the longest, between which the truth lies."""
-    readings = np.array(own, dtype=np.float64)
-    shortest: NDArray[np.float64] = readings.min(axis=0)
-    if len(late) != len(own):
+def _shape(result: Result) -> tuple[tuple[str, ...], tuple[str, ...], int] | None:
+    """What results have in common whose readings fit into one array; None where those of a result do not."""
+    own, late = result.rank_samples_s, result.rank_arrivals_s
+    lengths = {*map(len, own.values()), *map(len, late.values())}
+    return (tuple(own), tuple(late), lengths.pop()) if len(lengths) == 1 and own else None
+
+
+def _of_group(readings: NDArray[np.float64], arrivals: NDArray[np.float64] | None) -> NDArray[np.float64]:
+    """Per result and sample from the last arrival to the last end; what clocks disagree on is no less than the
+    shortest reading and no more than the longest, between which the truth lies.
+
+    readings, arrivals: (results, ranks of the group, samples).
+    """
+    shortest: NDArray[np.float64] = readings.min(axis=1)
+    if arrivals is None:
         return shortest
-    arrivals = np.array(late, dtype=np.float64)
-    taken = (arrivals + readings).max(axis=0) - arrivals.max(axis=0)
-    return np.asarray(np.clip(taken, shortest, readings.max(axis=0)))
+    taken = (arrivals + readings).max(axis=1) - arrivals.max(axis=1)
+    return np.asarray(np.clip(taken, shortest, readings.max(axis=1)))

@@ -137,7 +137,7 @@ class Skip(Exception):  # noqa: N818 - it is a signal of a builder, not an error
     """Raised by a builder whose impl does not apply here; the message is the reason recorded."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Timing:
     """Order statistics of the samples, seconds per call."""
 
@@ -155,7 +155,7 @@ CaseKey = tuple[str, str, str, tuple[tuple[str, Param], ...]]
 ResultKey = tuple[str, str, str, tuple[tuple[str, Param], ...], int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Result:
     """One impl of one case in one launch: a line of the run file.
 
@@ -198,6 +198,10 @@ class Result:
     def key(self) -> ResultKey:
         """Names the result within a run."""
         return (*self.case_key, self.launch)
+
+    def without_samples(self) -> Result:
+        """With its statistics alone."""
+        return dataclasses.replace(self, samples_s=(), rank_samples_s={}, rank_arrivals_s={})
 
     def to_json(self) -> dict[str, Any]:
         """The line as a dict, `kind` first."""

@@ -9,13 +9,19 @@ faster and 2x slower are equally far from no change.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import median
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dtbench.model import Case, Result, Timing, estimator_of
+
+_K = TypeVar("_K", bound=Hashable)
 
 # The order statistics of the rank sum are counted exactly up to this many launches in all; beyond,
 # the normal approximation is good to well below the 1% that decides (Mann & Whitney 1947 found it
@@ -61,6 +67,34 @@ def estimate_s(samples_s: Sequence[float], of: Case | Result) -> float:
     return float(getattr(summarize(samples_s), estimator_of(of)))
 
 
+def estimates_s(samples_s: Sequence[NDArray[np.float64]], of: Sequence[Result]) -> list[float | None]:
+    """`estimate_s` of many; None where there are no samples."""
+    found: list[float | None] = [None] * len(samples_s)
+    pairs = zip(samples_s, of, strict=True)
+    keys = ((len(samples), estimator_of(one)) if len(samples) else None for samples, one in pairs)
+    for (_, estimator), places in blocks_of(keys):
+        times = np.stack([samples_s[place] for place in places])
+        estimates = times.min(axis=1)
+        if estimator == "p25":
+            estimates = np.clip(np.quantile(times, 0.25, axis=1), estimates, times.max(axis=1))
+        for place, estimate in zip(places, estimates, strict=True):
+            found[place] = float(estimate)
+    return found
+
+
+def blocks_of(keys: Iterable[_K | None]) -> Iterator[tuple[_K, list[int]]]:
+    """The places of equal keys, a few hundred at a time, for work on many at once. Those of None are left out."""
+    found: dict[_K, list[int]] = {}
+    for place, key in enumerate(keys):
+        if key is not None:
+            found.setdefault(key, []).append(place)
+    for key, places in found.items():
+        for first in range(
+            0, len(places), 256
+        ):  # so many that numpy's calls cost little, and arrays stay small
+            yield key, places[first : first + 256]
+
+
 def _first_bad(samples_s: Sequence[float]) -> float:
     return next(s for s in samples_s if not math.isfinite(s) or s < 0)
 
@@ -95,8 +129,8 @@ def hodges_lehmann_ratio(
         ValueError: a side without values, or a value that is not positive.
     """
     old_logs, new_logs = _logs(base, "base"), _logs(new, "new")
-    pairwise = np.sort(np.subtract.outer(new_logs, old_logs), axis=None)
-    ratio = math.exp(float(np.median(pairwise)))
+    pairwise = sorted(new - old for new in new_logs for old in old_logs)
+    ratio = math.exp(median(pairwise))
     if len(base) < 2 or len(new) < 2:
         return RatioEstimate(ratio, None, None, None)
     tails = _rank_sum_tails(len(base), len(new))
@@ -104,9 +138,7 @@ def hodges_lehmann_ratio(
     while k < len(pairwise) // 2 and 1 - 2 * tails[k] >= confidence:
         k += 1
     # tails[k - 1] = P(U <= k - 1): the chance that the truth lies below the k-th pairwise ratio.
-    return RatioEstimate(
-        ratio, math.exp(float(pairwise[k - 1])), math.exp(float(pairwise[-k])), 1 - 2 * tails[k - 1]
-    )
+    return RatioEstimate(ratio, math.exp(pairwise[k - 1]), math.exp(pairwise[-k]), 1 - 2 * tails[k - 1])
 
 
 @dataclass(frozen=True)
@@ -129,10 +161,10 @@ def rank_test(base: Sequence[float], new: Sequence[float]) -> RankTest:
         ValueError: a side without values, or a value that is not finite.
     """
     for name, side in (("base", base), ("new", new)):
-        if len(side) == 0 or not np.isfinite(side).all():
+        if not side or not all(map(math.isfinite, side)):
             raise ValueError(f"got {name}={list(side)[:5]}: expected at least one value, all finite")
-    doubled = _doubled_ranks(np.concatenate([base, new]))
-    observed = int(doubled[len(base) :].sum())
+    doubled = _doubled_ranks([*base, *new])
+    observed = sum(doubled[len(base) :])
     if len(doubled) > _EXACT_UP_TO:
         from scipy.stats import mannwhitneyu  # takes longer to load than a short comparison takes
 
@@ -141,7 +173,7 @@ def rank_test(base: Sequence[float], new: Sequence[float]) -> RankTest:
             for side in ("greater", "less")
         )
         return RankTest(slower, faster)
-    chances = _chances_of_sums(tuple(sorted(doubled.tolist())), len(new))
+    chances = _chances_of_sums(tuple(sorted(doubled)), len(new))
     return RankTest(p_slower=_share(chances[observed:]), p_faster=_share(chances[: observed + 1]))
 
 
@@ -150,9 +182,10 @@ def signed_rank_p(differences: np.ndarray) -> float:
 
     Exact where ranks tie too, for which scipy's test would have to try all signs.
     """
-    moved = differences[differences != 0]
-    doubled = _doubled_ranks(np.abs(moved))
-    return _share(_chances_of_sums(tuple(sorted(doubled.tolist())))[int(doubled[moved > 0].sum()) :])
+    moved = [d for d in differences.tolist() if d]
+    doubled = _doubled_ranks([abs(d) for d in moved])
+    positive = sum(rank for rank, d in zip(doubled, moved, strict=True) if d > 0)
+    return _share(_chances_of_sums(tuple(sorted(doubled)))[positive:])
 
 
 @lru_cache(maxsize=256)
@@ -170,14 +203,17 @@ def _logs(values: Sequence[float], name: str) -> list[float]:
     return [math.log(v) for v in values]
 
 
-def _doubled_ranks(values: np.ndarray) -> np.ndarray:
+def _doubled_ranks(values: Sequence[float]) -> list[int]:
     """Twice the mid-rank of each value, an integer also where values tie."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return (2 * last - counts + 1)[inverse.ravel()]
+    counts = Counter(values)
+    ranks, below = {}, 0
+    for value in sorted(counts):
+        ranks[value] = 2 * below + counts[value] + 1
+        below += counts[value]
+    return [ranks[value] for value in values]
 
 
-@lru_cache(maxsize=256)  # without ties, all cases of a comparison share one distribution
+@lru_cache(maxsize=4096)  # without ties, all cases of a comparison share one distribution
 def _chances_of_sums(ranks: tuple[int, ...], size: int | None = None) -> np.ndarray:
     """The chance of each sum 0, 1, ... of a random subset of the ranks: of `size` of them, or of any.
 

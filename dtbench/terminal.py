@@ -27,6 +27,9 @@ Column = tuple[str, Sequence[str | Text]]
 
 # Wide enough that nothing wraps where no terminal reads along.
 _PIPE_WIDTH = 10_000
+# Of a table, or lines of one kind: nobody reads more of them, and to lay out a hundred thousand takes a minute.
+MAX_ROWS = 1000
+MAX_TABLES = 100
 
 
 def new_console() -> Console:
@@ -82,6 +85,12 @@ def _print_plain(console: Console, table: Table) -> None:
         gaps = [" " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)]
         parts = [gap + cell if r else cell + gap for cell, gap, r in zip(row, gaps, right, strict=True)]
         console.file.write("  ".join(parts) + "\n")
+
+
+def print_rest(console: Console, total: int, what: str, remedy: str, shown: int = MAX_ROWS) -> None:
+    """Says how many are not shown, if there are more than that, and how to see them."""
+    if total > shown:
+        print_line(console, f"... and {total - shown:,} more {what}; {remedy}")
 
 
 def print_line(console: Console, line: str, style: str = "") -> None:

@@ -7,7 +7,7 @@ Units stand in the names, as in the run file. Missing is NA, or NaN in columns o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,9 @@ import pandas as pd
 
 from dtbench.errors import UsageError
 from dtbench.files.run import read_run
-from dtbench.layout import from_last_arrival_s, mesh_groups
-from dtbench.mesh import Groups
+from dtbench.layout import from_last_arrivals_s, mesh_groups
 from dtbench.model import Param, Result, Run, Timing
-from dtbench.stats import estimate_s
+from dtbench.stats import blocks_of, estimates_s
 
 # One or several runs, read or by their paths.
 Runs = Run | str | Path | Iterable[Run | str | Path]
@@ -89,9 +88,8 @@ def results_frame(of: Runs, suite: str | None = None) -> pd.DataFrame:
     columns["size_bytes"] = _column([r.size_bytes for r in results], int)
     for name in _BANDWIDTHS:
         columns[name] = _column([getattr(r, name) for r in results], float)
-    columns["rank_spread"] = _column([_rank_spread(r) for r in results], float)
-    groups = {id(run): mesh_groups(run.header) for run in runs}
-    columns["from_last_s"] = _column([_from_last(r, groups[id(run)]) for run, r in pairs], float)
+    columns["rank_spread"] = _column(_rank_spreads(results), float)
+    columns["from_last_s"] = _column(_from_last(pairs), float)
     for name in _names(r.params for r in results):
         values = [r.params.get(name) for r in results]
         kinds = {type(value) for value in values if value is not None}
@@ -206,23 +204,36 @@ def _case(result: Result) -> tuple[Any, ...]:
     return suite, name, params
 
 
-def _rank_spread(result: Result) -> float | None:
-    per_rank = [samples for samples in result.rank_samples_s.values() if samples]
-    if len(per_rank) < 2:
-        return None
-    shared = min(map(len, per_rank))
-    readings = np.array([samples[:shared] for samples in per_rank])
-    shortest = readings.min(axis=0)
-    there = shortest > 0
-    with np.errstate(over="ignore"):  # times of a foreign file may lie so far apart that this is infinite
-        ratios = readings.max(axis=0)[there] / shortest[there]
-    return float(np.median(ratios)) if there.any() else None
+def _rank_spreads(results: Sequence[Result]) -> list[float | None]:
+    found: list[float | None] = [None] * len(results)
+    per_rank = [[samples for samples in r.rank_samples_s.values() if samples] for r in results]
+    keys = ((len(ranks), min(map(len, ranks))) if len(ranks) > 1 else None for ranks in per_rank)
+    for (_, shared), places in blocks_of(keys):
+        readings = np.array([[samples[:shared] for samples in per_rank[place]] for place in places])
+        shortest, longest = readings.min(axis=1), readings.max(axis=1)
+        # Times of a foreign file may lie so far apart that this is infinite, or be 0.
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            ratios = longest / shortest
+        spreads = np.median(ratios, axis=1)
+        for row, place in enumerate(places):
+            there = shortest[row] > 0
+            if there.all():
+                found[place] = float(spreads[row])
+            elif there.any():
+                found[place] = float(np.median(ratios[row, there]))
+    return found
 
 
-def _from_last(result: Result, groups: Mapping[str, Groups]) -> float | None:
-    of_dim = groups.get(str(result.params.get("mesh_dim")))
-    samples = from_last_arrival_s(result, of_dim) if of_dim else ()
-    return estimate_s(samples, result) if samples else None
+def _from_last(pairs: Sequence[tuple[Run, Result]]) -> list[float | None]:
+    found: list[float | None] = [None] * len(pairs)
+    groups = {id(run): mesh_groups(run.header) for run in {id(run): run for run, _ in pairs}.values()}
+    dims = ((id(run), str(r.params.get("mesh_dim"))) for run, r in pairs)
+    for (run_id, dim), places in blocks_of(key if key[1] in groups[key[0]] else None for key in dims):
+        results = [pairs[place][1] for place in places]
+        estimates = estimates_s(from_last_arrivals_s(results, groups[run_id][dim]), results)
+        for place, estimate in zip(places, estimates, strict=True):
+            found[place] = estimate
+    return found
 
 
 def _names(mappings: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -64,12 +64,13 @@ def _fast(data: bytes) -> Any:
         return None
     try:
         value = msgspec.json.decode(data)
-        return value if _colons(value) == data.count(b":") else None
+        return value if colons_of(value) == data.count(b":") else None
     except (msgspec.MsgspecError, UnicodeError, OverflowError):
         return None
 
 
-def _colons(value: Any) -> int:
+def colons_of(value: Any) -> int:
+    """The colons in the JSON of a value, where it needs no escapes; OverflowError for an integer beyond 64 bits."""
     kind = type(value)
     if kind is dict:
         found, inside = len(value) + "".join(value).count(":"), value.values()
@@ -84,7 +85,7 @@ def _colons(value: Any) -> int:
         if kind is str:
             found += item.count(":")
         elif kind is dict or kind is list:
-            found += _colons(item)
+            found += colons_of(item)
         elif kind is int and not -MAX_INT <= item <= MAX_INT:
             raise OverflowError
     return found

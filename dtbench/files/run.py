@@ -18,30 +18,25 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import msgspec
 
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.files.atomic import refuse_taken
 from dtbench.files.read import BadFieldError, decode, into, read_lines, shown
-from dtbench.model import SCHEMA, STATUSES, Header, Param, Result, ResultKey, Run, Timing
+from dtbench.files.result import result_in, result_of
+from dtbench.model import SCHEMA, STATUSES, Header, Result, ResultKey, Run
 
 # A line holds every rank's samples: 1024 ranks x 1000 samples x 22 characters are 22 MiB. Beyond
 # these limits a file is not a run, and reading it would only fill the memory.
 MAX_LINE_BYTES = 64 * 2**20
 MAX_FILE_BYTES = 2 * 2**30
-# Params that a suite got later, and what its results meant before: old files have the keys of new ones.
-_LATER_PARAMS: Mapping[str, Mapping[str, Param]] = {
-    "redistribute": {"groups": "together", "mode": "isolated"}
-}
 _WHAT = "a dtbench run (JSON Lines)"
-# By share of the samples below.
-_QUANTILES = {"min": 0.0, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "max": 1.0}
 
 
 # --------------------------------------------------------------------------------- writing
@@ -335,8 +330,11 @@ def _without_collecting() -> Iterator[None]:
 
 
 @_without_collecting()
-def read_run(path: str | Path) -> Run:
+def read_run(path: str | Path, *, with_samples: bool = True) -> Run:
     """The run in a file: its header and results, in the file's order.
+
+    with_samples: False leaves them out, checked all the same, for what needs only their statistics: they are
+    most of what is held in memory.
 
     A last line cut short is dropped and leaves the run incomplete. Unknown kinds of lines and
     unknown fields are ignored. A result that appears twice counts as its last line says.
@@ -346,7 +344,7 @@ def read_run(path: str | Path) -> Run:
     """
     path = Path(path)
     header: Header | None = None
-    results: dict[ResultKey, Result] = {}
+    results = _Results()
     complete = False
     for number, data in read_lines(path, _WHAT, MAX_FILE_BYTES, MAX_LINE_BYTES):
         cut = not data.endswith(b"\n")
@@ -354,6 +352,9 @@ def read_run(path: str | Path) -> Run:
             header = _first_line(path, data)
             continue
         if not data.strip():
+            continue
+        if (result := result_in(data, with_samples)) is not None:
+            results.add(result)
             continue
         try:
             line = _parse_tail(data) if cut else decode(data)
@@ -363,7 +364,7 @@ def read_run(path: str | Path) -> Run:
             match line.get("kind"):
                 case "result":
                     result = result_of(line)
-                    results[result.key] = result
+                    results.add(result if with_samples else result.without_samples())
                 case "end":
                     complete = True
                 case "resume":
@@ -378,80 +379,26 @@ def read_run(path: str | Path) -> Run:
             raise UnreadableRunError(f"{path}: line {number} is damaged: {error}") from error
     if header is None:
         raise UnreadableRunError(f"{path} is empty: expected {_WHAT}")
-    return Run(path, header, tuple(results.values()), complete)
+    return Run(path, header, tuple(results.found), complete)
 
 
-def result_of(line: Mapping[str, Any]) -> Result:
-    """The result that a line holds; unknown fields are ignored.
+class _Results:
+    """Results in the order of their first lines, each as its last line says. Keys are not kept: of a hundred
+    thousand they would take more than what is read."""
 
-    Raises:
-        BadFieldError: a field that is missing, of the wrong type or out of range.
-    """
-    result = into(line, Result)
-    if result.time_s is not None:
-        _check_order(result.time_s)
-        _check_samples(result.time_s, result.samples_s)
-    if "clock" not in line:
-        return _before_clocks(result)
-    _check_bandwidths(result, result.estimate_s)
-    return result
+    def __init__(self) -> None:
+        self.found: list[Result] = []
+        self._places: dict[int, int] = {}
 
-
-def _before_clocks(result: Result) -> Result:
-    """Files that do not say the clock: `dispatch` alone timed the host, and bandwidths are of the median."""
-    params = {**_LATER_PARAMS.get(result.suite, {}), **result.params}
-    clock: Literal["host", "device"] = "host" if result.suite == "dispatch" else "device"
-    result = dataclasses.replace(result, params=params, clock=clock)
-    _check_bandwidths(result, None if result.time_s is None else result.time_s.median)
-    if result.time_s is None or not result.estimate_s:
-        return result
-    faster = result.time_s.median / result.estimate_s
-    return dataclasses.replace(
-        result,
-        algbw_Bps=result.algbw_Bps and result.algbw_Bps * faster,
-        busbw_Bps=result.busbw_Bps and result.busbw_Bps * faster,
-    )
-
-
-def _check_order(time_s: Timing) -> None:
-    figures = [getattr(time_s, name) for name in _QUANTILES]
-    if figures != sorted(figures):
-        raise BadFieldError(f"time_s is not in order: expected {' <= '.join(_QUANTILES)}")
-    # The mean of equal numbers may round to just beside them.
-    if not time_s.min * (1 - 1e-9) <= time_s.mean <= time_s.max * (1 + 1e-9):
-        raise BadFieldError(f"time_s.mean is {time_s.mean!r}, expected it between min and max")
-
-
-def _check_samples(time_s: Timing, samples_s: Sequence[float]) -> None:
-    """Whether the statistics are those of the samples, where the file holds them."""
-    if not samples_s:
-        return
-    if len(samples_s) != time_s.n:
-        raise BadFieldError(f"time_s.n is {time_s.n}, but there are {len(samples_s)} samples_s")
-    ordered = sorted(samples_s)
-    for name, share in _QUANTILES.items():
-        at = share * (len(ordered) - 1)
-        low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
-        _expect(f"time_s.{name}", getattr(time_s, name), low + (high - low) * (at % 1), "by samples_s")
-    _expect("time_s.mean", time_s.mean, math.fsum(ordered) / len(ordered), "by samples_s")
-
-
-def _check_bandwidths(result: Result, seconds: float | None) -> None:
-    """Whether algbw is size over time; busbw is up to twice that (all_reduce among many ranks)."""
-    if result.algbw_Bps is not None and result.size_bytes is not None and seconds:
-        _expect("algbw_Bps", result.algbw_Bps, result.size_bytes / seconds, "by size_bytes and time_s")
-    if result.busbw_Bps is None:
-        return
-    if result.algbw_Bps is None or result.busbw_Bps > 2 * result.algbw_Bps:
-        raise BadFieldError(
-            f"busbw_Bps is {result.busbw_Bps!r}, expected at most 2 x algbw_Bps, which is {result.algbw_Bps!r}"
-        )
-
-
-def _expect(name: str, got: float, expected: float, why: str) -> None:
-    # Written by other programs too, which may round.
-    if not math.isclose(got, expected, rel_tol=1e-6, abs_tol=1e-15):
-        raise BadFieldError(f"{name} is {got!r}, expected {expected!r} {why}")
+    def add(self, result: Result) -> None:
+        key = result.key
+        slot = hash(key)
+        while (place := self._places.setdefault(slot, len(self.found))) < len(self.found):
+            if self.found[place].key == key:
+                self.found[place] = result
+                return
+            slot += 1  # another key of the same hash
+        self.found.append(result)
 
 
 def _first_line(path: Path, data: bytes) -> Header:

@@ -51,9 +51,10 @@ def compare_command(
     from dtbench.judge.compare import compare
     from dtbench.judge.tables import print_comparison
 
-    comparison = compare([read_run(base)], [read_run(new)])
+    comparison = compare(*([read_run(path, with_samples=False)] for path in (base, new)))
     print_comparison(comparison, as_json)
-    write_exports(comparison.points, exports)
+    if exports:
+        write_exports(comparison.points, exports)
     return comparison.exit_code
 
 
@@ -62,7 +63,9 @@ def _compare_with_reference(run: Path, system: str | None, as_json: bool) -> int
     from dtbench.judge import references
     from dtbench.terminal import print_json
 
-    comparison = references.compare_with_reference(read_run(run), references.read_systems(), system)
+    comparison = references.compare_with_reference(
+        read_run(run, with_samples=False), references.read_systems(), system
+    )
     if as_json:
         print_json(comparison.to_json())
     else:
@@ -98,7 +101,7 @@ def coverage_command(runs: tuple[Path, ...], base: Path | None, outputs: tuple[P
     for path in outputs:
         if path.suffix not in (".md", ".json"):
             raise click.UsageError(f"-o {path}: expected a file that ends in .md or .json")
-    read = [read_run(path) for path in runs]
+    read = [read_run(path, with_samples=False) for path in runs]
     if len(read) > 1 and (base or any(path.suffix == ".json" for path in outputs)):
         raise click.UsageError("-o FILE.json and --base are about one run: give one RUN")
     head, rows = verdicts.summary_rows(verdicts.merged(read))

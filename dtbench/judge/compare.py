@@ -22,6 +22,8 @@ from dtbench.model import CaseKey, Header, Result, Run, estimator_of
 from dtbench.stats import hodges_lehmann_ratio, rank_test
 
 MIN_LAUNCHES = 5
+# Of one case on a side; the test looks at all pairs, so a hundred thousand launches would never end.
+MAX_LAUNCHES = 500
 SAME_WITHIN = 0.05
 SAME_CONFIDENCE = 0.95
 
@@ -149,9 +151,14 @@ def _by_case(runs: Sequence[Run]) -> defaultdict[CaseKey, list[Result]]:
 def _row(key: CaseKey, base: list[Result], new: list[Result]) -> Row:
     old_times, new_times = _launch_times(base), _launch_times(new)
     either = [*new, *base][0]
-    row = Row(
+    if old_times and new_times and _why(new, "failed", "wrong") is None:
+        verdict, reason, found = _judged(old_times, new_times)
+    else:
+        (verdict, reason), found = _without_times(base, new), {}
+    return Row(
         key,
-        Verdict.INCONCLUSIVE,
+        verdict,
+        reason,
         size_bytes=either.size_bytes,
         estimator=estimator_of(either),
         base_launches=len(old_times),
@@ -159,11 +166,8 @@ def _row(key: CaseKey, base: list[Result], new: list[Result]) -> Row:
         base_s=median(old_times) if old_times else None,
         new_s=median(new_times) if new_times else None,
         was_ok=bool(old_times),
+        **found,
     )
-    if old_times and new_times and _why(new, "failed", "wrong") is None:
-        return _judged(row, old_times, new_times)
-    verdict, reason = _without_times(base, new)
-    return dataclasses.replace(row, verdict=verdict, reason=reason)
 
 
 def _without_times(base: list[Result], new: list[Result]) -> tuple[Verdict, str]:
@@ -181,16 +185,16 @@ def _without_times(base: list[Result], new: list[Result]) -> tuple[Verdict, str]
     return Verdict.NEW, "skipped in base" if broken is None else f"no good time in base: {broken}"
 
 
-def _judged(row: Row, base: list[float], new: list[float]) -> Row:
+def _judged(base: list[float], new: list[float]) -> tuple[Verdict, str, dict[str, Any]]:
+    """The verdict, why it is none, and the figures behind it by the names of a row's fields."""
     if min(*base, *new) <= 0:
-        return dataclasses.replace(row, reason="a launch measured 0 s: below what the clock resolves")
+        return Verdict.INCONCLUSIVE, "a launch measured 0 s: below what the clock resolves", {}
+    base, new = base[:MAX_LAUNCHES], new[:MAX_LAUNCHES]
     estimate = hodges_lehmann_ratio(base, new)
     test = rank_test(base, new)
-    row = dataclasses.replace(row, **vars(estimate), **vars(test))
-    assert row.base_s is not None
     enough = min(len(base), len(new)) >= MIN_LAUNCHES
     change = max(estimate.ratio, 1 / estimate.ratio) - 1
-    matters = change > MIN_CHANGE and abs(estimate.ratio - 1) * row.base_s > MIN_CHANGE_S
+    matters = change > MIN_CHANGE and abs(estimate.ratio - 1) * median(base) > MIN_CHANGE_S
     verdict, reason = Verdict.INCONCLUSIVE, ""
     if enough and matters and test.p_slower < MAX_P and estimate.ratio > 1:
         verdict = Verdict.REGRESSION
@@ -202,7 +206,7 @@ def _judged(row: Row, base: list[float], new: list[float]) -> Row:
         reason = f"fewer than {MIN_LAUNCHES} launches"
     else:
         reason = "neither a change of 2% and 0.2 µs nor sameness within 5% is shown"
-    return dataclasses.replace(row, verdict=verdict, reason=reason)
+    return verdict, reason, {**vars(estimate), **vars(test)}
 
 
 def _within(low: float | None, high: float | None, confidence: float | None) -> bool:
@@ -236,6 +240,8 @@ def _notes(base: Sequence[Run], new: Sequence[Run], rows: Sequence[Row]) -> list
             f"case with fewer than {MIN_LAUNCHES} on each side is called slower or faster; "
             f"measure with --launches {MIN_LAUNCHES}, better 10"
         )
+    if any(max(r.base_launches, r.new_launches) > MAX_LAUNCHES for r in rows):
+        notes.append(f"of a case with more launches the first {MAX_LAUNCHES} of each side are compared")
     if {run.header.run_id for run in base} & {run.header.run_id for run in new}:
         notes.append("the same run is on both sides")
     doubtful = sum(r.status == "ok" and bool(r.reason) for run in [*base, *new] for r in run.results)

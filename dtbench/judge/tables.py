@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from rich.console import Console
 from rich.text import Text
@@ -10,12 +11,15 @@ from rich.text import Text
 from dtbench.judge.compare import Comparison, Row
 from dtbench.judge.verdicts import Verdict
 from dtbench.terminal import (
+    MAX_ROWS,
+    MAX_TABLES,
     Column,
     new_console,
     param_text,
     print_columns,
     print_json,
     print_line,
+    print_rest,
     split_params,
     titled,
 )
@@ -40,8 +44,13 @@ def print_comparison(comparison: Comparison, as_json: bool = False) -> None:
         _print_differences(console, comparison)
         return
     rows = sorted(comparison.rows, key=lambda r: (r.verdict.gravity, -(r.ratio or 0)))
-    for suite in dict.fromkeys(row.key[0] for row in comparison.rows):
-        _print_suite_comparison(console, suite, [row for row in rows if row.key[0] == suite])
+    suites: dict[str, list[Row]] = {row.key[0]: [] for row in comparison.rows}
+    for row in rows:
+        suites[row.key[0]].append(row)
+    for suite, of_suite in islice(suites.items(), MAX_TABLES):
+        _print_suite_comparison(console, suite, of_suite[:MAX_ROWS])
+        print_rest(console, len(of_suite), "cases, none of a graver verdict", "--json gives all")
+    print_rest(console, len(suites), "suites", "--json gives all", MAX_TABLES)
     for note in comparison.notes:
         print_line(console, f"note: {note}")
     counts = ", ".join(f"{comparison.count(v)} {v}" for v in Verdict if comparison.count(v))

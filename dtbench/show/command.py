@@ -38,7 +38,8 @@ def show_command(
         print_csv(read)
     else:
         print_runs(read, as_json)
-    write_exports(points_of(read), exports)
+    if exports:
+        write_exports(points_of(read), exports)
 
 
 def _peak(text: str) -> tuple[str, float]:

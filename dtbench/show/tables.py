@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,11 +16,14 @@ from dtbench.judge.op_verdicts import has_verdicts, mode_of, summary_rows, verdi
 from dtbench.layout import DimLayout, layout_of
 from dtbench.model import Param, Result, Run, estimator_of
 from dtbench.terminal import (
+    MAX_ROWS,
+    MAX_TABLES,
     new_console,
     param_text,
     print_columns,
     print_json,
     print_line,
+    print_rest,
     printable,
     split_params,
     titled,
@@ -34,6 +38,7 @@ _IMPL_ORDER = ("core", "torch", "local", "c10d", "unbucketed", "limit")
 _IMPL_TITLES = {"local": "floor (local)"}
 # How many cases are named where many share one reason; the rest is counted.
 _NAMED = 5
+_ALL = "--csv and --json give all"
 
 
 def print_runs(runs: Sequence[Run], as_json: bool = False) -> None:
@@ -45,9 +50,13 @@ def print_runs(runs: Sequence[Run], as_json: bool = False) -> None:
     for run in runs:
         _print_provenance(console, run)
         _print_layout(console, layout_of(run.header))
-        for suite in dict.fromkeys(r.suite for r in run.results if not has_verdicts(r)):
-            _print_suite(console, suite, run)
-        verdicts = [r for r in run.results if has_verdicts(r)]
+        suites: dict[str, list[Result]] = {}
+        verdicts: list[Result] = []
+        for r in run.results:
+            (verdicts if has_verdicts(r) else suites.setdefault(r.suite, [])).append(r)
+        for suite, results in islice(suites.items(), MAX_TABLES):
+            _print_suite(console, suite, run, results)
+        print_rest(console, len(suites), "suites", _ALL, MAX_TABLES)
         if verdicts:
             _print_verdicts(console, verdicts)
         if not verdicts or len(verdicts) < len(run.results):
@@ -133,10 +142,11 @@ def _print_verdicts(console: Console, results: Sequence[Result]) -> None:
     columns = list(zip(head, zip(*rows, strict=True), strict=True))
     print_line(console, "")
     print_columns(console, columns[:2], columns[2:])  # mode and impl, then counts
-    for verdict in CASE_VERDICTS[:-1]:
-        for r in results:
-            if verdict_of(r) == verdict:
-                print_line(console, f"{verdict}: {r.impl} {mode_of(r)} {r.name}: {r.reason}")
+    by_verdict = [(verdict_of(r), r) for r in results]
+    bad = [(v, r) for v in CASE_VERDICTS[:-1] for verdict, r in by_verdict if verdict == v]
+    for verdict, r in bad[:MAX_ROWS]:
+        print_line(console, f"{verdict}: {r.impl} {mode_of(r)} {r.name}: {r.reason}")
+    print_rest(console, len(bad), "ops", _ALL)
 
 
 def _with(unit: str, value: object) -> str:
@@ -150,10 +160,14 @@ def _counted(names: Iterable[str]) -> str:
     return ", ".join(f"{count} x {name}" for name, count in counts.items())
 
 
-def _print_suite(console: Console, suite: str, run: Run) -> None:
+def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Result]) -> None:
     from dtbench.files.frame import cases_frame, cells, impls_of, params_of, results_frame
 
-    own = tuple(r for r in run.results if r.suite == suite)
+    by_case: dict[object, list[Result]] = {}
+    for r in results_of:
+        key = r.case_key
+        by_case.setdefault((key[1], key[3]), []).append(r)
+    own = tuple(r for of_case in islice(by_case.values(), MAX_ROWS) for r in of_case)
     statistic = " or ".join(sorted({estimator_of(r) for r in own}))
     results = results_frame([dataclasses.replace(run, results=own)])
     cases = cases_frame(results)
@@ -169,6 +183,7 @@ def _print_suite(console: Console, suite: str, run: Run) -> None:
     title += f", median over {launches} launches" if launches > 1 else ""
     print_line(console, titled(title, same), style="bold")
     print_columns(console, words, _figure_columns(cases, impls, "estimate_s"))
+    print_rest(console, len(by_case), "cases", _ALL)
 
 
 def _figure_columns(cases: pd.DataFrame, impls: Sequence[str], statistic: str) -> list[tuple[str, list[str]]]:
@@ -206,12 +221,13 @@ def _print_not_ok(console: Console, run: Run) -> None:
         if r.status != "ok" or r.reason:  # a good time with a reservation: its GPU was throttled
             groups.setdefault((r.status, r.suite, r.impl, r.reason), []).append(r)
     print_line(console, "")
-    for (status, suite, impl, reason), results in groups.items():
+    for (status, suite, impl, reason), results in islice(groups.items(), MAX_ROWS):
         names = list(dict.fromkeys(_case_text(r.name, r.params) for r in results))
         shown = "; ".join(names[:_NAMED]) + (
             f"; and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         )
         print_line(console, f"{status}: {suite}/{impl}: {reason or 'no reason given'} ({shown})")
+    print_rest(console, len(groups), "reasons", _ALL)
     print_line(console, _counted(r.status for r in run.results) or "no results")
 
 

@@ -30,7 +30,7 @@ NOT_OK = (
 
 
 def timing(samples: Sequence[float]) -> Timing:
-    low, p25, median, p75, p95, high = (float(np.quantile(samples, q)) for q in (0, 0.25, 0.5, 0.75, 0.95, 1))
+    low, p25, median, p75, p95, high = map(float, np.quantile(samples, (0, 0.25, 0.5, 0.75, 0.95, 1)))
     return Timing(
         low, p25, median, p75, p95, high, min(max(float(np.mean(samples)), low), high), len(samples)
     )

@@ -59,9 +59,7 @@ def _run(run: Run) -> dict[str, Any]:
 
 def _line(result: Result) -> dict[str, Any]:
     """What there is of a result; times under names like time_s.median."""
-    line = dataclasses.asdict(
-        dataclasses.replace(result, samples_s=(), rank_samples_s={}, rank_arrivals_s={})
-    )
+    line = dataclasses.asdict(result.without_samples())
     times = line.pop("time_s") or {}
     line |= {f"time_s.{name}": value for name, value in times.items()}
     return {k: v for k, v in line.items() if v not in (None, "", (), {})}

@@ -1,0 +1,116 @@
+"""Large run files: the fast way of reading a line is the thorough one, and tables are cut with a word about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from dtbench.files.read import BadFieldError, decode
+from dtbench.files.result import result_in, result_of
+from dtbench.files.run import read_run
+from dtbench.judge.compare import MAX_LAUNCHES, compare
+from dtbench.layout import from_last_arrival_s, from_last_arrivals_s
+from dtbench.show.tables import print_runs
+from dtbench.terminal import MAX_ROWS
+from dtbench.tests import large_run, made_up
+from dtbench.tests.made_up import Cli
+
+
+@cache
+def lines() -> list[bytes]:
+    results = [*islice(large_run.lines(2000), 0, None, 97), *(r.to_json() for r in made_up.NOT_OK)]
+    return [json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in results]
+
+
+def test_a_line_as_it_is_written_takes_the_fast_way_and_says_the_same() -> None:
+    for line in lines():
+        found = result_in(line)
+        assert found is not None
+        assert found == result_of(decode(line))
+        assert result_in(line, with_samples=False) == found.without_samples()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            b'"reason":""',
+            b'"status":"ok"',
+        ),  # one key twice, another missing: as many colons as there have to be
+        (b'"params":{', b'"params":{"size":1,'),
+        (b'"launch":0', b'"launch":9223372036854775808'),
+        (b'"launch":0', b'"launch":-1'),
+        (b'"clock":"device"', b'"clock":"sundial"'),
+        (b'"counters":{}', b'"counters":{"n":-9223372036854775808}'),
+        (b'"0":[', b'"one":['),
+        (b'"n":3', b'"n":4'),
+        (b'"kind":"result"', b'"kind":"resume"'),
+        (b'"reason":""', b'"reason":"\\ud800"'),
+    ],
+)
+def test_any_other_line_goes_the_thorough_way(old: bytes, new: bytes) -> None:
+    line = lines()[0]
+    assert old in line
+    assert result_in(line.replace(old, new, 1)) is None
+
+
+def test_a_line_with_colons_in_its_texts_is_read_fast() -> None:
+    line = lines()[0].replace(b'"name":"', b'"name":"aten::')
+    assert result_in(line) == result_of(decode(line))
+    with pytest.raises(BadFieldError, match="appears twice"):
+        decode(line.replace(b'"params":{', b'"params":{"size":1,'))
+
+
+def test_tables_are_cut_and_say_so(dtbench: Cli, tmp_path: Path) -> None:
+    one = next(made_up.dispatch())
+    results = [dataclasses.replace(one, name=f"op{n}") for n in range(MAX_ROWS + 7)]
+    head = json.dumps(made_up.header())
+    (tmp_path / "a.jsonl").write_text("\n".join([head, *(json.dumps(r.to_json()) for r in results)]) + "\n")
+    for words, what in (
+        ("show a.jsonl", "... and 7 more cases;"),
+        ("compare a.jsonl a.jsonl", "... and 7 more cases"),
+    ):
+        _, out, _ = dtbench(*words.split())
+        assert what in out and f"op{MAX_ROWS - 1}" in out and f"op{MAX_ROWS}" not in out
+
+
+def test_without_samples_only_the_samples_are_missing(tmp_path: Path) -> None:
+    large_run.write(1500, tmp_path / "a.jsonl")
+    whole = read_run(tmp_path / "a.jsonl").results
+    assert read_run(tmp_path / "a.jsonl", with_samples=False).results == tuple(
+        r.without_samples() for r in whole
+    )
+    assert any(r.rank_samples_s for r in whole)
+
+
+def test_more_launches_than_can_be_paired_are_compared_in_part(tmp_path: Path) -> None:
+    one = next(made_up.dispatch())
+    run = made_up.run([dataclasses.replace(one, launch=n) for n in range(MAX_LAUNCHES + 1)])
+    comparison = compare([run], [run])
+    assert comparison.rows[0].verdict == "same" and comparison.rows[0].new_launches == MAX_LAUNCHES + 1
+    assert any("more launches" in note for note in comparison.notes)
+
+
+def test_many_results_at_once_have_the_arrivals_that_each_has() -> None:
+    groups = [[0, 1], [2, 3]]
+    results = [
+        *islice(made_up.collectives(samples=3), 5),
+        *made_up.NOT_OK,
+        *islice(made_up.collectives(samples=4), 5),
+    ]
+    together = from_last_arrivals_s(results, groups)
+    assert [tuple(map(float, times)) for times in together] == [
+        from_last_arrival_s(r, groups) for r in results
+    ]
+
+
+def test_a_run_of_many_suites_names_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    one = next(made_up.dispatch())
+    print_runs([made_up.run([dataclasses.replace(one, suite=f"s{n}") for n in range(103)])])
+    out = capsys.readouterr().out
+    assert "... and 3 more suites" in out and "s99:" in out and "s100:" not in out
