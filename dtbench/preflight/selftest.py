@@ -29,6 +29,7 @@ from dtbench.errors import EXIT_INCONCLUSIVE, EXIT_OK, UsageError
 from dtbench.files.atomic import refuse_taken, write_atomically
 from dtbench.mesh import groups_by_dim
 from dtbench.preflight.examine import (
+    CONFIRM_REPS,
     COPY,
     FIRST_BYTES,
     MATMUL,
@@ -81,7 +82,12 @@ def gather_pool(world: World, path: Path, reps: int) -> Generator[Command, Answe
         beside: list[list[Any]] = [[] for _ in everyone]
         for number, rank in itertools.product(range(1, PEERS + 1), everyone):
             peer = (rank + number) % world.size
-            answers = yield {"do": "work", "kind": kind, "ranks": [rank, peer], "reps": reps // 2}
+            answers = yield {
+                "do": "work",
+                "kind": kind,
+                "ranks": [rank, peer],
+                "reps": max(reps // 2, CONFIRM_REPS),
+            }
             beside[rank].append([answers[rank], answers[peer]])
         pool["work"][kind] = {"all": together, "beside": beside}
     for dim, groups in groups_by_dim(*zip(*world.mesh, strict=True)).items():
@@ -178,7 +184,7 @@ def trial(pool: Mapping[str, Any], seed: int) -> Examination:
 
 @dataclass
 class Tally:
-    """found: trials in which the slow host was named; wrong: in which anything else was, and in which kinds."""
+    """found: trials in which the slow host was named; wrong: in which something without it was, and in which kinds."""
 
     trials: int = 0
     found: int = 0
@@ -186,11 +192,11 @@ class Tally:
     wrong_kinds: Counter[str] = field(default_factory=Counter)
 
     def add(self, examined: Examination, slow: int | None) -> None:
-        named = {rank for one in examined.findings for rank in one.ranks}
+        wrong = [one.kind for one in examined.findings if slow not in one.ranks]
         self.trials += 1
-        self.found += slow in named
-        self.wrong += bool(named - {slow})
-        self.wrong_kinds.update({one.kind for one in examined.findings if set(one.ranks) - {slow}})
+        self.found += any(one.ranks == (slow,) for one in examined.findings)
+        self.wrong += bool(wrong)
+        self.wrong_kinds.update(set(wrong))
 
 
 def judge(pools: Sequence[Mapping[str, Any]], trials: int, slow: int | None) -> Tally:
