@@ -82,7 +82,8 @@ def lines(count: int) -> Iterator[dict[str, Any]]:
     rng = np.random.default_rng(0)
     each = count // LAUNCHES
     whole = [*collectives(each // 2), *redistribute(each // 10)]
-    whole += list(dispatch(each - len(whole)))[: each - len(whole)]
+    left = max(each - len(whole), 0)  # a small run is of collectives alone
+    whole += list(dispatch(left))[:left]
     for launch in range(LAUNCHES):
         of_launch = rng.normal(0, 0.03)
         for at in range(0, len(whole), _BLOCK):
