@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from dtbench.grouping import group_by
 from dtbench.world.clocks import Offset
 
 
@@ -34,9 +35,7 @@ def lateness_s(
     # Differences of whole numbers: the clock counts from the start of the machine.
     origin = min(started_ns[ranks[0]])
     began = {rank: np.array([t - origin for t in started_ns[rank]], dtype=np.float64) for rank in ranks}
-    hosts: dict[str, list[int]] = {}
-    for rank in ranks:
-        hosts.setdefault(kernels.get(rank) or f"of rank {rank}", []).append(rank)
+    hosts = group_by(ranks, lambda rank: kernels.get(rank) or f"of rank {rank}")
     clocks = {host: np.mean([began[rank] for rank in members], axis=0) for host, members in hosts.items()}
     first = next(iter(clocks.values()))
     base = (offsets or {}).get(ranks[0])

@@ -32,6 +32,7 @@ from dtbench.cost.calibration.models import devices_per_host
 from dtbench.cost.calibration.setups import device_type
 from dtbench.errors import UsageError
 from dtbench.fields import Amount, Count
+from dtbench.grouping import group_by
 from dtbench.model import Result, Run
 from dtbench_core.cost.prices import DimPrices, Kind, joint_prices
 from dtbench_core.cost.ring import GIB, INTRA_HOST, LOCAL_COPY_US, guessed_links
@@ -143,9 +144,7 @@ def regret(runs: Sequence[Run], topology: Mapping[str, Any]) -> Regret:
             f"no ok results of the regret suite in {', '.join(str(run.path) for run in runs)}: "
             "measure them with `dtbench run regret --mesh dp=2,tp=2 --launches 2`"
         )
-    grouped: dict[tuple[str, str, int], list[Decision]] = {}
-    for decision in decisions:
-        grouped.setdefault((decision.library, decision.name, decision.size_bytes), []).append(decision)
+    grouped = group_by(decisions, lambda d: (d.library, d.name, d.size_bytes))
     names = [name for name, _ in dims]
     groups = []
     for (library, name, size), own in sorted(grouped.items()):

@@ -12,7 +12,8 @@ from statistics import median
 
 from dtbench.errors import plain
 from dtbench.files.atomic import write_atomically
-from dtbench.model import CaseKey, Result, Run
+from dtbench.grouping import group_by
+from dtbench.model import CaseKey, Run
 
 # https://bencher.dev/docs/reference/bencher-metric-format: longer names are refused.
 MAX_NAME_CHARS = 1024
@@ -62,13 +63,9 @@ def relative(
 def points_of(runs: Iterable[Run]) -> list[Point]:
     """Of each case and impl the median of its launches' estimates, between the least and the largest of them; of a
     single launch, between the quartiles of its samples."""
-    launches: dict[CaseKey, list[Result]] = {}
-    for run in runs:
-        for result in run.results:
-            if result.status == "ok" and result.time_s is not None:
-                launches.setdefault(result.case_key, []).append(result)
+    timed = (r for run in runs for r in run.results if r.status == "ok" and r.time_s is not None)
     points = []
-    for key, results in launches.items():
+    for key, results in group_by(timed, lambda result: result.case_key).items():
         times = [result.estimate_s for result in results if result.estimate_s is not None]
         bounds = times if len(times) > 1 else [*times, *((t.p25, t.p75) if (t := results[0].time_s) else ())]
         points.append(Point(key, median(times), min(bounds), max(bounds)))

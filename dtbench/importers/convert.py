@@ -17,6 +17,7 @@ from typing import Any
 
 import dtbench
 from dtbench.errors import UsageError
+from dtbench.grouping import group_by
 from dtbench.importers.model import IN_PLACE, Figure, Log, Row, Table
 from dtbench.masking import mask_arguments
 from dtbench.mesh import Mesh, format_mesh, ranks_of
@@ -220,10 +221,10 @@ def _results(log: Log, table: Table, dim: str | None, mesh: Mesh) -> Iterator[Re
     main = first if first in placements else not first
     together = table.groups > 1 or table.ranks == ranks_of(mesh)
     # Rows of one size, type, reduction and root together: cycles that rccl-tests was told to repeat.
-    repeated: dict[Any, list[Row]] = {}
-    for row in table.rows:
-        key = (row.size_bytes, row.dtype, row.redop, row.root, tuple(f.in_place for f in row.figures))
-        repeated.setdefault(key, []).append(row)
+    repeated = group_by(
+        table.rows,
+        lambda row: (row.size_bytes, row.dtype, row.redop, row.root, tuple(f.in_place for f in row.figures)),
+    )
     for rows in repeated.values():
         for figures in zip(*(row.figures for row in rows), strict=True):
             yield _result(table, rows[0], figures, dim, together, figures[0].in_place == main)

@@ -20,6 +20,7 @@ from msgspec import Struct
 from dtbench.errors import EXIT_NOTHING, EXIT_OK, UnreadableRunError, UsageError
 from dtbench.fields import Positive, Whole
 from dtbench.files.read import BadFieldError, into, read_json
+from dtbench.grouping import group_by
 from dtbench.model import Result, Run
 from dtbench.units import format_bandwidth, format_ratio, format_size
 from dtbench_core.cost.ring import busbw_factor
@@ -208,11 +209,9 @@ def _of_kind(systems: Sequence[System], run: Run, ranks: int, hosts: int | None)
 
 
 def _rows(run: Run, dim: str, system: System) -> Iterator[Row]:
-    cases: dict[tuple[str, str, int], list[Result]] = {}
-    for result in run.ok("collectives"):
-        if result.params.get("mesh_dim") == dim and result.size_bytes and result.busbw_Bps:
-            key = (result.name, str(result.params.get("dtype")), result.size_bytes)
-            cases.setdefault(key, []).append(result)
+    measured = (r for r in run.ok("collectives") if r.size_bytes and r.busbw_Bps)
+    of_dim = (r for r in measured if r.params.get("mesh_dim") == dim)
+    cases = group_by(of_dim, lambda r: (r.name, str(r.params.get("dtype")), r.size_bytes or 0))
     for (name, dtype, size), results in sorted(cases.items()):
         reference = system.busbw(name, size)
         mine = [r.busbw_Bps for r in _alike(results) if r.busbw_Bps]

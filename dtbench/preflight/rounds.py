@@ -6,6 +6,8 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 
+from dtbench.grouping import group_by
+
 Pair = tuple[int, int]
 Round = tuple[Pair, ...]
 
@@ -20,10 +22,7 @@ def rounds_of(hosts: Sequence[str]) -> dict[str, list[Round]]:
     hosts: by rank. Ranks of one host meet inside it, on all hosts at once; between hosts ranks meet those of the
     same place on another host. The number of rounds grows with the logarithm of hosts and of ranks per host.
     """
-    members: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        members.setdefault(host, []).append(rank)
-    groups = list(members.values())
+    groups = list(group_by(range(len(hosts)), lambda rank: hosts[rank]).values())
     inside = [
         tuple(pair for group in groups for pair in _among(group, turn))
         for turn in matchings(max(map(len, groups)))

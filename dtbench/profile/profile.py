@@ -14,6 +14,7 @@ from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageErr
 from dtbench.files.atomic import refuse_taken
 from dtbench.profile.folder import as_json, write_and_tell
 from dtbench.profile.request import DATA_NAME, FLAME_NAME, TABLE_NAME, TRACE_NAME, Request
+from dtbench.units import plural
 from dtbench.world.launch import start_ranks
 from dtbench.world.rank import quiet_torch
 from dtbench.world.ranks import SIMULATED_RANKS, find_place
@@ -55,8 +56,9 @@ def _profile_calls(request: Request, tasks: Sequence[Task], device_type: str) ->
     from dtbench.profile import calls
     from dtbench.world.ranks import device_of, simulated_world
 
-    count = f"{len(tasks)} case{'s' if len(tasks) > 1 else ''}"
-    say(f"{count} to profile on {SIMULATED_RANKS} simulated ranks, into {request.folder}")
+    say(
+        f"{plural(len(tasks), 'case')} to profile on {SIMULATED_RANKS} simulated ranks, into {request.folder}"
+    )
     profiled, effort = calls.Profiled(), calls.QUICK if request.options.quick else calls.FULL
     failed = False
     with simulated_world(device_of(device_type, 0)) as world:

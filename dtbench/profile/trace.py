@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dtbench.grouping import group_by
 from dtbench.profile.overlap import Interval, difference, intersection, length, union
 from dtbench.profile.spans import Span
 
@@ -116,7 +117,7 @@ def collectives_of(events: Sequence[Event], until_us: float) -> list[Collective]
         found = [Collective(_nccl_kind(e["name"]), _start(e), min(_end(e), until_us)) for e in kernels]
         return sorted(found, key=lambda c: c.arrival_us)
     # A tensor subclass may issue a call again, inside: the innermost one is what goes to the transport.
-    threads = by_thread(e for e in events if e["name"].startswith("c10d::")).values()
+    threads = group_by((e for e in events if e["name"].startswith("c10d::")), _thread).values()
     calls = [s for thread in threads for top in nested(thread) for s in top.walk() if not s.children]
     calls.sort(key=lambda span: span.start_ns)
     transports = sorted((e for e in events if e["name"].startswith("gloo:")), key=_start)
@@ -138,19 +139,11 @@ def compute_of(events: Sequence[Event]) -> list[Interval]:
     if gpu:
         return union((_start(e), _end(e)) for e in gpu if "nccl" not in e["name"].lower())
     ops = [e for e in events if e.get("cat") == "cpu_op"]
-    return union(i for thread in by_thread(ops).values() for i in _work(nested(thread)))
+    return union(i for thread in group_by(ops, _thread).values() for i in _work(nested(thread)))
 
 
 def _thread(event: Event) -> tuple[Any, Any]:
     return event.get("pid"), event.get("tid")
-
-
-def by_thread(events: Iterable[Event]) -> dict[Any, list[Event]]:
-    """The events of each thread or stream."""
-    threads: dict[Any, list[Event]] = {}
-    for event in events:
-        threads.setdefault(_thread(event), []).append(event)
-    return threads
 
 
 def nested(events: Iterable[Event]) -> list[Span]:

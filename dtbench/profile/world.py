@@ -19,6 +19,7 @@ from dtbench.profile.gpu import Sampler, counters_of
 from dtbench.profile.recording import RankRecording
 from dtbench.profile.request import DATA_NAME, TABLE_NAME, TRACE_NAME, Request
 from dtbench.profile.text import section_tables
+from dtbench.units import plural
 from dtbench.world import clocks
 from dtbench.world.failure import Diagnosis, Now
 from dtbench.world.rank import Rank
@@ -70,8 +71,8 @@ class RankProfile:
         plan = request.options.plan("cuda" if device_type == "cuda" else "cpu", ranks.size)
         if ranks.rank == 0:
             refuse_taken(request.folder, "remove it")
-            count = f"{len(tasks)} case{'s' if len(tasks) > 1 else ''}"
-            say(f"{count} to profile on {ranks.size} {device_type} ranks ({format_mesh(plan.mesh)})")
+            where = f"{ranks.size} {device_type} ranks ({format_mesh(plan.mesh)})"
+            say(f"{plural(len(tasks), 'case')} to profile on {where}")
         # NVML's readings of the device meanwhile.
         sampler = Sampler(rank.device.index or 0) if is_gpu(rank.device) else None
         with rank.process_group(plan.mesh, request.options.timeout_s) as (world, barrier):

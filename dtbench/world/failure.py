@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED
+from dtbench.grouping import group_by
 from dtbench.world.deaths import explain, oom_kills
 
 if TYPE_CHECKING:
@@ -157,10 +158,7 @@ def _latecomers(states: Mapping[int, RankState]) -> list[int]:
     busy = [rank for rank, state in states.items() if not state.waits]
     if 0 < len(busy) < len(states):
         return busy
-    by_place: dict[str, list[int]] = {}
-    for rank, state in states.items():
-        by_place.setdefault(state.where, []).append(rank)
-    few = min(by_place.values(), key=len)
+    few = min(group_by(states, lambda rank: states[rank].where).values(), key=len)
     return few if len(few) * 2 < len(states) else []
 
 

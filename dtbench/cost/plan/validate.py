@@ -22,6 +22,7 @@ from dtbench.cost.plan.step import predict_step
 from dtbench.cost.predict.models import MAX_VALUE, Model
 from dtbench.errors import UnreadableRunError, UsageError
 from dtbench.files.read import read_bytes
+from dtbench.grouping import group_by
 from dtbench_core.cost.curve import Curve
 
 MAX_FILE_BYTES = 2**24
@@ -89,9 +90,7 @@ class PlanValidation:
 
     def groups(self) -> list[list[Row]]:
         """Rows that are choices of one another: one model, batch and number of GPUs."""
-        by_group: dict[str, list[Row]] = {}
-        for row in self.rows:
-            by_group.setdefault(row.group, []).append(row)
+        by_group = group_by(self.rows, lambda row: row.group)
         return [rows for rows in by_group.values() if len(rows) > 1]
 
     def pairs_in_order(self) -> tuple[int, int]:
@@ -171,9 +170,7 @@ def measured_steps(path: Path, rows: Sequence[Mapping[str, str]], machine: Machi
     model on as many GPUs fits into memory so, else everything, as one script trained them all."""
     read = [_measured(path, number, row) for number, row in enumerate(rows, 2)]
     limit = machine.memory_GiB * 2**30 - RESERVED_BYTES
-    alike: dict[tuple[str, int], list[tuple[int, Measured]]] = {}
-    for at, one in enumerate(read):
-        alike.setdefault((one.job.model.name, one.job.gpus), []).append((at, one))
+    alike = group_by(enumerate(read), lambda found: (found[1].job.model.name, found[1].job.gpus))
     if "recomputation" in rows[0]:
         return read
     for group in alike.values():

@@ -24,6 +24,7 @@ from dtbench.cost.predict.shardings import (
 )
 from dtbench.cost.price import Price
 from dtbench.errors import UsageError
+from dtbench.mesh import format_mesh
 from dtbench.units import format_bandwidth, format_seconds
 from dtbench_core.cost.ring import busbw_factor
 
@@ -152,7 +153,7 @@ def _roles(setup: Setup) -> dict[str, str]:
     for name in (*setup.roles.values(), *setup.measured_as):
         if name not in ranks:
             raise UsageError(
-                f"{name} is no dim of --mesh {_mesh_text(setup.mesh)}: give one of {', '.join(ranks)}"
+                f"{name} is no dim of --mesh {format_mesh(setup.mesh)}: give one of {', '.join(ranks)}"
             )
     roles = {**{role: role for role in ROLES if role in ranks}, **setup.roles}
     if len(set(roles.values())) < len(roles):
@@ -169,7 +170,7 @@ def _roles(setup: Setup) -> dict[str, str]:
     found = {role: dim for role, dim in roles.items() if ranks[dim] > 1}
     if not found:
         raise UsageError(
-            f"--mesh {_mesh_text(setup.mesh)} has no dim of more than one rank: nothing is communicated"
+            f"--mesh {format_mesh(setup.mesh)} has no dim of more than one rank: nothing is communicated"
         )
     if "replicate" in found and "dp" not in found:
         raise UsageError(
@@ -177,10 +178,6 @@ def _roles(setup: Setup) -> dict[str, str]:
             "--mesh replicate=4,dp=32,tp=8, or use the dim as --dp"
         )
     return found
-
-
-def _mesh_text(mesh: Sequence[tuple[str, int]]) -> str:
-    return ",".join(f"{name}={size}" for name, size in mesh)
 
 
 def _check_model(model: Model, tp: int) -> None:

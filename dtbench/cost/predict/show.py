@@ -9,6 +9,7 @@ from rich.console import Console
 
 from dtbench.cost.predict.prediction import Prediction, Priced, Total
 from dtbench.cost.price import Price
+from dtbench.mesh import format_mesh
 from dtbench.terminal import Column, new_console, print_columns, print_json, print_line
 from dtbench.units import format_bytes, format_seconds, significant
 
@@ -23,7 +24,7 @@ def print_prediction(prediction: Prediction, as_json: bool = False) -> None:
         return
     console = new_console()
     setup = prediction.setup
-    mesh = ",".join(f"{name}={size}" for name, size in setup.mesh)
+    mesh = format_mesh(setup.mesh)
     print_line(console, f"{setup.model.name} on {mesh}: communication only, not overlapped", "bold")
     for where, title in (("layer", "one layer"), ("ends", "embedding, head and loss, once a step")):
         _print_collectives(console, title, [p for p in prediction.collectives if p.call.where == where])

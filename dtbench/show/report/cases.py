@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -90,13 +90,6 @@ def geometric_mean(values: Iterable[float | None]) -> float | None:
     """Of those that are there; None of none. The mean that fits ratios."""
     there = [v for v in values if v]
     return statistics.geometric_mean(there) if there else None
-
-
-def group(cases: Iterable[Case], key: Callable[[Case], Any]) -> dict[Any, list[Case]]:
-    grouped: dict[Any, list[Case]] = {}
-    for case in cases:
-        grouped.setdefault(key(case), []).append(case)
-    return grouped
 
 
 def main_dtype(cases: Sequence[Case]) -> Any:

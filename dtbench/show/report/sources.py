@@ -22,6 +22,7 @@ from dtbench.files.preflight import PreflightFile
 from dtbench.files.profile import Call, Calls, Ranks, Section
 from dtbench.files.read import BadFieldError, decode, into, opened, read_json, shown
 from dtbench.files.run import read_run
+from dtbench.grouping import group_by
 from dtbench.judge.op_verdicts import Baseline, has_verdicts, read_baseline
 from dtbench.model import Run
 from dtbench.show.report.changes import Changes, of_gate
@@ -99,10 +100,7 @@ def gather(paths: Sequence[Path], baseline: Sequence[Path] = (), topology: Path 
 
 def _apart(sources: Sources) -> Sources:
     """Runs of collectives on several systems stand beside each other; the rest of the page is of the first one's."""
-    by_setup: dict[str, list[Run]] = {}
-    for run in sources.runs:
-        by_setup.setdefault(repr(setup_of(run)), []).append(run)
-    groups = tuple(map(tuple, by_setup.values()))
+    groups = tuple(map(tuple, group_by(sources.runs, lambda run: repr(setup_of(run))).values()))
     if len(groups) < 2 or not all(any(r.suite == "collectives" for r in run.results) for run in sources.runs):
         return sources
     return replace(sources, runs=groups[0], systems=groups)

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dtbench.files import profile
+from dtbench.grouping import group_by
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import bandwidth_tick, seconds_tick, value_axis
-from dtbench.show.report.cases import Case, group
+from dtbench.show.report.cases import Case
 from dtbench.show.report.figures import (
     Bar,
     Curves,
@@ -80,7 +81,7 @@ def _headline(section: Section, cases: Sequence[Case]) -> None:
 def _throughput(section: Section, cases: Sequence[Case]) -> Figure | None:
     """A panel per size of the small tensors; the large ones have one bucket size."""
     swept = sorted((c for c in cases if c.name == "reduce_scatter"), key=lambda c: c.number("bucket_bytes"))
-    grouped = group(swept, lambda c: (c.get("mesh_dim"), c.get("dtype"), c.number("tensor_bytes")))
+    grouped = group_by(swept, lambda c: (c.get("mesh_dim"), c.get("dtype"), c.number("tensor_bytes")))
     panels = []
     for (dim, dtype, tensor), members in section.capped(
         sorted(grouped.items(), key=lambda i: i[0][2]), "panels"
@@ -159,7 +160,7 @@ def _overlap(cases: Sequence[Case]) -> Figure | None:
             )
             for c in members
         ]
-        for dim, members in group(cases, lambda c: c.get("mesh_dim")).items()
+        for dim, members in group_by(cases, lambda c: c.get("mesh_dim")).items()
     }
     return dots(
         "overlap",

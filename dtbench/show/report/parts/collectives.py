@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from dtbench.grouping import group_by
 from dtbench.layout import layout_of
 from dtbench.model import Gpu, Header
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import bandwidths_axis, seconds_tick, times_axis
-from dtbench.show.report.cases import Case, distinct, group, main_dtype
+from dtbench.show.report.cases import Case, distinct, main_dtype
 from dtbench.show.report.figures import Curves, Figure, Series, Style, curves
 from dtbench.show.report.impls import named
 from dtbench.show.report.parts.cost_model import constants_line
@@ -104,7 +105,7 @@ def fill(section: Section, of: Material) -> None:
 
 def _of_one_mode(cases: Sequence[Case]) -> Sequence[Case]:
     """Those of isolated calls; of logs without any, those of the mode they have."""
-    by_mode = group(cases, lambda c: c.get("mode") or "isolated")
+    by_mode = group_by(cases, lambda c: c.get("mode") or "isolated")
     return by_mode.get("isolated") or next(iter(by_mode.values()))
 
 
@@ -118,7 +119,7 @@ def _headlines(section: Section, cases: Sequence[Case]) -> None:
     reduces = [c for c in cases if c.only.busbw_Bps and (c.name == "all_reduce" or not reduced)]
     reduces = [c for c in reduces if c.name == reduces[0].name]
     best = []
-    for dim, members in group(reduces, lambda c: c.get("mesh_dim")).items():
+    for dim, members in group_by(reduces, lambda c: c.get("mesh_dim")).items():
         together = [c for c in members if c.get("groups") == "together"] or members
         case = max(together, key=lambda c: c.only.busbw_Bps or 0)
         words = f"bus bandwidth of {case.name} over {dim} at its best, {format_size(case.only.size_bytes)}"
@@ -137,7 +138,7 @@ def _bandwidths(
     spare = list(COLLECTIVE_STYLES.values())  # for names without a style of their own, in turn
     styles = {name: COLLECTIVE_STYLES.get(name, spare[i % len(spare)]) for i, name in enumerate(names)}
     ordered = sorted(cases, key=lambda c: c.only.size_bytes or 0)
-    grouped = group(
+    grouped = group_by(
         ordered, lambda c: (c.name not in TRANSITION, str(c.get("groups")), _place(c), str(c.get("mesh_dim")))
     )
     wanted = sorted(grouped, key=lambda key: (key[0], key[1] != "together", key[2]))
@@ -174,7 +175,7 @@ def _times(
     section: Section, cases: Sequence[Case], of: Material, way: str, limits: Mapping[str, float]
 ) -> Figure | None:
     """A panel per mesh dim and collective that some change of placement needs."""
-    by_key = group(cases, lambda c: (str(c.get("mesh_dim")), c.name))
+    by_key = group_by(cases, lambda c: (str(c.get("mesh_dim")), c.name))
     dims = distinct(dim for dim, _ in by_key)
     wanted = [(dim, name) for dim in dims for name in TRANSITION if (dim, name) in by_key]
     moved = [
@@ -232,7 +233,7 @@ def _lines(cases: Sequence[Case], moved: Sequence[Case]) -> list[Series]:
 def _contention(cases: Sequence[Case]) -> t.Table:
     """What the sibling groups cost: the largest size, alone and together."""
     rows = []
-    for (dim, name), members in group(cases, lambda c: (c.get("mesh_dim"), c.name)).items():
+    for (dim, name), members in group_by(cases, lambda c: (c.get("mesh_dim"), c.name)).items():
         size = max(c.only.size_bytes or 0 for c in members)
         at = {c.get("groups"): c.only for c in members if c.only.size_bytes == size}
         if {"alone", "together"} <= set(at):

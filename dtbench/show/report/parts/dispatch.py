@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtbench.files.profile import Call, Stage
+from dtbench.grouping import group_by
 from dtbench.model import STAGES
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import Axis, seconds_tick, value_axis
-from dtbench.show.report.cases import Case, distinct, geometric_mean, group
+from dtbench.show.report.cases import Case, distinct, geometric_mean
 from dtbench.show.report.figures import Bar, Curves, Figure, Series, Style, bars, curves, shades_of, stacked
 from dtbench.show.report.impls import add_dots, core_over_torch, named, times
 from dtbench.show.report.section import Material, Part, Section
@@ -39,7 +40,7 @@ def fill(section: Section, of: Material) -> None:
             "tensors. "
         )
         section.lead += core_over_torch(section, cached, "cached dispatch", "Over all cached calls the")
-        grouped = group(cached, lambda c: (c.get("mesh"), c.get("pass")))
+        grouped = group_by(cached, lambda c: (c.get("mesh"), c.get("pass")))
         add_dots(
             section,
             {f"mesh {mesh}, {direction}": of for (mesh, direction), of in grouped.items()},

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dtbench.grouping import group_by
 from dtbench.model import Header, Result, Run
 from dtbench.show.report.parts.changes import Verdict
 from dtbench.show.report.parts.provenance import hardware, hosts, mesh_words
@@ -117,11 +118,10 @@ def failures(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, list[str]]]
     """(caption, its reasons with the results that gave them): a cause that meets many cases is told once."""
     found = []
     for status, caption in NOT_OK.items():
-        by_reason: dict[str, list[str]] = {}
-        for result in (r for run in runs for r in run.results if r.status == status):
-            by_reason.setdefault(result.reason or "no reason given", []).append(_named(result))
+        results = (r for run in runs for r in run.results if r.status == status)
+        by_reason = group_by(results, lambda result: result.reason or "no reason given")
         if by_reason:
-            found.append((caption, list(by_reason.items())))
+            found.append((caption, [(reason, list(map(_named, of))) for reason, of in by_reason.items()]))
     return found
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from dtbench.model import Checkout, Header, RankFacts, Run
+from dtbench.grouping import group_by
+from dtbench.model import Checkout, Header, Run
 from dtbench.show.report.sources import Sources
 from dtbench.units import format_bytes
 
@@ -119,11 +120,8 @@ def _facts(header: Header) -> list[tuple[str, str]]:
 
 def _placement(header: Header) -> str:
     """Host by host its ranks as ranges, with the kind of device: vm: 0-3 (cpu)."""
-    by_host: dict[str, list[RankFacts]] = {}
-    for rank in header.ranks:
-        by_host.setdefault(rank.host or "unknown host", []).append(rank)
     words = []
-    for host, ranks in by_host.items():
+    for host, ranks in group_by(header.ranks, lambda rank: rank.host or "unknown host").items():
         devices = dict.fromkeys(rank.device.partition(":")[0] for rank in ranks if rank.device)
         kinds = f" ({', '.join(devices)})" if devices else ""
         words.append(f"{host}: {_ranges([rank.rank for rank in ranks])}{kinds}")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from dtbench.grouping import group_by
 from dtbench.show.report import tables as t
-from dtbench.show.report.cases import Case, distinct, group, main_dtype
+from dtbench.show.report.cases import Case, distinct, main_dtype
 from dtbench.show.report.impls import add_dots, bandwidths, core_over_torch, impls_of, named, times
 from dtbench.show.report.section import Material, Part, Section
 from dtbench.units import format_size
@@ -55,7 +56,7 @@ def tensor_parallel(section: Section, of: Material) -> None:
         "columns, the last by rows. The floor is the plain model on one rank with all of the work, no communication. "
         + core_over_torch(section, cases, "block", "The")
     )
-    grouped = group(cases, lambda c: (c.get("mesh_dim"), c.get("ranks"), c.get("dtype")))
+    grouped = group_by(cases, lambda c: (c.get("mesh_dim"), c.get("ranks"), c.get("dtype")))
     add_dots(
         section,
         {f"{dim}, {ranks} ranks, {dtype}": members for (dim, ranks, dtype), members in grouped.items()},
