@@ -158,7 +158,11 @@ def test_the_summary_says_what_it_is_of(tmp_path: Path) -> None:
         "leaves_out": "",
         "steps": [{"seconds": 1.2}],
     }
-    state = {"rehearsal": True, "device": "no GPU (rehearsal)", "parts": [one]}
+    state = {
+        "rehearsal": True,
+        "device": "no GPU (rehearsal)",
+        "parts": [one, one | {"name": "report", "outcome": "not run"}],
+    }
     (tmp_path / summary.STATE).write_text(json.dumps(state))
     (tmp_path / "rehearsal-test_x.xml").write_text(
         '<testsuites><testsuite tests="3" failures="1"/></testsuites>'
@@ -166,6 +170,7 @@ def test_the_summary_says_what_it_is_of(tmp_path: Path) -> None:
     checks = [{"name": "flush", "goal": "g", "got": {"warm_us": 1.23456}, "met": False, "left_out": ""}]
     (tmp_path / "rehearsal-truth.json").write_text(json.dumps({"checks": checks}))
     text = summary.write(tmp_path).read_text()
+    assert "not run" not in text
     assert text.startswith("# Rehearsal: no GPU") and "No figure here says anything of a GPU" in text
     assert "3 tests, 1 failures" in text and "| flush | warm_us 1.235 | g | NO |" in text
     (tmp_path / summary.STATE).write_text(json.dumps(state | {"rehearsal": False, "device": "NVIDIA H200"}))
