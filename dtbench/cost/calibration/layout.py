@@ -59,11 +59,16 @@ def slowest_over_fastest(results: Sequence[Tagged], groups: Groups) -> float:
     """
     if len(groups) < 2:
         return 1.0
+    there = {str(rank) for group in groups for rank in group}
+    large = [
+        r
+        for _, r in results
+        if (r.size_bytes or 0) >= COMPARED_FROM_BYTES and there <= r.rank_samples_s.keys()
+    ]
+    of_groups = [samples_us(large, [group]) for group in groups]
     ratios = []
-    for _, result in results:
-        times = [samples_us(result, [group]) for group in groups]
-        own = all(str(rank) in result.rank_samples_s for group in groups for rank in group)
-        if own and (result.size_bytes or 0) >= COMPARED_FROM_BYTES and all(t.size for t in times):
+    for times in zip(*of_groups, strict=True):
+        if all(t.size for t in times):
             quartiles = np.array([np.quantile(t, QUANTILE) for t in times])
             ratios.append(np.log(quartiles / np.median(quartiles)))
     if not ratios:

@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from dtbench.layout import from_last_arrival_s
+from dtbench.layout import from_last_arrivals_s
 from dtbench.mesh import Groups
 from dtbench.model import Result, Run
 
@@ -143,25 +143,30 @@ def _differing(chosen: Series, by_dtype: Mapping[str, Series]) -> list[str]:
     return notes
 
 
-def samples_us(result: Result, groups: Groups) -> Array:
-    """Per sample from the last arrival in a group until it is done, the longest over the groups.
+def samples_us(results: Sequence[Result], groups: Groups) -> list[Array]:
+    """Of each result per sample from the last arrival in a group until it is done, the longest over the groups.
 
     Without the ranks' own readings (or where they do not match up) it is what the file holds, the
     longest over all ranks; without any samples, the lower quartile alone.
     """
-    seconds: Sequence[float] = from_last_arrival_s(result, groups) or result.samples_s
-    if not seconds and result.time_s is not None:
-        seconds = [result.time_s.p25]
-    times = np.asarray(seconds, dtype=np.float64) * 1e6
-    return np.asarray(times[np.isfinite(times) & (times > 0)])
+    found = []
+    for result, from_last in zip(results, from_last_arrivals_s(results, groups), strict=True):
+        seconds: Array | Sequence[float] = from_last if from_last.size else result.samples_s
+        if not len(seconds) and result.time_s is not None:
+            seconds = [result.time_s.p25]
+        times = np.asarray(seconds, dtype=np.float64) * 1e6
+        found.append(np.asarray(times[np.isfinite(times) & (times > 0)]))
+    return found
 
 
 def _points(results: Sequence[Tagged], groups: Groups) -> tuple[Point, ...]:
-    found: dict[int, dict[Launch, Array]] = {}
-    for run_id, result in results:
-        samples = samples_us(result, groups)
+    found: dict[int, dict[Launch, list[Array]]] = {}
+    of_results = samples_us([result for _, result in results], groups)
+    for (run_id, result), samples in zip(results, of_results, strict=True):
         if samples.size and result.size_bytes:
             launches = found.setdefault(result.size_bytes, {})
-            before = launches.get((run_id, result.launch), np.empty(0))
-            launches[run_id, result.launch] = np.concatenate([before, samples])
-    return tuple(Point(size, launches) for size, launches in sorted(found.items()))
+            launches.setdefault((run_id, result.launch), []).append(samples)
+    return tuple(
+        Point(size, {launch: np.concatenate(parts) for launch, parts in launches.items()})
+        for size, launches in sorted(found.items())
+    )
