@@ -1,0 +1,165 @@
+"""Every reader of files on damaged ones: cut, with bits flipped, parts repeated, values of another type or sign.
+
+What comes out is a value of finite, non-negative times, or one of the project's own errors; never another exception.
+Random seeds are hypothesis's: the fast tier tries a few, `DTBENCH_DAMAGED=5000` as many as one likes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import math
+import os
+import random
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from dtbench.cost.predict.models import find_model
+from dtbench.errors import DtbenchError
+from dtbench.files.history import read_history
+from dtbench.files.run import read_run
+from dtbench.files.topology import read_topology
+from dtbench.importers import checks
+from dtbench.importers.convert import to_run
+from dtbench.importers.registry import parse
+from dtbench.judge.op_verdicts import read_baseline
+from dtbench.judge.references import TABLE, read_systems
+from dtbench.show.report.sources import gather
+from dtbench.tests import made_up, made_up_logs
+from dtbench.tests.faults.test_random_commands import damaged
+
+EXAMPLES = int(os.environ.get("DTBENCH_DAMAGED", "8"))
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+def run_file() -> bytes:
+    made = [*islice(made_up.collectives(samples=3), 2), *islice(made_up.dispatch(), 1), *made_up.NOT_OK[:1]]
+    return b"".join(
+        json.dumps(line).encode() + b"\n" for line in (made_up.header(), *(r.to_json() for r in made))
+    )
+
+
+def imported(path: Path) -> Any:
+    log = parse(path.read_bytes(), path.name)
+    checks.check(log)
+    return to_run([log], argv=["import"])
+
+
+def profile(path: Path) -> Any:
+    """As a folder, whose trace is the damaged file."""
+    folder = path.with_name("profile")
+    folder.mkdir(exist_ok=True)
+    (folder / "table.json").write_bytes((RESULTS / "profile/mlp/table.json").read_bytes())
+    data = path.read_bytes()
+    (folder / "trace.json.gz").write_bytes(data if data[:1] == b"\x1f" else gzip.compress(data))
+    return gather([folder])
+
+
+@cache
+def trace() -> bytes:
+    """The first events of a trace, unpacked."""
+    whole = json.loads(gzip.decompress((RESULTS / "profile/mlp/trace.json.gz").read_bytes()))
+    whole["traceEvents"] = whole["traceEvents"][:20]
+    return json.dumps(whole).encode()
+
+
+def report_of(path: Path) -> Any:
+    return gather([path])
+
+
+def committed(name: str) -> Callable[[], bytes]:
+    return lambda: (RESULTS / name).read_bytes()
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+
+# Reader -> a sound file of its kind, and what reads it.
+READERS: dict[str, tuple[Callable[[], bytes], Callable[[Path], Any]]] = {
+    "run": (run_file, read_run),
+    "topology": (committed("baseline-cpu-gloo-4ranks.topology.json"), read_topology),
+    "gate": (committed("gate/same.json"), report_of),
+    "profile of calls": (committed("profile/add/table.json"), report_of),
+    "profile of ranks": (committed("profile/mlp/table.json"), report_of),
+    "trace": (trace, profile),
+    "packed trace": (lambda: gzip.compress(trace()), profile),
+    "coverage": (committed("compat-core.json"), read_baseline),
+    "history": (committed("history/intel-r-xeon-r-processor-2c-dee4835e.jsonl"), read_history),
+    "regret": (committed("lab/2x2-400mbit-regret.json"), report_of),
+    "model config": (lambda: json.dumps(LLAMA).encode(), lambda p: find_model(str(p))),
+    "reference systems": (TABLE.read_bytes, read_systems),
+    "nccl-tests text": (
+        lambda: made_up_logs.table().encode(),
+        imported,
+    ),
+    "nccl-tests JSON": (lambda: made_up_logs.json_text().encode(), imported),
+    "DeepSpeed": (
+        lambda: (made_up_logs.DEEPSPEED.format(name="all_reduce") + made_up_logs.DEEPSPEED_ROW).encode(),
+        imported,
+    ),
+    "OSU": (
+        lambda: made_up_logs.OSU.format(program="allreduce", title="Allreduce").encode(),
+        imported,
+    ),
+    "ml-engineering": (lambda: made_up_logs.ML_ENGINEERING.encode(), imported),
+}
+
+
+def times_in(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """All numbers of a value read, with the name of the field that they stand in."""
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.structs.asdict(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from times_in(item, key if isinstance(key, str) and not key.isdecimal() else name)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from times_in(item, name)
+    elif isinstance(value, float):
+        yield name, value
+
+
+@pytest.mark.parametrize("kind", READERS)
+@settings(
+    max_examples=EXAMPLES,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(seed=st.integers(0, 2**32), times=st.integers(1, 3))
+@example(seed=0, times=0)
+def test_a_damaged_file_is_read_or_refused(kind: str, tmp_path: Path, seed: int, times: int) -> None:
+    sound, read = READERS[kind]
+    data = sound()
+    rng = random.Random(seed)
+    for _ in range(times):
+        data = damaged(rng, data)
+    path = tmp_path / "file.jsonl"
+    path.write_bytes(data)
+    try:
+        found = read(path)
+    except DtbenchError as error:
+        assert times, f"the sound file is refused: {error}"
+        assert "\n" not in str(error) and "\x1b" not in str(error)
+        return
+    for name, value in times_in(found):
+        assert math.isfinite(value), name
+        assert value >= 0 or not name.endswith(("_s", "samples", "Bps", "_us")), (name, value)
