@@ -1,8 +1,8 @@
-"""Items put together by what they have in common."""
+"""Items put together by what they have in common, and names in the order in which people read them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -15,3 +15,8 @@ def group_by(items: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]
     for item in items:
         grouped.setdefault(key(item), []).append(item)
     return grouped
+
+
+def known_first(found: Collection[str], known: Sequence[str]) -> list[str]:
+    """Each name that was found once: those that are known in their order, then the others by the alphabet."""
+    return [name for name in known if name in found] + sorted(set(found).difference(known))

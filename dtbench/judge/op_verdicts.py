@@ -16,6 +16,7 @@ from typing import Literal
 
 from dtbench.errors import UnreadableRunError, UsageError
 from dtbench.files.read import BadFieldError, into, read_json
+from dtbench.grouping import known_first
 from dtbench.model import Result, Run
 
 # Worst first. An op has the worst verdict of its cases; what each means stands in the suite.
@@ -44,8 +45,7 @@ def mode_of(result: Result) -> str:
 
 def modes_of(results: Sequence[Result]) -> list[str]:
     """The modes there are, in the order in which people read them."""
-    found = {mode_of(r) for r in results}
-    return [m for m in MODES if m in found] + sorted(found.difference(MODES))
+    return known_first({mode_of(r) for r in results}, MODES)
 
 
 def summary_rows(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:

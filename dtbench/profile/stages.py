@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from dtbench.grouping import known_first
 from dtbench.model import STAGES
 from dtbench.profile.spans import NOTHING, Overhead, Span, fold, self_times
 
@@ -110,9 +111,8 @@ def break_down(
         for stage, _, cost_ns in pieces(call, calibrated):
             borne[stage] = borne.get(stage, 0.0) + cost_ns / len(calls)
     time.pop(ignored, None)
-    known = [stage for stage in STAGES if stage in time]
     off = abs(scale - 1)
-    rows = [StageRow(s, time[s], borne[s] * off) for s in [*known, *sorted(time.keys() - set(known))]]
+    rows = [StageRow(s, time[s], borne[s] * off) for s in known_first(time, STAGES)]
     kept = {k: ns for k, ns in fold(calls, fitted, rename).items() if not ignored or ignored not in k}
     # Frames that came out below zero count as zero there: the others make room, so that the sum stays.
     room = sum(time.values()) / max(sum(kept.values()), 1e-9)

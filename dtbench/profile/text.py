@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from dtbench.grouping import known_first
 from dtbench.model import STAGES
 from dtbench.profile.sections import PARTS, Section
 from dtbench.profile.stages import Breakdown
@@ -21,8 +22,7 @@ def stage_tables(breakdowns: Sequence[Breakdown]) -> list[str]:
 
 
 def _stage_table(impls: Sequence[Breakdown]) -> list[str]:
-    stages = [s for s in STAGES if any(r.stage == s for b in impls for r in b.rows)]
-    stages += sorted({r.stage for b in impls for r in b.rows} - set(stages))
+    stages = known_first({r.stage for b in impls for r in b.rows}, STAGES)
 
     def row(name: str, cells: Callable[[Breakdown], tuple[str, str, str]]) -> list[str]:
         return [name, *(text for b in impls for text in cells(b))]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from dtbench.grouping import known_first
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import seconds_tick, value_axis
 from dtbench.show.report.cases import Case, distinct, geometric_mean
@@ -25,8 +26,7 @@ _MORE_STYLES = (Style("s3", "^", hollow=True), Style("s4", "D", hollow=True), St
 
 def impls_of(cases: Sequence[Case]) -> list[str]:
     """Those that are there, the core and torch first."""
-    found = {impl for case in cases for impl in case.impls}
-    return [i for i in IMPL_STYLES if i in found] + sorted(found - set(IMPL_STYLES))
+    return known_first({impl for case in cases for impl in case.impls}, list(IMPL_STYLES))
 
 
 def named(cases: Sequence[Case], of_name: str, params: Mapping[str, str], *drop: str) -> list[t.Column]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from dtbench.grouping import known_first
 from dtbench.judge.op_verdicts import (
     FALLBACKS,
     MODES,
@@ -40,8 +41,7 @@ def fill(section: Section, of: Material) -> None:
     if not found:
         return
     impls = sorted({impl for *_, impl in found}, key=lambda i: (i not in ("core", "torch"), i))
-    present = {mode for _, mode, _ in found}
-    modes = [m for m in MODES if m in present] + sorted(present - set(MODES))
+    modes = known_first({mode for _, mode, _ in found}, MODES)
     section.lead = (
         "Every op of torch’s database, run on distributed tensors and compared with plain torch. A mode is a way to "
         "cut the inputs: evenly, unevenly, as pending sums, over a 2x2 mesh, in place, with out=. An op passes in a "

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtbench.files.profile import Call, Stage
-from dtbench.grouping import group_by
+from dtbench.grouping import group_by, known_first
 from dtbench.model import STAGES
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import Axis, seconds_tick, value_axis
@@ -160,8 +160,7 @@ def _stages(calls: Sequence[Call]) -> Figure | None:
 
 
 def _in_order(calls: Sequence[Call]) -> list[str]:
-    present = {row.stage for c in calls for row in c.rows}
-    return [s for s in STAGES if s in present] + sorted(present - set(STAGES))
+    return known_first({row.stage for c in calls for row in c.rows}, STAGES)
 
 
 def _rows(call: Call) -> list[Stage]:
