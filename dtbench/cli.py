@@ -40,6 +40,7 @@ _COMMANDS = {
     },
     "Read results": {"show": "show.command", "report": "show.command", "import": "importers.command"},
     "Judge": {"compare": "judge.command", "gate": "judge.gate.command", "coverage": "judge.command"},
+    "Choose settings": {"sweep-env": "judge.settings.command", "settings": "judge.settings.command"},
     "Model costs": {
         "calibrate": "cost.command",
         "validate": "cost.command",

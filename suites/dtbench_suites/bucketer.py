@@ -10,6 +10,9 @@
 The large cases are 64 MiB in the bucketers' default buckets. They have no `unbucketed`, which would take
 seconds per sample, and the small ones have no `copy` and no `core_held`.
 
+With `--size`, which then are the sizes of buckets, the 64 MiB in tensors of 256 KiB are sent through each of them:
+the sweep that `dtbench settings buckets` chooses from.
+
 Counters, per pass over all tensors: collectives issued, bytes_copied on this rank, and peak_bytes of
 buffers besides the inputs and the results.
 """
@@ -188,7 +191,9 @@ def bucketer(plan: Plan) -> Iterator[Case]:
     sweeps: list[tuple[str, Sweep, tuple[str, ...]]] = [
         ("reduce_scatter", QUICK if plan.quick else SWEEPS[plan.device_type], SMALL_IMPLS)
     ]
-    if not plan.quick:
+    if plan.sizes_chosen:
+        sweeps = [("reduce_scatter_buckets", (64 * MIB, (256 * KIB,), plan.sizes_bytes), ("core", "limit"))]
+    elif not plan.quick:
         sweeps.append(("reduce_scatter_large", LARGE, LARGE_IMPLS))
     for mesh_dim, n in shared_dims(plan):
         for dtype_name in plan.dtypes:

@@ -1,0 +1,132 @@
+"""The smallest bucket whose rate is within 5% of the best: larger ones begin later and hold more memory.
+
+The estimate of a bucket is the median over launches of each launch's estimate; its interval is that of the choice,
+by a bootstrap over launches, each drawn with all its sizes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dtbench.errors import UsageError
+from dtbench.model import Run
+
+WITHIN = 0.05
+INTERVAL = 0.9
+REPLICATES = 2000  # the 5% quantile of which is known to half a percent
+MIB = 2**20
+MEASURE = "measure with `dtbench run bucketer --size 1MiB:64MiB:2x --launches 5`"
+# What a bucket belongs to: mesh dim, ranks, dtype, bytes of one tensor and of all.
+Group = tuple[str, int, str, int, int]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """times_s: (launches, buckets), of launches that have every size. buckets: bytes, ascending."""
+
+    group: Group
+    buckets: tuple[int, ...]
+    times_s: npt.NDArray[np.float64]
+
+    def halves(self) -> tuple[Sweep, Sweep]:
+        """Every second launch, and the others."""
+        odd, even = self.times_s[::2], self.times_s[1::2]
+        return Sweep(self.group, self.buckets, odd), Sweep(self.group, self.buckets, even)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """bucket, low, high, fastest: bytes. low, high: the 90% interval; None with one launch. loss: by how much the
+    choice is slower than the fastest, as a share."""
+
+    group: Group
+    launches: int
+    bucket: int
+    low: int | None
+    high: int | None
+    fastest: int
+    loss: float
+
+    @property
+    def cap_mb(self) -> float:
+        """As DDP's and inductor's `bucket_cap_mb` count it: both multiply by 1024 * 1024 (torch 2.13,
+        nn/parallel/distributed.py and _inductor/fx_passes/bucketing.py)."""
+        return self.bucket / MIB
+
+
+def sweeps_of(runs: Iterable[Run]) -> list[Sweep]:
+    """The sweeps over bucket sizes that runs of the suite `bucketer` hold, of the implementation `core`.
+
+    Raises:
+        UsageError: none has two sizes in one launch.
+    """
+    times: defaultdict[Group, dict[tuple[str, int], dict[int, float]]] = defaultdict(dict)
+    for run in runs:
+        for r in run.ok("bucketer"):
+            p = r.params
+            if r.impl != "core" or not r.estimate_s or not {"bucket_bytes", "tensor_bytes"} <= p.keys():
+                continue
+            group = (
+                str(p.get("mesh_dim", "")),
+                int(p.get("ranks", 0)),
+                str(p.get("dtype", "")),
+                int(p["tensor_bytes"]),
+                int(p.get("total_bytes", 0)),
+            )
+            times[group].setdefault((run.header.run_id, r.launch), {})[int(p["bucket_bytes"])] = r.estimate_s
+    found = []
+    for group, launches in times.items():
+        sizes = tuple(sorted(set.union(*map(set, launches.values()))))
+        whole = [[of[s] for s in sizes] for of in launches.values() if len(of) == len(sizes)]
+        if len(sizes) > 1 and whole:
+            found.append(Sweep(group, sizes, np.asarray(whole)))
+    if not found:
+        raise UsageError(f"got no results of the bucketer over two or more bucket sizes: {MEASURE}")
+    return found
+
+
+def choose(sweep: Sweep, seed: int = 0) -> Choice:
+    """The smallest bucket within 5% of the best rate, with its interval over launches."""
+    n = len(sweep.times_s)
+    typical = np.median(sweep.times_s, axis=0)
+    low = high = None
+    if n > 1:
+        drawn = sweep.times_s[np.random.default_rng(seed).integers(n, size=(REPLICATES, n))]
+        chosen = _smallest(np.median(drawn, axis=1))
+        tails = [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2]
+        ends = np.quantile(chosen, tails, method="inverted_cdf")
+        low, high = (sweep.buckets[int(i)] for i in ends)
+    index = int(_smallest(typical[None])[0])
+    fastest = int(np.argmin(typical))
+    loss = float(typical[index] / typical[fastest] - 1)
+    return Choice(sweep.group, n, sweep.buckets[index], low, high, sweep.buckets[fastest], loss)
+
+
+def loss_of(bucket: int, sweep: Sweep) -> float:
+    """By how much a bucket is slower than the best of these launches, as a share."""
+    typical = np.median(sweep.times_s, axis=0)
+    return float(typical[sweep.buckets.index(bucket)] / typical.min() - 1)
+
+
+def validate(sweeps: Sequence[Sweep]) -> list[tuple[Choice, float]]:
+    """Each choice on every second launch, with its loss on the others.
+
+    Raises:
+        UsageError: a single launch.
+    """
+    if any(len(sweep.times_s) < 2 for sweep in sweeps):
+        raise UsageError(
+            "--split chooses on every second launch, and got a single one: measure with --launches 10"
+        )
+    return [(choose(a), loss_of(choose(a).bucket, b)) for a, b in (sweep.halves() for sweep in sweeps)]
+
+
+def _smallest(times_s: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:
+    """(replicates, buckets) -> the index of the first whose rate is within 5% of the best, per replicate."""
+    best = times_s.min(axis=1, keepdims=True)
+    return np.asarray(np.argmax(best / times_s >= 1 - WITHIN, axis=1))

@@ -1,0 +1,40 @@
+"""A sweep over variables as a shell script: fresh launches of every arm, in turns, each with a file of its own.
+
+Between launches lies almost all variance, and machines drift: arms that take turns in an order drawn anew for every
+round meet the same machine. The file of a run holds its variables, by which `dtbench settings nccl` knows the arm.
+"""
+
+from __future__ import annotations
+
+import random
+import shlex
+from collections.abc import Sequence
+
+from dtbench.errors import UsageError
+from dtbench.judge.gate.arms import parse_variables
+
+
+def script(arms: Sequence[str], command: Sequence[str], launches: int, folder: str, seed: int) -> str:
+    """The script. arms: `A=1,B=2` each; one without variables, to be judged against, is added.
+
+    Raises:
+        UsageError: an arm that is no list of variables, or stands twice; a command that names its own file.
+    """
+    variables = [parse_variables(arm) for arm in ("", *arms)]
+    if any(variables.index(one) != i for i, one in enumerate(variables)):
+        raise UsageError("an arm stands twice or sets nothing: give each its own NAME=VALUE")
+    if any(word in ("-o", "--output", "--launches") or word.startswith("--output=") for word in command):
+        raise UsageError(
+            "the sweep gives each launch its -o and counts them: leave -o and --launches out of COMMAND"
+        )
+    order = random.Random(seed)
+    lines = [f"mkdir -p {shlex.quote(folder)}"]
+    for launch in range(launches):
+        for arm in order.sample(range(len(variables)), len(variables)):
+            words = [f"{name}={value}" for name, value in variables[arm].items()]
+            path = f"{folder}/{launch:02d}-arm{arm}.jsonl"
+            lines.append(shlex.join([*(["env", *words] if words else []), *command, "-o", path]))
+    head = (
+        f"#!/bin/bash\n# {len(variables)} arms, {launches} launches each, drawn with seed {seed}.\nset -e\n"
+    )
+    return head + "\n".join(lines) + "\n"
