@@ -191,7 +191,7 @@ def bucketer(plan: Plan) -> Iterator[Case]:
     sweeps: list[tuple[str, Sweep, tuple[str, ...]]] = [
         ("reduce_scatter", QUICK if plan.quick else SWEEPS[plan.device_type], SMALL_IMPLS)
     ]
-    if plan.sizes_chosen:
+    if plan.sizes_chosen and not plan.quick:
         sweeps = [("reduce_scatter_buckets", (64 * MIB, (256 * KIB,), plan.sizes_bytes), ("core", "limit"))]
     elif not plan.quick:
         sweeps.append(("reduce_scatter_large", LARGE, LARGE_IMPLS))

@@ -12,7 +12,12 @@ from dtbench import flags
 
 @click.group("settings")
 def settings_command() -> None:
-    """Which values to set, out of measurements."""
+    """Which values to set, out of measurements.
+
+    \b
+    Example:
+      dtbench settings buckets buckets.jsonl
+    """
 
 
 @settings_command.command("buckets")
