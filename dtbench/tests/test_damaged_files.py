@@ -33,6 +33,7 @@ from dtbench.importers.convert import to_run
 from dtbench.importers.registry import parse
 from dtbench.judge.op_verdicts import read_baseline
 from dtbench.judge.references import TABLE, read_systems
+from dtbench.show.report.profiles import spans_of
 from dtbench.show.report.sources import gather
 from dtbench.tests import made_up, made_up_logs
 from dtbench.tests.faults.test_random_commands import damaged
@@ -163,3 +164,17 @@ def test_a_damaged_file_is_read_or_refused(kind: str, tmp_path: Path, seed: int,
     for name, value in times_in(found):
         assert math.isfinite(value), name
         assert value >= 0 or not name.endswith(("_s", "samples", "Bps", "_us")), (name, value)
+
+
+def test_a_thread_id_that_is_no_number_is_of_no_lane() -> None:
+    window = {
+        "ph": "X",
+        "name": "dtbench iteration a #0",
+        "cat": "user_annotation",
+        "pid": 0,
+        "ts": 0,
+        "dur": 9,
+    }
+    event = {"ph": "X", "pid": 0, "ts": 1, "dur": 2}
+    found = spans_of({"traceEvents": [window, {**event, "tid": {}}, {**event, "tid": 1}]})
+    assert [(span.lane, span.start_us) for span in found["a"]] == [("whole", 0), ("communication", 1)]

@@ -28,6 +28,8 @@ from dtbench.show.report.tables import compact
 
 GENERATOR = "dtbench report"
 BUDGET_BYTES = 2_000_000
+# Of a result as JSON or CSV: suite, case, impl, status, clock and eight times of six digits are more.
+LEAST_RESULT_BYTES = 80
 MAX_FIGURES = 80
 MAX_ROWS = 2000
 LEADS = 3  # panels of the first screen, side by side
@@ -91,10 +93,14 @@ def _render(sources: Sources) -> str:
         "failures": front.failures(sources.runs),
         "generator": GENERATOR,
     }
-    raw, csv = data.as_json(sources), data.csv_link(sources.runs) if sources.runs else None
+    # What cannot fit is not made to be thrown away: of a hundred thousand results that takes longer than all else.
+    results = sum(len(run.results) for run in (*sources.runs, *sources.baseline))
+    fits = results * LEAST_RESULT_BYTES <= BUDGET_BYTES
+    raw = data.as_json(sources) if fits else None
+    csv = data.csv_link(sources.runs) if sources.runs and fits else None
     judged = verdict(of)
     page = ""
-    for economy in ECONOMIES:
+    for economy in ECONOMIES if fits else ECONOMIES[2:]:
         fitted, cuts = _fit(sections, economy)
         if sources.runs and not economy.json:
             cuts.append(_without_data(economy))

@@ -39,7 +39,9 @@ def spans_of(trace: Mapping[str, Any]) -> dict[str, list[Span]]:
         if isinstance(name, str) and name.startswith(_ITERATION) and event.get("cat") == "user_annotation":
             section, _, number = name.removeprefix(_ITERATION).strip().rpartition(" #")
             windows.setdefault(section, {}).setdefault(number, []).append(into(event, Event))
-    lanes = [(_LANES[e["tid"]], into(e, Event)) for e in drawn if e.get("tid") in _LANES]
+    # A thread id is anything in a damaged trace, also what no dict can be asked for.
+    of_lanes = [(lane, e) for e in drawn for number, lane in _LANES.items() if e.get("tid") == number]
+    lanes = [(lane, into(e, Event)) for lane, e in of_lanes]
     return {section: _middle(list(iterations.values()), lanes) for section, iterations in windows.items()}
 
 
