@@ -17,6 +17,7 @@ import contextlib
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import struct
@@ -49,25 +50,29 @@ def main(argv: Sequence[str]) -> int:
     gc.collect()
     gc.freeze()  # what is collected later writes to no page of these
     fds: dict[int, int] = {}
-
-    def reap(*_: object) -> None:
-        with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                fd = fds.pop(ended[0])
-                _send(fd, ENDED, os.waitstatus_to_exitcode(ended[1]))
-                os.close(fd)
-
-    signal.signal(signal.SIGCHLD, reap)
-    with socket.socket(fileno=asked["control"]) as control:
+    # A handler of a signal that comes just before a call that waits runs only after it: the end is read off a socket.
+    woken, wake = socket.socketpair()
+    wake.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    with socket.socket(fileno=asked["control"]) as control, woken, wake:
         _send(control.fileno(), READY, 0)
-        while (launch := _next(control)) is not None:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # until it is known whose end it is
+        while True:
+            said, _, _ = select.select([control, woken], [], [])
+            if woken in said:
+                woken.recv(select.PIPE_BUF)
+                _reap(fds)
+            if control not in said:
+                continue
+            if (launch := _next(control)) is None:
+                break
             pid = os.fork()
             if pid == 0:
-                control.close()
+                signal.set_wakeup_fd(-1)
+                for inherited in (control, woken, wake):
+                    inherited.close()
                 _become(launch, list(fds.values()), asked, shared=shared)
             fds[pid] = launch["fd"]
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     return 0
 
 
@@ -75,6 +80,15 @@ def ask(control: socket.socket, launch: Mapping[str, Any], fd: int) -> None:
     """The gate's side: asks for a launch that talks on fd."""
     text = json.dumps(launch).encode()
     socket.send_fds(control, [LENGTH.pack(len(text)) + text], [fd])
+
+
+def _reap(fds: dict[int, int]) -> None:
+    """Tells the gate of each launch that has ended. fds: by pid."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            fd = fds.pop(ended[0])
+            _send(fd, ENDED, os.waitstatus_to_exitcode(ended[1]))
+            os.close(fd)
 
 
 def _next(control: socket.socket) -> dict[str, Any] | None:
@@ -100,7 +114,6 @@ def _become(
     """In the fork: takes on the arm and carries out the order; in a program of its own where nothing is shared."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         log = os.open(f"{launch['stem']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
