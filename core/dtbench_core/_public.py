@@ -35,4 +35,4 @@ from dtbench_core.redistribute.route import explain, plan_of
 from dtbench_core.rules.register import register_sharding
 from dtbench_core.tensor.distribute import distribute_module, distribute_tensor
 from dtbench_core.tensor.dtensor import DTensor
-from dtbench_core.tensor.factories import empty, full, ones, rand, randn, zeros
+from dtbench_core.tensor.factories import empty, full, linspace, logspace, ones, rand, randn, zeros

@@ -278,6 +278,9 @@ def register_constant(cls: type) -> None:
     names = [name for name in dir(cls) if not name.startswith("_")]
     used = dict.fromkeys([*names, "__eq__"], opaque.MemberType.USE_REAL)
     cls.__fx_repr__ = lambda self: (repr(self), {type(self).__name__: type(self)})  # type: ignore[attr-defined]
+    if hasattr(opaque, "register_custom_class"):  # since torch 2.14 or 2.15
+        opaque.register_custom_class(cls, typ="constant", members=used)
+        return
     # Before torch 2.13 it asks of values, too, for a metaclass that only references need.
     metaclass, opaque.OpaqueBaseMeta = opaque.OpaqueBaseMeta, type
     try:

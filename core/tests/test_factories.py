@@ -1,4 +1,4 @@
-"""ones, zeros, empty, full, rand, randn: the values of one device on any mesh."""
+"""ones, zeros, empty, full, rand, randn, linspace, logspace: the values of one device on any mesh."""
 
 from __future__ import annotations
 
@@ -40,6 +40,33 @@ def test_factories_give_the_values_of_one_device(
         assert made.is_leaf and made.requires_grad
         assert made.to_local().shape == made._spec.local_shape, placements
         assert made.dtype == expected.dtype and torch.equal(made.full_tensor(), expected), placements
+
+
+@pytest.mark.parametrize("name", ["linspace", "logspace"])
+@pytest.mark.parametrize(
+    ("ends", "options"),
+    [
+        ((0.1, 3.7, 7), {}),
+        ((-2.0, 5.0, 13), {"dtype": torch.float64}),
+        ((3, 0, 5), {"dtype": torch.int64}),
+        ((0.0, 1.0, 1), {}),
+        ((0.0, 1.0, 0), {}),
+        ((0.0, 1.0 + 2.0j, 6), {}),
+        ((torch.tensor(0.5), torch.tensor(2.0), 6), {}),
+    ],
+)
+@on_ranks
+def test_spaced_values_are_those_of_one_device(name: str, ends: Any, options: dict[str, Any]) -> None:
+    want = getattr(torch, name)(*ends, **options)
+    for mesh, placements in LAYOUTS:
+        if S1 in placements:
+            continue
+        made: DTensor = getattr(dtbench_core, name)(
+            *ends, **options, device_mesh=mesh_of(mesh), placements=placements
+        )
+        assert made.dtype == want.dtype and torch.equal(made.full_tensor(), want), placements
+    with pytest.raises(CoreError, match=rf"{name} got an end of shape \(2,\), expected a number"):
+        getattr(dtbench_core, name)(torch.ones(2), 1.0, 3, device_mesh=mesh_of((4,)))
 
 
 @on_ranks

@@ -426,7 +426,7 @@ FAILURES: dict[str, Any] = {
         lib.distribute_tensor(t, m, [lib.Shard(0)]), m, [lib.Shard(0)]
     ),
     "only shape": lambda lib, t, m: lib.DTensor.from_local(t, m, [lib.Shard(0)], shape=(8,)),
-    "to partial": lambda lib, t, m: lib.distribute_tensor(t, m, [lib.Shard(0)]).redistribute(
+    "to partial": lambda lib, t, m: lib.distribute_tensor(t, m, [lib.Replicate()]).redistribute(
         placements=[lib.Partial()]
     ),
     "other mesh": lambda lib, t, m: lib.distribute_tensor(t, m, [lib.Shard(0)]).redistribute(

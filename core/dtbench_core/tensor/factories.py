@@ -1,4 +1,4 @@
-"""DTensors made from nothing but a shape: ones, zeros, empty, full, rand, randn.
+"""DTensors made from nothing but a shape: ones, zeros, empty, full, rand, randn; linspace and logspace.
 
 Each rank makes its own part; nothing is sent. `rand` and `randn` give the numbers that torch would
 give on one device (see layout/rng.py).
@@ -17,6 +17,7 @@ from dtbench_core.errors import ArgumentError, ArgumentTypeError, PlacementError
 from dtbench_core.layout import rng as random
 from dtbench_core.layout.mesh import mesh_info, mesh_or_current
 from dtbench_core.layout.placement import Placement, describe
+from dtbench_core.layout.shard_layout import part_of
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.layout.wrapper import wrap
 from dtbench_core.tensor.dtensor import DTensor
@@ -66,6 +67,68 @@ def full(
     fill = functools.partial(torch.full, fill_value=fill_value)
     dtype = dtype or fill(()).dtype
     return _made(fill, "full", (size,), dtype, layout, requires_grad, device_mesh, placements)
+
+
+def linspace(
+    start: float | complex | torch.Tensor,
+    end: float | complex | torch.Tensor,
+    steps: int,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """A DTensor of shape (steps,), evenly spaced from `start` to `end`: bit for bit what torch.linspace gives.
+
+    `start` and `end` are numbers or tensors without dims. Each rank makes all of it for a moment, as a part computed
+    from its own ends is rounded otherwise. Other arguments and errors as for `ones`.
+    """
+    fill = functools.partial(torch.linspace, _number("linspace", start), _number("linspace", end))
+    return _spaced(fill, "linspace", steps, dtype, layout, requires_grad, device_mesh, placements)
+
+
+def logspace(
+    start: float | complex | torch.Tensor,
+    end: float | complex | torch.Tensor,
+    steps: int,
+    base: float = 10.0,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """A DTensor of shape (steps,), evenly spaced on a logarithmic scale from `base ** start` to `base ** end`.
+
+    As `linspace` in all else.
+    """
+    ends = _number("logspace", start), _number("logspace", end)
+    fill = functools.partial(torch.logspace, *ends, base=base)
+    return _spaced(fill, "logspace", steps, dtype, layout, requires_grad, device_mesh, placements)
+
+
+def _number(name: str, end: float | complex | torch.Tensor) -> float | complex:
+    if not isinstance(end, torch.Tensor):
+        return end
+    if end.dim():
+        raise ArgumentError(
+            f"{name} got an end of shape {tuple(end.shape)}, expected a number or a tensor without dims"
+        )
+    number: float | complex = end.item()
+    return number
+
+
+def _spaced(fill: Callable[..., torch.Tensor], name: str, steps: int, dtype: Any, *options: Any) -> DTensor:
+    """fill: makes the whole tensor from `steps`, `dtype` and `device`."""
+    kind = dtype or fill(steps=0).dtype
+
+    def make(size: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+        return fill(steps=size[0], dtype=dtype, device=device)
+
+    return _made(make, name, ((steps,),), kind, *options)
 
 
 def _like(model: Callable[P, DTensor], make: Callable[..., torch.Tensor], doc: str) -> Callable[P, DTensor]:
@@ -131,4 +194,6 @@ def _made(
     if name in ("rand", "randn"):
         random.keep_in_step(info)
         return wrap(DTensor, random.draw(spec, fill), spec, requires_grad)
+    if name in ("linspace", "logspace"):
+        return wrap(DTensor, part_of(fill(spec.shape), spec), spec, requires_grad)
     return wrap(DTensor, fill(spec.local_shape), spec, requires_grad)
