@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from dtbench.cost.plan import search, validate
+from dtbench.cost.plan import search, tables, validate
 from dtbench.cost.plan.fit import fit_machine
 from dtbench.cost.plan.job import PLAIN, Job, Layout, Software
 from dtbench.cost.plan.machines import (
@@ -35,7 +35,7 @@ from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_topology import made_dim, made_topology, ring_curve
 
 STEPS = Path(__file__).parents[2] / "results" / "reference" / "step-times"
-GPT = validate.gpt(hidden=1024, layers=8, heads=16, vocab=51200)
+GPT = tables.gpt(hidden=1024, layers=8, heads=16, vocab=51200)
 # Round figures: a step's parts can be added up by hand. A node's all-reduce of n bytes takes n / 100 GB/s.
 MACHINE = Machine(
     name="round",
@@ -279,7 +279,7 @@ def test_constants_are_found_again() -> None:
         network=Network(GBps=40, latency_us=10),
     )
     made = [
-        validate.Measured(of, how, total(of, how, truth))
+        tables.Measured(of, how, total(of, how, truth))
         for hidden, layers, batch in ((1024, 8, 64), (2048, 16, 64), (4096, 8, 128))
         for tp, pp, dp in (
             (1, 1, 8),
@@ -317,7 +317,7 @@ def test_constants_are_found_again() -> None:
     assert fit.machine.error is not None
     assert fit.machine.error.low <= 1 <= fit.machine.error.high
     with pytest.raises(UsageError, match="too few"):
-        fit_machine(made[:20], start, "made up")
+        fit_machine(made[:7], start, "made up")
 
 
 @pytest.mark.parametrize("name", built_in())
@@ -373,23 +373,37 @@ GOOD = "8,32,4,1024,16,24,1024,2,2,2,219.7"
         (TITLES, "has no rows"),
         (
             f"{TITLES}\n{GOOD.replace('219.7', '-1')}",
-            "line 2: iteration time (ms) is '-1', expected a time above 0",
+            "line 2: iteration time is '-1', expected a number above 0",
         ),
-        (f"{TITLES}\n{GOOD.replace('219.7', 'nan')}", "line 2: iteration time (ms) is 'nan'"),
+        (f"{TITLES}\n{GOOD.replace('219.7', 'nan')}", "line 2: iteration time is 'nan'"),
         (
             f"{TITLES}\n{GOOD}\n{GOOD.replace('8,32', '9,32', 1)}",
             "line 3: tensor x data x pipeline parallelism is 8",
         ),
         (f"{TITLES}\n{GOOD.replace(',4,', ',5,', 1)}", "the global batch 32 is no multiple"),
         (f"{TITLES}\n{GOOD.replace('1024,16', '1000,16')}", "hidden size 1000 is no multiple"),
-        (f"{TITLES.replace('# layers', 'depth')}\n{GOOD}", "line 2 has no value for 'layers'"),
+        (f"{TITLES.replace('# layers', 'depth')}\n{GOOD}", "has no column 'layers'"),
         (
             f"{TITLES},recomputation\n{GOOD},some",
             "recomputation is 'some', expected one of none, selective, full",
         ),
-        ("\0,\0\n1,2", "line 2 has no value for 'gpus'"),
-        ("size(B),count\n8,2", "has no column time(ns)"),
-        ("size(B),time(ns)\n8,2\n9,x", "a size or time is missing or no number"),
+        ("\0,\0\n1,2", "has no column 'gpus'"),
+        (f"{TITLES.replace(' (ms)', '')}\n{GOOD}", "the unit of iteration time is not said"),
+        (f"{TITLES}\n{GOOD.rpartition(',')[0]}", "line 2: iteration time is '', expected a number above 0"),
+        (
+            f"{TITLES}\n\n64,64,1,1024,16,24,1024,64,1,1,9",
+            "line 3: tensor parallelism is 64, expected at most the 16",
+        ),
+        (
+            f"{TITLES}\n64,64,1,1024,16,24,1024,1,1,64,9",
+            "line 2: pipeline parallelism x chunks is 64, expected at",
+        ),
+        (f"{TITLES},flash attention\n{GOOD},maybe", "line 2: got 'maybe', expected yes or no"),
+        ("size(B),count\n8,2", "has no column 'gpus'"),
+        ("size(B),time(ns)\n8,2\n9,x", "line 3: time is 'x', expected a number above 0"),
+        (f"size(B),time(ns)\n8,2\n{'9' * 400},3", "line 3: bytes is '999"),
+        ("size(KB),time(ns)\n8,2\n9,3", "the unit of the sizes is 'kb', expected B, KiB or MiB"),
+        ("size(B),time(ns)\n8,2\n8,3", "has 1 sizes, expected at least 3"),
     ],
 )
 def test_a_table_that_cannot_be_is_refused_in_a_line(
@@ -403,12 +417,51 @@ def test_a_table_that_cannot_be_is_refused_in_a_line(
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("titles", "row"),
+    [
+        ("\ufeff" + TITLES, GOOD),
+        (f"{TITLES}\r", f"{GOOD}\r"),
+        (TITLES.replace(",", ";"), GOOD.replace(",", ";").replace("219.7", "219,7")),
+        (TITLES.replace(",", "\t"), GOOD.replace(",", "\t")),
+        ("\nSteps of one node\n" + TITLES, f"\n{GOOD}\n,,,,"),
+        (f"run,{TITLES},notes", f"a,{GOOD},slow"),
+        (",".join(reversed(TITLES.split(","))), ",".join(reversed(GOOD.split(",")))),
+        (TITLES.replace("(ms)", "[us]"), GOOD.replace("219.7", "219700")),
+        (TITLES.replace("data parallelism,", ""), GOOD.replace("2,2,2,", "2,2,")),
+        ("gpus,batch,mbs,hidden,heads,layers,seq_len,tp,dp,pp,time_ms", GOOD),
+        (
+            "Number of GPUs,Global batch size,Microbatch size,Hidden size,Attention heads,Num layers,Sequence length,"
+             "Tensor model-parallel size,Data-parallel size,Pipeline model-parallel size,Step time (ms)",
+            GOOD,
+        ),
+    ],
+)
+def test_a_table_is_known_by_its_words(titles: str, row: str, tmp_path: Path) -> None:
+    path = tmp_path / "steps.csv"
+    path.write_text(f"{titles}\n{row}\n", newline="")
+    (one,) = tables.measured_steps(tables.read_table(path), MACHINE)
+    assert one.time_s == pytest.approx(0.2197)
+    assert one.layout == layout(tp=2, pp=2, dp=2, micro_batch=4)
+    assert one.job == Job(tables.gpt(1024, 24, 16, tables.GPT_VOCAB), 8, 32, 1024, PLAIN)
+
+
+def test_sizes_that_stand_more_than_once_count_by_their_median(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text("size (KiB),time_us\n1,3\n4,9\n1,5\n2,6\n1,4\n")
+    assert tables.all_reduces(tables.read_table(path)) == [
+        (1024, pytest.approx(4e-6)),
+        (2048, pytest.approx(6e-6)),
+        (4096, pytest.approx(9e-6)),
+    ]
+
+
 def test_what_a_table_says_is_used(tmp_path: Path) -> None:
     path = tmp_path / "steps.csv"
     path.write_text(
         f"{TITLES.replace('(ms)', '(s)')},recomputation,vocabulary,flash attention\n{GOOD},selective,32000,yes\n"
     )
-    (one,) = validate.measured_steps(path, validate.read_csv(path), MACHINE)
+    (one,) = tables.measured_steps(tables.read_table(path), MACHINE)
     assert one.time_s == 219.7
     assert (one.layout.tp, one.layout.dp, one.layout.pp, one.layout.recompute) == (2, 2, 2, "selective")
     assert one.job.model.vocab == 32000
@@ -419,7 +472,7 @@ def test_a_model_that_does_not_fit_without_recomputed_in_all_its_rows(tmp_path: 
     path = tmp_path / "steps.csv"
     large = "8,64,{micro},4096,32,32,2048,8,1,1,900"
     path.write_text("\n".join([TITLES, large.format(micro=1), large.format(micro=64), GOOD]) + "\n")
-    read = validate.measured_steps(path, validate.read_csv(path), MACHINE)
+    read = tables.measured_steps(tables.read_table(path), MACHINE)
     assert [one.layout.recompute for one in read] == ["full", "full", "none"]
 
 
@@ -452,12 +505,18 @@ def test_a_plan_and_its_page(tmp_path: Path, dtbench: Cli) -> None:
 
 def test_a_machine_is_fitted_and_used(tmp_path: Path, dtbench: Cli) -> None:
     made = tmp_path / "machine.json"
-    code, out, err = dtbench("plan", "--fit", str(STEPS / "a100-64-gpus.csv"), "-o", str(made))
+    few = tmp_path / "few.csv"
+    few.write_text("\n".join([TITLES, *[GOOD] * 7]))
+    code, out, err = dtbench("plan", "--fit", str(few), "-o", str(made))
     assert (code, "too few" in err) == (2, True)
-    code, out, err = dtbench("plan", "--fit", str(STEPS / "a100-one-node.csv"), "-o", str(made))
+    code, out, err = dtbench("plan", "--fit", str(STEPS / "a100-64-gpus.csv"), "-o", str(made))
     assert code == 0, err
     assert "mean error" in out
-    assert find_machine(str(made)).fitted_on == "a100-one-node.csv"
+    assert find_machine(str(made)).fitted_on == "a100-64-gpus.csv"
+    code, out, err = dtbench(
+        "plan", "--validate", str(STEPS / "a100-256-gpus.csv"), "--machine", str(made), "--json"
+    )
+    assert json.loads(out)["mean_error"] < 0.12  # 6.5 % seen
     code, _, err = dtbench(
         "plan", "--machine", str(made), "--model", "llama-8b", "--gpus", "8", "--batch", "8"
     )

@@ -5,6 +5,8 @@ job.py        what is trained, and one way to lay it out over the ranks
 step.py       the time of one step
 memory.py     the bytes that the fullest rank holds
 search.py     all layouts that fit, the best ones, and what would change the answer
-validate.py   tables of measured steps: predicted, compared, and constants fitted to them
+tables.py     measured steps and all-reduces, read from CSV
+validate.py   what is predicted for them, and how far off that is
+fit.py        a machine's constants fitted to them
 show.py       tables, a figure, JSON
 """

@@ -152,13 +152,13 @@ def _fit(tables: tuple[Path, ...], machine: Machine, output: Path | None, as_jso
 
     from dtbench.cost.plan.fit import fit_machine
     from dtbench.cost.plan.show import print_validation
-    from dtbench.cost.plan.validate import measured_steps, read_csv
+    from dtbench.cost.plan.tables import measured_steps, read_table
     from dtbench.files.atomic import refuse_taken, write_atomically
 
     if output is None:
         raise click.UsageError("--fit writes a machine file: give -o FILE.json")
     refuse_taken(output)
-    measured = [one for path in tables for one in measured_steps(path, read_csv(path), machine)]
+    measured = [one for path in tables for one in measured_steps(read_table(path), machine)]
     fit = fit_machine(measured, machine, ", ".join(path.name for path in tables))
     write_atomically(
         output, json.dumps(msgspec.to_builtins(fit.machine), indent=1) + "\n", lambda _: False, "machine"

@@ -11,11 +11,16 @@ from scipy.optimize import least_squares
 
 from dtbench.cost.plan.machines import Error, Fitted, Machine, NodeLinks
 from dtbench.cost.plan.step import predict_step
-from dtbench.cost.plan.validate import Measured, PlanValidation, halves, predict_rows, residuals
+from dtbench.cost.plan.tables import Measured
+from dtbench.cost.plan.validate import PlanValidation, halves, predict_rows, residuals
 from dtbench.errors import UsageError
 
 # Steps off by more than this count less and less: a measured table holds runs that went wrong.
 USUAL_ERROR = 0.05
+# By how much, as a logarithm, a constant may differ between machines (a factor of 1.6) before it counts like a step
+# that is off by `USUAL_ERROR`: few rows move those constants only that they say something about.
+USUAL_CHANGE = 0.5
+MIN_ROWS = 8
 _FIELDS = Fitted.__struct_fields__
 
 
@@ -29,15 +34,13 @@ class Fit:
 
 def fit_machine(measured: Sequence[Measured], start: Machine, source: str) -> Fit:
     """Fits the constants of `Fitted`, and the network's bandwidth where a row has several nodes, by least squares of
-    the times' logarithms.
+    the times' logarithms; `start` says where they lie that the rows say nothing about.
 
     Raises:
-        UsageError: fewer rows than would tell.
+        UsageError: fewer than `MIN_ROWS` rows.
     """
-    if len(measured) < 4 * len(_FIELDS):
-        raise UsageError(
-            f"{len(measured)} measured steps are too few to fit {len(_FIELDS)} constants: give {4 * len(_FIELDS)}"
-        )
+    if len(measured) < MIN_ROWS:
+        raise UsageError(f"{len(measured)} measured steps are too few to fit and to check: give {MIN_ROWS}")
     first, second = halves(measured)
     half = _fitted(first, start)
     held_out = PlanValidation(
@@ -67,13 +70,17 @@ def _fitted(measured: Sequence[Measured], start: Machine) -> Machine:
     def off(logarithms: np.ndarray) -> np.ndarray:
         machine = machine_of(logarithms)
         links = NodeLinks(machine)
-        return np.log([predict_step(one.job, one.layout, machine, links).total_s for one in measured]) - times
+        errors = (
+            np.log([predict_step(one.job, one.layout, machine, links).total_s for one in measured]) - times
+        )
+        return np.concatenate([errors, (logarithms - known) * USUAL_ERROR / USUAL_CHANGE])
 
     values = [getattr(start.fitted, name) for name in _FIELDS] + [start.network.GBps] * several_nodes
+    known = np.log(values)
     upper = [0.0 if name in ("matmul", "memory") else np.inf for name in _FIELDS] + [np.inf] * several_nodes
     found = least_squares(
         off,
-        np.minimum(np.log(values), np.array(upper) - 1e-6),
+        np.minimum(known, np.array(upper) - 1e-6),
         bounds=(-np.inf, upper),
         loss="soft_l1",
         f_scale=USUAL_ERROR,
