@@ -154,6 +154,8 @@ def test_a_sweep_takes_turns_and_keeps_every_word(dtbench: Cli) -> None:
         ("sweep-env --arm Ring -- dtbench run", "no variable"),
         ("sweep-env --arm A=1 --arm A=1 -- dtbench run", "stands twice"),
         ("sweep-env --arm A=1 -- dtbench run -o x", "leave -o"),
+        ("sweep-env --arm A=1,A=2 -- dtbench run", "sets A twice"),
+        ("sweep-env --arm A=1 --output= -- dtbench run", "-o is empty"),
         ("settings nccl", "nothing to choose from"),
         ("settings nccl --selftest none.csv", "cannot read none.csv"),
         ("settings nccl none.jsonl", "none.jsonl"),

@@ -363,6 +363,10 @@ TITLES = (
     "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,tensor parallelism,"
     "data parallelism,pipeline parallelism,iteration time (ms)"
 )
+MEGATRON_TITLES = (
+    "Number of GPUs,Global batch size,Microbatch size,Hidden size,Attention heads,Num layers,Sequence length,"
+    "Tensor model-parallel size,Data-parallel size,Pipeline model-parallel size,Step time (ms)"
+)
 GOOD = "8,32,4,1024,16,24,1024,2,2,2,219.7"
 
 
@@ -430,11 +434,7 @@ def test_a_table_that_cannot_be_is_refused_in_a_line(
         (TITLES.replace("(ms)", "[us]"), GOOD.replace("219.7", "219700")),
         (TITLES.replace("data parallelism,", ""), GOOD.replace("2,2,2,", "2,2,")),
         ("gpus,batch,mbs,hidden,heads,layers,seq_len,tp,dp,pp,time_ms", GOOD),
-        (
-            "Number of GPUs,Global batch size,Microbatch size,Hidden size,Attention heads,Num layers,Sequence length,"
-             "Tensor model-parallel size,Data-parallel size,Pipeline model-parallel size,Step time (ms)",
-            GOOD,
-        ),
+        (MEGATRON_TITLES, GOOD),
     ],
 )
 def test_a_table_is_known_by_its_words(titles: str, row: str, tmp_path: Path) -> None:
@@ -542,7 +542,16 @@ def test_a_machine_is_fitted_and_used(tmp_path: Path, dtbench: Cli) -> None:
             ["--model", "llama-8b", "--gpus", "8", "--batch", "8", "--machine", "abacus"],
             "--machine abacus is not known",
         ),
+        (["--model", "llama-8b", "--gpus", "8", "--batch", "8", "--memory", "nan"], "--memory is nan"),
         (["--validate", "a.csv", "--fit", "b.csv"], "exclude each other"),
+        (
+            ["--validate", "a.csv", "--model", "llama-8b"],
+            "--validate TABLE says what is predicted: leave --model out",
+        ),
+        (
+            ["--fit", "a.csv", "--memory", "40", "-o", "b.json"],
+            "--fit TABLE says what is predicted: leave --memory out",
+        ),
         (["--fit", "b.csv"], "give -o FILE.json"),
         (["-o", "b.json"], "-o is for --fit"),
         (["--validate", "/dev/zero"], "is not a regular file"),
@@ -564,6 +573,8 @@ def test_wrong_input_is_told_in_a_line(given: list[str], says: str, dtbench: Cli
         ({"all_reduce": {"9": [[1, 1]]}}, "all_reduce.9 is not a number of ranks"),
         ({"all_reduce": {"8": [[2, 1], [1, 1]]}}, "rows of growing bytes"),
         ({"all_reduce": {"8": [[1, 2], [2, 1]]}}, "times that never fall"),
+        ({"all_reduce": {"8": [[0.5, 1], [0.6, 2]]}}, "all_reduce.8 must have rows of growing bytes"),
+        ({"error": {"low": 2, "high": 1}}, "error.low is above error.high"),
         ({"fitted": None}, "fitted is missing"),
     ],
 )
@@ -574,6 +585,16 @@ def test_a_machine_that_cannot_be_is_refused(change: dict[str, Any], says: str, 
     with pytest.raises(DtbenchError, match="--machine") as raised:
         find_machine(str(path))
     assert says in str(raised.value)
+
+
+def test_a_topology_without_dims_prices_no_links(tmp_path: Path, dtbench: Cli) -> None:
+    path = tmp_path / "none.json"
+    write_topology(made_topology(), path)
+    code, _, err = dtbench(
+        "plan", "--model", "llama-8b", "--gpus", "8", "--batch", "8", "--topology", str(path)
+    )
+    assert code == 2
+    assert "the topology holds no mesh dim" in err
 
 
 def test_a_topology_prices_the_links(tmp_path: Path, dtbench: Cli) -> None:

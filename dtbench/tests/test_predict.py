@@ -125,8 +125,12 @@ GOOD = {"hidden": 8, "layers": 2, "heads": 4, "ffn": 16, "vocab": 32}
         (GOOD | {"gated": 1}, "gated is 1, expected true or false"),
         (GOOD | {"depth\x1b[2J": 1}, r"the key 'depth\\x1b\[2J' is not known"),
         (GOOD | {"heads": 3}, "no multiple of heads 3"),
-        (GOOD | {"kv_heads": 8}, "kv_heads 8 is more than heads 4"),
+        (GOOD | {"kv_heads": 8}, "heads 4 is no multiple of kv_heads 8"),
+        (GOOD | {"kv_heads": 3}, "heads 4 is no multiple of kv_heads 3"),
         ({"hidden_size": 8, "model_type": "bloom"}, "model_type 'bloom', expected one of llama"),
+        ({"model_type": "gpt2", "n_embd": 768}, "model_type 'gpt2', expected one of llama"),
+        ({"model_type": "llava", "text_config": {}}, "model_type 'llava', expected one of llama"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "num_experts_per_tok is missing"),
     ],
 )
 def test_what_is_no_model_is_refused(tmp_path: Path, content: Any, said: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,6 +90,13 @@ def plan_command(
         raise click.UsageError("--validate and --fit exclude each other: give one of them")
     if output is not None and not tables:
         raise click.UsageError("-o is for --fit, which writes a machine file")
+    if memory is not None and math.isnan(memory):
+        raise click.UsageError("--memory is nan, expected GiB")
+    given = {"--model": model, "--gpus": gpus, "--batch": batch, "--memory": memory}
+    if table is not None or tables:
+        option = "--fit" if tables else "--validate"
+        if idle := [name for name, value in given.items() if value is not None]:
+            raise click.UsageError(f"{option} TABLE says what is predicted: leave {', '.join(idle)} out")
     machine = find_machine(machine_name)
     if table is not None:
         print_validation(validate_table(table, machine, _links(machine, topology)), as_json)
@@ -96,10 +104,8 @@ def plan_command(
     if tables:
         _fit(tables, machine, output, as_json)
         return
-    missing = [
-        f"--{name}" for name, given in (("model", model), ("gpus", gpus), ("batch", batch)) if given is None
-    ]
-    if missing or model is None or gpus is None or batch is None:
+    if model is None or gpus is None or batch is None:
+        missing = [name for name, value in given.items() if value is None and name != "--memory"]
         raise click.UsageError(
             f"{', '.join(missing)} missing: give --model, --gpus and --batch, or --validate TABLE"
         )

@@ -58,6 +58,10 @@ class Error(msgspec.Struct, frozen=True, kw_only=True):
     low: _Positive
     high: _Positive
 
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise ValueError("error.low is above error.high")
+
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """peak_tflops: dense bfloat16. memory_GBps: 10^9 bytes/s. all_reduce: ranks of one node -> [[bytes, us], ...],
@@ -82,7 +86,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
             if not ranks.isdecimal() or not 2 <= int(ranks) <= self.gpus_per_node:
                 raise ValueError(f"all_reduce.{ranks[:20]} is not a number of ranks from 2 to gpus_per_node")
             sizes, times = zip(*rows, strict=True) if rows else ((), ())
-            if not rows or any(b <= a for a, b in itertools.pairwise(sizes)):
+            if not rows or any(int(b) <= int(a) for a, b in itertools.pairwise((0, *sizes))):
                 raise ValueError(f"all_reduce.{ranks} must have rows of growing bytes")
             if any(b < a for a, b in itertools.pairwise(times)):
                 raise ValueError(f"all_reduce.{ranks} must have times that never fall")
@@ -183,6 +187,8 @@ class TopologyLinks:
     def _dim(self, within: bool) -> Mapping[str, Any]:
         dims = self.topology["dims"]
         fitting = [dim for dim in dims if (dim["layout"]["kind"] == "intra-host") == within]
+        if not dims:
+            raise UsageError("the topology holds no mesh dim: calibrate from a run with collectives")
         found: Mapping[str, Any] = min(fitting or dims, key=lambda dim: dim["bandwidth_GiBps"])
         return found
 

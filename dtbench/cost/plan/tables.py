@@ -193,6 +193,8 @@ def measured_steps(table: Table, machine: Machine) -> list[Measured]:
     Raises:
         UsageError: a value that cannot be; the line is named.
     """
+    if table.is_all_reduce:
+        raise UsageError(f"{table.path} is a table of all-reduces, expected one of measured steps")
     read = [_measured(table, line, cells) for line, cells in table.lines]
     if "recomputation" in table.at:
         return read

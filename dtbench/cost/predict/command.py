@@ -29,7 +29,7 @@ def models(context: click.Context, parameter: click.Parameter, begun: str) -> li
     metavar="NAME|FILE",
     shell_complete=models,
     help="llama-8b, llama-70b, llama-405b, gpt3-175b, mixtral-8x7b; or a JSON or TOML file, also a config.json "
-    "of Hugging Face (llama, mistral, mixtral).",
+    "of Hugging Face (llama, mistral, mixtral, qwen2, qwen3).",
 )
 @click.option(
     "--batch",

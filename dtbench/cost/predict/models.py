@@ -136,7 +136,7 @@ _HUGGING_FACE = {
     "experts_per_token": "num_experts_per_tok",
     "tied": "tie_word_embeddings",
 }
-_GATED_FAMILIES = ("llama", "mistral", "mixtral")
+_GATED_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
 
 
 def find_model(name_or_path: str) -> Model:
@@ -145,7 +145,7 @@ def find_model(name_or_path: str) -> Model:
     Keys of a file: hidden, layers, heads, ffn, vocab; and, where they differ from what is in brackets,
     kv_heads [heads], head_dim [hidden / heads], gated [true], experts [1], experts_per_token [1], tied [false],
     name, source.
-    A config.json of Hugging Face of the families llama, mistral and mixtral is taken too.
+    A config.json of Hugging Face of the families llama, mistral, mixtral, qwen2 and qwen3 is taken too.
 
     Raises:
         UsageError: no such model; or a file that is not one, with the key that is wrong.
@@ -165,7 +165,7 @@ def find_model(name_or_path: str) -> Model:
             raise UsageError(f"--model {path} is not {_WHAT}: not TOML ({str(error)[:120]})") from error
     else:
         content = read_json(path, _WHAT, MAX_FILE_BYTES)
-    if "hidden_size" in content:
+    if "hidden_size" in content or "model_type" in content:
         content = _from_hugging_face(path, content)
     return _model(path, content)
 
@@ -176,6 +176,10 @@ def _from_hugging_face(path: Path, content: Mapping[str, Any]) -> dict[str, Any]
         raise UsageError(
             f"--model {path} is a configuration of model_type {ascii(family)[:60]}, expected one of "
             f"{', '.join(_GATED_FAMILIES)}: write a file with the keys {', '.join(REQUIRED)} instead"
+        )
+    if content.get("num_local_experts") is not None and content.get("num_experts_per_tok") is None:
+        raise UsageError(
+            f"--model {path}: num_experts_per_tok is missing, expected how many experts a token visits"
         )
     own = {ours: content[theirs] for ours, theirs in _HUGGING_FACE.items() if content.get(theirs) is not None}
     return {**own, "source": path.name}
@@ -198,8 +202,10 @@ def _model(path: Path, content: Mapping[str, Any]) -> Model:
     if file.head_dim is None and file.hidden % file.heads:
         raise fail(f"hidden {file.hidden} is no multiple of heads {file.heads}", "head_dim as well")
     kv_heads = file.heads if file.kv_heads is None else file.kv_heads
-    if kv_heads > file.heads:
-        raise fail(f"kv_heads {kv_heads} is more than heads {file.heads}", "at most as many")
+    if file.heads % kv_heads:
+        raise fail(
+            f"heads {file.heads} is no multiple of kv_heads {kv_heads}", "as many query heads for each"
+        )
     if file.experts_per_token > file.experts:
         raise fail(
             f"experts_per_token {file.experts_per_token} is more than experts {file.experts}",

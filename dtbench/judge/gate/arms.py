@@ -121,7 +121,7 @@ def parse_variables(text: str) -> dict[str, str]:
     """`A=1,B=x,y` -> {"A": "1", "B": "x,y"}: a comma begins a variable where a name and = follow.
 
     Raises:
-        UsageError: no list of variables, or one that the gate sets itself.
+        UsageError: no list of variables, or one that the gate sets itself, or one twice.
     """
     if not text:
         return {}
@@ -132,6 +132,8 @@ def parse_variables(text: str) -> dict[str, str]:
             raise UsageError(f"{mask(part)!r} in env:{mask(text)} is no variable: expected NAME=VALUE")
         if match[1] in _OWN_VARIABLES or match[1].startswith("DTBENCH_GATE"):
             raise UsageError(f"env:{mask(text)} sets {match[1]}, which the gate sets itself: leave it out")
+        if match[1] in variables:
+            raise UsageError(f"env:{mask(text)} sets {match[1]} twice: give it once")
         variables[match[1]] = match[2]
     return variables
 

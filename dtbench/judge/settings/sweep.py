@@ -27,6 +27,8 @@ def script(arms: Sequence[str], command: Sequence[str], launches: int, folder: s
         raise UsageError(
             "the sweep gives each launch its -o and counts them: leave -o and --launches out of COMMAND"
         )
+    if not folder:
+        raise UsageError("-o is empty: give the folder for the files of the launches")
     order = random.Random(seed)
     lines = [f"mkdir -p {shlex.quote(folder)}"]
     for launch in range(launches):

@@ -69,7 +69,7 @@ def _check(job: Job, scheduler: Scheduler) -> None:
     ):
         if not pattern.fullmatch(text):
             raise UsageError(f"{what} is {text!r}, expected {example}")
-    if job.command[0].startswith("-"):
+    if not job.command[0] or job.command[0].startswith("-"):
         raise UsageError(
             f"got the command {job.command[0]!r}, expected a program or a script.py and its arguments"
         )
