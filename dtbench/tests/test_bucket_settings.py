@@ -43,6 +43,12 @@ def test_launches_that_agree_have_a_narrow_interval_and_others_a_wide_one() -> N
     assert (torn.low, torn.high) == (MIB, 16 * MIB)
 
 
+def test_sizes_are_compared_within_a_launch() -> None:
+    """Launches of 1, 3 and 9 s; the larger bucket is 20 % faster in two of them, and has the larger median time."""
+    found = choose(sweep([1.0, 0.8], [3.0, 3.6], [9.0, 7.2]))
+    assert (found.bucket, found.fastest) == (4 * MIB, 4 * MIB)
+
+
 def test_a_choice_is_checked_on_the_launches_that_it_did_not_see() -> None:
     ((choice, loss),) = validate([sweep([1.0, 2.0], [2.0, 1.0], [1.0, 2.0], [2.0, 1.0])])
     assert choice.bucket == MIB and loss == pytest.approx(1.0)

@@ -1,7 +1,8 @@
 """The smallest bucket whose rate is within 5% of the best: larger ones begin later and hold more memory.
 
-The estimate of a bucket is the median over launches of each launch's estimate; its interval is that of the choice,
-by a bootstrap over launches, each drawn with all its sizes.
+A launch as a whole is fast or slow by more than sizes differ, so a time counts against the other sizes of its launch:
+over the launch's geometric mean. The estimate of a bucket is the median of that over launches; its interval is that of
+the choice, by a bootstrap over launches, each drawn with all its sizes.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ class Sweep:
     group: Group
     buckets: tuple[int, ...]
     times_s: npt.NDArray[np.float64]
+
+    @property
+    def relative(self) -> npt.NDArray[np.float64]:
+        """(launches, buckets): times over the geometric mean of their launch."""
+        logarithms = np.log(self.times_s)
+        return np.asarray(np.exp(logarithms - logarithms.mean(axis=1, keepdims=True)))
 
     def halves(self) -> tuple[Sweep, Sweep]:
         """Every second launch, and the others."""
@@ -93,10 +100,10 @@ def sweeps_of(runs: Iterable[Run]) -> list[Sweep]:
 def choose(sweep: Sweep, seed: int = 0) -> Choice:
     """The smallest bucket within 5% of the best rate, with its interval over launches."""
     n = len(sweep.times_s)
-    typical = np.median(sweep.times_s, axis=0)
+    typical = np.median(sweep.relative, axis=0)
     low = high = None
     if n > 1:
-        drawn = sweep.times_s[np.random.default_rng(seed).integers(n, size=(REPLICATES, n))]
+        drawn = sweep.relative[np.random.default_rng(seed).integers(n, size=(REPLICATES, n))]
         chosen = _smallest(np.median(drawn, axis=1))
         tails = [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2]
         ends = np.quantile(chosen, tails, method="inverted_cdf")
@@ -109,7 +116,7 @@ def choose(sweep: Sweep, seed: int = 0) -> Choice:
 
 def loss_of(bucket: int, sweep: Sweep) -> float:
     """By how much a bucket is slower than the best of these launches, as a share."""
-    typical = np.median(sweep.times_s, axis=0)
+    typical = np.median(sweep.relative, axis=0)
     return float(typical[sweep.buckets.index(bucket)] / typical.min() - 1)
 
 

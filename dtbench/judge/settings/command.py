@@ -213,7 +213,7 @@ def sweep_env_command(
     \b
     Example:
       dtbench sweep-env --arm NCCL_ALGO=Ring,NCCL_PROTO=LL --arm NCCL_ALGO=Tree,NCCL_PROTO=LL --launches 12 -- \\
-        torchrun --nproc-per-node 8 --no-python dtbench run collectives/all_reduce --mesh tp=8 > sweep.sh
+        torchrun --nproc-per-node 8 --no-python dtbench run collectives --filter all_reduce --mesh tp=8 > sweep.sh
     """
     from dtbench.judge.settings.sweep import script
 

@@ -53,11 +53,11 @@ class Orders:
         return "\n".join(lines) + "\n"
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """What the ranks' environment gets in addition: never looked up by name, one thread each."""
+        """What the ranks' environment gets where the user's has nothing: an interface, which then is not looked up by
+        name, and one thread each."""
         added = {f"{library}_SOCKET_IFNAME": self.interface for library in ("GLOO", "NCCL", "TP")}
-        if "OMP_NUM_THREADS" not in environ:
-            added["OMP_NUM_THREADS"] = "1"
-        return added
+        added["OMP_NUM_THREADS"] = "1"
+        return {name: value for name, value in added.items() if name not in environ}
 
 
 def main() -> NoReturn:
