@@ -17,6 +17,8 @@ import msgspec
 from dtbench.fields import MAX_INT, Amount, Count, Name, Rank, Whole
 
 SCHEMA = 1
+# The variable by which a run knows its arm of `dtbench sweep-env`, whatever the arm forces.
+SWEEP_ARM = "DTBENCH_SWEEP_ARM"
 
 Param = str | int | float | bool
 _ReadParam = str | bool | float | Annotated[int, msgspec.Meta(ge=-MAX_INT, le=MAX_INT)]

@@ -29,7 +29,7 @@ import dtbench
 from dtbench.machine.device import REHEARSAL
 from dtbench.machine.device import gpus as gpus_of_torch
 from dtbench.masking import is_secret, mask_arguments, mask_variables
-from dtbench.model import SCHEMA, Plan
+from dtbench.model import SCHEMA, SWEEP_ARM, Plan
 
 # Whole families whose members tune transport, threads or the process group.
 _ENV_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "KMP_", "GOMP_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_FR_")
@@ -38,6 +38,7 @@ _ENV_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "KMP_", "GOMP_", "TORCH_NCCL_", "TORC
 # TORCHELASTIC_* stays out: it holds ids and paths of the launch, and none changes a time.
 _ENV_NAMES = frozenset(
     {
+        SWEEP_ARM,
         "MKL_NUM_THREADS",
         "MKL_DYNAMIC",
         "OPENBLAS_NUM_THREADS",

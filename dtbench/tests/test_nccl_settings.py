@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from dtbench.errors import UsageError
-from dtbench.judge.settings.nccl import Arm, rows_of, times_of, winners_of
+from dtbench.judge.settings.nccl import Arm, arm_of, rows_of, times_of, winners_of
 from dtbench.judge.settings.selftest import errors_of
 from dtbench.model import Run
+from dtbench.show.report.sources import Sources, _apart
 from dtbench.tests import made_up
+from dtbench.tests.html_page import section
 from dtbench.tests.made_up import Cli
 
 RING: Arm = (("NCCL_ALGO", "Ring"), ("NCCL_PROTO", "LL128"))
@@ -44,7 +46,7 @@ def launches(
                 )
                 for size, factor in zip(SIZES, factors, strict=True)
             ],
-            env=dict(arm) | {"OMP_NUM_THREADS": "1"},
+            env=dict(arm) | {"DTBENCH_SWEEP_ARM": ",".join("=".join(pair) for pair in arm)},
         )
         for _ in range(n)
     ]
@@ -74,6 +76,19 @@ def test_the_best_of_several_winners_is_taken_and_its_channels() -> None:
     assert rows(BASE, launches(TREE, (0.9,) * 4), launches(capped, (0.7,) * 4)) == [
         "allreduce,1024,65536,nvls_tree,simple,16,-1,8,-1,-1"
     ]
+
+
+def test_a_report_shows_the_winners_of_a_sweep_and_the_launches_as_they_come() -> None:
+    ring = launches(RING, (1.0, 1.0, 0.8, 0.7))
+    together = _apart(Sources(runs=(*BASE, *ring)))
+    assert (together.runs, len(together.sweep)) == (tuple(BASE), len(BASE) + len(ring))
+    (table,) = section("settings", sweep=together.sweep).tables
+    (_, _, comes), (_, _, won) = table.rows
+    assert comes[2:5] == ["1 KiB", "4 KiB", "as it comes"]
+    assert won[:5] == ["all_reduce", "8", "16 KiB", "64 KiB", "NCCL_ALGO=Ring NCCL_PROTO=LL128"]
+    assert [float(cell.rstrip("×")) for cell in won[5:7]] == pytest.approx([0.7, 0.8], abs=0.02)
+    few = section("settings", sweep=(*BASE[:3], *ring[:3]))
+    assert "expected at least" in few.missing
 
 
 def test_noise_and_a_percent_win_nothing() -> None:
@@ -144,7 +159,18 @@ def test_a_sweep_takes_turns_and_keeps_every_word(dtbench: Cli) -> None:
     own = ["dtbench", "run", "collectives/all_reduce", "$x"]
     envs = {tuple(row[: row.index("dtbench")]) for row in found}
     assert all(row[row.index("dtbench") : -2] == own for row in found)
-    assert envs == {(), ("env", "NCCL_ALGO=Ring", "NCCL_PROTO=LL"), ("env", "A=it's;x")}
+    ring = "NCCL_ALGO=Ring,NCCL_PROTO=LL"
+    assert envs == {
+        ("env", "DTBENCH_SWEEP_ARM="),
+        ("env", f"DTBENCH_SWEEP_ARM={ring}", *ring.split(",")),
+        ("env", "DTBENCH_SWEEP_ARM=A=it's;x", "A=it's;x"),
+    }
+
+
+def test_an_arm_is_what_the_sweep_forced_and_not_what_else_was_set() -> None:
+    assert arm_of({"DTBENCH_SWEEP_ARM": "", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_ALGO": "Ring"}) == ()
+    assert arm_of({"DTBENCH_SWEEP_ARM": "OMP_NUM_THREADS=2,A=1"}) == (("A", "1"), ("OMP_NUM_THREADS", "2"))
+    assert arm_of({"GLOO_SOCKET_IFNAME": "eth0"}) == ()
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def buckets_command(runs: tuple[Path, ...], split: bool, as_json: bool) -> None:
       dtbench settings buckets buckets.jsonl
     """
     from dtbench.files.run import read_run
-    from dtbench.judge.settings.buckets import choose, sweeps_of, validate
+    from dtbench.judge.settings.buckets import INDUCTOR, choose, sweeps_of, validate
     from dtbench.terminal import new_console, print_columns, print_json, print_line
     from dtbench.units import format_size
 
@@ -83,6 +83,7 @@ def buckets_command(runs: tuple[Path, ...], split: bool, as_json: bool) -> None:
         "inductor: torch._inductor.config.aten_distributed_optimizations."
         "pre_bucketing_fsdp_collectives_bucket_cap_mb = ..., MiB",
     )
+    print_line(console, INDUCTOR)
 
 
 @settings_command.command("nccl")

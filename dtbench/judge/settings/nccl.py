@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from dtbench.errors import UsageError
+from dtbench.judge.gate.arms import parse_variables
 from dtbench.judge.gate.verdict import Effect, alpha_of, effect_of
 from dtbench.judge.verdicts import smallest_change
-from dtbench.model import Run
+from dtbench.model import SWEEP_ARM, Run
 
 COLLECTIVES = {
     "all_reduce": "allreduce",
@@ -53,17 +54,35 @@ class Winner:
     effect: Effect | None
 
 
+@dataclass(frozen=True)
+class Range:
+    """winners: of neighbouring sizes, ascending, at least one."""
+
+    case: Case
+    arm: Arm
+    winners: tuple[Winner, ...]
+
+
+def arm_of(env: Mapping[str, str]) -> Arm:
+    """What `dtbench sweep-env` wrote; of a run that it did not start, the variables that the plugin can set."""
+    if SWEEP_ARM in env:
+        return tuple(sorted(parse_variables(env[SWEEP_ARM]).items()))
+    return tuple((name, env[name]) for name in sorted((*_FORCED, _CHANNELS)) if name in env)
+
+
 def times_of(runs: Iterable[tuple[Arm | None, Run]]) -> Times:
     """(case, size in bytes) -> arm -> a time per launch, seconds, in the order of the files. An arm that is None is
-    read from the variables in the run's header. Of a collective measured in several ways
-    (dtypes, modes), the one over most sizes: the plugin does not tell them apart."""
+    read from the run's header. Of a collective measured in several ways (dtypes, modes), the one over most sizes: the
+    plugin does not tell them apart.
+
+    Raises:
+        UsageError: a header with an arm that is no list of variables.
+    """
     found: defaultdict[tuple[Case, int], defaultdict[Arm, list[float]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for given, run in runs:
-        env = run.header.env
-        names = sorted(name for name in env if name in (*_FORCED, _CHANNELS) or name.startswith("GLOO_"))
-        arm = given if given is not None else tuple((name, env[name]) for name in names)
+        arm = given if given is not None else arm_of(run.header.env)
         for r in run.ok("collectives"):
             if r.name in COLLECTIVES and r.estimate_s and r.size_bytes:
                 rest = {k: v for k, v in r.params.items() if k != "size"} | {"collective": r.name}
@@ -112,18 +131,26 @@ def winners_of(times: Times) -> list[Winner]:
     return found
 
 
+def ranges_of(winners: Sequence[Winner]) -> list[Range]:
+    """Neighbouring sizes with one winner, from the first to the last that was measured."""
+    return [
+        Range(case, arm, tuple(group))
+        for (case, arm), group in groupby(winners, key=lambda w: (w.case, w.arm))
+    ]
+
+
 def rows_of(winners: Sequence[Winner], nodes: int = -1) -> list[str]:
-    """The plugin's rows: neighbouring sizes with one winner are a range, from the first to the last that was measured.
+    """The plugin's rows, one per range that has a winner.
 
     Raises:
         UsageError: a winner that forces something else than one algorithm and one protocol that the plugin knows.
     """
     rows = []
-    for (case, arm), group in groupby(winners, key=lambda w: (w.case, w.arm)):
-        sizes = [w.size for w in group]
+    for one in ranges_of(winners):
+        arm, sizes = one.arm, [w.size for w in one.winners]
         if not arm:
             continue
-        forced, of = dict(arm), dict(case)
+        forced, of = dict(arm), dict(one.case)
         algorithm, protocol = (forced.get(name, "").lower() for name in _FORCED)
         if algorithm.replace("nvlstree", "nvls_tree") not in ALGORITHMS or protocol not in PROTOCOLS:
             raise UsageError(

@@ -1,7 +1,7 @@
 """A sweep over variables as a shell script: fresh launches of every arm, in turns, each with a file of its own.
 
 Between launches lies almost all variance, and machines drift: arms that take turns in an order drawn anew for every
-round meet the same machine. The file of a run holds its variables, by which `dtbench settings nccl` knows the arm.
+round meet the same machine. The file of a run holds the name of its arm, by which `dtbench settings nccl` knows it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from dtbench.errors import UsageError
 from dtbench.judge.gate.arms import parse_variables
+from dtbench.model import SWEEP_ARM
 
 
 def script(arms: Sequence[str], command: Sequence[str], launches: int, folder: str, seed: int) -> str:
@@ -30,12 +31,13 @@ def script(arms: Sequence[str], command: Sequence[str], launches: int, folder: s
     if not folder:
         raise UsageError("-o is empty: give the folder for the files of the launches")
     order = random.Random(seed)
+    texts = ["", *arms]
     lines = [f"mkdir -p {shlex.quote(folder)}"]
     for launch in range(launches):
         for arm in order.sample(range(len(variables)), len(variables)):
-            words = [f"{name}={value}" for name, value in variables[arm].items()]
+            forced = [f"{name}={value}" for name, value in variables[arm].items()]
             path = f"{folder}/{launch:02d}-arm{arm}.jsonl"
-            lines.append(shlex.join([*(["env", *words] if words else []), *command, "-o", path]))
+            lines.append(shlex.join(["env", f"{SWEEP_ARM}={texts[arm]}", *forced, *command, "-o", path]))
     head = (
         f"#!/bin/bash\n# {len(variables)} arms, {launches} launches each, drawn with seed {seed}.\nset -e\n"
     )

@@ -24,6 +24,7 @@ from dtbench.files.read import BadFieldError, decode, into, opened, read_json, s
 from dtbench.files.run import read_run
 from dtbench.grouping import group_by
 from dtbench.judge.op_verdicts import Baseline, has_verdicts, read_baseline
+from dtbench.judge.settings.nccl import arm_of
 from dtbench.model import Run
 from dtbench.show.report.changes import Changes, of_gate
 from dtbench.show.report.profiles import Span, spans_of
@@ -54,6 +55,7 @@ class Sources:
     """Everything that a report may be made of; only some of it has to be there.
 
     systems: runs of collectives of several setups, each with its launches; the first one's are `runs`, too.
+    sweep: runs with forced variables and without; the latter are `runs`, too.
     spans: section of a rank profile -> what each rank did in one iteration of it.
     verdicts: runs of the suite `coverage`, baseline tables of it. peaks: mesh dim -> bytes per second that no
     collective over it can pass, as the user knows.
@@ -74,6 +76,7 @@ class Sources:
     plans: tuple[PlanFile, ...] = ()
     preflights: tuple[PreflightFile, ...] = ()
     steps: tuple[StepsFile, ...] = ()
+    sweep: tuple[Run, ...] = ()
     notes: tuple[str, ...] = ()
     peaks: Mapping[str, float] = field(default_factory=dict)
 
@@ -99,7 +102,11 @@ def gather(paths: Sequence[Path], baseline: Sequence[Path] = (), topology: Path 
 
 
 def _apart(sources: Sources) -> Sources:
-    """Runs of collectives on several systems stand beside each other; the rest of the page is of the first one's."""
+    """Runs of collectives on several systems, or with several settings, stand beside each other; the rest of the page
+    is of the first system's, and of the launches without forced variables."""
+    arms = group_by(sources.runs, lambda run: arm_of(run.header.env))
+    if len(arms) > 1 and () in arms:
+        sources = replace(sources, runs=tuple(arms[()]), sweep=sources.runs)
     groups = tuple(map(tuple, group_by(sources.runs, lambda run: repr(setup_of(run))).values()))
     if len(groups) < 2 or not all(any(r.suite == "collectives" for r in run.results) for run in sources.runs):
         return sources

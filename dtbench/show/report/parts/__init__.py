@@ -9,9 +9,10 @@ from dtbench.show.report.parts.dispatch import DISPATCH
 from dtbench.show.report.parts.history import HISTORY
 from dtbench.show.report.parts.plan import PLAN
 from dtbench.show.report.parts.preflight import PREFLIGHT
+from dtbench.show.report.parts.settings import SETTINGS
 from dtbench.show.report.parts.suites import REDISTRIBUTE, TENSOR_PARALLEL, other_suites
 from dtbench.show.report.parts.systems import SYSTEMS
 
 _OF_SUITES = (COLLECTIVES, REDISTRIBUTE, COST_MODEL, DISPATCH, BUCKETER, TENSOR_PARALLEL)
 _CLAIMED = {suite for part in _OF_SUITES for suite in part.suites}
-PARTS = (CHANGES, PREFLIGHT, PLAN, SYSTEMS, *_OF_SUITES, other_suites(_CLAIMED), HISTORY, COVERAGE)
+PARTS = (CHANGES, PREFLIGHT, PLAN, SYSTEMS, *_OF_SUITES, SETTINGS, other_suites(_CLAIMED), HISTORY, COVERAGE)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dtbench.errors import UsageError
 from dtbench.files import profile
 from dtbench.grouping import group_by
-from dtbench.judge.settings.buckets import MIB, choose, sweeps_of
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import bandwidth_tick, seconds_tick, value_axis
 from dtbench.show.report.cases import Case
@@ -57,7 +55,7 @@ def fill(section: Section, of: Material) -> None:
             "as one single tensor of the same bytes, which no bucketing can beat (limit). The reference is fairscale’s "
             "algorithm. GB = 10⁹ bytes."
         )
-        section.add(_throughput(section, buckets), _choice_table(of), _bucket_table(buckets))
+        section.add(_throughput(section, buckets), _bucket_table(buckets))
         _headline(section, buckets)
     overlaps = of.cases("overlap")
     section.add(_overlap(overlaps), _overlap_table(overlaps))
@@ -107,28 +105,6 @@ def _throughput(section: Section, cases: Sequence[Case]) -> Figure | None:
         "limit the better; where it falls to the unbucketed, buckets of that size buy nothing.",
         y=lambda values: value_axis(values, bandwidth_tick, title="throughput"),
         over="size of a bucket",
-    )
-
-
-def _choice_table(of: Material) -> t.Table | None:
-    """What `dtbench settings buckets` says."""
-    try:
-        choices = [choose(sweep) for sweep in sweeps_of(of.sources.runs)]
-    except UsageError:  # no sweep over sizes
-        return None
-    return t.Table(
-        "The smallest bucket within 5% of the best rate, as DDP's and inductor's bucket_cap_mb",
-        [
-            t.Column("Mesh dim", [c.group[0] for c in choices]),
-            t.Column("Ranks", [str(c.group[1]) for c in choices], True),
-            t.Column("Dtype", [c.group[2] for c in choices]),
-            t.Column("Tensor", [format_size(c.group[3]) for c in choices], True),
-            t.Column("Launches", [str(c.launches) for c in choices], True),
-            t.Column("bucket_cap_mb", t.aligned([c.bucket for c in choices], MIB), True, "MiB"),
-            t.Column("90% interval, low", t.aligned([c.low for c in choices], MIB), True, "MiB"),
-            t.Column("90% interval, high", t.aligned([c.high for c in choices], MIB), True, "MiB"),
-        ],
-        note="The interval is over launches; one launch has none.",
     )
 
 
