@@ -28,13 +28,20 @@ class DimRow(Struct, frozen=True, kw_only=True):
 
 
 class FindingRow(Struct, frozen=True, kw_only=True):
-    """share: of its peers' speed. p: by chance alone, at most."""
+    """share: of its peers' speed. p: by chance alone, at most. lost: of its packets, where that is why it is named."""
 
     what: str
     kind: str
     ranks: tuple[Count, ...]
     share: Amount
     p: Amount
+    lost: Amount = 0.0
+
+    @property
+    def how(self) -> str:
+        """`79% of its peers`."""
+        again = f"{self.lost:.1%} of its packets sent again, " if self.lost else ""
+        return f"{again}{self.share:.0%} of its peers"
 
 
 class PreflightFile(Struct, frozen=True, kw_only=True):

@@ -128,6 +128,19 @@ def boot_id() -> str | None:
     return _read(Path("/proc/sys/kernel/random/boot_id"))
 
 
+def segments(snmp: Path = Path("/proc/net/snmp")) -> tuple[int, int]:
+    """TCP segments that this host (its network namespace) has sent, and sent again; zeros where none are counted.
+
+    Source: RFC 4022, tcpOutSegs and tcpRetransSegs.
+    """
+    try:
+        lines = [line.split() for line in snmp.read_text().splitlines() if line.startswith("Tcp:")]
+        counts = dict(zip(*lines, strict=True))
+        return int(counts["OutSegs"]), int(counts["RetransSegs"])
+    except (OSError, KeyError, ValueError, TypeError):
+        return 0, 0
+
+
 def local_rank_info(device: str, backend: str | None = None) -> dict[str, Any]:
     """What this process tells the others about itself, for the header's `ranks`.
 
@@ -294,7 +307,14 @@ def cpu(root: Path = Path("/")) -> dict[str, Any]:
 
 def usable_cores() -> int:
     """The cores this process may run on: fewer than the machine's under taskset or a cpuset."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(usable_cpus())
+
+
+def usable_cpus() -> list[int]:
+    """Their numbers."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def _cpu_model(cpuinfo: str) -> str | None:

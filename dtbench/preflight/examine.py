@@ -2,10 +2,13 @@
 measured. Rank 0 runs it; the others do what it asks for.
 
 First everything is measured shortly: pairs in rounds, the collectives of each mesh dim, computation and copies.
-What lies below `SUSPECT` of its peers is a suspect, and no more than that. Each suspect is measured again, in turns
-with peers of the same kind; it is named where the new times alone say so: below `NAMED` of its peers, and so by
-chance (the rank sum test, Mann & Whitney 1947) at most once in 1 / `LEVEL` preflights of equal ranks, shared among
-the suspects.
+What lies below `SUSPECT` of its peers, or loses packets, is a suspect, and no more than that. Each suspect is measured
+again, in turns with peers of the same kind; it is named where the new measurements alone say so: below `NAMED` of its
+peers or above `LOST`, and so by chance (the rank sum test, Mann & Whitney 1947) at most once in 1 / `LEVEL` preflights
+of equal ranks, shared among the suspects.
+
+Times hardly show lost packets: TCP sends them again within a round trip, and at 2 % the median exchange took 2 %
+longer. The kernel's count of segments sent again shows them.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ import itertools
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
-from typing import Any
+from statistics import mean, median
+from typing import Any, TypeVar
 
+from dtbench.grouping import group_by
 from dtbench.mesh import Mesh, groups_by_dim
 from dtbench.preflight.rounds import Pair, Round, rounds_of
 from dtbench.stats import hodges_lehmann_ratio, rank_test
@@ -24,22 +28,34 @@ from dtbench.stats import hodges_lehmann_ratio, rank_test
 # Shares of the peers' speed. A link at 80 % is to be found, and 10 % is what operators act on (Megatron-LM#4662).
 SUSPECT, NAMED = 0.93, 0.90
 LEVEL = 0.005
+# Of the segments sent, those sent again. At 0.5 % and a round trip of 1 ms TCP's rate is below 1.22 x 1448 bytes /
+# 1 ms / sqrt(0.005) = 25 MB/s (Mathis et al. 1997), which is less than any cluster's link.
+LOST = 0.005
 SCREEN_REPS, CONFIRM_REPS = 5, 16
+# Packets are lost in bursts: with 16 exchanges 177 of 200 trials found 2 %, with 20 198, with 24 all.
+LOSSY_REPS = 32
 PEERS = 3  # beside which a slow rank has to be slow
-WORK_REPS = 9
+# Of work, which takes longer each time.
+WORK_REPS, WORK_CONFIRM_REPS = 5, 12
 # The worst of a kind are looked at again; where more lie off, the kind has no common speed.
 MAX_SUSPECTS = 8
-# One exchange, one collective and one piece of work take about so long: well above the clock's and a barrier's noise,
-# so short that thousands of ranks are through within a minute.
+# One exchange or collective takes about so long: well above the clock's and a barrier's noise, so short that
+# thousands of ranks are through within a minute.
 TARGET_S = 0.04
+# A piece of work takes longer than the 100 ms by which kernels share out a CPU's quota (cpu.max): a rank that has
+# used up its own is stopped in each piece.
+WORK_S = 0.12
 FIRST_BYTES, MOST_BYTES = 2**16, 2**28
 MATMUL, COPY = "matrix products", "memory copies"
 
 # A command as JSON: {"do": ..., ...}; what each rank measured, in seconds.
 Command = dict[str, Any]
 Answers = Sequence[Any]
-# Gives the times of sound peers and those of the suspect, in the same turns.
-_Comparison = Generator[Command, Answers, tuple[list[float], list[float]]]
+# Of each exchange of a pair: seconds, and the share of segments that were sent again.
+_Exchanges = dict[Pair, list[tuple[float, float]]]
+
+
+_K = TypeVar("_K", int, Pair)
 
 
 @dataclass(frozen=True)
@@ -60,25 +76,35 @@ class World:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something slow. kind: of link or work; share: of its peers' speed; p: by chance alone, at most."""
+    """Something slow. kind: of link or work; share: of its peers' speed; p: by chance alone, at most; lost: of its
+    packets, where that is why it is named."""
 
     what: str
     kind: str
     ranks: tuple[int, ...]
     share: float
     p: float
+    lost: float = 0.0
 
 
 @dataclass
 class PairsOf:
-    """A kind of link. times_s: pair -> seconds of each exchange of so many bytes both ways."""
+    """A kind of link. exchanges: of so many bytes both ways."""
 
     size_bytes: int
-    times_s: dict[Pair, list[float]] = field(default_factory=dict)
+    exchanges: _Exchanges
+
+    def seconds(self, pair: Pair) -> float:
+        """Of the median exchange."""
+        return median(seconds for seconds, _ in self.exchanges[pair])
 
     def rate(self, pair: Pair) -> float:
         """Bytes per second each way, of the median exchange."""
-        return self.size_bytes / median(self.times_s[pair])
+        return self.size_bytes / self.seconds(pair)
+
+    def lost(self, pair: Pair) -> float:
+        """The share of segments that were sent again."""
+        return mean(lost for _, lost in self.exchanges[pair])
 
 
 @dataclass
@@ -109,9 +135,9 @@ class _Suspect:
 
     ranks: tuple[int, ...]
     kind: str
-    share: float
     pairs: tuple[Pair, ...] = ()
     controls: tuple[Pair, ...] = ()
+    reps: int = CONFIRM_REPS
 
 
 def examine(world: World) -> Generator[Command, Answers, Examination]:
@@ -121,15 +147,21 @@ def examine(world: World) -> Generator[Command, Answers, Examination]:
     for kind, rounds in rounds_of(world.hosts).items():
         found.pairs[kind] = yield from _screen_pairs(rounds)
         suspects += _suspect_links(kind, found.pairs[kind], found.notes)
+    places = yield {"do": "place"}
+    slow_work: dict[str, list[int]] = {}
     for kind in (MATMUL, COPY):
-        found.work_s[kind] = yield from _screen_work(kind, world.size)
-        suspects += _suspect_ranks(kind, found.work_s[kind], found.notes)
+        answers = yield work(kind, turns_of(range(world.size), places), WORK_REPS)
+        found.work_s[kind] = [median(of) for of in answers]
+        slow_work[kind] = list(_below(dict(enumerate(found.work_s[kind])), found.notes, kind))
     for dim, groups in groups_by_dim(*zip(*world.mesh, strict=True)).items():
         if len(groups[0]) > 1:
             found.dims[dim] = yield from _screen_dim(dim, groups)
+    # A link is tried twice: for its time and for what it loses.
+    level = LEVEL / max(1, 2 * len(suspects) + sum(map(len, slow_work.values())))
     for suspect in suspects:
-        finding = yield from _confirm(suspect, found, LEVEL / len(suspects))
-        found.findings += [finding] if finding else []
+        found.findings += yield from _confirm_link(suspect, found, level)
+    for kind, ranks in slow_work.items():
+        found.findings += yield from _confirm_work(kind, ranks, places, found, level)
     found.findings = _by_host(found.findings, world)
     yield from _confirm_groups(found)
     return found
@@ -141,8 +173,7 @@ def examine(world: World) -> Generator[Command, Answers, Examination]:
 def _screen_pairs(rounds: Sequence[Round]) -> Generator[Command, Answers, PairsOf]:
     size = FIRST_BYTES
     times = yield from _exchange(rounds[:1], 2, size)
-    typical = median(min(of) for of in times.values())
-    size = fitting_bytes(size, typical)
+    size = fitting_bytes(size, median(min(of)[0] for of in times.values()))
     return PairsOf(size, (yield from _exchange(rounds, SCREEN_REPS, size)))
 
 
@@ -152,28 +183,45 @@ def fitting_bytes(size_bytes: int, seconds: float) -> int:
     return int(min(max(2 ** round(math.log2(wanted)), FIRST_BYTES), MOST_BYTES))
 
 
-def _exchange(
-    rounds: Sequence[Round], reps: int, size_bytes: int
-) -> Generator[Command, Answers, dict[Pair, list[float]]]:
-    """Pair -> the slower rank's time of each exchange."""
-    answers = yield {
-        "do": "pairs",
-        "rounds": [[list(pair) for pair in one] for one in rounds],
-        "reps": reps,
-        "bytes": size_bytes,
-    }
-    times: dict[Pair, list[float]] = {}
+def _exchange(rounds: Sequence[Round], reps: int, size_bytes: int) -> Generator[Command, Answers, _Exchanges]:
+    answers = yield pairs(rounds, reps, size_bytes)
+    found: _Exchanges = {}
     for at, one in enumerate(rounds):
         for a, b in one:
-            both = zip(answers[a][at], answers[b][at], strict=True)
-            times.setdefault((a, b), []).extend(max(turn) for turn in both)
-    return times
+            found.setdefault((a, b), []).extend(worse(answers, at, a, b))
+    return found
 
 
-def _screen_work(kind: str, size: int) -> Generator[Command, Answers, list[float]]:
-    """By rank, while all work."""
-    answers = yield {"do": "work", "kind": kind, "ranks": list(range(size)), "reps": WORK_REPS}
-    return [median(of) for of in answers]
+def pairs(rounds: Sequence[Sequence[Sequence[int]]], reps: int, size_bytes: int) -> Command:
+    """Exchanges of pairs, those of a round at once."""
+    listed = [[list(pair) for pair in one] for one in rounds]
+    return {"do": "pairs", "rounds": listed, "reps": reps, "bytes": size_bytes}
+
+
+def worse(answers: Answers, at: int, a: int, b: int) -> list[tuple[float, float]]:
+    """Of each exchange of a round the slower rank's time and the larger of the ranks' losses."""
+    both = zip(answers[a][at], answers[b][at], strict=True)
+    return [(max(one[0], other[0]), max(one[1], other[1])) for one, other in both]
+
+
+def work(kind: str, turns: Sequence[Sequence[int]], reps: int) -> Command:
+    """Pieces of work, by the ranks of a turn at once."""
+    return {"do": "work", "kind": kind, "turns": turns, "reps": reps}
+
+
+def turns_of(ranks: Iterable[int], places: Sequence[Any]) -> list[list[int]]:
+    """Ranks that work at once: no more on a machine than have a CPU each; ranks that share CPUs hide who is stopped.
+
+    places: by rank its kernel, the CPUs it may use (none: it works on a device of its own) and its threads.
+    """
+    turns: list[list[int]] = []
+    for mine in group_by(ranks, lambda rank: places[rank][0]).values():
+        cpus = {cpu for rank in mine for cpu in places[rank][1]}
+        at_once = max(1, len(cpus) // max(places[rank][2] for rank in mine)) if cpus else len(mine)
+        for turn, first in enumerate(range(0, len(mine), at_once)):
+            turns += [[]] if turn == len(turns) else []
+            turns[turn] += mine[first : first + at_once]
+    return turns
 
 
 def _screen_dim(dim: str, groups: list[list[int]]) -> Generator[Command, Answers, GroupsOf]:
@@ -199,32 +247,50 @@ def _of_group(answers: Answers, group: Iterable[int]) -> float:
 
 def _suspect_links(kind: str, of: PairsOf, notes: list[str]) -> list[_Suspect]:
     """Ranks that are slow with nearly all partners, then links that are slow between two ranks which are not."""
-    times = {pair: median(seconds) for pair, seconds in of.times_s.items()}
+    times = {pair: of.seconds(pair) for pair in of.exchanges}
+    lost = {pair: of.lost(pair) for pair in of.exchanges}
     if len(times) < 2:
         notes.append(f"{kind}: a single pair has no peers to be compared with")
         return []
-    met: dict[int, list[float]] = {}
-    for pair, seconds in times.items():
-        for rank in pair:
-            met.setdefault(rank, []).append(seconds)
     usual = median(times.values())
-    # Of a rank with one partner nothing tells it from the link.
-    # Its lower quartile over partners: one exchange may be fast by luck, and partners may be slow themselves.
-    best = {rank: sorted(seconds)[len(seconds) // 4] for rank, seconds in met.items() if len(seconds) > 1}
-    slow = _below(best, notes, kind)
+    best = _by_rank(times)
+    lossy = _lossy(_by_rank(lost))
+    slow = lossy | _below(best, notes, kind)
     links = {}
     for pair, seconds in times.items():
         if not slow.keys() & set(pair):
             usual_here = max(best.get(rank, usual) for rank in pair)
             if (share := usual_here / seconds) < SUSPECT:
                 links[pair] = share
+    lossy_links = _lossy({pair: share for pair, share in lost.items() if not slow.keys() & set(pair)})
+    links |= lossy_links
     worst = sorted(links, key=lambda pair: links[pair])[:MAX_SUSPECTS]
     sound = [pair for pair in times if not slow.keys() & set(pair) and pair not in links]
+    reps = {False: CONFIRM_REPS, True: LOSSY_REPS}
     made = [
-        _Suspect((rank,), kind, share, _of_rank(rank, times, slow), tuple(sound))
-        for rank, share in slow.items()
+        _Suspect((rank,), kind, _of_rank(rank, times, slow), tuple(sound), reps[rank in lossy])
+        for rank in slow
     ]
-    return made + [_Suspect(pair, kind, links[pair], (pair,), tuple(_beside(pair, sound))) for pair in worst]
+    return made + [
+        _Suspect(pair, kind, (pair,), tuple(_beside(pair, sound)), reps[pair in lossy_links])
+        for pair in worst
+    ]
+
+
+def _by_rank(of_pairs: Mapping[Pair, float]) -> dict[int, float]:
+    """Its lower quartile over partners: one exchange may be fast by luck, and partners may be slow themselves. Nothing
+    tells a rank with one partner from its link."""
+    met: dict[int, list[float]] = {}
+    for pair, value in of_pairs.items():
+        for rank in pair:
+            met.setdefault(rank, []).append(value)
+    return {rank: sorted(values)[len(values) // 4] for rank, values in met.items() if len(values) > 1}
+
+
+def _lossy(lost: Mapping[_K, float]) -> dict[_K, float]:
+    """Those that may lose more than `LOST`, the worst first, each with the share that arrives."""
+    worst = sorted((key for key, share in lost.items() if share > LOST / 2), key=lambda key: -lost[key])
+    return {key: 1 - lost[key] for key in worst[:MAX_SUSPECTS]}
 
 
 def _of_rank(rank: int, pairs: Iterable[Pair], slow: Mapping[int, float]) -> tuple[Pair, ...]:
@@ -236,13 +302,6 @@ def _of_rank(rank: int, pairs: Iterable[Pair], slow: Mapping[int, float]) -> tup
 def _beside(pair: Pair, sound: Sequence[Pair]) -> Sequence[Pair]:
     """Sound links of the same two ranks, else any."""
     return [other for other in sound if set(other) & set(pair)] or sound
-
-
-def _suspect_ranks(kind: str, times_s: Sequence[float], notes: list[str]) -> list[_Suspect]:
-    return [
-        _Suspect((rank,), kind, share)
-        for rank, share in _below(dict(enumerate(times_s)), notes, kind).items()
-    ]
 
 
 def _below(times: Mapping[int, float], notes: list[str], kind: str) -> dict[int, float]:
@@ -262,68 +321,64 @@ def _below(times: Mapping[int, float], notes: list[str], kind: str) -> dict[int,
 # ------------------------------------------------------------------------------------------- confirm
 
 
-def _confirm(
+def _confirm_link(
     suspect: _Suspect, found: Examination, level: float
-) -> Generator[Command, Answers, Finding | None]:
-    """It is named if it is slow in every comparison; the first in which it is not ends them."""
-    if suspect.kind in found.pairs:
-        comparisons = [_again_links(suspect, found)] if suspect.controls else []
-    else:
-        comparisons = _again_work(suspect, found)
-    worst: Finding | None = None
-    for comparison in comparisons:
-        controls, again = yield from comparison
-        finding = _judge(suspect, controls, again, level, found.world)
-        if finding is None:
-            return None
-        if worst is None or finding.share > worst.share:
-            worst = finding
-    if worst is None:
+) -> Generator[Command, Answers, list[Finding]]:
+    """Pair by pair with nobody else at work, in turns with sound ones."""
+    if not suspect.controls:
         found.notes.append(
             f"{found.world.words(suspect.ranks)}: no sound peers to compare it with ({suspect.kind})"
         )
-    return worst
+        return []
+    turns = zip(itertools.cycle(suspect.pairs), itertools.cycle(suspect.controls), strict=False)
+    rounds: list[Round] = [(pair,) for turn in itertools.islice(turns, suspect.reps) for pair in turn]
+    answers = yield pairs(rounds, 1, found.pairs[suspect.kind].size_bytes)
+    seconds, lost = zip(*(worse(answers, at, a, b)[0] for at, ((a, b),) in enumerate(rounds)), strict=True)
+    return _judge(suspect, seconds[1::2], seconds[::2], level, found.world, (lost[1::2], lost[::2]))
+
+
+def _confirm_work(
+    kind: str, ranks: Sequence[int], places: Sequence[Any], found: Examination, level: float
+) -> Generator[Command, Answers, list[Finding]]:
+    """The suspects beside some peers of usual speed, one after another: what else a machine does for a moment slows
+    whoever is there. Named is who is slow beside each."""
+    times = found.work_s[kind]
+    usual = median(times)
+    peers = [rank for rank in range(len(times)) if rank not in ranks and usual / times[rank] >= SUSPECT]
+    if ranks and not peers:
+        found.notes.append(f"{found.world.words(ranks)}: no sound peers to compare with ({kind})")
+        return []
+    left: dict[int, Finding | None] = dict.fromkeys(ranks)
+    for peer in peers[:PEERS]:
+        if left:
+            answers = yield work(kind, turns_of([*left, peer], places), WORK_CONFIRM_REPS)
+        for rank, before in list(left.items()):
+            again = _judge(_Suspect((rank,), kind), answers[peer], answers[rank], level, found.world)
+            left.pop(rank)
+            if again:
+                left[rank] = max((one for one in (before, *again) if one), key=lambda one: one.share)
+    return [one for one in left.values() if one]
 
 
 def _judge(
-    suspect: _Suspect, controls: Sequence[float], again: Sequence[float], level: float, world: World
-) -> Finding | None:
+    suspect: _Suspect,
+    controls: Sequence[float],
+    again: Sequence[float],
+    level: float,
+    world: World,
+    lost: tuple[Sequence[float], Sequence[float]] = ((0.0,), (0.0,)),
+) -> list[Finding]:
+    """Nothing or one. controls, again: seconds of sound peers and of the suspect; lost: what they lost."""
     share = 1 / hodges_lehmann_ratio(controls, again).ratio
-    p = rank_test(controls, again).p_slower
-    if share > NAMED or p > level:
-        return None
+    p, p_lost = rank_test(controls, again).p_slower, rank_test(*lost).p_slower
+    is_slow = share <= NAMED and p <= level
+    is_lossy = mean(lost[1]) - mean(lost[0]) >= LOST and p_lost <= level
+    if not (is_slow or is_lossy):
+        return []
     words = world.words(suspect.ranks)
     what = f"the link of {words}" if len(suspect.ranks) > 1 else words
-    return Finding(what, suspect.kind, suspect.ranks, share, p)
-
-
-def _again_links(suspect: _Suspect, found: Examination) -> _Comparison:
-    """Pair by pair with nobody else at work."""
-    turns = zip(itertools.cycle(suspect.pairs), itertools.cycle(suspect.controls), strict=False)
-    rounds: list[Round] = [(pair,) for turn in itertools.islice(turns, CONFIRM_REPS) for pair in turn]
-    size = found.pairs[suspect.kind].size_bytes
-    answers = yield {
-        "do": "pairs",
-        "rounds": [[list(pair) for pair in one] for one in rounds],
-        "reps": 1,
-        "bytes": size,
-    }
-    times = [max(answers[a][at][0], answers[b][at][0]) for at, ((a, b),) in enumerate(rounds)]
-    return times[1::2], times[::2]
-
-
-def _again_work(suspect: _Suspect, found: Examination) -> list[_Comparison]:
-    """The suspect beside some peers of usual speed, one after another: what else a machine does for a moment slows
-    whoever is there."""
-    rank, times = suspect.ranks[0], found.work_s[suspect.kind]
-    usual = median(times)
-    peers = [r for r in range(len(times)) if r != rank and usual / times[r] >= SUSPECT]
-    return [_beside_peer(suspect.kind, rank, peer) for peer in peers[:PEERS]]
-
-
-def _beside_peer(kind: str, rank: int, peer: int) -> _Comparison:
-    answers = yield {"do": "work", "kind": kind, "ranks": [rank, peer], "reps": CONFIRM_REPS}
-    return answers[peer], answers[rank]
+    worst = min(p for p, named in ((p, is_slow), (p_lost, is_lossy)) if named)
+    return [Finding(what, suspect.kind, suspect.ranks, share, worst, mean(lost[1]) if is_lossy else 0.0)]
 
 
 def _by_host(findings: Sequence[Finding], world: World) -> list[Finding]:
@@ -337,7 +392,8 @@ def _by_host(findings: Sequence[Finding], world: World) -> list[Finding]:
             if set(ranks) <= single.keys() and len(set(world.hosts)) > 1:
                 parts = [single.pop(rank) for rank in ranks]
                 share = median(one.share for one in parts)
-                made.append(Finding(f"host {host}", kind, ranks, share, max(one.p for one in parts)))
+                lost = median(one.lost for one in parts)
+                made.append(Finding(f"host {host}", kind, ranks, share, max(one.p for one in parts), lost))
         made += [*single.values(), *(one for one in mine if len(one.ranks) > 1)]
     return made
 
@@ -350,7 +406,7 @@ def _confirm_groups(found: Examination) -> Generator[Command, Answers, None]:
         slow = _below(dict(enumerate(of.times_s)), found.notes, kind)
         slow = {at: share for at, share in slow.items() if not named & set(of.groups[at])}
         peers = [at for at in range(len(of.groups)) if at not in slow and not named & set(of.groups[at])]
-        for at, share in slow.items():
+        for at in slow:
             if not peers:
                 break
             control = of.groups[peers[0]]
@@ -360,8 +416,8 @@ def _confirm_groups(found: Examination) -> Generator[Command, Answers, None]:
                 for group, times in ((of.groups[at], mine), (control, theirs)):
                     answers = yield _collective(dim, [group], 1, of.size_bytes)
                     times.append(_of_group(answers, group))
-            suspect = _Suspect(tuple(of.groups[at]), kind, share)
-            if (finding := _judge(suspect, theirs, mine, LEVEL / len(slow), found.world)) is not None:
+            suspect = _Suspect(tuple(of.groups[at]), kind)
+            for finding in _judge(suspect, theirs, mine, LEVEL / len(slow), found.world):
                 found.findings.append(
                     Finding(
                         f"the group of ranks {_ranges(of.groups[at])}",

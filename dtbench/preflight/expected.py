@@ -74,7 +74,7 @@ def _compared(expected: Expected, found: Examination) -> Iterator[tuple[str, str
     for kind, links in found.pairs.items():
         rates = [one.rate for one in before.links if one.kind == kind]
         if rates:
-            yield "all links", kind, 1 / median(rates), 1 / median(map(links.rate, links.times_s))
+            yield "all links", kind, 1 / median(rates), 1 / median(map(links.rate, links.exchanges))
     for row in before.dims:
         now = found.dims.get(row.dim)
         if now is not None and now.size_bytes == row.size_bytes and len(now.groups[0]) == len(row.groups[0]):

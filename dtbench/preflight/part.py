@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from dtbench.machine.device import gpus
-from dtbench.preflight.examine import COPY, MATMUL, TARGET_S, Command
+from dtbench.machine.provenance import boot_id, segments, usable_cpus
+from dtbench.preflight.examine import COPY, MATMUL, WORK_S, Command
 from dtbench.world.ranks import LiveWorld
 
-# A piece of work is repeated until it takes about `TARGET_S`; its size fits into caches of no CPU and fills a GPU.
+# An operation is repeated until it takes about `WORK_S`; its size fits into caches of no CPU and fills a GPU.
 MATMUL_N = {"cpu": 512, "cuda": 8192}
 COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
 
@@ -36,6 +37,7 @@ class Part:
             "pairs": self._pairs,
             "all_reduce": self._all_reduce,
             "work": self._work,
+            "place": self._place,
         }
         return kinds[command["do"]](command)
 
@@ -48,22 +50,38 @@ class Part:
             gpus().synchronize()
         return (time.perf_counter_ns() - began) / 1e9
 
+    def _place(self, _command: Command) -> tuple[str | None, list[int], int]:
+        """This rank's kernel, the CPUs it may use (none where it works on a GPU) and its threads."""
+        cpus = usable_cpus() if self._device.type == "cpu" else []
+        return boot_id(), cpus, torch.get_num_threads()
+
     # ------------------------------------------------------------------------------------- links
 
-    def _pairs(self, command: Command) -> list[list[float] | None]:
-        """Per round the times of this rank's exchanges; None where it has none."""
+    def _pairs(self, command: Command) -> list[list[tuple[float, float]] | None]:
+        """Per round the time of each exchange of this rank and its share of segments sent again; None without one."""
         partners = [self._partner(one) for one in command["rounds"]]
-        times: list[list[float] | None] = [None if partner is None else [] for partner in partners]
+        times: list[list[tuple[float, float]] | None] = [
+            None if partner is None else [] for partner in partners
+        ]
         for rep in range(-1, command["reps"]):  # of those who have not met the first exchange is not counted
             for at, partner in enumerate(partners):
                 if rep < 0 and all(self._pair(pair) in self._met for pair in command["rounds"][at]):
                     continue
+                before = segments()
                 seconds = self._timed(partial(self._exchange, partner, command["bytes"]))
+                if partner is not None:
+                    self._partner_is_done(partner)
+                sent, again = (now - then for now, then in zip(segments(), before, strict=True))
                 if rep < 0:
                     self._met |= {self._pair(pair) for pair in command["rounds"][at]}
                 elif (mine := times[at]) is not None:
-                    mine.append(seconds)
+                    mine.append((seconds, again / max(sent, 1)))
         return times
+
+    def _partner_is_done(self, partner: int) -> None:
+        """What the partner has received is not sent again."""
+        sent, received = (torch.zeros(1, dtype=torch.uint8, device=self._device) for _ in range(2))
+        self._swap(partner, sent, received)
 
     @staticmethod
     def _pair(ranks: Sequence[int]) -> tuple[int, int]:
@@ -79,7 +97,10 @@ class Part:
         """So many bytes each way."""
         if partner is None:
             return
-        sent, received = (self._buffer(name, size_bytes) for name in ("sent", "received"))
+        self._swap(partner, self._buffer("sent", size_bytes), self._buffer("received", size_bytes))
+
+    @staticmethod
+    def _swap(partner: int, sent: torch.Tensor, received: torch.Tensor) -> None:
         works = dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)]
         )
@@ -117,24 +138,28 @@ class Part:
     def _work(self, command: Command) -> list[float]:
         """Times of equal pieces of work; empty where this rank has no part."""
         act = {MATMUL: self._matmul, COPY: self._copy}[command["kind"]]
-        takes_part = self._world.rank in command["ranks"]
         if command["kind"] not in self._repeats:
             self._repeats[command["kind"]] = self._fitting(act)
         repeats = self._repeats[command["kind"]]
 
-        def piece() -> None:
-            for _ in range(repeats if takes_part else 0):
+        def piece(count: int) -> None:
+            for _ in range(count):
                 act()
 
-        times = [self._timed(piece) for _ in range(command["reps"])]
-        return times if takes_part else []
+        times = []
+        for _ in range(command["reps"]):
+            for turn in command["turns"]:
+                mine = self._world.rank in turn
+                seconds = self._timed(partial(piece, repeats if mine else 0))
+                times += [seconds] if mine else []
+        return times
 
     def _fitting(self, act: Callable[[], object]) -> int:
-        """How often it is done in `TARGET_S`, on the fastest rank: all do the same."""
+        """How often it is done in `WORK_S`, on the fastest rank: all do the same."""
         act()
         fastest = torch.tensor([min(self._timed(act) for _ in range(3))], device=self._device)
         dist.all_reduce(fastest, op=dist.ReduceOp.MIN)
-        return max(1, round(TARGET_S / max(float(fastest), 1e-6)))
+        return max(1, round(WORK_S / max(float(fastest), 1e-6)))
 
     def _matmul(self) -> None:
         n = MATMUL_N[self._device.type]

@@ -164,7 +164,7 @@ def file_of(found: Examination, seconds: float, device: str) -> PreflightFile:
         links=tuple(
             LinkRow(kind=kind, ranks=pair, rate=of.rate(pair))
             for kind, of in found.pairs.items()
-            for pair in sorted(of.times_s)
+            for pair in sorted(of.exchanges)
         ),
         dims=tuple(
             DimRow(

@@ -7,7 +7,6 @@ are real, the trials share them: the intervals (Clopper & Pearson 1934) hold for
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -29,16 +28,20 @@ from dtbench.errors import EXIT_INCONCLUSIVE, EXIT_OK, UsageError
 from dtbench.files.atomic import refuse_taken, write_atomically
 from dtbench.mesh import groups_by_dim
 from dtbench.preflight.examine import (
-    CONFIRM_REPS,
     COPY,
     FIRST_BYTES,
     MATMUL,
     PEERS,
+    WORK_CONFIRM_REPS,
     Answers,
     Command,
     Examination,
     World,
     examine,
+    pairs,
+    turns_of,
+    work,
+    worse,
 )
 from dtbench.preflight.examine import fitting_bytes as fitting
 from dtbench.preflight.preflight import POOL, POOL_REPS
@@ -49,47 +52,37 @@ from dtbench.world.lab.run import run as run_on_hosts
 
 HOSTS, RATE = 8, 100_000_000
 SLOW_HOST = 5
-REPS = 30
+REPS = 16
 TRIALS = {"healthy": 1000}
 FAULT_TRIALS = 200
 CONFIDENCE = 0.95
 # What is aimed at: of healthy preflights so many may name anything; so many slow links are to be named.
 FALSE, FOUND = 0.005, 0.99
-# A throttled CPU works for half of each so many seconds.
-THROTTLE_S = 0.02
+# A throttled CPU works for half of each so many seconds: the period of the kernel's quotas (cpu.max).
+THROTTLE_S = 0.1
 
 
 def gather_pool(world: World, path: Path, reps: int) -> Generator[Command, Answers, Examination]:
     """Asks the ranks for everything that an examination may ask, `reps` times; writes it as JSON."""
     pool: dict[str, Any] = {"hosts": world.hosts, "mesh": world.mesh, "pairs": {}, "work": {}, "dims": {}}
     for kind, rounds in rounds_of(world.hosts).items():
-        first = yield _pairs(rounds[:1], 2, FIRST_BYTES)
-        size = fitting(FIRST_BYTES, median(min(first[a][0]) for a, _ in rounds[0]))
-        together = yield _pairs(rounds, reps, size)
-        pairs = [pair for one in rounds for pair in one]
-        alone = yield _pairs([(pair,) for pair in pairs], reps // 2, size)
+        first = yield pairs(rounds[:1], 2, FIRST_BYTES)
+        size = fitting(FIRST_BYTES, median(min(first[a][0])[0] for a, _ in rounds[0]))
+        together = yield pairs(rounds, reps, size)
+        all_pairs = [pair for one in rounds for pair in one]
+        alone = yield pairs([(pair,) for pair in all_pairs], reps // 2, size)
         pool["pairs"][kind] = {
             "bytes": size,
-            "screen": {
-                f"{a}-{b}": _slower(together, r, a, b) for r, one in enumerate(rounds) for a, b in one
-            },
-            "alone": {f"{a}-{b}": _slower(alone, at, a, b) for at, (a, b) in enumerate(pairs)},
+            "screen": {f"{a}-{b}": worse(together, r, a, b) for r, one in enumerate(rounds) for a, b in one},
+            "alone": {f"{a}-{b}": worse(alone, at, a, b) for at, (a, b) in enumerate(all_pairs)},
         }
     everyone = list(range(world.size))
+    places = pool["places"] = yield {"do": "place"}
+    turns = turns_of(everyone, places)
     for kind in (MATMUL, COPY):
-        together = yield {"do": "work", "kind": kind, "ranks": everyone, "reps": reps}
-        # By rank and pass its times, and those of another peer in the same turns.
-        beside: list[list[Any]] = [[] for _ in everyone]
-        for number, rank in itertools.product(range(1, PEERS + 1), everyone):
-            peer = (rank + number) % world.size
-            answers = yield {
-                "do": "work",
-                "kind": kind,
-                "ranks": [rank, peer],
-                "reps": max(reps // 2, CONFIRM_REPS),
-            }
-            beside[rank].append([answers[rank], answers[peer]])
-        pool["work"][kind] = {"all": together, "beside": beside}
+        pool["work"][kind] = {"all": (yield work(kind, turns, reps)), "beside": []}
+        for _ in range(PEERS):
+            pool["work"][kind]["beside"].append((yield work(kind, turns, WORK_CONFIRM_REPS)))
     for dim, groups in groups_by_dim(*zip(*world.mesh, strict=True)).items():
         if len(groups[0]) > 1:
             command = {"do": "all_reduce", "dim": dim, "ranks": everyone, "reps": 2, "bytes": FIRST_BYTES}
@@ -98,19 +91,6 @@ def gather_pool(world: World, path: Path, reps: int) -> Generator[Command, Answe
             pool["dims"][dim] = yield command | {"reps": reps, "bytes": size}
     path.write_text(json.dumps(pool))
     return Examination(world)
-
-
-def _pairs(rounds: Sequence[Sequence[Sequence[int]]], reps: int, size: int) -> Command:
-    return {
-        "do": "pairs",
-        "rounds": [[list(pair) for pair in one] for one in rounds],
-        "reps": reps,
-        "bytes": size,
-    }
-
-
-def _slower(answers: Answers, at: int, a: int, b: int) -> list[float]:
-    return [max(turn) for turn in zip(answers[a][at], answers[b][at], strict=True)]
 
 
 # -------------------------------------------------------------------------------------------- trials
@@ -122,18 +102,19 @@ class Pool:
     def __init__(self, pool: Mapping[str, Any], seed: int) -> None:
         self._pool = pool
         self._random = random.Random(seed)
-        self._left: dict[str, list[float]] = {}
-        self._passes: Counter[tuple[str, int]] = Counter()
+        self._left: dict[str, list[Any]] = {}
+        self._passes: Counter[str] = Counter()
         self.world = World(tuple(pool["hosts"]), tuple((name, size) for name, size in pool["mesh"]))
         self._of_pair = {pair: kind for kind, of in pool["pairs"].items() for pair in of["screen"]}
 
     def answer(self, command: Command) -> list[Any]:
         """What each rank would have measured."""
-        return {"pairs": self._pairs, "work": self._work, "all_reduce": self._all_reduce}[command["do"]](
-            command
-        )
+        if command["do"] == "place":
+            return list(self._pool["places"])
+        kinds = {"pairs": self._pairs, "work": self._work, "all_reduce": self._all_reduce}
+        return kinds[command["do"]](command)
 
-    def _draw(self, key: str, times: Sequence[float], count: int) -> list[float]:
+    def _draw(self, key: str, times: Sequence[Any], count: int) -> list[Any]:
         if len(self._left.get(key, ())) < count:
             self._left[key] = self._random.sample(list(times), len(times))
         return [self._left[key].pop() for _ in range(count)]
@@ -150,16 +131,17 @@ class Pool:
         return answers
 
     def _work(self, command: Command) -> list[Any]:
-        ranks, kind, reps = command["ranks"], command["kind"], command["reps"]
-        of = self._pool["work"][kind]
-        if len(ranks) == self.world.size:
-            return [self._draw(f"{kind} {rank}", of["all"][rank], reps) for rank in ranks]
-        first, peer = ranks  # whichever peer: the pool holds some beside each rank, each of another pass
-        number = self._passes[kind, first] % PEERS
-        self._passes[kind, first] += 1
-        both = of["beside"][first][number]
-        drawn = [self._draw(f"{kind} {first} {number} {at}", times, reps) for at, times in enumerate(both)]
-        return [{first: drawn[0], peer: drawn[1]}.get(rank, []) for rank in range(self.world.size)]
+        kind, reps = command["kind"], command["reps"]
+        ranks = {rank for turn in command["turns"] for rank in turn}
+        of, name = self._pool["work"][kind]["all"], kind
+        if len(ranks) < self.world.size:  # measured again, beside each peer in another pass
+            number = self._passes[kind] % PEERS
+            self._passes[kind] += 1
+            of, name = self._pool["work"][kind]["beside"][number], f"{kind} {number}"
+        return [
+            self._draw(f"{name} {rank}", times, reps) if rank in ranks else []
+            for rank, times in enumerate(of)
+        ]
 
     def _all_reduce(self, command: Command) -> list[Any]:
         dim, ranks = command["dim"], command["ranks"]

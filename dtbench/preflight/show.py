@@ -89,7 +89,7 @@ def sentence(file: PreflightFile) -> str:
 def words(one: FindingRow) -> str:
     """`host node-3: 79% of its peers (links between hosts)`."""
     kind = one.kind if one.kind.startswith(("all_reduce", "matrix", "memory")) else f"links {one.kind}"
-    return f"{plain(one.what)}: {one.share:.0%} of its peers ({kind})"
+    return f"{plain(one.what)}: {one.how} ({kind})"
 
 
 def junit(file: PreflightFile) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -18,9 +19,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtbench.files.preflight import PreflightFile
+from dtbench.machine.provenance import segments
 from dtbench.mesh import default_mesh
 from dtbench.preflight import selftest, show
-from dtbench.preflight.examine import MATMUL, MAX_SUSPECTS, NAMED, Examination, World, examine, fitting_bytes
+from dtbench.preflight.examine import (
+    MATMUL,
+    MAX_SUSPECTS,
+    NAMED,
+    Examination,
+    World,
+    examine,
+    fitting_bytes,
+    turns_of,
+)
 from dtbench.preflight.preflight import file_of, names_of
 from dtbench.preflight.rounds import ALL_PAIRS_UP_TO, BETWEEN, INSIDE, matchings, rounds_of
 from dtbench.tests import programs
@@ -72,18 +83,22 @@ def test_kinds_of_links_are_not_mixed() -> None:
 
 
 class Ranks:
-    """Ranks of given speeds. link: (a, b) -> share of the usual speed; noise: of the logarithm of a time."""
+    """Ranks of given speeds. link: (a, b) -> share of the usual speed; lost: of the packets between
+    them; noise: of the logarithm of a time."""
+
+    cpus = 2  # of each host
 
     def __init__(
         self,
         hosts: Sequence[str],
         link: Callable[[int, int], float] = lambda _a, _b: 1.0,
         work: Mapping[int, float] | None = None,
+        lost: Callable[[int, int], float] = lambda _a, _b: 0.0,
         noise: float = 0.02,
         seed: int = 0,
     ) -> None:
         self.world = World(tuple(hosts), default_mesh(len(hosts)))
-        self._link, self._work, self._noise = link, work or {}, noise
+        self._link, self._work, self._lost, self._noise = link, work or {}, lost, noise
         self._random = random.Random(seed)
         self.asked: list[dict[str, Any]] = []
 
@@ -100,14 +115,17 @@ class Ranks:
                 for a, b in one:
                     speed = 1e9 if self.world.hosts[a] == self.world.hosts[b] else 1e8
                     seconds = command["bytes"] / speed / self._link(a, b)
-                    answers[a][at] = [self._time(seconds) for _ in range(command["reps"])]
-                    answers[b][at] = [one * 0.9 for one in answers[a][at]]  # the slower rank counts
+                    answers[a][at] = [(self._time(seconds), 0.0) for _ in range(command["reps"])]
+                    # The slower rank counts, and the one that sends more again.
+                    answers[b][at] = [(one * 0.9, self._lost(a, b)) for one, _ in answers[a][at]]
             return answers
+        if command["do"] == "place":
+            return [(host, list(range(self.cpus)), 1) for host in self.world.hosts]
         usual = {"work": 0.04, "all_reduce": command.get("bytes", 0) / 1e8}[command["do"]]
         shares = self._work if command["do"] == "work" and command["kind"] == MATMUL else {}
         return [
             [self._time(usual / shares.get(rank, 1)) for _ in range(command["reps"])]
-            if rank in command["ranks"]
+            if rank in (command.get("ranks") or itertools.chain(*command["turns"]))
             else []
             for rank in everyone
         ]
@@ -168,6 +186,45 @@ def test_two_slow_ranks_are_both_named() -> None:
 def test_a_rank_that_computes_slowly_is_named() -> None:
     found = Ranks(hosts_of(1, 8), work={3: 0.75}).examine()
     assert [(one.what, one.kind) for one in found.findings] == [("rank 3 (node-0)", MATMUL)]
+
+
+def test_a_host_that_loses_packets_is_named_though_it_is_as_fast_as_its_peers() -> None:
+    drawn = random.Random(1)
+    ranks = Ranks(hosts_of(8), lost=lambda a, b: drawn.uniform(0, 0.03) if 5 in (a, b) else 0.001)
+    (found,) = ranks.examine().findings
+    assert (found.what, found.kind) == ("host node-5", BETWEEN)
+    assert 0.01 < found.lost < 0.02
+    assert found.share > NAMED
+
+
+def test_a_link_that_loses_packets_is_named_as_a_link_and_what_all_lose_is_not() -> None:
+    drawn = random.Random(1)
+    link = Ranks(hosts_of(8), lost=lambda a, b: drawn.uniform(0.01, 0.03) if (a, b) == (1, 6) else 0.0)
+    assert [one.what for one in link.examine().findings] == [
+        "the link of rank 1 (node-1) and rank 6 (node-6)"
+    ]
+    everywhere = Ranks(hosts_of(8), lost=lambda _a, _b: drawn.uniform(0, 0.03))
+    assert everywhere.examine().findings == []
+
+
+def test_segments_are_read_as_the_kernel_writes_them(tmp_path: Path) -> None:
+    snmp = tmp_path / "snmp"
+    snmp.write_text("Ip: Forwarding\nIp: 1\nTcp: RtoAlgorithm OutSegs RetransSegs\nTcp: 1 500 7\n")
+    assert segments(snmp) == (500, 7)
+    for text in ("", "Tcp: a\n", "Tcp: OutSegs RetransSegs\nTcp: 1 x\n"):
+        snmp.write_text(text)
+        assert segments(snmp) == (0, 0)
+    assert segments(tmp_path / "none") == (0, 0)
+
+
+def test_ranks_that_work_at_once_have_a_cpu_each() -> None:
+    shared = [("a", [0, 1, 2, 3], 2)] * 4 + [("b", [0], 1), ("b", [1], 1), ("b", [2], 1)]
+    assert turns_of(range(7), shared) == [[0, 1, 4, 5, 6], [2, 3]]
+    assert turns_of(range(3), [("a", [0], 4)] * 3) == [[0], [1], [2]]
+    assert turns_of(range(3), [("a", [], 64)] * 3) == [[0, 1, 2]]  # each on a GPU
+    ranks = Ranks(hosts_of(1, 8), work={3: 0.5})
+    assert [one.what for one in ranks.examine().findings] == ["rank 3 (node-0)"]
+    assert all(len(turn) <= 2 for asked in ranks.asked if asked["do"] == "work" for turn in asked["turns"])
 
 
 def test_what_looks_slow_once_is_measured_again_before_it_is_named() -> None:
@@ -263,7 +320,7 @@ def test_trials_of_a_gathered_pool_name_what_is_slow_in_it() -> None:
 
 
 def example(share: float = 0.7) -> PreflightFile:
-    ranks = Ranks(hosts_of(4, 2), slow_rank(5, share), work={1: 0.6})
+    ranks = Ranks(hosts_of(4, 2), slow_rank(5, share), work={1: 0.6}, noise=0.01)
     return file_of(ranks.examine(), 3.21, "cpu")
 
 

@@ -32,7 +32,7 @@ def fill(section: Section, of: Material) -> None:
 
 
 def _words(one: FindingRow) -> str:
-    return f"{one.what} at {one.share:.0%} of its peers ({one.kind})"
+    return f"{one.what}: {one.how} ({one.kind})"
 
 
 def _links(section: Section, one: PreflightFile, number: int) -> Figure | None:
@@ -70,7 +70,7 @@ def _work(one: PreflightFile, number: int) -> Figure | None:
         f"work{number}",
         panels,
         STYLES,
-        "The same work on every rank, all at once; the shorter the faster.",
+        "The same work on every rank, at once where each has a CPU of its own; the shorter the faster.",
         lambda values: value_axis(values, format_seconds, log=False),
         each_axis=True,
     )
@@ -83,6 +83,7 @@ def _findings(one: PreflightFile) -> t.Table:
             t.text("What", [f.what for f in one.findings]),
             t.text("In", [f.kind for f in one.findings]),
             t.percents("Of its peers’ speed", [f.share for f in one.findings]),
+            t.percents("Packets sent again", [f.lost for f in one.findings]),
             t.Column("By chance, at most", [f"{f.p:.1g}" for f in one.findings], True),
         ],
     )
