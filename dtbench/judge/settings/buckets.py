@@ -8,7 +8,7 @@ the choice, by a bootstrap over launches, each drawn with all its sizes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from dtbench.model import Run
 WITHIN = 0.05
 INTERVAL = 0.9
 REPLICATES = 2000  # the 5% quantile of which is known to half a percent
+HALVES = 200
 MIB = 2**20
 # torch 2.13, _inductor/config.py and fx_passes/fsdp.py; other versions keep their own estimate elsewhere.
 INDUCTOR = (
@@ -44,11 +45,6 @@ class Sweep:
         """(launches, buckets): times over the geometric mean of their launch."""
         logarithms = np.log(self.times_s)
         return np.asarray(np.exp(logarithms - logarithms.mean(axis=1, keepdims=True)))
-
-    def halves(self) -> tuple[Sweep, Sweep]:
-        """Every second launch, and the others."""
-        odd, even = self.times_s[::2], self.times_s[1::2]
-        return Sweep(self.group, self.buckets, odd), Sweep(self.group, self.buckets, even)
 
 
 @dataclass(frozen=True)
@@ -119,23 +115,25 @@ def choose(sweep: Sweep, seed: int = 0) -> Choice:
     return Choice(sweep.group, n, sweep.buckets[index], low, high, sweep.buckets[fastest], loss)
 
 
-def loss_of(bucket: int, sweep: Sweep) -> float:
-    """By how much a bucket is slower than the best of these launches, as a share."""
-    typical = np.median(sweep.relative, axis=0)
-    return float(typical[sweep.buckets.index(bucket)] / typical.min() - 1)
-
-
-def validate(sweeps: Sequence[Sweep]) -> list[tuple[Choice, float]]:
-    """Each choice on every second launch, with its loss on the others.
+def held_out_loss(sweep: Sweep, seed: int = 0) -> float:
+    """By how much the choice made on half of the launches is slower than the best of the others, as a share: the mean
+    over random halves.
 
     Raises:
         UsageError: a single launch.
     """
-    if any(len(sweep.times_s) < 2 for sweep in sweeps):
+    n = len(sweep.times_s)
+    if n < 2:
         raise UsageError(
-            "--split chooses on every second launch, and got a single one: measure with --launches 10"
+            "--split chooses on half of the launches, and got a single one: measure with --launches 10"
         )
-    return [(choose(a), loss_of(choose(a).bucket, b)) for a, b in (sweep.halves() for sweep in sweeps)]
+    rng = np.random.default_rng(seed)
+    losses = []
+    for _ in range(HALVES):
+        order = rng.permutation(n)
+        seen, other = (np.median(sweep.relative[of], axis=0) for of in (order[: n // 2], order[n // 2 :]))
+        losses.append(other[int(_smallest(seen[None])[0])] / other.min() - 1)
+    return float(np.mean(losses))
 
 
 def _smallest(times_s: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:

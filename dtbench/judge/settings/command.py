@@ -22,7 +22,11 @@ def settings_command() -> None:
 
 @settings_command.command("buckets")
 @flags.RUNS
-@click.option("--split", is_flag=True, help="Choose on every second launch, and show the loss on the others.")
+@click.option(
+    "--split",
+    is_flag=True,
+    help="Choose on random halves of the launches, too, and show the mean loss on the others.",
+)
 @flags.JSON
 def buckets_command(runs: tuple[Path, ...], split: bool, as_json: bool) -> None:
     """The smallest bucket of gradients within 5% of the best rate.
@@ -35,16 +39,13 @@ def buckets_command(runs: tuple[Path, ...], split: bool, as_json: bool) -> None:
       dtbench settings buckets buckets.jsonl
     """
     from dtbench.files.run import read_run
-    from dtbench.judge.settings.buckets import INDUCTOR, choose, sweeps_of, validate
+    from dtbench.judge.settings.buckets import INDUCTOR, choose, held_out_loss, sweeps_of
     from dtbench.terminal import new_console, print_columns, print_json, print_line
     from dtbench.units import format_size
 
     sweeps = sweeps_of([read_run(path) for path in runs])
-    checked: list[float | None] = [None] * len(sweeps)
     choices = [choose(sweep) for sweep in sweeps]
-    if split:
-        pairs = validate(sweeps)
-        choices, checked = [c for c, _ in pairs], [loss for _, loss in pairs]
+    checked = [held_out_loss(sweep) if split else None for sweep in sweeps]
     if as_json:
         rows = [
             dataclasses.asdict(c) | {"bucket_cap_mb": c.cap_mb, "held_out_loss": loss}
