@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from dtbench.cost.price import price
 from dtbench.errors import OutputError, UsageError
 from dtbench.files.topology import write_topology
 from dtbench.tests.made_up import Cli
-from dtbench.tests.made_up_topology import curve_of, made_curve, made_dim, made_topology
+from dtbench.tests.made_up_topology import curve_of, made_curve, made_dim, made_topology, ring_curve
 
 GIB, MIB = 1024**3, 1024**2
 # 64 MiB as float32; a gather of it, and of the eighth that one rank of tp holds.
@@ -423,6 +424,48 @@ def test_the_program_writes_a_module(dtbench: Cli, tmp_path: Path, target: str) 
     assert "import mine\n" in text
     assert "dtbench" not in {alias.name for node in ast.walk(ast.parse(text)) for alias in imported(node)}
     compile(text, "mine.py", "exec")
+
+
+def for_autoparallel() -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a topology of four ranks on two hosts measured, and the names in its module."""
+    curves = {name: ring_curve(name, 4, 20.0, 5.0) for name in ("all_gather", "all_reduce")}
+    dim = made_dim("dp", 4, 20.0, 5.0, collectives=curves)
+    dim["layout"] |= {"hosts_per_group": [2, 2], "ranks_per_host": [2, 2]}
+    made: dict[str, Any] = {}
+    exec(render(made_topology(dim), "autoparallel"), made)
+    return curves, made
+
+
+def test_autoparallel_finds_the_measured_times_in_its_tables() -> None:
+    curves, made = for_autoparallel()
+    assert made["RUNTIME_TABLES"].keys() == made["RUNTIME_RAMPS"].keys() == curves.keys()
+    for name, curve in curves.items():
+        (latency, bandwidth), shares = made["RUNTIME_TABLES"][name][2, 2], made["RUNTIME_RAMPS"][name][2, 2]
+        for row in curve["table"]:
+            size = row["size_bytes"]
+            share = np.interp(math.log2(size / 4 / 64), range(24), shares)
+            assert latency + size / (1000 * bandwidth * share) == pytest.approx(row["time_us"], rel=0.02)
+
+
+def test_autoparallels_own_tables_have_this_form() -> None:
+    theirs = pytest.importorskip(
+        "autoparallel.cost_models.h100_nvswitch_roce_400g",
+        reason="meta-pytorch/autoparallel is not installed",
+    )
+    _, made = for_autoparallel()
+    for own in ("RUNTIME_TABLES", "RUNTIME_RAMPS"):
+        known = getattr(theirs, f"H100_NVSWITCH_ROCE_400G_{own}")
+        for name, of in made[own].items():
+            assert {(len(key), len(value)) for key, value in of.items()} == {
+                (len(key), len(value)) for key, value in known[name].items()
+            }
+
+
+def test_autoparallel_has_no_place_for_groups_that_lie_differently() -> None:
+    dim = made_dim("dp", 4, 20.0, 5.0, collectives={"all_reduce": ring_curve("all_reduce", 4, 20.0, 5.0)})
+    dim["layout"] |= {"hosts_per_group": [1, 2], "ranks_per_host": [2, 4]}
+    with pytest.raises(UsageError, match="lie alike"):
+        render(made_topology(dim), "autoparallel")
 
 
 def imported(node: ast.AST) -> list[ast.alias]:

@@ -12,7 +12,13 @@ from dtbench import flags
 
 @click.command("export")
 @click.argument("topology", type=flags.FILE)
-@click.option("--to", "target", required=True, type=click.Choice(["torch", "inductor"]), help="Its reader.")
+@click.option(
+    "--to",
+    "target",
+    required=True,
+    type=click.Choice(["torch", "inductor", "autoparallel"]),
+    help="Its reader.",
+)
 @click.option("-o", "--output", required=True, type=flags.FILE, help="The Python module to write.")
 def export_command(topology: Path, target: str, output: Path) -> None:
     """Writes a topology as a Python module for torch itself.
@@ -22,8 +28,9 @@ def export_command(topology: Path, target: str, output: Path) -> None:
     \b
     --to torch     the cost model of torch.distributed.tensor, which chooses shardings and redistributions
     --to inductor  the overlap scheduler of torch.compile, which asks how long a collective runs
+    --to autoparallel  its tables of runtimes per collective, nodes and ranks per node
 
-    The module imports torch alone; its first lines say how to use it.
+    The module imports torch at most; its first lines say how to use it.
 
     \b
     Example:

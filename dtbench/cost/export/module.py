@@ -17,7 +17,7 @@ from dtbench.files.atomic import write_atomically
 from dtbench_core.cost.curve import Curve
 from dtbench_core.cost.ring import BASE_LATENCY_US
 
-Target = Literal["torch", "inductor"]
+Target = Literal["torch", "inductor", "autoparallel"]
 # The versions whose private functions were read, and with which the tests were run.
 TORCH_VERSIONS = ("2.11", "2.13")
 
@@ -32,6 +32,8 @@ COLLECTIVE_OF = {
 }
 SHARD_TO_SHARD = ("S(0)->S(1)", "S(1)->S(0)")
 ALL_TO_ALL = "all_to_all"
+# As autoparallel's benchmarks/nccl_cost_model/tools/fit_profile.py takes them.
+LATENCY_BYTES, RAMP_POINTS = 64 * 2**10, 24
 INDUCTOR_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 
 
@@ -48,6 +50,7 @@ def export(topology: Mapping[str, Any], target: Target, path: Path) -> None:
 def render(topology: Mapping[str, Any], target: Target, module: str = "topology") -> str:
     """The text of the module. topology: as `read_topology` gives it; module: the name to import it by."""
     _check(topology)
+    tables, ramps = _runtimes(topology) if target == "autoparallel" else ({}, {})
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
@@ -66,6 +69,8 @@ def render(topology: Mapping[str, Any], target: Target, module: str = "topology"
         },
         ranks={dim["name"]: dim["ranks"] for dim in topology["dims"]},
         curves=dict(curves),
+        tables=tables,
+        ramps=ramps,
         price=inspect.getsource(Curve).rstrip(),
         all_to_all=ALL_TO_ALL,
         versions=" and ".join(TORCH_VERSIONS),
@@ -152,6 +157,46 @@ def _collective_curves(topology: Mapping[str, Any]) -> Iterator[tuple[tuple[str,
         for name in INDUCTOR_COLLECTIVES:
             if name in dim["collectives"]:
                 yield (dim["name"], name), times_of(dim["collectives"][name])
+
+
+def _runtimes(topology: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """collective -> (nodes, ranks per node) -> (us, GB/s); and the shares of that bandwidth, as autoparallel has them.
+
+    Raises:
+        UsageError: no dim whose groups all lie alike on the hosts.
+    """
+    tables: dict[str, dict[tuple[int, int], tuple[float, float]]] = {}
+    ramps: dict[str, dict[tuple[int, int], tuple[float, ...]]] = {}
+    for dim in topology["dims"]:
+        hosts, per_host = (set(dim["layout"][name] or ()) for name in ("hosts_per_group", "ranks_per_host"))
+        place = (min(hosts, default=0), min(per_host, default=0))
+        if len(hosts) > 1 or len(per_host) > 1 or math.prod(place) != dim["ranks"]:
+            continue
+        for name in INDUCTOR_COLLECTIVES:
+            if name not in dim["collectives"]:
+                continue
+            curve = times_of(dim["collectives"][name])
+            small = [size for size in curve.sizes if size <= LATENCY_BYTES] or curve.sizes[:1]
+            latency = min(map(curve.us, small))
+            peak = max(_rate(curve, size, latency) for size in curve.sizes)
+            known = tables.setdefault(name, {}).get(place)
+            if peak and (known is None or peak < known[1]):  # of dims that lie alike the slower
+                sizes = (64 * 2**k * dim["ranks"] for k in range(RAMP_POINTS))
+                tables[name][place] = (round(latency, 6), round(peak, 6))
+                ramps.setdefault(name, {})[place] = tuple(
+                    round(min(max(_rate(curve, size, latency) / peak or 1.0, 0.01), 1.0), 6) for size in sizes
+                )
+    if not ramps:
+        raise UsageError(
+            "no mesh dim of the topology has groups that lie alike on their hosts: autoparallel has no place for others"
+        )
+    return {name: of for name, of in tables.items() if of}, ramps
+
+
+def _rate(curve: Curve, size: int, latency_us: float) -> float:
+    """GB/s beyond the latency; 0 where nothing is left beyond it."""
+    beyond = curve.us(size) - latency_us
+    return size / (1000 * beyond) if beyond > 0 else 0.0
 
 
 def _is_export(head: str) -> bool:

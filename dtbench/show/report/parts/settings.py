@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dtbench.errors import UsageError
 from dtbench.judge.settings.buckets import INDUCTOR, MIB, choose, sweeps_of
 from dtbench.judge.settings.nccl import ranges_of, times_of, winners_of
@@ -35,13 +37,17 @@ def _buckets(section: Section, of: Material) -> t.Table | None:
             t.Column("Dtype", [c.group[2] for c in choices]),
             t.Column("Tensor", [format_size(c.group[3]) for c in choices], True),
             t.Column("Launches", [str(c.launches) for c in choices], True),
-            t.Column("bucket_cap_mb", t.aligned([c.bucket for c in choices], MIB), True, "MiB"),
-            t.Column("90% interval, low", t.aligned([c.low for c in choices], MIB), True, "MiB"),
-            t.Column("90% interval, high", t.aligned([c.high for c in choices], MIB), True, "MiB"),
+            t.Column("bucket_cap_mb", _mib([c.bucket for c in choices]), True, "MiB"),
+            t.Column("90% interval, low", _mib([c.low for c in choices]), True, "MiB"),
+            t.Column("90% interval, high", _mib([c.high for c in choices]), True, "MiB"),
             t.percents("Slower than the best by", [c.loss for c in choices]),
         ],
         note=f"The interval is over launches; one launch has none. {INDUCTOR}",
     )
+
+
+def _mib(sizes: Sequence[int | None]) -> list[str]:
+    return [t.MISSING if size is None else f"{size / MIB:g}" for size in sizes]
 
 
 def _winners(section: Section, of: Material) -> t.Table | None:
@@ -55,9 +61,7 @@ def _winners(section: Section, of: Material) -> t.Table | None:
         return None
     won = [one for one in ranges if one.arm]
     sizes = sum(len(one.winners) for one in won)
-    section.outcome = (
-        f"{plural(sizes, 'size')} faster than as they come" if won else "nothing beats what is set"
-    )
+    section.outcome = f"variables win at {plural(sizes, 'size')}" if won else "no variables win"
     effects = [[w.effect for w in one.winners if w.effect] for one in ranges]
     return t.Table(
         "The fastest variables per collective and range of sizes",
