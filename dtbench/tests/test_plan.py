@@ -574,7 +574,7 @@ def test_wrong_input_is_told_in_a_line(given: list[str], says: str, dtbench: Cli
         ({"all_reduce": {"8": [[2, 1], [1, 1]]}}, "rows of growing bytes"),
         ({"all_reduce": {"8": [[1, 2], [2, 1]]}}, "times that never fall"),
         ({"all_reduce": {"8": [[0.5, 1], [0.6, 2]]}}, "all_reduce.8 must have rows of growing bytes"),
-        ({"error": {"low": 2, "high": 1}}, "error.low is above error.high"),
+        ({"error": {"low": 2, "high": 1}}, "error.low is above high"),
         ({"fitted": None}, "fitted is missing"),
     ],
 )

@@ -60,7 +60,7 @@ class Error(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.low > self.high:
-            raise ValueError("error.low is above error.high")
+            raise ValueError("low is above high")
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
