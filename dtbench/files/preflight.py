@@ -40,8 +40,9 @@ class FindingRow(Struct, frozen=True, kw_only=True):
     @property
     def how(self) -> str:
         """`79% of its peers`."""
-        again = f"{self.lost:.1%} of its packets sent again, " if self.lost else ""
-        return f"{again}{self.share:.0%} of its peers"
+        if self.lost:
+            return f"{self.lost:.1%} of its packets sent again, at {self.share:.0%} of its peers' speed"
+        return f"{self.share:.0%} of its peers"
 
 
 class PreflightFile(Struct, frozen=True, kw_only=True):

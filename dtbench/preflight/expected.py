@@ -9,10 +9,11 @@ from statistics import median
 from typing import Any
 
 from dtbench.cost.predict.prices import estimate
-from dtbench.errors import UnreadableRunError
+from dtbench.errors import UnreadableRunError, UsageError
 from dtbench.files.preflight import PreflightFile
 from dtbench.files.read import BadFieldError, into, read_json, shown
 from dtbench.files.topology import read_topology
+from dtbench.mesh import format_mesh
 from dtbench.preflight.examine import Examination, Finding
 
 MAX_BYTES = 2**28
@@ -45,8 +46,20 @@ def read_expected(path: Path) -> Expected:
         raise UnreadableRunError(f"{path} is damaged: {error}") from error
 
 
-def compare_with(expected: Expected, found: Examination) -> None:
-    """Adds what is slower than before, and notes what could not be compared."""
+def compare_with(expected: Expected, found: Examination, device: str) -> None:
+    """Adds what is slower than before, and notes what could not be compared. device: `cpu` or `cuda`.
+
+    Raises:
+        UsageError: the earlier preflight is of another device.
+    """
+    before, world = expected.before, found.world
+    if before is not None and before.device != device:
+        raise UsageError(f"--expect was measured on {before.device}, this on {device}: give one of {device}")
+    if before is not None and (len(before.hosts), before.mesh) != (world.size, world.mesh):
+        found.notes.append(
+            f"--expect is of {len(before.hosts)} ranks as {format_mesh(before.mesh)}, these are {world.size} as "
+            f"{format_mesh(world.mesh)}: links and dims of the same size are compared, which other ranks shared"
+        )
     pairs = list(_compared(expected, found))
     if not pairs:
         found.notes.append(

@@ -133,9 +133,10 @@ class _Lead:
             return EXIT_OK
         code = EXIT_OK
         try:
+            device_type = str(self._rank.device).partition(":")[0]
             if self._expected is not None:
-                compare_with(self._expected, found)
-            file = file_of(found, seconds, str(self._rank.device))
+                compare_with(self._expected, found, device_type)
+            file = file_of(found, seconds, device_type)
             write_all(file, self._request.outputs, self._request.as_json)
             code = EXIT_REGRESSION if file.findings else EXIT_OK
         except DtbenchError as error:
@@ -158,7 +159,7 @@ def file_of(found: Examination, seconds: float, device: str) -> PreflightFile:
     return PreflightFile(
         time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         seconds=seconds,
-        device=device.partition(":")[0],
+        device=device,
         hosts=found.world.hosts,
         mesh=found.world.mesh,
         links=tuple(

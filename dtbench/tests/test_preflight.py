@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtbench.errors import UsageError
 from dtbench.files.preflight import PreflightFile
 from dtbench.machine.provenance import segments
 from dtbench.mesh import default_mesh
@@ -358,12 +359,20 @@ def test_what_is_slower_than_before_is_named(tmp_path: Path) -> None:
     before.write_bytes(msgspec.json.encode(file_of(Ranks(hosts_of(8)).examine(), 1.0, "cpu")))
     expected = read_expected(before)
     same, slower = Ranks(hosts_of(8), seed=1).examine(), Ranks(hosts_of(8), lambda _a, _b: 0.5).examine()
-    compare_with(expected, same)
-    compare_with(expected, slower)
+    compare_with(expected, same, "cpu")
+    compare_with(expected, slower, "cpu")
     assert same.findings == []
     assert [(one.what, one.kind) for one in slower.findings] == [
         ("all links against what is expected", BETWEEN)
     ]
+    other = Ranks(hosts_of(4)).examine()
+    compare_with(expected, other, "cpu")
+    assert other.findings == []
+    assert any("--expect is of 8 ranks" in note for note in other.notes)
+    on_gpus = Ranks(hosts_of(8), lambda _a, _b: 0.5).examine()
+    before.write_bytes(msgspec.json.encode(file_of(Ranks(hosts_of(8)).examine(), 1.0, "cuda")))
+    with pytest.raises(UsageError, match="was measured on cuda, this on cpu"):
+        compare_with(read_expected(before), on_gpus, "cpu")
 
 
 @pytest.mark.parametrize(
