@@ -156,8 +156,8 @@ def examine(world: World) -> Generator[Command, Answers, Examination]:
     for dim, groups in groups_by_dim(*zip(*world.mesh, strict=True)).items():
         if len(groups[0]) > 1:
             found.dims[dim] = yield from _screen_dim(dim, groups)
-    # A link is tried twice: for its time and for what it loses.
-    level = LEVEL / max(1, 2 * len(suspects) + sum(map(len, slow_work.values())))
+    # A link is tried twice: for its time and for what it loses. The groups have the other half of the level.
+    level = LEVEL / 2 / max(1, 2 * len(suspects) + sum(map(len, slow_work.values())))
     for suspect in suspects:
         found.findings += yield from _confirm_link(suspect, found, level)
     for kind, ranks in slow_work.items():
@@ -401,6 +401,7 @@ def _by_host(findings: Sequence[Finding], world: World) -> list[Finding]:
 def _confirm_groups(found: Examination) -> Generator[Command, Answers, None]:
     """Groups of a mesh dim that are slow though nothing of theirs was named."""
     named = {rank for one in found.findings for rank in one.ranks}
+    level = LEVEL / 2 / max(1, len(found.dims))
     for dim, of in found.dims.items():
         kind = f"all_reduce over {dim}"
         slow = _below(dict(enumerate(of.times_s)), found.notes, kind)
@@ -409,15 +410,14 @@ def _confirm_groups(found: Examination) -> Generator[Command, Answers, None]:
         for at in slow:
             if not peers:
                 break
-            control = of.groups[peers[0]]
             mine: list[float] = []
             theirs: list[float] = []
-            for _ in range(CONFIRM_REPS):
-                for group, times in ((of.groups[at], mine), (control, theirs)):
+            for _, peer in zip(range(CONFIRM_REPS), itertools.cycle(peers), strict=False):
+                for group, times in ((of.groups[at], mine), (of.groups[peer], theirs)):
                     answers = yield _collective(dim, [group], 1, of.size_bytes)
                     times.append(_of_group(answers, group))
             suspect = _Suspect(tuple(of.groups[at]), kind)
-            for finding in _judge(suspect, theirs, mine, LEVEL / len(slow), found.world):
+            for finding in _judge(suspect, theirs, mine, level / len(slow), found.world):
                 found.findings.append(
                     Finding(
                         f"the group of ranks {_ranges(of.groups[at])}",
