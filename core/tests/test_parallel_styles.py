@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import pickle
 import re
 from collections import namedtuple
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dtbench_core.parallel as ours
-from core.tests.gloo_world import mesh_of, on_worlds
+from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
 from core.tests.local_world import AnyWorlds, LocalWorlds
 from core.tests.parallel_models import MLP, WIDTH, assert_same_parameters, seeded
 from dtbench_core import (
@@ -247,6 +248,25 @@ def _sequences(length: int) -> None:
 @pytest.mark.parametrize("length", [8, 5])
 def test_sequences(worlds: AnyWorlds, length: int) -> None:
     worlds(_sequences, length)
+
+
+@on_ranks
+def test_parallelized_modules_are_pickled() -> None:
+    mesh, x = mesh_of((4,)), _data(4, 8)
+    whole = {"input_layouts": R, "desired_input_layouts": R, "use_local_output": True}
+    plans: list[Any] = [
+        {"0": ColwiseParallel(), "2": RowwiseParallel()},
+        {"1": SequenceParallel(use_local_output=True)},
+        {
+            "0": PrepareModuleInput(**whole),
+            "2": PrepareModuleOutput(output_layouts=R, desired_output_layouts=R),
+        },
+        PairwiseParallel(),
+    ]
+    for plan in plans:
+        net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        parallelize_module(net, mesh, plan)
+        assert torch.equal(pickle.loads(pickle.dumps(net))(x), net(x)), plan
 
 
 @on_worlds

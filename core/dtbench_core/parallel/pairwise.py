@@ -60,15 +60,8 @@ class PairwiseParallel(ParallelStyle):
         wanted = one_placement(output_layouts or Replicate(), "output_layouts")
         # Read as Replicate(), it need not be moved.
         moved_to = None if layout == Replicate() else Replicate()
-        self.prepare_input = prepare_input or (
-            lambda inputs, mesh: read_input(inputs, mesh, layout, moved_to)
-        )
-
-        def give(output: DTensor, mesh: DeviceMesh) -> Any:
-            moved = placed_output(output, wanted)
-            return moved.to_local() if use_local_output else moved
-
-        self.prepare_output = prepare_output or give
+        self.prepare_input = prepare_input or partial(read_input, layout=layout, wanted=moved_to)
+        self.prepare_output = prepare_output or partial(_left, wanted=wanted, local=use_local_output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         found = list(dict.fromkeys(_mlps(module)))
@@ -86,18 +79,24 @@ class PairwiseParallel(ParallelStyle):
             self._shard(mlp, device_mesh)
         return module
 
+    def _read(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        return self.prepare_input(inputs, mesh)
+
+    def _give(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        return self.prepare_output(output, mesh)
+
     def _shard(self, mlp: nn.Module, mesh: DeviceMesh) -> None:
         linears = _pairs(mlp)
         for index, linear in enumerate(linears):
             style: LayerStyle = RowwiseParallel() if index % 2 else ColwiseParallel()
             style.src_data_rank = self.src_data_rank
             if index == 0:
-                into: Convert = lambda _, inputs, mesh: self.prepare_input(inputs, mesh)  # noqa: E731
+                into: Convert = self._read
             else:
                 into = partial(_moved, Shard(-1) if index % 2 else Replicate())
             out: Convert | None = _summed if index % 2 else None
             if index == len(linears) - 1:
-                out = lambda _, output, mesh: self.prepare_output(output, mesh)  # noqa: E731
+                out = self._give
             style.shard(linear, mesh, into, out)
 
 
@@ -172,6 +171,11 @@ def _mlps(module: nn.Module) -> Iterator[nn.Module]:
         return
     for child in module.children():
         yield from _mlps(child)
+
+
+def _left(output: DTensor, mesh: DeviceMesh, *, wanted: Placement, local: bool) -> Any:
+    moved = placed_output(output, wanted)
+    return moved.to_local() if local else moved
 
 
 def _moved(wanted: Placement, _: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:

@@ -58,27 +58,29 @@ class PrepareModuleInput(ParallelStyle):
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def prepare(mod: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            here, there = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
-            named = {
-                name: convert(one, here.get(name), there.get(name), f"input {name}")
-                for name, one in kwargs.items()
-            }
-            if self.input_layouts is None or self.desired_input_layouts is None:
-                return inputs, named
-            if len(inputs) != len(self.input_layouts):
-                raise LayoutsError(
-                    f"a {type(mod).__name__} got {len(inputs)} positional inputs for {len(self.input_layouts)} "
-                    "input_layouts, expected one each: give None for those to be left alone, and name keyword inputs "
-                    "in input_kwarg_layouts"
-                )
-            given = zip(inputs, self.input_layouts, self.desired_input_layouts, strict=True)
-            made = [convert(one, own, wanted, f"input {i}") for i, (one, own, wanted) in enumerate(given)]
-            return tuple(made), named
-
-        convert = partial(_converted, device_mesh, self.use_local_output)
-        module.register_forward_pre_hook(prepare, with_kwargs=True)
+        module.register_forward_pre_hook(partial(self._prepare, device_mesh), with_kwargs=True)
         return module
+
+    def _prepare(
+        self, mesh: DeviceMesh, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        convert = partial(_converted, mesh, self.use_local_output)
+        here, there = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
+        named = {
+            name: convert(one, here.get(name), there.get(name), f"input {name}")
+            for name, one in kwargs.items()
+        }
+        if self.input_layouts is None or self.desired_input_layouts is None:
+            return inputs, named
+        if len(inputs) != len(self.input_layouts):
+            raise LayoutsError(
+                f"a {type(module).__name__} got {len(inputs)} positional inputs for {len(self.input_layouts)} "
+                "input_layouts, expected one each: give None for those to be left alone, and name keyword inputs "
+                "in input_kwarg_layouts"
+            )
+        given = zip(inputs, self.input_layouts, self.desired_input_layouts, strict=True)
+        made = [convert(one, own, wanted, f"input {i}") for i, (one, own, wanted) in enumerate(given)]
+        return tuple(made), named
 
     def __repr__(self) -> str:
         return (

@@ -50,7 +50,7 @@ class SequenceParallel(ParallelStyle):
             device_mesh,
             partition,
             self._prepare_input,
-            lambda _, output, mesh: self._prepare_output(output),
+            self._prepare_output,
         )
 
     def _prepare_input(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
@@ -66,7 +66,7 @@ class SequenceParallel(ParallelStyle):
             return (placed(first, self.sequence_sharding), *inputs[1:])
         return (DTensor.from_local(first, mesh, self.sequence_sharding), *inputs[1:])
 
-    def _prepare_output(self, output: Any) -> Any:
+    def _prepare_output(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         if not self.use_local_output or not isinstance(output, DTensor):
             return output
         return placed(output, self.sequence_sharding).to_local()

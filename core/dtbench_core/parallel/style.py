@@ -17,6 +17,7 @@ from __future__ import annotations
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -106,8 +107,8 @@ class LayerStyle(ParallelStyle):
         return self.shard(
             module,
             device_mesh,
-            lambda mod, inputs, mesh: self._prepare_input(mod, inputs, mesh, wanted),
-            lambda mod, outputs, mesh: _leaving(outputs, self.output_layouts, self.use_local_output),
+            partial(self._prepare_input, wanted=wanted),
+            self._prepare_output,
         )
 
     def _sharding_of(self, module: nn.Module) -> _Sharding:
@@ -138,6 +139,9 @@ class LayerStyle(ParallelStyle):
             # A bound method, so that a deep copy of the module runs on the copy's weight.
             module.forward = types.MethodType(look_up_rows, module)  # type: ignore[method-assign]
         return distribute_module(module, mesh, partition, input_fn, output_fn)
+
+    def _prepare_output(self, module: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
+        return _leaving(output, self.output_layouts, self.use_local_output)
 
     def _prepare_input(
         self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh, wanted: Placement

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,10 +149,25 @@ def distribute_module(
             partition_fn(name, part, mesh)
         _replicate_plain(part, mesh)
     if convert_input is not None:
-        module.register_forward_pre_hook(lambda mod, inputs: convert_input(mod, inputs, mesh))
+        module.register_forward_pre_hook(partial(_read, convert_input, mesh))
     if convert_output is not None:
-        module.register_forward_hook(lambda mod, inputs, outputs: convert_output(mod, outputs, mesh))
+        module.register_forward_hook(partial(_give, convert_output, mesh))
     return module
+
+
+# Hooks, and what they call, are functions of a module for a parallelized module to be pickled.
+
+
+def _read(convert: Callable[..., Any], mesh: DeviceMesh, module: nn.Module, inputs: Any) -> Any:
+    return convert(module, inputs, mesh)
+
+
+def _give(convert: Callable[..., Any], mesh: DeviceMesh, module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return convert(module, outputs, mesh)
+
+
+def _without_module(function: Callable[..., Any], module: nn.Module, values: Any, mesh: DeviceMesh) -> Any:
+    return function(values, mesh)
 
 
 def _of_three(name: str, function: Callable[..., Any] | None) -> Callable[..., Any] | None:
@@ -165,7 +181,7 @@ def _of_three(name: str, function: Callable[..., Any] | None) -> Callable[..., A
     for count in (3, 2):
         with contextlib.suppress(TypeError):
             signature.bind(*range(count))
-            return function if count == 3 else lambda module, values, mesh: function(values, mesh)
+            return function if count == 3 else partial(_without_module, function)
     raise ArgumentError(
         f"distribute_module got {name}{signature}, expected a function of (module, {name[:-3]}s, mesh) or "
         f"({name[:-3]}s, mesh)"
