@@ -30,6 +30,7 @@ from dtbench_core.torch_compat import (
     ALL_TO_ALL_METHOD,
     REDUCE_SCATTER_METHOD,
     dispatch_modes_active,
+    is_fake,
 )
 
 _REDUCE_OP = {
@@ -90,7 +91,7 @@ def all_gather(
     async_op: bool = False,
 ) -> Work | None:
     """Concatenates the ranks' inputs on dim 0 into every rank's output."""
-    if _functional():
+    if _functional(input):
         output.copy_(gathered(input, output.shape, group))
         return None
     return _all_gather(output, input, group, async_op)
@@ -109,7 +110,7 @@ def _all_gather(
 
 def gathered(input: torch.Tensor, shape: Sequence[int], group: ProcessGroup) -> torch.Tensor:
     """What `all_gather` leaves in a tensor of this shape."""
-    if _functional():
+    if _functional(input):
         made = _call(_ops.all_gather_into_tensor, input, group.size(), group.group_name).view(shape)
         _record("all_gather", made)
         return made
@@ -126,7 +127,7 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Work | None:
     """Reduces the ranks' inputs and leaves part r of dim 0 with rank r. None when it is complete."""
-    if _functional():
+    if _functional(input):
         output.copy_(reduce_scattered(input, output.shape, group, op))
         return None
     return _reduce_scatter(output, input, group, op, async_op)
@@ -155,7 +156,7 @@ def reduce_scattered(
     input: torch.Tensor, shape: Sequence[int], group: ProcessGroup, op: str = "sum"
 ) -> torch.Tensor:
     """What `reduce_scatter` leaves in a tensor of this shape."""
-    if _functional():
+    if _functional(input):
         _record("reduce_scatter", input)
         return _reduce(_ops.reduce_scatter_tensor, input, op, group, group.size()).view(shape)
     output = input.new_empty(shape)
@@ -167,7 +168,7 @@ def all_reduce(
     tensor: torch.Tensor, group: ProcessGroup, op: str = "sum", async_op: bool = False
 ) -> Work | None:
     """Reduces `tensor` over the ranks, in place. None when it is complete."""
-    if _functional():
+    if _functional(tensor):
         tensor.copy_(reduced(tensor, group, op))
         return None
     return _all_reduce(tensor, group, op, async_op)
@@ -191,7 +192,7 @@ def _all_reduce(tensor: torch.Tensor, group: ProcessGroup, op: str, async_op: bo
 
 def reduced(input: torch.Tensor, group: ProcessGroup, op: str = "sum") -> torch.Tensor:
     """What `all_reduce` leaves in a contiguous copy of `input`."""
-    if _functional():
+    if _functional(input):
         _record("all_reduce", input)
         return _reduce(_ops.all_reduce, input.contiguous(), op, group)
     output = input.clone(memory_format=torch.contiguous_format)
@@ -208,7 +209,7 @@ def all_to_all(
     async_op: bool = False,
 ) -> Work | None:
     """Sends part r of dim 0 to rank r; equal parts unless the splits (rows per rank) are given."""
-    if _functional():
+    if _functional(input):
         output.copy_(exchanged(input, output.shape, group, output_splits, input_splits))
         return None
     if current().counters:
@@ -232,7 +233,7 @@ def exchanged(
     input_splits: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """What `all_to_all` leaves in a tensor of this shape."""
-    if _functional():
+    if _functional(input):
         _record("all_to_all", input)
         n = group.size()
         given = ((output_splits, shape[0]), (input_splits, input.size(0)))
@@ -274,7 +275,7 @@ def _send_and_receive(
 def broadcast(tensor: torch.Tensor, group: ProcessGroup, src: int = 0, async_op: bool = False) -> Work | None:
     """Copies the tensor of group rank `src` to the others, in place."""
     _record("broadcast", tensor)
-    if _functional():
+    if _functional(tensor):
         tensor.copy_(_call(_ops.broadcast, tensor, src, group.group_name))
         return None
     options = torch_compat.BroadcastOptions()
@@ -312,11 +313,12 @@ def all_gather_objects(value: Any, group: ProcessGroup | None = None) -> list[An
 _ops = torch.ops._c10d_functional
 
 
-def _functional() -> bool:
+def _functional(input: torch.Tensor) -> bool:
     """Whether a mode looks on: a tracer, whose graph must hold the wait, or a tool that knows collectives by name. A
-    method of the process group would leave a graph with the collective and without its wait. Simulated ranks take
-    the methods (`simulate`)."""
-    return dispatch_modes_active() != 0 and process.mode is None
+    method of the process group would leave a graph with the collective and without its wait; nor does it take the
+    tensors of a tracer that has stepped aside. Simulated ranks take the methods (`simulate`)."""
+    traced = dispatch_modes_active() != 0 or (input.__class__ is not torch.Tensor and is_fake(input))
+    return traced and process.mode is None
 
 
 def _call(op: Callable[..., torch.Tensor], input: torch.Tensor, *args: Any) -> torch.Tensor:

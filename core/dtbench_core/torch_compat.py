@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 from torch._library import fake_class_registry
-from torch._subclasses import functional_tensor
+from torch._subclasses import fake_tensor, functional_tensor
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental import proxy_tensor
@@ -193,6 +193,11 @@ def version_of(tensor: torch.Tensor) -> int | None:
 def is_fake_mode_active() -> bool:
     """Whether tensors have no values now: torch.compile and torch.export trace."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` has no values, with its mode active or, as while Dynamo replays a view, stepped aside."""
+    return isinstance(tensor, fake_tensor.FakeTensor)
 
 
 # ---- tracing with make_fx: which fx node a tensor stands for ----

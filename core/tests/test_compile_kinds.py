@@ -169,6 +169,7 @@ def _in_pieces(backend: str) -> Pairs:
     scaled = compiled(lambda t, n: t * n + n, fullgraph=True)
     found = [
         (compiled(pieces)(placed), pieces(x)),
+        (compiled(torch.sin, fullgraph=True)(placed[3:6]), x[3:6].sin()),  # rows that had to be gathered
         (compiled(lambda t: mapped(t), fullgraph=True)(placed), x.exp() * 2),
         *((scaled(placed, n), x * n + n) for n in (1, 2, 3, 0.5, 0.25)),
     ]
