@@ -230,3 +230,18 @@ def _in_place_on_terms(reduce_op: str) -> bool:
 @pytest.mark.parametrize("reduce_op", ["sum", "avg"])
 def test_a_pending_tensor_is_written_as_a_number(ranks: Worlds, reduce_op: str) -> None:
     assert all(ranks(_in_place_on_terms, reduce_op))
+
+
+def _dtypes_that_kernels_refuse(case: str) -> None:
+    """Two rows on four ranks: a rank without any runs no kernel, and a meta kernel takes these."""
+    x = distribute_tensor(torch.ones(2, 5), mesh_of((4,)), [Shard(0)], src_data_rank=None)
+    whole = [Replicate()]
+    if case == "product":
+        x @ distribute_tensor(torch.ones(5, 5).double(), mesh_of((4,)), whole, src_data_rank=None)
+    else:
+        x.index_select(1, distribute_tensor(torch.zeros(1), mesh_of((4,)), whole, src_data_rank=None))
+
+
+@pytest.mark.parametrize("case", ["product", "index"])
+def test_every_rank_refuses_a_dtype(ranks: Worlds, case: str) -> None:
+    ranks.refuse(_dtypes_that_kernels_refuse, case, told="dtype", error=RuntimeError)

@@ -122,6 +122,7 @@ def _plan_for(
     # A random op runs even so: its rank would fall out of step.
     empty = all(s is None or 0 in s.local_shape for s in specs) and not info.random
     if out is not None and info.functional and empty:
+        rank_check.refuse_as_others(call, strategy, inputs, outputs)
         local_op = _empty_results(
             local_op or info.op, specs, several=structure == "list", device=mesh.device_type
         )

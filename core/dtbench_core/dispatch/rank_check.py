@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dtbench_core.layout.placement import Placements, Shard, local_extents, splits_evenly
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, memory_order
 from dtbench_core.rules.base import OpCall, Strategy
-from dtbench_core.torch_compat import kernel_of
+from dtbench_core.runtime import process
+from dtbench_core.torch_compat import dispatch_modes_active, kernel_of
 
 # What torch's kernels and meta kernels raise for shapes that they cannot run on (its checks raise the first three;
 # Python ones divide by lengths). Anything else is a fault of a rule's, and every rank raises it alike.
@@ -87,21 +88,62 @@ def _runs(
         return True  # the kernel does not run there (make_plan.py)
     if strategy.localize is not None:
         return True  # made for its rank: the rule answers for it
-    leaves, tree = tree_flatten((list(call.args), call.kwargs), is_leaf=lambda x: isinstance(x, DTensorSpec))
-    shapes = iter(held)
-    local = [
-        _meta(leaf, next(shapes)) if isinstance(leaf, DTensorSpec) else _on_meta(leaf) for leaf in leaves
-    ]
-    args, kwargs = tree_unflatten(local, tree)
-    for position in strategy.local_shape_args:
-        args[position] = list(expected[0])
     try:
-        result = (strategy.local_op or kernel_of(call.op))(*args, **kwargs)
+        result = _run(
+            call, strategy, [_meta(s, shape) for s, shape in zip(call.inputs, held, strict=True)], expected
+        )
     except REFUSALS:
         return False
     results = result if isinstance(result, (list, tuple)) else [result]
     tensors = [r for r in results if isinstance(r, torch.Tensor)]
     return [tuple(t.shape) for t in tensors] == list(expected)
+
+
+def _run(
+    call: OpCall, strategy: Strategy, tensors: Sequence[torch.Tensor], expected: Sequence[tuple[int, ...]]
+) -> Any:
+    """The local op on these in the place of the inputs. expected: shapes of its results."""
+    leaves, tree = tree_flatten((list(call.args), call.kwargs), is_leaf=lambda x: isinstance(x, DTensorSpec))
+    given = iter(tensors)
+    on_meta = any(t.is_meta for t in tensors)
+    local = [
+        next(given) if isinstance(leaf, DTensorSpec) else _on_meta(leaf) if on_meta else leaf
+        for leaf in leaves
+    ]
+    args, kwargs = tree_unflatten(local, tree)
+    for position in strategy.local_shape_args:
+        args[position] = list(expected[0])
+    return (strategy.local_op or kernel_of(call.op))(*args, **kwargs)
+
+
+def refuse_as_others(
+    call: OpCall, strategy: Strategy, inputs: Sequence[Placements], outputs: Sequence[Placements]
+) -> None:
+    """Raises what the kernel raises on the first rank of the mesh, if that comes of dtypes: asked where this rank's
+    results are empty, so that its own kernel does not run. Meta kernels do not refuse dtypes as others do."""
+    if strategy.localize is not None or dispatch_modes_active() or process.mode is not None:
+        return
+    info = call.inputs[0].info
+    placed, made = _placed(call, inputs, outputs)
+    held, expected = (
+        [tuple(local_extents(shape, p, info.sizes, (0,) * info.ndim)[0]) for shape, p in some]
+        for some in (placed, made)
+    )
+    draws = torch.Generator(info.device_type).manual_seed(0)  # whose numbers nobody else draws
+    for whole in (0, 1):  # an integer may be an index of a dim of length 1, or a divisor
+        tensors = [
+            torch.rand(shape, generator=draws, device=info.device_type).to(spec.dtype)
+            if spec.dtype.is_floating_point or spec.dtype.is_complex
+            else torch.full(shape, whole, dtype=spec.dtype, device=info.device_type)
+            for spec, shape in zip(call.inputs, held, strict=True)
+        ]
+        try:
+            _run(call, strategy, tensors, expected)
+        except REFUSALS:  # NotImplementedError among them
+            if whole:
+                raise
+        else:
+            return
 
 
 def _meta(spec: DTensorSpec, shape: tuple[int, ...]) -> torch.Tensor:
