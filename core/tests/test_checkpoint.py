@@ -89,6 +89,15 @@ def test_parameters_stay_parameters() -> None:
 
 
 @on_ranks
+def test_data_counts_its_writes_apart() -> None:
+    x = _tensor(LAYOUTS[0]).float().requires_grad_()
+    y = x.exp()
+    y.data.add_(1)  # which plain tensors do not tell the backward of exp
+    y.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad.full_tensor(), y.full_tensor())
+
+
+@on_ranks
 def test_only_leaves_are_copied_as_in_torch() -> None:
     result = _tensor(LAYOUTS[0]).requires_grad_() * 2
     with pytest.raises(RuntimeError, match="graph leaves"):

@@ -119,7 +119,10 @@ class DTensor(Wrapper):
     @property
     def data(self) -> DTensor:
         """The same values outside autograd, sharing memory. May be assigned another DTensor."""
-        return self.detach()  # type: ignore[return-value]
+        if is_copied(self):  # knows by the count of writes whether its values are those of its base
+            return self.detach()  # type: ignore[return-value]
+        with DisableTorchFunction():  # counts its writes apart from this tensor's, as torch's
+            return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
