@@ -183,7 +183,7 @@ def _expect_server(address: str, port: int) -> None:
     except (ConnectionRefusedError, ConnectionResetError) as error:
         raise RuntimeError(f"nobody serves the store at {address}:{port}: {error}") from error
     except OSError as error:
-        raise UnreachableError(f"{address}:{port}: {str(error).lower()}") from error
+        raise UnreachableError(f"{address}:{port}: {(error.strerror or str(error)).lower()}") from error
 
 
 class StoreRanks:

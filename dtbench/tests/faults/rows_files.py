@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
+from dtbench.tests import made_up
 from dtbench.tests.faults.table import Fault
 
 RESULTS = Path(__file__).parents[3] / "results"
@@ -31,6 +35,27 @@ def folder() -> None:
     Path("folder").mkdir()
 
 
+def topology_with(key: str, value: str) -> None:
+    whole = json.loads(TOPOLOGY.read_text())
+    Path("t.json").write_text(json.dumps(whole | {key: "VALUE"}).replace('"VALUE"', value))
+
+
+def model_with(key: str, value: str) -> None:
+    sizes = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "intermediate_size": 14336,
+    }
+    text = json.dumps(sizes | {"vocab_size": 128256} | {key: "VALUE"})
+    Path("m.json").write_text(text.replace('"VALUE"', value))
+
+
+def run_file(**changes: object) -> None:
+    results = [json.dumps(result.to_json()) for result in islice(made_up.collectives(samples=5), 12)]
+    Path("x.jsonl").write_text("\n".join([json.dumps(made_up.header(**changes)), *results]) + "\n")
+
+
 ROWS = [
     *(
         Fault(f"{name} of {what}", words.format(given, given), says=r"is not a regular file", given=before)
@@ -55,6 +80,52 @@ ROWS = [
             ("a suite", "run LONG.py", "no suite file at"),
             ("a run file", "run SUITE -o LONG", "File name too long; give another -o"),
             ("an interpreter", "gate --base env: --head python:LONG dispatch", "no program lies there"),
+        )
+    ),
+    *(
+        Fault(
+            f"a topology whose {key} is {value}",
+            "predict --topology t.json --mesh dp=2 --model llama-8b",
+            says=r"t\.json",
+            given=partial(topology_with, key, value),
+        )
+        for key, value in (
+            ("base_latency_us", "-1"),
+            ("base_latency_us", "1e400"),
+            ("mesh", "0"),
+            ("schema", "99"),
+            ("dims", "null"),
+        )
+    ),
+    *(
+        Fault(
+            f"a model whose {key} is {value}",
+            f"predict --topology {TOPOLOGY} --mesh dp=2 --model m.json",
+            says=r"m\.json",
+            given=partial(model_with, key, value),
+        )
+        for key in ("hidden_size", "num_hidden_layers")
+        for value in ("0", "-1", "1e400", '"x"')
+    ),
+    Fault(
+        "resume a run of another plan",
+        "run SUITE --nproc 2 --resume -o x.jsonl",
+        given=run_file,
+        says="x.jsonl",
+    ),
+    Fault(
+        "resume a run of a newer schema",
+        "run SUITE --nproc 2 --resume -o x.jsonl",
+        given=partial(run_file, schema=99),
+        says="newer|schema",
+    ),
+    *(
+        Fault(f"{words.split()[0]} into a place that cannot be written", words, given=run_file, says="/proc/")
+        for words in (
+            "report x.jsonl -o /proc/out.html",
+            "calibrate x.jsonl -o /proc/out.json",
+            "run SUITE -o /proc/out.jsonl",
+            "gate --base env: --head env: dispatch -o /proc/gate",
         )
     ),
 ]

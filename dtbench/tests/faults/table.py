@@ -22,6 +22,7 @@ from typing import Any
 from dtbench.bench.progress import summary_of
 from dtbench.files.run import read_run
 from dtbench.tests.programs import FRESH, LIMIT_S, Forked, environment, start
+from dtbench.world.lab import network
 
 SUITE = Path(__file__).parents[1] / "faults_suite.py"
 # Names in a row's command line that stand for something long.
@@ -171,6 +172,8 @@ def check(fault: Fault, done: Done, before: Mapping[str, bytes | None], folder: 
         after_all = start(*split(fault.then))
         assert after_all.returncode == 0, f"{fault.then}: {after_all.stderr}"
     wait_until_none_runs_in(folder)
+    if "lab" in fault.needs:
+        assert all(network._is_used(name) for name in network.names()), "a lab is left"
     assert not list((folder / "tmp").iterdir()), f"temporary files are left\n{shown}"
 
 

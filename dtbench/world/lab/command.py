@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import click
 
 from dtbench.errors import UsageError
@@ -32,6 +30,8 @@ def lab_command() -> None:
 def up(hosts: int, rate: str, name: str) -> None:
     """Makes the hosts and their links."""
     made = network.Lab(name, hosts, network.parse_rate(rate))
+    if network.is_temporary(name):
+        raise UsageError(f"--name {name}: t and a number name labs that end with a `lab run`; give another")
     network.require_abilities()
     network.up(made)
     click.echo(describe(made))
@@ -58,7 +58,7 @@ def run(ranks_per_host: int, name: str, hosts: int | None, rate: str | None, com
     if hosts is None or rate is None:
         network.require_abilities()
         return run_on_hosts(network.find(name), ranks_per_host, command)
-    own = network.Lab(f"t{os.getpid()}", hosts, network.parse_rate(rate))
+    own = network.Lab(network.temporary_name(), hosts, network.parse_rate(rate))
     network.require_abilities()
     with network.temporary(own):
         return run_on_hosts(own, ranks_per_host, command)

@@ -235,17 +235,34 @@ def drop(lab: Lab, host: int, share: float) -> None:
 
 @contextmanager
 def temporary(lab: Lab) -> Iterator[None]:
-    """Within the block there is this lab; signals that would end us first wait for its end.
+    """Within the block there is this lab; signals that would end us first wait for its end. Those that killed
+    programs left are removed.
 
     Raises:
         UsageError: as `up`.
     """
     with signals_held():
+        for name in names():
+            if not _is_used(name):
+                remove(namespaces_of(name))
         up(lab)
         try:
             yield
         finally:
             remove([lab.switch, *lab.namespaces])
+
+
+def temporary_name() -> str:
+    """Of a lab that is this program's own and ends with it."""
+    return f"t{os.getpid()}"
+
+
+def is_temporary(name: str) -> bool:
+    return re.fullmatch(r"t[0-9]+", name) is not None
+
+
+def _is_used(name: str) -> bool:
+    return not is_temporary(name) or os.path.exists(f"/proc/{name[1:]}")  # noqa: PTH110
 
 
 def down(name: str) -> bool:

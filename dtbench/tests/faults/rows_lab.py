@@ -1,0 +1,138 @@
+"""Rows of `dtbench lab`: links that are cut or lose packets, clocks that differ, launchers that are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from dtbench.tests.faults.table import Fault, Running
+
+LAB = "lab run --hosts 2 --rate 400mbit --"
+RUN = "dtbench run SUITE --quick --timeout 10 -o x.jsonl --filter"
+PYTHON = f"{sys.executable} -P -m dtbench"
+CLOCKS = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"
+DROP = "add rule inet t c numgen random mod 10 < 1 drop"
+
+
+def inside(running: Running, host: int, *command: str) -> None:
+    """Runs a command in the network of a host, once it is there."""
+    namespace = f"dtlab-t{running.pid}-{host}"
+    running.wait_for(lambda: Path("/run/netns", namespace).exists())
+    subprocess.run(["ip", "netns", "exec", namespace, *command], check=True)
+
+
+def cut(running: Running) -> None:
+    running.wait_for_results(2)
+    inside(running, 1, "ip", "link", "set", "eth0", "down")
+
+
+def cut_and_restore(running: Running) -> None:
+    running.wait_for_results(1)
+    inside(running, 1, "sh", "-c", "ip link set eth0 down; sleep 1; ip link set eth0 up")
+    running.wait_for_results(6)
+
+
+def lose_packets(running: Running) -> None:
+    inside(
+        running,
+        1,
+        "nft",
+        "add table inet t; add chain inet t c { type filter hook output priority 0; }; " + DROP,
+    )
+
+
+def at_two_results(number: int) -> Callable[[Running], None]:
+    def during(running: Running) -> None:
+        running.wait_for_results(2)
+        os.kill(running.pid, number)
+
+    return during
+
+
+def with_another_clock() -> None:
+    Path("rank.sh").write_text(
+        f"case $(hostname) in *-1) export LD_PRELOAD={CLOCKS} FAKETIME=+60s FAKETIME_DONT_FAKE_MONOTONIC=1;; esac\n"
+        f'exec {PYTHON} "$@"\n'
+    )
+
+
+ROWS = [
+    Fault(
+        "lab: the link of a host is cut",
+        f"{LAB} {RUN} long",
+        5,
+        (
+            r"rank 1 on t\d+-1 died or did not answer during long wait",
+            r"rank 1 on t\d+-1 no longer reaches the store of the ranks \(.*\): the network between them is cut",
+        ),
+        how="fresh",
+        during=cut,
+        makes=("x.jsonl",),
+        needs=("lab",),
+        slow=True,
+    ),
+    Fault(
+        "lab: the link of a host is cut for a second",
+        f"{LAB} {RUN} good",
+        0,
+        how="fresh",
+        during=cut_and_restore,
+        makes=("x.jsonl",),
+        results="6 ok",
+        needs=("lab",),
+        slow=True,
+    ),
+    Fault(
+        "lab: a host loses 10 % of its packets",
+        f"{LAB} {RUN} 'good n=1'",
+        0,
+        how="fresh",
+        during=lose_packets,
+        makes=("x.jsonl",),
+        results="2 ok",
+        needs=("lab", "nft"),
+        slow=True,
+    ),
+    Fault(
+        "lab: a host's clock is a minute ahead",
+        f"{LAB} sh rank.sh {RUN.removeprefix('dtbench ')} good",
+        0,
+        given=with_another_clock,
+        how="fresh",
+        makes=("x.jsonl",),
+        results="6 ok",
+        needs=("lab", "faketime"),
+        slow=True,
+    ),
+    Fault(
+        "lab: Ctrl-C",
+        f"{LAB} {RUN} long",
+        130,
+        "interrupted: .* go on with --resume",
+        how="fresh",
+        during=at_two_results(signal.SIGINT),
+        makes=("x.jsonl",),
+        needs=("lab",),
+        slow=True,
+    ),
+    Fault(
+        "lab: `lab run` is killed",
+        f"{LAB} {RUN} long",
+        -signal.SIGKILL,
+        how="fresh",
+        during=at_two_results(signal.SIGKILL),
+        makes=("x.jsonl",),
+        then="lab run --hosts 2 --rate 400mbit -- true",
+        needs=("lab",),
+        slow=True,
+    ),
+    Fault(
+        "lab up with the name of a temporary one",
+        "lab up --rate 400mbit --name t1",
+        says="t and a number name labs that end with a `lab run`; give another",
+    ),
+]
