@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,8 +29,14 @@ def refuse_taken(path: Path, remedy: str = "", *, resumable: bool = False) -> No
         raise OutputError(f"{path} exists already{kind}: give another -o{remedy and f', or {remedy}'}")
     if not path.parent.is_dir():
         raise OutputError(f"cannot make {path}: there is no folder {path.parent}; make it or give another -o")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise OutputError(f"cannot make {path}: {path.parent} may not be written; give another -o")
+    try:  # permissions do not tell of file systems in which nobody makes files
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        why = os.strerror(error.errno or 0).lower()
+        raise OutputError(
+            f"cannot make {path}: {path.parent} may not be written ({why}); give another -o"
+        ) from error
 
 
 def _is_taken(path: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 import types
@@ -168,7 +169,10 @@ def test_a_suite_that_fails_to_load_is_refused(dtbench: Cli) -> None:
 
 
 def test_a_folder_that_may_not_be_written_is_refused(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.access", lambda *_: False)  # the tests may run as root, who may write anywhere
+    def refuse(**_: object) -> None:  # the tests may run as root, who may write anywhere
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     code, _, err = dtbench("run", SUITE, "-o", "x.jsonl")
     assert code == EXIT_USAGE and "may not be written" in err and err.count("\n") == 1
 
