@@ -41,8 +41,8 @@ NOTE = "DTBENCH_NOTE"  # path of the note; set by our own launcher only
 # What the survivors of a fault get to write the last line in before they are killed. They need the
 # answers of all ranks (2 s) and a few seconds for a slow disk.
 _SHUTDOWN_S = 15
-# The exit codes of a rank that ends by its own will; it has said why.
-_SAID_WHY = (EXIT_USAGE, EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OWN_FAULT)
+# The exit codes of a rank that ends by its own will, having said why.
+_SAID_WHY = (EXIT_USAGE, EXIT_CASE_FAILED, EXIT_OWN_FAULT)
 
 
 def launch_number(environ: Mapping[str, str] = os.environ) -> int:
@@ -135,7 +135,9 @@ def start_ranks(
     if note.reported and note.code is not None:
         return note
     diagnosis = INTERRUPTED
-    if failures:  # the first to end; those that the launcher ended for it come after it
+    if (
+        failures and failures[0][1] != EXIT_INTERRUPTED
+    ):  # the first to end; those that the launcher ended for it come after it
         rank, code = failures[0]
         oom = code == -signal.SIGKILL and oom_kills() > killed_before
         sentence, faulty = explain(f"rank {rank}", words, oom, how_ended(code))
