@@ -10,11 +10,12 @@ from dtbench.fields import Amount, Count, Whole
 
 
 class LinkRow(Struct, frozen=True, kw_only=True):
-    """A pair of ranks. rate: bytes per second each way, both ways at once."""
+    """A pair of ranks. rate: bytes per second each way, both ways at once. lost: of the TCP segments meanwhile."""
 
     kind: str
     ranks: tuple[Count, Count]
     rate: Amount
+    lost: Amount = 0.0
 
 
 class DimRow(Struct, frozen=True, kw_only=True):

@@ -163,7 +163,7 @@ def file_of(found: Examination, seconds: float, device: str) -> PreflightFile:
         hosts=found.world.hosts,
         mesh=found.world.mesh,
         links=tuple(
-            LinkRow(kind=kind, ranks=pair, rate=of.rate(pair))
+            LinkRow(kind=kind, ranks=pair, rate=of.rate(pair), lost=of.lost(pair))
             for kind, of in found.pairs.items()
             for pair in sorted(of.exchanges)
         ),

@@ -13,6 +13,7 @@ import msgspec
 from dtbench.errors import UsageError, plain
 from dtbench.files.atomic import write_atomically
 from dtbench.files.preflight import FindingRow, PreflightFile
+from dtbench.preflight.rounds import BETWEEN
 from dtbench.terminal import new_console, print_columns, print_json, print_line
 from dtbench.units import bandwidth_unit, format_bandwidth, format_seconds, format_size, plural
 
@@ -68,6 +69,9 @@ def _rows(file: PreflightFile) -> Iterator[tuple[str, str, str, str, str]]:
         unit = bandwidth_unit(rates)
         cells = (f"{unit.format(v)} {unit.name}" for v in (min(rates), median(rates), max(rates)))
         yield f"links {kind}, each way", *cells, plural(len(rates), "pair")  # type: ignore[misc]
+    if lost := [link.lost for link in file.links if link.kind == BETWEEN]:
+        shares = (f"{of(lost):.2%}" for of in (max, median, min))
+        yield "TCP segments sent again", *shares, plural(len(lost), "pair")  # type: ignore[misc]
     for dim in file.dims:
         of = f"{plural(len(dim.groups), 'group')} at once; one alone {format_seconds(dim.alone_s)}"
         times = (max(dim.times_s), median(dim.times_s), min(dim.times_s))

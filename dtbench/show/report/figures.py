@@ -27,6 +27,7 @@ MAX_PANELS, MAX_ROWS = 24, 30
 WIDE_PX, HALF_PX = 880.0, 360.0
 CURVES_PX = HALF_PX, 240.0
 ROW_PX = 18.0
+TICK_PX = 24.0  # that the number of a place takes, with the gap beside it
 SHADE_OPACITY, BAND_OPACITY, ROW_OPACITY = 0.09, 0.18, 0.16  # lines and marks stay legible on them
 # Ink stays legible on the deepest cell, in light and in dark: the tests compute it.
 CELL_OPACITY = (0.04, 0.45)
@@ -487,7 +488,7 @@ def maps(name: str, panels: Sequence[Map], axes_names: tuple[str, str], caption:
 def _paint_map(one: Map, axes_names: tuple[str, str], cell: float, right: float, canvas: Canvas) -> None:
     """cell: its width in pixels."""
     known = [value for row in one.cells for _, value in row if value is not None]
-    high = max(known, default=1.0)
+    high, columns = max(known, default=1.0), max(map(len, one.cells))
     axes = _axes_in(canvas, left=44, right=right, top=6, bottom=38)
     for i, row in enumerate(one.cells):
         for j, (label, value) in enumerate(row):
@@ -501,8 +502,12 @@ def _paint_map(one: Map, axes_names: tuple[str, str], cell: float, right: float,
                 text = "–" if value is None else one.words(value)
                 axes.text(j, i - 0.2, printable(label), ha="center", va="center", fontsize=FONT_PX - 1)
                 axes.text(j, i + 0.2, text, ha="center", va="center", fontsize=FONT_PX, fontweight="bold")
-    axes.set(xlim=(-0.5, max(map(len, one.cells)) - 0.5), ylim=(len(one.cells) - 0.5, -0.5))
-    axes.set(xticks=(), yticks=())
+    axes.set(xlim=(-0.5, columns - 0.5), ylim=(len(one.cells) - 0.5, -0.5))
+    for axis, count in ((axes.xaxis, columns), (axes.yaxis, len(one.cells))):
+        # Where cells hold no words their places are numbered, as many as there is room for.
+        axis.set_ticks([] if cell >= 52 else range(0, count, math.ceil(count * TICK_PX / (cell * columns))))
+    axes.tick_params(length=0)
+    axes.grid(visible=False)
     axes.set_xlabel(printable(cut(f"{axes_names[1]} →", 30)))
     axes.set_ylabel(printable(cut(f"← {axes_names[0]}", 16)))
 

@@ -63,6 +63,9 @@ class Verdict:
 def verdict(of: Material) -> Verdict:
     changes = of.changes
     if changes is None:
+        if not of.sources.runs:
+            said = "No cases of a run are part of this report, so none is called slower or faster."
+            return Verdict("none", "–", "Nothing to compare", said)
         count = sum(len(run.results) for run in of.sources.runs)
         measured = f"{count} results were measured. " if count else ""
         sentence = (

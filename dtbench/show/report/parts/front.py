@@ -47,7 +47,7 @@ def started(sources: Sources) -> str:
 def summary(of: Material) -> str:
     runs = of.sources.runs
     if not runs:
-        return "No run is part of this report, so it shows results without their measurements."
+        return "No run is part of this report."
     header = runs[0].header
     cases = [case for members in of.suites.values() for case in members]
     both = sum({"core", "torch"} <= set(case.impls) for case in cases)

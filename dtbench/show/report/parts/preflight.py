@@ -82,7 +82,7 @@ def _findings(one: PreflightFile) -> t.Table:
         [
             t.text("What", [f.what for f in one.findings]),
             t.text("In", [f.kind for f in one.findings]),
-            t.percents("Of its peers’ speed", [f.share for f in one.findings]),
+            t.percents("Of peers’ speed", [f.share for f in one.findings]),
             t.percents("Packets sent again", [f.lost for f in one.findings]),
             t.Column("By chance, at most", [f"{f.p:.1g}" for f in one.findings], True),
         ],
@@ -117,6 +117,7 @@ def _rates(one: PreflightFile) -> t.Table:
             t.text("Hosts", [" – ".join(one.hosts[rank] for rank in link.ranks) for link in one.links]),
             t.text("Kind", [link.kind for link in one.links]),
             *t.bandwidths([("Each way", [link.rate for link in one.links])]),
+            t.percents("Packets sent again", [link.lost for link in one.links], 2),
         ],
         folded=True,
         most=2000,
