@@ -482,3 +482,18 @@ def test_parameters_are_no_flat_ones() -> None:
     x = distribute_tensor(torch.ones(4), mesh_of((4,)), [Shard(0)], src_data_rank=None)
     with pytest.raises(ArgumentTypeError, match="FullyShardedDataParallel got the parameter"):
         isinstance(x, FlatParameter)
+
+
+@pytest.mark.parametrize(("value", "classes"), [(-1, -1), (-1, 5), (7, 5), (7, 0), (1, 5), (1, -1)])
+@on_ranks
+def test_one_hot_refuses_what_plain_tensors_refuse_on_every_rank(value: int, classes: int) -> None:
+    """The value that is refused stands in one rank's shard only."""
+    labels = torch.tensor([0, 2, 1, 3, 0, 0, 1, value])
+    x = distribute_tensor(labels, mesh_of((4,)), [Shard(0)], src_data_rank=None)
+    try:
+        want = torch.nn.functional.one_hot(labels, classes)
+    except RuntimeError:
+        with pytest.raises(RuntimeError, match=r"[Cc]lass"):
+            torch.nn.functional.one_hot(x, classes)
+    else:
+        assert torch.equal(torch.nn.functional.one_hot(x, classes).full_tensor(), want)

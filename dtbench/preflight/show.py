@@ -15,7 +15,7 @@ from dtbench.files.atomic import write_atomically
 from dtbench.files.preflight import FindingRow, PreflightFile
 from dtbench.preflight.rounds import BETWEEN
 from dtbench.terminal import new_console, print_columns, print_json, print_line
-from dtbench.units import bandwidth_unit, format_bandwidth, format_seconds, format_size, plural
+from dtbench.units import bandwidth_unit, format_seconds, format_size, plural
 
 ENDINGS = (".html", ".json", ".xml")
 
@@ -118,8 +118,3 @@ def junit(file: PreflightFile) -> str:
     root = ET.Element("testsuites")
     root.append(suite)
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
-
-
-def link_text(rate: float) -> str:
-    """Of a cell of the map."""
-    return format_bandwidth(rate)

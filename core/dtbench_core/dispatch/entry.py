@@ -35,6 +35,7 @@ from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.rules import cross_entropy, linear
 from dtbench_core.rules.compare import equal
 from dtbench_core.rules.foreach import foreach_norm
+from dtbench_core.rules.loss import one_hot
 from dtbench_core.rules.view import tensor_split
 from dtbench_core.runtime import current, process, remember
 from dtbench_core.torch_compat import (
@@ -60,12 +61,6 @@ def _is_complex(input: Any) -> bool:
     return complex_
 
 
-def _one_hot(*args: Any, **kwargs: Any) -> Any:
-    """Contiguous, as of plain tensors; a subclass torch answers by a comparison, which keeps its order in memory."""
-    with DisableTorchFunction():
-        return torch.nn.functional.one_hot(*args, **kwargs).contiguous()
-
-
 # Functions that have a way of their own here, most of them because they are several ops to torch and one to us;
 # NotImplemented sends a call the common way.
 _own: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -82,7 +77,7 @@ _own: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.autograd.backward: backward,
     torch.Tensor.backward: backward_of,
     torch.is_complex: _is_complex,
-    torch.nn.functional.one_hot: _one_hot,
+    torch.nn.functional.one_hot: one_hot,
     # What torch makes of `1 / x`: as two calls, whose plans hold for all values of the number.
     torch.Tensor.__rdiv__: lambda self, other: self.reciprocal() * other,
 }

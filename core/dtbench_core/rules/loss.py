@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.placement import REPLICATE, Placement, Shard
+from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.rules.base import OpCall, Row, Strategy, aten, decomposition, pending_rows, rule
 from dtbench_core.rules.labels import SUM, all_replicated, broadcast, materialised, whole
-from dtbench_core.torch_compat import is_fake_mode_active
+from dtbench_core.torch_compat import DisableTorchFunction, is_fake_mode_active
 
 NONE, MEAN, SUMMED = 0, 1, 2  # torch's enum Reduction
 
@@ -157,6 +159,20 @@ def binary_cross_entropy(data: Any, target: Any, weight: Any = None, reduction: 
     ):
         return aten.binary_cross_entropy.default(whole(data), whole(target), whole(weight), reduction)
     return NotImplemented
+
+
+def one_hot(input: Any, num_classes: int = -1) -> Any:
+    """As of plain tensors: contiguous, and on CPUs no class beyond. A subclass torch answers by a comparison, which
+    keeps its order in memory and takes any value."""
+    classes = math.inf if num_classes == -1 else num_classes
+    with DisableTorchFunction():
+        if isinstance(input, Wrapper) and _anyone(input, lambda t: torch.bitwise_or(t < 0, t >= classes)):
+            beyond = "" if num_classes == -1 else f" and < {num_classes}"
+            raise ArgumentError(
+                f"one_hot got a class that some rank holds outside of what num_classes={num_classes} takes: "
+                f"expected classes >= 0{beyond}"
+            )
+        return torch.nn.functional.one_hot(input, num_classes).contiguous()
 
 
 def _anyone(tensor: Any, refused: Callable[[Any], Any]) -> bool:
