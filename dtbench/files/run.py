@@ -69,27 +69,34 @@ class RunWriter:
             OutputError: the file is there already, or cannot be made.
         """
         path = Path(path)
+        given = msgspec.to_builtins(header) if isinstance(header, Header) else header
+        line = {"kind": "run", **_strict(given), "schema": SCHEMA}
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
-        except OSError as error:
-            refuse_taken(path)
-            raise OutputError(f"cannot make {path}: {_reason(error)}; give another -o") from error
-        writer = cls(path, fd, 0, ())
+            into(line, Header)
+        except BadFieldError as error:
+            raise ValueError(f"the header of a run is malformed: {error}") from error
+        data = _encode(line)
+        fd = _named_once_written(path, data)
+        if fd is not None:
+            writer = cls(path, fd, len(data), ())
+        else:
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+            except OSError as error:
+                refuse_taken(path)
+                raise OutputError(f"cannot make {path}: {_reason(error)}; give another -o") from error
+            writer = cls(path, fd, 0, ())
         writer._if_it_fails = "nothing was written: make space, or give another -o"
         try:
             _lock(fd, path)
-            given = msgspec.to_builtins(header) if isinstance(header, Header) else header
-            line = {"kind": "run", **_strict(given), "schema": SCHEMA}
-            into(line, Header)
-            writer._write(line)
+            if not writer._length:
+                writer._write(line)
             _sync_folder(path)
             if resumable:
                 writer._if_it_fails = cls._if_it_fails
-        except BaseException as error:
+        except BaseException:
             writer.close()
             path.unlink(missing_ok=True)
-            if isinstance(error, BadFieldError):
-                raise ValueError(f"the header of a run is malformed: {error}") from error
             raise
         return writer
 
@@ -236,6 +243,24 @@ def _lock(fd: int, path: Path) -> None:
         raise OutputError(f"another dtbench is writing to {path}: wait for it or give another -o") from error
     except OSError:
         pass
+
+
+def _named_once_written(path: Path, first: bytes) -> int | None:
+    """A new file that is never there without its first line, whenever we are killed; None where the file system or the
+    kernel lacks the means (Linux's O_TMPFILE), or something stands there."""
+    with contextlib.suppress(OSError, AttributeError):
+        fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_APPEND, 0o644)
+        try:
+            if os.write(fd, first) == len(first):
+                _sync(fd)
+                # A `src_dir_fd`, which the path makes no use of, has Python call linkat; its link follows no symlink.
+                os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+    return None
 
 
 def _sync(fd: int) -> None:

@@ -288,6 +288,26 @@ def test_a_malformed_header_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------ where to write
 
 
+@pytest.mark.parametrize("lacks", [False, True])
+def test_a_new_file_has_its_name_once_its_first_line_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: bool
+) -> None:
+    """So that a run that is killed at once leaves nothing that --resume cannot read."""
+    path, seen, sync = tmp_path / "x.jsonl", [], run_file._sync
+
+    def look(fd: int) -> None:
+        seen.append(path.exists())
+        sync(fd)
+
+    if lacks:  # a file system without unnamed files
+        monkeypatch.delattr("os.O_TMPFILE")
+    monkeypatch.setattr(run_file, "_sync", look)
+    with RunWriter.create(path, HEADER) as writer:
+        writer.append(good())
+    assert seen == [lacks, True] and read_run(path).results == (good(),)
+    assert [file.name for file in tmp_path.iterdir()] == ["x.jsonl"]
+
+
 def test_an_existing_file_is_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     path.write_text("dear diary")
