@@ -131,3 +131,13 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "DTensor" in (tmp_path / "reference" / "core.html").read_text()
+
+
+def test_the_page_of_licences_has_all_that_is_installed() -> None:
+    pins = [
+        line.split("==") for line in (ROOT / ".ci/constraints.txt").read_text().splitlines() if "==" in line
+    ]
+    page = (ROOT / "docs/pages/reference/licences.md").read_text()
+    rows = re.findall(r"^\| (\S+) \| (\S+) \| (.+) \|$", page, re.MULTILINE)[1:]
+    assert [[name, version] for name, version, _ in rows] == pins, "run .ci/licences"
+    assert not [name for name, _, licence in rows if licence == "not stated"]
