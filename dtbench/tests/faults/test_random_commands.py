@@ -36,6 +36,13 @@ SOUND = (
     f"predict --topology {TOPOLOGY} --mesh dp=2,tp=2 --model llama-70b",
     f"export {TOPOLOGY} --to torch -o out.py",
     "list collectives --device cpu",
+    "plan --model llama-8b --gpus 16 --batch 64",
+    "plan --validate a100-64-gpus.csv",
+    "settings buckets run.jsonl",
+    "settings nccl run.jsonl -o out.csv",
+    "sweep-env --arm NCCL_ALGO=Tree --arm NCCL_ALGO=Ring -o out -- dtbench run collectives",
+    "launch --print slurm --nodes 2 -- dtbench run collectives",
+    "completion bash",
     # Whatever word is changed, another is left that ends it before it measures.
     "run nosuch nosuch-either --quick -o out.jsonl",
     "gate --base rubbish --head rubbish dispatch -o out.gate",
@@ -71,12 +78,13 @@ def files(tmp_path: Path) -> list[str]:
     (tmp_path / "run.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "nccl.log").write_text(LOG)
     root = Path(__file__).parents[3] / "results"
-    known = ("coverage-core.json", TOPOLOGY)
+    known = ("coverage-core.json", TOPOLOGY, "reference/step-times/a100-64-gpus.csv")
     for name in known:
-        (tmp_path / name).write_bytes((root / name).read_bytes())
+        (tmp_path / name.rpartition("/")[2]).write_bytes((root / name).read_bytes())
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "dangling").symlink_to("nowhere")
-    return ["run.jsonl", "nccl.log", *known, "pipe", "dangling", ".", "/dev/zero", "missing"]
+    names = [name.rpartition("/")[2] for name in known]
+    return ["run.jsonl", "nccl.log", *names, "pipe", "dangling", ".", "/dev/zero", "missing"]
 
 
 def command_line(rng: random.Random, files: list[str]) -> list[str]:
@@ -134,7 +142,7 @@ def test_no_command_line_ends_in_a_traceback(
     for seed in range(count):
         rng = random.Random(seed)
         words = command_line(rng, files)
-        there = [n for n, word in enumerate(words) if word in files[:4] and words[n - 1] != "-o"]
+        there = [n for n, word in enumerate(words) if word in files[:5] and words[n - 1] != "-o"]
         if there and rng.random() < 0.5:
             at = rng.choice(there)
             (tmp_path / "damaged").write_bytes(damaged(rng, (tmp_path / words[at]).read_bytes()))
