@@ -2,16 +2,17 @@
 
 A suite is a function of the plan that yields cases:
 
-    @suite("hello", world="ranks", help="one all-reduce per size")
+    @suite("hello", world="ranks", help="an all-reduce per mesh dim, dtype and size")
     def hello(plan: Plan) -> Iterator[Case]:
-        for size in plan.sizes_bytes:
-            yield Case("all_reduce", {"n": size}, build={"c10d": lambda world, size=size: ...})
+        for at in sweep(plan):
+            yield Case("all_reduce", at.params, build={"c10d": lambda world, at=at: ...})
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,6 +50,39 @@ class Refinement:
 
     wanted: Callable[[Plan, Sequence[Result], Sequence[Result]], Iterable[tuple[str, Mapping[str, Param]]]]
     case: Callable[[Plan, str, Mapping[str, Param]], Case]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One of the combinations of a sweep. ranks: of the mesh dim; dtype: its name in torch."""
+
+    mesh_dim: str
+    ranks: int
+    dtype: str
+    size_bytes: int
+
+    @property
+    def params(self) -> dict[str, Param]:
+        """For the case that is measured there."""
+        return {"mesh_dim": self.mesh_dim, "ranks": self.ranks, "dtype": self.dtype, "size": self.size_bytes}
+
+
+def sweep(
+    plan: Plan,
+    dims: Iterable[tuple[str, int]] | None = None,
+    dtypes: Iterable[str] | None = None,
+    sizes: Iterable[int] | None = None,
+) -> Iterator[Point]:
+    """Every mesh dim of several ranks with every dtype and size of the run, dims outermost.
+
+    dims: (name, ranks) in their place. dtypes: names of torch's in place of `--dtype`. sizes: bytes, where the user
+    chose none with `--size`.
+    """
+    shared = tuple(dim for dim in plan.mesh if dim[1] > 1)
+    sizes_bytes = plan.sizes_bytes if sizes is None or plan.sizes_chosen else sizes
+    axes = shared if dims is None else dims, plan.dtypes if dtypes is None else dtypes, sizes_bytes
+    for (mesh_dim, ranks), dtype, size_bytes in itertools.product(*axes):
+        yield Point(mesh_dim, ranks, dtype, size_bytes)
 
 
 class World(Protocol):

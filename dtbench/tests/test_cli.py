@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -18,6 +19,7 @@ from dtbench.bench.options import RunOptions
 from dtbench.bench.run import count_ranks
 from dtbench.cli import cli
 from dtbench.errors import EXIT_OK, EXIT_OWN_FAULT, EXIT_USAGE, UsageError
+from dtbench.model import Plan
 from dtbench.tests.made_up import Cli
 from dtbench.world.ranks import backend_of
 
@@ -166,6 +168,16 @@ def test_a_suite_that_fails_to_load_is_refused(dtbench: Cli) -> None:
     assert code == EXIT_USAGE and "mine.py failed to load: ModuleNotFoundError" in err
     Path("mine.py").write_text("x = 1\n")
     assert "registers no suite" in dtbench("run", "./mine.py")[2]
+
+
+def test_a_sweep_goes_through_what_the_run_asks_for() -> None:
+    plan = Plan((("dp", 2), ("pp", 1), ("tp", 4)), (1024, 2048), ("float32", "bfloat16"))
+    points = [tuple(at.params.values()) for at in registry.sweep(plan)]
+    assert points[:3] == [("dp", 2, "float32", 1024), ("dp", 2, "float32", 2048), ("dp", 2, "bfloat16", 1024)]
+    assert len(points) == len(set(points)) == 8 and points[-1] == ("tp", 4, "bfloat16", 2048)
+    assert [at.size_bytes for at in registry.sweep(plan, [("x", 3)], ["int8"], [8])] == [8]
+    chosen = dataclasses.replace(plan, sizes_chosen=True)
+    assert {at.size_bytes for at in registry.sweep(chosen, sizes=[8])} == {1024, 2048}
 
 
 def test_a_folder_that_may_not_be_written_is_refused(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from dtbench.model import Case, Param, Plan, Workload
-from dtbench.suite import World, suite
+from dtbench.model import Case, Plan, Workload
+from dtbench.suite import World, suite, sweep
 from dtbench_core import CommTensor
 from dtbench_suites import SUITES
-from dtbench_suites.data import mismatch, shared_dims, sum_of_values, summed_values, torch_dtype
+from dtbench_suites.data import mismatch, sum_of_values, summed_values, torch_dtype
 
 KIB, MIB = 2**10, 2**20
 LAYERS = 4
@@ -125,21 +125,13 @@ def _product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 @suite("overlap", world="ranks", help=SUITES["overlap"])
 def overlap(plan: Plan) -> Iterator[Case]:
-    sizes, width = QUICK if plan.quick else SWEEPS[plan.device_type]
-    for mesh_dim, n in shared_dims(plan):
-        for dtype in plan.dtypes:
-            middle = sizes[len(sizes) // 2]
-            for size_bytes, late_ms in [*((size, 0) for size in sizes), (middle, LATE_MS)]:
-                where: dict[str, Param] = {"mesh_dim": mesh_dim, "ranks": n, "dtype": dtype}
-                sizes_of: dict[str, Param] = {
-                    "size": size_bytes,
-                    "late_ms": late_ms,
-                    "layers": LAYERS,
-                    "width": width,
-                }
-                build = partial(build_impl, mesh_dim, size_bytes, late_ms, width, torch_dtype(dtype))
-                yield Case(
-                    name="all_reduce",
-                    params={**where, **sizes_of},
-                    build={impl: partial(build, impl) for impl in IMPLS},
-                )
+    usual, width = QUICK if plan.quick else SWEEPS[plan.device_type]
+    sizes = plan.sizes_bytes if plan.sizes_chosen else usual
+    for at in sweep(plan, sizes=sizes):
+        for late_ms in (0, LATE_MS) if at.size_bytes == sizes[len(sizes) // 2] else (0,):
+            build = partial(build_impl, at.mesh_dim, at.size_bytes, late_ms, width, torch_dtype(at.dtype))
+            yield Case(
+                name="all_reduce",
+                params=at.params | {"late_ms": late_ms, "layers": LAYERS, "width": width},
+                build={impl: partial(build, impl) for impl in IMPLS},
+            )
