@@ -129,7 +129,7 @@ def main() -> NoReturn:
     except click.ClickException as error:
         code = _refuse(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        code = _interrupted()
+        code = _refuse("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:  # whoever read our output has gone
         code = EXIT_OK
         _drop_output()
@@ -138,14 +138,6 @@ def main() -> NoReturn:
     except Exception as error:
         code = _not_written(error) or _own_fault(error)
     sys.exit(code if isinstance(code, int) else EXIT_OK)
-
-
-def _interrupted() -> int:
-    from dtbench.world.launch import NOTE
-
-    if not {NOTE, "RANK"} <= os.environ.keys():  # of a rank that is still starting our launcher says it
-        _refuse("interrupted", EXIT_INTERRUPTED)
-    return EXIT_INTERRUPTED
 
 
 def _drop_output() -> None:

@@ -42,7 +42,7 @@ NOTE = "DTBENCH_NOTE"  # path of the note; set by our own launcher only
 # answers of all ranks (2 s) and a few seconds for a slow disk.
 _SHUTDOWN_S = 15
 # The exit codes of a rank that ends by its own will, having said why.
-_SAID_WHY = (EXIT_USAGE, EXIT_CASE_FAILED, EXIT_OWN_FAULT)
+_SAID_WHY = (EXIT_USAGE, EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OWN_FAULT)
 
 
 def launch_number(environ: Mapping[str, str] = os.environ) -> int:
