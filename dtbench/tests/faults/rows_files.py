@@ -41,7 +41,8 @@ def topology_with(key: str, value: str) -> None:
 
 
 def model_with(key: str, value: str) -> None:
-    sizes = {
+    sizes: dict[str, object] = {
+        "model_type": "llama",
         "hidden_size": 4096,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
