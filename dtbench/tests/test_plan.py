@@ -253,6 +253,17 @@ def test_ten_thousand_ranks_are_a_search_of_some_thousand_layouts() -> None:
     assert 0 < sum(1 for _ in search.all_layouts(of, find_machine("h100-8x"))) < 5_000
 
 
+@pytest.mark.parametrize(("inner", "slower"), [(1, 1), (2, 4), (4, 4), (8, 1)])
+def test_groups_that_share_a_nodes_adapters_reach_a_share_of_them(inner: int, slower: float) -> None:
+    """One group over all ranks of a node and one adapter per group reach all; two or four groups a quarter."""
+    alone, shared = (
+        NodeLinks(structs.replace(MACHINE, network=structs.replace(MACHINE.network, shared=share)))
+        for share in (1.0, 0.25)
+    )
+    times = [links.all_reduce(2**30, 16, inner) for links in (alone, shared)]
+    assert times[1] == pytest.approx(slower * times[0], rel=1e-6)
+
+
 def test_links_of_a_topology_price_a_node_and_the_network() -> None:
     dims = [
         made_dim(name, n, bw, 1.0, collectives={"all_reduce": ring_curve("all_reduce", n, bw, 1.0)})
@@ -276,7 +287,7 @@ def test_constants_are_found_again() -> None:
         fitted=Fitted(
             matmul=0.6, memory=0.5, host_us=2000, host_tp_us=2500, layer_us=800, logit_bytes=60, step_us=3000
         ),
-        network=Network(GBps=40, latency_us=10),
+        network=Network(GBps=40, latency_us=10, shared=0.5),
     )
     made = [
         tables.Measured(of, how, total(of, how, truth))
@@ -313,6 +324,7 @@ def test_constants_are_found_again() -> None:
     fit = fit_machine(made, start, "made up")
     assert fit.held_out.mean_error < 0.01
     assert fit.machine.network.GBps == pytest.approx(40, rel=0.05)
+    assert fit.machine.network.shared == pytest.approx(0.5, rel=0.1)
     assert fit.machine.fitted.matmul == pytest.approx(0.6, rel=0.05)
     assert fit.machine.error is not None
     assert fit.machine.error.low <= 1 <= fit.machine.error.high

@@ -20,8 +20,12 @@ USUAL_ERROR = 0.05
 # By how much, as a logarithm, a constant may differ between machines (a factor of 1.6) before it counts like a step
 # that is off by `USUAL_ERROR`: few rows move those constants only that they say something about.
 USUAL_CHANGE = 0.5
+# A share starts so far below 1, as a logarithm: at its bound a constant does not move.
+OFF_THE_BOUND = 0.2
 MIN_ROWS = 8
 _FIELDS = Fitted.__struct_fields__
+_NETWORK = ("GBps", "shared")
+_SHARES = ("matmul", "memory", "shared")  # at most 1
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,8 @@ class Fit:
 
 
 def fit_machine(measured: Sequence[Measured], start: Machine, source: str) -> Fit:
-    """Fits the constants of `Fitted`, and the network's bandwidth where a row has several nodes, by least squares of
-    the times' logarithms; `start` says where they lie that the rows say nothing about.
+    """Fits the constants of `Fitted`, and the network's where a row has several nodes, by least squares of the times'
+    logarithms; `start` says where they lie that the rows say nothing about.
 
     Raises:
         UsageError: fewer than `MIN_ROWS` rows.
@@ -59,13 +63,14 @@ def fit_machine(measured: Sequence[Measured], start: Machine, source: str) -> Fi
 
 def _fitted(measured: Sequence[Measured], start: Machine) -> Machine:
     several_nodes = any(one.job.gpus > start.gpus_per_node for one in measured)
+    of_network = _NETWORK if several_nodes else ()
     times = np.log([one.time_s for one in measured])
 
     def machine_of(logarithms: np.ndarray) -> Machine:
-        values = np.exp(logarithms)
-        fitted = Fitted(**{name: _round(value) for name, value in zip(_FIELDS, values, strict=False)})
-        network = structs.replace(start.network, GBps=_round(values[-1])) if several_nodes else start.network
-        return structs.replace(start, fitted=fitted, network=network)
+        values = [_round(value) for value in np.exp(logarithms)]
+        fitted = Fitted(**dict(zip(_FIELDS, values, strict=False)))
+        network = dict(zip(of_network, values[len(_FIELDS) :], strict=True))
+        return structs.replace(start, fitted=fitted, network=structs.replace(start.network, **network))
 
     def off(logarithms: np.ndarray) -> np.ndarray:
         machine = machine_of(logarithms)
@@ -75,12 +80,13 @@ def _fitted(measured: Sequence[Measured], start: Machine) -> Machine:
         )
         return np.concatenate([errors, (logarithms - known) * USUAL_ERROR / USUAL_CHANGE])
 
-    values = [getattr(start.fitted, name) for name in _FIELDS] + [start.network.GBps] * several_nodes
-    known = np.log(values)
-    upper = [0.0 if name in ("matmul", "memory") else np.inf for name in _FIELDS] + [np.inf] * several_nodes
+    known = np.log(
+        [*(getattr(start.fitted, name) for name in _FIELDS), *(getattr(start.network, n) for n in of_network)]
+    )
+    upper = np.array([0.0 if name in _SHARES else np.inf for name in (*_FIELDS, *of_network)])
     found = least_squares(
         off,
-        np.minimum(known, np.array(upper) - 1e-6),
+        np.minimum(known, upper - OFF_THE_BOUND),
         bounds=(-np.inf, upper),
         loss="soft_l1",
         f_scale=USUAL_ERROR,

@@ -46,10 +46,15 @@ class Fitted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
-    """Between nodes. GBps: 10^9 bytes/s that one node sends, over all of its adapters. latency_us: of one hop."""
+    """Between nodes. GBps: 10^9 bytes/s that one node sends, over all of its adapters. latency_us: of one hop.
+
+    shared: share of GBps that is left where several groups, of several ranks each, pass through one node: their rings
+        do not spread evenly over the adapters, as one ring over all ranks or one adapter per group does.
+    """
 
     GBps: _Positive
     latency_us: _Positive
+    shared: _Share = 1.0
 
 
 class Error(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,9 +142,10 @@ class NodeLinks:
         # Every group that passes through a node sends its ring's share through the node's adapters.
         groups = self.machine.gpus_per_node / per_node
         network = self.machine.network
+        rate = network.GBps * 1e9 * (network.shared if per_node > 1 and groups > 1 else 1.0)
         hops = 2 * math.ceil(math.log2(math.ceil(ranks / per_node)))
         sent = 2 * (ranks - 1) / ranks * size_bytes * groups
-        return sent / (network.GBps * 1e9) + hops * network.latency_us * 1e-6
+        return sent / rate + hops * network.latency_us * 1e-6
 
     def send(self, size_bytes: float, tp: int, inner: int) -> float:
         network, per_node = self.machine.network, self.machine.gpus_per_node
