@@ -14,7 +14,7 @@ import torch.distributed as dist
 @contextmanager
 def launched(program: str, ranks: int) -> Iterator[torch.device]:
     """The process group of torchrun's processes, made unless it is there; gives this rank's device, a GPU where
-    every rank has one.
+    every rank has one. Where it was made, a rank that comes to the end of the block has ended.
 
     Raises:
         SystemExit: not started by torchrun, or with another number of ranks.
@@ -38,6 +38,11 @@ def launched(program: str, ranks: int) -> Iterator[torch.device]:
         dist.barrier()
     finally:
         dist.destroy_process_group()
+    # Past the interpreter's end: a group's threads outlive it where a cache holds it, and one that is then still
+    # busy with a tensor aborts the process, once in some hundred launches on busy cores (pytorch#179291).
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def say(text: str) -> None:
