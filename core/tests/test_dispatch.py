@@ -64,11 +64,11 @@ def slow_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     original = dispatching.torch_dispatch
 
-    def spy(cls: Any, op: Any, args: Any, kwargs: Any) -> Any:
+    def spy(cls: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         seen.append(str(op))
-        return original(cls, op, args, kwargs)
+        return original(cls, op, types, args, kwargs)
 
-    monkeypatch.setattr(dispatching, "torch_dispatch", spy)
+    monkeypatch.setattr(DTensor, "__torch_dispatch__", classmethod(spy))
     return seen
 
 
@@ -101,6 +101,23 @@ def test_one_of_several_results_is_learnt_too(x: DTensor, slow_calls: list[str])
     values, indices = torch.sort(x, 1)  # several results shown: as torch gives them
     assert torch.equal(values.to_local(), x.to_local().sort(1).values)
     assert torch.equal(indices.to_local(), x.to_local().sort(1).indices)
+
+
+def test_new_lists_are_learnt_too(x: DTensor, slow_calls: list[str]) -> None:
+    y = distribute_tensor(torch.rand(8, 4) + 1, x.device_mesh, [Shard(0)])
+
+    def call() -> Any:
+        with torch.no_grad():
+            return torch._foreach_sqrt([y, y * 2])
+
+    _learn(call)
+    before = [op for op in slow_calls if "sqrt" in op]
+    made = call()
+    assert [op for op in slow_calls if "sqrt" in op] == before
+    assert type(made) is type(torch._foreach_sqrt([y.to_local()]))
+    for one, plain in zip(made, (y.to_local(), y.to_local() * 2), strict=True):
+        assert one.placements == (Shard(0),)
+        assert torch.equal(one.to_local(), plain.sqrt())
 
 
 def test_calls_that_do_not_fit_are_watched_once(x: DTensor, monkeypatch: pytest.MonkeyPatch) -> None:

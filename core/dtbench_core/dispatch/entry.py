@@ -42,6 +42,7 @@ from dtbench_core.torch_compat import (
     DisableTorchFunction,
     any_autocast,
     any_requires_grad,
+    disabled_torch_function,
     dispatch_modes_active,
     functorch_level,
     get_default_dtype,
@@ -51,9 +52,10 @@ from dtbench_core.torch_compat import (
 # In the caches of plans. None there: no rule fits, replicate and run; or watched, and not fit to be fast.
 _MISSING: Any = object()
 
-# Functions that go straight to torch, and take nothing but one tensor and numbers: views, which need
-# torch's tracking, and getters. With what is called for each: the function itself, mostly.
-_direct: dict[Callable[..., Any], Callable[..., Any]] = {torch.split: torch.Tensor.split}
+
+def _straight(func: Callable[..., Any]) -> Callable[..., Any]:
+    """`func`, for which DTensors are tensors as others: above autograd nobody else is asked."""
+    return lambda *args, **kwargs: disabled_torch_function(func, (), args, kwargs)
 
 
 def _is_complex(input: Any) -> bool:
@@ -61,6 +63,12 @@ def _is_complex(input: Any) -> bool:
     return complex_
 
 
+# Functions that take nothing but one tensor and numbers, and are answered at once: views, which need torch's tracking,
+# and getters go straight to torch. `is_complex` is asked of every parameter in every step of an optimizer.
+_direct: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.split: _straight(torch.Tensor.split),
+    torch.is_complex: _is_complex,
+}
 # Functions that have a way of their own here, most of them because they are several ops to torch and one to us;
 # NotImplemented sends a call the common way.
 _own: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -76,7 +84,6 @@ _own: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.autograd.grad: grad,
     torch.autograd.backward: backward,
     torch.Tensor.backward: backward_of,
-    torch.is_complex: _is_complex,
     torch.nn.functional.one_hot: one_hot,
     # What torch makes of `1 / x`: as two calls, whose plans hold for all values of the number.
     torch.Tensor.__rdiv__: lambda self, other: self.reciprocal() * other,
@@ -86,7 +93,6 @@ _under_modes = {
     torch.autograd.grad,
     torch.autograd.backward,
     torch.Tensor.backward,
-    torch.is_complex,
     torch.nn.functional.one_hot,
     torch.Tensor.__rdiv__,
 }
@@ -104,8 +110,7 @@ def torch_function(
     """`DTensor.__torch_function__`: a user's call, above autograd."""
     direct = _direct.get(func)
     if direct is not None:
-        with DisableTorchFunction():
-            return direct(*args, **kwargs) if kwargs else direct(*args)
+        return direct(*args, **kwargs) if kwargs else direct(*args)
     if kwargs is None:
         kwargs = {}
     own = _own.get(func)
@@ -185,7 +190,7 @@ def _watch(
         here.watched = outer
     if not seen or any(plan and plan.info.aliases for plan, *_ in seen):
         if takes_one_tensor(func):
-            _direct[func] = func
+            _direct[func] = _straight(func)
         elif key:
             remember(process.functions, key, None)
         return result

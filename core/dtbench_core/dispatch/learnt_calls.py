@@ -30,6 +30,9 @@ def plan_of_call(args: Sequence[Any], kwargs: dict[str, Any], seen: list[Any], r
         if len(shown) != 1:
             return None
         plan = plan.showing(shown[0])
+    elif isinstance(op_result, list):  # torch's function makes a tuple of it
+        if not isinstance(result, tuple) or list(map(id, result)) != list(map(id, op_result)):
+            return None
     elif result is not (op_result if plan.info.op._schema.returns else _given_back(plan.info, args)):
         return None
     writes = plan.info.mutated and (plan.info.returned is not None or plan.out is None)

@@ -271,15 +271,20 @@ def foreach_norm(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | None
     ranks, the norms are plain tensors, so that they can be put together."""
     if ord <= 0 or (is_grad_enabled() and any_requires_grad(tensors)):
         return NotImplemented
-    alike: dict[Any, list[int]] = {}  # (class, mesh, placements, dtype) -> where such tensors are
+    by_spec: dict[
+        Any, list[int]
+    ] = {}  # (class, spec), (None, dtype, shape) of plain ones -> where such tensors are
     for at, tensor in enumerate(tensors):
-        if not tensor.dtype.is_floating_point or (ord == math.inf and 0 in tensor.shape):
+        placed = isinstance(tensor, Wrapper)
+        kind = (tensor.viewed, tensor._spec) if placed else (None, tensor.dtype, tensor.shape)
+        by_spec.setdefault(kind, []).append(at)
+    alike: dict[Any, list[int]] = {}  # (class, mesh, placements, dtype), None of plain ones
+    for (cls, *_), positions in by_spec.items():
+        first = tensors[positions[0]]
+        if not first.dtype.is_floating_point or (ord == math.inf and 0 in first.shape):
             return NotImplemented  # torch refuses the latter: nothing is the largest of none
-        if isinstance(tensor, Wrapper):
-            spec = tensor._spec
-            alike.setdefault((tensor.viewed, spec.info, spec.placements, spec.dtype), []).append(at)
-        else:
-            alike.setdefault(None, []).append(at)
+        spec = first._spec if cls else None
+        alike.setdefault(spec and (cls, spec.info, spec.placements, spec.dtype), []).extend(positions)
     meshes = {placed[1] for placed in alike if placed}
     apart = len(meshes) > 1 and len({tuple(sorted(ranks_of_mesh(info.mesh))) for info in meshes}) == 1
     norms: list[Any] = [None] * len(tensors)
