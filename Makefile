@@ -16,7 +16,7 @@ HOSTS := $(BIN)/dtbench lab run --hosts 2 --rate 400mbit --ranks-per-host 2 -- d
 
 GPU := results/gpu
 
-.PHONY: bench lab gpu rehearse-gpu test test-all faults coverage compat docs size install lint types imports fast slow clean
+.PHONY: bench lab gpu rehearse-gpu test test-all faults large coverage compat docs size install lint types imports fast slow clean
 
 bench: install
 	@mkdir -p results reports
@@ -55,6 +55,10 @@ test-all: test slow
 # writes what was seen to results/faults.md (as root, with faketime and nftables, it leaves none out).
 faults: install
 	OMP_NUM_THREADS=1 DTBENCH_FAULTS_TABLE=results/faults.md $(BIN)/pytest -q dtbench/tests/faults
+
+# How long commands take on run files of up to 200,000 results, and how much memory: results/large-files.md.
+large: install
+	$(BIN)/python -m dtbench.tests.large_files results/large-files.md
 
 # Is every op that was right still right? Measures the core as results/coverage-core.json was made (4
 # ranks in a process, all modes) and exits with an error if an op became worse.

@@ -7,6 +7,7 @@ neither torch nor what their command works with, so that `dtbench --help` is the
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import os
 import platform
@@ -52,6 +53,8 @@ _COMMANDS = {
     "Help": {"completion": "completion"},
 }
 _MODULES = {name: module for commands in _COMMANDS.values() for name, module in commands.items()}
+# They end with what they read: to look for garbage in it, again and again, takes as long as all their work.
+_READERS = {"show", "report", "compare", "calibrate", "validate", "regret"}
 # Options that had another name: what to give instead.
 _RENAMED = {
     "--baseline": "--base",
@@ -101,6 +104,9 @@ def cli(context: click.Context) -> None:
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
+    if context.invoked_subcommand in _READERS and gc.isenabled():
+        gc.disable()
+        context.call_on_close(gc.enable)
 
 
 def main() -> NoReturn:

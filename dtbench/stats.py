@@ -173,7 +173,12 @@ def rank_test(base: Sequence[float], new: Sequence[float]) -> RankTest:
             for side in ("greater", "less")
         )
         return RankTest(slower, faster)
-    chances = _chances_of_sums(tuple(sorted(doubled)), len(new))
+    return _exact_test(tuple(sorted(doubled)), len(new), observed)
+
+
+@lru_cache(maxsize=4096)
+def _exact_test(ranks: tuple[int, ...], size: int, observed: int) -> RankTest:
+    chances = _chances_of_sums(ranks, size)
     return RankTest(p_slower=_share(chances[observed:]), p_faster=_share(chances[: observed + 1]))
 
 

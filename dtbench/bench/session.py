@@ -34,6 +34,7 @@ from dtbench.masking import mask_arguments
 from dtbench.mesh import format_mesh
 from dtbench.model import Plan, Result, Run
 from dtbench.suite import Suite, load
+from dtbench.units import format_seconds
 from dtbench.world.clocks import Offset
 from dtbench.world.failure import Diagnosis, Now
 from dtbench.world.launch import AGAIN, OUTPUT, launch_number, start_again
@@ -303,6 +304,11 @@ class Session:
             left = remaining(job.listed, self._writer.done, self._launch)
             if self._options.budget_s is not None and left:
                 say(f"left out for --budget: {budget.name_left_out(job.listed, left)}")
+            if moved := self._writer.clock_moved_s:
+                say(
+                    f"the clock was set {format_seconds(abs(moved))} {'ahead' if moved > 0 else 'back'} meanwhile, or "
+                    "the host slept: the file's stamps show it, its times are of another clock"
+                )
             say(f"{self._output}: {summary_of(run.results)}")
         self._rank.note(code=code, reported=True, whole=True)
         return code

@@ -7,7 +7,8 @@ Units stand in the names, as in the run file. Missing is NA, or NaN in columns o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pandas as pd
 
 from dtbench.errors import UsageError
 from dtbench.files.run import read_run
+from dtbench.grouping import group_by
 from dtbench.layout import from_last_arrivals_s, mesh_groups
 from dtbench.model import Param, Result, Run, Timing
 from dtbench.stats import blocks_of, estimates_s
@@ -24,8 +26,7 @@ from dtbench.stats import blocks_of, estimates_s
 Runs = Run | str | Path | Iterable[Run | str | Path]
 
 # The order statistics, in seconds: min_s to mean_s. Their number of samples is the column `samples`.
-_STATISTICS = tuple(f"{f.name}_s" for f in dataclasses.fields(Timing) if f.name != "n")
-TIME_COLUMNS = ("estimate_s", *_STATISTICS)
+TIME_COLUMNS = ("estimate_s", *(f"{f.name}_s" for f in dataclasses.fields(Timing) if f.name != "n"))
 PARAM, COUNTER = "param.", "counter."
 
 _BANDWIDTHS = ["algbw_Bps", "busbw_Bps"]
@@ -65,6 +66,22 @@ def results_frame(of: Runs, suite: str | None = None) -> pd.DataFrame:
     if suite is not None and not pairs:
         there = ", ".join(dict.fromkeys(r.suite for run in runs for r in run.results)) or "no results at all"
         raise UsageError(f"no result of the suite {suite!r}: the runs have {there}")
+    return _results_frame(pairs)
+
+
+def timed_frames(runs: Sequence[Run], figures: Collection[str]) -> dict[str, pd.DataFrame]:
+    """Suite -> the rows of its `results_frame` that hold a time, with no figures but these, `median_s` and the
+    counters: of a hundred thousand results the others take longer than to read them."""
+    pairs = ((run, result) for run in runs for result in run.results)
+    timed = ((run, r) for run, r in pairs if r.status == "ok" and r.time_s and r.time_s.median > 0)
+    wanted = {*figures, "median_s"}
+    return {
+        suite: _results_frame(of, wanted) for suite, of in group_by(timed, lambda pair: pair[1].suite).items()
+    }
+
+
+def _results_frame(pairs: Sequence[tuple[Run, Result]], figures: Collection[str] = ()) -> pd.DataFrame:
+    """figures: none but these; all, without any."""
     results = [result for _, result in pairs]
     times = [result.time_s for result in results]
     numbers: dict[tuple[Any, ...], int] = {}
@@ -79,17 +96,19 @@ def results_frame(of: Runs, suite: str | None = None) -> pd.DataFrame:
         "reason": _column([r.reason for r in results], str),
         "rank": _column([r.rank for r in results], int),
         "clock": _column([r.clock for r in results], str),
-        "samples": _column([None if t is None else t.n for t in times], int),
+        "samples": _column(_field(times, "n"), int),
     }
-    columns["estimate_s"] = _column([r.estimate_s for r in results], float)
-    for statistic in _STATISTICS:
-        field = statistic.removesuffix("_s")
-        columns[statistic] = _column([None if t is None else getattr(t, field) for t in times], float)
-    columns["size_bytes"] = _column([r.size_bytes for r in results], int)
-    for name in _BANDWIDTHS:
-        columns[name] = _column([getattr(r, name) for r in results], float)
-    columns["rank_spread"] = _column(_rank_spreads(results), float)
-    columns["from_last_s"] = _column(_from_last(pairs), float)
+    of: dict[str, Callable[[], Sequence[Any]]] = {
+        **{name: partial(_field, times, name.removesuffix("_s")) for name in TIME_COLUMNS},
+        "estimate_s": partial(_field, results, "estimate_s"),
+        "size_bytes": partial(_field, results, "size_bytes"),
+        **{name: partial(_field, results, name) for name in _BANDWIDTHS},
+        "rank_spread": partial(_rank_spreads, results),
+        "from_last_s": partial(_from_last, pairs),
+    }
+    for name, values_of in of.items():
+        if not figures or name in figures:
+            columns[name] = _column(values_of(), int if name == "size_bytes" else float)
     for name in _names(r.params for r in results):
         values = [r.params.get(name) for r in results]
         kinds = {type(value) for value in values if value is not None}
@@ -124,9 +143,11 @@ def cases_frame(of: pd.DataFrame | Runs, suite: str | None = None) -> pd.DataFra
     impls = list(dict.fromkeys(results["impl"]))
     merged = {impl: _merged(results[results["impl"] == impl]).reindex(case.index) for impl in impls}
     columns = {(str(c), ""): case[c] for c in case.columns}
-    for figure in merged[impls[0]].columns if impls else ():
+    figures = list(merged[impls[0]].columns) if impls else []
+    for figure in figures:
         columns |= {(figure, impl): merged[impl][figure] for impl in impls}
-    for statistic in TIME_COLUMNS if {"core", "torch"} <= set(impls) else ():
+    both = {"core", "torch"} <= set(impls)
+    for statistic in [name for name in TIME_COLUMNS if both and name in figures]:
         torch = merged["torch"][statistic]
         columns["core/torch", statistic] = merged["core"][statistic] / torch.where(torch > 0)
     frame = pd.DataFrame(columns, index=case.index)
@@ -154,8 +175,13 @@ def harmless(frame: pd.DataFrame, printable: Callable[[str], str]) -> pd.DataFra
         text = printable(value)
         return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
 
-    texts = frame.select_dtypes(["string", "object"]).columns
-    return frame.assign(**{name: frame[name].map(shown) for name in texts}).rename(columns=printable)
+    texts = {
+        name: frame[name].drop_duplicates() for name in frame.select_dtypes(["string", "object"]).columns
+    }
+    harmful = [
+        name for name, values in texts.items() if any(isinstance(v, str) and shown(v) != v for v in values)
+    ]
+    return frame.assign(**{name: frame[name].map(shown) for name in harmful}).rename(columns=printable)
 
 
 def cells(column: pd.Series[Any]) -> list[Any]:
@@ -190,7 +216,8 @@ def _merged(results: pd.DataFrame) -> pd.DataFrame:
     # Over launches a bandwidth goes with the time, so its seconds per byte are what has a median.
     good[_BANDWIDTHS] = 1 / good[_BANDWIDTHS].where(good[_BANDWIDTHS] > 0)
     launches = good.groupby("case", sort=False)
-    figures = launches[[*TIME_COLUMNS, "rank_spread", "from_last_s", *_BANDWIDTHS]].median()
+    there = [c for c in (*TIME_COLUMNS, "rank_spread", "from_last_s", *_BANDWIDTHS) if c in good.columns]
+    figures = launches[there].median()
     figures[_BANDWIDTHS] = 1 / figures[_BANDWIDTHS]
     counters = [c for c in good.columns if c.startswith(COUNTER)]
     figures = figures.join(launches[["size_bytes", *counters]].first())
@@ -206,7 +233,7 @@ def _case(result: Result) -> tuple[Any, ...]:
 
 def _rank_spreads(results: Sequence[Result]) -> list[float | None]:
     found: list[float | None] = [None] * len(results)
-    per_rank = [[samples for samples in r.rank_samples_s.values() if samples] for r in results]
+    per_rank = [[*filter(None, r.rank_samples_s.values())] for r in results]
     keys = ((len(ranks), min(map(len, ranks))) if len(ranks) > 1 else None for ranks in per_rank)
     for (_, shared), places in blocks_of(keys):
         readings = np.array([[samples[:shared] for samples in per_rank[place]] for place in places])
@@ -236,14 +263,18 @@ def _from_last(pairs: Sequence[tuple[Run, Result]]) -> list[float | None]:
     return found
 
 
+def _field(of: Sequence[Any], name: str) -> list[Any]:
+    return [None if one is None else getattr(one, name) for one in of]
+
+
 def _names(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for mapping in mappings for name in mapping))
 
 
-def _column(values: Iterable[Any], kind: type) -> pd.Series[Any]:
-    if kind in (str, object):
+def _column(values: Sequence[Any], kind: type) -> pd.Series[Any]:
+    if kind in (str, object) and any(isinstance(value, str) and "\0" in value for value in set(values)):
         values = [_text(value) if isinstance(value, str) else value for value in values]
-    return pd.Series(list(values), dtype=_DTYPES.get(kind, "object"))
+    return pd.Series(values, dtype=_DTYPES.get(kind, "object"))
 
 
 def _text(text: str) -> str:

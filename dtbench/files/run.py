@@ -18,6 +18,7 @@ import json
 import math
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,6 +37,8 @@ from dtbench.model import SCHEMA, STATUSES, Header, Result, ResultKey, Run
 # these limits a file is not a run, and reading it would only fill the memory.
 MAX_LINE_BYTES = 64 * 2**20
 MAX_FILE_BYTES = 2 * 2**30
+# What clocks drift by, and are corrected by, is less; a host that slept is told by it, too.
+CLOCK_MOVED_S = 10.0
 _WHAT = "a dtbench run (JSON Lines)"
 
 
@@ -58,6 +61,7 @@ class RunWriter:
         self._length = end_of_last_line
         self._status = {r.key: r.status for r in results}
         self._lock = threading.RLock()
+        self._clock_ahead_s = time.time() - time.monotonic()
 
     @classmethod
     def create(
@@ -149,11 +153,19 @@ class RunWriter:
             self._status[result.key] = result.status
         return result
 
+    @property
+    def clock_moved_s(self) -> float:
+        """How far the clock of the stamps was set ahead since the file was opened; 0 below `CLOCK_MOVED_S`. No time
+        is measured by it."""
+        moved = time.time() - time.monotonic() - self._clock_ahead_s
+        return moved if abs(moved) > CLOCK_MOVED_S else 0.0
+
     def end(self) -> None:
         """Marks the run as complete."""
         with self._lock:
             counts = {s: sum(status == s for status in self._status.values()) for s in STATUSES}
-            self._write({"kind": "end", "finished": _now(), "failed": counts["failed"], "counts": counts})
+            line = {"kind": "end", "finished": _now(), "failed": counts["failed"], "counts": counts}
+            self._write(line | ({"clock_moved_s": round(moved)} if (moved := self.clock_moved_s) else {}))
 
     def close(self) -> None:
         """Closes the file; without `end` before it the run counts as incomplete."""

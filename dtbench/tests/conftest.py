@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -37,3 +40,25 @@ def dtbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         return ended.value.code, *capsys.readouterr()
 
     return run
+
+
+# For a test of many small files: what needs more would do so without end.
+_LIMIT_S, _LIMIT_BYTES = 1800, 2 * 2**30
+
+
+@pytest.fixture
+def bounded() -> Iterator[None]:
+    """Without end is an error that no reader expects, and so are gigabytes of memory."""
+
+    def late(_number: int, _frame: FrameType | None) -> None:
+        raise AssertionError(f"takes longer than {_LIMIT_S} s")
+
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    handler = signal.signal(signal.SIGALRM, late)
+    resource.setrlimit(resource.RLIMIT_AS, (held + _LIMIT_BYTES, before[1]))
+    signal.alarm(_LIMIT_S)
+    yield
+    signal.alarm(0)
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    signal.signal(signal.SIGALRM, handler)

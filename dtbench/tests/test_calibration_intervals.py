@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dtbench.cost import calibration
 from dtbench.cost.calibration import intervals
-from dtbench.cost.calibration.points import QUANTILE, Point
+from dtbench.cost.calibration.points import QUANTILE, Launch, Point, points_of
 from dtbench.model import Result
 from dtbench.tests import made_up
 
@@ -20,6 +20,10 @@ Draw = Callable[..., Array]
 
 SIZES = [1024 * 4**k for k in range(8)]
 REPETITIONS, NEW = 20, 5
+
+
+def point(size: int, launches: dict[Launch, Array]) -> Point:
+    return points_of({size: launches})[0]
 
 
 def draws(tails: str, rng: np.random.Generator) -> Draw:
@@ -48,7 +52,7 @@ def coverage(
     for _ in range(machines):
         measured = [launch() for _ in range(launches)]
         points = [
-            Point(size, {("r", k): m[i] for k, m in enumerate(measured)}) for i, size in enumerate(SIZES)
+            point(size, {("r", k): m[i] for k, m in enumerate(measured)}) for i, size in enumerate(SIZES)
         ]
         low, high = intervals.quantiles(intervals.new_launch(points, 200))
         widths.append(np.log(high / low) / 2)
@@ -78,7 +82,7 @@ def test_sizes_that_scatter_more_have_wider_intervals() -> None:
     own = np.geomspace(0.2, 0.02, len(SIZES))
     rng = np.random.default_rng(3)
     points = [
-        Point(size, {("r", k): np.exp(rng.normal(5, sd, 1)) for k in range(5)})
+        point(size, {("r", k): np.exp(rng.normal(5, sd, 1)) for k in range(5)})
         for size, sd in zip(SIZES, own, strict=True)
     ]
     low, high = intervals.quantiles(intervals.new_launch(points))
@@ -94,10 +98,10 @@ def test_one_launch_is_known_to_be_too_narrow() -> None:
 def test_launches_without_some_sizes_still_count() -> None:
     rng = np.random.default_rng(4)
     points = [
-        Point(size, {("r", k): np.exp(rng.normal(5, 0.1, 3)) for k in range(5) if (i + k) % 4 or i == 0})
+        point(size, {("r", k): np.exp(rng.normal(5, 0.1, 3)) for k in range(5) if (i + k) % 4 or i == 0})
         for i, size in enumerate(SIZES)
     ]
-    lonely = Point(2**30, {("r", 2): np.array([200.0])})
+    lonely = point(2**30, {("r", 2): np.array([200.0])})
     replicates = intervals.new_launch([*points, lonely])
     assert np.isfinite(replicates).all()
     low, high = intervals.quantiles(replicates)
@@ -112,7 +116,7 @@ def test_one_burst_does_not_make_every_size_uncertain() -> None:
         for i, size in enumerate(SIZES):
             factors = [burst if (i, k) == (3, 2) else 1.0 for k in range(5)]
             points.append(
-                Point(size, {("r", k): f * np.exp(rng.normal(5, 0.05, 1)) for k, f in enumerate(factors)})
+                point(size, {("r", k): f * np.exp(rng.normal(5, 0.05, 1)) for k, f in enumerate(factors)})
             )
         low, high = intervals.quantiles(intervals.new_launch(points))
         return np.asarray(np.log(high / low))
@@ -148,6 +152,6 @@ def test_the_file_says_what_a_new_launch_measures() -> None:
 
 
 def test_intervals_are_the_same_every_time() -> None:
-    points = [Point(size, {("r", k): np.array([100.0 + k]) for k in range(3)}) for size in SIZES]
+    points = [point(size, {("r", k): np.array([100.0 + k]) for k in range(3)}) for size in SIZES]
     again = [dataclasses.replace(p) for p in points]
     assert (intervals.new_launch(points) == intervals.new_launch(again)).all()

@@ -1,7 +1,8 @@
 """Every reader of files on damaged ones: cut, with bits flipped, parts repeated, values of another type or sign.
 
-What comes out is a value of finite, non-negative times, or one of the project's own errors; never another exception.
-Random seeds are hypothesis's: the fast tier tries a few, `DTBENCH_DAMAGED=5000` as many as one likes.
+What comes out is a value of finite, non-negative times, or one of the project's own errors; never another exception,
+nor without end or with all the memory. Random seeds are hypothesis's: the fast tier tries a few, the slow one
+hundreds, `DTBENCH_DAMAGED=5000` as many as one likes.
 """
 
 from __future__ import annotations
@@ -23,22 +24,27 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from dtbench.cost.plan.machines import find_machine
+from dtbench.cost.plan.tables import measured_steps, read_table
 from dtbench.cost.predict.models import find_model
 from dtbench.errors import DtbenchError
 from dtbench.files.history import read_history
-from dtbench.files.run import read_run
+from dtbench.files.plan import LayoutRow, PlanFile, StepRow, StepsFile
+from dtbench.files.preflight import DimRow, FindingRow, LinkRow, PreflightFile
+from dtbench.files.run import RunWriter, read_run
 from dtbench.files.topology import read_topology
 from dtbench.importers import checks
 from dtbench.importers.convert import to_run
 from dtbench.importers.registry import parse
 from dtbench.judge.op_verdicts import read_baseline
 from dtbench.judge.references import TABLE, read_systems
+from dtbench.preflight.expected import read_expected
 from dtbench.show.report.profiles import spans_of
 from dtbench.show.report.sources import gather
 from dtbench.tests import made_up, made_up_logs
 from dtbench.tests.faults.test_random_commands import damaged
 
-EXAMPLES = int(os.environ.get("DTBENCH_DAMAGED", "8"))
+EXAMPLES = (8, int(os.environ.get("DTBENCH_DAMAGED", "400")))
 RESULTS = Path(__file__).parents[2] / "results"
 
 
@@ -81,6 +87,74 @@ def committed(name: str) -> Callable[[], bytes]:
     return lambda: (RESULTS / name).read_bytes()
 
 
+def resumed(path: Path) -> None:
+    RunWriter.resume(path, {}).close()
+
+
+def named(suffix: str, read: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """For readers that go by the name."""
+    return lambda path: read(path.replace(path.with_suffix(suffix)))
+
+
+PLAN = PlanFile(
+    title="a job",
+    model={"name": "tiny"},
+    machine="a100-8x",
+    gpus=8,
+    global_batch=64,
+    sequence=4096,
+    limit_bytes=8e10,
+    considered=3,
+    fitting=1,
+    best=(
+        LayoutRow(
+            words="dp=8",
+            layout={"dp": 8, "recompute": "full"},
+            step_s=1.5,
+            low_s=1.0,
+            high_s=None,
+            mfu=0.5,
+            exposed_s=0.1,
+            parts_s={"compute": 1.4},
+            memory_bytes={"weights": 1e9},
+            why="the fastest",
+        ),
+    ),
+    changes=("more memory",),
+    assumptions=("bfloat16",),
+)
+STEPS = StepsFile(
+    title="measured steps",
+    rows=(StepRow(label="dp=8", group="7B", measured_s=1.5, predicted_s=1.4, error=-0.07),),
+    mean_error=0.07,
+    pairs=3,
+    pairs_in_order=2,
+    cost_of_choice=(0.0, 0.01),
+    verdict=("close",),
+)
+PREFLIGHT = PreflightFile(
+    time="2026-01-02T03:04:05+00:00",
+    seconds=3.5,
+    device="cpu",
+    hosts=("a", "a", "b", "b"),
+    mesh=(("dp", 2), ("tp", 2)),
+    links=(LinkRow(kind="between hosts", ranks=(0, 2), rate=1e9, lost=0.01),),
+    dims=(DimRow(dim="dp", groups=((0, 2), (1, 3)), size_bytes=4096, times_s=(0.1, 0.2), alone_s=0.1),),
+    work_s={"matmul": (0.1, 0.1, 0.1, 0.2)},
+    findings=(FindingRow(what="rank 3", kind="matmul", ranks=(3,), share=0.5, p=0.001),),
+    notes=("made up",),
+    named=0.8,
+    level=0.01,
+)
+TOML = b"""name = "tiny"
+hidden = 4096
+layers = 32
+heads = 32
+kv_heads = 8
+ffn = 14336
+vocab = 128256
+gated = true
+"""
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -103,6 +177,20 @@ READERS: dict[str, tuple[Callable[[], bytes], Callable[[Path], Any]]] = {
     "coverage": (committed("compat-core.json"), read_baseline),
     "history": (committed("history/intel-r-xeon-r-processor-2c-dee4835e.jsonl"), read_history),
     "regret": (committed("lab/2x2-400mbit-regret.json"), report_of),
+    "resumed run": (run_file, resumed),
+    "preflight": (lambda: msgspec.json.encode(PREFLIGHT), report_of),
+    "what is expected of a preflight": (lambda: msgspec.json.encode(PREFLIGHT), read_expected),
+    "plan": (lambda: msgspec.json.encode(PLAN), report_of),
+    "predicted steps": (lambda: msgspec.json.encode(STEPS), report_of),
+    "measured steps": (
+        committed("reference/step-times/a100-64-gpus.csv"),
+        lambda path: measured_steps(read_table(path), find_machine("a100-8x")),
+    ),
+    "machine": (
+        lambda: msgspec.json.encode(find_machine("a100-8x")),
+        named(".json", lambda path: find_machine(str(path))),
+    ),
+    "model in TOML": (lambda: TOML, named(".toml", lambda path: find_model(str(path)))),
     "model config": (lambda: json.dumps(LLAMA).encode(), lambda p: find_model(str(p))),
     "reference systems": (TABLE.read_bytes, read_systems),
     "nccl-tests text": (
@@ -138,16 +226,24 @@ def times_in(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
         yield name, value
 
 
+@pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("kind", READERS)
-@settings(
-    max_examples=EXAMPLES,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(seed=st.integers(0, 2**32), times=st.integers(1, 3))
-@example(seed=0, times=0)
-def test_a_damaged_file_is_read_or_refused(kind: str, tmp_path: Path, seed: int, times: int) -> None:
+def test_a_damaged_file_is_read_or_refused(kind: str, examples: int, tmp_path: Path, bounded: None) -> None:
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(seed=st.integers(0, 2**32), times=st.integers(1, 3))
+    @example(seed=0, times=0)
+    def tried(seed: int, times: int) -> None:
+        _try(kind, tmp_path, seed, times)
+
+    tried()
+
+
+def _try(kind: str, tmp_path: Path, seed: int, times: int) -> None:
     sound, read = READERS[kind]
     data = sound()
     rng = random.Random(seed)

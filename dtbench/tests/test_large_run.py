@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 from functools import cache
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from dtbench.cost.calibration.points import quartiles
 from dtbench.files.read import BadFieldError, decode
 from dtbench.files.result import result_in, result_of
 from dtbench.files.run import read_run
 from dtbench.judge.compare import MAX_LAUNCHES, compare
 from dtbench.layout import from_last_arrival_s, from_last_arrivals_s
+from dtbench.model import Run
+from dtbench.show.report.sources import gather
 from dtbench.show.tables import print_runs
 from dtbench.terminal import MAX_ROWS
 from dtbench.tests import large_run, made_up
@@ -114,3 +119,40 @@ def test_a_run_of_many_suites_names_the_first(capsys: pytest.CaptureFixture[str]
     print_runs([made_up.run([dataclasses.replace(one, suite=f"s{n}") for n in range(103)])])
     out = capsys.readouterr().out
     assert "... and 3 more suites" in out and "s99:" in out and "s100:" not in out
+
+
+def test_quartiles_at_once_are_those_of_each() -> None:
+    rng = np.random.default_rng(0)
+    samples = [rng.exponential(1.0, n) for n in (1, 3, 4, 7, 3, 600, 4)]
+    assert quartiles(samples) == [float(np.quantile(of, 0.25)) for of in samples]
+
+
+def test_what_a_command_read_is_not_searched_for_garbage(
+    dtbench: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(made_up.header()) + "\n")
+    searched = []
+
+    def spy(*_: object) -> None:
+        searched.append(gc.isenabled())
+
+    monkeypatch.setattr("dtbench.show.tables.print_runs", spy)
+    assert dtbench("show", "a.jsonl")[0] == 0
+    assert searched == [False] and gc.isenabled()
+
+
+def test_in_a_folder_samples_are_held_of_the_last_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(3):
+        large_run.write(200, tmp_path / f"{n}.jsonl")
+    whole = []
+
+    def reading(path: Path, *, with_samples: bool = True) -> Run:
+        whole.extend([path.name] * with_samples)
+        return read_run(path, with_samples=with_samples)
+
+    monkeypatch.setattr("dtbench.show.report.sources.read_run", reading)
+    found = gather([tmp_path])
+    assert whole == ["2.jsonl"] and len(found.histories[0].points) == 3
+    assert found.runs == (read_run(tmp_path / "2.jsonl"),)

@@ -118,14 +118,12 @@ def _huber(weights: Array) -> Any:
 
     def loss(z: Array) -> Array:
         inside = z <= 1
-        root = np.sqrt(np.where(inside, 1.0, z))
-        rho = np.stack(
-            [
-                np.where(inside, z, 2 * root - 1),
-                np.where(inside, 1.0, 1 / root),
-                np.where(inside, 0.0, -0.5 / root**3),
-            ]
-        )
-        return np.asarray(rho * weights)
+        root = np.sqrt(np.maximum(z, 1.0))  # 1 inside
+        rho = np.empty((3, z.size))
+        rho[0] = np.where(inside, z, 2 * root - 1)
+        rho[1] = 1 / root
+        rho[2] = np.where(inside, 0.0, -0.5 / root**3)
+        rho *= weights
+        return rho
 
     return loss

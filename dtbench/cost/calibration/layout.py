@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dtbench.cost.calibration.points import QUANTILE, Tagged, samples_us
+from dtbench.cost.calibration.points import Tagged, quartiles, samples_us
 from dtbench.layout import DimLayout
 from dtbench.mesh import Groups
 from dtbench_core.cost.ring import INTER_HOST, INTRA_HOST, Link
@@ -66,17 +66,14 @@ def slowest_over_fastest(results: Sequence[Tagged], groups: Groups) -> float:
         if (r.size_bytes or 0) >= COMPARED_FROM_BYTES and there <= r.rank_samples_s.keys()
     ]
     of_groups = [samples_us(large, [group]) for group in groups]
-    ratios = []
-    for times in zip(*of_groups, strict=True):
-        if all(t.size for t in times):
-            quartiles = np.array([np.quantile(t, QUANTILE) for t in times])
-            ratios.append(np.log(quartiles / np.median(quartiles)))
-    if not ratios:
+    whole = [times for times in zip(*of_groups, strict=True) if all(t.size for t in times)]
+    if not whole:
         return 1.0
+    estimates = np.array(quartiles([t for times in whole for t in times])).reshape(len(whole), len(groups))
+    ratios = np.log(estimates / np.median(estimates, axis=1, keepdims=True))
     of_group = np.median(ratios, axis=0)
     slowest, fastest = int(np.argmax(of_group)), int(np.argmin(of_group))
-    behind = [ratio[slowest] > ratio[fastest] for ratio in ratios]
-    if np.mean(behind) < MOSTLY:
+    if np.mean(ratios[:, slowest] > ratios[:, fastest]) < MOSTLY:
         return 1.0
     return float(np.exp(of_group[slowest] - of_group[fastest]))
 

@@ -13,9 +13,11 @@ sizes; the others are left aside, and where they take another time per byte a wa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +25,7 @@ from numpy.typing import NDArray
 from dtbench.layout import from_last_arrivals_s
 from dtbench.mesh import Groups
 from dtbench.model import Result, Run
+from dtbench.stats import blocks_of
 
 Array = NDArray[np.float64]
 Launch = tuple[str, int]  # run_id, number of the launch in that run
@@ -36,19 +39,32 @@ DTYPES_DIFFER = 1.25
 
 @dataclass(frozen=True)
 class Point:
-    """One size: launch -> its samples in microseconds."""
+    """One size: launch -> its samples in microseconds. by_launch: microseconds of each launch."""
 
     size_bytes: int
     launches: Mapping[Launch, Array]
-
-    @cached_property
-    def by_launch(self) -> dict[Launch, float]:
-        """Microseconds of each launch."""
-        return {launch: float(np.quantile(s, QUANTILE)) for launch, s in self.launches.items()}
+    by_launch: Mapping[Launch, float]
 
     @cached_property
     def measured_us(self) -> float:
-        return float(np.median(list(self.by_launch.values())))
+        return median(self.by_launch.values())
+
+
+def points_of(sizes: Mapping[int, Mapping[Launch, Array]]) -> tuple[Point, ...]:
+    """Size -> launch -> samples in microseconds, as points by ascending size."""
+    estimates = iter(quartiles([samples for launches in sizes.values() for samples in launches.values()]))
+    by_size = {size: dict(zip(launches, estimates, strict=False)) for size, launches in sizes.items()}
+    return tuple(Point(size, sizes[size], by_size[size]) for size in sorted(sizes))
+
+
+def quartiles(of: Sequence[Array]) -> list[float]:
+    """The `QUANTILE` of each; as many as are equally long at once, since numpy's call takes longer than its work."""
+    found = [0.0] * len(of)
+    for _, places in blocks_of(map(len, of)):
+        at_once = np.quantile(np.stack([of[place] for place in places]), QUANTILE, axis=1)
+        for place, quartile in zip(places, at_once.tolist(), strict=True):
+            found[place] = quartile
+    return found
 
 
 @dataclass(frozen=True)
@@ -149,14 +165,17 @@ def samples_us(results: Sequence[Result], groups: Groups) -> list[Array]:
     Without the ranks' own readings (or where they do not match up) it is what the file holds, the
     longest over all ranks; without any samples, the lower quartile alone.
     """
-    found = []
-    for result, from_last in zip(results, from_last_arrivals_s(results, groups), strict=True):
-        seconds: Array | Sequence[float] = from_last if from_last.size else result.samples_s
-        if not len(seconds) and result.time_s is not None:
-            seconds = [result.time_s.p25]
-        times = np.asarray(seconds, dtype=np.float64) * 1e6
-        found.append(np.asarray(times[np.isfinite(times) & (times > 0)]))
-    return found
+    seconds: list[Array | Sequence[float]] = [
+        from_last if from_last.size else result.samples_s or (result.time_s.p25,) if result.time_s else ()
+        for result, from_last in zip(results, from_last_arrivals_s(results, groups), strict=True)
+    ]
+    if not seconds:
+        return []
+    times = np.concatenate([np.asarray(of, dtype=np.float64) for of in seconds]) * 1e6
+    good = np.isfinite(times) & (times > 0)
+    places = itertools.pairwise(itertools.accumulate(map(len, seconds), initial=0))
+    whole = bool(good.all())
+    return [times[a:b] if whole else times[a:b][good[a:b]] for a, b in places]
 
 
 def _points(results: Sequence[Tagged], groups: Groups) -> tuple[Point, ...]:
@@ -166,7 +185,9 @@ def _points(results: Sequence[Tagged], groups: Groups) -> tuple[Point, ...]:
         if samples.size and result.size_bytes:
             launches = found.setdefault(result.size_bytes, {})
             launches.setdefault((run_id, result.launch), []).append(samples)
-    return tuple(
-        Point(size, {launch: np.concatenate(parts) for launch, parts in launches.items()})
-        for size, launches in sorted(found.items())
+    return points_of(
+        {
+            size: {launch: np.concatenate(parts) for launch, parts in launches.items()}
+            for size, launches in found.items()
+        }
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from dtbench.files.frame import COUNTER, cases_frame, cells, impls_of, names_of, params_of, results_frame
+from dtbench.files.frame import COUNTER, cases_frame, cells, impls_of, names_of, params_of, timed_frames
 from dtbench.model import Param, Run
 
 
@@ -63,13 +63,13 @@ class Case:
 
 def collect(runs: Sequence[Run]) -> dict[str, list[Case]]:
     """Suite -> cases, in the order in which they were first measured."""
-    results = results_frame(runs)
-    timed = results[(results["status"] == "ok") & (results["median_s"] > 0)]
-    return {suite: _cases(cases_frame(timed[timed["suite"] == suite])) for suite in distinct(timed["suite"])}
-
-
-def _cases(frame: pd.DataFrame) -> list[Case]:
     figures = [f.name for f in fields(Measured) if f.name not in ("impl", "counters")]
+    return {
+        suite: _cases(cases_frame(timed), figures) for suite, timed in timed_frames(runs, figures).items()
+    }
+
+
+def _cases(frame: pd.DataFrame, figures: Sequence[str]) -> list[Case]:
     counters = names_of(frame, COUNTER)
     impls: list[dict[str, Measured]] = [{} for _ in range(len(frame))]
     for impl in impls_of(frame):

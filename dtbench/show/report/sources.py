@@ -212,24 +212,34 @@ def _with_folder(sources: Sources, folder: Path) -> Sources:
         for path in sorted(folder.glob("*.jsonl"))
         if (m := _FIRST_KIND.match(_head(path))) and m[1] == b"run"
     ]
-    runs = [run for path in found if not any(map(has_verdicts, (run := read_run(path)).results[:1]))]
-    if not runs:
+    revisions = sorted((of for path in found if (of := _revision(path))), key=lambda of: of[:2])
+    if not revisions:
         raise UnreadableRunError(
             f"{folder} holds neither runs nor a table.json: expected a folder of runs or a profile"
         )
-    runs.sort(key=lambda run: (run.header.started or "", run.path.name))
-    setup = _setup(runs[-1])
-    alike = [run for run in runs if _setup(run) == setup]
-    moved = History(", ".join(setup), tuple(map(_line, alike)))
+    *_, (_, last, setup, _) = revisions
+    alike = [line for *_, of, line in revisions if of == setup]
+    moved = History(", ".join(setup), tuple(alike))
     notes = (
-        () if len(alike) == len(runs) else (f"{len(runs) - len(alike)} runs of {folder} have another setup",)
+        ()
+        if len(alike) == len(revisions)
+        else (f"{len(revisions) - len(alike)} runs of {folder} have another setup",)
     )
     return replace(
         sources,
-        runs=(*sources.runs, alike[-1]),
+        runs=(*sources.runs, read_run(folder / last)),
         histories=(*sources.histories, *([moved] if len(alike) > 1 else [])),
         notes=(*sources.notes, *notes),
     )
+
+
+def _revision(path: Path) -> tuple[str, str, tuple[str, ...], Line] | None:
+    """(when, file, setup, times) of a run, None of one of verdicts; the run itself is not kept, as a folder may hold
+    more than the memory does."""
+    run = read_run(path, with_samples=False)
+    if run.results and has_verdicts(run.results[0]):
+        return None
+    return run.header.started or "", path.name, _setup(run), _line(run)
 
 
 def _setup(run: Run) -> tuple[str, ...]:

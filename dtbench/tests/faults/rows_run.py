@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
+import subprocess
 import sys
 import time
 from functools import partial
 from pathlib import Path
 
-from dtbench.tests.faults.table import Fault, Running
+from dtbench.files.run import read_run
+from dtbench.tests.faults.table import Done, Fault, Running
 
 RUN = "run SUITE --quick --nproc 2 -o x.jsonl"
 CGROUP = Path(f"/sys/fs/cgroup/memory/dtbench-faults-{os.getpid()}")
@@ -37,7 +40,43 @@ def while_they_start(times: str, running: Running) -> None:
         os.kill(running.pid, signal.SIGINT)
 
 
+def with_a_clock_that_steps() -> None:
+    source = Path(__file__).with_name("clock_step.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "../step.so", source, "-ldl"], check=True)
+    Path("../step").write_bytes(struct.pack("q", 0))
+
+
+def an_hour_ahead_then_back(running: Running) -> None:
+    for results, seconds in (1, 3600), (3, -3600):
+        running.wait_for_results(results)
+        with (running.folder / "step").open("r+b") as file:
+            file.write(struct.pack("q", seconds))
+
+
+def times_are_as_ever(done: Done) -> None:
+    times = [r.time_s.max for r in read_run("x.jsonl").results if r.time_s is not None]
+    assert len(times) == 6 and max(times) < 60
+    late = [max(ranks) for r in read_run("x.jsonl").results for ranks in r.rank_arrivals_s.values()]
+    assert late and max(late) < 60
+    assert "the clock was set 3600 s back meanwhile" in done.out
+    assert b'"clock_moved_s":-3600' in Path("x.jsonl").read_bytes()
+
+
 ROWS = [
+    Fault(
+        "the clock steps an hour ahead, then two back, while cases are measured",
+        f"{RUN} --filter good",
+        0,
+        given=with_a_clock_that_steps,
+        how="fresh",
+        env={"LD_PRELOAD": "../step.so", "CLOCK_STEP": "../step"},
+        during=an_hour_ahead_then_back,
+        also=times_are_as_ever,
+        makes=MADE,
+        results="6 ok",
+        needs=("cc",),
+        slow=True,
+    ),
     Fault(
         "a rank is killed, --on-failure stop",
         f"{RUN} --filter dies --on-failure stop",
