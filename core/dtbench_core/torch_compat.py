@@ -195,6 +195,11 @@ def is_fake_mode_active() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+def is_traced() -> bool:
+    """Whether an op becomes part of a graph, which cannot choose by a value."""
+    return is_fake_mode_active() or active_tracer() is not None
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether `tensor` has no values, with its mode active or, as while Dynamo replays a view, stepped aside."""
     return isinstance(tensor, fake_tensor.FakeTensor)

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from dtbench_core import comm, rules
-from dtbench_core.dispatch import out_and_resize, outside_mesh, rank_check
+from dtbench_core.dispatch import out_and_resize, outside_mesh, rank_check, value_check
 from dtbench_core.dispatch.metadata import device_of_results, flattened, results_of, written_by
 from dtbench_core.dispatch.op_info import OpInfo
 from dtbench_core.dispatch.plan import Move, Plan, lying_right, plan_of_kind, sorted_by_name
@@ -81,7 +81,11 @@ def _build_out(info: OpInfo, call: OpCall, *, to_copy: bool) -> Plan | None:
     if not rank_check.all_even(plain, inputs, (out.placements,)):
         return None
     member = out.info.coordinate is not None
-    local_op = None if member else outside_mesh.kernel(info.op, out.info, (None,), "tensor")
+    if member:
+        alike = value_check.refusing_alike(plain, inputs)
+        local_op = None if alike is None else alike(info.kernel)
+    else:
+        local_op = outside_mesh.kernel(info.op, out.info, (None,), "tensor")
     return plan_of_kind(info, local_op, out, _moves(plain, inputs), to_copy=to_copy)
 
 
@@ -121,11 +125,15 @@ def _plan_for(
         local_op = strategy.localize(Placed(moved, tuple(specs)))
     # A random op runs even so: its rank would fall out of step.
     empty = all(s is None or 0 in s.local_shape for s in specs) and not info.random
+    alike = value_check.refusing_alike(call, inputs)
     if out is not None and info.functional and empty:
-        rank_check.refuse_as_others(call, strategy, inputs, outputs)
+        if alike is None:
+            rank_check.refuse_as_others(call, strategy, inputs, outputs)
         local_op = _empty_results(
             local_op or info.op, specs, several=structure == "list", device=mesh.device_type
         )
+    if alike is not None:
+        local_op = alike(local_op or info.kernel)
     return plan_of_kind(info, local_op, out, _moves(call, inputs), replaced, of_copy=of_copy, to_copy=to_copy)
 
 

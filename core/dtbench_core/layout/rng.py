@@ -36,7 +36,7 @@ from dtbench_core.layout.shard_layout import part_of
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, held_by
 from dtbench_core.runtime import current, process
-from dtbench_core.torch_compat import active_tracer, dispatch_modes_active, is_fake_mode_active
+from dtbench_core.torch_compat import dispatch_modes_active, is_fake_mode_active, is_traced
 
 
 class Region(Protocol):
@@ -109,14 +109,10 @@ def _replicas(spec: DTensorSpec) -> list[ProcessGroup]:
     return [group for group, placed in groups if not isinstance(placed, Shard) and group.size() > 1]
 
 
-def _is_traced() -> bool:
-    return is_fake_mode_active() or active_tracer() is not None
-
-
 def _kept(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """This rank's part of what was drawn."""
     part = part_of(whole, spec)
-    if dispatch_modes_active() and _is_traced():
+    if dispatch_modes_active() and is_traced():
         for group in _replicas(spec):
             part = part.contiguous()
             comm.broadcast(part, group)
@@ -126,7 +122,7 @@ def _kept(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 def _agree(spec: DTensorSpec) -> None:
     """Before a tensor is drawn: ranks that are to hold the same values bring their generators into one state."""
     mesh, groups = spec.info, _replicas(spec)
-    if not groups or (dispatch_modes_active() and _is_traced()):
+    if not groups or (dispatch_modes_active() and is_traced()):
         return
     module = generators(mesh)
     state = module.get_rng_state()

@@ -1,8 +1,5 @@
 """Losses: sharded like the elements they compare; a mean counts the elements, or weights, of all ranks.
 
-Where a CPU kernel refuses a value (a probability above 1, a class that is not there), a rank that holds it
-would raise alone and leave the others waiting. So on CPU the ranks first ask each other whether anyone
-has one; if so, all run the op on everything and raise alike. CUDA kernels assert on the device instead.
 Left to replication: multi_margin_loss, multilabel_margin_loss and ctc_loss, which refuse values as well.
 """
 
@@ -19,7 +16,7 @@ from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.placement import REPLICATE, Placement, Shard
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.rules.base import OpCall, Row, Strategy, aten, decomposition, pending_rows, rule
-from dtbench_core.rules.labels import SUM, all_replicated, broadcast, materialised, whole
+from dtbench_core.rules.labels import SUM, all_replicated, broadcast, whole
 from dtbench_core.torch_compat import DisableTorchFunction, is_fake_mode_active
 
 NONE, MEAN, SUMMED = 0, 1, 2  # torch's enum Reduction
@@ -139,26 +136,11 @@ def nll_mean(
     ignore_index: int = -100,
 ) -> Any:
     """The mean by weight of all ranks' targets, not of the ranks' means."""
-    if all_replicated(data, target, weight):
+    if reduction != MEAN or all_replicated(data, target, weight):
         return NotImplemented
-    if reduction == MEAN:
-        loss, total = op(data, target, weight, SUMMED, ignore_index)
-        total = whole(total)
-        return loss / total, total
-    classes = data.shape[1 if data.ndim > 1 else 0]
-    if _anyone(target, lambda t: torch.bitwise_or(t < 0, t >= classes).bitwise_and(t != ignore_index)):
-        return op(whole(data), whole(target), whole(weight), reduction, ignore_index)
-    return NotImplemented
-
-
-@decomposition(aten.binary_cross_entropy.default)
-def binary_cross_entropy(data: Any, target: Any, weight: Any = None, reduction: int = MEAN) -> Any:
-    """The op itself, once the ranks know that all may run it."""
-    if not all_replicated(data, target, weight) and _anyone(
-        data, lambda x: torch.bitwise_and(x >= 0, x <= 1).logical_not()
-    ):
-        return aten.binary_cross_entropy.default(whole(data), whole(target), whole(weight), reduction)
-    return NotImplemented
+    loss, total = op(data, target, weight, SUMMED, ignore_index)
+    total = whole(total)
+    return loss / total, total
 
 
 def one_hot(input: Any, num_classes: int = -1) -> Any:
@@ -166,18 +148,11 @@ def one_hot(input: Any, num_classes: int = -1) -> Any:
     keeps its order in memory and takes any value."""
     classes = math.inf if num_classes == -1 else num_classes
     with DisableTorchFunction():
-        if isinstance(input, Wrapper) and _anyone(input, lambda t: torch.bitwise_or(t < 0, t >= classes)):
+        known = isinstance(input, Wrapper) and input.device.type == "cpu" and not is_fake_mode_active()
+        if known and torch.bitwise_or(input < 0, input >= classes).any().item():
             beyond = "" if num_classes == -1 else f" and < {num_classes}"
             raise ArgumentError(
                 f"one_hot got a class that some rank holds outside of what num_classes={num_classes} takes: "
                 f"expected classes >= 0{beyond}"
             )
         return torch.nn.functional.one_hot(input, num_classes).contiguous()
-
-
-def _anyone(tensor: Any, refused: Callable[[Any], Any]) -> bool:
-    """Whether a CPU kernel would refuse some value of `tensor`, on whichever rank. A graph cannot choose by a value:
-    there the kernel answers for itself."""
-    if tensor.device.type != "cpu" or is_fake_mode_active():
-        return False
-    return bool(refused(materialised(tensor)).any().item())

@@ -1,0 +1,147 @@
+"""Values that CPU kernels refuse: a zero to divide integers by, an index or a class beyond, a probability above 1.
+
+A rank that holds one alone would raise alone, and the others would wait for it in the next collective. Where the
+values are spread over ranks, the ranks tell each other after the kernel whether it refused: one all-reduce of 4 bytes
+per call, along the mesh dims that the values are spread over (on gloo 0.1 ms between two ranks that have a core each).
+Replicated values need none: all ranks refuse them alike, those with an empty shard by a trial on a stand-in for it.
+CUDA's kernels assert on the device instead, and a graph cannot choose by a value: there a rank fails alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from dtbench_core import comm
+from dtbench_core.dispatch.metadata import flattened
+from dtbench_core.dispatch.plan import sorted_by_name
+from dtbench_core.layout.mesh import MeshInfo
+from dtbench_core.layout.placement import REPLICATE, Placements, local_extents
+from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.rules.base import OpCall
+from dtbench_core.runtime import process
+from dtbench_core.torch_compat import is_traced
+
+# Op, without its overload and the underscore of its in-place form -> the arguments whose values its kernel refuses.
+_INDEXED = """
+    index_select index_add index_copy index_reduce index_fill gather scatter scatter_add scatter_reduce take put
+"""
+_DIVISIONS = ("floor_divide", "fmod", "remainder", "div")
+_REFUSED = {
+    **dict.fromkeys(_INDEXED.split(), ("index",)),
+    **dict.fromkeys(("index", "index_put", "_index_put_impl", "embedding"), ("indices",)),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), ("target",)),
+    **dict.fromkeys(_DIVISIONS, ("other",)),
+    "binary_cross_entropy": ("self", "target"),
+}
+
+Kernel = Callable[..., Any]
+
+
+def refusing_alike(call: OpCall, inputs: Sequence[Placements]) -> Callable[[Kernel], Kernel] | None:
+    """What makes of the op's kernel one that raises on all ranks of the mesh or on none; None where it does so itself.
+
+    inputs: the placements of its tensors.
+    """
+    info = call.inputs[0].info
+    name = call.op._schema.name.removeprefix("aten::").rstrip("_")
+    names = _REFUSED.get(name)
+    if names is None or info.device_type != "cpu" or (name in _DIVISIONS and not _divides_integers(call)):
+        return None
+    leaves = tree_leaves([call.named().get(n) for n in names], is_leaf=_is_spec)
+    values = {id(leaf) for leaf in leaves if _is_spec(leaf)}
+    spread = {
+        dim
+        for spec, placed in zip(call.inputs, inputs, strict=True)
+        if id(spec) in values
+        for dim, placement in enumerate(placed)
+        if not placement.is_replicate()
+    }
+    trial = _trial(call, inputs, spread)
+    groups = _groups(info, spread)
+    if trial is None and not groups:
+        return None
+    return lambda kernel: _alike(kernel, trial, groups)
+
+
+def _divides_integers(call: OpCall) -> bool:
+    made = call.outputs[0]
+    return made is not None and not (made.dtype.is_floating_point or made.dtype.is_complex)
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, DTensorSpec)
+
+
+def _groups(info: MeshInfo, dims: set[int]) -> list[Any]:
+    if len(dims) == info.ndim and info.whole is not None:
+        return [info.whole]
+    return [info.groups[dim] for dim in sorted(dims)]
+
+
+def _trial(call: OpCall, inputs: Sequence[Placements], spread: set[int]) -> Kernel | None:
+    """The op with what other ranks hold more of whole, and made of ones; None where this rank's part is not empty."""
+    info = call.inputs[0].info
+    here = info.my_coordinate()
+    kept = [tuple(p if dim in spread else REPLICATE for dim, p in enumerate(placed)) for placed in inputs]
+    held, whole = (
+        [local_extents(s.shape, p, info.sizes, here)[0] for s, p in zip(call.inputs, places, strict=True)]
+        for places in (inputs, kept)
+    )
+    if not any(0 in mine and 0 not in other for mine, other in zip(held, whole, strict=True)):
+        return None
+    shapes = [None if mine == other else other for mine, other in zip(held, whole, strict=True)]
+    written = call.op._schema.is_mutable
+
+    def stand_in(tensor: torch.Tensor, shape: Sequence[int] | None) -> torch.Tensor:
+        if shape is None:
+            return tensor.clone() if written else tensor
+        return tensor.new_ones(shape) if written else tensor.new_ones(()).expand(shape)
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        leaves, rebuilt = flattened(args, sorted_by_name(kwargs))
+        remaining = iter(shapes)
+        tried = [stand_in(x, next(remaining)) if isinstance(x, torch.Tensor) else x for x in leaves]
+        tried_args, tried_kwargs = rebuilt(tried)
+        call.op(*tried_args, **tried_kwargs)
+
+    return run
+
+
+def _alike(kernel: Kernel, trial: Kernel | None, groups: Sequence[Any]) -> Kernel:
+    """`kernel`, which raises where it, or the trial, does so on any rank of the groups."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if process.mode is not None or is_traced():
+            return kernel(*args, **kwargs)
+        made, error = None, None
+        try:
+            if trial is not None:
+                trial(*args, **kwargs)
+            made = kernel(*args, **kwargs)
+        except (RuntimeError, IndexError, ValueError) as raised:
+            error = raised
+        _raise_alike(error, groups)
+        return made
+
+    return run
+
+
+def _raise_alike(error: Exception | None, groups: Sequence[Any]) -> None:
+    """Raises this rank's error or, where it has none, one that another rank of the groups has."""
+    failed = torch.tensor([error is not None], dtype=torch.int32, device="cpu")
+    for group in groups:
+        comm.all_reduce(failed, group, "max")
+    if not failed.item():
+        return
+    told = None if error is None else (type(error), str(error))
+    for group in groups:
+        told = next((one for one in comm.all_gather_objects(told, group) if one), None)
+    if error is None and told is not None:
+        kind, words = told
+        error = kind(words)
+    if error is not None:
+        raise error
