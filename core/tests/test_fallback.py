@@ -238,10 +238,19 @@ def _dtypes_that_kernels_refuse(case: str) -> None:
     whole = [Replicate()]
     if case == "product":
         x @ distribute_tensor(torch.ones(5, 5).double(), mesh_of((4,)), whole, src_data_rank=None)
+    elif case == "of what moves first":
+        x, moments = (
+            distribute_tensor(t, mesh_of((4,)), [Shard(d)], src_data_rank=None)
+            for t, d in ((torch.ones(3, 2, 4).double(), 1), (torch.ones(2), 0))
+        )
+        torch.nn.functional.batch_norm(x, moments, moments)
+    elif case == "normalisation":
+        moments = distribute_tensor(torch.ones(5).double(), mesh_of((4,)), whole, src_data_rank=None)
+        torch.nn.functional.batch_norm(x.half(), moments, moments)
     else:
         x.index_select(1, distribute_tensor(torch.zeros(1), mesh_of((4,)), whole, src_data_rank=None))
 
 
-@pytest.mark.parametrize("case", ["product", "index"])
+@pytest.mark.parametrize("case", ["product", "index", "normalisation", "of what moves first"])
 def test_every_rank_refuses_a_dtype(ranks: Worlds, case: str) -> None:
     ranks.refuse(_dtypes_that_kernels_refuse, case, told="dtype", error=RuntimeError)

@@ -127,10 +127,9 @@ def _plan_for(
     empty = all(s is None or 0 in s.local_shape for s in specs) and not info.random
     alike = value_check.refusing_alike(call, inputs)
     if out is not None and info.functional and empty:
-        if alike is None:
-            rank_check.refuse_as_others(call, strategy, inputs, outputs)
+        refusal = rank_check.refusal_of_others(call, strategy, inputs, outputs) if alike is None else None
         local_op = _empty_results(
-            local_op or info.op, specs, several=structure == "list", device=mesh.device_type
+            local_op or info.op, specs, refusal, several=structure == "list", device=mesh.device_type
         )
     if alike is not None:
         local_op = alike(local_op or info.kernel)
@@ -147,12 +146,21 @@ def _moves(call: OpCall, inputs: Sequence[Placements]) -> tuple[Move, ...]:
 
 
 def _empty_results(
-    op: Callable[..., Any], specs: Sequence[DTensorSpec | None], *, several: bool, device: str
+    op: Callable[..., Any],
+    specs: Sequence[DTensorSpec | None],
+    refusal: Exception | None,
+    *,
+    several: bool,
+    device: str,
 ) -> Callable[..., Any]:
     """Stands for the op on a rank whose results are empty: many kernels raise or warn there, and a rank
-    that raises alone leaves the others waiting. Shards know what they can do, empty ones alike."""
+    that raises alone leaves the others waiting. Shards know what they can do, empty ones alike.
+
+    refusal: what the other ranks' kernels raise, once all inputs have moved."""
 
     def make(*args: Any, **kwargs: Any) -> Any:
+        if refusal is not None:
+            raise refusal
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         if any(holds_shards(one) for one in tensors):
             return op(*args, **kwargs)

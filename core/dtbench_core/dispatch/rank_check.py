@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dtbench_core.layout.placement import Placements, Shard, local_extents, splits_evenly
+from dtbench_core.layout.placement import REPLICATE, Placements, Shard, local_extents, splits_evenly
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, memory_order
 from dtbench_core.rules.base import OpCall, Strategy
 from dtbench_core.runtime import process
@@ -116,19 +116,23 @@ def _run(
     return (strategy.local_op or kernel_of(call.op))(*args, **kwargs)
 
 
-def refuse_as_others(
+def refusal_of_others(
     call: OpCall, strategy: Strategy, inputs: Sequence[Placements], outputs: Sequence[Placements]
-) -> None:
-    """Raises what the kernel raises on the first rank of the mesh, if that comes of dtypes: asked where this rank's
-    results are empty, so that its own kernel does not run. Meta kernels do not refuse dtypes as others do."""
-    if strategy.localize is not None or dispatch_modes_active() or process.mode is not None:
-        return
+) -> Exception | None:
+    """What the kernel raises on the first rank of the mesh, if that comes of dtypes: asked where this rank's results
+    are empty, so that its own kernel does not run. Meta kernels do not refuse dtypes as others do. What is
+    made for its rank is asked as the op on whole tensors."""
+    if dispatch_modes_active() or process.mode is not None:
+        return None
     info = call.inputs[0].info
+    if strategy.localize is not None:
+        inputs, outputs = ([(REPLICATE,) * info.ndim for _ in some] for some in (inputs, outputs))
     placed, made = _placed(call, inputs, outputs)
     held, expected = (
         [tuple(local_extents(shape, p, info.sizes, (0,) * info.ndim)[0]) for shape, p in some]
         for some in (placed, made)
     )
+    refusal: Exception | None = None
     draws = torch.Generator(info.device_type).manual_seed(0)  # whose numbers nobody else draws
     for whole in (0, 1):  # an integer may be an index of a dim of length 1, or a divisor
         tensors = [
@@ -139,11 +143,11 @@ def refuse_as_others(
         ]
         try:
             _run(call, strategy, tensors, expected)
-        except REFUSALS:  # NotImplementedError among them
-            if whole:
-                raise
+        except REFUSALS as error:  # NotImplementedError among them
+            refusal = error
         else:
-            return
+            return None
+    return refusal
 
 
 def _meta(spec: DTensorSpec, shape: tuple[int, ...]) -> torch.Tensor:

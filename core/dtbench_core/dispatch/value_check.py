@@ -2,7 +2,7 @@
 
 A rank that holds one alone would raise alone, and the others would wait for it in the next collective. Where the
 values are spread over ranks, the ranks tell each other after the kernel whether it refused: one all-reduce of 4 bytes
-per call, along the mesh dims that the values are spread over (on gloo 0.1 ms between two ranks that have a core each).
+per call, along the mesh dims that the values are spread over (0.3 ms on gloo between two ranks).
 Replicated values need none: all ranks refuse them alike, those with an empty shard by a trial on a stand-in for it.
 CUDA's kernels assert on the device instead, and a graph cannot choose by a value: there a rank fails alone.
 """

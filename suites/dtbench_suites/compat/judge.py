@@ -213,10 +213,10 @@ def together(
 def _warm_up() -> None:
     """Compiles something, for the ranks to be forked with what inductor loads and works out at its first use.
 
-    The backward graph too, but without running it: engine threads do not survive a fork.
+    Without a gradient: a process that has entered autograd's engine, as a trace of a backward graph does, leaves it to
+    its forks in a state that torch refuses to start threads from, as a backward within a backward needs.
     """
-    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-        torch.compile(lambda t: (t * 2).softmax(0))(torch.ones(8, 4, requires_grad=True))
+    torch.compile(lambda t: (t * 2).softmax(0))(torch.ones(8, 4))
     torch._dynamo.reset()
 
 
