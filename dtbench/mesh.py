@@ -12,7 +12,9 @@ from dtbench.errors import UsageError
 Mesh = tuple[tuple[str, int], ...]
 Groups = list[list[int]]
 
-_DIM = re.compile(r"([A-Za-z_]\w*)=(\d+)")
+# The largest clusters hold some 10^5 GPUs.
+MAX_RANKS = 2**20
+_DIM = re.compile(r"([A-Za-z_]\w*)=([0-9]{1,9})")
 
 
 def parse_mesh(text: str) -> Mesh:
@@ -22,13 +24,15 @@ def parse_mesh(text: str) -> Mesh:
         match = _DIM.fullmatch(part.strip())
         if match is None or int(match[2]) < 1:
             raise UsageError(
-                f"{part.strip()!r} in --mesh {text} is not a mesh dim: "
+                f"{part.strip()[:40]!r} in --mesh {text[:80]} is not a mesh dim: "
                 f"expected NAME=RANKS, such as --mesh dp=2,tp=2"
             )
         dims.append((match[1], int(match[2])))
     names = [name for name, _ in dims]
     if len(set(names)) < len(names):
         raise UsageError(f"--mesh {text} gives a mesh dim twice: expected every name once")
+    if (ranks := math.prod(size for _, size in dims)) > MAX_RANKS:
+        raise UsageError(f"--mesh {text} has {ranks} ranks, expected at most {MAX_RANKS}")
     return tuple(dims)
 
 

@@ -17,6 +17,7 @@ from statistics import fmean
 
 from dtbench.importers.model import SPELT, Figure, Log, Printed, Row, Table
 from dtbench.importers.nccl_text import ITEMSIZE
+from dtbench.mesh import MAX_RANKS
 from dtbench_core.cost.ring import ONE_WAY, busbw_factor
 
 # In nccl-tests the count is one rank's part of the size; elsewhere it is the whole.
@@ -26,7 +27,7 @@ _ALLOWED_DEVIATION = {"float16": 1e-2, "bfloat16": 1e-2, "float32": 1e-5, "float
 _SLACK = 1 + 1e-6  # of the arithmetic here
 # A derived time or a bandwidth known worse than this says nothing about a machine.
 _MAX_COARSENESS = 0.05
-_MAX_RANKS = 2**20
+
 _LIST = "the list of ranks"
 _MAX_BYTES = 2**62
 
@@ -99,7 +100,7 @@ def _refuse_mixed(table: Table) -> None:
 
 
 def _refuse_ranks_beyond_bounds(table: Table) -> None:
-    if table.ranks is not None and not 1 <= table.ranks <= _MAX_RANKS:
+    if table.ranks is not None and not 1 <= table.ranks <= MAX_RANKS:
         table.refusal, table.ranks = f"it has {table.ranks} ranks, which cannot be", None
 
 
@@ -187,7 +188,7 @@ def _ranks_of_ratio(ratio: tuple[float, float], collective: str) -> tuple[int, i
     # factor = k - k / n, with k = 2 for all_reduce and 1 for the others
     k = 2 if collective == "all_reduce" else 1
     low, high = (k / (k - bound) if bound < k else math.inf for bound in ratio)
-    if high > _MAX_RANKS or low <= 0:
+    if high > MAX_RANKS or low <= 0:
         return None
     return max(math.ceil(low - 1e-9), 1), math.floor(high + 1e-9)
 

@@ -376,6 +376,8 @@ def test_json_holds_what_the_tables_show(dtbench: Cli, file: str) -> None:
     ("options", "said"),
     [
         (("--mesh", "tp"), "is not a mesh dim"),
+        (("--mesh", "tp=" + 5000 * "9"), "is not a mesh dim"),
+        (("--mesh", "tp=1024,dp=2048"), "has 2097152 ranks, expected at most 1048576"),
         (("--mesh", "tp=8", "--map", "tp"), "--map tp is not understood"),
         (("--mesh", "tp=8", "--map", "tp=a,tp=b"), "each dim once"),
         (("--mesh", "cp=8"), "--map cp=NAME"),

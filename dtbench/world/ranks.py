@@ -134,8 +134,10 @@ def first_host(nodelist: str) -> str:
 
 
 def _number(name: str, text: str) -> int:
-    if not re.fullmatch(r"\d+", text):
-        raise UsageError(f"the environment has {name}={text!r}: expected a whole number; correct or unset it")
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise UsageError(
+            f"the environment has {name}={text[:40]!r}: expected a whole number; correct or unset it"
+        )
     return int(text)
 
 
