@@ -29,6 +29,12 @@ Runs = Run | str | Path | Iterable[Run | str | Path]
 TIME_COLUMNS = ("estimate_s", *(f"{f.name}_s" for f in dataclasses.fields(Timing) if f.name != "n"))
 PARAM, COUNTER = "param.", "counter."
 
+# What launches are merged by.
+_OF_A_CASE = ("suite", "name", "impl", "case", "status", "samples")
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("run_id", "suite", "name", "impl", "status", "reason", "clock"), str),
+    **dict.fromkeys(("launch", "case", "rank", "samples", "size_bytes"), int),
+}
 _BANDWIDTHS = ["algbw_Bps", "busbw_Bps"]
 # Nullable, so that a column which some rows lack still holds whole numbers and bools as such.
 _DTYPES = {str: "string", bool: "boolean", int: "Int64", float: "float64"}
@@ -85,30 +91,22 @@ def _results_frame(pairs: Sequence[tuple[Run, Result]], figures: Collection[str]
     results = [result for _, result in pairs]
     times = [result.time_s for result in results]
     numbers: dict[tuple[Any, ...], int] = {}
-    columns = {
-        "run_id": _column([run.header.run_id for run, _ in pairs], str),
-        "suite": _column([r.suite for r in results], str),
-        "name": _column([r.name for r in results], str),
-        "impl": _column([r.impl for r in results], str),
-        "launch": _column([r.launch for r in results], int),
-        "case": _column([numbers.setdefault(_case(r), len(numbers)) for r in results], int),
-        "status": _column([r.status for r in results], str),
-        "reason": _column([r.reason for r in results], str),
-        "rank": _column([r.rank for r in results], int),
-        "clock": _column([r.clock for r in results], str),
-        "samples": _column(_field(times, "n"), int),
-    }
     of: dict[str, Callable[[], Sequence[Any]]] = {
+        "run_id": lambda: [run.header.run_id for run, _ in pairs],
+        **{name: partial(_field, results, name) for name in ("suite", "name", "impl", "launch")},
+        "case": lambda: [numbers.setdefault(_case(r), len(numbers)) for r in results],
+        **{name: partial(_field, results, name) for name in ("status", "reason", "rank", "clock")},
+        "samples": partial(_field, times, "n"),
         **{name: partial(_field, times, name.removesuffix("_s")) for name in TIME_COLUMNS},
-        "estimate_s": partial(_field, results, "estimate_s"),
-        "size_bytes": partial(_field, results, "size_bytes"),
-        **{name: partial(_field, results, name) for name in _BANDWIDTHS},
+        **{name: partial(_field, results, name) for name in ("estimate_s", "size_bytes", *_BANDWIDTHS)},
         "rank_spread": partial(_rank_spreads, results),
         "from_last_s": partial(_from_last, pairs),
     }
-    for name, values_of in of.items():
-        if not figures or name in figures:
-            columns[name] = _column(values_of(), int if name == "size_bytes" else float)
+    columns = {
+        name: _column(values_of(), _KINDS.get(name, float))
+        for name, values_of in of.items()
+        if not figures or name in figures or name in _OF_A_CASE
+    }
     for name in _names(r.params for r in results):
         values = [r.params.get(name) for r in results]
         kinds = {type(value) for value in values if value is not None}
@@ -241,13 +239,13 @@ def _rank_spreads(results: Sequence[Result]) -> list[float | None]:
         # Times of a foreign file may lie so far apart that this is infinite, or be 0.
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             ratios = longest / shortest
-        spreads = np.median(ratios, axis=1)
-        for row, place in enumerate(places):
-            there = shortest[row] > 0
-            if there.all():
-                found[place] = float(spreads[row])
-            elif there.any():
-                found[place] = float(np.median(ratios[row, there]))
+        there = shortest > 0
+        rows = zip(places, np.median(ratios, axis=1).tolist(), there.all(axis=1).tolist(), strict=True)
+        for row, (place, spread, whole) in enumerate(rows):
+            if whole:
+                found[place] = spread
+            elif there[row].any():
+                found[place] = float(np.median(ratios[row, there[row]]))
     return found
 
 
