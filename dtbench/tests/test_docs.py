@@ -141,3 +141,7 @@ def test_the_page_of_licences_has_all_that_is_installed() -> None:
     rows = re.findall(r"^\| (\S+) \| (\S+) \| (.+) \|$", page, re.MULTILINE)[1:]
     assert [[name, version] for name, version, _ in rows] == pins, "run .ci/licences"
     assert not [name for name, _, licence in rows if licence == "not stated"]
+    hashes = (ROOT / ".ci/hashes.txt").read_text()
+    hashed = re.findall(r"^(\S+)==(\S+) .*\\\n +--hash=sha256:", hashes, re.MULTILINE)
+    plain = [[re.sub(r"[-_.]+", "-", name).lower(), version] for name, version in pins if name != "torch"]
+    assert sorted(map(list, hashed)) == sorted(plain), "make .ci/hashes.txt anew, as its head says"
