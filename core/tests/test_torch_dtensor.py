@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed import tensor as theirs
 from torch.distributed.tensor import placement_types
 
@@ -203,6 +204,13 @@ def _transformed() -> None:
     torch.func.grad(lambda x: to_torch(x).sum())(_spread((4, 2), mesh_of((4,)), [S0]))
 
 
+def _dual() -> None:
+    x = _spread((4, 6), mesh_of((4,)), [S0])
+    with forward_ad.dual_level():
+        assert isinstance(to_torch(x), theirs.DTensor)
+        to_torch(forward_ad.make_dual(x, x))
+
+
 def _implicit() -> None:
     with implicit_replication():
         _mixed()
@@ -221,6 +229,7 @@ def _loaded() -> None:
         (_distributed, "distribute_tensor got a DTensor of torch.distributed.tensor, .* use from_torch"),
         (_mixed, r"add got a DTensor of torch.distributed.tensor of shape \[4, 2\] together"),
         (_transformed, "inside a transform of torch.func, .* convert before it"),
+        (_dual, "with a tangent of forward-mode"),
         (_implicit, "expected one class: convert it with from_torch"),
         (_loaded, "convert it with from_torch"),
         (_ragged, "expected placements that torch has: RaggedShard"),
@@ -231,6 +240,7 @@ def _loaded() -> None:
         (_other_order, "expected the outer mesh dim first"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_what_the_other_has_not_is_refused(ranks: Worlds, program: Any, told: str) -> None:
     ranks.refuse(program, told=told)
 

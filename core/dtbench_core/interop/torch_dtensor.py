@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+from torch.autograd import forward_ad
 
-from dtbench_core.errors import ArgumentTypeError, LayoutError, PlacementError
+from dtbench_core.errors import ArgumentTypeError, LayoutError, NoRuleError, PlacementError
 from dtbench_core.layout.local_shards import holds_shards
 from dtbench_core.layout.mesh import mesh_info
 from dtbench_core.layout.placement import Partial, Placement, Replicate, Shard, StridedShard
@@ -48,6 +49,7 @@ def to_torch(tensor: DTensor) -> TorchDTensor:
 
     Raises:
         PlacementError: a placement that torch does not have, or a view that was copied.
+        NoRuleError: a tensor with a tangent, which torch's cannot have.
         ArgumentTypeError: no DTensor of ours.
     """
     if not isinstance(tensor, DTensor):
@@ -64,6 +66,11 @@ def to_torch(tensor: DTensor) -> TorchDTensor:
         raise PlacementError(
             f"to_torch got {tensor._spec}, whose ranks hold lists of shards, expected one local tensor per rank: "
             "convert the shards by themselves"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise NoRuleError(
+            f"to_torch got {tensor._spec} with a tangent of forward-mode differentiation, which torch's class has no "
+            "rule to set: convert the parts of forward_ad.unpack_dual by themselves"
         )
     placed = tuple(_as_torch(p, tensor._spec) for p in tensor._spec.placements)
     if torch.is_grad_enabled() and any_requires_grad(tensor):
