@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -340,3 +341,54 @@ def pieces_of_containers(w: Given) -> Any:
         torch.hsplit(x, 2),
         x.unfold(0, 3, 2),
     )
+
+
+# ---- values that the last rank alone holds, or all but the last ----
+
+
+def _one_refused(name: str, run: Callable[[Given], Any]) -> None:
+    run.__name__ = name
+    program("values")(run)
+
+
+def _beyond(w: Given, count: int = 8) -> torch.Tensor:
+    """Indices of which the last rank has one that is beyond."""
+    return w.place(torch.tensor([*range(count - 1), 99]), "S(0)")
+
+
+def _each_beyond(w: Given) -> torch.Tensor:
+    index = torch.zeros(8, 4, dtype=torch.int64)
+    index[7, 1] = 99
+    return w.place(index, "S(0)")
+
+
+def _divisors(w: Given) -> torch.Tensor:
+    return w.place(torch.arange(7, -1, -1), "S(0)")
+
+
+_one_refused("whole_numbers_divided_by_a_zero_of_one_rank", lambda w: 7 // _divisors(w))
+_one_refused("remainder_by_a_zero_of_one_rank", lambda w: _divisors(w) % _divisors(w))
+_one_refused("index_beyond_on_one_rank", lambda w: _rows(w, "R")[_beyond(w)])
+_one_refused("gather_beyond_on_one_rank", lambda w: _rows(w).gather(1, _each_beyond(w)))
+_one_refused("scatter_beyond_on_one_rank", lambda w: _rows(w).scatter_(1, _each_beyond(w), 1.0))
+_one_refused("index_add_beyond_on_one_rank", lambda w: _rows(w, "R").index_add(0, _beyond(w), _rows(w)))
+_one_refused("embedding_beyond_on_one_rank", lambda w: F.embedding(_beyond(w), _rows(w, "R")))
+_one_refused("one_hot_beyond_on_one_rank", lambda w: F.one_hot(_beyond(w), 8))
+_one_refused("target_beyond_on_one_rank", lambda w: F.cross_entropy(_rows(w), _beyond(w)))
+_one_refused("probability_above_1_on_one_rank", lambda w: F.binary_cross_entropy(_rows(w), _rows(w)))
+
+
+@program("values")
+def index_beyond_of_columns_that_some_ranks_hold(w: Given) -> Any:
+    return w.place(randn(8, 3), "S(1)")[w.place(torch.tensor([0, 99]), "R")]
+
+
+@program("values")
+def dtypes_refused_by_ranks_that_hold_rows(w: Given) -> Any:
+    return w.place(randn(3, 4), "S(0)") @ w.place(randn(4, 4).double(), "R")
+
+
+@program("values")
+def statistics_of_another_dtype_refused_by_ranks_that_hold_rows(w: Given) -> Any:
+    statistics = w.place(torch.ones(4).double(), "R")
+    return F.batch_norm(w.place(randn(3, 4).half(), "S(0)"), statistics, statistics)
