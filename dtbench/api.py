@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -80,7 +81,8 @@ def run(
 
     Raises:
         UsageError: options that cannot be followed. OutputError: `output` exists or cannot be written.
-        WorldBrokenError: ranks were lost before anything was measured.
+        WorldBrokenError: ranks were lost before anything was measured; or a call raised on this rank of a process
+            group, and the others, which may wait for it in a collective, did not come within `timeout_s`.
     """
     if isinstance(what, (str, Path)) or (isinstance(what, Sequence) and what):
         names = [what] if isinstance(what, (str, Path)) else what
@@ -282,7 +284,7 @@ def _run_here(suite: Suite, output: str | Path | None, progress: bool, timeout_s
 
     if suite.world == "own":
         raise UsageError(f"{suite.name} starts processes of its own: give its name, {suite.name!r}")
-    with _world(suite) as (world, ranks, barrier):
+    with _world(suite, timeout_s) as (world, ranks, barrier):
         if output is not None and ranks.rank == 0:
             refuse_taken(Path(output))
         device = world.device
@@ -327,7 +329,7 @@ def _shared(
 
 
 @contextlib.contextmanager
-def _world(suite: Suite) -> Iterator[tuple[Any, Ranks, Callable[[], None]]]:
+def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[Any, Ranks, Callable[[], None]]]:
     """The world of this process, the votes of its ranks and their barrier: of the process group that is there, else
     of this rank alone."""
     import torch
@@ -353,7 +355,7 @@ def _world(suite: Suite) -> Iterator[tuple[Any, Ranks, Callable[[], None]]]:
     if there:
         size, rank = dist.get_world_size(), dist.get_rank()
         store = PrefixStore(f"dtbench/{next(_calls)}", dist.distributed_c10d._get_default_store())
-        ranks: Ranks = StoreRanks(store, rank, size, lambda _reason: None)
+        ranks: Ranks = StoreRanks(store, rank, size, None, timedelta(seconds=timeout_s))
         yield LiveWorld(rank, size, device, default_mesh(size)), ranks, barrier_of(device)
         return
     dist.init_process_group(backend_of(device.type), store=HashStore(), rank=0, world_size=1)

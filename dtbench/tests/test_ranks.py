@@ -4,11 +4,12 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from dtbench.errors import UsageError
+from dtbench.errors import UsageError, WorldBrokenError
 from dtbench.world.ranks import Place, StoreRanks, find_place, first_host, store_of
 
 TORCHRUN = {
@@ -98,6 +99,35 @@ def test_ranks_agree_over_a_store(size: int) -> None:
     assert heard == [expected] * size
     # Only the last decision is left: a long run does not fill the store.
     assert store.num_keys() <= 1
+
+
+def test_a_rank_whose_call_raised_does_not_wait_for_ever() -> None:
+    """The others may wait for it in a collective, or have ended; nobody watches a process group of a user's."""
+    from torch.distributed import HashStore
+
+    ranks = StoreRanks(HashStore(), 1, 2, None, timedelta(seconds=0.1))
+    ranks.raised("ValueError: no")
+    with pytest.raises(WorldBrokenError, match=r"ValueError: no; the other ranks did not answer in 0\.1 s"):
+        ranks.agree({}, lambda votes: votes)
+    with pytest.raises(WorldBrokenError, match="ValueError: no"):  # nor later
+        ranks.agree({}, lambda votes: votes)
+
+
+def test_a_rank_whose_call_raised_hears_what_all_decide() -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()
+
+    def live(rank: int) -> list[Any]:
+        ranks = StoreRanks(store, rank, 2, None, timedelta(seconds=20))
+        if rank:
+            ranks.raised("ValueError: no")
+        else:
+            time.sleep(0.1)
+        return [ranks.agree(rank, lambda votes: votes) for _ in range(2)]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(live, range(2))) == [[[0, 1], [0, 1]]] * 2
 
 
 def test_a_store_whose_server_is_dying_is_given_up_before_torch_asks_it() -> None:

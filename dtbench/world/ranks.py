@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from dtbench.errors import UsageError
+from dtbench.errors import UsageError, WorldBrokenError
 from dtbench.machine.device import gpus
 from dtbench.mesh import Mesh
 from dtbench.world.failure import UnreachableError
@@ -32,6 +32,8 @@ _FOREVER = timedelta(days=7)
 JOIN_TIMEOUT = timedelta(minutes=5)
 # Further connections are made once when a launch begins, and where something went wrong.
 _DYING_S = 0.2
+# A call may take most of its timeout on the other ranks, and be one of several between two votes.
+AFTER_RAISING = 3
 # The watch fires at the case's timeout and says what hangs; the group's own end comes after it.
 GROUP_GRACE_S = 30.0
 
@@ -189,17 +191,42 @@ def _expect_server(address: str, port: int) -> None:
 
 
 class StoreRanks:
-    """`Ranks` over a store. Waiting ranks sleep in the kernel: nothing polls while another one works."""
+    """`Ranks` over a store. Waiting ranks sleep in the kernel: nothing polls while another one works.
 
-    def __init__(self, store: Store, rank: int, size: int, on_raised: Callable[[str], None]) -> None:
+    patience: how long a rank whose call raised waits for the others, which may wait for it in a collective, or have
+        ended; from then on it waits `AFTER_RAISING` times as long at most. None where somebody watches the world,
+        and ends it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        on_raised: Callable[[str], None] | None,
+        patience: timedelta | None = None,
+    ) -> None:
         self.rank = rank
         self.size = size
         self.votes = 0  # decided so far; the watch tells by it whether the ranks found together
-        self.raised = on_raised
         self._store = store
+        self._on_raised = on_raised
+        self._patience = patience
+        self._reason = ""  # why the last call raised that did
+        self._raised_now = False
+
+    def raised(self, reason: str) -> None:
+        """See `Ranks.raised`."""
+        self._reason, self._raised_now = reason, True
+        if self._on_raised is not None:
+            self._on_raised(reason)
 
     def agree(self, vote: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """See `Ranks.agree`. One round trip per rank, two for rank 0."""
+        """See `Ranks.agree`. One round trip per rank, two for rank 0.
+
+        Raises:
+            WorldBrokenError: a call raised here, and the others do not come.
+        """
         if self.size == 1:
             decision = json.loads(json.dumps(decide([json.loads(json.dumps(vote))])))
             self.votes += 1
@@ -207,7 +234,7 @@ class StoreRanks:
         turn = self.votes
         if self.rank == 0:
             keys = [f"vote/{turn}/{rank}" for rank in range(1, self.size)]
-            self._store.wait(keys, _FOREVER)
+            self._wait(keys)
             others = [json.loads(value) for value in self._store.multi_get(keys)]
             decision = json.dumps(decide([json.loads(json.dumps(vote)), *others]))
             self._store.set(f"decision/{turn}", decision)
@@ -216,10 +243,26 @@ class StoreRanks:
                 self._store.delete_key(key)
         else:
             self._store.set(f"vote/{turn}/{self.rank}", json.dumps(vote))
-            self._store.wait([f"decision/{turn}"], _FOREVER)
+            self._wait([f"decision/{turn}"])
             decision = self._store.get(f"decision/{turn}")
         self.votes += 1
+        self._raised_now = False
         return json.loads(decision)
+
+    def _wait(self, keys: list[str]) -> None:
+        if self._patience is None or not self._reason:
+            self._store.wait(keys, _FOREVER)
+            return
+        from torch.distributed import DistStoreError
+
+        patience = self._patience if self._raised_now else AFTER_RAISING * self._patience
+        try:
+            self._store.wait(keys, patience)
+        except DistStoreError:
+            raise WorldBrokenError(
+                f"{self._reason}; the other ranks did not answer in {patience.total_seconds():g} s: they have ended, "
+                f"or wait for rank {self.rank} in a collective, which ends with this process"
+            ) from None
 
     def say_farewell(self) -> None:
         """Rank 0 may leave: this rank uses the store no more."""
