@@ -22,7 +22,7 @@ from dtbench.files.run import RunWriter
 from dtbench.judge import op_verdicts as coverage
 from dtbench.model import Run
 from dtbench.show import report as reporting
-from dtbench.show.report import Sources, data, gather, page, render
+from dtbench.show.report import Sources, axes, data, figures, gather, page, render
 from dtbench.show.report.parts import bucketer, changes, collectives, cost_model, ranks, regret
 from dtbench.show.report.parts.provenance import provenance
 from dtbench.show.report.profiles import spans_of
@@ -627,3 +627,16 @@ def test_a_folder_of_runs_shows_the_last_and_how_each_case_moved(tmp_path: Path)
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnreadableRunError, match=r"neither runs nor a table\.json"):
         gather([tmp_path])
+
+
+def test_a_panel_on_the_first_screen_names_the_series_in_it_alone() -> None:
+    styles = {name: figures.Style("ink") for name in "abc"}
+    panels = [
+        figures.Curves("1", [figures.Series("a", [1, 2], [3, 4]), figures.Series("c", [1, 2], [1, 2])], ""),
+        figures.Curves("2", [figures.Series("b", [1, 2], [3, 4])], ""),
+    ]
+    figure = figures.curves("f", panels, styles, "", y=lambda values: axes.close_axis(values, 1.0))
+    assert figure is not None
+    assert [item.label for item in figure.legend] == ["a", "b", "c"]
+    named = [[item.label for item in page._copied(figure, panel).legend] for panel in figure.panels]
+    assert named == [["a", "c"], ["b"]]

@@ -59,7 +59,7 @@ class Style:
 @dataclass(frozen=True)
 class Panel:
     """One drawing, made once, and not at all where the page has no room for it. prefix: of its ids. desc: what a
-    screen reader says. marks: points of its curves."""
+    screen reader says. marks: points of its curves. series: of the legend, those that are in it; empty: all."""
 
     title: str
     desc: str
@@ -68,6 +68,7 @@ class Panel:
     height: float
     paint: Callable[[Canvas], Sequence[Point] | None]
     marks: int = 0
+    series: frozenset[str] = frozenset()
 
     @property
     def svg(self) -> Markup:
@@ -208,6 +209,7 @@ def curves(
             *CURVES_PX,
             partial(paint, one),
             sum(len(series.x) for series in one.series),
+            frozenset(ids[series.label] for series in one.series),
         )
         for index, one in enumerate(panels)
     ]

@@ -140,10 +140,11 @@ def _leads(sections: Sequence[Section]) -> list[tuple[Section, Figure]]:
 
 
 def _copied(figure: Figure, panel: Panel) -> Figure:
-    """One panel of a figure with ids of its own."""
+    """One panel of a figure, with ids and a legend of its own."""
     legend = [
         replace(item, swatch=Markup(re.sub(r'( id="|"#|\(#)', r"\1lead-", str(item.swatch))))
         for item in figure.legend
+        if not panel.series or item.series in panel.series
     ]
     return replace(figure, legend=legend, panels=[replace(panel, prefix=f"lead-{panel.prefix}")])
 
