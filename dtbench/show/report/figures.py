@@ -178,7 +178,12 @@ def curves(
                 axes.fill_between(
                     one.x, *one.band, color=colour, alpha=BAND_OPACITY, linewidth=0, gid=f"{ids[one.label]}b"
                 )
-            axes.plot(one.x, one.y, clip_on=False, gid=ids[one.label], **_look_of(style))
+            if (
+                len(one.x) == 1 and not style.marker
+            ):  # a limit beside one measurement: a point would not be seen
+                axes.axhline(one.y[0], gid=ids[one.label], **_look_of(style))
+            else:
+                axes.plot(one.x, one.y, clip_on=False, gid=ids[one.label], **_look_of(style))
         across.apply(axes, "x")
         (of.y or common).apply(axes, "y")
         if ends:
