@@ -14,9 +14,12 @@ from typing import Any
 from dtbench.bench.options import Task
 from dtbench.bench.progress import about
 
-# Of one impl of a case on two cores with 4 gloo ranks: a full run took 10.5 minutes. A GPU takes less.
-_SIMULATED_S, _RANKS_S, _PER_BYTE_S = 0.25, 0.30, 40e-9
+# Of one impl of a case on two cores with 4 gloo ranks, in the ratios of a full run; scaled to a run of 426 results that
+# took 98 s there with nothing beside. A GPU takes less. A machine that is slower measures fewer: see `Deadlines`.
+_SIMULATED_S, _RANKS_S, _PER_BYTE_S = 0.15, 0.18, 24e-9
 _QUICK = 0.4  # of that, with --quick
+# Parameters whose values are the points of one curve.
+_SWEPT = ("size", "bucket_bytes")
 # Before the first case: torch is loaded by every rank.
 START_S = 15.0
 
@@ -60,7 +63,7 @@ def by_importance(tasks: Sequence[Task]) -> list[Task]:
     curves: dict[tuple[Any, ...], list[Task]] = {}
     names: dict[str, list[tuple[Any, ...]]] = {}
     for task in tasks:
-        params = tuple((key, value) for key, value in task.case.params.items() if key != "size")
+        params = tuple((key, value) for key, value in task.case.params.items() if key not in _SWEPT)
         curve = task.case.name, *params
         if curve not in curves:
             names.setdefault(task.case.name, []).append(curve)
@@ -70,7 +73,7 @@ def by_importance(tasks: Sequence[Task]) -> list[Task]:
     for of_name in names.values():
         for place, curve_at in enumerate(coarse_to_fine(len(of_name))):
             points = curves[of_name[curve_at]]
-            points.sort(key=lambda task: float(task.case.params.get("size", 0)))
+            points.sort(key=lambda task: [float(task.case.params.get(key, 0)) for key in _SWEPT])
             telling = points[0].suite.telling
             # What accompanies a sweep comes after three sizes of the sweep itself.
             comes_first = telling(points[0].case) if telling else not sweeps or len(points) > 1

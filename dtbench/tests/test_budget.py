@@ -91,13 +91,20 @@ def test_a_budget_that_holds_nothing_holds_a_case_of_every_suite() -> None:
     assert [t.label for t in chosen] == [OPS[0].label, SWEEPS[0].label]
 
 
+def test_a_curve_over_buckets_comes_before_other_tensors() -> None:
+    listed = list_tasks(load(["bucketer"]), RunOptions().plan("cpu", 4))
+    first = [t.case.params for t in budget.by_importance(listed)[:6]]
+    assert {p["tensor_bytes"] for p in first} == {2**14}
+    assert [p["bucket_bytes"] for p in first] == [2**18] * 2 + [25 * 2**20] * 2 + [2**20] * 2
+
+
 def test_large_payloads_count_for_more_time() -> None:
     small, large = task("s", "x", size=1024), task("s", "x", size=2**26)
     assert budget.estimate_s([large], False) > 5 * budget.estimate_s([small], False)
 
 
 def test_a_suite_that_is_late_leaves_the_others_their_share() -> None:
-    tasks = [*OPS, *SWEEPS]  # 40 x 0.25 s and 36 x 0.3 s: shares of 0.48 and 0.52
+    tasks = [*OPS, *SWEEPS]  # 40 x 0.15 s and 36 x 0.18 s: shares of 0.48 and 0.52
     deadlines = budget.Deadlines(tasks, end_s=100.0)
     assert deadlines.allows(OPS[0], 0.0)
     assert deadlines.allows(OPS[1], 47.0) and not deadlines.allows(OPS[2], 49.0)
@@ -113,8 +120,8 @@ def test_the_first_case_of_a_suite_is_measured_when_the_time_is_over() -> None:
 
 def test_what_is_said_before_and_after() -> None:
     tasks = [*OPS, *SWEEPS]
-    assert budget.forecast(OPS, tasks, False) == "40 of 76 cases, about 25 s by estimate"
-    assert budget.forecast(SWEEPS * 10, SWEEPS * 10, False) == "360 cases, about 2 min by estimate"
+    assert budget.forecast(OPS, tasks, False) == "40 of 76 cases, about 21 s by estimate"
+    assert budget.forecast(SWEEPS * 10, SWEEPS * 10, False) == "360 cases, about 80 s by estimate"
     assert budget.name_left_out(tasks, SWEEPS[:3]) == "sweeps 3 of 36 cases"
 
 

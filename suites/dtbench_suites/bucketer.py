@@ -186,7 +186,12 @@ SMALL_IMPLS = ("core", "reference", "unbucketed", "limit")
 LARGE_IMPLS = ("core", "core_held", "reference", "limit", "copy")
 
 
-@suite("bucketer", world="ranks", help=SUITES["bucketer"])
+def _gains_most(case: Case) -> bool:
+    """Whether the tensors are the smallest, for which buckets are made."""
+    return case.name == "reduce_scatter" and case.params["tensor_bytes"] == 16 * KIB
+
+
+@suite("bucketer", world="ranks", help=SUITES["bucketer"], telling=_gains_most)
 def bucketer(plan: Plan) -> Iterator[Case]:
     sweeps: list[tuple[str, Sweep, tuple[str, ...]]] = [
         ("reduce_scatter", QUICK if plan.quick else SWEEPS[plan.device_type], SMALL_IMPLS)
