@@ -117,7 +117,7 @@ def test_a_budget_measures_what_says_most_and_names_the_rest(here: Path) -> None
     done = run("--nproc", "2", "--budget", "1s", "--filter", "wait\nall_reduce\nadd")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert "3 of 2004 cases, about 16 s by estimate" in lines[0]
+    assert "3 of 2004 cases, about 15 s by estimate" in lines[0]
     assert lines[-2] == "left out for --budget: good 2 of 3 cases, long 1999 of 2000 cases"
     run_file = read_run("x.jsonl")
     assert run_file.complete and [r.suite for r in run_file.results] == ["simulated"] * 2 + ["good"] * 2 + [
