@@ -35,9 +35,9 @@ lab: install
 	$(HOSTS) collectives redistribute --max-size 4MiB --filter mode=isolated -o $(LAB).jsonl
 	$(BIN)/dtbench calibrate $(LAB).jsonl -o $(LAB).topology.json
 	$(HOSTS) collectives redistribute --size 1536B:1536KiB:4x --launches 2 --filter "groups=together mode=isolated" -o $(LAB)-new.jsonl
-	$(BIN)/dtbench validate $(LAB).topology.json $(LAB)-new.jsonl
+	$(BIN)/dtbench calibrate --validate $(LAB).topology.json $(LAB)-new.jsonl
 	$(HOSTS) regret --filter redistribute --topology $(LAB).topology.json --launches 3 --timeout 120 -o $(LAB)-ways.jsonl
-	$(BIN)/dtbench regret $(LAB)-ways.jsonl --topology $(LAB).topology.json
+	$(BIN)/dtbench calibrate --regret $(LAB).topology.json $(LAB)-ways.jsonl
 
 # All that one GPU can show, in parts of at most eight minutes; what is done already is not done again. On a machine
 # without network see docs/pages/how-to/gpu.md. Then: the same commands on this CPU, with a fake GPU; no figure counts.

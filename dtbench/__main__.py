@@ -7,7 +7,7 @@ if {"DTBENCH_NOTE", "RANK"} <= os.environ.keys():
     # A rank of our launcher: until it has joined the others Ctrl-C just ends it, and the launcher says so.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from dtbench.cli import main
+from dtbench.cli.program import main
 
 if __name__ == "__main__":
     main()

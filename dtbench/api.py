@@ -8,25 +8,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import shutil
+import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError
 from dtbench.model import Case, Header, Result, Run, Workload
-from dtbench.suite import Suite
+from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError
+from dtbench.model.suites import Suite
+from dtbench.records.topology import Topology
 
 if TYPE_CHECKING:
     from dtbench.bench.sampling import Ranks
-    from dtbench.files.frame import Runs
     from dtbench.judge.compare import Comparison
+    from dtbench.records.frame import Runs
+    from dtbench.world.ranks import LiveWorld
 
 Function = Callable[[], object]
 _calls = itertools.count()
@@ -37,23 +38,13 @@ class Results(Run):
     """A run, which a notebook shows as a table."""
 
     def _repr_html_(self) -> str:
-        from dtbench.files.frame import PARAM, results_frame
+        from dtbench.records.frame import PARAM, results_frame
 
         frame = results_frame(self)
         kept = ["suite", "name", "impl", "status", "estimate_s", "busbw_Bps", "reason"]
         params = [name for name in frame.columns if name.startswith(PARAM)]
         shown = frame[[*kept[:3], *params, *kept[3:]]].dropna(axis="columns", how="all")
         return str(shown.to_html(index=False, max_rows=60, na_rep=""))
-
-
-class Topology(dict[str, Any]):
-    """A fitted cost model as its file has it, which a notebook shows as a table of the mesh dims."""
-
-    def _repr_html_(self) -> str:
-        import pandas as pd
-
-        rows = [{k: v for k, v in dim.items() if isinstance(v, (str, int, float))} for dim in self["dims"]]
-        return str(pd.DataFrame(rows).to_html(index=False))
 
 
 def run(
@@ -104,7 +95,7 @@ def load(path: str | Path) -> Results:
     Raises:
         UnreadableRunError: it is none.
     """
-    from dtbench.files.run import read_run
+    from dtbench.records.run import read_run
 
     return Results(**vars(read_run(path)))
 
@@ -117,8 +108,8 @@ def compare(base: Runs, new: Runs) -> Comparison:
     Raises:
         UnreadableRunError: a file that is no run.
     """
-    from dtbench.files.frame import as_runs
     from dtbench.judge import compare as judge
+    from dtbench.records.frame import as_runs
 
     return judge.compare(as_runs(base), as_runs(new))
 
@@ -133,10 +124,10 @@ def calibrate(runs: Runs, output: str | Path | None = None) -> Topology:
         OutputError: the file cannot be written.
     """
     from dtbench.cost.calibration import calibrate as fit
-    from dtbench.cost.calibration import write_topology
-    from dtbench.files.frame import as_runs
+    from dtbench.records.frame import as_runs
+    from dtbench.records.topology import write_topology
 
-    topology = Topology(fit(as_runs(runs)))
+    topology = fit(as_runs(runs))
     if output is not None:
         write_topology(topology, Path(output))
     return topology
@@ -157,7 +148,7 @@ def report(
     Raises:
         UnreadableRunError: a file that is none of these. OutputError: the page cannot be written.
     """
-    from dtbench.files.frame import as_runs
+    from dtbench.records.frame import as_runs
     from dtbench.show.report import gather, write_report
 
     several = [of] if isinstance(of, (Run, str, Path)) else list(of)
@@ -207,50 +198,26 @@ def _words(names: Sequence[str], options: Mapping[str, object]) -> list[str]:
 def _follow(words: Sequence[str], progress: bool) -> tuple[int, str]:
     """Runs dtbench in a process of its own and shows its lines, each in place of the one before; the exit code and
     the last line. An interrupt is handed on, so that what was measured is kept."""
-    last = ""
-    with (
-        subprocess.Popen(
-            [sys.executable, "-P", "-m", "dtbench", *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as process,
-        _Line(progress) as line,
-    ):
-        assert process.stdout is not None
+    from dtbench.bench.progress import Line
+    from dtbench.world.workers import Program
+
+    last, line = "", Line(progress)
+    reading, writing = os.pipe()
+    with os.fdopen(reading, errors="replace") as said, os.fdopen(writing, "wb") as out:
+        program = Program([sys.executable, "-P", "-m", "dtbench", *words], out=out)
+        out.close()
         try:
-            for said in process.stdout:
-                last = said.rstrip() or last
+            for text in said:
+                last = text.rstrip() or last
                 line.show(last)
         except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)
-            process.wait()
+            program.tell(signal.SIGINT)
             raise
-    return process.returncode, last
-
-
-class _Line:
-    """One line that is written over and over, which a terminal and a notebook show alike."""
-
-    def __init__(self, shown: bool) -> None:
-        self._shown = shown
-        self._length = 0
-
-    def __enter__(self) -> _Line:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._length:
-            sys.stdout.write("\n")
-
-    def show(self, text: str) -> None:
-        if not self._shown:
-            return
-        text = text[: shutil.get_terminal_size().columns - 1]
-        sys.stdout.write(f"\r{text:{self._length}}")
-        sys.stdout.flush()
-        self._length = len(text)
+        finally:
+            code = program.wait()
+            line.close()
+    assert code is not None
+    return code, last
 
 
 # --------------------------------------------------------------------------------- this process
@@ -275,12 +242,12 @@ def _suite_of(what: object, clock: Literal["host", "device"]) -> Suite:
 
 def _run_here(suite: Suite, output: str | Path | None, progress: bool, timeout_s: float) -> Results:
     from dtbench.bench.options import RunOptions, list_tasks
-    from dtbench.bench.progress import line_of
+    from dtbench.bench.progress import Line
     from dtbench.bench.runner import Sweep, budget_of
     from dtbench.bench.session import instruments_of
-    from dtbench.files.atomic import refuse_taken
     from dtbench.machine.provenance import local_rank_info, provenance
-    from dtbench.world.failure import Now
+    from dtbench.records.atomic import refuse_taken
+    from dtbench.world.failure import ActiveCase
 
     if suite.world == "own":
         raise UsageError(f"{suite.name} starts processes of its own: give its name, {suite.name!r}")
@@ -288,35 +255,38 @@ def _run_here(suite: Suite, output: str | Path | None, progress: bool, timeout_s
         if output is not None and ranks.rank == 0:
             refuse_taken(Path(output))
         device = world.device
-        plan = RunOptions().plan(device.type, world.world_size)
+        plan = RunOptions().plan("cuda" if device.type == "cuda" else "cpu", world.world_size)
         results: list[Result] = []
         info = local_rank_info(str(device))
         infos = ranks.agree(info, lambda votes: votes)
         header = provenance(
             argv=[], plan=plan, suites=[suite.name], mesh=plan.mesh, ranks=infos, backend=None, launches=1
         )
-        with _Line(progress and ranks.rank == 0) as line:
+        line = Line(progress and ranks.rank == 0)
 
-            def record(result: Result) -> None:
-                results.append(result)
-                line.show(line_of(result))
+        def record(result: Result) -> None:
+            results.append(result)
+            line.result(result)
 
-            sweep = Sweep(
-                0, timeout_s, Now(), record, lambda _task: None, lambda _s: contextlib.nullcontext()
-            )
-            tools = instruments_of(device, barrier=barrier, budget=budget_of(suite.world, False))
+        sweep = Sweep(
+            0, timeout_s, ActiveCase(), record, lambda _task: None, lambda _s: contextlib.nullcontext()
+        )
+        tools = instruments_of(device, barrier=barrier, budget=budget_of(suite.world, False))
+        try:
             sweep.measure(list_tasks([suite], plan), world, ranks, tools)
+        finally:
+            line.close()
         return _shared(header, results, ranks, output)
 
 
-def _shared(
-    header: Mapping[str, Any], results: Sequence[Result], ranks: Ranks, output: str | Path | None
-) -> Results:
+def _shared(header: Header, results: Sequence[Result], ranks: Ranks, output: str | Path | None) -> Results:
     """Rank 0's results on every rank, and in the file."""
-    from dtbench.files.read import into
-    from dtbench.files.run import RunWriter
+    import msgspec
 
-    lines = [header, *(result.to_json() for result in results)]
+    from dtbench.records.read import into
+    from dtbench.records.run import RunWriter
+
+    lines = [msgspec.to_builtins(line) for line in (header, *results)]
     head, *rows = ranks.agree(None, lambda _votes: lines)
     path = Path(output) if output is not None else Path(f"{time.strftime('%H:%M:%S')} in memory")
     if output is not None and ranks.rank == 0:
@@ -324,12 +294,12 @@ def _shared(
             for result in results:
                 writer.append(result)
             writer.end()
-    made = tuple(into({k: v for k, v in row.items() if k != "kind"}, Result) for row in rows)
+    made = tuple(into(row, Result) for row in rows)
     return Results(path, into(head, Header), made, complete=True)
 
 
 @contextlib.contextmanager
-def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[Any, Ranks, Callable[[], None]]]:
+def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[LiveWorld, Ranks, Callable[[], None]]]:
     """The world of this process, the votes of its ranks and their barrier: of the process group that is there, else
     of this rank alone."""
     import torch
@@ -337,7 +307,7 @@ def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[Any, Ranks, Callabl
     from torch._C._distributed_c10d import HashStore, PrefixStore
 
     from dtbench.machine.device import gpus
-    from dtbench.mesh import default_mesh
+    from dtbench.model.mesh import default_mesh
     from dtbench.world.ranks import AloneRanks, LiveWorld, StoreRanks, backend_of, barrier_of, simulated_world
 
     there = dist.is_initialized()

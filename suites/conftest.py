@@ -14,18 +14,23 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
-from dtbench.bench.options import DEFAULT_CPU_RANKS, RunOptions, Task, list_tasks, parse_sizes
-from dtbench.bench.session import choose_device
-from dtbench.errors import complain
-from dtbench.mesh import parse_mesh
-from dtbench.suite import load
-from dtbench.world.failure import Diagnosis
+from dtbench.bench.options import RunOptions, Task, list_tasks, parse_dtypes, parse_sizes
+from dtbench.bench.sampling import Ranks
+from dtbench.machine.device import DEFAULT_CPU_RANKS, choose_device
+from dtbench.model.errors import complain
+from dtbench.model.mesh import parse_mesh
+from dtbench.model.suites import load
+from dtbench.world.failure import ActiveCase, Diagnosis
 from dtbench.world.rank import Rank, quiet_torch
-from dtbench.world.ranks import AloneRanks, Place, device_of, find_place, simulated_world
+from dtbench.world.ranks import AloneRanks, LiveWorld, Place, device_of, find_place, simulated_world
+
+if TYPE_CHECKING:
+    from dtbench.gate.gate import GateOptions
+    from dtbench.records.gate import Gate
 
 TESTS = Path(__file__).parent / "tests"
 # Seconds for which a collective may hang before its group gives up.
@@ -37,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--quick", action="store_true", help="Fewer cases, sizes and rounds.")
     group.addoption("--mesh", type=parse_mesh, metavar="DIMS", help="Mesh dims, outermost first: dp=2,tp=2.")
     group.addoption("--size", type=parse_sizes, metavar="SIZES", help="1KiB:16MiB:4x, or a comma list.")
-    group.addoption("--dtype", default="float32", metavar="LIST", help="Comma list.")
+    group.addoption("--dtype", type=parse_dtypes, default=("float32",), metavar="LIST", help="Comma list.")
     group.addoption(
         "--dtbench-gate", action="store_true", help="Judge by `dtbench gate` instead of timing here."
     )
@@ -97,7 +102,9 @@ class OtherRank:
             sys.__stderr__.write(f"rank {self.rank}: {report.nodeid}\n{report.longreprtext}\n")  # type: ignore[union-attr]
 
 
-def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_json: dict[str, Any]) -> None:
+def pytest_benchmark_update_json(
+    config: pytest.Config, benchmarks: object, output_json: dict[str, object]
+) -> None:
     """Says whose figures these are."""
     import dtbench
     from dtbench.model import SCHEMA
@@ -108,25 +115,33 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_
 # ----------------------------------------------------------------------------- cases and worlds
 
 
+class Up(NamedTuple):
+    """A world, its ranks' votes and their barrier."""
+
+    world: LiveWorld
+    ranks: Ranks
+    barrier: Callable[[], None]
+
+
 class Live:
     """The world that is up, of one kind at a time: first the simulated one, then the ranks'."""
 
     def __init__(self, place: Place | None, options: RunOptions, show: Callable[[], None]) -> None:
         self._show = show
         self._kind = ""
-        self._up: tuple[Any, Any, Callable[[], None]]
+        self._up: Up
         self._world = contextlib.ExitStack()
         self._life = contextlib.ExitStack()
         quiet_torch()
         self.rank = Rank(place, self._report) if place and place.world_size > 1 else None
         if self.rank is not None:
             self._life.enter_context(self.rank)
-        self.device_type = choose_device(options)
+        self.device_type = choose_device(options.device)
         size = place.world_size if place else DEFAULT_CPU_RANKS
-        self.plan = options.plan("cuda" if self.device_type == "cuda" else "cpu", size)
+        self.plan = options.plan(self.device_type, size)
 
-    def enter(self, kind: str) -> tuple[Any, Any, Callable[[], None]]:
-        """World, ranks and barrier; makes the world where another one is up.
+    def enter(self, kind: str) -> Up:
+        """The world of this kind; makes it where another one is up.
 
         Raises:
             pytest.skip.Exception: a suite of ranks, and there is one process only; a simulated one, and this is
@@ -142,16 +157,16 @@ class Live:
             pytest.skip("rank 0 measures alone")
         return self._up
 
-    def _make(self, kind: str) -> tuple[Any, Any, Callable[[], None]]:
+    def _make(self, kind: str) -> Up:
         if kind == "simulated" or self.rank is None:
             device = device_of(self.device_type, self.rank.place.local_rank if self.rank else 0)
-            return self._world.enter_context(simulated_world(device)), AloneRanks(), lambda: None
+            return Up(self._world.enter_context(simulated_world(device)), AloneRanks(), lambda: None)
         if not self.rank.joined:
             self.rank.join(self.device_type)
         world, barrier = self._world.enter_context(self.rank.process_group(self.plan.mesh, TIMEOUT_S))
-        return world, self.rank.ranks, barrier
+        return Up(world, self.rank.ranks, barrier)
 
-    def _report(self, diagnosis: Diagnosis) -> None:
+    def _report(self, diagnosis: Diagnosis, _case: ActiveCase) -> None:
         """On the lowest living rank, in a helper thread, before this process ends."""
         self._show()
         complain(diagnosis.sentence)
@@ -179,7 +194,7 @@ def live_of(config: pytest.Config) -> Live:
         options = RunOptions(
             mesh=config.option.mesh,
             sizes_bytes=config.option.size,
-            dtypes=tuple(config.option.dtype.split(",")),
+            dtypes=config.option.dtype,
             quick=config.option.quick,
         )
         capture = config.pluginmanager.get_plugin("capturemanager")
@@ -214,7 +229,7 @@ class GateTests:
         if config.option.dtbench_base is None:
             raise pytest.UsageError("--dtbench-gate needs --dtbench-base ARM, such as rev:origin/main")
         self._option = config.option
-        self._report: Any = None
+        self._report: Gate | None = None
         self._whole = True
         self._pairs: list[tuple[Task, str]] = []
 
@@ -226,13 +241,13 @@ class GateTests:
         """What is left of the tests after -k is what is judged."""
         self._pairs = [item.callspec.params["task"] for item in session.items if hasattr(item, "callspec")]
 
-    def report(self) -> Any:
+    def report(self) -> Gate:
         """The gate, run once."""
         if self._report is None:
             import tempfile
 
-            from dtbench.errors import DtbenchError
-            from dtbench.judge.gate.gate import gate
+            from dtbench.gate.gate import gate
+            from dtbench.model.errors import DtbenchError
 
             try:
                 with tempfile.TemporaryDirectory(prefix="dtbench-gate-") as folder:
@@ -241,15 +256,15 @@ class GateTests:
                 pytest.exit(f"dtbench gate: {error}", returncode=error.exit_code)
         return self._report
 
-    def _options(self, folder: Path) -> Any:
+    def _options(self, folder: Path) -> GateOptions:
         from dtbench.bench.options import parse_duration
-        from dtbench.judge.gate.benchmark import Selection
-        from dtbench.judge.gate.gate import GateOptions
+        from dtbench.gate.benchmark import Selection, label_of
+        from dtbench.gate.gate import GateOptions
 
         option = self._option
         suites = dict.fromkeys(task.suite.name for task, _ in self._pairs)
         text = "" if self._whole else "\n".join(dict.fromkeys(task.label for task, _ in self._pairs))
-        chosen = () if self._whole else (f"{task.label} [{impl}]" for task, impl in self._pairs)
+        chosen = [] if self._whole else [label_of(task.label, impl) for task, impl in self._pairs]
         impls = () if self._whole else tuple(dict.fromkeys(impl for _, impl in self._pairs))
         return GateOptions(
             option.dtbench_base,
@@ -258,7 +273,7 @@ class GateTests:
             impls=impls,
             mesh=option.mesh,
             sizes_bytes=option.size,
-            dtypes=tuple(option.dtype.split(",")),
+            dtypes=option.dtype,
             budget_s=parse_duration(option.dtbench_budget) if option.dtbench_budget else None,
             folder=folder,
             only=frozenset(chosen),
@@ -266,11 +281,11 @@ class GateTests:
 
     def judge(self, label: str) -> None:
         """Fails the test unless its benchmark has passed."""
-        from dtbench.judge.gate.outputs import words
-        from dtbench.judge.verdicts import Verdict
+        from dtbench.gate.outputs import words
+        from dtbench.records.judged import Verdict
 
         report = self.report()
-        judged = next((j for j in report.judged if j.benchmark.label == label), None)
+        judged = next((j for j in report.benchmarks if j.label == label), None)
         if judged is None:
             pytest.skip("skipped by both arms")
         if judged.verdict not in (Verdict.PASS, Verdict.IMPROVED):
@@ -283,10 +298,10 @@ class GateTests:
         if self._report is not None:
             session.exitstatus = self._report.exit_code
 
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """The gate's own lines."""
         if self._report is not None:
-            from dtbench.judge.gate.outputs import lines
+            from dtbench.gate.outputs import lines
 
             terminalreporter.section("dtbench gate")
             for line in lines(self._report):

@@ -6,53 +6,64 @@ slowest rank's time of each round, per call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
 
+from dtbench.bench.clock import clocks_of
 from dtbench.bench.options import Task
-from dtbench.bench.sampling import Voted
-from dtbench.machine.device import gpus
+from dtbench.bench.sampling import CollectiveSchedule
 from dtbench.model import estimator_of
 from dtbench.stats import summarize
-from dtbench.world.failure import Now
+from dtbench.world.failure import ActiveCase
+
+if TYPE_CHECKING:
+    from conftest import Live, Up
 
 
 # An impl that does not get as far as its rounds has its own reason for it.
 @pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")
-def test_case(request: Any, benchmark: Any, live: Any, task: tuple[Task, str], rounds: int) -> None:
+def test_case(
+    request: pytest.FixtureRequest,
+    benchmark: BenchmarkFixture,
+    live: Live,
+    task: tuple[Task, str],
+    rounds: int,
+) -> None:
     (todo, impl) = task
     gate = request.config.pluginmanager.get_plugin("dtbench-gate")
     if gate is not None:
         gate.judge(f"{todo.label} [{impl}]")
         return
-    world, ranks, barrier = live.enter(todo.suite.world)
-    bad = Rounds(benchmark, task, ranks, barrier, rounds).run(world).get(impl)
+    up = live.enter(todo.suite.world)
+    bad = Rounds(benchmark, task, up, rounds).run(up.world).get(impl)
     if bad is None:
         return
     if benchmark.stats is not None:  # rounds were timed already: not to be written
         benchmark.has_error = True
         benchmark.stats.stats.data.clear()
-    if bad.status == "skipped" or ranks.rank != 0:
+    if bad.status == "skipped" or up.ranks.rank != 0:
         pytest.skip(bad.reason)
     pytest.fail(f"{bad.status} on rank {bad.rank}: {bad.reason}", pytrace=False)
 
 
-class Rounds(Voted):
-    """The schedule of one impl of a case under pytest-benchmark: so many rounds on all ranks, then what they mean."""
+class Rounds(CollectiveSchedule):
+    """The schedule of one impl of a case under pytest-benchmark: so many rounds on all ranks, then what they mean.
 
-    def __init__(
-        self, benchmark: Any, task: tuple[Task, str], ranks: Any, barrier: Callable[[], None], rounds: int
-    ) -> None:
+    pytest-benchmark counts the rounds; their times are those of the harness's clock."""
+
+    def __init__(self, benchmark: BenchmarkFixture, task: tuple[Task, str], up: Up, rounds: int) -> None:
         self.task, self.impl = task
-        super().__init__(self.task.case, [self.impl], ranks, Now())
-        self.benchmark, self.barrier, self.rounds = benchmark, barrier, rounds
+        super().__init__(self.task.case, [self.impl], up.ranks, ActiveCase())
+        self.benchmark, self.barrier, self.rounds = benchmark, up.barrier, rounds
+        self.clock = clocks_of(up.world.device)[self.case.clock]
         self.subject = self.live[self.impl]
+        self.samples: list[float] = []
 
-    def agree(self, mine: Any = None, decide: Callable[[list[Any]], Any] = lambda _: None) -> Any:
+    def agree(self) -> None:
         """What stops one rank stops all."""
-        return self.vote({"mine": mine}, lambda votes: decide([vote["mine"] for vote in votes]))
+        self.vote(None, lambda _votes: None)
 
     def warm_up(self) -> None:
         self.agree()
@@ -63,20 +74,18 @@ class Rounds(Voted):
         self.agree()
 
     def time_rounds(self) -> None:
-        alone, calls = self.case.clock == "device", range(self.case.calls_per_sample)
+        calls = self.case.calls_per_sample
 
         def setup() -> None:
             self.subject.ready()
-            if alone:
+            self.clock.settle()
+            if self.case.clock == "device":
                 self.barrier()
 
         def sample() -> None:
-            for _ in calls:
-                self.subject.workload.run()
-            if alone:
-                finish()
+            self.samples.append(self.clock.measure(self.subject.workload.run, calls))
 
-        warmup_rounds = -(-self.case.warmup_calls // len(calls))
+        warmup_rounds = -(-self.case.warmup_calls // calls)
         self.benchmark.pedantic(sample, setup=setup, rounds=self.rounds, warmup_rounds=warmup_rounds)
 
     def finish(self) -> None:
@@ -84,30 +93,25 @@ class Rounds(Voted):
         workload, case, stats = self.subject.workload, self.case, self.benchmark.stats
         count = workload.counters or dict
         counters = self.subject.attempt(lambda: dict(count()))
-        mine = stats.stats.data if stats is not None and workload.participates else None
-        agreed = self.agree(mine, slowest)
+        mine = self.samples[-self.rounds :] if stats is not None and workload.participates else None
+        agreed = self.vote(mine, slowest)
         if stats is None:  # --benchmark-disable
             return
-        stats.stats.data[:] = [s / case.calls_per_sample for s in agreed]
+        stats.stats.data[:] = agreed
         stats.iterations = case.calls_per_sample
         stats.group = self.task.label
-        info: dict[str, Any] = {
+        info: dict[str, object] = {
             "suite": self.task.suite.name,
             "impl": self.impl,
             "params": dict(case.params),
         }
         if case.size_bytes is not None:
             info["size_bytes"] = case.size_bytes
-            info["algbw_Bps"] = case.size_bytes / getattr(summarize(stats.stats.data), estimator_of(case))
+            algbw_Bps = case.size_bytes / getattr(summarize(stats.stats.data), estimator_of(case))  # noqa: N806
+            info["algbw_Bps"] = algbw_Bps
             if case.busbw_factor is not None:
-                info["busbw_Bps"] = info["algbw_Bps"] * case.busbw_factor
+                info["busbw_Bps"] = algbw_Bps * case.busbw_factor
         self.benchmark.extra_info |= info | ({"counters": counters} if counters else {})
-
-
-def finish() -> None:
-    """Waits for the GPU, which a call leaves at work."""
-    if gpus().count():
-        gpus().synchronize()
 
 
 def slowest(votes: list[list[float] | None]) -> list[float]:

@@ -11,7 +11,7 @@ from dtbench_core.dispatch.contexts import (
     ImplicitRedistributionWarning,
     implicit_replication,
 )
-from dtbench_core.dispatch.entry import cache_info, clear_caches
+from dtbench_core.dispatch.entry import cache_info
 from dtbench_core.dispatch.fallback import FallbackWarning, clear_fallbacks, fallbacks
 from dtbench_core.errors import (
     ArgumentError,
@@ -33,6 +33,7 @@ from dtbench_core.layout.placement import Partial, Placement, RaggedShard, Repli
 from dtbench_core.layout.spec import DTensorSpec, TensorMeta
 from dtbench_core.redistribute.route import explain, plan_of
 from dtbench_core.rules.register import register_sharding
+from dtbench_core.runtime import clear_caches
 from dtbench_core.tensor.distribute import distribute_module, distribute_tensor
 from dtbench_core.tensor.dtensor import DTensor
 from dtbench_core.tensor.factories import empty, full, linspace, logspace, ones, rand, randn, zeros

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup, Work
 
 from dtbench_core import torch_compat
 from dtbench_core.errors import ArgumentError
-from dtbench_core.runtime import current, process
+from dtbench_core.runtime import PerRank, simulation
 from dtbench_core.torch_compat import (
     ALL_GATHER_METHOD,
     ALL_TO_ALL_METHOD,
@@ -66,20 +66,24 @@ class CommCount:
     bytes: Counter[str] = field(default_factory=Counter)
 
 
+# Of the count_collectives() that are entered.
+counters: PerRank[list[CommCount]] = PerRank("comm.counters", list)
+_counters = counters.get
+
+
 @contextmanager
 def count_collectives() -> Iterator[CommCount]:
     """Counts what this process issues inside the block, backward passes on other threads included."""
-    count = CommCount()
-    counters = current().counters
-    counters.append(count)
+    count, entered = CommCount(), _counters()
+    entered.append(count)
     try:
         yield count
     finally:
-        counters.remove(count)
+        entered.remove(count)
 
 
 def _record(name: str, tensor: torch.Tensor) -> None:
-    for count in current().counters:
+    for count in _counters():
         count.calls[name] += 1
         count.bytes[name] += tensor.numel() * tensor.element_size()
 
@@ -100,7 +104,7 @@ def all_gather(
 def _all_gather(
     output: torch.Tensor, input: torch.Tensor, group: ProcessGroup, async_op: bool
 ) -> Work | None:
-    if current().counters:
+    if _counters():
         _record("all_gather", output)
     received, sent = output, input
     if output.is_complex():
@@ -136,7 +140,7 @@ def reduce_scatter(
 def _reduce_scatter(
     output: torch.Tensor, input: torch.Tensor, group: ProcessGroup, op: str, async_op: bool
 ) -> Work | None:
-    if current().counters:
+    if _counters():
         _record("reduce_scatter", input)
     averaged = op == "avg" and not _averages(group, input)
     if averaged:
@@ -175,7 +179,7 @@ def all_reduce(
 
 
 def _all_reduce(tensor: torch.Tensor, group: ProcessGroup, op: str, async_op: bool) -> Work | None:
-    if current().counters:
+    if _counters():
         _record("all_reduce", tensor)
     averaged = op == "avg" and not _averages(group, tensor)
     if averaged:
@@ -212,7 +216,7 @@ def all_to_all(
     if _functional(input):
         output.copy_(exchanged(input, output.shape, group, output_splits, input_splits))
         return None
-    if current().counters:
+    if _counters():
         _record("all_to_all", input)
     splits = list(output_splits or ()), list(input_splits or ())
     received, sent = output, input
@@ -292,7 +296,7 @@ def scatter(
     async_op: bool = False,
 ) -> Work | None:
     """Gives rank r the r-th of `inputs` (equal shapes), which only group rank `src` passes."""
-    if current().counters:
+    if _counters():
         _record("scatter", output)
     options = torch_compat.ScatterOptions()
     options.rootRank, options.asyncOp = src, async_op
@@ -302,7 +306,7 @@ def scatter(
     return _finish(group.scatter([output], given, options), async_op)
 
 
-def all_gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+def all_gather_objects(value: object, group: ProcessGroup | None = None) -> list[Any]:
     """Every rank's `value` (pickled by torch; for checks, not for the hot path). Without a group, the
     whole world's."""
     gathered: list[Any] = [None] * (dist.get_world_size() if group is None else group.size())
@@ -318,10 +322,10 @@ def _functional(input: torch.Tensor) -> bool:
     method of the process group would leave a graph with the collective and without its wait; nor does it take the
     tensors of a tracer that has stepped aside. Simulated ranks take the methods (`simulate`)."""
     traced = dispatch_modes_active() != 0 or (input.__class__ is not torch.Tensor and is_fake(input))
-    return traced and process.mode is None
+    return traced and not simulation.active
 
 
-def _call(op: Callable[..., torch.Tensor], input: torch.Tensor, *args: Any) -> torch.Tensor:
+def _call(op: Callable[..., torch.Tensor], input: torch.Tensor, *args: object) -> torch.Tensor:
     """What a functional collective gives, which is waited for."""
     if input.is_complex():
         return torch.view_as_complex(_call(op, _real(input.resolve_conj()), *args))
@@ -345,15 +349,17 @@ _library = torch.library.Library("dtbench_core", "FRAGMENT")
 # A copy of `input` that a graph takes for computed from `source` too.
 _library.define("after(Tensor input, Tensor source) -> Tensor")
 _library.impl("after", lambda given, source: given.clone(), "CompositeExplicitAutograd")
-_library.define("full_after(Tensor[] sources, SymInt[] size, Scalar value, ScalarType dtype) -> Tensor")
+_library.define(
+    "full_ordered_after(Tensor[] sources, SymInt[] size, Scalar value, ScalarType dtype) -> Tensor"
+)
 _library.impl(
-    "full_after",
+    "full_ordered_after",
     lambda sources, size, value, dtype: sources[0].new_full(size, value, dtype=dtype),
     "CompositeExplicitAutograd",
 )
 
 
-def full_after(
+def full_ordered_after(
     sources: Sequence[torch.Tensor], shape: Sequence[int], value: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """A tensor full of `value`, on the device of `sources`, that a graph takes for computed from them.
@@ -361,8 +367,8 @@ def full_after(
     A tracer drops what no result depends on. Where a rank alone needs no value of a collective, its graph would be
     without it, and the other ranks would wait.
     """
-    if dispatch_modes_active() and process.mode is None:
-        made: torch.Tensor = torch.ops.dtbench_core.full_after(list(sources), shape, value, dtype)
+    if dispatch_modes_active() and not simulation.active:
+        made: torch.Tensor = torch.ops.dtbench_core.full_ordered_after(list(sources), shape, value, dtype)
         return made
     return sources[0].new_full(shape, value, dtype=dtype)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dtbench_core.errors import ArgumentError
+from dtbench_core.op_types import Args, Call, Ctx, Kwargs, Value
 from dtbench_core.torch_compat import (
     active_tracer,
     current_stream,
@@ -99,8 +100,8 @@ class _Flight:
     device: torch.device
     tracer: Any = None
     tensor: torch.Tensor | None = None
-    result: Any = None
-    waiting: list[Any] = field(default_factory=list)  # the streams behind it; [None] without streams
+    result: Value = None
+    waiting: list[Value] = field(default_factory=list)  # the streams behind it; [None] without streams
 
     def wait(self) -> None:
         stream = None if self.tracer is not None else current_stream(self.device)
@@ -193,10 +194,10 @@ class CommTensor(torch.Tensor):
         return self.dtype.is_complex
 
     # These read memory without an op.
-    def tolist(self) -> Any:
+    def tolist(self) -> Value:
         return self.wait().tolist()
 
-    def numpy(self, *, force: bool = False) -> Any:
+    def numpy(self, *, force: bool = False) -> Value:
         return self.wait().numpy(force=force)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -206,8 +207,8 @@ class CommTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls, func: Any, types: Any, args: tuple[Value, ...] = (), kwargs: Kwargs | None = None
+    ) -> Value:
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return _collective(func, args, kwargs)
@@ -228,17 +229,17 @@ class _Wrap(torch.autograd.Function):
     """A CommTensor under autograd: the gradient passes through."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> CommTensor:
+    def forward(ctx: Ctx, tensor: torch.Tensor) -> CommTensor:
         return _wrapped(tensor.detach(), _Memory())
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Ctx, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
 
 def _wrapped(tensor: torch.Tensor, memory: _Memory) -> CommTensor:
     # By position: storage offset, memory format, dtype, layout, device, pinned, requires grad.
-    made: Any = make_wrapper(
+    made: Value = make_wrapper(
         CommTensor,
         tensor.shape,
         tensor.stride(),
@@ -257,7 +258,7 @@ def _wrapped(tensor: torch.Tensor, memory: _Memory) -> CommTensor:
     return made  # type: ignore[no-any-return]
 
 
-def _plain(values: Any) -> Any:
+def _plain(values: Any) -> Value:
     return tree_map_only(CommTensor, lambda one: one._tensor, values)
 
 
@@ -272,7 +273,7 @@ def _result(result: torch.Tensor, owners: Sequence[CommTensor], waited: bool) ->
     return result if waited else _wrapped(result, _Memory())
 
 
-def _arguments(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
+def _arguments(func: OpOverload, args: Args, kwargs: Kwargs) -> Iterator[tuple[Any, bool]]:
     """Every argument, and whether the op writes to it."""
     for position, argument in enumerate(func._schema.arguments):
         written = argument.alias_info is not None and argument.alias_info.is_write
@@ -285,7 +286,7 @@ def _arguments(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) ->
 # ---- collectives ----
 
 
-def _collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _collective(func: OpOverload, args: tuple[Value, ...], kwargs: Kwargs) -> Value:
     """Issues it on the plain tensors, and remembers the handle with those that it works on."""
     traceable = func._schema.name.removeprefix("c10d::") in SUPPORTED
     tracer = active_tracer()
@@ -324,7 +325,7 @@ def _collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _traced(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tracer: Any
+    func: OpOverload, args: tuple[Value, ...], kwargs: Kwargs, tracer: Any
 ) -> tuple[Any, dict[int, _Flight]]:
     """Puts the collective and the node of its results into the graph, and runs it too: (what it gave, the
     flight of each CommTensor that it writes)."""
@@ -365,10 +366,10 @@ def _follow(tracer: Any) -> None:
     flights: list[_Flight] = []
     _traced_flights[tracer] = flights
     graph: Any = tracer.graph
-    create_in_tracer: Callable[..., Any] = tracer.create_node
-    create_in_graph: Callable[..., Any] = graph.create_node
+    create_in_tracer: Call = tracer.create_node
+    create_in_graph: Call = graph.create_node
 
-    def constant(kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
+    def constant(kind: str, target: Any, *args: object, **kwargs: object) -> Value:
         # fx takes a tensor subclass that it does not know for a constant.
         value = getattr(tracer.root, target, None) if kind == "get_attr" else None
         if not isinstance(value, CommTensor):
@@ -378,7 +379,7 @@ def _follow(tracer: Any) -> None:
         value._memory.wait()
         return tracer.create_arg(traced_value(value._tensor, tracer))
 
-    def output(kind: str, *args: Any, **kwargs: Any) -> Any:
+    def output(kind: str, *args: object, **kwargs: object) -> Value:
         if kind == "output":
             for flight in flights:
                 flight.wait()

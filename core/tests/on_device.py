@@ -16,20 +16,8 @@ DEVICE = os.environ.get("DTBENCH_TEST_DEVICE", "cpu")
 # As meshes have it.
 DEVICE_TYPE = DEVICE.partition(":")[0]
 _FACTORIES = (
-    *(
-        "arange",
-        "empty",
-        "empty_strided",
-        "eye",
-        "full",
-        "linspace",
-        "ones",
-        "rand",
-        "randint",
-        "randn",
-        "randperm",
-    ),
-    *("scalar_tensor", "tensor", "zeros"),
+    *("arange", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint", "randn"),
+    *("randperm", "scalar_tensor", "tensor", "zeros"),
 )
 
 

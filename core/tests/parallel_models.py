@@ -39,26 +39,6 @@ class Attention(nn.Module):
         return self.wo(mixed.transpose(1, 2).flatten(2))
 
 
-class Model(nn.Module):
-    """Embedding, two blocks, head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"attention": Attention(), "mlp": MLP(), "norm": nn.LayerNorm(WIDTH)})
-            for _ in range(2)
-        )
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:  # [BATCH, SEQ] -> [BATCH, SEQ, VOCAB]
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = x + layer["attention"](layer["norm"](x))
-            x = x + layer["mlp"](x)
-        return self.head(x)
-
-
 class Block(nn.Module):
     """A transformer block with a norm before each half."""
 
@@ -73,12 +53,12 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embedding, a block, norm, head."""
+    """Embedding, blocks, norm, head."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 1) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList([Block()])
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
 
@@ -111,3 +91,15 @@ def assert_same_parameters(parallel: nn.Module, plain: nn.Module, grads: bool = 
             torch.testing.assert_close(
                 whole(parameter.grad), expected[name].grad, msg=lambda m, n=name: f"{n}.grad: {m}"
             )
+
+
+def assert_trains_alike(plain: nn.Module, parallel: nn.Module, given: Tensor, **options: Any) -> None:
+    """One step on the same whole input, which has a gradient: outputs and all gradients."""
+    x, y = given.clone().requires_grad_(), given.clone().requires_grad_()
+    expected, got = plain(x), parallel(y)
+    torch.testing.assert_close(got, expected, **options)
+    weights = torch.linspace(-1, 1, expected.numel()).view_as(expected)
+    (expected * weights).sum().backward()
+    (got * weights).sum().backward()
+    torch.testing.assert_close(y.grad, x.grad)
+    assert_same_parameters(parallel, plain)

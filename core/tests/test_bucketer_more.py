@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks, on_worlds
+from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
 from core.tests.on_device import torch
 from dtbench_core import (
     BucketError,
@@ -123,12 +123,8 @@ def test_reductions() -> None:
         bucketer = ReduceScatterBucketer(cap, hold_inputs=hold, **options)  # type: ignore[arg-type]
         got: list[Tensor] = []
         mine = given[me].to(dtype)
-        for inputs in (
-            mine,
-            list(mine.chunk(world)),
-            mine.view(-1, 2),
-            [c.clone() for c in mine.chunk(world)],
-        ):
+        chunks = list(mine.chunk(world))
+        for inputs in (mine, chunks, mine.view(-1, 2), [c.clone() for c in chunks]):
             bucketer.reduce_scatter_async(inputs, group, got.append)
         bucketer.flush()
         assert [g.ndim for g in got] == [1, 1, 2, 1], (options, cap)
@@ -353,7 +349,9 @@ def test_memory_stays_below_two_buckets(
     assert bucketer.counters.held_bytes == 0
 
 
-def _callback_fills_more_buckets(hold: bool) -> None:
+@pytest.mark.parametrize("hold", [False, True])
+@on_ranks(world_size=2)
+def test_callbacks_may_fill_more_buckets(hold: bool) -> None:
     """While callbacks of a bucket are called, they fill others."""
     group, n, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     bucketer = ReduceScatterBucketer(4096 / MIB, hold_inputs=hold)
@@ -378,11 +376,6 @@ def _callback_fills_more_buckets(hold: bool) -> None:
     assert bucketer.counters.peak_bytes <= 2 * 4096
     bucketer.teardown()
     assert bucketer.counters.held_bytes == 0
-
-
-def test_callbacks_may_fill_more_buckets(ranks: Worlds) -> None:
-    for hold in (False, True):
-        ranks(_callback_fills_more_buckets, hold, world_size=2)
 
 
 @pytest.mark.parametrize("hold", [False, True])
@@ -457,20 +450,15 @@ def test_shards_that_lie_side_by_side_are_found() -> None:
 
 def test_errors_are_those_fairscale_raises(group: dist.ProcessGroup) -> None:
     bucketer = ReduceScatterBucketer(bucket_cap_mb=25)
-    with pytest.raises(
-        AssertionError,
-        match=r"reduce_scatter received 7 inputs, expected group.size\(\) \(8\): pass one tensor",
-    ):
+    told = r"reduce_scatter received 7 inputs, expected group.size\(\) \(8\): pass one tensor"
+    with pytest.raises(AssertionError, match=told):
         bucketer.reduce_scatter_async([torch.ones(3)] * 7, group)
     bucketer.reduce_scatter_async(input_list=[torch.ones(3)] * 8, group=group, callback_fn=None)
     assert [*bucketer.buckets] == [(torch.float32, torch.ones(()).device, group)]
-    for teardown in (
-        bucketer.teardown,
-        bucketer.buckets[torch.float32, torch.ones(()).device, group].teardown,
-    ):
-        with pytest.raises(
-            AssertionError, match=r"Incorrect call of teardown: .*1 inputs .*expected none: call flush\(\)"
-        ) as caught:
+    (bucket,) = bucketer.buckets.values()
+    told = r"Incorrect call of teardown: .*1 inputs .*expected none: call flush\(\)"
+    for teardown in (bucketer.teardown, bucket.teardown):
+        with pytest.raises(AssertionError, match=told) as caught:
             teardown()
         assert isinstance(caught.value, CoreError) and isinstance(caught.value, ValueError)
     bucketer.flush()
@@ -496,13 +484,7 @@ def test_a_group_of_one(fake_world: Callable[[int], None], hold: bool) -> None:
     group = dist.group.WORLD
     assert group is not None
     bucketer, got = ReduceScatterBucketer(hold_inputs=hold), []
-    inputs = [
-        torch.randn(3),
-        torch.tensor(2.0),
-        torch.randn(2, 3).T,
-        torch.randn(0),
-        torch.randn(2 * JOIN_BYTES),
-    ]
+    inputs = [*(torch.randn(n) for n in (3, 0, 2 * JOIN_BYTES)), torch.tensor(2.0), torch.randn(2, 3).T]
     for _ in range(2):
         for tensor in inputs:
             bucketer.reduce_scatter_async([tensor], group, got.append)

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from core.tests.gloo_world import Worlds, mesh_of, on_ranks
+from core.tests.placing import sharded
 from dtbench_core import (
     CoreError,
     DTensor,
@@ -24,7 +25,6 @@ from dtbench_core import (
     Placement,
     Replicate,
     Shard,
-    distribute_module,
     distribute_tensor,
 )
 
@@ -78,9 +78,7 @@ def test_parameters_stay_parameters() -> None:
     loaded = pickle.loads(pickle.dumps(parameter))
     frozen = copy.deepcopy(nn.Parameter(_tensor(LAYOUTS[0]), requires_grad=False))
     assert twice[0].grad is not None and parameter.grad is not None
-    assert all(isinstance(t, nn.Parameter) and isinstance(t, DTensor) for t in (*twice, loaded, frozen)), (
-        "type"
-    )
+    assert all(isinstance(t, nn.Parameter) and isinstance(t, DTensor) for t in (*twice, loaded, frozen))
     assert all(t.is_leaf and t.requires_grad for t in (*twice, loaded)) and not frozen.requires_grad, "leaf"
     assert twice[0] is twice[1], "one"
     assert loaded.note == "kept", "attributes"
@@ -150,14 +148,8 @@ def test_loading_without_a_world_is_refused(ranks: Worlds, tmp_path: Path) -> No
 
 
 def _sharded_module() -> nn.Module:
-    def shard(name: str, module: nn.Module, mesh: Any) -> None:
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            placed = distribute_tensor(parameter.detach(), mesh, [S0], src_data_rank=None)
-            module.register_parameter(key, nn.Parameter(placed))
-
     torch.manual_seed(3)
-    module = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 2))
-    return distribute_module(module, mesh_of((4,)), shard)
+    return sharded(nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 2)))
 
 
 @on_ranks

@@ -128,34 +128,20 @@ def test_dims_are_checked(fake_world: Callable[..., None], dims: tuple[int, int]
 # ---- scatter and broadcast ----
 
 
-def _scattered() -> list[Any]:
+@on_ranks
+def test_scatter_and_broadcast_along_a_mesh_dim() -> None:
+    """Ranks 0 1 / 2 3: down the columns from the first row, then along the rows from the second column."""
     mesh, rank = mesh_of((2, 2)), dist.get_rank()
-    results = []
-    for mesh_dim, src in ((0, 0), (1, 1)):
+    for mesh_dim, src, source in ((0, 0, rank % 2), (1, 1, rank // 2 * 2 + 1)):
+        me = mesh.get_local_rank(mesh_dim)
         pieces = [torch.full((2,), 10.0 * rank + i) for i in range(2)]
-        output = torch.empty(2)
-        is_source = mesh.get_local_rank(mesh_dim) == src
-        given: Any = pieces if is_source else "never looked at"
-        done = collective_utils.mesh_scatter(output, given, mesh, mesh_dim, group_src=src)
-        results.append((output[0].item(), done))
-        sent = torch.full((2,), float(rank))
-        work = collective_utils.mesh_broadcast(sent, mesh, mesh_dim, async_op=True, group_src=src)
-        work.wait()
-        results.append(sent[0].item())
-        work = collective_utils.mesh_scatter(output, given, mesh, mesh_dim, True, group_src=src)
-        work.wait()
-        results.append(output[1].item())
-    return results
-
-
-def test_scatter_and_broadcast_along_a_mesh_dim(ranks: Worlds) -> None:
-    # Ranks 0 1 / 2 3: down the columns from the first row, then along the rows from the second column.
-    assert ranks(_scattered) == [
-        [(0.0, None), 0.0, 0.0, (10.0, None), 1.0, 10.0],
-        [(10.0, None), 1.0, 10.0, (11.0, None), 1.0, 11.0],
-        [(1.0, None), 0.0, 1.0, (30.0, None), 3.0, 30.0],
-        [(11.0, None), 1.0, 11.0, (31.0, None), 3.0, 31.0],
-    ]
+        given: Any = pieces if me == src else "never looked at"
+        output, later, sent = torch.empty(2), torch.empty(2), torch.full((2,), float(rank))
+        assert collective_utils.mesh_scatter(output, given, mesh, mesh_dim, group_src=src) is None
+        collective_utils.mesh_broadcast(sent, mesh, mesh_dim, async_op=True, group_src=src).wait()
+        collective_utils.mesh_scatter(later, given, mesh, mesh_dim, True, group_src=src).wait()
+        assert output.tolist() == later.tolist() == [10.0 * source + me] * 2
+        assert sent.tolist() == [source] * 2
 
 
 @on_ranks
@@ -191,13 +177,9 @@ def _checked(which: str) -> None:
     collective_utils.check_tensor_meta(tensor, check_shape_stride=True)
 
 
-def test_alike_metadata_pass(ranks: Worlds) -> None:
-    assert ranks(_checked, "") == [None] * 4
-
-
 @pytest.mark.parametrize("which", ["dtype", "grad", "shape", "stride"])
 def test_metadata_that_differ_raise_on_every_rank(ranks: Worlds, which: str) -> None:
+    assert ranks(_checked, "") == [None] * 4
     text = r"Inconsistent tensor metadata \(including shape and stride\) across ranks\."
-    ranks.refuse(
-        _checked, which, told=text + r"(?s:.*)rank 2: dtype", error=ValueError
-    )  # the notes: who has what
+    # The notes: who has what.
+    ranks.refuse(_checked, which, told=text + r"(?s:.*)rank 2: dtype", error=ValueError)

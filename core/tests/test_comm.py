@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
 
-from core.tests.gloo_world import Worlds
+from core.tests.gloo_world import Worlds, on_ranks
+from core.tests.local_world import AnyWorlds, ThreadWorlds
 from core.tests.on_device import torch
 from dtbench_core import ArgumentError, comm, count_collectives
-from dtbench_core.simulate import ThreadWorld
 
 N = 4
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64]
 
 
-@pytest.fixture(scope="module")
-def simulated() -> Iterator[ThreadWorld]:
-    with ThreadWorld(N) as world:
-        yield world
-
-
 @pytest.fixture(params=["gloo", "simulated"])
-def everywhere(request: pytest.FixtureRequest, ranks: Worlds, simulated: ThreadWorld) -> Callable[..., Any]:
+def everywhere(request: pytest.FixtureRequest, ranks: Worlds, thread_ranks: ThreadWorlds) -> AnyWorlds:
     """Runs a body on four ranks, real ones or simulated ones."""
-    return ranks if request.param == "gloo" else simulated.run
+    return ranks if request.param == "gloo" else thread_ranks  # type: ignore[return-value]
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def _mine(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -42,10 +41,9 @@ def _all(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.stack([_of(r, dtype, *shape) for r in range(N)])
 
 
-def _moving(async_op: bool) -> list[str]:
-    """What differs from plain maths in the collectives that only move."""
-    group, rank, wrong = dist.group.WORLD, dist.get_rank(), []
-    assert group is not None
+def _moving(async_op: bool) -> None:
+    """The collectives that only move, against plain maths."""
+    group, rank = _world(), dist.get_rank()
     for dtype in DTYPES:
         gathered, exchanged = torch.empty(N * 2, 3, dtype=dtype), torch.empty(N * 2, 3, dtype=dtype)
         sent, received = _mine(dtype, 2, 3), torch.empty(2, 3, dtype=dtype)
@@ -63,36 +61,26 @@ def _moving(async_op: bool) -> list[str]:
             comm.scatter(received, pieces, group, 2, async_op),
         ]
         for work in works:
-            if async_op:
-                assert work is not None
+            assert (work is not None) is async_op
+            if work is not None:
                 work.wait()
-            elif work is not None:
-                wrong.append("a call that waits has nothing to wait for")
         whole, cuts = _all(dtype, N * 2, 3), _all(dtype, 10, 2)
         starts, others = [0, 1, 3, 6], [0, 0, 1, 3]
         wanted = {
             "all_gather": (gathered, _all(dtype, 2, 3).flatten(0, 1)),
             "all_to_all": (exchanged, whole[:, 2 * rank : 2 * rank + 2].flatten(0, 1)),
             "uneven all_to_all": (uneven, cuts[:, starts[rank] : starts[rank] + rank + 1].flatten(0, 1)),
-            "all_to_all of some": (
-                some,
-                _all(dtype, 6, 2)[:, others[rank] : others[rank] + rank].flatten(0, 1),
-            ),
+            "of some": (some, _all(dtype, 6, 2)[:, others[rank] : others[rank] + rank].flatten(0, 1)),
             "broadcast": (sent, _of(1, dtype, 2, 3)),
             "scatter": (received, _of(rank, dtype, 2, 3)),
         }
-        wrong += [
-            f"{name} of {dtype}: {got} is not {want}"
-            for name, (got, want) in wanted.items()
-            if not torch.equal(got, want)
-        ]
-    return wrong
+        for name, (got, want) in wanted.items():
+            assert torch.equal(got, want), (name, dtype)
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_moving(everywhere: Callable[..., Any], async_op: bool) -> None:
-    for wrong in everywhere(_moving, async_op):
-        assert not wrong, "\n".join(wrong)
+def test_moving(everywhere: AnyWorlds, async_op: bool) -> None:
+    everywhere(_moving, async_op)
 
 
 _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -104,9 +92,8 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _reducing(async_op: bool) -> list[str]:
-    group, rank, wrong = dist.group.WORLD, dist.get_rank(), []
-    assert group is not None
+def _reducing(async_op: bool) -> None:
+    group, rank = _world(), dist.get_rank()
     for dtype in (torch.float64, torch.int32, torch.complex64):
         for op, reduce in _REDUCTIONS.items():
             if (op == "avg" and dtype == torch.int32) or (op not in ("sum", "avg") and dtype.is_complex):
@@ -120,60 +107,41 @@ def _reducing(async_op: bool) -> list[str]:
                 if work is not None:
                     assert async_op
                     work.wait()
-            want = reduce(_all(dtype, N * 2, 3))
-            if not torch.allclose(tensor, want.to(dtype)):
-                wrong.append(f"all_reduce {op} of {dtype}: {tensor} is not {want}")
-            if not torch.allclose(part, want.to(dtype)[2 * rank : 2 * rank + 2]):
-                wrong.append(f"reduce_scatter {op} of {dtype}: {part}")
-    return wrong
+            want = reduce(_all(dtype, N * 2, 3)).to(dtype)
+            parts = [want, want[2 * rank : 2 * rank + 2]]
+            torch.testing.assert_close([tensor, part], parts, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_reducing(everywhere: Callable[..., Any], async_op: bool) -> None:
-    for wrong in everywhere(_reducing, async_op):
-        assert not wrong, "\n".join(wrong)
+def test_reducing(everywhere: AnyWorlds, async_op: bool) -> None:
+    everywhere(_reducing, async_op)
 
 
-def _complex_products() -> list[str]:
-    told = []
-    group = dist.group.WORLD
-    assert group is not None
+def _complex_products() -> None:
     tensor = torch.ones(N, dtype=torch.complex64)
-    for call in (
-        lambda: comm.all_reduce(tensor, group, "product"),
-        lambda: comm.reduce_scatter(tensor[:1], tensor, group, "max"),
+    with pytest.raises(
+        ArgumentError, match="all_reduce got complex numbers and the reduction 'product', exp"
     ):
-        try:
-            call()
-        except ArgumentError as error:
-            told.append(str(error))
-    return told
+        comm.all_reduce(tensor, _world(), "product")
+    with pytest.raises(ArgumentError, match="reduce_scatter got complex numbers and the reduction 'max'"):
+        comm.reduce_scatter(tensor[:1], tensor, _world(), "max")
 
 
-def test_reductions_that_pairs_do_not_follow_are_refused(everywhere: Callable[..., Any]) -> None:
-    for first, second in everywhere(_complex_products):
-        assert first.startswith("all_reduce got complex numbers and the reduction 'product', expected")
-        assert second.startswith("reduce_scatter got complex numbers and the reduction 'max'")
+def test_reductions_that_pairs_do_not_follow_are_refused(everywhere: AnyWorlds) -> None:
+    everywhere(_complex_products)
 
 
-def _objects() -> list[Any]:
+@on_ranks
+def test_objects() -> None:
     group = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0]
     mine = {"rank": dist.get_rank()}
-    return [comm.all_gather_objects(mine), comm.all_gather_objects(mine, group)]
+    assert comm.all_gather_objects(mine) == [{"rank": r} for r in range(N)]
+    first = dist.get_rank() // 2 * 2
+    assert comm.all_gather_objects(mine, group) == [{"rank": first}, {"rank": first + 1}]
 
 
-def test_objects(ranks: Worlds) -> None:
-    answers = ranks(_objects)
-    assert [world for world, _ in answers] == [[{"rank": r} for r in range(N)]] * N
-    assert [group for _, group in answers] == [
-        [{"rank": r} for r in pair] for pair in ((0, 1),) * 2 + ((2, 3),) * 2
-    ]
-
-
-def _counted() -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    group = dist.group.WORLD
-    assert group is not None
-    small, large = torch.ones(2), torch.ones(2 * N)
+def _counted() -> None:
+    group, small, large = _world(), torch.ones(2), torch.ones(2 * N)
     with count_collectives() as outer:
         comm.all_gather(large, small, group)
         with count_collectives() as inner:
@@ -183,12 +151,10 @@ def _counted() -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
         comm.broadcast(small, group)
         comm.scatter(small, [small.clone() for _ in range(N)] if group.rank() == 0 else None, group)
     comm.broadcast(small, group)
-    return dict(outer.calls), dict(outer.bytes), dict(inner.calls)
-
-
-def test_calls_and_bytes_are_counted(everywhere: Callable[..., Any]) -> None:
     names = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "scatter")
-    for calls, sizes, inner in everywhere(_counted):
-        assert calls == dict.fromkeys(names, 1)
-        assert sizes == {**dict.fromkeys(names[:4], 8 * N), "broadcast": 8, "scatter": 8}
-        assert inner == {"reduce_scatter": 1}
+    assert outer.calls == dict.fromkeys(names, 1) and inner.calls == {"reduce_scatter": 1}
+    assert outer.bytes == {**dict.fromkeys(names[:4], 8 * N), "broadcast": 8, "scatter": 8}
+
+
+def test_calls_and_bytes_are_counted(everywhere: AnyWorlds) -> None:
+    everywhere(_counted)

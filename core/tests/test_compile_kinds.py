@@ -95,9 +95,8 @@ def _other_sizes() -> Pairs:
     weight = torch.randn(6, 4), Shard(1)
     return [
         *_compared(lambda t: t.softmax(0) - t.sum(0), "aot_eager", *sized(8, 12, 7), dynamic=True),
-        *_compared(
-            lambda t: (t * 2).softmax(0), "aot_eager", *sized(8, 12, 16)
-        ),  # found dynamic at the second
+        # Found dynamic at the second.
+        *_compared(lambda t: (t * 2).softmax(0), "aot_eager", *sized(8, 12, 16)),
         *_compared(
             lambda t: t.view(t.shape[0], 2, 3).transpose(1, 2).reshape(-1, 3, 2)[1:],
             "aot_eager",
@@ -225,10 +224,7 @@ def test_a_parallel_block_of_any_batch(fake_world: Callable[..., None]) -> None:
     parallelize_module(net, mesh_of((2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
     torch._dynamo.reset()
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True, dynamic=True)
-    for rows in (
-        2,
-        3,
-        5,
-    ):  # in a world without transport the terms of others are missing, in eager mode as well
+    # In a world without transport the terms of others are missing, in eager mode as well.
+    for rows in (2, 3, 5):
         x = torch.randn(rows, 4)
         torch.testing.assert_close(compiled(x), net(x))

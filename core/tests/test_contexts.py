@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
-from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.gloo_world import mesh_of, on_ranks
 from dtbench_core import (
     DTensor,
     ExplicitRedistributionContext,
@@ -35,53 +36,35 @@ def _cut(placement: Any, shape: tuple[int, ...] = (8, 4)) -> DTensor:
 # ---- implicit replication ----
 
 
-def _mixed() -> dict[str, Any]:
+@on_ranks
+def test_plain_tensors_count_as_replicated() -> None:
+    full = torch.arange(32.0).reshape(8, 4)
     tensor, plain = _cut(S0), torch.arange(4.0).requires_grad_()
     with implicit_replication():
         product = tensor * plain
         in_list = torch.cat([tensor.detach(), torch.ones(2, 4)]).full_tensor()
         with implicit_replication():
             pass
-        still = (plain.detach() + tensor).placements
+        assert (plain.detach() + tensor).placements == (S0,)
         product.sum().backward()
-    assert plain.grad is not None
-    return {
-        "product": product.full_tensor().tolist(),
-        "placements": still,
-        "grad": (type(plain.grad) is torch.Tensor, plain.grad.tolist()),
-        "list": tuple(in_list.shape),
-    }
+    assert torch.equal(product.full_tensor(), full * torch.arange(4.0)) and in_list.shape == (10, 4)
+    assert plain.grad is not None and type(plain.grad) is torch.Tensor
+    assert torch.equal(plain.grad, full.sum(0)), "the whole gradient, not this rank's rows"
 
 
-def test_plain_tensors_count_as_replicated(ranks: Worlds) -> None:
-    full = torch.arange(32.0).reshape(8, 4)
-    for got in ranks(_mixed):
-        assert got["product"] == (full * torch.arange(4.0)).tolist()
-        assert got["placements"] == (S0,)
-        assert got["grad"] == (True, full.sum(0).tolist()), "the whole gradient, not this rank's rows"
-        assert got["list"] == (10, 4)
-
-
-def _refused_after() -> list[str]:
-    tensor, plain, told = _cut(S0), torch.arange(4.0), []
+@on_ranks
+def test_what_was_admitted_is_refused_outside() -> None:
+    tensor, plain = _cut(S0), torch.arange(4.0)
     for _ in range(2):
         for _ in range(3):  # often enough to be remembered
             with implicit_replication():
                 _ = tensor * plain
-        try:
+        with pytest.raises(MixedTensorError, match=r"plain torch\.Tensor of shape \[4\]"):
             _ = tensor * plain
-        except MixedTensorError as error:
-            told.append(str(error))
-    return told
 
 
-def test_what_was_admitted_is_refused_outside(ranks: Worlds) -> None:
-    for told in ranks(_refused_after):
-        assert len(told) == 2
-        assert all("plain torch.Tensor of shape [4]" in message for message in told)
-
-
-def _other_thread() -> list[bool]:
+@on_ranks
+def test_replication_holds_for_its_thread() -> None:
     tensor, plain, refused = _cut(S0), torch.arange(4.0), []
 
     def use() -> None:
@@ -96,11 +79,7 @@ def _other_thread() -> list[bool]:
         thread.start()
         thread.join()
         use()
-    return refused
-
-
-def test_replication_holds_for_its_thread(ranks: Worlds) -> None:
-    assert ranks(_other_thread)[0] == [True, False]
+    assert refused == [True, False]
 
 
 # ---- explicit redistribution ----
@@ -117,29 +96,24 @@ MOVES: dict[str, Any] = {
 COMMUNICATES = {"gathers", "reduces", "in place"}
 
 
-def _watched(name: str, strict: bool) -> tuple[str, int]:
-    mesh_of((4,))
-    with count_collectives() as count:
-        try:
-            with ExplicitRedistributionContext(strict=strict):
-                MOVES[name]()
-        except RedistributionError as error:
-            return str(error), sum(count.calls.values())
-    return "", -1
-
-
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", MOVES)
-def test_only_explicit_redistribution(ranks: Worlds, name: str, strict: bool) -> None:
-    for message, sent in ranks(_watched, name, strict):
-        if name in COMMUNICATES or (strict and name == "cuts"):
-            assert "aten." in message and " from " in message and "float32[8" in message
-            assert sent == 0, "refused before anything is sent"
-        else:
-            assert message == ""
+@on_ranks
+def test_only_explicit_redistribution(name: str, strict: bool) -> None:
+    mesh_of((4,))
+    refused = name in COMMUNICATES or (strict and name == "cuts")
+    told = pytest.raises(RedistributionError, match=r"aten\..*float32\[8.* from ")
+    with (
+        count_collectives() as count,
+        told if refused else nullcontext(),
+        ExplicitRedistributionContext(strict=strict),
+    ):
+        MOVES[name]()
+    assert not (refused and count.calls), "refused before anything is sent"
 
 
-def _nested() -> list[bool]:
+@on_ranks
+def test_contexts_nest() -> None:
     def refused() -> bool:
         try:
             MOVES["gathers"]()
@@ -156,26 +130,18 @@ def _nested() -> list[bool]:
                 seen.append(refused())
             seen.append(refused())
         seen.append(refused())
-    return [*seen, refused()]
+    assert [*seen, refused()] == [False, True, False, True, False, True, False]
 
 
-def test_contexts_nest(ranks: Worlds) -> None:
-    assert ranks(_nested) == [[False, True, False, True, False, True, False]] * 4
-
-
-def _warned() -> list[Any]:
+@on_ranks
+def test_warnings() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with ExplicitRedistributionContext(mode="warn"):
             whole = MOVES["gathers"]().full_tensor()
-    return [[str(w.message) for w in caught if w.category is ImplicitRedistributionWarning], whole.tolist()]
-
-
-def test_warnings(ranks: Worlds) -> None:
-    full = torch.arange(32.0).reshape(8, 4)
-    for told, whole in ranks(_warned):
-        assert len(told) == 1 and "from S(1) to S(0)" in told[0]
-        assert whole == (full + full).tolist()
+    told = [str(w.message) for w in caught if w.category is ImplicitRedistributionWarning]
+    assert len(told) == 1 and "from S(1) to S(0)" in told[0]
+    assert torch.equal(whole, 2 * torch.arange(32.0).reshape(8, 4))
 
 
 def test_modes() -> None:

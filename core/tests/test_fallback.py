@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.gloo_world import Worlds, mesh_of, on_ranks
+from core.tests.placing import full, place
 from dtbench_core import (
     CoreError,
     DTensor,
@@ -25,19 +27,24 @@ from dtbench_core import (
 
 PLACED: list[list[Placement]] = [[Shard(0)], [Shard(1)], [Replicate()]]
 S, R = Shard, Replicate()
-
-
-def _full(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+quiet = pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
 
 
 def _same(got: Any, expected: Any) -> bool:
-    got, expected = _full(got), _full(expected)
+    got, expected = full(got), full(expected)
     if isinstance(expected, (list, tuple)):
         return len(got) == len(expected) and all(map(_same, got, expected))
     if isinstance(expected, torch.Tensor):
         return got.dtype == expected.dtype and torch.allclose(got, expected, equal_nan=True)
     return bool(got == expected)
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def _into(full: torch.Tensor, placements: list[Placement]) -> Any:
+    return distribute_tensor(full.clone(), mesh_of((4,)), placements)
 
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
@@ -50,60 +57,39 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _function(name: str, placements: list[Placement]) -> bool:
-    full = torch.randn(5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FallbackWarning)
-        got = FUNCTIONS[name](distribute_tensor(full, mesh_of((4,)), placements))
-        return _same(got, FUNCTIONS[name](full))
-
-
+@quiet
 @pytest.mark.parametrize("placements", PLACED, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_an_op_without_a_rule_gives_what_plain_torch_gives(
-    ranks: Worlds, name: str, placements: list[Placement]
-) -> None:
-    assert all(ranks(_function, name, placements))
+@on_ranks
+def test_an_op_without_a_rule_gives_what_plain_torch_gives(name: str, placements: list[Placement]) -> None:
+    full = _random(5, 5)
+    assert _same(FUNCTIONS[name](_into(full, placements)), FUNCTIONS[name](full))
 
 
-def _counted() -> tuple[int, list[str]]:
+@on_ranks
+def test_a_fallback_is_counted_and_warns_once() -> None:
     clear_fallbacks()
     x = distribute_tensor(torch.eye(4), mesh_of((4,)), [S(0)])
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(3):
             torch.nonzero(x)
-    calls = fallbacks()
-    return sum(calls.values()), [str(w.message) for w in seen if w.category is FallbackWarning]
+    warned = [str(w.message) for w in seen if w.category is FallbackWarning]
+    assert sum(fallbacks().values()) == 3
+    assert len(warned) == 1 and "aten.nonzero" in warned[0]
 
 
-def test_a_fallback_is_counted_and_warns_once(ranks: Worlds) -> None:
-    for calls, warned in ranks(_counted):
-        assert calls == 3
-        assert len(warned) == 1 and "aten.nonzero" in warned[0]
-
-
-def _gradient(placements: list[Placement]) -> bool:
-    full = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    plain = full.clone().requires_grad_()
-    torch.linalg.inv(plain).sin().sum().backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FallbackWarning)
-        x = distribute_tensor(full, mesh_of((4,)), placements).requires_grad_()
-        torch.linalg.inv(x).sin().sum().backward()
-    return _same(x.grad, plain.grad)
-
-
+@quiet
 @pytest.mark.parametrize("placements", PLACED, ids=str)
-def test_gradients_flow_through_a_fallback(ranks: Worlds, placements: list[Placement]) -> None:
-    assert all(ranks(_gradient, placements))
+@on_ranks
+def test_gradients_flow_through_a_fallback(placements: list[Placement]) -> None:
+    plain, x = (make(_random(4, 4), placements).requires_grad_() for make in (lambda full, _: full, _into))
+    for one in (plain, x):
+        torch.linalg.inv(one).sin().sum().backward()
+    assert _same(x.grad, plain.grad)
 
 
 # ---- writes ----
-
-
-def _into(full: torch.Tensor, placements: list[Placement]) -> Any:
-    return distribute_tensor(full.clone(), mesh_of((4,)), placements)
 
 
 WRITES: dict[str, Callable[[Any, Any], Any]] = {
@@ -120,44 +106,33 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _write(name: str, written: list[Placement], read: list[Placement]) -> tuple[bool, bool]:
-    seed = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(5, 3, generator=seed, dtype=torch.float64) for _ in range(2))
-    target, source = _into(x, written), _into(y, read)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FallbackWarning)
-        got = WRITES[name](target, source)
-    expected = WRITES[name](x, y)
-    return _same(got, expected), _same(target, x)
-
-
+@quiet
 @pytest.mark.parametrize("read", PLACED, ids=str)
 @pytest.mark.parametrize("written", PLACED, ids=str)
 @pytest.mark.parametrize("name", WRITES)
-def test_writes_reach_the_written_tensor(
-    ranks: Worlds, name: str, written: list[Placement], read: list[Placement]
-) -> None:
-    for result, target in ranks(_write, name, written, read):
-        assert result and target
+@on_ranks
+def test_writes_reach_the_written_tensor(name: str, written: list[Placement], read: list[Placement]) -> None:
+    x, y = _random(2, 5, 3).unbind()
+    target, source = _into(x, written), _into(y, read)
+    got = WRITES[name](target, source)
+    x = x.clone()
+    assert _same(got, WRITES[name](x, y)) and _same(target, x)
 
 
-def _added_to_pending() -> bool:
+@on_ranks
+def test_a_pending_sum_is_added_to_by_a_rule() -> None:
     """Terms of any placement are added to a pending sum, which stays one, by a rule."""
     clear_fallbacks()
     full = torch.arange(15.0).reshape(5, 3)
-    right = []
     for read in ([R], [S(0)], [Partial()]):
         total = _into(full, [S(0)]).sum(0)
         total.add_(_into(full[0], read)).sub_(_into(full[1], [R]), alpha=2)
-        right.append(_same(total, full.sum(0) + full[0] - 2 * full[1]))
-    return all(right) and not fallbacks()
+        assert _same(total, full.sum(0) + full[0] - 2 * full[1])
+    assert not fallbacks()
 
 
-def test_a_pending_sum_is_added_to_by_a_rule(ranks: Worlds) -> None:
-    assert all(ranks(_added_to_pending))
-
-
-def _resized() -> tuple[bool, list[str]]:
+@on_ranks
+def test_out_is_resized_as_torch_does() -> None:
     full = torch.arange(15.0).reshape(5, 3)
     y = _into(full, [S(0)])
     empty = _into(torch.empty(0), [R])
@@ -166,89 +141,58 @@ def _resized() -> tuple[bool, list[str]]:
         torch.mul(y, 2, out=empty)
         small = _into(torch.empty(2), [S(0)])
         torch.mul(y, 2, out=small)
-    right = _same(empty, full * 2) and _same(small, full * 2) and small.shape == (5, 3)
-    return right, [str(w.message) for w in seen]
+    assert _same(empty, full * 2) and _same(small, full * 2) and small.shape == (5, 3)
+    assert len(seen) == 1 and "resized" in str(seen[0].message)
 
 
-def test_out_is_resized_as_torch_does(ranks: Worlds) -> None:
-    for right, warned in ranks(_resized):
-        assert right
-        assert len(warned) == 1 and "resized" in warned[0]
-
-
-def test_partial_is_an_operand_like_any_other(ranks: Worlds) -> None:
-    assert all(ranks(_partial))
-
-
-def _partial() -> bool:
+@quiet
+@on_ranks
+def test_partial_is_an_operand_like_any_other() -> None:
     full = torch.eye(4, dtype=torch.float64) * 3
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FallbackWarning)
-        x = DTensor.from_local(full / 4, mesh_of((4,)), [Partial()])
-        return _same(torch.linalg.inv(x), torch.linalg.inv(full))
+    x = DTensor.from_local(full / 4, mesh_of((4,)), [Partial()])
+    assert _same(torch.linalg.inv(x), torch.linalg.inv(full))
 
 
 # ---- views that are copies ----
 
 
-def _stale() -> tuple[str, str, bool]:
+@on_ranks
+def test_a_copy_that_is_no_window_does_not_show_old_values() -> None:
     x = _into(torch.arange(8.0), [S(0)]) * 1j
     view = x.conj()
-    read = _same(view * 1, torch.arange(8.0) * -1j) and _same(view[1:], torch.arange(1.0, 8.0) * -1j)
-    messages = []
-    for write in (lambda: x.add_(1), lambda: x.conj().add_(1)):
-        try:
-            write()
-            (view + 1).full_tensor()
-            messages.append("nothing was raised")
-        except CoreError as error:
-            messages.append(str(error))
-    return messages[0], messages[1], read and type(x.conj() * 1) is DTensor
+    assert _same(view * 1, torch.arange(8.0) * -1j) and _same(view[1:], torch.arange(1.0, 8.0) * -1j)
+    x.add_(1)
+    with pytest.raises(CoreError, match="has been written to since"):
+        (view + 1).full_tensor()
+    with pytest.raises(CoreError, match="the write would be lost"):
+        x.conj().add_(1)
+    assert type(x.conj() * 1) is DTensor
 
 
-def test_a_copy_that_is_no_window_does_not_show_old_values(ranks: Worlds) -> None:
-    for stale, lost, read in ranks(_stale):
-        assert read
-        assert "has been written to since" in stale
-        assert "the write would be lost" in lost
-
-
-def _in_place_on_terms(reduce_op: str) -> bool:
+@quiet
+@pytest.mark.parametrize(("reduce_op", "share"), [("sum", 10), ("avg", 2.5)])
+@on_ranks
+def test_a_pending_tensor_is_written_as_a_number(reduce_op: str, share: float) -> None:
     full = torch.arange(8.0, dtype=torch.float64)
-    share = (
-        (torch.distributed.get_rank() + 1) / 10
-        if reduce_op == "sum"
-        else (torch.distributed.get_rank() + 1) / 2.5
-    )
-    x = DTensor.from_local(full * share, mesh_of((4,)), [Partial(reduce_op)])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FallbackWarning)
-        x.exp_()
-    return x.placements == (Partial(reduce_op),) and _same(x, full.exp())
-
-
-@pytest.mark.parametrize("reduce_op", ["sum", "avg"])
-def test_a_pending_tensor_is_written_as_a_number(ranks: Worlds, reduce_op: str) -> None:
-    assert all(ranks(_in_place_on_terms, reduce_op))
+    x = DTensor.from_local(full * (dist.get_rank() + 1) / share, mesh_of((4,)), [Partial(reduce_op)])
+    x.exp_()
+    assert x.placements == (Partial(reduce_op),) and _same(x, full.exp())
 
 
 def _dtypes_that_kernels_refuse(case: str) -> None:
     """Two rows on four ranks: a rank without any runs no kernel, and a meta kernel takes these."""
-    x = distribute_tensor(torch.ones(2, 5), mesh_of((4,)), [Shard(0)], src_data_rank=None)
-    whole = [Replicate()]
+
+    x = place(torch.ones(2, 5), S(0))
     if case == "product":
-        x @ distribute_tensor(torch.ones(5, 5).double(), mesh_of((4,)), whole, src_data_rank=None)
+        x @ place(torch.ones(5, 5).double())
     elif case == "of what moves first":
-        x, moments = (
-            distribute_tensor(t, mesh_of((4,)), [Shard(d)], src_data_rank=None)
-            for t, d in ((torch.ones(3, 2, 4).double(), 1), (torch.ones(2), 0))
-        )
-        torch.nn.functional.batch_norm(x, moments, moments)
+        moments = place(torch.ones(2), S(0))
+        torch.nn.functional.batch_norm(place(torch.ones(3, 2, 4).double(), S(1)), moments, moments)
     elif case == "normalisation":
-        moments = distribute_tensor(torch.ones(5).double(), mesh_of((4,)), whole, src_data_rank=None)
+        moments = place(torch.ones(5).double())
         torch.nn.functional.batch_norm(x.half(), moments, moments)
     else:
-        x.index_select(1, distribute_tensor(torch.zeros(1), mesh_of((4,)), whole, src_data_rank=None))
+        x.index_select(1, place(torch.zeros(1)))
 
 
 @pytest.mark.parametrize("case", ["product", "index", "normalisation", "of what moves first"])

@@ -1,20 +1,22 @@
-"""torch.func and forward AD over DTensors, compared with the same on full tensors."""
+"""torch.func, forward AD and torch.autograd.grad over DTensors, compared with the same on full tensors."""
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils._pytree import tree_map
 
-from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
+from core.tests.gloo_world import forget_meshes, mesh_of, on_ranks, on_worlds
+from core.tests.placing import full, place, sharded
+from core.tests.torch_version import needs_213
 from dtbench_core import (
     DTensor,
     MixedTensorError,
@@ -24,7 +26,6 @@ from dtbench_core import (
     Replicate,
     Shard,
     count_collectives,
-    distribute_module,
     distribute_tensor,
     implicit_replication,
 )
@@ -38,22 +39,6 @@ R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 def _network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-
-def _sharded(module: nn.Module) -> nn.Module:
-    def rows(name: str, part: nn.Module, mesh: Any) -> None:
-        for key, parameter in list(part.named_parameters(recurse=False)):
-            part.register_parameter(key, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [S0])))
-
-    return distribute_module(copy.deepcopy(module), mesh_of((4,)), rows)
-
-
-def _full(tree: Any) -> Any:
-    return tree_map(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, tree)
-
-
-def _place(t: torch.Tensor, placement: Placement = S0) -> DTensor:
-    return distribute_tensor(t, mesh_of((4,)), [placement], src_data_rank=None)
 
 
 Parameters = dict[str, torch.Tensor]
@@ -89,10 +74,10 @@ def _pulled(function: Callable[[Parameters], torch.Tensor], parameters: Paramete
 @on_ranks
 def test_functions_of_modules(name: str, placement: Placement) -> None:
     plain = _network()
-    net, x = _sharded(plain), torch.arange(20.0).double().reshape(5, 4).cos()
+    net, x = sharded(plain), torch.arange(20.0).double().reshape(5, 4).cos()
     want = OF_MODULES[name](plain, {k: v.detach() for k, v in plain.named_parameters()}, x)
-    got = OF_MODULES[name](net, {k: v.detach() for k, v in net.named_parameters()}, _place(x, placement))
-    torch.testing.assert_close(_full(got), want)
+    got = OF_MODULES[name](net, {k: v.detach() for k, v in net.named_parameters()}, place(x, placement))
+    torch.testing.assert_close(full(got), want)
 
 
 def _dual(x: torch.Tensor) -> Any:
@@ -121,14 +106,14 @@ def test_functions_of_tensors(name: str, placement: Placement) -> None:
         warnings.simplefilter("ignore")  # of rules there are none for
         for size in (4, 3):
             x = torch.arange(float(size * size), dtype=torch.float64).reshape(size, size).sin()
-            torch.testing.assert_close(_full(OF_TENSORS[name](_place(x, placement))), OF_TENSORS[name](x))
+            torch.testing.assert_close(full(OF_TENSORS[name](place(x, placement))), OF_TENSORS[name](x))
 
 
 @on_worlds
 def test_a_pending_sum_is_captured() -> None:
     x = torch.arange(16.0).reshape(4, 4)
     terms = DTensor.from_local(x / 4, mesh_of((4,)), [P])
-    got = vmap(lambda row: terms @ row + terms[0])(_place(x)).full_tensor()
+    got = vmap(lambda row: terms @ row + terms[0])(place(x, S0)).full_tensor()
     assert (got == vmap(lambda row: x @ row + x[0])(x)).all()
 
 
@@ -137,7 +122,7 @@ def test_tangents_enter_leave_and_move() -> None:
     x = torch.arange(12.0).reshape(4, 3).sin()
     rank = mesh_of((4,)).get_local_rank()
     with forward_ad.dual_level():
-        dual = forward_ad.make_dual(_place(x), _place(x.cos()))
+        dual = forward_ad.make_dual(place(x, S0), place(x.cos(), S0))
         moved = dual.redistribute(placements=[R], forward_dtype=torch.float64) * 2
         local = forward_ad.make_dual(x[rank : rank + 1].clone(), x[rank : rank + 1].cos())
         for got, want in (
@@ -147,7 +132,7 @@ def test_tangents_enter_leave_and_move() -> None:
             (DTensor.from_local(local, mesh_of((4,)), [S0]) * 2, 2 * x.cos()),
         ):
             tangent = forward_ad.unpack_dual(got).tangent
-            torch.testing.assert_close(_full(tangent), want, check_dtype=False)
+            torch.testing.assert_close(full(tangent), want, check_dtype=False)
 
 
 @on_ranks
@@ -155,9 +140,9 @@ def test_a_tangent_goes_to_its_tensor() -> None:
     """Placed otherwise, it moves there; placed alike, nothing is sent."""
     x = torch.arange(8.0).sin()
     with count_collectives() as count:
-        jvp(torch.sin, (_place(x),), (_place(x),))
+        jvp(torch.sin, (place(x, S0),), (place(x, S0),))
     assert not count.calls
-    out, tangent = jvp(torch.sin, (_place(x),), (_place(x, R),))
+    out, tangent = jvp(torch.sin, (place(x, S0),), (place(x, R),))
     assert out.placements == tangent.placements == (S0,)
     torch.testing.assert_close(tangent.full_tensor(), x.cos() * x)
 
@@ -165,7 +150,7 @@ def test_a_tangent_goes_to_its_tensor() -> None:
 @on_ranks
 def test_plain_tensors_are_refused_or_replicated() -> None:
     x, rows = torch.arange(16.0).reshape(4, 4), torch.arange(12.0).reshape(3, 4)
-    placed = _place(x)
+    placed = place(x, S0)
     with pytest.raises(
         MixedTensorError, match=r"got a plain torch.Tensor of shape \[4\] together with a DTensor"
     ):
@@ -180,4 +165,85 @@ def test_plain_tensors_are_refused_or_replicated() -> None:
 @on_ranks
 def test_a_graph_of_tangents_is_refused() -> None:
     with pytest.raises(NoRuleError, match=r"use torch\.func\.jvp, or trace a function"):
-        linearize(torch.sin, _place(torch.arange(4.0)))
+        linearize(torch.sin, place(torch.arange(4.0), S0))
+
+
+# ---- torch.autograd.grad, with all that it takes ----
+
+
+def _equal(got: Any, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got.full_tensor(), want)
+
+
+@on_worlds
+def test_gradients_are_those_of_torch() -> None:
+    mesh = mesh_of((4,))
+    values = torch.arange(32.0).view(8, 4) / 7
+    plain, unused = values.clone().requires_grad_(), values.clone().requires_grad_()
+    x, y = (distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for t in (plain, unused))
+    cotangent = values.sin()
+    spread = distribute_tensor(cotangent, mesh, [Replicate()], src_data_rank=None)
+
+    # A cotangent placed otherwise, a scalar without one, several outputs at once.
+    got = torch.autograd.grad(x.exp(), x, spread)[0]
+    _equal(got, torch.autograd.grad(plain.exp(), plain, cotangent)[0])
+    _equal(torch.autograd.grad((x * x).sum(), x)[0], 2 * plain.detach())
+    got = torch.autograd.grad([x.exp(), x.sin()], [x], [spread, spread])[0]
+    _equal(got, torch.autograd.grad([plain.exp(), plain.sin()], [plain], [cotangent, cotangent])[0])
+
+    # Kept, and differentiated again.
+    made = x.exp()
+    first = torch.autograd.grad(made, x, spread, retain_graph=True)[0]
+    assert torch.equal(first.full_tensor(), torch.autograd.grad(made, x, spread)[0].full_tensor())
+    once = torch.autograd.grad(x**3, x, spread, create_graph=True)[0]
+    _equal(torch.autograd.grad(once, x, spread)[0], 6 * plain.detach() * cotangent**2)
+
+    # Inputs that the output does not depend on.
+    missing = torch.autograd.grad(x.exp(), [x, y], spread, allow_unused=True)
+    assert missing[1] is None and isinstance(missing[0], DTensor)
+    zeros = torch.autograd.grad(x.exp(), [x, y], spread, materialize_grads=True)[1]
+    _equal(zeros, torch.zeros(8, 4))
+
+
+@pytest.fixture
+def x(fake_world: Any) -> Iterator[DTensor]:
+    fake_world(4)
+    made: DTensor = distribute_tensor(torch.ones(8, 4), mesh_of((4,)), [Shard(0)]).requires_grad_()
+    yield made
+    forget_meshes()
+
+
+def test_what_torch_refuses_is_refused(x: DTensor) -> None:
+    with pytest.raises(RuntimeError, match="Mismatch in shape"):
+        torch.autograd.grad(x.exp(), x, x.detach()[:4])
+    with pytest.raises(RuntimeError, match=r"unused|not have been used"):
+        torch.autograd.grad(x.exp(), [x.detach().requires_grad_()], x.detach())
+    with pytest.raises(RuntimeError, match="scalar outputs"):
+        torch.autograd.grad(x.exp(), x)
+    made = x.exp()
+    torch.autograd.grad(made, x, x.detach())
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(made, x, x.detach())
+
+
+@needs_213("there is no such op")
+@on_worlds
+def test_linear_cross_entropy_in_chunks() -> None:
+    """torch's op for it makes plain buffers in its backward. For a DTensor's loss and a plain one."""
+    mesh, options = mesh_of((4,)), nn.LinearCrossEntropyOptions(batch_chunk_size=2)
+    given = [torch.arange(n * 4.0).view(n, 4).sin() for n in (6, 5)]
+    target = torch.tensor([0, 3, 1, 4, 2, 2])
+
+    for reduction in ("none", "mean"):
+        plain = [t.clone().requires_grad_() for t in given]
+        wanted = F.linear_cross_entropy(*plain, target, reduction=reduction, options=options)
+        wanted.pow(2).sum().backward()
+        for whole in (False, True):
+            parts = [distribute_tensor(t, mesh, [Shard(0)]).requires_grad_() for t in given]
+            labels = distribute_tensor(target, mesh, [Replicate()])
+            loss = F.linear_cross_entropy(*parts, labels, reduction=reduction, options=options)
+            _equal(loss, wanted.detach())
+            (loss.full_tensor() if whole else loss).pow(2).sum().backward()
+            for part, reference in zip(parts, plain, strict=True):
+                assert reference.grad is not None
+                _equal(part.grad, reference.grad)

@@ -116,16 +116,9 @@ def test_local_tensors_that_hold_shards_come_back_as_they_are() -> None:
 # ---- moving ----
 
 PLACEMENTS: list[Placement] = [
-    R,
-    S0,
-    S1,
-    ROWS,
-    RaggedShard(0, (0, 0, 8, 0)),
-    RaggedShard(1, (2, 0, 1, 1)),
-    RaggedShard(-1, (1, 1, 2, 0)),
-    StridedShard(0, 2),
-    StridedShard(0, 4),
-    StridedShard(1, 2),
+    *(R, S0, S1, ROWS),
+    *(RaggedShard(0, (0, 0, 8, 0)), RaggedShard(1, (2, 0, 1, 1)), RaggedShard(-1, (1, 1, 2, 0))),
+    *(StridedShard(0, 2), StridedShard(0, 4), StridedShard(1, 2)),
 ]
 PLACEMENTS_2D: list[list[Placement]] = [
     [R, RaggedShard(0, (5, 3))],
@@ -204,25 +197,22 @@ OPS: dict[str, tuple[Callable[..., Any], int, bool]] = {
     "regrouped": (lambda x: x.reshape(4, 2, 4).relu().view(8, 4), 1, False),
     "split": (lambda x: torch.cat(x.split(3)), 1, False),
     "triangle": (lambda x: x.tril() + x.flip(0).roll(1, 0), 1, False),
-    "index": (lambda x: x[torch.tensor([7, 0, 3])] if not isinstance(x, DTensor) else _rows_of(x), 1, False),
-    "cross entropy": (lambda x: F.cross_entropy(x, _targets(x), ignore_index=1), 1, False),
+    "index": (lambda x: x[_beside(x, [7, 0, 3])], 1, False),
+    "cross entropy": (
+        lambda x: F.cross_entropy(x, _beside(x, [0, 1, 2, 3, 1, 1, 0, 2]), ignore_index=1),
+        1,
+        False,
+    ),
     "mse": (lambda x, y: F.mse_loss(x, y), 2, False),
     "new": (lambda x: x + x.new_ones(8, 4) + torch.zeros_like(x), 1, True),
     "gelu linear": (lambda x, y: F.gelu(F.linear(x, y)), 2, False),
 }
 
 
-def _rows_of(x: DTensor) -> DTensor:
-    return (
-        x[_cut(torch.tensor([7, 0, 3]), R)]
-        if x.device_mesh.ndim == 1
-        else x[distribute_tensor(torch.tensor([7, 0, 3]), x.device_mesh, src_data_rank=None)]
-    )
-
-
-def _targets(x: Any) -> Any:
-    target = torch.tensor([0, 1, 2, 3, 1, 1, 0, 2])
-    return distribute_tensor(target, x.device_mesh, src_data_rank=None) if isinstance(x, DTensor) else target
+def _beside(x: Any, values: list[int]) -> Any:
+    """An index as `x` is: plain, or replicated on its mesh."""
+    index = torch.tensor(values)
+    return distribute_tensor(index, x.device_mesh, src_data_rank=None) if isinstance(x, DTensor) else index
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -27,79 +26,25 @@ def mesh(mode: LocalTensorMode) -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
 
 
-def _run_collective(name: str, group: Any, ranks: list[int]) -> list[torch.Tensor]:
-    """`name` on this rank, by torch.distributed's functions; `ranks` are the group's."""
-    n, me = len(ranks), dist.get_rank()
-    mine, wide = torch.zeros(1, 2) + me, torch.arange(n * 2.0).view(n, 2) + 10 * me
-    out, whole = torch.zeros(1, 2), torch.zeros(n, 2)
-    parts = [torch.zeros(1, 2) for _ in range(n)]
-    kind, _, op = name.partition(" ")
-    written, given = {
-        "all_reduce": ([mine], [mine]),
-        "all_gather": (parts, [parts, mine]),
-        "all_gather_single": ([whole], [whole, mine]),
-        "reduce_scatter": ([out], [out, list(wide.split(1))]),
-        "reduce_scatter_single": ([out], [out, wide]),
-        "all_to_all": (parts, [parts, list(wide.split(1))]),
-        "all_to_all_single": ([whole], [whole, wide]),
-        "broadcast": ([mine], [mine]),
-        "barrier": ([mine], []),
-    }[kind]
-    options = {"op": getattr(dist.ReduceOp, op)} if op else {"group_src": 1} if kind == "broadcast" else {}
-    call = getattr(torch_compat if kind in ("all_gather_single", "reduce_scatter_single") else dist, kind)
-    call(*given, group=group, **options)
-    return written
+FIBRES = {"inner": [[0, 1], [0, 1], [2, 3], [2, 3]], "outer": [[0, 2], [1, 3], [0, 2], [1, 3]]}
 
 
-COLLECTIVES = [
-    *(f"all_reduce {op}" for op in ("SUM", "PRODUCT", "MAX", "MIN", "AVG")),
-    *("all_gather", "all_gather_single", "reduce_scatter", "reduce_scatter_single", "all_to_all"),
-    *("all_to_all_single", "broadcast", "barrier"),
-]
-
-
-def _expected(name: str, rank: int, ranks: list[int]) -> list[list[list[float]]]:
-    n, me = len(ranks), ranks.index(rank)
-    mine = {r: torch.full((1, 2), float(r)) for r in ranks}
-    wide = {r: torch.arange(n * 2.0).view(n, 2) + 10 * r for r in ranks}
-    stacked = torch.stack([mine[r] for r in ranks])
-    if name.startswith("all_reduce"):
-        reduced = {
-            "SUM": stacked.sum(0),
-            "PRODUCT": stacked.prod(0),
-            "MAX": stacked.amax(0),
-            "MIN": stacked.amin(0),
-            "AVG": stacked.mean(0),
-        }
-        found = [reduced[name.split(" ")[1]]]
-    elif name in ("all_gather", "all_gather_single"):
-        found = [mine[r] for r in ranks]
-    elif name.startswith("reduce_scatter"):
-        found = [sum(wide[r][me : me + 1] for r in ranks)]  # type: ignore[list-item]
-    elif name.startswith("all_to_all"):
-        found = [wide[r][me : me + 1] for r in ranks]
-    else:
-        found = [mine[ranks[1]] if name == "broadcast" else mine[rank]]
-    if name.endswith("_single"):
-        found = [torch.cat(found)]
-    return [t.tolist() for t in found]
-
-
-FIBRES = {
-    "world": [[0, 1, 2, 3]] * 4,
-    "inner": [[0, 1], [0, 1], [2, 3], [2, 3]],
-    "outer": [[0, 2], [1, 3], [0, 2], [1, 3]],
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("which", FIBRES)
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_plain_collectives(mesh: DeviceMesh, name: str, which: str) -> None:
-    group = None if which == "world" else mesh.get_group(which)
-    got = _run_collective(name, group, FIBRES[which][0])
+def test_a_collective_on_a_mesh_dim_meets_the_ranks_beside_it(mesh: DeviceMesh, which: str) -> None:
+    """Each collective by itself, on the whole world: test_threads.py."""
+    group, me = mesh.get_group(which), dist.get_rank()
+    total, sent, part, moved = torch.ones(2) * me, torch.ones(2) * me, torch.zeros(1), torch.zeros(2)
+    parts = [torch.zeros(1), torch.zeros(1)]
+    dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
+    dist.broadcast(sent, group=group, group_src=1)
+    dist.all_gather(parts, torch.ones(1) * me, group=group)
+    torch_compat.reduce_scatter_single(part, torch.arange(2.0) + 10 * me, group=group)
+    dist.all_to_all_single(moved, torch.arange(2.0) + 10 * me, group=group)
     for rank, ranks in enumerate(FIBRES[which]):
-        assert [t.shard(rank).tolist() for t in got] == _expected(name, rank, ranks), rank  # type: ignore[attr-defined]
+        at = ranks.index(rank)
+        got = [t.shard(rank).tolist() for t in (total, sent, *parts, part, moved)]  # type: ignore[attr-defined]
+        want = [[max(ranks)] * 2, [ranks[1]] * 2, *([r] for r in ranks), [10.0 * sum(ranks) + 2 * at]]
+        assert got == [*want, [10.0 * r + at for r in ranks]], rank
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
@@ -128,12 +73,6 @@ def test_functional_collectives_have_gradients(mesh: DeviceMesh) -> None:
     (funcol.all_gather_tensor_autograd(x, 0, mesh["inner"]) * torch.arange(4.0)).sum().backward()
     assert x.grad is not None
     assert held(x.grad) == [[0.0, 2.0], [4.0, 6.0]] * 2
-
-
-def test_object_collectives(mode: LocalTensorMode) -> None:
-    found: list[Any] = [None] * 4
-    dist.all_gather_object(found, {"a": 1})
-    assert found == [{"a": 1}] * 4
 
 
 def test_an_unknown_group_must_be_declared(mode: LocalTensorMode) -> None:

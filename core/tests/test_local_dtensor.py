@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from core.tests.parallel_models import MLP, WIDTH
 from core.tests.test_local_tensor import RANKS, held, uneven
 from dtbench_core import (
     DTensor,
@@ -48,21 +48,11 @@ def test_uneven_parts_from_each_rank(mode: LocalTensorMode) -> None:
     assert full[:, 0].tolist() == [1.0, 1.0, 2.0, 2.0, 3.0]
     (full * torch.arange(5.0).unsqueeze(1)).sum().backward()
     assert x.grad is not None
-    assert [rows[0] if rows else None for rows in held(x.grad[:, 0].unsqueeze(1))] == [
-        [0.0],
-        [2.0],
-        [4.0],
-        None,
-    ]
+    assert [rows[:1] for rows in held(x.grad[:, 0])] == [[0.0], [2.0], [4.0], []]
     # other lengths than torch.chunk's: the ranks tell each other theirs
     odd = rank_map(lambda rank: torch.full(((1, 0, 3, 1)[rank],), float(rank)))
-    assert DTensor.from_local(odd, mesh, [S0], shape=(5,), stride=(1,)).full_tensor().tolist() == [
-        0,
-        2,
-        2,
-        2,
-        3,
-    ]
+    whole = DTensor.from_local(odd, mesh, [S0], shape=(5,), stride=(1,)).full_tensor()
+    assert whole.tolist() == [0, 2, 2, 2, 3]
     with pytest.raises(RankDependentError, match=r"different sizes, .*pass shape= and stride="):
         DTensor.from_local(uneven(), mesh, [S0])
 
@@ -104,11 +94,8 @@ def test_random_ops_draw_what_one_device_would(mode: LocalTensorMode) -> None:
         want = [F.dropout(torch.ones(5, 2)), torch.rand(7), torch.rand(2)]
     torch.manual_seed(3)
     x = distribute_tensor(torch.ones(5, 2), mesh, [S0], src_data_rank=None)
-    got = [
-        F.dropout(x).full_tensor(),
-        rand(7, device_mesh=mesh, placements=[S0]).full_tensor(),
-        torch.rand(2),
-    ]
+    drawn = F.dropout(x), rand(7, device_mesh=mesh, placements=[S0])
+    got = [*(one.full_tensor() for one in drawn), torch.rand(2)]
     assert [t.tolist() for t in got] == [t.tolist() for t in want]
 
 
@@ -163,23 +150,13 @@ def test_functions_of_a_rank_may_use_dtensors(mode: LocalTensorMode) -> None:
     assert (whole[:5] + x.redistribute(placements=[R])).to_local().tolist() == [0.0, 1.0, 3.0, 4.0, 6.0]
 
 
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(F.gelu(self.up(x)))
-        return out
-
-
 @pytest.mark.parametrize("shape", [(2, 2), (4, 4, 4)], ids=["4 ranks", "64 ranks"])
 def test_training_step_of_a_parallel_mlp(fake_world: Callable[[int], None], shape: tuple[int, ...]) -> None:
     """Data over the outer mesh dim, the layers over the inner one: the loss and gradients of one device."""
     size = int(torch.tensor(shape).prod())
     fake_world(size)
     torch.manual_seed(0)
-    plain, data = MLP(), torch.randn(2 * shape[0], 6)
+    plain, data = MLP(), torch.randn(2 * shape[0], WIDTH)
     loss = plain(data).square().sum()
     loss.backward()
     with LocalTensorMode(size):

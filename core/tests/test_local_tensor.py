@@ -400,35 +400,30 @@ def test_inputs_are_put_back_before_a_rank_starts_again(mode: LocalTensorMode) -
     assert held(x) == [[1.0], [2.0], [3.0], [4.0]]
 
 
-def _diverging(kind: str, rank: int) -> None:
-    if kind == "returns" and rank == 2:
-        return
-    if kind == "raises" and rank == 2:
-        raise ValueError("bad luck")
-    if kind == "other" and rank == 2:
-        dist.broadcast(torch.ones(1), 0)
-        return
-    if kind == "shape" and rank == 2:
-        dist.all_reduce(torch.ones(3))
-        return
-    if kind == "all raise":
-        raise ValueError("bad luck")
-    dist.all_reduce(torch.ones(1))
+def _raise() -> None:
+    raise ValueError("bad luck")
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("of_rank_2", "message"),
     [
-        ("returns", r"hang: ranks 0, 1, 3 waited in all_reduce\(sum, float32\[1\]\) .* rank 2 returned"),
-        ("raises", r"hang: ranks 0, 1, 3 waited in all_reduce.*rank 2 raised ValueError: bad luck"),
-        ("other", r"mismatched collectives: rank 2 called broadcast.* where rank 0 called all_reduce"),
-        ("shape", r"mismatched collectives: rank 2 called all_reduce\(sum, float32\[3\]\)"),
-        ("all raise", "bad luck"),
+        (lambda: None, r"hang: ranks 0, 1, 3 waited in all_reduce\(sum, float32\[1\]\) .* rank 2 returned"),
+        (_raise, "hang: ranks 0, 1, 3 waited in all_reduce.*rank 2 raised ValueError: bad luck"),
+        (
+            lambda: dist.broadcast(torch.ones(1), 0),
+            "rank 2 called broadcast.* where rank 0 called all_reduce",
+        ),
+        (
+            lambda: dist.all_reduce(torch.ones(3)),
+            r"mismatched collectives: rank 2 called all_reduce\(sum, float32\[3\]\)",
+        ),
     ],
 )
-def test_ranks_that_diverge_are_named(mode: LocalTensorMode, kind: str, message: str) -> None:
-    with pytest.raises(ValueError if kind == "all raise" else SimulationError, match=message):
-        rank_map(lambda rank: _diverging(kind, rank))
+def test_ranks_that_diverge_are_named(mode: LocalTensorMode, of_rank_2: Any, message: str) -> None:
+    with pytest.raises(SimulationError, match=message):
+        rank_map(lambda rank: of_rank_2() if rank == 2 else dist.all_reduce(torch.ones(1)))
+    with pytest.raises(ValueError, match="bad luck"):
+        rank_map(lambda rank: _raise())
 
 
 # ---- random numbers ----

@@ -17,39 +17,19 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
+from core.tests.placing import full, place, sharded
 from dtbench_core import (
     DTensor,
     FallbackWarning,
     MixedTensorError,
     NoRuleError,
     Partial,
-    Placement,
     Replicate,
     Shard,
-    distribute_module,
     distribute_tensor,
 )
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
-
-
-def _sharded(module: nn.Module, placement: Placement = S0) -> nn.Module:
-    """A copy whose parameters are DTensors; its buffers, those of parametrizations too, are replicated."""
-
-    def place(name: str, part: nn.Module, mesh: Any) -> None:
-        for key, parameter in list(part.named_parameters(recurse=False)):
-            made = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
-            part.register_parameter(key, nn.Parameter(made))
-
-    return distribute_module(copy.deepcopy(module), mesh_of((4,)), place)
-
-
-def _place(t: torch.Tensor, placement: Placement = R) -> DTensor:
-    return distribute_tensor(t, mesh_of((4,)), [placement], src_data_rank=None)
-
-
-def _full(t: torch.Tensor) -> torch.Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def _assert_trains_alike(module: nn.Module, plain: nn.Module, x: DTensor) -> None:
@@ -90,16 +70,16 @@ def test_recurrent_modules_start_from_zeros(name: str) -> None:
     plain = RECURRENT[name]()
     shape = (8, 4) if name.endswith("Cell") else (8, 3, 4)
     for placed, given in ((R, S0), (S0, R), (R, R)):
-        _assert_trains_alike(_sharded(plain, placed), plain, _place(torch.randn(shape), given))
+        _assert_trains_alike(sharded(plain, placed), plain, place(torch.randn(shape), given))
 
 
 @on_ranks
 def test_a_plain_input_of_a_recurrent_module_is_refused() -> None:
-    module = _sharded(nn.GRU(4, 6))
+    module = sharded(nn.GRU(4, 6))
     with pytest.raises(MixedTensorError, match=r"gru got a plain torch\.Tensor of shape \[5, 2, 4\]"):
         module(torch.ones(5, 2, 4))
     with pytest.raises(MixedTensorError, match=r"gru got a plain torch\.Tensor of shape \[18, 4\]"):
-        nn.GRU(4, 6)(_place(torch.ones(5, 2, 4)))
+        nn.GRU(4, 6)(place(torch.ones(5, 2, 4)))
 
 
 # ---- loading plain tensors ----
@@ -111,16 +91,16 @@ def test_plain_tensors_are_loaded() -> None:
     torch.manual_seed(0)
     plain, other = nn.Linear(3, 5), nn.Linear(3, 5)
     for placement in (S0, R):
-        module = _sharded(other, placement)
+        module = sharded(other, placement)
         module.load_state_dict(plain.state_dict())
         for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
             assert isinstance(mine, DTensor) and mine.placements == (placement,) and mine.requires_grad
             assert (mine.full_tensor() == theirs).all()
-    full = torch.arange(6.0).reshape(2, 3)
+    values = torch.arange(6.0).reshape(2, 3)
     for placement in (P, Partial("avg"), Partial("max"), S1):
-        tensor = _place(torch.zeros(2, 3), placement)
-        tensor.copy_(full)
-        assert tensor.placements == (placement,) and (tensor.full_tensor() == full).all(), placement
+        tensor = place(torch.zeros(2, 3), placement)
+        tensor.copy_(values)
+        assert tensor.placements == (placement,) and (tensor.full_tensor() == values).all(), placement
         tensor.copy_(torch.arange(3))  # broadcast, and cast
         assert (tensor.full_tensor() == torch.arange(3.0)).all(), placement
 
@@ -128,8 +108,8 @@ def test_plain_tensors_are_loaded() -> None:
 @on_worlds
 def test_what_is_copied_gets_the_gradient() -> None:
     source = torch.ones(5, requires_grad=True)
-    tensor = _place(torch.zeros(5), S0).copy_(source)
-    (tensor * _place(torch.arange(5.0), S0)).sum().full_tensor().backward()
+    tensor = place(torch.zeros(5), S0).copy_(source)
+    (tensor * place(torch.arange(5.0), S0)).sum().full_tensor().backward()
     assert (source.grad == torch.arange(5.0)).all()  # type: ignore[union-attr]
     with pytest.raises(MixedTensorError, match="copy_ got a plain"):
         torch.zeros(5).copy_(tensor.detach())
@@ -143,8 +123,8 @@ def test_sparse_gradients_are_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
         for placement in (R, S0, S1):
-            table = _sharded(nn.Embedding(8, 4, sparse=True), placement)
-            out = table(_place(torch.tensor([1, 2, 1])))
+            table = sharded(nn.Embedding(8, 4, sparse=True), placement)
+            out = table(place(torch.tensor([1, 2, 1])))
             with pytest.raises(NoRuleError, match="set sparse=False"):
                 out.sum().backward()
 
@@ -168,10 +148,10 @@ def test_parametrized_weights(name: str) -> None:
         torch.manual_seed(1)
         plain = NORMED[name](copy.deepcopy(linear))
         torch.manual_seed(1)
-        module = NORMED[name](_sharded(linear, placement))
-        _assert_trains_alike(module, plain, _place(torch.randn(5, 4)))
+        module = NORMED[name](sharded(linear, placement))
+        _assert_trains_alike(module, plain, place(torch.randn(5, 4)))
     if not name.startswith("old"):  # whose weight is no leaf, which no module copies
-        _assert_trains_alike(_sharded(plain.eval()), plain, _place(torch.randn(5, 4)))
+        _assert_trains_alike(sharded(plain.eval()), plain, place(torch.randn(5, 4)))
 
 
 def _averaged(model: nn.Module) -> list[torch.Tensor]:
@@ -187,20 +167,20 @@ def _averaged(model: nn.Module) -> list[torch.Tensor]:
                 mine.data.copy_(mine.data * 0.5 + p.data * 0.5)
         mean.update_parameters(model)
         moving.update_parameters(model)
-    return [_full(p.detach()) for kind in (mean, moving, lerped) for p in kind.parameters()]
+    return [full(p.detach()) for kind in (mean, moving, lerped) for p in kind.parameters()]
 
 
 @on_ranks
 def test_averages_of_parameters() -> None:
     torch.manual_seed(0)
     plain = nn.Linear(4, 5)
-    torch.testing.assert_close(_averaged(_sharded(plain)), _averaged(copy.deepcopy(plain)))
+    torch.testing.assert_close(_averaged(sharded(plain)), _averaged(copy.deepcopy(plain)))
 
 
 @on_ranks
 def test_conversions_keep_what_a_parameter_is() -> None:
     plain = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5))
-    module = _sharded(plain)
+    module = sharded(plain)
     weight = module[0].weight
     for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.float32):
         module.to(dtype)
@@ -214,15 +194,15 @@ def test_conversions_keep_what_a_parameter_is() -> None:
     )
     module.requires_grad_(False)
     assert not any(p.requires_grad for p in module.parameters())
-    assert module.requires_grad_()(_place(torch.ones(2, 4))).requires_grad
+    assert module.requires_grad_()(place(torch.ones(2, 4))).requires_grad
     module.to("meta").to_empty(device="cpu").load_state_dict(plain.state_dict())
     assert module[0].weight.placements == (S0,)
-    torch.testing.assert_close(module(_place(torch.ones(2, 4))).full_tensor(), plain(torch.ones(2, 4)))
+    torch.testing.assert_close(module(place(torch.ones(2, 4))).full_tensor(), plain(torch.ones(2, 4)))
 
 
 @on_ranks
 def test_copies_and_files() -> None:
-    weight = nn.Parameter(_place(torch.arange(12.0).reshape(4, 3), S0))
+    weight = nn.Parameter(place(torch.arange(12.0).reshape(4, 3), S0))
     weight.square().sum().backward()
     twin = copy.deepcopy(weight)
     assert isinstance(twin, nn.Parameter) and twin.is_leaf and isinstance(twin.grad, DTensor)
@@ -243,7 +223,7 @@ def test_copies_and_files() -> None:
 
 @on_ranks
 def test_hooks_of_state_dicts() -> None:
-    module = _sharded(nn.Linear(4, 5))
+    module = sharded(nn.Linear(4, 5))
     module._register_state_dict_hook(
         lambda mod, state, prefix, meta: state.update(extra=state["weight"].full_tensor())
     )
@@ -252,5 +232,38 @@ def test_hooks_of_state_dicts() -> None:
     module.register_load_state_dict_pre_hook(lambda mod, state, *_: state.__delitem__("extra"))
     module.load_state_dict({**state, "weight": state["extra"] * 2})
     torch.testing.assert_close(module.weight.full_tensor(), state["extra"] * 2)  # type: ignore[operator]
-    F.linear(_place(torch.ones(2, 4)), module.weight).sum().backward()  # type: ignore[arg-type]
+    F.linear(place(torch.ones(2, 4)), module.weight).sum().backward()  # type: ignore[arg-type]
     assert module.weight.grad.placements == (S0,)  # type: ignore[union-attr]
+
+
+# ---- norms of half-precision tensors, with weights of their own precision and in float32 ----
+
+NORMS: dict[str, Callable[..., Any]] = {
+    "layer_norm": lambda x, weight, _: F.layer_norm(x, (4,), weight, weight),
+    "layer_norm without weight": lambda x, *_: F.layer_norm(x, (4,)),
+    "group_norm": lambda x, _, channels: F.group_norm(x, 2, channels, channels),
+}
+
+
+@on_ranks
+def test_half_precision() -> None:
+    mesh = mesh_of((4,))
+    made = torch.Generator().manual_seed(2)
+    for dtype in (torch.bfloat16, torch.float16):
+        for precision in (dtype, torch.float32):
+            values = [torch.randn(shape, generator=made) for shape in ((5, 8, 4), (4,), (8,))]
+            given = [one.to(kind) for one, kind in zip(values, (dtype, precision, precision), strict=True)]
+            for name, norm in NORMS.items():
+                plain = [one.clone().requires_grad_() for one in given]
+                placed = [
+                    distribute_tensor(one, mesh, [placement] if placement else None, src_data_rank=None)
+                    for one, placement in zip(given, (Shard(0), None, None), strict=True)
+                ]
+                for one in placed:
+                    one.requires_grad_()
+                expected, got = norm(*plain), norm(*placed)
+                assert got.dtype == expected.dtype
+                torch.testing.assert_close(got.full_tensor(), expected, msg=lambda m, n=name: f"{n}: {m}")
+                expected.float().square().sum().backward()
+                got.float().square().sum().backward()
+                torch.testing.assert_close(placed[0].grad.full_tensor(), plain[0].grad)

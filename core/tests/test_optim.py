@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from core.tests.gloo_world import Worlds, mesh_of, on_ranks, on_worlds
+from core.tests.placing import full
 from dtbench_core import (
     DTensor,
     MixedTensorError,
@@ -81,11 +82,9 @@ def _train(
         optimizer.zero_grad()
         F.mse_loss(module(x), y).backward()
         if clip is not None:
-            norm = nn.utils.clip_grad_norm_(module.parameters(), **clip)
-            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            norms.append(nn.utils.clip_grad_norm_(module.parameters(), **clip))
         optimizer.step()
-    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters()]
-    return [t.detach().clone() for t in (*whole, *norms)]
+    return [t.detach().clone() for t in full([*module.parameters(), *norms])]
 
 
 def _trained(optimizer: str, form: str, layout: int | None, clip: dict[str, Any] | None = None) -> list[Any]:
@@ -168,10 +167,6 @@ def _mixed() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     return plain, mixed
 
 
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("form", ["default", "foreach", "fused"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @on_worlds
@@ -186,36 +181,31 @@ def test_plain_parameters_and_several_meshes(optimizer: str, form: str) -> None:
                 norms.append(nn.utils.clip_grad_norm_(parameters, 0.5, **clip))
                 made.step()
         for got, expected in zip(norms[3:], norms[:3], strict=True):
-            torch.testing.assert_close(_full(got), expected)
+            torch.testing.assert_close(full(got), expected)
         for one, expected in zip(mixed, plain, strict=True):
-            torch.testing.assert_close(_full(one), expected.detach())
+            torch.testing.assert_close(full(one.detach()), expected.detach())
 
 
 @on_worlds
 def test_clipping_beside_plain_parameters() -> None:
-    plain, mixed = _mixed()
-    for keep in ([0, 1, 3, 4], [1, 2, 5]):  # on one mesh
+    for keep, foreach in (([0, 1, 3, 4], None), ([1, 2, 5], None), ([0, 1, 3, 4], False)):  # on one mesh
+        plain, mixed = _mixed()
         these, those = [plain[i] for i in keep], [mixed[i] for i in keep]
-        expected = nn.utils.get_total_norm([p.grad for p in these])
-        torch.testing.assert_close(_full(nn.utils.get_total_norm([p.grad for p in those])), expected)
-        nn.utils.clip_grad_norm_(these, 0.3)
-        nn.utils.clip_grad_norm_(those, 0.3)
-        for got, one in zip(those, these, strict=True):
-            torch.testing.assert_close(_full(got.grad), one.grad)
+        expected = nn.utils.get_total_norm([p.grad for p in these], foreach=foreach)
+        got = nn.utils.get_total_norm([p.grad for p in those], foreach=foreach)
+        torch.testing.assert_close(full(got), expected)
+        nn.utils.clip_grad_norm_(these, 0.3, foreach=foreach)
+        nn.utils.clip_grad_norm_(those, 0.3, foreach=foreach)
+        for one, plainly in zip(those, these, strict=True):
+            assert isinstance(one.grad, DTensor) == isinstance(one, DTensor)
+            torch.testing.assert_close(full(one.grad), plainly.grad)
     mixed[1].grad.fill_(float("nan"))
     with pytest.raises(RuntimeError, match="non-finite"):
         nn.utils.clip_grad_norm_(mixed, 0.3, error_if_nonfinite=True)
 
 
 @on_worlds
-def test_clipping_one_by_one_beside_plain_parameters() -> None:
-    plain, mixed = _mixed()
-    these, those = [plain[i] for i in (0, 1, 3, 4)], [mixed[i] for i in (0, 1, 3, 4)]  # on one mesh
-    nn.utils.clip_grad_norm_(these, 0.3, foreach=False)
-    nn.utils.clip_grad_norm_(those, 0.3, foreach=False)
-    for got, one in zip(those, these, strict=True):
-        assert isinstance(got.grad, DTensor) == isinstance(got, DTensor)
-        torch.testing.assert_close(_full(got.grad), one.grad)
+def test_a_plain_tensor_is_scaled_by_a_distributed_number() -> None:
     factor = distribute_tensor(torch.tensor(2.0), mesh_of((4,)), [R], src_data_rank=None)
     written = torch.ones(3)
     assert written.mul_(factor) is written and torch.equal(written, torch.full((3,), 2.0))
@@ -225,9 +215,9 @@ def test_clipping_one_by_one_beside_plain_parameters() -> None:
 
 @on_worlds
 def test_a_state_of_whole_tensors_is_loaded() -> None:
-    full = torch.arange(20.0).view(5, 4)
-    plain = nn.Parameter(full.clone())
-    spread = nn.Parameter(distribute_tensor(full, mesh_of((4,)), [S0], src_data_rank=None))
+    values = torch.arange(20.0).view(5, 4)
+    plain = nn.Parameter(values.clone())
+    spread = nn.Parameter(distribute_tensor(values, mesh_of((4,)), [S0], src_data_rank=None))
     first, second = (torch.optim.Adam([p], 0.1) for p in (plain, spread))
     plain.sin().sum().backward()
     first.step()
@@ -237,7 +227,7 @@ def test_a_state_of_whole_tensors_is_loaded() -> None:
         p.grad = torch.zeros_like(p)
         optimizer.step()
     assert isinstance(second.state[spread]["exp_avg"], DTensor)
-    torch.testing.assert_close(_full(spread.detach()), plain.detach())
+    torch.testing.assert_close(full(spread.detach()), plain.detach())
 
 
 @on_worlds
@@ -254,7 +244,7 @@ def test_unscaling_beside_plain_parameters() -> None:
             torch._amp_foreach_non_finite_check_and_unscale_([*grads, last], found, torch.full((1,), 0.5))
             assert bool(found == float(bad == float("inf")))
             for got, one in zip(grads, plain, strict=True):
-                torch.testing.assert_close(_full(got), one.grad.float() / 2)  # type: ignore[union-attr]
+                torch.testing.assert_close(full(got), one.grad.float() / 2)  # type: ignore[union-attr]
 
 
 @on_worlds
@@ -320,11 +310,7 @@ def test_attributes_of_parameters() -> None:
     assert x.grad is None
     y = x * 2
     assert (x.is_leaf, y.is_leaf, x.grad_fn, y.grad_fn is None) == (True, False, None, False)
-    assert (x.is_sparse, torch.is_complex(x), torch.is_complex(input=x.to(torch.complex64))) == (
-        False,
-        False,
-        True,
-    )
+    assert not x.is_sparse and not torch.is_complex(x) and torch.is_complex(input=x.to(torch.complex64))
     assert (x.layout, x.device, x.is_cpu, x.is_cuda) == (torch.strided, torch.device("cpu"), True, False)
     assert x.to(torch.device("cpu")) is x
     assert x.to(torch.float64).dtype is torch.float64

@@ -25,6 +25,7 @@ from dtbench_core import (
     RedistributionError,
     Replicate,
     Shard,
+    comm,
     count_collectives,
     distribute_module,
     distribute_tensor,
@@ -111,7 +112,8 @@ def test_values_are_not_to_be_had_outside() -> None:
             ask()
 
 
-def _training() -> list[Any]:
+@on_ranks
+def test_training_runs_outside() -> None:
     """A model on the pair, trained on every rank of the world; from_local under autograd."""
     torch.manual_seed(0)
     module = distribute_module(nn.Linear(3, 2), _pair())
@@ -124,34 +126,27 @@ def _training() -> list[Any]:
         loss.sum().backward()
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
-    assert mine.grad is not None
+    assert mine.grad is not None and mine.grad.shape == (2, 3)
     twin = copy.deepcopy(module)
     twin.load_state_dict(pickle.loads(pickle.dumps(module.state_dict())))
-    return [tuple(mine.grad.shape), [p.to_local().numel() for p in twin.parameters()]]
+    assert [p.to_local().numel() for p in twin.parameters()] == ([6, 2] if _member() else [0, 0])
 
 
-def test_training_runs_outside(ranks: Worlds) -> None:
-    assert ranks(_training) == [[(2, 3), [6, 2]]] * 2 + [[(2, 3), [0, 0]]] * 2
-
-
-def _nothing_is_sent() -> tuple[bool, int, str]:
+@on_ranks
+def test_nothing_is_sent_and_errors_are_alike() -> None:
     x = distribute_tensor(A, _pair(), [S0])
     with count_collectives() as count:
         x.full_tensor()
         _ = x + x.redistribute(placements=[S1])
-    try:
-        with ExplicitRedistributionContext():
-            _ = x + distribute_tensor(A, _pair(), [S1])
-        refused = ""
-    except RedistributionError as error:
-        refused = str(error)
-    return _member(), sum(count.calls.values()), refused
-
-
-def test_nothing_is_sent_and_errors_are_alike(ranks: Worlds) -> None:
-    told = ranks(_nothing_is_sent)
-    assert [(member, sent > 0) for member, sent, _ in told] == [(True, True)] * 2 + [(False, False)] * 2
-    assert len({refused for *_, refused in told}) == 1 and "would redistribute" in told[0][2]
+    assert bool(count.calls) == _member()
+    other = distribute_tensor(A, _pair(), [S1])
+    with (
+        pytest.raises(RedistributionError, match="would redistribute") as caught,
+        ExplicitRedistributionContext(),
+    ):
+        _ = x + other
+    told = comm.all_gather_objects(str(caught.value))
+    assert len(set(told)) == 1, told
 
 
 @on_ranks

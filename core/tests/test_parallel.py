@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.tests.gloo_world import RankError, Worlds, mesh_of, on_ranks
+from core.tests.gloo_world import RankError, Worlds, mesh_of, on_ranks, on_worlds
 from core.tests.parallel_models import (
     BATCH,
     HIDDEN,
@@ -22,11 +21,12 @@ from core.tests.parallel_models import (
     VOCAB,
     WIDTH,
     Attention,
-    Model,
+    Transformer,
     assert_same_parameters,
+    assert_trains_alike,
     seeded,
 )
-from dtbench_core import DTensor, Partial, Placement, Replicate, Shard, count_collectives
+from dtbench_core import DTensor, Partial, Placement, Replicate, Shard, count_collectives, distribute_tensor
 from dtbench_core.errors import ArgumentError, LayoutError, MeshError, PlacementError
 from dtbench_core.parallel import (
     ColwiseParallel,
@@ -43,55 +43,37 @@ ATTENTION_PLAN: dict[str, ParallelStyle] = {"w[qkv]": ColwiseParallel(), "wo": R
 MLP_PLAN: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
-def _equals_plain(
-    make: Callable[..., nn.Module], args: tuple[Any, ...], plan: Any, shape: tuple[int, ...], steps: int
-) -> None:
+BATCHES = (BATCH, SEQ, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("make", "args", "shape"),
+    [
+        (MLP, (), BATCHES),
+        (MLP, (), (5, WIDTH)),
+        (MLP, (), (WIDTH,)),
+        (MLP, (False,), BATCHES),
+        (MLP, (False,), (5, WIDTH)),
+        *((MLP, (True, uneven), BATCHES) for uneven in (10, 5, 3)),
+        (Attention, (), BATCHES),
+    ],
+)
+@on_ranks
+def test_modules_train_like_the_plain_ones(make: Any, args: tuple[Any, ...], shape: tuple[int, ...]) -> None:
     """Outputs, input gradients, every parameter gradient, and parameters after SGD steps."""
     mesh = mesh_of((dist.get_world_size(),), ("tp",))
     plain, parallel = seeded(make, *args), seeded(make, *args)
     before = dict(parallel.named_modules())
+    plan = MLP_PLAN if make is MLP else ATTENTION_PLAN
     assert parallelize_module(parallel, mesh, plan) is parallel
     assert dict(parallel.named_modules()) == before
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (plain, parallel)]
-    for _ in range(steps):
-        data = torch.randn(shape)
-        inputs = [data.clone().requires_grad_(), data.clone().requires_grad_()]
-        weights = torch.randn(shape)
-        outputs = []
-        for module, optimizer, x in zip((plain, parallel), optimizers, inputs, strict=True):
-            optimizer.zero_grad()
-            out = module(x)
-            (out * weights).sum().backward()
-            outputs.append(out)
-        torch.testing.assert_close(outputs[1], outputs[0])
-        torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
-        assert_same_parameters(parallel, plain)
+    for _ in range(3):
+        assert_trains_alike(plain, parallel, torch.randn(shape))
         for optimizer in optimizers:
             optimizer.step()
-        assert_same_parameters(parallel, plain)
-
-
-@pytest.mark.parametrize(
-    ("bias", "shape"),
-    [
-        (True, (BATCH, SEQ, WIDTH)),
-        (True, (5, WIDTH)),
-        (True, (WIDTH,)),
-        (False, (BATCH, SEQ, WIDTH)),
-        (False, (5, WIDTH)),
-    ],
-)
-def test_mlp_trains_like_the_plain_one(ranks: Worlds, bias: bool, shape: tuple[int, ...]) -> None:
-    ranks(_equals_plain, MLP, (bias,), MLP_PLAN, shape, 3)
-
-
-def test_attention_trains_like_the_plain_one(ranks: Worlds) -> None:
-    ranks(_equals_plain, Attention, (), ATTENTION_PLAN, (BATCH, SEQ, WIDTH), 3)
-
-
-@pytest.mark.parametrize("hidden", [10, 5, 3])
-def test_uneven_shards(ranks: Worlds, hidden: int) -> None:
-    ranks(_equals_plain, MLP, (True, hidden), MLP_PLAN, (BATCH, SEQ, WIDTH), 2)
+            optimizer.zero_grad()
+        assert_same_parameters(parallel, plain, grads=False)
 
 
 @on_ranks
@@ -110,23 +92,25 @@ def test_mlp_needs_one_reduction_each_way() -> None:
 
 MODEL_PLAN: dict[str, Any] = {
     "embed": RowwiseParallel(input_layouts=Replicate()),
-    "layers.*": {"attention": ATTENTION_PLAN, "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()},
+    "blocks.*": {"attention": ATTENTION_PLAN, "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()},
     "head": ColwiseParallel(output_layouts=Replicate()),
 }
 
 
-def _model_trains(tied: bool) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+@on_ranks
+def test_model_trains_like_the_plain_one(tied: bool) -> None:
     mesh = mesh_of((dist.get_world_size(),), ("tp",))
-    plain, parallel = seeded(Model), seeded(Model)
+    plain, parallel = seeded(Transformer, 2), seeded(Transformer, 2)
     if tied:
         for model in (plain, parallel):
             model.head.weight = model.embed.weight
     parallelize_module(parallel, mesh, MODEL_PLAN)
     if tied:
         assert parallel.head.weight is parallel.embed.weight
-    assert parallel.layers[1]["mlp"].up.weight.placements == (Shard(0),)
-    assert parallel.layers[0]["attention"].wo.weight.placements == (Shard(1),)
-    assert not isinstance(parallel.layers[0]["norm"].weight, DTensor)
+    assert parallel.blocks[1].mlp.up.weight.placements == (Shard(0),)
+    assert parallel.blocks[0].attention.wo.weight.placements == (Shard(1),)
+    assert not isinstance(parallel.blocks[0].norm1.weight, DTensor)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, parallel)]
     for _ in range(2):
         tokens = torch.randint(0, VOCAB, (BATCH, SEQ))
@@ -139,12 +123,11 @@ def _model_trains(tied: bool) -> None:
     assert_same_parameters(parallel, plain, grads=False)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_model_trains_like_the_plain_one(ranks: Worlds, tied: bool) -> None:
-    ranks(_model_trains, tied)
-
-
 # --- layouts ---------------------------------------------------------------------------------------
+
+
+def placed(tensor: Tensor, mesh: Any, placement: Placement) -> Tensor:
+    return distribute_tensor(tensor, mesh, [placement], src_data_rank=None).to_local()
 
 
 def _cut(tensor: Tensor, placement: Placement) -> Tensor:
@@ -153,7 +136,12 @@ def _cut(tensor: Tensor, placement: Placement) -> Tensor:
     return tensor
 
 
-def _linear_layouts(style: type[ParallelStyle], given: Placement, wanted: Placement, local: bool) -> None:
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+@pytest.mark.parametrize("given", [Replicate(), Shard(0), Shard(1), Shard(-1)])
+@pytest.mark.parametrize("wanted", [Replicate(), Shard(0), Shard(1), Shard(-1)])
+@pytest.mark.parametrize("local", [True, False])
+@on_ranks
+def test_linear_layouts(style: type[ParallelStyle], given: Placement, wanted: Placement, local: bool) -> None:
     mesh = mesh_of((dist.get_world_size(),), ("tp",))
     torch.manual_seed(0)
     plain = nn.Linear(WIDTH, HIDDEN)
@@ -177,16 +165,6 @@ def _linear_layouts(style: type[ParallelStyle], given: Placement, wanted: Placem
     assert_same_parameters(parallel, plain)
 
 
-@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
-@pytest.mark.parametrize("given", [Replicate(), Shard(0), Shard(1), Shard(-1)])
-@pytest.mark.parametrize("wanted", [Replicate(), Shard(0), Shard(1), Shard(-1)])
-@pytest.mark.parametrize("local", [True, False])
-def test_linear_layouts(
-    ranks: Worlds, style: type[ParallelStyle], given: Placement, wanted: Placement, local: bool
-) -> None:
-    ranks(_linear_layouts, style, given, wanted, local)
-
-
 @on_ranks
 def test_partial_input() -> None:
     mesh = mesh_of((dist.get_world_size(),), ("tp",))
@@ -198,43 +176,35 @@ def test_partial_input() -> None:
     torch.testing.assert_close(out, _cut(plain(terms.sum(0)), Shard(-1)))
 
 
-def _embedding(style: ParallelStyle, rows: int, padding: int | None) -> None:
-    mesh = mesh_of((dist.get_world_size(),), ("tp",))
-    torch.manual_seed(0)
-    plain = nn.Embedding(rows, WIDTH, padding_idx=padding)
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("rows", [VOCAB, 10, 5])
+@pytest.mark.parametrize("kind", [ColwiseParallel, RowwiseParallel])
+@pytest.mark.parametrize("wanted", [Replicate(), Shard(-1)])
+@on_worlds
+def test_embedding(kind: Any, rows: int, padding: int | None, wanted: Placement) -> None:
+    mesh = mesh_of((4,), ("tp",))
+    plain = seeded(lambda: nn.Embedding(rows, WIDTH, padding_idx=padding))
     parallel = copy.deepcopy(plain)
-    parallelize_module(parallel, mesh, style)
-    tokens = torch.randint(0, rows, (BATCH, 5))
+    parallelize_module(parallel, mesh, kind(input_layouts=Replicate(), output_layouts=wanted))
+    tokens = torch.arange(10).reshape(BATCH, 5) * 3 % rows
     tokens[0, 0], tokens[1, 4] = padding or 0, rows - 1
-    weights = torch.randn(BATCH, 5, WIDTH)
+    weights = torch.linspace(-1, 1, 10 * WIDTH).view(BATCH, 5, WIDTH)
     expected = plain(tokens)
     (expected * weights).sum().backward()
-    wanted = style.output_layouts[0]  # type: ignore[attr-defined]
     out = parallel(tokens)
-    torch.testing.assert_close(out, _cut(expected, wanted))
-    (out * _cut(weights, wanted)).sum().backward()
+    torch.testing.assert_close(out, placed(expected.detach(), mesh, wanted))
+    (out * placed(weights, mesh, wanted)).sum().backward()
     assert_same_parameters(parallel, plain)
 
 
-@pytest.mark.parametrize("padding", [None, 3])
-@pytest.mark.parametrize("rows", [VOCAB, 10, 5])
-@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
-@pytest.mark.parametrize("wanted", [Replicate(), Shard(-1)])
-def test_embedding(ranks: Worlds, style: Any, rows: int, padding: int | None, wanted: Placement) -> None:
-    ranks(_embedding, style(input_layouts=Replicate(), output_layouts=wanted), rows, padding)
-
-
-def _index_out_of_range(rows: int, index: int) -> None:
+@pytest.mark.parametrize(("rows", "index"), [(8, 8), (8, -1), (5, 5), (5, 6), (5, -1), (8, 100)])
+@on_ranks
+def test_index_outside_the_table_fails_on_every_rank(rows: int, index: int) -> None:
     mesh = mesh_of((dist.get_world_size(),), ("tp",))
     module = parallelize_module(nn.Embedding(rows, WIDTH), mesh, RowwiseParallel(input_layouts=Replicate()))
     with pytest.raises(IndexError):
         module(torch.tensor([0, index]))
     dist.barrier()  # every rank raised: none is left waiting in a collective
-
-
-@pytest.mark.parametrize(("rows", "index"), [(8, 8), (8, -1), (5, 5), (5, 6), (5, -1), (8, 100)])
-def test_index_outside_the_table_fails_on_every_rank(ranks: Worlds, rows: int, index: int) -> None:
-    ranks(_index_out_of_range, rows, index)
 
 
 # --- plans and their errors ------------------------------------------------------------------------
@@ -254,9 +224,9 @@ def test_plans() -> None:
     with pytest.warns(UserWarning, match=r"key 'first' matches no submodule .* here are up, down:"):
         parallelize_module(MLP(), mesh, {"first": ColwiseParallel()})
     with pytest.warns(
-        UserWarning, match=r"'layers\.\*\.attn\.wq' .* close to it are layers\.[01]\.attention\.wq, "
+        UserWarning, match=r"'blocks\.\*\.attn\.wq' .* close to it are blocks\.[01]\.attention\.wq, "
     ):
-        parallelize_module(Model(), mesh, {"layers.*.attn.wq": ColwiseParallel()})
+        parallelize_module(Transformer(2), mesh, {"blocks.*.attn.wq": ColwiseParallel()})
     with pytest.warns(UserWarning, match=r"key 'a' matches no submodule .* are none"):
         parallelize_module(nn.Linear(4, 4), mesh, {"a": {"b": ColwiseParallel()}})
 
@@ -368,12 +338,9 @@ def _source_rank(src: int | None) -> tuple[list[float], list[float]]:
     return module[0].weight.to_local().flatten().tolist(), module[0].bias.to_local().tolist()
 
 
-@pytest.mark.parametrize("src", [0, 1])
-def test_values_come_from_the_source_rank(ranks: Worlds, src: int) -> None:
-    assert ranks(_source_rank, src, world_size=2) == [([src, src], [src, src])] * 2
-
-
-def test_without_source_rank_each_keeps_its_values(ranks: Worlds) -> None:
+def test_values_come_from_the_source_rank_or_are_the_ranks_own(ranks: Worlds) -> None:
+    for src in (0, 1):
+        assert ranks(_source_rank, src, world_size=2) == [([src, src], [src, src])] * 2
     assert ranks(_source_rank, None, world_size=2) == [([0.0, 0.0], [0.0]), ([1.0, 1.0], [1.0])]
 
 

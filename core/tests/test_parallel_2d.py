@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import parallel as torch_parallel
 
 from core.tests.gloo_world import Worlds, mesh_of, on_ranks, on_worlds
-from core.tests.local_world import AnyWorlds
 from core.tests.parallel_models import MLP, VOCAB, WIDTH, Transformer, assert_same_parameters, seeded
 from dtbench_core import (
     DTensor,
@@ -63,7 +62,18 @@ def _part(tensor: Tensor, mesh: Any) -> Tensor:
     return distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None).to_local()
 
 
-def _train(shape: tuple[int, int], order: tuple[str, str], optimizer: str, sharded: bool) -> None:
+@pytest.mark.parametrize(
+    ("shape", "order", "optimizer", "sharded"),
+    [
+        ((2, 2), ("dp", "tp"), "AdamW", True),
+        ((2, 2), ("tp", "dp"), "SGD", True),
+        ((1, 4), ("dp", "tp"), "SGD", False),  # a sequence of 6, of which the last of 4 ranks has nothing
+    ],
+)
+@on_worlds
+def test_transformer_trains_like_the_plain_one(
+    shape: tuple[int, int], order: tuple[str, str], optimizer: str, sharded: bool
+) -> None:
     """Some steps, every data-parallel rank with its own rows, as one device with all of them."""
     mesh = mesh_of(shape, order)
     plain, parallel = seeded(Transformer), seeded(Transformer)
@@ -83,9 +93,7 @@ def _train(shape: tuple[int, int], order: tuple[str, str], optimizer: str, shard
     for step in range(2):
         torch.manual_seed(step)
         tokens, labels = torch.randint(0, VOCAB, (2, ROWS, SEQ)).unbind()
-        labels[
-            :, :2
-        ] = -100  # equally many of every data-parallel rank: the mean of their means is that of all
+        labels[:, :2] = -100  # equally many of every data-parallel rank: the mean of means is that of all
         for one in optimizers:
             one.zero_grad()
         expected = F.cross_entropy(plain(tokens).flatten(0, 1), labels.flatten())
@@ -104,20 +112,6 @@ def _train(shape: tuple[int, int], order: tuple[str, str], optimizer: str, shard
         for one in optimizers:
             one.step()
     assert_same_parameters(parallel, plain, grads=False)
-
-
-@pytest.mark.parametrize(
-    ("shape", "order", "optimizer", "sharded"),
-    [
-        ((2, 2), ("dp", "tp"), "AdamW", True),
-        ((2, 2), ("tp", "dp"), "SGD", True),
-        ((1, 4), ("dp", "tp"), "SGD", False),  # a sequence of 6, of which the last of 4 ranks has nothing
-    ],
-)
-def test_transformer_trains_like_the_plain_one(
-    worlds: AnyWorlds, shape: tuple[int, int], order: tuple[str, str], optimizer: str, sharded: bool
-) -> None:
-    worlds(_train, shape, order, optimizer, sharded)
 
 
 @on_worlds
@@ -143,7 +137,8 @@ def test_where_parameters_go() -> None:
         assert parameter.is_leaf and parameter.requires_grad
 
 
-def _checkpoints(path: str) -> None:
+@on_ranks
+def test_checkpoints(tmp_path: Path) -> None:
     """Saved with dp outside of tp, loaded with tp outside of dp."""
     plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     models = []
@@ -152,17 +147,13 @@ def _checkpoints(path: str) -> None:
         torch.manual_seed(seed)
         models.append(shard_parameters(parallelize_module(MLP(), mesh, plan, "tp"), mesh, "dp"))
     saved, loaded = models
-    checkpoint.save(saved.state_dict(), checkpoint_id=path)
+    checkpoint.save(saved.state_dict(), checkpoint_id=tmp_path)
     found = loaded.state_dict()
-    checkpoint.load(found, checkpoint_id=path)
+    checkpoint.load(found, checkpoint_id=tmp_path)
     loaded.load_state_dict(found)
     for (name, one), other in zip(saved.named_parameters(), loaded.parameters(), strict=True):
         assert one.placements != other.placements or name == "up.bias"
         assert torch.equal(one.full_tensor(), other.full_tensor())
-
-
-def test_checkpoints(ranks: Worlds, tmp_path: Path) -> None:
-    ranks(_checkpoints, str(tmp_path))
 
 
 @on_worlds

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.tests.gloo_world import Worlds, mesh_of, on_worlds
+from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
 from core.tests.local_world import AnyWorlds, LocalWorlds
 from dtbench_core import (
     DTensor,
@@ -148,7 +148,8 @@ def test_refused() -> None:
         F.cross_entropy(dt, target)
 
 
-def _ways_to_call() -> None:
+@on_worlds
+def test_ways_to_call() -> None:
     mesh = mesh_of((4,), ("tp",))
     logits, target, weight = _random((6, 12), (6,), 12)
     x = logits.clone().requires_grad_()
@@ -198,11 +199,8 @@ def test_other_ops_inside() -> None:
     torch.testing.assert_close(dt.grad.full_tensor(), x.grad)
 
 
-def test_ways_to_call(worlds: AnyWorlds) -> None:
-    worlds(_ways_to_call)
-
-
-def _precision_and_bytes() -> None:
+@on_ranks
+def test_precision_and_bytes() -> None:
     """Half precision adds up in float32, autocast asks for it; nothing as large as the logits is sent."""
     mesh = mesh_of((4,), ("tp",))
     made = torch.Generator().manual_seed(1)
@@ -231,7 +229,8 @@ def _precision_and_bytes() -> None:
     torch.testing.assert_close(cast.full_tensor(), expected)
 
 
-def _second_derivative() -> None:
+@on_ranks
+def test_second_derivatives() -> None:
     mesh = mesh_of((4,), ("tp",))
     logits, target, weight = _random((3, 8), (3,), 8)
     x = logits.clone().requires_grad_()
@@ -244,8 +243,3 @@ def _second_derivative() -> None:
 
     there = [distribute_tensor(one, mesh, [R], src_data_rank=None) for one in (target, weight)]
     torch.testing.assert_close(twice(dt, *there).full_tensor(), twice(x, target, weight))
-
-
-def test_precision_bytes_and_second_derivatives(ranks: Worlds) -> None:
-    ranks(_precision_and_bytes)
-    ranks(_second_derivative)

@@ -14,7 +14,6 @@ from core.tests.gloo_world import mesh_of, on_worlds
 from dtbench_core import ArgumentError, DTensor, PlacementError, Replicate, Shard, distribute_tensor, rand
 from dtbench_core.layout import rng as random
 from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module, tensor_parallel_rng
-from dtbench_core.runtime import current
 from dtbench_core.simulate import run_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -75,7 +74,7 @@ def test_off_and_on() -> None:
         assert all(torch.equal(bias.to_local(), one) for one in _everybodys(bias.to_local(), mesh))
     finally:
         rng.enabled = False
-    assert not current().regions
+    assert not random.regions.get()
 
 
 @on_worlds
@@ -150,4 +149,4 @@ def test_ranks_as_threads() -> None:
     drawn = [outcome.value for outcome in run_ranks(_as_threads, 2)]
     assert not torch.equal(drawn[0][0], drawn[1][0])
     assert torch.equal(drawn[0][1], drawn[1][1])
-    assert not current().regions
+    assert not random.regions.get()

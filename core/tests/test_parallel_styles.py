@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import dtbench_core.parallel as ours
 from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
 from core.tests.local_world import AnyWorlds, LocalWorlds
-from core.tests.parallel_models import MLP, WIDTH, assert_same_parameters, seeded
+from core.tests.parallel_models import MLP, WIDTH, assert_same_parameters, assert_trains_alike, seeded
 from dtbench_core import (
     DTensor,
     MeshError,
@@ -55,18 +55,6 @@ def _data(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(7))
 
 
-def _compare(plain: nn.Module, parallel: nn.Module, *shape: int) -> None:
-    """Both on the same whole input: output, gradient of the input, gradients of the parameters."""
-    x, y = _data(*shape).requires_grad_(), _data(*shape).requires_grad_()
-    expected, got = plain(x), parallel(y)
-    torch.testing.assert_close(got, expected)
-    weights = torch.linspace(-1, 1, expected.numel()).view_as(expected)
-    (expected * weights).sum().backward()
-    (got * weights).sum().backward()
-    torch.testing.assert_close(y.grad, x.grad)
-    assert_same_parameters(parallel, plain)
-
-
 # --- pairs -----------------------------------------------------------------------------------------
 
 
@@ -79,7 +67,9 @@ def _mlp(linears: int) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-def _pairs(linears: int) -> None:
+@pytest.mark.parametrize("linears", [2, 3, 4, 5])
+@on_worlds
+def test_pairs_of_linears(linears: int) -> None:
     mesh = mesh_of((4,), ("tp",))
     plain, parallel = seeded(_mlp, linears), seeded(_mlp, linears)
     modules, names = dict(parallel.named_modules()), [name for name, _ in parallel.named_parameters()]
@@ -92,12 +82,7 @@ def _pairs(linears: int) -> None:
         else:
             assert linear.weight.placements == ((S1,) if index % 2 else (S0,))
             assert linear.bias.placements == ((R,) if index % 2 else (S0,))
-    _compare(plain, parallel, 3, WIDTH)
-
-
-@pytest.mark.parametrize("linears", [2, 3, 4, 5])
-def test_pairs_of_linears(worlds: AnyWorlds, linears: int) -> None:
-    worlds(_pairs, linears)
+    assert_trains_alike(plain, parallel, _data(3, WIDTH))
 
 
 class Nested(nn.Module):
@@ -124,7 +109,7 @@ def test_pairs_are_looked_for_in_submodules() -> None:
     sharded = {name for name, p in holder.named_parameters() if isinstance(p, DTensor)}
     assert {name.rsplit(".", 2)[0] for name in sharded} == {"a.deep.0.0.0", "a.lone.1"}
     assert holder.a.deep[0][0][0].up.weight.placements == (S0,)
-    _compare(plain, holder.a, 2, WIDTH)
+    assert_trains_alike(plain, holder.a, _data(2, WIDTH))
 
     outer = nn.ModuleDict({"up": nn.Linear(4, 4), "block": MLP(), "down": nn.Linear(4, 4)})
     parallelize_module(outer, mesh, PairwiseParallel())
@@ -181,27 +166,13 @@ def test_single_modules() -> None:
     assert mlp.down.weight.placements == (S1,) and mlp.down.weight.device_mesh == mesh["tp"]
     own: Any = type("Own", (ParallelStyle,), {"_apply": lambda self, module, mesh: module})()
     linear = nn.Linear(2, 2)
+    lone, nested = nn.Sequential(linear), MLP()
     refused: list[tuple[type[Exception], str, Any, tuple[Any, ...]]] = [
-        (
-            UnsupportedModuleError,
-            "Expect a torch.nn.Linear module but received <",
-            parallelize_linear,
-            (MLP(),),
-        ),
-        (
-            PlanError,
-            "Expect a ParallelStyle object but received <class 'int'>",
-            parallelize_linear,
-            (linear, 3),
-        ),
+        (UnsupportedModuleError, "Expect a torch.nn.Linear module but rec", parallelize_linear, (nested,)),
+        (PlanError, "Expect a ParallelStyle object but received <cl", parallelize_linear, (linear, 3)),
         (NotImplementedError, "is not supported!", parallelize_linear, (linear, PairwiseParallel())),
         (NotImplementedError, "Only support PairwiseParallel for MLP par", parallelize_mlp, (MLP(), own)),
-        (
-            RuntimeError,
-            "More than one nn.Linear needed for a MLP.",
-            parallelize_mlp,
-            (nn.Sequential(linear),),
-        ),
+        (RuntimeError, "More than one nn.Linear needed for a MLP.", parallelize_mlp, (lone,)),
     ]
     for kind, told, function, args in refused:
         with pytest.raises(kind, match=re.escape(told)) as raised:
@@ -224,7 +195,9 @@ class Scale(nn.Module):
         return self.inner(x) * self.weight * power
 
 
-def _sequences(length: int) -> None:
+@pytest.mark.parametrize("length", [8, 5])
+@on_worlds
+def test_sequences(length: int) -> None:
     mesh = mesh_of((4,), ("tp",))
     for make in (lambda: nn.LayerNorm(WIDTH), lambda: nn.RMSNorm(WIDTH), Scale, nn.Dropout):
         plain, parallel = seeded(make), seeded(make)
@@ -243,11 +216,6 @@ def _sequences(length: int) -> None:
         (got.full_tensor() * weights).sum().backward()
         torch.testing.assert_close(y.grad.full_tensor(), x.grad)
         assert_same_parameters(parallel, plain)
-
-
-@pytest.mark.parametrize("length", [8, 5])
-def test_sequences(worlds: AnyWorlds, length: int) -> None:
-    worlds(_sequences, length)
 
 
 @on_ranks
@@ -305,7 +273,8 @@ class Recorder(nn.Module):
         return pack(args)
 
 
-def _inputs() -> None:
+@on_worlds
+def test_prepared_inputs() -> None:
     mesh = mesh_of((4,), ("tp",))
     whole = _data(4, 8)
     part = distribute_tensor(whole, mesh, [S0], src_data_rank=None).to_local()
@@ -345,7 +314,8 @@ def _inputs() -> None:
         seen(local, "text")
 
 
-def _outputs() -> None:
+@on_worlds
+def test_prepared_outputs() -> None:
     mesh = mesh_of((4,), ("tp",))
     whole = _data(4, 8)
     part = distribute_tensor(whole, mesh, [S0], src_data_rank=None).to_local()
@@ -379,11 +349,6 @@ def _outputs() -> None:
     y = whole.clone().requires_grad_()
     y.softmax(0).square().sum().backward()
     torch.testing.assert_close(DTensor.from_local(x.grad, mesh, [S0]).full_tensor(), y.grad)
-
-
-def test_prepared_inputs_and_outputs(worlds: AnyWorlds) -> None:
-    worlds(_inputs)
-    worlds(_outputs)
 
 
 def test_layouts_that_do_not_match() -> None:
@@ -495,22 +460,6 @@ def _meshes(unnamed_too: bool) -> None:
 def test_meshes_of_several_dims(worlds: AnyWorlds) -> None:
     # The slice of a mesh without names is made of this process's group, which a simulated world has one of.
     worlds(_meshes, not isinstance(worlds, LocalWorlds))
-
-
-@on_worlds
-def test_embeddings() -> None:
-    mesh = mesh_of((4,), ("tp",))
-    tokens = torch.arange(10).reshape(2, 5) * 3 % 11
-    for style in (ColwiseParallel(output_layouts=R), RowwiseParallel(input_layouts=R)):
-        for rows in (12, 11):
-            plain = seeded(lambda rows=rows: nn.Embedding(rows, WIDTH, padding_idx=3))
-            parallel = parallelize_module(copy.deepcopy(plain), mesh, style)
-            weights = torch.linspace(-1, 1, 10 * WIDTH).view(2, 5, WIDTH)
-            expected, got = plain(tokens), parallel(tokens)
-            torch.testing.assert_close(got, expected)
-            (expected * weights).sum().backward()
-            (got * weights).sum().backward()
-            assert_same_parameters(parallel, plain)
 
 
 @pytest.mark.skipif(not hasattr(theirs, "PrepareModuleInputOutput"), reason="an older torch")

@@ -91,8 +91,13 @@ def test_generator_of_the_caller(placements: list[Any]) -> None:
 
 @on_ranks
 def test_every_seed() -> None:
+    mesh = mesh_of((4,))
+    x = distribute_tensor(torch.ones(5), mesh, [S0], src_data_rank=None)
     for seed in (0, -1, 2**63, 2**64 - 1):
-        random.manual_seed(seed, mesh_of((4,)))
+        random.manual_seed(seed, mesh)
+        got = torch.rand_like(x).full_tensor()
+        want = torch.rand(5, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("seeds", [[1, 1, 2, 1], [0, 2**32, 0, 0]], ids=str)

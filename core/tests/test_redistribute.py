@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import hypothesis.strategies as st
@@ -32,7 +31,6 @@ from dtbench_core import (
 from dtbench_core.layout.placement import Placements, RaggedShard, StridedShard, describe
 from dtbench_core.layout.spec import contiguous_stride
 from dtbench_core.redistribute.route import apply, explain, plan, plan_of
-from dtbench_core.simulate import ThreadWorld
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
@@ -48,13 +46,9 @@ def _steps(
 ) -> list[str]:
     spec = DTensorSpec.of(mesh, src, shape, contiguous_stride(shape), torch.float32)
     return [
-        f"{describe_dims(step.mesh_dims)}:{describe(step.src)}>{describe(step.dst)}"
+        f"{'+'.join(map(str, step.mesh_dims))}:{describe(step.src)}>{describe(step.dst)}"
         for step in plan(spec, dst)
     ]
-
-
-def describe_dims(mesh_dims: tuple[int, ...]) -> str:
-    return "+".join(map(str, mesh_dims))
 
 
 def test_plan_takes_the_cheapest_path(mesh: DeviceMesh) -> None:
@@ -100,23 +94,19 @@ def test_a_shard_becomes_terms_by_way_of_replicas(mesh: DeviceMesh) -> None:
 SHAPES = [(8, 8), (5, 7), (1, 3), (0, 4)]
 
 
-def _move_all(mesh_shape: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+def _move_all(mesh_shape: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> None:
     device_mesh = mesh_of(mesh_shape)
     full = (torch.arange(torch.Size(shape).numel()).reshape(shape) % 7).to(dtype)
     partial = dtype.is_floating_point
     kinds: list[Placement] = [R, S0, S1, *([P] if partial else [])]
-    wrong = []
     for src, dst in itertools.product(itertools.product(kinds, repeat=len(mesh_shape)), repeat=2):
         if any(d == P and s != P for s, d in zip(src, dst, strict=True)):
             continue
         tensor = place(full, device_mesh, src)
         moved = tensor.redistribute(placements=dst)
         want = place(full, device_mesh, dst).to_local()
-        if P not in dst and not torch.equal(moved.to_local(), want):
-            wrong.append(f"{src} -> {dst}: {moved.to_local()} is not {want}")
-        if not torch.equal(moved.full_tensor(), full) or moved.placements != dst:
-            wrong.append(f"{src} -> {dst}: the full tensor changed")
-    return wrong
+        assert P in dst or torch.equal(moved.to_local(), want), (src, dst)
+        assert torch.equal(moved.full_tensor(), full) and moved.placements == dst, (src, dst)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -124,21 +114,18 @@ def _move_all(mesh_shape: tuple[int, ...], shape: tuple[int, ...], dtype: torch.
 def test_every_transition_moves_the_right_data(
     thread_ranks: ThreadWorlds, mesh_shape: Any, shape: Any
 ) -> None:
-    for wrong in thread_ranks(_move_all, mesh_shape, shape, torch.float64):
-        assert not wrong, "\n".join(wrong[:5])
+    thread_ranks(_move_all, mesh_shape, shape, torch.float64)
 
 
 def test_every_transition_of_local_tensors() -> None:
-    for wrong in LocalWorlds()(_move_all, (2, 2), (5, 7), torch.float64):
-        assert not wrong, "\n".join(wrong[:5])
+    LocalWorlds()(_move_all, (2, 2), (5, 7), torch.float64)
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.int16, torch.int64, torch.bfloat16, torch.complex64], ids=str
 )
 def test_every_dtype_moves(worlds: AnyWorlds, dtype: torch.dtype) -> None:
-    for wrong in worlds(_move_all, (4,), (5, 7), dtype):
-        assert not wrong, "\n".join(wrong[:5])
+    worlds(_move_all, (4,), (5, 7), dtype)
 
 
 @on_worlds
@@ -221,22 +208,11 @@ def test_collectives_are_counted() -> None:
 # ---- on simulated ranks: any shape, mesh and placements ----
 
 MESHES = [(4,), (8,), (2, 2), (2, 4), (4, 2), (1, 4), (2, 1, 2), (2, 2, 2), (3, 2)]
-_worlds: dict[int, ThreadWorld] = {}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _close_worlds() -> Iterator[None]:
-    yield
-    while _worlds:
-        _worlds.popitem()[1].close()
-
-
-def simulated(fn: Any, mesh_shape: tuple[int, ...], *args: Any) -> list[Any]:
+def _on_mesh(worlds: ThreadWorlds, fn: Any, mesh_shape: tuple[int, ...], *args: Any) -> None:
     """`fn` on every simulated rank of a world as large as the mesh."""
-    size = math.prod(mesh_shape)
-    if size not in _worlds:
-        _worlds[size] = ThreadWorld(size)
-    return _worlds[size].run(fn, mesh_shape, *args)
+    worlds(fn, mesh_shape, *args, world_size=math.prod(mesh_shape))
 
 
 def _terms(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:
@@ -269,24 +245,16 @@ def _held(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch
     return part.clone(memory_format=torch.contiguous_format)
 
 
-def _moved(mesh_shape: tuple[int, ...], full: torch.Tensor, src: Placements, dst: Placements) -> list[str]:
+def _moved(mesh_shape: tuple[int, ...], full: torch.Tensor, src: Placements, dst: Placements) -> None:
     mesh = init_device_mesh(DEVICE_TYPE, mesh_shape)
     spec = DTensorSpec.of(mesh, src, full.shape, contiguous_stride(full.shape), full.dtype)
     local = _held(full, mesh, src)
-    kept, wrong = local.clone(), []
+    kept = local.clone()
     moved = apply(local, plan(spec, dst))
-    want = _held(full, mesh, dst)
-    if not _alike(moved, want):
-        wrong.append(f"{spec} -> {describe(dst)}: {moved} is not {want}")
-    if src != dst and (not moved.is_contiguous() or _shares(moved, local)):
-        wrong.append(f"{spec} -> {describe(dst)}: the result is no tensor of its own")
-    if not torch.equal(local, kept):
-        wrong.append(f"{spec} -> {describe(dst)}: the input was written to")
-    return wrong
-
-
-def _alike(got: torch.Tensor, want: torch.Tensor) -> bool:
-    return got.shape == want.shape and got.dtype == want.dtype and torch.allclose(got, want, atol=1e-9)
+    torch.testing.assert_close(moved, _held(full, mesh, dst), rtol=1e-7, atol=1e-9)
+    own = moved.is_contiguous() and not _shares(moved, local)
+    assert src == dst or own, "the result is a tensor of its own"
+    assert torch.equal(local, kept), "the input was written to"
 
 
 def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -310,15 +278,14 @@ def moves(draw: st.DrawFn) -> tuple[Any, ...]:
 
 
 @settings(max_examples=120, deadline=None)
-@given(moves())
-@example(((2, 2), (), (P, P), (R, P)))
-@example(((2, 3), (4,), (P, P), (P, R)))
-@example(((2, 2), (4, 6), (Partial("avg"), Partial("avg")), (Partial("avg"), Shard(1))))
-def test_any_move(case: Any) -> None:
+@given(case=moves())
+@example(case=((2, 2), (), (P, P), (R, P)))
+@example(case=((2, 3), (4,), (P, P), (P, R)))
+@example(case=((2, 2), (4, 6), (Partial("avg"), Partial("avg")), (Partial("avg"), Shard(1))))
+def test_any_move(thread_ranks: ThreadWorlds, case: Any) -> None:
     mesh_shape, shape, src, dst = case
     full = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
-    for wrong in simulated(_moved, mesh_shape, full, src, dst):
-        assert not wrong, "\n".join(wrong)
+    _on_mesh(thread_ranks, _moved, mesh_shape, full, src, dst)
 
 
 @st.composite
@@ -348,62 +315,51 @@ def odd_moves(draw: st.DrawFn) -> tuple[Any, ...]:
 
 
 @settings(max_examples=80, deadline=None)
-@given(odd_moves())
-def test_moves_between_shards_of_any_cut(case: Any) -> None:
+@given(case=odd_moves())
+def test_moves_between_shards_of_any_cut(thread_ranks: ThreadWorlds, case: Any) -> None:
     mesh_shape, shape, src, dst = case
     full = torch.arange(float(math.prod(shape)), dtype=torch.float64).reshape(shape)
-    for wrong in simulated(_moved, mesh_shape, full, src, dst):
-        assert not wrong, "\n".join(wrong)
+    _on_mesh(thread_ranks, _moved, mesh_shape, full, src, dst)
 
 
-def _in_gradient(
-    mesh_shape: tuple[int, ...], full: torch.Tensor, src: Placements, dst: Placements
-) -> list[str]:
+def _in_gradient(mesh_shape: tuple[int, ...], full: torch.Tensor, src: Placements, dst: Placements) -> None:
     """The gradient and the second gradient of sum(move(x)^3 * full), which are those without a move."""
     mesh = init_device_mesh(DEVICE_TYPE, mesh_shape)
     tensor = DTensor.from_local(
         _held(full, mesh, src), mesh, src, shape=full.shape, stride=contiguous_stride(full.shape)
     ).requires_grad_()
-    moved = tensor.redistribute(placements=dst)
-    whole = moved.full_tensor()
+    whole = tensor.redistribute(placements=dst).full_tensor()
     (first,) = torch.autograd.grad((whole**3 * full).sum(), tensor, create_graph=True)
     (second,) = torch.autograd.grad(first.full_tensor().sum(), tensor)
-    wrong = []
-    for order, got, want in ((1, first, 3 * full**3), (2, second, 6 * full**2)):
-        if not _alike(got.full_tensor().detach(), want):
-            wrong.append(f"{src} -> {dst}: gradient {order} is {got.full_tensor()}, not {want}")
-    return wrong
+    got = [first.full_tensor().detach(), second.full_tensor().detach()]
+    torch.testing.assert_close(got, [3 * full**3, 6 * full**2], rtol=1e-7, atol=1e-9)
 
 
 @settings(max_examples=40, deadline=None)
-@given(moves())
-def test_any_gradient(case: Any) -> None:
+@given(case=moves())
+def test_any_gradient(thread_ranks: ThreadWorlds, case: Any) -> None:
     mesh_shape, shape, src, dst = case
     # Which term of an extremum decided, and what the other factors were, a gradient would have to know.
     src = tuple(R if p.is_partial() and p not in (P, Partial("avg")) else p for p in src)
     dst = tuple(R if p.is_partial() else p for p in dst)
     full = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for wrong in simulated(_in_gradient, mesh_shape, full, src, dst):
-        assert not wrong, "\n".join(wrong)
+    _on_mesh(thread_ranks, _in_gradient, mesh_shape, full, src, dst)
 
 
-def _conjugated(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> list[str]:
+def _conjugated(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
     """Tensors whose conjugation is pending, which memory does not show."""
-    mesh, wrong = init_device_mesh(DEVICE_TYPE, mesh_shape), []
+    mesh = init_device_mesh(DEVICE_TYPE, mesh_shape)
     full = torch.randn(shape, dtype=torch.complex128, generator=torch.Generator().manual_seed(2))
     for src, dst in itertools.product((R, S0, S1, P, Partial("product")), (R, S0, S1)):
         spec = DTensorSpec.of(mesh, (src,), shape, contiguous_stride(shape), full.dtype)
         moved = apply(_held(full, mesh, (src,)).conj(), plan(spec, (dst,)))
         want = _held(full.conj().resolve_conj(), mesh, (dst,))
-        if not torch.allclose(moved, want):
-            wrong.append(f"{src} -> {dst}: {moved} is not {want}")
-    return wrong
+        assert torch.allclose(moved, want), (src, dst)
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (5, 3)], ids=str)
-def test_pending_conjugations_arrive(shape: Any) -> None:
-    for wrong in simulated(_conjugated, (4,), shape):
-        assert not wrong, "\n".join(wrong)
+def test_pending_conjugations_arrive(thread_ranks: ThreadWorlds, shape: Any) -> None:
+    _on_mesh(thread_ranks, _conjugated, (4,), shape)
 
 
 # ---- dtypes that transports cannot reduce ----
@@ -438,15 +394,18 @@ def test_every_dtype_is_reduced(dst: Placement) -> None:
         assert got.dtype == dtype and got.tolist() == want.tolist(), (op, dtype)
 
 
-def test_whole_numbers_have_no_average(mesh: DeviceMesh) -> None:
-    spec = DTensorSpec.of(mesh, (R, Partial("avg")), (4,), (1,), torch.int64)
-    with pytest.raises(PlacementError, match="the average of whole numbers is none; use floating point"):
-        plan(spec, (R, R))
-
-
-def test_floating_point_numbers_have_no_bits(mesh: DeviceMesh) -> None:
-    spec = DTensorSpec.of(mesh, (R, Partial("bor")), (4,), (1,), torch.float32)
-    with pytest.raises(PlacementError, match="bits are those of whole numbers and booleans"):
+@pytest.mark.parametrize(
+    ("op", "dtype", "told"),
+    [
+        ("avg", torch.int64, r"Partial\('avg'\) is not defined for integers: use floating point"),
+        ("bor", torch.float32, "bits are those of whole numbers and booleans"),
+    ],
+)
+def test_reductions_that_a_dtype_does_not_have(
+    mesh: DeviceMesh, op: str, dtype: torch.dtype, told: str
+) -> None:
+    spec = DTensorSpec.of(mesh, (R, Partial(op)), (4,), (1,), dtype)
+    with pytest.raises(PlacementError, match=told):
         plan(spec, (R, R))
 
 
@@ -482,10 +441,9 @@ def test_a_plan_is_refused_as_the_move_would_be(mesh: DeviceMesh) -> None:
         plan_of(spec, [Shard(2), R])
 
 
-def _predicted(mesh_shape: tuple[int, ...]) -> list[str]:
-    """Where the bytes and collectives that a plan expects are not those that are counted."""
-    mesh, wrong = init_device_mesh(DEVICE_TYPE, mesh_shape), []
-    full = torch.ones(16, 8)
+def _predicted(mesh_shape: tuple[int, ...]) -> None:
+    """The bytes and collectives that a plan expects are those that are counted."""
+    mesh, full = init_device_mesh(DEVICE_TYPE, mesh_shape), torch.ones(16, 8)
     for src, dst in itertools.product(
         itertools.product((R, P, S0, S1), repeat=2), itertools.product((R, S0, S1), repeat=2)
     ):
@@ -494,14 +452,11 @@ def _predicted(mesh_shape: tuple[int, ...]) -> list[str]:
         with count_collectives() as count:
             tensor.redistribute(placements=dst)
         calls = Counter(step.collective for step in route if step.collective)
-        if count.calls != calls or sum(count.bytes.values()) != route.nbytes:
-            wrong.append(f"{route}\n{count}")
-    return wrong
+        assert count.calls == calls and sum(count.bytes.values()) == route.nbytes, route
 
 
-def test_a_plan_expects_what_is_counted() -> None:
-    for wrong in simulated(_predicted, (2, 4)):
-        assert not wrong, "\n".join(wrong[:2])
+def test_a_plan_expects_what_is_counted(thread_ranks: ThreadWorlds) -> None:
+    _on_mesh(thread_ranks, _predicted, (2, 4))
 
 
 def test_a_mesh_may_be_first_seen_under_a_fake_tensor_mode(mesh: DeviceMesh) -> None:

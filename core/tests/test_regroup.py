@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.gloo_world import mesh_of, on_ranks
 from dtbench_core import (
     Placement,
     RaggedShard,
@@ -105,25 +105,6 @@ def test_every_part_of_the_view_is_the_view_of_the_part(case: Any) -> None:
         assert torch.equal(part.reshape(-1), mine.reshape(-1)), (found, at)
 
 
-def _flattened(mesh: tuple[int, ...], placements: list[Placement], shape: tuple[int, ...]) -> dict[str, Any]:
-    """A matrix product over a joined dim, forward and backward, as a linear layer does it by views."""
-    full = torch.arange(float(math.prod(shape))).reshape(shape) / 10
-    weight = torch.arange(12.0).reshape(3, 4) / 10
-    x = distribute_tensor(full, mesh_of(mesh), placements, src_data_rank=None).requires_grad_()
-    w = distribute_tensor(weight, mesh_of(mesh), src_data_rank=None).requires_grad_()
-    with count_collectives() as count:
-        flat = x.view(-1, shape[-1])
-        out = F.gelu((flat @ w.t()).view(*shape[:-1], 3))
-    whole = out.full_tensor()
-    whole.pow(2).sum().backward()
-    assert x.grad is not None and w.grad is not None
-    return {
-        "sent": sum(count.calls.values()),
-        "placed": (out.placements, x.grad.placements),
-        "got": [whole.detach(), x.grad.full_tensor(), w.grad.full_tensor()],
-    }
-
-
 @pytest.mark.parametrize(
     ("mesh", "placements", "shape"),
     [
@@ -134,25 +115,31 @@ def _flattened(mesh: tuple[int, ...], placements: list[Placement], shape: tuple[
         ((4,), [RaggedShard(0, (1, 0, 2, 1))], (4, 3, 4)),
     ],
 )
+@on_ranks
 def test_products_over_joined_dims_stay_local(
-    ranks: Worlds, mesh: tuple[int, ...], placements: list[Placement], shape: tuple[int, ...]
+    mesh: tuple[int, ...], placements: list[Placement], shape: tuple[int, ...]
 ) -> None:
+    """A matrix product over a joined dim, forward and backward, as a linear layer does it by views."""
     full = (torch.arange(float(math.prod(shape))).reshape(shape) / 10).requires_grad_()
     weight = (torch.arange(12.0).reshape(3, 4) / 10).requires_grad_()
+    x = distribute_tensor(full.detach(), mesh_of(mesh), placements, src_data_rank=None).requires_grad_()
+    w = distribute_tensor(weight.detach(), mesh_of(mesh), src_data_rank=None).requires_grad_()
     out = F.gelu((full.view(-1, shape[-1]) @ weight.t()).view(*shape[:-1], 3))
-    out.pow(2).sum().backward()
-    for told in ranks(_flattened, mesh, placements, shape):
-        assert told["sent"] == 0, "nothing moves on the way"
-        assert told["placed"] == (tuple(placements), tuple(placements))
-        torch.testing.assert_close(told["got"], [out.detach(), full.grad, weight.grad])
+    with count_collectives() as count:
+        got = F.gelu((x.view(-1, shape[-1]) @ w.t()).view(*shape[:-1], 3))
+    assert not count.calls, "nothing moves on the way"
+    whole = got.full_tensor()
+    for result in (out, whole):
+        result.pow(2).sum().backward()
+    assert x.grad is not None and w.grad is not None
+    assert got.placements == x.grad.placements == tuple(placements)
+    torch.testing.assert_close(
+        [whole, x.grad.full_tensor(), w.grad.full_tensor()], [out, full.grad, weight.grad]
+    )
 
 
-def _through_views() -> list[float]:
-    """A write through a joined view reaches the tensor, as in plain torch."""
+@on_ranks
+def test_writes_through_joined_views() -> None:
     x = distribute_tensor(torch.zeros(2, 8), mesh_of((4,)), [S1])
     x.view(16).add_(distribute_tensor(torch.arange(16.0), mesh_of((4,)), src_data_rank=None))
-    return x.full_tensor().flatten().tolist()
-
-
-def test_writes_through_joined_views(ranks: Worlds) -> None:
-    assert ranks(_through_views) == [[float(i) for i in range(16)]] * 4
+    assert x.full_tensor().flatten().tolist() == [float(i) for i in range(16)]

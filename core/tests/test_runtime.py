@@ -1,10 +1,9 @@
-"""The one object of what the core keeps: who sees which."""
+"""What a rank has for itself: who sees which."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -13,7 +12,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtbench_core import comm
-from dtbench_core.runtime import Runtime, current, entered
+from dtbench_core.dispatch import fallback
+from dtbench_core.layout.mesh import mesh_tables
+from dtbench_core.runtime import entered, fresh
 
 R = TypeVar("R")
 
@@ -27,16 +28,17 @@ def elsewhere(fn: Callable[[], R]) -> R:
     return results[0]
 
 
-def test_a_runtime_is_its_threads() -> None:
-    process, mine = current(), Runtime()
-    with entered(mine):
-        assert current() is mine
-        assert elsewhere(current) is process
-        with pytest.raises(ZeroDivisionError), entered(replace(mine, counters=[])):
-            assert current().counters is not mine.counters and current().meshes is mine.meshes
+def test_what_is_entered_is_its_threads() -> None:
+    process, mine = mesh_tables.get(), dict(fresh(besides=[fallback.seen]))
+    assert mine[fallback.seen] is fallback.seen.get()
+    with entered(*mine.items()):
+        assert all(variable.get() is value for variable, value in mine.items())
+        assert mesh_tables.get() is not process and elsewhere(mesh_tables.get) is process
+        with pytest.raises(ZeroDivisionError), entered((comm.counters, [])):
+            assert comm.counters.get() is not mine[comm.counters] and mesh_tables.get() is mine[mesh_tables]
             _ = 1 / 0
-        assert current() is mine
-    assert current() is process
+        assert comm.counters.get() is mine[comm.counters]
+    assert mesh_tables.get() is process
 
 
 def test_threads_that_simulate_nothing_share_the_process() -> None:
@@ -48,7 +50,7 @@ def test_threads_that_simulate_nothing_share_the_process() -> None:
         with comm.count_collectives() as count:
             elsewhere(lambda: comm.all_reduce(torch.ones(3), group))
         assert count.calls == {"all_reduce": 1} and count.bytes == {"all_reduce": 12}
-        with entered(Runtime()), comm.count_collectives() as apart:
+        with entered(*fresh()), comm.count_collectives() as apart:
             elsewhere(lambda: comm.all_reduce(torch.ones(3), group))
         assert not apart.calls and count.calls == {"all_reduce": 1}
     finally:

@@ -239,12 +239,8 @@ def test_shards_are_drawn_as_they_lie(worlds: AnyWorlds) -> None:
         lines = worlds(_drawn, layout)[0].splitlines()
         return [line.split() for line in lines if "rank" in line and "|" in line]
 
-    assert [(line[0], line[-1]) for line in cells("row-wise uneven")] == [
-        ("0:1", "0"),
-        ("1:4", "1"),
-        ("4:5", "2"),
-        ("5:8", "3"),
-    ]
+    rows = [("0:1", "0"), ("1:4", "1"), ("4:5", "2"), ("5:8", "3")]
+    assert [(line[0], line[-1]) for line in cells("row-wise uneven")] == rows
     assert [line[0] for line in cells("row-wise even")] == ["0:2", "2:4", "4:6", "6:8"]
     assert cells("column shards") == [["0:8", "|", "rank", "0", "|", "rank", "1", "|", "rank", "2"]]
 

@@ -6,15 +6,17 @@ What plain torch answers with one tensor, a DTensor answers alike, or refuses: n
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._debug_mode import DebugMode
 from torch.utils.checkpoint import checkpoint
 
-from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.gloo_world import Worlds, mesh_of, on_ranks
 from dtbench_core import DTensor, Partial, Replicate, Shard, distribute_tensor, randn
 from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -31,69 +33,55 @@ def _sharded(full: torch.Tensor | None = None) -> DTensor:
     )
 
 
-def _raises(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
 # ---- what a local tensor was lent from, or was lent to ----
 
+changed = pytest.raises(RuntimeError, match="modified by an inplace operation")
+refused = pytest.raises(RuntimeError, match="is being modified inplace")
 
-def _saved_and_written() -> list[str]:
+
+@on_ranks(world_size=RANKS)
+def test_what_autograd_saved_and_somebody_wrote_to_is_noticed() -> None:
     """(who saved, who is written to): each backward must notice."""
-    said = []
     x = _sharded().requires_grad_()
     y = x * 2
     local, z = y.to_local(), (y * y).sum()
     with torch.no_grad():
         local.add_(1)
-    said.append(_raises(z.backward))
+    with changed:
+        z.backward()
 
     kept, w = _sharded(), _sharded().requires_grad_()  # kept requires no gradient, and is saved for that of w
     z = (kept * w).sum()
     kept.to_local().add_(1)
-    said.append(_raises(z.backward))
+    with changed:
+        z.backward()
 
     part = torch.ones(2, 2, dtype=torch.float64)
     z = (DTensor.from_local(part, mesh_of((RANKS,)), [Shard(0)]) * w).sum()
     part.add_(1)
-    said.append(_raises(z.backward))
+    with changed:
+        z.backward()
 
     part, plain = torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)
     z = (part * plain).sum()
     DTensor.from_local(part, mesh_of((RANKS,)), [Shard(0)])[:, :1].mul_(2)
-    said.append(_raises(z.backward))
-    return said
+    with changed:
+        z.backward()
 
 
-def test_what_autograd_saved_and_somebody_wrote_to_is_noticed(ranks: Worlds) -> None:
-    for said in ranks(_saved_and_written, world_size=RANKS):
-        assert all("modified by an inplace operation" in text for text in said), said
-
-
-def _written_under_autograd() -> list[str]:
+@on_ranks(world_size=RANKS)
+def test_a_write_that_gradients_could_not_follow_is_refused() -> None:
     y = _sharded().requires_grad_() * 2
     leaf = torch.ones(2, 2, requires_grad=True)
-    mesh = mesh_of((RANKS,))
-    return [
-        _raises(lambda: y.to_local().mul_(3)),
-        _raises(lambda: DTensor.from_local(leaf * 2, mesh, [Shard(0)]).mul_(3)),
-        _raises(lambda: DTensor.from_local(leaf * 2, mesh, [Shard(0)])[:, :1].mul_(3)),
-        _raises(lambda: DTensor.from_local(leaf, mesh, [Shard(0)]).mul_(3)),
-        "" if torch.equal(leaf.detach(), torch.ones(2, 2)) else "the leaf was written to",
-    ]
+    wrapped = partial(DTensor.from_local, device_mesh=mesh_of((RANKS,)), placements=[Shard(0)])
+    for written in (y.to_local(), wrapped(leaf * 2), wrapped(leaf * 2)[:, :1], wrapped(leaf)):
+        with refused:
+            written.mul_(3)
+    assert torch.equal(leaf.detach(), torch.ones(2, 2))
 
 
-def test_a_write_that_gradients_could_not_follow_is_refused(ranks: Worlds) -> None:
-    for *said, leaf in ranks(_written_under_autograd, world_size=RANKS):
-        assert all("is being modified inplace" in text for text in said), said
-        assert not leaf
-
-
-def _written_in_the_open() -> list[torch.Tensor]:
+@on_ranks(world_size=RANKS)
+def test_writes_reach_who_shares_the_memory() -> None:
     """Writes without autograd reach whoever shares the memory, as between views of a plain tensor."""
     x = _sharded()
     x.to_local().mul_(2)
@@ -103,27 +91,17 @@ def _written_in_the_open() -> list[torch.Tensor]:
     same.redistribute(placements=[Shard(0)]).mul_(3)
     whole = distribute_tensor(_x(), mesh_of((RANKS,)), [Replicate()], src_data_rank=None)
     whole.full_tensor().mul_(7)  # nobody else's
-    return [x.full_tensor(), part, same.full_tensor(), whole.full_tensor()]
+    assert torch.equal(x.full_tensor(), 2 * _x()) and torch.equal(part, torch.full_like(part, 5))
+    assert torch.equal(same.full_tensor(), 3 * _x()) and torch.equal(whole.full_tensor(), _x())
 
 
-def test_writes_reach_who_shares_the_memory(ranks: Worlds) -> None:
-    for x, part, same, whole in ranks(_written_in_the_open, world_size=RANKS):
-        assert torch.equal(x, 2 * _x()) and torch.equal(part, torch.full_like(part, 5))
-        assert torch.equal(same, 3 * _x()) and torch.equal(whole, _x())
-
-
-def _gradient_through_the_same() -> torch.Tensor:
+@on_ranks(world_size=RANKS)
+def test_a_redistribution_to_the_same_placements_is_the_tensor() -> None:
     x = _sharded().requires_grad_()
     h = x * 1
     h.redistribute(placements=[Shard(0)]).mul_(2)
     h.sum().backward()
-    assert x.grad is not None
-    return x.grad.full_tensor()
-
-
-def test_a_redistribution_to_the_same_placements_is_the_tensor(ranks: Worlds) -> None:
-    for gradient in ranks(_gradient_through_the_same, world_size=RANKS):
-        assert torch.equal(gradient, torch.full_like(gradient, 2))
+    assert x.grad is not None and bool((x.grad.full_tensor() == 2).all())
 
 
 # ---- what training code does ----
@@ -140,7 +118,10 @@ def _mlp(inplace: bool, *, local: bool) -> tuple[nn.Module, nn.Module]:
     return parallelize_module(parts, mesh_of((RANKS,)), styles), plain
 
 
-def _trained(how: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+@pytest.mark.parametrize("how", ["inplace", "reentrant", "checkpointed"])
+@on_ranks(world_size=RANKS)
+def test_activations_in_place_and_checkpoints(how: str) -> None:
+    """A checkpoint computes again inside backward, on the same path as before."""
     parts, plain = _mlp(how == "inplace", local=how == "inplace")
     x = torch.randn(3, 4, dtype=torch.float64)
     if how == "inplace":
@@ -149,20 +130,9 @@ def _trained(how: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
         given = x.clone().requires_grad_(how == "reentrant")
         checkpoint(parts, given, use_reentrant=how == "reentrant").pow(2).sum().backward()
     plain(x).pow(2).sum().backward()
-    return [
-        (p.grad.full_tensor(), q.grad)
-        for p, q in zip(parts.parameters(), plain.parameters(), strict=True)
-        if isinstance(p.grad, DTensor) and q.grad is not None
-    ]
-
-
-@pytest.mark.parametrize("how", ["inplace", "reentrant", "checkpointed"])
-def test_activations_in_place_and_checkpoints(ranks: Worlds, how: str) -> None:
-    """A checkpoint computes again inside backward, on the same path as before."""
-    for pairs in ranks(_trained, how, world_size=RANKS):
-        assert len(pairs) == 4
-        for got, wanted in pairs:
-            torch.testing.assert_close(got, wanted)
+    for p, q in zip(parts.parameters(), plain.parameters(), strict=True):
+        assert isinstance(p.grad, DTensor)
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
 
 def _drawn(rank_draws: bool) -> list[torch.Tensor]:
@@ -196,31 +166,22 @@ def test_replicas_are_drawn_alike_whatever_ranks_did_before(ranks: Worlds, rank_
 # ---- tools ----
 
 
-def _counted() -> dict[str, int]:
-    from torch.distributed.tensor.debug import CommDebugMode
-
+@on_ranks(world_size=RANKS)
+def test_tools_see_collectives_by_the_names_of_functional_ones() -> None:
     x = _sharded()
     term = DTensor.from_local(torch.ones(4, 2), mesh_of((RANKS,)), [Partial()])
     with CommDebugMode() as mode:
         moved = [x.redistribute(placements=[p]) for p in (Replicate(), Shard(1))]
         moved += [term.redistribute(placements=[p]) for p in (Replicate(), Shard(0))]
-    assert torch.equal(moved[1].full_tensor(), _x()) and torch.equal(
-        moved[2].to_local(), torch.full((4, 2), 2.0)
-    )
-    return {str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items()}
+    assert torch.equal(moved[1].full_tensor(), _x())
+    assert torch.equal(moved[2].to_local(), torch.full((4, 2), 2.0))
+    counts = {str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items()}
+    names = ("all_gather_into_tensor", "all_to_all_single", "all_reduce", "reduce_scatter_tensor")
+    assert counts == dict.fromkeys(names, 1)
 
 
-def test_tools_see_collectives_by_the_names_of_functional_ones(ranks: Worlds) -> None:
-    for counts in ranks(_counted, world_size=RANKS):
-        assert counts == dict.fromkeys(
-            ("all_gather_into_tensor", "all_to_all_single", "all_reduce", "reduce_scatter_tensor"), 1
-        )
-
-
-def _seen_within_ops() -> tuple[str, int]:
-    from torch.distributed.tensor.debug import CommDebugMode
-    from torch.utils._debug_mode import DebugMode
-
+@on_ranks(world_size=RANKS)
+def test_tools_see_what_ops_run_and_send() -> None:
     x = _sharded().requires_grad_()
     with DebugMode() as seen:
         x.softmax(0)
@@ -232,10 +193,6 @@ def _seen_within_ops() -> tuple[str, int]:
     plain.softmax(0).pow(2).sum().backward()
     assert plain.grad is not None
     torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
-    return seen.debug_string(), counted.get_total_counts()
-
-
-def test_tools_see_what_ops_run_and_send(ranks: Worlds) -> None:
-    for seen, counted in ranks(_seen_within_ops, world_size=RANKS):
-        assert "aten::_softmax" in seen and "_c10d_functional::all_to_all_single" in seen
-        assert counted == 3
+    text = seen.debug_string()
+    assert "aten::_softmax" in text and "_c10d_functional::all_to_all_single" in text
+    assert counted.get_total_counts() == 3

@@ -29,15 +29,11 @@ LEFT_OUT = {
     "context_parallel": "attention over a sharded sequence has no place in the core",
     "CommDebugMode": "count_collectives() counts calls and bytes",
 }
-# Parameters that newer releases of torch have and the core does not, and why.
+# Parameters that newer releases of torch have and the core does not.
 PARAMETERS_LEFT_OUT = {
-    (
-        "local_map",
-        "spmd_types",
-    ): "marks tensors for a checker of torch's, an extra package that knows its DTensor alone",
+    # Marks tensors for a checker of torch's, an extra package that knows its DTensor alone.
+    ("local_map", "spmd_types"),
 }
-METHODS = ("from_local", "to_local", "redistribute", "full_tensor")
-PROPERTIES = ("device_mesh", "placements")
 
 
 def _names() -> list[tuple[str, str]]:
@@ -69,18 +65,12 @@ def test_what_is_left_out_is_not_there() -> None:
     assert all(reason for reason in LEFT_OUT.values())
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_methods(name: str) -> None:
-    assert _parameters(getattr(ours.DTensor, name)) == _parameters(getattr(theirs.DTensor, name))
-
-
-@pytest.mark.parametrize("name", PROPERTIES)
-def test_properties(name: str) -> None:
-    assert isinstance(inspect.getattr_static(theirs.DTensor, name), property)
-    assert isinstance(inspect.getattr_static(ours.DTensor, name), property)
-
-
-def test_explicit_redistribution_context() -> None:
+def test_methods_and_properties() -> None:
+    for name in ("from_local", "to_local", "redistribute", "full_tensor"):
+        assert _parameters(getattr(ours.DTensor, name)) == _parameters(getattr(theirs.DTensor, name)), name
+    for name in ("device_mesh", "placements"):
+        for kind in (theirs.DTensor, ours.DTensor):
+            assert isinstance(inspect.getattr_static(kind, name), property), (kind, name)
     mine = _parameters(ours.ExplicitRedistributionContext.__init__)
     assert mine == _parameters(ExplicitRedistributionContext.__init__)
 

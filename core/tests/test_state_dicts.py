@@ -121,25 +121,30 @@ def test_whole_states_there_and_back() -> None:
         ]
 
 
-def _missing() -> None:
-    full = {"a": torch.ones(2), "c": 1} if dist.get_rank() == 0 else None
-    sharded_state_dict(full, {"a": torch.ones(2), "b": torch.ones(2)}, broadcast_from_rank0=True)
+def _loaded(full: Any, like: Any) -> None:
+    sharded_state_dict(full if dist.get_rank() == 0 else None, like, broadcast_from_rank0=True)
 
 
-def _other_shape() -> None:
-    full = {"a": [torch.ones(3)]} if dist.get_rank() == 0 else {}
-    sharded_state_dict(full, {"a": [torch.ones(2)]}, broadcast_from_rank0=True)
+ONES = torch.ones(2)
 
 
 @pytest.mark.parametrize(
-    ("program", "told"),
+    ("full", "like", "told"),
     [
-        (_missing, r"without \[\"\['b'\]\"\] and with \[\"\['c'\]\"\] besides, expected the keys"),
-        (_other_shape, r"got a tensor of shape \[3\] as \['a'\]\[0\], expected a tensor of shape \[2\]"),
+        (
+            {"a": ONES, "c": 1},
+            {"a": ONES, "b": ONES},
+            r"without \[\"\['b'\]\"\] and with \[\"\['c'\]\"\] besides, expected the keys",
+        ),
+        (
+            {"a": [torch.ones(3)]},
+            {"a": [ONES]},
+            r"got a tensor of shape \[3\] as \['a'\]\[0\], expected a tensor of shape \[2\]",
+        ),
     ],
 )
-def test_other_states_are_refused_on_every_rank(ranks: Worlds, program: Any, told: str) -> None:
-    ranks.refuse(program, told=told)
+def test_other_states_are_refused_on_every_rank(ranks: Worlds, full: Any, like: Any, told: str) -> None:
+    ranks.refuse(_loaded, full, like, told=told)
 
 
 # ---- torch.distributed.checkpoint.state_dict ----
@@ -156,9 +161,8 @@ def test_torchs_functions_get_whole_states(kind: str) -> None:
         if offload and dist.get_rank() != 0:
             assert states == ({}, {})
             continue
-        plain = {n: whole(p) for n, p in model.state_dict().items()} if not offload else None
-        if plain is not None:
-            _same(states[0], plain)
+        if not offload:
+            _same(states[0], {n: whole(p) for n, p in model.state_dict().items()})
         assert list(states[0]) == list(model.state_dict())
         names = [name for name, _ in model.named_parameters()]
         assert list(states[1]["state"]) == names  # type: ignore[arg-type]

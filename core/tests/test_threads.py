@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dtbench_core as core
 from dtbench_core import comm, torch_compat
+from dtbench_core.dispatch import entry
 from dtbench_core.errors import SimulationError
-from dtbench_core.runtime import process
 from dtbench_core.simulate import ThreadWorld, per_rank, rank_map, run_ranks
 from dtbench_core.simulate.threads import diverged
 
@@ -55,60 +55,45 @@ def each_rank(request: pytest.FixtureRequest) -> EachRank:
     return lambda body: per_rank(rank_map(lambda rank: body()), range(N))
 
 
-_REDUCTIONS = {
+_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "SUM": lambda x: x.sum(0),
     "AVG": lambda x: x.mean(0),
     "PRODUCT": lambda x: x.prod(0),
     "MAX": lambda x: x.amax(0),
     "MIN": lambda x: x.amin(0),
+    **{
+        name: functools.partial(functools.reduce, combine)  # type: ignore[dict-item]
+        for name, combine in (
+            ("BAND", torch.bitwise_and),
+            ("BOR", torch.bitwise_or),
+            ("BXOR", torch.bitwise_xor),
+        )
+    },
 }
 
 
 @pytest.mark.parametrize("op", _REDUCTIONS)
 def test_reductions(each_rank: EachRank, op: str) -> None:
     def body() -> None:
-        me, code = dist.get_rank(), getattr(dist.ReduceOp, op)
-        wanted = _REDUCTIONS[op](_all(4, 3))
-        got = _mine(me, 4, 3)
+        me, code, bits = dist.get_rank(), getattr(dist.ReduceOp, op), op.startswith("B")
+        terms = (8 * _all(4, 3)).long() if bits else _all(4, 3)
+        wanted = _REDUCTIONS[op](terms)
+        got = terms[me].clone()
         dist.all_reduce(got, code)
         torch.testing.assert_close(got, wanted)
-        got = _mine(me, 4, 3)
+        got = terms[me].clone()
         dist.reduce(got, dst=2, op=code)
-        torch.testing.assert_close(got, wanted if me == 2 else _mine(me, 4, 3))
-        out = torch.empty(1, 3)
-        torch_compat.reduce_scatter_single(out, _mine(me, 4, 3), op=code)
+        torch.testing.assert_close(got, wanted if me == 2 else terms[me])
+        out = torch.empty_like(wanted[:1])
+        torch_compat.reduce_scatter_single(out, terms[me].clone(), op=code)
         torch.testing.assert_close(out, wanted[me : me + 1])
-        dist.reduce_scatter(out, list(_mine(me, 4, 3).split(1)), op=code)
+        dist.reduce_scatter(out, list(terms[me].clone().split(1)), op=code)
         torch.testing.assert_close(out, wanted[me : me + 1])
+        if op == "AVG":  # of integers: an integer
+            dist.all_reduce(whole := torch.tensor(me), code)
+            assert int(whole) == 1  # 6 / 4
 
     each_rank(body)
-
-
-@pytest.mark.parametrize("op", ["BAND", "BOR", "BXOR"])
-def test_bitwise_reductions(each_rank: EachRank, op: str) -> None:
-    def body() -> list[int]:
-        x = torch.tensor([5, 3, 12]) + dist.get_rank()
-        dist.all_reduce(x, getattr(dist.ReduceOp, op))
-        return list(x.tolist())
-
-    columns = [[base + r for r in range(N)] for base in (5, 3, 12)]
-    fold = {"BAND": int.__and__, "BOR": int.__or__, "BXOR": int.__xor__}[op]
-    wanted = []
-    for column in columns:
-        total = column[0]
-        for value in column[1:]:
-            total = fold(total, value)
-        wanted.append(total)
-    assert each_rank(body) == [wanted] * N
-
-
-def test_averages_of_integers_are_integers(each_rank: EachRank) -> None:
-    def body() -> int:
-        x = torch.tensor(dist.get_rank())
-        dist.all_reduce(x, dist.ReduceOp.AVG)
-        return int(x)
-
-    assert each_rank(body) == [1] * N  # 6 / 4
 
 
 def test_gathers_and_scatters(each_rank: EachRank) -> None:
@@ -327,24 +312,49 @@ def test_a_hang_is_told_and_the_world_goes_on(world: ThreadWorld) -> None:
         assert world.run(dist.get_rank) == [0, 1, 2, 3]
 
 
-def test_a_rank_that_returns_early_is_a_hang_too(world: ThreadWorld) -> None:
-    def body() -> None:
-        if dist.get_rank() != 3:
-            dist.barrier()
+def _returns_early() -> None:
+    if dist.get_rank() != 3:
+        dist.barrier()
 
-    with pytest.raises(SimulationError, match="rank 3 returned while ranks 0, 1, 2 waited in barrier"):
+
+def _waits_for_another() -> None:
+    groups = [dist.new_group([0, 1, 2, 3]), dist.new_group([0, 1, 2, 3])]
+    dist.barrier(group=groups[dist.get_rank() % 2])
+
+
+def _raises_without_a_collective() -> int:
+    return 1 // dist.get_rank()
+
+
+def _sends_too_much() -> None:
+    rows = 2 if dist.get_rank() == 0 else 1
+    dist.all_to_all_single(torch.empty(N), torch.ones(N - 1 + rows), [1] * N, [1, 1, 1, rows])
+
+
+def _starts_a_world() -> None:
+    ThreadWorld(2).run(dist.get_rank)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (_returns_early, "rank 3 returned while ranks 0, 1, 2 waited in barrier"),
+        (
+            _waits_for_another,
+            r"^hang: ranks 0, 2 waited in barrier\(\) of group '\w+', ranks 1, 3 waited in",
+        ),
+        (
+            _raises_without_a_collective,
+            r"rank 0 raised ZeroDivisionError.* while ranks 1, 2, 3 returned",
+        ),
+        (_sends_too_much, r"group rank 0 sends \[2\] to group rank 3, which expects \[1\]"),
+        (_starts_a_world, "cannot start a world"),
+    ],
+)
+def test_ranks_that_go_apart_are_named(world: ThreadWorld, body: Callable[[], object], told: str) -> None:
+    with pytest.raises(SimulationError, match=told):
         world.run(body)
-
-
-def test_waiting_for_each_other_is_a_hang(world: ThreadWorld) -> None:
-    def body() -> None:
-        groups = [dist.new_group([0, 1, 2, 3]), dist.new_group([0, 1, 2, 3])]
-        dist.barrier(group=groups[dist.get_rank() % 2])
-
-    with pytest.raises(
-        SimulationError, match=r"^hang: ranks 0, 2 waited in barrier\(\) of group '\w+', ranks 1, 3 waited in"
-    ):
-        world.run(body)
+    assert world.run(dist.get_rank) == [0, 1, 2, 3]
 
 
 def test_errors_that_all_ranks_raise_are_raised_as_they_are(world: ThreadWorld) -> None:
@@ -356,16 +366,6 @@ def test_errors_that_all_ranks_raise_are_raised_as_they_are(world: ThreadWorld) 
         world.run(body)
     outcomes = world.outcomes(body)
     assert not any(o.stopped for o in outcomes) and diverged(outcomes) is None
-
-
-def test_one_rank_alone_raises_without_a_collective(world: ThreadWorld) -> None:
-    def body() -> int:
-        return 1 // dist.get_rank()
-
-    with pytest.raises(
-        SimulationError, match=r"rank 0 raised ZeroDivisionError.* while ranks 1, 2, 3 returned"
-    ):
-        world.run(body)
 
 
 def test_a_swallowed_stop_still_counts(world: ThreadWorld) -> None:
@@ -408,17 +408,6 @@ def test_mismatched_collectives_name_both(world: ThreadWorld, other: Any, name: 
     ):
         world.run(body)
     assert world.run(dist.get_rank) == [0, 1, 2, 3]
-
-
-def test_splits_that_disagree_are_told(world: ThreadWorld) -> None:
-    def body() -> None:
-        rows = 2 if dist.get_rank() == 0 else 1
-        dist.all_to_all_single(torch.empty(N), torch.ones(N - 1 + rows), [1] * N, [1, 1, 1, rows])
-
-    with pytest.raises(
-        SimulationError, match=r"group rank 0 sends \[2\] to group rank 3, which expects \[1\]"
-    ):
-        world.run(body)
 
 
 def test_groups_that_some_ranks_lack_are_dropped_after_a_failure() -> None:
@@ -521,7 +510,7 @@ def test_calls_learnt_while_ranks_take_turns_are_fast_later(world: ThreadWorld) 
     with torch.no_grad():
         world.run(body)
     # One entry per rank (their specs are different ones), none of them spoilt by another rank's ops.
-    learnt = [plan for key, plan in process.functions.items() if "add" in str(key[0])]
+    learnt = [plan for key, plan in entry.functions.items() if "add" in str(key[0])]
     assert len(learnt) == N and all(plan is not None for plan in learnt)
 
 
@@ -576,14 +565,6 @@ def test_groups_do_not_work_outside_their_ranks(world: ThreadWorld) -> None:
 
     with pytest.raises(SimulationError, match="not by that rank's thread"):
         world.run(use_anothers)
-
-
-def test_worlds_do_not_nest(world: ThreadWorld) -> None:
-    def body() -> None:
-        ThreadWorld(2).run(dist.get_rank)
-
-    with pytest.raises(SimulationError, match="cannot start a world"):
-        world.run(body)
 
 
 def test_threads_end_with_their_world() -> None:

@@ -21,7 +21,7 @@ from dtbench_core.cost.ring import GIB
 from dtbench_core.cost.topology import TopologyError, read_curve
 from dtbench_core.layout.placement import Shard
 from dtbench_core.redistribute import route as redistribute
-from dtbench_core.runtime import process
+from dtbench_core.runtime import clear_caches
 
 
 @pytest.fixture(autouse=True)
@@ -61,14 +61,14 @@ def test_topology_prices_redistributions_until_undone() -> None:
     builtin = cost.redistribute_cost(*pair)
     gib = math.prod(SHAPE) * 4 / GIB
     with mesh_topology.use_topology(topology()):
-        assert process.topology is not None
+        assert mesh_topology.topology_in_use() is not None
         assert cost.redistribute_cost(*pair) == pytest.approx(6.6 + 30 + gib * 0.75 / 2.0 * 1e6)
         inner = mesh_topology.use_topology(topology(tp__latency_us_per_hop=100.0, base_latency_us=0))
         assert cost.redistribute_cost(*pair) == pytest.approx(300 + gib * 0.75 / 2.0 * 1e6)
         inner.restore()
         inner.restore()
         assert mesh_topology.topology_of(mesh).mesh_dim_latency == (40.0, 10.0)
-    assert process.topology is None
+    assert mesh_topology.topology_in_use() is None
     assert cost.redistribute_cost(*pair) == builtin
 
 
@@ -126,7 +126,7 @@ def test_unreadable_file_changes_nothing(tmp_path: Path, text: bytes | None, tol
     before = mesh_topology.use_topology(topology())
     with pytest.raises(TopologyError, match=told):
         mesh_topology.use_topology(path)
-    assert process.topology is not None
+    assert mesh_topology.topology_in_use() is not None
     before.restore()
 
 
@@ -170,7 +170,7 @@ def test_the_planner_goes_the_measured_way() -> None:
     """gloo's reduce-scatter takes as long as its all-reduce; a measured one may take longer still."""
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     src, dst = spec(mesh, R, P), (R, Shard(0))
-    process.clear_caches()
+    clear_caches()
     assert [step.collective for step in redistribute.plan(src, dst)] == ["reduce_scatter"]
     slow = table((1024, 900.0), (2**30, 900.0))
     cheap = table((1024, 1.0), (2**30, 1.0))

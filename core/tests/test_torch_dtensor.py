@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,11 +29,7 @@ from dtbench_core import (
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 LAYOUTS: list[tuple[tuple[int, ...], list[Placement]]] = [
-    ((4,), [S0]),
-    ((4,), [S1]),
-    ((4,), [R]),
-    ((4,), [Partial()]),
-    ((4,), [Partial("max")]),
+    *(((4,), [placement]) for placement in (S0, S1, R, Partial(), Partial("max"))),
     ((3,), [S0]),  # rank 3 is outside
     ((2, 2), [S0, S1]),
     ((2, 2), [S0, S0]),
@@ -155,20 +152,12 @@ def test_parameters_share_their_memory() -> None:
     assert to_torch(parameter).grad_fn is not None
 
 
-def _ragged() -> None:
-    to_torch(_spread((4, 2), mesh_of((4,)), [RaggedShard(0, (0, 1, 2, 1))]))
+def _rows() -> DTensor:
+    return _spread((4, 2), mesh_of((4,)), [S0])
 
 
-def _copied() -> None:
-    to_torch(_spread((8, 2), mesh_of((4,)), [S0])[:2])
-
-
-def _plain() -> None:
-    to_torch(torch.ones(2))  # type: ignore[arg-type]
-
-
-def _ours_as_torchs() -> None:
-    from_torch(_spread((4, 2), mesh_of((4,)), [S0]))  # type: ignore[arg-type]
+def _theirs() -> Any:
+    return to_torch(_rows())
 
 
 def _masked() -> None:
@@ -184,26 +173,6 @@ def _other_order() -> None:
     from_torch(given)
 
 
-def _theirs() -> Any:
-    return to_torch(_spread((4, 2), mesh_of((4,)), [S0]))
-
-
-def _wrapped() -> None:
-    DTensor.from_local(_theirs(), mesh_of((4,)), [S0])
-
-
-def _distributed() -> None:
-    distribute_tensor(_theirs(), mesh_of((4,)), [S0])
-
-
-def _mixed() -> None:
-    _theirs() + _spread((4, 2), mesh_of((4,)), [S0])
-
-
-def _transformed() -> None:
-    torch.func.grad(lambda x: to_torch(x).sum())(_spread((4, 2), mesh_of((4,)), [S0]))
-
-
 def _dual() -> None:
     x = _spread((4, 6), mesh_of((4,)), [S0])
     with forward_ad.dual_level():
@@ -213,63 +182,83 @@ def _dual() -> None:
 
 def _implicit() -> None:
     with implicit_replication():
-        _mixed()
+        _theirs() + _rows()
 
 
 def _loaded() -> None:
     module = nn.Linear(2, 4, bias=False)
-    module.weight = nn.Parameter(_spread((4, 2), mesh_of((4,)), [S0]))
+    module.weight = nn.Parameter(_rows())
     module.load_state_dict({"weight": _theirs()})
 
 
-@pytest.mark.parametrize(
-    ("program", "told"),
-    [
-        (_wrapped, "from_local got a DTensor of torch.distributed.tensor, .* use from_torch"),
-        (_distributed, "distribute_tensor got a DTensor of torch.distributed.tensor, .* use from_torch"),
-        (_mixed, r"add got a DTensor of torch.distributed.tensor of shape \[4, 2\] together"),
-        (_transformed, "inside a transform of torch.func, .* convert before it"),
-        (_dual, "with a tangent of forward-mode"),
-        (_implicit, "expected one class: convert it with from_torch"),
-        (_loaded, "convert it with from_torch"),
-        (_ragged, "expected placements that torch has: RaggedShard"),
-        (_copied, "expected a tensor with memory of its own"),
-        (_plain, "to_torch got torch.Tensor, expected a dtbench_core.DTensor"),
-        (_ours_as_torchs, "from_torch got .*dtensor.DTensor, expected a torch.distributed.tensor.DTensor"),
-        (_masked, "_MaskPartial.* as a placement, expected"),
-        (_other_order, "expected the outer mesh dim first"),
-    ],
-)
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "wrapped": (
+        lambda: DTensor.from_local(_theirs(), mesh_of((4,)), [S0]),
+        "from_local got a DTensor of torch.distributed.tensor, .* use from_torch",
+    ),
+    "distributed": (
+        lambda: distribute_tensor(_theirs(), mesh_of((4,)), [S0]),
+        "distribute_tensor got a DTensor of torch.distributed.tensor, .* use from_torch",
+    ),
+    "mixed": (
+        lambda: _theirs() + _rows(),
+        r"add got a DTensor of torch.distributed.tensor of shape \[4, 2\] together",
+    ),
+    "transformed": (
+        lambda: torch.func.grad(lambda x: to_torch(x).sum())(_rows()),
+        "inside a transform of torch.func, .* convert before it",
+    ),
+    "dual": (_dual, "with a tangent of forward-mode"),
+    "implicit": (_implicit, "expected one class: convert it with from_torch"),
+    "loaded": (_loaded, "convert it with from_torch"),
+    "ragged": (
+        lambda: to_torch(_spread((4, 2), mesh_of((4,)), [RaggedShard(0, (0, 1, 2, 1))])),
+        "expected placements that torch has: RaggedShard",
+    ),
+    "copied": (
+        lambda: to_torch(_spread((8, 2), mesh_of((4,)), [S0])[:2]),
+        "expected a tensor with memory of its own",
+    ),
+    "plain": (lambda: to_torch(torch.ones(2)), "to_torch got torch.Tensor, expected a dtbench_core.DTensor"),  # type: ignore[arg-type]
+    "ours": (
+        lambda: from_torch(_rows()),  # type: ignore[arg-type]
+        "from_torch got .*dtensor.DTensor, expected a torch.distributed.tensor.DTensor",
+    ),
+    "masked": (_masked, "_MaskPartial.* as a placement, expected"),
+    "other order": (_other_order, "expected the outer mesh dim first"),
+}
+
+
+def _refused(name: str) -> None:
+    REFUSED[name][0]()
+
+
+@pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_what_the_other_has_not_is_refused(ranks: Worlds, program: Any, told: str) -> None:
-    ranks.refuse(program, told=told)
+def test_what_the_other_has_not_is_refused(ranks: Worlds, name: str) -> None:
+    ranks.refuse(_refused, name, told=REFUSED[name][1])
 
 
 # ---- compiled ----
 
 
-def _leaves_as_torchs(x: Any) -> Any:
-    return to_torch(x * x).to_local() * 2
-
-
-def _goes_through_torchs(x: Any) -> Any:
-    return (from_torch(to_torch(x * x) + 1) * 3).redistribute(placements=[R]).to_local()
-
-
-def _comes_as_torchs(x: Any) -> Any:
-    return (from_torch(x * x) + 1).to_local()
+IN_GRAPHS: dict[str, Callable[[Any], Any]] = {
+    "leaves": lambda x: to_torch(x * x).to_local() * 2,
+    "goes through": lambda x: (from_torch(to_torch(x * x) + 1) * 3).redistribute(placements=[R]).to_local(),
+    "comes": lambda x: (from_torch(x * x) + 1).to_local(),
+}
 
 
 @on_ranks
 def test_conversions_stand_in_a_graph() -> None:
-    for program in (_leaves_as_torchs, _goes_through_torchs, _comes_as_torchs):
+    for name, program in IN_GRAPHS.items():
         torch._dynamo.reset()
         inputs: list[Any] = [_spread((8, 2), mesh_of((4,)), [S0]) for _ in range(2)]
-        if program is _comes_as_torchs:
+        if name == "comes":
             inputs = [to_torch(x) for x in inputs]
         got, expected = (x.requires_grad_() for x in inputs)
         compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
         for result in (one := compiled(got), two := program(expected)):
             result.square().sum().backward()
-        assert torch.equal(one, two) and type(got.grad) is type(expected.grad), program
-        assert torch.equal(got.grad.to_local(), expected.grad.to_local()), program
+        assert torch.equal(one, two) and type(got.grad) is type(expected.grad), name
+        assert torch.equal(got.grad.to_local(), expected.grad.to_local()), name

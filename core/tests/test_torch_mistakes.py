@@ -7,7 +7,6 @@ means of means, shards labelled whole, pending terms read as numbers.
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,10 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.gloo_world import mesh_of, on_ranks
 from dtbench_core import (
     DTensor,
-    FallbackWarning,
     Partial,
     Placement,
     Replicate,
@@ -184,35 +182,25 @@ def _place(full: torch.Tensor, placement: Placement) -> DTensor:
     return placed.requires_grad_(full.requires_grad)
 
 
-def _differences(name: str) -> list[str]:
-    case, found = CASES[name], []
+@pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
+@pytest.mark.parametrize("name", CASES)
+@on_ranks
+def test_right_where_torch_is_known_to_be_wrong(name: str) -> None:
+    case = CASES[name]
     for placements in case.placements:
         plain = _inputs(case)
         expected = case.fn(*plain)
-        leaves = [t for t in plain if t.requires_grad]
-        wanted = torch.autograd.grad(expected.sin().sum(), leaves)
+        wanted = torch.autograd.grad(expected.sin().sum(), [t for t in plain if t.requires_grad])
         placed = [_place(t, p) for t, p in zip(plain, placements, strict=False)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FallbackWarning)
-            result = case.fn(*placed)
-            gradients = torch.autograd.grad(result.sin().sum(), [t for t in placed if t.requires_grad])
-        for what, got, want in (
-            ("value", result, expected),
-            *zip(itertools.repeat("gradient"), gradients, wanted),
-        ):
-            full = got.full_tensor()
-            if full.shape != want.shape or not torch.allclose(full, want, atol=1e-8):
-                found.append(f"{[str(p) for p in placements]}: {what} {full}, expected {want}")
-    return found
+        result = case.fn(*placed)
+        gradients = torch.autograd.grad(result.sin().sum(), [t for t in placed if t.requires_grad])
+        got = [one.full_tensor() for one in (result, *gradients)]
+        told = f"{[str(p) for p in placements]}: {{}}".format
+        torch.testing.assert_close(got, [expected, *wanted], rtol=1e-7, atol=1e-8, msg=told)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_right_where_torch_is_known_to_be_wrong(ranks: Worlds, name: str) -> None:
-    for found in ranks(_differences, name):
-        assert not found, "\n".join(found[:3])
-
-
-def _entries_and_exits() -> list[bool]:
+@on_ranks
+def test_gradients_of_ways_in_and_out() -> None:
     """Gradients through from_local, to_local and redistribute equal those of the whole computation."""
     mesh = mesh_of((4,))
     full = torch.arange(8.0, dtype=torch.float64).requires_grad_()
@@ -223,23 +211,15 @@ def _entries_and_exits() -> list[bool]:
     local = full.detach()[own].clone().requires_grad_()
     x = DTensor.from_local(local, mesh, [S0])
     (x * x).redistribute(placements=[R]).to_local().sum().backward()
-    through_from_local = torch.equal(local.grad, full.grad[own])  # type: ignore[arg-type]
-
     y = distribute_tensor(full.detach(), mesh, [S0]).requires_grad_()
     (y * y).to_local(grad_placements=[S0]).sum().backward()
-    through_to_local = torch.equal(y.grad.full_tensor(), full.grad)  # type: ignore[union-attr]
-
     z = distribute_tensor(full.detach(), mesh, [R]).requires_grad_()
     (z * z).redistribute(placements=[S0]).full_tensor().sum().backward()
-    through_redistribute = torch.equal(z.grad.full_tensor(), full.grad)  # type: ignore[union-attr]
-
     term = (full.detach() / 4).clone().requires_grad_()
     summed = DTensor.from_local(term, mesh, [P]).redistribute(placements=[R])
     (summed * summed).to_local().sum().backward()
-    through_partial = torch.allclose(term.grad, full.grad)  # type: ignore[arg-type]
-    return [through_from_local, through_to_local, through_redistribute, through_partial]
 
-
-def test_gradients_of_ways_in_and_out(ranks: Worlds) -> None:
-    for right in ranks(_entries_and_exits):
-        assert all(right), right
+    assert torch.equal(local.grad, full.grad[own]), "from_local"  # type: ignore[arg-type]
+    assert torch.equal(y.grad.full_tensor(), full.grad), "to_local"  # type: ignore[union-attr]
+    assert torch.equal(z.grad.full_tensor(), full.grad), "redistribute"  # type: ignore[union-attr]
+    assert torch.allclose(term.grad, full.grad), "terms"  # type: ignore[arg-type]

@@ -13,7 +13,8 @@ import torch
 
 from core.tests.gloo_world import mesh_of
 from core.tests.local_world import LocalWorlds, ThreadWorlds
-from dtbench_core import DTensor, Replicate, Shard, distribute_tensor
+from core.tests.placing import full
+from dtbench_core import Replicate, Shard, distribute_tensor
 from dtbench_core.errors import PlacementError
 from dtbench_core.layout.placement import Placements
 from dtbench_core.layout.shard_layout import part_of
@@ -118,10 +119,6 @@ def _x() -> torch.Tensor:
     return torch.arange(1.0, 36.0, dtype=torch.float64).view(SHAPE)
 
 
-def _whole(result: Any) -> Any:
-    return result.full_tensor() if isinstance(result, DTensor) else result
-
-
 def _wrong(sizes: tuple[int, ...], placements: Placements, *, grad: bool) -> dict[str, str]:
     """What went wrong, by program."""
     mesh, replicated = mesh_of(sizes), [Replicate()] * len(sizes)
@@ -151,7 +148,7 @@ def _wrong(sizes: tuple[int, ...], placements: Placements, *, grad: bool) -> dic
             if isinstance(wanted, torch.Tensor):
                 pairs.append((got, wanted))
             for mine, theirs in pairs:
-                torch.testing.assert_close(_whole(mine).detach(), theirs.detach())
+                torch.testing.assert_close(full(mine).detach(), theirs.detach())
         except Exception as error:  # every program is tried
             wrong[name] = f"{type(error).__name__}: {str(error)[:300]}"
     return wrong

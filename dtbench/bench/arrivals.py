@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dtbench.grouping import group_by
+from dtbench.model.grouping import group_by
 from dtbench.world.clocks import Offset
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from dtbench.bench.options import Task
 from dtbench.bench.progress import about
@@ -60,8 +59,8 @@ def choose(tasks: Sequence[Task], budget_s: float, quick: bool) -> list[Task]:
 
 def by_importance(tasks: Sequence[Task]) -> list[Task]:
     """The tasks of one suite, the most telling first."""
-    curves: dict[tuple[Any, ...], list[Task]] = {}
-    names: dict[str, list[tuple[Any, ...]]] = {}
+    curves: dict[tuple[object, ...], list[Task]] = {}
+    names: dict[str, list[tuple[object, ...]]] = {}
     for task in tasks:
         params = tuple((key, value) for key, value in task.case.params.items() if key not in _SWEPT)
         curve = task.case.name, *params
@@ -74,9 +73,11 @@ def by_importance(tasks: Sequence[Task]) -> list[Task]:
         for place, curve_at in enumerate(coarse_to_fine(len(of_name))):
             points = curves[of_name[curve_at]]
             points.sort(key=lambda task: [float(task.case.params.get(key, 0)) for key in _SWEPT])
-            telling = points[0].suite.telling
+            budget_priority = points[0].suite.budget_priority
             # What accompanies a sweep comes after three sizes of the sweep itself.
-            comes_first = telling(points[0].case) if telling else not sweeps or len(points) > 1
+            comes_first = (
+                budget_priority(points[0].case) if budget_priority else not sweeps or len(points) > 1
+            )
             first = 0 if comes_first else 3
             for size, at in enumerate(coarse_to_fine(len(points)), first):
                 ranked.append((size, place, points[at]))

@@ -12,11 +12,12 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from dtbench.errors import describe, place_in
 from dtbench.machine.device import gpus
 from dtbench.model import Case, Skip, Status, Workload
+from dtbench.model.errors import describe, place_in
+from dtbench.model.suites import World
 
 _T = TypeVar("_T")
 
@@ -51,11 +52,11 @@ class Subject:
             self.raised(reason)
         return None
 
-    def build(self, world: Any) -> None:
+    def build(self, world: World) -> None:
         """Sets it up in the live world."""
         self.attempt(lambda: self._build(world))
 
-    def _build(self, world: Any) -> None:
+    def _build(self, world: World) -> None:
         made = self.case.build[self.impl](world)
         if not isinstance(made, Workload):
             raise TypeError(f"its build gave {made!r:.80}, expected a dtbench.model.Workload")
@@ -101,7 +102,7 @@ class Schedule(Protocol):
         ...
 
 
-def measure(subjects: Sequence[Subject], world: Any, schedule: Schedule) -> None:
+def measure(subjects: Sequence[Subject], world: World, schedule: Schedule) -> None:
     """Takes the subjects through the loop; they say themselves how they ended. What the schedule raises ends it."""
     with no_collections():
         try:

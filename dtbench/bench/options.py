@@ -10,20 +10,19 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Literal
 
-from dtbench.errors import UsageError, describe, place_in
-from dtbench.masking import mask_variables
-from dtbench.mesh import Mesh, default_mesh, format_mesh, ranks_of
-from dtbench.model import CHOOSABLE_IMPLS, Case, Header, Plan, Result, ResultKey
-from dtbench.suite import Suite
+from dtbench.model import CHOOSABLE_IMPLS, Case, DeviceType, Header, Plan, Result, ResultKey
+from dtbench.model.errors import UnknownOptionError, UsageError, describe, place_in
+from dtbench.model.mesh import Mesh, default_mesh, format_mesh, ranks_of
+from dtbench.model.suites import Suite
+from dtbench.text.masking import mask_variables
 
-DeviceType = Literal["cpu", "cuda"]
-
-_UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
+_UNITS_S = {"s": 1, "m": 60, "h": 3600}
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 _MAX_SIZE_BYTES = 2**40  # 1 TiB: beyond any device's memory, so a typing error
@@ -31,6 +30,9 @@ _MAX_SIZES = 200
 
 # The floating types that both gloo and NCCL reduce.
 DTYPES = ("float32", "float64", "float16", "bfloat16")
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+# `size=4KiB` and `size=4 KiB`, as people and progress lines write sizes; labels have the bytes.
+_SIZE_PARAM = re.compile(r"(?<=\w=)(\d+(?:\.\d+)?) ?(b|kib|mib|gib)(?![\w=])")
 
 # Sweeps when --size is not given. From where latency rules to where bandwidth does: gloo on one
 # machine is flat from about 1 MiB, NVLink from about 256 MiB.
@@ -45,7 +47,6 @@ _DEFAULT_SIZES: Mapping[tuple[DeviceType, bool], str] = {
 PLANNED_FROM_BYTES, PLANNED_FACTOR = 1024, 4
 # Launches of a run to calibrate with: the fewest for which an interval over launches means something.
 CALIBRATION_LAUNCHES = 5
-DEFAULT_CPU_RANKS = 4
 DEFAULT_TIMEOUT_S = 60.0
 # A launch of a gate with a large selection takes minutes; one that takes longer hangs.
 LAUNCH_TIMEOUT_S = 600.0
@@ -122,6 +123,11 @@ class RunOptions:
                 f"--mesh {format_mesh(self.mesh)} has {ranks_of(self.mesh)} ranks, --nproc asks for "
                 f"{self.nproc}: make them agree, or leave --nproc out"
             )
+
+    @property
+    def ranks(self) -> int | None:
+        """How many are asked for, by --nproc or --mesh."""
+        return self.nproc or (ranks_of(self.mesh) if self.mesh else None)
 
     def plan(self, device_type: DeviceType, world_size: int) -> Plan:
         """The plan for a world of `world_size` ranks.
@@ -209,23 +215,34 @@ def sizes_up_to(last: int) -> tuple[int, ...]:
 
 
 def parse_duration(text: str) -> float:
-    """`5m` -> 300 seconds. Units: s (or none), m, h."""
+    """`5m` -> 300 seconds. Units: s, m, h; a bare number may mean any of them and is refused."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    if match and not match[2]:
+        raise UsageError(
+            f"{text!r} has no unit: expected s, m or h after it, such as {match[1]}m or {match[1]}s"
+        )
     seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
     if not 0 < seconds < 1e9:
         raise UsageError(f"{text!r} is no duration: expected a number with s, m or h, such as 5m")
     return seconds
 
 
-def parse_list(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:
-    """A comma list of names that must all be in `known`; each once, in the order given."""
-    names = [part.strip() for part in text.split(",")]
+def parse_list(
+    text: str, known: Sequence[str], option: str, short: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str, ...]:
+    """A comma list of names that must all be in `known`; each once, in the order given. short: other names."""
+    names = [short.get(part.strip(), part.strip()) for part in text.split(",")]
     for name in names:
         if name not in known:
             raise UsageError(
                 f"{option} {text}: {name!r} is not known; expected one or more of {', '.join(known)}"
             )
     return tuple(dict.fromkeys(names))
+
+
+def parse_dtypes(text: str) -> tuple[str, ...]:
+    """`float32,bf16` -> ("float32", "bfloat16")."""
+    return parse_list(text, DTYPES, "--dtype", SHORT_DTYPES)
 
 
 def split_words(words: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -263,7 +280,11 @@ def refuse_foreign_options(suites: Sequence[Suite], given: Mapping[str, str]) ->
         if name not in known:
             dashed = name if name.startswith("-") else f"--{name}"
             own = "".join(f", {s.name} has --{', --'.join(s.options)}" for s in suites if s.options)
-            raise UsageError(f"No such option '{dashed}'; `dtbench run --help` shows what there is{own}")
+            raise UnknownOptionError(
+                dashed,
+                [f"--{option}" for option in known],
+                f"No such option '{dashed}'; `dtbench run --help` shows what there is{own}",
+            )
         if not value or value.startswith("--"):
             raise UsageError(f"--{name} needs a value: expected --{name} VALUE")
     alone = [suite.name for suite in suites if suite.world == "own"]
@@ -303,13 +324,18 @@ def label_of(suite: str, case: Case) -> str:
 def matcher(text: str) -> Callable[[str], bool]:
     """Whether a label holds every word of a line of `text`, in any case of letters; what is quoted is one word.
 
-    A value that is given with its name is meant whole: pass=forward is not pass=forward+backward.
+    A value that is given with its name is meant whole: pass=forward is not pass=forward+backward. A size may have
+    its unit: size=4KiB is size=4096.
     """
     lines = [
-        [f"{word} " if "=" in word[:-1] else word for word in _words(line)]
+        [f"{word} " if "=" in word[:-1] else word for word in _words(_in_bytes(line))]
         for line in text.lower().split("\n")
     ]
-    return lambda label: any(all(word in f"{label.lower()} " for word in words) for words in lines)
+    return lambda label: any(all(word in f"{_in_bytes(label.lower())} " for word in words) for words in lines)
+
+
+def _in_bytes(line: str) -> str:
+    return _SIZE_PARAM.sub(lambda size: f"{float(size[1]) * _UNITS[size[2].upper()]:.0f}", line)
 
 
 def _words(line: str) -> list[str]:
@@ -330,7 +356,7 @@ def list_tasks(suites: Sequence[Suite], plan: Plan, text: str = "") -> list[Task
     matches = matcher(text)
     total = 0
     for suite in sorted(suites, key=lambda s: s.world != "simulated"):
-        seen: set[tuple[Any, ...]] = set()
+        seen: set[tuple[object, ...]] = set()
         for case in _cases_of(suite, plan):
             key = (case.name, *sorted(case.params.items()))
             if key in seen:
@@ -373,7 +399,7 @@ def _cases_of(suite: Suite, plan: Plan) -> Iterator[Case]:
         ) from error
 
 
-def remaining(tasks: Iterable[Task], done: frozenset[ResultKey], launch: int) -> list[Task]:
+def remaining(tasks: Iterable[Task], done: Container[ResultKey], launch: int) -> list[Task]:
     """The tasks less the impls whose results are there already."""
     left: list[Task] = []
     for task in tasks:
@@ -427,9 +453,9 @@ def refuse_other_run(header: Header, plan: Plan, suites: Sequence[str], launches
     Raises:
         UsageError: with the first difference, as the file has it and as the options have it.
     """
-    was: dict[str, Any] = {"options": {}, "refine": False} | header.plan
+    was: dict[str, object] = {"options": {}, "refine": False} | header.plan
     asked = dataclasses.asdict(plan) | {"options": mask_variables(plan.options)}
-    now: dict[str, Any] = json.loads(json.dumps(asked))
+    now: dict[str, object] = json.loads(json.dumps(asked))
     was |= {"suites": list(header.suites), "launches": header.launches}
     now |= {"suites": list(suites), "launches": launches}
     for name in now:
@@ -440,7 +466,7 @@ def refuse_other_run(header: Header, plan: Plan, suites: Sequence[str], launches
             )
 
 
-def _shown(name: str, value: Any) -> str:
-    if name == "mesh" and value:
+def _shown(name: str, value: object) -> str:
+    if name == "mesh" and isinstance(value, list):
         return format_mesh(value)
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
 
 from dtbench.model import STATUSES, Result
-from dtbench.units import format_bandwidth, format_seconds, format_size
+from dtbench.text.units import format_bandwidth, format_seconds, format_size
 
 # How often a log without a terminal is told how far the run is.
 TELL_EVERY_S = 60.0
@@ -53,10 +53,17 @@ class Bar(Progress):
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            ProgressColumn,
+            TaskID,
+            TextColumn,
+            TimeRemainingColumn,
+        )
         from rich.progress import Progress as RichProgress
 
-        columns: list[Any] = [
+        columns: list[ProgressColumn] = [
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
@@ -66,7 +73,7 @@ class Bar(Progress):
         super().__init__()
         # Drawn when a result comes and not between: nothing may beat while times are taken.
         self._bar = RichProgress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
-        self._task: Any = None
+        self._task = TaskID(0)
 
     def begin(self, headline: str, total: int) -> None:
         self._total = total
@@ -90,6 +97,32 @@ class Bar(Progress):
 
     def _print(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False)
+
+
+class Line(Progress):
+    """One line that is written over and over, which a terminal and a notebook show alike."""
+
+    def __init__(self, shown: bool) -> None:
+        super().__init__()
+        self._shown = shown
+        self._length = 0
+
+    def result(self, result: Result) -> None:
+        self.show(line_of(result))
+
+    def show(self, text: str) -> None:
+        """In place of the text before."""
+        if not self._shown:
+            return
+        text = text[: shutil.get_terminal_size().columns - 1]
+        sys.stdout.write(f"\r{text:{self._length}}")
+        sys.stdout.flush()
+        self._length = len(text)
+
+    def close(self) -> None:
+        if self._length:
+            sys.stdout.write("\n")
+            self._length = 0
 
 
 def about(seconds: float) -> str:

@@ -17,11 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
-
-from dtbench.layout import from_last_arrival_s
-from dtbench.mesh import groups_in
 from dtbench.model import Case, Param, Plan, Result
+from dtbench.model.mesh import groups_in
+from dtbench.records.layout import from_last_arrival_s
+from dtbench.stats import quantile
 
 MISS = math.log(1.10)
 # Sizes added to one curve (a collective or transition on a mesh dim): two levels below one bend.
@@ -73,9 +72,9 @@ def middles(points: Mapping[int, Sequence[float]]) -> dict[int, float]:
 
     points: size -> the samples of a curve, seconds.
     """
-    sizes = _undisturbed({size: float(np.quantile(samples, 0.25)) for size, samples in points.items()})
-    times = [float(np.quantile(points[size], 0.25)) for size in sizes]
-    spread = [math.log(np.quantile(points[s], 0.75) / t) for s, t in zip(sizes, times, strict=True)]
+    sizes = _undisturbed({size: quantile(samples, 0.25) for size, samples in points.items()})
+    times = [quantile(points[size], 0.25) for size in sizes]
+    spread = [math.log(quantile(points[s], 0.75) / t) for s, t in zip(sizes, times, strict=True)]
     found: dict[int, float] = {}
     for left, middle, right in zip(
         range(len(sizes)), range(1, len(sizes)), range(2, len(sizes)), strict=False

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+
+import msgspec
 
 from dtbench.bench.options import Task
 from dtbench.bench.sampling import Adaptive, Budget, Instruments, Outcome, Ranks
 from dtbench.model import Result, estimator_of
+from dtbench.model.suites import World
 from dtbench.stats import summarize
-from dtbench.world.failure import Now
+from dtbench.world.failure import ActiveCase
 
 
 def budget_of(world: str, quick: bool) -> Budget:
@@ -37,20 +39,19 @@ class Sweep:
 
     launch: int
     timeout_s: float
-    now: Now
+    now: ActiveCase
     record: Callable[[Result], None]
     starting: Callable[[Task], None]
     limit: Callable[[float], AbstractContextManager[None]]
     go_on: Callable[[Task, Ranks], bool] = lambda _task, _ranks: True
 
-    def measure(self, tasks: Sequence[Task], world: Any, ranks: Ranks, instruments: Instruments) -> None:
+    def measure(self, tasks: Sequence[Task], world: World, ranks: Ranks, instruments: Instruments) -> None:
         """Measures the tasks in order, all ranks of `ranks` together."""
         for task in tasks:
             if not self.go_on(task, ranks):
                 continue
             case, now = task.case, self.now
-            now.suite, now.name, now.params, now.impls = task.suite.name, case.name, case.params, task.impls
-            now.case, now.step = now.case + 1, 0
+            now.begin(task.suite.name, case.name, case.params, task.impls)
             self.starting(task)
             with self.limit(self.timeout_s):
                 schedule = Adaptive(case, task.impls, ranks, instruments, now, self.timeout_s)
@@ -58,7 +59,7 @@ class Sweep:
             if ranks.rank == 0:
                 for impl in task.impls:
                     self.record(to_result(task, impl, outcomes[impl], self.launch))
-            now.suite = ""
+            now.end()
 
 
 def to_result(task: Task, impl: str, outcome: Outcome, launch: int = 0) -> Result:
@@ -77,15 +78,15 @@ def to_result(task: Task, impl: str, outcome: Outcome, launch: int = 0) -> Resul
         clock=case.clock,
     )
     if outcome.status != "ok" or not outcome.samples_s:
-        return dataclasses.replace(result, counters=outcome.counters)
+        return msgspec.structs.replace(result, counters=outcome.counters)
     try:
         timing = summarize(outcome.samples_s)
     except ValueError as error:
-        return dataclasses.replace(result, status="failed", reason=str(error))
+        return msgspec.structs.replace(result, status="failed", reason=str(error))
     estimate_s = getattr(timing, estimator_of(case))
     algbw = None if case.size_bytes is None or estimate_s <= 0 else case.size_bytes / estimate_s
     busbw = None if algbw is None or case.busbw_factor is None else algbw * case.busbw_factor
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         result,
         time_s=timing,
         samples_s=outcome.samples_s,

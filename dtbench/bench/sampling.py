@@ -16,14 +16,15 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, cast
 
 from dtbench.bench.arrivals import lateness_s
 from dtbench.bench.clock import Clock
 from dtbench.bench.measure import Schedule, Subject, measure, release_memory
 from dtbench.model import Case, Status
+from dtbench.model.suites import World
 from dtbench.world.clocks import Offset, halfway
-from dtbench.world.failure import Now
+from dtbench.world.failure import ActiveCase
 
 # A block of warm-up calls that is less than this much faster than the one before ends the warm-up.
 STEADY_GAIN = 0.10
@@ -35,13 +36,17 @@ CHUNK_S = 0.25
 FEWEST_SAMPLES = 2
 
 
+_V = TypeVar("_V")
+_D = TypeVar("_D")
+
+
 class Ranks(Protocol):
     """The ranks of a world, reached outside its collectives."""
 
     rank: int
     size: int
 
-    def agree(self, vote: Any, decide: Callable[[list[Any]], Any]) -> Any:
+    def agree(self, vote: _V, decide: Callable[[list[_V]], _D]) -> _D:
         """Every rank gives a vote (JSON data); rank 0 decides on the list of all; all get the decision."""
         ...
 
@@ -93,6 +98,26 @@ class Outcome:
     counters: dict[str, float] = field(default_factory=dict)
 
 
+# impl -> its status, the reason, and the rank that said so; None where rank 0 decided it.
+_Verdicts = dict[str, tuple[Status, str, int | None]]
+
+
+class RankPart(TypedDict):
+    """What a rank has of an impl, as it travels.
+
+    samples: seconds per call, None for one that raised; None in all on a rank that only waits. started: of each sample,
+    ns on the kernel's clock. offset: (ns to rank 0's clock, how far off that may be). error_ns: of `started`.
+    """
+
+    counters: dict[str, float] | None
+    samples: list[float | None] | None
+    started: list[int | None]
+    kernel: str | None
+    offset: tuple[float, float] | None
+    error_ns: float
+    throttled: str | None
+
+
 class GaveUp(Exception):  # noqa: N818 - ends a measurement, on all ranks at once
     """Every impl of the case has its verdict."""
 
@@ -101,10 +126,10 @@ class TooSlow(Exception):  # noqa: N818 - rank 0's decision, not an error
     """What is left of the timeout does not hold what comes next; the message says why."""
 
 
-class Voted(Schedule):
+class CollectiveSchedule(Schedule):
     """What schedules share whose ranks act together: each verdict on an impl is a vote of all. Used once."""
 
-    def __init__(self, case: Case, impls: Sequence[str], ranks: Ranks, now: Now) -> None:
+    def __init__(self, case: Case, impls: Sequence[str], ranks: Ranks, now: ActiveCase) -> None:
         self.case = case
         self.ranks = ranks
         self.live = {impl: self._subject(impl) for impl in impls}
@@ -112,7 +137,7 @@ class Voted(Schedule):
         self._now = now
         self._ended: list[Subject] = []  # to be closed
 
-    def run(self, world: Any) -> dict[str, Outcome]:
+    def run(self, world: World) -> dict[str, Outcome]:
         """Measures the impls; their outcomes."""
         try:
             measure(list(self.live.values()), world, self)
@@ -123,8 +148,8 @@ class Voted(Schedule):
             release_memory()
         return self.outcomes
 
-    def vote(self, vote: dict[str, Any], decide: Callable[[list[Any]], Any]) -> Any:
-        """Agrees on the verdicts since the last vote, then on what `decide` makes of the votes.
+    def vote(self, mine: _V, decide: Callable[[list[_V]], _D]) -> _D:
+        """Agrees on the verdicts since the last vote, then on what `decide` makes of all ranks' `mine`.
 
         `decide` runs on rank 0 with the impls that are left.
 
@@ -132,18 +157,18 @@ class Voted(Schedule):
             GaveUp: no impl is left.
         """
 
-        def decide_all(votes: list[Any]) -> dict[str, Any]:
-            bad: dict[str, tuple[Any, ...]] = {**_worst([v["bad"] for v in votes])}
+        def decide_all(votes: list[tuple[dict[str, tuple[Status, str]], _V]]) -> tuple[_Verdicts, _D | None]:
+            bad = _worst([found for found, _ in votes])
             self._end(bad)
             try:
-                return {"bad": bad, "next": decide(votes) if self.live else None}
+                return bad, decide([one for _, one in votes]) if self.live else None
             except TooSlow as reason:
-                return {"bad": bad | dict.fromkeys(self.live, ("failed", str(reason), None)), "next": None}
+                return bad | {impl: ("failed", str(reason), None) for impl in self.live}, None
 
-        bad = {impl: subject.bad for impl, subject in self.live.items() if subject.bad is not None}
-        decision = self.ranks.agree({"bad": bad, **vote}, decide_all)
+        found = {impl: subject.bad for impl, subject in self.live.items() if subject.bad is not None}
+        bad, decision = self.ranks.agree((found, mine), decide_all)
         self._now.raised = self._now.raised_in = None
-        self._end(decision["bad"])
+        self._end(bad)
         if self._ended:
             for subject in self._ended:
                 subject.close()
@@ -151,9 +176,9 @@ class Voted(Schedule):
             release_memory()
         if not self.live:
             raise GaveUp
-        return decision["next"]
+        return cast(_D, decision)
 
-    def _end(self, bad: Mapping[str, Sequence[Any]]) -> None:
+    def _end(self, bad: _Verdicts) -> None:
         for impl, (status, reason, rank) in bad.items():
             self.outcomes[impl] = Outcome(status, reason, rank)
             if impl in self.live:
@@ -173,7 +198,7 @@ class Voted(Schedule):
         return Subject(self.case, impl, entering, raised)
 
 
-class Adaptive(Voted):
+class Adaptive(CollectiveSchedule):
     """The schedule of `dtbench run`: as many samples as the budget and the timeout hold, the impls in turn."""
 
     def __init__(
@@ -182,7 +207,7 @@ class Adaptive(Voted):
         impls: Sequence[str],
         ranks: Ranks,
         instruments: Instruments,
-        now: Now,
+        now: ActiveCase,
         timeout_s: float,
     ) -> None:
         super().__init__(case, impls, ranks, now)
@@ -202,15 +227,15 @@ class Adaptive(Voted):
 
     def warm_up(self) -> None:
         """One call of each, voted on singly: the first that takes most of the timeout ends the case. Then blocks."""
-        self.vote({}, lambda votes: None)
+        self.vote(None, lambda _votes: None)
         for impl in list(self.live):
             if impl in self.live:
-                self.vote({"s": {impl: self._fastest_of(impl, 1)}}, self._learn)
+                self.vote({impl: self._fastest_of(impl, 1)}, self._learn)
         sizes = dict.fromkeys(self.live, max(self.case.warmup_calls - 1, 1))
         fastest: dict[str, float] = {}
         spent: dict[str, float] = {}
 
-        def decide(votes: list[Any]) -> dict[str, int]:
+        def decide(votes: list[dict[str, float | None]]) -> dict[str, int]:
             self._learn(votes)
             again: dict[str, int] = {}
             for impl in [i for i in sizes if i in self.live]:
@@ -223,21 +248,21 @@ class Adaptive(Voted):
 
         for _ in range(MAX_WARMUP_BLOCKS):
             took = {impl: self._fastest_of(impl, calls) for impl, calls in sizes.items()}
-            again = self.vote({"s": took}, decide)
+            again = self.vote(took, decide)
             sizes = {impl: calls for impl, calls in again.items() if impl in self.live}
             if not sizes:
                 return
 
     def sample(self) -> None:
         """Rounds of one sample per impl, a vote every quarter of a second."""
-        total = self.vote({}, lambda votes: self._choose_total())
+        total = self.vote(None, lambda _votes: self._choose_total())
         before, offset = self._with.gpu_state(), self._with.clock_offset()
-        rounds = self.vote({}, lambda votes: self._choose_rounds(0, total))
+        rounds = self.vote(None, lambda _votes: self._choose_rounds(0, total))
         done = 0
         while rounds:
             self._rounds(range(done, done + rounds))
             done += rounds
-            rounds = self.vote({}, functools.partial(self._next_rounds, done, total))
+            rounds = self.vote(None, functools.partial(self._next_rounds, done, total))
         after = self._with.clock_offset()
         self._offset = halfway(offset, after) if offset and after else None
         reasons = [r for state in (before, self._with.gpu_state()) if state for r in state["throttled_by"]]
@@ -246,20 +271,20 @@ class Adaptive(Voted):
     def finish(self) -> None:
         """Gathers what the ranks have: on rank 0 the outcomes are whole; elsewhere they hold the status alone."""
         mine = {impl: self._part(impl, subject) for impl, subject in self.live.items()}
-        gathered: list[Any] = []
-        self.vote({"all": mine}, gathered.extend)
+        gathered: list[dict[str, RankPart]] = []
+        self.vote(mine, gathered.extend)
         for impl in self.live:
-            parts = [v["all"][impl] for v in gathered]
+            parts = [of[impl] for of in gathered]
             self.outcomes[impl] = combine(parts, self.case.calls_per_sample) if parts else Outcome("ok")
 
-    def _part(self, impl: str, subject: Subject) -> dict[str, Any]:
+    def _part(self, impl: str, subject: Subject) -> RankPart:
         count, participates = subject.workload.counters, subject.workload.participates
         return {
             "counters": {} if count is None else subject.attempt(lambda: dict(count())),
             "samples": self._samples[impl] if participates else None,
             "started": self._started[impl],
             "kernel": self._with.kernel,
-            "offset": self._offset and [self._offset.ns, self._offset.uncertainty_ns],
+            "offset": None if self._offset is None else (self._offset.ns, self._offset.uncertainty_ns),
             "error_ns": self._error_ns[impl],
             "throttled": self._throttled,
         }
@@ -293,10 +318,10 @@ class Adaptive(Voted):
 
     # ---- what rank 0 decides ----
 
-    def _learn(self, votes: list[Any]) -> None:
+    def _learn(self, votes: list[dict[str, float | None]]) -> None:
         """Keeps the slowest rank's time per call; raises when not even one more call would fit."""
-        for impl in votes[0]["s"]:
-            took = [v["s"][impl] for v in votes if v["s"][impl] is not None]
+        for impl in votes[0]:
+            took = [of_rank for vote in votes if (of_rank := vote[impl]) is not None]
             if took:
                 self._call_s[impl] = max(took)
         if self._left_s() < max((self._call_s.get(impl, 0.0) for impl in self.live), default=0.0):
@@ -322,7 +347,7 @@ class Adaptive(Voted):
     def _choose_rounds(self, done: int, total: int) -> int:
         return min(max(int(CHUNK_S / self._round_s()), 1), total - done)
 
-    def _next_rounds(self, done: int, total: int, _votes: list[Any]) -> int:
+    def _next_rounds(self, done: int, total: int, _votes: list[None]) -> int:
         if done < total and self._left_s() < self._round_s():
             if done < FEWEST_SAMPLES:
                 raise self._too_slow()
@@ -336,10 +361,10 @@ class Adaptive(Voted):
         )
 
 
-def _worst(votes: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, tuple[str, str, int]]:
+def _worst(votes: Sequence[Mapping[str, tuple[Status, str]]]) -> _Verdicts:
     """impl -> status, reason and rank of the gravest verdict any rank has; the lowest rank's if equal."""
     gravity = ("skipped", "wrong", "failed")
-    worst: dict[str, tuple[str, str, int]] = {}
+    worst: _Verdicts = {}
     for rank, bad in enumerate(votes):
         for impl, (status, reason) in bad.items():
             if impl not in worst or gravity.index(status) > gravity.index(worst[impl][0]):
@@ -347,7 +372,7 @@ def _worst(votes: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, tuple[str,
     return worst
 
 
-def combine(parts: Sequence[Mapping[str, Any]], calls: int = 1) -> Outcome:
+def combine(parts: Sequence[RankPart], calls: int = 1) -> Outcome:
     """The outcome of an impl from what each rank has: its samples (None: it only waited), when they
     began, its counters, what throttled it. A round that some rank missed is left out.
 
@@ -360,10 +385,10 @@ def combine(parts: Sequence[Mapping[str, Any]], calls: int = 1) -> Outcome:
     if not own:
         return Outcome("failed", "no rank takes part in it: expected `participates` on at least one rank")
     whole = [i for i, row in enumerate(zip(*own.values(), strict=True)) if None not in row]
-    rounds = [tuple(samples[i] for samples in own.values()) for i in whole]
+    rounds = [tuple(s for samples in own.values() if (s := samples[i]) is not None) for i in whole]
     if not rounds:
         return Outcome("failed", "no sample was completed by all ranks")
-    counters: dict[str, float] = dict(parts[min(own)]["counters"])
+    counters: dict[str, float] = dict(parts[min(own)]["counters"] or {})
     by_rank: dict[str, tuple[float, ...]] = {}
     arrivals: dict[str, tuple[float, ...]] = {}
     if len(own) > 1:
@@ -383,11 +408,13 @@ def combine(parts: Sequence[Mapping[str, Any]], calls: int = 1) -> Outcome:
 
 
 def _arrivals(
-    parts: Mapping[int, Mapping[str, Any]], rounds: Sequence[int], calls: int
+    parts: Mapping[int, RankPart], rounds: Sequence[int], calls: int
 ) -> dict[str, tuple[float, ...]]:
     """Per rank how late it began these rounds, per call; empty where some clock does not say."""
-    began = {rank: [part["started"][i] for i in rounds] for rank, part in parts.items()}
-    if any(time is None for times in began.values() for time in times):
+    began = {
+        rank: [at for i in rounds if (at := part["started"][i]) is not None] for rank, part in parts.items()
+    }
+    if any(len(times) < len(rounds) for times in began.values()):
         return {}
     kernels = {rank: part["kernel"] for rank, part in parts.items()}
     late = lateness_s(began, kernels, {r: Offset(*p["offset"]) for r, p in parts.items() if p["offset"]})

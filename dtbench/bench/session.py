@@ -1,118 +1,58 @@
-"""What a rank does in a run: measure with the others what is left to measure, and, on rank 0, write it down."""
+"""What a rank does in a run: measure with the others what is left to measure, and, on rank 0, write it down.
+
+The way of a case: all ranks agree on the tasks (`_agree_on_tasks`), `Sweep` measures one after another in a live
+world, and rank 0's `Recorder` writes each result and shows it.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
-import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
 
 from dtbench.bench import budget
-from dtbench.bench.options import (
-    RunOptions,
-    Task,
-    further_tasks,
-    list_tasks,
-    refuse_foreign_options,
-    refuse_other_run,
-    remaining,
+from dtbench.bench.clock import clocks_of
+from dtbench.bench.job import (
+    Job,
+    exit_code_of,
+    open_run_file,
+    output_of,
+    prepare,
+    report_failure,
+    run_to_resume,
+    say_complete,
 )
-from dtbench.bench.progress import Progress, make_progress, say, summary_of
+from dtbench.bench.options import RunOptions, Task, further_tasks, remaining
+from dtbench.bench.progress import make_progress, say, summary_of
 from dtbench.bench.runner import Sweep, budget_of
-from dtbench.bench.sampling import Instruments, Ranks
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError, complain
-from dtbench.files.run import RunWriter, read_run
-from dtbench.machine.device import gpus, is_gpu, rehearsing
-from dtbench.masking import mask_arguments
-from dtbench.mesh import format_mesh
-from dtbench.model import Plan, Result, Run
-from dtbench.suite import Suite, load
-from dtbench.units import format_seconds
+from dtbench.bench.sampling import Budget, Instruments, Ranks
+from dtbench.machine import provenance as machine
+from dtbench.machine.device import choose_device, is_gpu
+from dtbench.model import Param, Result
+from dtbench.model.errors import UsageError
+from dtbench.model.mesh import format_mesh
+from dtbench.records.run import RunWriter
+from dtbench.text.units import format_seconds
 from dtbench.world.clocks import Offset
-from dtbench.world.failure import Diagnosis, Now
-from dtbench.world.launch import AGAIN, OUTPUT, launch_number, start_again
+from dtbench.world.failure import ActiveCase, Diagnosis
+from dtbench.world.launch import AGAIN, launch_number, start_again
 from dtbench.world.rank import Rank
 from dtbench.world.ranks import AloneRanks, Place, backend_of, simulated_world
+
+if TYPE_CHECKING:
+    import torch
 
 # How often the suites may ask for more cases in a launch; bisection from steps of 4x down to below 2x asks
 # twice. A suite without an end would measure for ever.
 MAX_REFINEMENTS = 8
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a run is to do, the same on every rank and in the launcher."""
-
-    options: RunOptions
-    plan: Plan
-    suites: tuple[Suite, ...]
-    tasks: tuple[Task, ...]  # to measure, in this order
-    listed: tuple[Task, ...]  # all that the options name; --budget may leave some out
-
-    @property
-    def suite_names(self) -> list[str]:
-        """As the header has them."""
-        return [suite.name for suite in self.suites]
-
-    @property
-    def alone(self) -> bool:
-        """Whether its suite, which is then the only one, needs no ranks."""
-        return self.suites[0].world == "own"
-
-
-def prepare(options: RunOptions, device_type: str, world_size: int) -> Job:
-    """Validates all that can be validated before ranks exist.
-
-    Raises:
-        UsageError: options that cannot be followed.
-    """
-    plan = options.plan("cuda" if device_type == "cuda" else "cpu", world_size)
-    suites = tuple({suite.name: suite for suite in load(options.suites)}.values())
-    refuse_foreign_options(suites, options.suite_options)
-    listed = tasks = list_tasks(suites, plan, options.filter)
-    if options.budget_s is not None:
-        if suites[0].world == "own":
-            raise UsageError(f"--budget is for suites that time something: leave it out for {suites[0].name}")
-        tasks = budget.choose(listed, options.budget_s, plan.quick)
-    return Job(options, plan, suites, tuple(tasks), tuple(listed))
-
-
-def refuse_without_ranks(job: Job) -> None:
-    """Checks that there is something for ranks to do.
-
-    Raises:
-        UsageError: a suite that needs none.
-    """
-    if job.alone:
-        name = job.suites[0].name
-        raise UsageError(
-            f"{name} needs no ranks, but a launcher has started some: run `dtbench run {name}` without it"
-        )
-
-
-def choose_device(options: RunOptions) -> str:
-    """The device type to measure on.
-
-    Raises:
-        UsageError: --device cuda without CUDA.
-    """
-    if options.device == "cpu" or rehearsing():
-        return "cpu"
-    if gpus().count():
-        return "cuda"
-    if options.device == "cuda":
-        raise UsageError(
-            "--device cuda: torch finds no CUDA device here; expected a GPU, its driver and a CUDA build "
-            "of torch; use --device cpu, or ask `dtbench doctor`"
-        )
-    return "cpu"
+# A case that a suite wants beside those that it lists: suite, name, params and impls.
+_Further = tuple[str, str, dict[str, Param], list[str]]
 
 
 class Session:
@@ -123,54 +63,65 @@ class Session:
         self._argv = argv
         self._launch = launch_number()
         self._output = output_of(options)
-        self._began = float(os.environ.get(AGAIN) or time.monotonic())
-        self._writer: RunWriter | None = None
-        self._progress: Progress | None = None
+        self._began_s = float(os.environ.get(AGAIN) or time.monotonic())
+        self._recorder: Recorder | None = None  # on rank 0
         self._rank = Rank(place, self._report, self._launch)
-        self._now = self._rank.now
 
     def go(self) -> NoReturn:
         """Measures and exits."""
         place = self._rank.place
         with self._rank as rank:
-            job = prepare(self._options, choose_device(self._options), place.world_size)
-            refuse_without_ranks(job)
+            job = prepare(self._options, choose_device(self._options.device), place.world_size)
+            if job.alone:
+                name = job.suites[0].name
+                raise UsageError(
+                    f"{name} needs no ranks, but a launcher has started some: run `dtbench run {name}` without it"
+                )
             try:
                 self._run(job)
             finally:
-                if self._progress is not None:
-                    self._progress.close()
+                if self._recorder is not None:
+                    self._recorder.progress.close()
         if self._launch + 1 < self._options.launches and not rank.ours:
             start_again(self._launch + 1, self._output)
         rank.exit()
 
-    # ---- the run ----
-
     def _run(self, job: Job) -> None:
-        rank = self._rank
+        rank, device_type = self._rank, job.plan.device_type
         sends = any(task.suite.world == "ranks" for task in job.tasks)
-        rank.join(
-            job.plan.device_type, backend_of(job.plan.device_type, self._options.backend) if sends else None
-        )
+        rank.join(device_type, backend_of(device_type, self._options.backend) if sends else None)
         if rank.place.rank == 0:
-            self._writer = self._open(job, rank.infos)
-        tasks = self._agree_on_tasks(job, rank.ranks)
-        if rank.place.rank == 0:
-            self._begin(job, tasks)
+            self._recorder = Recorder(job, self._open(job), self._launch)
+        tasks = self._agree_on_tasks(job)
+        if self._recorder is not None:
+            self._recorder.begin(tasks)
+        self._measure(job, tasks)
+        rank.conclude(lambda: self._on_rank_0.end())
+
+    def _open(self, job: Job) -> RunWriter:
+        if self._launch > 0 or os.environ.get(AGAIN):
+            return RunWriter.resume(self._output)
+        before = run_to_resume(job, self._output) if self._options.resume else None
+        if before is not None and before.complete:
+            self._rank.stop_all(say_complete(before))
+        return open_run_file(job, self._argv, self._output, self._rank.infos, before)
+
+    @property
+    def _on_rank_0(self) -> Recorder:
+        assert self._recorder is not None
+        return self._recorder
+
+    def _measure(self, job: Job, tasks: Sequence[Task]) -> None:
+        rank, quick = self._rank, job.plan.quick
         sweep = Sweep(
             launch=self._launch,
             timeout_s=self._options.timeout_s,
-            now=self._now,
-            record=self._record,
+            now=rank.now,
+            record=lambda result: self._on_rank_0.record(result),
             starting=self._starting,
             limit=rank.limit,
             go_on=self._go_on(tasks),
         )
-        self._measure(job, tasks, sweep)
-        rank.code = int(rank.ranks.agree(None, lambda votes: self._close(job)))
-
-    def _measure(self, job: Job, tasks: Sequence[Task], sweep: Sweep) -> None:
-        rank, quick = self._rank, job.plan.quick
         simulated = [task for task in tasks if task.suite.world == "simulated"]
         real = [task for task in tasks if task.suite.world == "ranks"]
         instruments = functools.partial(instruments_of, rank.device)
@@ -181,7 +132,7 @@ class Session:
             rank.store.delete_key("now")
         rank.wait_for_all()
         # A resumed run may have its sweep whole and its refinement not.
-        real = real or self._agree_on_more(job, rank.ranks)
+        real = real or self._agree_on_more(job)
         if not real:
             return
         with rank.process_group(job.plan.mesh, self._options.timeout_s) as (group, barrier):
@@ -192,42 +143,15 @@ class Session:
             )
             for _ in range(MAX_REFINEMENTS):
                 sweep.measure(real, group, rank.ranks, tools)
-                real = self._agree_on_more(job, rank.ranks)
+                real = self._agree_on_more(job)
                 if not real:
                     break
 
-    def _agree_on_more(self, job: Job, ranks: Ranks) -> list[Task]:
-        """What the suites want to measure beyond their cases, as rank 0 finds from the file; names and
-        params travel, and each rank builds the cases of them."""
-        if not job.plan.refine:
-            return []
+    # ---- what all ranks agree on ----
 
-        def decide(_votes: list[Any]) -> list[Any]:
-            assert self._writer is not None and self._progress is not None
-            results = read_run(self._output).results
-            more = further_tasks(job.suites, job.plan, job.options.filter, results, self._launch)
-            left = remaining(more, self._writer.done, self._launch)
-            if left:
-                self._progress.more(sum(len(task.impls) for task in left))
-            return [[t.suite.name, t.case.name, dict(t.case.params), list(t.impls)] for t in left]
-
-        suites = {suite.name: suite for suite in job.suites}
-        tasks = []
-        for name, case, params, impls in ranks.agree(None, decide):
-            refinement = suites[name].refinement
-            assert refinement is not None
-            tasks.append(Task(suites[name], refinement.case(job.plan, case, params), tuple(impls)))
-        return tasks
-
-    def _agree_on_tasks(self, job: Job, ranks: Ranks) -> list[Task]:
-        """What is left to measure, as rank 0 reads it from the file."""
-
-        def decide(_votes: list[Any]) -> list[list[str]]:
-            assert self._writer is not None
-            left = remaining(job.tasks, self._writer.done, self._launch)
-            impls = {id(task.case): list(task.impls) for task in left}
-            return [impls.get(id(task.case), []) for task in job.tasks]
-
+    def _agree_on_tasks(self, job: Job) -> list[Task]:
+        """What is left to measure, by rank 0's file."""
+        ranks = self._rank.ranks
         # Ranks that list other cases would wait in different collectives.
         mine = [task.label for task in job.tasks] if ranks.size > 1 else []
         different = ranks.agree(
@@ -239,220 +163,137 @@ class Session:
                 f"ranks {different} list other cases than rank 0: expected the same suites and options on "
                 f"every rank; a suite's cases may depend on its plan only"
             )
-        chosen: list[list[str]] = ranks.agree(None, decide)
-        return [
-            Task(task.suite, task.case, tuple(impls))
-            for task, impls in zip(job.tasks, chosen, strict=True)
-            if impls
-        ]
+        chosen: list[list[str]] = ranks.agree(None, lambda _votes: self._on_rank_0.impls_left())
+        pairs = zip(job.tasks, chosen, strict=True)
+        return [Task(task.suite, task.case, tuple(impls)) for task, impls in pairs if impls]
 
-    # ---- rank 0's file and terminal ----
+    def _agree_on_more(self, job: Job) -> list[Task]:
+        """What the suites want to measure beyond their cases, as rank 0 finds from its results; names and params
+        travel, and each rank builds the cases of them."""
+        if not job.plan.refine:
+            return []
+        suites = {suite.name: suite for suite in job.suites}
+        wanted: list[_Further] = self._rank.ranks.agree(None, lambda _votes: self._on_rank_0.further())
+        tasks = []
+        for name, case, params, impls in wanted:
+            refinement = suites[name].refinement
+            assert refinement is not None
+            tasks.append(Task(suites[name], refinement.case(job.plan, case, params), tuple(impls)))
+        return tasks
 
-    def _open(self, job: Job, infos: Sequence[Mapping[str, Any]]) -> RunWriter:
-        if self._launch > 0 or os.environ.get(AGAIN):
-            return RunWriter.resume(self._output)
-        if self._options.resume:
-            run = check_resume(job, self._output)
-            if run.complete:
-                self._rank.stop_all(say_complete(run))
-        return open_run_file(job, self._argv, self._output, infos)
-
-    def _go_on(self, tasks: Sequence[Task]) -> Callable[[Task, Any], bool]:
+    def _go_on(self, tasks: Sequence[Task]) -> Callable[[Task, Ranks], bool]:
         """Whether --budget has time for a task, as rank 0 finds."""
         if self._options.budget_s is None:
             return lambda _task, _ranks: True
-        deadlines = budget.Deadlines(tasks, self._began + self._options.budget_s)
+        deadlines = budget.Deadlines(tasks, self._began_s + self._options.budget_s)
         return lambda task, ranks: bool(
             ranks.agree(None, lambda _votes: deadlines.allows(task, time.monotonic()))
         )
 
-    def _begin(self, job: Job, tasks: Sequence[Task]) -> None:
-        self._progress = make_progress()
-        plan = job.plan
-        launches = self._options.launches
+    # ---- which case is in hand, for whoever reports its failure ----
+
+    def _starting(self, task: Task) -> None:
+        rank = self._rank
+        if self._recorder is not None:
+            rank.note(case=rank.now, good=self._recorder.good)
+            if task.suite.world == "simulated":  # the other ranks do not see which case it is
+                rank.store.set("now", msgspec.json.encode(rank.now).decode())
+
+    def _case_in_hand(self) -> ActiveCase:
+        rank = self._rank
+        if not rank.now.name and rank.place.rank != 0:
+            with suppress(RuntimeError, msgspec.MsgspecError):  # rank 0 may have died in its simulated world
+                store = rank.connect(False)
+                if store.check(["now"]):
+                    return msgspec.json.decode(store.get("now"), type=ActiveCase)
+        return rank.now
+
+    def _report(self, diagnosis: Diagnosis, _case: ActiveCase) -> str | None:
+        """On the lowest living rank, in a helper thread: the failed result, and the last line where no launcher of
+        ours is to go on."""
+        writer = None
+        if self._recorder is not None:
+            writer = self._recorder.writer
+            with suppress(Exception):  # whatever the terminal does, the last line comes
+                self._recorder.progress.close()
+        goes_on = self._rank.ours and self._options.on_failure == "continue"
+        return report_failure(diagnosis, self._case_in_hand(), self._output, writer, goes_on=goes_on)
+
+
+class Recorder:
+    """On rank 0: the run file, what is left to do by it, and the terminal."""
+
+    def __init__(self, job: Job, writer: RunWriter, launch: int) -> None:
+        self.writer = writer
+        self.progress = make_progress()
+        self._job = job
+        self._launch = launch
+        self.good = sum(result.status == "ok" for result in writer.results.values())
+
+    def left(self, tasks: Iterable[Task]) -> list[Task]:
+        return remaining(tasks, self.writer.results, self._launch)
+
+    def impls_left(self) -> list[list[str]]:
+        """Of each task of the job."""
+        impls = {id(task.case): list(task.impls) for task in self.left(self._job.tasks)}
+        return [impls.get(id(task.case), []) for task in self._job.tasks]
+
+    def further(self) -> list[_Further]:
+        """What the suites want beyond the job's tasks, by the results so far."""
+        job, results = self._job, list(self.writer.results.values())
+        more = further_tasks(job.suites, job.plan, job.options.filter, results, self._launch)
+        left = self.left(more)
+        if left:
+            self.progress.more(sum(len(task.impls) for task in left))
+        return [(t.suite.name, t.case.name, dict(t.case.params), list(t.impls)) for t in left]
+
+    def begin(self, tasks: Sequence[Task]) -> None:
+        """The first line."""
+        plan, launches = self._job.plan, self._job.options.launches
         total = sum(len(task.impls) for task in tasks)
         words = [
             f"{total} results to measure on {plan.world_size} {plan.device_type} ranks",
             f"({format_mesh(plan.mesh)}),",
             f"launch {self._launch + 1} of {launches}," if launches > 1 else "",
-            f"into {self._output}:",
-            budget.forecast(tasks, job.listed, plan.quick),
+            f"into {self.writer.path}:",
+            budget.forecast(tasks, self._job.listed, plan.quick),
         ]
-        self._progress.begin(" ".join(word for word in words if word), total)
+        self.progress.begin(" ".join(word for word in words if word), total)
 
-    def _starting(self, task: Task) -> None:
-        if self._rank.place.rank == 0:
-            self._rank.note(case=self._now.as_json())
-            if task.suite.world == "simulated":  # the other ranks do not see which case it is
-                self._rank.store.set("now", json.dumps(self._now.as_json()))
+    def record(self, result: Result) -> None:
+        written = self.writer.append(result)
+        self.good += written.status == "ok"
+        self.progress.result(written)
 
-    def _record(self, result: Result) -> None:
-        assert self._writer is not None and self._progress is not None
-        self._progress.result(self._writer.append(result))
-
-    def _close(self, job: Job) -> int:
-        """On rank 0, when all is measured: the end of the file and the last line. The exit code."""
-        assert self._writer is not None and self._progress is not None
-        last = self._launch + 1 >= self._options.launches
+    def end(self) -> int:
+        """When all is measured: the end of the file and the last line. The exit code."""
+        options, writer = self._job.options, self.writer
+        results = writer.results
+        last = self._launch + 1 >= options.launches
         if last:
-            self._writer.end()
-        self._writer.close()
-        self._progress.close()
-        run = read_run(self._output)
-        code = exit_code_of(run)
+            writer.end()
+        writer.close()
+        self.progress.close()
         if last:
-            left = remaining(job.listed, self._writer.done, self._launch)
-            if self._options.budget_s is not None and left:
-                say(f"left out for --budget: {budget.name_left_out(job.listed, left)}")
-            if moved := self._writer.clock_moved_s:
+            left = self.left(self._job.listed)
+            if options.budget_s is not None and left:
+                say(f"left out for --budget: {budget.name_left_out(self._job.listed, left)}")
+            if moved := writer.clock_moved_s:
                 say(
                     f"the clock was set {format_seconds(abs(moved))} {'ahead' if moved > 0 else 'back'} meanwhile, or "
                     "the host slept: the file's stamps show it, its times are of another clock"
                 )
-            say(f"{self._output}: {summary_of(run.results)}")
-        self._rank.note(code=code, reported=True, whole=True)
-        return code
-
-    # ---- failures ----
-
-    def _report(self, diagnosis: Diagnosis) -> str | None:
-        """On the lowest living rank, in a helper thread: the failed result, and the last line where no launcher of
-        ours is to go on."""
-        if self._progress is not None:
-            with suppress(Exception):  # whatever the terminal does, the last line comes
-                self._progress.close()
-        goes_on = self._rank.ours and self._options.on_failure == "continue"
-        return report_failure(diagnosis, self._case_in_hand(), self._output, self._writer, goes_on=goes_on)
-
-    def _case_in_hand(self) -> Now:
-        if not self._now.suite and self._rank.place.rank != 0:
-            with suppress(RuntimeError, ValueError):  # rank 0 may have died in its simulated world
-                store = self._rank.connect(False)
-                if store.check(["now"]):
-                    return Now(**json.loads(store.get("now")))
-        return self._now
-
-
-# --------------------------------------------------------------------------------- shared with the launcher
-
-
-def output_of(options: RunOptions) -> Path:
-    """The run file: -o, or a name by the time in the current folder."""
-    if options.output is not None:
-        return options.output
-    given = os.environ.get(OUTPUT)
-    return Path(given) if given else Path(time.strftime("run-%Y%m%dT%H%M%SZ.jsonl", time.gmtime()))
-
-
-def exit_code_of(run: Run) -> int:
-    """0, or 5 where a result failed or is wrong, or there is none."""
-    good = run.results and all(r.status not in ("failed", "wrong") for r in run.results)
-    return EXIT_OK if good else EXIT_CASE_FAILED
-
-
-def check_resume(job: Job, output: Path) -> Run:
-    """The run to go on with.
-
-    Raises:
-        UnreadableRunError: it is no run.
-        UsageError: it was asked for something else.
-    """
-    run = read_run(output)
-    refuse_other_run(run.header, job.plan, job.suite_names, job.options.launches, output)
-    return run
-
-
-def open_run_file(
-    job: Job, argv: Sequence[str], output: Path, ranks: Sequence[Mapping[str, Any]]
-) -> RunWriter:
-    """The file of the run to go on with, or a new one. ranks: what each says of itself.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    from dtbench.machine.provenance import provenance
-
-    if job.options.resume:
-        return RunWriter.resume(output, {"argv": mask_arguments(argv)})
-    header = provenance(
-        argv=argv,
-        plan=job.plan,
-        suites=job.suite_names,
-        mesh=() if job.alone else job.plan.mesh,
-        ranks=ranks,
-        backend=None if job.alone else backend_of(job.plan.device_type, job.options.backend),
-        launches=job.options.launches,
-    )
-    return RunWriter.create(output, header)
-
-
-def say_complete(run: Run) -> int:
-    """There is nothing to resume; the exit code."""
-    say(f"{run.path} is complete already: {summary_of(run.results)}; nothing to go on with")
-    return exit_code_of(run)
-
-
-def report_failure(
-    diagnosis: Diagnosis, now: Now, output: Path, writer: RunWriter | None = None, *, goes_on: bool = False
-) -> str | None:
-    """Records the case that was in hand as failed and prints the run's last line.
-
-    goes_on: whether new ranks may follow; what happened to the case is then given back, not printed.
-    """
-    where = ""
-    if now.suite and diagnosis.blames_case:
-        where = f" during {now.label}"
-        with suppress(DtbenchError, ValueError):
-            _record_failed(diagnosis, now, output, writer)
-    if where and goes_on:
-        return f"{diagnosis.sentence}{where}"
-    complain(f"{diagnosis.sentence}{where}: {say_kept(output)}")
-    return None
-
-
-def say_kept(output: Path) -> str:
-    """`3 results are in x.jsonl; go on with --resume -o x.jsonl`."""
-    try:
-        count = len(read_run(output).results)
-    except DtbenchError:
-        return "nothing was measured"
-    results = "1 result is" if count == 1 else f"{count} results are"
-    return f"{results} in {output}; go on with --resume -o {output}"
-
-
-def _record_failed(diagnosis: Diagnosis, now: Now, output: Path, writer: RunWriter | None) -> None:
-    with contextlib.ExitStack() as stack:
-        if writer is None:
-            writer = stack.enter_context(RunWriter.resume(output))
-        for impl in now.blamed:
-            result = Result(
-                suite=now.suite,
-                name=now.name,
-                impl=impl,
-                params=now.params,
-                status="failed",
-                reason=diagnosis.sentence,
-                rank=diagnosis.rank,
-                launch=now.launch,
-            )
-            if result.key not in writer.done:
-                writer.append(result)
-
-
-# --------------------------------------------------------------------------------- the real instruments
+            say(f"{writer.path}: {summary_of(results.values())}")
+        return exit_code_of(results.values())
 
 
 def instruments_of(
-    device: Any,
+    device: torch.device,
     *,
     barrier: Callable[[], None],
-    budget: Any,
+    budget: Budget,
     clock_offset: Callable[[], Offset | None] = lambda: None,
 ) -> Instruments:
-    """The clocks and the GPU's state of the device. barrier: of all ranks. budget: a `sampling.Budget`.
-    clock_offset: see `Instruments`."""
-    from dtbench.bench.clock import clocks_of
-    from dtbench.machine import provenance as machine
-
+    """The clocks and the GPU's state of the device. barrier: of all ranks. clock_offset: see `Instruments`."""
     gpu_state = functools.partial(machine.gpu_state, device.index or 0) if is_gpu(device) else lambda: None
     return Instruments(clocks_of(device), barrier, budget, machine.boot_id(), gpu_state, clock_offset)

@@ -1,4 +1,4 @@
-"""The price of a curve of the topology file, with the interval that one new launch would measure.
+"""What one call takes on a mesh dim of a topology, with the interval that one new launch would measure.
 
 The time is the core's (`dtbench_core.cost.curve`). Beyond the table a price is flagged, and its interval widens
 by every doubling.
@@ -7,10 +7,10 @@ by every doubling.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, Protocol
 
+from dtbench.records.topology import Dim, MeasuredCurve
 from dtbench_core.cost.curve import Curve
 from dtbench_core.cost.ring import Ring
 
@@ -41,8 +41,17 @@ class Price:
         return self.size_factor > 1 or self.ranks_factor != 1 or self.by_formula
 
 
-def price(curve: Mapping[str, Any], size_bytes: float) -> Price:
-    """The price at one size of a curve of the topology file.
+class RingConstants(Protocol):
+    """What the ring formula takes of a mesh dim: GiB/s and us."""
+
+    @property
+    def bandwidth_GiBps(self) -> float: ...  # noqa: N802 - as the file spells it
+    @property
+    def latency_us_per_hop(self) -> float: ...
+
+
+def price(curve: MeasuredCurve, size_bytes: float) -> Price:
+    """The price at one size of a curve.
 
     size_bytes: the tensor as one group holds it, at least 1.
 
@@ -51,26 +60,47 @@ def price(curve: Mapping[str, Any], size_bytes: float) -> Price:
     """
     if not size_bytes >= 1:
         raise ValueError(f"got size_bytes={size_bytes}: expected at least 1")
-    table = curve["table"]
-    smallest, largest = table[0]["size_bytes"], table[-1]["size_bytes"]
+    first, last = curve.table[0], curve.table[-1]
     time_us = times_of(curve).us(size_bytes)
-    if smallest <= size_bytes <= largest:
-        return Price(
-            time_us, times_of(curve, "low_us").us(size_bytes), times_of(curve, "high_us").us(size_bytes)
-        )
-    above = size_bytes > largest
-    nearest, beyond = (table[-1], size_bytes / largest) if above else (table[0], smallest / size_bytes)
-    own = max(nearest["high_us"] / nearest["time_us"], nearest["time_us"] / nearest["low_us"])
-    return around(time_us, max(math.log(own), BEYOND_HALF_WIDTH) * (1 + math.log2(beyond)), beyond)
+    if first.size_bytes <= size_bytes <= last.size_bytes:
+        low_us, high_us = (times_of(curve, column).us(size_bytes) for column in ("low_us", "high_us"))
+        return Price(time_us, low_us, high_us)
+    above = size_bytes > last.size_bytes
+    nearest, beyond = (
+        (last, size_bytes / last.size_bytes) if above else (first, first.size_bytes / size_bytes)
+    )
+    own = max(nearest.high_us / nearest.time_us, nearest.time_us / nearest.low_us)
+    return _around(time_us, max(math.log(own), BEYOND_HALF_WIDTH) * (1 + math.log2(beyond)), beyond)
 
 
-def times_of(curve: Mapping[str, Any], column: str = "time_us") -> Curve:
-    """A column of a curve's table over size."""
-    table = curve["table"]
-    return Curve(tuple(row["size_bytes"] for row in table), tuple(row[column] for row in table))
+def estimate(dim: Dim, collective: str, ranks: int, size_bytes: int) -> Price:
+    """One of the RING_COLLECTIVES on a dim. ranks: of a group, at least 2.
+
+    Over other ranks than measured, the measured time is multiplied by the ratio that a ring with the dim's
+    bandwidth and latency per hop has, and its interval widens by every doubling of ranks as much as by a
+    doubling of size.
+    """
+    curve = dim.collectives.get(collective)
+    at = _by_formula(dim, collective, size_bytes) if curve is None else price(curve, size_bytes)
+    factor = ranks / dim.ranks
+    if factor == 1:
+        return at
+    scale = ring_us(collective, size_bytes, ranks, dim) / ring_us(collective, size_bytes, dim.ranks, dim)
+    half_width = max(math.log(at.high_us / at.time_us), math.log(at.time_us / at.low_us))
+    per_doubling = max(half_width / (1 + math.log2(at.size_factor)), BEYOND_HALF_WIDTH)
+    half_width += per_doubling * abs(math.log2(factor))
+    return _around(at.time_us * scale, half_width, at.size_factor, factor, at.by_formula)
 
 
-def around(
+def _by_formula(dim: Dim, collective: str, size_bytes: int) -> Price:
+    """The ring's time over as many ranks as were measured, as far off as the worst point of its fit."""
+    smallest, largest = dim.fitted_on.size_bytes
+    beyond = max(1.0, size_bytes / largest, smallest / size_bytes)
+    half_width = max(math.log(dim.residuals.worst_ratio), BEYOND_HALF_WIDTH) * (1 + math.log2(beyond))
+    return _around(ring_us(collective, size_bytes, dim.ranks, dim), half_width, beyond, by_formula=True)
+
+
+def _around(
     time_us: float, half_width: float, size_factor: float, ranks_factor: float = 1.0, by_formula: bool = False
 ) -> Price:
     """A price whose interval reaches so far to either side, in the logarithm."""
@@ -78,7 +108,14 @@ def around(
     return Price(time_us, time_us / spread, time_us * spread, size_factor, ranks_factor, by_formula)
 
 
-def ring_us(collective: str, size_bytes: float, ranks: int, constants: Mapping[str, Any]) -> float:
-    """Microseconds by the ring formula, with a bandwidth and a latency as a topology file names them."""
-    ring = Ring(ranks, constants["bandwidth_GiBps"], constants["latency_us_per_hop"])
+def times_of(curve: MeasuredCurve, column: Literal["time_us", "low_us", "high_us"] = "time_us") -> Curve:
+    """A column of a curve's table over size."""
+    return Curve(
+        tuple(row.size_bytes for row in curve.table), tuple(getattr(row, column) for row in curve.table)
+    )
+
+
+def ring_us(collective: str, size_bytes: float, ranks: int, constants: RingConstants) -> float:
+    """Microseconds by the ring formula."""
+    ring = Ring(ranks, constants.bandwidth_GiBps, constants.latency_us_per_hop)
     return ring.collective_us(collective, size_bytes)

@@ -23,20 +23,23 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any
 
 import numpy as np
 
 from dtbench.cost.calibration.layout import builtin_link
 from dtbench.cost.calibration.models import devices_per_host
 from dtbench.cost.calibration.setups import device_type
-from dtbench.errors import UsageError
-from dtbench.fields import Amount, Count
-from dtbench.grouping import group_by
+from dtbench.cost.price import times_of
 from dtbench.model import Result, Run
+from dtbench.model.errors import UsageError
+from dtbench.model.grouping import group_by
+from dtbench.records.cost_model import DecisionGroup, Regret, RegretScore
+from dtbench.records.topology import Topology
+from dtbench.stats import drawn_again, interval
+from dtbench_core.cost import topology as planner
 from dtbench_core.cost.prices import DimPrices, Kind, joint_prices
 from dtbench_core.cost.ring import GIB, INTRA_HOST, LOCAL_COPY_US, guessed_links
-from dtbench_core.cost.topology import MeshConstants, Topology, TopologyError
+from dtbench_core.cost.topology import DimConstants, MeshConstants, TopologyError
 
 # Who chooses, in order of what they know.
 CHOOSERS: Mapping[str, str] = {
@@ -66,47 +69,6 @@ _PLACEMENT = re.compile(r"R|P|S\((\d{1,3})\)")
 NOTHING = "nothing to send"
 
 
-@dataclass(frozen=True)
-class Score:
-    """A model's regret over decisions and launches. interval: 90 %, over decisions.
-
-    ranked_right: of the pairs of ways that differ clearly, the share whose prices have the
-    order of their times; None for a planner that has no prices. ties: share of decisions with no preference.
-    """
-
-    mean: Amount
-    interval: tuple[Amount, Amount]
-    worst: Amount
-    near: Amount
-    ranked_right: Amount | None
-    ties: Amount | None
-    decisions: Count
-
-
-@dataclass(frozen=True)
-class Group:
-    """Decisions of one library, kind and size, and how each model fares."""
-
-    library: str
-    name: str
-    size_bytes: Count
-    launches: Count
-    scores: Mapping[str, Score]
-
-
-@dataclass(frozen=True)
-class Regret:
-    """All groups; notes say what weakens them."""
-
-    mesh: str
-    groups: tuple[Group, ...]
-    notes: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data, which says what it is."""
-        return {"kind": "regret", "schema": 1, **dataclasses.asdict(self)}
-
-
 @dataclass
 class Decision:
     """The candidates for one purpose. picked: torch's planner -> its way. times_s: launch -> way -> seconds."""
@@ -131,8 +93,8 @@ class Decision:
         return [{way: times[way] for way in self.ways} for times in self.times_s.values()]
 
 
-def regret(runs: Sequence[Run], topology: Mapping[str, Any]) -> Regret:
-    """Scores the models on runs of the suite `regret`. topology: a topology file's content, checked.
+def regret(runs: Sequence[Run], topology: Topology) -> Regret:
+    """Scores the models on runs of the suite `regret`.
 
     Raises:
         UsageError: runs without such results or of different meshes, a topology that lacks their mesh dims.
@@ -149,9 +111,12 @@ def regret(runs: Sequence[Run], topology: Mapping[str, Any]) -> Regret:
     groups = []
     for (library, name, size), own in sorted(grouped.items()):
         models = _models(runs[0], topology, dims, library)
-        groups.append(Group(library, name, size, launches, _scores(own, models, names)))
+        scores = _scores(own, models, names)
+        groups.append(
+            DecisionGroup(library=library, name=name, size_bytes=size, launches=launches, scores=scores)
+        )
     mesh = ", ".join(f"{name}={ranks}" for name, ranks in dims)
-    return Regret(mesh, tuple(groups), tuple(_notes(runs, topology, launches, groups)))
+    return Regret(mesh=mesh, groups=tuple(groups), notes=tuple(_notes(runs, launches, groups)))
 
 
 # ------------------------------------------------------------------------------------- what was measured
@@ -198,16 +163,16 @@ def _key_of(result: Result) -> tuple[str, str, str, int, str]:
 
 
 def _models(
-    run: Run, topology: Mapping[str, Any], dims: Sequence[tuple[str, int]], library: str
+    run: Run, topology: Topology, dims: Sequence[tuple[str, int]], library: str
 ) -> dict[str, MeshConstants]:
     """Each priced model's constants."""
     try:
-        calibrated = Topology.load(_of_library(topology, library)).constants(dims)
+        calibrated = planner_topology(topology, library).constants(dims)
     except TopologyError as error:
         raise UsageError(f"the topology does not fit the run: {error}") from error
     ranks = [n for _, n in dims]
     per_host, _ = devices_per_host(run.header, device_type(run.header))
-    layouts = {dim["name"]: dim["layout"] for dim in topology["dims"]}
+    layouts = {dim.name: dim.layout for dim in topology.dims}
     models = {
         "layout": MeshConstants.of_links(
             ranks, [builtin_link(layouts[name]) or INTRA_HOST for name, _ in dims]
@@ -219,10 +184,24 @@ def _models(
     return models | ({"curves": calibrated} if calibrated.mesh_dim_curves else {})
 
 
-def _of_library(topology: Mapping[str, Any], library: str) -> dict[str, Any]:
-    """The topology with the curves of that library's own redistributions."""
-    dims = [{**dim, "transitions": {"core": dim["transitions"].get(library, {})}} for dim in topology["dims"]]
-    return {**topology, "dims": dims}
+def planner_topology(topology: Topology, library: str) -> planner.Topology:
+    """As the core's planner takes it, with the curves of that library's own redistributions."""
+    return planner.Topology(
+        "the topology",
+        topology.device_type,
+        topology.base_latency_us,
+        tuple(
+            DimConstants.of_times(
+                dim.name,
+                dim.ranks,
+                dim.bandwidth_GiBps,
+                dim.latency_us_per_hop,
+                collectives={name: times_of(curve) for name, curve in dim.collectives.items()},
+                changes={name: times_of(curve) for name, curve in dim.transitions.get(library, {}).items()},
+            )
+            for dim in topology.dims
+        ),
+    )
 
 
 def price_us(way: str, dims: Sequence[str], info: MeshConstants) -> float:
@@ -275,9 +254,9 @@ def _kind(text: str) -> Kind:
 
 def _scores(
     decisions: Sequence[Decision], models: Mapping[str, MeshConstants], dims: Sequence[str]
-) -> dict[str, Score]:
+) -> dict[str, RegretScore]:
     """By model, in the order of CHOOSERS."""
-    scores: dict[str, Score] = {}
+    scores: dict[str, RegretScore] = {}
     for model in CHOOSERS:
         rows, ranked, ties = [], [], []
         for decision in decisions:
@@ -328,14 +307,15 @@ def _ranked(decision: Decision, prices: Mapping[str, float]) -> list[float]:
     return right
 
 
-def _score(rows: Sequence[Sequence[float]], ranked: Sequence[float] | None, ties: Sequence[bool]) -> Score:
+def _score(
+    rows: Sequence[Sequence[float]], ranked: Sequence[float] | None, ties: Sequence[bool]
+) -> RegretScore:
     """rows: per decision, its regret in each launch."""
     means = np.array([fmean(row) for row in rows])
     flat = [x for row in rows for x in row]
-    rng = np.random.default_rng(SEED)
-    drawn = means[rng.integers(len(means), size=(REPLICATES, len(means)))].mean(axis=1)
-    low, high = np.quantile(drawn, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2])
-    return Score(
+    drawn = drawn_again(means, REPLICATES, np.random.default_rng(SEED)).mean(axis=1)
+    low, high = interval(drawn, INTERVAL)
+    return RegretScore(
         mean=float(means.mean()),
         interval=(float(low), float(high)),
         worst=max(flat),
@@ -346,9 +326,7 @@ def _score(rows: Sequence[Sequence[float]], ranked: Sequence[float] | None, ties
     )
 
 
-def _notes(
-    runs: Sequence[Run], topology: Mapping[str, Any], launches: int, groups: Sequence[Group]
-) -> list[str]:
+def _notes(runs: Sequence[Run], launches: int, groups: Sequence[DecisionGroup]) -> list[str]:
     notes = []
     if launches < 2:
         notes.append(

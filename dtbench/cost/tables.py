@@ -1,27 +1,28 @@
-"""How good cost models are, on the terminal: what `validate` and `regret` print."""
+"""How good cost models are, on the terminal: what `calibrate --validate` and `--regret` print."""
 
 from __future__ import annotations
 
+import msgspec
 from rich.console import Console
 
-from dtbench.cost.calibration.models import WORDS as MODELS
-from dtbench.cost.calibration.validate import REGIMES, Group, Validation
-from dtbench.cost.regret import CHOOSERS, Regret
-from dtbench.terminal import Column, new_console, print_columns, print_json, print_line
-from dtbench.units import format_ratio, format_size
+from dtbench.cost.calibration.validate import REGIMES
+from dtbench.cost.regret import CHOOSERS
+from dtbench.records.cost_model import CallGroup, Regret, Validation
+from dtbench.text.terminal import Column, new_console, print_columns, print_json, print_line
+from dtbench.text.units import format_ratio, format_size
 
 
 def print_validation(validation: Validation, as_json: bool = False) -> None:
     """Per group of calls a row per model: how far off it is by size, the noise floor last."""
     if as_json:
-        print_json(validation.to_json())
+        print_json(msgspec.to_builtins(validation))
         return
     console = new_console()
     print_line(console, validation.title, style="bold")
     for group in validation.groups:
         print_line(console, "")
         print_line(console, f"{group.name}: off by what factor, typically (1 is perfect)", style="bold")
-        _print_group(console, group)
+        _print_group(console, group, validation.models)
         if group.inside is not None:
             share = f"{group.inside:.0%} of {group.points} values lie inside the fit's 90 % intervals"
             print_line(console, share + ", which are of one launch only: too narrow" * group.one_launch)
@@ -32,7 +33,7 @@ def print_validation(validation: Validation, as_json: bool = False) -> None:
         print_line(console, f"note: {note}")
 
 
-def _print_group(console: Console, group: Group) -> None:
+def _print_group(console: Console, group: CallGroup, models: dict[str, str]) -> None:
     regimes = [regime for regime in REGIMES if any(regime in of_model for of_model in group.scores.values())]
     scores = list(group.scores.values())
     large = [of.get(">= 32 MiB") for of in scores]
@@ -45,13 +46,13 @@ def _print_group(console: Console, group: Group) -> None:
         (">= 32 MiB, median error", [_percent(of.median_error) if of else "-" for of in large]),
         ("values", [str(of["all"].points) for of in scores]),
     ]
-    print_columns(console, [("model", [MODELS[model] for model in group.scores])], figures)
+    print_columns(console, [("model", [models[model] for model in group.scores])], figures)
 
 
 def print_regret(found: Regret, as_json: bool = False) -> None:
     """Per library, kind and size a row per model: what its choices cost more than the best."""
     if as_json:
-        print_json(found.to_json())
+        print_json(msgspec.to_builtins(found))
         return
     console = new_console()
     for group in found.groups:

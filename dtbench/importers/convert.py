@@ -8,19 +8,16 @@ placement, other reductions and roots, rows without data, tables that cannot be 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TypeVar
 
-import dtbench
-from dtbench.errors import UsageError
-from dtbench.grouping import group_by
+import msgspec
+
+from dtbench._version import __version__
 from dtbench.importers.model import IN_PLACE, Figure, Log, Row, Table
-from dtbench.masking import mask_arguments
-from dtbench.mesh import Mesh, format_mesh, ranks_of
 from dtbench.model import (
     SCHEMA,
     Gpu,
@@ -32,13 +29,18 @@ from dtbench.model import (
     RankFacts,
     Result,
 )
+from dtbench.model.errors import UsageError
+from dtbench.model.grouping import group_by
+from dtbench.model.mesh import Mesh, format_mesh, ranks_of
 from dtbench.stats import summarize
+from dtbench.text.masking import mask_arguments
 from dtbench_core.cost.ring import busbw_factor
 
 SUITE, OTHER = "collectives", "collectives_other"
 BACKENDS = {"osu": "mpi"}  # of the others it is nccl, which torch calls RCCL too
 WORLD, GROUP = "world", "group"  # the mesh dims of a run whose logs name none
 
+_F = TypeVar("_F")
 Layout = tuple[int, ...]  # per rank its host, numbered by first appearance
 
 
@@ -70,7 +72,7 @@ def to_run(
 
 
 def _has_figures(table: Table) -> bool:
-    return any(f.time and not f.fault for row in table.rows if row.size_bytes for f in row.figures)
+    return any(row.size_bytes and f.time and not f.fault for row, f in table.figures)
 
 
 def _why_nothing(logs: Sequence[Log]) -> str:
@@ -79,7 +81,7 @@ def _why_nothing(logs: Sequence[Log]) -> str:
         if log.failures:
             reasons.append(f"{log.name}: the benchmark failed, {log.failures[0]}")
         for table in log.tables:
-            faults = [f.fault for row in table.rows for f in row.figures if f.fault]
+            faults = [f.fault for _, f in table.figures if f.fault]
             why = table.refusal or (faults[0] if faults else "no rows with data")
             reasons.append(f"{log.name} line {table.line}: {why}")
         if not log.tables and not log.failures:
@@ -107,9 +109,9 @@ def _same_machine(usable: Sequence[tuple[Log, Table]]) -> None:
             )
 
 
-def _seen(usable: Sequence[tuple[Log, Table]], fact_of: Callable[[Table], Any]) -> dict[Any, str]:
+def _seen(usable: Sequence[tuple[Log, Table]], fact_of: Callable[[Table], _F | None]) -> dict[_F, str]:
     """What the tables say, where they say something, and the first log that says so."""
-    seen: dict[Any, str] = {}
+    seen: dict[_F, str] = {}
     for log, table in usable:
         if fact := fact_of(table):
             seen.setdefault(fact, log.name)
@@ -129,15 +131,10 @@ def _dims(usable: Sequence[tuple[Log, Table]], mesh: Mesh | None, dim: str | Non
     for log, table in usable:
         fitting = [name for name, size in mesh if size == table.ranks and dim in (None, name)]
         if len(fitting) != 1:
-            wanted = f"--dim {dim}" if dim else f"--mesh {format_mesh(mesh)}"
-            raise UsageError(
-                f"{log.name} line {table.line}: its {table.ranks} ranks are "
-                + (
-                    f"those of {' and of '.join(fitting)}: say which with --dim"
-                    if fitting
-                    else f"no dim of {wanted}"
-                )
-            )
+            why = f"no dim of {f'--dim {dim}' if dim else f'--mesh {format_mesh(mesh)}'}"
+            if fitting:
+                why = f"those of {' and of '.join(fitting)}: say which with --dim"
+            raise UsageError(f"{log.name} line {table.line}: its {table.ranks} ranks are {why}")
         found[id(table)] = fitting[0]
     return found
 
@@ -212,12 +209,11 @@ def _places(usable: Sequence[tuple[Log, Table]]) -> Iterator[RankFacts]:
 
 def _results(log: Log, table: Table, dim: str | None, mesh: Mesh) -> Iterator[Result]:
     if table.refusal or dim is None:
-        for row in table.rows:
-            for figure in row.figures:
-                yield _skipped(table, row, figure, table.refusal or figure.fault or "no data")
+        for row, figure in table.figures:
+            yield _skipped(table, row, figure, table.refusal or figure.fault or "no data")
         return
     first = table.collective in IN_PLACE
-    placements = {f.in_place for row in table.rows for f in row.figures if f.time and not f.fault}
+    placements = {f.in_place for _, f in table.figures if f.time and not f.fault}
     main = first if first in placements else not first
     together = table.groups > 1 or table.ranks == ranks_of(mesh)
     # Rows of one size, type, reduction and root together: cycles that rccl-tests was told to repeat.
@@ -266,12 +262,12 @@ def _result(
     if bad is not None or not good:
         reason = f"line {row.line}: {bad.fault}" if bad else f"line {row.line}: it has no time"
         wrong = bad is not None and bad.fault_is_wrong_data
-        return dataclasses.replace(blank, status="wrong" if wrong else "failed", reason=reason)
+        return msgspec.structs.replace(blank, status="wrong" if wrong else "failed", reason=reason)
     samples = [s for f in good for s in (f.samples_s or (f.time.value if f.time else 0.0,))]
     timing = summarize(samples)
     algbw = row.size_bytes / timing.p25  # as `estimator_of` has it for device times
     derived = max((f.time.coarseness for f in good if f.time and f.time_is_derived), default=None)
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         blank,
         status="ok",
         reason="" if derived is None else f"the time is the size over the bandwidth, known to {derived:.1%}",
@@ -295,13 +291,13 @@ def _rank_samples(table: Table, figure: Figure) -> Mapping[str, tuple[float, ...
 
 def _numbered(results: Iterator[Result]) -> list[Result]:
     """Each with its launch: the tables in which the same was measured, whatever tool it was, count up."""
-    seen: dict[Any, int] = {}
+    seen: dict[object, int] = {}
     numbered = []
     for result in results:
         key = (result.suite, result.name, tuple(sorted(result.params.items())))
         launch = seen.get(key, -1) + 1
         seen[key] = launch
-        numbered.append(dataclasses.replace(result, launch=launch))
+        numbered.append(msgspec.structs.replace(result, launch=launch))
     return numbered
 
 
@@ -325,7 +321,7 @@ def _header(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         argv=tuple(mask_arguments(argv)),
         versions={
-            "dtbench": dtbench.__version__,
+            "dtbench": __version__,
             "torch": None,
             "python": None,
             "backend": BACKENDS.get(first.tool, "nccl"),

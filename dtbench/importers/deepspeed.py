@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from dtbench.importers.model import IN_PLACE, TIMES, Figure, Log, Printed, Row, Table, amount, collective_of
-from dtbench.importers.text import lines_of, pattern
+from dtbench.importers.text import pattern, scan
 
 _TITLE = pattern(r"-{2,}\s*Performance of (\w+) on (\d{1,7}) devices\s*-{2,}")
 _HEADER = pattern(
@@ -15,6 +15,7 @@ _HEADER = pattern(
 _ROW = pattern(
     r"(?:(?<=\s)|^)(\S+)(?: ([KMGTPEZ]?B))?\s+(\d{1,18})x(\d{1,3})\s+(\S+)(?: (us|ms|s))?\s+(\S+)\s+(\S+)\s*$"
 )
+_LINES = {"title": _TITLE, "header": _HEADER, "row": _ROW}
 # Its benchmarks; what the sizes of another mean is not known.
 _COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "broadcast", "sendrecv")
 _BANDWIDTHS = {"Gbps": 1e9 / 8, "GBps": 1e9}
@@ -29,30 +30,23 @@ def read(text: str, log: Log) -> None:
     """Adds the tables of a text to its log."""
     table: Table | None = None
     units: tuple[bool, str, str] | None = None
-    for number, line in enumerate(lines_of(text), start=1):
-        title = _TITLE.search(line)
-        if title:
-            table, units = _table(title[1], int(title[2]), number), None
+    for number, kind, match in scan(text, _LINES):
+        if kind == "title":
+            table, units = _table(match[1], int(match[2]), number), None
             log.tables.append(table)
-            continue
-        header = _HEADER.search(line)
-        if header and table is not None:
-            units = bool(header[1]), header[2], header[3]
-            unknown = {header[2], header[3]} - set(_BANDWIDTHS)
-            if unknown:
+        elif kind == "header" and table is not None:
+            units = bool(match[1]), match[2], match[3]
+            if unknown := {match[2], match[3]} - set(_BANDWIDTHS):
                 table.refusal = (
                     f"line {number} has the unit {unknown.pop()}: expected {' or '.join(_BANDWIDTHS)}"
                 )
-            continue
-        row = _ROW.search(line)
-        if row and table is not None and units is not None:
-            table.rows.append(_row(row, number, table, units))
+        elif kind == "row" and table is not None and units is not None:
+            table.rows.append(_row(match, number, table, units))
 
 
 def _table(name: str, ranks: int, number: int) -> Table:
     table = Table("deepspeed", number, ranks=ranks, ranks_from="its title", ended=True)
-    found = collective_of(name)
-    if found in _COLLECTIVES:
+    if (found := collective_of(name)) in _COLLECTIVES:
         table.collective = found
     else:
         table.refusal = f"{name[:40]!r} is no collective of DeepSpeed's benchmarks that is known here"

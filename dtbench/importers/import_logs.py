@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, plain
-from dtbench.files.run import RunWriter
 from dtbench.importers import checks, convert
 from dtbench.importers.model import COLLECTIVES, Log, Problem, Table
 from dtbench.importers.registry import read_logs
-from dtbench.mesh import Mesh
 from dtbench.model import Result
+from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, plain
+from dtbench.model.mesh import Mesh
+from dtbench.records.run import RunWriter
 
 # How many problems of one log are spelled out.
 _SHOWN = 12
@@ -81,10 +81,8 @@ def _table(table: Table) -> str:
     return f"{name} among {table.ranks} ranks{where} ({table.ranks_from}): {len(table.rows)} rows{span}"
 
 
-def _faults(table: Table) -> Iterator[Problem]:
-    for row in table.rows:
-        for fault in dict.fromkeys(figure.fault for figure in row.figures if figure.fault):
-            yield Problem(row.line, fault)
+def _faults(table: Table) -> Iterable[Problem]:
+    return dict.fromkeys(Problem(row.line, figure.fault) for row, figure in table.figures if figure.fault)
 
 
 def _total(results: Sequence[Result], output: Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 # Names of this project, which are torch's; the tools have their own for some.
 COLLECTIVES = (
@@ -29,6 +28,26 @@ SPELT = {name.replace("_", ""): name for name in COLLECTIVES} | {
     "pt2pt": "sendrecv",  # DeepSpeed
 }
 TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+# As nccl-tests, rccl-tests and NCCL 1's tests name them -> torch's name, bytes per element.
+DTYPES = {
+    "int8": ("int8", 1),
+    "uint8": ("uint8", 1),
+    "char": ("int8", 1),
+    "int32": ("int32", 4),
+    "int": ("int32", 4),
+    "uint32": ("uint32", 4),
+    "int64": ("int64", 8),
+    "uint64": ("uint64", 8),
+    "half": ("float16", 2),
+    "float": ("float32", 4),
+    "double": ("float64", 8),
+    "bfloat16": ("bfloat16", 2),
+    "f8e4m3": ("float8_e4m3fn", 1),
+    "f8e5m2": ("float8_e5m2", 1),
+    "fp8_e4m3": ("float8_e4m3fn", 1),
+    "fp8_e5m2": ("float8_e5m2", 1),
+}
+ITEMSIZE = dict(DTYPES.values())
 
 _NUMBER = re.compile(r"([+-]?)(\d{1,30})(?:\.(\d{0,30}))?(?:[eE]([+-]?\d{1,2}))?", re.ASCII)
 
@@ -76,20 +95,6 @@ def amount(text: str) -> Printed | None:
     """A printed number of at least 0, as times and bandwidths are."""
     number = printed(text)
     return number if number is not None and number.value >= 0 else None
-
-
-# The JSON of the tools has six decimals (%lf).
-HALF_DECIMAL = 0.5e-6
-
-
-def is_number(value: Any) -> bool:
-    """Whether a JSON value is a number that one can compute with."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-
-
-def decimal(value: Any) -> Printed | None:
-    """A number of a tool's JSON with its rounding; None for anything else, and below 0."""
-    return Printed(float(value), HALF_DECIMAL) if is_number(value) and value >= 0 else None
 
 
 @dataclass
@@ -172,12 +177,10 @@ class Table:
     collective: str | None = None
     ranks: int | None = None
     ranks_from: str = ""
-    command_ranks: int | None = None  # by the options of a program that was started without a launcher
     groups: int = 1
     devices: list[Device] = field(default_factory=list)
     refusal: str = ""
     error_column: bool = False
-    bandwidths_checked: bool = True  # the tool prints bandwidths that have to agree with the time
     redop_column: bool = False
     mode: str = "back_to_back"
     device_type: str = "cuda"
@@ -188,11 +191,15 @@ class Table:
     failed_values: int | None = None  # of the footer "Out of bounds values"
     elided: bool = False
     ended: bool = False
-    loose: bool = False  # rows without a header
     mixed: bool = False  # several processes said they were rank 0 above it
     continues: Table | None = None  # the table whose rows it goes on with, after its end
     started: str = ""
     sizes_are_parts: bool = False  # sizes are one rank's part of S, until the ranks are known
+
+    @property
+    def figures(self) -> list[tuple[Row, Figure]]:
+        """Every figure, with its row."""
+        return [(row, figure) for row in self.rows for figure in row.figures]
 
 
 @dataclass(frozen=True)

@@ -7,32 +7,24 @@ a row is printed in three parts: a row stays open until it has all its columns.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, field
 
-from dtbench.importers.model import COLLECTIVES, Device, Figure, Log, Problem, Row, Table, amount, printed
+from dtbench.importers.model import (
+    COLLECTIVES,
+    DTYPES,
+    Device,
+    Figure,
+    Log,
+    Problem,
+    Row,
+    Table,
+    amount,
+    printed,
+)
 from dtbench.importers.text import hosts_in, lines_of, pattern, value_of, without_nccl
 
-# As nccl-tests, rccl-tests and NCCL 1's tests name them -> torch's name, bytes per element.
-DTYPES = {
-    "int8": ("int8", 1),
-    "uint8": ("uint8", 1),
-    "char": ("int8", 1),
-    "int32": ("int32", 4),
-    "int": ("int32", 4),
-    "uint32": ("uint32", 4),
-    "int64": ("int64", 8),
-    "uint64": ("uint64", 8),
-    "half": ("float16", 2),
-    "float": ("float32", 4),
-    "double": ("float64", 8),
-    "bfloat16": ("bfloat16", 2),
-    "f8e4m3": ("float8_e4m3fn", 1),
-    "f8e5m2": ("float8_e5m2", 1),
-    "fp8_e4m3": ("float8_e4m3fn", 1),
-    "fp8_e5m2": ("float8_e5m2", 1),
-}
-ITEMSIZE = dict(DTYPES.values())
 # The programs' names -> ours. Those without ours count bytes in ways of their own.
 PROGRAMS = {name: name for name in COLLECTIVES} | {"alltoall": "all_to_all", "alltoallv": "", "hypercube": ""}
 REDOPS = ("sum", "prod", "max", "min", "avg", "mulsum", "none")
@@ -55,9 +47,6 @@ _RANK = pattern(
 _DEVICE = pattern(r"#\s+Device\s+(\d{1,4})\s+->\s+(\d{1,4})\s+\[[0-9a-fA-Fx]*\]\s*(.*)$")
 _CONFIG = pattern(r"\bnThreads?\s+\d+\s+nGpus\s+\d+\s+minBytes\b")
 _ITERS = pattern(r"(?<!warmup )(?<!agg )\biters:\s+(\d{1,9})")
-_LAUNCHERS = pattern(r"\b(?:\w*mpirun\w*|mpiexec\w*|[ajp]?s?run|torchrun|flux|ssh|pdsh|kubectl)\b")
-_GPUS = pattern(r"_perf\S*\s(?:.*\s)?(?:-g\s?|--ngpus[ =])(\d{1,4})\b")
-_THREADS = pattern(r"_perf\S*\s(?:.*\s)?(?:-t\s?|--nthreads[ =])(\d{1,4})\b")
 _VERSION = pattern(r"\b(nccl|rccl)-tests(?::)?\s+[Vv]ersion:?\s+(\S+)(?:.*\bnccl-library=(\d{4,6}))?")
 _LIBRARY = pattern(r"\b(NCCL|RCCL) version\s*:?\s*(\d+\.\d+[\w.+-]*)")
 _BAD = pattern(r"Out of bounds values\s*:\s*(\d{1,18})\s+(OK|FAILED)")
@@ -95,8 +84,10 @@ class _Open:
     blank: bool = False  # a wide gap stands where the first placement should
 
 
-# The header of nccl-tests 2.13 and newer, for rows that were cut out of their table.
-_MODERN = _Columns(True, True, [["time", "algbw", "busbw", "#wrong"], ["time", "algbw", "busbw", "#wrong"]])
+_HEADERLESS = (
+    "rows without the header above them, which says what their columns are: give the log from its header on, and "
+    "--ranks N where it lists no ranks"
+)
 
 
 def applies(text: str) -> bool:
@@ -117,8 +108,6 @@ class _Reader:
         self.table: Table | None = None
         self.columns: _Columns | None = None
         self.open: _Open | None = None
-        self.loose = False  # rows without any header above them
-        self.gap = False  # a line of another kind stood since the last loose row
         # What stands before a table and belongs to it.
         self.devices: list[Device] = []
         self.programs: set[str] = set()
@@ -126,7 +115,6 @@ class _Reader:
         self.versions: dict[str, str] = {}
         self.iterations: int | None = None
         self.blocking = False
-        self.command_ranks: int | None = None
         self.roots: set[int] = set()  # processes that said they were rank 0 since the last table ended
 
     def read(self) -> None:
@@ -138,13 +126,9 @@ class _Reader:
                 continue
             if text is not line and "version" not in line and "failure" not in line:
                 continue  # one of NCCL's messages, of which a log may have millions
-            for take in (self._header, self._units, self._device, self._footer, self._about):
-                if take(number, line):
-                    break
-            else:
-                self.gap = True
+            takers = (self._header, self._units, self._device, self._footer, self._about)
+            any(take(number, line) for take in takers)
         self._close("the log ends inside it")
-        self.log.tables[:] = [t for t in self.log.tables if t.rows or t.devices or not t.loose]
 
     # ------------------------------------------------------------------------------ the table's frame
 
@@ -155,13 +139,13 @@ class _Reader:
         self._close("a new table begins inside it")
         words = line[match.start() :].lstrip(" #>:)|]").split()
         self.columns = _columns(words)
-        self.loose = False
         self._new_table(number)
         return True
 
     def _new_table(self, number: int, like: Table | None = None) -> Table:
         """Opens a table: `like` the one whose rows it goes on with, else by what stands above it."""
-        before, columns = self.table, self.columns or _MODERN
+        before, columns = self.table, self.columns
+        assert columns is not None
         table = Table("nccl-tests", number)
         table.devices = self.devices
         table.versions = dict(self.versions)
@@ -171,12 +155,10 @@ class _Reader:
         table.error_column, table.redop_column = columns.error_column, columns.redop
         only = next(iter(self.programs)) if len(self.programs) == 1 else None
         name_table(table, only if self.stated is None else self.stated)
-        table.command_ranks = self.command_ranks
         if like is not None:
             table.devices, table.collective, table.refusal = like.devices, like.collective, like.refusal
-            table.command_ranks = like.command_ranks
             table.continues = like
-        self.programs, self.stated, self.command_ranks = set(), None, None
+        self.programs, self.stated = set(), None
         table.mixed = len(self.roots) > 1
         if before is not None and table.mixed and not (before.rows or before.ended):
             self.log.tables.remove(before)
@@ -268,9 +250,7 @@ class _Reader:
         if self.table is not None and _ELISION.match(line.rsplit(">:", 1)[-1].strip()):
             self.table.elided = True
         named = {m[1] for m in _PROGRAM.finditer(line)} | {m[1] for m in _SCRIPT.finditer(line)}
-        if named:
-            self.programs |= named
-            self.command_ranks = _ranks_of_command(line)
+        self.programs |= named
         return bool(version or library)
 
     # --------------------------------------------------------------------------------------- its rows
@@ -278,32 +258,23 @@ class _Reader:
     def _row(self, number: int, text: str) -> bool:
         """Whether a row begins in the line."""
         match = _START.search(text)
-        if match is None or (match[3] not in DTYPES and self.columns is None):
+        if match is None:
             return False
-        if (
-            self.columns is not None
-            and match[3] not in DTYPES
-            and not _looks_like_values(text[match.end() :])
-        ):
+        if match[3] not in DTYPES and (self.columns is None or not _looks_like_values(text[match.end() :])):
             return False
+        if self.columns is None:
+            if not self.log.tables:
+                self.log.tables.append(Table("nccl-tests", number, refusal=_HEADERLESS))
+            return True
         self._close("another row begins inside it")
-        if self.table is not None and self.table.ended and self.columns is not None:
+        if self.table is not None and self.table.ended:
             self._new_table(number, self.table)  # a further cycle, printed without another header
-        if self.columns is None and (not self.loose or self.gap or self._smaller(int(match[1]))):
-            self._close("")
-            self.loose = True
-            table = self._new_table(number)
-            table.loose = table.elided = True
-        self.gap = False
         before = text[: match.start()].rstrip()
         tag = re.sub(r"\d+", r"\\d+", re.escape(before)) if len(before) < 256 else ""
         size, count = int(match[1]), int(match[2])
         self.open = _Open(number, pattern(tag), size, count, match[3])
         self._feed(text[match.end() :])
         return True
-
-    def _smaller(self, size: int) -> bool:
-        return bool(self.table and self.table.rows and self.table.rows[-1].size_bytes >= size)
 
     def _rest(self, text: str) -> bool:
         """Whether the line goes on with the open row."""
@@ -312,17 +283,15 @@ class _Reader:
         tag = self.open.tag.match(text)
         rest = text[tag.end() :] if tag else text
         words = rest.split()
-        if not words or any(not value_of(word)[0] for word in words[:1]):
-            return False
-        if any(not value_of(word)[1] for word in words[:-1]):
+        if not words or not value_of(words[0])[0] or not all(value_of(word)[1] for word in words[:-1]):
             return False
         self._feed(rest)
         return True
 
     def _feed(self, rest: str) -> None:
         """Adds the line's values to the open row, which is closed once it has them all."""
-        row, columns = self.open, self.columns or _MODERN
-        assert row is not None
+        row, columns = self.open, self.columns
+        assert row is not None and columns is not None
         if columns.stamp:
             rest = _STAMP.sub("", rest)
         if not row.words:  # with trace replay the first placement is left blank
@@ -367,22 +336,20 @@ class _Reader:
         table.rows.append(made)
 
     def _close(self, why: str) -> None:
-        if self.open is not None:
+        if self.open is not None and self.columns is not None:
             row, self.open = self.open, None
             self.log.say(
                 row.line,
                 f"the row of {row.size} bytes is incomplete and was left out: {why}, "
-                f"after {len(row.words)} of {_needed(row, self.columns or _MODERN)} values",
+                f"after {len(row.words)} of {_needed(row, self.columns)} values",
             )
 
 
 def _columns(words: list[str]) -> _Columns:
+    stamp = words[-1] == "timestamp"
+    words = words[:-1] if stamp else words
     starts = [i for i, word in enumerate(words) if word in ("time", "cputime")]
-    ends = [*starts[1:], len(words)]
-    groups = [words[a:b] for a, b in zip(starts, ends, strict=True)]
-    stamp = bool(groups[-1]) and groups[-1][-1] == "timestamp"
-    if stamp:
-        groups[-1] = groups[-1][:-1]
+    groups = [words[a:b] for a, b in itertools.pairwise([*starts, len(words)])]
     after = max(len(groups[-1]) - len(groups[0]), 0)  # for the whole row, such as the algorithm
     groups[-1] = groups[-1][: len(groups[-1]) - after]
     first = words[: starts[0]]
@@ -433,25 +400,15 @@ def library_version(code: int) -> str:
 
 def name_table(table: Table, program: str | None) -> None:
     """Gives the table the collective of an nccl-tests program, or the reason why it is not read."""
-    if program is None:
-        return
-    name = PROGRAMS.get(program)
+    name = PROGRAMS.get(program or "")
     if name:
         table.collective = name
-    else:
+    elif name == "":
         table.refusal = (
-            f"{program[:40]!r} is not read: its bandwidths do not count bytes as those of a collective do"
-            if name == ""
-            else f"{program[:40]!r} is no program of nccl-tests that is known here"
+            f"{program!r} is not read: its bandwidths do not count bytes as those of a collective do"
         )
-
-
-def _ranks_of_command(line: str) -> int | None:
-    """GPUs x threads of a program that no launcher started; None where the line does not say."""
-    gpus, threads = _GPUS.search(line), _THREADS.search(line)
-    if gpus is None or _LAUNCHERS.search(line):
-        return None
-    return int(gpus[1]) * (int(threads[1]) if threads else 1)
+    elif program is not None:
+        table.refusal = f"{program[:40]!r} is no program of nccl-tests that is known here"
 
 
 def _looks_like_values(rest: str) -> bool:

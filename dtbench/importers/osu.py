@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 
 from dtbench.importers.model import IN_PLACE, TIMES, Figure, Log, Row, Table, amount, collective_of
-from dtbench.importers.text import lines_of, pattern
+from dtbench.importers.text import pattern, scan
 
 _TITLE = pattern(r"\bOSU MPI(-CUDA|-ROCM|-OPENACC)? (.+?) Latency Test(?: v(\S+))?\s*$")
 _HEADER = pattern(r"#\s*Size\s+(Avg )?Latency\s*\((\w+)\)(.*)$")
 _LAUNCH = pattern(r"\b(?:mpirun\w*|mpiexec\w*|srun)\b.*?\s(?:-np|-n|--np|--ntasks)[ =](\d{1,7})\b.*\bosu_")
 _DATATYPE = pattern(r"#\s*Datatype:\s*(\w+)")
 _ROW = pattern(r"(?:(?<=[\s:>])|^)(\d{1,18})((?:\s+\S+)+)\s*$")
+_LINES = {"launch": _LAUNCH, "title": _TITLE, "datatype": _DATATYPE, "header": _HEADER, "row": _ROW}
 # Their sizes are one rank's part of S.
 _OF_PARTS = ("all_gather", "all_to_all", "gather", "scatter")
 _DATATYPES = {"MPI_FLOAT": "float32", "MPI_INT": "int32", "MPI_CHAR": "int8", "MPI_DOUBLE": "float64"}
@@ -32,31 +33,29 @@ def read(text: str, log: Log) -> None:
     unit = 0.0
     columns: list[str] = []
     dtype, ranks = "unknown", None
-    for number, line in enumerate(lines_of(text), start=1):
-        launch = _LAUNCH.search(line)
-        if launch:
-            ranks = int(launch[1])
-        title = _TITLE.search(line)
-        if title:
-            table, dtype, unit = _table(title, number), "unknown", 0.0
+    for number, kind, match in scan(text, _LINES):
+        if kind == "launch":
+            ranks = int(match[1])
+        elif kind == "title":
+            table, dtype, unit = _table(match, number), "unknown", 0.0
             if ranks is not None:
                 table.ranks, table.ranks_from, ranks = ranks, "the command line", None
             log.tables.append(table)
         elif table is None:
             continue
-        elif found := _DATATYPE.search(line):
-            dtype = _DATATYPES.get(found[1], found[1][:20])
-        elif header := _HEADER.search(line):
-            unit = TIMES.get(header[2], 0.0)
-            columns = ["avg", *_columns(header[3])]
+        elif kind == "datatype":
+            dtype = _DATATYPES.get(match[1], match[1][:20])
+        elif kind == "header":
+            unit = TIMES.get(match[2], 0.0)
+            columns = ["avg", *_columns(match[3])]
             if not unit:
-                table.refusal = f"line {number} has times in {header[2]}: expected {', '.join(TIMES)}"
-        elif unit and (row := _ROW.search(line)):
-            _add(table, row, number, dtype, unit, columns)
+                table.refusal = f"line {number} has times in {match[2]}: expected {', '.join(TIMES)}"
+        elif unit:
+            _add(table, match, number, dtype, unit, columns)
 
 
 def _table(title: re.Match[str], number: int) -> Table:
-    table = Table("osu", number, ended=True, bandwidths_checked=False, mode="isolated")
+    table = Table("osu", number, ended=True, mode="isolated")
     table.device_type = "cuda" if title[1] else "cpu"
     if title[3]:
         table.versions["osu"] = title[3]

@@ -7,22 +7,32 @@ import hashlib
 import io
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dtbench.errors import UnreadableRunError, UsageError
-from dtbench.files.read import read_bytes
-from dtbench.importers import deepspeed, ml_engineering, nccl_json, nccl_text, osu, rccl_json
+from dtbench.importers import deepspeed, json_logs, ml_engineering, nccl_text, osu
 from dtbench.importers.model import Log
+from dtbench.model.errors import UnreadableRunError, UsageError
+from dtbench.records.read import read_bytes
 
 # Logs with NCCL_DEBUG=INFO of a thousand ranks have some 100 MB.
 MAX_FILE_BYTES = 512 * 2**20
 
 STDIN = Path("-")
 
+# Whether a text may be of the tool, and what adds its tables to a log.
+_Reader = tuple[Callable[[str], bool], Callable[[str, Log], None]]
 # JSON is tried first and alone; of the texts a log may hold several.
-JSON = {"rccl-tests JSON": rccl_json, "nccl-tests JSON": nccl_json}
-TEXTS = {"nccl-tests text": nccl_text, "DeepSpeed": deepspeed, "OSU": osu, "ml-engineering": ml_engineering}
+JSON: dict[str, _Reader] = {
+    "rccl-tests JSON": (json_logs.is_rccl, json_logs.read_rccl),
+    "nccl-tests JSON": (json_logs.is_nccl, json_logs.read_nccl),
+}
+TEXTS: dict[str, _Reader] = {
+    "nccl-tests text": (nccl_text.applies, nccl_text.read),
+    "DeepSpeed": (deepspeed.applies, deepspeed.read),
+    "OSU": (osu.applies, osu.read),
+    "ml-engineering": (ml_engineering.applies, ml_engineering.read),
+}
 EXPECTED = "the output of nccl-tests or rccl-tests (text or JSON), DeepSpeed, OSU or ml-engineering"
 
 
@@ -70,11 +80,11 @@ def parse(data: bytes, name: str) -> Log:
     """
     text = data.decode("utf-8-sig", "replace")
     log = Log(name, hashlib.sha256(data).hexdigest())
-    found = [title for title, reader in JSON.items() if reader.applies(text)][:1]
-    found = found or [title for title, reader in TEXTS.items() if reader.applies(text)]
-    for title in found:
-        (JSON | TEXTS)[title].read(text, log)
+    found = [(title, read) for title, (applies, read) in JSON.items() if applies(text)][:1]
+    found = found or [(title, read) for title, (applies, read) in TEXTS.items() if applies(text)]
+    for _, read in found:
+        read(text, log)
     if not found:
         raise UnreadableRunError(f"{name} holds no table of a benchmark that is known: expected {EXPECTED}")
-    log.format = " and ".join(found)
+    log.format = " and ".join(title for title, _ in found)
     return log

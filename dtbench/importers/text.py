@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 
 
 def pattern(text: str, flags: int = 0) -> re.Pattern[str]:
@@ -32,6 +33,15 @@ def lines_of(text: str) -> list[str]:
             line = line.rsplit("\r", 1)[1]
         lines.append(line.replace("\t", " ").replace("\x00", ""))
     return lines
+
+
+def scan(text: str, kinds: Mapping[str, re.Pattern[str]]) -> Iterator[tuple[int, str, re.Match[str]]]:
+    """Of each line its number, from 1, the first kind whose pattern is found in it, and what was found."""
+    for number, line in enumerate(lines_of(text), 1):
+        for kind, wanted in kinds.items():
+            if match := wanted.search(line):
+                yield number, kind, match
+                break
 
 
 def hosts_in(lines: list[str]) -> set[str]:

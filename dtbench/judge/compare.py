@@ -8,18 +8,17 @@ which the exact rank test can reach p < .01: 1/252), and `same` only where an in
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Literal
 
-from dtbench import errors
-from dtbench.files.exports import Point, relative
-from dtbench.judge.verdicts import MAX_P, MIN_CHANGE, MIN_CHANGE_S, Verdict
-from dtbench.model import CaseKey, Header, Result, Run, estimator_of
-from dtbench.stats import hodges_lehmann_ratio, rank_test
+from msgspec import Struct
+
+from dtbench.model import CaseKey, Header, Result, Run, errors, estimator_of
+from dtbench.records.exports import Point, relative
+from dtbench.records.judged import Change, Judged, Verdict
+from dtbench.stats import MAX_P, MIN_CHANGE, MIN_CHANGE_S, hodges_lehmann_ratio, rank_test
 
 MIN_LAUNCHES = 5
 # Of one case on a side; the test looks at all pairs, so a hundred thousand launches would never end.
@@ -28,101 +27,42 @@ SAME_WITHIN = 0.05
 SAME_CONFIDENCE = 0.95
 
 
-@dataclass(frozen=True)
-class Row:
-    """One case and impl on both sides.
+class Comparison(Struct, frozen=True, kw_only=True):
+    """All cases, in the order of the base's file, and notes on what weakens them. counts: of each verdict."""
 
-    base_s, new_s: the median over launches of each launch's estimate (`estimator`), seconds.
-    ratio: new / base, Hodges-Lehmann over launches. low, high: its interval, which covers
-    `confidence`. p_slower, p_faster: one-sided exact rank test.
-    """
-
-    key: CaseKey
-    verdict: Verdict
-    reason: str = ""
-    size_bytes: int | None = None
-    estimator: str = ""
-    base_launches: int = 0
-    new_launches: int = 0
-    base_s: float | None = None
-    new_s: float | None = None
-    ratio: float | None = None
-    low: float | None = None
-    high: float | None = None
-    confidence: float | None = None
-    p_slower: float | None = None
-    p_faster: float | None = None
-    was_ok: bool = False  # the base holds a good time of this case
-
-    def to_json(self) -> dict[str, Any]:
-        """The row as a dict of JSON values; the key is spelled out."""
-        suite, name, impl, params = self.key
-        fields = dataclasses.asdict(self)
-        del fields["key"]
-        return {"suite": suite, "name": name, "impl": impl, "params": dict(params), **fields}
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """All rows, in the order of the base's file, and notes on what weakens them."""
-
-    rows: tuple[Row, ...]
+    kind: Literal["comparison"] = "comparison"
+    exit_code: int
     notes: tuple[str, ...]
+    counts: dict[Verdict, int]
+    rows: tuple[Judged, ...]
 
     def count(self, verdict: Verdict) -> int:
         """How many rows have this verdict."""
-        return sum(row.verdict == verdict for row in self.rows)
+        return self.counts[verdict]
 
     @property
     def of_single_launches(self) -> bool:
         """Whether each side of all that can be compared is one launch."""
-        compared = [row for row in self.rows if row.ratio is not None]
-        return bool(compared) and all(row.base_launches == row.new_launches == 1 for row in compared)
-
-    @property
-    def exit_code(self) -> int:
-        """1 a regression, 4 nothing comparable, 3 something undecided, 0 all decided and none slower."""
-        broke = any(r.verdict is Verdict.FAILED and r.was_ok for r in self.rows)
-        timed = (Verdict.REGRESSION, Verdict.IMPROVED, Verdict.PASS, Verdict.INCONCLUSIVE)
-        if broke or self.count(Verdict.REGRESSION):
-            return errors.EXIT_REGRESSION
-        if not any(r.verdict in timed for r in self.rows):
-            return errors.EXIT_NOTHING
-        if any(r.verdict in (Verdict.INCONCLUSIVE, Verdict.MISSING, Verdict.FAILED) for r in self.rows):
-            return errors.EXIT_INCONCLUSIVE
-        return errors.EXIT_OK
+        compared = [row for row in self.rows if row.effect is not None]
+        return bool(compared) and all(row.base_launches == row.head_launches == 1 for row in compared)
 
     @property
     def points(self) -> list[Point]:
         """The new side's times, for other tools; bounds are those of the ratio times the base's time."""
-        return [
-            relative(row.key, row.base_s, row.new_s, row.low, row.high, row.verdict, row.reason)
-            for row in self.rows
-            if row.base_s is not None and row.new_s is not None
-        ]
+        points = (relative(row, row.verdict, row.reason) for row in self.rows)
+        return [point for point in points if point is not None]
 
     def _repr_html_(self) -> str:
         """A table in a notebook: the worst first."""
         import pandas as pd
 
-        rows = sorted(self.rows, key=lambda row: row.verdict.gravity)
-        fields = ("verdict", "base_s", "new_s", "ratio", "low", "high", "reason")
+        fields = ("suite", "name", "impl", "verdict", "base_s", "head_s", "ratio", "low", "high", "reason")
         shown = [
-            {k: v for k, v in row.to_json().items() if k in ("suite", "name", "impl", *fields)}
-            | {"params": " ".join(f"{k}={v}" for k, v in row.key[3])}
-            for row in rows
+            {name: getattr(row, name) for name in fields}
+            | {"params": " ".join(f"{k}={v}" for k, v in row.params.items())}
+            for row in sorted(self.rows, key=lambda row: row.verdict.gravity)
         ]
         return str(pd.DataFrame(shown).to_html(index=False, max_rows=60))
-
-    def to_json(self) -> dict[str, Any]:
-        """The comparison as a dict of JSON values."""
-        return {
-            "kind": "comparison",
-            "exit_code": self.exit_code,
-            "notes": list(self.notes),
-            "counts": {v: self.count(v) for v in Verdict},
-            "rows": [row.to_json() for row in self.rows],
-        }
 
 
 def compare(base: Sequence[Run], new: Sequence[Run]) -> Comparison:
@@ -137,7 +77,25 @@ def compare(base: Sequence[Run], new: Sequence[Run]) -> Comparison:
     notes = _notes(base, new, rows)
     if skipped:
         notes.append(f"{len(skipped)} case(s) were skipped on each side that has them, and are left out")
-    return Comparison(rows, tuple(dict.fromkeys(notes)))
+    return Comparison(
+        exit_code=_exit_code(rows),
+        notes=tuple(dict.fromkeys(notes)),
+        counts={verdict: sum(row.verdict is verdict for row in rows) for verdict in Verdict},
+        rows=rows,
+    )
+
+
+def _exit_code(rows: Sequence[Judged]) -> int:
+    """1 a regression, 4 nothing comparable, 3 something undecided, 0 all decided and none slower."""
+    there = {row.verdict for row in rows}
+    broke = any(row.verdict is Verdict.FAILED and row.base_launches for row in rows)
+    if broke or Verdict.REGRESSION in there:
+        return errors.EXIT_REGRESSION
+    if not there & {Verdict.IMPROVED, Verdict.PASS, Verdict.INCONCLUSIVE}:
+        return errors.EXIT_NOTHING
+    if there & {Verdict.INCONCLUSIVE, Verdict.MISSING, Verdict.FAILED}:
+        return errors.EXIT_INCONCLUSIVE
+    return errors.EXIT_OK
 
 
 def _by_case(runs: Sequence[Run]) -> defaultdict[CaseKey, list[Result]]:
@@ -148,25 +106,30 @@ def _by_case(runs: Sequence[Run]) -> defaultdict[CaseKey, list[Result]]:
     return cases
 
 
-def _row(key: CaseKey, base: list[Result], new: list[Result]) -> Row:
+def _row(key: CaseKey, base: list[Result], new: list[Result]) -> Judged:
     old_times, new_times = _launch_times(base), _launch_times(new)
     either = [*new, *base][0]
+    effect = None
     if old_times and new_times and _why(new, "failed", "wrong") is None:
-        verdict, reason, found = _judged(old_times, new_times)
+        verdict, reason, effect = _judged(old_times, new_times)
     else:
-        (verdict, reason), found = _without_times(base, new), {}
-    return Row(
-        key,
-        verdict,
-        reason,
+        verdict, reason = _without_times(base, new)
+    suite, name, impl, params = key
+    return Judged(
+        suite=suite,
+        name=name,
+        impl=impl,
+        params=dict(params),
+        verdict=verdict,
+        reason=reason,
         size_bytes=either.size_bytes,
         estimator=estimator_of(either),
         base_launches=len(old_times),
-        new_launches=len(new_times),
+        head_launches=len(new_times),
         base_s=median(old_times) if old_times else None,
-        new_s=median(new_times) if new_times else None,
-        was_ok=bool(old_times),
-        **found,
+        head_s=median(new_times) if new_times else None,
+        effect=effect,
+        tolerance=SAME_WITHIN,
     )
 
 
@@ -185,10 +148,10 @@ def _without_times(base: list[Result], new: list[Result]) -> tuple[Verdict, str]
     return Verdict.NEW, "skipped in base" if broken is None else f"no good time in base: {broken}"
 
 
-def _judged(base: list[float], new: list[float]) -> tuple[Verdict, str, dict[str, Any]]:
-    """The verdict, why it is none, and the figures behind it by the names of a row's fields."""
+def _judged(base: list[float], new: list[float]) -> tuple[Verdict, str, Change | None]:
+    """The verdict, why it is none, and the figures behind it."""
     if min(*base, *new) <= 0:
-        return Verdict.INCONCLUSIVE, "a launch measured 0 s: below what the clock resolves", {}
+        return Verdict.INCONCLUSIVE, "a launch measured 0 s: below what the clock resolves", None
     base, new = base[:MAX_LAUNCHES], new[:MAX_LAUNCHES]
     estimate = hodges_lehmann_ratio(base, new)
     test = rank_test(base, new)
@@ -206,7 +169,7 @@ def _judged(base: list[float], new: list[float]) -> tuple[Verdict, str, dict[str
         reason = f"fewer than {MIN_LAUNCHES} launches"
     else:
         reason = "neither a change of 2% and 0.2 µs nor sameness within 5% is shown"
-    return verdict, reason, {**vars(estimate), **vars(test)}
+    return verdict, reason, Change(**vars(estimate), **vars(test))
 
 
 def _within(low: float | None, high: float | None, confidence: float | None) -> bool:
@@ -231,16 +194,16 @@ def _why(results: list[Result], *statuses: str) -> str | None:
 # ------------------------------------------------------------------------------------ notes
 
 
-def _notes(base: Sequence[Run], new: Sequence[Run], rows: Sequence[Row]) -> list[str]:
+def _notes(base: Sequence[Run], new: Sequence[Run], rows: Sequence[Judged]) -> list[str]:
     notes = [f"{run.path} is incomplete: it has no end line" for run in [*base, *new] if not run.complete]
-    few = [min(r.base_launches, r.new_launches) for r in rows if r.ratio is not None]
+    few = [min(r.base_launches, r.head_launches) for r in rows if r.effect is not None]
     if few and min(few) < MIN_LAUNCHES:
         notes.append(
             f"as few as {min(few)} launch(es) per side: almost all variance lies between launches, so no "
             f"case with fewer than {MIN_LAUNCHES} on each side is called slower or faster; "
             f"measure with --launches {MIN_LAUNCHES}, better 10"
         )
-    if any(max(r.base_launches, r.new_launches) > MAX_LAUNCHES for r in rows):
+    if any(max(r.base_launches, r.head_launches) > MAX_LAUNCHES for r in rows):
         notes.append(f"of a case with more launches the first {MAX_LAUNCHES} of each side are compared")
     if {run.header.run_id for run in base} & {run.header.run_id for run in new}:
         notes.append("the same run is on both sides")

@@ -1,130 +1,140 @@
-"""Verdicts on ops: reads them from a run's results, sums them up, spells tables, finds what became worse.
-
-A result of the coverage suite is one op (`name`) in one mode (`params["mode"]`) for one impl. Its counters
-hold the number of cases per verdict, and how often an op ran by fallback. Pure: no torch.
-"""
+"""Verdicts on ops: sums them up, spells tables, finds what became worse. Pure: no torch."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from collections.abc import Sequence
 
-from dtbench.errors import UnreadableRunError, UsageError
-from dtbench.files.read import BadFieldError, into, read_json
-from dtbench.grouping import known_first
-from dtbench.model import Result, Run
+from dtbench.model import Run
+from dtbench.model.errors import UsageError
+from dtbench.model.grouping import group_by, known_first
+from dtbench.records.verdicts import (
+    NOT_JUDGED,
+    NOTHING,
+    PROGRAMS,
+    SUITE,
+    VERDICTS,
+    Baseline,
+    OpVerdict,
+    verdicts_of,
+)
 
-# Worst first. An op has the worst verdict of its cases; what each means stands in the suite.
-VERDICTS = ("wrong", "hang", "died", "differs", "error", "no rule", "random differs", "refused", "pass")
-NOTHING = "n/a"
-FALLBACKS = "fallbacks"
-SUITE = "coverage"
-PROGRAMS = "compat"  # its names are programs, its modes are their topics
 MODES = ("even", "uneven", "partial", "mesh2x2", "inplace", "out")
-MAX_BASELINE_BYTES = 64 * 2**20
+# Of an op's samples, what may stay not judged without a word in the way of a table.
+MOST_NOT_JUDGED = 0.005
 
 
-def has_verdicts(result: Result) -> bool:
-    """Whether it is a verdict on an op or program, not a time."""
-    return result.suite in (SUITE, PROGRAMS) and "mode" in result.params
-
-
-def verdict_of(result: Result) -> str:
-    """One of VERDICTS or NOTHING."""
-    return next((v for v in VERDICTS if result.counters.get(v)), NOTHING)
-
-
-def mode_of(result: Result) -> str:
-    return str(result.params["mode"])
-
-
-def modes_of(results: Sequence[Result]) -> list[str]:
+def modes_of(verdicts: Sequence[OpVerdict]) -> list[str]:
     """The modes there are, in the order in which people read them."""
-    return known_first({mode_of(r) for r in results}, MODES)
+    return known_first({v.mode for v in verdicts}, MODES)
 
 
-def summary_rows(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+def summary_rows(verdicts: Sequence[OpVerdict]) -> tuple[list[str], list[list[str]]]:
     """(head, rows) of a table with a row per mode and impl: ops and cases per verdict; verdicts that no op has are
-    left out. Fully pass are ops of which every case does.
+    left out. Fully pass are ops of which every case does. Not judged: samples, of all that were tried.
     """
-    groups = [
-        (mode, impl, own)
-        for mode in modes_of(results)
-        for impl in sorted({r.impl for r in results})
-        if (own := [r for r in results if mode_of(r) == mode and r.impl == impl])
+    groups = group_by(verdicts, lambda v: (v.mode, v.impl))
+    there = {v.verdict for v in verdicts}
+    shown = [word for word in VERDICTS if word in there]
+    counted = any(v.samples for v in verdicts)
+    aside = [NOT_JUDGED] * counted
+    head = [
+        "mode",
+        "impl",
+        "ops",
+        "fully pass",
+        *shown,
+        NOTHING,
+        "cases",
+        "cases pass",
+        "by fallback",
+        *aside,
     ]
-    there = set(map(verdict_of, results))
-    shown = [v for v in VERDICTS if v in there]
-    head = ["mode", "impl", "ops", "fully pass", *shown, NOTHING, "cases", "cases pass", "by fallback"]
     rows = []
-    for mode, impl, own in groups:
-        ops = Counter(map(verdict_of, own))
-        cases = {v: sum(int(r.counters.get(v, 0)) for r in own) for v in VERDICTS}
-        tested, total = len(own) - ops[NOTHING], sum(cases.values())
+    for mode, impl in sorted(groups, key=lambda key: (modes_of(verdicts).index(key[0]), key[1])):
+        own = groups[mode, impl]
+        ops = Counter(v.verdict for v in own)
+        total = sum(sum(v.cases.values()) for v in own)
+        passed = sum(v.cases.get("pass", 0) for v in own)
+        tested = len(own) - ops[NOTHING]
         fully = f"{100 * ops['pass'] / tested if tested else 0:.1f}%"
-        share = f"{100 * cases['pass'] / total:.1f}%" if total else "-"
-        fallen = str(sum(1 for r in own if r.counters.get(FALLBACKS))) if impl == "core" else "-"
-        counts = [str(ops[v]) for v in (*shown, NOTHING)]
-        rows.append([mode, impl, str(tested), fully, *counts, str(total), share, fallen])
+        share = f"{100 * passed / total:.1f}%" if total else "-"
+        fallen = str(sum(v.by_fallback for v in own)) if impl == "core" else "-"
+        counts = [str(ops[word]) for word in (*shown, NOTHING)]
+        aside = [f"{sum(v.not_judged for v in own)} of {sum(v.samples for v in own)}"] * counted
+        rows.append([mode, impl, str(tested), fully, *counts, str(total), share, fallen, *aside])
     return head, rows
 
 
-# ---- the committed table ----
+def not_judged_lines(verdicts: Sequence[OpVerdict]) -> list[str]:
+    """What was not judged: the sum, then a line per op, mode and impl; nothing where all was, or nobody counted."""
+    found = [v for v in verdicts if v.not_judged]
+    samples = sum(v.samples for v in verdicts)
+    if not found:
+        return []
+    count = sum(v.not_judged for v in found)
+    share = f" ({count / samples:.2%})" if samples else ""
+    lines = [f"{NOT_JUDGED}: {count} of {samples} samples{share}"]
+    return lines + [
+        f"{NOT_JUDGED}: {v.impl} {v.mode} {v.op}: {v.not_judged} of {v.samples} samples" for v in found
+    ]
+
+
+# ---- the committed page ----
 
 
 def markdown(runs: Sequence[Run]) -> str:
     """The verdicts of the runs as a page: how they came about, sums, then one line per op."""
-    results = merged(runs)
-    if all(r.suite == PROGRAMS for r in results):
-        return _page_of_programs(runs, results)
-    impls = [i for i in ("core", "torch") if any(r.impl == i for r in results)]
-    modes = modes_of(results)
+    verdicts = merged(runs)
+    if all(v.suite == PROGRAMS for v in verdicts):
+        return _page_of_programs(runs, verdicts)
+    impls = _impls(verdicts)
+    modes = modes_of(verdicts)
     lines = ["# Ops of torch's database on distributed tensors", "", *_origin(runs), ""]
-    head, rows = summary_rows(results)
-    lines += _grid(head, rows)
+    lines += _grid(*summary_rows(verdicts))
     key = (
         f"Per op and mode: {' / '.join(impls)}, one word where they agree. `*`: the core ran (also) by "
         "replicating, for want of a rule. An empty cell: nothing to compare."
     )
     lines += ["", key, ""]
-    cells = {(r.name, mode_of(r), r.impl): r for r in results}
+    cells = {(v.op, v.mode, v.impl): v for v in verdicts}
     table = []
-    for op in dict.fromkeys(r.name for r in results):
+    for op in dict.fromkeys(v.op for v in verdicts):
         row = [_cell([cells.get((op, mode, impl)) for impl in impls]) for mode in modes]
         if any(row):
             table.append([op, *row])
-    return "\n".join([*lines, *_grid(["op", *modes], table), ""])
+    lines += _grid(["op", *modes], table)
+    return "\n".join([*lines, *[f"\n{line}" for line in not_judged_lines(verdicts)], ""])
 
 
-def _page_of_programs(runs: Sequence[Run], results: Sequence[Result]) -> str:
+def _impls(verdicts: Sequence[OpVerdict]) -> list[str]:
+    return [i for i in ("core", "torch") if any(v.impl == i for v in verdicts)]
+
+
+def _page_of_programs(runs: Sequence[Run], verdicts: Sequence[OpVerdict]) -> str:
     """As `markdown`: a table per topic, with what an implementation says where it does not pass."""
-    impls = [i for i in ("core", "torch") if any(r.impl == i for r in results)]
+    impls = _impls(verdicts)
     title = ["# PyTorch's other machinery on distributed tensors", ""]
     key = (
         "Each program runs on four gloo ranks and is compared with itself on plain tensors, values and gradients. "
         "`refused`: the core's own error on every rank, or autograd's of a write that gradients could not follow. "
-        "What plain tensors refuse must be refused with the same class of error to pass."
+        "What plain tensors refuse must be refused with the same class and kind of error to pass."
     )
-    lines = [*title, *_origin(runs), "", key, "", *_grid(*summary_rows(results))]
-    cells = {(r.name, r.impl): _words(r) for r in results}
-    for topic in modes_of(results):
-        names = dict.fromkeys(r.name for r in results if mode_of(r) == topic)
+    lines = [*title, *_origin(runs), "", key, "", *_grid(*summary_rows(verdicts))]
+    cells = {(v.op, v.impl): _words(v) for v in verdicts}
+    for topic in modes_of(verdicts):
+        names = dict.fromkeys(v.op for v in verdicts if v.mode == topic)
         rows = [[name, *(cells.get((name, impl), "") for impl in impls)] for name in names]
         lines += ["", f"## {topic}", "", *_grid(["program", *impls], rows)]
     return "\n".join([*lines, ""])
 
 
-def _words(result: Result) -> str:
+def _words(found: OpVerdict) -> str:
     """The verdict, and the first 160 characters of why."""
-    verdict = verdict_of(result)
-    why = result.reason if len(result.reason) <= 160 else f"{result.reason[:157]}..."
+    why = found.reason if len(found.reason) <= 160 else f"{found.reason[:157]}..."
     short = re.sub(r"[|\[\]*_`]", r"\\\g<0>", why).replace("<", "&lt;")  # no markup of a page's
-    return f"{verdict}: {short}" if why and verdict != "pass" else verdict
+    return f"{found.verdict}: {short}" if why and found.verdict != "pass" else found.verdict
 
 
 def _origin(runs: Sequence[Run]) -> list[str]:
@@ -146,12 +156,12 @@ def _origin(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def _cell(results: Sequence[Result | None]) -> str:
+def _cell(verdicts: Sequence[OpVerdict | None]) -> str:
     words = []
-    for result in results:
-        verdict = NOTHING if result is None else verdict_of(result)
-        fell = result is not None and result.impl == "core" and bool(result.counters.get(FALLBACKS))
-        words.append(("" if verdict == NOTHING else verdict) + ("*" if fell else ""))
+    for found in verdicts:
+        word = NOTHING if found is None else found.verdict
+        fell = found is not None and found.by_fallback
+        words.append(("" if word == NOTHING else word) + ("*" if fell else ""))
     if not any(words):
         return ""
     same = len({word.rstrip("*") for word in words}) == 1
@@ -166,26 +176,21 @@ def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-# ---- the baseline ----
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """The core's verdicts that were committed: op -> mode -> verdict, and what they were made with."""
-
-    torch: str
-    options: Mapping[str, str]
-    verdicts: Mapping[str, Mapping[str, str]]
-    schema: Literal[1] = 1
+# ---- against a base ----
 
 
 def baseline_of(run: Run) -> Baseline:
     """What a run says of the core."""
-    verdicts: dict[str, dict[str, str]] = {}
-    for result in merged([run]):
-        if result.impl == "core":
-            verdicts.setdefault(result.name, {})[mode_of(result)] = verdict_of(result)
-    return Baseline(str(run.header.versions.get("torch")), _caps(run), verdicts)
+    own = [v for v in merged([run]) if v.impl == "core"]
+    by_op = group_by(own, lambda v: v.op)
+    skipped = group_by([v for v in own if v.not_judged], lambda v: v.op)
+    return Baseline(
+        torch=str(run.header.versions.get("torch")),
+        options=_caps(run),
+        verdicts={op: {v.mode: v.verdict for v in modes} for op, modes in by_op.items()},
+        samples=sum(v.samples for v in own) or None,
+        not_judged={op: {v.mode: v.not_judged for v in modes} for op, modes in skipped.items()} or None,
+    )
 
 
 def _caps(run: Run) -> dict[str, str]:
@@ -194,33 +199,11 @@ def _caps(run: Run) -> dict[str, str]:
     return {name: str(options[name]) for name in ("quick", "samples", "places") if name in options}
 
 
-def write_baseline(baseline: Baseline, path: Path) -> None:
-    """As JSON with a line per op, which makes changes easy to read."""
-    head = json.dumps({"schema": baseline.schema, "torch": baseline.torch, "options": dict(baseline.options)})
-    ops = [f"  {json.dumps(op)}: {json.dumps(dict(modes))}" for op, modes in baseline.verdicts.items()]
-    path.write_text(head[:-1] + ', "verdicts": {\n' + ",\n".join(ops) + "\n}}\n")
-
-
-def read_baseline(path: Path) -> Baseline:
-    """What `write_baseline` wrote.
-
-    Raises:
-        UnreadableRunError: it is something else.
-    """
-    read = read_json(path, "what `coverage -o` writes", MAX_BASELINE_BYTES)
-    try:
-        return into(read, Baseline)
-    except BadFieldError as error:
-        raise UnreadableRunError(
-            f"{path} is no table of verdicts: {error}; expected what `coverage -o` writes"
-        ) from error
-
-
 def became_worse(was: Baseline, now: Baseline) -> tuple[list[str], int]:
     """(what to repair, a line per op and mode; how many became better).
 
     An op that passed must pass; one that did not must not have become wrong, nor a hang. An op that is
-    not in `now` counts as worse: it was not measured.
+    not in `now` counts as worse: it was not measured. So does more that is not judged than MOST_NOT_JUDGED.
 
     Raises:
         UsageError: the two cannot be compared.
@@ -240,19 +223,19 @@ def became_worse(was: Baseline, now: Baseline) -> tuple[list[str], int]:
                 worse.append(f"{op} ({mode}): was {before}, is {after}")
             elif after == "pass":
                 better += 1
+    count = sum(sum(modes.values()) for modes in (now.not_judged or {}).values())
+    if now.samples and count > MOST_NOT_JUDGED * now.samples:
+        worse.append(f"{count} of {now.samples} samples are not judged, at most {MOST_NOT_JUDGED:.1%} may be")
     return worse, better
 
 
-# ---- results ----
-
-
-def merged(runs: Sequence[Run]) -> list[Result]:
+def merged(runs: Sequence[Run]) -> list[OpVerdict]:
     """The verdicts of several runs, the last of each op, mode and impl.
 
     Raises:
         UsageError: there are none.
     """
-    last = {(r.name, mode_of(r), r.impl): r for run in runs for r in run.results if has_verdicts(r)}
+    last = {(v.op, v.mode, v.impl): v for run in runs for v in verdicts_of(run)}
     if not last:
         raise UsageError("no verdicts in these runs: make some with `dtbench run coverage`")
-    return sorted(last.values(), key=lambda r: r.name)
+    return sorted(last.values(), key=lambda v: v.op)

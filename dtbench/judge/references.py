@@ -10,19 +10,18 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import Struct
 
-from dtbench.errors import EXIT_NOTHING, EXIT_OK, UnreadableRunError, UsageError
-from dtbench.fields import Positive, Whole
-from dtbench.files.read import BadFieldError, into, read_json
-from dtbench.grouping import group_by
 from dtbench.model import Result, Run
-from dtbench.units import format_bandwidth, format_ratio, format_size
+from dtbench.model.errors import EXIT_NOTHING, EXIT_OK, UnreadableRunError, UsageError
+from dtbench.model.fields import Positive, Whole
+from dtbench.model.grouping import group_by
+from dtbench.records.read import BadFieldError, into, read_json
+from dtbench.text.units import format_bandwidth, format_ratio, format_size
 from dtbench_core.cost.ring import busbw_factor
 
 MAX_BYTES = 16 * 2**20
@@ -80,9 +79,8 @@ def read_systems(path: Path = TABLE) -> tuple[System, ...]:
         raise UnreadableRunError(f"the reference table {path} is damaged: {error}") from error
 
 
-@dataclass(frozen=True)
-class Row:
-    """One collective at one size: the run's bus bandwidth and the reference's, bytes per second."""
+class Row(Struct, frozen=True):
+    """One collective at one size: the run's bus bandwidth and the reference's, bytes per second, and their ratio."""
 
     system: str
     mesh_dim: str
@@ -91,42 +89,17 @@ class Row:
     size_bytes: int
     run_Bps: float  # noqa: N815 - bytes per second
     reference_Bps: float  # noqa: N815
-
-    @property
-    def ratio(self) -> float:
-        return self.run_Bps / self.reference_Bps
+    ratio: float
 
 
-@dataclass(frozen=True)
-class ReferenceComparison:
-    """The rows, the systems they speak of, and what was left out."""
+class ReferenceComparison(Struct, frozen=True, kw_only=True):
+    """The rows, the systems they speak of, and what was left out. exit_code: 4 where nothing could be compared."""
 
-    rows: tuple[Row, ...]
-    systems: tuple[System, ...]
+    kind: Literal["reference_comparison"] = "reference_comparison"
+    exit_code: int
     notes: tuple[str, ...]
-
-    @property
-    def exit_code(self) -> int:
-        """0, or 4 where nothing could be compared."""
-        return EXIT_OK if self.rows else EXIT_NOTHING
-
-    def to_json(self) -> dict[str, Any]:
-        """The comparison as a dict of JSON values."""
-        return {
-            "kind": "reference_comparison",
-            "exit_code": self.exit_code,
-            "notes": list(self.notes),
-            "systems": [
-                {
-                    "name": s.name,
-                    "link": s.link,
-                    "note": s.note,
-                    "sources": {name: of.source for name, of in s.collectives.items()},
-                }
-                for s in self.systems
-            ],
-            "rows": [{**vars(row), "ratio": row.ratio} for row in self.rows],
-        }
+    systems: tuple[System, ...]
+    rows: tuple[Row, ...]
 
 
 # ----------------------------------------------------------------------------------------- comparing
@@ -164,7 +137,12 @@ def compare_with_reference(
             rows += found
             if found:
                 used[system.name] = system
-    return ReferenceComparison(tuple(rows), tuple(used.values()), tuple(dict.fromkeys(notes)))
+    return ReferenceComparison(
+        exit_code=EXIT_OK if rows else EXIT_NOTHING,
+        notes=tuple(dict.fromkeys(notes)),
+        systems=tuple(used.values()),
+        rows=tuple(rows),
+    )
 
 
 def _named(systems: Sequence[System], named: str) -> list[System]:
@@ -216,7 +194,8 @@ def _rows(run: Run, dim: str, system: System) -> Iterator[Row]:
         reference = system.busbw(name, size)
         mine = [r.busbw_Bps for r in _alike(results) if r.busbw_Bps]
         if reference is not None and mine:
-            yield Row(system.name, dim, name, dtype, size, median(mine), reference)
+            ours = median(mine)
+            yield Row(system.name, dim, name, dtype, size, ours, reference, ours / reference)
 
 
 def _alike(results: Sequence[Result]) -> list[Result]:

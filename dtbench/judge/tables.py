@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from dtbench.judge.compare import Comparison, Row
-from dtbench.judge.verdicts import Verdict
-from dtbench.terminal import (
+from dtbench.judge.compare import Comparison
+from dtbench.records.judged import Change, Judged, Verdict
+from dtbench.text.terminal import (
     MAX_ROWS,
     MAX_TABLES,
     Column,
@@ -23,21 +24,13 @@ from dtbench.terminal import (
     split_params,
     titled,
 )
-from dtbench.units import format_ratio, significant, time_unit
-
-_VERDICT_STYLE = {
-    "slower": "red",
-    "failed": "red",
-    "missing": "yellow",
-    "inconclusive": "yellow",
-    "faster": "green",
-}
+from dtbench.text.units import format_ratio, significant, time_unit
 
 
 def print_comparison(comparison: Comparison, as_json: bool = False) -> None:
     """One row per case and impl, the worst verdicts first, then what weakens them."""
     if as_json:
-        print_json(comparison.to_json())
+        print_json(msgspec.to_builtins(comparison, str_keys=True))
         return
     console = new_console()
     single = comparison.of_single_launches
@@ -45,9 +38,9 @@ def print_comparison(comparison: Comparison, as_json: bool = False) -> None:
     rows = list(comparison.rows)
     if not single:
         rows.sort(key=lambda r: (r.verdict.gravity, -(r.ratio or 0)))
-    suites: dict[str, list[Row]] = {row.key[0]: [] for row in comparison.rows}
+    suites: dict[str, list[Judged]] = {row.suite: [] for row in comparison.rows}
     for row in rows:
-        suites[row.key[0]].append(row)
+        suites[row.suite].append(row)
     for suite, of_suite in islice(suites.items(), MAX_TABLES):
         (_print_differences if single else _print_suite_comparison)(console, suite, of_suite[:MAX_ROWS])
         print_rest(console, len(of_suite), "cases", "--json gives all")
@@ -61,23 +54,22 @@ def print_comparison(comparison: Comparison, as_json: bool = False) -> None:
     print_line(console, counts or "nothing to compare: the two sides have no case in common")
 
 
-def _print_suite_comparison(console: Console, suite: str, rows: Sequence[Row]) -> None:
-    varying, same = split_params([dict(row.key[3]) for row in rows])
-    unit = time_unit(t for row in rows for t in (row.base_s, row.new_s) if t is not None)
-    smaller = [min((p for p in (row.p_slower, row.p_faster) if p is not None), default=None) for row in rows]
+def _print_suite_comparison(console: Console, suite: str, rows: Sequence[Judged]) -> None:
+    varying, same = split_params([row.params for row in rows])
+    unit = time_unit(t for row in rows for t in (row.base_s, row.head_s) if t is not None)
     words: list[Column] = [
-        ("verdict", [Text(row.verdict, style=_VERDICT_STYLE.get(row.verdict, "")) for row in rows]),
-        ("case", [row.key[1] for row in rows]),
-        ("impl", [row.key[2] for row in rows]),
-        *((name, [param_text(name, dict(row.key[3]).get(name)) for row in rows]) for name in varying),
+        ("verdict", [Text(row.verdict, style=row.verdict.colour) for row in rows]),
+        ("case", [row.name for row in rows]),
+        ("impl", [row.impl for row in rows]),
+        *((name, [param_text(name, row.params.get(name)) for row in rows]) for name in varying),
     ]
     figures: list[Column] = [
         (f"base [{unit.name}]", [unit.format(row.base_s) for row in rows]),
-        (f"new [{unit.name}]", [unit.format(row.new_s) for row in rows]),
+        (f"new [{unit.name}]", [unit.format(row.head_s) for row in rows]),
         ("new/base", [format_ratio(row.ratio) for row in rows]),
         ("interval", [_interval(row) for row in rows]),
-        ("p", ["-" if p is None else f"{p:.2g}" for p in smaller]),
-        ("launches", [f"{row.base_launches}/{row.new_launches}" for row in rows]),
+        ("p", [_p(row.effect) for row in rows]),
+        ("launches", [f"{row.base_launches}/{row.head_launches}" for row in rows]),
     ]
     estimator = rows[0].estimator
     print_line(
@@ -86,18 +78,18 @@ def _print_suite_comparison(console: Console, suite: str, rows: Sequence[Row]) -
     print_columns(console, words, figures, [("why", [row.reason for row in rows])])
 
 
-def _print_differences(console: Console, suite: str, rows: Sequence[Row]) -> None:
+def _print_differences(console: Console, suite: str, rows: Sequence[Judged]) -> None:
     """One launch against another: how each size differs."""
-    varying, same = split_params([dict(row.key[3]) for row in rows])
-    unit = time_unit(t for row in rows for t in (row.base_s, row.new_s) if t is not None)
+    varying, same = split_params([row.params for row in rows])
+    unit = time_unit(t for row in rows for t in (row.base_s, row.head_s) if t is not None)
     words: list[Column] = [
-        ("case", [row.key[1] for row in rows]),
-        ("impl", [row.key[2] for row in rows]),
-        *((name, [param_text(name, dict(row.key[3]).get(name)) for row in rows]) for name in varying),
+        ("case", [row.name for row in rows]),
+        ("impl", [row.impl for row in rows]),
+        *((name, [param_text(name, row.params.get(name)) for row in rows]) for name in varying),
     ]
     figures: list[Column] = [
         (f"base [{unit.name}]", [unit.format(row.base_s) for row in rows]),
-        (f"new [{unit.name}]", [unit.format(row.new_s) for row in rows]),
+        (f"new [{unit.name}]", [unit.format(row.head_s) for row in rows]),
         ("difference", ["-" if row.ratio is None else f"{row.ratio - 1:+.1%}" for row in rows]),
     ]
     other = [f"{row.verdict}: {row.reason}".rstrip(": ") if row.ratio is None else "" for row in rows]
@@ -113,7 +105,14 @@ def _spread(comparison: Comparison) -> str:
     return f"{', '.join([*rest, spread])}: no verdict from one launch on each side"
 
 
-def _interval(row: Row) -> str:
-    if row.low is None or row.high is None or row.confidence is None:
+def _interval(row: Judged) -> str:
+    if row.low is None or row.high is None or row.effect is None or row.effect.confidence is None:
         return "-"
-    return f"{significant(row.low, 3)}..{significant(row.high, 3)} ({100 * row.confidence:.0f}%)"
+    return f"{significant(row.low, 3)}..{significant(row.high, 3)} ({100 * row.effect.confidence:.0f}%)"
+
+
+def _p(effect: Change | None) -> str:
+    """The smaller of the two."""
+    if effect is None or effect.p_slower is None or effect.p_faster is None:
+        return "-"
+    return f"{min(effect.p_slower, effect.p_faster):.2g}"

@@ -1,21 +1,28 @@
 """The GPUs of this process: the one place where the harness asks torch.cuda and NVML.
 
-`gpus()` is torch's CUDA, or in a rehearsal (`dtbench gpu-check --rehearse`) a fake that works on the CPU.
+`gpus()` is torch's CUDA, or in a rehearsal what a module has that the environment names: a fake that works on the CPU.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+
+from dtbench.model import DeviceType
+from dtbench.model.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
 
-# Set for the processes of a rehearsal, by `dtbench gpu-check` alone.
+# NVML's bindings, which have no types, and what they answer.
+Nvml = Any
+# Names a module whose `rehearsed()` stands for the GPUs; set by a rehearsal's runner for the processes it starts.
 REHEARSAL = "DTBENCH_REHEARSAL"
+DEFAULT_CPU_RANKS = 4
 
 
 class Event(Protocol):
@@ -27,7 +34,7 @@ class Event(Protocol):
         """Returns when the GPU has passed it."""
         ...
 
-    def elapsed_time(self, end_event: Any) -> float:
+    def elapsed_time(self, end_event: Self) -> float:
         """Milliseconds of the GPU's time from this event to the other; both have passed."""
         ...
 
@@ -59,7 +66,7 @@ class Gpus(Protocol):
         """Of a GPU that this process works with; None where it works with none yet."""
         ...
 
-    def nvml(self) -> Any | None:
+    def nvml(self) -> Nvml | None:
         """The NVML bindings, initialised; None where they or the driver's library are missing or broken."""
         ...
 
@@ -112,12 +119,12 @@ class CudaGpus:
         found = getattr(torch.cuda.get_device_properties(index), "uuid", None)
         return None if found is None else str(found)
 
-    def nvml(self) -> Any | None:
+    def nvml(self) -> Nvml | None:
         return loaded_nvml()
 
 
 @lru_cache(maxsize=1)
-def loaded_nvml() -> Any | None:
+def loaded_nvml() -> Nvml | None:
     try:
         import pynvml
 
@@ -134,16 +141,50 @@ def rehearsing(environ: Mapping[str, str] = os.environ) -> bool:
 
 def gpus() -> Gpus:
     """What stands for the GPUs of this process."""
-    return _rehearsed() if rehearsing() else CudaGpus()
+    return _rehearsed(os.environ[REHEARSAL]) if rehearsing() else CudaGpus()
 
 
 @lru_cache(maxsize=1)
-def _rehearsed() -> Gpus:
-    from dtbench.machine.fake_gpu import FakeGpus
-
-    return FakeGpus()
+def _rehearsed(module: str) -> Gpus:
+    made: Gpus = importlib.import_module(module).rehearsed()
+    return made
 
 
 def is_gpu(device: torch.device) -> bool:
     """Whether work on it is measured as a GPU's is: by events, with its state."""
     return device.type == "cuda" or rehearsing()
+
+
+def choose_device(asked: Literal["auto", "cpu", "cuda"]) -> DeviceType:
+    """The device type to measure on.
+
+    Raises:
+        UsageError: "cuda" without CUDA.
+    """
+    if asked == "cpu" or rehearsing():
+        return "cpu"
+    if gpus().count():
+        return "cuda"
+    if asked == "cuda":
+        raise UsageError(
+            "--device cuda: torch finds no CUDA device here; expected a GPU, its driver and a CUDA build "
+            "of torch; use --device cpu, or ask `dtbench doctor`"
+        )
+    return "cpu"
+
+
+def count_ranks(wanted: int | None, device_type: DeviceType, backend: str = "auto") -> int:
+    """As many as wanted, else one per GPU, or 4 on CPUs. backend: with "gloo" ranks may share GPUs.
+
+    Raises:
+        UsageError: more ranks than GPUs.
+    """
+    if device_type == "cpu":
+        return wanted or DEFAULT_CPU_RANKS
+    count = gpus().count()
+    if wanted is not None and wanted > count and backend != "gloo":
+        raise UsageError(
+            f"{wanted} ranks are asked for, this host has {count} GPUs: expected at most one rank per GPU; "
+            f"give --nproc {count}, --backend gloo (ranks then share GPUs), or --device cpu"
+        )
+    return wanted or count

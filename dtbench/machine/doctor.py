@@ -13,15 +13,13 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from dtbench.machine import provenance as machine
-from dtbench.units import format_bytes
+from dtbench.machine.device import DEFAULT_CPU_RANKS, Nvml
+from dtbench.text.units import format_bytes
 
 # A run of all five suites is some MiB; this leaves room for traces and many ranks' samples.
 _MIN_FREE_BYTES = 256 * 2**20
-# Without GPUs, `dtbench run` starts so many ranks.
-_DEFAULT_RANKS = 4
 _TESTED_TORCH = ((2, 11), (2, 13))
 
 
@@ -48,8 +46,8 @@ class Surroundings:
     root: Path = Path("/")
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     folder: Path = field(default_factory=Path.cwd)
-    usable_cores: int = field(default_factory=machine.usable_cores)
-    nvml: Callable[[], Any | None] = machine.nvml
+    usable_cores: int = field(default_factory=lambda: len(machine.usable_cpus()))
+    nvml: Callable[[], Nvml | None] = machine.nvml
     resolve: Callable[[str], str] = socket.gethostbyname
     torch_version: Callable[[], str | None] = lambda: machine.installed("torch")
 
@@ -64,7 +62,7 @@ class Surroundings:
     def local_ranks(self) -> int:
         """How many ranks will share this host: torchrun's, one per GPU, or the default."""
         told = _positive_int(self.env.get("LOCAL_WORLD_SIZE"))
-        return told or len(list(self.root.glob("dev/nvidia[0-9]*"))) or _DEFAULT_RANKS
+        return told or len(list(self.root.glob("dev/nvidia[0-9]*"))) or DEFAULT_CPU_RANKS
 
 
 def examine(here: Surroundings | None = None) -> list[Finding]:

@@ -7,7 +7,6 @@ allow-list of names that change what is measured, never whole: run files are pas
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import importlib.metadata
 import os
@@ -23,13 +22,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-import dtbench
-from dtbench.machine.device import REHEARSAL
+import msgspec
+
+from dtbench._version import __version__
+from dtbench.machine.device import REHEARSAL, Nvml
 from dtbench.machine.device import gpus as gpus_of_torch
-from dtbench.masking import is_secret, mask_arguments, mask_variables
-from dtbench.model import SCHEMA, SWEEP_ARM, Plan
+from dtbench.model import SCHEMA, SWEEP_ARM, Gpu, Header, Machine, MeshShape, Plan, RankFacts
+from dtbench.model.mesh import Mesh
+from dtbench.model.result import Checkout, Checkouts, Cpu, NvLinks
+from dtbench.text.masking import is_secret, mask_arguments, mask_variables
 
 # Whole families whose members tune transport, threads or the process group.
 _ENV_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "KMP_", "GOMP_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_FR_")
@@ -89,38 +92,38 @@ def provenance(
     argv: Sequence[str],
     plan: Plan,
     suites: Sequence[str],
-    mesh: Sequence[tuple[str, int]],
-    ranks: Sequence[Mapping[str, Any]],
+    mesh: Mesh,
+    ranks: Sequence[Mapping[str, object]],
     backend: str | None,
     launches: int,
-) -> dict[str, Any]:
-    """The header line of a run file (schema 1).
+) -> Header:
+    """The header of a run file.
 
     mesh: (dim name, size), outermost first. ranks: what `local_rank_info`
     said on each rank, in rank order. backend: "gloo", "nccl", or None where no group was made.
     """
-    return {
-        "kind": "run",
-        "schema": SCHEMA,
-        "run_id": uuid.uuid4().hex,
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "argv": mask_arguments(argv),
-        "versions": _versions(backend),
-        "git": {**_checkout(Path.cwd()), "dtbench": _own_checkout()},
-        "machine": {
-            "cpu": cpu(),
-            "gpus": gpus(),
-            "driver": driver_version(),
-            "memory_bytes": _memory_bytes(Path("/")),
-            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        },
-        "ranks": [{**r, "rank": i} for i, r in enumerate(ranks)],
-        "mesh": {"dim_names": [name for name, _ in mesh], "shape": [size for _, size in mesh]},
-        "env": environment(os.environ),
-        "plan": dataclasses.asdict(plan) | {"options": mask_variables(plan.options)},
-        "suites": list(suites),
-        "launches": launches,
-    }
+    own = _own_checkout()
+    return Header(
+        schema=SCHEMA,
+        run_id=uuid.uuid4().hex,
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        argv=tuple(mask_arguments(argv)),
+        versions=_versions(backend),
+        git=Checkouts(**msgspec.structs.asdict(_checkout(Path.cwd())), dtbench=own),
+        machine=Machine(
+            cpu=cpu(),
+            gpus=tuple(gpus()),
+            driver=driver_version(),
+            memory_bytes=_memory_bytes(Path("/")),
+            system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        ),
+        ranks=tuple(msgspec.convert({**of, "rank": rank}, RankFacts) for rank, of in enumerate(ranks)),
+        mesh=MeshShape(dim_names=tuple(name for name, _ in mesh), shape=tuple(size for _, size in mesh)),
+        env=environment(os.environ),
+        plan=msgspec.json.decode(msgspec.json.encode(plan)) | {"options": mask_variables(plan.options)},
+        suites=tuple(suites),
+        launches=launches,
+    )
 
 
 def boot_id() -> str | None:
@@ -235,7 +238,7 @@ def _versions(backend: str | None) -> dict[str, str | None]:
 
             nccl = ".".join(str(part) for part in torch_nccl.version())  # type: ignore[no-untyped-call]
     return {
-        "dtbench": dtbench.__version__,
+        "dtbench": __version__,
         "torch": str(torch.__version__) if torch is not None else installed("torch"),
         "python": platform.python_version(),
         "backend": backend,
@@ -255,21 +258,21 @@ def installed(package: str) -> str | None:
 # ---------------------------------------------------------------------------------- git
 
 
-def _checkout(folder: Path) -> dict[str, Any]:
+def _checkout(folder: Path) -> Checkout:
     """Commit and dirty flag of the checkout around `folder`; untracked files do not make it dirty."""
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
     if commit is None:
-        return {"commit": None, "dirty": None}
+        return Checkout()
     status = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": None if status is None else status != ""}
+    return Checkout(commit=commit, dirty=None if status is None else status != "")
 
 
-def _own_checkout() -> dict[str, Any] | None:
+def _own_checkout() -> Checkout | None:
     """The checkout that dtbench runs from; None when it was installed from a wheel.
 
     A virtual environment may lie inside somebody's checkout: only a tracked file counts.
     """
-    package = Path(dtbench.__file__).parent
+    package = Path(__file__).parents[1]
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     return _checkout(package)
@@ -291,27 +294,22 @@ def _git(folder: Path, *args: str) -> str | None:
 # ---------------------------------------------------------------------------------- the CPU
 
 
-def cpu(root: Path = Path("/")) -> dict[str, Any]:
-    """Model, cores (logical, physical, usable by this process), governor and NUMA nodes."""
+def cpu(root: Path = Path("/")) -> Cpu:
+    """Of this host."""
     info = _read(root / "proc/cpuinfo") or ""
     governors = {_read(p) for p in root.glob("sys/devices/system/cpu/cpu*/cpufreq/scaling_governor")}
-    return {
-        "model": _cpu_model(info),
-        "logical_cores": os.cpu_count(),
-        "physical_cores": _physical_cores(info),
-        "usable_cores": usable_cores(),
-        "governor": "+".join(sorted(g for g in governors if g)) or None,
-        "numa_nodes": len(list(root.glob("sys/devices/system/node/node[0-9]*"))) or None,
-    }
-
-
-def usable_cores() -> int:
-    """The cores this process may run on: fewer than the machine's under taskset or a cpuset."""
-    return len(usable_cpus())
+    return Cpu(
+        model=_cpu_model(info),
+        logical_cores=os.cpu_count(),
+        physical_cores=_physical_cores(info),
+        usable_cores=len(usable_cpus()),
+        governor="+".join(sorted(g for g in governors if g)) or None,
+        numa_nodes=len(list(root.glob("sys/devices/system/node/node[0-9]*"))) or None,
+    )
 
 
 def usable_cpus() -> list[int]:
-    """Their numbers."""
+    """The CPUs this process may run on, by number: fewer than the machine's under taskset or a cpuset."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
@@ -348,12 +346,12 @@ def _read(path: Path) -> str | None:
 # ---------------------------------------------------------------------------------- GPUs
 
 
-def nvml() -> Any | None:
+def nvml() -> Nvml | None:
     """See `Gpus.nvml`."""
     return gpus_of_torch().nvml()
 
 
-def ask(query: Callable[..., Any] | None, *args: Any) -> Any | None:
+def ask(query: Callable[..., Nvml] | None, *args: object) -> Nvml | None:
     """What NVML answers, or None: old bindings and drivers lack queries, a virtual GPU forbids some."""
     if query is None:
         return None
@@ -368,10 +366,10 @@ def ask(query: Callable[..., Any] | None, *args: Any) -> Any | None:
 class Device:
     """A GPU by NVML's handle of it."""
 
-    library: Any
-    handle: Any
+    library: Nvml
+    handle: Nvml
 
-    def ask(self, name: str, *args: Any) -> Any | None:
+    def ask(self, name: str, *args: object) -> Nvml | None:
         """What the query of this name says of it; None where it cannot be asked."""
         return ask(getattr(self.library, name, None), self.handle, *args)
 
@@ -393,7 +391,7 @@ class Device:
         return None if mask is None else clock_reasons(mask)
 
 
-def devices(library: Any | None) -> dict[int, Device]:
+def devices(library: Nvml | None) -> dict[int, Device]:
     """All GPUs of this host by their numbers in NVML (PCI order), whether visible to CUDA or not."""
     if library is None:
         return {}
@@ -415,40 +413,41 @@ def driver_version() -> str | None:
     return ask(getattr(nvml(), "nvmlSystemGetDriverVersion", None))
 
 
-def gpus() -> list[dict[str, Any]]:
+def gpus() -> list[Gpu]:
     """What NVML says of all GPUs of this host."""
-    return [{"index": index, **_gpu(device)} for index, device in devices(nvml()).items()]
+    return [_gpu(index, device) for index, device in devices(nvml()).items()]
 
 
-def _gpu(device: Device) -> dict[str, Any]:
+def _gpu(index: int, device: Device) -> Gpu:
     library = device.library
     memory = device.ask("nvmlDeviceGetMemoryInfo")
     power = device.ask("nvmlDeviceGetEnforcedPowerLimit")
     persistence = device.ask("nvmlDeviceGetPersistenceMode")
     mig = device.ask("nvmlDeviceGetMigMode")
-    return {
-        "name": device.ask("nvmlDeviceGetName"),
-        "memory_bytes": None if memory is None else int(memory.total),
-        "sm_clock_MHz": device.ask("nvmlDeviceGetClockInfo", library.NVML_CLOCK_SM),
-        "sm_clock_max_MHz": device.ask("nvmlDeviceGetMaxClockInfo", library.NVML_CLOCK_SM),
-        "memory_clock_MHz": device.ask("nvmlDeviceGetClockInfo", library.NVML_CLOCK_MEM),
-        "memory_clock_max_MHz": device.ask("nvmlDeviceGetMaxClockInfo", library.NVML_CLOCK_MEM),
-        "power_limit_W": None if power is None else power / 1000,
-        "persistence": None if persistence is None else bool(persistence),
-        "mig": None if mig is None else bool(mig[0]),
-        "nvlink": _nvlink(device),
-    }
+    return Gpu(
+        index=index,
+        name=device.ask("nvmlDeviceGetName"),
+        memory_bytes=None if memory is None else int(memory.total),
+        sm_clock_MHz=device.ask("nvmlDeviceGetClockInfo", library.NVML_CLOCK_SM),
+        sm_clock_max_MHz=device.ask("nvmlDeviceGetMaxClockInfo", library.NVML_CLOCK_SM),
+        memory_clock_MHz=device.ask("nvmlDeviceGetClockInfo", library.NVML_CLOCK_MEM),
+        memory_clock_max_MHz=device.ask("nvmlDeviceGetMaxClockInfo", library.NVML_CLOCK_MEM),
+        power_limit_W=None if power is None else power / 1000,
+        persistence=None if persistence is None else bool(persistence),
+        mig=None if mig is None else bool(mig[0]),
+        nvlink=_nvlink(device),
+    )
 
 
-def _nvlink(device: Device) -> dict[str, Any] | None:
+def _nvlink(device: Device) -> NvLinks | None:
     states = device.link_states()
     if not states:
         return None
     version = device.ask("nvmlDeviceGetNvLinkVersion", min(states))
-    return {"links": len(states), "active_links": sum(states.values()), "version": version}
+    return NvLinks(links=len(states), active_links=sum(states.values()), version=version)
 
 
-def _gpu_place(index: int, root: Path = Path("/")) -> dict[str, Any]:
+def _gpu_place(index: int, root: Path = Path("/")) -> dict[str, object]:
     """Where a CUDA device sits: its PCI bus, the NUMA node of that, its NVLink neighbours.
 
     index: as torch numbers CUDA devices in this process. nvlink: `neighbours` maps the bus ids of GPUs to
@@ -466,7 +465,7 @@ def _gpu_place(index: int, root: Path = Path("/")) -> dict[str, Any]:
     }
 
 
-def _bus_id(info: Any | None) -> str | None:
+def _bus_id(info: object) -> str | None:
     """NVML's PCI address as the kernel spells it: `0000:1b:00.0`, four digits for the domain."""
     text = getattr(info, "busId", None)
     text = text.decode(errors="replace") if isinstance(text, bytes) else text
@@ -474,7 +473,7 @@ def _bus_id(info: Any | None) -> str | None:
     return f"{int(found[1], 16):04x}{found[2].lower()}" if found else None
 
 
-def _nvlink_peers(device: Device) -> dict[str, Any] | None:
+def _nvlink_peers(device: Device) -> dict[str, object] | None:
     """What the links that are up lead to; None where no link is known."""
     states = device.link_states()
     if not states:
@@ -490,25 +489,32 @@ def _nvlink_peers(device: Device) -> dict[str, Any] | None:
     return {"neighbours": dict(neighbours), "switch_links": switch_links}
 
 
-def gpu_state(index: int) -> dict[str, Any] | None:
-    """Clocks, temperature, power and what holds the clock down, right now.
+class GpuState(TypedDict):
+    """Of a moment; None where NVML does not say. reasons: all that NVML gives for the present clock; throttled_by: only
+    those that slow the GPU against its setting: a result whose reading before or after names one was throttled."""
 
-    index: as torch numbers CUDA devices in this process. `reasons` names all that NVML gives for
-    the present clock; `throttled_by` only those that slow the GPU against its setting: a result
-    whose reading before or after names one was throttled.
+    sm_clock_MHz: int | None  # as results hold it
+    memory_clock_MHz: int | None
+    temperature_C: int | None
+    power_W: float | None
+    reasons: list[str] | None
+    throttled_by: list[str]
 
-    Returns None without NVML.
+
+def gpu_state(index: int) -> GpuState | None:
+    """Clocks, temperature, power and what holds the clock down, right now; None without NVML.
+
+    index: as torch numbers CUDA devices in this process.
     """
     device = cuda_device(index)
     if device is None:
         return None
-    library = device.library
     reasons = device.clock_reasons()
     power = device.ask("nvmlDeviceGetPowerUsage")
     return {
-        "sm_clock_MHz": device.ask("nvmlDeviceGetClockInfo", library.NVML_CLOCK_SM),
-        "memory_clock_MHz": device.ask("nvmlDeviceGetClockInfo", library.NVML_CLOCK_MEM),
-        "temperature_C": device.ask("nvmlDeviceGetTemperature", library.NVML_TEMPERATURE_GPU),
+        "sm_clock_MHz": device.ask("nvmlDeviceGetClockInfo", device.library.NVML_CLOCK_SM),
+        "memory_clock_MHz": device.ask("nvmlDeviceGetClockInfo", device.library.NVML_CLOCK_MEM),
+        "temperature_C": device.ask("nvmlDeviceGetTemperature", device.library.NVML_TEMPERATURE_GPU),
         "power_W": None if power is None else power / 1000,
         "reasons": reasons,
         "throttled_by": throttling(reasons or []),
@@ -527,7 +533,7 @@ def throttling(reasons: Sequence[str]) -> list[str]:
     return [r for r in reasons if r not in _NOT_THROTTLING]
 
 
-def handle_of(library: Any, index: int) -> Any | None:
+def handle_of(library: Nvml, index: int) -> Nvml | None:
     """NVML's handle of a CUDA device: CUDA_VISIBLE_DEVICES renumbers, and CUDA may sort otherwise."""
     device_id = gpus_of_torch().uuid(index)
     for text in (f"GPU-{device_id}", f"MIG-{device_id}") if device_id is not None else ():

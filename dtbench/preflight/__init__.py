@@ -1,9 +1,10 @@
 """`dtbench preflight`: which link, host or rank is slower than its peers, in seconds, before a job.
 
 rounds.py    who measures with whom: rounds of disjoint pairs, in every kind of link
-examine.py   what is measured next and what is named: a conversation, without ranks or torch
+examine.py   what is measured next and what is named: a generator, without ranks or torch
 part.py      what a rank does of it
 preflight.py starting and joining ranks, the results' ways out
 show.py      terminal and JUnit
-selftest.py  how often it is wrong, on hosts made on this machine
+
+How often it is wrong, on hosts made on one machine: dtbench/tests/preflight_selftest.py.
 """

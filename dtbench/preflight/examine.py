@@ -18,12 +18,15 @@ import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median
-from typing import Any, TypeVar
+from typing import Any, Literal, Required, TypedDict, TypeVar
 
-from dtbench.grouping import group_by
-from dtbench.mesh import Mesh, groups_by_dim
+import msgspec
+
+from dtbench.model.grouping import group_by
+from dtbench.model.mesh import Mesh, groups_by_dim
 from dtbench.preflight.rounds import Pair, Round, rounds_of
-from dtbench.stats import hodges_lehmann_ratio, rank_test
+from dtbench.records.preflight import DimTimes, Finding
+from dtbench.stats import hodges_lehmann_ratio, order_statistic, rank_test
 
 # Shares of the peers' speed. A link at 80 % is to be found, and 10 % is what operators act on (Megatron-LM#4662).
 SUSPECT, NAMED = 0.93, 0.90
@@ -48,9 +51,24 @@ WORK_S = 0.12
 FIRST_BYTES, MOST_BYTES = 2**16, 2**28
 MATMUL, COPY = "matrix products", "memory copies"
 
-# A command as JSON: {"do": ..., ...}; what each rank measured, in seconds.
-Command = dict[str, Any]
+
+class Command(TypedDict, total=False):
+    """What the ranks are to do, as JSON; `pairs`, `work` and `_collective` make them."""
+
+    do: Required[Literal["pairs", "all_reduce", "work", "place"]]
+    reps: int
+    bytes: int
+    rounds: Sequence[Sequence[Sequence[int]]]
+    dim: str
+    ranks: Sequence[int]
+    kind: str
+    turns: Sequence[Sequence[int]]
+
+
+# By rank what it measured, in seconds; the shape is the command's, see `part.Probe`.
 Answers = Sequence[Any]
+# By rank its kernel, the CPUs that it may use (none: it works on a device of its own) and its threads.
+Places = Sequence[tuple[str | None, Sequence[int], int]]
 # Of each exchange of a pair: seconds, and the share of segments that were sent again.
 _Exchanges = dict[Pair, list[tuple[float, float]]]
 
@@ -74,19 +92,6 @@ class World:
         return " and ".join(f"rank {rank} ({self.hosts[rank]})" for rank in ranks)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Something slow. kind: of link or work; share: of its peers' speed; p: by chance alone, at most; lost: of its
-    packets, where that is why it is named."""
-
-    what: str
-    kind: str
-    ranks: tuple[int, ...]
-    share: float
-    p: float
-    lost: float = 0.0
-
-
 @dataclass
 class PairsOf:
     """A kind of link. exchanges: of so many bytes both ways."""
@@ -108,22 +113,12 @@ class PairsOf:
 
 
 @dataclass
-class GroupsOf:
-    """The groups of a mesh dim, all at work at once. alone_s: of the first group, the others idle."""
-
-    groups: list[list[int]]
-    size_bytes: int
-    times_s: list[float]
-    alone_s: float
-
-
-@dataclass
 class Examination:
     """Everything that was measured, what is slow, and what could not be told."""
 
     world: World
     pairs: dict[str, PairsOf] = field(default_factory=dict)
-    dims: dict[str, GroupsOf] = field(default_factory=dict)
+    dims: dict[str, DimTimes] = field(default_factory=dict)
     work_s: dict[str, list[float]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -140,8 +135,12 @@ class _Suspect:
     reps: int = CONFIRM_REPS
 
 
-def examine(world: World) -> Generator[Command, Answers, Examination]:
-    """The whole conversation."""
+# An examination under way: it yields what the ranks are to do, and is sent what they measured.
+Examining = Generator[Command, Answers, Examination]
+
+
+def examine(world: World) -> Examining:
+    """All of it, from the screen to what is named."""
     found = Examination(world)
     suspects: list[_Suspect] = []
     for kind, rounds in rounds_of(world.hosts).items():
@@ -209,11 +208,8 @@ def work(kind: str, turns: Sequence[Sequence[int]], reps: int) -> Command:
     return {"do": "work", "kind": kind, "turns": turns, "reps": reps}
 
 
-def turns_of(ranks: Iterable[int], places: Sequence[Any]) -> list[list[int]]:
-    """Ranks that work at once: no more on a machine than have a CPU each; ranks that share CPUs hide who is stopped.
-
-    places: by rank its kernel, the CPUs it may use (none: it works on a device of its own) and its threads.
-    """
+def turns_of(ranks: Iterable[int], places: Places) -> list[list[int]]:
+    """Ranks that work at once: no more on a machine than have a CPU each; ranks that share CPUs hide who is stopped."""
     turns: list[list[int]] = []
     for mine in group_by(ranks, lambda rank: places[rank][0]).values():
         cpus = {cpu for rank in mine for cpu in places[rank][1]}
@@ -224,12 +220,18 @@ def turns_of(ranks: Iterable[int], places: Sequence[Any]) -> list[list[int]]:
     return turns
 
 
-def _screen_dim(dim: str, groups: list[list[int]]) -> Generator[Command, Answers, GroupsOf]:
+def _screen_dim(dim: str, groups: Sequence[Sequence[int]]) -> Generator[Command, Answers, DimTimes]:
     first = yield _collective(dim, groups, 2, FIRST_BYTES)
     size = fitting_bytes(FIRST_BYTES, median(min(of) for of in first))
     together = yield _collective(dim, groups, SCREEN_REPS, size)
     alone = yield _collective(dim, groups[:1], SCREEN_REPS, size)
-    return GroupsOf(groups, size, [_of_group(together, of) for of in groups], _of_group(alone, groups[0]))
+    return DimTimes(
+        dim=dim,
+        groups=tuple(map(tuple, groups)),
+        size_bytes=size,
+        times_s=tuple(_of_group(together, of) for of in groups),
+        alone_s=_of_group(alone, groups[0]),
+    )
 
 
 def _collective(dim: str, groups: Sequence[Sequence[int]], reps: int, size_bytes: int) -> Command:
@@ -284,7 +286,7 @@ def _by_rank(of_pairs: Mapping[Pair, float]) -> dict[int, float]:
     for pair, value in of_pairs.items():
         for rank in pair:
             met.setdefault(rank, []).append(value)
-    return {rank: sorted(values)[len(values) // 4] for rank, values in met.items() if len(values) > 1}
+    return {rank: order_statistic(values, 0.25) for rank, values in met.items() if len(values) > 1}
 
 
 def _lossy(lost: Mapping[_K, float]) -> dict[_K, float]:
@@ -338,7 +340,7 @@ def _confirm_link(
 
 
 def _confirm_work(
-    kind: str, ranks: Sequence[int], places: Sequence[Any], found: Examination, level: float
+    kind: str, ranks: Sequence[int], places: Places, found: Examination, level: float
 ) -> Generator[Command, Answers, list[Finding]]:
     """The suspects beside some peers of usual speed, one after another: what else a machine does for a moment slows
     whoever is there. Named is who is slow beside each."""
@@ -378,7 +380,8 @@ def _judge(
     words = world.words(suspect.ranks)
     what = f"the link of {words}" if len(suspect.ranks) > 1 else words
     worst = min(p for p, named in ((p, is_slow), (p_lost, is_lossy)) if named)
-    return [Finding(what, suspect.kind, suspect.ranks, share, worst, mean(lost[1]) if is_lossy else 0.0)]
+    again_sent = mean(lost[1]) if is_lossy else 0.0
+    return [Finding(what=what, kind=suspect.kind, ranks=suspect.ranks, share=share, p=worst, lost=again_sent)]
 
 
 def _by_host(findings: Sequence[Finding], world: World) -> list[Finding]:
@@ -391,9 +394,16 @@ def _by_host(findings: Sequence[Finding], world: World) -> list[Finding]:
             ranks = tuple(rank for rank, name in enumerate(world.hosts) if name == host)
             if set(ranks) <= single.keys() and len(set(world.hosts)) > 1:
                 parts = [single.pop(rank) for rank in ranks]
-                share = median(one.share for one in parts)
-                lost = median(one.lost for one in parts)
-                made.append(Finding(f"host {host}", kind, ranks, share, max(one.p for one in parts), lost))
+                made.append(
+                    Finding(
+                        what=f"host {host}",
+                        kind=kind,
+                        ranks=ranks,
+                        share=median(one.share for one in parts),
+                        p=max(one.p for one in parts),
+                        lost=median(one.lost for one in parts),
+                    )
+                )
         made += [*single.values(), *(one for one in mine if len(one.ranks) > 1)]
     return made
 
@@ -416,17 +426,9 @@ def _confirm_groups(found: Examination) -> Generator[Command, Answers, None]:
                 for group, times in ((of.groups[at], mine), (of.groups[peer], theirs)):
                     answers = yield _collective(dim, [group], 1, of.size_bytes)
                     times.append(_of_group(answers, group))
-            suspect = _Suspect(tuple(of.groups[at]), kind)
-            for finding in _judge(suspect, theirs, mine, level / len(slow), found.world):
-                found.findings.append(
-                    Finding(
-                        f"the group of ranks {_ranges(of.groups[at])}",
-                        kind,
-                        finding.ranks,
-                        finding.share,
-                        finding.p,
-                    )
-                )
+            what = f"the group of ranks {_ranges(of.groups[at])}"
+            slower = _judge(_Suspect(of.groups[at], kind), theirs, mine, level / len(slow), found.world)
+            found.findings += [msgspec.structs.replace(one, what=what) for one in slower]
 
 
 def _ranges(ranks: Sequence[int]) -> str:

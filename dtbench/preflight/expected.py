@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from dtbench.cost.predict.prices import estimate
-from dtbench.errors import UnreadableRunError, UsageError
-from dtbench.files.preflight import PreflightFile
-from dtbench.files.read import BadFieldError, into, read_json, shown
-from dtbench.files.topology import read_topology
-from dtbench.mesh import format_mesh
-from dtbench.preflight.examine import Examination, Finding
+from dtbench.cost.price import estimate
+from dtbench.model.errors import UnreadableRunError, UsageError
+from dtbench.model.mesh import format_mesh
+from dtbench.preflight.examine import Examination
+from dtbench.records.preflight import Finding, Preflight
+from dtbench.records.read import BadFieldError, into, read_json, shown
+from dtbench.records.topology import Topology, read_topology
 
 MAX_BYTES = 2**28
 _WHAT = "a topology, or what `dtbench preflight --json` printed"
@@ -26,8 +25,8 @@ SLOWER = 0.80
 class Expected:
     """One of the two."""
 
-    before: PreflightFile | None = None
-    topology: dict[str, Any] | None = None
+    before: Preflight | None = None
+    topology: Topology | None = None
 
 
 def read_expected(path: Path) -> Expected:
@@ -41,7 +40,7 @@ def read_expected(path: Path) -> Expected:
     if content.get("kind") != "preflight":
         raise UnreadableRunError(f"{path}: its kind is {shown(content.get('kind'))}, expected {_WHAT}")
     try:
-        return Expected(before=into(content, PreflightFile))
+        return Expected(before=into(content, Preflight))
     except BadFieldError as error:
         raise UnreadableRunError(f"{path} is damaged: {error}") from error
 
@@ -67,16 +66,16 @@ def compare_with(expected: Expected, found: Examination, device: str) -> None:
         )
     for what, kind, before_s, now_s in pairs:
         if (share := before_s / now_s) < SLOWER:
-            found.findings.append(
-                Finding(f"{what} against what is expected", kind, tuple(range(found.world.size)), share, 0.0)
-            )
+            what += " against what is expected"
+            ranks = tuple(range(world.size))
+            found.findings.append(Finding(what=what, kind=kind, ranks=ranks, share=share, p=0.0))
 
 
 def _compared(expected: Expected, found: Examination) -> Iterator[tuple[str, str, float, float]]:
     """(what, kind, seconds expected, seconds now)."""
     before = expected.before
     if expected.topology is not None:
-        dims = {dim["name"]: dim for dim in expected.topology["dims"]}
+        dims = {dim.name: dim for dim in expected.topology.dims}
         for name, of in found.dims.items():
             if name in dims:
                 price = estimate(dims[name], "all_reduce", len(of.groups[0]), of.size_bytes)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dtbench.bench.clock import HostClock
 from dtbench.machine.device import gpus
 from dtbench.machine.provenance import boot_id, segments, usable_cpus
 from dtbench.preflight.examine import COPY, MATMUL, WORK_S, Command
@@ -20,20 +19,21 @@ MATMUL_N = {"cpu": 512, "cuda": 8192}
 COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
 
 
-class Part:
+class Probe:
     """This rank. Every command is done by all ranks together; those without a part in it wait."""
 
     def __init__(self, world: LiveWorld, barrier: Callable[[], None]) -> None:
         self._world = world
         self._barrier = barrier
         self._device = world.device
+        self._clock = HostClock()
         self._met: set[tuple[int, int]] = set()
         self._repeats: dict[str, int] = {}
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def do(self, command: Command) -> Any:
+    def do(self, command: Command) -> object:
         """What this rank measured, in seconds."""
-        kinds: dict[str, Callable[[Command], Any]] = {
+        kinds: dict[str, Callable[[Command], object]] = {
             "pairs": self._pairs,
             "all_reduce": self._all_reduce,
             "work": self._work,
@@ -44,11 +44,12 @@ class Part:
     def _timed(self, act: Callable[[], object]) -> float:
         """From when all ranks are there to when this one has done its part."""
         self._barrier()
-        began = time.perf_counter_ns()
+        return self._clock.measure(partial(self._done, act), 1)
+
+    def _done(self, act: Callable[[], object]) -> None:
         act()
         if self._device.type == "cuda":
             gpus().synchronize()
-        return (time.perf_counter_ns() - began) / 1e9
 
     def _place(self, _command: Command) -> tuple[str | None, list[int], int]:
         """This rank's kernel, the CPUs it may use (none where it works on a GPU) and its threads."""
@@ -122,7 +123,7 @@ class Part:
         times = [self._timed(act) for _ in range(command["reps"])]
         return times if takes_part else []
 
-    def _group(self, dim: str) -> Any:
+    def _group(self, dim: str) -> dist.ProcessGroup | None:
         mesh = self._world.mesh
         return None if dim not in (mesh.mesh_dim_names or ()) else mesh.get_group(dim)
 

@@ -7,12 +7,12 @@ two seconds.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean, median
-from typing import Any
+
+import msgspec
 
 from dtbench.bench.clock import HostClock
 from dtbench.bench.measure import Subject
@@ -21,6 +21,7 @@ from dtbench.profile import counters, frames
 from dtbench.profile.flame import Graph
 from dtbench.profile.spans import Overhead, Span, quickest
 from dtbench.profile.stages import Breakdown, break_down, frame_pieces, named_pieces
+from dtbench.records.profile import Call
 from dtbench_core.interop import stopwatch
 
 # A block of calls lasts about so long: above the clock's and the loop's cost, below most disturbances.
@@ -89,7 +90,7 @@ class Caller:
 class Profiled:
     """What is known of the cases so far. traced: label -> calls as recorded, for the trace."""
 
-    breakdowns: list[Breakdown] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     graphs: list[Graph] = field(default_factory=list)
     traced: dict[str, list[Span]] = field(default_factory=dict)
 
@@ -119,7 +120,7 @@ class Recording:
 
     def finish(self) -> None:
         if self._subject.bad is None:
-            self._profiled.breakdowns += self._made.breakdowns
+            self._profiled.calls += self._made.calls
             self._profiled.graphs += self._made.graphs
             self._profiled.traced |= self._made.traced
 
@@ -138,9 +139,12 @@ class Recording:
             effort.frame_rounds,
             lambda: frames_of(min(TRACED_CALLS, caller.calls)),
             frames.frame_overheads,
-            about=(self._label, impl, "Python and C++ frames"),
-            pieces=frame_pieces,
-            rename=frames.short_name,
+            partial(
+                break_down,
+                about=(self._label, impl, "Python and C++ frames"),
+                pieces=frame_pieces,
+                rename=frames.short_name,
+            ),
         )
         shown = shown.at_pace(quiet_ns)
         self._made.graphs.append(Graph(self._label, name, shown.folded))
@@ -151,12 +155,15 @@ class Recording:
                 effort.rounds,
                 lambda: recorder.calls(caller.warmup, caller.calls),
                 lambda: {counters.KIND: counters.bracket_overhead()},
-                about=(self._label, impl, "the core's counters"),
-                pieces=named_pieces,
-                ignored=stopwatch.BOOKKEEPING,
+                partial(
+                    break_down,
+                    about=(self._label, impl, "the core's counters"),
+                    pieces=named_pieces,
+                    ignored=stopwatch.BOOKKEEPING,
+                ),
             )
             shown = shown.at_pace(quiet_ns)
-        self._made.breakdowns.append(dataclasses.replace(shown, floor_ns=self.floor_ns))
+        self._made.calls.append(msgspec.structs.replace(shown.call, floor_ns=self.floor_ns))
 
 
 def taken_apart(
@@ -164,10 +171,9 @@ def taken_apart(
     count: int,
     record: Callable[[], list[Span]],
     calibrate: Callable[[], Mapping[str, Overhead]],
-    **how: Any,
+    take_apart: Callable[[Sequence[Span], float, Mapping[str, Overhead]], Breakdown],
 ) -> tuple[Breakdown, list[Span]]:
-    """The table of the quickest of `count` rounds, and some calls of the quickest for the trace. how: as
-    `break_down` takes it."""
+    """The table of the quickest of `count` rounds, and some calls of the quickest for the trace."""
 
     def round_() -> Round:
         before_ns = caller.whole_ns()
@@ -185,5 +191,5 @@ def taken_apart(
         )
         for kind in best[0].overheads
     }
-    made = break_down(calls, fmean(one.whole_ns for one in best), overheads, **how)
+    made = take_apart(calls, fmean(one.whole_ns for one in best), overheads)
     return made, best[0].calls[:TRACED_CALLS]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import timeit
 from collections.abc import Callable
-from typing import Any
 
 from dtbench.profile.spans import Overhead, Span, from_brackets
 from dtbench_core.interop import stopwatch
@@ -18,14 +17,14 @@ class Counters:
     """Records calls of one workload. Made once: finding what to put stopwatches around takes milliseconds."""
 
     def __init__(self, run: Callable[[], object], before: Callable[[], None] | None) -> None:
-        self._watch = stopwatch.Watch()
-        self._timed = stopwatch.stopwatch(run, "entry", self._watch.log)
+        self._timer = stopwatch.StageTimer()
+        self._timed = stopwatch.stopwatch(run, "entry", self._timer.log)
         self._before = before
 
     def calls(self, warmup: int, calls: int) -> list[Span]:
         """One tree per call; its root is the call as a whole, at stage "entry"."""
         roots: list[Span] = []
-        with self._watch as log:
+        with self._timer as log:
             for number in range(warmup + calls):
                 if self._before is not None:
                     self._before()
@@ -40,7 +39,7 @@ def bracket_overhead() -> Overhead:
     """What one bracket of the counters costs here and now."""
     log: list[int] = []
 
-    def nothing(*args: Any, **kwargs: Any) -> None:
+    def nothing(*args: object, **kwargs: object) -> None:
         return None
 
     timed = stopwatch.stopwatch(nothing, "glue", log)
@@ -51,7 +50,7 @@ def bracket_overhead() -> Overhead:
     return Overhead(max(inside_ns, 0.0), max(with_ns - bare_ns - max(inside_ns, 0.0), 0.0))
 
 
-def _per_call_ns(function: Callable[..., Any]) -> float:
+def _per_call_ns(function: Callable[..., object]) -> float:
     """Of a call with three arguments, as the dispatch's functions take; without the loop's own time."""
     full, empty = (
         min(timeit.repeat(statement, globals={"f": function}, number=_CALIBRATION_CALLS, repeat=3))

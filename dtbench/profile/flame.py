@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import jinja2
 
-from dtbench.units import format_seconds
+from dtbench.text.units import format_seconds
 
 WIDTH_PX = 1200
 MARGIN_PX = 12
@@ -40,6 +40,17 @@ class Graph:
     @property
     def ns(self) -> float:
         return sum(self.folded.values())
+
+
+class _Box(TypedDict):
+    """A drawn frame, px; see flame.svg.j2."""
+
+    kind: str
+    tip: str
+    text: str
+    x: float
+    y: float
+    width: float
 
 
 def draw(graphs: Sequence[Graph], title: str) -> str:
@@ -84,14 +95,14 @@ def _visible(text: str) -> str:
     return _FORBIDDEN.sub("\ufffd", text)[:_MOST_NAME]
 
 
-def _boxes(graph: Graph, top: float, scale_ns: float, most: int) -> tuple[list[dict[str, Any]], int]:
+def _boxes(graph: Graph, top: float, scale_ns: float, most: int) -> tuple[list[_Box], int]:
     """(what is drawn, how many frames are not)."""
     times: defaultdict[tuple[str, ...], float] = defaultdict(float)  # with all that a frame called
     for stack, ns in graph.folded.items():
         for depth in range(1, len(stack) + 1):
             times[stack[:depth]] += ns
     px = (WIDTH_PX - 2 * MARGIN_PX) / scale_ns if scale_ns > 0 else 0.0
-    boxes: list[dict[str, Any]] = []
+    boxes: list[_Box] = []
     skipped = 0
     free: dict[tuple[str, ...], float] = {(): MARGIN_PX}  # where a drawn frame's next child begins, px
     for stack in sorted(times, key=len):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from statistics import median_high
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -24,6 +25,24 @@ PYTHON, C_CALL, OP = "PyCall", "PyCCall", "TorchOp"
 _CALIBRATION_CALLS = 100
 _ADDRESS = re.compile(r" of .* object at 0x[0-9a-f]+| at 0x[0-9a-f]+")
 _PLACE = re.compile(r"^(?P<file>[^()]*?)\((?P<line>\d+)\): (?P<name>.*)$", re.DOTALL)
+
+
+class _Event(Protocol):
+    """As torch records it; typed: its kind first. It has no types of its own."""
+
+    name: str
+    typed: Sequence[object]
+    children: Sequence[_Event]
+    start_time_ns: int
+    end_time_ns: int
+
+
+class _Tree(Protocol):
+    def experimental_event_tree(self) -> Sequence[_Event]: ...
+
+
+class _Kineto(Protocol):
+    kineto_results: _Tree
 
 
 def profiled_call(run: Callable[[], object]) -> object:
@@ -52,7 +71,7 @@ def _recorded(work: Callable[[], _T], name: str) -> tuple[_T, list[Span]]:
     """(what the work gives, the trees below every call of the function of that name, in the order of time)."""
     with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiler:
         result = work()
-    kineto: Any = profiler.profiler
+    kineto = cast(_Kineto, profiler.profiler)
     stack = list(kineto.kineto_results.experimental_event_tree())
     found: list[Span] = []
     while stack:
@@ -64,11 +83,11 @@ def _recorded(work: Callable[[], _T], name: str) -> tuple[_T, list[Span]]:
     return result, sorted(found, key=lambda span: span.start_ns)
 
 
-def _kind(event: Any) -> str:
+def _kind(event: _Event) -> str:
     return str(event.typed[0]).rpartition(".")[2]
 
 
-def _span(event: Any, until_ns: float) -> Span:
+def _span(event: _Event, until_ns: float) -> Span:
     """The event and all below it. torch leaves an end out where the recording ended first."""
     end_ns = min(max(event.end_time_ns, event.start_time_ns), until_ns)
     below = sorted(event.children, key=lambda child: child.start_time_ns)
@@ -119,8 +138,8 @@ def _cost(call: Callable[[], object], kind: str, below: Sequence[Overhead] = ())
     total_ns = max(with_ns - bare_ns - sum(cost.total_ns for cost in below), 0.0)
     if kind != PYTHON:
         return Overhead(0.0, total_ns)
-    durations = sorted(span.duration_ns for span in spans)
-    inside_ns = min(max(durations[len(durations) // 2] - bare_ns, 0.0), total_ns) if durations else 0.0
+    durations = [span.duration_ns for span in spans]
+    inside_ns = min(max(median_high(durations) - bare_ns, 0.0), total_ns) if durations else 0.0
     return Overhead(inside_ns, total_ns - inside_ns)
 
 

@@ -49,11 +49,10 @@ class Sampler:
         if state is None:
             return {}
         self.reasons.update(state["throttled_by"])
-        found = {
-            name: float(state[name])
-            for name in ("sm_clock_MHz", "memory_clock_MHz", "temperature_C", "power_W")
-            if state[name] is not None
-        }
+        read = [
+            (name, state[name]) for name in ("sm_clock_MHz", "memory_clock_MHz", "temperature_C", "power_W")
+        ]
+        found = {name: float(value) for name, value in read if value is not None}
         return found | {"throttled": float(bool(state["throttled_by"]))} | nvlink_KiB(self._index)
 
 

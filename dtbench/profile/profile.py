@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from dtbench.bench.measure import Subject, measure
 from dtbench.bench.options import Task
 from dtbench.bench.progress import say
-from dtbench.bench.run import count_ranks
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError, complain
-from dtbench.files.atomic import refuse_taken
-from dtbench.profile.folder import as_json, write_and_tell
-from dtbench.profile.request import DATA_NAME, FLAME_NAME, TABLE_NAME, TRACE_NAME, Request
-from dtbench.units import plural
+from dtbench.machine.device import count_ranks
+from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError, complain
+from dtbench.profile.request import FLAME_NAME, Request
+from dtbench.records.atomic import refuse_taken
+from dtbench.records.profile import Calls
+from dtbench.text.units import plural
 from dtbench.world.launch import start_ranks
 from dtbench.world.rank import quiet_torch
 from dtbench.world.ranks import SIMULATED_RANKS, find_place
@@ -38,7 +38,7 @@ def profile(request: Request, argv: Sequence[str]) -> int:
 
         RankProfile(request, place).go()
     device_type = request.device_type()
-    nproc = count_ranks(request.options, device_type)
+    nproc = count_ranks(request.options.ranks, device_type, request.options.backend)
     tasks = request.tasks(device_type, nproc)
     refuse_taken(request.folder, "remove it")
     if tasks[0].suite.world == "simulated":
@@ -73,7 +73,7 @@ def _profile_calls(request: Request, tasks: Sequence[Task], device_type: str) ->
                     failed |= subject.bad[0] != "skipped"
                     tell = say if subject.bad[0] == "skipped" else complain
                     tell(f"{task.label} ({impl}): {', '.join(subject.bad)}")
-    if not profiled.breakdowns:
+    if not profiled.calls:
         complain("nothing could be profiled: no profile was written")
         return EXIT_CASE_FAILED
     _write_calls(request, profiled)
@@ -83,14 +83,12 @@ def _profile_calls(request: Request, tasks: Sequence[Task], device_type: str) ->
 def _write_calls(request: Request, profiled: Profiled) -> None:
     from dtbench.profile import flame, trace
     from dtbench.profile.frames import short_name
-    from dtbench.profile.text import stage_tables
+    from dtbench.profile.text import stage_tables, write_and_tell
 
-    lines = stage_tables(profiled.breakdowns)
+    lines = stage_tables(profiled.calls)
     target = f"{request.options.suites[0]}/{request.case}".rstrip("/")
-    files = {
-        TABLE_NAME: "\n".join(lines) + "\n",
-        DATA_NAME: as_json({"kind": "profile of calls", "cases": [b.to_json() for b in profiled.breakdowns]}),
-        FLAME_NAME: flame.draw(profiled.graphs, f"Where the time of {target} goes"),
-        TRACE_NAME: as_json(trace.of_calls(profiled.traced, short_name)),
-    }
-    write_and_tell(request.folder, lines, files)
+    record = Calls(cases=tuple(profiled.calls))
+    drawn = flame.draw(profiled.graphs, f"Where the time of {target} goes")
+    write_and_tell(
+        request.folder, lines, record, trace.of_calls(profiled.traced, short_name), {FLAME_NAME: drawn}
+    )

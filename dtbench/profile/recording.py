@@ -6,16 +6,22 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
+from dtbench.bench.clock import HostClock
 from dtbench.bench.options import Task
-from dtbench.bench.sampling import Ranks, Voted
+from dtbench.bench.sampling import CollectiveSchedule, Ranks
 from dtbench.machine.device import gpus
 from dtbench.profile import trace
 from dtbench.profile.request import Request
-from dtbench.scratch import scratch
+from dtbench.records.profile import ITERATION
 from dtbench.world import clocks
-from dtbench.world.failure import Now
+from dtbench.world.failure import ActiveCase
+from dtbench.world.scratch import scratch
+
+if TYPE_CHECKING:
+    import torch
 
 # Iterations of a section: some, to tell a habit from an accident; few, since each is drawn.
 LEAST_ITERATIONS, MOST_ITERATIONS, ITERATIONS_S = 3, 10, 0.2
@@ -26,7 +32,7 @@ _MARKS = 20
 _MARK = "dtbench clock"
 
 
-class RankRecording(Voted):
+class RankRecording(CollectiveSchedule):
     """The schedule of one impl on ranks. plain_us: of each iteration without the profiler. events: what the
     profiler recorded, as Chrome trace events on this host's clock since the epoch. uncertainty_us: of that.
     """
@@ -36,7 +42,7 @@ class RankRecording(Voted):
         task: Task,
         impl: str,
         ranks: Ranks,
-        now: Now,
+        now: ActiveCase,
         barrier: Callable[[], None],
         epoch_ns: int,
         request: Request,
@@ -44,10 +50,11 @@ class RankRecording(Voted):
         super().__init__(task.case, [impl], ranks, now)
         self.section = f"{task.label} ({impl})"
         self.plain_us: list[float] = []
-        self.events: list[dict[str, Any]] = []
+        self.events: list[trace.Event] = []
         self.uncertainty_us = 0.0
         self._recorded = self.live[impl]
         self._barrier = barrier
+        self._clock = HostClock()
         self._epoch_ns = epoch_ns
         self._request = request
         self._on_gpu = request.device_type() == "cuda"
@@ -59,7 +66,7 @@ class RankRecording(Voted):
     def sample(self) -> None:
         self._agree_on_verdicts()
         took_s = self._recorded.attempt(self._iteration_s)
-        count = self.vote({"s": took_s}, self._decide_iterations)
+        count = self.vote(took_s, self._decide_iterations)
         self._recorded.attempt(lambda: self._record(count))
         self._agree_on_verdicts()
 
@@ -67,12 +74,12 @@ class RankRecording(Voted):
         self._agree_on_verdicts()
 
     def _agree_on_verdicts(self) -> None:
-        self.vote({}, lambda _votes: None)
+        self.vote(None, lambda _votes: None)
 
-    def _decide_iterations(self, votes: list[Any]) -> int:
+    def _decide_iterations(self, votes: list[float | None]) -> int:
         if self._request.options.quick:
             return QUICK_ITERATIONS
-        slowest_s = max(vote["s"] for vote in votes)
+        slowest_s = max(took_s for took_s in votes if took_s is not None)
         return int(min(max(ITERATIONS_S / max(slowest_s, 1e-6), LEAST_ITERATIONS), MOST_ITERATIONS))
 
     def _get_ready(self) -> None:
@@ -86,12 +93,9 @@ class RankRecording(Voted):
 
     def _iteration_s(self) -> float:
         self._get_ready()
-        start = time.perf_counter()
-        self._iterate()
-        return time.perf_counter() - start
+        return self._clock.measure(self._iterate, 1)
 
     def _record(self, count: int) -> None:
-        from torch.cuda import nvtx
         from torch.profiler import ProfilerActivity, profile, record_function
 
         self.plain_us += [self._iteration_s() * 1e6 for _ in range(count)]
@@ -100,9 +104,8 @@ class RankRecording(Voted):
         with profile(activities=activities) as profiler:
             for number in range(count):
                 self._get_ready()
-                name = f"{trace.ITERATION} {self.section} #{number}"
-                named: Any = nvtx.range("{}", name) if self._request.nvtx else contextlib.nullcontext()
-                with record_function(name), named:
+                name = f"{ITERATION} {self.section} #{number}"
+                with record_function(name), self._nvtx_range(name):
                     self._iterate()
             for _ in range(_MARKS):
                 before = time.time_ns()
@@ -111,7 +114,16 @@ class RankRecording(Voted):
                 marks.append((before, time.time_ns()))
         self._keep(events_of(profiler, self._epoch_ns), marks)
 
-    def _keep(self, events: list[dict[str, Any]], marks: Sequence[tuple[int, int]]) -> None:
+    def _nvtx_range(self, name: str) -> AbstractContextManager[object]:
+        """Where it was asked for."""
+        if not self._request.nvtx:
+            return contextlib.nullcontext()
+        from torch.cuda import nvtx
+
+        marked: AbstractContextManager[object] = nvtx.range("{}", name)
+        return marked
+
+    def _keep(self, events: list[trace.Event], marks: Sequence[tuple[int, int]]) -> None:
         """The events on this host's clock, less the marks."""
         drawn = sorted(
             (e for e in events if e["name"] == _MARK and e.get("ph") == "X"), key=lambda e: e["ts"]
@@ -129,7 +141,7 @@ class RankRecording(Voted):
                 self.events.append(event)
 
 
-def events_of(profiler: Any, epoch_ns: int) -> list[dict[str, Any]]:
+def events_of(profiler: torch.profiler.profile, epoch_ns: int) -> list[trace.Event]:
     """What the profiler recorded, as Chrome trace events with `ts` in us since the epoch given."""
     with scratch() as folder:
         path = folder / "trace.json"

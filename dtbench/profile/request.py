@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dtbench.bench.job import prepare
 from dtbench.bench.options import RunOptions, Task, matcher, split_target
-from dtbench.bench.session import choose_device, prepare
-from dtbench.errors import UsageError
-from dtbench.suite import load
+from dtbench.machine.device import choose_device
+from dtbench.model import DeviceType
+from dtbench.model.errors import UsageError
+from dtbench.model.suites import load
 from dtbench.world.launch import OUTPUT
 
 # A profile is read case by case; each takes seconds to measure and some hundred events to draw.
@@ -37,12 +39,12 @@ class Request:
     nvtx: bool = False
     filter_text: str = ""
 
-    def device_type(self) -> str:
+    def device_type(self) -> DeviceType:
         """
         Raises:
             UsageError: a GPU is asked for where there is none.
         """
-        device_type = choose_device(self.options)
+        device_type = choose_device(self.options.device)
         if self.nvtx and device_type != "cuda":
             raise UsageError(
                 "--nvtx marks ranges for NVIDIA's tools, and this profile runs on a CPU: leave --nvtx out, "
@@ -50,7 +52,7 @@ class Request:
             )
         return device_type
 
-    def tasks(self, device_type: str, world_size: int) -> list[Task]:
+    def tasks(self, device_type: DeviceType, world_size: int) -> list[Task]:
         """The cases to profile, in the order of the suite; the same on every rank.
 
         Raises:

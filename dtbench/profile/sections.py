@@ -2,60 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from statistics import fmean, median
 
 import numpy as np
 
 from dtbench.profile.trace import RankTrace, Window, windows_of
-
-PARTS = ("whole", "compute", "communication", "overlap", "exposed", "host")
-
-
-@dataclass(frozen=True)
-class Skew:
-    """The arrivals at the collectives of one kind. mean_us, p95_us: from the first rank's arrival to the
-    last one's. late: rank -> how often it was the last; unclear: how often the clocks cannot tell."""
-
-    kind: str
-    count: int
-    mean_us: float
-    p95_us: float
-    late: Mapping[int, int]
-    unclear: int
-
-    @property
-    def latest(self) -> int | None:
-        """The rank that was last most often; None where the clocks never tell."""
-        return max(self.late, key=lambda rank: (self.late[rank], -rank)) if self.late else None
-
-
-@dataclass(frozen=True)
-class Section:
-    """An impl of a case. parts_us: rank -> part -> mean over the iterations. plain_us, profiled_us: an
-    iteration of the slowest rank without and with the profiler, medians. gpu: rank -> counter -> mean."""
-
-    label: str
-    iterations: int
-    parts_us: Mapping[int, Mapping[str, float]]
-    skews: tuple[Skew, ...]
-    unmatched: int
-    plain_us: float
-    profiled_us: float
-    gpu: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-
-    @property
-    def overhead(self) -> float:
-        """What the profiler adds to an iteration, as a share of it."""
-        return self.profiled_us / self.plain_us - 1
-
-    def to_json(self) -> dict[str, Any]:
-        made = asdict(self) | {"overhead": self.overhead}
-        made["skews"] = [asdict(s) | {"latest": s.latest} for s in self.skews]
-        return made
+from dtbench.records.profile import Parts, Section, Skew
 
 
 def sections_of(
@@ -90,21 +44,26 @@ def _section(
     plain_us: Sequence[float],
 ) -> Section:
     found, unmatched = skews(windows, groups, {trace.rank: trace.uncertainty_us for trace in traces})
-    parts: dict[int, dict[str, float]] = {}
-    for rank, of in windows.items():
-        times = [window.times_us() for window in of]
-        parts[rank] = {part: statistics.fmean([t[part] for t in times]) for part in PARTS} if times else {}
     slowest = [max(w.end_us - w.start_us for w in turn) for turn in zip(*windows.values(), strict=False)]
+    plain, profiled = median(plain_us), median(slowest) if slowest else 0.0
     return Section(
-        label,
-        len(slowest),
-        parts,
-        tuple(found),
-        unmatched,
-        statistics.median(plain_us),
-        statistics.median(slowest) if slowest else 0.0,
-        {t.rank: _gpu_means(t, windows[t.rank]) for t in traces if t.counters},
+        label=label,
+        iterations=len(slowest),
+        parts_us={str(rank): _means(of) for rank, of in windows.items()},
+        skews=tuple(found),
+        unmatched=unmatched,
+        plain_us=plain,
+        profiled_us=profiled,
+        gpu={str(t.rank): _gpu_means(t, windows[t.rank]) for t in traces if t.counters},
+        overhead=profiled / plain - 1,
     )
+
+
+def _means(windows: Sequence[Window]) -> Parts | None:
+    parts = [window.parts_us for window in windows]
+    if not parts:
+        return None
+    return Parts(**{name: fmean(getattr(one, name) for one in parts) for name in Parts.__struct_fields__})
 
 
 def _gpu_means(trace: RankTrace, windows: Sequence[Window]) -> dict[str, float]:
@@ -116,7 +75,7 @@ def _gpu_means(trace: RankTrace, windows: Sequence[Window]) -> dict[str, float]:
     for name, samples in trace.counters.items():
         inside = [value for at, value in samples if start <= at <= end]
         if inside:
-            means[name] = statistics.fmean(inside)
+            means[name] = fmean(inside)
         elif samples:
             means[name] = min(samples, key=lambda s: abs(s[0] - (start + end) / 2))[1]
     return means
@@ -155,9 +114,18 @@ def skews(
                     late.setdefault(kind, Counter())[last] += 1
                 else:
                     unclear[kind] += 1
-    found = []
-    for kind, us in sorted(apart.items()):
-        p95_us = float(np.quantile(us, 0.95, method="inverted_cdf"))
-        last_of = dict(late.get(kind, {}))
-        found.append(Skew(kind, len(us), sum(us) / len(us), p95_us, last_of, unclear[kind]))
-    return found, unmatched
+    return [
+        _skew(kind, us, late.get(kind, Counter()), unclear[kind]) for kind, us in sorted(apart.items())
+    ], unmatched
+
+
+def _skew(kind: str, apart_us: Sequence[float], late: Counter[int], unclear: int) -> Skew:
+    return Skew(
+        kind=kind,
+        count=len(apart_us),
+        mean_us=fmean(apart_us),
+        p95_us=float(np.quantile(apart_us, 0.95, method="inverted_cdf")),
+        late={str(rank): times for rank, times in late.items()},
+        unclear=unclear,
+        latest=max(late, key=lambda rank: (late[rank], -rank)) if late else None,
+    )

@@ -42,6 +42,8 @@ class Overhead:
 
 
 NOTHING = Overhead(0.0, 0.0)
+# torch's record of an op that is handed to a tensor subclass: what is around it is dispatch, not work.
+HANDED_OVER = "PythonSubclass"
 
 
 def from_brackets(log: Sequence[int], names: Sequence[str], kind: str) -> list[Span]:

@@ -9,70 +9,41 @@ calibrated one says how well each stage is known, and stands beside it as "plus 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import NamedTuple
 
-from dtbench.grouping import known_first
+import msgspec
+
 from dtbench.model import STAGES
-from dtbench.profile.spans import NOTHING, Overhead, Span, fold, self_times
+from dtbench.model.grouping import known_first
+from dtbench.profile.spans import HANDED_OVER, NOTHING, Overhead, Span, fold, self_times
+from dtbench.records.profile import Call, Stage
 
 # Yields, for each piece of a call, (stage, ns in it, spans whose recording it bears).
 Pieces = Callable[[Span, Mapping[str, Overhead]], Iterator[tuple[str, float, float]]]
 
 
-@dataclass(frozen=True)
-class StageRow:
-    """A stage, per call of the case. ns: without what recording cost; plus_minus_ns: see the module."""
+class Breakdown(NamedTuple):
+    """A call's stages, and its frames: stack -> ns per call, for the flame graph."""
 
-    stage: str
-    ns: float
-    plus_minus_ns: float
-
-
-@dataclass(frozen=True)
-class Breakdown:
-    """Where the time of one impl of a case goes.
-
-    source: what recorded the calls. whole_ns: of a call that nobody recorded; recorded_ns: of one that
-    was. fitted_to_calibrated: the cost of recording a span here, over that of recording one alone.
-    slowed: by how much the machine was slower while it was recorded; all times are without that.
-    """
-
-    label: str
-    impl: str
-    source: str
-    whole_ns: float
-    recorded_ns: float
-    calls: int
-    rows: tuple[StageRow, ...]
-    spans_per_call: float
-    fitted_to_calibrated: float
-    floor_ns: float | None = None
-    slowed: float = 1.0
-    folded: Mapping[tuple[str, ...], float] = field(default_factory=dict)
-
-    @property
-    def unattributed_ns(self) -> float:
-        """What the rows leave of the whole: 0 unless the fit was out of reach."""
-        return self.whole_ns - sum(row.ns for row in self.rows)
+    call: Call
+    folded: Mapping[tuple[str, ...], float]
 
     def at_pace(self, whole_ns: float) -> Breakdown:
         """The same where the whole call takes so long: another moment's pace slows every stage alike."""
-        ratio = whole_ns / self.whole_ns
-        rows = (StageRow(row.stage, row.ns * ratio, row.plus_minus_ns * ratio) for row in self.rows)
-        return replace(
-            self,
+        call, ratio = self.call, whole_ns / self.call.whole_ns
+        paced = msgspec.structs.replace(
+            call,
             whole_ns=whole_ns,
-            recorded_ns=self.recorded_ns * ratio,
-            rows=tuple(rows),
+            recorded_ns=call.recorded_ns * ratio,
+            unattributed_ns=call.unattributed_ns * ratio,
+            rows=tuple(_stage(r.stage, r.ns * ratio, r.plus_minus_ns * ratio) for r in call.rows),
             slowed=1 / ratio,
-            folded={stack: ns * ratio for stack, ns in self.folded.items()},
         )
+        return Breakdown(paced, {stack: ns * ratio for stack, ns in self.folded.items()})
 
-    def to_json(self) -> dict[str, Any]:
-        made = asdict(self) | {"unattributed_ns": self.unattributed_ns}
-        del made["folded"]  # is the flame graph's
-        return made
+
+def _stage(name: str, ns: float, plus_minus_ns: float) -> Stage:
+    return Stage(stage=name, ns=ns, plus_minus_ns=plus_minus_ns)
 
 
 # The fitted cost of recording may be so many times the calibrated one: beyond that something else than
@@ -111,21 +82,24 @@ def break_down(
         for stage, _, cost_ns in pieces(call, calibrated):
             borne[stage] = borne.get(stage, 0.0) + cost_ns / len(calls)
     time.pop(ignored, None)
-    off = abs(scale - 1)
-    rows = [StageRow(s, time[s], borne[s] * off) for s in known_first(time, STAGES)]
+    rows = tuple(_stage(s, time[s], borne[s] * abs(scale - 1)) for s in known_first(time, STAGES))
     kept = {k: ns for k, ns in fold(calls, fitted, rename).items() if not ignored or ignored not in k}
     # Frames that came out below zero count as zero there: the others make room, so that the sum stays.
-    room = sum(time.values()) / max(sum(kept.values()), 1e-9)
-    return Breakdown(
-        *about,
+    room = max(sum(time.values()) / max(sum(kept.values()), 1e-9), 0.0)
+    label, impl, source = about
+    made = Call(
+        label=label,
+        impl=impl,
+        source=source,
         whole_ns=whole_ns,
         recorded_ns=recorded,
         calls=len(calls),
-        rows=tuple(rows),
+        rows=rows,
         spans_per_call=sum(1 for c in calls for _ in c.walk()) / len(calls),
         fitted_to_calibrated=scale,
-        folded={stack: ns * max(room, 0.0) for stack, ns in kept.items()},
+        unattributed_ns=whole_ns - sum(row.ns for row in rows),
     )
+    return Breakdown(made, {stack: ns * room for stack, ns in kept.items()})
 
 
 def _cost_within(call: Span, overheads: Mapping[str, Overhead], ignored: str) -> float:
@@ -169,8 +143,6 @@ _FRAMES: tuple[tuple[str, str], ...] = (
 )
 # Once a call is in one of these, it stays until it returns; a redistribution may communicate.
 _KEEPS = frozenset({"plan", "redistribute", "communicate", "local op", "wrap"})
-# torch's record of an op that is handed to a tensor subclass.
-HANDED_OVER = "PythonSubclass"
 # C++ between two Python frames belongs to what comes next: after the last hash comes the look-up.
 _LAST_GAP = "entry"
 

@@ -1,33 +1,41 @@
-"""The profile's tables as plain text. Pure."""
+"""What a profile gives: its tables as plain text, and the folder."""
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 
-from dtbench.grouping import known_first
+import msgspec
+
+from dtbench.bench.progress import say
 from dtbench.model import STAGES
-from dtbench.profile.sections import PARTS, Section
-from dtbench.profile.stages import Breakdown
-from dtbench.units import significant
+from dtbench.model.grouping import known_first
+from dtbench.profile.request import DATA_NAME, TABLE_NAME, TRACE_NAME
+from dtbench.records.atomic import write_folder
+from dtbench.records.profile import Call, Calls, Parts, Ranks, Section
+from dtbench.text.units import significant
 
 
-def stage_tables(breakdowns: Sequence[Breakdown]) -> list[str]:
+def stage_tables(calls: Sequence[Call]) -> list[str]:
     """A table per case: stages down, impls across."""
     lines: list[str] = []
-    cases = dict.fromkeys(b.label for b in breakdowns)
+    cases = dict.fromkeys(b.label for b in calls)
     for label in cases:
-        lines += [label, *_stage_table([b for b in breakdowns if b.label == label]), ""]
+        lines += [label, *_stage_table([b for b in calls if b.label == label]), ""]
     return lines
 
 
-def _stage_table(impls: Sequence[Breakdown]) -> list[str]:
+def _stage_table(impls: Sequence[Call]) -> list[str]:
     stages = known_first({r.stage for b in impls for r in b.rows}, STAGES)
 
-    def row(name: str, cells: Callable[[Breakdown], tuple[str, str, str]]) -> list[str]:
+    def row(name: str, cells: Callable[[Call], tuple[str, str, str]]) -> list[str]:
         return [name, *(text for b in impls for text in cells(b))]
 
-    def figures(stage: str, b: Breakdown) -> tuple[str, str, str]:
+    def figures(stage: str, b: Call) -> tuple[str, str, str]:
         found = next((r for r in b.rows if r.stage == stage), None)
         if found is None:
             return "-", "", ""
@@ -51,16 +59,18 @@ def _stage_table(impls: Sequence[Breakdown]) -> list[str]:
     return lines
 
 
-def section_tables(sections: Sequence[Section], clock_us: Mapping[int, float]) -> list[str]:
-    """A table per section: ranks down, parts of an iteration across; then who arrives late."""
+def section_tables(record: Ranks) -> list[str]:
+    """A table per section: ranks down, parts of an iteration across; then who arrives late, and the clocks."""
+    names = Parts.__struct_fields__
     lines: list[str] = []
-    for section in sections:
+    for section in record.sections:
         lines.append(f"{section.label}, {section.iterations} iterations")
-        rows = [["µs per iteration", *PARTS, *_gpu_names(section)]]
+        counters = sorted({name for of in section.gpu.values() for name in of})
+        rows = [["µs per iteration", *names, *counters]]
         for rank, parts in section.parts_us.items():
             gpu = section.gpu.get(rank, {})
-            shown = [_significant(gpu.get(name)) for name in _gpu_names(section)]
-            rows.append([f"rank {rank}", *(_significant(parts.get(part)) for part in PARTS), *shown])
+            values = [getattr(parts, name, None) for name in names] + [gpu.get(name) for name in counters]
+            rows.append([f"rank {rank}", *("-" if v is None else significant(v, 4) for v in values)])
         lines += ["  " + line for line in _aligned(rows)]
         lines += ["  " + line for line in _skew_lines(section)]
         lines.append(
@@ -68,8 +78,9 @@ def section_tables(sections: Sequence[Section], clock_us: Mapping[int, float]) -
             f"{significant(section.profiled_us)} µs with it ({section.overhead:+.0%})"
         )
         lines.append("")
-    clocks = ", ".join(f"rank {rank} +-{significant(us, 2)} µs" for rank, us in clock_us.items())
-    return [*lines, f"clocks: all times are on rank 0's host clock; {clocks}"]
+    clocks = ", ".join(f"rank {rank} +-{significant(us, 2)} µs" for rank, us in record.clock_us.items())
+    lines.append(f"clocks: all times are on rank 0's host clock; {clocks}")
+    return lines + [f"rank {rank} was throttled: {', '.join(why)}" for rank, why in record.throttled.items()]
 
 
 def _skew_lines(section: Section) -> list[str]:
@@ -77,7 +88,9 @@ def _skew_lines(section: Section) -> list[str]:
     for skew in section.skews:
         late = "the clocks cannot tell who is last"
         if skew.latest is not None:
-            late = f"rank {skew.latest} is last most often, {skew.late[skew.latest]} of {skew.count} times"
+            late = (
+                f"rank {skew.latest} is last most often, {skew.late[str(skew.latest)]} of {skew.count} times"
+            )
             if skew.unclear:
                 late += f" ({skew.unclear} too close to tell)"
         lines.append(
@@ -89,16 +102,8 @@ def _skew_lines(section: Section) -> list[str]:
     return lines or ["no collective of two or more ranks"]
 
 
-def _gpu_names(section: Section) -> list[str]:
-    return sorted({name for of in section.gpu.values() for name in of})
-
-
 def _us(ns: float | None) -> str:
     return "-" if ns is None else f"{ns / 1e3:.2f}"
-
-
-def _significant(value: float | None) -> str:
-    return "-" if value is None else significant(value, 4)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -109,3 +114,33 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def write_and_tell(
+    folder: Path,
+    lines: Sequence[str],
+    record: Calls | Ranks,
+    trace: Mapping[str, object],
+    further: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Prints the table and writes the folder: table, record, trace, and further files.
+
+    Raises:
+        OutputError: it cannot be written, or came to exist meanwhile.
+    """
+    for line in lines:
+        say(line)
+    files = {
+        TABLE_NAME: "\n".join(lines) + "\n",
+        DATA_NAME: msgspec.json.encode(record).decode(),
+        **further,
+        TRACE_NAME: json.dumps(trace, separators=(",", ":"), allow_nan=False),
+    }
+    write_folder(folder, {name: _bytes_of(name, text) for name, text in files.items()})
+    say(f"{folder}: {', '.join(files)}; open the trace at https://ui.perfetto.dev or chrome://tracing")
+
+
+def _bytes_of(name: str, text: str) -> bytes:
+    """Of a file of this name: compressed where it ends in .gz."""
+    data = text.encode("utf-8", "replace")
+    return gzip.compress(data, compresslevel=6, mtime=0) if name.endswith(".gz") else data

@@ -7,24 +7,20 @@ counted and sections.py for who comes late.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtbench.grouping import group_by
+from dtbench.model.grouping import group_by
 from dtbench.profile.overlap import Interval, difference, intersection, length, union
-from dtbench.profile.spans import Span
+from dtbench.profile.spans import HANDED_OVER, Span
+from dtbench.records.profile import ITERATION, LANES, Parts
 
+# An event as torch and the viewers have it.
 Event = dict[str, Any]
 
-# What an iteration is wrapped in: the name of a user annotation, then the section and the number.
-ITERATION = "dtbench iteration"
-# Lanes that dtbench adds to each rank, above its threads and streams.
-LANES = {1: "communication", 2: "compute", 3: "exposed communication"}
 _FIRST_TID = 10
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-# torch hands an op to a tensor subclass inside this record: what is around it is dispatch, not work.
-_HANDED_OVER = "PythonSubclass"
 
 
 @dataclass(frozen=True)
@@ -77,17 +73,18 @@ class Window:
         """Communication that no compute of the same rank covers."""
         return difference(self.communication, self.compute)
 
-    def times_us(self) -> dict[str, float]:
-        """How long: whole, communication, compute, both at once, communication alone, neither."""
+    @property
+    def parts_us(self) -> Parts:
+        """How long each was."""
         busy = length([*self.communication, *self.compute])
-        return {
-            "whole": self.end_us - self.start_us,
-            "communication": length(self.communication),
-            "compute": length(self.compute),
-            "overlap": length(intersection(self.communication, self.compute)),
-            "exposed": length(self.exposed),
-            "host": self.end_us - self.start_us - busy,
-        }
+        return Parts(
+            whole=self.end_us - self.start_us,
+            communication=length(self.communication),
+            compute=length(self.compute),
+            overlap=length(intersection(self.communication, self.compute)),
+            exposed=length(self.exposed),
+            host=self.end_us - self.start_us - busy,
+        )
 
 
 def windows_of(trace: RankTrace) -> list[Window]:
@@ -142,7 +139,7 @@ def compute_of(events: Sequence[Event]) -> list[Interval]:
     return union(i for thread in group_by(ops, _thread).values() for i in _work(nested(thread)))
 
 
-def _thread(event: Event) -> tuple[Any, Any]:
+def _thread(event: Event) -> tuple[object, object]:
     return event.get("pid"), event.get("tid")
 
 
@@ -170,7 +167,7 @@ def _work(spans: Sequence[Span]) -> Iterator[Interval]:
 
 
 def _is_dispatch(span: Span) -> bool:
-    return span.name == _HANDED_OVER or span.name.startswith(("c10d::", "_c10d_functional::"))
+    return span.name == HANDED_OVER or span.name.startswith(("c10d::", "_c10d_functional::"))
 
 
 def _start(event: Event) -> float:
@@ -194,7 +191,7 @@ def _nccl_kind(name: str) -> str:
 # --------------------------------------------------------------------------------- the merged trace
 
 
-def merge(ranks: Sequence[RankTrace], notes: Mapping[str, Any]) -> dict[str, Any]:
+def merge(ranks: Sequence[RankTrace], notes: Mapping[str, object]) -> dict[str, object]:
     """One trace of all ranks, a process each, times in us from the earliest event on.
 
     notes: go into `otherData`, which the viewers show as the trace's metadata.
@@ -209,10 +206,10 @@ def merge(ranks: Sequence[RankTrace], notes: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _rank_events(trace: RankTrace, zero: float) -> Iterator[dict[str, Any]]:
+def _rank_events(trace: RankTrace, zero: float) -> Iterator[Event]:
     pid, shift = trace.rank, trace.shift_us - zero
     yield from _named_process(pid, f"rank {trace.rank} ({trace.host}, {trace.device})")
-    lanes: dict[Any, int] = {}
+    lanes: dict[tuple[object, object], int] = {}
     names = {_thread(e): e["args"]["name"] for e in trace.events if e.get("ph") == "M"}
     for event in sorted((e for e in trace.events if e.get("ph") == "X"), key=_start):
         tid = lanes.setdefault(_thread(event), _FIRST_TID + len(lanes))
@@ -230,7 +227,7 @@ def _rank_events(trace: RankTrace, zero: float) -> Iterator[dict[str, Any]]:
             yield {"name": name, "ph": "C", "pid": pid, "ts": round(at_us - zero, 3), "args": {name: value}}
 
 
-def _lane_events(pid: int, window: Window, zero: float) -> Iterator[dict[str, Any]]:
+def _lane_events(pid: int, window: Window, zero: float) -> Iterator[Event]:
     drawn = [(1, c.kind, c.interval) for c in window.collectives]
     drawn += [(2, "compute", interval) for interval in window.compute]
     drawn += [(3, "exposed", interval) for interval in window.exposed]
@@ -239,36 +236,36 @@ def _lane_events(pid: int, window: Window, zero: float) -> Iterator[dict[str, An
         yield {"name": name, "cat": LANES[tid], "ph": "X", "pid": pid, "tid": tid, **at}
 
 
-def _args(event: Event) -> dict[str, Any]:
+def _args(event: Event) -> Event:
     args = event.get("args") or {}
     # Numbers that only tie torch's own events together.
     kept = {k: v for k, v in args.items() if k not in ("Ev Idx", "Record function id", "Fwd thread id")}
     return {"args": kept} if kept else {}
 
 
-def _named_lane(pid: int, tid: int, name: str) -> Iterator[dict[str, Any]]:
+def _named_lane(pid: int, tid: int, name: str) -> Iterator[Event]:
     yield _meta(pid, tid, "thread_name", name=name)
     yield _meta(pid, tid, "thread_sort_index", sort_index=tid)
 
 
-def _named_process(pid: int, name: str) -> Iterator[dict[str, Any]]:
+def _named_process(pid: int, name: str) -> Iterator[Event]:
     yield _meta(pid, 0, "process_name", name=name)
     yield _meta(pid, 0, "process_sort_index", sort_index=pid)
 
 
-def _meta(pid: int, tid: int, fact: str, /, **args: Any) -> dict[str, Any]:
+def _meta(pid: int, tid: int, fact: str, /, **args: object) -> Event:
     return {"ph": "M", "name": fact, "pid": pid, "tid": tid, "args": args}
 
 
 # --------------------------------------------------------------------------------- calls of one process
 
 
-def of_calls(groups: Mapping[str, Sequence[Span]], rename: Any = str) -> dict[str, Any]:
+def of_calls(groups: Mapping[str, Sequence[Span]], rename: Callable[[str], str] = str) -> dict[str, object]:
     """A trace of recorded calls: a process per group, each from its own zero on, calls one after another.
 
     The times are as recorded: recording is not taken off.
     """
-    events: list[dict[str, Any]] = []
+    events: list[Event] = []
     for pid, (label, calls) in enumerate(groups.items(), 1):
         events += _named_process(pid, label)
         zero = min((call.start_ns for call in calls), default=0.0)

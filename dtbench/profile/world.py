@@ -5,25 +5,26 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from dtbench.bench.options import Task
 from dtbench.bench.progress import say
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError, complain
-from dtbench.files.atomic import refuse_taken
 from dtbench.machine.device import is_gpu
-from dtbench.mesh import Mesh, format_mesh, groups_in
+from dtbench.model import DeviceType
+from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, complain
+from dtbench.model.mesh import Mesh, format_mesh, groups_in
 from dtbench.profile import sections, trace
-from dtbench.profile.folder import as_json, write_and_tell
 from dtbench.profile.gpu import Sampler, counters_of
 from dtbench.profile.recording import RankRecording
-from dtbench.profile.request import DATA_NAME, TABLE_NAME, TRACE_NAME, Request
-from dtbench.profile.text import section_tables
-from dtbench.units import plural
+from dtbench.profile.request import Request
+from dtbench.profile.text import section_tables, write_and_tell
+from dtbench.records.atomic import refuse_taken
+from dtbench.records.profile import Ranks
+from dtbench.text.units import plural
 from dtbench.world import clocks
-from dtbench.world.failure import Diagnosis, Now
+from dtbench.world.failure import ActiveCase, Diagnosis
 from dtbench.world.rank import Rank
-from dtbench.world.ranks import Place, backend_of
+from dtbench.world.ranks import LiveWorld, Place, backend_of
 
 
 class _Part(NamedTuple):
@@ -41,7 +42,7 @@ class RankProfile:
     def __init__(self, request: Request, place: Place) -> None:
         self._request = request
         self._place = place
-        self._rank = Rank(place, lambda diagnosis: report_failure(diagnosis, self._rank.now))
+        self._rank = Rank(place, report_failure)
         self._recordings: list[RankRecording] = []
         self._groups: dict[str, list[list[int]]] = {}
         self._failed = False
@@ -57,18 +58,17 @@ class RankProfile:
                 )
             rank.join(device_type, backend_of(device_type, self._request.options.backend))
             parts = self._profile(tasks, device_type)
-            code = self._write(parts) if rank.place.rank == 0 else None
-            rank.code = int(rank.ranks.agree(code, lambda votes: votes[0]))
+            rank.conclude(lambda: self._write(parts))
         rank.exit()
 
-    def _profile(self, tasks: Sequence[Task], device_type: str) -> list[_Part]:
+    def _profile(self, tasks: Sequence[Task], device_type: DeviceType) -> list[_Part]:
         """On rank 0 what each rank has recorded."""
         import torch.distributed as dist
 
         rank, ranks, request = self._rank, self._rank.ranks, self._request
         self._epoch_ns = int(ranks.agree(time.time_ns(), lambda votes: votes[0]))
         host_clock = rank.clock_offset(time.time_ns)
-        plan = request.options.plan("cuda" if device_type == "cuda" else "cpu", ranks.size)
+        plan = request.options.plan(device_type, ranks.size)
         if ranks.rank == 0:
             refuse_taken(request.folder, "remove it")
             where = f"{ranks.size} {device_type} ranks ({format_mesh(plan.mesh)})"
@@ -79,15 +79,14 @@ class RankProfile:
             with sampler or contextlib.nullcontext():
                 for task in tasks:
                     self._profile_task(task, world, barrier, plan.mesh)
-            gathered: list[Any] | None = [None] * ranks.size if ranks.rank == 0 else None
+            gathered: list[_Part | None] | None = [None] * ranks.size if ranks.rank == 0 else None
             dist.gather_object(self._part(host_clock, sampler), gathered)
-        return gathered or []
+        return [part for part in gathered or [] if part is not None]
 
-    def _profile_task(self, task: Task, world: Any, barrier: Callable[[], None], mesh: Mesh) -> None:
+    def _profile_task(self, task: Task, world: LiveWorld, barrier: Callable[[], None], mesh: Mesh) -> None:
         now, case, request = self._rank.now, task.case, self._request
-        now.suite, now.name, now.params, now.impls = task.suite.name, case.name, case.params, task.impls
         for impl in task.impls:
-            now.case = now.case + 1
+            now.begin(task.suite.name, case.name, case.params, task.impls)
             recording = RankRecording(task, impl, self._rank.ranks, now, barrier, self._epoch_ns, request)
             with self._rank.limit(request.options.timeout_s):
                 bad = recording.run(world).get(impl)
@@ -98,7 +97,7 @@ class RankProfile:
             self._failed |= bad.status != "skipped"
             if self._place.rank == 0:
                 complain(f"{recording.section}: {bad.status}, {bad.reason} (rank {bad.rank})")
-        now.suite = ""
+        now.end()
 
     def _part(self, host_clock: clocks.Offset, sampler: Sampler | None) -> _Part:
         recordings, info = self._recordings, self._rank.infos[self._place.rank]
@@ -119,46 +118,25 @@ class RankProfile:
 
     def _write(self, parts: Sequence[_Part]) -> int:
         """On rank 0: the folder. The exit code."""
-        code = EXIT_CASE_FAILED if self._failed else EXIT_OK
-        try:
-            if self._groups:
-                self._write_folder(parts)
-            else:
-                complain("nothing could be profiled: no profile was written")
-                code = EXIT_CASE_FAILED
-        except DtbenchError as error:
-            complain(str(error))
-            code = error.exit_code
-        self._rank.note(code=code, reported=True, whole=True)
-        return code
-
-    def _write_folder(self, parts: Sequence[_Part]) -> None:
+        if not self._groups:
+            complain("nothing could be profiled: no profile was written")
+            return EXIT_CASE_FAILED
         traces = [part.trace for part in parts]
         # Of each iteration the slowest rank's time.
         plain = {
             section: [max(turn) for turn in zip(*(part.plain_us[section] for part in parts), strict=True)]
             for section in self._groups
         }
-        found = sections.sections_of(traces, self._groups, plain)
-        clock_us = {t.rank: t.uncertainty_us for t in traces}
-        throttled = {part.trace.rank: part.reasons for part in parts if part.reasons}
-        lines = section_tables(found, clock_us)
-        lines += [f"rank {rank} was throttled: {', '.join(reasons)}" for rank, reasons in throttled.items()]
-        data = {
-            "kind": "profile of ranks",
-            "sections": [s.to_json() for s in found],
-            "clock_us": clock_us,
-            "throttled": throttled,
-        }
-        files = {
-            TABLE_NAME: "\n".join(lines) + "\n",
-            DATA_NAME: as_json(data),
-            TRACE_NAME: as_json(trace.merge(traces, {"made by": "dtbench profile"})),
-        }
-        write_and_tell(self._request.folder, lines, files)
+        record = Ranks(
+            sections=tuple(sections.sections_of(traces, self._groups, plain)),
+            clock_us={str(t.rank): t.uncertainty_us for t in traces},
+            throttled={str(part.trace.rank): tuple(part.reasons) for part in parts if part.reasons},
+        )
+        merged = trace.merge(traces, {"made by": "dtbench profile"})
+        write_and_tell(self._request.folder, section_tables(record), record, merged)
+        return EXIT_CASE_FAILED if self._failed else EXIT_OK
 
 
-def report_failure(diagnosis: Diagnosis, now: Now) -> None:
+def report_failure(diagnosis: Diagnosis, now: ActiveCase) -> None:
     """The last line of a profile that came to nothing."""
-    where = f" during {now.label}" if now.suite and diagnosis.blames_case else ""
-    complain(f"{diagnosis.sentence}{where}: no profile was written")
+    complain(f"{diagnosis.during(now)}: no profile was written")

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
 
-from dtbench.judge.op_verdicts import VERDICTS as CASE_VERDICTS
-from dtbench.judge.op_verdicts import has_verdicts, mode_of, summary_rows, verdict_of
-from dtbench.layout import DimLayout, layout_of
+from dtbench.judge.op_verdicts import not_judged_lines, summary_rows
 from dtbench.model import Param, Result, Run, estimator_of
-from dtbench.terminal import (
+from dtbench.model.grouping import group_by, known_first
+from dtbench.records.layout import DimLayout, layout_of
+from dtbench.records.verdicts import VERDICTS as CASE_VERDICTS
+from dtbench.records.verdicts import OpVerdict, has_verdicts
+from dtbench.text.terminal import (
     MAX_ROWS,
     MAX_TABLES,
+    encodable,
     new_console,
     param_text,
     print_columns,
     print_json,
     print_line,
     print_rest,
-    printable,
     split_params,
     titled,
 )
-from dtbench.units import bandwidth_unit, format_ratio, time_unit
+from dtbench.text.units import bandwidth_unit, format_ratio, time_unit
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,19 +44,14 @@ _NAMED = 5
 _ALL = "--csv and --json give all"
 
 
-def print_runs(runs: Sequence[Run], as_json: bool = False) -> None:
+def print_runs(runs: Sequence[Run]) -> None:
     """Each run's provenance, then per suite one row per case with the impls side by side."""
-    if as_json:
-        print_json([_run_json(run) for run in runs])
-        return
     console = new_console()
     for run in runs:
         _print_provenance(console, run)
         _print_layout(console, layout_of(run.header))
-        suites: dict[str, list[Result]] = {}
-        verdicts: list[Result] = []
-        for r in run.results:
-            (verdicts if has_verdicts(r) else suites.setdefault(r.suite, [])).append(r)
+        verdicts = [OpVerdict.of(r) for r in run.results if has_verdicts(r)]
+        suites = group_by((r for r in run.results if not has_verdicts(r)), lambda r: r.suite)
         for suite, results in islice(suites.items(), MAX_TABLES):
             _print_suite(console, suite, run, results)
         print_rest(console, len(suites), "suites", _ALL, MAX_TABLES)
@@ -63,11 +61,17 @@ def print_runs(runs: Sequence[Run], as_json: bool = False) -> None:
             _print_not_ok(console, run)
 
 
-def print_csv(runs: Sequence[Run]) -> None:
-    """The `dtbench.files.frame.results_frame` of the runs as CSV: a head, then one line per result."""
-    from dtbench.files.frame import harmless, results_frame
+def print_runs_json(runs: Sequence[Run]) -> None:
+    """The runs without their samples, which lie in their files."""
+    print_json([_run_json(run) for run in runs])
 
-    harmless(results_frame(runs), printable).to_csv(sys.stdout, index=False, lineterminator="\n")
+
+def print_csv(runs: Sequence[Run]) -> None:
+    """The `dtbench.records.frame.results_frame` of the runs as CSV: a head, then one line per result."""
+    from dtbench.records.frame import results_frame
+    from dtbench.text import csv
+
+    sys.stdout.write(encodable(csv.of_frame(results_frame(runs))))
 
 
 # ------------------------------------------------------------------------------------- runs
@@ -76,29 +80,17 @@ def print_csv(runs: Sequence[Run]) -> None:
 def _print_provenance(console: Console, run: Run) -> None:
     header, versions = run.header, run.header.versions
     commit, dirty = header.git.commit, header.git.dirty
-    cpu, gpus, ranks, mesh = (
-        header.machine.cpu,
-        header.machine.gpus,
-        header.ranks,
-        header.mesh,
-    )
-    names = {host: str(r.host) for r in ranks for host in [(r.host, r.boot_id)]}
-    hosts = list(names.values())  # nodes of one name are several all the same
+    cpu, gpus, ranks, mesh = header.machine.cpu, header.machine.gpus, header.ranks, header.mesh
+    nodes = dict.fromkeys(r.node for r in ranks)  # of one name they are several all the same
+    hosts = [str(host) for host, _ in nodes]
+    cores = "" if cpu.usable_cores is None else f"{cpu.usable_cores} cores usable"
     dims = ", ".join(f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True))
     lines = {
         "run": f"{run.path}" + ("" if run.complete else "  INCOMPLETE: no end line, go on with --resume"),
         "started": header.started,
         "versions": ", ".join(f"{name} {value}" for name, value in versions.items() if value),
         "commit": f"{commit}{' with changes' if dirty else ''}" if commit else "",
-        "cpu": ", ".join(
-            str(fact)
-            for fact in (
-                cpu.model,
-                _with("cores usable", cpu.usable_cores),
-                cpu.governor,
-            )
-            if fact
-        ),
+        "cpu": ", ".join(str(fact) for fact in (cpu.model, cores, cpu.governor) if fact),
         "gpus": _counted(str(gpu.name) for gpu in gpus),
         "ranks": f"{len(ranks)} on {', '.join(hosts[:8])}{', ...' if len(hosts) > 8 else ''}"
         if ranks
@@ -136,43 +128,33 @@ def _span(span: tuple[int, int] | None) -> str:
     return str(span[0]) if span[0] == span[1] else f"{span[0]}..{span[1]}"
 
 
-def _print_verdicts(console: Console, results: Sequence[Result]) -> None:
-    """Per mode and impl how many ops have which verdict, then each op that does not pass."""
-    head, rows = summary_rows(results)
+def _print_verdicts(console: Console, verdicts: Sequence[OpVerdict]) -> None:
+    """Per mode and impl how many ops have which verdict, then each op that does not pass, then what was not judged."""
+    head, rows = summary_rows(verdicts)
     columns = list(zip(head, zip(*rows, strict=True), strict=True))
     print_line(console, "")
     print_columns(console, columns[:2], columns[2:])  # mode and impl, then counts
-    by_verdict = [(verdict_of(r), r) for r in results]
-    bad = [(v, r) for v in CASE_VERDICTS[:-1] for verdict, r in by_verdict if verdict == v]
-    for verdict, r in bad[:MAX_ROWS]:
-        print_line(console, f"{verdict}: {r.impl} {mode_of(r)} {r.name}: {r.reason}")
+    bad = [v for word in CASE_VERDICTS[:-1] for v in verdicts if v.verdict == word]
+    for v in bad[:MAX_ROWS]:
+        print_line(console, f"{v.verdict}: {v.impl} {v.mode} {v.op}: {v.reason}")
     print_rest(console, len(bad), "ops", _ALL)
-
-
-def _with(unit: str, value: object) -> str:
-    return "" if value is None else f"{value} {unit}"
+    for line in not_judged_lines(verdicts)[:MAX_ROWS]:
+        print_line(console, line)
 
 
 def _counted(names: Iterable[str]) -> str:
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
-    return ", ".join(f"{count} x {name}" for name, count in counts.items())
+    return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
 
 
 def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Result]) -> None:
-    from dtbench.files.frame import cases_frame, cells, impls_of, params_of, results_frame
+    from dtbench.records.frame import cases_frame, cells, impls_of, params_of, results_frame
 
-    by_case: dict[object, list[Result]] = {}
-    for r in results_of:
-        key = r.case_key
-        by_case.setdefault((key[1], key[3]), []).append(r)
+    by_case = group_by(results_of, lambda r: (r.name, r.case_key[3]))
     own = tuple(r for of_case in islice(by_case.values(), MAX_ROWS) for r in of_case)
     statistic = " or ".join(sorted({estimator_of(r) for r in own}))
     results = results_frame([dataclasses.replace(run, results=own)])
     cases = cases_frame(results)
-    found = set(impls_of(cases))
-    impls = [i for i in _IMPL_ORDER if i in found] + sorted(found.difference(_IMPL_ORDER))
+    impls = known_first(impls_of(cases), _IMPL_ORDER)
     params = params_of(cases)
     varying, same = split_params(params)
     words = [("case", cells(cases["name", ""]))]
@@ -188,7 +170,7 @@ def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Re
 
 def _figure_columns(cases: pd.DataFrame, impls: Sequence[str], statistic: str) -> list[tuple[str, list[str]]]:
     """(title, cells): a time per impl; those from the last rank's arrival; core/torch; bandwidths."""
-    from dtbench.files.frame import cells
+    from dtbench.records.frame import cells
 
     times = {impl: cells(cases[statistic, impl]) for impl in impls}
     unit = time_unit(t for column in times.values() for t in column if t is not None)
@@ -214,12 +196,9 @@ def _figure_columns(cases: pd.DataFrame, impls: Sequence[str], statistic: str) -
 
 
 def _print_not_ok(console: Console, run: Run) -> None:
-    groups: dict[tuple[str, str, str, str], list[Result]] = {}
-    for r in run.results:
-        if has_verdicts(r):
-            continue
-        if r.status != "ok" or r.reason:  # a good time with a reservation: its GPU was throttled
-            groups.setdefault((r.status, r.suite, r.impl, r.reason), []).append(r)
+    # With a reason also a good time with a reservation: its GPU was throttled.
+    told = [r for r in run.results if not has_verdicts(r) and (r.status != "ok" or r.reason)]
+    groups = group_by(told, lambda r: (r.status, r.suite, r.impl, r.reason))
     print_line(console, "")
     for (status, suite, impl, reason), results in islice(groups.items(), MAX_ROWS):
         names = list(dict.fromkeys(_case_text(r.name, r.params) for r in results))
@@ -231,18 +210,13 @@ def _print_not_ok(console: Console, run: Run) -> None:
     print_line(console, _counted(r.status for r in run.results) or "no results")
 
 
-def _run_json(run: Run) -> dict[str, Any]:
-    """The run without its samples, which lie in its file."""
-    results = [r.to_json() for r in run.results]
+def _run_json(run: Run) -> dict[str, object]:
+    results = [msgspec.to_builtins(r) for r in run.results]
     for result in results:
         for name in ("kind", "samples_s", "rank_samples_s", "rank_arrivals_s"):
             del result[name]
-    return {
-        "path": str(run.path),
-        "complete": run.complete,
-        "header": msgspec.to_builtins(run.header),
-        "results": results,
-    }
+    header = msgspec.to_builtins(run.header)
+    return {"path": str(run.path), "complete": run.complete, "header": header, "results": results}
 
 
 def _case_text(name: str, params: Mapping[str, Param]) -> str:

@@ -11,7 +11,7 @@ from types import FrameType
 
 import pytest
 
-from dtbench import cli
+from dtbench.cli import program as cli
 from dtbench.cost.calibration import intervals
 from dtbench.tests.made_up import Cli
 from dtbench.tests.tiers import pytest_collection_modifyitems  # noqa: F401 - a hook of pytest

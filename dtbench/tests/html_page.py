@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,35 @@ def cells(shown: Section, *start: str) -> list[str]:
     """The one row of the section's tables that begins with these cells."""
     (found,) = [row for table in shown.tables for *_, row in table.rows if tuple(row[: len(start)]) == start]
     return found
+
+
+# Text that would break out of its element, of a script, of a template, of a formula, or turn the reading direction.
+HOSTILE = (
+    "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;{{ 7*7 }}"
+    "]]>--><!--$\\frac$\x00\x1b[2J\u202e</style>"
+)
+
+
+def hostile(value: object, kept: Collection[str]) -> Any:
+    """The same structure with every string hostile, but for those under the keys `kept`, which choose a branch."""
+    if isinstance(value, dict):
+        return {k: v if k in kept else hostile(v, kept) for k, v in value.items()}
+    if isinstance(value, list):
+        return [hostile(v, kept) for v in value]
+    return HOSTILE if isinstance(value, str) else value
+
+
+def harmless(text: str) -> Page:
+    """The page, on which hostile text is text."""
+    shown = Page(text)  # fails on an element that the text opened or closed
+    assert [attrs for tag, attrs in shown.tags if tag == "script"] == [{}]
+    assert not any(tag == "img" for tag, _ in shown.tags)
+    assert not any(name.startswith("on") for _, attrs in shown.tags for name in attrs)
+    assert sum(tag == "style" for tag, _ in shown.tags) == 1
+    assert "{{ 7*7 }}" in shown.text
+    assert not {"\x00", "\x1b", "\u202e"} & set(text)
+    assert len(shown.ids()) == len(set(shown.ids()))
+    return shown
 
 
 class Page(HTMLParser):

@@ -94,7 +94,7 @@ a terminal end after {rows:,} rows and pages after 2 MB, and say what they leave
 
 
 def main(path: Path) -> None:
-    from dtbench.terminal import MAX_ROWS
+    from dtbench.text.terminal import MAX_ROWS
 
     os.environ |= {"OMP_NUM_THREADS": "1"}
     text = TEXT.format(

@@ -114,7 +114,7 @@ def _line(case: Case, readings: Any, launch: int) -> dict[str, Any]:
         launch=launch,
         rank_samples=by_rank,
     )
-    return result.to_json()
+    return msgspec.to_builtins(result)
 
 
 def write(count: int, path: Path) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from dtbench.files.read import into
-from dtbench.model import Header, Param, Result, Run, Timing
+from dtbench.model import Header, Param, Result, Run
+from dtbench.records.read import into
+from dtbench.stats import summarize
 
 # The program in this process (conftest.py).
 Cli = Callable[..., tuple[int, str, str]]
@@ -29,13 +30,6 @@ NOT_OK = (
 )
 
 
-def timing(samples: Sequence[float]) -> Timing:
-    low, p25, median, p75, p95, high = map(float, np.quantile(samples, (0, 0.25, 0.5, 0.75, 0.95, 1)))
-    return Timing(
-        low, p25, median, p75, p95, high, min(max(float(np.mean(samples)), low), high), len(samples)
-    )
-
-
 def result(
     suite: str,
     name: str,
@@ -49,7 +43,7 @@ def result(
     counters: Mapping[str, float] | None = None,
     launch: int = 0,
 ) -> Result:
-    times = timing(samples)
+    times = summarize(samples)
     host = suite == "dispatch"
     algbw = size_bytes / (times.min if host else times.p25) if size_bytes else None
     return Result(
@@ -206,7 +200,7 @@ def slowed(results: Iterable[Result], factor: float | Callable[[Result, int], fl
         return tuple(by * t for t in samples)
 
     return [
-        dataclasses.replace(r, rank_samples_s={k: times(r, k, v) for k, v in r.rank_samples_s.items()})
+        msgspec.structs.replace(r, rank_samples_s={k: times(r, k, v) for k, v in r.rank_samples_s.items()})
         for r in results
     ]
 

@@ -12,10 +12,17 @@ SLEEPS=1         a timed launch lasts so many seconds longer
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from inspect import getsource
 from pathlib import Path
 
-from dtbench.judge.gate import loader
-from dtbench.judge.gate.arms import Arm
+from dtbench.gate import loader
+from dtbench.gate.arms import Arm
+from dtbench.gate.verdict import exit_code_of
+from dtbench.records.gate import Arm as Facts
+from dtbench.records.gate import Gate, Trust
+from dtbench.records.judged import Judged
+from dtbench.world import workers
 
 NAMES = ("add", "mul", "view")
 
@@ -79,14 +86,29 @@ def main(stem, await_turn):
 """
 
 
+def concluded(
+    judged: Sequence[Judged], *reasons: str, head: str = "b" * 40, notes: Sequence[str] = ()
+) -> Gate:
+    """A gate's end. reasons: not to trust it. head: its commit."""
+    trust = Trust(reasons=reasons)
+    return Gate(
+        exit_code=exit_code_of(judged, trust),
+        trust=trust,
+        notes=tuple(notes),
+        head=Facts(commit=head, arm="rev:x", torch="2.13"),
+        benchmarks=tuple(judged),
+    )
+
+
 def made_up_arm(folder: Path, **variables: str) -> Arm:
     """An arm of the worker above."""
-    package = folder / "sources" / "dtbench" / "judge" / "gate"
-    package.mkdir(parents=True, exist_ok=True)
-    for room in (package, package.parent, package.parent.parent):
+    package = folder / "sources" / "dtbench"
+    for room in (package, package / "gate", package / "world"):
+        room.mkdir(parents=True, exist_ok=True)
         (room / "__init__.py").touch()
-    (package / "worker.py").write_text(WORKER)
-    (package / "loader.py").write_text(Path(loader.__file__).read_text())
+    (package / "gate" / "worker.py").write_text(WORKER)
+    for module in (loader, workers):
+        (package / Path(*module.__name__.split(".")[1:])).with_suffix(".py").write_text(getsource(module))
     text = "env:" + ",".join(f"{k}={v}" for k, v in variables.items())
     path = (str(folder / "sources"),)
     return Arm(text, text, "made up", sys.executable, path, variables, folder, "", "3.11.7", "0")

@@ -7,6 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from dtbench.records.profile import Call, Calls, Parts, Ranks, Section, Skew, Stage
+
 LABEL = "dispatch add placements=S(0) mesh=8"
 SECTION = "overlap all_reduce mesh_dim=tp size=65536 (core)"
 
@@ -77,20 +81,44 @@ def regret() -> dict[str, Any]:
 
 
 def calls() -> dict[str, Any]:
-    rows = [
-        {"stage": s, "ns": ns, "plus_minus_ns": 20.0} for s, ns in (("local op", 2500.0), ("entry", 1500.0))
-    ]
-    case = {"label": LABEL, "impl": "core", "source": "counters", "whole_ns": 4000.0, "unattributed_ns": 0.0}
-    case |= {"recorded_ns": 6000.0, "calls": 10, "rows": rows, "floor_ns": 1200.0}
-    return {"kind": "profile of calls", "cases": [case, case | {"impl": "torch", "floor_ns": None}]}
+    rows = tuple(
+        Stage(stage=s, ns=ns, plus_minus_ns=20.0) for s, ns in (("local op", 2500.0), ("entry", 1500.0))
+    )
+    case = Call(
+        label=LABEL,
+        impl="core",
+        source="counters",
+        whole_ns=4000.0,
+        recorded_ns=6000.0,
+        calls=10,
+        rows=rows,
+        spans_per_call=13.0,
+        fitted_to_calibrated=1.1,
+        floor_ns=1200.0,
+        unattributed_ns=0.0,
+    )
+    return as_dict(Calls(cases=(case, msgspec.structs.replace(case, impl="torch", floor_ns=None))))
 
 
 def ranks() -> dict[str, Any]:
-    parts = {"whole": 1000.0, "compute": 300.0, "communication": 600.0}
-    parts |= {"overlap": 150.0, "exposed": 450.0, "host": 100.0}
-    skew = {"kind": "allreduce", "count": 4, "mean_us": 12.0, "p95_us": 20.0, "latest": 1}
-    section = {"label": SECTION, "iterations": 3, "parts_us": {"0": parts, "1": parts}, "skews": [skew]}
-    return {"kind": "profile of ranks", "sections": [section | {"plain_us": 900.0, "profiled_us": 1000.0}]}
+    parts = Parts(whole=1000.0, compute=300.0, communication=600.0, overlap=150.0, exposed=450.0, host=100.0)
+    skew = Skew(kind="allreduce", count=4, mean_us=12.0, p95_us=20.0, late={"1": 4}, unclear=0, latest=1)
+    section = Section(
+        label=SECTION,
+        iterations=3,
+        parts_us={"0": parts, "1": parts},
+        skews=(skew,),
+        unmatched=0,
+        plain_us=900.0,
+        profiled_us=1000.0,
+        overhead=1 / 9,
+    )
+    return as_dict(Ranks(sections=(section,), clock_us={"0": 0.0, "1": 0.5}))
+
+
+def as_dict(record: msgspec.Struct) -> dict[str, Any]:
+    made: dict[str, Any] = msgspec.to_builtins(record)
+    return made
 
 
 def trace() -> dict[str, Any]:

@@ -92,7 +92,7 @@ def _enter(argv: list[str], env: dict[str, str], files: list[str], cwd: str) -> 
     import torch
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-    from dtbench import cli
+    from dtbench.cli import program as cli
 
     def fork(_handler: SubprocessHandler, command: Sequence[str], env: dict[str, str]) -> Forked:
         assert tuple(command[: len(FRESH)]) == FRESH, command

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import dtbench
-from dtbench.errors import OutputError, UnreadableRunError, UsageError
-from dtbench.files.run import RunWriter
 from dtbench.model import Case, Plan, Result, Skip, Workload
-from dtbench.suite import Suite
+from dtbench.model.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.model.suites import Suite
+from dtbench.records.run import RunWriter
 from dtbench.tests import made_up
 
 HOSTILE = "<script>alert(1)</script>"
@@ -137,7 +137,7 @@ def test_results_are_tables_in_a_notebook_and_escaped(both: Path):
 def test_calibrate_compare_and_report_take_runs_and_paths(tmp_path: Path):
     run = dtbench.load(written(tmp_path / "run.jsonl", made_up.collectives()))
     topology = dtbench.calibrate(run, tmp_path / "topology.json")
-    assert {dim["name"] for dim in topology["dims"]} == set(made_up.TRUTH)
+    assert {dim.name for dim in topology.dims} == set(made_up.TRUTH)
     assert "<table" in topology._repr_html_()
     assert dtbench.compare(run, run.path).rows
     page = dtbench.report([run, tmp_path / "topology.json"], tmp_path / "page.html", base=run)

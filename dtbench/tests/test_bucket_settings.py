@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from dtbench.errors import UsageError
 from dtbench.judge.settings.buckets import Sweep, choose, held_out_loss, sweeps_of
+from dtbench.model.errors import UsageError
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 
@@ -68,19 +68,19 @@ def test_sweeps_are_those_of_launches_with_every_size() -> None:
     one = [r for r in cases if r.params["bucket_bytes"] == MIB]
     with pytest.raises(UsageError, match="two or more bucket sizes"):
         sweeps_of([made_up.run(one)])
-    half = [replace(r, launch=1) for r in one]
+    half = [msgspec.structs.replace(r, launch=1) for r in one]
     assert [len(s.times_s) for s in sweeps_of([made_up.run([*cases, *half])])] == [1, 1]
 
 
 def test_the_command_prints_the_settings_and_their_loss_on_other_launches(dtbench: Cli) -> None:
-    code, out, error = dtbench("settings", "buckets", RUN)
+    code, out, error = dtbench("settings", RUN)
     assert (code, error) == (0, "") and "bucket_cap_mb" in out and "pre_bucketing_fsdp_collectives" in out
-    code, out, _ = dtbench("settings", "buckets", RUN, "--split", "--json")
-    rows = json.loads(out)["rows"]
+    code, out, _ = dtbench("settings", RUN, "--split", "--json")
+    rows = json.loads(out)["buckets"]
     assert code == 0 and [row["group"][2] for row in rows] == ["float32", "bfloat16"]
     assert all(row["bucket_cap_mb"] == row["bucket"] / MIB and row["held_out_loss"] >= 0 for row in rows)
 
 
 def test_a_run_without_a_sweep_is_refused_in_a_line(dtbench: Cli) -> None:
-    code, out, error = dtbench("settings", "buckets", str(Path(RUN).parents[1] / "dispatch-cpu-2cores.jsonl"))
+    code, out, error = dtbench("settings", str(Path(RUN).parents[1] / "dispatch-cpu-2cores.jsonl"))
     assert (code, out) == (2, "") and error.count("\n") == 1 and "dtbench run bucketer --size" in error

@@ -13,11 +13,11 @@ from dtbench.bench.options import RunOptions, Task, list_tasks
 from dtbench.bench.progress import Progress
 from dtbench.bench.refine import is_calibrated_with
 from dtbench.bench.sampling import Outcome
-from dtbench.errors import UsageError
 from dtbench.model import Case, Param, Result
-from dtbench.suite import Suite, WorldKind, load
+from dtbench.model.errors import UsageError
+from dtbench.model.suites import Suite, WorldKind, load
 from dtbench.tests import made_up
-from dtbench.world.failure import Now
+from dtbench.world.failure import ActiveCase
 
 
 def build(_world: Any) -> Any:
@@ -146,7 +146,7 @@ def test_a_sweep_leaves_out_what_there_is_no_time_for(monkeypatch: pytest.Monkey
     sweep = runner.Sweep(
         0,
         60.0,
-        Now(),
+        ActiveCase(),
         results.append,
         lambda task: None,
         lambda seconds: nullcontext(),

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from dtbench.cost import calibration
 from dtbench.cost.calibration import fit
-from dtbench.errors import OutputError, UnreadableRunError, UsageError
-from dtbench.files.run import RunWriter, read_run
 from dtbench.model import Result, Run
+from dtbench.model.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.records.run import RunWriter, read_run
+from dtbench.records.topology import Dim, Layout, Topology, read_topology, write_topology
 from dtbench.tests import made_up
 from dtbench.tests.made_up import slowed
 from dtbench_core.cost.ring import RING_COLLECTIVES, Ring
 
 RING = RING_COLLECTIVES
+RESULTS = Path(__file__).parents[2] / "results"
 
 
-def dims_of(topology: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {dim["name"]: dim for dim in topology["dims"]}
+def dims_of(topology: Topology) -> dict[str, Dim]:
+    return {dim.name: dim for dim in topology.dims}
 
 
 def run_of(results: Any, **changes: Any) -> Run:
@@ -33,7 +35,7 @@ def run_of(results: Any, **changes: Any) -> Run:
 
 
 @pytest.fixture(scope="module")
-def topology() -> dict[str, Any]:
+def topology() -> Topology:
     return calibration.calibrate([run_of(made_up.collectives())])
 
 
@@ -45,23 +47,23 @@ def test_exact_times_give_back_their_constants(ranks: int) -> None:
     truth = {"tp": (3.0, 12.0)}
     results = made_up.collectives(mesh={"tp": ranks}, truth=truth, noise=0.0, names=RING, samples=8)
     topology = calibration.calibrate([run_of(results, mesh={"tp": ranks}, hosts=["a"] * ranks)])
-    dim = topology["dims"][0]
-    assert dim["bandwidth_GiBps"] == pytest.approx(3.0, rel=1e-3)
-    assert dim["latency_us_per_hop"] == pytest.approx(12.0, rel=1e-3)
-    assert dim["residuals"]["worst_ratio"] == pytest.approx(1.0, abs=1e-3)
-    assert dim["fitted_on"]["size_bytes"] == [made_up.SIZES[0], made_up.SIZES[-1]]
+    dim = topology.dims[0]
+    assert dim.bandwidth_GiBps == pytest.approx(3.0, rel=1e-3)
+    assert dim.latency_us_per_hop == pytest.approx(12.0, rel=1e-3)
+    assert dim.residuals.worst_ratio == pytest.approx(1.0, abs=1e-3)
+    assert dim.fitted_on.size_bytes == (made_up.SIZES[0], made_up.SIZES[-1])
 
 
-def test_noisy_times_give_back_their_constants(topology: dict[str, Any]) -> None:
+def test_noisy_times_give_back_their_constants(topology: Topology) -> None:
     for name, (bandwidth, latency) in made_up.TRUTH.items():
         dim = dims_of(topology)[name]
         # The lower quartile of 5 % noise lies 3.4 % below the median.
-        assert dim["bandwidth_GiBps"] == pytest.approx(bandwidth / 0.966, rel=0.03)
-        assert dim["latency_us_per_hop"] == pytest.approx(latency * 0.966, rel=0.03)
-        low, high = dim["bandwidth_interval"]
-        assert low < dim["bandwidth_GiBps"] < high
-        low, high = dim["latency_interval"]
-        assert low < dim["latency_us_per_hop"] < high
+        assert dim.bandwidth_GiBps == pytest.approx(bandwidth / 0.966, rel=0.03)
+        assert dim.latency_us_per_hop == pytest.approx(latency * 0.966, rel=0.03)
+        low, high = dim.bandwidth_interval
+        assert low < dim.bandwidth_GiBps < high
+        low, high = dim.latency_interval
+        assert low < dim.latency_us_per_hop < high
 
 
 def test_the_formulas_are_those_of_torch() -> None:
@@ -84,14 +86,12 @@ def test_lines_per_collective_find_a_slow_reduce_scatter() -> None:
     exact = made_up.collectives(noise=0.0, samples=8)
     results = slowed(exact, lambda r, rank: 2.0 if r.name == "reduce_scatter" else 1.0)
     dim = dims_of(calibration.calibrate([run_of(results)]))["tp"]
-    lines = dim["collectives"]
-    assert lines["reduce_scatter"]["beta_GiBps"] == pytest.approx(
-        lines["all_gather"]["beta_GiBps"] / 2, rel=0.01
-    )
-    assert lines["reduce_scatter"]["alpha_us"] == pytest.approx(2 * lines["all_gather"]["alpha_us"], rel=0.01)
+    lines = dim.collectives
+    assert lines["reduce_scatter"].beta_GiBps == pytest.approx(lines["all_gather"].beta_GiBps / 2, rel=0.01)
+    assert lines["reduce_scatter"].alpha_us == pytest.approx(2 * lines["all_gather"].alpha_us, rel=0.01)
     # A line through exact points of one collective is exact; the one bandwidth of the dim cannot be.
-    assert lines["reduce_scatter"]["geometric_mean_ratio"] == pytest.approx(1, abs=0.01)
-    assert dim["residuals"]["geometric_mean_ratio"] > 1.1
+    assert lines["reduce_scatter"].geometric_mean_ratio == pytest.approx(1, abs=0.01)
+    assert dim.residuals.geometric_mean_ratio > 1.1
 
 
 def test_one_burst_does_not_move_the_fit() -> None:
@@ -100,8 +100,8 @@ def test_one_burst_does_not_move_the_fit() -> None:
 
     exact = made_up.collectives(noise=0.0, names=RING, samples=8)
     dim = dims_of(calibration.calibrate([run_of(slowed(exact, burst))]))["tp"]
-    assert dim["bandwidth_GiBps"] == pytest.approx(1.6, rel=0.1)
-    assert dim["residuals"]["worst_ratio"] > 8
+    assert dim.bandwidth_GiBps == pytest.approx(1.6, rel=0.1)
+    assert dim.residuals.worst_ratio > 8
 
 
 def test_octaves_count_the_same_however_dense_the_sweep() -> None:
@@ -114,12 +114,12 @@ def test_octaves_count_the_same_however_dense_the_sweep() -> None:
 # ---------------------------------------------------------------------------- which samples count
 
 
-def test_waiting_for_late_ranks_is_no_transfer_time(topology: dict[str, Any]) -> None:
-    results = [dataclasses.replace(r, rank_samples_s={}) for r in made_up.collectives()]
+def test_waiting_for_late_ranks_is_no_transfer_time(topology: Topology) -> None:
+    results = [msgspec.structs.replace(r, rank_samples_s={}) for r in made_up.collectives()]
     without = calibration.calibrate([run_of(results)])
-    assert dims_of(without)["tp"]["bandwidth_GiBps"] < 0.9 * dims_of(topology)["tp"]["bandwidth_GiBps"]
-    assert any("wait for the last rank" in w for w in dims_of(without)["tp"]["warnings"])
-    assert not any("wait for the last rank" in w for w in dims_of(topology)["tp"]["warnings"])
+    assert dims_of(without)["tp"].bandwidth_GiBps < 0.9 * dims_of(topology)["tp"].bandwidth_GiBps
+    assert any("wait for the last rank" in w for w in dims_of(without)["tp"].warnings)
+    assert not any("wait for the last rank" in w for w in dims_of(topology)["tp"].warnings)
 
 
 def test_a_dim_is_as_slow_as_its_slowest_group() -> None:
@@ -128,60 +128,60 @@ def test_a_dim_is_as_slow_as_its_slowest_group() -> None:
 
     exact = made_up.collectives(noise=0.0, names=RING, samples=8)
     dim = dims_of(calibration.calibrate([run_of(slowed(exact, second_group))]))["tp"]
-    assert dim["bandwidth_GiBps"] == pytest.approx(1.6 / 3, rel=0.02)
+    assert dim.bandwidth_GiBps == pytest.approx(1.6 / 3, rel=0.02)
 
 
-def test_groups_together_are_preferred(topology: dict[str, Any]) -> None:
-    assert dims_of(topology)["tp"]["groups_sharing"] == "together"
+def test_groups_together_are_preferred(topology: Topology) -> None:
+    assert dims_of(topology)["tp"].groups_sharing == "together"
     alone = dims_of(calibration.calibrate([run_of(made_up.collectives(modes=["alone"]))]))["tp"]
-    assert alone["groups_sharing"] == "alone"
-    assert alone["bandwidth_GiBps"] > 1.8 * dims_of(topology)["tp"]["bandwidth_GiBps"]
-    assert any("one group alone" in w for w in alone["warnings"])
+    assert alone.groups_sharing == "alone"
+    assert alone.bandwidth_GiBps > 1.8 * dims_of(topology)["tp"].bandwidth_GiBps
+    assert any("one group alone" in w for w in alone.warnings)
 
 
-def test_results_that_are_not_ok_do_not_count(topology: dict[str, Any]) -> None:
+def test_results_that_are_not_ok_do_not_count(topology: Topology) -> None:
     slow = slowed(made_up.collectives(), 9)
-    spoiled = [dataclasses.replace(r, status="wrong", launch=1) for r in slow]
+    spoiled = [msgspec.structs.replace(r, status="wrong", launch=1) for r in slow]
     again = calibration.calibrate([run_of([*made_up.collectives(), *spoiled])])
-    assert again["dims"] == topology["dims"]
+    assert again.dims == topology.dims
 
 
 def test_another_dtype_is_taken_only_where_it_must_and_said() -> None:
     half = [
-        dataclasses.replace(r, params={**r.params, "dtype": "bfloat16"})
+        msgspec.structs.replace(r, params={**r.params, "dtype": "bfloat16"})
         for r in made_up.collectives(names=RING)
     ]
     both = calibration.calibrate([run_of([*made_up.collectives(names=RING), *half])])
-    assert both["warnings"] == []
-    assert both["dims"] == calibration.calibrate([run_of(made_up.collectives(names=RING))])["dims"]
-    assert calibration.calibrate([run_of(half)])["warnings"] == [
-        "no results with dtype float32: bfloat16 was taken"
-    ]
+    assert both.warnings == ()
+    assert both.dims == calibration.calibrate([run_of(made_up.collectives(names=RING))]).dims
+    assert calibration.calibrate([run_of(half)]).warnings == (
+        "no results with dtype float32: bfloat16 was taken",
+    )
 
 
 # ---------------------------------------------------------------------------- what the data do not hold
 
 
-def test_one_launch_says_that_its_intervals_are_too_narrow(topology: dict[str, Any]) -> None:
-    assert {dim["intervals"] for dim in topology["dims"]} == {"within one launch only: too narrow"}
+def test_one_launch_says_that_its_intervals_are_too_narrow(topology: Topology) -> None:
+    assert {dim.intervals for dim in topology.dims} == {"within one launch only: too narrow"}
 
 
-def test_launches_that_differ_widen_the_interval(topology: dict[str, Any]) -> None:
+def test_launches_that_differ_widen_the_interval(topology: Topology) -> None:
     factors = (0.8, 0.9, 1.0, 1.1, 1.25)
     runs = [
         run_of(made_up.collectives(seed, launch_factor=factor), run_id=f"r{seed}")
         for seed, factor in enumerate(factors)
     ]
     merged = dims_of(calibration.calibrate(runs))["tp"]
-    assert merged["intervals"] == "over 5 launches"
-    assert merged["fitted_on"]["launches"] == 5
-    low, high = merged["bandwidth_interval"]
-    narrow = dims_of(topology)["tp"]["bandwidth_interval"]
+    assert merged.intervals == "over 5 launches"
+    assert merged.fitted_on.launches == 5
+    low, high = merged.bandwidth_interval
+    narrow = dims_of(topology)["tp"].bandwidth_interval
     assert high - low > 3 * (narrow[1] - narrow[0])
     assert low < 1.6 / 0.966 < high
     # Launches inside one file are launches too.
     one_file = [r for i, f in enumerate(factors) for r in made_up.collectives(i, launch_factor=f, launch=i)]
-    assert dims_of(calibration.calibrate([run_of(one_file)]))["tp"]["fitted_on"] == merged["fitted_on"]
+    assert dims_of(calibration.calibrate([run_of(one_file)]))["tp"].fitted_on == merged.fitted_on
 
 
 def test_times_that_do_not_grow_give_a_lower_bound() -> None:
@@ -189,22 +189,22 @@ def test_times_that_do_not_grow_give_a_lower_bound() -> None:
     topology = calibration.calibrate(
         [run_of(made_up.collectives(truth=flat, sizes=made_up.SIZES[:4], names=RING))]
     )
-    for dim in topology["dims"]:
-        assert dim["bandwidth_is_lower_bound"]
-        assert any("lower bound" in w for w in dim["warnings"])
+    for dim in topology.dims:
+        assert dim.bandwidth_is_lower_bound
+        assert any("lower bound" in w for w in dim.warnings)
 
 
 def test_no_latency_beyond_the_base_is_said() -> None:
     fast = {"dp": (10.0, 0.0), "tp": (20.0, 0.0)}
     results = made_up.collectives(truth=fast, noise=0.0, names=RING, samples=8)
-    for dim in calibration.calibrate([run_of(results)])["dims"]:
-        assert dim["latency_us_per_hop"] == pytest.approx(0, abs=0.01)
-        assert any("latency" in w for w in dim["warnings"])
+    for dim in calibration.calibrate([run_of(results)]).dims:
+        assert dim.latency_us_per_hop == pytest.approx(0, abs=0.01)
+        assert any("latency" in w for w in dim.warnings)
 
 
 def test_a_short_range_of_sizes_is_said() -> None:
     topology = calibration.calibrate([run_of(made_up.collectives(sizes=made_up.SIZES[3:5], names=RING))])
-    assert all(any("factor of 4 only" in w for w in dim["warnings"]) for dim in topology["dims"])
+    assert all(any("factor of 4 only" in w for w in dim.warnings) for dim in topology.dims)
 
 
 def test_dims_that_cannot_be_calibrated_are_left_out_with_their_reason() -> None:
@@ -214,8 +214,8 @@ def test_dims_that_cannot_be_calibrated_are_left_out_with_their_reason() -> None
     ]
     results = [r for r in results if r.params["mesh_dim"] != "dp" or r.size_bytes == made_up.SIZES[0]]
     topology = calibration.calibrate([run_of(results, mesh=shape)])
-    assert [dim["name"] for dim in topology["dims"]] == ["tp"]
-    reasons = {dim["name"]: dim["reason"] for dim in topology["left_out"]}
+    assert [dim.name for dim in topology.dims] == ["tp"]
+    reasons = {dim.name: dim.reason for dim in topology.left_out}
     assert reasons["pp"].startswith("one rank")
     assert reasons["dp"].startswith("one size only")
 
@@ -235,29 +235,29 @@ def test_dims_that_cannot_be_calibrated_are_left_out_with_their_reason() -> None
 def test_the_layout_comes_from_the_hosts(hosts: tuple[str, ...], layouts: dict[str, str]) -> None:
     dims = dims_of(calibration.calibrate([run_of(made_up.collectives(names=RING), hosts=hosts)]))
     for name, layout in layouts.items():
-        builtin = dims[name]["builtin"]
+        builtin = dims[name].builtin
         expected = (87.7, 0.6) if layout == "intra-host" else (pytest.approx(19.294), 2.7)
-        assert (builtin["bandwidth_GiBps"], builtin["latency_us_per_hop"]) == expected
-        assert builtin["layout"] == layout
-        assert dims[name]["layout"]["kind"] == layout
-        assert dims[name]["layout"]["hosts_per_group"] == ([1, 1] if layout == "intra-host" else [2, 2])
+        assert (builtin.bandwidth_GiBps, builtin.latency_us_per_hop) == expected
+        assert builtin.layout == layout
+        assert dims[name].layout.kind == layout
+        assert dims[name].layout.hosts_per_group == ((1, 1) if layout == "intra-host" else (2, 2))
 
 
 def test_how_far_off_the_builtin_constants_are() -> None:
     # Made to take four times what torch predicts.
     builtin = {"dp": (87.7 * 0.22, 2.7), "tp": (87.7, 0.6)}
     results = slowed(made_up.collectives(truth=builtin, noise=0.0, names=RING, samples=8), 4)
-    for dim in calibration.calibrate([run_of(results)])["dims"]:
-        assert dim["builtin"]["predicted_over_measured"] == pytest.approx(0.25, rel=1e-6)
-        assert dim["builtin"]["geometric_mean_ratio"] == pytest.approx(4, rel=1e-6)
+    for dim in calibration.calibrate([run_of(results)]).dims:
+        assert dim.builtin.predicted_over_measured == pytest.approx(0.25, rel=1e-6)
+        assert dim.builtin.geometric_mean_ratio == pytest.approx(4, rel=1e-6)
 
 
 def test_hosts_that_are_not_recorded_are_not_guessed() -> None:
     topology = calibration.calibrate([run_of(made_up.collectives(names=RING), ranks=[])])
-    for dim in topology["dims"]:
-        assert dim["builtin"] is None
-        assert set(dim["layout"].values()) == {None}
-        assert any("on which host" in w for w in dim["warnings"])
+    for dim in topology.dims:
+        assert dim.builtin is None
+        assert dim.layout == Layout()
+        assert any("on which host" in w for w in dim.warnings)
 
 
 # ---------------------------------------------------------------------------- runs that do not fit
@@ -299,53 +299,58 @@ def test_differing_versions_and_a_cut_run_are_said() -> None:
     first = run_of(made_up.collectives(names=RING), complete=False)
     versions = {**made_up.header()["versions"], "torch": "2.11.0"}
     other = run_of(made_up.collectives(1, names=RING), run_id="other", versions=versions)
-    warnings = calibration.calibrate([first, other])["warnings"]
+    warnings = calibration.calibrate([first, other]).warnings
     assert any("versions of torch: 2.11.0, 2.13.0+cpu" in w for w in warnings)
     assert any("incomplete run" in w for w in warnings)
 
 
-def test_a_run_read_from_its_file_calibrates_the_same(tmp_path: Path, topology: dict[str, Any]) -> None:
+def test_a_run_read_from_its_file_calibrates_the_same(tmp_path: Path, topology: Topology) -> None:
     path = tmp_path / "made-up.jsonl"
     with RunWriter.create(path, made_up.header()) as writer:
         for result in made_up.collectives():
             writer.append(result)
         writer.end()
-    assert calibration.calibrate([read_run(path)])["dims"] == topology["dims"]
+    assert calibration.calibrate([read_run(path)]).dims == topology.dims
 
 
 # ---------------------------------------------------------------------------- the file
 
 
-def test_what_is_written_is_read_again(tmp_path: Path, topology: dict[str, Any]) -> None:
+def test_what_is_written_is_read_again(tmp_path: Path, topology: Topology) -> None:
     path = tmp_path / "topology.json"
-    calibration.write_topology(topology, path)
-    assert calibration.read_topology(path) == topology
-    calibration.write_topology(topology, path)  # our own kind may be replaced
+    write_topology(topology, path)
+    assert read_topology(path) == topology
+    write_topology(topology, path)  # our own kind may be replaced
     assert [p.name for p in tmp_path.iterdir()] == ["topology.json"]
 
 
-def test_another_file_is_not_overwritten(tmp_path: Path, topology: dict[str, Any]) -> None:
+def test_another_file_is_not_overwritten(tmp_path: Path, topology: Topology) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text('{"kind":"run","schema":1}\n')
     with pytest.raises(OutputError, match="is not a topology"):
-        calibration.write_topology(topology, path)
+        write_topology(topology, path)
     assert path.read_text() == '{"kind":"run","schema":1}\n'
     with pytest.raises(OutputError, match="not a regular file"):
-        calibration.write_topology(topology, tmp_path)
+        write_topology(topology, tmp_path)
     with pytest.raises(OutputError, match="cannot write"):
-        calibration.write_topology(topology, tmp_path / "missing" / "topology.json")
+        write_topology(topology, tmp_path / "missing" / "topology.json")
     assert [p.name for p in tmp_path.iterdir()] == ["run.jsonl"]
 
 
-def test_a_link_is_kept_and_its_file_replaced(tmp_path: Path, topology: dict[str, Any]) -> None:
+def test_a_link_is_kept_and_its_file_replaced(tmp_path: Path, topology: Topology) -> None:
     (tmp_path / "link.json").symlink_to("real.json")
-    calibration.write_topology(topology, tmp_path / "link.json")
+    write_topology(topology, tmp_path / "link.json")
     assert (tmp_path / "link.json").is_symlink()
-    assert calibration.read_topology(tmp_path / "real.json") == topology
+    assert read_topology(tmp_path / "real.json") == topology
 
 
-def _damage(topology: dict[str, Any], path: str, value: Any) -> str:
-    copy = json.loads(json.dumps(topology))
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.topology.json")), ids=lambda path: path.name)
+def test_committed_topologies_are_read_with_every_figure(path: Path) -> None:
+    assert json.loads(msgspec.json.encode(read_topology(path))) == json.loads(path.read_bytes())
+
+
+def _damage(topology: Topology, path: str, value: Any) -> str:
+    copy = json.loads(msgspec.json.encode(topology))
     *way, last = [int(p) if p.isdigit() else p for p in path.split(".")]
     at: Any = copy
     for step in way:
@@ -396,24 +401,24 @@ def _damage(topology: dict[str, Any], path: str, value: Any) -> str:
     ],
 )
 def test_a_damaged_file_is_refused_in_one_line(
-    tmp_path: Path, topology: dict[str, Any], where: str, value: Any, complaint: str
+    tmp_path: Path, topology: Topology, where: str, value: Any, complaint: str
 ) -> None:
     path = tmp_path / "topology.json"
     path.write_text(_damage(topology, where, value))
     with pytest.raises(UnreadableRunError, match=complaint) as caught:
-        calibration.read_topology(path)
+        read_topology(path)
     assert "\n" not in str(caught.value)
     assert "topology.json" in str(caught.value)
 
 
-def test_a_file_that_was_cut_is_refused(tmp_path: Path, topology: dict[str, Any]) -> None:
+def test_a_file_that_was_cut_is_refused(tmp_path: Path, topology: Topology) -> None:
     path = tmp_path / "topology.json"
-    calibration.write_topology(topology, path)
+    write_topology(topology, path)
     text = path.read_text()
     for share in (0.01, 0.5, 0.999):
         path.write_text(text[: int(len(text) * share)])
         with pytest.raises(UnreadableRunError, match=r"topology\.json is not a topology"):
-            calibration.read_topology(path)
+            read_topology(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
@@ -421,11 +426,11 @@ def test_what_is_no_topology_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(content)
     with pytest.raises(UnreadableRunError, match="not a topology"):
-        calibration.read_topology(path)
+        read_topology(path)
     with pytest.raises(UnreadableRunError, match="cannot read"):
-        calibration.read_topology(tmp_path / "missing.json")
+        read_topology(tmp_path / "missing.json")
     with pytest.raises(UnreadableRunError, match="not a regular file"):
-        calibration.read_topology(tmp_path)
+        read_topology(tmp_path)
 
 
 def test_no_torch_is_loaded() -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from dtbench.cost.calibration import calibrate
-from dtbench.errors import UsageError
 from dtbench.model import Result
+from dtbench.model.errors import UsageError
+from dtbench.records.topology import Dim, Layout
 from dtbench.tests import made_up
 from dtbench.tests.made_up import slowed
 from dtbench_core.cost.ring import RING_COLLECTIVES
@@ -20,8 +21,8 @@ from dtbench_core.cost.ring import RING_COLLECTIVES
 KIB, MIB = made_up.KIB, made_up.MIB
 
 
-def dims_of(results: Sequence[Result] | Iterator[Result], **changes: Any) -> dict[str, dict[str, Any]]:
-    return {dim["name"]: dim for dim in calibrate([made_up.run(list(results), **changes)])["dims"]}
+def dims_of(results: Sequence[Result] | Iterator[Result], **changes: Any) -> dict[str, Dim]:
+    return {dim.name: dim for dim in calibrate([made_up.run(list(results), **changes)]).dims}
 
 
 def exact(**changes: Any) -> list[Result]:
@@ -39,24 +40,24 @@ def exact(**changes: Any) -> list[Result]:
         (
             {"dp": 3, "tp": 2},
             ("a", "a", "b", "b", "c", "c"),
-            {"dp": ("inter-host", [3, 3], [1, 1], 2), "tp": ("intra-host", [1, 1], [2, 2], 0)},
+            {"dp": ("inter-host", (3, 3), (1, 1), 2), "tp": ("intra-host", (1, 1), (2, 2), 0)},
         ),
         (
             {"dp": 2, "tp": 4},
             ("a", "a", "a", "a", "b", "b", "b", "b"),
-            {"dp": ("inter-host", [2, 2], [1, 1], 4), "tp": ("intra-host", [1, 1], [4, 4], 0)},
+            {"dp": ("inter-host", (2, 2), (1, 1), 4), "tp": ("intra-host", (1, 1), (4, 4), 0)},
         ),
         # The same mesh on hosts of two: the rows now cross hosts, two ranks of a row on each.
         (
             {"dp": 2, "tp": 4},
             ("a", "a", "b", "b", "c", "c", "d", "d"),
-            {"dp": ("inter-host", [2, 2], [1, 1], 2), "tp": ("inter-host", [2, 2], [2, 2], 1)},
+            {"dp": ("inter-host", (2, 2), (1, 1), 2), "tp": ("inter-host", (2, 2), (2, 2), 1)},
         ),
         # And with the hosts dealt out in turn: what the shape calls the inner dim crosses, the outer not.
         (
             {"dp": 2, "tp": 4},
             ("a", "b", "c", "d", "a", "b", "c", "d"),
-            {"dp": ("intra-host", [1, 1], [2, 2], 0), "tp": ("inter-host", [4, 4], [1, 1], 2)},
+            {"dp": ("intra-host", (1, 1), (2, 2), 0), "tp": ("inter-host", (4, 4), (1, 1), 2)},
         ),
     ],
 )
@@ -67,17 +68,14 @@ def test_constants_and_layout_of_meshes_with_unlike_dims(
     dims = dims_of(exact(mesh=mesh, truth=truth), mesh=mesh, hosts=hosts)
     for name, (bandwidth, latency) in truth.items():
         dim = dims[name]
-        assert dim["bandwidth_GiBps"] == pytest.approx(bandwidth, rel=1e-3)
-        assert dim["latency_us_per_hop"] == pytest.approx(latency, rel=1e-3)
+        assert dim.bandwidth_GiBps == pytest.approx(bandwidth, rel=1e-3)
+        assert dim.latency_us_per_hop == pytest.approx(latency, rel=1e-3)
         kind, spans, per_host, pairs = layouts[name]
-        assert dim["layout"] == {
-            "kind": kind,
-            "hosts_per_group": spans,
-            "ranks_per_host": per_host,
-            "groups_per_host_pair": pairs,
-        }
-        assert dim["builtin"]["latency_us_per_hop"] == (2.7 if kind == "inter-host" else 0.6)
-        assert not any("mixed" in w for w in dim["warnings"])
+        assert dim.layout == Layout(
+            kind=kind, hosts_per_group=spans, ranks_per_host=per_host, groups_per_host_pair=pairs
+        )
+        assert dim.builtin.latency_us_per_hop == (2.7 if kind == "inter-host" else 0.6)
+        assert not any("mixed" in w for w in dim.warnings)
 
 
 # ------------------------------------------------------------------------------------- mixed dims
@@ -85,23 +83,23 @@ def test_constants_and_layout_of_meshes_with_unlike_dims(
 
 def test_all_mesh_dims_as_one_have_an_entry_where_they_were_measured() -> None:
     joint = exact(mesh={"both": 4}, truth={"both": (0.3, 120.0)})
-    renamed = [dataclasses.replace(r, params={**r.params, "mesh_dim": "dp+tp"}) for r in joint]
+    renamed = [msgspec.structs.replace(r, params={**r.params, "mesh_dim": "dp+tp"}) for r in joint]
     dims = dims_of([*exact(), *renamed])
     assert list(dims) == ["dp", "tp", "dp+tp"]
     both = dims["dp+tp"]
-    assert (both["ranks"], both["groups"], both["layout"]["kind"]) == (4, 1, "inter-host")
-    assert both["bandwidth_GiBps"] == pytest.approx(0.3, rel=1e-3)
-    assert both["latency_us_per_hop"] == pytest.approx(120.0, rel=1e-3)
+    assert (both.ranks, both.groups, both.layout.kind) == (4, 1, "inter-host")
+    assert both.bandwidth_GiBps == pytest.approx(0.3, rel=1e-3)
+    assert both.latency_us_per_hop == pytest.approx(120.0, rel=1e-3)
     assert list(dims_of(exact())) == ["dp", "tp"]
 
 
 def test_groups_over_unlike_numbers_of_hosts_are_mixed() -> None:
     dims = dims_of(exact(), hosts=("a", "a", "a", "b"))
-    assert dims["tp"]["layout"]["kind"] == dims["dp"]["layout"]["kind"] == "mixed"
-    assert dims["tp"]["layout"]["hosts_per_group"] == [1, 2]
-    assert any("its groups span 1 to 2 hosts" in w for w in dims["tp"]["warnings"])
+    assert dims["tp"].layout.kind == dims["dp"].layout.kind == "mixed"
+    assert dims["tp"].layout.hosts_per_group == (1, 2)
+    assert any("its groups span 1 to 2 hosts" in w for w in dims["tp"].warnings)
     # Priced as its slowest group lies, so torch's constants for crossing hosts stand beside.
-    assert dims["tp"]["builtin"]["layout"] == "inter-host"
+    assert dims["tp"].builtin.layout == "inter-host"
 
 
 def test_a_group_that_is_always_slower_makes_a_dim_mixed() -> None:
@@ -109,12 +107,12 @@ def test_a_group_that_is_always_slower_makes_a_dim_mixed() -> None:
         return 1.6 if result.params["mesh_dim"] == "tp" and rank >= 2 else 1.0
 
     dims = dims_of(slowed(exact(), second_tp_group), hosts=("a",) * 4)
-    assert dims["tp"]["layout"]["kind"] == "mixed" and dims["dp"]["layout"]["kind"] == "intra-host"
-    assert any("its slowest group takes 1.60x" in w and "slowest" in w for w in dims["tp"]["warnings"])
+    assert dims["tp"].layout.kind == "mixed" and dims["dp"].layout.kind == "intra-host"
+    assert any("its slowest group takes 1.60x" in w and "slowest" in w for w in dims["tp"].warnings)
     # The price is that of the slow group.
-    table = dims["tp"]["collectives"]["all_gather"]["table"]
-    true_us = made_up.ring_us("all_gather", table[-1]["size_bytes"], 2, *made_up.TRUTH["tp"])
-    assert table[-1]["time_us"] == pytest.approx(1.6 * true_us)
+    table = dims["tp"].collectives["all_gather"].table
+    true_us = made_up.ring_us("all_gather", table[-1].size_bytes, 2, *made_up.TRUTH["tp"])
+    assert table[-1].time_us == pytest.approx(1.6 * true_us)
 
 
 def test_groups_that_differ_by_chance_are_not_mixed() -> None:
@@ -127,10 +125,10 @@ def test_groups_that_differ_by_chance_are_not_mixed() -> None:
         return 2.0 if slow.setdefault(key, int(rng.integers(2))) == rank // 2 else 1.0
 
     dims = dims_of(slowed(exact(), either_group), hosts=("a",) * 4)
-    assert dims["tp"]["layout"]["kind"] == "intra-host"
+    assert dims["tp"].layout.kind == "intra-host"
     # Nor by latency alone: below 64 KiB it is the host that decides which group waits.
     small = slowed(exact(sizes=made_up.SIZES[:3]), lambda r, rank: 2.0 if rank >= 2 else 1.0)
-    assert dims_of(small, hosts=("a",) * 4)["tp"]["layout"]["kind"] == "intra-host"
+    assert dims_of(small, hosts=("a",) * 4)["tp"].layout.kind == "intra-host"
 
 
 # ------------------------------------------------------------------------------------- contention
@@ -143,42 +141,42 @@ def test_contention_is_together_over_alone_at_the_largest_common_size() -> None:
         for r in results
         if (r.params["groups"], r.size_bytes) != ("alone", made_up.SIZES[-1]) or r.name == "all_reduce"
     ]
-    contention = dims_of(results)["dp"]["contention"]
-    assert contention["all_gather"]["size_bytes"] == made_up.SIZES[-2]
+    contention = dims_of(results)["dp"].contention
+    assert contention["all_gather"].size_bytes == made_up.SIZES[-2]
     for name, size in (("all_gather", made_up.SIZES[-2]), ("all_reduce", made_up.SIZES[-1])):
         bandwidth, latency = made_up.TRUTH["dp"]
         slow, fast = (made_up.ring_us(name, size, 2, b, latency) for b in (bandwidth, 2 * bandwidth))
-        assert contention[name]["together_over_alone"] == pytest.approx(slow / fast)
-    assert dims_of(exact())["dp"]["contention"] == {}
-    assert dims_of(exact(modes=["alone"]))["dp"]["contention"] == {}
+        assert contention[name].together_over_alone == pytest.approx(slow / fast)
+    assert dims_of(exact())["dp"].contention == {}
+    assert dims_of(exact(modes=["alone"]))["dp"].contention == {}
 
 
 # ----------------------------------------------------------------------------------------- dtypes
 
 
 def as_dtype(results: list[Result], dtype: str, factor: float = 1.0) -> list[Result]:
-    changed = [dataclasses.replace(r, params={**r.params, "dtype": dtype}) for r in results]
+    changed = [msgspec.structs.replace(r, params={**r.params, "dtype": dtype}) for r in results]
     return slowed(changed, factor)
 
 
 def test_one_curve_holds_one_dtype_and_float32_first() -> None:
     results = exact()
     dims = dims_of([*as_dtype(results, "bfloat16", 1.5), *results])
-    assert dims["tp"]["collectives"] == dims_of(results)["tp"]["collectives"]
-    assert dims["tp"]["collectives"]["all_reduce"]["dtype"] == "float32"
-    said = [w for w in dims["tp"]["warnings"] if "bfloat16" in w]
+    assert dims["tp"].collectives == dims_of(results)["tp"].collectives
+    assert dims["tp"].collectives["all_reduce"].dtype == "float32"
+    said = [w for w in dims["tp"].warnings if "bfloat16" in w]
     assert len(said) == 3 and "all_reduce of bfloat16 takes 1.50x the time of float32" in said[1]
     # Alike per byte, it needs no word.
     assert not any(
-        "bfloat16" in w for w in dims_of([*results, *as_dtype(results, "bfloat16")])["tp"]["warnings"]
+        "bfloat16" in w for w in dims_of([*results, *as_dtype(results, "bfloat16")])["tp"].warnings
     )
 
 
 def test_without_float32_the_dtype_of_most_sizes_is_taken() -> None:
     few = as_dtype(exact(sizes=made_up.SIZES[:2]), "bfloat16")
     dims = dims_of([*few, *as_dtype(exact(), "float16", 2.0)])
-    curve = dims["tp"]["collectives"]["all_gather"]
-    assert (curve["dtype"], curve["points"]) == ("float16", len(made_up.SIZES))
+    curve = dims["tp"].collectives["all_gather"]
+    assert (curve.dtype, curve.points) == ("float16", len(made_up.SIZES))
 
 
 # --------------------------------------------------------------------------- changes of placement
@@ -202,14 +200,14 @@ def transitions(scale: float = 1.0, **params: Any) -> list[Result]:
 
 def test_transitions_have_curves_of_each_impl() -> None:
     dims = dims_of([*exact(), *transitions()])
-    assert dims["dp"]["transitions"] == {}
-    assert set(dims["tp"]["transitions"]) == {"core", "torch"}
+    assert dims["dp"].transitions == {}
+    assert set(dims["tp"].transitions) == {"core", "torch"}
     for impl, host in (("core", 1.0), ("torch", 1.4)):
-        curve = dims["tp"]["transitions"][impl]["P->S(1)"]
-        assert curve["alpha_us"] == pytest.approx(50 * host, rel=1e-3)
-        assert curve["beta_GiBps"] == pytest.approx(1e9 / 2**30 / host, rel=1e-3)
-        assert [row["time_us"] for row in curve["table"]] == pytest.approx(
-            [host * (50 + row["size_bytes"] / 1e3) for row in curve["table"]]
+        curve = dims["tp"].transitions[impl]["P->S(1)"]
+        assert curve.alpha_us == pytest.approx(50 * host, rel=1e-3)
+        assert curve.beta_GiBps == pytest.approx(1e9 / 2**30 / host, rel=1e-3)
+        assert [row.time_us for row in curve.table] == pytest.approx(
+            [host * (50 + row.size_bytes / 1e3) for row in curve.table]
         )
 
 
@@ -217,18 +215,18 @@ def test_transitions_of_other_regimes_are_not_mixed_in() -> None:
     others = [*transitions(9.0, mode="back_to_back", groups="together"), *transitions(0.5, groups="alone")]
     results = [*others, *transitions(mode="isolated", groups="together")]
     assert (
-        dims_of([*exact(), *results])["tp"]["transitions"]
-        == dims_of([*exact(), *transitions()])["tp"]["transitions"]
+        dims_of([*exact(), *results])["tp"].transitions
+        == dims_of([*exact(), *transitions()])["tp"].transitions
     )
     alone = dims_of([*exact(), *transitions(groups="alone")])["tp"]
-    assert any("changes of placement were measured with one group alone" in w for w in alone["warnings"])
+    assert any("changes of placement were measured with one group alone" in w for w in alone.warnings)
 
 
 def test_wrong_failed_and_local_transitions_do_not_count() -> None:
-    wrong = [dataclasses.replace(r, status="wrong", launch=1) for r in transitions(9.0)]
-    local = [dataclasses.replace(r, impl="local") for r in transitions(0.1)]
+    wrong = [msgspec.structs.replace(r, status="wrong", launch=1) for r in transitions(9.0)]
+    local = [msgspec.structs.replace(r, impl="local") for r in transitions(0.1)]
     dims = dims_of([*exact(), *transitions(), *wrong, *local])
-    assert dims["tp"]["transitions"] == dims_of([*exact(), *transitions()])["tp"]["transitions"]
+    assert dims["tp"].transitions == dims_of([*exact(), *transitions()])["tp"].transitions
 
 
 # ------------------------------------------------------------------------------ tables, few sizes
@@ -243,36 +241,36 @@ def test_tables_never_fall_with_size_and_keep_what_was_measured() -> None:
         )
         for size, t in times.items()
     ]
-    table = dims_of([*exact(), *results])["tp"]["transitions"]["core"]["S(0)->R"]["table"]
-    assert [row["time_us"] for row in table] == pytest.approx([50, 200, 200, 500])
-    assert [row["measured_us"] for row in table] == pytest.approx([50, 400, 100, 500])
-    assert all(row["low_us"] <= row["time_us"] <= row["high_us"] for row in table)
+    table = dims_of([*exact(), *results])["tp"].transitions["core"]["S(0)->R"].table
+    assert [row.time_us for row in table] == pytest.approx([50, 200, 200, 500])
+    assert [row.measured_us for row in table] == pytest.approx([50, 400, 100, 500])
+    assert all(row.low_us <= row.time_us <= row.high_us for row in table)
 
 
 def test_the_bandwidth_a_table_ends_with_is_that_of_its_large_messages() -> None:
     (tp,) = [d for name, d in dims_of(exact()).items() if name == "tp"]
-    reduced = tp["collectives"]["all_reduce"]  # two ranks: its algbw is the ring's
-    assert reduced["end_GiBps"] == pytest.approx(1.6, rel=1e-3)
-    assert reduced["end_interval"] == pytest.approx([1.6, 1.6], rel=1e-3)
+    reduced = tp.collectives["all_reduce"]  # two ranks: its algbw is the ring's
+    assert reduced.end_GiBps == pytest.approx(1.6, rel=1e-3)
+    assert reduced.end_interval == pytest.approx([1.6, 1.6], rel=1e-3)
     # Messages below 4 MiB go twice as fast, as through a shaper's bucket: the line is pulled, the end not.
     quick = slowed(exact(), lambda r, rank: 0.5 if (r.size_bytes or 0) < 4 * MIB else 1.0)
-    bent = dims_of(quick)["tp"]["collectives"]["all_reduce"]
-    assert bent["end_GiBps"] == pytest.approx(1.6, rel=1e-3)
-    assert bent["beta_GiBps"] != pytest.approx(1.6, rel=0.05)
+    bent = dims_of(quick)["tp"].collectives["all_reduce"]
+    assert bent.end_GiBps == pytest.approx(1.6, rel=1e-3)
+    assert bent.beta_GiBps != pytest.approx(1.6, rel=0.05)
     one_size = [r for r in exact() if r.name != "all_reduce" or r.size_bytes == MIB]
-    assert dims_of(one_size)["tp"]["collectives"]["all_reduce"]["end_GiBps"] is None
+    assert dims_of(one_size)["tp"].collectives["all_reduce"].end_GiBps is None
 
 
 def test_few_sizes_are_said() -> None:
     one, two = transitions()[:1], [*transitions()[:1], *transitions()[3:4]]
     dim = dims_of([*exact(), *one])["tp"]
-    curve = dim["transitions"]["core"]["S(0)->R"]
-    assert {curve[name] for name in ("alpha_us", "beta_GiBps", "alpha_interval")} == {None}
-    assert curve["points"] == 1
-    assert any("core S(0)->R measured at one size only" in w for w in dim["warnings"])
+    curve = dim.transitions["core"]["S(0)->R"]
+    assert {curve.alpha_us, curve.beta_GiBps, curve.alpha_interval} == {None}
+    assert curve.points == 1
+    assert any("core S(0)->R measured at one size only" in w for w in dim.warnings)
     dim = dims_of([*exact(), *two])["tp"]
-    assert dim["transitions"]["core"]["S(0)->R"]["alpha_us"] is not None
-    assert any("core S(0)->R measured at two sizes only" in w for w in dim["warnings"])
+    assert dim.transitions["core"]["S(0)->R"].alpha_us is not None
+    assert any("core S(0)->R measured at two sizes only" in w for w in dim.warnings)
     with pytest.raises(UsageError, match="no ok results of the collectives suite"):
         dims_of(transitions())
 
@@ -280,5 +278,5 @@ def test_few_sizes_are_said() -> None:
 def test_times_that_are_none_do_not_count() -> None:
     spoiled = {made_up.SIZES[2]: math.nan, made_up.SIZES[4]: 0.0}
     results = slowed(exact(), lambda r, rank: spoiled.get(r.size_bytes or 0, 1.0))
-    sizes = [row["size_bytes"] for row in dims_of(results)["tp"]["collectives"]["all_gather"]["table"]]
+    sizes = [row.size_bytes for row in dims_of(results)["tp"].collectives["all_gather"].table]
     assert sizes == [size for size in made_up.SIZES if size not in spoiled]

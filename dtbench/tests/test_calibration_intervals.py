@@ -13,6 +13,7 @@ from dtbench.cost import calibration
 from dtbench.cost.calibration import intervals
 from dtbench.cost.calibration.points import QUANTILE, Launch, Point, points_of
 from dtbench.model import Result
+from dtbench.stats import interval
 from dtbench.tests import made_up
 
 Array = NDArray[np.float64]
@@ -54,7 +55,7 @@ def coverage(
         points = [
             point(size, {("r", k): m[i] for k, m in enumerate(measured)}) for i, size in enumerate(SIZES)
         ]
-        low, high = intervals.quantiles(intervals.new_launch(points, 200))
+        low, high = interval(intervals.new_launch(points, 200), intervals.INTERVAL)
         widths.append(np.log(high / low) / 2)
         for _ in range(NEW):
             new = np.quantile(launch(), QUANTILE, axis=1)
@@ -85,7 +86,7 @@ def test_sizes_that_scatter_more_have_wider_intervals() -> None:
         point(size, {("r", k): np.exp(rng.normal(5, sd, 1)) for k in range(5)})
         for size, sd in zip(SIZES, own, strict=True)
     ]
-    low, high = intervals.quantiles(intervals.new_launch(points))
+    low, high = interval(intervals.new_launch(points), intervals.INTERVAL)
     widths = np.log(high / low)
     assert widths[:3].mean() > 1.5 * widths[-3:].mean()
 
@@ -104,7 +105,7 @@ def test_launches_without_some_sizes_still_count() -> None:
     lonely = point(2**30, {("r", 2): np.array([200.0])})
     replicates = intervals.new_launch([*points, lonely])
     assert np.isfinite(replicates).all()
-    low, high = intervals.quantiles(replicates)
+    low, high = interval(replicates, intervals.INTERVAL)
     assert low[-1] < 200.0 < high[-1]  # measured once, but launches are known to differ
 
 
@@ -118,7 +119,7 @@ def test_one_burst_does_not_make_every_size_uncertain() -> None:
             points.append(
                 point(size, {("r", k): f * np.exp(rng.normal(5, 0.05, 1)) for k, f in enumerate(factors)})
             )
-        low, high = intervals.quantiles(intervals.new_launch(points))
+        low, high = interval(intervals.new_launch(points), intervals.INTERVAL)
         return np.asarray(np.log(high / low))
 
     assert widths(3.0)[-1] < 2.5 * widths(1.0)[-1]
@@ -134,21 +135,20 @@ def test_the_file_says_what_a_new_launch_measures() -> None:
         )
         return [slow for r in made for slow in made_up.slowed([r], float(np.exp(rng.normal(0, 0.1))))]
 
-    dims = calibration.calibrate([made_up.run([r for k in range(6) for r in results(k)])])["dims"]
+    dims = calibration.calibrate([made_up.run([r for k in range(6) for r in results(k)])]).dims
     inside = []
     for k in range(100, 110):
-        new = calibration.calibrate([made_up.run(results(k))])["dims"]
+        new = calibration.calibrate([made_up.run(results(k))]).dims
         for dim, of_new in zip(dims, new, strict=True):
-            tables = (d["collectives"]["all_gather"]["table"] for d in (dim, of_new))
+            tables = (d.collectives["all_gather"].table for d in (dim, of_new))
             inside += [
-                row["low_us"] <= other["measured_us"] <= row["high_us"]
-                for row, other in zip(*tables, strict=True)
+                row.low_us <= other.measured_us <= row.high_us for row, other in zip(*tables, strict=True)
             ]
     assert 0.85 <= np.mean(inside) <= 0.98
-    curve = dims[0]["collectives"]["all_gather"]
-    assert curve["launches"] == 6 and len(curve["table"][0]["launch_us"]) == 6
-    median = float(np.median(curve["table"][0]["launch_us"]))
-    assert curve["table"][0]["measured_us"] == pytest.approx(median)
+    curve = dims[0].collectives["all_gather"]
+    assert curve.launches == 6 and len(curve.table[0].launch_us) == 6
+    median = float(np.median(curve.table[0].launch_us))
+    assert curve.table[0].measured_us == pytest.approx(median)
 
 
 def test_intervals_are_the_same_every_time() -> None:

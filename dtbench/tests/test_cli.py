@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -14,12 +15,11 @@ from pathlib import Path
 import click
 import pytest
 
-from dtbench import suite as registry
-from dtbench.bench.options import RunOptions
-from dtbench.bench.run import count_ranks
-from dtbench.cli import cli
-from dtbench.errors import EXIT_OK, EXIT_OWN_FAULT, EXIT_USAGE, UsageError
+from dtbench.cli.program import cli
+from dtbench.machine.device import count_ranks
 from dtbench.model import Plan
+from dtbench.model import suites as registry
+from dtbench.model.errors import EXIT_OK, EXIT_OWN_FAULT, EXIT_USAGE, UsageError
 from dtbench.tests.made_up import Cli
 from dtbench.world.ranks import backend_of
 
@@ -68,7 +68,7 @@ def test_help_says_what_each_command_does_with_an_example(dtbench: Cli) -> None:
         (line,) = [line for line in first.splitlines() if line.startswith(f"  {name} ")]
         code, out, _ = dtbench(name, "--help")
         assert code == EXIT_OK and line.split(maxsplit=1)[1] in " ".join(out.split())
-        assert "..." not in line and "Example" in out and f"    dtbench {name}" in out
+        assert line.endswith(".") and "..." not in line and "Example" in out and f"    dtbench {name}" in out
     out = dtbench("run", "--help")[1]
     assert "[default: core,torch]" in " ".join(out.split())
     assert all(f"  {suite} " in out for suite in registry.read_builtin())
@@ -90,6 +90,45 @@ def test_an_option_that_has_another_name_now_is_told(dtbench: Cli, args: str, in
     assert f"is gone: give {instead}; `dtbench {args.split()[0]} --help`" in err
 
 
+@pytest.mark.parametrize("name", ["run", "list", "gate"])
+def test_help_shows_ten_options_before_those_that_few_need(dtbench: Cli, name: str) -> None:
+    first, advanced = (
+        re.findall(r"^  (-\S+)", part, re.MULTILINE)
+        for part in dtbench(name, "--help")[1].partition("\nOptions:\n")[2].split("\nAdvanced options:\n")
+    )
+    assert (
+        len(first) <= 10
+        and {"--budget", "-h,"} <= {*first}
+        and {"--device", "--dtype"} <= {*advanced, *first}
+    )
+
+
+@pytest.mark.parametrize("args", ["", "--help", "x.py"])
+def test_a_command_that_has_another_name_now_is_told(dtbench: Cli, args: str) -> None:
+    said = "dtbench: new-suite is gone: type `dtbench suite new FILE`\n"
+    assert dtbench("new-suite", *args.split()) == (EXIT_USAGE, "", said)
+    said = "dtbench: launch is gone: see `docs/pages/how-to/launch.md`\n"
+    assert dtbench("launch", *args.split()) == (EXIT_USAGE, "", said)
+
+
+@pytest.mark.parametrize(
+    ("args", "meant"),
+    [
+        ("settngs", "Did you mean 'settings'?; `dtbench --help`"),
+        ("covrage", "Did you mean 'coverage'?; `dtbench --help`"),
+        ("suite chek", "Did you mean 'check'?; `dtbench suite --help`"),
+        ("lab stats", "Did you mean 'status'?; `dtbench lab --help`"),
+        ("--versio", "Did you mean '--version'?; `dtbench --help`"),
+        ("show --jso", "Did you mean '--json'?; `dtbench show --help`"),
+        ("run SUITE --filtr x", "`dtbench run --help` shows what there is. Did you mean '--filter'?"),
+        ("suite check x.py --nprocs 2", "Did you mean '--nproc'?; `dtbench suite check --help`"),
+    ],
+)
+def test_the_nearest_name_is_suggested(dtbench: Cli, args: str, meant: str) -> None:
+    code, out, err = dtbench(*args.replace("SUITE", SUITE).split())
+    assert (code, out) == (EXIT_USAGE, "") and err.count("\n") == 1 and meant in err
+
+
 def test_version_and_bare_call(dtbench: Cli) -> None:
     assert dtbench("--version")[:2] == (0, "dtbench, version 0.1.0\n")
     code, out, _ = dtbench()
@@ -109,6 +148,7 @@ def test_version_and_bare_call(dtbench: Cli) -> None:
         ("SUITE --filter zzz", "--filter 'zzz' matches none"),
         ("SUITE --nproc two", "'two' is not a valid integer; `dtbench run --help`"),
         ("SUITE --launches 0", "--launches 0: expected 1 or more"),
+        ("SUITE --budget 3", "'3' has no unit: expected s, m or h after it, such as 3m or 3s"),
         ("SUITE --max-size 3x", "'3x' is not a size"),
         ("SUITE --max-size 1MiB --size 1KiB", "--max-size and --size both say what to sweep"),
         ("SUITE --max-size 100", "--max-size 100: the sweep starts at 1 KiB"),
@@ -153,7 +193,7 @@ def test_what_nobody_foresaw_is_no_regression(
     def fail() -> None:
         raise error
 
-    monkeypatch.setattr("dtbench.bench.command.read_builtin", fail)
+    monkeypatch.setattr("dtbench.cli.run.read_builtin", fail)
     monkeypatch.setattr("tempfile.tempdir", str(Path.cwd()))
     got, out, err = dtbench("list")
     assert (got, out, err.count("\n")) == (code, "", bool(says)) and says in err
@@ -200,7 +240,7 @@ def test_more_ranks_than_gpus_are_refused(dtbench: Cli, monkeypatch: pytest.Monk
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     code, _, err = dtbench("run", SUITE, "--nproc", "3")
     assert code == EXIT_USAGE and "3 ranks are asked for, this host has 2 GPUs" in err
-    assert count_ranks(RunOptions(nproc=3, backend="gloo"), "cuda") == 3
+    assert count_ranks(3, "cuda", "gloo") == 3
     assert [backend_of(device, "gloo") for device in ("cpu", "cuda")] == ["gloo", "gloo"]
     assert [backend_of(device) for device in ("cpu", "cuda")] == ["gloo", "nccl"]
 
@@ -301,14 +341,15 @@ def test_a_file_that_imports_a_built_in_suite_is_not_that_suite(tmp_path: Path) 
         "from dtbench.suite import suite\nfrom dtbench_suites import overlap\n"
         "@suite('mine', world='ranks', help='x')\ndef mine(plan):\n    yield from overlap.overlap.cases(plan)\n"
     )
-    program = "from dtbench import suite; print([s.name for s in suite.load(['mine.py'])])"
+    program = "from dtbench.model import suites as suite; print([s.name for s in suite.load(['mine.py'])])"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "['mine']\n", done.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_gets_its_script(dtbench: Cli, shell: str) -> None:
-    code, out, _ = dtbench("completion", shell)
+def test_a_shell_gets_its_script(dtbench: Cli, monkeypatch: pytest.MonkeyPatch, shell: str) -> None:
+    monkeypatch.setenv("_DTBENCH_COMPLETE", f"{shell}_source")
+    code, out, _ = dtbench()
     assert code == EXIT_OK and "_DTBENCH_COMPLETE" in out
 
 
@@ -318,7 +359,7 @@ def test_a_shell_gets_its_script(dtbench: Cli, shell: str) -> None:
         ("dtbench ca", "calibrate"),
         ("dtbench run disp", "dispatch"),
         ("dtbench run --imp", "--impl"),
-        ("dtbench predict --model llama-7", "llama-70b"),
+        ("dtbench plan --model llama-7", "llama-70b"),
         ("dtbench show res", "file"),
     ],
 )
@@ -333,13 +374,13 @@ def test_what_is_begun_is_completed(
 
 
 def test_a_new_suite_lists_its_cases_and_is_not_overwritten(dtbench: Cli, registered: None) -> None:
-    assert dtbench("new-suite", "mine.py")[0] == EXIT_OK
+    assert dtbench("suite", "new", "mine.py")[0] == EXIT_OK
     assert "mine matmul n=256  [plain]" in dtbench("list", "mine.py")[1]
-    code, _, err = dtbench("new-suite", "mine.py")
+    code, _, err = dtbench("suite", "new", "mine.py")
     assert code == EXIT_USAGE and "exists already" in err
-    code, _, err = dtbench("new-suite", "a-b.py")
+    code, _, err = dtbench("suite", "new", "a-b.py")
     assert code == EXIT_USAGE and "the name of a Python module" in err
-    code, _, err = dtbench("check-suite", "mine")
+    code, _, err = dtbench("suite", "check", "mine")
     assert code == EXIT_USAGE and "the .py file of a suite" in err
 
 

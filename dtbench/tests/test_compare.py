@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from dtbench.files.read import into
-from dtbench.judge.compare import Comparison, Row, compare
+from dtbench.judge.compare import Comparison, compare
 from dtbench.model import Header, Result, Run
+from dtbench.records.judged import Change, Judged
+from dtbench.records.read import into
 from dtbench.stats import summarize
 
 
@@ -46,7 +47,7 @@ def spread(n: int, centre: float = 8e-6, width: float = 0.005) -> list[float]:
     return [centre * (1 + width * (2 * i / (n - 1) - 1)) for i in range(n)]
 
 
-def only(comparison: Comparison) -> Row:
+def only(comparison: Comparison) -> Judged:
     (row,) = comparison.rows
     return row
 
@@ -71,10 +72,10 @@ def test_the_row_holds_the_figures() -> None:
     assert row.low is not None
     assert row.high is not None
     assert row.low < 1.1 < row.high
-    assert row.confidence == pytest.approx(1 - 2 * 4 / 252)
-    assert row.p_slower == pytest.approx(1 / 252)
-    assert (row.base_s, row.new_s) == (pytest.approx(8e-6), pytest.approx(8.8e-6))
-    assert (row.base_launches, row.new_launches, row.estimator) == (5, 5, "min")
+    assert row.effect and row.effect.confidence == pytest.approx(1 - 2 * 4 / 252)
+    assert row.effect.p_slower == pytest.approx(1 / 252)
+    assert (row.base_s, row.head_s) == (pytest.approx(8e-6), pytest.approx(8.8e-6))
+    assert (row.base_launches, row.head_launches, row.estimator) == (5, 5, "min")
 
 
 def test_four_launches_cannot_decide_however_large_the_change() -> None:
@@ -85,7 +86,7 @@ def test_four_launches_cannot_decide_however_large_the_change() -> None:
 def test_one_launch_says_nothing_and_a_note_says_why() -> None:
     comparison = compare([launches([8e-6], "base")], [launches([8e-6], "new")])
     row = only(comparison)
-    assert (row.verdict, row.ratio, row.low, row.confidence) == ("inconclusive", 1.0, None, None)
+    assert (row.verdict, row.effect) == ("inconclusive", Change(ratio=1.0, p_slower=1.0, p_faster=1.0))
     assert comparison.exit_code == 3
     assert any("as few as 1 launch" in note and "--launches 5" in note for note in comparison.notes)
     enough = compare([launches(spread(5), "base")], [launches(spread(5), "new")])
@@ -194,7 +195,7 @@ def test_a_case_skipped_on_both_sides_is_told_in_a_note() -> None:
 
 
 def test_cases_are_matched_by_impl_and_params() -> None:
-    base = [good(), good(params={"mesh": "2x4"}), dataclasses.replace(good(), impl="torch")]
+    base = [good(), good(params={"mesh": "2x4"}), msgspec.structs.replace(good(), impl="torch")]
     comparison = compare([run(*base, path="a")], [run(good(), path="b")])
     assert [row.verdict for row in comparison.rows] == ["inconclusive", "missing", "missing"]
     assert [row.key for row in comparison.rows] == [r.case_key for r in base]
@@ -254,7 +255,7 @@ def test_a_throttled_result_is_noted() -> None:
 
 def test_the_json_form_is_strict_and_whole() -> None:
     comparison = compare([launches(spread(5), "a")], [launches(spread(5, 9e-6), "b")])
-    made = json.loads(json.dumps(comparison.to_json(), allow_nan=False))
+    made = json.loads(msgspec.json.encode(comparison))
     (row,) = made["rows"]
     assert (row["suite"], row["name"], row["impl"], row["params"]) == (
         "dispatch",
@@ -263,4 +264,4 @@ def test_the_json_form_is_strict_and_whole() -> None:
         {"mesh": "8"},
     )
     assert (row["verdict"], made["exit_code"], made["counts"]["slower"]) == ("slower", 1, 1)
-    assert math.isclose(row["ratio"], 1.125)
+    assert math.isclose(row["effect"]["ratio"], 1.125)

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dtbench.bench.options import refuse_foreign_options, split_words
-from dtbench.errors import UnreadableRunError, UsageError
 from dtbench.judge import op_verdicts as coverage
-from dtbench.judge.op_verdicts import (
-    Baseline,
-    baseline_of,
-    became_worse,
-    markdown,
-    read_baseline,
-    write_baseline,
-)
+from dtbench.judge.op_verdicts import baseline_of, became_worse, markdown
 from dtbench.model import Plan, Result, Run
-from dtbench.suite import Suite
+from dtbench.model.errors import UnreadableRunError, UsageError
+from dtbench.model.suites import Suite
+from dtbench.records.verdicts import Baseline, OpVerdict, read_baseline, verdicts_of, write_baseline
 from dtbench.tests import made_up
 
-STATUS: dict[str, Any] = {"pass": "ok", "wrong": "wrong", "n/a": "skipped"}
 
-
-def result(op: str, verdict: str, mode: str = "even", impl: str = "core", fallbacks: int = 0) -> Result:
-    counters = {} if verdict == "n/a" else {"pass": 3.0, verdict: 2.0}
-    if fallbacks:
-        counters["fallbacks"] = float(fallbacks)
+def result(op: str, verdict: str, mode: str = "even", impl: str = "core", **given: Any) -> Result:
+    cases = {} if verdict == "n/a" else {"pass": 3, verdict: 2}
     reason = "" if verdict == "pass" else f"why {verdict}"
-    return Result(
-        "coverage", op, impl, {"mode": mode}, STATUS.get(verdict, "failed"), reason, counters=counters
-    )
+    return OpVerdict(op=op, mode=mode, impl=impl, cases=cases, reason=reason, **given).result()
 
 
 def run_of(*results: Result, torch: str = "2.13.0", options: dict[str, str] | None = None) -> Run:
@@ -44,6 +32,11 @@ def run_of(*results: Result, torch: str = "2.13.0", options: dict[str, str] | No
         "plan": {"impls": ["core", "torch"], "quick": True, "options": options or {}},
     }
     return Run(Path("run.jsonl"), made_up.read(header), results, True)
+
+
+def made(torch: str, options: dict[str, str] | None = None, **verdicts: str) -> Baseline:
+    by_op = {op: {"even": verdict} for op, verdict in verdicts.items()}
+    return Baseline(torch=torch, options=options or {}, verdicts=by_op)
 
 
 RUN = run_of(
@@ -59,12 +52,12 @@ RUN = run_of(
 
 
 def test_an_op_has_the_worst_verdict_of_its_cases() -> None:
-    assert [coverage.verdict_of(r) for r in RUN.results[:4]] == ["pass", "pass", "wrong", "refused"]
-    assert coverage.verdict_of(result("x", "n/a")) == "n/a"
+    assert [OpVerdict.of(r).verdict for r in RUN.results[:4]] == ["pass", "pass", "wrong", "refused"]
+    assert OpVerdict.of(result("x", "n/a")).verdict == "n/a"
 
 
 def test_sums_per_mode_and_impl() -> None:
-    head, rows = coverage.summary_rows(RUN.results)
+    head, rows = coverage.summary_rows(verdicts_of(RUN))
     assert head[4:-4] == ["wrong", "hang", "no rule", "refused", "pass"]
     even, even_torch, inplace, _ = (dict(zip(head, row, strict=True)) for row in rows)
     wanted = {"mode": "even", "impl": "core", "ops": "3", "fully pass": "66.7%", "by fallback": "1"}
@@ -87,7 +80,7 @@ def test_the_page_has_a_line_per_op() -> None:
 
 def test_the_page_of_programs_says_why() -> None:
     found = [
-        replace(result("in a graph", verdict, "compile", impl), suite="compat")
+        msgspec.structs.replace(result("in a graph", verdict, "compile", impl), suite="compat")
         for verdict, impl in (("pass", "core"), ("differs", "torch"))
     ]
     page = markdown([run_of(*found)])
@@ -97,7 +90,37 @@ def test_the_page_of_programs_says_why() -> None:
 
 def test_the_last_of_several_runs_counts() -> None:
     later = run_of(result("sub", "pass"))
-    assert [coverage.verdict_of(r) for r in coverage.merged([RUN, later]) if r.name == "sub"] == ["pass"]
+    assert [v.verdict for v in coverage.merged([RUN, later]) if v.op == "sub"] == ["pass"]
+
+
+SOME = run_of(
+    result("mul", "pass", samples=200, not_judged=1),
+    result("add", "n/a", samples=3, not_judged=3),
+    result("add", "pass", "out", "torch", samples=7),
+)
+
+
+def test_what_is_not_judged_is_counted() -> None:
+    head, rows = coverage.summary_rows(coverage.merged([SOME]))
+    assert head[-1] == "not judged" and [row[-1] for row in rows] == ["4 of 203", "0 of 7"]
+    lines = coverage.not_judged_lines(coverage.merged([SOME]))
+    assert lines[0] == "not judged: 4 of 210 samples (1.90%)"
+    assert lines[1:] == [
+        "not judged: core even add: 3 of 3 samples",
+        "not judged: core even mul: 1 of 200 samples",
+    ]
+    assert all(line in markdown([SOME]) for line in lines)
+    assert coverage.not_judged_lines(verdicts_of(RUN)) == []  # a run of before, which did not count
+
+
+def test_more_than_one_sample_in_200_that_is_not_judged_is_worse(tmp_path: Path) -> None:
+    found = baseline_of(SOME)
+    assert (found.samples, found.not_judged) == (203, {"add": {"even": 3}, "mul": {"even": 1}})
+    write_baseline(found, tmp_path / "base.json")
+    assert read_baseline(tmp_path / "base.json") == found
+    assert became_worse(found, found) == (["4 of 203 samples are not judged, at most 0.5% may be"], 0)
+    enough = run_of(result("mul", "pass", samples=200, not_judged=1))
+    assert became_worse(baseline_of(enough), baseline_of(enough)) == ([], 0)
 
 
 def test_a_baseline_is_what_was_written(tmp_path: Path) -> None:
@@ -128,21 +151,21 @@ def test_a_baseline_is_what_was_written(tmp_path: Path) -> None:
     ],
 )
 def test_what_became_worse(before: str, after: str, worse: int, better: int) -> None:
-    was, now = (Baseline("2.13", {}, {"add": {"even": v}}) for v in (before, after))
+    was, now = (made("2.13", add=v) for v in (before, after))
     lines, count = became_worse(was, now)
     assert (len(lines), count) == (worse, better)
     assert lines == [f"add (even): was {before}, is {after}"] * worse
 
 
 def test_an_op_that_was_not_measured_is_worse() -> None:
-    lines, _ = became_worse(Baseline("2.13", {}, {"add": {"even": "error"}}), Baseline("2.13", {}, {}))
+    lines, _ = became_worse(made("2.13", add="error"), made("2.13"))
     assert lines == ["add (even): was error, is not measured"]
 
 
-@pytest.mark.parametrize("other", [Baseline("2.11", {}, {}), Baseline("2.13", {"samples": "2"}, {})])
+@pytest.mark.parametrize("other", [made("2.11"), made("2.13", {"samples": "2"})])
 def test_baselines_of_other_measurements_are_refused(other: Baseline) -> None:
     with pytest.raises(UsageError, match="the baseline was made with"):
-        became_worse(Baseline("2.13", {}, {}), other)
+        became_worse(made("2.13"), other)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from fractions import Fraction
 
+import msgspec
 import numpy as np
 import pytest
 
 from dtbench.cost.price import price
+from dtbench.records.topology import MeasuredCurve
 from dtbench.tests.made_up_topology import curve_of
 from dtbench_core.cost.topology import read_curve
 
@@ -17,7 +19,7 @@ SIZES = [KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB]
 TIMES = [100.0, 110.0, 150.0, 310.0, 950.0]
 
 
-def of(sizes: list[int], times: list[float], spread: float = 1.1) -> dict[str, Any]:
+def of(sizes: list[int], times: list[float], spread: float = 1.1) -> MeasuredCurve:
     return curve_of(sizes, times, spread=spread)
 
 
@@ -94,14 +96,35 @@ def test_prices_never_fall_with_size_and_join_without_a_jump() -> None:
             assert before == pytest.approx(after, rel=1e-6)
 
 
-def test_core_reads_the_same_prices() -> None:
+def straight_lines_us(rows: list[tuple[int, float]], size: float) -> float:
+    """The rule of the file's `price_of_a_table` by exact fractions, without the program's own functions: between
+    rows a line; beyond them the slope of the factor of 4 at that end, within what is in proportion to size."""
+    if rows[0][0] <= size <= rows[-1][0]:
+        return float(np.interp(size, *zip(*rows, strict=True)))
+    end = rows[-1] if size > rows[-1][0] else rows[0]
+    far = [
+        row
+        for row in (rows if end is rows[-1] else rows[::-1])
+        if max(row[0], end[0]) >= 4 * min(row[0], end[0]) and row[1] != end[1]
+    ]
+    other = far[-1] if far else (rows[0] if end is rows[-1] else rows[-1])
+    share = Fraction(end[1]) / end[0]
+    slope = Fraction(end[1] - other[1]) / (end[0] - other[0]) if other != end else share * (size > end[0])
+    us = end[1] + (Fraction(size) - end[0]) * min(slope, share)
+    return float(us)
+
+
+def test_core_reads_the_file_by_the_rule_it_states() -> None:
     rng = np.random.default_rng(6)
     for _ in range(30):
         sizes = sorted(set((2 ** rng.uniform(3, 30, rng.integers(1, 9))).astype(int).tolist()))
-        curve = of(sizes, np.sort(np.exp(rng.normal(4, 2, len(sizes)))).round(0).clip(1).tolist())
-        core = read_curve(curve, "curve")
+        times = np.sort(np.exp(rng.normal(4, 2, len(sizes)))).round(0).clip(1).tolist()
+        curve = of(sizes, times)
+        core = read_curve(msgspec.json.decode(msgspec.json.encode(curve)), "curve")
         for size in 2 ** rng.uniform(0, 36, 30):
-            assert core.us(size) == pytest.approx(price(curve, size).time_us, rel=1e-12)
+            expected = straight_lines_us(list(zip(sizes, times, strict=True)), float(size))
+            assert core.us(size) == pytest.approx(expected, rel=1e-9)
+            assert price(curve, size).time_us == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("size", [0, -1, 0.5, math.nan])

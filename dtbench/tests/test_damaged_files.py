@@ -25,20 +25,20 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dtbench.cost.plan.machines import find_machine
+from dtbench.cost.plan.models import find_model
 from dtbench.cost.plan.tables import measured_steps, read_table
-from dtbench.cost.predict.models import find_model
-from dtbench.errors import DtbenchError
-from dtbench.files.history import read_history
-from dtbench.files.plan import LayoutRow, PlanFile, StepRow, StepsFile
-from dtbench.files.preflight import DimRow, FindingRow, LinkRow, PreflightFile
-from dtbench.files.run import RunWriter, read_run
-from dtbench.files.topology import read_topology
 from dtbench.importers import checks
 from dtbench.importers.convert import to_run
 from dtbench.importers.registry import parse
-from dtbench.judge.op_verdicts import read_baseline
 from dtbench.judge.references import TABLE, read_systems
+from dtbench.model.errors import DtbenchError
 from dtbench.preflight.expected import read_expected
+from dtbench.records.history import read_history
+from dtbench.records.plan import LayoutRow, PlanFile, StepRow, StepsFile
+from dtbench.records.preflight import DimTimes, Finding, Link, Preflight
+from dtbench.records.run import RunWriter, read_run
+from dtbench.records.topology import read_topology
+from dtbench.records.verdicts import read_baseline
 from dtbench.show.report.profiles import spans_of
 from dtbench.show.report.sources import gather
 from dtbench.tests import made_up, made_up_logs
@@ -51,7 +51,8 @@ RESULTS = Path(__file__).parents[2] / "results"
 def run_file() -> bytes:
     made = [*islice(made_up.collectives(samples=3), 2), *islice(made_up.dispatch(), 1), *made_up.NOT_OK[:1]]
     return b"".join(
-        json.dumps(line).encode() + b"\n" for line in (made_up.header(), *(r.to_json() for r in made))
+        json.dumps(line).encode() + b"\n"
+        for line in (made_up.header(), *(msgspec.to_builtins(r) for r in made))
     )
 
 
@@ -132,16 +133,16 @@ STEPS = StepsFile(
     cost_of_choice=(0.0, 0.01),
     verdict=("close",),
 )
-PREFLIGHT = PreflightFile(
+PREFLIGHT = Preflight(
     time="2026-01-02T03:04:05+00:00",
     seconds=3.5,
     device="cpu",
     hosts=("a", "a", "b", "b"),
     mesh=(("dp", 2), ("tp", 2)),
-    links=(LinkRow(kind="between hosts", ranks=(0, 2), rate=1e9, lost=0.01),),
-    dims=(DimRow(dim="dp", groups=((0, 2), (1, 3)), size_bytes=4096, times_s=(0.1, 0.2), alone_s=0.1),),
+    links=(Link(kind="between hosts", ranks=(0, 2), rate=1e9, lost=0.01),),
+    dims=(DimTimes(dim="dp", groups=((0, 2), (1, 3)), size_bytes=4096, times_s=(0.1, 0.2), alone_s=0.1),),
     work_s={"matmul": (0.1, 0.1, 0.1, 0.2)},
-    findings=(FindingRow(what="rank 3", kind="matmul", ranks=(3,), share=0.5, p=0.001),),
+    findings=(Finding(what="rank 3", kind="matmul", ranks=(3,), share=0.5, p=0.001),),
     notes=("made up",),
     named=0.8,
     level=0.01,

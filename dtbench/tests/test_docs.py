@@ -14,23 +14,23 @@ import click
 import pytest
 import yaml
 
-from dtbench.cli import cli
+from dtbench.cli.program import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "pages").rglob("*.md"))
-TEXTS = [ROOT / "README.md", *PAGES]
+TEXTS = [*(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")), *PAGES]
 RUN = [page for page in PAGES if page.stem == "tutorial"]
 _FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def _blocks(page: Path) -> Iterator[tuple[str, str, str]]:
+def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
     """(language, file it is to be saved as, text) of each block of code."""
     for match in _FENCE.finditer(page.read_text()):
         yield match[1], match[2] or "", match[3]
 
 
 def _commands(page: Path) -> Iterator[str]:
-    for language, _, text in _blocks(page):
+    for language, _, text in blocks(page):
         if language == "console":
             for line in text.replace("\\\n", " ").splitlines():
                 if line.startswith("$ "):
@@ -66,7 +66,7 @@ def test_options_that_pages_give_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", TEXTS, ids=_name)
 def test_code_of_pages_compiles_and_links_lead_somewhere(page: Path) -> None:
-    for language, name, text in _blocks(page):
+    for language, name, text in blocks(page):
         if language == "python":
             compile(text, name or _name(page), "exec")
     for target in re.findall(r"(?<!\\)\]\((?!https?:)([^)#\s]+)", _FENCE.sub("", page.read_text())):
@@ -75,7 +75,7 @@ def test_code_of_pages_compiles_and_links_lead_somewhere(page: Path) -> None:
 
 def test_the_workflow_gives_options_that_exist_and_parses() -> None:
     page = ROOT / "docs" / "pages" / "how-to" / "gate.md"
-    (workflow,) = [yaml.safe_load(text) for language, _, text in _blocks(page) if language == "yaml"]
+    (workflow,) = [yaml.safe_load(text) for language, _, text in blocks(page) if language == "yaml"]
     (words,) = [
         shlex.split(step["run"])
         for step in workflow["jobs"]["gate"]["steps"]
@@ -91,7 +91,7 @@ def test_the_workflow_gives_options_that_exist_and_parses() -> None:
 
 @pytest.mark.parametrize("page", RUN, ids=_name)
 def test_commands_of_the_tutorial_run(page: Path, tmp_path: Path) -> None:
-    for _, name, text in _blocks(page):
+    for _, name, text in blocks(page):
         if name:
             (tmp_path / name).write_text(text)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -109,7 +109,7 @@ def test_commands_of_the_tutorial_run(page: Path, tmp_path: Path) -> None:
 
 def test_python_of_the_api_page_runs(tmp_path: Path) -> None:
     page = ROOT / "docs" / "pages" / "how-to" / "python.md"
-    code = "\n".join(text for language, _, text in _blocks(page) if language == "python")
+    code = "\n".join(text for language, _, text in blocks(page) if language == "python")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert (tmp_path / "report.html").is_file()

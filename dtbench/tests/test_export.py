@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _collective_utils, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -26,10 +27,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtbench.cost.export.module import export, literal, render
 from dtbench.cost.price import price
-from dtbench.errors import OutputError, UsageError
-from dtbench.files.topology import write_topology
+from dtbench.model.errors import OutputError, UsageError
+from dtbench.records.topology import FromRun, Layout, MeasuredCurve, Topology, write_topology
 from dtbench.tests.made_up import Cli
-from dtbench.tests.made_up_topology import curve_of, made_curve, made_dim, made_topology, ring_curve
+from dtbench.tests.made_up_topology import curve_of, made_curve, made_dim, made_topology, ring_curve, ring_dim
 
 GIB, MIB = 1024**3, 1024**2
 # 64 MiB as float32; a gather of it, and of the eighth that one rank of tp holds.
@@ -53,7 +54,7 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 8), mesh_dim_names=("dp", "tp"))
 
 
-def module_of(topology: dict[str, Any], target: Any = "torch", name: str = "exported") -> ModuleType:
+def module_of(topology: Topology, target: Any = "torch", name: str = "exported") -> ModuleType:
     spec = importlib.util.spec_from_loader(name, loader=None)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
@@ -62,9 +63,11 @@ def module_of(topology: dict[str, Any], target: Any = "torch", name: str = "expo
     return module
 
 
-def two_dims(**tp: Any) -> dict[str, Any]:
+def two_dims(device_type: str = "cpu", **tp: Any) -> Topology:
     """dp is slow (5 GiB/s, 20 us a hop), tp is fast (50 GiB/s, 2 us a hop)."""
-    return made_topology(made_dim("dp", 2, 5.0, 20.0), made_dim("tp", 8, 50.0, 2.0, **tp))
+    return made_topology(
+        made_dim("dp", 2, 5.0, 20.0), made_dim("tp", 8, 50.0, 2.0, **tp), device_type=device_type
+    )
 
 
 def spec(mesh: DeviceMesh, *placements: Any, shape: tuple[int, int] = SHAPE) -> DTensorSpec:
@@ -135,7 +138,7 @@ def test_other_meshes_keep_torchs_constants_with_one_warning(
 
 
 def test_another_device_type_is_an_error(mesh: DeviceMesh) -> None:
-    topology = two_dims() | {"device_type": "cuda"}
+    topology = two_dims("cuda")
     with module_of(topology).apply(), pytest.raises(RuntimeError, match=r"measured on 'cuda'.*on 'cpu'"):
         cost(mesh, (R, S0), (R, R))
 
@@ -165,7 +168,7 @@ def test_collectives_stand_in_for_transitions(mesh: DeviceMesh) -> None:
 
 
 def test_all_to_all_is_looked_up_by_a_ranks_part(mesh: DeviceMesh) -> None:
-    topology = two_dims(collectives={"all_to_all": made_curve(9, 1)}) | {"device_type": "cuda"}
+    topology = two_dims("cuda", collectives={"all_to_all": made_curve(9, 1)})
     exported = module_of(topology)
     exported.DEVICE_TYPE = "cpu"  # no mesh on cuda here
     with exported.apply():
@@ -192,7 +195,7 @@ FLAT = curve_of((16 * 1024,), (100.0,))
     ],
 )
 def test_tables_are_read_as_straight_lines(
-    mesh: DeviceMesh, curve: dict[str, Any], size_kib: int, us: float
+    mesh: DeviceMesh, curve: MeasuredCurve, size_kib: int, us: float
 ) -> None:
     with module_of(two_dims(transitions={"S(0)->R": curve})).apply():
         src, dst = (spec(mesh["tp"], p, shape=(size_kib * 16, 16)) for p in (S0, R))
@@ -313,9 +316,9 @@ def graph_of(mesh: DeviceMesh) -> torch.fx.Graph:
     return graph
 
 
-def with_collectives() -> dict[str, Any]:
+def with_collectives(device_type: str = "cpu") -> Topology:
     curves = {"all_gather": made_curve(10, 4), "all_reduce": made_curve(20, 2), "reduce_scatter": BENT}
-    return two_dims(collectives=curves)
+    return two_dims(device_type, collectives=curves)
 
 
 def test_inductor_asks_for_milliseconds(mesh: DeviceMesh) -> None:
@@ -361,7 +364,7 @@ def test_inductor_knows_the_dims_by_their_ranks(mesh: DeviceMesh) -> None:
         op = torch.ops._c10d_functional.all_reduce.default
         nodes[name] = graph.create_node("call_function", op, (x, "sum", group))
         nodes[name].meta["val"] = x.meta["val"]
-    dims = made_dim("dp", 2, 1.0, 1.0, collectives={"all_reduce": made_curve(1, 1)}), two_dims()["dims"][1]
+    dims = made_dim("dp", 2, 1.0, 1.0, collectives={"all_reduce": made_curve(1, 1)}), two_dims().dims[1]
     with module_of(made_topology(*dims), "inductor").apply(mesh) as applied:
         assert applied.estimate(nodes["dp"]) == pytest.approx(0.001 + 4 / 1024 * 1e3)
         assert applied.estimate(nodes["all"]) is None
@@ -390,7 +393,7 @@ def test_inductor_refuses_what_was_not_measured(mesh: DeviceMesh) -> None:
     with pytest.raises(ValueError, match=r"cp=8, expected one of dp=2, tp=8"):
         exported.apply(init_device_mesh("cpu", (2, 8), mesh_dim_names=("dp", "cp")))
     with pytest.raises(RuntimeError, match="measured on 'cuda'"):
-        module_of(with_collectives() | {"device_type": "cuda"}, "inductor").apply(mesh)
+        module_of(with_collectives("cuda"), "inductor").apply(mesh)
     swapped = DeviceMesh("cpu", torch.arange(16).view(8, 2), mesh_dim_names=("tp", "dp"))
     exported.apply(mesh, swapped).undo()  # other ranks, other groups
 
@@ -426,11 +429,11 @@ def test_the_program_writes_a_module(dtbench: Cli, tmp_path: Path, target: str) 
     compile(text, "mine.py", "exec")
 
 
-def for_autoparallel() -> tuple[dict[str, Any], dict[str, Any]]:
+def for_autoparallel() -> tuple[dict[str, MeasuredCurve], dict[str, Any]]:
     """What a topology of four ranks on two hosts measured, and the names in its module."""
     curves = {name: ring_curve(name, 4, 20.0, 5.0) for name in ("all_gather", "all_reduce")}
-    dim = made_dim("dp", 4, 20.0, 5.0, collectives=curves)
-    dim["layout"] |= {"hosts_per_group": [2, 2], "ranks_per_host": [2, 2]}
+    place = Layout(hosts_per_group=(2, 2), ranks_per_host=(2, 2))
+    dim = structs.replace(made_dim("dp", 4, 20.0, 5.0, collectives=curves), layout=place)
     made: dict[str, Any] = {}
     exec(render(made_topology(dim), "autoparallel"), made)
     return curves, made
@@ -441,10 +444,10 @@ def test_autoparallel_finds_the_measured_times_in_its_tables() -> None:
     assert made["RUNTIME_TABLES"].keys() == made["RUNTIME_RAMPS"].keys() == curves.keys()
     for name, curve in curves.items():
         (latency, bandwidth), shares = made["RUNTIME_TABLES"][name][2, 2], made["RUNTIME_RAMPS"][name][2, 2]
-        for row in curve["table"]:
-            size = row["size_bytes"]
+        for row in curve.table:
+            size = row.size_bytes
             share = np.interp(math.log2(size / 4 / 64), range(24), shares)
-            assert latency + size / (1000 * bandwidth * share) == pytest.approx(row["time_us"], rel=0.02)
+            assert latency + size / (1000 * bandwidth * share) == pytest.approx(row.time_us, rel=0.02)
 
 
 def test_autoparallels_own_tables_have_this_form() -> None:
@@ -462,8 +465,8 @@ def test_autoparallels_own_tables_have_this_form() -> None:
 
 
 def test_autoparallel_has_no_place_for_groups_that_lie_differently() -> None:
-    dim = made_dim("dp", 4, 20.0, 5.0, collectives={"all_reduce": ring_curve("all_reduce", 4, 20.0, 5.0)})
-    dim["layout"] |= {"hosts_per_group": [1, 2], "ranks_per_host": [2, 4]}
+    unlike = Layout(hosts_per_group=(1, 2), ranks_per_host=(2, 4))
+    dim = structs.replace(ring_dim("dp", 4, 20.0, 5.0, "all_reduce"), layout=unlike)
     with pytest.raises(UsageError, match="lie alike"):
         render(made_topology(dim), "autoparallel")
 
@@ -504,10 +507,13 @@ NASTY = 'tp"""\n\'); import os; os.abort()  # {{ 7 * 7 }} \\ \u202e\x1b[2J'
 
 @pytest.mark.parametrize("target", ["torch", "inductor"])
 def test_names_stay_names(target: Any) -> None:
-    topology = made_topology(made_dim(NASTY, 8, 50.0, 2.0, collectives={"all_reduce": made_curve(1, 1)}))
-    topology["runs"][0]["run_id"] = topology["created"] = NASTY
-    topology["runs"][0]["versions"] = {NASTY: NASTY}
-    topology["warnings"] = topology["dims"][0]["warnings"] = [NASTY]
+    curves = {"all_reduce": made_curve(1, 1)}
+    topology = made_topology(
+        made_dim(NASTY, 8, 50.0, 2.0, collectives=curves, warnings=(NASTY,)),
+        runs=(FromRun(run_id=NASTY, versions={NASTY: NASTY}),),
+        created=NASTY,
+        warnings=(NASTY,),
+    )
     text = render(topology, target, NASTY)
     assert text.isascii()
     assert {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)} == {
@@ -537,7 +543,7 @@ def test_only_plain_values_are_written() -> None:
 def test_topologies_that_torch_cannot_express_are_refused() -> None:
     dim = made_dim("tp", 8, 1.0, 1.0)
     for topology, said in (
-        (made_topology(dim) | {"base_latency_us": 3.0}, "base latency of 3 us"),
+        (made_topology(dim, base_latency_us=3.0), "base latency of 3 us"),
         (made_topology(), "no mesh dim"),
     ):
         with pytest.raises(UsageError, match=said):

@@ -13,18 +13,18 @@ from urllib.parse import parse_qs, urlparse
 
 import pytest
 
-from dtbench.errors import OutputError, UsageError
-from dtbench.files import exports
-from dtbench.files.exports import MAX_NAME_CHARS, Point, points_of, write_exports
-from dtbench.files.run import RunWriter
+from dtbench.gate.benchmark import Benchmark
+from dtbench.gate.comment import MAX_CHARS, PullRequest
+from dtbench.gate.schedule import effect_and_times
+from dtbench.gate.verdict import judged
 from dtbench.judge.compare import compare
-from dtbench.judge.gate.benchmark import Benchmark
-from dtbench.judge.gate.comment import MAX_CHARS, PullRequest
-from dtbench.judge.gate.outputs import Report
-from dtbench.judge.gate.schedule import effect_and_times
-from dtbench.judge.gate.verdict import Judged, Trust
-from dtbench.judge.verdicts import Verdict
+from dtbench.model.errors import OutputError, UsageError
+from dtbench.records import exports
+from dtbench.records.exports import MAX_NAME_CHARS, Point, points_of, write_exports
+from dtbench.records.judged import Verdict
+from dtbench.records.run import RunWriter
 from dtbench.tests import made_up
+from dtbench.tests.made_up_arm import concluded
 
 HOSTILE = 'a"b\\c\n# TYPE x\r}\x1b[31m\ud800{z="1"} 5'
 POINTS = [
@@ -219,10 +219,8 @@ def test_a_gate_comments_and_exports_and_keeps_its_exit_code(
 ):
     effect, base_s, head_s = effect_and_times([(1e-5, 1.1e-5)] * 10)
     one = Benchmark(("mine", "add", "core", ()), "mine add [core]", "simulated", "min")
-    slower = Report(
-        (Judged(one, Verdict.REGRESSION, "", "confirmed", effect, base_s, head_s),), Trust(None, None, ()), {}
-    )
-    monkeypatch.setattr("dtbench.judge.gate.gate.gate", lambda options, say: slower)
+    slower = concluded([judged(one, Verdict.REGRESSION, "", "confirmed", effect, base_s, head_s)])
+    monkeypatch.setattr("dtbench.gate.gate.gate", lambda options, say: slower)
     for name, value in {**job, "GITHUB_TOKEN": token}.items():
         monkeypatch.setenv(name, value)
     out = tmp_path / "times.json"

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtbench.cli import cli
-from dtbench.files.frame import TIME_COLUMNS, cases_frame, cells, impls_of, params_of, results_frame
-from dtbench.files.run import RunWriter
+from dtbench.cli.program import cli
 from dtbench.model import STATUSES, Result, Run
+from dtbench.records.frame import TIME_COLUMNS, cases_frame, cells, impls_of, params_of, results_frame
+from dtbench.records.run import RunWriter
 from dtbench.show.tables import print_csv
 from dtbench.stats import summarize
 from dtbench.tests import made_up
@@ -292,7 +292,7 @@ def test_no_cell_of_the_csv_is_a_formula_or_steers_a_terminal(capsys: pytest.Cap
 
 
 def test_reading_a_run_as_a_frame_loads_no_torch() -> None:
-    code = "import sys, dtbench.files.frame; sys.exit('torch' in sys.modules)"
+    code = "import sys, dtbench.records.frame; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -302,7 +302,7 @@ def test_json_and_comparisons_do_not_wait_for_pandas() -> None:
         "from dtbench.judge import compare, tables as comparisons; from dtbench.show import tables\n"
         "from dtbench.tests import made_up\n"
         "run = made_up.run(made_up.NOT_OK)\n"
-        "tables.print_runs([run], as_json=True)\n"
+        "tables.print_runs_json([run])\n"
         "comparisons.print_comparison(compare.compare([run], [run]))\n"
         "sys.exit('pandas' in sys.modules)"
     )

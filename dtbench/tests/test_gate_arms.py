@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from dtbench.bench.options import parse_duration
-from dtbench.errors import ArmError, UsageError
-from dtbench.judge.gate import arms
-from dtbench.judge.gate.arms import open_arms, parse_variables
-from dtbench.judge.gate.benchmark import Selection
-from dtbench.judge.gate.process import environment_of
+from dtbench.gate import arms
+from dtbench.gate.arms import open_arms, parse_variables
+from dtbench.gate.benchmark import Selection
+from dtbench.gate.process import environment_of
+from dtbench.model.errors import ArmError, UsageError
 from dtbench.tests.made_up_arm import made_up_arm
 
 
@@ -48,7 +48,7 @@ def test_a_revision_has_its_own_core_and_the_harness_of_the_gate(repository: Pat
         for arm, number in ((base, 1), (head, 2)):
             sources = Path(arm.path[0])
             assert (sources / "dtbench_core" / "__init__.py").read_text() == f"NUMBER = {number}\n"
-            assert (sources / "dtbench" / "judge" / "gate" / "worker.py").is_file()
+            assert (sources / "dtbench" / "gate" / "worker.py").is_file()
             assert (sources / "dtbench_suites" / "dispatch.py").is_file()
             assert not (sources / "dtbench" / "tests").exists()
             assert arm.python == sys.executable and "in this environment" in arm.note
@@ -132,15 +132,20 @@ def test_what_is_no_variable(text: str):
         parse_variables(text)
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("5m", 300), ("90", 90), ("1.5h", 5400), ("3 s", 3)])
+@pytest.mark.parametrize(("text", "seconds"), [("5m", 300), ("90s", 90), ("1.5h", 5400), ("3 s", 3)])
 def test_durations(text: str, seconds: float):
     assert parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "m", "0s", "-1m", "1d", "nan", "9" * 400])
+@pytest.mark.parametrize("text", ["", "m", "0s", "-1m", "1d", "nan", "9" * 400 + "s"])
 def test_no_durations(text: str):
     with pytest.raises(UsageError):
         parse_duration(text)
+
+
+def test_a_duration_without_a_unit_is_asked_for_one():
+    with pytest.raises(UsageError, match="'3' has no unit: expected s, m or h after it, such as 3m or 3s"):
+        parse_duration("3")
 
 
 def test_a_launch_gets_nothing_of_the_job_around_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from dtbench.errors import UnreadableRunError
-from dtbench.judge.gate import history
-from dtbench.judge.gate.benchmark import Benchmark
-from dtbench.judge.gate.outputs import Report
-from dtbench.judge.gate.verdict import Judged, Trust
-from dtbench.judge.verdicts import Verdict
+from dtbench.gate import history
+from dtbench.gate.benchmark import Benchmark
+from dtbench.gate.verdict import judged
+from dtbench.model.errors import UnreadableRunError
+from dtbench.records.gate import Gate
+from dtbench.records.judged import Verdict
+from dtbench.tests.made_up_arm import concluded
 
 MACHINE = {"cpu": "Some CPU @ 2 GHz", "cores": 2}
 
 
-def report(time_s: float | None, commit: str = "c" * 40, *reasons: str) -> Report:
+def report(time_s: float | None, commit: str = "c" * 40, *reasons: str) -> Gate:
     benchmark = Benchmark(("s", "n", "core", ()), "s n [core]", "simulated", "min")
-    facts = {"head": {"commit": commit, "arm": "rev:x", "torch": "2.13"}}
-    return Report((Judged(benchmark, Verdict.PASS, head_s=time_s),), Trust(None, None, reasons), facts)
+    return concluded([judged(benchmark, Verdict.PASS, head_s=time_s)], *reasons, head=commit)
 
 
 def kept(path: Path) -> list[tuple[str, float]]:

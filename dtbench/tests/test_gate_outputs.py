@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from dtbench.errors import UnreadableRunError
-from dtbench.judge.gate import outputs
-from dtbench.judge.gate.benchmark import Benchmark, Listing, read_listing, write_listing
-from dtbench.judge.gate.outputs import Report
-from dtbench.judge.gate.schedule import effect_and_times
-from dtbench.judge.gate.verdict import Judged, Trust
-from dtbench.judge.verdicts import Verdict
+from dtbench.gate import outputs, verdict
+from dtbench.gate.benchmark import Benchmark, Listing, read_listing, write_listing
+from dtbench.gate.schedule import effect_and_times
+from dtbench.model.errors import UnreadableRunError
+from dtbench.records.gate import Gate, text_of
+from dtbench.records.judged import Counts, Judged, Verdict
+from dtbench.records.read import decode, into
+from dtbench.tests.made_up_arm import concluded
 
 HOSTILE = "a|b`c<script>alert(1)</script>&\"'%0A::error::\r\n\x1b[31m\x00\x07\ud800\u202e]]>*_[x](y)"
 
@@ -25,16 +27,13 @@ def benchmark(name: str) -> Benchmark:
     return Benchmark((name, name, "core", ()), f"{name} [core]", "simulated", "min")
 
 
-def judged(
-    verdict: Verdict, name: str = "s", reason: str = "", **fields: Mapping[str, tuple[float, float]]
-) -> Judged:
+def judged(of: Verdict, name: str = "s", reason: str = "") -> Judged:
     effect, base_s, head_s = effect_and_times([(1e-5, 1.1e-5), (1e-5, 1.2e-5), (1e-5, 1.15e-5)])
-    return Judged(benchmark(name), verdict, reason, "confirmed", effect, base_s, head_s, **fields)
+    return verdict.judged(benchmark(name), of, reason, "confirmed", effect, base_s, head_s)
 
 
-def report(items: Sequence[Judged], *reasons: str) -> Report:
-    facts = {"base": {"commit": "a" * 40}, "head": {"commit": "b" * 40}}
-    return Report(tuple(items), Trust(None, None, tuple(reasons)), facts, (HOSTILE,))
+def report(items: Sequence[Judged], *reasons: str) -> Gate:
+    return concluded(items, *reasons, notes=[HOSTILE])
 
 
 ALL = tuple(Verdict)
@@ -116,27 +115,29 @@ def test_thousands_are_cut_short():
 
 
 def test_json_is_strict_and_whole():
-    one = Judged(benchmark("s"), Verdict.INCONCLUSIVE, "", "", effect_and_times([(1.0, 2.0)])[0], 1.0, 2.0)
-    made = json.loads(
-        json.dumps(outputs.to_json(report([one, judged(Verdict.PASS, HOSTILE)])), allow_nan=False)
-    )
+    effect = effect_and_times([(1.0, 2.0)])[0]
+    one = verdict.judged(benchmark("s"), Verdict.INCONCLUSIVE, "", "", effect, 1.0, 2.0)
+    whole = report([one, judged(Verdict.PASS, HOSTILE)])
+    made = json.loads(text_of(whole))
     assert made["benchmarks"][0]["effect"]["high"] is None
     assert made["benchmarks"][0]["effect"]["ratio"] == pytest.approx(2.0)
     assert made["benchmarks"][1]["name"] == HOSTILE
-    assert made["counts"]["PASS"] == 1
+    assert made["counts"]["PASS"] == 1 and made["benchmarks"][0]["verdict"] == "INCONCLUSIVE"
+    printable = report([one, judged(Verdict.PASS)])
+    assert into(decode(text_of(msgspec.structs.replace(printable, notes=())).encode()), Gate).benchmarks == (
+        printable.benchmarks
+    )
 
 
 def test_points_are_heads_times_where_both_arms_were_timed():
-    made = outputs.points_of(report([judged(Verdict.PASS), Judged(benchmark("x"), Verdict.MISSING)]))
+    made = outputs.points_of(report([judged(Verdict.PASS), verdict.judged(benchmark("x"), Verdict.MISSING)]))
     assert [(p.key[0], p.verdict, p.time_s) for p in made] == [("s", "PASS", pytest.approx(11.5e-6))]
-    assert made[0].low_s <= made[0].time_s
-    assert made[0].high_s is None  # three pairs bound nothing
+    assert (made[0].low_s, made[0].high_s) == (None, None)  # three pairs bound nothing
 
 
 def test_counters_are_told_in_words():
-    counted = Judged(
-        benchmark("s"), Verdict.REGRESSION, counters={"python_calls": (41.0, 43.0), "collectives": (1.0, 2.0)}
-    )
+    counters = {"python_calls": Counts(41.0, 43.0), "collectives": Counts(1.0, 2.0)}
+    counted = verdict.judged(benchmark("s"), Verdict.REGRESSION, counters=counters)
     assert outputs.words(counted) == "python_calls 41 -> 43, collectives 1 -> 2"
 
 

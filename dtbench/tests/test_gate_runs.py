@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from dtbench.judge.gate import gate as gates
-from dtbench.judge.gate import launcher, process
-from dtbench.judge.gate.arms import Arm
-from dtbench.judge.gate.benchmark import Benchmark, Selection
-from dtbench.judge.gate.sampler import FEW_BENCHMARKS, SAMPLES
-from dtbench.judge.gate.selftest import plan_on
+from dtbench.gate import gate as gates
+from dtbench.gate import launcher
+from dtbench.gate.arms import Arm
+from dtbench.gate.benchmark import Benchmark, Selection
+from dtbench.gate.sampler import FEW_BENCHMARKS, SAMPLES
+from dtbench.tests.gate_selftest import plan_on
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_arm import made_up_arm
 
@@ -208,12 +208,12 @@ def test_a_budget_holds(gate: Gate):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--head", "env:", "dispatch"), "give --base ARM and --head ARM"),
+        (("--head", "env:", "dispatch"), "Missing option '--base'"),
         (("--base", "env:", "--head", "env:"), "nothing is selected"),
         (("--base", "main", "--head", "env:", "dispatch"), "'main' is not an arm"),
         (("--base", "rev:", "--head", "env:", "dispatch"), "is not an arm"),
         (("--base", "env:A", "--head", "env:", "dispatch"), "is no variable"),
-        (("--base", "env:RANK=1", "--head", "env:", "dispatch"), "which the gate sets itself"),
+        (("--base", "env:RANK=1", "--head", "env:", "dispatch"), "which every launch sets itself"),
         (("--base", "rev:no-such-revision", "--head", "env:", "dispatch"), "git knows no such commit"),
         (("--base", "python:/no/such", "--head", "env:", "dispatch"), "no program lies there"),
         (("--base", "env:", "--head", "env:", "/add"), "is not SUITE"),
@@ -394,7 +394,7 @@ def test_a_launch_that_cannot_be_started_leaves_no_process(tmp_path: Path, monke
     for number, start in enumerate(
         (lambda m: m.launch(["base", "head"], []), lambda m: m.count("base", "head"))
     ):
-        monkeypatch.setattr(process.subprocess, "Popen", popen)
+        monkeypatch.setattr(subprocess, "Popen", popen)
         made = launcher_of(arms, Path("fake"), tmp_path / str(number))
         with contextlib.closing(made), pytest.raises(OSError, match="no memory"):
             start(made)
@@ -403,9 +403,7 @@ def test_a_launch_that_cannot_be_started_leaves_no_process(tmp_path: Path, monke
 
 def test_a_loader_that_fails_is_told_as_its_launches_end(tmp_path: Path):
     arm = made_up_arm(tmp_path / "base")
-    (tmp_path / "base/sources/dtbench/judge/gate/worker.py").write_text(
-        "raise ImportError('libtorch is gone')"
-    )
+    (tmp_path / "base/sources/dtbench/gate/worker.py").write_text("raise ImportError('libtorch is gone')")
     with contextlib.closing(launcher_of({"base": arm}, Path("fake"), tmp_path / "launches")) as made:
         (launch,) = made.launch(["base"], [SUM])
     assert launch.bad[SUM.key] == "the launch ended with exit code 1: ImportError: libtorch is gone"

@@ -9,10 +9,10 @@ import pytest
 
 from dtbench.bench.clock import HostClock
 from dtbench.bench.options import Task
-from dtbench.judge.gate import sampler
-from dtbench.judge.gate.sampler import Sampling, measure_in_turns, sampling_for
+from dtbench.gate import sampler
+from dtbench.gate.sampler import Sampling, measure_in_turns, sampling_for
 from dtbench.model import Case, Result, Workload
-from dtbench.suite import Suite
+from dtbench.model.suites import Suite
 
 SUITE = Suite("made_up", lambda _plan: iter(()), "simulated", "", None, {}, False, None)
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from dtbench.judge.gate.benchmark import Benchmark, Key
-from dtbench.judge.gate.schedule import ArmName, Launch, OutOfTimeError, Schedule, fewest_pairs, pair_of
-from dtbench.judge.gate.verdict import Judged, Trust
-from dtbench.judge.verdicts import Verdict
+from dtbench.gate.benchmark import Benchmark, Key
+from dtbench.gate.schedule import ArmName, Launch, OutOfTimeError, Schedule, fewest_pairs, pair_of
+from dtbench.records.gate import Trust
+from dtbench.records.judged import Judged, Verdict
 
 # Of a launch's minimum, as 80 processes of one build showed: 1.5 to 2.1%.
 NOISE = 0.018

@@ -8,21 +8,11 @@ import math
 import numpy as np
 import pytest
 
-from dtbench.judge.gate.benchmark import Benchmark
-from dtbench.judge.gate.verdict import (
-    Effect,
-    Judged,
-    Trust,
-    alpha_of,
-    effect_of,
-    exit_code_of,
-    has_moved,
-    passes,
-    rises,
-    trust_of,
-)
-from dtbench.judge.verdicts import Verdict, smallest_change
-from dtbench.stats import signed_rank_p
+from dtbench.gate.benchmark import Benchmark
+from dtbench.gate.verdict import exit_code_of, has_moved, judged, passes, rises, trust_of
+from dtbench.records.gate import Trust
+from dtbench.records.judged import Counts, Verdict
+from dtbench.stats import Effect, alpha_of, effect_of, signed_rank_p, smallest_change
 
 ANY = Benchmark(("s", "n", "core", ()), "s n [core]", "simulated", "min")
 
@@ -135,7 +125,7 @@ def test_the_level_shrinks_with_the_family_and_the_looks():
 def test_only_hard_counters_that_rise_count():
     base = {"python_calls": 41.0, "allocations": 2.0, "skew_s": 0.1, "collectives": 1.0}
     head = {"python_calls": 43.0, "allocations": 1.0, "skew_s": 0.2, "collectives": 1.0, "bytes_copied": 9.0}
-    assert rises(base, head) == {"python_calls": (41.0, 43.0)}
+    assert rises(base, head) == {"python_calls": Counts(41.0, 43.0)}
     assert rises(base, head, frozenset({"python_calls"})) == {}
 
 
@@ -169,15 +159,12 @@ def test_what_moves_by_chance_is_trusted_and_what_moves_always_is_not():
     ],
 )
 def test_exit_codes(verdicts: list[Verdict], trusted: bool, code: int):
-    trust = Trust(None, None, () if trusted else ("moved",))
-    assert exit_code_of([Judged(ANY, v, stage="confirmed") for v in verdicts], trust) == code
+    trust = Trust(reasons=() if trusted else ("moved",))
+    assert exit_code_of([judged(ANY, v, stage="confirmed") for v in verdicts], trust) == code
 
 
 def test_what_was_counted_needs_no_trust_and_new_ones_may_be_allowed():
-    counted = [Judged(ANY, Verdict.REGRESSION, stage="counters")]
-    assert exit_code_of(counted, Trust(None, None, ("moved",))) == 1
-    assert (
-        exit_code_of([Judged(ANY, Verdict.NEW), Judged(ANY, Verdict.PASS)], Trust(None, None), allow_new=True)
-        == 0
-    )
-    assert exit_code_of([Judged(ANY, Verdict.NEW)], Trust(None, None), allow_new=True) == 4
+    counted = [judged(ANY, Verdict.REGRESSION, stage="counters")]
+    assert exit_code_of(counted, Trust(reasons=("moved",))) == 1
+    assert exit_code_of([judged(ANY, Verdict.NEW), judged(ANY, Verdict.PASS)], Trust(), allow_new=True) == 0
+    assert exit_code_of([judged(ANY, Verdict.NEW)], Trust(), allow_new=True) == 4

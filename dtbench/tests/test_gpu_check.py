@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from dtbench.cli import cli
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, EXIT_USAGE, UsageError
-from dtbench.gpu import check as module
-from dtbench.gpu import summary, truth
-from dtbench.gpu.parts import PARTS, Part, Setting, Step
-from dtbench.judge.gate import selftest as gate
-from dtbench.judge.gate.schedule import OutOfTimeError
-from dtbench.judge.gate.selftest import plan_on
-from dtbench.judge.gate.selftest_suite import selftest
+from dtbench.cli import gpu_check
+from dtbench.cli.program import cli
+from dtbench.gate.schedule import OutOfTimeError
 from dtbench.machine import device
-from dtbench.machine.fake_gpu import FakeGpus
-from dtbench.suite import load
+from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_OK, EXIT_USAGE, UsageError
+from dtbench.model.suites import load
+from dtbench.tests import gate_selftest as gate
+from dtbench.tests.gate_selftest import plan_on
+from dtbench.tests.gate_selftest_suite import selftest
+from dtbench.tests.gpu_check import check as module
+from dtbench.tests.gpu_check import fake_gpu, summary, truth
+from dtbench.tests.gpu_check.parts import PARTS, Part, Setting, Step
 from dtbench.tests.made_up import Cli
 
 
@@ -83,7 +83,7 @@ def test_a_part_ends_at_its_limit_and_the_next_call_goes_on(
 def test_a_rehearsal_and_a_check_are_kept_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtbench: Cli
 ) -> None:
-    seen = "import os; raise SystemExit(os.environ.get('DTBENCH_REHEARSAL') != '1')"
+    seen = "import os; raise SystemExit(os.environ.get('DTBENCH_REHEARSAL') != 'dtbench.tests.gpu_check.fake_gpu')"
     monkeypatch.setattr(module, "PARTS", (part("one", run(seen)),))
     assert check(tmp_path / "out")[0] == EXIT_OK
     monkeypatch.setattr(module, "_card", lambda: "NVIDIA H200")
@@ -100,6 +100,14 @@ def test_a_rehearsal_and_a_check_are_kept_apart(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, _, err = dtbench("gpu-check", "-o", str(tmp_path / "new"))
     assert code == EXIT_USAGE and "torch finds no GPU here" in err and not (tmp_path / "new").exists()
+
+
+def test_an_installation_without_the_tests_says_where_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtbench: Cli
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    code, _, err = dtbench("gpu-check", "-o", str(tmp_path / "new"))
+    assert code == EXIT_USAGE and "runs from a checkout" in err and len(err.splitlines()) == 1
 
 
 def steps_of(rehearse: bool, folder: Path) -> Iterator[tuple[str, Step]]:
@@ -126,12 +134,11 @@ def test_every_command_is_one(tmp_path: Path, rehearse: bool) -> None:
             assert [s.name for s in load(context.params["words"])] == list(context.params["words"])
         if step.argv[3] != "report":
             assert context.params["device"] == ("cpu" if rehearse else "cuda")
-    assert names == {each.name for each in PARTS}
+    assert names == {each.name for each in PARTS} == set(gpu_check.PARTS)
 
 
 def test_the_truth_of_instruments_is_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(device.REHEARSAL, "1")
-    monkeypatch.setattr(device, "_rehearsed", FakeGpus)
+    monkeypatch.setenv(device.REHEARSAL, fake_gpu.__name__)
     monkeypatch.setattr(truth, "TRIES", 2)
     monkeypatch.setattr(truth, "L2_READ_BYTES", 2**16)
     path = tmp_path / "rehearsal-truth.json"
@@ -156,24 +163,24 @@ def test_the_summary_says_what_it_is_of(tmp_path: Path) -> None:
         "outcome": "done",
         "needs": "a GPU",
         "leaves_out": "",
-        "steps": [{"seconds": 1.2}],
+        "steps": [{"argv": ["x"], "code": 0, "seconds": 1.2}],
     }
     state = {
         "rehearsal": True,
         "device": "no GPU (rehearsal)",
         "parts": [one, one | {"name": "report", "outcome": "not run"}],
     }
-    (tmp_path / summary.STATE).write_text(json.dumps(state))
+    (tmp_path / module.STATE).write_text(json.dumps(state))
     (tmp_path / "rehearsal-test_x.xml").write_text(
         '<testsuites><testsuite tests="3" failures="1"/></testsuites>'
     )
     checks = [{"name": "flush", "goal": "g", "got": {"warm_us": 1.23456}, "met": False, "left_out": ""}]
-    (tmp_path / "rehearsal-truth.json").write_text(json.dumps({"checks": checks}))
+    (tmp_path / "rehearsal-truth.json").write_text(json.dumps({"kind": "gpu-truth", "checks": checks}))
     text = summary.write(tmp_path).read_text()
     assert "not run" not in text
     assert text.startswith("# Rehearsal: no GPU") and "No figure here says anything of a GPU" in text
     assert "3 tests, 1 failures" in text and "| flush | warm_us 1.235 | g | NO |" in text
-    (tmp_path / summary.STATE).write_text(json.dumps(state | {"rehearsal": False, "device": "NVIDIA H200"}))
+    (tmp_path / module.STATE).write_text(json.dumps(state | {"rehearsal": False, "device": "NVIDIA H200"}))
     assert summary.write(tmp_path).read_text().startswith("# One GPU: NVIDIA H200\n\n| part")
 
 

@@ -13,7 +13,7 @@ from dtbench.bench.sampling import combine
 from dtbench.bench.session import instruments_of
 from dtbench.machine import device
 from dtbench.machine import provenance as machine
-from dtbench.machine.fake_gpu import FakeGpus, fake_nvml
+from dtbench.tests.gpu_check.fake_gpu import FakeGpus, fake_nvml
 
 CPU = torch.device("cpu")
 
@@ -137,7 +137,7 @@ def test_without_a_rehearsal_a_cpu_has_a_cpus_clocks(monkeypatch: pytest.MonkeyP
 
 
 def test_a_rehearsal_measures_with_a_gpus_instruments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(device.REHEARSAL, "1")
+    monkeypatch.setenv(device.REHEARSAL, "dtbench.tests.gpu_check.fake_gpu")
     fake = FakeGpus()
     monkeypatch.setattr(module, "gpus", lambda: fake)
     nvml = fake_nvml(1)
@@ -146,7 +146,7 @@ def test_a_rehearsal_measures_with_a_gpus_instruments(monkeypatch: pytest.Monkey
     tools: Any = instruments_of(CPU, barrier=lambda: None, budget=None)
     assert isinstance(tools.clocks["device"], GpuClock)
     assert tools.gpu_state()["throttled_by"] == ["sw_power_cap"]
-    assert [gpu["name"] for gpu in machine.gpus()] == ["no GPU (rehearsal)"]
+    assert [gpu.name for gpu in machine.gpus()] == ["no GPU (rehearsal)"]
 
 
 def test_ranks_on_gpus_of_two_hosts_tell_who_came_last() -> None:

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtbench.errors import DtbenchError, UnreadableRunError, UsageError
 from dtbench.importers import checks, convert
 from dtbench.importers.import_logs import report
 from dtbench.importers.model import printed
 from dtbench.importers.registry import EXPECTED, parse
 from dtbench.model import Result
+from dtbench.model.errors import DtbenchError, UnreadableRunError, UsageError
 from dtbench.tests.made_up_logs import (
     DEEPSPEED,
     DEEPSPEED_ROW,

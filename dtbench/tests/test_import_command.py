@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from dtbench.cost.calibration import read_topology
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_NOTHING, EXIT_OK, EXIT_USAGE, UnreadableRunError
-from dtbench.files.run import read_run
 from dtbench.importers import convert
 from dtbench.judge import references as reference
 from dtbench.model import MeshShape, Run
+from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_NOTHING, EXIT_OK, EXIT_USAGE, UnreadableRunError
+from dtbench.records.run import read_run
+from dtbench.records.topology import read_topology
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_logs import SIZES, json_text, read, side_by_side, table, time_us
@@ -62,13 +62,13 @@ def test_from_logs_to_constants_in_two_commands(dtbench: Cli) -> None:
     assert run.header.versions["nccl"] == "2.28.7" and run.header.versions["backend"] == "nccl"
     assert run.header.imported[0].rows == 15 and run.header.mesh.shape == (8,)
     assert dtbench("calibrate", "run.jsonl", "-o", "t.json")[0] == EXIT_OK
-    [dim] = read_topology("t.json")["dims"]
+    [dim] = read_topology("t.json").dims
     # 100e9 bytes/s are 93.1 GiB/s: torch's formula divides by GiB.
-    assert dim["bandwidth_GiBps"] == pytest.approx(100e9 / 2**30, rel=0.01)
-    assert dim["latency_us_per_hop"] == pytest.approx(2.0, rel=0.02)
-    assert (dim["ranks"], dim["layout"]["hosts_per_group"], dim["builtin"]["layout"]) == (
+    assert dim.bandwidth_GiBps == pytest.approx(100e9 / 2**30, rel=0.01)
+    assert dim.latency_us_per_hop == pytest.approx(2.0, rel=0.02)
+    assert (dim.ranks, dim.layout.hosts_per_group, dim.builtin.layout) == (
         8,
-        [2, 2],
+        (2, 2),
         "inter-host",
     )
     assert dtbench("show", "run.jsonl")[0] == EXIT_OK
@@ -165,7 +165,7 @@ def test_a_full_disk(dtbench: Cli, monkeypatch: pytest.MonkeyPatch, after: int) 
         return os.write(fd, data)
 
     Path("x.log").write_text(table())
-    monkeypatch.setattr("dtbench.files.run.os", types.SimpleNamespace(**vars(os) | {"write": write}))
+    monkeypatch.setattr("dtbench.records.run.os", types.SimpleNamespace(**vars(os) | {"write": write}))
     code, _, err = dtbench("import", "x.log", "-o", "run.jsonl")
     assert code == EXIT_USAGE and err.count("\n") == 1
     assert "no space left on device; nothing was written: make space, or give another -o" in err
@@ -215,11 +215,11 @@ def test_dims_of_a_mesh_from_a_log_each(dtbench: Cli) -> None:
     assert len(hosts) == 32 and hosts[:8] == ["host0"] * 8 and len(set(hosts)) == 4
     assert {r.params["groups"] for r in run.results} == {"alone"}
     assert dtbench("calibrate", "run.jsonl", "-o", "t.json")[0] == EXIT_OK
-    dp, tp = read_topology("t.json")["dims"]
-    spans = [(dim["name"], dim["layout"]["hosts_per_group"]) for dim in (dp, tp)]
-    assert spans == [("dp", [4, 4]), ("tp", [1, 1])]
-    assert dp["bandwidth_GiBps"] == pytest.approx(10e9 / 2**30, rel=0.01)
-    assert tp["bandwidth_GiBps"] == pytest.approx(100e9 / 2**30, rel=0.01)
+    dp, tp = read_topology("t.json").dims
+    spans = [(dim.name, dim.layout.hosts_per_group) for dim in (dp, tp)]
+    assert spans == [("dp", (4, 4)), ("tp", (1, 1))]
+    assert dp.bandwidth_GiBps == pytest.approx(10e9 / 2**30, rel=0.01)
+    assert tp.bandwidth_GiBps == pytest.approx(100e9 / 2**30, rel=0.01)
     assert dtbench("import", "tp.log", "--mesh", "dp=8,tp=8", "--dim", "tp", "-o", "one.jsonl")[0] == EXIT_OK
     assert read_run("one.jsonl").header.ranks == ()  # dp's hosts are not known
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from dtbench.errors import UsageError
+from dtbench.model.errors import UsageError
 from dtbench.tests.made_up import Cli
 from dtbench.world.lab import network, run
 from dtbench.world.lab.agent import Orders
 from dtbench.world.signals import refuse_if_ending, signals_held
+from dtbench.world.workers import Program
 
 LAB = network.Lab("ab", 3, 400_000_000)
 
@@ -166,7 +166,7 @@ def test_what_a_rank_is_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_what_a_host_knows() -> None:
-    orders = Orders(1, LAB.hostnames, LAB.addresses, "eth0", 2, ["true"], "/x", 3)
+    orders = Orders(1, LAB.hostnames, LAB.addresses, "eth0", 2, ["true"], "/x")
     assert orders.hosts_file().splitlines()[:4] == [
         "127.0.0.1 localhost",
         "10.210.0.101 ab-0",
@@ -208,21 +208,20 @@ def test_held_signals_wait() -> None:
 
 def agents_of(*scripts: str) -> list[run._Agent]:
     return [
-        run._Agent(f"ab-{i}", subprocess.Popen(["sh", "-c", script], start_new_session=True), None)
+        run._Agent(f"ab-{i}", Program(["sh", "-c", script, "sh"], connected=True), None)
         for i, script in enumerate(scripts)
     ]
 
 
 def waited(agents: list[run._Agent], *, kill: signal.Signals | None = None) -> int:
-    with signals_held(signal.SIGCHLD) as held:
+    with signals_held() as held:
         if kill is not None:
             signal.raise_signal(kill)
         try:
             return run._wait(agents, held)
         finally:
             for agent in agents:
-                agent.process.kill()
-                agent.process.wait()
+                agent.program.end()
 
 
 @pytest.fixture
@@ -245,14 +244,14 @@ def test_one_that_fails_ends_the_others_after_a_grace() -> None:
     start = time.monotonic()
     assert waited(agents) == 0
     assert 0.3 <= time.monotonic() - start < 50
-    assert agents[1].process.returncode == -signal.SIGTERM
+    assert agents[1].program.wait() == -signal.SIGTERM
 
 
 @pytest.mark.usefixtures("held")
 def test_one_that_does_not_end_is_killed() -> None:
     agents = agents_of("exit 1", "trap '' TERM; while :; do sleep 1; done")
     assert waited(agents) == 0
-    assert agents[1].process.returncode == -signal.SIGKILL
+    assert agents[1].program.wait() == -signal.SIGKILL
 
 
 @pytest.mark.usefixtures("held")
@@ -260,7 +259,7 @@ def test_our_signal_is_passed_on() -> None:
     agents = agents_of("trap 'exit 9' TERM; sleep 100 & wait", "sleep 100")
     time.sleep(0.2)  # the trap is set
     assert waited(agents, kill=signal.SIGTERM) == signal.SIGTERM
-    assert agents[0].process.returncode in (9, -signal.SIGTERM)
+    assert agents[0].program.wait() in (9, -signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
@@ -277,23 +276,18 @@ def test_the_exit_code_is_the_commands(
 ) -> None:
     agents = agents_of("exit 0", "exit 1")
     for agent, report in zip(agents, reports, strict=True):
-        agent.process.wait()
+        agent.program.wait()
         agent.failures = report
     assert run._conclude(agents) == code
     assert capsys.readouterr().err == says
 
 
-def test_a_report_wakes_the_wait_and_leaves_out_those_that_the_launcher_ended() -> None:
-    (agent,) = agents_of("sleep 100")
-    ours, theirs = os.pipe()
-    os.write(theirs, b"[[2, -15], [3, 7]]\n")
-    with signals_held(signal.SIGCHLD):
-        agent.listen(ours)
-        assert agent.over and agent.failures == [(3, 7)]
-        assert signal.SIGCHLD in signal.sigpending()
-    os.close(theirs)
-    agent.process.kill()
-    agent.process.wait()
+def test_a_report_is_heard_and_leaves_out_those_that_the_launcher_ended() -> None:
+    code = "import sys; from dtbench.world.workers import connection_at; c = connection_at(sys.argv[1]); "
+    code += "c.send([(2, -15), (3, 7)]); c.recv()"
+    agent = run._Agent("ab-0", Program([sys.executable, "-c", code], connected=True), None)
+    assert waited([agent]) == 0
+    assert agent.failed and agent.failures == [(3, 7)]
 
 
 def test_what_other_hosts_printed_is_shown_when_it_failed(
@@ -303,7 +297,7 @@ def test_what_other_hosts_printed_is_shown_when_it_failed(
     agents[1].output = tmp_path / "output"
     agents[1].output.write_bytes(b"".join(b"line %d\n" % i for i in range(30)) + b"\xff\n")
     for agent in agents:
-        agent.process.wait()
+        agent.program.wait()
     agents[1].failures = [(1, 3)]
     assert run._conclude(agents) == 3
     lines = capsys.readouterr().err.splitlines()

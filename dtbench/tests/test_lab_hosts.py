@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dtbench.errors import UsageError
-from dtbench.files.run import read_run
+from dtbench.model.errors import UsageError
+from dtbench.records.run import read_run
 from dtbench.tests.made_up import Cli
 from dtbench.tests.programs import FRESH, LIMIT_S, environment, start_fresh
 from dtbench.world.lab import network

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtbench.bench.arrivals import lateness_s
-from dtbench.errors import UnreadableRunError
-from dtbench.files.frame import cases_frame, cells, results_frame
-from dtbench.files.run import RunWriter, read_run
-from dtbench.layout import from_last_arrival_s, layout_of, mesh_groups
-from dtbench.mesh import groups_of
 from dtbench.model import Header, Result
+from dtbench.model.errors import UnreadableRunError
+from dtbench.model.mesh import groups_of
+from dtbench.records.frame import cases_frame, cells, results_frame
+from dtbench.records.layout import from_last_arrival_s, layout_of, mesh_groups
+from dtbench.records.run import RunWriter, read_run
 from dtbench.show.tables import print_runs
 from dtbench.stats import summarize
 from dtbench.tests import made_up

@@ -10,22 +10,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
-from dtbench import masking
-from dtbench.files.read import into
-from dtbench.files.run import RunWriter, read_run
-from dtbench.layout import layout_of
 from dtbench.machine import provenance as machine
 from dtbench.machine.device import loaded_nvml
-from dtbench.machine.fake_gpu import fake_nvml as fake_nvml_of
 from dtbench.model import Header, MeshShape, Plan, Result
+from dtbench.model.result import Checkouts, NvLinks
+from dtbench.records.layout import layout_of
+from dtbench.records.run import RunWriter, read_run
 from dtbench.tests import made_up
+from dtbench.tests.gpu_check.fake_gpu import fake_nvml as fake_nvml_of
+from dtbench.text import masking
 
 PLAN = Plan((("dp", 2), ("tp", 2)), (1024, 4096), quick=True)
 
 
-def header(**changes: Any) -> dict[str, Any]:
+def header(**changes: Any) -> Header:
     facts: dict[str, Any] = {
         "argv": ["dtbench", "run"],
         "plan": PLAN,
@@ -71,7 +72,7 @@ def test_the_header_is_one_that_the_store_reads_back(tmp_path: Path) -> None:
     with RunWriter.create(tmp_path / "x.jsonl", made) as writer:
         writer.append(Result("s", "n", "core", {}, "ok"))
     read = read_run(tmp_path / "x.jsonl").header
-    assert read == into(json.loads(json.dumps(made)), Header)
+    assert read == made
     assert read.mesh == MeshShape(dim_names=("dp", "tp"), shape=(2, 2))
     assert [r.rank for r in read.ranks] == [0, 1, 2, 3]
     assert read.plan["sizes_bytes"] == [1024, 4096]
@@ -84,12 +85,12 @@ def test_the_header_is_one_that_the_store_reads_back(tmp_path: Path) -> None:
 
 
 def test_each_run_has_its_own_id_and_may_have_another_mesh() -> None:
-    assert header()["run_id"] != header()["run_id"]
-    assert header(mesh=[("world", 8)])["mesh"] == {"dim_names": ["world"], "shape": [8]}
+    assert header().run_id != header().run_id
+    assert header(mesh=[("world", 8)]).mesh == MeshShape(dim_names=("world",), shape=(8,))
 
 
 def test_this_module_does_not_load_torch() -> None:
-    code = "import sys, dtbench.machine.doctor, dtbench.machine.command; sys.exit('torch' in sys.modules)"
+    code = "import sys, dtbench.machine.doctor, dtbench.cli.doctor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -230,23 +231,23 @@ def git(folder: Path, *args: str) -> None:
 
 def test_the_commit_and_whether_it_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert header()["git"]["commit"] is None
+    assert header().git.commit is None
     git(tmp_path, "init", "-q")
-    assert header()["git"]["commit"] is None  # no commit yet
+    assert header().git.commit is None  # no commit yet
     (tmp_path / "a").write_text("1")
     git(tmp_path, "add", "a")
     git(tmp_path, "commit", "-qm", "first")
     (tmp_path / "untracked").write_text("1")
-    clean = header()["git"]
-    assert len(clean["commit"]) == 40
-    assert clean["dirty"] is False
+    clean = header().git
+    assert len(clean.commit or "") == 40
+    assert clean.dirty is False
     (tmp_path / "a").write_text("2")
-    assert header()["git"] == clean | {"dirty": True}
+    assert header().git == msgspec.structs.replace(clean, dirty=True)
 
 
 def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert header()["git"] == {"commit": None, "dirty": None, "dtbench": None}
+    assert header().git == Checkouts()
 
 
 # -------------------------------------------------------------------------------------- CPU
@@ -265,15 +266,15 @@ def test_the_cpu_of_a_foreign_machine(tmp_path: Path) -> None:
         (folder / "scaling_governor").write_text("powersave\n")
         (tmp_path / f"sys/devices/system/node/node{i}").mkdir(parents=True)
     cpu = machine.cpu(tmp_path)
-    assert cpu["model"] == "Some CPU @ 3 GHz"
-    assert cpu["physical_cores"] == 4
-    assert cpu["governor"] == "powersave"
-    assert cpu["numa_nodes"] == 2
+    assert cpu.model == "Some CPU @ 3 GHz"
+    assert cpu.physical_cores == 4
+    assert cpu.governor == "powersave"
+    assert cpu.numa_nodes == 2
 
 
 def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
     cpu = machine.cpu(tmp_path)
-    assert (cpu["governor"], cpu["numa_nodes"], cpu["physical_cores"]) == (None, None, None)
+    assert (cpu.governor, cpu.numa_nodes, cpu.physical_cores) == (None, None, None)
 
 
 # ------------------------------------------------------------------------------------- GPUs
@@ -281,16 +282,16 @@ def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
 
 def test_gpus_as_nvml_tells_them(fake_nvml: SimpleNamespace) -> None:
     found = machine.gpus()
-    assert [gpu["index"] for gpu in found] == [0, 1]
-    assert found[1]["name"] == "Fake of handle-1"
-    assert found[0]["memory_bytes"] == 80 * 2**30
-    assert (found[0]["sm_clock_MHz"], found[0]["sm_clock_max_MHz"]) == (1500, 1980)
-    assert found[0]["power_limit_W"] == 700
-    assert found[0]["nvlink"] == {"links": 3, "active_links": 2, "version": 4}
-    assert found[0]["mig"] is None  # raises
-    assert found[0]["persistence"] is None  # not in these bindings
+    assert [gpu.index for gpu in found] == [0, 1]
+    assert found[1].name == "Fake of handle-1"
+    assert found[0].memory_bytes == 80 * 2**30
+    assert (found[0].sm_clock_MHz, found[0].sm_clock_max_MHz) == (1500, 1980)
+    assert found[0].power_limit_W == 700
+    assert found[0].nvlink == NvLinks(links=3, active_links=2, version=4)
+    assert found[0].mig is None  # raises
+    assert found[0].persistence is None  # not in these bindings
     assert machine.driver_version() == "570.1"
-    assert header()["machine"]["gpus"] == found
+    assert header().machine.gpus == tuple(found)
 
 
 def test_a_rank_tells_where_its_gpu_sits(fake_nvml: SimpleNamespace, tmp_path: Path) -> None:

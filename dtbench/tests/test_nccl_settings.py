@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtbench.errors import UsageError
 from dtbench.judge.settings.nccl import Arm, arm_of, rows_of, times_of, winners_of
-from dtbench.judge.settings.selftest import errors_of
 from dtbench.model import Run
+from dtbench.model.errors import UsageError
 from dtbench.show.report.sources import Sources, _apart
 from dtbench.tests import made_up
 from dtbench.tests.html_page import section
 from dtbench.tests.made_up import Cli
+from dtbench.tests.settings_selftest import errors_of
 
 RING: Arm = (("NCCL_ALGO", "Ring"), ("NCCL_PROTO", "LL128"))
 TREE: Arm = (("NCCL_ALGO", "Tree"), ("NCCL_PROTO", "LL"))
@@ -84,7 +84,7 @@ def test_a_report_shows_the_winners_of_a_sweep_and_the_launches_as_they_come() -
     assert (together.runs, len(together.sweep)) == (tuple(BASE), len(BASE) + len(ring))
     (table,) = section("settings", sweep=together.sweep).tables
     (_, _, comes), (_, _, won) = table.rows
-    assert comes[2:5] == ["1 KiB", "4 KiB", "as it comes"]
+    assert comes[2:5] == ["1 KiB", "4 KiB", "NCCL's default"]
     assert won[:5] == ["all_reduce", "8", "16 KiB", "64 KiB", "NCCL_ALGO=Ring NCCL_PROTO=LL128"]
     assert [float(cell.rstrip("×")) for cell in won[5:7]] == pytest.approx([0.7, 0.8], abs=0.02)
     few = section("settings", sweep=(*BASE[:3], *ring[:3]))
@@ -128,12 +128,11 @@ def test_logs_of_several_runs_with_forced_settings(dtbench: Cli, tmp_path: Path)
                 text += line.format(size, size // 4, us, size / us / 1e3, size / us / 1e3 * 1.75)
             path = tmp_path / f"{len(variables)}-{n}"
             Path(f"{path}.log").write_text(text)
-            assert (
-                dtbench("import", f"{path}.log", "--collective", "all_reduce", "-o", f"{path}.jsonl")[0] == 0
-            )
+            given = ("--collective", "all_reduce", "--ranks", "8")
+            assert dtbench("import", f"{path}.log", *given, "-o", f"{path}.jsonl")[0] == 0
             words += ["--arm", variables, f"{path}.jsonl"]
-    code, out, error = dtbench("settings", "nccl", *words, "--nodes", "1", "-o", "tuner.csv")
-    assert (code, error) == (0, "") and "2 of 2 sizes have a winner" in out
+    code, out, error = dtbench("settings", *words, "--nodes", "1", "-o", "tuner.csv")
+    assert (code, error) == (0, "the plugin's file is tuner.csv\n") and "2 of 2 sizes have a winner" in out
     written = Path("tuner.csv").read_text().splitlines()
     assert [row for row in written if not row.startswith("#")] == [
         "allreduce,1048576,2097152,tree,ll,-1,1,8,-1,-1"
@@ -147,8 +146,8 @@ def test_no_size_is_made_slower_where_arms_only_differ_by_noise() -> None:
 
 
 def test_a_sweep_takes_turns_and_keeps_every_word(dtbench: Cli) -> None:
-    words = ["--arm", "NCCL_ALGO=Ring,NCCL_PROTO=LL", "--arm", "A=it's;x", "--launches", "3", "-o", "a b"]
-    code, out, error = dtbench("sweep-env", *words, "--", "dtbench", "run", "collectives/all_reduce", "$x")
+    words = ["--sweep", "NCCL_ALGO=Ring,NCCL_PROTO=LL", "--sweep", "A=it's;x", "--launches", "3", "-o", "a b"]
+    code, out, error = dtbench("settings", *words, "--", "dtbench", "run", "collectives/all_reduce", "$x")
     assert (code, error) == (0, "")
     found = [shlex.split(row) for row in out.splitlines() if " -o " in row]
     ends = [row[-2:] for row in found]
@@ -176,15 +175,16 @@ def test_an_arm_is_what_the_sweep_forced_and_not_what_else_was_set() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("sweep-env -- dtbench run", "--arm"),
-        ("sweep-env --arm Ring -- dtbench run", "no variable"),
-        ("sweep-env --arm A=1 --arm A=1 -- dtbench run", "stands twice"),
-        ("sweep-env --arm A=1 -- dtbench run -o x", "leave -o"),
-        ("sweep-env --arm A=1,A=2 -- dtbench run", "sets A twice"),
-        ("sweep-env --arm A=1 --output= -- dtbench run", "-o is empty"),
-        ("settings nccl", "nothing to choose from"),
-        ("settings nccl --selftest none.csv", "cannot read none.csv"),
-        ("settings nccl none.jsonl", "none.jsonl"),
+        ("sweep-env -- dtbench run", "sweep-env is gone: type `dtbench settings --sweep"),
+        ("settings nccl run.jsonl", "settings nccl is gone: type `dtbench settings RUN"),
+        ("settings --sweep A=1", "expected COMMAND"),
+        ("settings --sweep Ring -- dtbench run", "no variable"),
+        ("settings --sweep A=1 --sweep A=1 -- dtbench run", "stands twice"),
+        ("settings --sweep A=1 -- dtbench run -o x", "leave -o"),
+        ("settings --sweep A=1,A=2 -- dtbench run", "sets A twice"),
+        ("settings --sweep A=1 --output= -- dtbench run", "-o is empty"),
+        ("settings", "nothing to choose from"),
+        ("settings none.jsonl", "none.jsonl"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(dtbench: Cli, words: str, said: str) -> None:

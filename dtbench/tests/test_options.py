@@ -10,10 +10,10 @@ import pytest
 
 from dtbench.bench import options
 from dtbench.bench.options import RunOptions
-from dtbench.errors import UsageError
-from dtbench.mesh import default_mesh, format_mesh, parse_mesh
 from dtbench.model import Case, Plan
-from dtbench.suite import Suite, WorldKind
+from dtbench.model.errors import UsageError
+from dtbench.model.mesh import default_mesh, format_mesh, parse_mesh
+from dtbench.model.suites import Suite, WorldKind
 from dtbench.tests import made_up
 
 PLAN = Plan(mesh=(("tp", 2),), sizes_bytes=(1024,))
@@ -93,6 +93,26 @@ def test_lists_keep_their_order_and_refuse_the_unknown() -> None:
         UsageError, match=r"--impl core,foo: 'foo' is not known; expected one or more of core, torch"
     ):
         options.parse_list("core,foo", ("core", "torch"), "--impl")
+
+
+def test_short_names_of_dtypes() -> None:
+    assert options.parse_dtypes("bf16,float32, fp16,fp32") == ("bfloat16", "float32", "float16")
+    with pytest.raises(UsageError, match="--dtype fp8: 'fp8' is not known"):
+        options.parse_dtypes("fp8")
+
+
+@pytest.mark.parametrize(
+    "text", ["size=4KiB", "size=4 KiB", "size=4096", "size=4096B", "'size=4 KiB' x", "b=2 size"]
+)
+def test_a_filter_takes_sizes_with_their_units(text: str) -> None:
+    matches = options.matcher(text)
+    assert matches("x all_reduce b=2 size=4096 n=1")
+    assert not matches("x all_reduce size=40960 n=1") and not matches("x all_reduce bsize=64 n=4096")
+
+
+def test_a_text_that_looks_like_a_size_is_found_as_it_is_written() -> None:
+    assert options.matcher("of=4KiB")("x y of=4KiB") and options.matcher("size=1.5MiB")("x y size=1572864")
+    assert not options.matcher("size=4KiB")("x y size=4194304")
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,13 @@ from dtbench.cost.plan.machines import (
     find_machine,
 )
 from dtbench.cost.plan.memory import memory_of
+from dtbench.cost.plan.models import BUILT_IN
 from dtbench.cost.plan.step import model_flops, predict_step
-from dtbench.cost.predict.models import BUILT_IN
-from dtbench.errors import DtbenchError, UsageError
-from dtbench.files.topology import write_topology
+from dtbench.model.errors import DtbenchError, UsageError
+from dtbench.records.topology import Layout as Place
+from dtbench.records.topology import write_topology
 from dtbench.tests.made_up import Cli
-from dtbench.tests.made_up_topology import made_dim, made_topology, ring_curve
+from dtbench.tests.made_up_topology import made_topology, ring_dim
 
 STEPS = Path(__file__).parents[2] / "results" / "reference" / "step-times"
 GPT = tables.gpt(hidden=1024, layers=8, heads=16, vocab=51200)
@@ -266,11 +267,9 @@ def test_groups_that_share_a_nodes_adapters_reach_a_share_of_them(inner: int, sl
 
 def test_links_of_a_topology_price_a_node_and_the_network() -> None:
     dims = [
-        made_dim(name, n, bw, 1.0, collectives={"all_reduce": ring_curve("all_reduce", n, bw, 1.0)})
-        for name, n, bw in (("dp", 4, 10.0), ("tp", 8, 100.0))
+        ring_dim(name, n, bw, 1.0, "all_reduce", layout=Place(kind=kind))
+        for name, n, bw, kind in (("dp", 4, 10.0, "inter-host"), ("tp", 8, 100.0, "intra-host"))
     ]
-    dims[0]["layout"] |= {"kind": "inter-host"}
-    dims[1]["layout"] |= {"kind": "intra-host"}
     links = TopologyLinks(made_topology(*dims), gpus_per_node=8)
     assert links.all_reduce(2**28, 1, 1) == 0
     assert links.all_reduce(2**28, 4, 8) > 5 * links.all_reduce(2**28, 8, 1) > 0
@@ -320,7 +319,7 @@ def test_constants_are_found_again() -> None:
     start = structs.replace(
         truth, fitted=find_machine("a100-8x").fitted, network=Network(GBps=100, latency_us=10)
     )
-    assert validate.PlanValidation("", validate.predict_rows(made, start, NodeLinks(start))).mean_error > 0.05
+    assert validate.steps_file("", validate.predict_rows(made, start, NodeLinks(start))).mean_error > 0.05
     fit = fit_machine(made, start, "made up")
     assert fit.held_out.mean_error < 0.01
     assert fit.machine.network.GBps == pytest.approx(40, rel=0.05)
@@ -612,9 +611,7 @@ def test_a_topology_without_dims_prices_no_links(tmp_path: Path, dtbench: Cli) -
 def test_a_topology_prices_the_links(tmp_path: Path, dtbench: Cli) -> None:
     times = []
     for bandwidth in (20.0, 2.0):
-        dim = made_dim(
-            "dp", 4, bandwidth, 5.0, collectives={"all_reduce": ring_curve("all_reduce", 4, bandwidth, 5.0)}
-        )
+        dim = ring_dim("dp", 4, bandwidth, 5.0, "all_reduce")
         path = tmp_path / f"{bandwidth:g}.json"
         write_topology(made_topology(dim), path)
         code, out, err = dtbench(

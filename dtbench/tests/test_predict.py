@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from dtbench.cost import price as curves
-from dtbench.cost.predict import prices, show
-from dtbench.cost.predict.models import BUILT_IN, Model, find_model
-from dtbench.cost.predict.prediction import Prediction, Setup, predict
-from dtbench.errors import DtbenchError, UnreadableRunError, UsageError
-from dtbench.files.topology import write_topology
+from dtbench.cost.plan import show
+from dtbench.cost.plan.communication import Setup, communication
+from dtbench.cost.plan.models import BUILT_IN, Model, find_model
+from dtbench.model.errors import DtbenchError, UnreadableRunError, UsageError
+from dtbench.records.plan import Communication
+from dtbench.records.topology import Layout, Residuals, Topology, write_topology
 from dtbench.tests.made_up import Cli
-from dtbench.tests.made_up_topology import curve_of, made_dim, made_topology, ring_curve
+from dtbench.tests.made_up_topology import curve_of, made_dim, made_topology, ring_dim
 
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
 # dim -> ranks, GiB/s, us per hop
@@ -28,37 +29,33 @@ SMALL = Model("small", hidden=8, layers=2, heads=4, kv_heads=2, head_dim=2, ffn=
 SMALL_LAYER, SMALL_ENDS = 128 + 64 + 384 + 16, 2 * 32 * 8 + 8
 
 
-def topology(**changes: Any) -> dict[str, Any]:
-    dims = [
-        made_dim(name, n, bw, us, collectives={c: ring_curve(c, n, bw, us) for c in COLLECTIVES})
-        for name, (n, bw, us) in DIMS.items()
-    ]
-    return made_topology(*dims) | changes
+def topology() -> Topology:
+    return made_topology(*(ring_dim(name, *of, *COLLECTIVES) for name, of in DIMS.items()))
 
 
 def setup(mesh: dict[str, int], model: Model = SMALL, tokens: int = 64, **changes: Any) -> Setup:
-    given = {"dtype": "bfloat16", "reduce_dtype": "bfloat16", "measured_as": {}, "roles": {}} | changes
+    given = {"dtype": "bfloat16", "reduce_dtype": "bfloat16", "measured_as": {}} | changes
     return Setup(model, tuple(mesh.items()), tokens, **given)
 
 
-def predicted(mesh: dict[str, int], model: Model = SMALL, tokens: int = 64, **changes: Any) -> Prediction:
-    return predict(topology(), setup(mesh, model, tokens, **changes))
+def predicted(mesh: dict[str, int], model: Model = SMALL, tokens: int = 64, **changes: Any) -> Communication:
+    return communication(topology(), setup(mesh, model, tokens, **changes))
 
 
-def calls(prediction: Prediction, scheme: str) -> Counter[tuple[str, str, str, int]]:
+def calls(prediction: Communication, scheme: str) -> Counter[tuple[str, str, str, int]]:
     """(where, phase, collective, bytes) -> how many in a layer, or in a step."""
     return Counter(
         {
-            (p.call.where, p.call.phase, p.call.collective, p.call.size_bytes): p.call.count
+            (p.where, p.phase, p.collective, p.size_bytes): p.count
             for p in prediction.collectives
-            if p.call.scheme == scheme
+            if p.scheme == scheme
         }
     )
 
 
-def step_s(prediction: Prediction, *schemes: str) -> float:
+def step_s(prediction: Communication, *schemes: str) -> float:
     (found,) = (v for v in prediction.variants if v.schemes == schemes)
-    return found.step.time_us * 1e-6
+    return found.step.time_s
 
 
 # ------------------------------------------------------------------------------------------ models
@@ -188,8 +185,8 @@ def test_data_parallelism_by_hand() -> None:
 
 def test_hybrid_sharding_reduces_shards_over_the_outer_dim() -> None:
     prediction = predicted({"replicate": 2, "dp": 4}, measured_as={"replicate": "dp"})
-    shards = [p for p in prediction.collectives if p.call.mesh_dim == "replicate"]
-    assert [(p.call.collective, p.call.size_bytes, p.ranks) for p in shards] == [
+    shards = [p for p in prediction.collectives if p.mesh_dim == "replicate"]
+    assert [(p.collective, p.size_bytes, p.ranks) for p in shards] == [
         ("all_reduce", 2 * SMALL_LAYER // 4, 2),
         ("all_reduce", 2 * SMALL_ENDS // 4, 2),
     ]
@@ -200,12 +197,12 @@ def test_a_step_is_all_layers_and_the_ends() -> None:
     prediction = predicted({"dp": 4, "tp": 4})
     assert len(prediction.variants) == 6
     for variant in prediction.variants:
-        own = [p for p in prediction.collectives if p.call.scheme in variant.schemes]
-        layer = sum(p.call.count * p.one.time_us for p in own if p.call.where == "layer")
-        ends = sum(p.call.count * p.one.time_us for p in own if p.call.where == "ends")
-        assert variant.layer.time_us == pytest.approx(layer)
-        assert variant.step.time_us == pytest.approx(2 * layer + ends)
-        assert variant.step.low_us < variant.step.time_us < variant.step.high_us
+        own = [p for p in prediction.collectives if p.scheme in variant.schemes]
+        layer = sum(p.count * p.time_s for p in own if p.where == "layer")
+        ends = sum(p.count * p.time_s for p in own if p.where == "ends")
+        assert variant.layer.time_s == pytest.approx(layer)
+        assert variant.step.time_s == pytest.approx(2 * layer + ends)
+        assert variant.step.low_s < variant.step.time_s < variant.step.high_s
 
 
 def test_sequence_parallelism_sends_as_much_as_tensor_parallelism() -> None:
@@ -221,19 +218,19 @@ def test_sequence_parallelism_sends_as_much_as_tensor_parallelism() -> None:
 
 
 def test_measured_sizes_and_ranks_cost_what_was_measured() -> None:
-    dim = topology()["dims"][1]
+    dim = topology().dims[1]
     for size in (1024, 3000, 2**26):
-        at = prices.estimate(dim, "all_reduce", 8, size)
-        expected = curves.price(dim["collectives"]["all_reduce"], size)
+        at = curves.estimate(dim, "all_reduce", 8, size)
+        expected = curves.price(dim.collectives["all_reduce"], size)
         assert (at.time_us, at.low_us, at.high_us) == (expected.time_us, expected.low_us, expected.high_us)
         assert not at.extrapolated
 
 
 def test_other_ranks_cost_what_the_ring_says() -> None:
     """The made-up curves are the ring's own, so scaling them has to give the ring's time at any size and ranks."""
-    for (measured, bandwidth, us), dim in zip(DIMS.values(), topology()["dims"], strict=True):
+    for (measured, bandwidth, us), dim in zip(DIMS.values(), topology().dims, strict=True):
         for ranks, size in itertools.product((2, measured * 16, 4096), (1024, 2**26)):
-            at = prices.estimate(dim, "all_gather", ranks, size)
+            at = curves.estimate(dim, "all_gather", ranks, size)
             ring = 6.6 + (ranks - 1) * us + size / 2**30 * (ranks - 1) / ranks / bandwidth * 1e6
             assert at.time_us == pytest.approx(ring)
             assert at.ranks_factor == ranks / measured
@@ -242,32 +239,34 @@ def test_other_ranks_cost_what_the_ring_says() -> None:
 def test_a_ring_scales_what_was_measured_and_does_not_replace_it() -> None:
     slow = made_dim("tp", 8, 150.0, 2.0, collectives={"all_reduce": curve_of((2**26,), (9000.0,))})
     ring = [6.6 + 2 * (n - 1) * 2 + 2**-4 * 2 * (n - 1) / n / 150 * 1e6 for n in (8, 32)]
-    got = prices.estimate(slow, "all_reduce", 32, 2**26).time_us
+    got = curves.estimate(slow, "all_reduce", 32, 2**26).time_us
     assert got == pytest.approx(9000 * ring[1] / ring[0])
 
 
 def test_intervals_widen_with_every_doubling() -> None:
-    dim = topology()["dims"][1]
-    by_ranks = [prices.estimate(dim, "all_gather", 8 * 2**k, 2**20) for k in range(6)]
-    by_size = [prices.estimate(dim, "all_gather", 8, 2 ** (30 + k)) for k in range(6)]
+    dim = topology().dims[1]
+    by_ranks = [curves.estimate(dim, "all_gather", 8 * 2**k, 2**20) for k in range(6)]
+    by_size = [curves.estimate(dim, "all_gather", 8, 2 ** (30 + k)) for k in range(6)]
     for estimates in (by_ranks, by_size):
         widths = [math.log(e.high_us / e.low_us) for e in estimates]
         steps = [b - a for a, b in itertools.pairwise(widths)]
         assert steps == pytest.approx([2 * math.log(1.2)] * 5)  # the made-up curves' half width is log 1.2
         assert all(e.low_us < e.time_us < e.high_us for e in estimates)
-    both = prices.estimate(dim, "all_gather", 16, 2**31)
+    both = curves.estimate(dim, "all_gather", 16, 2**31)
     assert math.log(both.high_us / both.low_us) == pytest.approx(2 * math.log(1.2) * 3)
 
 
 def test_collectives_that_were_not_measured_are_priced_by_the_formula() -> None:
-    dim = made_dim("tp", 8, 150.0, 2.0) | {"residuals": {"worst_ratio": 1.5}}
-    at = prices.estimate(dim, "all_gather", 8, 2**26)
+    dim = made_dim(
+        "tp", 8, 150.0, 2.0, residuals=Residuals(geometric_mean_ratio=1.2, worst_ratio=1.5, points=())
+    )
+    at = curves.estimate(dim, "all_gather", 8, 2**26)
     assert at.time_us == pytest.approx(6.6 + 7 * 2 + 2**-4 * 7 / 8 / 150 * 1e6)
     assert (at.by_formula, at.extrapolated) == (True, True)
     assert at.high_us / at.time_us == pytest.approx(1.5)
-    beyond = prices.estimate(dim, "all_gather", 8, 2**32)  # it was fitted up to 1 GiB
+    beyond = curves.estimate(dim, "all_gather", 8, 2**32)  # it was fitted up to 1 GiB
     assert (beyond.size_factor, beyond.high_us / beyond.time_us) == (4, pytest.approx(1.5**3))
-    prediction = predict(made_topology(dim), setup({"tp": 4}))
+    prediction = communication(made_topology(dim), setup({"tp": 4}))
     assert any("all_gather was not measured on tp" in w for w in prediction.warnings)
 
 
@@ -285,7 +284,8 @@ def test_more_is_never_faster() -> None:
 
 def test_the_work_does_not_grow_with_ranks_or_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(prices, "price", lambda curve, size: asked.append(size) or curves.price(curve, size))
+    priced = curves.price
+    monkeypatch.setattr(curves, "price", lambda curve, size: asked.append(size) or priced(curve, size))
     counts = []
     for mesh, model in (({"dp": 2, "tp": 2}, SMALL), ({"dp": 16384, "tp": 128}, BUILT_IN["llama-405b"])):
         asked.clear()
@@ -300,14 +300,12 @@ def test_the_work_does_not_grow_with_ranks_or_layers(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("mesh", "changes", "said"),
     [
-        ({"cp": 8}, {}, r"the topology holds dp=4, tp=8: give --map cp=NAME"),
+        ({"replicate": 2, "dp": 4}, {}, r"the topology holds dp=4, tp=8: give --map replicate=NAME"),
         ({"tp": 8}, {"measured_as": {"tp": "intra"}}, "priced as intra, the topology holds dp=4, tp=8"),
         ({"tp": 8}, {"measured_as": {"cp": "tp"}}, "cp is no dim of --mesh tp=8"),
         ({"pp": 4, "tp": 8}, {"measured_as": {"pp": "dp"}}, "pp=4 has no part in the training"),
-        ({"tp": 8}, {"roles": {"dp": "tp"}}, "one mesh dim has two parts"),
-        ({"tp": 8}, {"roles": {"dp": "inter"}}, "inter is no dim"),
         ({"tp": 1}, {}, "nothing is communicated"),
-        ({"replicate": 4}, {"measured_as": {"replicate": "dp"}}, "--replicate is for HSDP"),
+        ({"replicate": 4}, {"measured_as": {"replicate": "dp"}}, "replicate is for HSDP"),
         ({"tp": 3}, {}, "3 tensor-parallel ranks cannot share 4 heads"),
     ],
 )
@@ -326,22 +324,23 @@ def test_key_value_heads_must_be_shared_evenly() -> None:
 
 
 def test_other_names_are_mapped() -> None:
-    renamed = predicted(
-        {"inter": 4, "intra": 4},
-        measured_as={"inter": "dp", "intra": "tp"},
-        roles={"dp": "inter", "tp": "intra"},
-    )
+    named = [
+        ring_dim(name, *of, *COLLECTIVES) for name, of in zip(("inter", "intra"), DIMS.values(), strict=True)
+    ]
+    asked = setup({"dp": 4, "tp": 4}, measured_as={"dp": "inter", "tp": "intra"})
     same = predicted({"dp": 4, "tp": 4})
-    assert [v.step for v in renamed.variants] == [v.step for v in same.variants]
+    assert [v.step for v in communication(made_topology(*named), asked).variants] == [
+        v.step for v in same.variants
+    ]
 
 
 def test_a_dim_within_hosts_warns_beyond_the_host() -> None:
-    inside = topology()
-    inside["dims"][1]["layout"] = {"kind": "intra-host", "hosts_per_group": [1, 1], "ranks_per_host": [8, 8]}
-    (warning,) = (w for w in predict(inside, setup({"tp": 4})).warnings if "scaled" in w)
+    host = Layout(kind="intra-host", hosts_per_group=(1, 1), ranks_per_host=(8, 8))
+    inside = made_topology(ring_dim("tp", *DIMS["tp"], *COLLECTIVES, layout=host))
+    (warning,) = (w for w in communication(inside, setup({"tp": 4})).warnings if "scaled" in w)
     assert "tp=4 was measured as tp=8" in warning
     model = BUILT_IN["llama-70b"]
-    assert any("inside one host of 8" in w for w in predict(inside, setup({"tp": 64}, model)).warnings)
+    assert any("inside one host of 8" in w for w in communication(inside, setup({"tp": 64}, model)).warnings)
 
 
 # --------------------------------------------------------------------------------------- the program
@@ -354,7 +353,7 @@ def file(tmp_path: Path) -> str:
 
 
 def test_json_holds_what_the_tables_show(dtbench: Cli, file: str) -> None:
-    options = ("predict", "--topology", file, "--mesh", "dp=128,tp=8", "--model", "llama-8b")
+    options = ("plan", "--topology", file, "--mesh", "dp=128,tp=8", "--model", "llama-8b")
     code, out, err = dtbench(*options, "--json")
     assert (code, err) == (0, "")
     content = json.loads(out)
@@ -380,14 +379,15 @@ def test_json_holds_what_the_tables_show(dtbench: Cli, file: str) -> None:
         (("--mesh", "tp=1024,dp=2048"), "has 2097152 ranks, expected at most 1048576"),
         (("--mesh", "tp=8", "--map", "tp"), "--map tp is not understood"),
         (("--mesh", "tp=8", "--map", "tp=a,tp=b"), "each dim once"),
-        (("--mesh", "cp=8"), "--map cp=NAME"),
-        (("--mesh", "tp=8", "--batch", "0"), "--batch"),
+        (("--mesh", "cp=8"), "cp=8 has no part in the training: call it tp, dp or replicate"),
+        (("--mesh", "tp=8", "--tokens", "0"), "--tokens"),
+        (("--mesh", "tp=8", "--gpus", "8"), "--mesh says what is predicted: leave --gpus out"),
         (("--mesh", "tp=8", "--model", "nobody"), "expected one of llama-8b"),
         (("--mesh", "tp=8", "--topology", "none.json"), "none.json"),
     ],
 )
 def test_mistakes_are_one_line(dtbench: Cli, file: str, options: tuple[str, ...], said: str) -> None:
-    code, out, err = dtbench("predict", "--topology", file, "--model", "llama-8b", *options)
+    code, out, err = dtbench("plan", "--topology", file, "--model", "llama-8b", *options)
     assert (code, out) == (2, "")
     assert said in err and err.count("\n") == 1
 
@@ -395,13 +395,13 @@ def test_mistakes_are_one_line(dtbench: Cli, file: str, options: tuple[str, ...]
 def test_what_is_not_known_is_not_given_in_digits(dtbench: Cli, tmp_path: Path) -> None:
     dim = made_dim("dp", 2, 1.0, 1.0, collectives={"all_reduce": curve_of((1024,), (90.0,))})
     write_topology(made_topology(dim), tmp_path / "t.json")
-    code, out, _ = dtbench("predict", "--topology", "t.json", "--mesh", "dp=4096", "--model", "llama-8b")
+    code, out, _ = dtbench("plan", "--topology", "t.json", "--mesh", "dp=4096", "--model", "llama-8b")
     assert code == 0
     assert "unknown within 100x" in next(line for line in out.splitlines() if line.startswith("DDP"))
 
 
 def test_names_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
     model = Model("a\x1b[2J[red]", hidden=8, layers=1, heads=4, kv_heads=4, head_dim=2, ffn=8, vocab=8)
-    show.print_prediction(predicted({"tp": 4}, model))
+    show.print_communication(predicted({"tp": 4}, model))
     out = capsys.readouterr().out
     assert "\x1b" not in out and r"a\x1b[2J[red]" in out

@@ -1,4 +1,4 @@
-"""The collectives that `predict` expects, against those that torch calls for a small transformer.
+"""The collectives that `plan --mesh` expects, against those that torch calls for a small transformer.
 
 One rank of a fake process group of 8 trains it under torch's own tensor parallelism and FSDP2; every
 collective it calls is noted with its size.
@@ -30,8 +30,8 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtbench.cost.predict.models import Model
-from dtbench.cost.predict.prediction import Setup, predict
+from dtbench.cost.plan.communication import Setup, communication
+from dtbench.cost.plan.models import Model
 from dtbench.tests.made_up_topology import made_dim, made_topology
 
 SEQUENCE_LENGTH, HIDDEN, LAYERS, HEADS, HEAD_DIM, FFN, VOCAB = 24, 32, 3, 8, 4, 80, 64
@@ -150,14 +150,14 @@ def train(model: nn.Module, ranks: int, *, loss_cut: bool) -> Counter[tuple[str,
 
 
 def expected(scheme: str, mesh: dict[str, int]) -> Counter[tuple[str, int]]:
-    """What `predict` counts for one step in float32."""
+    """What `plan --mesh` counts for one step in float32."""
     dims = [made_dim(name, ranks, 1.0, 1.0) for name, ranks in mesh.items()]
-    setup = Setup(MODEL, tuple(mesh.items()), SEQUENCE_LENGTH, "float32", "float32", {}, {})
+    setup = Setup(MODEL, tuple(mesh.items()), SEQUENCE_LENGTH, "float32", "float32", {})
     found: Counter[tuple[str, int]] = Counter()
-    for p in predict(made_topology(*dims), setup).collectives:
-        if p.call.scheme == scheme:
-            layers = LAYERS if p.call.where == "layer" else 1
-            found[p.call.collective, p.call.size_bytes] += p.call.count * layers
+    for p in communication(made_topology(*dims), setup).collectives:
+        if p.scheme == scheme:
+            layers = LAYERS if p.where == "layer" else 1
+            found[p.collective, p.size_bytes] += p.count * layers
     return found
 
 

@@ -18,11 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtbench.errors import UsageError
-from dtbench.files.preflight import PreflightFile
 from dtbench.machine.provenance import segments
-from dtbench.mesh import default_mesh
-from dtbench.preflight import selftest, show
+from dtbench.model.errors import UsageError
+from dtbench.model.mesh import default_mesh
+from dtbench.preflight import show
 from dtbench.preflight.examine import (
     MATMUL,
     MAX_SUSPECTS,
@@ -35,6 +34,8 @@ from dtbench.preflight.examine import (
 )
 from dtbench.preflight.preflight import file_of, names_of
 from dtbench.preflight.rounds import ALL_PAIRS_UP_TO, BETWEEN, INSIDE, matchings, rounds_of
+from dtbench.records.preflight import Preflight
+from dtbench.tests import preflight_selftest as selftest
 from dtbench.tests import programs
 from dtbench.tests.made_up import Cli
 
@@ -132,11 +133,11 @@ class Ranks:
         ]
 
     def examine(self) -> Examination:
-        talk = examine(self.world)
-        command = next(talk)
+        examining = examine(self.world)
+        command = next(examining)
         while True:
             try:
-                command = talk.send(self.answer(command))
+                command = examining.send(self.answer(command))
             except StopIteration as end:
                 found: Examination = end.value
                 return found
@@ -299,11 +300,11 @@ def pool(slow: int | None = None, share: float = 0.8, reps: int = 30) -> dict[st
             made.update(json.loads(text))
 
     ranks = Ranks(hosts_of(8), (lambda _a, _b: 1.0) if slow is None else slow_rank(slow, share))
-    talk = selftest.gather_pool(ranks.world, Kept(), reps)  # type: ignore[arg-type]
-    command = next(talk)
+    examining = selftest.gather_pool(ranks.world, Kept(), reps)  # type: ignore[arg-type]
+    command = next(examining)
     try:
         while True:
-            command = talk.send(ranks.answer(command))
+            command = examining.send(ranks.answer(command))
     except StopIteration:
         return made
 
@@ -320,7 +321,7 @@ def test_trials_of_a_gathered_pool_name_what_is_slow_in_it() -> None:
 # --------------------------------------------------------------------------------------- what is written
 
 
-def example(share: float = 0.7) -> PreflightFile:
+def example(share: float = 0.7) -> Preflight:
     ranks = Ranks(hosts_of(4, 2), slow_rank(5, share), work={1: 0.6}, noise=0.01)
     return file_of(ranks.examine(), 3.21, "cpu")
 
@@ -339,6 +340,14 @@ def test_the_verdict_stands_in_one_line_and_in_junit() -> None:
     assert failed == {BETWEEN, INSIDE, MATMUL}
     assert suite.get("failures") == "3"
     assert int(suite.get("tests") or 0) == len(suite)
+
+
+def test_junit_holds_a_dim_of_any_name() -> None:
+    dim = msgspec.structs.replace(example().dims[0], dim='<a>&"\x00\x1b')
+    finding = msgspec.structs.replace(example().findings[0], kind=f"all_reduce over {dim.dim}")
+    text = show.junit(msgspec.structs.replace(example(), dims=(dim,), findings=(finding,)))
+    names = [case.get("name") for case in ET.fromstring(text)[0] if case.find("failure") is not None]
+    assert names == ['all_reduce over <a>&"\\x00\\x1b']
 
 
 def test_a_page_shows_the_map_and_what_is_slow(tmp_path: Path, dtbench: Cli) -> None:
@@ -381,7 +390,7 @@ def test_what_is_slower_than_before_is_named(tmp_path: Path) -> None:
         (["--nproc", "1"], "a world of one has none to compare"),
         (["-o", "x.txt"], "expected a name that ends in .html, .json, .xml"),
         (["--expect", "/dev/zero"], "is not a regular file"),
-        (["--selftest"], "--selftest takes one -o FILE.json"),
+        (["--selftest"], "--selftest is gone: give python -m dtbench.tests."),
         (["--mesh", "dp=2", "--nproc", "3"], "make them agree"),
         (["--timeout", "0"], "expected seconds above 0"),
     ],

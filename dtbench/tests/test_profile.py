@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from dtbench.profile.trace import LANES
+from dtbench.records.profile import LANES
 from dtbench.tests.made_up import Cli
 from dtbench.tests.programs import start
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import random
@@ -16,17 +17,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtbench.bench.options import Task, split_target
-from dtbench.errors import OutputError, UsageError
-from dtbench.files.atomic import refuse_taken
 from dtbench.machine import provenance as machine
-from dtbench.mesh import groups_in
 from dtbench.model import STAGES, Case
-from dtbench.profile import flame, folder, gpu, overlap, sections, spans, stages, text, trace
+from dtbench.model.errors import OutputError, UsageError
+from dtbench.model.mesh import groups_in
+from dtbench.model.suites import Suite
+from dtbench.profile import flame, gpu, overlap, sections, spans, stages, text, trace
 from dtbench.profile.frames import short_name
 from dtbench.profile.request import choose
 from dtbench.profile.sections import skews
 from dtbench.profile.spans import Overhead, Span
-from dtbench.suite import Suite
+from dtbench.records.atomic import refuse_taken, write_folder
+from dtbench.records.profile import ITERATION, LANES, Calls, Parts, Ranks
 from dtbench.world import clocks
 from dtbench.world.ranks import StoreRanks
 
@@ -102,31 +104,31 @@ def broken_down(calls: list[Span], whole_ns: float, cost: dict[str, Overhead] = 
 def test_stages_are_found_again_below_what_recording_adds() -> None:
     calls = [made_up_call() for _ in range(3)]
     made = broken_down(calls, 5300.0)
-    assert {row.stage: row.ns for row in made.rows} == pytest.approx(TRUE_NS)
-    assert [row.stage for row in made.rows] == [s for s in STAGES if s in TRUE_NS]
-    assert made.fitted_to_calibrated == pytest.approx(1)
-    assert max(row.plus_minus_ns for row in made.rows) == pytest.approx(0, abs=1e-6)
-    assert made.unattributed_ns == pytest.approx(0)
+    assert {row.stage: row.ns for row in made.call.rows} == pytest.approx(TRUE_NS)
+    assert [row.stage for row in made.call.rows] == [s for s in STAGES if s in TRUE_NS]
+    assert made.call.fitted_to_calibrated == pytest.approx(1)
+    assert max(row.plus_minus_ns for row in made.call.rows) == pytest.approx(0, abs=1e-6)
+    assert made.call.unattributed_ns == pytest.approx(0)
 
 
 def test_a_dearer_recording_is_fitted_and_said() -> None:
     """Recording costs 1.5 times what its calibration says: the rows still come out, with their doubt."""
     calls = [made_up_call(Overhead(135.0, 450.0))]
     made = broken_down(calls, 5300.0)
-    assert made.fitted_to_calibrated == pytest.approx(1.5, rel=0.02)
-    assert {row.stage: row.ns for row in made.rows} == pytest.approx(TRUE_NS, abs=40)
-    assert sum(row.ns for row in made.rows) == pytest.approx(5300)
+    assert made.call.fitted_to_calibrated == pytest.approx(1.5, rel=0.02)
+    assert {row.stage: row.ns for row in made.call.rows} == pytest.approx(TRUE_NS, abs=40)
+    assert sum(row.ns for row in made.call.rows) == pytest.approx(5300)
     assert sum(made.folded.values()) == pytest.approx(5300)
-    doubts = {row.stage: row.plus_minus_ns for row in made.rows}
+    doubts = {row.stage: row.plus_minus_ns for row in made.call.rows}
     assert doubts["key"] == pytest.approx(45, abs=3) and doubts["glue"] > 5 * doubts["key"]
 
 
 def test_what_no_fit_explains_is_left_unattributed() -> None:
     made = broken_down([made_up_call()], 20_000.0)  # a call alone took longer than a recorded one
-    assert made.fitted_to_calibrated == 0
-    assert made.unattributed_ns > 5000
-    assert all(row.plus_minus_ns > 0 for row in made.rows)
-    assert broken_down([made_up_call(slow=9)], 10.0).fitted_to_calibrated == stages.MOST_FIT
+    assert made.call.fitted_to_calibrated == 0
+    assert made.call.unattributed_ns > 5000
+    assert all(row.plus_minus_ns > 0 for row in made.call.rows)
+    assert broken_down([made_up_call(slow=9)], 10.0).call.fitted_to_calibrated == stages.MOST_FIT
     with pytest.raises(ValueError, match="no call"):
         broken_down([], 10.0)
 
@@ -134,12 +136,12 @@ def test_what_no_fit_explains_is_left_unattributed() -> None:
 def test_a_slower_moment_is_taken_off_all_stages_alike() -> None:
     quiet = broken_down([made_up_call()], 5300.0)
     slow = broken_down([made_up_call(Overhead(180.0, 600.0), slow=2.0)], 10_600.0).at_pace(5300.0)
-    assert slow.slowed == pytest.approx(2)
-    assert {row.stage: row.ns for row in slow.rows} == pytest.approx(
-        {r.stage: r.ns for r in quiet.rows}, abs=40
+    assert slow.call.slowed == pytest.approx(2)
+    assert {row.stage: row.ns for row in slow.call.rows} == pytest.approx(
+        {r.stage: r.ns for r in quiet.call.rows}, abs=40
     )
     assert sum(slow.folded.values()) == pytest.approx(sum(quiet.folded.values()), rel=0.02)
-    assert slow.unattributed_ns == pytest.approx(0, abs=1e-6)
+    assert slow.call.unattributed_ns == pytest.approx(0, abs=1e-6)
 
 
 def test_self_times_add_up_to_the_whole() -> None:
@@ -251,7 +253,7 @@ def event(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1, *
 
 
 def iteration(number: int, start: float, dur: float) -> dict[str, Any]:
-    return event(f"{trace.ITERATION} s (core) #{number}", start, dur, "user_annotation")
+    return event(f"{ITERATION} s (core) #{number}", start, dur, "user_annotation")
 
 
 def cpu_rank(rank: int, late: float, shift_us: float) -> trace.RankTrace:
@@ -277,8 +279,7 @@ def test_an_iteration_is_taken_apart() -> None:
     assert (window.section, window.number) == ("s (core)", 0)
     assert [c.interval for c in window.collectives] == [(21, 50)]
     assert list(window.compute) == [(0, 20), (32, 40)]  # the op that was handed over counts as its inner one
-    times = window.times_us()
-    assert times == {"whole": 60, "communication": 29, "compute": 28, "overlap": 8, "exposed": 21, "host": 11}
+    assert window.parts_us == Parts(whole=60, communication=29, compute=28, overlap=8, exposed=21, host=11)
     assert window.exposed == [(21, 32), (40, 50)]
 
 
@@ -302,13 +303,13 @@ def test_calls_are_paired_with_what_the_transport_did_for_them() -> None:
         ("allreduce", (15, 50)),
         ("allgather_base", (40, 100)),
     ]
-    assert window.times_us()["communication"] == 85
+    assert window.parts_us.communication == 85
 
 
 def test_on_a_gpu_kernels_count() -> None:
     events = [
         iteration(0, 0, 100),
-        event(f"{trace.ITERATION} s (core) #0", 0, 100, "gpu_user_annotation"),
+        event(f"{ITERATION} s (core) #0", 0, 100, "gpu_user_annotation"),
         event("aten::mm", 0, 90),
         event("gemm", 10, 30, "kernel", tid=7),
         event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)", 30, 40, "kernel", tid=8),
@@ -316,7 +317,7 @@ def test_on_a_gpu_kernels_count() -> None:
     ]
     (window,) = trace.windows_of(trace.RankTrace(0, "here", "cuda:0", events))
     assert [c.kind for c in window.collectives] == ["AllReduce"]
-    assert window.times_us()["overlap"] == 15 and window.times_us()["exposed"] == 25
+    assert window.parts_us.overlap == 15 and window.parts_us.exposed == 25
 
 
 def test_traces_merge_on_one_clock_with_lanes() -> None:
@@ -329,9 +330,9 @@ def test_traces_merge_on_one_clock_with_lanes() -> None:
         (e["pid"], e["tid"]): e["args"]["name"] for e in made["traceEvents"] if e["name"] == "thread_name"
     }
     for pid in (0, 1):
-        assert {names[pid, tid] for tid in trace.LANES} == set(trace.LANES.values())
+        assert {names[pid, tid] for tid in LANES} == set(LANES.values())
         assert "gloo" in names.values()
-        lane = {n: [e for e in drawn if (e["pid"], e["tid"]) == (pid, tid)] for tid, n in trace.LANES.items()}
+        lane = {n: [e for e in drawn if (e["pid"], e["tid"]) == (pid, tid)] for tid, n in LANES.items()}
         assert [(e["ts"], e["dur"]) for e in lane["communication"]] == [(20 + 3 * pid, 30 - 3 * pid)]
         assert [(e["ts"], e["dur"]) for e in lane["compute"]] == [(0, 20), (32, 8)]
         assert sum(e["dur"] for e in lane["exposed communication"]) == 22 - 3 * pid
@@ -344,7 +345,7 @@ def test_the_late_rank_is_named() -> None:
     (found,), unmatched = skews(windows, [[0, 1]], {0: 0.5, 1: 0.5})
     assert (found.kind, found.count, unmatched) == ("allreduce", 20, 0)
     assert (found.mean_us, found.p95_us) == (4, 4)
-    assert (found.latest, found.late, found.unclear) == (1, {1: 20}, 0)
+    assert (found.latest, found.late, found.unclear) == (1, {"1": 20}, 0)
     # Clocks that may be wrong by as much do not tell.
     (vague,), _ = skews(windows, [[0, 1]], {0: 2.0, 1: 2.0})
     assert (vague.latest, vague.unclear) == (None, 20)
@@ -358,7 +359,7 @@ def test_collectives_that_differ_are_not_matched() -> None:
     assert skews(windows, [[0, 1]], {}) == ([], 1)
     traces = [cpu_rank(0, 0, 0.0), cpu_rank(1, 4, 0.0)]
     (section,) = sections.sections_of(traces, {"s (core)": [[0, 1]]}, {"s (core)": [40.0, 50.0, 60.0]})
-    lines = "\n".join(text.section_tables([section], {0: 0.5, 1: 0.5}))
+    lines = "\n".join(text.section_tables(Ranks(sections=(section,), clock_us={"0": 0.5, "1": 0.5})))
     assert section.overhead == pytest.approx(0.2)
     assert "rank 1 is last most often, 1 of 1 times" in lines and "50.00 µs without" in lines
 
@@ -488,13 +489,19 @@ def test_targets() -> None:
 
 
 def test_a_folder_is_made_whole_or_not_at_all(tmp_path: Any) -> None:
-    folder.write_folder(tmp_path / "p", {"a.txt": "a\ud800", "b.json.gz": folder.as_json({"x": 1})})
-    assert sorted(p.name for p in (tmp_path / "p").iterdir()) == ["a.txt", "b.json.gz"]
+    text.write_and_tell(tmp_path / "p", [], Calls(cases=()), {"x": 1}, {"a.txt": "a\ud800"})
+    assert gzip.decompress((tmp_path / "p" / "trace.json.gz").read_bytes()) == b'{"x":1}'
+    assert sorted(p.name for p in (tmp_path / "p").iterdir()) == [
+        "a.txt",
+        "table.json",
+        "table.txt",
+        "trace.json.gz",
+    ]
     for taken in (tmp_path / "p", tmp_path / "no" / "p"):
         with pytest.raises(OutputError, match="another -o"):
             refuse_taken(taken, "remove it")
     with pytest.raises(OutputError, match="exists already"):
-        folder.write_folder(tmp_path / "p", {"c": ""})
+        write_folder(tmp_path / "p", {"c": b""})
     with pytest.raises(OutputError, match="cannot write"):
-        folder.write_folder(tmp_path / "q", {"no/folder": ""})
+        write_folder(tmp_path / "q", {"no/folder": b""})
     assert [p.name for p in tmp_path.iterdir()] == ["p"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dtbench.errors import UsageError, WorldBrokenError
+from dtbench.model.errors import UsageError, WorldBrokenError
 from dtbench.world.ranks import Place, StoreRanks, find_place, first_host, store_of
 
 TORCHRUN = {

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dtbench.errors import UnreadableRunError
-from dtbench.fields import Amount, Count, Name, Rank, Whole
-from dtbench.files.read import BadFieldError, decode, into, read_json
+from dtbench.model.errors import UnreadableRunError
+from dtbench.model.fields import Amount, Count, Name, Rank, Whole
+from dtbench.records.read import BadFieldError, decode, into, read_json
 
 keys = st.sampled_from(["a", "b", "a:b", ":", "µ", "", '"'])
 texts = st.sampled_from(["", ":", "a:b:c", "µ", "\n", '\\"', "x" * 9])

@@ -13,11 +13,11 @@ import pytest
 from dtbench.bench import options
 from dtbench.bench.options import RunOptions, further_tasks
 from dtbench.bench.refine import MOST_ADDED, middles, sizes_between
-from dtbench.errors import UsageError
-from dtbench.files.run import read_run
 from dtbench.model import Case, Param, Plan, Result
+from dtbench.model.errors import UsageError
+from dtbench.model.suites import Refinement, Suite
+from dtbench.records.run import read_run
 from dtbench.stats import summarize
-from dtbench.suite import Refinement, Suite
 from dtbench.tests import made_up
 from dtbench.tests.test_runs import here, kinds, run  # noqa: F401 - `here` is a fixture
 

@@ -8,32 +8,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
-from dtbench.cost.calibration import write_topology
-from dtbench.cost.regret import NOTHING, price_us, regret
-from dtbench.errors import UsageError
-from dtbench.files.run import RunWriter
+from dtbench.cost.regret import NOTHING, planner_topology, price_us, regret
 from dtbench.model import Result, Run
+from dtbench.model.errors import UsageError
+from dtbench.records.run import RunWriter
+from dtbench.records.topology import MeasuredCurve, Topology, write_topology
 from dtbench.tests.made_up import MIB, Cli, header, result, run
 from dtbench.tests.made_up_topology import curve_of, made_dim, made_topology
-from dtbench_core.cost.topology import MeshConstants, Topology
+from dtbench_core.cost.topology import MeshConstants
 
 CHANGES = ("S(0)->R", "S(1)->R", "P->R", "P->S(0)", "P->S(1)", "S(0)->S(1)", "S(1)->S(0)")
 DIMS = ("dp", "tp")
 STRAIGHT, DETOUR, LONG = "tp:P->R:4194304", "tp:P->S(0):4194304 tp:S(0)->R:4194304", "dp+tp:P+P->R+R:4194304"
 
 
-def flat(us: float) -> dict[str, Any]:
+def flat(us: float) -> MeasuredCurve:
     return curve_of((1024, 2**30), (us, us))
 
 
-def topology(**us: float) -> dict[str, Any]:
+def topology(**us: float) -> Topology:
     """Every change takes 100 us on both mesh dims, but as `us` says: `PR=300`. dp crosses hosts."""
     dims = []
     for name, bandwidth, layout in (("dp", 0.5, "inter-host"), ("tp", 2.0, "intra-host")):
-        dim = made_dim(name, 2, bandwidth, 10.0, layout=layout)
         curves = {change: flat(us.get(short(change), 100.0)) for change in CHANGES}
-        dims.append(dim | {"transitions": {"core": curves, "torch": {c: flat(7.0) for c in CHANGES}}})
+        dim = made_dim(name, 2, bandwidth, 10.0, layout=layout)
+        transitions = {"core": curves, "torch": {c: flat(7.0) for c in CHANGES}}
+        dims.append(structs.replace(dim, transitions=transitions))
     return made_topology(*dims)
 
 
@@ -62,7 +64,7 @@ def scores(found: Any) -> dict[str, Any]:
 
 
 def test_prices_are_the_cores() -> None:
-    info = Topology.load(topology(PR=300.0)).constants((("dp", 2), ("tp", 2)))
+    info = planner_topology(topology(PR=300.0), "core").constants((("dp", 2), ("tp", 2)))
     assert price_us(STRAIGHT, DIMS, info) == 300
     assert price_us(DETOUR, DIMS, info) == 200
     assert price_us("tp:R->S(1):4096 dp:S(0)->S(1):4096", DIMS, info) == pytest.approx(101)
@@ -70,9 +72,10 @@ def test_prices_are_the_cores() -> None:
     assert price_us(NOTHING, DIMS, info) == 0
     assert price_us(LONG, DIMS, info) == math.inf, "measured one by one, but not together"
     both = topology()
-    both["dims"].append({**both["dims"][0], "name": "dp+tp", "ranks": 4})
-    both["dims"][2]["transitions"] = {"core": {c: flat(55.0) for c in CHANGES}, "torch": {}}
-    joint = Topology.load(both).constants((("dp", 2), ("tp", 2)))
+    curves = {"core": {c: flat(55.0) for c in CHANGES}}
+    together = structs.replace(both.dims[0], name="dp+tp", ranks=4, transitions=curves)
+    both = structs.replace(both, dims=(*both.dims, together))
+    joint = planner_topology(both, "core").constants((("dp", 2), ("tp", 2)))
     assert price_us(LONG, DIMS, joint) == 55
     bare = MeshConstants(None, (2, 2), (0.5, 2.0), (40.0, 10.0))
     quarter_gib = 2**28
@@ -132,8 +135,7 @@ def test_each_library_has_its_own_curves_and_group() -> None:
 def test_what_weakens_it_is_said() -> None:
     results = decided({STRAIGHT: 1e-3, DETOUR: 1.01e-3})
     bare = topology()
-    for dim in bare["dims"]:
-        dim["transitions"] = {}
+    bare = structs.replace(bare, dims=tuple(structs.replace(dim, transitions={}) for dim in bare.dims))
     notes = regret([run(results)], bare).notes
     assert any("one launch only" in note for note in notes)
     assert any("no curves" in note for note in notes)
@@ -172,14 +174,9 @@ def test_the_command(tmp_path: Path, dtbench: Cli) -> None:
         writer.append(r)
     writer.close()
     write_topology(topology(PR=300.0), tmp_path / "t.json")
-    code, out, _ = dtbench("regret", str(tmp_path / "r.jsonl"), "--topology", str(tmp_path / "t.json"))
+    code, out, _ = dtbench("calibrate", "--regret", "t.json", "r.jsonl")
     assert code == 0
     assert "redistribute by core, 4 MiB, dp=2, tp=2: 1 decisions, 2 launches" in out
     assert any("greedy" in line and "50.0 %" in line for line in out.splitlines())
-    code, out, _ = dtbench(
-        "regret", str(tmp_path / "r.jsonl"), "--topology", str(tmp_path / "t.json"), "--json"
-    )
+    code, out, _ = dtbench("calibrate", "--regret", "t.json", "r.jsonl", "--json")
     assert json.loads(out)["groups"][0]["scores"]["greedy"]["mean"] == pytest.approx(0.5)
-    code, _, err = dtbench("regret", str(tmp_path / "r.jsonl"), "--topology", str(tmp_path / "none.json"))
-    assert code == 2
-    assert "cannot read" in err

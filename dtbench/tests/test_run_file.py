@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import subprocess
@@ -12,15 +11,16 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtbench.errors import OutputError, UnreadableRunError, UsageError
-from dtbench.files import run as run_file
-from dtbench.files.read import into
-from dtbench.files.run import RunWriter, read_run
 from dtbench.model import STATUSES, Header, Result, Timing
+from dtbench.model.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.records import run as run_file
+from dtbench.records.read import into
+from dtbench.records.run import RunWriter, read_run
 from dtbench.stats import summarize
 
 HEADER: dict[str, Any] = {
@@ -62,7 +62,7 @@ def good(name: str = "add", launch: int = 0, **params: Any) -> Result:
 
 def line_of(**changes: Any) -> str:
     """A result line with some fields changed; a change to `...` leaves the field out."""
-    fields = {**json.loads(json.dumps(good().to_json())), **changes}
+    fields = {**json.loads(json.dumps(msgspec.to_builtins(good()))), **changes}
     return json.dumps({k: v for k, v in fields.items() if v is not ...})
 
 
@@ -120,7 +120,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, made: list[Result]) -> Non
     path.unlink(missing_ok=True)
     with RunWriter.create(path, HEADER) as writer:
         assert [writer.append(r) for r in made] == made
-        assert writer.done == {r.key for r in made}
+        assert writer.results == {r.key: r for r in made}
         writer.end()
     run = read_run(path)
     assert run.header == into(HEADER, Header)
@@ -135,7 +135,7 @@ def test_a_file_that_does_not_say_the_clock_has_the_bandwidths_of_the_median(tmp
     path, times = tmp_path / "old.jsonl", summarize([1.0, 2.0, 4.0, 4.0])
     lines = []
     for suite in ("dispatch", "collectives"):
-        line = dataclasses.replace(
+        line = msgspec.structs.replace(
             good(),
             suite=suite,
             time_s=times,
@@ -143,7 +143,7 @@ def test_a_file_that_does_not_say_the_clock_has_the_bandwidths_of_the_median(tmp
             algbw_Bps=64 / times.median,
             busbw_Bps=32 / times.median,
         )
-        lines.append({k: v for k, v in line.to_json().items() if k != "clock"})
+        lines.append({k: v for k, v in msgspec.to_builtins(line).items() if k != "clock"})
     path.write_text("".join(json.dumps(line) + "\n" for line in [HEADER, *lines]))
     host, device = read_run(path).results
     assert (host.clock, host.estimate_s, device.clock, device.estimate_s) == ("host", 1.0, "device", 1.75)
@@ -176,7 +176,7 @@ def test_a_file_cut_anywhere_can_be_read_and_resumed(tmp_path: Path) -> None:
         assert list(run.results) == made[:expected], length
         assert run.complete == (length == len(whole) - 1)
         with RunWriter.resume(cut, {"argv": ["again"]}) as writer:
-            assert writer.done == {r.key for r in made[:expected]}
+            assert writer.results.keys() == {r.key for r in made[:expected]}
             for r in made[expected:]:
                 writer.append(r)
             assert not read_run(cut).complete
@@ -354,9 +354,9 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     """A real limit of the kernel on the file's size, met in the middle of a line."""
     script = """
         import resource, sys
-        from dtbench.errors import OutputError
+        from dtbench.model.errors import OutputError
         from dtbench.model import Result
-        from dtbench.files.run import RunWriter
+        from dtbench.records.run import RunWriter
         writer = RunWriter.create(sys.argv[1], {"run_id": "r"})
         writer.append(Result("s", "first", "core", {}, "ok"))
         size = writer.path.stat().st_size
@@ -366,7 +366,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
         except OutputError as error:
             print(error)
         assert writer.path.stat().st_size == size
-        assert len(writer.done) == 1
+        assert len(writer.results) == 1
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         writer.append(Result("s", "third", "core", {}, "ok"))
     """
@@ -385,7 +385,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
 def test_a_file_removed_while_it_is_written_is_saved_beside(tmp_path: Path, replaced: bool) -> None:
     path, other = tmp_path / "x.jsonl", tmp_path / "x-saved-2.jsonl"
     (tmp_path / "x-saved-1.jsonl").write_text("of somebody else")
-    results = [dataclasses.replace(good(), name=f"op{n}") for n in range(3)]
+    results = [msgspec.structs.replace(good(), name=f"op{n}") for n in range(3)]
     with RunWriter.create(path, HEADER) as writer:
         writer.append(results[0])
         writer.append(results[1])
@@ -609,7 +609,12 @@ json_values = st.recursive(
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(sorted(good().to_json())), json_values, st.sampled_from(sorted(HEADER)), json_values)
+@given(
+    st.sampled_from(sorted(msgspec.to_builtins(good()))),
+    json_values,
+    st.sampled_from(sorted(HEADER)),
+    json_values,
+)
 def test_any_value_anywhere_reads_or_is_refused_in_one_line(
     tmp_path: Path, field: str, value: Any, header_field: str, header_value: Any
 ) -> None:

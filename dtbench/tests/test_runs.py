@@ -12,9 +12,8 @@ import pytest
 
 from dtbench.bench.options import RunOptions
 from dtbench.bench.run import run as run_here
-from dtbench.files.run import read_run
 from dtbench.model import Result, Run
-from dtbench.tests import made_up
+from dtbench.records.run import read_run
 from dtbench.tests.programs import FRESH, LIMIT_S, environment, start, start_fresh
 from dtbench.world.launch import Note
 
@@ -182,16 +181,15 @@ def test_ranks_that_are_lost_whatever_they_measure_end_the_run(
         return Note(code=5, reported=True, lost="rank 0 died")
 
     monkeypatch.setattr("dtbench.bench.run.start_ranks", lose)
-    monkeypatch.setattr("dtbench.bench.run.read_run", lambda _path: made_up.run([]))
     assert run_here(RunOptions(suites=(SUITE,), device="cpu", output=here / "x.jsonl"), []) == 5
     assert len(starts) == 5 and starts[0] is None and starts[1] is not None
     assert "like 5 starts in a row that measured nothing" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_suite_is_checked(with_own_packages: None) -> None:
-    assert start("new-suite", "mine.py").returncode == 0
-    done = start("check-suite", "mine.py")
+    assert start("suite", "new", "mine.py").returncode == 0
+    done = start("suite", "check", "mine.py")
     assert done.returncode == 0 and done.stdout.splitlines()[-1].endswith("2 ok"), done.stderr
     Path("mine.py").write_text(Path("mine.py").read_text().replace("x @ x", "y @ x"))
-    done = start("check-suite", "mine.py")
-    assert done.returncode == 5 and "name 'y' is not defined (mine.py:16)" in done.stdout
+    done = start("suite", "check", "mine.py")
+    assert done.returncode == 5 and "name 'y' is not defined (mine.py:15)" in done.stdout

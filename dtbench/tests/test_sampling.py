@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from dtbench.bench.sampling import Adaptive, Budget, Instruments, Outcome, combine
-from dtbench.errors import describe
 from dtbench.model import Case, Skip, Workload
-from dtbench.world.failure import Now
+from dtbench.model.errors import describe
+from dtbench.world.failure import ActiveCase
 
 BUDGET = Budget(samples_s=0.1, least=5, most=100, warmup_s=0.1)
 CHEAP = 1e-3
@@ -117,7 +117,7 @@ class Trial:
             gpu_state=lambda: next(states),
             monotonic=lambda: self.clocks[rank].now,
         )
-        now = Now()
+        now = ActiveCase()
         schedule = Adaptive(case, list(case.build), self.ranks.of(rank), tools, now, self.timeout_s)
         return schedule.run(rank)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtbench import stats
-from dtbench.stats import hodges_lehmann_ratio, rank_test, summarize
+from dtbench.stats import hodges_lehmann_ratio, rank_test, rank_tests, summarize
 
 times = st.floats(1e-9, 1e3)
 sides = st.lists(times, min_size=1, max_size=7)
@@ -43,6 +43,42 @@ def test_a_summary_is_in_order_and_agrees_with_numpy(samples: list[float]) -> No
 def test_samples_that_are_no_times(samples: list[float]) -> None:
     with pytest.raises(ValueError, match="expected"):
         summarize(samples)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 1e300), min_size=1, max_size=30), st.sampled_from([0.05, 0.25, 0.5, 0.75, 0.95]))
+def test_quantiles_are_numpys_to_the_last_bit(samples: list[float], share: float) -> None:
+    theirs = float(np.quantile(np.array(samples), share))
+    assert stats.quantile(samples, share) == theirs
+    assert stats.quantiles_of([np.array(samples)] * 2, [share, None]) == [theirs, None]
+    # What stood here for the figures of a launch: numpy's quantiles, put in order.
+    quantiles = np.clip(np.quantile(samples, [0.25, 0.5, 0.75, 0.95]), min(samples), max(samples))
+    expected = [min(samples), *np.maximum.accumulate(quantiles).tolist(), max(samples)]
+    assert stats.figures_of(samples) == expected
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=30))
+def test_an_order_statistic_is_a_value(samples: list[float]) -> None:
+    assert stats.order_statistic(samples, 0.25) == sorted(samples)[len(samples) // 4]
+
+
+# -------------------------------------------------------------------------------- bootstrap
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 3)])
+def test_an_interval_is_that_of_the_values_drawn_again(shape: tuple[int, ...]) -> None:
+    values = np.random.default_rng(1).lognormal(size=shape)
+    drawn = stats.drawn_again(values, 200, np.random.default_rng(2))
+    places = np.random.default_rng(2).integers(len(values), size=(200, len(values)))
+    assert np.array_equal(drawn, np.stack([values[row] for row in places]))
+    means = drawn.mean(axis=1)
+    theirs = np.quantile(means, [(1 - 0.9) / 2, (1 + 0.9) / 2], axis=0)
+    assert np.array_equal(stats.interval(means, 0.9), theirs)
+
+
+def test_an_interval_of_indices_holds_indices() -> None:
+    chosen = np.array([0, 1, 1, 1, 2, 2, 5, 5, 6, 9])
+    assert stats.interval(chosen, 0.8, interpolated=False).tolist() == [0, 6]
 
 
 # ----------------------------------------------------------------------------------- ratios
@@ -178,10 +214,10 @@ def test_the_interval_of_many_launches_is_near_the_exact_one(monkeypatch: pytest
     rng = np.random.default_rng(5)
     base, new = rng.lognormal(size=20).tolist(), rng.lognormal(size=20).tolist()
     exact = hodges_lehmann_ratio(base, new)
-    monkeypatch.setattr(stats, "_EXACT_UP_TO", 10)
-    stats._rank_sum_tails.cache_clear()
+    monkeypatch.setattr(rank_tests, "_EXACT_UP_TO", 10)
+    rank_tests._rank_sum_tails.cache_clear()
     near = hodges_lehmann_ratio(base, new)
-    stats._rank_sum_tails.cache_clear()
+    rank_tests._rank_sum_tails.cache_clear()
     assert near.confidence == pytest.approx(exact.confidence, abs=2e-3)
 
 

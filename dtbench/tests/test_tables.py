@@ -7,51 +7,38 @@ import json
 import re
 import sys
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from dtbench.errors import EXIT_INCONCLUSIVE
-from dtbench.files.read import into
+from dtbench.cli.doctor import print_findings
 from dtbench.judge.compare import compare
 from dtbench.judge.tables import print_comparison
-from dtbench.machine.command import print_findings
 from dtbench.machine.doctor import Finding
-from dtbench.model import Header, Result, Run
-from dtbench.show.tables import print_runs
-from dtbench.stats import summarize
+from dtbench.model import Result, Run
+from dtbench.model.errors import EXIT_INCONCLUSIVE
+from dtbench.show.tables import print_runs, print_runs_json
+from dtbench.tests import made_up
 
 Capture = pytest.CaptureFixture[str]
 
 
 def result(suite: str, name: str, impl: str, seconds: float, launch: int = 0, **changes: Any) -> Result:
     """Minimum `seconds`, lower quartile 1.5 times that; `dispatch` alone times the host."""
-    fields: dict[str, Any] = {
-        "params": {},
-        "status": "ok",
-        "time_s": summarize([seconds, 2 * seconds, 3 * seconds]),
-        "clock": "host" if suite == "dispatch" else "device",
-    }
-    return Result(suite, name, impl, launch=launch, **fields | changes)
+    made = made_up.result(suite, name, impl, {}, [seconds, 2 * seconds, 3 * seconds], launch=launch)
+    return msgspec.structs.replace(made, **changes)
 
 
 def run(*results: Result, complete: bool = True, **header: Any) -> Run:
-    fields: dict[str, Any] = {
-        "kind": "run",
-        "schema": 1,
-        "run_id": "r",
-        "started": "2026-01-01T00:00:00+00:00",
-        "versions": {"torch": "2.13.0", "nccl": None},
-        "git": {"commit": "abc123", "dirty": True},
-        "machine": {
-            "cpu": {"model": "Fast CPU", "usable_cores": 8},
-            "gpus": [{"name": "G1"}, {"name": "G1"}],
-        },
-        "ranks": [{"rank": i, "host": f"node{i // 2}"} for i in range(4)],
-        "mesh": {"dim_names": ["dp", "tp"], "shape": [2, 2]},
+    machine = {
+        "cpu": {"model": "Fast CPU", "usable_cores": 8},
+        "gpus": [{"name": "G1"}, {"name": "G1"}],
     }
-    return Run(Path("run.jsonl"), into(fields | header, Header), results, complete)
+    git = {"commit": "abc123", "dirty": True}
+    return made_up.run(
+        results, "run.jsonl", complete, **{"machine": machine, "git": git, "run_id": "r"} | header
+    )
 
 
 def table_of(text: str, start: str) -> list[dict[str, str]]:
@@ -151,7 +138,7 @@ def test_the_head_tells_where_it_was_measured(capsys: Capture) -> None:
         "abc123 with changes",
         "Fast CPU, 8 cores usable",
         "2 x G1",
-        "4 on node0, node1",
+        "4 on node-a, node-b",
         "dp=2, tp=2",
         "no results",
     ):
@@ -292,7 +279,7 @@ def test_json_is_strict_and_alone_on_stdout(capsys: Capture) -> None:
         return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
 
     one = run(result("s", "a", "core", 1.0, samples_s=(1.0,), rank_samples_s={"0": (1.0,)}))
-    print_runs([one], as_json=True)
+    print_runs_json([one])
     (made,) = load()
     assert (made["path"], made["complete"], made["header"]["run_id"]) == ("run.jsonl", True, "r")
     (shown,) = made["results"]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtbench import units
+from dtbench.text import units
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from dtbench.cost.calibration import calibrate, write_topology
-from dtbench.cost.calibration.validate import Validation, validate, validate_split
-from dtbench.errors import EXIT_OK, EXIT_USAGE, UsageError
-from dtbench.files.run import RunWriter
+from dtbench.cost.calibration import calibrate
+from dtbench.cost.calibration.validate import validate, validate_split
 from dtbench.model import Result, Run
+from dtbench.model.errors import EXIT_OK, EXIT_USAGE, UsageError
+from dtbench.records.cost_model import Validation
+from dtbench.records.run import RunWriter
+from dtbench.records.topology import Topology, write_topology
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli, slowed
 from dtbench_core.cost.ring import RING_COLLECTIVES
@@ -34,7 +36,7 @@ def run_of(made: list[Result], run_id: str = "new", **changes: Any) -> Run:
 
 
 @functools.cache
-def fitted(*scales: float) -> dict[str, Any]:
+def fitted(*scales: float) -> Topology:
     made = [r for k, scale in enumerate(scales) for r in results(scale, k)]
     return calibrate([run_of(made, "fitted")])
 
@@ -146,7 +148,7 @@ def test_runs_of_another_setup_are_refused(changes: dict[str, Any], says: str) -
 
 
 def test_differences_that_may_make_the_errors_are_said() -> None:
-    half = [dataclasses.replace(r, params={**r.params, "dtype": "bfloat16"}) for r in results()]
+    half = [msgspec.structs.replace(r, params={**r.params, "dtype": "bfloat16"}) for r in results()]
     notes = validate(fitted(1.0), [run_of(half, hosts=("a",) * 4)]).notes
     assert any("dp spans [1, 1] hosts in the runs (least, most), [2, 2] in the topology" in n for n in notes)
     assert any("all_gather over dp is bfloat16 in the runs, float32 in the topology" in n for n in notes)
@@ -197,13 +199,13 @@ def written(path: str, run: Run) -> None:
 def test_the_command_prints_a_table_or_json(dtbench: Cli) -> None:
     write_topology(fitted(0.9, 1.1), "t.json")
     written("new.jsonl", run_of([*results(1.2, 0), *results(1.3, 1)]))
-    code, out, _ = dtbench("validate", "t.json", "new.jsonl")
+    code, out, _ = dtbench("calibrate", "--validate", "t.json", "new.jsonl")
     assert code == EXIT_OK and "noise floor: one launch forecasts another" in out
     assert "2 new launches of dp=2, tp=2" in out and "values lie inside the fit's 90 % intervals" in out
-    code, out, _ = dtbench("validate", "t.json", "new.jsonl", "--json")
+    code, out, _ = dtbench("calibrate", "--validate", "t.json", "new.jsonl", "--json")
     found = json.loads(out)
     assert found["kind"] == "validation" and found["groups"][0]["scores"]["table"]["all"]["points"] == 96
-    code, out, _ = dtbench("validate", "--split", "new.jsonl")
+    code, out, _ = dtbench("calibrate", "--split", "new.jsonl")
     assert code == EXIT_OK and "every second size of new.jsonl" in out
 
 
@@ -212,14 +214,19 @@ def test_wrong_usage_is_one_line(dtbench: Cli) -> None:
     written("fitted.jsonl", run_of(results(), "fitted"))
     Path("cut.json").write_text(Path("t.json").read_text()[:300])
     for args, says in (
-        ("t.json", "at least one RUN"),
-        ("--split t.json fitted.jsonl", "--split takes one RUN"),
-        ("--split fitted.jsonl --same", "--split takes one RUN"),
-        ("t.json fitted.jsonl", "was fitted on"),
-        ("fitted.jsonl t.json", "is not a topology"),
-        ("t.json t.json", "t.json"),
-        ("cut.json fitted.jsonl", "cut.json is not a topology"),
-        ("nosuch.json fitted.jsonl", "cannot read nosuch.json"),
+        ("--validate t.json", "RUN"),
+        ("--split t.json fitted.jsonl", "--split takes one RUN and no topology, got 2 files"),
+        ("--split fitted.jsonl --same", "--same is for --validate"),
+        ("--split --validate t.json fitted.jsonl", "--validate and --split exclude each other"),
+        ("--split fitted.jsonl -o new.json", "--split writes none"),
+        ("fitted.jsonl", "-o missing"),
+        ("fitted.jsonl -o new.json --json", "--json is for --validate"),
+        ("--validate t.json fitted.jsonl", "was fitted on"),
+        ("--validate fitted.jsonl t.json", "is not a topology"),
+        ("--validate t.json t.json", "t.json"),
+        ("--validate cut.json fitted.jsonl", "cut.json is not a topology"),
+        ("--validate nosuch.json fitted.jsonl", "cannot read nosuch.json"),
+        ("--regret nosuch.json fitted.jsonl", "cannot read nosuch.json"),
     ):
-        code, out, err = dtbench("validate", *args.split())
+        code, out, err = dtbench("calibrate", *args.split())
         assert (code, out, err.count("\n")) == (EXIT_USAGE, "", 1) and says in err, args

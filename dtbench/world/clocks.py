@@ -73,7 +73,8 @@ def to_rank_0(
             mine = ask(store, f"{found}/{asker}", now_ns)
     said = None if mine is None else (mine.ns, mine.uncertainty_ns)
     all_said = ranks.agree(said, lambda votes: votes)
-    return SAME_CLOCK if asks[ranks.rank] == 0 else Offset(*all_said[asks[ranks.rank]])
+    heard = all_said[asks[ranks.rank]]
+    return SAME_CLOCK if heard is None else Offset(*heard)
 
 
 def ask(store: Store, prefix: str, now_ns: Callable[[], int]) -> Offset:

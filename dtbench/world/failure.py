@@ -25,14 +25,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED
-from dtbench.grouping import group_by
+from dtbench.model import Param
+from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED
+from dtbench.model.grouping import group_by
 from dtbench.world.deaths import explain, oom_kills
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+_T = TypeVar("_T")
 
 ANSWER_S = 2.0
 # When a rank raised: so long may the others take to reach the next vote. A call of theirs may be under way;
@@ -49,12 +53,12 @@ class UnreachableError(RuntimeError):
 
 
 @dataclass
-class Now:
+class ActiveCase:
     """What this rank is doing. Another thread reads it when something goes wrong."""
 
     suite: str = ""
     name: str = ""
-    params: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Param] = field(default_factory=dict)
     impls: Sequence[str] = ()
     impl: str | None = None
     launch: int = 0
@@ -63,8 +67,14 @@ class Now:
     raised: str | None = None  # the first failure since the last vote
     raised_in: str | None = None  # and its impl
 
-    def as_json(self) -> dict[str, Any]:
-        return vars(self) | {"params": dict(self.params)}
+    def begin(self, suite: str, name: str, params: Mapping[str, Param], impls: Sequence[str]) -> None:
+        """The next case."""
+        self.suite, self.name, self.params, self.impls = suite, name, params, impls
+        self.case, self.step = self.case + 1, 0
+
+    def end(self) -> None:
+        """It has its results."""
+        self.name = ""
 
     @property
     def blamed(self) -> Sequence[str]:
@@ -75,10 +85,10 @@ class Now:
     @property
     def label(self) -> str:
         """`collectives all_reduce size=1024 (c10d)`, or empty between cases."""
-        if not self.suite:
+        if not self.name:
             return ""
         words = [self.suite, self.name, *(f"{k}={v}" for k, v in self.params.items())]
-        return " ".join(words) + (f" ({self.blamed[0]})" if len(self.blamed) == 1 else "")
+        return " ".join(filter(None, words)) + (f" ({self.blamed[0]})" if len(self.blamed) == 1 else "")
 
 
 @dataclass(frozen=True)
@@ -111,6 +121,10 @@ class Diagnosis:
     rank: int | None
     code: int = EXIT_CASE_FAILED
     blames_case: bool = True
+
+    def during(self, case: ActiveCase) -> str:
+        """The sentence, with the case that it has failed."""
+        return f"{self.sentence} during {case.label}" if self.blames_case and case.name else self.sentence
 
 
 INTERRUPTED = Diagnosis("interrupted", None, EXIT_INTERRUPTED, blames_case=False)
@@ -172,7 +186,7 @@ class FailureDetector:
 
     def __init__(
         self,
-        now: Now,
+        now: ActiveCase,
         rank: int,
         size: int,
         report: Callable[[Diagnosis], None],
@@ -283,7 +297,7 @@ class FailureDetector:
         if self._finished is None and self._votes() <= votes:
             self.end_world("raised")
 
-    def _later(self, seconds: float, step: Callable[[Any], None], value: Any) -> threading.Timer:
+    def _later(self, seconds: float, step: Callable[[_T], object], value: _T) -> threading.Timer:
         timer = threading.Timer(seconds, step, (value,))
         timer.daemon = True
         timer.start()
@@ -366,7 +380,7 @@ class FailureDetector:
         oom = oom_kills() > self._oom_kills
         return RankState(cause, now.label, now.step, where, waits, now.case, raised, self._raised_at, oom)
 
-    def _publish(self, event: Mapping[str, Any], store: Store | None = None) -> None:
+    def _publish(self, event: Mapping[str, str | int], store: Store | None = None) -> None:
         if self._connect is None or len(self._hosts) == 1:
             return
         with suppress(RuntimeError):  # the store is gone: each rank finds that out by itself
@@ -393,7 +407,7 @@ def exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _where(frame: Any) -> tuple[str, bool]:
+def _where(frame: FrameType | None) -> tuple[str, bool]:
     """The innermost frame as `file.py:12 in run`, and whether it is torch's or the harness's own."""
     if frame is None:
         return "", True

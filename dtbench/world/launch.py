@@ -8,27 +8,29 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import json
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dtbench.errors import (
+import msgspec
+
+from dtbench.model.errors import (
     EXIT_CASE_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OWN_FAULT,
     EXIT_USAGE,
     WorldBrokenError,
 )
-from dtbench.scratch import scratch
+from dtbench.records.atomic import replace_file
 from dtbench.world.deaths import explain, last_words, oom_kills, other_words, words_file
-from dtbench.world.failure import INTERRUPTED, Diagnosis, Now
+from dtbench.world.failure import INTERRUPTED, ActiveCase, Diagnosis
+from dtbench.world.scratch import scratch
 from dtbench.world.signals import ending_signals, how_ended
 
 LAUNCH = "DTBENCH_LAUNCH"  # which of the --launches this is, from 0
@@ -52,14 +54,15 @@ def launch_number(environ: Mapping[str, str] = os.environ) -> int:
 
 @dataclass(frozen=True)
 class Note:
-    """What rank 0 tells the launcher: what it is doing (the fields of `Now`), and how the launch ended.
+    """What rank 0 tells the launcher: what it is doing, and how the launch ended.
 
-    code: the exit code, once the launch is over. reported: whether that was said, so that the launcher
-    need not. whole: whether all that there was has been measured. lost: what ended the ranks, in words that
-    are left to the launcher to say, since it knows how the run goes on.
+    good: how many results of the run are ok. code: the exit code, once the launch is over. reported: whether that
+    was said, so that the launcher need not. whole: whether all that there was has been measured. lost: what ended the
+    ranks, in words that are left to the launcher to say, since it knows how the run goes on.
     """
 
-    case: Mapping[str, Any] | None = None
+    case: ActiveCase = field(default_factory=ActiveCase)
+    good: int = 0
     code: int | None = None
     reported: bool = False
     whole: bool = False
@@ -70,17 +73,15 @@ class Note:
         if path is None:
             return False
         with suppress(OSError):  # a full disk must not end a run that writes elsewhere
-            partial = Path(f"{path}.{os.getpid()}")
-            partial.write_text(json.dumps(dataclasses.asdict(self)))
-            partial.replace(path)
+            replace_file(Path(path), msgspec.json.encode(self))
             return True
         return False
 
     @classmethod
     def read(cls, path: str | Path) -> Note:
         try:
-            return cls(**json.loads(Path(path).read_text()))
-        except (OSError, ValueError):
+            return msgspec.json.decode(Path(path).read_bytes(), type=cls)
+        except (OSError, ValueError, msgspec.MsgspecError):
             return cls()
 
 
@@ -89,7 +90,7 @@ def start_ranks(
     nproc: int,
     launch: int,
     output: Path,
-    report: Callable[[Diagnosis, Now], str | None],
+    report: Callable[[Diagnosis, ActiveCase], str | None],
     *,
     began_s: float | None = None,
 ) -> Note:
@@ -142,7 +143,7 @@ def start_ranks(
         oom = code == -signal.SIGKILL and oom_kills() > killed_before
         sentence, faulty = explain(f"rank {rank}", words, oom, how_ended(code))
         diagnosis = Diagnosis(sentence, rank if faulty else None)
-    lost = report(diagnosis, Now(**(note.case or {})))
+    lost = report(diagnosis, note.case)
     return dataclasses.replace(note, code=diagnosis.code, lost=lost)
 
 

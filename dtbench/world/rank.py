@@ -12,19 +12,20 @@ rank.exit()
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from dtbench.errors import EXIT_OK, DtbenchError, WorldBrokenError, complain, describe
-from dtbench.mesh import Mesh
+from dtbench.model.errors import EXIT_OK, DtbenchError, WorldBrokenError, complain, describe
+from dtbench.model.mesh import Mesh
 from dtbench.world import clocks
 from dtbench.world.deaths import keep_words, last_words, words_file
-from dtbench.world.failure import Diagnosis, FailureDetector, Now, block_signals, exit_now
+from dtbench.world.failure import ActiveCase, Diagnosis, FailureDetector, block_signals, exit_now
 from dtbench.world.launch import NOTE, Note, end_with_launcher
 from dtbench.world.ranks import (
     JOIN_TIMEOUT,
@@ -39,6 +40,10 @@ from dtbench.world.ranks import (
     store_of,
 )
 
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import Store
+
 # Refused options are refused on every rank, but only rank 0 says why. The others give it time to:
 # a launcher kills the remaining ranks as soon as one of them has left.
 LET_RANK_0_SPEAK_S = 10.0
@@ -51,19 +56,21 @@ _LEAST_GROUP_S = 60.0
 class Rank:
     """This process as a rank of a world that a launcher started. Entered before torch is loaded.
 
-    report: called once, on the lowest living rank and in a helper thread, with what ended the world; it writes
-        the failed result, and gives the words that it leaves to our launcher to say.
+    report: called once, on the lowest living rank and in a helper thread, with what ended the world and what it was
+        doing; it writes the failed result, and gives the words that it leaves to our launcher to say.
     code: what the process is to exit with, once all went well. infos: what each rank says of itself.
     """
 
     infos: list[dict[str, Any]]
     ranks: StoreRanks
-    store: Any
-    device: Any
+    store: Store
+    device: torch.device
 
-    def __init__(self, place: Place, report: Callable[[Diagnosis], str | None], launch: int = 0) -> None:
+    def __init__(
+        self, place: Place, report: Callable[[Diagnosis, ActiveCase], str | None], launch: int = 0
+    ) -> None:
         self.place = place
-        self.now = Now(launch=launch)
+        self.now = ActiveCase(launch=launch)
         self.code = EXIT_OK
         self.connect = store_of(place, launch)
         self._report = report
@@ -140,9 +147,23 @@ class Rank:
         """Asleep, and outside the process group."""
         self.ranks.agree(None, lambda votes: None)
 
+    def conclude(self, write: Callable[[], int]) -> None:
+        """On rank 0 `write`s what came of it all and tells our launcher; all leave with the code that it gives, or with
+        that of the DtbenchError that it raises."""
+        code = None
+        if self.place.rank == 0:
+            try:
+                code, whole = write(), True
+            except DtbenchError as error:
+                complain(str(error))
+                code, whole = error.exit_code, False
+            self.note(code=code, reported=True, whole=whole)
+        self.code = self.ranks.agree(code, lambda votes: votes[0] or EXIT_OK)
+
     def note(self, **fields: Any) -> bool:
         """Tells our launcher, if it is ours; see `Note`. Whether it could be told."""
-        return Note(**fields).write(self._note_path)
+        said = Note() if self._note_path is None else Note.read(self._note_path)
+        return dataclasses.replace(said, **fields).write(self._note_path)
 
     def stop_all(self, code: int) -> NoReturn:
         """On rank 0, which has said why: all ranks leave."""
@@ -180,7 +201,7 @@ class Rank:
         return last_words(words_file(self._note_path, rank)) if self._note_path else ""
 
     def _report_failure(self, diagnosis: Diagnosis) -> None:
-        lost = self._report(diagnosis)
+        lost = self._report(diagnosis, self.now)
         if not self.note(code=diagnosis.code, reported=True, lost=lost) and lost:
             complain(lost)
 

@@ -14,11 +14,11 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar, cast
 
-from dtbench.errors import UsageError, WorldBrokenError
 from dtbench.machine.device import gpus
-from dtbench.mesh import Mesh
+from dtbench.model.errors import UsageError, WorldBrokenError
+from dtbench.model.mesh import Mesh
 from dtbench.world.failure import UnreachableError
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed.device_mesh import DeviceMesh
 
+_V = TypeVar("_V")
+_D = TypeVar("_D")
 SIMULATED_RANKS = 8
 # Waits on the store are ended by the watch, which knows why; this only has to be longer than any run.
 _FOREVER = timedelta(days=7)
@@ -221,22 +223,23 @@ class StoreRanks:
         if self._on_raised is not None:
             self._on_raised(reason)
 
-    def agree(self, vote: Any, decide: Callable[[list[Any]], Any]) -> Any:
+    def agree(self, vote: _V, decide: Callable[[list[_V]], _D]) -> _D:
         """See `Ranks.agree`. One round trip per rank, two for rank 0.
 
         Raises:
             WorldBrokenError: a call raised here, and the others do not come.
         """
         if self.size == 1:
-            decision = json.loads(json.dumps(decide([json.loads(json.dumps(vote))])))
+            alone = _sent(decide([_sent(vote)]))
             self.votes += 1
-            return decision
+            return alone
         turn = self.votes
+        decision: str | bytes
         if self.rank == 0:
             keys = [f"vote/{turn}/{rank}" for rank in range(1, self.size)]
             self._wait(keys)
             others = [json.loads(value) for value in self._store.multi_get(keys)]
-            decision = json.dumps(decide([json.loads(json.dumps(vote)), *others]))
+            decision = json.dumps(decide([_sent(vote), *others]))
             self._store.set(f"decision/{turn}", decision)
             # All have read the decision before this one, or they would not have voted again.
             for key in [*keys, *([f"decision/{turn - 1}"] if turn else [])]:
@@ -247,7 +250,7 @@ class StoreRanks:
             decision = self._store.get(f"decision/{turn}")
         self.votes += 1
         self._raised_now = False
-        return json.loads(decision)
+        return cast(_D, json.loads(decision))
 
     def _wait(self, keys: list[str]) -> None:
         if self._patience is None or not self._reason:
@@ -276,13 +279,18 @@ class StoreRanks:
             self._store.wait(keys, timedelta(seconds=timeout_s))
 
 
+def _sent(value: _V) -> _V:
+    """As it arrives: what is a tuple here is a list there."""
+    return cast(_V, json.loads(json.dumps(value)))
+
+
 class AloneRanks:
     """`Ranks` of the simulated world: rank 0 measures while the others wait."""
 
     rank = 0
     size = 1
 
-    def agree(self, vote: Any, decide: Callable[[list[Any]], Any]) -> Any:
+    def agree(self, vote: _V, decide: Callable[[list[_V]], _D]) -> _D:
         return decide([vote])
 
     def raised(self, reason: str) -> None:

@@ -11,7 +11,7 @@ The large cases are 64 MiB in the bucketers' default buckets. They have no `unbu
 seconds per sample, and the small ones have no `copy` and no `core_held`.
 
 With `--size`, which then are the sizes of buckets, the 64 MiB in tensors of 256 KiB are sent through each of them:
-the sweep that `dtbench settings buckets` chooses from.
+the sweep that `dtbench settings` chooses from.
 
 Counters, per pass over all tensors: collectives issued, bytes_copied on this rank, and peak_bytes of
 buffers besides the inputs and the results.
@@ -30,8 +30,7 @@ import torch
 import torch.distributed as dist
 
 import dtbench_core
-from dtbench.model import Case, Plan, Workload
-from dtbench.suite import World, suite
+from dtbench.suite import Case, Plan, Workload, World, suite
 from dtbench_core.cost.ring import busbw_factor
 from dtbench_core.torch_compat import reduce_scatter_single
 from dtbench_suites import SUITES
@@ -191,7 +190,7 @@ def _gains_most(case: Case) -> bool:
     return case.name == "reduce_scatter" and case.params["tensor_bytes"] == 16 * KIB
 
 
-@suite("bucketer", world="ranks", help=SUITES["bucketer"], telling=_gains_most)
+@suite("bucketer", world="ranks", help=SUITES["bucketer"], budget_priority=_gains_most)
 def bucketer(plan: Plan) -> Iterator[Case]:
     sweeps: list[tuple[str, Sweep, tuple[str, ...]]] = [
         ("reduce_scatter", QUICK if plan.quick else SWEEPS[plan.device_type], SMALL_IMPLS)

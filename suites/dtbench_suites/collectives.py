@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 
 from dtbench.bench.refine import is_calibrated_with, sizes_between
-from dtbench.model import Case, Param, Plan, Workload
-from dtbench.suite import Refinement, World, suite
+from dtbench.suite import Case, Param, Plan, Refinement, Workload, World, suite
 from dtbench_core.cost.ring import busbw_factor
 from dtbench_core.torch_compat import all_gather_single, reduce_scatter_single
 from dtbench_suites import SUITES
@@ -229,7 +228,7 @@ def params_of(mesh_dim: str, n: int, groups: str, mode: str, dtype: str, size: i
     world="ranks",
     help=SUITES["collectives"],
     refinement=refinement_of(case_of),
-    telling=is_calibrated_with,
+    budget_priority=is_calibrated_with,
 )
 def collectives(plan: Plan) -> Iterator[Case]:
     yield from swept(plan, priced_dims(plan) or plan.mesh[-1:], COLLECTIVES, sizes_of, case_of)

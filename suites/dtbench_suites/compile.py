@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtbench.model import Case, Plan, Workload
-from dtbench.suite import World, suite
+from dtbench.suite import Case, Plan, Workload, World, suite
 from dtbench_suites import SUITES
 from dtbench_suites.compile_programs import (
     BATCH,

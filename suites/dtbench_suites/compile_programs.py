@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtbench_suites.data import dtensor_api, placement, shard_of
+from dtbench_suites import data
+from dtbench_suites.data import placement, shard_of
 from dtbench_suites.tensor_parallel import MODELS, parallelize
 
 # Of each rank's part: no arithmetic worth speaking of, as the call is what is measured.
@@ -22,17 +23,8 @@ Shapes = tuple[tuple[int, ...], ...]
 Function = Callable[..., Any]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where tensors go for `impl` on this rank; for "local" each is this rank's plain part."""
-
-    impl: str
-    mesh: Any
-    device: torch.device
-
-    @property
-    def api(self) -> Any:
-        return dtensor_api(self.impl)
+class Place(data.Place):
+    """Of this rank; for "local" each tensor is its plain part."""
 
     @property
     def ranks(self) -> int:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import importlib
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtbench.mesh import joint_dim
-from dtbench.model import Plan, Skip
+from dtbench.model.mesh import joint_dim
+from dtbench.suite import Plan, Skip
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +37,19 @@ def dtensor_api(impl: str) -> Any:
 def parallel_api(impl: str) -> Any:
     """The module of `impl` that holds parallelize_module, the styles and loss_parallel."""
     return importlib.import_module(f"{DTENSOR_MODULES[impl]}.parallel")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a program's tensors go: a library ("local": plain tensors, this rank's part), a mesh, a device."""
+
+    impl: str
+    mesh: DeviceMesh
+    device: torch.device
+
+    @property
+    def api(self) -> Any:
+        return dtensor_api(self.impl)
 
 
 def placement(api: Any, text: str) -> Any:

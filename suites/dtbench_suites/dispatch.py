@@ -25,8 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtbench.model import Case, Plan, Workload
-from dtbench.suite import World, suite
+from dtbench.suite import Case, Plan, Workload, World, suite
 from dtbench_suites import SUITES
 from dtbench_suites.data import mismatch, shard_of
 from dtbench_suites.dispatch_programs import PROGRAMS, WORLD, Place, Program, build_program
@@ -285,7 +284,7 @@ SLOW = frozenset(program.name for program in PROGRAMS if not program.quick)
     "dispatch",
     world="simulated",
     help=SUITES["dispatch"],
-    telling=lambda case: case.name not in SLOW,
+    budget_priority=lambda case: case.name not in SLOW,
 )
 def dispatch(plan: Plan) -> Iterator[Case]:
     for shape, program in itertools.product(MESHES, PROGRAMS):

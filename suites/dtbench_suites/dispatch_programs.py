@@ -15,27 +15,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench.model import Workload
-from dtbench_suites.data import dtensor_api, hush_torch, parallel_api, placement, shard_of
+from dtbench.suite import Workload
+from dtbench_suites import data
+from dtbench_suites.data import hush_torch, parallel_api, placement, shard_of
 
 WORLD = 8  # of the simulated process group, as in dispatch.py
 ROWS, HEADS, IMAGES = (WORLD * 4, 4), (2, WORLD * 2, 4, 4), (WORLD * 2, 2, 4, 4)  # global shapes
 LISTED = 10  # tensors of a foreach call and of an optimizer step
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a program runs: an impl ("core", "torch", or "local": the plain shards of rank 0), a mesh."""
-
-    impl: str
-    mesh: DeviceMesh
-    device: torch.device
-
-    @property
-    def api(self) -> Any:
-        return dtensor_api(self.impl)
+class Place(data.Place):
+    """ "local": the plain shards of rank 0."""
 
     def on_all(self, text: str) -> list[Any]:
         """The placement on every mesh dim."""

@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtbench.model import Case, Plan, Workload
-from dtbench.suite import World, suite
+from dtbench.suite import Case, Plan, Workload, World, suite
 from dtbench_suites import SUITES
 from dtbench_suites.data import (
     MOVED_VALUES,

@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from dtbench.model import Case, Plan, Workload
-from dtbench.suite import World, suite, sweep
+from dtbench.suite import Case, Plan, Workload, World, suite, sweep
 from dtbench_core import CommTensor
 from dtbench_suites import SUITES
 from dtbench_suites.data import mismatch, sum_of_values, summed_values, torch_dtype

@@ -24,8 +24,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from dtbench.model import Case, Plan, Workload
-from dtbench.suite import World, suite
+from dtbench.suite import Case, Plan, Workload, World, suite
 from dtbench_core import comm
 from dtbench_suites import SUITES, bucketer_reference
 from dtbench_suites.bucketer import KIB, MIB, bucketer_of, copy, counters_of, send_all

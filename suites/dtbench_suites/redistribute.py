@@ -17,8 +17,7 @@ from functools import partial
 import torch
 
 from dtbench.bench.refine import is_calibrated_with
-from dtbench.model import Case, Plan, Workload
-from dtbench.suite import World, suite
+from dtbench.suite import Case, Plan, Workload, World, suite
 from dtbench_suites import SUITES
 from dtbench_suites.collectives import accompanying_sizes, calls_of, params_of, refinement_of, swept
 from dtbench_suites.data import (
@@ -117,7 +116,7 @@ def case_of(change: str, mesh_dim: str, ranks: int, groups: str, mode: str, dtyp
     world="ranks",
     help=SUITES["redistribute"],
     refinement=refinement_of(case_of),
-    telling=is_calibrated_with,
+    budget_priority=is_calibrated_with,
 )
 def redistribute(plan: Plan) -> Iterator[Case]:
     yield from swept(plan, priced_dims(plan), TRANSITIONS, sizes_of, case_of)

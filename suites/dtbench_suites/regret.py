@@ -1,8 +1,8 @@
 """What a wrong choice costs: the candidate ways of redistributing a tensor, and of a sharded product.
 
 Each case is a decision: from these placements to those, or a @ b of sharded matrices. Its impls are the
-candidates (ways.py), run in turn on the same data. `dtbench regret` then asks each cost model which it would have
-taken, and what that would have cost more than the best.
+candidates (ways.py), run in turn on the same data. `dtbench calibrate --regret` then asks each cost
+model which it would have taken, and what that would have cost more than the best.
 
 The library that moves the data is part of the case: on CPUs torch.distributed.tensor sends an all-to-all
 as an all-gather, so the best way is not the same in both. size_bytes is the whole tensor, of a product the
@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute as torch_planner
 
-from dtbench.errors import UsageError
-from dtbench.model import Case, Param, Plan, Workload
-from dtbench.suite import World, suite
+from dtbench.model.errors import UsageError
+from dtbench.suite import Case, Param, Plan, Workload, World, suite
 from dtbench_core.cost.topology import Topology, TopologyError
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.redistribute import route as redistribute

@@ -25,8 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtbench.model import Case, Param, Plan, Workload
-from dtbench.suite import World, suite
+from dtbench.suite import Case, Param, Plan, Workload, World, suite
 from dtbench_suites import SUITES
 from dtbench_suites.data import dtensor_api, mismatch, parallel_api, shared_dims, torch_dtype
 

@@ -1,7 +1,7 @@
 """The ways from one placement to another, and of multiplying two sharded matrices: which to measure.
 
 All is worked out without ranks, from the mesh's shape alone, so that every rank lists the same ways.
-A way is written as its steps, which is also how `dtbench regret` prices it:
+A way is written as its steps, which is also how `dtbench calibrate --regret` prices it:
 
     dp:S(0)->R:4194304 tp:R->S(1):4194304 dp+tp:P+P->S(0)+S(1):8388608
 

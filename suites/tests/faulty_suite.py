@@ -17,7 +17,7 @@ import torch.distributed.tensor
 
 import dtbench_core
 from dtbench.model import Case, Plan, Workload
-from dtbench.suite import load, suite
+from dtbench.model.suites import load, suite
 from dtbench_core import comm
 from dtbench_suites import bucketer, bucketer_reference, collectives, embedding, overlap, tensor_parallel
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dtbench.files.run import read_run
+from dtbench.records.run import read_run
 from dtbench.tests.programs import start
 
 CASES = "\n".join(

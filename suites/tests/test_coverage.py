@@ -18,10 +18,9 @@ pytest.importorskip("expecttest", reason="torch's op database imports it")
 import dtbench_core as core
 from dtbench.bench.options import RunOptions, split_words
 from dtbench.bench.run import run
-from dtbench.cli import cli
-from dtbench.errors import UsageError
-from dtbench.judge.op_verdicts import verdict_of
-from dtbench.model import Result
+from dtbench.cli.program import cli
+from dtbench.model.errors import UsageError
+from dtbench.records.verdicts import OpVerdict
 from dtbench_core.simulate import ThreadWorld
 from dtbench_suites.coverage import judge, pool, samples
 from dtbench_suites.coverage.verdicts import RANKS, Caps, Case, Job, summarize
@@ -35,7 +34,7 @@ def world() -> Iterator[ThreadWorld]:
         yield made
 
 
-def judged(world: ThreadWorld, job: Job) -> Result:
+def judged(world: ThreadWorld, job: Job) -> OpVerdict:
     return summarize(job, list(judge.judge_op(world, job)))
 
 
@@ -61,10 +60,10 @@ class MadeUpOp:
 
 
 @pytest.fixture
-def verdict_on(world: ThreadWorld, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+def verdict_on(world: ThreadWorld, monkeypatch: pytest.MonkeyPatch) -> Callable[..., OpVerdict]:
     def judge_it(
         distributed: Callable[[Any], Any], plain: Callable[[Any], Any] | None = None, mode: str = "even"
-    ) -> Result:
+    ) -> OpVerdict:
         monkeypatch.setitem(samples.database(), "made_up", MadeUpOp(distributed, plain))
         return judged(world, Job("made_up", mode, "core", CAPS))
 
@@ -139,16 +138,57 @@ def _noise_of_the_rank(x: Any) -> Any:
     ],
 )
 def test_the_judge_sees(
-    verdict_on: Callable[..., Result], distributed: Any, plain: Any, verdict: str, reason: str
+    verdict_on: Callable[..., OpVerdict], distributed: Any, plain: Any, verdict: str, reason: str
 ) -> None:
     got = verdict_on(distributed, plain)
-    assert set(got.counters) == {verdict}, got
+    assert set(got.cases) == {verdict} and got.not_judged == 0, got
     assert reason in got.reason
 
 
-def test_an_op_without_anything_to_compare_is_no_verdict(verdict_on: Callable[..., Result]) -> None:
+def test_an_op_without_anything_to_compare_is_no_verdict(verdict_on: Callable[..., OpVerdict]) -> None:
+    got = verdict_on(lambda x: x, lambda x: x.to_sparse())
+    assert (got.verdict, got.samples, got.result().status) == ("n/a", 0, "skipped")
+
+
+def test_a_sample_whose_plain_op_raises_is_not_judged(verdict_on: Callable[..., OpVerdict]) -> None:
     got = verdict_on(lambda x: x, _raises(RuntimeError("not for these")))
-    assert (got.status, got.counters) == ("skipped", {})
+    assert (got.verdict, got.cases, got.samples, got.not_judged) == ("n/a", {}, 2, 2)
+    assert "the plain op raises RuntimeError: not for these" in got.reason
+    some = verdict_on(lambda x: x * 1, lambda x: _raises(ValueError("flat"))(x) if x.ndim == 1 else x * 1)
+    assert (some.verdict, some.samples, some.not_judged) == ("pass", 2, 1)
+    assert OpVerdict.of(some.result()) == some
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError("no gradient here")
+
+
+def test_a_sample_whose_plain_gradient_raises_is_not_judged(verdict_on: Callable[..., OpVerdict]) -> None:
+    """Its values are: a wrong one is seen, a right one does not hide that gradients were not compared."""
+    got = verdict_on(lambda x: x * 2, _NoGradient.apply)
+    assert (got.verdict, got.samples, got.not_judged) == ("pass", 2, 2)
+    assert "backward: the plain gradient raises RuntimeError: no gradient here" in got.reason
+    assert set(verdict_on(lambda x: x * 3, _NoGradient.apply).cases) == {"wrong"}
+
+
+def test_samples_that_end_with_an_error_are_not_judged(
+    world: ThreadWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(MadeUpOp):
+        def sample_inputs(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+            yield from super().sample_inputs("cpu", torch.float32, False)
+            raise IndexError("no such part")
+
+    monkeypatch.setitem(samples.database(), "made_up", Broken(lambda x: x * 2))
+    got = judged(world, Job("made_up", "even", "core", CAPS))
+    assert (got.verdict, got.samples, got.not_judged) == ("pass", 3, 1)
+    assert "the samples end with IndexError: no such part" in got.reason
 
 
 def test_the_worst_case_is_the_verdict_of_the_op() -> None:
@@ -159,8 +199,10 @@ def test_the_worst_case_is_the_verdict_of_the_op() -> None:
         Case(3, (("S(1)",),), "hang", "backward", "second"),
     ]
     got = summarize(Job("op", "even", "core", CAPS), cases)
-    assert verdict_of(got) == "hang" and got.reason == "sample 2, S(1): backward: first"
-    assert got.status == "failed" and got.counters == {"hang": 2, "no rule": 1, "pass": 1}
+    assert got.verdict == "hang" and got.reason == "sample 2, S(1): backward: first"
+    assert got.cases == {"hang": 2, "no rule": 1, "pass": 1}
+    counted = {"hang": 2, "no rule": 1, "pass": 1, "samples": 4}
+    assert (got.result().status, got.result().counters) == ("failed", counted)
 
 
 @pytest.mark.parametrize("impl", ["core", "torch"])
@@ -168,7 +210,7 @@ def test_the_worst_case_is_the_verdict_of_the_op() -> None:
 def test_a_plain_op_passes_in_every_mode(world: ThreadWorld, mode: str, impl: str) -> None:
     judge.quiet()
     got = judged(world, Job("mul", mode, impl, Caps(3, 3)))
-    assert got.status == "ok" and got.counters["pass"] >= 3, got
+    assert got.verdict == "pass" and got.cases["pass"] >= 3 and got.not_judged == 0, got
 
 
 @pytest.mark.parametrize(
@@ -209,10 +251,10 @@ def test_what_float32_cannot_tell_is_not_wrong() -> None:
 
 
 def test_samples_are_the_same_every_time_and_fit_their_mode() -> None:
-    even = samples.samples_of("add", "even", 4)
+    even = samples.samples_of("add", "even", 4)[0]
     assert len(even) == 4
-    uneven = samples.samples_of("add", "uneven", 4)
-    again = samples.samples_of("add", "even", 4)
+    uneven = samples.samples_of("add", "uneven", 4)[0]
+    again = samples.samples_of("add", "even", 4)[0]
     for one, other in zip(even, again, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.values, other.values, strict=True))
     assert all(size % RANKS == 0 for one in even for value in one.values for size in value.shape if size > 2)
@@ -256,9 +298,9 @@ def test_the_parts_of_a_partial_tensor_make_the_tensor(op: str) -> None:
 
 def test_a_dead_worker_costs_one_verdict() -> None:
     jobs = [Job(op, "even", "core", Caps(1, 1)) for op in ("no such op", "abs", "neg")]
-    found = {result.name: result for result in pool.judge_all(jobs, 1)}
-    assert verdict_of(found["no such op"]) == "error" and "KeyError" in found["no such op"].reason
-    assert found["abs"].status == found["neg"].status == "ok"
+    found = {result.op: result for result in pool.judge_all(jobs, 1)}
+    assert found["no such op"].verdict == "error" and "KeyError" in found["no such op"].reason
+    assert found["abs"].verdict == found["neg"].verdict == "pass"
 
 
 @pytest.mark.parametrize(("computed_s", "verdict"), [(1, "error"), (0, "hang")])
@@ -269,7 +311,7 @@ def test_a_worker_that_takes_too_long_is_ended(
     monkeypatch.setattr(pool._Worker, "_cpu_s", lambda worker: next(times))
     jobs = [Job("nn.functional.conv2d", "even", "core", Caps(12, 8))]
     [result] = pool.judge_all(jobs, 1, timeout_s=0.05)
-    assert verdict_of(result) == verdict and "no answer within" in result.reason
+    assert result.verdict == verdict and "no answer within" in result.reason
 
 
 # ---- the command line ----

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from dtbench.bench.options import RunOptions, list_tasks
-from dtbench.files.run import read_run
 from dtbench.model import Plan, Result
-from dtbench.suite import load
+from dtbench.model.suites import load
+from dtbench.records.run import read_run
 from dtbench.tests.programs import start, start_fresh
 
 FAULTY = Path(__file__).parent / "faulty_suite.py"

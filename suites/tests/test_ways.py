@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtbench.errors import UsageError
-from dtbench.files.run import read_run
 from dtbench.model import Plan
-from dtbench.suite import load
+from dtbench.model.errors import UsageError
+from dtbench.model.suites import load
+from dtbench.records.run import read_run
 from dtbench.tests.programs import start
 from dtbench_suites import regret as suite
 from dtbench_suites.ways import (

@@ -68,7 +68,7 @@ class Outcome:
 
 
 @dataclass
-class Foresight:
+class SizePredictor:
     """How full the next bucket will be, in elements per shard.
 
     Training repeats itself, so a bucket is expected to hold what the same one held in the last round
@@ -122,7 +122,7 @@ class Reduction:
 
 
 @dataclass(eq=False)
-class Load:
+class PendingBucket:
     """One bucketful, from its first input to its callbacks."""
 
     packing: Rows | Held | None  # None: an input reduced alone
@@ -157,20 +157,20 @@ class Bucket:
     reduction: Reduction = Reduction()
     hold_inputs: bool = False
     check_ranks: CheckRanks = "never"
-    foresight: Foresight = field(default_factory=Foresight)
+    predictor: SizePredictor = field(default_factory=SizePredictor)
 
     def __post_init__(self) -> None:
         self.offset = 0  # elements per shard that wait for a flush
         self.world_size = self.group.size()
         self.pool = Pool(self.reduction.dtype_of(self.dtype), self.device, self.counters)
-        self._load: Load | None = None
-        self._flying: deque[Load] = deque()  # in order of issue
+        self._pending: PendingBucket | None = None
+        self._flying: deque[PendingBucket] = deque()  # in order of issue
         self._checking = self.check_ranks != "never" and can_check(self.group)
 
     @property
     def pending(self) -> int:
         """Inputs that wait for a flush."""
-        return len(self._load.numels) if self._load else 0
+        return len(self._pending.numels) if self._pending else 0
 
     @property
     def in_flight(self) -> int:
@@ -183,7 +183,7 @@ class Bucket:
         self.pool.clear()
 
     def check_empty(self) -> None:
-        if self._load or self._flying:
+        if self._pending or self._flying:
             raise BucketError(
                 f"Incorrect call of teardown: got it with {self.pending} inputs ({self.offset} elements per shard, "
                 f"{self.dtype}) waiting and {self.in_flight} collectives under way, expected none: call flush() "
@@ -196,11 +196,11 @@ class Bucket:
         self, source: Source, numel: int, callback: Callback | None, finish: Finish | None = None
     ) -> None:
         """Takes an input that may have to wait; calls what falls due on the way."""
-        load = self._load
-        if load is None or numel > self.capacity - self.offset:
+        pending = self._pending
+        if pending is None or numel > self.capacity - self.offset:
             self._add_elsewhere(source, numel, callback, finish)
             return
-        packing = load.packing
+        packing = pending.packing
         assert packing is not None
         outcome = None
         if packing.used + numel > packing.room:
@@ -211,7 +211,7 @@ class Bucket:
             packing.grow(room)
         packing.add(source, numel)
         self.offset += numel
-        load.note(numel, callback, finish)
+        pending.note(numel, callback, finish)
         if outcome is not None:
             outcome.end()
 
@@ -232,17 +232,17 @@ class Bucket:
 
     def _hold(self, tensor: Tensor, numel: int, callback: Callback | None) -> bool:
         """Whether a flat tensor went into the bucket that is filling, as it is."""
-        load = self._load
-        if load is None or not 0 < numel <= self.capacity - self.offset or not tensor.is_contiguous():
+        pending = self._pending
+        if pending is None or not 0 < numel <= self.capacity - self.offset or not tensor.is_contiguous():
             return False
-        assert isinstance(load.packing, Held)
+        assert isinstance(pending.packing, Held)
         try:
-            load.packing.add_flat(tensor, numel)
+            pending.packing.add_flat(tensor, numel)
         except RuntimeError:  # of inference mode
             return False
         self.offset += numel
-        load.numels.append(numel)
-        load.callbacks.append(callback)
+        pending.numels.append(numel)
+        pending.callbacks.append(callback)
         return True
 
     def _add_elsewhere(
@@ -251,20 +251,20 @@ class Bucket:
         """What does not go into the bucket that is filling: into the next, or into none."""
         outcome = Outcome()
         if numel > self.capacity or not self.capacity:
-            load = Load(None)
-            load.note(numel, callback, finish)
-            self._reduce_alone(source, load, outcome)
+            pending = PendingBucket(None)
+            pending.note(numel, callback, finish)
+            self._reduce_alone(source, pending, outcome)
         else:
             self.close(outcome)
             if self.hold_inputs:
                 packing: Rows | Held = Held(self.pool, self.world_size, self.capacity)
             else:
-                room = max(numel, self.foresight.next_total() or FIRST_ELEMENTS)
+                room = max(numel, self.predictor.next_total() or FIRST_ELEMENTS)
                 packing = Rows(self.pool, self.world_size, min(room, self.capacity))
-            self._load = Load(packing)
+            self._pending = PendingBucket(packing)
             packing.add(source, numel)
             self.offset += numel
-            self._load.note(numel, callback, finish)
+            self._pending.note(numel, callback, finish)
         outcome.end()
 
     def _make_room(self, numel: int, outcome: Outcome) -> None:
@@ -278,19 +278,19 @@ class Bucket:
 
     def close(self, outcome: Outcome, *, by_flush: bool = False) -> None:
         """Issues the collective for what waits, then ends the one before it."""
-        load = self._load
-        if load is not None:
-            assert load.packing is not None
-            self._make_room(load.packing.needs(), outcome)
-            self.foresight.this_round.append(self.offset)
-            self._load, self.offset = None, 0
+        pending = self._pending
+        if pending is not None:
+            assert pending.packing is not None
+            self._make_room(pending.packing.needs(), outcome)
+            self.predictor.this_round.append(self.offset)
+            self._pending, self.offset = None, 0
             try:
-                self._agree("flush" if by_flush else "a full bucket", load)
-                self._issue(load)
+                self._agree("flush" if by_flush else "a full bucket", pending)
+                self._issue(pending)
             except Exception as error:
-                outcome.errors.append(self._lose(load, error))
+                outcome.errors.append(self._lose(pending, error))
         if by_flush:
-            self.foresight.end_round()
+            self.predictor.end_round()
             self._checking = self._checking and self.check_ranks == "always"
         elif len(self._flying) > 1:
             self.wait_for(self._flying[0], outcome)
@@ -298,117 +298,119 @@ class Bucket:
     def drain(self, outcome: Outcome) -> None:
         """Ends what is under way now, in order of issue, and calls the callbacks."""
         outcome.call()
-        for load in tuple(self._flying):
-            if load in self._flying:  # else a callback has flushed in between
-                self.wait_for(load, outcome)
+        for pending in tuple(self._flying):
+            if pending in self._flying:  # else a callback has flushed in between
+                self.wait_for(pending, outcome)
                 outcome.call()
 
-    def _agree(self, why: str, load: Load) -> None:
+    def _agree(self, why: str, pending: PendingBucket) -> None:
         if self._checking:
             how = f"{self.dtype} {self.reduction}"
-            shapes = [load.finishes.get(i, (None,))[0] or (numel,) for i, numel in enumerate(load.numels)]
+            shapes = [
+                pending.finishes.get(i, (None,))[0] or (numel,) for i, numel in enumerate(pending.numels)
+            ]
             check_ranks_agree(self.group, self.device, why, shapes, how)
 
-    def _issue(self, load: Load) -> None:
-        assert load.packing is not None
-        if not load.packing.used:
-            self._flying.append(load)
+    def _issue(self, pending: PendingBucket) -> None:
+        assert pending.packing is not None
+        if not pending.packing.used:
+            self._flying.append(pending)
             return
-        packed, load.buffer = load.packing.pack()
-        load.packing = None
+        packed, pending.buffer = pending.packing.pack()
+        pending.packing = None
         if self.reduction.op == "premul":
             packed *= self.reduction.factor
         numel = packed.numel() // self.world_size
         if type(packed) is Tensor:
             # In place: NCCL allows the output in this rank's part of the input, gloo copies first.
-            load.output = packed.narrow(0, self.group.rank() * numel, numel)
+            pending.output = packed.narrow(0, self.group.rank() * numel, numel)
         else:  # simulated ranks, whose parts differ
-            load.output = torch.empty(numel, dtype=packed.dtype, device=packed.device)
-        load.work = comm.reduce_scatter(load.output, packed, self.group, async_op=True)
+            pending.output = torch.empty(numel, dtype=packed.dtype, device=packed.device)
+        pending.work = comm.reduce_scatter(pending.output, packed, self.group, async_op=True)
         self.counters.collectives += 1
-        self._flying.append(load)
+        self._flying.append(pending)
 
-    def _lose(self, load: Load, error: Exception) -> Exception:
+    def _lose(self, pending: PendingBucket, error: Exception) -> Exception:
         """Gives up a bucketful, not the bucketer. Returns `error`, which says so."""
-        self._release(load)
+        self._release(pending)
         error.add_note(
-            f"The {len(load.numels)} inputs of this bucket are dropped, their callbacks not called."
+            f"The {len(pending.numels)} inputs of this bucket are dropped, their callbacks not called."
         )
-        load.callbacks.clear()
+        pending.callbacks.clear()
         return error
 
-    def _release(self, load: Load) -> None:
-        if load.packing is not None:
-            load.packing.drop()
-        elif load.buffer is not None:
-            self.pool.give(load.buffer)
-        self.counters.hold(-load.copied)
-        load.packing = load.work = load.output = load.buffer = load.lent = None
+    def _release(self, pending: PendingBucket) -> None:
+        if pending.packing is not None:
+            pending.packing.drop()
+        elif pending.buffer is not None:
+            self.pool.give(pending.buffer)
+        self.counters.hold(-pending.copied)
+        pending.packing = pending.work = pending.output = pending.buffer = pending.lent = None
 
-    def wait_for(self, load: Load, outcome: Outcome) -> None:
+    def wait_for(self, pending: PendingBucket, outcome: Outcome) -> None:
         """Waits for a collective; its callbacks are then due."""
-        self._flying.remove(load)
+        self._flying.remove(pending)
         try:
-            self._await_work(load)
-            if load.lent is not None:
-                check_unchanged([load.lent], [load.lent_version])
-            results = self._results(load)
+            self._await_work(pending)
+            if pending.lent is not None:
+                check_unchanged([pending.lent], [pending.lent_version])
+            results = self._results(pending)
         except Exception as error:
-            outcome.errors.append(self._lose(load, error))
+            outcome.errors.append(self._lose(pending, error))
             return
         if results:
-            outcome.due.append((load.callbacks, results))
-        self._release(load)
+            outcome.due.append((pending.callbacks, results))
+        self._release(pending)
 
-    def _await_work(self, load: Load) -> None:
+    def _await_work(self, pending: PendingBucket) -> None:
         try:
-            if load.work is not None:
-                load.work.wait()
+            if pending.work is not None:
+                pending.work.wait()
         except Exception:
-            if load.buffer is not None:
-                self.pool.lose(load.buffer)
-                load.buffer = None
+            if pending.buffer is not None:
+                self.pool.lose(pending.buffer)
+                pending.buffer = None
             raise
 
-    def _results(self, load: Load) -> list[Tensor]:
+    def _results(self, pending: PendingBucket) -> list[Tensor]:
         """Of each input a result of its own: what a caller keeps keeps nothing else. Empty without callbacks."""
-        if not any(callback is not None for callback in load.callbacks):
+        if not any(callback is not None for callback in pending.callbacks):
             return []
-        if load.output is None:
+        if pending.output is None:
             total = torch.empty(0, dtype=self.dtype, device=self.device)
         else:
-            total = self.reduction.finish(load.output, self.dtype, self.world_size)
+            total = self.reduction.finish(pending.output, self.dtype, self.world_size)
         results = [total]
-        if load.buffer is not None or len(load.numels) > 1:  # it lies in a buffer that is used again
-            results = copies_of(total, load.numels)
+        if pending.buffer is not None or len(pending.numels) > 1:  # it lies in a buffer that is used again
+            results = copies_of(total, pending.numels)
             self.counters.bytes_copied += total.nbytes
-        for index, (shape, rewrap) in load.finishes.items():
+        for index, (shape, rewrap) in pending.finishes.items():
             shaped = results[index] if shape is None else results[index].view(shape)
             results[index] = shaped if rewrap is None else rewrap(shaped)
         return results
 
-    def _reduce_alone(self, source: Source, load: Load, outcome: Outcome) -> None:
+    def _reduce_alone(self, source: Source, pending: PendingBucket, outcome: Outcome) -> None:
         """An input larger than a bucket, or any without buckets: straight from where it lies, if it can.
 
         Waits, unless inputs are held.
         """
-        (numel,) = load.numels
-        self._agree("an input for itself", load)
+        (numel,) = pending.numels
+        self._agree("an input for itself", pending)
         if numel:
             whole = source if isinstance(source, Tensor) else torch.stack(source)  # type: ignore[arg-type]
             sent = whole.detach().reshape(-1).to(self.pool.dtype)
             if self.reduction.op == "premul":
                 sent = sent * self.reduction.factor
             if whole is not source or type(sent) is not Tensor or sent.data_ptr() != whole.data_ptr():
-                load.copied = sent.nbytes
-            load.lent, load.lent_version = sent, versions_of([sent])[0]
-            load.output = torch.empty(numel, dtype=sent.dtype, device=self.device)
-            load.work = comm.reduce_scatter(load.output, sent, self.group, async_op=True)
+                pending.copied = sent.nbytes
+            pending.lent, pending.lent_version = sent, versions_of([sent])[0]
+            pending.output = torch.empty(numel, dtype=sent.dtype, device=self.device)
+            pending.work = comm.reduce_scatter(pending.output, sent, self.group, async_op=True)
             self.counters.collectives += 1
-            self.counters.bytes_copied += load.copied
-            self.counters.hold(load.copied)
-        self._flying.append(load)
+            self.counters.bytes_copied += pending.copied
+            self.counters.hold(pending.copied)
+        self._flying.append(pending)
         if not self.hold_inputs:
-            self.wait_for(load, outcome)
+            self.wait_for(pending, outcome)
         elif len(self._flying) > 1:
             self.wait_for(self._flying[0], outcome)

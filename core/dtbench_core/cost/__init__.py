@@ -11,7 +11,7 @@ The first four need no torch.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dtbench_core.cost.mesh_topology import use_topology
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["use_topology"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in __all__:
         return getattr(importlib.import_module("dtbench_core.cost.mesh_topology"), name)
     raise AttributeError(f"module 'dtbench_core.cost' has no attribute {name!r}")

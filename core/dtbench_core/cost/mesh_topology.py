@@ -11,14 +11,13 @@ import functools
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.cost.ring import guessed_links
 from dtbench_core.cost.topology import MeshConstants, Topology, TopologyError
-from dtbench_core.runtime import process
+from dtbench_core.runtime import clear_caches
 
 
 class MeshTopoInfo(MeshConstants):
@@ -33,7 +32,9 @@ class MeshTopoInfo(MeshConstants):
         return MeshTopoInfo(mesh, tuple(mesh.shape), bandwidths, latencies)
 
     @staticmethod
-    def from_topology(topology: str | Path | Mapping[str, Any] | Topology, mesh: DeviceMesh) -> MeshTopoInfo:
+    def from_topology(
+        topology: str | Path | Mapping[str, object] | Topology, mesh: DeviceMesh
+    ) -> MeshTopoInfo:
         """The measured constants of a topology file (or its content) for this mesh.
 
         Every dim of the mesh is looked up by name and must have been measured with as many ranks; a dim of
@@ -61,6 +62,14 @@ class MeshTopoInfo(MeshConstants):
 
 # --- which constants are in use --------------------------------------------------------------------
 
+_topology: Topology | None = None
+_constants: dict[DeviceMesh, MeshTopoInfo] = {}  # of its meshes
+
+
+def topology_in_use() -> Topology | None:
+    """The measured constants that `use_topology` put in place; None: the built-in ones."""
+    return _topology
+
 
 class _InUse(contextlib.ExitStack):
     """What `use_topology` returns: undo by `restore()`, or at the end of a `with`."""
@@ -70,7 +79,7 @@ class _InUse(contextlib.ExitStack):
         self.close()
 
 
-def use_topology(topology: str | Path | Mapping[str, Any] | Topology | None) -> _InUse:
+def use_topology(topology: str | Path | Mapping[str, object] | Topology | None) -> _InUse:
     """Prices redistributions with measured constants from now on; None means the built-in ones.
 
     Takes effect at once, for the whole process. Use it as a context manager, or keep what it returns and
@@ -83,27 +92,28 @@ def use_topology(topology: str | Path | Mapping[str, Any] | Topology | None) -> 
     """
     loaded = topology if topology is None or isinstance(topology, Topology) else Topology.load(topology)
     undo = _InUse()
-    undo.callback(_switch, process.topology)
+    undo.callback(_switch, _topology)
     _switch(loaded)
     return undo
 
 
 def topology_of(mesh: DeviceMesh) -> MeshTopoInfo:
     """The constants that price this mesh: of the topology in use, else the built-in ones."""
-    if process.topology is None:
+    if _topology is None:
         return MeshTopoInfo.build_from_mesh(mesh)
-    info = process.mesh_constants.get(mesh)
+    info = _constants.get(mesh)
     if info is None:
         try:
-            info = MeshTopoInfo.from_topology(process.topology, mesh)
+            info = MeshTopoInfo.from_topology(_topology, mesh)
         except TopologyError as error:
             warnings.warn(f"{error}. The built-in constants price this mesh instead.", stacklevel=2)
             info = MeshTopoInfo.build_from_mesh(mesh)
-        process.mesh_constants[mesh] = info
+        _constants[mesh] = info
     return info
 
 
 def _switch(topology: Topology | None) -> None:
-    process.topology = topology
-    process.mesh_constants.clear()
-    process.clear_caches()
+    global _topology
+    _topology = topology
+    _constants.clear()
+    clear_caches()

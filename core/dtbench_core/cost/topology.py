@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dtbench_core.cost.curve import Curve
 from dtbench_core.cost.ring import BASE_LATENCY_US, Link
@@ -77,6 +77,27 @@ class DimConstants:
     latency_us: float
     curves: Mapping[str, Curve] = field(default_factory=dict)
 
+    @classmethod
+    def of_times(
+        cls,
+        name: str,
+        ranks: int,
+        bandwidth: float,
+        latency_us: float,
+        *,
+        collectives: Mapping[str, Curve],
+        changes: Mapping[str, Curve],
+    ) -> DimConstants:
+        """A mesh dim with curves by change of placement: as the changes were measured, else as the bare collective
+        was. A dim is priced by its curves or by its constants, not by some of each, as they disagree."""
+        curves = {
+            change: collectives[name]
+            for name, stood_for in _STANDS_FOR.items()
+            if name in collectives
+            for change in stood_for
+        } | dict(changes)
+        return cls(name, ranks, bandwidth, latency_us, curves if curves.keys() >= set(SENDING) else {})
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -88,7 +109,7 @@ class Topology:
     dims: tuple[DimConstants, ...]
 
     @classmethod
-    def load(cls, topology: str | Path | Mapping[str, Any]) -> Topology:
+    def load(cls, topology: str | Path | Mapping[str, object]) -> Topology:
         """Reads a path, or takes the content as a mapping.
 
         Raises:
@@ -189,25 +210,22 @@ def _parse_dim(dim: object, where: str) -> DimConstants:
         raise TopologyError(f"{where}.ranks: got {ranks!r}, expected a count of at least 1: calibrate again")
     bandwidth = _number(dim.get("bandwidth_GiBps"), f"{where}.bandwidth_GiBps")
     latency = _number(dim.get("latency_us_per_hop"), f"{where}.latency_us_per_hop", zero=True)
-    return DimConstants(name, ranks, bandwidth, latency, _parse_curves(dim, where))
+    transitions = _object(dim.get("transitions", {}), f"{where}.transitions")
+    return DimConstants.of_times(
+        name,
+        ranks,
+        bandwidth,
+        latency,
+        collectives=_read_curves(dim.get("collectives", {}), f"{where}.collectives"),
+        changes=_read_curves(transitions.get("core", {}), f"{where}.transitions.core"),
+    )
 
 
-def _parse_curves(dim: Mapping[str, Any], where: str) -> dict[str, Curve]:
-    """By change of placement: as this library was measured, else as the bare collective was."""
-    curves: dict[str, Curve] = {}
-    collectives = _object(dim.get("collectives", {}), f"{where}.collectives")
-    for collective, names in _STANDS_FOR.items():
-        if collective in collectives:
-            curve = read_curve(collectives[collective], f"{where}.collectives.{collective}")
-            curves |= dict.fromkeys(names, curve)
-    measured = _object(dim.get("transitions", {}), f"{where}.transitions")
-    for name, content in _object(measured.get("core", {}), f"{where}.transitions.core").items():
-        curves[str(name)] = read_curve(content, f"{where}.transitions.core.{name}")
-    # A mesh dim is priced by its curves or by its constants, not by some of each: they disagree.
-    return curves if curves.keys() >= set(SENDING) else {}
+def _read_curves(content: object, where: str) -> dict[str, Curve]:
+    return {name: read_curve(curve, f"{where}.{name}") for name, curve in _object(content, where).items()}
 
 
-def _object(value: object, where: str) -> Mapping[str, Any]:
+def _object(value: object, where: str) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
         raise TopologyError(f"{where}: got {type(value).__name__}, expected an object: calibrate again")
     return value
@@ -234,10 +252,10 @@ def read_curve(content: object, where: str) -> Curve:
     return Curve(tuple(int(size) for size in sizes), tuple(times))
 
 
-def _number(value: Any, where: str, *, zero: bool = False) -> float:
+def _number(value: object, where: str, *, zero: bool = False) -> float:
     """A field that must be a finite number above 0, or at least 0."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < 0 or (value == 0 and not zero):
+    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
         bound = "at least 0" if zero else "above 0"
         raise TopologyError(f"{where}: got {value!r}, expected a finite number {bound}: calibrate again")
-    return float(value)
+    return number

@@ -5,7 +5,7 @@ torch functions enabled, as the first forward did, so the engine is entered with
 
 In `grad` torch compares every output with its cotangent through symbolic shapes, and comes here only after it has
 sorted its arguments once already. Where each cotangent is a DTensor of its output's shape and dtype there
-is nothing left to check, and the engine can be asked directly.
+is nothing left to check, and the engine can be called directly.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.op_types import Value
 from dtbench_core.torch_compat import DisableTorchFunction, make_grads, run_backward
 
 
 def grad(
-    outputs: Sequence[Any],
-    inputs: Sequence[Any],
+    outputs: Sequence[Value],
+    inputs: Sequence[Value],
     grad_outputs: Any = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
@@ -43,7 +44,7 @@ def grad(
 
 
 def backward(
-    tensors: Sequence[Any],
+    tensors: Sequence[Value],
     grad_tensors: Any = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
@@ -63,7 +64,7 @@ def backward(
 
 
 def backward_of(
-    tensor: Any,
+    tensor: Value,
     gradient: Any = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
@@ -78,12 +79,12 @@ def backward_of(
     backward((tensor,), (gradient,), retain_graph, create_graph, inputs)
 
 
-def _cotangents(outputs: Sequence[Any], given: Sequence[Any]) -> tuple[torch.Tensor | None, ...]:
+def _cotangents(outputs: Sequence[Value], given: Sequence[Value]) -> tuple[torch.Tensor | None, ...]:
     with DisableTorchFunction():
         return make_grads(outputs, given, is_grads_batched=False)
 
 
-def _fit(outputs: Sequence[Any], cotangents: Sequence[Any]) -> bool:
+def _fit(outputs: Sequence[Value], cotangents: Sequence[Value]) -> bool:
     """Whether every output has a cotangent of its shape and dtype, all of them DTensors."""
     if len(outputs) != len(cotangents):
         return False

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.op_types import Args, Kwargs, Value
+
+Key = tuple[Any, ...]
 
 _dtype_of, _dim_of = operator.attrgetter("dtype"), torch.Tensor.dim
 
 
 def key_of(
-    cls: type[Wrapper], head: Any, by_type: bool, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], list[Any], dict[str, Any]]:
+    cls: type[Wrapper], head: Any, by_type: bool, args: Args, kwargs: Kwargs
+) -> tuple[tuple[Value, ...], list[Value], Kwargs]:
     """(cache key, local arguments, local keyword arguments) in one walk over the arguments."""
     key, locals_ = [head], []
     for a in args:
@@ -41,8 +43,8 @@ def key_of(
             if len(specs) == len(a) > 0:  # the parameters of an optimizer: without a call for each
                 key.append((list, *specs))
                 local = [one._local_tensor for one in a]
-            elif by_type and (first is float or first is torch.Tensor) and (alike := _alike(a)):
-                key.append(alike)
+            elif by_type and (first is float or first is torch.Tensor) and (summary := _summary(a)):
+                key.append(summary)
             else:
                 part, local, _ = key_of(cls, list, by_type, a, {})
                 key.append(part)
@@ -67,9 +69,9 @@ def key_of(
     return (*key, *names, part), locals_, dict(zip(names, values, strict=True))
 
 
-def _alike(items: Sequence[Any]) -> tuple[Any, ...] | None:
+def _summary(items: Args) -> tuple[Value, ...] | None:
     """What a list of an optimizer's comes to in the key: its step sizes, or its counts of steps, which are tensors
-    without dims. None: its members are not all alike."""
+    without dims. None: its members differ in type."""
     kinds = set(map(type, items))
     if len(kinds) > 1:
         return None
@@ -79,20 +81,18 @@ def _alike(items: Sequence[Any]) -> tuple[Any, ...] | None:
     return None if any(map(_dim_of, items)) or len(dtypes) > 1 else (list, len(items), *dtypes)
 
 
-def with_numbers(
-    args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def with_numbers(args: Args, kwargs: Kwargs) -> tuple[tuple[Value, ...], Kwargs] | None:
     """(args, kwargs) with the numbers that a tracer's symbols stand for, which it guards; None where there are none."""
     if not any(isinstance(leaf, _SYMBOLS) for leaf in tree_leaves((args, kwargs))):
         return None
-    numbers: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(_number, (tuple(args), kwargs))
+    numbers: tuple[tuple[Value, ...], Kwargs] = tree_map(_number, (tuple(args), kwargs))
     return numbers
 
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def _number(leaf: Any) -> Any:
+def _number(leaf: object) -> Value:
     if isinstance(leaf, torch.SymInt):
         return int(leaf)
     if isinstance(leaf, torch.SymFloat):

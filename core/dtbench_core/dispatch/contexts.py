@@ -23,7 +23,7 @@ class ImplicitRedistributionWarning(UserWarning):
 # How many implicit_replication() are entered, and the innermost ExplicitRedistributionContext.
 _replicating: ContextVar[int] = ContextVar("replicating", default=0)
 _explicit: ContextVar[ExplicitRedistributionContext | None] = ContextVar("explicit", default=None)
-watch = _explicit.get  # what an op asks before it looks closer
+explicit_context = _explicit.get  # the innermost, if any
 
 
 @contextmanager
@@ -51,7 +51,7 @@ class ExplicitRedistributionContext:
     inside another lets redistributions pass again.
 
     Args:
-        enable: False switches the watch off within.
+        enable: False lets redistributions pass within.
         strict: refuse every redistribution; else only those that communicate, so that cutting a
             replicated tensor passes.
         mode: "raise" (a RedistributionError) or "warn" (an ImplicitRedistributionWarning).

@@ -4,8 +4,8 @@
    (`_direct`, `_own`).
 2. If autograd or a mode must see the call, `_through_torch`: torch comes back in `torch_dispatch`.
 3. Else `key_of` makes the call's key of function, specs and static arguments. A plan that was learnt
-   for it (`process.functions`) runs at once; a call met for the first time goes through torch, watched (`_watch`).
-4. `torch_dispatch`: one aten op, below autograd. Its plan is in `process.plans`, by op, specs and arguments.
+   for it (`functions`) runs at once; a call met for the first time goes through torch, recorded (`_record_call`).
+4. `torch_dispatch`: one aten op, below autograd. Its plan is in `plans`, by op, specs and arguments.
 5. On a miss, make_plan.py: the op's rule lists placements, the cheapest row is chosen per mesh dim, and
    the op on meta tensors tells the result's shape. No row: op by op (composites) or replicated (fallback.py).
 6. `plan.run` (plan.py) moves the inputs that must move, runs the op on the shards, wraps what comes out.
@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +22,14 @@ from torch.autograd import forward_ad
 from dtbench_core import runtime
 from dtbench_core.dispatch import out_and_resize
 from dtbench_core.dispatch.autograd_grad import backward, backward_of, grad
-from dtbench_core.dispatch.cache_key import key_of, with_numbers
-from dtbench_core.dispatch.learnt_calls import all_by_type, plan_of_call, takes_one_tensor, without_detach
+from dtbench_core.dispatch.cache_key import Key, key_of, with_numbers
+from dtbench_core.dispatch.learnt_calls import (
+    Recorded,
+    all_by_type,
+    plan_of_call,
+    takes_one_tensor,
+    without_detach,
+)
 from dtbench_core.dispatch.make_plan import build, first_run
 from dtbench_core.dispatch.op_info import OpInfo
 from dtbench_core.dispatch.plain_tensors import mixes_plain, with_replicas
@@ -32,12 +37,13 @@ from dtbench_core.dispatch.plan import Plan
 from dtbench_core.errors import CoreError
 from dtbench_core.layout import rng as random
 from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.rules import cross_entropy, linear
 from dtbench_core.rules.compare import equal
 from dtbench_core.rules.foreach import foreach_norm
 from dtbench_core.rules.loss import one_hot
 from dtbench_core.rules.view import tensor_split
-from dtbench_core.runtime import current, process, remember
+from dtbench_core.runtime import PerRank, clear_caches, on_clear, remember
 from dtbench_core.torch_compat import (
     DisableTorchFunction,
     any_autocast,
@@ -49,29 +55,47 @@ from dtbench_core.torch_compat import (
     is_grad_enabled,
 )
 
-# In the caches of plans. None there: no rule fits, replicate and run; or watched, and not fit to be fast.
+# What is known of ops; the Python functions of which it is known whether the types of their numbers suffice in a key,
+# and those of which they do.
+ops: dict[OpOverload, OpInfo] = {}
+judged: set[Call] = set()
+by_type: set[Call] = set()
+# The plans of ops, and of functions that are one op. None: no rule fits, replicate and run; or recorded, and not fit
+# to be fast.
+plans: dict[Key, Plan | None] = {}
+functions: dict[Key, Plan | None] = {}
+default_dtype: torch.dtype | None = None  # for which they hold
 _MISSING: Any = object()
 
+on_clear(lambda: plans.clear())  # by name: a StageTimer puts others in their place
+on_clear(lambda: functions.clear())
+for _known in (ops, judged, by_type):
+    on_clear(_known.clear, with_rules=True)
 
-def _straight(func: Callable[..., Any]) -> Callable[..., Any]:
-    """`func`, for which DTensors are tensors as others: above autograd nobody else is asked."""
+# What torch_dispatch has run since torch_function began to record a call; None while nobody records.
+_recorded: PerRank[list[Recorded] | None] = PerRank("dispatch.recorded", lambda: None)
+recorded = _recorded.get
+
+
+def _straight(func: Call) -> Call:
+    """`func`, for which DTensors are tensors as others: above autograd nothing else sees the call."""
     return lambda *args, **kwargs: disabled_torch_function(func, (), args, kwargs)
 
 
-def _is_complex(input: Any) -> bool:
+def _is_complex(input: Value) -> bool:
     complex_: bool = input._spec.dtype.is_complex
     return complex_
 
 
 # Functions that take nothing but one tensor and numbers, and are answered at once: views, which need torch's tracking,
-# and getters go straight to torch. `is_complex` is asked of every parameter in every step of an optimizer.
-_direct: dict[Callable[..., Any], Callable[..., Any]] = {
+# and getters go straight to torch. `is_complex` is called for every parameter in every step of an optimizer.
+_direct: dict[Call, Call] = {
     torch.split: _straight(torch.Tensor.split),
     torch.is_complex: _is_complex,
 }
 # Functions that have a way of their own here, most of them because they are several ops to torch and one to us;
 # NotImplemented sends a call the common way.
-_own: dict[Callable[..., Any], Callable[..., Any]] = {
+_own: dict[Call, Call] = {
     torch.nn.functional.linear: linear.linear,
     torch.nn.functional.cross_entropy: cross_entropy.cross_entropy,
     torch.nn.functional.dropout: random.dropout,
@@ -105,8 +129,8 @@ if hasattr(torch.nn.functional, "linear_cross_entropy"):  # from torch 2.13 on
 
 
 def torch_function(
-    cls: type[Wrapper], func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
-) -> Any:
+    cls: type[Wrapper], func: Call, types: Any, args: Args = (), kwargs: Value = None
+) -> Value:
     """`DTensor.__torch_function__`: a user's call, above autograd."""
     direct = _direct.get(func)
     if direct is not None:
@@ -120,21 +144,21 @@ def torch_function(
             return result
     if (is_grad_enabled() and _requires_grad(args, kwargs)) or modes_active():
         return _through_torch(cls, func, args, kwargs)
-    key, locals_, local_kwargs = key_of(cls, func, func in process.by_type, args, kwargs)
+    key, locals_, local_kwargs = key_of(cls, func, func in by_type, args, kwargs)
     try:
-        plan = process.functions.get(key, _MISSING)
+        plan = functions.get(key, _MISSING)
     except TypeError:  # an argument that cannot be hashed: not a call to remember
         plan, key = _MISSING, ()
     if plan is None:
         return _through_torch(cls, func, args, kwargs)
-    if plan is not _MISSING and process.default_dtype is get_default_dtype():
+    if plan is not _MISSING and default_dtype is get_default_dtype():
         return plan.run(cls, func, args, kwargs, locals_, local_kwargs)
     if mixes_plain(cls, func, args, kwargs):
         return with_replicas(cls, func, args, kwargs)
-    return _watch(func, key, args, kwargs)
+    return _record_call(func, key, args, kwargs)
 
 
-def _requires_grad(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _requires_grad(args: Args, kwargs: Kwargs) -> bool:
     """Whether autograd must see the call. torch's own test looks into lists, but not into tuples."""
     if any_requires_grad(*args, **kwargs) if kwargs else any_requires_grad(*args):
         return True
@@ -154,9 +178,7 @@ def modes_active() -> bool:
     )
 
 
-def _through_torch(
-    cls: type[Wrapper], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
+def _through_torch(cls: type[Wrapper], func: Call, args: Args, kwargs: Kwargs) -> Value:
     if mixes_plain(cls, func, args, kwargs):
         return with_replicas(cls, func, args, kwargs)
     try:
@@ -174,35 +196,34 @@ def _through_torch(
         ) from error
 
 
-def _watch(
-    func: Callable[..., Any], key: tuple[Any, ...], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
+def _record_call(func: Call, key: Key, args: Args, kwargs: Kwargs) -> Value:
     """Runs the call through torch and remembers it, if it can. See learnt_calls.py."""
-    here = current()
-    outer, here.watched = here.watched, []
+    outer = recorded()
+    ran: list[Recorded] = []
+    _recorded.set(ran)
     try:
         with DisableTorchFunction():
             result = (
                 out_and_resize.call_with_out(func, args, kwargs) if "out" in kwargs else func(*args, **kwargs)
             )
-        seen = without_detach(here.watched)
+        seen = without_detach(ran)
     finally:
-        here.watched = outer
+        _recorded.set(outer)
     if not seen or any(plan and plan.info.aliases for plan, *_ in seen):
         if takes_one_tensor(func):
             _direct[func] = _straight(func)
         elif key:
-            remember(process.functions, key, None)
+            remember(functions, key, None)
         return result
     if not key:
         return result
     fit = plan_of_call(args, kwargs, seen, result)
-    if fit is not None and func not in process.judged:
-        process.judged.add(func)
+    if fit is not None and func not in judged:
+        judged.add(func)
         if all_by_type(func):
-            process.by_type.add(func)
+            by_type.add(func)
             return result  # the key at hand holds numbers by value: remember the next call
-    remember(process.functions, key, fit)
+    remember(functions, key, fit)
     return result
 
 
@@ -213,29 +234,30 @@ def torch_dispatch(
     cls: type[Wrapper],
     op: OpOverload,
     types: Any,
-    args: Sequence[Any] = (),
-    kwargs: dict[str, Any] | None = None,
-) -> Any:
+    args: Args = (),
+    kwargs: Kwargs | None = None,
+) -> Value:
     """`DTensor.__torch_dispatch__`: one aten op, below autograd."""
     if kwargs is None:
         kwargs = {}
-    info = process.ops.get(op)
+    info = ops.get(op)
     if info is None:
-        info = process.ops[op] = OpInfo(op)
+        info = ops[op] = OpInfo(op)
     if info.handler is not None:
         result = info.handler(torch_dispatch, cls, op, args, kwargs)
         if result is not NotImplemented:
-            if (watched := current().watched) is not None:
-                watched.append((None, args, kwargs, None))
+            if (ran := recorded()) is not None:
+                ran.append((None, args, kwargs, None))
             return result
-    if process.default_dtype is not get_default_dtype():
+    global default_dtype
+    if default_dtype is not get_default_dtype():
         # It decides what an integer tensor times a float gives, so plans hold for one.
-        process.default_dtype = get_default_dtype()
+        default_dtype = get_default_dtype()
         clear_caches()
     key, locals_, local_kwargs = key_of(cls, info, info.by_type, args, kwargs)
     plan: Plan | None
     try:
-        plan = process.plans.get(key, _MISSING)
+        plan = plans.get(key, _MISSING)
     except TypeError:  # an argument that cannot be hashed, so no plan can be kept
         if (numbers := with_numbers(args, kwargs)) is not None:
             return torch_dispatch(cls, op, types, *numbers)
@@ -250,18 +272,12 @@ def torch_dispatch(
             result = info.without_plan(torch_dispatch, cls, op, args, kwargs)
         else:
             plan, result = first_run(plan, cls, args, kwargs, locals_, local_kwargs)
-        remember(process.plans, key, plan)
-    if (watched := current().watched) is not None:
-        watched.append((plan, args, kwargs, result))
+        remember(plans, key, plan)
+    if (ran := recorded()) is not None:
+        ran.append((plan, args, kwargs, result))
     return result
-
-
-# ---- caches ----
-
-
-clear_caches = process.clear_caches
 
 
 def cache_info() -> dict[str, int]:
     """How many plans are held, per op and per Python function, and the bound of each."""
-    return {"plans": len(process.plans), "fast": len(process.functions), "bound": runtime.MAX_PLANS}
+    return {"plans": len(plans), "fast": len(functions), "bound": runtime.MAX_PLANS}

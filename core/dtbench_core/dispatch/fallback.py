@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch._ops import OpOverload
@@ -26,6 +25,7 @@ from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.shard_layout import empty_part
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, wrap
+from dtbench_core.op_types import Args, Kwargs, Value
 from dtbench_core.redistribute.autograd import local_at
 from dtbench_core.redistribute.copied_view import (
     Gathered,
@@ -35,26 +35,37 @@ from dtbench_core.redistribute.copied_view import (
     store_to_base,
 )
 from dtbench_core.redistribute.route import apply, plan
-from dtbench_core.runtime import current
+from dtbench_core.runtime import PerRank
 
 
 class FallbackWarning(UserWarning):
     """An op ran on replicated inputs because no sharding rule covers it."""
 
 
+@dataclass(slots=True, eq=False)
+class Seen:
+    """How often ops ran on replicated inputs, and which of them warned."""
+
+    counts: Counter[OpOverload] = field(default_factory=Counter)
+    warned: set[OpOverload] = field(default_factory=set)
+
+
+seen: PerRank[Seen] = PerRank("dispatch.fallbacks", Seen)
+
+
 def fallbacks() -> Counter[OpOverload]:
     """How often each op ran on replicated inputs in this process."""
-    return Counter(current().fallbacks)
+    return Counter(seen.get().counts)
 
 
 def clear_fallbacks() -> None:
     """Forgets the counts, so that each op warns again."""
-    current().fallbacks.clear()
-    current().warned.clear()
+    seen.get().counts.clear()
+    seen.get().warned.clear()
 
 
-def run(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`op` on whole tensors, alike on every rank; tensor results are replicated.
+def run(cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs) -> Value:
+    """`op` on whole tensors, the same on every rank; tensor results are replicated.
 
     Raises:
         PlacementError: the op writes to copied views, which it may not (redistribute/copied_view.py).
@@ -67,14 +78,14 @@ def run(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[st
     distributed: list[Wrapper] = []
     mesh: MeshInfo | None = None
 
-    def unwrap(leaf: Any) -> Any:
+    def unwrap(leaf: Value) -> Value:
         nonlocal mesh
         if not isinstance(leaf, Wrapper):
             return leaf
         mesh = leaf._spec.info
         if id(leaf) not in whole:
-            if (watch := contexts.watch()) is not None:
-                watch.observe(op, leaf._spec, (REPLICATE,) * mesh.ndim)
+            if (context := contexts.explicit_context()) is not None:
+                context.observe(op, leaf._spec, (REPLICATE,) * mesh.ndim)
             whole[id(leaf)] = gathered(leaf, copied=any(leaf is one for one in written))
             distributed.append(leaf)
         return whole[id(leaf)]
@@ -101,15 +112,15 @@ def run(cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[st
 def _outside(
     cls: type[Wrapper],
     op: OpOverload,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     mesh: MeshInfo,
     written: list[Wrapper],
-) -> Any:
+) -> Value:
     """What `run` gives on a rank outside the mesh (see outside_mesh.py): metadata, and the written tensors."""
     replicated = (REPLICATE,) * mesh.ndim
 
-    def described(leaf: Any) -> Any:
+    def described(leaf: Value) -> Value:
         if isinstance(leaf, Wrapper):
             return leaf._spec
         plain = isinstance(leaf, torch.Tensor)
@@ -144,8 +155,8 @@ def gathered(tensor: Wrapper, copied: bool = True) -> torch.Tensor:
 
 
 def _report(op: OpOverload) -> None:
-    here = current()
-    here.fallbacks[op] += 1
+    here = seen.get()
+    here.counts[op] += 1
     if op not in here.warned:
         here.warned.add(op)
         warnings.warn(
@@ -178,19 +189,19 @@ def store(tensor: Wrapper, full: torch.Tensor) -> None:
 
 def _wrapped(
     cls: type[Wrapper],
-    result: Any,
+    result: Value,
     mesh: MeshInfo,
     written: dict[int, Wrapper],
     base: Wrapper | None = None,
     full: Gathered | None = None,
-) -> Any:
+) -> Value:
     """`result` with replicated DTensors for its tensors, and the written tensors themselves.
 
     base: what the results were to be views of, but that had to be gathered, as `full`.
     """
     replicated = (REPLICATE,) * mesh.ndim
 
-    def rewrap(leaf: Any) -> Any:
+    def rewrap(leaf: object) -> Value:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if id(leaf) in written:

@@ -1,14 +1,11 @@
 """Which Python functions may be answered by the plan of one op, without passing through torch.
 
-A call is learnt by watching it. If a function, called without autograd, arrives in `torch_dispatch` as
+A call is learnt by recording it. If a function, called without autograd, arrives in `torch_dispatch` as
 exactly one op that got just the function's tensors and numbers, and that op does not alias its inputs
 (views need torch's view and version tracking), the op's plan is remembered for the function too.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -16,15 +13,21 @@ from torch.utils._pytree import tree_leaves
 
 from dtbench_core.dispatch.op_info import OpInfo, numbers_by_type
 from dtbench_core.dispatch.plan import Plan, gives_list
+from dtbench_core.op_types import Args, Call, Kwargs, Value
+
+# An op that ran, as (plan, args, kwargs, result); the plan is None for one that ran without.
+Recorded = tuple[Plan | None, Args, Kwargs, Value]
 
 
-def plan_of_call(args: Sequence[Any], kwargs: dict[str, Any], seen: list[Any], result: Any) -> Plan | None:
+def plan_of_call(args: Args, kwargs: Kwargs, seen: list[Recorded], result: Value) -> Plan | None:
     """The plan that stands for the whole call, if the call was one functional op."""
     if "requires_grad" in kwargs:  # the op does not hear of it
         return None
-    if len(seen) != 1 or seen[0][0] is None:
+    if len(seen) != 1:
         return None
     plan, op_args, op_kwargs, op_result = seen[0]
+    if plan is None:
+        return None
     if isinstance(op_result, tuple):  # of layer_norm's three results the caller sees one
         shown = [index for index, one in enumerate(op_result) if one is result]
         if len(shown) != 1:
@@ -41,21 +44,23 @@ def plan_of_call(args: Sequence[Any], kwargs: dict[str, Any], seen: list[Any], r
     return plan.for_function() if fit and _accounts_for(args, kwargs, op_args, op_kwargs, plan) else None
 
 
-def without_detach(seen: list[Any]) -> list[Any]:
-    """What was watched; of functions that detach what an op has made, as those that end in `_like`, the op alone."""
-    if len(seen) != 2 or not all(plan for plan, *_ in seen):
+def without_detach(seen: list[Recorded]) -> list[Recorded]:
+    """What was recorded; of functions that detach what an op has made, as those that end in `_like`, the op alone."""
+    if len(seen) != 2:
         return seen
     (plan, args, kwargs, made), (then, (source, *_), _, result) = seen
+    if plan is None or then is None:
+        return seen
     detached = then.info.op is torch.ops.aten.detach.default and source is made and plan.info.functional
     return [(plan, args, kwargs, result)] if detached else seen
 
 
-def _given_back(info: OpInfo, args: Sequence[Any]) -> Any:
+def _given_back(info: OpInfo, args: Args) -> Value:
     """What torch's function of an op without results gives."""
     return args[0] if gives_list(info) else None
 
 
-def _ops_named_like(func: Callable[..., Any]) -> list[OpOverload]:
+def _ops_named_like(func: Call) -> list[OpOverload]:
     """Every aten op of the function's name that starts with a tensor, or a list of them, `out=` forms aside."""
     name = getattr(func, "__name__", "")
     if not name.startswith(("_foreach_", "_fused_")):
@@ -65,13 +70,13 @@ def _ops_named_like(func: Callable[..., Any]) -> list[OpOverload]:
     return [op for op in ops if _takes_tensor(op) and not any(a.is_out for a in op._schema.arguments)]
 
 
-def all_by_type(func: Callable[..., Any]) -> bool:
+def all_by_type(func: Call) -> bool:
     """Whether no value of a number matters to any of those ops: `torch.max` also has one with a dim."""
     ops = _ops_named_like(func)
     return bool(ops) and all(numbers_by_type(op) or _takes_tensors_alone(op) for op in ops)
 
 
-def takes_one_tensor(func: Callable[..., Any]) -> bool:
+def takes_one_tensor(func: Call) -> bool:
     """Whether no call of the function can hold a second tensor: getters, and ops such as `transpose`."""
     if getattr(func, "__name__", "") == "__get__":
         return True
@@ -89,10 +94,10 @@ def _takes_tensor(op: OpOverload) -> bool:
 
 
 def _accounts_for(
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    op_args: Sequence[Any],
-    op_kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
+    op_args: Args,
+    op_kwargs: Kwargs,
     plan: Plan,
 ) -> bool:
     """Whether the op got just the function's tensors and no number but the function's own.

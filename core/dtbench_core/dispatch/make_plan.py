@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,24 +10,25 @@ from torch.utils._pytree import tree_leaves
 
 from dtbench_core import comm, rules
 from dtbench_core.dispatch import out_and_resize, outside_mesh, rank_check, value_check
-from dtbench_core.dispatch.metadata import device_of_results, flattened, results_of, written_by
+from dtbench_core.dispatch.metadata import device_of_results, flattened, is_spec, results_of, written_by
 from dtbench_core.dispatch.op_info import OpInfo
-from dtbench_core.dispatch.plan import Move, Plan, lying_right, plan_of_kind, sorted_by_name
+from dtbench_core.dispatch.plan import Move, Plan, plan_of_kind, sorted_by_name, with_spec_strides
 from dtbench_core.errors import CoreError, MeshError
 from dtbench_core.layout import rng as random
 from dtbench_core.layout.local_shards import holds_shards
 from dtbench_core.layout.placement import REPLICATE, Placements
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, held_by
+from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.redistribute import route as redistribute
 from dtbench_core.redistribute.copied_view import copied_view, is_copied, refuse_writes
 from dtbench_core.rules.base import OpCall, Placed, Strategy, by_tensor
 
 
-def build(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan | None:
+def build(info: OpInfo, args: Args, kwargs: Kwargs) -> Plan | None:
     """The plan of `info.op` for these arguments, or None: no rule fits, replicate and run (fallback.py).
 
-    Every rank builds the same one, or raises alike.
+    Every rank builds the same one, or raises.
 
     Raises:
         MeshError: the DTensors live on different meshes. PlacementError: a write that cannot reach the base of a
@@ -82,8 +83,8 @@ def _build_out(info: OpInfo, call: OpCall, *, to_copy: bool) -> Plan | None:
         return None
     member = out.info.coordinate is not None
     if member:
-        alike = value_check.refusing_alike(plain, inputs)
-        local_op = None if alike is None else alike(info.kernel)
+        agreeing = value_check.raise_on_all_ranks(plain, inputs)
+        local_op = None if agreeing is None else agreeing(info.kernel)
     else:
         local_op = outside_mesh.kernel(info.op, out.info, (None,), "tensor")
     return plan_of_kind(info, local_op, out, _moves(plain, inputs), to_copy=to_copy)
@@ -105,7 +106,7 @@ def _plan_for(
         None if meta is None else DTensorSpec.of(mesh, placed, *meta)
         for meta, placed in zip(call.outputs, outputs, strict=True)
     ]
-    out: Any = None
+    out: Value = None
     if structure == "tensor":
         out = specs[0]
     elif structure == "list":
@@ -125,14 +126,14 @@ def _plan_for(
         local_op = strategy.localize(Placed(moved, tuple(specs)))
     # A random op runs even so: its rank would fall out of step.
     empty = all(s is None or 0 in s.local_shape for s in specs) and not info.random
-    alike = value_check.refusing_alike(call, inputs)
+    agreeing = value_check.raise_on_all_ranks(call, inputs)
     if out is not None and info.functional and empty:
-        refusal = rank_check.refusal_of_others(call, strategy, inputs, outputs) if alike is None else None
+        refusal = rank_check.refusal_of_others(call, strategy, inputs, outputs) if agreeing is None else None
         local_op = _empty_results(
             local_op or info.op, specs, refusal, several=structure == "list", device=mesh.device_type
         )
-    if alike is not None:
-        local_op = alike(local_op or info.kernel)
+    if agreeing is not None:
+        local_op = agreeing(local_op or info.kernel)
     return plan_of_kind(info, local_op, out, _moves(call, inputs), replaced, of_copy=of_copy, to_copy=to_copy)
 
 
@@ -146,19 +147,19 @@ def _moves(call: OpCall, inputs: Sequence[Placements]) -> tuple[Move, ...]:
 
 
 def _empty_results(
-    op: Callable[..., Any],
+    op: Call,
     specs: Sequence[DTensorSpec | None],
     refusal: Exception | None,
     *,
     several: bool,
     device: str,
-) -> Callable[..., Any]:
+) -> Call:
     """Stands for the op on a rank whose results are empty: many kernels raise or warn there, and a rank
     that raises alone leaves the others waiting. Shards know what they can do, empty ones alike.
 
     refusal: what the other ranks' kernels raise, once all inputs have moved."""
 
-    def make(*args: Any, **kwargs: Any) -> Any:
+    def make(*args: object, **kwargs: object) -> Value:
         if refusal is not None:
             raise refusal
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
@@ -169,7 +170,7 @@ def _empty_results(
         made = [
             None
             if s is None
-            else comm.full_after(near, s.local_shape, 0, s.dtype)
+            else comm.full_ordered_after(near, s.local_shape, 0, s.dtype)
             if near
             else torch.empty(s.local_shape, dtype=s.dtype, device=where)
             for s in specs
@@ -179,7 +180,7 @@ def _empty_results(
     return make
 
 
-def _describe(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> OpCall:
+def _describe(info: OpInfo, args: Args, kwargs: Kwargs) -> OpCall:
     """The call with specs in the place of tensors; plain tensors count as replicated."""
     leaves, rebuilt = flattened(args, sorted_by_name(kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -207,7 +208,7 @@ def _written_inputs(info: OpInfo, call: OpCall) -> tuple[int, ...]:
     written: list[DTensorSpec] = []
     for position, name in info.mutated:
         value = call.args[position] if position < len(call.args) else call.kwargs.get(name)
-        written += [s for s in tree_leaves(value, is_leaf=_is_spec) if _is_spec(s)]
+        written += [s for s in tree_leaves(value, is_leaf=is_spec) if is_spec(s)]
     indices, used = [], 0
     for spec in written:  # in schema order, as call.inputs is
         index = next(i for i in range(used, len(call.inputs)) if call.inputs[i] is spec)
@@ -216,17 +217,13 @@ def _written_inputs(info: OpInfo, call: OpCall) -> tuple[int, ...]:
     return tuple(indices)
 
 
-def _is_spec(leaf: Any) -> bool:
-    return isinstance(leaf, DTensorSpec)
-
-
 def first_run(
     plan: Plan,
     cls: type[Wrapper],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    locals_: list[Any],
-    local_kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
+    locals_: list[Value],
+    local_kwargs: Kwargs,
 ) -> tuple[Plan, Any]:
     """(the plan to keep, the result): a rule that misjudges a shape must not pass silently. Nor a local op that
     copies, on these shards, where the op gives a view, or that leaves its result otherwise in memory than it does
@@ -246,10 +243,10 @@ def first_run(
                 f"the rule of {plan.info.op} is wrong: the local result is {local.dtype} {list(local.shape)}, but "
                 f"{spec} has {spec.dtype} {list(spec.local_shape)} on this rank; please report it"
             )
-    if not plan.info.aliases and not plan.writes and not all(map(_lies_right, made)):
-        plan = plan.laying_out()
+    if not plan.info.aliases and not plan.writes and not all(map(_has_spec_strides, made)):
+        plan = plan.with_spec_strides()
         for one in made:
-            one._local_tensor = lying_right(held_by(one), one._spec)
+            one._local_tensor = with_spec_strides(held_by(one), one._spec)
     if not plan.info.aliases or any(is_copied(one) for one in made) or not isinstance(base, Wrapper):
         return plan, result
     if all(_shares_memory(held_by(one), held_by(base)) for one in made):
@@ -258,7 +255,7 @@ def first_run(
     return plan.copying(), result.__class__(copies) if several else copies[0]
 
 
-def _lies_right(one: Wrapper) -> bool:
+def _has_spec_strides(one: Wrapper) -> bool:
     return holds_shards(held_by(one)) or one._spec.lays_out(held_by(one))
 
 

@@ -8,8 +8,8 @@ the call whose tensors have no elements, and the slowest of the common ones, lay
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeGuard
 
 import torch
 from torch._ops import OpOverload
@@ -18,9 +18,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dtbench_core.layout.spec import DTensorSpec, TensorMeta, contiguous_stride
 from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.op_types import Args, Kwargs, Value
 from dtbench_core.torch_compat import kernel_of
 
 Written = tuple[tuple[int, str], ...]
+
+
+def is_spec(leaf: object) -> TypeGuard[DTensorSpec]:
+    """Whether a leaf of a call's arguments stands for a tensor."""
+    return isinstance(leaf, DTensorSpec)
 
 
 @functools.cache
@@ -30,7 +36,7 @@ def written_arguments(op: OpOverload) -> Written:
     return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
-def written_by(arguments: Written, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Wrapper]:
+def written_by(arguments: Written, args: Args, kwargs: Kwargs) -> list[Wrapper]:
     """The DTensors among these arguments of a call, and in lists there."""
     found: list[Wrapper] = []
     for position, name in arguments:
@@ -41,11 +47,11 @@ def written_by(arguments: Written, args: Sequence[Any], kwargs: dict[str, Any]) 
     return found
 
 
-def device_of_results(args: Sequence[Any], kwargs: dict[str, Any], mesh: str) -> torch.device | str:
-    """Where an op leaves its results: where it is told, where a tensor is that holds nothing, else on the mesh."""
-    told: torch.device | None = kwargs.get("device")
-    if told is not None:
-        return told
+def device_of_results(args: Args, kwargs: Kwargs, mesh: str) -> torch.device | str:
+    """Where an op leaves its results: where `device` says, where a tensor is that holds nothing, else on the mesh."""
+    given: torch.device | None = kwargs.get("device")
+    if given is not None:
+        return given
     return (
         "meta" if any(leaf.is_meta for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)) else mesh
     )
@@ -54,7 +60,7 @@ def device_of_results(args: Sequence[Any], kwargs: dict[str, Any], mesh: str) ->
 Results = tuple[tuple[TensorMeta | None, ...], str]
 
 
-def results_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], elementwise: bool) -> Results:
+def results_of(op: OpOverload, args: tuple[Value, ...], kwargs: Kwargs, elementwise: bool) -> Results:
     """(metadata of each result, "tensor" | "list" | "value") of `op` on arguments that hold specs for tensors.
 
     Raises:
@@ -95,7 +101,7 @@ def _as_convolved(result: torch.Tensor, input: torch.Tensor, weight: torch.Tenso
     return result if last is None or last not in formats else result.contiguous(memory_format=last)
 
 
-def flattened(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def flattened(args: Args, kwargs: Kwargs) -> tuple[list[Value], Callable[[list[Value]], Any]]:
     """The leaves of a call's arguments, and what makes (args, kwargs) of as many others."""
     if not kwargs and not any(isinstance(a, (list, tuple, dict)) for a in args):
         return list(args), lambda leaves: (leaves, {})  # without pytree, a tenth of making a plan
@@ -104,7 +110,7 @@ def flattened(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], C
 
 
 def _layer_norm(
-    input: DTensorSpec, normalized: list[int], weight: Any, bias: Any, eps: float
+    input: DTensorSpec, normalized: list[int], weight: Value, bias: Value, eps: float
 ) -> Results | None:
     """Of a contiguous input in full precision, which is what comes most; its meta kernel takes a millisecond.
 
@@ -138,15 +144,15 @@ def _dense_shape(specs: list[DTensorSpec]) -> torch.Size | None:
     return shape if 0 not in shape else None
 
 
-def _empty_twin(leaf: Any) -> Any:
-    """For a tensor, one of as many dims and no elements: it decides the dtype alike. 0-dim stays 0-dim, and is 1:
+def _empty_twin(leaf: object) -> Value:
+    """For a tensor, one of as many dims and no elements: it gives the same dtype. 0-dim stays 0-dim, and is 1:
     memory as it comes may be the degree of a polynomial, of which a kernel computes every term."""
     if isinstance(leaf, DTensorSpec):
         return torch.ones((0,) * leaf.ndim, dtype=leaf.dtype)
     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
-def _as_meta(leaf: Any) -> Any:
+def _as_meta(leaf: object) -> Value:
     if isinstance(leaf, DTensorSpec):
         return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
     if isinstance(leaf, torch.Generator):  # of another device

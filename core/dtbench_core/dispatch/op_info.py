@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch._ops import OpOverload
 from dtbench_core import rules
 from dtbench_core.dispatch import fallback, out_and_resize
 from dtbench_core.dispatch.metadata import written_arguments
+from dtbench_core.op_types import Call
 from dtbench_core.rules import foreach
 from dtbench_core.torch_compat import is_composite, kernel_of
 
@@ -62,7 +62,7 @@ def numbers_by_type(op: OpOverload) -> bool:
     return rules.pointwise.is_pointwise(op) or rules.find(op) in (foreach.foreach, foreach.fused_step)
 
 
-def _handler_of(op: OpOverload) -> Callable[..., Any] | None:
+def _handler_of(op: OpOverload) -> Call | None:
     decomposed = rules.decomposition_of(op)
     if decomposed is not None:
         return lambda dispatch, cls, op, args, kwargs: decomposed(*args, **kwargs)
@@ -71,7 +71,7 @@ def _handler_of(op: OpOverload) -> Callable[..., Any] | None:
     return None
 
 
-def _without_plan(op: OpOverload) -> Callable[..., Any]:
+def _without_plan(op: OpOverload) -> Call:
     if out_and_resize.out_names(op) and out_and_resize.functional_of(op) is not None:
         return out_and_resize.run_out
     if is_composite(op):  # below autograd (inference mode, decompositions) torch leaves it whole

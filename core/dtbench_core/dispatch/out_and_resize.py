@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from dtbench_core.errors import ArgumentError, PlacementError
 from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride
 from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.redistribute.autograd import redistribute_tensor
 from dtbench_core.redistribute.copied_view import refuse_write, refuse_writes, store_to_base
 from dtbench_core.torch_compat import increment_version, set_wrapper_metadata, version_of
 
-Dispatch = Callable[[type[Wrapper], OpOverload, Any, Sequence[Any], dict[str, Any]], Any]  # torch_dispatch
+Dispatch = Callable[[type[Wrapper], OpOverload, Any, Args, Kwargs], Any]  # torch_dispatch
 
 
 def out_names(op: OpOverload) -> tuple[str, ...]:
@@ -51,9 +52,7 @@ def functional_of(op: OpOverload) -> OpOverload | None:
     return None
 
 
-def run_out(
-    dispatch: Dispatch, cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
+def run_out(dispatch: Dispatch, cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs) -> Value:
     """`op(..., out=...)`: computes and stores; returns what it stored to.
 
     Raises:
@@ -74,7 +73,7 @@ def run_out(
     return outs[0] if len(outs) == 1 else tuple(outs)
 
 
-def call_with_out(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def call_with_out(func: Call, args: Args, kwargs: Kwargs) -> Value:
     """A user's `func(..., out=...)`, run by torch; made good where torch forgets a tensor subclass.
 
     Some of torch's composite functions (matrix_rank, matmul of batches) put their result elsewhere when
@@ -119,8 +118,8 @@ def _store(op: object, out: torch.Tensor, value: torch.Tensor) -> None:
         spec = out._spec
     local = value
     if isinstance(value, Wrapper):
-        if (watch := contexts.watch()) is not None:
-            watch.observe(op, value._spec, spec.placements)
+        if (context := contexts.explicit_context()) is not None:
+            context.observe(op, value._spec, spec.placements)
         local = redistribute_tensor(value, spec.placements)._local_tensor
     out._local_tensor.copy_(local)
 
@@ -143,8 +142,8 @@ def _resize(op: object, out: Wrapper, value: torch.Tensor) -> None:
 
 
 def run_restating(
-    dispatch: Dispatch, cls: type[Wrapper], op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
+    dispatch: Dispatch, cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs
+) -> Value:
     """In-place views (`t_`, `squeeze_`, `unsqueeze_`): the same data under another shape."""
     functional = functional_of(op)
     assert functional is not None

@@ -8,8 +8,7 @@ Only values it cannot know: asking for one (`item()`, a shape that depends on va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from dtbench_core.errors import MeshError
 from dtbench_core.layout.mesh import MeshInfo
 from dtbench_core.layout.shard_layout import empty_part
 from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.op_types import Args, Call, Kwargs, Value
 
 
 def unknown_value(what: object, mesh: MeshInfo) -> MeshError:
@@ -30,9 +30,7 @@ def unknown_value(what: object, mesh: MeshInfo) -> MeshError:
     )
 
 
-def kernel(
-    op: OpOverload, mesh: MeshInfo, results: Sequence[DTensorSpec | None], structure: str
-) -> Callable[..., Any]:
+def kernel(op: OpOverload, mesh: MeshInfo, results: Sequence[DTensorSpec | None], structure: str) -> Call:
     """Runs in the op's place on the empty parts.
 
     structure: "tensor", "list" or "value", of what the op gives. A written argument stays as it is.
@@ -41,12 +39,12 @@ def kernel(
         return lambda *_, **__: True  # nothing here differs
     if structure == "value" and op._schema.returns:
 
-        def refuse(*_: Any, **__: Any) -> Any:
+        def refuse(*_: object, **__: object) -> Value:
             raise unknown_value(op, mesh)
 
         return refuse
 
-    def make(*args: Any, **kwargs: Any) -> Any:
+    def make(*args: object, **kwargs: object) -> Value:
         where = device_of_results(args, kwargs, mesh.device_type)
         made = [None if s is None else empty_part(s, where) for s in results]
         return tuple(made) if structure == "list" else made[0] if made else None
@@ -54,13 +52,13 @@ def kernel(
     return make
 
 
-def keep_in_step(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def keep_in_step(op: OpOverload, args: Args, kwargs: Kwargs) -> None:
     """Draws as much as the members do, with the op on ones of the global shapes, and drops it."""
     args, kwargs = torch.utils._pytree.tree_map(_whole_ones, (list(args), kwargs))
     op(*args, **kwargs)
 
 
-def _whole_ones(leaf: Any) -> Any:
+def _whole_ones(leaf: object) -> Value:
     spec = getattr(leaf, "_spec", None)
     if not isinstance(spec, DTensorSpec):
         return leaf

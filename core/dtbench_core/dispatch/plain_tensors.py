@@ -13,9 +13,6 @@ that a recurrent module starts from, which it makes of plain zeros where it is g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
@@ -23,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dtbench_core.dispatch import contexts
 from dtbench_core.errors import MixedTensorError
 from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.torch_compat import functorch_level, innermost, is_torchs_dtensor
 
 SCALING = {f"{word}_" for word in ("add", "sub", "mul", "div")}
@@ -30,9 +28,7 @@ SCALING |= {"__iadd__", "__isub__", "__imul__", "__itruediv__"}
 RECURRENT = {f"{kind}{form}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("", "_cell")}
 
 
-def mixes_plain(
-    cls: type[Wrapper], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> bool:
+def mixes_plain(cls: type[Wrapper], func: Call, args: Args, kwargs: Kwargs) -> bool:
     """Whether plain tensors must be replicated first.
 
     Raises:
@@ -70,14 +66,14 @@ def mixes_plain(
     return whole
 
 
-def _is_scaled(name: str, args: Sequence[Any]) -> bool:
+def _is_scaled(name: str, args: Args) -> bool:
     """Whether a plain tensor is written with numbers: DTensors of one element, such as the factor of clipping."""
     numbers = [a for a in args[1:] if isinstance(a, Wrapper)]
     alone = not isinstance(args[0], Wrapper) and all(isinstance(a, (Wrapper, int, float)) for a in args[1:])
     return name in SCALING and alone and all(a.numel() == 1 and not a.requires_grad for a in numbers)
 
 
-def _counts_as_whole(name: str, item: torch.Tensor, args: Sequence[Any]) -> bool:
+def _counts_as_whole(name: str, item: torch.Tensor, args: Args) -> bool:
     """Whether `item` is copied into a DTensor, or is a state of a recurrent module: copy_(self, source),
     lstm(input, states, ...), gru_cell(input, state, ...)."""
     if name == "copy_":
@@ -88,7 +84,7 @@ def _counts_as_whole(name: str, item: torch.Tensor, args: Sequence[Any]) -> bool
     return any(item is state for state in states)
 
 
-def _apart(name: str, args: Sequence[Any]) -> bool:
+def _apart(name: str, args: Args) -> bool:
     """Whether each column of an op on lists is either plain or distributed (rules/foreach.py)."""
     if not name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return False
@@ -100,7 +96,7 @@ def _apart(name: str, args: Sequence[Any]) -> bool:
     )
 
 
-def _comes_of_transform(func: Callable[..., Any], item: torch.Tensor) -> bool:
+def _comes_of_transform(func: Call, item: torch.Tensor) -> bool:
     """Whether the tensor is made by torch.func or forward AD: around a DTensor, or around a basis of tangents, the
     same on every rank; or on the meta device, to learn a shape.
 
@@ -114,14 +110,12 @@ def _comes_of_transform(func: Callable[..., Any], item: torch.Tensor) -> bool:
     return isinstance(inner, Wrapper) or func is torch._VF._make_dual or contexts.replicates_plain()
 
 
-def with_replicas(
-    cls: type[Wrapper], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
+def with_replicas(cls: type[Wrapper], func: Call, args: Args, kwargs: Kwargs) -> Value:
     """The call with its plain tensors as replicated DTensors, which carry gradients back to them."""
     leaves = tree_leaves((list(args), kwargs))
     mesh = next(leaf._spec.info.mesh for leaf in leaves if isinstance(leaf, Wrapper))
 
-    def replicated(leaf: Any) -> Any:
+    def replicated(leaf: object) -> Value:
         plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, Wrapper)
         return cls.from_local(leaf, mesh) if plain else leaf  # type: ignore[attr-defined]
 

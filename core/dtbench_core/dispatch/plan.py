@@ -13,7 +13,6 @@ call to call is all that `run` looks at.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -27,12 +26,11 @@ from dtbench_core.layout.placement import Placements
 from dtbench_core.layout.shard_layout import laid_out
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, wrap
+from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.redistribute.autograd import local_at
 from dtbench_core.redistribute.copied_view import Gathered, copied_view, refuse_writes, store_to_base
 from dtbench_core.redistribute.route import Route, apply
 from dtbench_core.torch_compat import DisableTorchFunction, increment_version, is_inference_mode_enabled
-
-Call = Callable[..., Any]
 
 
 class Move(NamedTuple):
@@ -53,7 +51,9 @@ class Plan:
     moves: tuple[Move, ...] = ()
     writes = False  # whether this kind of plan writes to an argument
 
-    def __init__(self, info: OpInfo, kernel: Call, out: Any, functional: bool, counts: bool = False) -> None:
+    def __init__(
+        self, info: OpInfo, kernel: Call, out: Value, functional: bool, counts: bool = False
+    ) -> None:
         self.info, self.kernel, self.out, self.functional = info, kernel, out, functional
         self.counts = counts  # whether it tells autograd of its writes itself
         self.at = info.returned  # position, or name, of the written argument that is the result
@@ -62,11 +62,11 @@ class Plan:
         self,
         cls: type[Wrapper],
         call: Call,
-        args: Sequence[Any],
-        given: dict[str, Any],
-        locals_: list[Any],
-        kwargs: dict[str, Any],
-    ) -> Any:
+        args: Args,
+        given: Kwargs,
+        locals_: list[Value],
+        kwargs: Kwargs,
+    ) -> Value:
         """`call` (the op, or the function that became it) on the shards; the result as `cls`.
 
         args, given: the call's own arguments; locals_, kwargs: the same with shards for DTensors.
@@ -88,21 +88,23 @@ class Plan:
         made.placements = None
         return made
 
-    def laying_out(self) -> Plan:
+    def with_spec_strides(self) -> Plan:
         """This plan, where the local op leaves its results otherwise in memory than their specs say."""
         kernel, out = self.kernel, self.out
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> Value:
             made = kernel(*args, **kwargs)
             if out.__class__ is DTensorSpec:
-                return lying_right(made, out)
+                return with_spec_strides(made, out)
             pairs = zip(made, out, strict=True)
-            return made.__class__(one if spec is None else lying_right(one, spec) for one, spec in pairs)
+            return made.__class__(
+                one if spec is None else with_spec_strides(one, spec) for one, spec in pairs
+            )
 
         return self.__class__(self.info, run, out, False)
 
 
-def lying_right(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+def with_spec_strides(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """`local`, or a copy, so that it lies in memory as the spec says."""
     return local if spec.lays_out(local) else laid_out(local, spec)
 
@@ -115,7 +117,7 @@ class Functional(Plan):
 
     __slots__ = ()
 
-    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+    def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
         return wrap(cls, call(*locals_, **kwargs) if kwargs else call(*locals_), self.out)
 
 
@@ -124,7 +126,7 @@ class SeveralResults(Plan):
 
     __slots__ = ()
 
-    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+    def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
         result = call(*locals_, **kwargs) if kwargs else call(*locals_)
         if self.out is None:
             return result
@@ -140,20 +142,20 @@ class View(Plan):
 
     __slots__ = ()
 
-    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+    def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
         result = call(*locals_, **kwargs) if kwargs else call(*locals_)
         if is_inference_mode_enabled():
             return self._as_base_is(cls, result, args[0])
         return wrap(cls, result, self.out)
 
-    def _as_base_is(self, cls: type[Wrapper], result: Any, base: Any) -> Any:
+    def _as_base_is(self, cls: type[Wrapper], result: Value, base: Any) -> Value:
         """A view is an inference tensor only if its base is: torch ties their versions."""
         with DisableTorchFunction():
             inference = base.is_inference()
         with torch.inference_mode(inference):
             return self._wrapped(cls, result, base)
 
-    def _wrapped(self, cls: type[Wrapper], result: Any, base: Any) -> Any:
+    def _wrapped(self, cls: type[Wrapper], result: Value, base: object) -> Value:
         return wrap(cls, result, self.out)
 
 
@@ -162,13 +164,13 @@ class Views(View):
 
     __slots__ = ()
 
-    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+    def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
         result = call(*locals_, **kwargs) if kwargs else call(*locals_)
         if is_inference_mode_enabled():
             return self._as_base_is(cls, result, args[0])
         return self._wrapped(cls, result, args[0])
 
-    def _wrapped(self, cls: type[Wrapper], result: Any, base: Any) -> Any:
+    def _wrapped(self, cls: type[Wrapper], result: Value, base: object) -> Value:
         made = [wrap(cls, r, spec) for r, spec in zip(result, self.out, strict=True)]
         return made if isinstance(result, list) else tuple(made)
 
@@ -180,7 +182,7 @@ class CopiedViews(Views):
     __slots__ = ("placements",)
     placements: Placements | None
 
-    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+    def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
         result = call(*locals_, **kwargs) if kwargs else call(*locals_)
         base, placements = args[0], self.placements
         gathered = None if placements is None else Gathered(locals_[0], placements)
@@ -193,11 +195,6 @@ class CopiedViews(Views):
             made = [copied_view(cls, r, spec, base, gathered) for r, spec in pairs]
         return made if isinstance(result, list) else tuple(made)
 
-    def copying(self) -> Plan:
-        made = CopiedViews(self.info, self.kernel, self.out, self.functional)
-        made.placements = None
-        return made
-
 
 # ---- writes ----
 
@@ -206,7 +203,7 @@ class CopiedViews(Views):
 _OVERLAP = "some elements of the input tensor and the written-to tensor refer to a single memory location"
 
 
-def _apart(locals_: Sequence[Any], at: Any) -> list[Any]:
+def _apart(locals_: Args, at: Any) -> list[Value]:
     """The arguments with copies of all tensors but the written one."""
     return [
         one.clone() if isinstance(one, torch.Tensor) and index != at else one
@@ -220,7 +217,7 @@ class InPlace(Plan):
     __slots__ = ()
     writes = True
 
-    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+    def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
         try:
             call(*locals_, **kwargs)
         except RuntimeError as error:
@@ -238,7 +235,7 @@ class Out(InPlace):
 
     __slots__ = ()
 
-    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+    def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
         call(*locals_, **kwargs)
         written = given[self.at]
         if self.counts:
@@ -252,11 +249,13 @@ class InPlaceLists(Plan):
     __slots__ = ("gives",)
     writes = True
 
-    def __init__(self, info: OpInfo, kernel: Call, out: Any, functional: bool, counts: bool = False) -> None:
+    def __init__(
+        self, info: OpInfo, kernel: Call, out: Value, functional: bool, counts: bool = False
+    ) -> None:
         super().__init__(info, kernel, out, functional, counts)
         self.gives = counts and gives_list(info)
 
-    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+    def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
         call(*locals_, **kwargs)
         for position, name in self.info.mutated:
             written = args[position] if position < len(args) else given.get(name)
@@ -299,8 +298,8 @@ class Around(Plan):
     def copying(self) -> Plan:
         return self._around(self.inner.copying())
 
-    def laying_out(self) -> Plan:
-        return self._around(self.inner.laying_out())
+    def with_spec_strides(self) -> Plan:
+        return self._around(self.inner.with_spec_strides())
 
 
 class LocalShape(Around):
@@ -312,7 +311,7 @@ class LocalShape(Around):
         super().__init__(inner)
         self.replaced, self.functional = replaced, False
 
-    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+    def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
         for position, value in self.replaced:
             locals_[position] = value
         return self.inner.run(cls, call, args, given, locals_, kwargs)
@@ -324,7 +323,9 @@ class Storing(Around):
     __slots__ = ()
     writes = True
 
-    def run(self, cls: type[Wrapper], call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+    def run(
+        self, cls: type[Wrapper], call: Call, args: Value, given: Value, locals_: Value, kwargs: Value
+    ) -> Value:
         written = written_by(self.info.mutated, args, given)
         refuse_writes(written)
         result = self.inner.run(cls, call, args, given, locals_, kwargs)
@@ -342,16 +343,16 @@ class Moving(Around):
         super().__init__(inner)
         self.moves = moves
 
-    def run(self, cls: Any, call: Call, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+    def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
         locals_, kwargs = self._moved(args, given, locals_, kwargs)
         return self.inner.run(cls, call, args, given, locals_, kwargs)
 
     def _moved(
-        self, args: Sequence[Any], given: dict[str, Any], locals_: list[Any], kwargs: dict[str, Any]
-    ) -> tuple[list[Any], dict[str, Any]]:
-        if (watch := contexts.watch()) is not None:
+        self, args: Args, given: Kwargs, locals_: list[Value], kwargs: Kwargs
+    ) -> tuple[list[Value], Kwargs]:
+        if (context := contexts.explicit_context()) is not None:
             for move in self.moves:
-                watch.observe(self.info.op, move.spec, move.placements)
+                context.observe(self.info.op, move.spec, move.placements)
         places = _places(args)
         if places is None or self.moves[-1].at >= len(places):
             return self._moved_inside(args, given, locals_, kwargs)
@@ -362,8 +363,8 @@ class Moving(Around):
         return locals_, kwargs
 
     def _moved_inside(
-        self, args: Sequence[Any], given: dict[str, Any], locals_: list[Any], kwargs: dict[str, Any]
-    ) -> tuple[list[Any], dict[str, Any]]:
+        self, args: Args, given: Kwargs, locals_: list[Value], kwargs: Kwargs
+    ) -> tuple[list[Value], Kwargs]:
         """The same where a tensor may lie in a list, or is given by name."""
         tensors = [
             leaf
@@ -375,11 +376,11 @@ class Moving(Around):
         for index, route, _, placements in self.moves:
             at = places[index]
             leaves[at] = _local_at(tensors[index], leaves[at], placements, route)
-        moved: tuple[list[Any], dict[str, Any]] = tree_unflatten(leaves, tree)
+        moved: tuple[list[Value], Kwargs] = tree_unflatten(leaves, tree)
         return moved
 
 
-def _places(args: Sequence[Any]) -> list[int] | None:
+def _places(args: Args) -> list[int] | None:
     """Where the tensors are among the arguments; None if some may lie inside another argument."""
     places = []
     for at, arg in enumerate(args):
@@ -390,20 +391,20 @@ def _places(args: Sequence[Any]) -> list[int] | None:
     return places
 
 
-def _local_at(tensor: Any, local: torch.Tensor, placements: Placements, route: Route) -> torch.Tensor:
+def _local_at(tensor: Value, local: torch.Tensor, placements: Placements, route: Route) -> torch.Tensor:
     if isinstance(tensor, Wrapper):
         return local_at(tensor, placements, route)
     return apply(local, route)
 
 
-def sorted_by_name(kwargs: dict[str, Any]) -> dict[str, Any]:
+def sorted_by_name(kwargs: Kwargs) -> Kwargs:
     return {name: kwargs[name] for name in sorted(kwargs)}
 
 
 def plan_of_kind(
     info: OpInfo,
     local_op: Call | None,
-    out: Any,
+    out: Value,
     moves: tuple[Move, ...] = (),
     replaced: tuple[tuple[int, Any], ...] = (),
     *,

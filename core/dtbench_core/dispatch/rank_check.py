@@ -1,4 +1,4 @@
-"""Whether an op can run on every rank's shards: asked before any rank starts.
+"""Whether an op can run on every rank's shards: checked before any rank starts.
 
 Where shards are uneven, a kernel may refuse a short or an empty one that other ranks do not have, and a
 rank that raises alone leaves the others waiting. So the op is tried on meta tensors of every shape that
@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from dtbench_core.dispatch.metadata import is_spec
 from dtbench_core.layout.placement import REPLICATE, Placements, Shard, local_extents, splits_evenly
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, memory_order
+from dtbench_core.op_types import Value
 from dtbench_core.rules.base import OpCall, Strategy
-from dtbench_core.runtime import process
+from dtbench_core.runtime import simulation
 from dtbench_core.torch_compat import dispatch_modes_active, kernel_of
 
 # What torch's kernels and meta kernels raise for shapes that they cannot run on (its checks raise the first three;
-# Python ones divide by lengths). Anything else is a fault of a rule's, and every rank raises it alike.
+# Python ones divide by lengths). Anything else is a fault of a rule's, which every rank raises.
 REFUSALS = (RuntimeError, ValueError, IndexError, ZeroDivisionError)
 
 
@@ -101,9 +103,9 @@ def _runs(
 
 def _run(
     call: OpCall, strategy: Strategy, tensors: Sequence[torch.Tensor], expected: Sequence[tuple[int, ...]]
-) -> Any:
+) -> Value:
     """The local op on these in the place of the inputs. expected: shapes of its results."""
-    leaves, tree = tree_flatten((list(call.args), call.kwargs), is_leaf=lambda x: isinstance(x, DTensorSpec))
+    leaves, tree = tree_flatten((list(call.args), call.kwargs), is_leaf=is_spec)
     given = iter(tensors)
     on_meta = any(t.is_meta for t in tensors)
     local = [
@@ -119,10 +121,10 @@ def _run(
 def refusal_of_others(
     call: OpCall, strategy: Strategy, inputs: Sequence[Placements], outputs: Sequence[Placements]
 ) -> Exception | None:
-    """What the kernel raises on the first rank of the mesh, if that comes of dtypes: asked where this rank's results
+    """What the kernel raises on the first rank of the mesh, if that comes of dtypes: tried where this rank's results
     are empty, so that its own kernel does not run. Meta kernels do not refuse dtypes as others do. What is
-    made for its rank is asked as the op on whole tensors."""
-    if dispatch_modes_active() or process.mode is not None:
+    made for its rank is tried as the op on whole tensors."""
+    if dispatch_modes_active() or simulation.active:
         return None
     info = call.inputs[0].info
     if strategy.localize is not None:
@@ -156,5 +158,5 @@ def _meta(spec: DTensorSpec, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(shape, stride, dtype=spec.dtype, device="meta")
 
 
-def _on_meta(leaf: Any) -> Any:
+def _on_meta(leaf: object) -> Value:
     return torch.device("meta") if isinstance(leaf, torch.device) else leaf

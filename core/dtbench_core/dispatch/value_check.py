@@ -3,26 +3,25 @@
 A rank that holds one alone would raise alone, and the others would wait for it in the next collective. Where the
 values are spread over ranks, the ranks tell each other after the kernel whether it refused: one all-reduce of 4 bytes
 per call, along the mesh dims that the values are spread over (0.3 ms on gloo between two ranks).
-Replicated values need none: all ranks refuse them alike, those with an empty shard by a trial on a stand-in for it.
+Replicated values need none: all ranks refuse them, those with an empty shard by a trial on a stand-in for it.
 CUDA's kernels assert on the device instead, and a graph cannot choose by a value: there a rank fails alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from dtbench_core import comm
-from dtbench_core.dispatch.metadata import flattened
+from dtbench_core.dispatch.metadata import flattened, is_spec
 from dtbench_core.dispatch.plan import sorted_by_name
 from dtbench_core.layout.mesh import MeshInfo
 from dtbench_core.layout.placement import REPLICATE, Placements, local_extents
-from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.op_types import Args, Call, Value
 from dtbench_core.rules.base import OpCall
-from dtbench_core.runtime import process
+from dtbench_core.runtime import simulation
 from dtbench_core.torch_compat import is_traced
 
 # Op, without its overload and the underscore of its in-place form -> the arguments whose values its kernel refuses.
@@ -38,10 +37,8 @@ _REFUSED = {
     "binary_cross_entropy": ("self", "target"),
 }
 
-Kernel = Callable[..., Any]
 
-
-def refusing_alike(call: OpCall, inputs: Sequence[Placements]) -> Callable[[Kernel], Kernel] | None:
+def raise_on_all_ranks(call: OpCall, inputs: Sequence[Placements]) -> Callable[[Call], Call] | None:
     """What makes of the op's kernel one that raises on all ranks of the mesh or on none; None where it does so itself.
 
     inputs: the placements of its tensors.
@@ -51,8 +48,8 @@ def refusing_alike(call: OpCall, inputs: Sequence[Placements]) -> Callable[[Kern
     names = _REFUSED.get(name)
     if names is None or info.device_type != "cpu" or (name in _DIVISIONS and not _divides_integers(call)):
         return None
-    leaves = tree_leaves([call.named().get(n) for n in names], is_leaf=_is_spec)
-    values = {id(leaf) for leaf in leaves if _is_spec(leaf)}
+    leaves = tree_leaves([call.named().get(n) for n in names], is_leaf=is_spec)
+    values = {id(leaf) for leaf in leaves if is_spec(leaf)}
     spread = {
         dim
         for spec, placed in zip(call.inputs, inputs, strict=True)
@@ -64,7 +61,7 @@ def refusing_alike(call: OpCall, inputs: Sequence[Placements]) -> Callable[[Kern
     groups = _groups(info, spread)
     if trial is None and not groups:
         return None
-    return lambda kernel: _alike(kernel, trial, groups)
+    return lambda kernel: _agreeing(kernel, trial, groups)
 
 
 def _divides_integers(call: OpCall) -> bool:
@@ -72,17 +69,13 @@ def _divides_integers(call: OpCall) -> bool:
     return made is not None and not (made.dtype.is_floating_point or made.dtype.is_complex)
 
 
-def _is_spec(leaf: Any) -> bool:
-    return isinstance(leaf, DTensorSpec)
-
-
-def _groups(info: MeshInfo, dims: set[int]) -> list[Any]:
+def _groups(info: MeshInfo, dims: set[int]) -> list[Value]:
     if len(dims) == info.ndim and info.whole is not None:
         return [info.whole]
     return [info.groups[dim] for dim in sorted(dims)]
 
 
-def _trial(call: OpCall, inputs: Sequence[Placements], spread: set[int]) -> Kernel | None:
+def _trial(call: OpCall, inputs: Sequence[Placements], spread: set[int]) -> Call | None:
     """The op with what other ranks hold more of whole, and made of ones; None where this rank's part is not empty."""
     info = call.inputs[0].info
     here = info.my_coordinate()
@@ -101,7 +94,7 @@ def _trial(call: OpCall, inputs: Sequence[Placements], spread: set[int]) -> Kern
             return tensor.clone() if written else tensor
         return tensor.new_ones(shape) if written else tensor.new_ones(()).expand(shape)
 
-    def run(*args: Any, **kwargs: Any) -> None:
+    def run(*args: object, **kwargs: object) -> None:
         leaves, rebuilt = flattened(args, sorted_by_name(kwargs))
         remaining = iter(shapes)
         tried = [stand_in(x, next(remaining)) if isinstance(x, torch.Tensor) else x for x in leaves]
@@ -111,11 +104,11 @@ def _trial(call: OpCall, inputs: Sequence[Placements], spread: set[int]) -> Kern
     return run
 
 
-def _alike(kernel: Kernel, trial: Kernel | None, groups: Sequence[Any]) -> Kernel:
+def _agreeing(kernel: Call, trial: Call | None, groups: Args) -> Call:
     """`kernel`, which raises where it, or the trial, does so on any rank of the groups."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if process.mode is not None or is_traced():
+    def run(*args: object, **kwargs: object) -> Value:
+        if simulation.active or is_traced():
             return kernel(*args, **kwargs)
         made, error = None, None
         try:
@@ -124,24 +117,24 @@ def _alike(kernel: Kernel, trial: Kernel | None, groups: Sequence[Any]) -> Kerne
             made = kernel(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError) as raised:
             error = raised
-        _raise_alike(error, groups)
+        _raise_everywhere(error, groups)
         return made
 
     return run
 
 
-def _raise_alike(error: Exception | None, groups: Sequence[Any]) -> None:
+def _raise_everywhere(error: Exception | None, groups: Args) -> None:
     """Raises this rank's error or, where it has none, one that another rank of the groups has."""
     failed = torch.tensor([error is not None], dtype=torch.int32, device="cpu")
     for group in groups:
         comm.all_reduce(failed, group, "max")
     if not failed.item():
         return
-    told = None if error is None else (type(error), str(error))
+    first = None if error is None else (type(error), str(error))
     for group in groups:
-        told = next((one for one in comm.all_gather_objects(told, group) if one), None)
-    if error is None and told is not None:
-        kind, words = told
-        error = kind(words)
+        first = next((one for one in comm.all_gather_objects(first, group) if one), None)
+    if error is None and first is not None:
+        kind, message = first
+        error = kind(message)
     if error is not None:
         raise error

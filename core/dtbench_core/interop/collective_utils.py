@@ -31,7 +31,7 @@ from dtbench_core.errors import ArgumentError, LayoutError
 from dtbench_core.layout.placement import REPLICATE, Placement, Shard
 from dtbench_core.layout.spec import TensorMeta
 from dtbench_core.redistribute.movers import Exchange, mover, padded
-from dtbench_core.runtime import process
+from dtbench_core.runtime import simulation
 from dtbench_core.torch_compat import resolve_group
 
 __all__ = [
@@ -83,7 +83,7 @@ def shard_dim_alltoall(
             "expected two dims: it is sharded so already"
         )
     group = mesh.get_group(mesh_dim)
-    if process.mode is not None:  # a LocalTensorMode
+    if simulation.active:  # a LocalTensorMode
         return _moved(input, gather_dim, shard_dim, group)
     if mesh.device_type == "cpu":
         _tell_fallback()

@@ -6,19 +6,19 @@ modes know torch's DTensor, note its op, and let it run under them; ours are sho
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.op_types import Call
 from dtbench_core.torch_compat import when_imported
 
 _MODES = {"torch.utils._debug_mode": "DebugMode", "torch.distributed.tensor.debug": "CommDebugMode"}
 
 
-def _seen_as_torchs(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+def _seen_as_torchs(dispatch: Call) -> Call:
     def torch_dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         ours = any(issubclass(kind, Wrapper) for kind in types)
         theirs = (torch.distributed.tensor.DTensor,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from dtbench_core.layout.mesh import mesh_info
 from dtbench_core.layout.placement import Placement, describe
 from dtbench_core.layout.shard_layout import joined_layout
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
+from dtbench_core.op_types import Call
 from dtbench_core.tensor.dtensor import DTensor, wrapped
 from dtbench_core.torch_compat import in_graph
 
@@ -24,14 +25,14 @@ OutputPlacements = PlacementsOf | tuple[PlacementsOf, ...]
 
 
 def local_map(
-    func: Callable[..., Any] | None = None,
+    func: Call | None = None,
     out_placements: OutputPlacements = None,
     in_placements: InputPlacements = None,
     in_grad_placements: InputPlacements = None,
     device_mesh: DeviceMesh | None = None,
     *,
     redistribute_inputs: bool = False,
-) -> Callable[..., Any]:
+) -> Call:
     """Makes of `func`, written for plain tensors, a function of DTensors that runs it on their shards.
 
     Differentiable. Called without any DTensor, the result is `func` itself. Without `func`, this is a
@@ -64,33 +65,9 @@ def local_map(
         )
 
     @functools.wraps(func)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def mapped(*args: object, **kwargs: object) -> Any:
         leaves, tree = tree_flatten(args)
-        for name, given in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
-            if given is not None and len(given) != len(leaves):
-                raise FunctionError(
-                    f"local_map got {len(given)} {name} for {len(leaves)} arguments of {_name(func)}, expected one for "
-                    "each flattened positional argument: give None for those that are no tensors"
-                )
-        wanted = in_placements or (None,) * len(leaves)
-        grads = in_grad_placements or (None,) * len(leaves)
-        local = []
-        for index, (leaf, want, grad) in enumerate(zip(leaves, wanted, grads, strict=True)):
-            what = f"argument {index} of {_name(func)}"
-            if isinstance(leaf, DTensor):
-                if want is not None:
-                    leaf = _placed(leaf, want, what, redistribute_inputs)
-                elif in_placements is not None:
-                    raise FunctionError(
-                        f"local_map got None in in_placements for {what}, which is {leaf._spec}; expected its "
-                        "placements"
-                    )
-                leaf = leaf.to_local(grad_placements=grad)
-            elif want is not None and not isinstance(leaf, torch.Tensor):
-                raise FunctionError(
-                    f"local_map got in_placements for {what}, which is {leaf!r}; expected None for what is no tensor"
-                )
-            local.append(leaf)
+        local = _shards(func, leaves, in_placements, in_grad_placements, redistribute_inputs)
         result = func(*tree_unflatten(local, tree), **kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
         if not tensors:
@@ -98,6 +75,42 @@ def local_map(
         return _wrapped(func, result, out_placements, device_mesh or tensors[0].device_mesh, tensors)
 
     return mapped
+
+
+def _shards(
+    func: Call,
+    leaves: list[Any],
+    in_placements: InputPlacements,
+    in_grad_placements: InputPlacements,
+    redistribute: bool,
+) -> list[Any]:
+    """The arguments with shards for DTensors, placed as they are to be."""
+    for name, given in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
+        if given is not None and len(given) != len(leaves):
+            raise FunctionError(
+                f"local_map got {len(given)} {name} for {len(leaves)} arguments of {_name(func)}, expected one for "
+                "each flattened positional argument: give None for those that are no tensors"
+            )
+    wanted = in_placements or (None,) * len(leaves)
+    grads = in_grad_placements or (None,) * len(leaves)
+    local = []
+    for index, (leaf, want, grad) in enumerate(zip(leaves, wanted, grads, strict=True)):
+        what = f"argument {index} of {_name(func)}"
+        if isinstance(leaf, DTensor):
+            if want is not None:
+                leaf = _placed(leaf, want, what, redistribute)
+            elif in_placements is not None:
+                raise FunctionError(
+                    f"local_map got None in in_placements for {what}, which is {leaf._spec}; expected its "
+                    "placements"
+                )
+            leaf = leaf.to_local(grad_placements=grad)
+        elif want is not None and not isinstance(leaf, torch.Tensor):
+            raise FunctionError(
+                f"local_map got in_placements for {what}, which is {leaf!r}; expected None for what is no tensor"
+            )
+        local.append(leaf)
+    return local
 
 
 @in_graph
@@ -114,7 +127,7 @@ def _placed(tensor: DTensor, wanted: Sequence[Placement], what: str, redistribut
 
 
 def _wrapped(
-    func: Callable[..., Any],
+    func: Call,
     result: Any,
     placements: OutputPlacements,
     mesh: DeviceMesh,
@@ -157,5 +170,5 @@ def _distributed(
     return wrapped(local.contiguous(), spec)
 
 
-def _name(func: Callable[..., Any]) -> str:
+def _name(func: Call) -> str:
     return getattr(func, "__name__", repr(func))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from dtbench_core import comm
 from dtbench_core.errors import ArgumentError
+from dtbench_core.op_types import Call
 from dtbench_core.tensor.distribute import distribute_tensor
 from dtbench_core.tensor.dtensor import DTensor
 from dtbench_core.torch_compat import device_of_group, teach_loading, when_imported
@@ -53,18 +53,18 @@ def sharded_state_dict(full: Any, like: Any, *, broadcast_from_rank0: bool = Fal
         A state of the shape of `like`, with the values of `full`. Plain tensors in `like` get plain tensors.
 
     Raises:
-        ArgumentError: keys that are in one of the two alone, or tensors of other shapes; on all ranks alike.
+        ArgumentError: keys that are in one of the two alone, or tensors of other shapes; on all ranks.
     """
     leaves, tree = tree_flatten(like)
     names = [keystr(path) for path, _ in tree_flatten_with_path(like)[0]]
     mine = {keystr(path): leaf for path, leaf in tree_flatten_with_path(full)[0]}
-    told: dict[str, Any] = {name: _told(leaf) for name, leaf in mine.items()}
+    known: dict[str, Any] = {name: _described(leaf) for name, leaf in mine.items()}
     if broadcast_from_rank0:
-        told = comm.all_gather_objects(told if dist.get_rank() == 0 else None)[0]
-    _check_alike(told, dict(zip(names, leaves, strict=True)))
+        known = comm.all_gather_objects(known if dist.get_rank() == 0 else None)[0]
+    _check_same(known, dict(zip(names, leaves, strict=True)))
     made = []
     for name, leaf in zip(names, leaves, strict=True):
-        value = told[name]
+        value = known[name]
         if isinstance(value, _Meta):
             value = _from_rank0(mine.get(name), value) if broadcast_from_rank0 else mine[name].detach()
             value = spread(value, leaf) if isinstance(leaf, DTensor) else value
@@ -89,17 +89,17 @@ def _whole(tensor: torch.Tensor, kept: bool, cpu_offload: bool) -> torch.Tensor 
 
 
 class _Meta(NamedTuple):
-    """What is told of a tensor before it is sent."""
+    """What rank 0 says of a tensor before it sends it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-def _told(leaf: Any) -> Any:
+def _described(leaf: object) -> Any:
     return _Meta(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _check_alike(given: dict[str, Any], like: dict[str, Any]) -> None:
+def _check_same(given: dict[str, Any], like: dict[str, Any]) -> None:
     missing, unknown = [n for n in like if n not in given], [n for n in given if n not in like]
     if missing or unknown:
         raise ArgumentError(
@@ -149,7 +149,7 @@ def _teach(utils: ModuleType) -> None:
                 setattr(module, name, function)
 
 
-def _gathering(function: Callable[..., Any]) -> Callable[..., Any]:
+def _gathering(function: Call) -> Call:
     @functools.wraps(function)
     def gather(
         state_dict: Any, *, cpu_offload: bool = False, ranks_only: tuple[int, ...] = (), **options: Any
@@ -161,11 +161,11 @@ def _gathering(function: Callable[..., Any]) -> Callable[..., Any]:
     return gather
 
 
-def _placing(function: Callable[..., Any]) -> Callable[..., Any]:
+def _placing(function: Call) -> Call:
     """Of a function that replaces tensors of its second argument, a dict, by whole ones where they are not torch's."""
 
     @functools.wraps(function)
-    def place(full: Any, local: dict[str, Any], *rest: Any, **options: Any) -> Any:
+    def place(full: Any, local: dict[str, Any], *rest: object, **options: object) -> Any:
         names = rest[0] if rest and isinstance(rest[0], list) else list(local)  # given for some tensors alone
         like = {name: local[name] for name in names if isinstance(local.get(name), DTensor)}
         result = function(full, local, *rest, **options)
@@ -181,12 +181,12 @@ def _placing(function: Callable[..., Any]) -> Callable[..., Any]:
 when_imported("torch.distributed._state_dict_utils", _teach)
 
 
-def _loading(process: Callable[..., Any]) -> Callable[..., Any]:
+def _loading(process: Call) -> Call:
     """Of what an optimizer's `load_state_dict` does with each value: a whole tensor becomes this rank's part, as in a
     module's."""
 
     @functools.wraps(process)
-    def load(param: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> Any:
+    def load(param: torch.Tensor, value: torch.Tensor, *rest: object, **options: object) -> Any:
         whole = not isinstance(value, DTensor) and value.ndim and value.shape == param.shape
         if isinstance(param, DTensor) and whole:
             value = spread(value, param)

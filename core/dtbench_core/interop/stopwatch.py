@@ -1,7 +1,7 @@
 """Where the microseconds of a dispatch go: the core's own counters.
 
-`Watch` puts a stopwatch around the functions that a dispatch is made of and takes it away again. The
-functions themselves hold no switch, so nothing is slower when nobody watches. A stopwatch costs some
+`StageTimer` puts a stopwatch around the functions that a dispatch is made of and takes it away again. The
+functions themselves hold no switch, so nothing is slower without one. A stopwatch costs some
 0.3 us per call, more than some of the stages: what is read off must be corrected for it (dtbench's
 `profile` does, and says how well that adds up).
 """
@@ -9,7 +9,6 @@ functions themselves hold no switch, so nothing is slower when nobody watches. A
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
 
@@ -19,9 +18,9 @@ from dtbench_core.dispatch import entry as dispatch
 from dtbench_core.dispatch.plan import CALLING, Moving, Plan
 from dtbench_core.layout import shard_layout as layout
 from dtbench_core.layout import wrapper
+from dtbench_core.op_types import Call
 from dtbench_core.redistribute import autograd
 from dtbench_core.redistribute import route as redistribute
-from dtbench_core.runtime import process
 from dtbench_core.tensor import dtensor as tensor
 from dtbench_core.tensor.dtensor import DTensor
 
@@ -42,7 +41,7 @@ BOOKKEEPING = "stopwatch"  # time of the stopwatches themselves, which belongs t
 NAMES = (*STAGES, BOOKKEEPING)
 
 # Module-level functions by stage, and methods.
-_FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
+_FUNCTIONS: dict[str, tuple[Call, ...]] = {
     "entry": (dispatch._through_torch,),
     "checks": (dispatch._requires_grad, dispatch.modes_active),
     "key": (cache_key.key_of,),
@@ -65,19 +64,19 @@ _METHODS: tuple[tuple[type, str, str], ...] = (
     (DTensor, "to_local", "glue"),
     (DTensor, "full_tensor", "glue"),
 )
-_CACHES = ("plans", "functions")  # of the process
+_CACHES = ("plans", "functions")  # of dispatch
 
 # What is recorded: NAME INDEX, START NS ... END NS, -1, as brackets.
 Log = list[int]
-_Swap = tuple[Any, str, Any]  # owner, attribute, what it is while watched
+_Swap = tuple[Any, str, Any]  # owner, attribute, what it is while timed
 END = -1
 
 
-def stopwatch(function: Callable[..., Any], stage: str, log: Log) -> Callable[..., Any]:
+def stopwatch(function: Call, stage: str, log: Log) -> Call:
     """`function`, with a bracket in the log around each call. stage: one of `NAMES`."""
     record, now, index = log.append, perf_counter_ns, NAMES.index(stage)
 
-    def timed(*args: Any, **kwargs: Any) -> Any:
+    def timed(*args: object, **kwargs: object) -> Any:
         record(index)
         record(now())
         try:
@@ -92,7 +91,7 @@ def stopwatch(function: Callable[..., Any], stage: str, log: Log) -> Callable[..
 class _TimedCache(dict[Any, Any]):
     """A copy of a cache whose `get` is timed; all else is the dict's."""
 
-    get: Callable[..., Any]
+    get: Call
 
     def __init__(self, plain: dict[Any, Any], log: Log) -> None:
         super().__init__(plain)
@@ -100,7 +99,7 @@ class _TimedCache(dict[Any, Any]):
         self.get = stopwatch(super().get, "cache", log)
 
 
-class Watch:
+class StageTimer:
     """Entered, every dispatch of this process is written into `log`; left, nothing is. Any number of times.
 
     Not for several threads at once: their brackets would cross.
@@ -128,20 +127,20 @@ class Watch:
         for owner, name, timed in self._swaps:
             setattr(owner, name, timed)
         for name in _CACHES:
-            setattr(process, name, _TimedCache(getattr(process, name), self.log))
+            setattr(dispatch, name, _TimedCache(getattr(dispatch, name), self.log))
         return self.log
 
     def __exit__(self, *_: object) -> None:
         for (owner, name, _timed), was in zip(self._swaps, self._was, strict=True):
             setattr(owner, name, was)
         for name in _CACHES:
-            timed = getattr(process, name)
+            timed = getattr(dispatch, name)
             timed.plain.clear()
             timed.plain.update(timed)  # with what was learnt meanwhile
-            setattr(process, name, timed.plain)
+            setattr(dispatch, name, timed.plain)
 
 
-def _holders(function: Callable[..., Any]) -> list[tuple[Any, str]]:
+def _holders(function: Call) -> list[tuple[Any, str]]:
     """Every module of the core that holds the function, and under which name.
 
     Looked for, because a call through one place that could be switched would cost every dispatch.
@@ -150,7 +149,7 @@ def _holders(function: Callable[..., Any]) -> list[tuple[Any, str]]:
     return [(m, name) for m in modules for name, held in list(vars(m).items()) if held is function]
 
 
-def _timed_run(kind: type[Plan], log: Log) -> Callable[..., Any]:
+def _timed_run(kind: type[Plan], log: Log) -> Call:
     """`run` of this kind of plan, with a stopwatch around the local op that it is given."""
     run = kind.run
     timed_op = stopwatch(lambda call: stopwatch(call, "local op", log), BOOKKEEPING, log)

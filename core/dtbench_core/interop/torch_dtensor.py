@@ -17,6 +17,7 @@ from dtbench_core.layout.mesh import mesh_info
 from dtbench_core.layout.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtbench_core.layout.spec import DTensorSpec, normalize
 from dtbench_core.layout.wrapper import wrap
+from dtbench_core.op_types import Ctx
 from dtbench_core.redistribute.copied_view import is_copied
 from dtbench_core.redistribute.route import placements_of_gradient
 from dtbench_core.tensor.dtensor import DTensor, is_uncounted
@@ -193,12 +194,12 @@ class ToTorch(torch.autograd.Function):
     """Our DTensor -> torch's."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, placements: tuple[Any, ...]) -> TorchDTensor:
+    def forward(ctx: Ctx, tensor: DTensor, placements: tuple[Any, ...]) -> TorchDTensor:
         ctx.spec = tensor._spec
         return _to_torch(tensor, placements, view=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: TorchDTensor) -> tuple[DTensor, None]:
+    def backward(ctx: Ctx, grad: TorchDTensor) -> tuple[DTensor, None]:
         placed = placements_of_gradient(ctx.spec.placements)
         return from_torch(grad).redistribute(placements=placed), None
 
@@ -207,11 +208,11 @@ class FromTorch(torch.autograd.Function):
     """Torch's DTensor -> ours."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: TorchDTensor, spec: DTensorSpec) -> DTensor:
+    def forward(ctx: Ctx, tensor: TorchDTensor, spec: DTensorSpec) -> DTensor:
         ctx.spec = spec
         return _from_torch(tensor, spec, view=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[TorchDTensor, None]:
+    def backward(ctx: Ctx, grad: DTensor) -> tuple[TorchDTensor, None]:
         placed = placements_of_gradient(ctx.spec.placements)
         return to_torch(grad.redistribute(placements=placed)), None

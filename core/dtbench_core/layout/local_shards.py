@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
 from dtbench_core import comm
 from dtbench_core.errors import LayoutError, NoRuleError
+from dtbench_core.op_types import Call
 from dtbench_core.torch_compat import disabled_torch_function, make_wrapper
 
 if TYPE_CHECKING:
@@ -73,19 +74,8 @@ class LocalShardsWrapper(torch.Tensor):
         _check(shards, places)
         first = shards[0]
         shape = (first.size(0), sum(shard.size(1) for shard in shards))
-        # By position: storage offset, memory format, dtype, layout, device, pinned, requires grad.
-        made = make_wrapper(
-            cls,
-            shape,
-            (max(shape[1], 1), 1),
-            None,
-            None,
-            first.dtype,
-            torch.strided,
-            first.device,
-            False,
-            False,
-        )
+        stride = (max(shape[1], 1), 1)
+        made = make_wrapper(cls, shape, stride, dtype=first.dtype, device=first.device)
         made._shards, made._offsets = shards, places  # type: ignore[attr-defined]
         return made  # type: ignore[return-value]
 
@@ -117,13 +107,13 @@ class LocalShardsWrapper(torch.Tensor):
         """[rows, columns of all] the shards side by side: a copy if there are several, else the shard."""
         return self._shards[0] if len(self._shards) == 1 else torch.cat(self._shards, dim=1)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         held = ", ".join(f"{s} at {tuple(o)}" for s, o in zip(self._shards, self._offsets, strict=True))
         return f"LocalShardsWrapper({held})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _SHARD_BY_SHARD and isinstance(args[0], LocalShardsWrapper):
             results = [func(shard, *args[1:], **(kwargs or {})) for shard in args[0]._shards]
@@ -137,7 +127,7 @@ class LocalShardsWrapper(torch.Tensor):
         )
 
     # As torch's own way would make them without their shards.
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         return LocalShardsWrapper, (self._shards, [tuple(offset) for offset in self._offsets])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalShardsWrapper:
@@ -249,7 +239,7 @@ def equal_shards(one: torch.Tensor, other: torch.Tensor) -> bool:
     return all(torch.equal(*pair) for pair in _same_columns(one, other))
 
 
-_BY_OP: dict[Any, Callable[..., Any]] = {
+_BY_OP: dict[Any, Call] = {
     aten.is_pinned.default: lambda held, device=None: held._shards[0].is_pinned(),
     aten.view.default: _view,
     aten.new_empty.default: _new_empty,
@@ -350,10 +340,10 @@ def check_places(held: torch.Tensor, spec: DTensorSpec) -> None:
     """
     if not holds_shards(held) or spec.info.coordinate is None:
         return
-    told = [_misplaced(held, spec)]
+    reasons = [_misplaced(held, spec)]
     for group in spec.info.groups:
-        told = [reason for part in comm.all_gather_objects(told, group) for reason in part]
-    wrong = [f"mesh rank {i}: {reason}" for i, reason in enumerate(told) if reason is not None]
+        reasons = [reason for part in comm.all_gather_objects(reasons, group) for reason in part]
+    wrong = [f"mesh rank {i}: {reason}" for i, reason in enumerate(reasons) if reason is not None]
     if wrong:
         raise LayoutError(
             f"got shards of {spec} in other places than its placements say ({'; '.join(wrong)}); expected them in the "

@@ -7,13 +7,13 @@ groups in plain tuples, because DeviceMesh answers each of these through Python 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import MeshError
-from dtbench_core.runtime import current
+from dtbench_core.runtime import PerRank
 from dtbench_core.torch_compat import current_mesh, ranks_of_mesh, real_object
 
 
@@ -57,6 +57,18 @@ class MeshInfo:
         return f"{'x'.join(map(str, self.sizes))} {self.device_type} mesh" + (f" {names}" if names else "")
 
 
+@dataclass(slots=True, eq=False)
+class MeshTables:
+    """What a rank knows of meshes, by object and by value."""
+
+    by_object: dict[int, tuple[weakref.ref[DeviceMesh], MeshInfo]] = field(default_factory=dict)
+    by_value: dict[DeviceMesh, MeshInfo] = field(default_factory=dict)
+
+
+mesh_tables: PerRank[MeshTables] = PerRank("layout.meshes", MeshTables)
+_tables = mesh_tables.get
+
+
 def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
     """The mesh given, or the one of the enclosing `with mesh:`.
 
@@ -93,7 +105,7 @@ def mesh_info(mesh: DeviceMesh) -> MeshInfo:
     mesh. A world that was destroyed and made again compares equal to its successor: the process groups tell
     them apart.
     """
-    found = current().meshes.get(id(mesh))
+    found = _tables().by_object.get(id(mesh))
     if found is not None and found[0]() is mesh:
         return found[1]
     if not isinstance(mesh, DeviceMesh):
@@ -105,9 +117,9 @@ def mesh_info(mesh: DeviceMesh) -> MeshInfo:
     info = _shared_info(mesh)
     key = id(mesh)
 
-    table = current().meshes  # held by `forget`: at interpreter exit globals are gone before the meshes
+    table = _tables().by_object  # held by `forget`: at interpreter exit globals are gone before the meshes
 
-    def forget(_: Any) -> None:
+    def forget(_: object) -> None:
         table.pop(key, None)
 
     table[key] = (weakref.ref(mesh, forget), info)
@@ -117,7 +129,7 @@ def mesh_info(mesh: DeviceMesh) -> MeshInfo:
 def _shared_info(mesh: DeviceMesh) -> MeshInfo:
     inside = mesh.get_coordinate() is not None
     groups = tuple(mesh.get_all_groups()) if inside else ()
-    table = current().equal_meshes
+    table = _tables().by_value
     known = table.get(mesh)
     if (
         known is not None

@@ -5,7 +5,7 @@ global shape and strides as one device would, and keeps its part: the numbers ar
 how far the generator advances. That costs each rank the memory and time of the whole tensor for a
 moment, and sends nothing.
 
-It holds while the generators of the ranks are alike. Seed them alike, with `manual_seed` or with
+It holds while the generators of the ranks are in one state. Seed them with one seed, with `manual_seed` or with
 `torch.manual_seed(seed)` on every rank. For those who did neither, every rank takes over the generator
 state of the mesh's first rank before the first random op on a mesh. A rank may afterwards seed or draw by
 itself (`torch.manual_seed(rank)`): before replicas are drawn, their ranks compare states (16 bytes to each
@@ -21,6 +21,7 @@ Where a mesh has a region, that draws instead.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -35,7 +36,7 @@ from dtbench_core.layout.placement import Shard
 from dtbench_core.layout.shard_layout import part_of
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, held_by
-from dtbench_core.runtime import current, process
+from dtbench_core.runtime import PerRank, simulation
 from dtbench_core.torch_compat import dispatch_modes_active, is_fake_mode_active, is_traced
 
 
@@ -45,10 +46,16 @@ class Region(Protocol):
     def draw(self, spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor: ...
 
 
+# What draws for the DTensors of a mesh, where it is not the default generator.
+regions: PerRank[dict[DeviceMesh, Region]] = PerRank("layout.regions", dict)
+# Meshes whose ranks' generators were brought into one state.
+in_step: PerRank[weakref.WeakSet[MeshInfo]] = PerRank("layout.in_step", weakref.WeakSet)
+
+
 def draw(spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor:
     """This rank's part of `make(spec.shape)`, where `make` draws a tensor of the shape it is given."""
-    regions = current().regions
-    region = regions.get(spec.info.mesh) if regions else None
+    entered = regions.get()
+    region = entered.get(spec.info.mesh) if entered else None
     if region is not None:
         return region.draw(spec, make)
     _agree(spec)
@@ -67,8 +74,8 @@ def draw_like(
     that it draws from, if not the default one.
     """
     # A generator that the caller brings goes before a region.
-    regions = current().regions if generator is None else None
-    region = regions.get(spec.info.mesh) if regions else None
+    entered = regions.get() if generator is None else None
+    region = entered.get(spec.info.mesh) if entered else None
     if region is not None:
         return region.draw(spec, lambda shape: op(torch.empty(shape, dtype=spec.dtype, device=device)))
     if generator is None:
@@ -76,7 +83,7 @@ def draw_like(
     return _kept(op(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)), spec)
 
 
-def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = False, **others: Any) -> Any:
+def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = False, **others: object) -> Any:
     """F.dropout as torch does it on a CPU, in two ops of four; NotImplemented where it is not for it."""
     training = others.pop("training", train)
     if others or inplace or not training or not 0 < p < 1 or not isinstance(input, Wrapper):
@@ -91,9 +98,9 @@ def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = Fals
 
 def keep_in_step(mesh: MeshInfo) -> None:
     """Before the first random op on `mesh`: every rank takes the generator state of the mesh's first."""
-    if mesh in current().in_step or is_fake_mode_active():  # a generator has no fake state
+    if mesh in in_step.get() or is_fake_mode_active():  # a generator has no fake state
         return
-    current().in_step.add(mesh)
+    in_step.get().add(mesh)
     module = generators(mesh)
     state = module.get_rng_state().to(mesh.device_type)
     for group in mesh.groups:
@@ -103,7 +110,7 @@ def keep_in_step(mesh: MeshInfo) -> None:
 
 def _replicas(spec: DTensorSpec) -> list[ProcessGroup]:
     """The groups of ranks that are to hold the same values; none of simulated ranks, which share a generator."""
-    if process.mode is not None:
+    if simulation.active:
         return []
     groups = zip(spec.info.groups, spec.placements, strict=False)
     return [group for group, placed in groups if not isinstance(placed, Shard) and group.size() > 1]
@@ -145,7 +152,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
     `torch.manual_seed(seed)`.
 
     Raises:
-        ArgumentError: the ranks gave different seeds, told to every rank; or not an int.
+        ArgumentError: the ranks gave different seeds, on every rank; or not an int.
     """
     if not isinstance(seed, int):
         raise ArgumentError(f"manual_seed got {seed!r}, expected an int: the seed of torch.manual_seed")
@@ -160,7 +167,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
             f"manual_seed got {seed} on this rank, but seeds differ over the {mesh} (the largest is "
             f"{most[0] * 2**32 + most[1]}): pass the same seed on every rank"
         )
-    current().in_step.add(mesh)
+    in_step.get().add(mesh)
     if mesh.device_type == "cpu":
         torch.default_generator.manual_seed(seed)
     else:

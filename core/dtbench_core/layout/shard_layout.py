@@ -23,7 +23,7 @@ from dtbench_core.layout.placement import (
     local_extents,
 )
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, memory_order, normalize, preserved_stride
-from dtbench_core.runtime import process, remember
+from dtbench_core.runtime import on_clear, remember
 
 
 def empty_part(spec: DTensorSpec, device: torch.device | str) -> torch.Tensor:
@@ -70,6 +70,10 @@ def even_layout(
     return tuple(shape), tuple(stride)
 
 
+_even_specs: dict[tuple[object, ...], DTensorSpec | None] = {}
+on_clear(_even_specs.clear)
+
+
 def even_spec(local: torch.Tensor, info: MeshInfo, placements: Sequence[Placement]) -> DTensorSpec | None:
     """The spec of a tensor of which every rank holds as much as this one; cached. None: look closer.
 
@@ -77,7 +81,7 @@ def even_spec(local: torch.Tensor, info: MeshInfo, placements: Sequence[Placemen
     """
     key = (info, tuple(placements), local.shape, local.stride(), local.dtype, local.device.type)
     try:
-        return process.even_specs[key]
+        return _even_specs[key]
     except (KeyError, TypeError):  # TypeError: no placements, which `normalize` tells
         pass
     placed = normalize(placements, local.ndim, info)
@@ -88,7 +92,7 @@ def even_spec(local: torch.Tensor, info: MeshInfo, placements: Sequence[Placemen
         if here and plain
         else None
     )
-    remember(process.even_specs, key, spec)
+    remember(_even_specs, key, spec)
     return spec
 
 
@@ -105,7 +109,7 @@ def agreed_placements(
 ) -> Placements:
     """The placements under which the ranks' local tensors make up the global one.
 
-    The ranks tell each other their local shapes, so that all come to the same answer or raise alike.
+    The ranks tell each other their local shapes, so that all come to the same answer, or raise.
     Where they do not cut as torch.chunk does, a Shard becomes a RaggedShard. On the fake backend there
     is nobody to ask: the placements stay.
 
@@ -175,15 +179,15 @@ def _everybodys(
     """
     if len(held) > MAX_DIMS:
         raise LayoutError(f"from_local got a tensor of {len(held)} dims, expected at most {MAX_DIMS}")
-    told = zlib.crc32(repr(described).encode())
-    mine = [told, len(held), *held, *[0] * (MAX_DIMS - len(held))]
+    digest = zlib.crc32(repr(described).encode())
+    mine = [digest, len(held), *held, *[0] * (MAX_DIMS - len(held))]
     seen = torch.tensor([mine], dtype=torch.int64, device=info.device_type)
     for group in reversed(info.groups):  # the innermost first, so that the ranks end in row-major order
         gathered = seen.new_empty((group.size() * len(seen), seen.size(1)))
         comm.all_gather(gathered, seen, group)
         seen = gathered
     rows = seen.tolist()
-    if any(row[0] != told for row in rows):
+    if any(row[0] != digest for row in rows):
         raise LayoutError(
             f"from_local got different arguments on the ranks: here shape, stride, dtype and placements {described}; "
             "expected the same on every rank: pass the global shape and stride, and shards on all ranks or on none"
@@ -215,7 +219,7 @@ def _ragged(
 def checked_over_mesh(
     local: torch.Tensor, info: MeshInfo, placements: Placements, *, given_shape: bool
 ) -> torch.Tensor:
-    """run_check: every rank sees every rank's metadata, so that all raise alike; replicas are made equal."""
+    """run_check: every rank sees every rank's metadata, so that all raise or none; replicas are made equal."""
     sizes = [tuple(shard.shape) for shard in local.shards] if holds_shards(local) else tuple(local.shape)
     mine = (str(local.dtype), None if given_shape else sizes)
     seen = [mine]

@@ -20,7 +20,10 @@ Reading order:
     region      tensor_parallel_rng: random numbers that differ by shard
 """
 
-import dtbench_core.interop.state_dicts  # noqa: F401 - torch's functions for state dicts learn of what is made here
+# mypy: implicit-reexport
+# ruff: noqa: F401
+
+import dtbench_core.interop.state_dicts  # torch's functions for state dicts learn of what is made here
 from dtbench_core.parallel.api import parallelize_module
 from dtbench_core.parallel.convert import (
     make_input_replicate_1d,
@@ -47,34 +50,4 @@ from dtbench_core.parallel.sequence import SequenceParallel
 from dtbench_core.parallel.shard import shard_parameters
 from dtbench_core.parallel.style import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-__all__ = [
-    "ColwiseParallel",
-    "LayoutsError",
-    "PairwiseParallel",
-    "ParallelStyle",
-    "PlanError",
-    "PrepareModuleInput",
-    "PrepareModuleInputOutput",
-    "PrepareModuleOutput",
-    "RowwiseParallel",
-    "SequenceParallel",
-    "TensorParallelRNG",
-    "UnsupportedModuleError",
-    "UnsupportedStyleError",
-    "cross_entropy",
-    "loss_parallel",
-    "make_input_replicate_1d",
-    "make_input_reshard_replicate",
-    "make_input_shard_1d",
-    "make_input_shard_1d_last_dim",
-    "make_output_replicate_1d",
-    "make_output_reshard_tensor",
-    "make_output_shard_1d",
-    "make_output_tensor",
-    "make_sharded_output_tensor",
-    "parallelize_linear",
-    "parallelize_mlp",
-    "parallelize_module",
-    "shard_parameters",
-    "tensor_parallel_rng",
-]
+__all__ = sorted(name for name, value in vars().items() if callable(value))

@@ -96,7 +96,7 @@ def _resolve(
         targets = _matches(module, key)
         if not targets:
             unmatched.append(name)
-            # A wrong type is told all the same.
+            # A wrong type is an error all the same.
             targets = [] if isinstance(inner, ParallelStyle | Mapping) else [module]
         for target in targets:
             yield from _resolve(target, inner, name, unmatched)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dtbench_core.layout.placement import REPLICATE, Shard
+from dtbench_core.op_types import Ctx
 from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, rule
 
 _library = torch.library.Library("dtbench_core", "FRAGMENT")
@@ -50,13 +51,13 @@ class EmbeddingRows(torch.autograd.Function):
     """(weight [rows, width] by rows, indices [...], padding_idx or -1) -> [..., width], a pending sum."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Any, indices: Any, padding: int) -> Any:
+    def forward(ctx: Ctx, weight: Any, indices: Any, padding: int) -> Any:
         ctx.save_for_backward(indices)
         ctx.rows, ctx.padding, ctx.placements = weight._spec.shape[0], padding, weight._spec.placements
         return aten.embedding.default(weight, indices, padding)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[Any, None, None]:
+    def backward(ctx: Ctx, grad: Any) -> tuple[Any, None, None]:
         (indices,) = ctx.saved_tensors
         if torch.is_grad_enabled():  # to be differentiated again
             whole = aten.embedding_dense_backward(grad, indices, ctx.rows, ctx.padding, False)

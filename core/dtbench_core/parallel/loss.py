@@ -23,7 +23,7 @@ class loss_parallel(TorchFunctionMode):  # noqa: N801 - a context, called as tor
     the samples are. The backward may run inside or outside.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.cross_entropy and isinstance(args[0] if args else kwargs.get("input"), DTensor):
             return cross_entropy(*args, **kwargs)

@@ -121,7 +121,7 @@ class PrepareModuleOutput(ParallelStyle):
         module.register_forward_hook(partial(self._prepare, device_mesh))
         return module
 
-    def _prepare(self, mesh: DeviceMesh, module: nn.Module, _: Any, outputs: Any) -> Any:
+    def _prepare(self, mesh: DeviceMesh, module: nn.Module, _: object, outputs: Any) -> Any:
         several = isinstance(outputs, tuple | list)
         listed = outputs if several else (outputs,)
         if len(listed) != len(self.output_layouts):

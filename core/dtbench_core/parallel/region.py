@@ -30,7 +30,7 @@ from dtbench_core.layout.mesh import MeshInfo, mesh_info
 from dtbench_core.layout.placement import Placement, Shard
 from dtbench_core.layout.shard_layout import empty_part
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.runtime import current
+from dtbench_core.runtime import PerRank
 
 # torch's first tensor-parallel API seeded its tracker so.
 BASE_SEED = 1234
@@ -59,14 +59,14 @@ class TensorParallelRNG:
 
     @property
     def enabled(self) -> bool:
-        return current().regions.get(self._mesh) is self
+        return random.regions.get().get(self._mesh) is self
 
     @enabled.setter
     def enabled(self, value: bool) -> None:
         if value:
-            current().regions[self._mesh] = self
+            random.regions.get()[self._mesh] = self
         elif self.enabled:
-            del current().regions[self._mesh]
+            del random.regions.get()[self._mesh]
 
     def manual_seed(self, base_seed: int) -> None:
         """Starts every stream anew. The seed must be the same on every rank.
@@ -151,13 +151,17 @@ def first_state(info: MeshInfo, seed: int, sharded: tuple[int, ...]) -> torch.Te
     return state
 
 
+# Of every mesh that was asked for.
+streams: PerRank[dict[DeviceMesh, TensorParallelRNG]] = PerRank("parallel.streams", dict)
+
+
 def tensor_parallel_rng(device_mesh: DeviceMesh) -> TensorParallelRNG:
     """The streams of `device_mesh`, made when first asked for; one for equal meshes of a world."""
-    streams = current().streams
-    found = streams.get(device_mesh)
+    known = streams.get()
+    found = known.get(device_mesh)
     if found is None or found._world is not dist.group.WORLD:
         if found is not None:
             found.enabled = False
-            del streams[device_mesh]  # an equal key would stay
-        found = streams[device_mesh] = TensorParallelRNG(device_mesh)
+            del known[device_mesh]  # an equal key would stay
+        found = known[device_mesh] = TensorParallelRNG(device_mesh)
     return found

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from dtbench_core.layout.placement import Placements
 from dtbench_core.layout.spec import DTensorSpec, preserved_stride
 from dtbench_core.layout.wrapper import Wrapper, wrap
+from dtbench_core.op_types import Ctx
 from dtbench_core.redistribute.route import Route, apply, plan
 from dtbench_core.torch_compat import any_requires_grad, version_of
 
@@ -53,7 +52,7 @@ class Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Ctx,
         tensor: Wrapper,
         route: Route,
         forward_dtype: torch.dtype | None,
@@ -66,7 +65,7 @@ class Redistribute(torch.autograd.Function):
         return follow(tensor, route)
 
     @staticmethod
-    def backward(ctx: Any, grad: Wrapper) -> tuple[Wrapper, None, None, None]:
+    def backward(ctx: Ctx, grad: Wrapper) -> tuple[Wrapper, None, None, None]:
         route: Route = ctx.route
         if ctx.backward_dtype is not None and grad._spec.dtype != ctx.backward_dtype:
             grad = cast_dtype(grad, ctx.backward_dtype)
@@ -80,7 +79,7 @@ class Redistribute(torch.autograd.Function):
         return moved, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Wrapper, *_: Any) -> Wrapper:
+    def jvp(ctx: Ctx, tangent: Wrapper, *_: object) -> Wrapper:
         if ctx.forward_dtype is not None and ctx.forward_dtype != tangent._spec.dtype:
             tangent = cast_dtype(tangent, ctx.forward_dtype)
         return redistribute_tensor(tangent, ctx.route.result.placements)

@@ -66,7 +66,7 @@ class CopiedView:
     _origin: Origin | None = None
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         return cls.viewed.__torch_function__(func, types, args, kwargs)
 
     @classmethod
@@ -83,7 +83,7 @@ class CopiedView:
     def _local_tensor(self: Any, held: torch.Tensor) -> None:
         Wrapper.__dict__["_local_tensor"].__set__(self, held)
 
-    def __repr__(self: Any, **options: Any) -> str:
+    def __repr__(self: Any, **options: object) -> str:
         if state_of(self) is ViewState.STALE:  # one rank may print alone: nothing is sent
             return f"DTensor({self._spec}, local=to be gathered again, as its base was written to)"
         text: str = self.viewed.__repr__(self, **options)
@@ -156,7 +156,7 @@ def store_to_base(view: Any) -> None:
         view = owner
 
 
-def refuse_writes(written: Sequence[Any]) -> None:
+def refuse_writes(written: Sequence[object]) -> None:
     """Before an op writes to these tensors.
 
     Raises:

@@ -66,7 +66,7 @@ def mover(step: Exchange) -> Mover:
     """What runs the step on this rank's shard. Every rank of `group` must call it."""
     src, dst = step.src[0], step.dst[0]
     if src.is_replicate():
-        return _cutter(step, dst) if isinstance(dst, Shard) else _keeper(dst, step.index)
+        return _cutter(step, dst) if isinstance(dst, Shard) else _replicate_to_partial(dst, step.index)
     if step.parts == 1:
         return _copy  # of one rank, the shard is all there is, and the term is the sum
     if 0 in step.shape:
@@ -84,7 +84,7 @@ def mover(step: Exchange) -> Mover:
 
 
 def _even(step: Exchange, placements: Placements) -> bool:
-    """Whether torch.chunk's parts are all alike: they are then an axis of their own in a view."""
+    """Whether torch.chunk's parts are equally long: they are then an axis of their own in a view."""
     lengths = list(step.shape)
     for placement, parts in zip(placements, step.sizes, strict=True):
         if type(placement) is not Shard or lengths[placement.dim] % parts:
@@ -110,12 +110,12 @@ def _cutter(step: Exchange, dst: Shard) -> Mover:
     return lambda local: torch.narrow_copy(local, dim, offset, length)
 
 
-def _keeper(dst: Placement, index: int) -> Mover:
+def _replicate_to_partial(dst: Placement, index: int) -> Mover:
     """The term of a value that is this rank's."""
     neutral = NEUTRAL.get(dst.reduce_op) if isinstance(dst, Partial) and index > 0 else None
     if neutral is None:
         return _copy
-    return lambda local: comm.full_after([local], local.shape, neutral, local.dtype)
+    return lambda local: comm.full_ordered_after([local], local.shape, neutral, local.dtype)
 
 
 # ---- what transports can carry ----
@@ -149,7 +149,7 @@ def _gathered(local: torch.Tensor, shape: Shape, group: ProcessGroup) -> torch.T
     return _received(flat, local.dtype).view(shape)
 
 
-def _carrier(dtype: torch.dtype) -> torch.dtype:
+def _transport_dtype(dtype: torch.dtype) -> torch.dtype:
     """A dtype that holds every value of `dtype` and its sums, as far as `dtype` itself does."""
     if dtype in _CARRIED:
         return dtype
@@ -265,7 +265,7 @@ def padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         return tensor.contiguous()
     shape = (*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :])
     if missing == length:
-        return comm.full_after([tensor], shape, 0, tensor.dtype)
+        return comm.full_ordered_after([tensor], shape, 0, tensor.dtype)
     filler = tensor.new_zeros(shape)
     return torch.cat([tensor, filler], dim)
 
@@ -274,7 +274,7 @@ def padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 
 
 def _reducer(step: Exchange, op: str) -> Mover:
-    group, carrier = step.group, _carrier(step.dtype)
+    group, carrier = step.group, _transport_dtype(step.dtype)
     if step.dtype.is_complex and op == "product":
         return lambda local: _gathered_terms(local, step.parts, group).prod(0)
     if op in BITWISE and not comm.reduces_bits(group):
@@ -305,7 +305,7 @@ def _extremum(local: torch.Tensor, op: str, group: ProcessGroup) -> torch.Tensor
     Transports compare with < and so drop a NaN: floats travel with a flag each, in one collective.
     """
     sign = 1 if op == "max" else -1
-    terms = local.to(_carrier(local.dtype))
+    terms = local.to(_transport_dtype(local.dtype))
     nan = terms.isnan()
     values = terms.masked_fill(nan, -sign * math.inf)
     both = comm.reduced(torch.stack([values, nan.to(terms.dtype) * sign]), group, op)
@@ -391,7 +391,7 @@ def _exchange(step: Exchange) -> Mover:
     out_sizes = [n * row * src_lengths[step.index] * scale for n in dst_lengths]
     sizes = [mine * n * row for n in src_lengths]
     in_sizes = [n * scale for n in sizes]
-    alike = len(set(src_lengths)) == 1
+    even = len(set(src_lengths)) == 1
     whole = (mine, step.shape[src.dim], *rest)
     stacked = (parts, mine, src_lengths[0], *rest)
     chunks, in_order = type(src) is Shard, not isinstance(dst, StridedShard)
@@ -403,7 +403,7 @@ def _exchange(step: Exchange) -> Mover:
             packed = torch.cat([dst.part(local, parts, r).permute(order).reshape(-1) for r in range(parts)])
         flat = comm.exchanged(_sent(packed), (sum(in_sizes),), group, in_sizes, out_sizes)
         received = _received(flat, local.dtype)
-        if alike:
+        if even:
             joined = received.view(stacked).transpose(0, 1).reshape(whole)
         else:
             pieces = zip(received.split(sizes), src_lengths, strict=True)

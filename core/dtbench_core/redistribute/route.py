@@ -30,7 +30,7 @@ from dtbench_core.layout.placement import (
 from dtbench_core.layout.spec import DTensorSpec, memory_order, normalize
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.redistribute.movers import Exchange, Mover, mover
-from dtbench_core.runtime import process, remember
+from dtbench_core.runtime import on_clear, remember
 
 
 class Step(NamedTuple):
@@ -125,6 +125,12 @@ def placements_of_gradient(placements: Placements) -> Placements:
 
 # ---- planning (pure) ----
 
+_routes: dict[tuple[DTensorSpec, Placements], Route] = {}
+# By placements as the user writes them; None: all Replicate.
+requests: dict[tuple[DTensorSpec, Placements | None], Route] = {}
+on_clear(_routes.clear)
+on_clear(requests.clear)
+
 
 def plan(src: DTensorSpec, dst: Placements) -> Route:
     """The cheapest route from `src` to the placements `dst`; cached.
@@ -133,10 +139,10 @@ def plan(src: DTensorSpec, dst: Placements) -> Route:
         PlacementError: there is no way (a Shard or another reduction to Partial).
     """
     key = (src, dst)
-    route = process.routes.get(key)
+    route = _routes.get(key)
     if route is None:
         route = _find(src, dst)
-        remember(process.routes, key, route)
+        remember(_routes, key, route)
     return route
 
 
@@ -147,8 +153,7 @@ def request(spec: DTensorSpec, placements: Sequence[Placement] | None) -> Route:
         PlacementError: not placements of this tensor, or a Partial that it is not already.
     """
     try:
-        # By placements as the user writes them; None: all Replicate.
-        return process.requests[spec, None if placements is None else tuple(placements)]
+        return requests[spec, None if placements is None else tuple(placements)]
     except (KeyError, TypeError):  # TypeError: no sequence, or no placements, which `normalize` tells
         pass
     placed = normalize(placements, spec.ndim, spec.info, spec.shape)
@@ -159,7 +164,7 @@ def request(spec: DTensorSpec, placements: Sequence[Placement] | None) -> Route:
                 "not already that Partial: nothing says which terms the ranks should hold"
             )
     route = plan(spec, placed)
-    remember(process.requests, (spec, None if placements is None else tuple(placements)), route)
+    remember(requests, (spec, None if placements is None else tuple(placements)), route)
     return route
 
 
@@ -189,8 +194,8 @@ def _find(src: DTensorSpec, dst: Placements) -> Route:
             continue
         if placement.reduce_op == "avg" and not _averages(src.dtype):
             raise PlacementError(
-                f"cannot redistribute {src} to {describe(dst)}: the average of whole numbers is none; use floating "
-                "point, or Partial() and divide"
+                f"cannot redistribute {src} to {describe(dst)}: Partial('avg') is not defined for integers: use "
+                "floating point, or Partial() and divide"
             )
         if placement.reduce_op in BITWISE and _averages(src.dtype):
             raise PlacementError(

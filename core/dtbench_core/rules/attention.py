@@ -7,13 +7,11 @@ dropout, which would draw other numbers on a shard than on the whole, nothing is
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from dtbench_core.layout.placement import REPLICATE, Placement, Placements, Shard
 from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.op_types import Call
 from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, ops_named, rule
 from dtbench_core.rules.labels import SUM
 
@@ -66,7 +64,7 @@ def attention(call: OpCall) -> Strategy:
     return Strategy(rows, localize=_nothing_of_nothing if for_cpu else None, any_lengths=for_cpu)
 
 
-def _nothing_of_nothing(placed: Placed) -> Callable[..., Any] | None:
+def _nothing_of_nothing(placed: Placed) -> Call | None:
     """On an empty shard the CPU kernel would end the process: it divides by the batch and the heads. (Without
     dropout the op draws nothing, so no rank falls out of step.)"""
     output, logsumexp = placed.outputs
@@ -74,7 +72,7 @@ def _nothing_of_nothing(placed: Placed) -> Callable[..., Any] | None:
     if 0 not in output.local_shape:
         return None
 
-    def empty(query: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def empty(query: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
         return query.new_empty(output.local_shape), query.new_empty(
             logsumexp.local_shape, dtype=logsumexp.dtype
         )
@@ -86,7 +84,7 @@ def _nothing_of_nothing(placed: Placed) -> Callable[..., Any] | None:
 def attention_backward(call: OpCall) -> Strategy:
     """(grad, q, k, v, mask?, output, logsumexp, lengths, seeds...) -> (grad_q, grad_k, grad_v, grad_mask?).
 
-    The order differs from op to op, so arguments are told by name. The gradient of a mask that is not
+    The order differs from op to op, so arguments are found by name. The gradient of a mask that is not
     sharded along is a sum over the ranks.
     """
     named = call.named()

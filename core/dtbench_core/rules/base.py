@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 
 from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Placements, Shard
 from dtbench_core.layout.spec import DTensorSpec, TensorMeta
+from dtbench_core.op_types import Args, Call, Kwargs, Value
 
 aten = torch.ops.aten
 
@@ -35,7 +36,7 @@ class Row:
     nonempty: tuple[tuple[int, int], ...] = ()
 
 
-def bound(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bound(op: OpOverload, args: Args, kwargs: Mapping[str, Any]) -> Kwargs:
     """The arguments of a call by their names in the op's schema, those not given with their default."""
     given = {a.name: a.default_value for a in op._schema.arguments}
     return {**given, **dict(zip(given, args, strict=False)), **kwargs}
@@ -66,8 +67,8 @@ class Strategy:
 
     rows: Sequence[Row]
     local_shape_args: tuple[int, ...] = ()
-    local_op: Callable[..., Any] | None = None
-    localize: Callable[[Placed], Callable[..., Any] | None] | None = None
+    local_op: Call | None = None
+    localize: Callable[[Placed], Call | None] | None = None
     exact: Chosen | None = None
     any_lengths: bool = False
 
@@ -84,19 +85,19 @@ class OpCall:
     """An op about to be planned: its arguments with specs in the place of tensors."""
 
     op: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[Value, ...]
+    kwargs: Kwargs
     inputs: tuple[DTensorSpec, ...]  # the tensor arguments, flattened, in order
     outputs: tuple[TensorMeta | None, ...] = ()  # global metadata of the tensor results
-    _bound: dict[str, Any] = field(default_factory=dict)
+    _bound: Kwargs = field(default_factory=dict)
 
-    def named(self) -> dict[str, Any]:
+    def named(self) -> Kwargs:
         """All arguments by name, those not given with their default."""
         if not self._bound:
             self._bound = bound(self.op, self.args, self.kwargs)
         return self._bound
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Value:
         return self.named()[name]
 
     def dim(self, name: str = "dim", ndim: int | None = None) -> int:
@@ -144,27 +145,27 @@ def rule(*ops: OpOverload) -> Callable[[Rule], Rule]:
     return register
 
 
-_decompositions: dict[OpOverload, Callable[..., Any]] = {}
+_decompositions: dict[OpOverload, Call] = {}
 
 
-def decomposition(*ops: OpOverload, told: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def decomposition(*ops: OpOverload, with_op: bool = False) -> Callable[[Call], Call]:
     """Registers the decorated function, written with torch ops on DTensors, to run in the place of `ops`.
 
     For ops that need a global value half way, such as a mean weighted by what all ranks hold.
     Where it returns NotImplemented, the op's rule decides as if there were no decomposition.
 
-    told: the function gets the op before its arguments.
+    with_op: the function gets the op before its arguments.
     """
 
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+    def register(function: Call) -> Call:
         for op in ops:
-            _decompositions[op] = functools.partial(function, op) if told else function
+            _decompositions[op] = functools.partial(function, op) if with_op else function
         return function
 
     return register
 
 
-def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
+def decomposition_of(op: OpOverload) -> Call | None:
     """The decomposition registered for `op`, or None."""
     return _decompositions.get(op)
 

@@ -59,7 +59,7 @@ def fourier(call: OpCall) -> Strategy:
 
 @rule(*ops_named(REPORTING + MATRICES))
 def matrices(call: OpCall) -> Strategy:
-    """`_ex` ops report in `info` which matrices they could not treat, unless they are told to raise."""
+    """`_ex` ops report in `info` which matrices they could not treat, unless asked to raise."""
     if call.named().get("check_errors"):
         return Strategy([])
     return Strategy(batch_rows(call, max(spec.ndim for spec in call.inputs) - 2))

@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 from dtbench_core.layout.placement import REPLICATE, Placement, Shard
 from dtbench_core.layout.spec import DTensorSpec, TensorMeta
 from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.op_types import Value
 from dtbench_core.rules.base import (
     Chosen,
     OpCall,
@@ -42,7 +43,7 @@ Three = tuple[Any, Any, Any]
 # ---- on the shards ----
 
 
-def _channel_row(specs: Sequence[DTensorSpec], outputs: Sequence[Any]) -> Row:
+def _channel_row(specs: Sequence[DTensorSpec], outputs: Sequence[Value]) -> Row:
     """All by channel: inputs and gradients on dim 1, whatever has one value per channel on dim 0."""
     channels = next(spec for spec in specs if spec.ndim > 1).shape[CHANNEL]
 
@@ -160,13 +161,13 @@ def _by_channel(data: Any, *running: Any) -> bool:
     return True
 
 
-def _over_channels(statistic: Any, data: Any) -> Any:
+def _over_channels(statistic: Any, data: Any) -> Value:
     """[c] -> [1, c, 1, ...], to go with `data`."""
     return statistic.view([-1 if d == CHANNEL else 1 for d in range(data.ndim)])
 
 
 def _normalised(
-    data: Any, weight: Any, bias: Any, running: tuple[Any, Any], train: bool, momentum: float, eps: float
+    data: Any, weight: Value, bias: Value, running: tuple[Any, Any], train: bool, momentum: float, eps: float
 ) -> Three:
     """(output, mean, inverse deviation); in training the running statistics are moved on, in place."""
     mean, inverse = _statistics(data, running, train, momentum, eps)
@@ -206,7 +207,7 @@ def _statistics(
 
 
 def _gradients(
-    grad: Any, data: Any, weight: Any, mean: Any, inverse: Any, train: bool, mask: Sequence[bool]
+    grad: Value, data: Any, weight: Value, mean: Any, inverse: Any, train: bool, mask: Sequence[bool]
 ) -> Three:
     """The three gradients, or None where `mask` asks for none."""
     dims = [d for d in range(data.ndim) if d != CHANNEL]
@@ -229,8 +230,8 @@ def _gradients(
     return of_data, of_weight.to(dtype) if mask[1] else None, of_bias.to(dtype) if mask[2] else None
 
 
-@decomposition(*FORWARD, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default, told=True)
-def _forward(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+@decomposition(*FORWARD, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default, with_op=True)
+def _forward(op: OpOverload, *args: object, **kwargs: object) -> Value:
     given = bound(op, args, kwargs)
     get: Any = given.get
     data, running = get("input"), (get("running_mean"), get("running_var"))
@@ -243,9 +244,9 @@ def _forward(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     return (*results, data.new_empty((0,), dtype=torch.uint8)) if reserves else results
 
 
-@decomposition(*BACKWARD, aten.cudnn_batch_norm_backward.default, told=True)
-@decomposition(aten.miopen_batch_norm_backward.default, told=True)
-def _backward(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+@decomposition(*BACKWARD, aten.cudnn_batch_norm_backward.default, with_op=True)
+@decomposition(aten.miopen_batch_norm_backward.default, with_op=True)
+def _backward(op: OpOverload, *args: object, **kwargs: object) -> Value:
     given = bound(op, args, kwargs)
     get: Any = given.get
     grad = get("grad_output") if get("grad_output") is not None else get("grad_out")

@@ -5,11 +5,10 @@ Sharding the space would need the neighbours' borders, which no single collectiv
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Shard
+from dtbench_core.op_types import Call, Value
 from dtbench_core.rules.base import OpCall, Row, Strategy, aten, pending, pending_rows, rule
 from dtbench_core.rules.labels import SUM, in_groups, label_rows
 
@@ -76,11 +75,11 @@ def convolution_backward(call: OpCall) -> Strategy:
     return Strategy(rows, local_op=_own_groups(call, 1))
 
 
-def _own_groups(call: OpCall, first: int) -> Callable[..., Any]:
+def _own_groups(call: OpCall, first: int) -> Call:
     """The op with the number of groups, and of bias gradients, that the shards at hand have."""
     op, channels, groups = call.op, call.inputs[first].shape[1], call["groups"]
 
-    def local_op(*args: Any) -> Any:
+    def local_op(*args: Value) -> Value:
         given = list(args)
         if groups > 1:
             given[-1 - first] = groups * given[first].size(1) // channels

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from dtbench_core.layout.placement import Partial, Shard
 from dtbench_core.layout.wrapper import Wrapper, wrap
+from dtbench_core.op_types import Ctx, Value
 from dtbench_core.rules.base import OpCall, Placed, Strategy, rule
 from dtbench_core.rules.labels import SUM, label_rows, letters, materialised, whole
 from dtbench_core.torch_compat import is_fake_mode_active
@@ -46,15 +47,15 @@ class Options(NamedTuple):
 
 
 def cross_entropy(
-    input: Any,  # [N, C, ...] or [C]
+    input: Value,  # [N, C, ...] or [C]
     target: Any,  # [N, ...] or []
-    weight: Any = None,  # [C]
+    weight: Value = None,  # [C]
     size_average: bool | None = None,
     ignore_index: int = -100,
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> Any:
+) -> Value:
     """F.cross_entropy of a DTensor whose classes are sharded, its target class numbers; NotImplemented for
     anything else."""
     if not isinstance(input, Wrapper) or size_average is not None or reduce is not None:
@@ -66,7 +67,7 @@ def cross_entropy(
     return CrossEntropy.apply(input, target, weight, Options(ignore_index, reduction, label_smoothing))
 
 
-def linear_cross_entropy(*args: Any, options: Any = None, **others: Any) -> Any:
+def linear_cross_entropy(*args: Value, options: Any = None, **others: Any) -> Value:
     """F.linear_cross_entropy without its options, which say how one device goes through the batch in chunks: that op
     of torch's makes plain buffers in its backward. NotImplemented where none are given."""
     return NotImplemented if options is None else F.linear_cross_entropy(*args, **others)
@@ -83,7 +84,7 @@ def is_class_sharded(logits: Wrapper) -> bool:
     return not spec.has_partial() and any(isinstance(p, Shard) and p.dim == dim for p in spec.placements)
 
 
-def _fits(logits: Wrapper, target: Any, weight: Any) -> bool:
+def _fits(logits: Wrapper, target: Any, weight: Value) -> bool:
     """Whether these are what torch takes for class targets; else it is for torch to say what is wrong."""
     dim, spec = class_dim(logits), logits._spec
     shape = (*spec.shape[:dim], *spec.shape[dim + 1 :])
@@ -106,7 +107,7 @@ class CrossEntropy(torch.autograd.Function):
     """(logits, target, weight?, options) -> loss."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Any, target: Any, weight: Any, options: Options) -> Any:
+    def forward(ctx: Ctx, logits: Any, target: Any, weight: Value, options: Options) -> Value:
         dim, classes = class_dim(logits), logits._spec.shape[class_dim(logits)]
         smoothing = options.smoothing
         maximum = materialised(class_max(logits, dim))
@@ -131,7 +132,7 @@ class CrossEntropy(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Ctx, grad: Value) -> Value:
         logits, target, weight, maximum, sums = ctx.saved_tensors
         ignore_index, reduction, smoothing = ctx.options
         if torch.is_grad_enabled():  # to be differentiated again
@@ -144,7 +145,7 @@ class CrossEntropy(torch.autograd.Function):
         return made, None, None, None
 
 
-def _differentiable_gradient(grad: Any, logits: Any, target: Any, weight: Any, options: Options) -> Any:
+def _differentiable_gradient(grad: Value, logits: Any, target: Any, weight: Value, options: Options) -> Value:
     """The gradient through torch's own ops, which autograd can follow."""
     moved = logits.redistribute()
     loss = F.cross_entropy(
@@ -282,7 +283,7 @@ def _weights(
     return valid, torch.where(valid, weight.to(dtype).take(target.clamp(0, classes - 1)), 0.0)
 
 
-def _total(weight: Tensor | None, classes: int) -> Any:
+def _total(weight: Tensor | None, classes: int) -> Value:
     return classes if weight is None else weight.sum()
 
 

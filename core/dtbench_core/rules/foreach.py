@@ -19,6 +19,7 @@ from dtbench_core.layout.mesh import MeshInfo
 from dtbench_core.layout.placement import REPLICATE, Partial, Placements
 from dtbench_core.layout.spec import DTensorSpec, TensorMeta
 from dtbench_core.layout.wrapper import Wrapper, wrap
+from dtbench_core.op_types import Value
 from dtbench_core.redistribute.autograd import redistribute_tensor
 from dtbench_core.rules.base import OpCall, Row, Rule, Strategy, aten, by_tensor, decomposition, rule, rule_of
 from dtbench_core.rules.choose import choose
@@ -156,8 +157,8 @@ def _functional(op: OpOverload) -> OpOverload:
 # ---- lists of which some members are plain, or on another mesh ----
 
 
-@decomposition(*FOREACH, told=True)
-def _in_groups(op: OpOverload, *args: Any, **options: Any) -> Any:
+@decomposition(*FOREACH, with_op=True)
+def _in_groups(op: OpOverload, *args: Value, **options: Any) -> Value:
     """A call whose columns are on several meshes, or plain: group by group, as columns have nothing to do with each
     other. NotImplemented where they are one group."""
     lists = [a for a in args if isinstance(a, (list, tuple)) and a]
@@ -167,7 +168,7 @@ def _in_groups(op: OpOverload, *args: Any, **options: Any) -> Any:
     meshes = [_mesh_of(column) for column in zip(*lists, strict=True)]
     if len(set(meshes)) < 2:
         return NotImplemented
-    results: list[Any] = [None] * count
+    results: list[Value] = [None] * count
     for mesh in dict.fromkeys(meshes):
         at = [i for i, own in enumerate(meshes) if own is mesh]
         part = [[a[i] for i in at] if any(a is one for one in lists) else _shared(a, mesh, op) for a in args]
@@ -177,11 +178,11 @@ def _in_groups(op: OpOverload, *args: Any, **options: Any) -> Any:
     return results if op._schema.returns else None
 
 
-def _mesh_of(column: Sequence[Any]) -> MeshInfo | None:
+def _mesh_of(column: Sequence[Value]) -> MeshInfo | None:
     return next((one._spec.info for one in column if isinstance(one, Wrapper)), None)
 
 
-def _shared(value: Any, mesh: MeshInfo | None, op: OpOverload) -> Any:
+def _shared(value: Value, mesh: MeshInfo | None, op: OpOverload) -> Value:
     """What all columns share, for those on `mesh` or for plain ones: a replicated value, where it is a tensor."""
     if not isinstance(value, Wrapper) or value._spec.info is mesh:
         return value
@@ -217,12 +218,12 @@ def fused_step(call: OpCall) -> Strategy:
 
 
 def _step_on_copies(
-    op: OpOverload, parameters: Sequence[Any], grads: Sequence[Any], *rest: Any, **options: Any
-) -> Any:
+    op: OpOverload, parameters: Sequence[Value], grads: Sequence[Value], *rest: Any, **options: Any
+) -> Value:
     """A fused step whose gradients or state lie elsewhere than the parameters: on copies that lie there."""
     states = rest if op._schema.name == "aten::_fused_sgd_" else rest[:-1]
     steps = rest[len(states) :]
-    if all(_lie_alike(parameters, tensors) for tensors in (grads, *states)):
+    if all(_same_placements(parameters, tensors) for tensors in (grads, *states)):
         return NotImplemented
     scale, found_inf = options.get("grad_scale"), options.get("found_inf")
     if scale is not None:  # the op leaves the gradients unscaled, unless it skips the step
@@ -241,19 +242,19 @@ def _step_on_copies(
     return None
 
 
-@decomposition(*FUSED, told=True)
-def _step(op: OpOverload, *args: Any, **options: Any) -> Any:
+@decomposition(*FUSED, with_op=True)
+def _step(op: OpOverload, *args: Value, **options: Any) -> Value:
     result = _in_groups(op, *args, **options)
     return _step_on_copies(op, *args, **options) if result is NotImplemented else result
 
 
-def _lie_alike(parameters: Sequence[Any], tensors: Sequence[Any]) -> bool:
+def _same_placements(parameters: Sequence[Value], tensors: Sequence[Value]) -> bool:
     """Whether each tensor lies as its parameter; an optimizer leaves out the lists it has no use for."""
     pairs = zip(parameters, tensors, strict=False)
     return all(p._spec.placements == t._spec.placements for p, t in pairs)
 
 
-def _moved(parameters: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+def _moved(parameters: Sequence[Value], tensors: Sequence[Value]) -> list[Value]:
     """Each tensor as its parameter lies: itself where it does already."""
     return [
         t if p._spec.placements == t._spec.placements else redistribute_tensor(t, p._spec.placements)
@@ -265,7 +266,7 @@ def _moved(parameters: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
 
 
 @decomposition(aten._foreach_norm.Scalar)
-def foreach_norm(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | None = None) -> Any:
+def foreach_norm(tensors: Sequence[Value], ord: Any = 2, dtype: torch.dtype | None = None) -> Value:
     """Norms of the tensors, replicated: each rank's own to the power of `ord` are summed, in one collective for all
     tensors placed alike. Of a plain tensor beside them its own norm. If the tensors are on several meshes of the same
     ranks, the norms are plain tensors, so that they can be put together."""
@@ -278,25 +279,25 @@ def foreach_norm(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | None
         placed = isinstance(tensor, Wrapper)
         kind = (tensor.viewed, tensor._spec) if placed else (None, tensor.dtype, tensor.shape)
         by_spec.setdefault(kind, []).append(at)
-    alike: dict[Any, list[int]] = {}  # (class, mesh, placements, dtype), None of plain ones
+    groups: dict[Any, list[int]] = {}  # (class, mesh, placements, dtype), None of plain ones
     for (cls, *_), positions in by_spec.items():
         first = tensors[positions[0]]
         if not first.dtype.is_floating_point or (ord == math.inf and 0 in first.shape):
             return NotImplemented  # torch refuses the latter: nothing is the largest of none
         spec = first._spec if cls else None
-        alike.setdefault(spec and (cls, spec.info, spec.placements, spec.dtype), []).extend(positions)
-    meshes = {placed[1] for placed in alike if placed}
+        groups.setdefault(spec and (cls, spec.info, spec.placements, spec.dtype), []).extend(positions)
+    meshes = {placed[1] for placed in groups if placed}
     apart = len(meshes) > 1 and len({tuple(sorted(ranks_of_mesh(info.mesh))) for info in meshes}) == 1
-    norms: list[Any] = [None] * len(tensors)
-    for placed, positions in alike.items():
+    norms: list[Value] = [None] * len(tensors)
+    for placed, positions in groups.items():
         found = [tensors[at] for at in positions]
-        made = _norms_alike(found, ord, dtype) if placed else torch._foreach_norm(found, ord, dtype=dtype)
+        made = _norms_of_group(found, ord, dtype) if placed else torch._foreach_norm(found, ord, dtype=dtype)
         for at, norm in zip(positions, made, strict=True):
             norms[at] = norm._local_tensor if placed and apart else norm
     return norms
 
 
-def _norms_alike(tensors: Sequence[Any], ord: Any, dtype: torch.dtype | None) -> list[Any]:
+def _norms_of_group(tensors: Sequence[Value], ord: Any, dtype: torch.dtype | None) -> list[Value]:
     """The norms of tensors that are placed alike and of one dtype. Sums of powers grow large: they are in float64."""
     cls, spec = tensors[0].viewed, tensors[0]._spec
     info, dtype = spec.info, dtype or spec.dtype
@@ -321,12 +322,12 @@ def _norms_alike(tensors: Sequence[Any], ord: Any, dtype: torch.dtype | None) ->
 
 
 @decomposition(aten._amp_foreach_non_finite_check_and_unscale_.default)
-def check_and_unscale(tensors: Sequence[Any], found_inf: Any, inv_scale: Any) -> Any:
+def check_and_unscale(tensors: Sequence[Value], found_inf: Any, inv_scale: Any) -> Value:
     """Multiplies the gradients by `inv_scale`; `found_inf` becomes 1 on every rank if any element of any is not
     finite: of plain ones, if this rank has such. A pending sum is looked at as a whole: its terms may be finite
     where it is not."""
     found, factor = (t._local_tensor if isinstance(t, Wrapper) else t for t in (found_inf, inv_scale))
-    by_mesh: dict[MeshInfo | None, list[Any]] = {}
+    by_mesh: dict[MeshInfo | None, list[Value]] = {}
     for tensor in tensors:
         by_mesh.setdefault(tensor._spec.info if isinstance(tensor, Wrapper) else None, []).append(tensor)
     for info, members in by_mesh.items():

@@ -11,12 +11,13 @@ from dtbench_core.errors import NoRuleError
 from dtbench_core.layout.placement import Shard
 from dtbench_core.layout.spec import contiguous_stride
 from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.op_types import Value
 from dtbench_core.rules.base import OpCall, Strategy, aten, decomposition, rule
 from dtbench_core.torch_compat import active_tracer, traced_value
 
 
 @decomposition(aten._has_same_storage_numel.default)
-def placed_alike(tensor: Any, tangent: Any) -> bool:
+def placed_alike(tensor: Value, tangent: Any) -> bool:
     """(tensor, tangent): where not, torch copies the tangent into what the op below gives.
 
     Raises:
@@ -42,7 +43,7 @@ def tangent_like(call: OpCall) -> Strategy:
         dataclasses.replace(p, dim=p.dim + lead) if isinstance(p, Shard) else p for p in tensor.placements
     )
 
-    def local_op(_: torch.Tensor, local: torch.Tensor, **__: Any) -> torch.Tensor:
+    def local_op(_: torch.Tensor, local: torch.Tensor, **__: object) -> torch.Tensor:
         if not lead:
             return torch.zeros_like(local)
         stride = *(step * local.numel() for step in contiguous_stride(batch)), *local.stride()

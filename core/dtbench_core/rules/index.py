@@ -8,13 +8,13 @@ that it holds to its term of a pending sum.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from dtbench_core.errors import NoRuleError
 from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Shard
 from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.op_types import Value
 from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, decomposition, pending_rows, rule
 from dtbench_core.rules.labels import SUM, placed_along
 from dtbench_core.torch_compat import is_fake_mode_active
@@ -26,7 +26,7 @@ INTEGER = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @decomposition(aten._sparse_coo_tensor_with_dims_and_tensors.default)
-def sparse(*_: Any, **__: Any) -> Any:
+def sparse(*_: object, **__: object) -> Value:
     raise NoRuleError(
         "got a sparse tensor to be made of DTensors, as the gradient of an embedding with sparse=True is; DTensors are "
         "dense: set sparse=False, of which the gradient is as large as the rank's part of the table"
@@ -52,7 +52,7 @@ def _lookup(placed: Placed) -> Callable[..., torch.Tensor] | None:
     if not any(p.is_shard(0) for p in weight.placements):
         return None
 
-    def run(local: torch.Tensor, indices: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def run(local: torch.Tensor, indices: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         valid = ((indices >= 0) & (indices < count)).all()
         if indices.device.type == "cpu" and not is_fake_mode_active() and not valid:
             raise IndexError(
@@ -214,21 +214,21 @@ def gather(call: OpCall) -> Strategy:
     # One of the two for each dim: over two mesh dims, a mixture would cut self and index at different places.
     rows = []
     for d in range(source.ndim):
-        alike = d != picked and source.shape[d] == index.shape[d]
-        rows.append(Row((Shard(d) if alike else REPLICATE, Shard(d)), (Shard(d),)))
+        aligned = d != picked and source.shape[d] == index.shape[d]
+        rows.append(Row((Shard(d) if aligned else REPLICATE, Shard(d)), (Shard(d),)))
 
     def localize(placed: Placed) -> Callable[..., torch.Tensor] | None:
-        held, asked = placed.inputs
+        held, index = placed.inputs
         windows = [
-            (d, asked.local_offset[d] - held.local_offset[d], asked.local_shape[d])
+            (d, index.local_offset[d] - held.local_offset[d], index.local_shape[d])
             for d in range(index.ndim)
             if d != picked
-            and (asked.local_offset[d], asked.local_shape[d]) != (held.local_offset[d], held.local_shape[d])
+            and (index.local_offset[d], index.local_shape[d]) != (held.local_offset[d], held.local_shape[d])
         ]
         if not windows:
             return None
 
-        def run(local: torch.Tensor, dim: int, local_index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        def run(local: torch.Tensor, dim: int, local_index: torch.Tensor, **kwargs: object) -> torch.Tensor:
             for d, first, length in windows:
                 local = local.narrow(d, first, length)
             return aten.gather(local, dim, local_index, **kwargs)  # type: ignore[no-any-return]
@@ -282,7 +282,7 @@ def take(call: OpCall) -> Strategy:
 
 @rule(aten.put.default, aten.put_.default)
 def put(call: OpCall) -> Strategy:
-    """(self, index, source): sums can be left pending; which of two written values stays cannot be told."""
+    """(self, index, source): sums can be left pending; which of two written values stays is not defined."""
     if not call["accumulate"]:
         return Strategy([])
     _, index, source = call.inputs

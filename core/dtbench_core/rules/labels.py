@@ -1,4 +1,4 @@
-"""Rows told by labels of dims, one letter each: a convolution is `ni..,oi..,o -> no..`.
+"""Rows from labels of dims, one letter each: a convolution is `ni..,oi..,o -> no..`.
 
 Sharding a label shards every tensor that has it, at its place. Dots are dims that stay whole.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Placements, Shard
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.op_types import Value
 from dtbench_core.rules.base import OpCall, Row, along
 
 SUM = Partial("sum")
@@ -110,7 +110,7 @@ def all_replicated(*tensors: object) -> bool:
     return all(t._spec.is_replicated() for t in tensors if isinstance(t, Wrapper))
 
 
-def materialised(tensor: Any) -> Any:
+def materialised(tensor: Value) -> Value:
     """`tensor` with its pending reductions done: worth it where several uses would each do them."""
     if not isinstance(tensor, Wrapper) or not tensor._spec.has_partial():
         return tensor
@@ -118,12 +118,12 @@ def materialised(tensor: Any) -> Any:
     return tensor.redistribute(placements=placements)  # type: ignore[attr-defined]
 
 
-def whole(tensor: Any) -> Any:
+def whole(tensor: Value) -> Value:
     """`tensor` on every rank; what is not distributed as it is."""
     return tensor.redistribute() if isinstance(tensor, Wrapper) else tensor  # type: ignore[attr-defined]
 
 
-def accurate(tensor: Any) -> Any:
+def accurate(tensor: Value) -> Value:
     """`tensor` in the dtype in which torch's kernels add such numbers: the CPU's in float64, others in float32."""
     if tensor.device.type == "cpu":
         return tensor.double() if tensor.dtype.is_floating_point else tensor.to(torch.complex128)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.op_types import Ctx, Value
 from dtbench_core.rules.base import OpCall, Placed, Strategy, aten, pending_rows, rule
 from dtbench_core.rules.labels import SUM, label_rows, letters
 from dtbench_core.torch_compat import is_grad_enabled, kernel_of
@@ -21,7 +22,7 @@ from dtbench_core.torch_compat import is_grad_enabled, kernel_of
 # ---- entry and autograd ----
 
 
-def linear(input: Any, weight: Any, bias: Any = None, **others: Any) -> Any:
+def linear(input: Value, weight: Value, bias: Value = None, **others: object) -> Value:
     """F.linear for DTensors without active modes; NotImplemented where it is not for it, as with `out=`."""
     if others:
         return NotImplemented
@@ -40,12 +41,12 @@ class Linear(torch.autograd.Function):
     """input [..., k], weight [o, k], bias [o] or None -> [..., o]."""
 
     @staticmethod
-    def forward(ctx: Any, input: Wrapper, weight: Wrapper, bias: Wrapper | None) -> Any:
+    def forward(ctx: Ctx, input: Wrapper, weight: Wrapper, bias: Wrapper | None) -> Value:
         ctx.save_for_backward(input, weight)
         return _forward(input, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Wrapper) -> tuple[Any, Any, Any]:
+    def backward(ctx: Ctx, grad: Wrapper) -> tuple[Any, Any, Any]:
         given, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if is_grad_enabled():  # to be differentiated again: by ops that autograd follows
@@ -55,7 +56,7 @@ class Linear(torch.autograd.Function):
         return tuple(next(made) if need else None for need in needs)  # type: ignore[return-value]
 
 
-def _forward(input: Wrapper, weight: Wrapper, bias: Wrapper | None) -> Any:
+def _forward(input: Wrapper, weight: Wrapper, bias: Wrapper | None) -> Value:
     """The layer's plan, below autograd."""
     args = (input, weight) if bias is None else (input, weight, bias)
     return type(input).__torch_dispatch__(linear_forward, (), args)  # type: ignore[call-arg]

@@ -6,7 +6,6 @@ Left to replication: multi_margin_loss, multilabel_margin_loss and ctc_loss, whi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch._ops import OpOverload
 from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.placement import REPLICATE, Placement, Shard
 from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.op_types import Call, Value
 from dtbench_core.rules.base import OpCall, Row, Strategy, aten, decomposition, pending_rows, rule
 from dtbench_core.rules.labels import SUM, all_replicated, broadcast, whole
 from dtbench_core.torch_compat import DisableTorchFunction, is_fake_mode_active
@@ -39,12 +39,12 @@ def elementwise_loss(call: OpCall) -> Strategy:
     return Strategy(rows, local_op=local_op, any_lengths=True)
 
 
-def _mean_of(call: OpCall, shape: torch.Size) -> Callable[..., Any]:
+def _mean_of(call: OpCall, shape: torch.Size) -> Call:
     """The local mean times the share of all elements that it is the mean of: the means' weighted sum."""
     op, count = call.op, shape.numel()
     dtype = call.outputs[0].dtype if call.outputs[0] is not None else None
 
-    def local_op(*args: Any, **kwargs: Any) -> Any:
+    def local_op(*args: object, **kwargs: object) -> Value:
         held = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
         here = torch.broadcast_shapes(*(t.shape for t in held)).numel()
         if here == count:
@@ -76,11 +76,11 @@ def elementwise_loss_backward(call: OpCall) -> Strategy:
     return Strategy(rows, local_op=local_op, any_lengths=True)
 
 
-def _mean_backward(call: OpCall) -> Callable[..., Any]:
+def _mean_backward(call: OpCall) -> Call:
     """The op divides by the elements it sees: made up for in the gradient that comes in."""
     op, count = call.op, math.prod(call.inputs[1].shape)
 
-    def local_op(grad: torch.Tensor, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def local_op(grad: torch.Tensor, data: torch.Tensor, *args: object, **kwargs: object) -> Value:
         here = data.numel()
         return op(grad if here == count else grad * (here / count), data, *args, **kwargs)
 
@@ -126,15 +126,15 @@ def nll_loss_backward(call: OpCall) -> Strategy:
     return Strategy([*rows, *pending_rows(call, (0,))])
 
 
-@decomposition(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, told=True)
+@decomposition(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, with_op=True)
 def nll_mean(
     op: OpOverload,
     data: Any,
     target: Any,
-    weight: Any = None,
+    weight: Value = None,
     reduction: int = MEAN,
     ignore_index: int = -100,
-) -> Any:
+) -> Value:
     """The mean by weight of all ranks' targets, not of the ranks' means."""
     if reduction != MEAN or all_replicated(data, target, weight):
         return NotImplemented
@@ -143,7 +143,7 @@ def nll_mean(
     return loss / total, total
 
 
-def one_hot(input: Any, num_classes: int = -1) -> Any:
+def one_hot(input: Value, num_classes: int = -1) -> Value:
     """As of plain tensors: contiguous, and on CPUs no class beyond. A subclass torch answers by a comparison, which
     keeps its order in memory and takes any value."""
     classes = math.inf if num_classes == -1 else num_classes

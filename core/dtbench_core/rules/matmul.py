@@ -1,4 +1,4 @@
-"""Products with contracted dims, told by einsum labels: `mk,kn->mn`.
+"""Products with contracted dims, described by einsum labels: `mk,kn->mn`.
 
 A label shards every tensor that has it. A contracted label (not in the output) leaves a pending sum.
 """

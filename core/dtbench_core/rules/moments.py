@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from dtbench_core.op_types import Value
 from dtbench_core.rules.base import aten, decomposition, listed_dims
 from dtbench_core.rules.labels import accurate, is_split, materialised
 
 
-def _gathers(tensor: Any, dims: Sequence[int]) -> bool:
+def _gathers(tensor: Value, dims: Sequence[int]) -> bool:
     """Whether the op itself would have to gather `tensor`, which sums and extrema can do without."""
     inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     return inexact and tensor.numel() > 0 and is_split(tensor, dims)
@@ -27,7 +28,7 @@ def _gathers(tensor: Any, dims: Sequence[int]) -> bool:
 
 
 def _variance(
-    tensor: Any, dims: Sequence[int], correction: float | None, keepdim: bool
+    tensor: Value, dims: Sequence[int], correction: float | None, keepdim: bool
 ) -> tuple[Any, Any] | None:
     """(variance, mean) in two passes; None where the op itself should run."""
     if not _gathers(tensor, dims) or tensor.dtype.is_complex or not tensor.dtype.is_floating_point:
@@ -41,11 +42,11 @@ def _variance(
     return materialised(total) / freedom, mean
 
 
-@decomposition(aten.var.correction, aten.var_mean.correction, told=True)
-@decomposition(aten.std.correction, aten.std_mean.correction, told=True)
+@decomposition(aten.var.correction, aten.var_mean.correction, with_op=True)
+@decomposition(aten.std.correction, aten.std_mean.correction, with_op=True)
 def moments(
-    op: OpOverload, tensor: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
-) -> Any:
+    op: OpOverload, tensor: Value, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> Value:
     """The variance, or its root, and perhaps the mean beside it."""
     found = _variance(tensor, listed_dims(dim, tensor.ndim), correction, keepdim)
     if found is None:
@@ -60,13 +61,13 @@ def moments(
 
 @decomposition(aten.linalg_vector_norm.default)
 def vector_norm(
-    tensor: Any,
+    tensor: Value,
     ord: float = 2,
     dim: int | Sequence[int] | None = None,
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
-) -> Any:
+) -> Value:
     """(sum of |x|^ord)^(1/ord); the extrema of |x| for infinite orders, the count of nonzeros for 0."""
     dims = listed_dims(dim, tensor.ndim)
     if not _gathers(tensor, dims):
@@ -89,18 +90,18 @@ def vector_norm(
 @decomposition(aten.norm.Scalar, aten.norm.ScalarOpt_dtype)
 @decomposition(aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype)
 def norm(
-    tensor: Any,
+    tensor: Value,
     p: float | None = 2,
     dim: Any = None,
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
-) -> Any:
+) -> Value:
     return vector_norm(tensor, 2 if p is None else p, dim, keepdim, dtype=dtype)
 
 
 @decomposition(aten.dist.default)
-def dist(tensor: Any, other: Any, p: float = 2) -> Any:
+def dist(tensor: Value, other: object, p: float = 2) -> Value:
     """The norm of the difference, wherever its elements lie."""
     return aten.linalg_vector_norm.default(tensor - other, p)
 
@@ -109,7 +110,7 @@ def dist(tensor: Any, other: Any, p: float = 2) -> Any:
 
 
 @decomposition(aten.logsumexp.default)
-def logsumexp(tensor: Any, dim: Any, keepdim: bool = False) -> Any:
+def logsumexp(tensor: Value, dim: Any, keepdim: bool = False) -> Value:
     """The maximum is taken out, so that no term overflows; an infinite one would leave inf - inf."""
     dims = listed_dims(dim, tensor.ndim)
     if not _gathers(tensor, dims) or not tensor.dtype.is_floating_point:

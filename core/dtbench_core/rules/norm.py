@@ -5,12 +5,10 @@ Batch norm, whose statistics run over the batch itself, is in batch_norm.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from dtbench_core.layout.placement import REPLICATE, Shard
+from dtbench_core.op_types import Call, Value
 from dtbench_core.rules.base import (
     OpCall,
     Placed,
@@ -68,9 +66,11 @@ def native_layer_norm_backward(call: OpCall) -> Strategy:
     are sums over the batch, so a sharded batch leaves them pending. Linear in `grad`."""
     outs = len(call.outputs)
     batch = call.inputs[0].ndim - len(call["normalized_shape"])
-    alike = outs + 1  # grad, input and the statistics
-    parameters = (REPLICATE,) * (len(call.inputs) - alike)
-    rows = [Row((Shard(d),) * alike + parameters, (Shard(d), *(SUM,) * (outs - 1))) for d in range(batch)]
+    activations = outs + 1  # grad, input and the statistics
+    parameters = (REPLICATE,) * (len(call.inputs) - activations)
+    rows = [
+        Row((Shard(d),) * activations + parameters, (Shard(d), *(SUM,) * (outs - 1))) for d in range(batch)
+    ]
     return Strategy([*rows, *pending_rows(call, (0,))])
 
 
@@ -81,7 +81,7 @@ def add_number_in_place(call: OpCall) -> Strategy:
     return Strategy(rows, localize=_by_first_rank if pending(call, "sum") else None)
 
 
-def _by_first_rank(placed: Placed) -> Callable[..., Any] | None:
+def _by_first_rank(placed: Placed) -> Call | None:
     spec = placed.inputs[0]
     summed = [d for d, p in enumerate(spec.placements) if p.is_partial("sum")]
     if all(spec.info.my_coordinate()[d] == 0 for d in summed):
@@ -127,13 +127,13 @@ def _sharded(call: OpCall) -> str:
     return "nc" if in_groups(call, call["group"]) else "n"
 
 
-def _own_sizes(call: OpCall) -> Callable[..., Any]:
+def _own_sizes(call: OpCall) -> Call:
     """The op with the shard's N, C and groups."""
     names = list(call.named())
     n, c, group = names.index("N"), names.index("C"), names.index("group")
     channels, groups, op = call["C"], call["group"], call.op
 
-    def local_op(*args: Any) -> Any:
+    def local_op(*args: Value) -> Value:
         given = list(args)
         given[n], given[c] = args[0].shape[:2]
         given[group] = groups * given[c] // channels if channels else groups
@@ -154,8 +154,8 @@ def weight_norm(call: OpCall) -> Strategy:
     (grad, direction, length, norms) -> (grad of direction, of length) backward, linear in `grad`."""
     dim = call.dim()
     shapes = [spec.shape for spec in call.inputs] + [m.shape for m in call.outputs if m is not None]
-    alike = all(len(s) == len(shapes[0]) and s[dim] == shapes[0][dim] for s in shapes)
-    rows = along([dim] if alike else (), len(call.inputs), len(call.outputs))
+    same = all(len(s) == len(shapes[0]) and s[dim] == shapes[0][dim] for s in shapes)
+    rows = along([dim] if same else (), len(call.inputs), len(call.outputs))
     return Strategy([*rows, *(pending_rows(call, (0,)) if len(call.inputs) == 4 else ())])
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -17,6 +16,7 @@ from dtbench_core.errors import PlacementError
 from dtbench_core.layout.placement import NEUTRAL, REDUCE_OPS, REPLICATE, Partial, Shard
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, memory_order
 from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.op_types import Value
 from dtbench_core.redistribute.copied_view import copied_view
 from dtbench_core.rules import base
 from dtbench_core.rules.base import (
@@ -195,7 +195,7 @@ def fill(call: OpCall) -> Strategy:
         if neutral is None and not averages:
             return None
 
-        def run(local: torch.Tensor, *args: Any) -> torch.Tensor:
+        def run(local: torch.Tensor, *args: Value) -> torch.Tensor:
             value = args[masks]
             if averages:
                 _refuse_overflow(spec, value)
@@ -208,7 +208,7 @@ def fill(call: OpCall) -> Strategy:
     return Strategy([*pointwise(call).rows, *rows], localize=localize, any_lengths=True)
 
 
-def _refuse_overflow(spec: DTensorSpec, value: Any) -> None:
+def _refuse_overflow(spec: DTensorSpec, value: Value) -> None:
     if not spec.dtype.is_floating_point or not math.isfinite(value):
         return
     if abs(value) * math.prod(spec.info.sizes) > torch.finfo(spec.dtype).max:
@@ -311,7 +311,7 @@ def new_strided(call: OpCall) -> Strategy:
     """The local strides keep the order of the global ones."""
     order = memory_order(call["size"], call["stride"])[::-1]
 
-    def local_op(local: torch.Tensor, size: list[int], _: object, **kwargs: Any) -> torch.Tensor:
+    def local_op(local: torch.Tensor, size: list[int], _: object, **kwargs: object) -> torch.Tensor:
         return aten.new_empty_strided(local, size, contiguous_stride(size, order), **kwargs)  # type: ignore[no-any-return]
 
     return Strategy(_new_rows(call), local_shape_args=(1,), local_op=local_op, any_lengths=True)

@@ -7,9 +7,9 @@ refuses indices by value, and fractional_max_pool.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from dtbench_core.layout.placement import Partial, Shard
+from dtbench_core.op_types import Value
 from dtbench_core.rules.base import (
     OpCall,
     Row,
@@ -64,7 +64,7 @@ def resize_backward(call: OpCall) -> Strategy:
     place = list(call.named()).index("input_size")
     count = _planes(call)
 
-    def local_op(grad: Any, *args: Any, **kwargs: Any) -> Any:
+    def local_op(grad: Value, *args: Value, **kwargs: Value) -> Value:
         given = list(args)
         given[place - 1] = [*grad.shape[:count], *given[place - 1][count:]]
         return op(grad, *given, **kwargs)

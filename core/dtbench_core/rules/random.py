@@ -8,13 +8,13 @@ an op without a rule gets.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from dtbench_core.layout import rng as random
 from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Partial, Shard
 from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.op_types import Value
 from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, along, aten, linear_rows, ops_named, rule
 from dtbench_core.rules.pointwise import like, neutral_term
 
@@ -22,7 +22,7 @@ from dtbench_core.rules.pointwise import like, neutral_term
 def _drawn(call: OpCall, spec: DTensorSpec) -> Callable[..., torch.Tensor]:
     """The op on a shard of `spec`: its part of what the op draws for the whole."""
 
-    def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(local: torch.Tensor, *args: Value, **kwargs: Value) -> torch.Tensor:
         return random.draw_like(
             spec, local.device, lambda whole: call.op(whole, *args, **kwargs), kwargs.get("generator")
         )
@@ -49,7 +49,7 @@ def fill(call: OpCall) -> Strategy:
         (spec,) = placed.inputs
         draw, neutral = _drawn(call, spec), neutral_term(spec)
 
-        def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def run(local: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
             drawn = draw(local, *args, **kwargs)  # to stay in step, also where a neutral term is kept
             return local.copy_(drawn) if neutral is None else local.fill_(neutral)
 
@@ -74,7 +74,7 @@ def native_dropout(call: OpCall) -> Strategy:
         (spec,) = placed.inputs
         scale = 0.0 if p == 1 else 1 / (1 - p)
 
-        def run(local: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        def run(local: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
             if not train:
                 return local.clone(), torch.ones_like(local, dtype=torch.bool)
             mask = random.draw_like(spec, local.device, lambda whole: call.op(whole.zero_(), p, True)[1])

@@ -7,13 +7,14 @@ sharded dim need every rank to hold something. Variances and norms over a sharde
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from dtbench_core.layout.placement import Partial, Placement, Shard, splits_evenly
+from dtbench_core.op_types import Call, Value
 from dtbench_core.rules.base import OpCall, Row, Strategy, aten, linear_rows, pending, rule
 from dtbench_core.rules.labels import SUM, but, moved_rows
 
@@ -91,11 +92,11 @@ def mean(call: OpCall) -> Strategy:
     return Strategy([*rows, *shares], local_op=_share_of_mean(call, reduced), any_lengths=True)
 
 
-def _share_of_mean(call: OpCall, reduced: tuple[int, ...]) -> Callable[..., Any]:
+def _share_of_mean(call: OpCall, reduced: tuple[int, ...]) -> Call:
     """The local mean, weighted by the share of the elements that are here."""
     op, count = call.op, math.prod(call.inputs[0].shape[d] for d in reduced)
 
-    def local_op(local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def local_op(local: torch.Tensor, *args: object, **kwargs: object) -> Value:
         here = math.prod(local.size(d) for d in reduced)
         if here == count:
             return op(local, *args, **kwargs)
@@ -111,7 +112,7 @@ def _share_of_mean(call: OpCall, reduced: tuple[int, ...]) -> Callable[..., Any]
 def trace(call: OpCall) -> Strategy:
     """Of a sharded matrix each rank holds a part of the diagonal, perhaps off its own."""
 
-    def localize(placed: Any) -> Callable[..., Any]:
+    def localize(placed: Any) -> Call:
         row, column = placed.inputs[0].local_offset
         return lambda local: local.diagonal(row - column).sum()
 

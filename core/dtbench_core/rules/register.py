@@ -11,7 +11,7 @@ from dtbench_core.layout.placement import REPLICATE, Placement
 from dtbench_core.layout.spec import normalize_one
 from dtbench_core.rules import base
 from dtbench_core.rules.base import OpCall, Row, Strategy
-from dtbench_core.runtime import process
+from dtbench_core.runtime import rules_changed
 
 PlacementList = Sequence[Placement | None]
 ShardingFunction = Callable[..., Sequence[tuple[PlacementList, PlacementList]]]
@@ -46,7 +46,7 @@ def register_sharding(
     def register(function: ShardingFunction) -> ShardingFunction:
         for one in ops:
             base.override(one, lambda call: _strategy(call, function))
-            process.forget_op(one)
+        rules_changed()
         return function
 
     return register

@@ -13,6 +13,7 @@ import torch
 
 from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Shard
 from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.op_types import Value
 from dtbench_core.redistribute.autograd import redistribute_tensor
 from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, along, aten, linear_rows, ops_named, rule
 from dtbench_core.rules.labels import but, moved_rows
@@ -161,8 +162,8 @@ def squeeze(call: OpCall) -> Strategy:
     # A dim of size 1 stays whole: its shard would be one rank's, and empty for the others.
     shape = call.inputs[0].shape
     everything = call.op in (aten.squeeze.default, aten.squeeze_copy.default)
-    asked = range(len(shape)) if everything else () if call["dim"] == [] else call.dims()
-    gone = tuple(d for d in asked if shape[d] == 1)
+    dims = range(len(shape)) if everything else () if call["dim"] == [] else call.dims()
+    gone = tuple(d for d in dims if shape[d] == 1)
     # The dims are named to the local op: a shard may be of length 1 where the tensor is not.
     copies = call.op.overloadpacket is aten.squeeze_copy
     local_op = aten.squeeze_copy.dims if copies else aten.squeeze.dims
@@ -181,7 +182,7 @@ def expand(call: OpCall) -> Strategy:
     return Strategy([*rows, *linear_rows(call, 1, ops=REDUCE_OPS)], local_shape_args=(1,))
 
 
-def tensor_split(tensor: Any, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
+def tensor_split(tensor: Value, indices_or_sections: Any = None, dim: int = 0, **named: object) -> Value:
     """Runs in the place of `torch.tensor_split`, which reads the memory of an index tensor by itself."""
     where = named.get("tensor_indices_or_sections", indices_or_sections)
     if not isinstance(where, torch.Tensor):

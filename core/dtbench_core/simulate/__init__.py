@@ -4,6 +4,9 @@
 shows every rank's tensor side by side.
 """
 
+# mypy: implicit-reexport
+# ruff: noqa: F401
+
 from dtbench_core.simulate.local_groups import declare_group
 from dtbench_core.simulate.local_int import LocalIntNode, local_int
 from dtbench_core.simulate.local_mode import (
@@ -17,18 +20,4 @@ from dtbench_core.simulate.local_mode import (
 from dtbench_core.simulate.local_tensor import LocalTensor
 from dtbench_core.simulate.threads import Outcome, ThreadWorld, run_ranks
 
-__all__ = [
-    "LocalIntNode",
-    "LocalTensor",
-    "LocalTensorMode",
-    "Outcome",
-    "ThreadWorld",
-    "declare_group",
-    "local_int",
-    "local_tensor_mode",
-    "maybe_run_for_local_tensor",
-    "per_rank",
-    "rank_map",
-    "run_ranks",
-    "tensor_map",
-]
+__all__ = sorted(name for name, value in vars().items() if callable(value))

@@ -15,11 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from dtbench_core.dispatch.out_and_resize import restate
 from dtbench_core.errors import SimulationError, describe_ranks
-from dtbench_core.layout.mesh import MeshInfo, mesh_info
+from dtbench_core.layout.mesh import MeshInfo, mesh_info, mesh_tables
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.redistribute.copied_view import copied_view
-from dtbench_core.runtime import current
 from dtbench_core.simulate.local_groups import coordinate_of
 from dtbench_core.simulate.local_int import values_of
 from dtbench_core.simulate.local_tensor import LocalTensor, Parts, PlainCopies, joined
@@ -31,10 +30,10 @@ class CoreParts(Parts):
     def __init__(self, ranks: Sequence[int], copies: PlainCopies | None = None) -> None:
         super().__init__(copies)
         self._ranks = ranks
-        self._infos = current().meshes  # of all ranks, while no rank runs
+        self._infos = mesh_tables.get().by_object  # of all ranks, while no rank runs
         self._latest: dict[int, tuple[Wrapper, dict[int, Wrapper]]] = {}
 
-    def other(self, value: Any, rank: int) -> Any:
+    def other(self, value: object, rank: int) -> Any:
         if isinstance(value, Wrapper):
             part = self._part_of(value, rank)
             self._latest.setdefault(id(value), (value, {}))[1][rank] = part
@@ -72,7 +71,7 @@ class CoreParts(Parts):
         """The simulated ranks in the mesh of `info`."""
         return tuple(r for r in self._ranks if coordinate_of(info.mesh, r) is not None)
 
-    def ranks_of(self, *values: Any) -> tuple[int, ...] | None:
+    def ranks_of(self, *values: object) -> tuple[int, ...] | None:
         """The ranks that take part, if a value says so: the members of its mesh."""
         for leaf in tree_leaves(values):
             if isinstance(leaf, Wrapper):
@@ -131,7 +130,7 @@ def _of_all(specs: Mapping[int, DTensorSpec], what: str) -> DTensorSpec:
     return DTensorSpec.of(mesh_info(of), placements, shape, stride, dtype)
 
 
-def depends_on_rank(*values: Any) -> bool:
+def depends_on_rank(*values: object) -> bool:
     """Whether the core means something else by these on each rank."""
     return any(
         isinstance(leaf, (LocalTensor, Wrapper, DTensorSpec, MeshInfo)) or values_of(leaf) is not None

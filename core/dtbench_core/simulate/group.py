@@ -310,7 +310,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         signature = ("broadcast", f"from group rank {opts.rootRank}", _meta(tensors))
         return self._call(signature, _finish_broadcast, (tensors, opts.rootRank), tensors)
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: object = None) -> dist.Work:
         # The parts may differ in size by rank, as long as every rank expects the same of each.
         signature = ("all_gather", "", _meta([part for parts in outputs for part in parts]))
         for parts, sent in zip(outputs, inputs, strict=True):
@@ -322,7 +322,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._call(signature, _finish_all_gather, (outputs, inputs), outputs)
 
     def allgather_coalesced(
-        self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None
+        self, output_lists: list[Tensors], inputs: Tensors, opts: object = None
     ) -> dist.Work:
         # Here the outer list runs over the ranks, the inner over the inputs.
         outputs = [list(of_input) for of_input in zip(*output_lists, strict=True)]
@@ -347,21 +347,21 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         parts = inputs[0] if inputs else ()
         return self._call(signature, _finish_scatter, (outputs[0], parts, opts.rootRank), outputs)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: object) -> dist.Work:
         metas = _meta([part for parts in inputs for part in parts])
         signature = ("reduce_scatter", _reduction(opts), metas)
         return self._call(signature, _finish_reduce_scatter, (outputs, inputs), outputs)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: object) -> dist.Work:
         for output, sent in zip(outputs, inputs, strict=True):
             _check_size("reduce_scatter_single", sent, output, self._n)
         signature = ("reduce_scatter_single", _reduction(opts), _meta(inputs))
         return self._call(signature, _finish_reduce_scatter_single, (outputs, inputs), outputs)
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> dist.Work:
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: object) -> dist.Work:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: object = None) -> dist.Work:
         signature = ("all_to_all", str(inputs[0].dtype) if inputs else "", ())
         return self._call(signature, _finish_all_to_all, (outputs, inputs), outputs)
 
@@ -371,14 +371,14 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         input: torch.Tensor,
         output_splits: list[int],
         input_splits: list[int],
-        opts: Any = None,
+        opts: object = None,
     ) -> dist.Work:
         # The rows may differ by rank; what a row is may not.
         signature = ("all_to_all_single", "rows of", ((input.shape[1:], input.dtype),))
         call = (output, input, list(output_splits or ()), list(input_splits or ()))
         return self._call(signature, _finish_all_to_all_single, call, [output])
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    def barrier(self, opts: object = None) -> dist.Work:
         return self._call(("barrier", "", ()), lambda *_: None, ())
 
     # The names of torch 2.11.

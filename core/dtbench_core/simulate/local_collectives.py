@@ -8,7 +8,7 @@ which method of a process group the op stands for. The maths is that of group.py
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.distributed_c10d import GroupName
 
 from dtbench_core.errors import SimulationError
+from dtbench_core.op_types import Args, Kwargs
 from dtbench_core.rules.base import bound
 from dtbench_core.simulate.group import SimulatedGroup
 
@@ -30,8 +31,8 @@ Handler = Callable[[SimpleNamespace, SimulatedGroup], Any]
 
 def issue(
     op: OpOverload,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     group_for: Callable[[ProcessGroup], SimulatedGroup],
 ) -> Any:
     """Runs the collective `op` as one rank: `group_for` gives the rank's end of a group.

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import torch
 
 from dtbench_core.errors import RankDependentError, describe_ranks
+from dtbench_core.op_types import Call
 
 Number = int | float | bool
 Result = TypeVar("Result")
@@ -77,7 +78,7 @@ class _LocalNode:
 
     # ---- arithmetic ----
 
-    def _each(self, fn: Callable[..., Any], *others: Any) -> _LocalNode:
+    def _each(self, fn: Call, *others: object) -> _LocalNode:
         for other in others:
             if isinstance(other, _LocalNode) and other.values.keys() != self.values.keys():
                 raise RankDependentError(
@@ -98,12 +99,12 @@ class _LocalNode:
     def sym_sum(self, others: Iterable[Any]) -> _LocalNode:
         return self._each(lambda _, *terms: sum(terms), *others)
 
-    def sym_ite(self, then: Any, otherwise: Any) -> _LocalNode:
+    def sym_ite(self, then: object, otherwise: object) -> _LocalNode:
         return self._each(lambda me, a, b: a if me else b, then, otherwise)
 
     # ---- where the program needs the one number ----
 
-    def _decide(self, *_: Any) -> Any:
+    def _decide(self, *_: object) -> Any:
         if not self.is_constant():
             self._refuse()
         return self._constant()
@@ -111,11 +112,11 @@ class _LocalNode:
     guard_int = guard_float = guard_bool = int_ = float_ = bool_ = _decide
     expect_true = expect_size = evaluate = _decide
 
-    def guard_or_false(self, *_: Any) -> bool:
+    def guard_or_false(self, *_: object) -> bool:
         """For checks whose "don't know" is False: true only if it is so on every rank."""
         return all(self.values.values())
 
-    def guard_or_true(self, *_: Any) -> bool:
+    def guard_or_true(self, *_: object) -> bool:
         return any(self.values.values())
 
     statically_known_true = guard_size_oblivious = guard_or_false
@@ -146,7 +147,7 @@ class LocalBoolNode(_LocalNode):
     kind = bool
     of = ""
 
-    def guard_bool(self, *_: Any) -> bool:
+    def guard_bool(self, *_: object) -> bool:
         """torch's own C++ code branches on it (a Python program asks `bool_`).
 
         It asks whether a size is 0 or 1, or that of another tensor, to take a shortcut: where that holds on some
@@ -159,7 +160,7 @@ class LocalBoolNode(_LocalNode):
 
 
 _SAME_NAME = "add sub mul mod floordiv lshift rshift truediv pow eq ne lt le gt ge neg abs pos"
-_NUMBERS: dict[str, Callable[..., Any]] = {
+_NUMBERS: dict[str, Call] = {
     **{name: getattr(operator, name) for name in _SAME_NAME.split()},
     "int_floordiv": operator.floordiv,
     "int_truediv": operator.truediv,
@@ -186,8 +187,8 @@ _NUMBERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _install(name: str, fn: Callable[..., Any]) -> None:
-    def method(self: _LocalNode, *others: Any) -> _LocalNode:
+def _install(name: str, fn: Call) -> None:
+    def method(self: _LocalNode, *others: object) -> _LocalNode:
         made = self._each(fn, *others)
         if isinstance(made, LocalBoolNode):
             made.of = name
@@ -225,7 +226,7 @@ for _name, _layout_fn in _LAYOUT.items():
     _install_layout(_name, _layout_fn)
 
 
-def _on_rank(value: Any, rank: int) -> Any:
+def _on_rank(value: object, rank: int) -> Any:
     """The plain number that `value` (a number, symbolic or not, or a node) is on `rank`."""
     node = getattr(value, "node", value) if not isinstance(value, (int, float)) else value
     if isinstance(node, _LocalNode):

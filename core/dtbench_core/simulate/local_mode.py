@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -14,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from dtbench_core.errors import SimulationError, describe_ranks
+from dtbench_core.layout.mesh import MeshTables, mesh_tables
 from dtbench_core.layout.wrapper import Wrapper
-from dtbench_core.runtime import Runtime, current, entered, process
+from dtbench_core.op_types import Args, Call, Kwargs
+from dtbench_core.runtime import entered
 from dtbench_core.simulate import rank_answers
 from dtbench_core.simulate.dtensor_parts import CoreParts
 from dtbench_core.simulate.group import Arrival, describe, name_ranks
@@ -149,9 +150,7 @@ class LocalTensorMode(TorchDispatchMode):
 
     # ---- ops ----
 
-    def __torch_dispatch__(
-        self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, op: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         if self._suspended:
             return op(*args, **kwargs)
@@ -169,7 +168,7 @@ class LocalTensorMode(TorchDispatchMode):
             return result
         return self._dispatch_all(op, args, kwargs)
 
-    def _dispatch_all(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _dispatch_all(self, op: Any, args: Args, kwargs: Kwargs) -> Any:
         ranks = ranks_of(args, kwargs)
         if is_random(op):
             return self._draw(op, args, kwargs, ranks or self.ranks)
@@ -183,7 +182,7 @@ class LocalTensorMode(TorchDispatchMode):
                 return op(*args, **kwargs)
         return run_on_each(op, args, kwargs, ranks or self.ranks)
 
-    def _dispatch_core(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _dispatch_core(self, op: Any, args: Args, kwargs: Kwargs) -> Any:
         """An op on DTensors: each rank's on its own, through the core's dispatch."""
         copies, what = PlainCopies(op, args, kwargs), str(op)
         parts = CoreParts(self.ranks, copies)
@@ -199,7 +198,7 @@ class LocalTensorMode(TorchDispatchMode):
         copies.write_back(what)
         return result
 
-    def _draw(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], ranks: Sequence[int]) -> Any:
+    def _draw(self, op: Any, args: Args, kwargs: Kwargs, ranks: Sequence[int]) -> Any:
         states = self.random.start(_generators((args, kwargs)) or default_generators())
 
         def call(rank: int, run: Callable[[], Any]) -> Any:
@@ -211,9 +210,7 @@ class LocalTensorMode(TorchDispatchMode):
         finally:
             self.random.finish(states)
 
-    def _dispatch_alone(
-        self, run: RankRun, op: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
+    def _dispatch_alone(self, run: RankRun, op: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         if LocalTensor in types:
             raise SimulationError(
                 f"{op} got a LocalTensor in code that runs as rank {run.rank}: take its part, x.shard({run.rank}), or "
@@ -231,7 +228,7 @@ class LocalTensorMode(TorchDispatchMode):
 
     # ---- collectives ----
 
-    def _issue(self, op: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def _issue(self, op: Any, /, *args: object, **kwargs: object) -> Any:
         run = self._run
         assert run is not None
         return issue(op, args, kwargs, lambda group: rank_answers.rank_group(group, run.rank))
@@ -249,9 +246,9 @@ class LocalTensorMode(TorchDispatchMode):
 
     def across(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        fn: Call,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
         *,
         what: str,
         ranks: Sequence[int] | None = None,
@@ -296,19 +293,23 @@ class LocalTensorMode(TorchDispatchMode):
                     ended.setdefault(generator, dict(begin[generator]))[run.rank] = held[run.rank]
 
         try:
-            while True:
-                for run in runs.values():
-                    if not run.over:
-                        attempt(run)
-                if all(run.over for run in runs.values()) or any(run.error for run in runs.values()):
-                    break
-                with self.disable():
-                    if not meet(runs):
-                        break
+            self._until_over(runs, attempt)
         finally:
             self.random.finish(ended)
         verdict(runs)
         return joined({rank: run.result for rank, run in runs.items()}, parts, what)
+
+    def _until_over(self, runs: dict[int, RankRun], attempt: Callable[[RankRun], None]) -> None:
+        """Attempts all runs, with collectives between, until they are over; one that fails or is stuck ends it."""
+        while True:
+            for run in runs.values():
+                if not run.over:
+                    attempt(run)
+            if all(run.over for run in runs.values()) or any(run.error for run in runs.values()):
+                return
+            with self.disable():
+                if not meet(runs):
+                    return
 
     def rank_map(self, fn: Callable[[int], Any]) -> Any:
         """`fn(rank)` as each rank: its tensors as a LocalTensor, its numbers as one or per rank.
@@ -331,13 +332,12 @@ class LocalTensorMode(TorchDispatchMode):
         return joined({r: v for r, v in kept.items() if v is not None}, Parts(), _name(fn))
 
 
-# What the core knows of meshes as one rank, or as all of these; (by object, by value) as in the runtime.
-_meshes: dict[int | tuple[int, ...], tuple[dict[Any, Any], dict[Any, Any]]] = {}
+# What the core knows of meshes as one rank, or as all of these.
+_meshes: dict[int | tuple[int, ...], MeshTables] = {}
 
 
-def _knowing_meshes(ranks: int | tuple[int, ...]) -> AbstractContextManager[Runtime]:
-    meshes, equal = _meshes.setdefault(ranks, ({}, {}))
-    return entered(replace(current(), meshes=meshes, equal_meshes=equal))
+def _knowing_meshes(ranks: int | tuple[int, ...]) -> AbstractContextManager[None]:
+    return entered((mesh_tables, _meshes.setdefault(ranks, MeshTables())))
 
 
 def _others(types: Iterable[type], known: type = LocalTensor) -> bool:
@@ -350,11 +350,11 @@ def _generators(given: Any) -> list[torch.Generator]:
     return [x for x in tree_leaves(given) if isinstance(x, torch.Generator)]
 
 
-def _name(fn: Callable[..., Any]) -> str:
+def _name(fn: Call) -> str:
     return getattr(fn, "__qualname__", repr(fn))
 
 
-def _refuse_grad(*given: Any) -> None:
+def _refuse_grad(*given: object) -> None:
     if torch.is_grad_enabled():
         for value in tree_leaves(given):
             if isinstance(value, LocalTensor) and value.requires_grad:
@@ -369,11 +369,12 @@ def _refuse_grad(*given: Any) -> None:
 
 def local_tensor_mode() -> LocalTensorMode | None:
     """The mode that is active, if any."""
-    return process.mode
+    mode = rank_answers.active()
+    return mode if isinstance(mode, LocalTensorMode) else None
 
 
 def _mode_for_all() -> LocalTensorMode | None:
-    mode = process.mode
+    mode = local_tensor_mode()
     return None if mode is None or mode.current is not None else mode
 
 
@@ -408,7 +409,7 @@ def maybe_run_for_local_tensor(fn: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def per_rank(value: Any, ranks: Iterable[int]) -> list[Any]:
+def per_rank(value: object, ranks: Iterable[int]) -> list[Any]:
     """`value` as each of `ranks` has it."""
     parts = Parts()
     return [parts.of(value, rank) for rank in ranks]

@@ -41,6 +41,7 @@ from torch._ops import OpOverload
 from dtbench_core.dispatch.metadata import written_arguments
 from dtbench_core.errors import RankDependentError, SimulationError, describe_ranks
 from dtbench_core.layout.local_shards import equal_shards, holds_shards
+from dtbench_core.op_types import Args, Kwargs
 from dtbench_core.rules.base import bound
 from dtbench_core.simulate.local_int import describe_values, local_number, values_of
 from dtbench_core.torch_compat import make_wrapper, register_foreach_type
@@ -169,7 +170,7 @@ class LocalTensor(torch.Tensor):
         with torch._C._DisableTorchDispatch():
             return _unpickled, (pickle.dumps(self._local_tensors, protocol), self.requires_grad)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         held = _groups(self._local_tensors)
         lines = []
         with torch._C._DisableTorchDispatch():
@@ -187,7 +188,7 @@ class LocalTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls, op: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         """An op outside every mode, which is all a mode needs not see."""
         if any(kind is not LocalTensor and not is_plain(kind) for kind in types):
@@ -309,7 +310,7 @@ class Parts:
         self._given: dict[int, tuple[Any, Any]] = {}  # id of a part -> (the part, of what)
         self._copies = copies
 
-    def of(self, value: Any, rank: int) -> Any:
+    def of(self, value: object, rank: int) -> Any:
         """`value` as `rank` has it; containers are looked into."""
         if self._copies is not None and (copy := self._copies.of(value, rank)) is not None:
             return self.remember(copy, value)
@@ -332,7 +333,7 @@ class Parts:
             return type(value)((k, self.of(v, rank)) for k, v in value.items())
         return self.other(value, rank)
 
-    def other(self, value: Any, rank: int) -> Any:
+    def other(self, value: object, rank: int) -> Any:
         """For kinds of values that a subclass knows."""
         return value
 
@@ -394,7 +395,7 @@ def joined_states(states: Mapping[int, torch.Tensor]) -> torch.Tensor:
     return next(iter(states.values())) if len(_groups(states)) == 1 else LocalTensor(states)
 
 
-def _outline(value: Any) -> Any:
+def _outline(value: object) -> Any:
     if isinstance(value, torch.Tensor):
         return _brief(value)
     return f"{len(value)} items" if isinstance(value, (list, tuple, dict)) else value
@@ -403,7 +404,7 @@ def _outline(value: Any) -> Any:
 # ---- an op on every rank ----
 
 
-def ranks_of(*values: Any) -> tuple[int, ...] | None:
+def ranks_of(*values: object) -> tuple[int, ...] | None:
     """The ranks of the LocalTensors and rank-dependent numbers in `values`; None if there are none."""
     found: tuple[int, ...] | None = None
     for value in values:
@@ -425,8 +426,8 @@ def ranks_of(*values: Any) -> tuple[int, ...] | None:
 
 def run_on_each(
     op: OpOverload,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     ranks: Sequence[int] | None = None,
     call: Callable[[int, Callable[[], Any]], Any] = lambda rank, run: run(),
 ) -> Any:
@@ -456,7 +457,7 @@ def run_on_each(
     return joined(results, parts, str(op))
 
 
-def _refuse_partial_broadcast(op: OpOverload, args: Sequence[Any], results: Mapping[int, Any]) -> None:
+def _refuse_partial_broadcast(op: OpOverload, args: Args, results: Mapping[int, Any]) -> None:
     """A dim that broadcasts on some ranks only: the gradient would have to be summed on those alone."""
     if not (torch.Tag.pointwise in op.tags or op._schema.name == "aten::expand"):
         return
@@ -481,11 +482,11 @@ def _outlines(given: Any) -> str:
     return ", ".join([str(_outline(a)) for a in args] + [f"{k}={_outline(v)}" for k, v in kwargs.items()])
 
 
-def _tensors_written(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _tensors_written(op: OpOverload, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
     named = bound(op, args, kwargs)
-    told = [name for _, name in written_arguments(op)]
+    written = [name for _, name in written_arguments(op)]
     values = [
-        named.get(name) for name in (*told, "running_mean", "running_var")
+        named.get(name) for name in (*written, "running_mean", "running_var")
     ]  # some batch norms write to these
     return [t for t in torch.utils._pytree.tree_leaves(values) if t is not None]
 
@@ -496,7 +497,7 @@ class PlainCopies:
     Ops of c10d do not say what they write to, so that every plain tensor they get counts.
     """
 
-    def __init__(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(self, op: OpOverload, args: Args, kwargs: Kwargs) -> None:
         if op.namespace == "aten":
             given = _tensors_written(op, args, kwargs)
         else:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,19 +26,50 @@ from dtbench_core.layout import rng as random
 from dtbench_core.layout import spec
 from dtbench_core.layout.local_shards import plain_part
 from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.op_types import Call
 from dtbench_core.parallel import region
 from dtbench_core.redistribute import route as redistribute
-from dtbench_core.runtime import process
+from dtbench_core.runtime import simulation
 from dtbench_core.simulate import dtensor_parts
 from dtbench_core.simulate.group import Arrival, SimulatedGroup, describe, name_ranks
 from dtbench_core.simulate.local_groups import coordinate_of, fibres_of_group
 from dtbench_core.simulate.local_int import local_int, values_of
+from dtbench_core.simulate.local_random import RankStates
 from dtbench_core.simulate.local_tensor import LocalTensor, joined_states
 from dtbench_core.tensor import distribute
 from dtbench_core.tensor import dtensor as tensor
 
-if TYPE_CHECKING:
-    from dtbench_core.simulate.local_mode import LocalTensorMode
+
+class Mode(Protocol):
+    """What answers need of a LocalTensorMode."""
+
+    ranks: tuple[int, ...]
+    random: RankStates
+
+    @property
+    def current(self) -> int | None: ...
+    @property
+    def for_all(self) -> bool: ...
+    def disable(self) -> AbstractContextManager[None]: ...
+    def arrive(self, arrival: Arrival) -> dist.Work: ...
+    def across(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        what: str,
+        keep: bool = True,
+        seen: bool = True,
+    ) -> Any: ...
+
+
+_mode: Mode | None = None
+
+
+def active() -> Mode | None:
+    """The mode that answers now."""
+    return _mode
 
 
 _BACKEND = "dtbench_local_tensor"
@@ -64,23 +95,23 @@ def rank_group(group: ProcessGroup, rank: int) -> SimulatedGroup:
 
 
 def _arrive(arrival: Arrival) -> dist.Work:
-    if process.mode is None:
+    if _mode is None:
         raise SimulationError(
             f"{describe(arrival.signature)} was called on the group of {name_ranks(arrival.ranks)} of a "
             "LocalTensorMode that is over: make the groups' mesh, and use them, inside one"
         )
-    return process.mode.arrive(arrival)
+    return _mode.arrive(arrival)
 
 
 # ---- answers ----
 
 
-def _simulation() -> LocalTensorMode:
-    assert process.mode is not None  # patched only while one is active
-    return process.mode
+def _simulation() -> Mode:
+    assert _mode is not None  # patched only while one is active
+    return _mode
 
 
-def _get_rank(_: Any, group: ProcessGroup | None = None) -> Any:
+def _get_rank(_: object, group: ProcessGroup | None = None) -> Any:
     now = _simulation()
     ranks = now.ranks if now.current is None else (now.current,)
     if group is None:
@@ -91,7 +122,7 @@ def _get_rank(_: Any, group: ProcessGroup | None = None) -> Any:
     return local_int({r: next((f.index(r) for f in fibres if r in f), -1) for r in ranks})
 
 
-def _of_rank_alone(original: Callable[..., Any], group: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _of_rank_alone(original: Call, group: Any = None, *args: object, **kwargs: object) -> Any:
     """torch.distributed's own questions: it is rank 0 of the fake world, unless code runs as one rank."""
     now = _simulation()
     if now.current is None or (group is not None and not isinstance(group, SimulatedGroup)):
@@ -99,20 +130,18 @@ def _of_rank_alone(original: Callable[..., Any], group: Any = None, *args: Any, 
     return now.current if group is None else group.rank()
 
 
-def _end_of(original: Callable[..., ProcessGroup | None], *args: Any, **kwargs: Any) -> Any:
+def _end_of(original: Callable[..., ProcessGroup | None], *args: object, **kwargs: object) -> Any:
     """A group, of which the rank that runs gets its end."""
     now, group = _simulation(), original(*args, **kwargs)
     return group if group is None or now.current is None else rank_group(group, now.current)
 
 
-def _of_simulated(answer: Callable[..., Any]) -> Callable[..., Any]:
+def _of_simulated(answer: Call) -> Call:
     """What is asked of a group, answered where it is a simulated one."""
 
-    def ask(
-        original: Callable[..., Any], group: ProcessGroup | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        asked = answer if isinstance(group, SimulatedGroup) else original
-        return asked(group, *args, **kwargs)
+    def ask(original: Call, group: ProcessGroup | None = None, *args: object, **kwargs: object) -> Any:
+        function = answer if isinstance(group, SimulatedGroup) else original
+        return function(group, *args, **kwargs)
 
     return ask
 
@@ -122,7 +151,7 @@ def _backend(original: Callable[..., str], group: ProcessGroup | None = None) ->
     return _BACKEND if alone else original(group)
 
 
-def _get_coordinate(_: Any, mesh: DeviceMesh) -> Any:
+def _get_coordinate(_: object, mesh: DeviceMesh) -> Any:
     now = _simulation()
     if now.current is not None:
         return coordinate_of(mesh, now.current)
@@ -132,7 +161,7 @@ def _get_coordinate(_: Any, mesh: DeviceMesh) -> Any:
     return tuple(local_int({r: c[d] for r, c in inside.items()}) for d in range(mesh.ndim))
 
 
-def _get_local_rank(_: Any, mesh: DeviceMesh, mesh_dim: int | str | None = None) -> Any:
+def _get_local_rank(_: object, mesh: DeviceMesh, mesh_dim: int | str | None = None) -> Any:
     if mesh_dim is None:
         if mesh.ndim != 1:
             raise SimulationError(
@@ -147,7 +176,7 @@ def _get_local_rank(_: Any, mesh: DeviceMesh, mesh_dim: int | str | None = None)
     return coordinate[mesh_dim]
 
 
-def _outside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _outside(original: Call, *args: object, **kwargs: object) -> Any:
     """Makes a mesh: a matter of the process, not of its ranks."""
     with _simulation().disable():
         given = torch.utils._pytree.tree_map(
@@ -184,20 +213,20 @@ def _set_rng_state(original: Callable[[torch.Tensor], None], state: torch.Tensor
         now.random.reset(torch.default_generator)
 
 
-def _rank_by_rank(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _rank_by_rank(original: Call, *args: object, **kwargs: object) -> Any:
     """A function of the core that computes with a rank's own part."""
     now = _simulation()
     if not now.for_all or not dtensor_parts.depends_on_rank(args, kwargs):
         return original(*args, **kwargs)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> Any:
         with torch._C._DisableTorchDispatch():  # plain tensors, and the rank's own groups
             return original(*args, **kwargs)
 
     return now.across(run, args, kwargs, what=original.__name__, seen=False)
 
 
-def _even_layout(original: Callable[..., Any], local: torch.Tensor, *args: Any) -> Any:
+def _even_layout(original: Call, local: torch.Tensor, *args: object) -> Any:
     shape, stride = _rank_by_rank(original, local, *args)
     if any(values_of(n) is not None for n in (*shape, *stride)):
         raise RankDependentError(
@@ -207,7 +236,7 @@ def _even_layout(original: Callable[..., Any], local: torch.Tensor, *args: Any) 
     return shape, stride
 
 
-def _mover(original: Callable[..., Any], step: Any, source: DTensorSpec) -> Any:
+def _mover(original: Call, step: Any, source: DTensorSpec) -> Any:
     """A step of a redistribution, done by each rank on its shard."""
     if not _simulation().for_all:
         return original(step, source)
@@ -220,7 +249,7 @@ def _mover(original: Callable[..., Any], step: Any, source: DTensorSpec) -> Any:
     return lambda local: _simulation().across(move, [step, source, local], what=what, keep=False, seen=False)
 
 
-def _wrapped(original: Callable[..., Any], local: torch.Tensor, spec: Any, *args: Any) -> Any:
+def _wrapped(original: Call, local: torch.Tensor, spec: Any, *args: object) -> Any:
     now = _simulation()
     local = dtensor_parts.of_members(local, spec.info, now.ranks) if now.for_all else local
     return original(local, spec, *args)
@@ -234,7 +263,7 @@ def _core_manual_seed(original: Callable[..., None], seed: Any, device_mesh: Dev
 
 
 # (of what, name, the answer, which is given the original first)
-_ANSWERS: list[tuple[Any, str, Callable[..., Any]]] = [
+_ANSWERS: list[tuple[Any, str, Call]] = [
     (dist, "get_rank", _get_rank),
     (distributed_c10d, "get_rank", _of_rank_alone),
     (distributed_c10d, "_get_default_group", _end_of),
@@ -282,27 +311,28 @@ _ANSWERS: list[tuple[Any, str, Callable[..., Any]]] = [
 
 
 @contextmanager
-def answering_for(mode: LocalTensorMode) -> Iterator[None]:
+def answering_for(mode: Mode) -> Iterator[None]:
     """Inside, `mode` answers."""
-    if process.mode is not None:
+    global _mode
+    if _mode is not None:
         raise SimulationError(
             "got a LocalTensorMode inside another, expected one at a time: take some of its ranks with tensor_map"
         )
-    process.mode = mode
+    _mode, simulation.active = mode, True
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in _ANSWERS]
     for (owner, name, answer), (_, _, original) in zip(_ANSWERS, kept, strict=True):
         setattr(owner, name, _bound(answer, original))
     try:
         yield
     finally:
-        process.mode = None
+        _mode, simulation.active = None, False
         for owner, name, original in kept:
             setattr(owner, name, original)
 
 
-def _bound(answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def _bound(answer: Call, original: Call) -> Call:
     @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         return answer(original, *args, **kwargs)
 
     return call

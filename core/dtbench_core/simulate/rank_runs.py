@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +20,10 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtbench_core import comm
+from dtbench_core.dispatch import fallback
 from dtbench_core.errors import SimulationError
-from dtbench_core.runtime import current, entered
+from dtbench_core.layout import rng
+from dtbench_core.runtime import entered
 from dtbench_core.simulate.group import (
     Arrival,
     Signature,
@@ -176,28 +176,24 @@ def counted_once(run: RankRun, count: bool) -> Iterator[None]:
     count: of all ranks' runs, the one whose collectives and replicated ops are counted and whose warnings
     are shown.
     """
-    outer, show = current(), warnings.showwarning
-    seen, warned = comm.CommCount(), []
+    counters, in_step, fallbacks = comm.counters.get(), rng.in_step.get(), fallback.seen.get()
+    sent, show, warned = comm.CommCount(), warnings.showwarning, []
     warnings.showwarning = lambda *args, **kwargs: warned.append((args, kwargs))
-    mine = replace(
-        outer,
-        counters=[seen] if count and outer.counters else [],
-        in_step=weakref.WeakSet(outer.in_step),
-        fallbacks=Counter(),
-        warned=set(outer.warned),
-    )
+    mine, ran = weakref.WeakSet(in_step), fallback.Seen(warned=set(fallbacks.warned))
     try:
-        with entered(mine):
+        with entered(
+            (comm.counters, [sent] if count and counters else []), (rng.in_step, mine), (fallback.seen, ran)
+        ):
             yield
     finally:
         warnings.showwarning = show
     if run.over:
-        outer.in_step.update(mine.in_step)
+        in_step.update(mine)
     if run.over and count:
-        outer.fallbacks.update(mine.fallbacks)
-        outer.warned.update(mine.warned)
-        for counter in outer.counters:
-            counter.calls.update(seen.calls)
-            counter.bytes.update(seen.bytes)
+        fallbacks.counts.update(ran.counts)
+        fallbacks.warned.update(ran.warned)
+        for counter in counters:
+            counter.calls.update(sent.calls)
+            counter.bytes.update(sent.bytes)
         for args, kwargs in warned:
             show(*args, **kwargs)

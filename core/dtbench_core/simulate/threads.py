@@ -16,7 +16,7 @@ rank start a world. Tensors live on the CPU: a backward pass on an accelerator r
 
 Note [Process state]: c10d's table of groups hangs on a module attribute, which is replaced during a
 call by one that looks at the running thread; its C++ table of group names has a switch for the same.
-The CPU's default generator is swapped when ranks take turns. What the core keeps is a context variable
+The CPU's default generator is swapped when ranks take turns. What the core keeps is in context variables
 (runtime.py), which each thread has for itself.
 
 Note [Locks]: a rank that waits in a collective keeps the locks it holds, and another that needs one of
@@ -32,14 +32,19 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dtbench_core import runtime
+from dtbench_core import comm
+from dtbench_core.dispatch import fallback
 from dtbench_core.errors import SimulationError
+from dtbench_core.layout import rng
+from dtbench_core.op_types import Call
+from dtbench_core.parallel import region
+from dtbench_core.runtime import entered, fresh
 from dtbench_core.simulate import c10d_state
 from dtbench_core.simulate.group import (
     Arrival,
@@ -96,7 +101,7 @@ class ThreadWork(SimulatedWork):
         super().__init__(results)
         self._pending, self._rank = pending, rank
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: object = None) -> bool:
         """Raises SimulationError when the collective cannot come about."""
         if not self._pending.done or self._pending.error is not None:
             self._rank.wait(self._pending)
@@ -122,7 +127,7 @@ class Meeting:
         self._turns = [0] * len(self.ranks)  # calls so far, by group rank
 
     def arrive(self, arrival: Arrival) -> Pending:
-        """Records a rank's call, and does the collective if it is the last. What fails is told by `error`."""
+        """Records a rank's call, and does the collective if it is the last. A failure is in `error`."""
         turn = self._turns[arrival.group_rank] - self._first
         self._turns[arrival.group_rank] += 1
         if turn == len(self.open):
@@ -159,8 +164,7 @@ class Rank:
         self.c10d = c10d_state.RankC10d()
         self.generator_state: torch.Tensor | None = None
         # Ops that run on replicated inputs are counted, and warned of, for all ranks together.
-        here = runtime.current()
-        self.runtime = runtime.Runtime(fallbacks=here.fallbacks, warned=here.warned)
+        self.own = fresh(besides=[fallback.seen])
         self.waiting: Pending | None = None
         self.stopped = False
         self.outcome: Outcome | None = None
@@ -181,10 +185,9 @@ class Rank:
     def _run(self, call: Callable[[], Any]) -> Outcome:
         self.stopped = False
         _generator.set_state(self.world.caller_state)
-        mine = replace(self.runtime, counters=[], regions={}, streams={})
         try:
             with (
-                runtime.entered(mine),
+                entered(*self.own, (comm.counters, []), (rng.regions, {}), (region.streams, {})),
                 torch.inference_mode(self.world.inference),
                 torch.set_grad_enabled(self.world.grad),
             ):
@@ -272,7 +275,7 @@ class ThreadWorld:
 
     # ---- calls ----
 
-    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def run(self, fn: Call, *args: object, **kwargs: object) -> list[Any]:
         """`fn(*args, **kwargs)` on every rank (`dist.get_rank()` tells which): the results, by rank.
 
         Raises:
@@ -289,7 +292,7 @@ class ThreadWorld:
         own = next((o.error for o in outcomes if o.error is not None and not o.stopped), None)
         raise SimulationError(diverged(outcomes)) from own
 
-    def outcomes(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Outcome]:
+    def outcomes(self, fn: Call, *args: object, **kwargs: object) -> list[Outcome]:
         """As `run`, but tells what became of each rank instead of raising."""
         if not self._ranks:
             self._start()
@@ -412,7 +415,7 @@ class ThreadWorld:
             rank.thread.join()
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Outcome]:
+def run_ranks(fn: Call, world_size: int, *args: object, **kwargs: object) -> list[Outcome]:
     """`fn(*args, **kwargs)` on every rank of a new world of simulated ranks: what became of each.
 
     For results alone, and an error when there is one: `with ThreadWorld(n) as world: world.run(...)`.
@@ -468,7 +471,7 @@ def _initialise() -> None:
     c10d_state.initialise(_BACKEND, rank.rank, rank.world.world_size)
 
 
-def _make_group(options: Any, _: Any) -> SimulatedGroup:
+def _make_group(options: Any, _: object) -> SimulatedGroup:
     """What c10d calls for each new group, in the thread of the rank that makes it."""
     rank: Rank | None = getattr(_here, "rank", None)
     if rank is None:

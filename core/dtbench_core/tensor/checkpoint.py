@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # ---- pickling ----
 
 
-def reduce(tensor: Wrapper, protocol: Any) -> tuple[Any, ...]:
+def reduce(tensor: Wrapper, protocol: object) -> tuple[Any, ...]:
     """What `pickle` and `torch.save` keep of a DTensor: see `rebuild`."""
     spec = tensor._spec
     attributes = {k: v for k, v in tensor.__dict__.items() if k not in MEMORIES}
@@ -129,7 +129,7 @@ def blocks(spec: DTensorSpec) -> list[Block]:
 
 def create_write_items(tensor: Wrapper, name: str, object: Any) -> list[WriteItem]:
     """What torch.distributed.checkpoint saves of a DTensor on this rank. Ranks that hold the same block
-    name it alike, and it is written once."""
+    give it one name, and it is written once."""
     return write_items(name, create_chunk_list(tensor), tensor._local_tensor, tensor._spec.shape)
 
 

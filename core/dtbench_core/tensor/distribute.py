@@ -19,6 +19,7 @@ from dtbench_core.layout.placement import Placement, Placements, Shard, describe
 from dtbench_core.layout.shard_layout import empty_part, laid_out, part_of
 from dtbench_core.layout.spec import DTensorSpec, memory_order, normalize, preserved_stride
 from dtbench_core.layout.wrapper import wrap
+from dtbench_core.op_types import Call
 from dtbench_core.redistribute.movers import padded
 from dtbench_core.redistribute.route import apply, placements_of_gradient, plan
 from dtbench_core.tensor.dtensor import DTensor
@@ -58,16 +59,8 @@ def distribute_tensor(
             f"distribute_tensor got a DTensor, {tensor._spec}, to be placed as {describe(placed)} on {info}; expected "
             "a plain tensor: use tensor.redistribute(placements=...)"
         )
-    if is_torchs_dtensor(tensor):
-        raise ArgumentError(
-            "distribute_tensor got a DTensor of torch.distributed.tensor, expected a plain tensor: use "
-            "from_torch(tensor).redistribute(placements=...)"
-        )
-    if not tensor.is_leaf:
-        raise ArgumentError(
-            "distribute_tensor got the result of a computation under autograd, expected a leaf tensor: use "
-            "DTensor.from_local, which is differentiable, or detach() it"
-        )
+    if is_torchs_dtensor(tensor) or not tensor.is_leaf:
+        raise _refusal(tensor)
     local = tensor.detach()
     if local.device.type not in (info.device_type, "meta"):
         local = local.to(info.device_type)
@@ -89,6 +82,19 @@ def distribute_tensor(
     if values != placed:
         part, spec = apply(part, plan(spec, placed)), spec.with_placements(placed)
     return wrap(DTensor, part, spec, tensor.requires_grad)
+
+
+def _refusal(tensor: torch.Tensor) -> ArgumentError:
+    """Of what is no leaf of plain values."""
+    if is_torchs_dtensor(tensor):
+        return ArgumentError(
+            "distribute_tensor got a DTensor of torch.distributed.tensor, expected a plain tensor: use "
+            "from_torch(tensor).redistribute(placements=...)"
+        )
+    return ArgumentError(
+        "distribute_tensor got the result of a computation under autograd, expected a leaf tensor: use "
+        "DTensor.from_local, which is differentiable, or detach() it"
+    )
 
 
 def _sent(whole: torch.Tensor, info: MeshInfo, placements: Placements, src: int) -> torch.Tensor:
@@ -123,10 +129,10 @@ def distribute_module(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,
     partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
-    input_fn: Callable[..., Any] | None = None,
-    output_fn: Callable[..., Any] | None = None,
+    input_fn: Call | None = None,
+    output_fn: Call | None = None,
 ) -> nn.Module:
-    """Makes a module's parameters and buffers DTensors, in place, and its inputs and outputs as told.
+    """Makes a module's parameters and buffers DTensors, in place, and converts its inputs and outputs.
 
     Args:
         partition_fn: called with (fully qualified name, submodule, mesh) for every submodule; replaces
@@ -158,19 +164,19 @@ def distribute_module(
 # Hooks, and what they call, are functions of a module for a parallelized module to be pickled.
 
 
-def _read(convert: Callable[..., Any], mesh: DeviceMesh, module: nn.Module, inputs: Any) -> Any:
+def _read(convert: Call, mesh: DeviceMesh, module: nn.Module, inputs: Any) -> Any:
     return convert(module, inputs, mesh)
 
 
-def _give(convert: Callable[..., Any], mesh: DeviceMesh, module: nn.Module, inputs: Any, outputs: Any) -> Any:
+def _give(convert: Call, mesh: DeviceMesh, module: nn.Module, inputs: Any, outputs: Any) -> Any:
     return convert(module, outputs, mesh)
 
 
-def _without_module(function: Callable[..., Any], module: nn.Module, values: Any, mesh: DeviceMesh) -> Any:
+def _without_module(function: Call, module: nn.Module, values: Any, mesh: DeviceMesh) -> Any:
     return function(values, mesh)
 
 
-def _of_three(name: str, function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+def _of_three(name: str, function: Call | None) -> Call | None:
     """`function` as one of (module, inputs or outputs, mesh)."""
     if function is None:
         return None

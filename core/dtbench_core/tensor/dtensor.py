@@ -44,10 +44,10 @@ from dtbench_core.layout.shard_layout import (
 )
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.layout.wrapper import MEMORIES, Wrapper, lend, wrap, wrap_shared
+from dtbench_core.op_types import Ctx
 from dtbench_core.redistribute.autograd import Redistribute, cast_dtype, follow, redistribute_tensor
 from dtbench_core.redistribute.copied_view import CopiedView, is_copied
-from dtbench_core.redistribute.route import Route, apply, placements_of_gradient, plan, request
-from dtbench_core.runtime import process
+from dtbench_core.redistribute.route import Route, apply, placements_of_gradient, plan, request, requests
 from dtbench_core.tensor import checkpoint
 from dtbench_core.tensor.view_methods import straight_methods
 from dtbench_core.torch_compat import (
@@ -153,7 +153,7 @@ class DTensor(Wrapper):
         shared: bool = self._local_tensor.is_shared()
         return shared
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"DTensor({self._spec}, local={self._local_tensor!r})"
 
     # The parts of a wrapper, for torch's own machinery: it exchanges parameters on Module.to by them.
@@ -288,18 +288,7 @@ class DTensor(Wrapper):
             spec = even_spec(local_tensor, info, placements)
             if spec is not None:
                 return wrapped(local_tensor, spec)
-        if isinstance(local_tensor, DTensor):
-            raise ArgumentError(
-                f"from_local got a DTensor, {local_tensor._spec}, expected a plain tensor: use redistribute"
-            )
-        if is_torchs_dtensor(local_tensor):
-            raise ArgumentError(
-                "from_local got a DTensor of torch.distributed.tensor, expected a plain tensor: use from_torch"
-            )
-        if (shape is None) != (stride is None):
-            raise ArgumentError(
-                f"from_local got shape={shape} and stride={stride}, expected both or neither: add the other"
-            )
+        _check_arguments(local_tensor, shape, stride)
         ndim = local_tensor.ndim if shape is None else len(shape)
         placed = normalize(placements, ndim, info, shape)
         grad_placed = None if grad_placements is None else normalize(grad_placements, ndim, info, shape)
@@ -371,7 +360,7 @@ class DTensor(Wrapper):
                 "full_tensor() and distribute_tensor() move between meshes"
             )
         try:  # what `request` finds, without a call
-            route = process.requests[spec, None if placements is None else tuple(placements)]
+            route = requests[spec, None if placements is None else tuple(placements)]
         except (KeyError, TypeError):
             route = request(spec, placements)
         if (
@@ -410,6 +399,24 @@ _to_local, _full_tensor = in_graph(DTensor.to_local), in_graph(DTensor.full_tens
 _redistribute = in_graph(DTensor.redistribute)
 
 
+def _check_arguments(
+    local_tensor: torch.Tensor, shape: Sequence[int] | None, stride: Sequence[int] | None
+) -> None:
+    """Raises ArgumentError for what `from_local` cannot wrap."""
+    if isinstance(local_tensor, DTensor):
+        raise ArgumentError(
+            f"from_local got a DTensor, {local_tensor._spec}, expected a plain tensor: use redistribute"
+        )
+    if is_torchs_dtensor(local_tensor):
+        raise ArgumentError(
+            "from_local got a DTensor of torch.distributed.tensor, expected a plain tensor: use from_torch"
+        )
+    if (shape is None) != (stride is None):
+        raise ArgumentError(
+            f"from_local got shape={shape} and stride={stride}, expected both or neither: add the other"
+        )
+
+
 def handed_over(tensor: DTensor) -> torch.Tensor:
     """`tensor.to_local()` where `tensor` has no other use: an activation in place may write to the result."""
     if torch.is_grad_enabled() and any_requires_grad(tensor):
@@ -433,7 +440,7 @@ def wrapped(local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements 
 
 
 def _gradient(local: torch.Tensor, info: MeshInfo, placements: Placements, shape: Sequence[int]) -> DTensor:
-    """The local gradient that came back as a DTensor. Nothing is asked of the other ranks."""
+    """The local gradient that came back as a DTensor. Nothing is sent."""
     local = local.contiguous()
     spec = DTensorSpec.of(info, placements, shape, contiguous_stride(shape), local.dtype)
     if torch.is_grad_enabled() or info.coordinate is None or tuple(local.shape) != spec.local_shape:
@@ -505,14 +512,14 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements | None
+        ctx: Ctx, local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements | None
     ) -> DTensor:
         ctx.spec, ctx.local_shape = spec, local.shape
         ctx.grad_placements = grad_placements or placements_of_gradient(spec.placements)
         return _held(local, spec, view=True)  # as in ToLocal: a write to it would change `local`
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Ctx, grad: DTensor) -> tuple[torch.Tensor, None, None]:
         if ctx.spec.info.coordinate is None:  # what was passed here is no part of the tensor
             return torch.zeros(ctx.local_shape, dtype=grad.dtype, device=grad.device), None, None
         if torch.is_grad_enabled():  # a backward that is itself differentiated needs its own graph
@@ -530,7 +537,7 @@ class FromLocal(torch.autograd.Function):
         return local, None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> DTensor:
+    def jvp(ctx: Ctx, tangent: torch.Tensor, *_: object) -> DTensor:
         return _held(tangent, ctx.spec, view=True)
 
 
@@ -539,7 +546,7 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: DTensor, grad_placements: Placements | None, writable: bool
+        ctx: Ctx, tensor: DTensor, grad_placements: Placements | None, writable: bool
     ) -> torch.Tensor:
         ctx.spec, ctx.writable = tensor._spec, writable
         ctx.grad_placements = grad_placements or placements_of_gradient(tensor._spec.placements)
@@ -548,12 +555,12 @@ class ToLocal(torch.autograd.Function):
         return _lent(tensor, view=not writable)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None, None]:
+    def backward(ctx: Ctx, grad: torch.Tensor) -> tuple[DTensor, None, None]:
         spec: DTensorSpec = ctx.spec
         return _gradient(grad, spec.info, ctx.grad_placements, spec.shape), None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: DTensor, *_: Any) -> torch.Tensor:
+    def jvp(ctx: Ctx, tangent: DTensor, *_: object) -> torch.Tensor:
         return _lent(tangent, view=not ctx.writable)
 
 
@@ -561,12 +568,12 @@ class FullTensor(torch.autograd.Function):
     """DTensor -> global tensor: redistribute and to_local in one."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, route: Route, grad_placements: Placements | None) -> torch.Tensor:
+    def forward(ctx: Ctx, tensor: DTensor, route: Route, grad_placements: Placements | None) -> torch.Tensor:
         ctx.route, ctx.grad_placements = route, grad_placements
         return _whole(tensor, route)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None, None]:
+    def backward(ctx: Ctx, grad: torch.Tensor) -> tuple[DTensor, None, None]:
         route: Route = ctx.route
         spec, stride = route.result, contiguous_stride(route.result.shape)
         if torch.is_grad_enabled() or ctx.grad_placements is not None:
@@ -580,7 +587,7 @@ class FullTensor(torch.autograd.Function):
         return wrap(DTensor, local, back.result), None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: DTensor, *_: Any) -> torch.Tensor:
+    def jvp(ctx: Ctx, tangent: DTensor, *_: object) -> torch.Tensor:
         return _whole(tangent, request(tangent._spec, None))
 
 

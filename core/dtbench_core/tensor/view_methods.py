@@ -6,28 +6,19 @@ the way costs a microsecond and changes nothing. (Torch function modes still see
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dtbench_core.layout.wrapper import Wrapped
+from dtbench_core.op_types import Call
 from dtbench_core.torch_compat import DisableTorchFunction, disabled_torch_function
 
 # Methods that take one tensor, and give views of it.
-VIEWS: tuple[str, ...] = (
-    "chunk",
-    "detach",
-    "expand",
-    "flatten",
-    "movedim",
-    "narrow",
-    "permute",
-    "select",
-    "split",
-    "squeeze",
+VIEWS = (
+    *("chunk", "detach", "expand", "flatten", "movedim", "narrow", "permute", "select", "split", "squeeze"),
+    *("swapaxes", "t", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view"),
 )
-VIEWS += ("swapaxes", "t", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view")
 OTHERS: tuple[str, ...] = ("requires_grad_",)
 
 # Attributes that are read alone, for every parameter in every step of an optimizer.
@@ -37,10 +28,10 @@ _PLAIN_INDEX = (int, slice, type(None), type(Ellipsis))
 _getitem = torch.Tensor.__getitem__
 
 
-def _straight(name: str) -> Callable[..., Any]:
+def _straight(name: str) -> Call:
     method = getattr(torch.Tensor, name)
 
-    def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def call(self: torch.Tensor, *args: object, **kwargs: object) -> Any:
         with DisableTorchFunction():
             return method(self, *args, **kwargs)
 
@@ -59,7 +50,7 @@ def _getter(name: str) -> property:
 def _accessor(name: str) -> property:
     attribute = getattr(torch.Tensor, name)
 
-    def put(self: torch.Tensor, value: Any) -> None:
+    def put(self: torch.Tensor, value: object) -> None:
         with DisableTorchFunction():
             attribute.__set__(self, value)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,27 +14,9 @@ aten = torch.ops.aten
 
 
 def _activations(a: Any) -> Any:
-    functions: list[Callable[..., Any]] = [
-        F.hardtanh,
-        F.relu6,
-        F.hardswish,
-        F.hardsigmoid,
-        F.logsigmoid,
-        F.elu,
-        F.celu,
-        F.selu,
-        F.softplus,
-        F.hardshrink,
-        F.softshrink,
-        F.leaky_relu,
-        F.mish,
-        F.silu,
-        F.gelu,
-        torch.sigmoid,
-        torch.tanh,
-        torch.logit,
-        lambda t: F.threshold(t, 0.1, 0.0),
-    ]
+    names = "hardtanh relu6 hardswish hardsigmoid logsigmoid elu celu selu softplus hardshrink softshrink leaky_relu"
+    functions = [getattr(F, name) for name in (*names.split(), "mish", "silu", "gelu", "sigmoid", "tanh")]
+    functions += [torch.logit, lambda t: F.threshold(t, 0.1, 0.0)]
     return total([f(a.sigmoid() * 1.2 - 0.1 if f is not torch.logit else a.sigmoid()) for f in functions])
 
 

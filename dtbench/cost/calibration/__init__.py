@@ -6,6 +6,5 @@ that rise), `intervals` (what a new launch may measure), `assemble` (`calibrate`
 
 from dtbench.cost.calibration.assemble import calibrate
 from dtbench.cost.calibration.setups import check_same_setup, setup_of
-from dtbench.files.topology import read_topology, write_topology
 
-__all__ = ["calibrate", "check_same_setup", "read_topology", "setup_of", "write_topology"]
+__all__ = ["calibrate", "check_same_setup", "setup_of"]

@@ -8,14 +8,14 @@ reduce_scatter costs as much as its all_reduce (gloo), nor the copies around a c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from dtbench.cost.calibration import intervals
-from dtbench.cost.calibration.fit import Array, Line, accuracy, fit_curve, fit_ring, rising
+from dtbench.cost.calibration.fit import Accuracy, Array, Line, fit_curve, fit_ring, rising
 from dtbench.cost.calibration.layout import builtin_link
 from dtbench.cost.calibration.measured import Measured, called, measured_dims
 from dtbench.cost.calibration.points import COLLECTIVES, Point, Series
@@ -28,16 +28,30 @@ from dtbench.cost.calibration.setups import (
     version_warnings,
 )
 from dtbench.cost.price import ring_us
-from dtbench.errors import UsageError
-from dtbench.files.topology import SCHEMA
 from dtbench.model import Run
+from dtbench.model.errors import UsageError
+from dtbench.records.topology import (
+    SCHEMA,
+    BuiltIn,
+    Constants,
+    Dim,
+    FittedOn,
+    FittedPoint,
+    Layout,
+    LeftOut,
+    MeasuredCurve,
+    Residuals,
+    TableRow,
+    Topology,
+)
+from dtbench.stats import interval
 from dtbench_core.cost.curve import Curve
-from dtbench_core.cost.ring import BASE_LATENCY_US, GIB, INTER_HOST, RING_COLLECTIVES, Ring, hops
+from dtbench_core.cost.ring import BASE_LATENCY_US, GIB, INTER_HOST, RING_COLLECTIVES, hops
 
 ONE_LAUNCH = "within one launch only: too narrow"
 
 
-def calibrate(runs: Sequence[Run]) -> dict[str, Any]:
+def calibrate(runs: Sequence[Run]) -> Topology:
     """The topology that the `collectives` and `redistribute` results of launches amount to.
 
     Raises:
@@ -51,45 +65,38 @@ def calibrate(runs: Sequence[Run]) -> dict[str, Any]:
             f"no ok results of the collectives suite in {paths(runs)}: "
             "measure them with `dtbench run collectives`, then calibrate that file"
         )
-    dims, left_out = [], []
-    for dim in measured:
-        reason = why_left_out(dim)
-        if reason:
-            left_out.append({"name": dim.name, "ranks": dim.ranks, "reason": reason})
-        else:
-            dims.append(calibrate_dim(dim))
+    reasons = [why_left_out(dim) for dim in measured]
+    left_out = [
+        LeftOut(name=dim.name, ranks=dim.ranks, reason=why)
+        for dim, why in zip(measured, reasons, strict=True)
+        if why
+    ]
+    dims = [calibrate_dim(dim) for dim, why in zip(measured, reasons, strict=True) if not why]
     if not dims:
-        reasons = "; ".join(f"{dim['name']}: {dim['reason']}" for dim in left_out)
-        raise UsageError(f"no mesh dim of {paths(runs)} can be calibrated ({reasons})")
-    return {
-        "kind": "topology",
-        "schema": SCHEMA,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "runs": [provenance(run) for run in runs],
-        "device_type": device_type(header),
-        "backend": backend(header),
-        "mesh": {"dim_names": list(header.mesh.dim_names), "shape": list(header.mesh.shape)},
-        "base_latency_us": BASE_LATENCY_US,
-        "units": "GiB = 1024^3 bytes; us = microseconds; sizes are the whole tensor as one group holds it",
-        "formula": "time_us = base_latency_us + hops * latency_us_per_hop"
-        " + size_GiB * hops / ranks / bandwidth_GiBps * 1e6;"
-        " hops = ranks - 1, all_reduce 2 * (ranks - 1)",
-        "formula_of_a_line": "time_us = alpha_us + size_GiB / beta_GiBps * 1e6",
-        "price_of_a_table": "linear in size between rows; beyond them the slope of the last factor of 4 in size",
-        "interval_method": intervals.METHOD,
-        "dims": dims,
-        "left_out": left_out,
-        "warnings": version_warnings(runs) + notes,
-    }
+        told = "; ".join(f"{dim.name}: {dim.reason}" for dim in left_out)
+        raise UsageError(f"no mesh dim of {paths(runs)} can be calibrated ({told})")
+    return Topology(
+        schema=SCHEMA,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        runs=tuple(map(provenance, runs)),
+        device_type=device_type(header),
+        backend=backend(header),
+        mesh=header.mesh,
+        base_latency_us=BASE_LATENCY_US,
+        interval_method=intervals.METHOD,
+        dims=tuple(dims),
+        left_out=tuple(left_out),
+        warnings=(*version_warnings(runs), *notes),
+    )
 
 
-def calibrate_dim(dim: Measured) -> dict[str, Any]:
+def calibrate_dim(dim: Measured) -> Dim:
     """One entry of the topology's `dims`, of a dim that `why_left_out` gives no reason against."""
     ring = [(name, p) for name in RING_COLLECTIVES if name in dim.collectives for p in _of(dim, name)]
     names, points = [name for name, _ in ring], [p for _, p in ring]
     sizes, measured = np.array([(float(p.size_bytes), p.measured_us) for p in points]).T
     line = fit_ring(names, sizes, dim.ranks, measured)
-    constants = {"bandwidth_GiBps": 1 / line.slope, "latency_us_per_hop": line.intercept}
+    constants = Constants(bandwidth_GiBps=1 / line.slope, latency_us_per_hop=line.intercept)
     launches = {launch for point in points for launch in point.launches}
 
     def refit(times_us: Array) -> tuple[float, float]:
@@ -98,96 +105,98 @@ def calibrate_dim(dim: Measured) -> dict[str, Any]:
 
     bandwidth_interval, latency_interval = intervals.fitted(points, refit)
     residuals = _residuals(ring, dim.ranks, constants)
-    return {
-        "name": dim.name,
-        "ranks": dim.ranks,
-        "groups": dim.groups,
-        "layout": dict(dim.layout),
-        "groups_sharing": dim.sharing,
-        **constants,
-        "bandwidth_is_lower_bound": line.slope_is_bound,
-        "bandwidth_interval": bandwidth_interval,
-        "latency_interval": latency_interval,
-        "intervals": f"over {len(launches)} launches" if len(launches) > 1 else ONE_LAUNCH,
-        "builtin": _builtin(dim.layout, residuals, dim.ranks),
-        "fitted_on": {
-            "collectives": sorted(set(names)),
-            "size_bytes": [int(sizes.min()), int(sizes.max())],
-            "points": len(points),
-            "launches": len(launches),
-            "sample": "last arrival to last end of a group, longest group"
+    collectives, transitions = curves_of(dim)
+    return Dim(
+        name=dim.name,
+        ranks=dim.ranks,
+        groups=dim.groups,
+        layout=dim.layout,
+        groups_sharing=dim.sharing,
+        bandwidth_GiBps=constants.bandwidth_GiBps,
+        latency_us_per_hop=constants.latency_us_per_hop,
+        bandwidth_is_lower_bound=line.slope_is_bound,
+        bandwidth_interval=bandwidth_interval,
+        latency_interval=latency_interval,
+        intervals=f"over {len(launches)} launches" if len(launches) > 1 else ONE_LAUNCH,
+        builtin=_builtin(dim.layout, residuals, dim.ranks),
+        fitted_on=FittedOn(
+            collectives=tuple(sorted(set(names))),
+            size_bytes=(int(sizes.min()), int(sizes.max())),
+            points=len(points),
+            launches=len(launches),
+            sample="last arrival to last end of a group, longest group"
             if dim.own_times
             else "longest rank: the ranks' own samples are not in the file",
-            "estimator": "p25 over samples, median over launches",
-        },
-        "residuals": residuals,
-        **curves_of(dim),
-        "contention": {name: dict(ratio) for name, ratio in dim.contention.items()},
-        "warnings": [
+            estimator="p25 over samples, median over launches",
+        ),
+        residuals=residuals,
+        collectives=collectives,
+        transitions=transitions,
+        contention=dim.contention,
+        warnings=(
             *_warnings_about_data(dim),
             *dim.warnings,
             *_warnings_about_fit(ring, dim.ranks, line, residuals),
-        ],
-    }
+        ),
+    )
 
 
-def curves_of(dim: Measured) -> dict[str, Any]:
+def curves_of(dim: Measured) -> tuple[dict[str, MeasuredCurve], dict[str, dict[str, MeasuredCurve]]]:
     """The curves of a dim's `collectives` and `transitions`."""
     curves = {what: {name: curve_of(s) for name, s in of.items()} for what, of in dim.series.items() if of}
-    return {"collectives": curves.pop(COLLECTIVES, {}), "transitions": curves}
+    return curves.pop(COLLECTIVES, {}), curves
 
 
-def curve_of(series: Series) -> dict[str, Any]:
-    """The CURVE object of a series: its line and its table, with what a new launch may measure."""
+def curve_of(series: Series) -> MeasuredCurve:
+    """The line and the table of a series, with what a new launch may measure."""
     sizes, measured = series.sizes, series.measured_us
-    low, high = intervals.quantiles(intervals.new_launch(series.points))
+    low, high = interval(intervals.new_launch(series.points), intervals.INTERVAL)
     launches = series.launches
-    table = [
-        {
-            "size_bytes": p.size_bytes,
-            "time_us": float(time_us),
-            "low_us": float(min(low[i], time_us)),
-            "high_us": float(max(high[i], time_us)),
-            "measured_us": float(measured[i]),
-            "launch_us": [p.by_launch.get(launch) for launch in launches],
-        }
+    table = tuple(
+        TableRow(
+            size_bytes=p.size_bytes,
+            time_us=float(time_us),
+            low_us=float(min(low[i], time_us)),
+            high_us=float(max(high[i], time_us)),
+            measured_us=float(measured[i]),
+            launch_us=tuple(p.by_launch.get(launch) for launch in launches),
+        )
         for i, (p, time_us) in enumerate(zip(series.points, rising(measured), strict=True))
-    ]
-    return {
-        **_line(series, sizes, measured),
-        **_end(series, sizes, measured),
-        "dtype": series.dtype,
-        "size_bytes": [int(sizes.min()), int(sizes.max())],
-        "points": len(table),
-        "launches": len(launches),
-        "table": table,
-    }
+    )
+    curve = MeasuredCurve(
+        alpha_us=None,
+        beta_GiBps=None,
+        beta_is_lower_bound=False,
+        alpha_interval=None,
+        beta_interval=None,
+        geometric_mean_ratio=None,
+        worst_ratio=None,
+        dtype=series.dtype,
+        size_bytes=(int(sizes.min()), int(sizes.max())),
+        points=len(table),
+        launches=len(launches),
+        table=table,
+    )
+    # A single size leaves the line open, and the slope at its end.
+    return curve if len(sizes) < 2 else _with_end(_with_line(curve, series), series)
 
 
-def _end(series: Series, sizes: Array, measured: Array) -> dict[str, Any]:
-    """The bandwidth that the table ends with, which one line through all sizes need not have: a protocol, a
+def _with_end(curve: MeasuredCurve, series: Series) -> MeasuredCurve:
+    """With the bandwidth that the table ends with, which one line through all sizes need not have: a protocol, a
     cache or a shaper's burst that serves small messages better pulls the line, not the end."""
-    nothing = {"end_GiBps": None, "end_interval": None}
-    if len(sizes) < 2:
-        return nothing
 
     def slope(times_us: Array) -> tuple[float]:
-        curve = Curve(tuple(sizes), tuple(rising(times_us)))
-        return (curve.end_slope() * GIB / 1e6,)  # seconds per GiB
+        times = Curve(tuple(series.sizes), tuple(rising(times_us)))
+        return (times.end_slope() * GIB / 1e6,)  # seconds per GiB
 
-    (end,), ((low, high),) = slope(measured), intervals.fitted(series.points, slope)
-    # Times that do not grow with size say nothing of a bandwidth.
-    return nothing if min(end, low) <= 0 else {"end_GiBps": 1 / end, "end_interval": [1 / high, 1 / low]}
+    (end,), ((low, high),) = slope(series.measured_us), intervals.fitted(series.points, slope)
+    if min(end, low) <= 0:  # times that do not grow with size say nothing of a bandwidth
+        return curve
+    return structs.replace(curve, end_GiBps=float(1 / end), end_interval=(1 / high, 1 / low))
 
 
-def _line(series: Series, sizes: Array, measured: Array) -> dict[str, Any]:
-    """The line's fields; None where a single size leaves it open."""
-    if len(sizes) < 2:
-        names = ("alpha_us", "beta_GiBps", "alpha_interval", "beta_interval")
-        return {
-            **dict.fromkeys((*names, "geometric_mean_ratio", "worst_ratio")),
-            "beta_is_lower_bound": False,
-        }
+def _with_line(curve: MeasuredCurve, series: Series) -> MeasuredCurve:
+    sizes, measured = series.sizes, series.measured_us
 
     def fit(times_us: Array) -> tuple[float, float]:
         line = fit_curve(sizes, times_us)
@@ -195,14 +204,16 @@ def _line(series: Series, sizes: Array, measured: Array) -> dict[str, Any]:
 
     line = fit_curve(sizes, measured)
     alpha_interval, beta_interval = intervals.fitted(series.points, fit)
-    return {
-        "alpha_us": line.intercept,
-        "beta_GiBps": 1 / line.slope,
-        "beta_is_lower_bound": line.slope_is_bound,
-        "alpha_interval": alpha_interval,
-        "beta_interval": beta_interval,
-        **accuracy(line.intercept + line.slope * sizes / GIB * 1e6, measured),
-    }
+    accuracy = Accuracy.of(line.intercept + line.slope * sizes / GIB * 1e6, measured)
+    return structs.replace(
+        curve,
+        alpha_us=line.intercept,
+        beta_GiBps=1 / line.slope,
+        beta_is_lower_bound=line.slope_is_bound,
+        alpha_interval=alpha_interval,
+        beta_interval=beta_interval,
+        **accuracy._asdict(),
+    )
 
 
 # -------------------------------------------------------------------------------- the ring's constants
@@ -226,37 +237,38 @@ def why_left_out(dim: Measured) -> str | None:
     return None
 
 
-def _builtin(layout: Mapping[str, Any], residuals: Mapping[str, Any], ranks: int) -> dict[str, Any] | None:
+def _builtin(layout: Layout, residuals: Residuals, ranks: int) -> BuiltIn | None:
     """torch's constants for where the ranks really are, and how far off they are."""
     link = builtin_link(layout)
     if link is None:
         return None
-    ring = Ring(ranks, *link)
-    predicted = ((ring.collective_us(p["collective"], p["size_bytes"]), p) for p in residuals["points"])
-    logs = np.log([us * 1e-6 / p["measured_s"] for us, p in predicted])
-    return {
-        "bandwidth_GiBps": link.bandwidth,
-        "latency_us_per_hop": link.latency_us,
-        "layout": "inter-host" if link == INTER_HOST else "intra-host",
-        "predicted_over_measured": float(np.exp(logs.mean())),
-        "geometric_mean_ratio": float(np.exp(np.abs(logs).mean())),
-    }
+    constants = Constants(bandwidth_GiBps=link.bandwidth, latency_us_per_hop=link.latency_us)
+    points = residuals.points
+    logs = np.log(
+        [ring_us(p.collective, p.size_bytes, ranks, constants) * 1e-6 / p.measured_s for p in points]
+    )
+    return BuiltIn(
+        bandwidth_GiBps=link.bandwidth,
+        latency_us_per_hop=link.latency_us,
+        layout="inter-host" if link == INTER_HOST else "intra-host",
+        predicted_over_measured=float(np.exp(logs.mean())),
+        geometric_mean_ratio=float(np.exp(np.abs(logs).mean())),
+    )
 
 
-def _residuals(ring: RingPoints, ranks: int, constants: Mapping[str, float]) -> dict[str, Any]:
+def _residuals(ring: RingPoints, ranks: int, constants: Constants) -> Residuals:
     predicted = [ring_us(name, p.size_bytes, ranks, constants) for name, p in ring]
-    return {
-        **accuracy(predicted, [p.measured_us for _, p in ring]),
-        "points": [
-            {
-                "collective": name,
-                "size_bytes": p.size_bytes,
-                "measured_s": p.measured_us * 1e-6,
-                "predicted_s": us * 1e-6,
-            }
-            for (name, p), us in zip(ring, predicted, strict=True)
-        ],
-    }
+    accuracy = Accuracy.of(predicted, [p.measured_us for _, p in ring])
+    points = tuple(
+        FittedPoint(
+            collective=name,
+            size_bytes=p.size_bytes,
+            measured_s=p.measured_us * 1e-6,
+            predicted_s=us * 1e-6,
+        )
+        for (name, p), us in zip(ring, predicted, strict=True)
+    )
+    return Residuals(**accuracy._asdict(), points=points)
 
 
 # ---------------------------------------------------------------------------------------- warnings
@@ -283,7 +295,7 @@ def _warnings_about_data(dim: Measured) -> list[str]:
     return warnings
 
 
-def _warnings_about_fit(ring: RingPoints, ranks: int, line: Line, residuals: Mapping[str, Any]) -> list[str]:
+def _warnings_about_fit(ring: RingPoints, ranks: int, line: Line, residuals: Residuals) -> list[str]:
     sizes = sorted({p.size_bytes for _, p in ring})
     ratio = sizes[-1] / sizes[0]
     warnings = []
@@ -313,9 +325,9 @@ def _warnings_about_fit(ring: RingPoints, ranks: int, line: Line, residuals: Map
             f"at the smallest size latency makes {max(intercept_shares):.0%} of the time: it is poorly "
             "known, measure smaller sizes"
         )
-    if residuals["geometric_mean_ratio"] > 1.5:
+    if residuals.geometric_mean_ratio > 1.5:
         warnings.append(
-            f"the stock formulas are off by {residuals['geometric_mean_ratio']:.2f}x in the geometric mean: "
+            f"the stock formulas are off by {residuals.geometric_mean_ratio:.2f}x in the geometric mean: "
             "the curves per collective describe this dim better"
         )
     return warnings

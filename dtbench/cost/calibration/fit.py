@@ -8,9 +8,9 @@ densely they were swept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,10 +38,16 @@ class Line:
     slope_is_bound: bool  # the data only say that the slope is not larger
 
 
-def accuracy(predicted: Sequence[float] | Array, measured: Sequence[float] | Array) -> dict[str, float]:
+class Accuracy(NamedTuple):
     """Typical and worst factor between prediction and measurement, 1 being perfect."""
-    logs = np.abs(np.log(np.asarray(predicted) / np.asarray(measured)))
-    return {"geometric_mean_ratio": float(np.exp(logs.mean())), "worst_ratio": float(np.exp(logs.max()))}
+
+    geometric_mean_ratio: float
+    worst_ratio: float
+
+    @staticmethod
+    def of(predicted: Sequence[float] | Array, measured: Sequence[float] | Array) -> Accuracy:
+        logs = np.abs(np.log(np.asarray(predicted) / np.asarray(measured)))
+        return Accuracy(float(np.exp(logs.mean())), float(np.exp(logs.max())))
 
 
 def fit_ring(collectives: Sequence[str], sizes: Array, ranks: int, measured_us: Array) -> Line:
@@ -110,7 +116,7 @@ def octave_weights(sizes: Array) -> Array:
     return np.asarray(weights / weights.mean())
 
 
-def _huber(weights: Array) -> Any:
+def _huber(weights: Array) -> Callable[..., Array]:
     """Huber's loss with a weight per residual, in the form that `least_squares` takes: rho, rho', rho''.
 
     scipy's own "huber" knows no weights, and weighting the residuals would move the threshold.

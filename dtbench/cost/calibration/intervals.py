@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtbench.cost.calibration.points import QUANTILE, Point
+from dtbench.stats import drawn_again, interval
 
 Array = NDArray[np.float64]
 
@@ -57,15 +58,10 @@ def new_launch(points: Sequence[Point], count: int | None = None) -> Array:
     return np.asarray(np.exp(centre + drawn[:, 0] - np.median(drawn[:, 1:], axis=1)))
 
 
-def quantiles(replicates: Array) -> Array:
-    """(low, high) of each column."""
-    return np.asarray(np.quantile(replicates, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2], axis=0))
-
-
-def fitted(points: Sequence[Point], fit: Callable[[Array], Sequence[float]]) -> list[list[float]]:
-    """[low, high] of each constant that `fit` makes of the points' times, over new launches."""
+def fitted(points: Sequence[Point], fit: Callable[[Array], Sequence[float]]) -> list[tuple[float, float]]:
+    """(low, high) of each constant that `fit` makes of the points' times, over new launches."""
     constants = np.array([fit(times) for times in new_launch(points, FITS)])
-    return [[float(x) for x in pair] for pair in quantiles(constants).T]
+    return [(float(low), float(high)) for low, high in interval(constants, INTERVAL).T]
 
 
 def _deviations(logs: Array, repeated: NDArray[np.bool_], count: int, rng: np.random.Generator) -> Array:
@@ -108,6 +104,5 @@ def _repetitions(points: Sequence[Point], count: int, rng: np.random.Generator) 
     columns = []
     for point in points:
         samples = np.concatenate(list(point.launches.values()))
-        picks = samples[rng.integers(samples.size, size=(count, samples.size))]
-        columns.append(np.quantile(picks, QUANTILE, axis=1))
+        columns.append(np.quantile(drawn_again(samples, count, rng), QUANTILE, axis=1))
     return np.stack(columns, axis=1)

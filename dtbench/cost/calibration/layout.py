@@ -1,18 +1,18 @@
-"""The `layout` of a mesh dim: which hosts its groups span, and whether they are alike.
+"""The layout of a mesh dim: which hosts its groups span, and whether they are alike.
 
 By the hosts that the ranks reported and the times that the groups took, never by the mesh's shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from dtbench.cost.calibration.points import Tagged, quartiles, samples_us
-from dtbench.layout import DimLayout
-from dtbench.mesh import Groups
+from dtbench.model.mesh import Groups
+from dtbench.records.layout import DimLayout
+from dtbench.records.topology import Layout
 from dtbench_core.cost.ring import INTER_HOST, INTRA_HOST, Link
 
 # Groups of one dim that take this much longer than others, at the median over what they measured
@@ -24,8 +24,8 @@ MOSTLY = 0.75
 COMPARED_FROM_BYTES = 64 * 1024
 
 
-def layout_of_dim(found: DimLayout | None, slowest_over_fastest: float) -> tuple[dict[str, Any], list[str]]:
-    """The `layout` object, and its warnings. found: what the run's ranks said, or None."""
+def layout_of_dim(found: DimLayout | None, slowest_over_fastest: float) -> tuple[Layout, list[str]]:
+    """The layout, and its warnings. found: what the run's ranks said, or None."""
     warnings = []
     mixed = slowest_over_fastest > GROUPS_DIFFER
     if mixed:
@@ -35,18 +35,17 @@ def layout_of_dim(found: DimLayout | None, slowest_over_fastest: float) -> tuple
         )
     if found is None or found.hosts_per_group is None:
         warnings.append("the run does not say on which host each rank was: no built-in constants beside")
-        unknown = dict.fromkeys(("hosts_per_group", "ranks_per_host", "groups_per_host_pair"))
-        return {"kind": "mixed" if mixed else None, **unknown}, warnings
+        return Layout(kind="mixed" if mixed else None), warnings
     least, most = found.hosts_per_group
     if least < most:
         mixed = True
         warnings.append(f"mixed dim: its groups span {least} to {most} hosts; it is priced by the slowest")
-    return {
-        "kind": "mixed" if mixed else "inter-host" if most > 1 else "intra-host",
-        "hosts_per_group": [least, most],
-        "ranks_per_host": list(found.ranks_per_host) if found.ranks_per_host else None,
-        "groups_per_host_pair": found.groups_per_host_pair,
-    }, warnings
+    return Layout(
+        kind="mixed" if mixed else "inter-host" if most > 1 else "intra-host",
+        hosts_per_group=(least, most),
+        ranks_per_host=found.ranks_per_host,
+        groups_per_host_pair=found.groups_per_host_pair,
+    ), warnings
 
 
 def slowest_over_fastest(results: Sequence[Tagged], groups: Groups) -> float:
@@ -78,7 +77,7 @@ def slowest_over_fastest(results: Sequence[Tagged], groups: Groups) -> float:
     return float(np.exp(of_group[slowest] - of_group[fastest]))
 
 
-def builtin_link(layout: Mapping[str, Any]) -> Link | None:
+def builtin_link(layout: Layout) -> Link | None:
     """torch's constants for where the slowest group really is; None where the run does not say."""
-    hosts = layout["hosts_per_group"]
+    hosts = layout.hosts_per_group
     return None if hosts is None else INTER_HOST if hosts[1] > 1 else INTRA_HOST

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 from dtbench.cost.calibration.layout import layout_of_dim, slowest_over_fastest
 from dtbench.cost.calibration.points import (
@@ -18,10 +18,12 @@ from dtbench.cost.calibration.points import (
     series_by_name,
     tagged,
 )
-from dtbench.layout import layout_of
-from dtbench.mesh import Groups, groups_by_dim
 from dtbench.model import Run
+from dtbench.model.mesh import Groups, groups_by_dim
+from dtbench.records.layout import layout_of
+from dtbench.records.topology import Contention, Layout
 
+Sharing = Literal["together", "alone"]
 IMPLS = ("core", "torch")  # whose changes of placement are priced apart
 
 
@@ -29,17 +31,17 @@ IMPLS = ("core", "torch")  # whose changes of placement are priced apart
 class Measured:
     """One mesh dim. sharing: whether its groups worked "together", as in training, or one "alone".
 
-    series: "collectives", or the impl that changes a placement -> name -> series. contention: as in the topology
-    file. own_times: whether each rank's own samples are there.
+    series: "collectives", or the impl that changes a placement -> name -> series. own_times: whether each rank's own
+    samples are there.
     """
 
     name: str
     ranks: int
     groups: int
-    sharing: str
+    sharing: Sharing
     series: Mapping[str, Mapping[str, Series]]
-    contention: Mapping[str, Mapping[str, Any]]
-    layout: Mapping[str, Any]
+    contention: dict[str, Contention]
+    layout: Layout
     own_times: bool
     warnings: tuple[str, ...]
 
@@ -110,7 +112,7 @@ def _where(results: Sequence[Tagged], sharing: str) -> list[Tagged]:
     return [(run_id, r) for run_id, r in results if r.params.get("groups", "together") == sharing]
 
 
-def _sharing(results: Sequence[Tagged]) -> tuple[list[Tagged], str]:
+def _sharing(results: Sequence[Tagged]) -> tuple[list[Tagged], Sharing]:
     """The results of all groups at once, or where there are none those of one group alone."""
     together = _where(results, "together")
     return (together, "together") if together or not results else (_where(results, "alone"), "alone")
@@ -131,7 +133,7 @@ def _transitions(results: Sequence[Tagged], groups: Groups) -> tuple[dict[str, d
     return found, warnings
 
 
-def _contention(together: Mapping[str, Series], alone: Mapping[str, Series]) -> dict[str, dict[str, Any]]:
+def _contention(together: Mapping[str, Series], alone: Mapping[str, Series]) -> dict[str, Contention]:
     """Time of all groups at once over that of one alone, at the largest size measured both ways."""
     ratios = {}
     for name, series in together.items():
@@ -143,5 +145,5 @@ def _contention(together: Mapping[str, Series], alone: Mapping[str, Series]) -> 
         common = slow.keys() & fast.keys()
         if common:
             size = max(common)
-            ratios[name] = {"together_over_alone": slow[size] / fast[size], "size_bytes": size}
+            ratios[name] = Contention(together_over_alone=slow[size] / fast[size], size_bytes=size)
     return ratios

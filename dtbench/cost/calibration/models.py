@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from dtbench.cost.calibration.layout import builtin_link
 from dtbench.cost.calibration.points import COLLECTIVES
 from dtbench.cost.price import price, ring_us
 from dtbench.model import Header, MeshShape
+from dtbench.records.topology import Dim, Layout, MeasuredCurve
 from dtbench_core.cost.ring import GIB, RING_COLLECTIVES, Ring, guessed_links
 
 # In order of what they know. The noise floor is no model: one launch's times as the forecast of another's.
@@ -25,48 +26,54 @@ WORDS = {
 }
 
 
-class Models:
-    """What each model says a call takes, for the mesh dims of a topology.
+@dataclass(frozen=True)
+class CurvesOnly:
+    """A mesh dim without constants of the ring, whose collectives were not measured on it."""
 
-    dims: those of the topology file; constants of the ring may be missing, where only curves are known.
+    name: str
+    ranks: int
+    layout: Layout
+    collectives: dict[str, MeasuredCurve]
+    transitions: dict[str, dict[str, MeasuredCurve]]
+
+
+class Models:
+    """What each model says a call takes, for some mesh dims.
+
     mesh, devices_per_host: what torch guesses the layout from; None where the devices are not known.
     """
 
     def __init__(
-        self, dims: Sequence[Mapping[str, Any]], mesh: MeshShape, devices_per_host: int | None
+        self, dims: Sequence[Dim | CurvesOnly], mesh: MeshShape, devices_per_host: int | None
     ) -> None:
-        self.dims = {dim["name"]: dim for dim in dims}
+        self.dims = {dim.name: dim for dim in dims}
         links = [] if devices_per_host is None else guessed_links(mesh.shape, devices_per_host)
         self._guessed = dict(zip(mesh.dim_names, links, strict=False))
         self._scale = self._fitted_scale()
 
-    def curve(self, dim: str, what: str, name: str) -> Mapping[str, Any] | None:
+    def curve(self, dim: str, what: str, name: str) -> MeasuredCurve | None:
         """what: "collectives", or the impl that changes a placement."""
         found = self.dims[dim]
-        curves: Mapping[str, Mapping[str, Any]] = (
-            found["collectives"] if what == COLLECTIVES else found["transitions"].get(what, {})
-        )
+        curves = found.collectives if what == COLLECTIVES else found.transitions.get(what, {})
         return curves.get(name)
 
     def predict_us(self, dim: str, what: str, name: str, size_bytes: int) -> dict[str, float]:
         """Model -> microseconds, of those models that say something about this call."""
         predicted = {}
         if what == COLLECTIVES and name in RING_COLLECTIVES:
-            ranks = self.dims[dim]["ranks"]
+            of = self.dims[dim]
             if dim in self._guessed:
-                predicted["builtin"] = Ring(ranks, *self._guessed[dim]).collective_us(name, size_bytes)
-            link = builtin_link(self.dims[dim]["layout"])
+                predicted["builtin"] = Ring(of.ranks, *self._guessed[dim]).collective_us(name, size_bytes)
+            link = builtin_link(of.layout)
             if link is not None:
-                predicted["builtin_layout"] = Ring(ranks, *link).collective_us(name, size_bytes)
+                predicted["builtin_layout"] = Ring(of.ranks, *link).collective_us(name, size_bytes)
                 predicted["builtin_scaled"] = predicted["builtin_layout"] * self._scale
-            if self.dims[dim].get("bandwidth_GiBps"):
-                predicted["ring"] = ring_us(name, size_bytes, ranks, self.dims[dim])
+            if isinstance(of, Dim):
+                predicted["ring"] = ring_us(name, size_bytes, of.ranks, of)
         curve = self.curve(dim, what, name)
         if curve is not None:
-            if curve["beta_GiBps"] is not None:
-                predicted["line"] = max(
-                    curve["alpha_us"] + size_bytes / GIB / curve["beta_GiBps"] * 1e6, 1e-9
-                )
+            if curve.alpha_us is not None and curve.beta_GiBps is not None:
+                predicted["line"] = max(curve.alpha_us + size_bytes / GIB / curve.beta_GiBps * 1e6, 1e-9)
             predicted["table"] = price(curve, size_bytes).time_us
         return predicted
 
@@ -76,12 +83,12 @@ class Models:
         The median of the logs, which makes the mean of |log| least, the metric that is reported.
         """
         logs = [
-            np.log(row["measured_us"] / Ring(dim["ranks"], *link).collective_us(name, row["size_bytes"]))
+            np.log(row.measured_us / Ring(dim.ranks, *link).collective_us(name, row.size_bytes))
             for dim in self.dims.values()
-            if (link := builtin_link(dim["layout"])) is not None
+            if (link := builtin_link(dim.layout)) is not None
             for name in RING_COLLECTIVES
-            if name in dim["collectives"]
-            for row in dim["collectives"][name]["table"]
+            if name in dim.collectives
+            for row in dim.collectives[name].table
         ]
         return float(np.exp(np.median(logs))) if logs else 1.0
 

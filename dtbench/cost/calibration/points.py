@@ -22,10 +22,10 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from dtbench.layout import from_last_arrivals_s
-from dtbench.mesh import Groups
 from dtbench.model import Result, Run
-from dtbench.stats import blocks_of
+from dtbench.model.mesh import Groups
+from dtbench.records.layout import from_last_arrivals_s
+from dtbench.stats import quantiles_of
 
 Array = NDArray[np.float64]
 Launch = tuple[str, int]  # run_id, number of the launch in that run
@@ -58,13 +58,8 @@ def points_of(sizes: Mapping[int, Mapping[Launch, Array]]) -> tuple[Point, ...]:
 
 
 def quartiles(of: Sequence[Array]) -> list[float]:
-    """The `QUANTILE` of each; as many as are equally long at once, since numpy's call takes longer than its work."""
-    found = [0.0] * len(of)
-    for _, places in blocks_of(map(len, of)):
-        at_once = np.quantile(np.stack([of[place] for place in places]), QUANTILE, axis=1)
-        for place, quartile in zip(places, at_once.tolist(), strict=True):
-            found[place] = quartile
-    return found
+    """The `QUANTILE` of each."""
+    return [found for found in quantiles_of(of, [QUANTILE] * len(of)) if found is not None]
 
 
 @dataclass(frozen=True)

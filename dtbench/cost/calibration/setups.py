@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from dtbench.errors import UsageError
-from dtbench.layout import hosts_of
 from dtbench.model import Header, Run
+from dtbench.model.errors import UsageError
+from dtbench.records.layout import hosts_of
+from dtbench.records.topology import FromRun
 
 
 def check_same_setup(runs: Sequence[Run]) -> None:
@@ -67,13 +67,13 @@ def version_warnings(runs: Sequence[Run]) -> list[str]:
     return warnings
 
 
-def provenance(run: Run) -> dict[str, Any]:
-    return {
-        "run_id": run.header.run_id,
-        "path": run.path.name,
-        "versions": dict(run.header.versions),
-        "hosts": len({host for host in hosts_of(run.header) if host is not None}),
-    }
+def provenance(run: Run) -> FromRun:
+    return FromRun(
+        run_id=run.header.run_id,
+        path=run.path.name,
+        versions=dict(run.header.versions),
+        hosts=len({host for host in hosts_of(run.header) if host is not None}),
+    )
 
 
 def paths(runs: Sequence[Run]) -> str:

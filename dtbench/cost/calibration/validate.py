@@ -9,23 +9,22 @@ one at the sizes both have. No model of one number per size can do much better.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from dtbench.cost.calibration.assemble import calibrate_dim, curves_of, why_left_out
 from dtbench.cost.calibration.measured import Measured, called, measured_dims
-from dtbench.cost.calibration.models import WORDS, Models, devices_per_host
+from dtbench.cost.calibration.models import WORDS, CurvesOnly, Models, devices_per_host
 from dtbench.cost.calibration.points import COLLECTIVES, Point, Series
 from dtbench.cost.calibration.setups import backend, check_same_setup, device_type, version_warnings
 from dtbench.cost.price import price
-from dtbench.errors import UsageError
-from dtbench.files.read import into
-from dtbench.model import MeshShape, Run
+from dtbench.model import Run
+from dtbench.model.errors import UsageError
+from dtbench.records.cost_model import CallGroup, Score, Validation
+from dtbench.records.topology import Dim, MeasuredCurve, Topology
 from dtbench_core.cost.ring import RING_COLLECTIVES
 
 KIB, MIB = 1024, 1024**2
@@ -40,60 +39,27 @@ RING, OTHER = "ring collectives", "other collectives"
 MIN_SIZES = 3  # of a curve, to hold one out between two ends
 
 
-@dataclass(frozen=True)
-class Score:
-    """How far predictions lie from measurements. ratio: the typical factor; median_error: |p / m - 1|."""
-
-    points: int
-    geometric_mean_ratio: float
-    median_error: float
-
-
-@dataclass(frozen=True)
-class Group:
-    """The calls that are scored together. scores: model -> regime -> score, where there are points.
-
-    inside: share of the new values within the topology's 90 % intervals, of `points` that lie inside the
-    tables' sizes; beyond: the number of those outside, which the scores count too. one_launch: whether
-    the intervals come from a single launch, so that they are too narrow.
-    """
-
-    name: str
-    scores: Mapping[str, Mapping[str, Score]]
-    inside: float | None
-    points: int
-    beyond: int
-    one_launch: bool
-
-
-@dataclass(frozen=True)
-class Validation:
-    """groups, and what to know about them in words."""
-
-    title: str
-    groups: tuple[Group, ...]
-    notes: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"kind": "validation", "models": WORDS, **dataclasses.asdict(self)}
-
-
 @dataclass
 class _Errors:
     """Log errors and sizes by model, and how many values lay within their interval."""
 
-    logs: dict[str, list[tuple[int, float]]] = dataclasses.field(default_factory=dict)
-    inside: list[bool] = dataclasses.field(default_factory=list)
+    logs: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    inside: list[bool] = field(default_factory=list)
     beyond: int = 0
     one_launch: bool = False
 
     def add(self, model: str, size_bytes: int, predicted_us: float, measured_us: float) -> None:
         self.logs.setdefault(model, []).append((size_bytes, float(np.log(predicted_us / measured_us))))
 
-    def group(self, name: str) -> Group:
-        scores = {model: _scores(self.logs[model]) for model in WORDS if model in self.logs}
-        share = float(np.mean(self.inside)) if self.inside else None
-        return Group(name, scores, share, len(self.inside), self.beyond, self.one_launch)
+    def group(self, name: str) -> CallGroup:
+        return CallGroup(
+            name=name,
+            scores={model: _scores(self.logs[model]) for model in WORDS if model in self.logs},
+            inside=float(np.mean(self.inside)) if self.inside else None,
+            points=len(self.inside),
+            beyond=self.beyond,
+            one_launch=self.one_launch,
+        )
 
 
 def _scores(errors: Sequence[tuple[int, float]]) -> dict[str, Score]:
@@ -102,12 +68,15 @@ def _scores(errors: Sequence[tuple[int, float]]) -> dict[str, Score]:
     for regime, (least, end) in REGIMES.items():
         mine = logs[(sizes >= least) & (sizes < end)]
         if mine.size:
-            median = float(np.median(np.abs(np.expm1(mine))))
-            scores[regime] = Score(int(mine.size), float(np.exp(np.abs(mine).mean())), median)
+            scores[regime] = Score(
+                points=int(mine.size),
+                geometric_mean_ratio=float(np.exp(np.abs(mine).mean())),
+                median_error=float(np.median(np.abs(np.expm1(mine)))),
+            )
     return scores
 
 
-def validate(topology: Mapping[str, Any], runs: Sequence[Run], *, same: bool = False) -> Validation:
+def validate(topology: Topology, runs: Sequence[Run], *, same: bool = False) -> Validation:
     """The models' errors on the runs' launches.
 
     same: allow runs that the topology was fitted on; the result then says so.
@@ -120,12 +89,12 @@ def validate(topology: Mapping[str, Any], runs: Sequence[Run], *, same: bool = F
     measured, chosen = measured_dims(runs)
     dims = _common(topology, measured, runs)
     header = runs[0].header
-    devices, guess = devices_per_host(header, topology["device_type"])
-    models = Models(topology["dims"], into(topology["mesh"], MeshShape), devices)
+    devices, guess = devices_per_host(header, topology.device_type)
+    models = Models(topology.dims, topology.mesh, devices)
     notes += [*chosen, *_differences(models, dims), f"PyTorch's guess: {guess}"]
     launches = sorted({launch for dim in dims for _, s in dim.all_series() for launch in s.launches})
     title = f"{len(launches)} new launch{'es' * (len(launches) > 1)} of {_names(dims)}"
-    return Validation(title, _scored(models, dims, use_fitted=not same), tuple(notes))
+    return _validation(title, _scored(models, dims, use_fitted=not same), notes)
 
 
 def validate_split(run: Run) -> Validation:
@@ -154,10 +123,14 @@ def validate_split(run: Run) -> Validation:
         notes.append(f"{few} curves with fewer than {MIN_SIZES} sizes were left out")
     title = f"every second size of {run.path.name}, fitted on the others"
     groups = _scored(models, held, use_fitted=False)
-    return Validation(title, groups, (*notes, f"PyTorch's guess: {guess}"))
+    return _validation(title, groups, [*notes, f"PyTorch's guess: {guess}"])
 
 
-def _scored(models: Models, dims: Sequence[Measured], *, use_fitted: bool) -> tuple[Group, ...]:
+def _validation(title: str, groups: tuple[CallGroup, ...], notes: Sequence[str]) -> Validation:
+    return Validation(models=WORDS, title=title, groups=groups, notes=tuple(notes))
+
+
+def _scored(models: Models, dims: Sequence[Measured], *, use_fitted: bool) -> tuple[CallGroup, ...]:
     errors: dict[str, _Errors] = {}
     for dim in dims:
         for what, series in dim.all_series():
@@ -165,8 +138,8 @@ def _scored(models: Models, dims: Sequence[Measured], *, use_fitted: bool) -> tu
             if curve is None:
                 continue
             into = errors.setdefault(_group_of(what, series.name), _Errors())
-            into.one_launch |= curve["launches"] == 1
-            fitted = {row["size_bytes"]: row.get("launch_us", ()) for row in curve["table"] if use_fitted}
+            into.one_launch |= curve.launches == 1
+            fitted = {row.size_bytes: row.launch_us for row in curve.table if use_fitted}
             for point in series.points:
                 _score_point(into, models, dim.name, what, series.name, point, curve)
                 known = [us for us in fitted.get(point.size_bytes, ()) if us is not None]
@@ -180,7 +153,7 @@ def _scored(models: Models, dims: Sequence[Measured], *, use_fitted: bool) -> tu
 
 
 def _score_point(
-    into: _Errors, models: Models, dim: str, what: str, name: str, point: Point, curve: Mapping[str, Any]
+    into: _Errors, models: Models, dim: str, what: str, name: str, point: Point, curve: MeasuredCurve
 ) -> None:
     predicted = models.predict_us(dim, what, name, point.size_bytes)
     expected = price(curve, point.size_bytes)
@@ -206,8 +179,8 @@ def _names(dims: Sequence[Measured]) -> str:
 # ------------------------------------------------------------------------------- runs and topologies
 
 
-def _fitted_on(topology: Mapping[str, Any], runs: Sequence[Run], same: bool) -> list[str]:
-    known = {run["run_id"] for run in topology["runs"]}
+def _fitted_on(topology: Topology, runs: Sequence[Run], same: bool) -> list[str]:
+    known = {run.run_id for run in topology.runs}
     own = [str(run.path) for run in runs if run.header.run_id in known]
     if own and not same:
         raise UsageError(
@@ -217,18 +190,18 @@ def _fitted_on(topology: Mapping[str, Any], runs: Sequence[Run], same: bool) -> 
     return [f"FITTED ON THE SAME RUN ({', '.join(own)}): a new launch will be further off"] if own else []
 
 
-def _common(topology: Mapping[str, Any], measured: Sequence[Measured], runs: Sequence[Run]) -> list[Measured]:
+def _common(topology: Topology, measured: Sequence[Measured], runs: Sequence[Run]) -> list[Measured]:
     """The dims that both have."""
     header, path = runs[0].header, runs[0].path
     for what, ours, theirs in (
-        ("backend", topology["backend"], backend(header)),
-        ("device type", topology["device_type"], device_type(header)),
+        ("backend", topology.backend, backend(header)),
+        ("device type", topology.device_type, device_type(header)),
     ):
         if ours != theirs:
             raise UsageError(
                 f"the topology is of {what} {ours}, {path} of {theirs}: calibrate on what is used"
             )
-    known = {dim["name"]: dim["ranks"] for dim in topology["dims"]}
+    known = {dim.name: dim.ranks for dim in topology.dims}
     common = [dim for dim in measured if known.get(dim.name) == dim.ranks and [*dim.all_series()]]
     if not common:
         have = ", ".join(f"{name}={ranks}" for name, ranks in known.items())
@@ -239,19 +212,23 @@ def _common(topology: Mapping[str, Any], measured: Sequence[Measured], runs: Seq
     return common
 
 
+def _pair(of: tuple[int, int] | None) -> list[int] | None:
+    return None if of is None else list(of)
+
+
 def _differences(models: Models, dims: Sequence[Measured]) -> list[str]:
     """What is not alike between the topology and the runs, and may make the errors."""
     notes = []
     for dim in dims:
         ours = models.dims[dim.name]
-        if ours["layout"]["hosts_per_group"] != dim.layout["hosts_per_group"]:
+        then, now = ours.layout.hosts_per_group, dim.layout.hosts_per_group
+        if then != now:
             notes.append(
-                f"{dim.name} spans {dim.layout['hosts_per_group']} hosts in the runs (least, most), "
-                f"{ours['layout']['hosts_per_group']} in the topology"
+                f"{dim.name} spans {_pair(now)} hosts in the runs (least, most), {_pair(then)} in the topology"
             )
-        if ours["groups_sharing"] != dim.sharing:
+        if isinstance(ours, Dim) and ours.groups_sharing != dim.sharing:
             notes.append(
-                f"{dim.name} was measured {dim.sharing} in the runs, {ours['groups_sharing']} in the topology"
+                f"{dim.name} was measured {dim.sharing} in the runs, {ours.groups_sharing} in the topology"
             )
         unknown = []
         for what, series in dim.all_series():
@@ -259,9 +236,9 @@ def _differences(models: Models, dims: Sequence[Measured]) -> list[str]:
             name = called(what, series.name)
             if curve is None:
                 unknown.append(name)
-            elif curve.get("dtype", series.dtype) != series.dtype:
+            elif curve.dtype not in ("", series.dtype):
                 notes.append(
-                    f"{name} over {dim.name} is {series.dtype} in the runs, {curve['dtype']} in the topology"
+                    f"{name} over {dim.name} is {series.dtype} in the runs, {curve.dtype} in the topology"
                 )
         if unknown:
             notes.append(f"not scored, since the topology has no {', '.join(unknown)} over {dim.name}")
@@ -280,8 +257,7 @@ def _alternate(series: Series, *, kept: bool) -> Series:
     return series.only(fitted if kept else set(sizes) - fitted)
 
 
-def _fit(dim: Measured) -> dict[str, Any]:
-    """A topology's entry of the dim, without the ring's constants where its collectives are not there."""
+def _fit(dim: Measured) -> Dim | CurvesOnly:
     if why_left_out(dim) is None:
         return calibrate_dim(dim)
-    return {"name": dim.name, "ranks": dim.ranks, "layout": dim.layout, **curves_of(dim)}
+    return CurvesOnly(dim.name, dim.ranks, dim.layout, *curves_of(dim))

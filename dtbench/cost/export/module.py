@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jinja2
 
-import dtbench
+from dtbench._version import __version__
 from dtbench.cost.price import times_of
-from dtbench.errors import UsageError
-from dtbench.files.atomic import write_atomically
+from dtbench.model.errors import UsageError
+from dtbench.records.atomic import write_atomically
+from dtbench.records.topology import Topology
 from dtbench_core.cost.curve import Curve
 from dtbench_core.cost.ring import BASE_LATENCY_US
 
+Place = tuple[int, int]  # nodes, ranks per node
 Target = Literal["torch", "inductor", "autoparallel"]
 # The versions whose private functions were read, and with which the tests were run.
 TORCH_VERSIONS = ("2.11", "2.13")
@@ -37,7 +39,7 @@ LATENCY_BYTES, RAMP_POINTS = 64 * 2**10, 24
 INDUCTOR_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 
 
-def export(topology: Mapping[str, Any], target: Target, path: Path) -> None:
+def export(topology: Topology, target: Target, path: Path) -> None:
     """Writes the module whole or not at all.
 
     Raises:
@@ -47,8 +49,8 @@ def export(topology: Mapping[str, Any], target: Target, path: Path) -> None:
     write_atomically(path, render(topology, target, path.stem), _is_export, "module of `dtbench export`")
 
 
-def render(topology: Mapping[str, Any], target: Target, module: str = "topology") -> str:
-    """The text of the module. topology: as `read_topology` gives it; module: the name to import it by."""
+def render(topology: Topology, target: Target, module: str = "topology") -> str:
+    """The text of the module. module: the name to import it by."""
     _check(topology)
     tables, ramps = _runtimes(topology) if target == "autoparallel" else ({}, {})
     environment = jinja2.Environment(
@@ -62,12 +64,9 @@ def render(topology: Mapping[str, Any], target: Target, module: str = "topology"
     return environment.get_template(f"{target}.py.jinja").render(
         module=module if module.isascii() and module.isidentifier() else "topology",
         source=_source(topology),
-        device_type=topology["device_type"],
-        dims={
-            dim["name"]: (dim["ranks"], dim["bandwidth_GiBps"], dim["latency_us_per_hop"])
-            for dim in topology["dims"]
-        },
-        ranks={dim["name"]: dim["ranks"] for dim in topology["dims"]},
+        device_type=topology.device_type,
+        dims={dim.name: (dim.ranks, dim.bandwidth_GiBps, dim.latency_us_per_hop) for dim in topology.dims},
+        ranks={dim.name: dim.ranks for dim in topology.dims},
         curves=dict(curves),
         tables=tables,
         ramps=ramps,
@@ -98,12 +97,12 @@ def literal(value: object) -> str:
     raise TypeError(f"got {type(value).__name__}, expected a string, a finite number, None or a collection")
 
 
-def _check(topology: Mapping[str, Any]) -> None:
-    if not topology["dims"]:
+def _check(topology: Topology) -> None:
+    if not topology.dims:
         raise UsageError(
             "the topology holds no mesh dim, expected at least one: calibrate from a run with collectives"
         )
-    base = topology["base_latency_us"]
+    base = topology.base_latency_us
     if not math.isclose(base, BASE_LATENCY_US):
         raise UsageError(
             f"the topology was fitted with a base latency of {base:g} us, torch's formulas have "
@@ -111,77 +110,74 @@ def _check(topology: Mapping[str, Any]) -> None:
         )
 
 
-def _source(topology: Mapping[str, Any]) -> dict[str, Any]:
+def _source(topology: Topology) -> dict[str, object]:
     """Where the numbers come from and how sure they are."""
-    versions = topology["runs"][0].get("versions") if topology["runs"] else None
+    versions = topology.runs[0].versions if topology.runs else {}
     return {
-        "written_by": f"dtbench {dtbench.__version__}",
-        "calibrated": topology.get("created", ""),
-        "runs": [run["run_id"] for run in topology["runs"]],
-        "versions": {
-            key: str(value) for key, value in (versions if isinstance(versions, dict) else {}).items()
-        },
-        "device_type": topology["device_type"],
-        "backend": topology["backend"],
-        "mesh": dict(zip(topology["mesh"]["dim_names"], topology["mesh"]["shape"], strict=True)),
-        "bandwidth_GiBps_90_percent": {dim["name"]: dim["bandwidth_interval"] for dim in topology["dims"]},
-        "latency_us_90_percent": {dim["name"]: dim["latency_interval"] for dim in topology["dims"]},
-        "warnings": [
-            *topology.get("warnings", []),
-            *(f"{dim['name']}: {warning}" for dim in topology["dims"] for warning in dim.get("warnings", [])),
-        ],
+        "written_by": f"dtbench {__version__}",
+        "calibrated": topology.created,
+        "runs": [run.run_id for run in topology.runs],
+        "versions": {key: str(value) for key, value in versions.items()},
+        "device_type": topology.device_type,
+        "backend": topology.backend,
+        "mesh": dict(zip(topology.mesh.dim_names, topology.mesh.shape, strict=True)),
+        "bandwidth_GiBps_90_percent": {dim.name: dim.bandwidth_interval for dim in topology.dims},
+        "latency_us_90_percent": {dim.name: dim.latency_interval for dim in topology.dims},
+        "warnings": topology.all_warnings(),
     }
 
 
-def _placement_curves(topology: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Curve]]:
+def _placement_curves(topology: Topology) -> Iterator[tuple[tuple[str, str], Curve]]:
     """DTensor's own measured transitions; where one was not measured, the collective that it is made of.
 
     What starts at Replicate sends nothing and stays free: torch asks for a cost of 0 to know that.
     """
-    on_cpu = topology["device_type"] == "cpu"
-    for dim in topology["dims"]:
-        measured, collectives = dim["transitions"].get("torch", {}), dim["collectives"]
+    on_cpu = topology.device_type == "cpu"
+    for dim in topology.dims:
+        measured, collectives = dim.transitions.get("torch", {}), dim.collectives
         for change in (*COLLECTIVE_OF, *SHARD_TO_SHARD):
             # On the CPU, DTensor gathers the whole tensor and keeps its part (`shard_dim_alltoall` in
             # torch/distributed/tensor/_collective_utils.py).
-            made_of = COLLECTIVE_OF.get(change, "all_gather" if on_cpu else None)
+            made_of = COLLECTIVE_OF.get(change, "all_gather" if on_cpu else "")
             curve = measured.get(change) or collectives.get(made_of)
             if curve is not None:
-                yield (dim["name"], change), times_of(curve)
+                yield (dim.name, change), times_of(curve)
         if ALL_TO_ALL in collectives and not on_cpu and not all(c in measured for c in SHARD_TO_SHARD):
-            yield (dim["name"], ALL_TO_ALL), times_of(collectives[ALL_TO_ALL])
+            yield (dim.name, ALL_TO_ALL), times_of(collectives[ALL_TO_ALL])
 
 
-def _collective_curves(topology: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Curve]]:
-    for dim in topology["dims"]:
+def _collective_curves(topology: Topology) -> Iterator[tuple[tuple[str, str], Curve]]:
+    for dim in topology.dims:
         for name in INDUCTOR_COLLECTIVES:
-            if name in dim["collectives"]:
-                yield (dim["name"], name), times_of(dim["collectives"][name])
+            if name in dim.collectives:
+                yield (dim.name, name), times_of(dim.collectives[name])
 
 
-def _runtimes(topology: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _runtimes(
+    topology: Topology,
+) -> tuple[dict[str, dict[Place, tuple[float, float]]], dict[str, dict[Place, tuple[float, ...]]]]:
     """collective -> (nodes, ranks per node) -> (us, GB/s); and the shares of that bandwidth, as autoparallel has them.
 
     Raises:
         UsageError: no dim whose groups all lie alike on the hosts.
     """
-    tables: dict[str, dict[tuple[int, int], tuple[float, float]]] = {}
-    ramps: dict[str, dict[tuple[int, int], tuple[float, ...]]] = {}
-    for dim in topology["dims"]:
-        hosts, per_host = (set(dim["layout"][name] or ()) for name in ("hosts_per_group", "ranks_per_host"))
+    tables: dict[str, dict[Place, tuple[float, float]]] = {}
+    ramps: dict[str, dict[Place, tuple[float, ...]]] = {}
+    for dim in topology.dims:
+        hosts, per_host = (set(of or ()) for of in (dim.layout.hosts_per_group, dim.layout.ranks_per_host))
         place = (min(hosts, default=0), min(per_host, default=0))
-        if len(hosts) > 1 or len(per_host) > 1 or math.prod(place) != dim["ranks"]:
+        if len(hosts) > 1 or len(per_host) > 1 or math.prod(place) != dim.ranks:
             continue
         for name in INDUCTOR_COLLECTIVES:
-            if name not in dim["collectives"]:
+            if name not in dim.collectives:
                 continue
-            curve = times_of(dim["collectives"][name])
+            curve = times_of(dim.collectives[name])
             small = [size for size in curve.sizes if size <= LATENCY_BYTES] or curve.sizes[:1]
             latency = min(map(curve.us, small))
             peak = max(_rate(curve, size, latency) for size in curve.sizes)
             known = tables.setdefault(name, {}).get(place)
             if peak and (known is None or peak < known[1]):  # of dims that lie alike the slower
-                sizes = (64 * 2**k * dim["ranks"] for k in range(RAMP_POINTS))
+                sizes = (64 * 2**k * dim.ranks for k in range(RAMP_POINTS))
                 tables[name][place] = (round(latency, 6), round(peak, 6))
                 ramps.setdefault(name, {})[place] = tuple(
                     round(min(max(_rate(curve, size, latency) / peak or 1.0, 0.01), 1.0), 6) for size in sizes

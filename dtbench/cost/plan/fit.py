@@ -12,8 +12,9 @@ from scipy.optimize import least_squares
 from dtbench.cost.plan.machines import Error, Fitted, Machine, NodeLinks
 from dtbench.cost.plan.step import predict_step
 from dtbench.cost.plan.tables import Measured
-from dtbench.cost.plan.validate import PlanValidation, halves, predict_rows, residuals
-from dtbench.errors import UsageError
+from dtbench.cost.plan.validate import halves, predict_rows, residuals, steps_file
+from dtbench.model.errors import UsageError
+from dtbench.records.plan import StepsFile
 
 # Steps off by more than this count less and less: a measured table holds runs that went wrong.
 USUAL_ERROR = 0.05
@@ -33,7 +34,7 @@ class Fit:
     """machine: with constants from all rows. held_out: one half predicted by constants from the other."""
 
     machine: Machine
-    held_out: PlanValidation
+    held_out: StepsFile
 
 
 def fit_machine(measured: Sequence[Measured], start: Machine, source: str) -> Fit:
@@ -47,7 +48,7 @@ def fit_machine(measured: Sequence[Measured], start: Machine, source: str) -> Fi
         raise UsageError(f"{len(measured)} measured steps are too few to fit and to check: give {MIN_ROWS}")
     first, second = halves(measured)
     half = _fitted(first, start)
-    held_out = PlanValidation(
+    held_out = steps_file(
         f"{len(second)} steps predicted by constants fitted to {len(first)} others",
         predict_rows(second, half, NodeLinks(half)),
     )

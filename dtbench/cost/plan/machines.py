@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
-from dtbench.cost.predict.prices import estimate
-from dtbench.errors import UsageError
-from dtbench.files.read import BadFieldError, decode, into, read_json
+from dtbench.cost.price import estimate
+from dtbench.model.errors import UsageError
+from dtbench.records.read import BadFieldError, decode, into, read_json
+from dtbench.records.topology import Dim, Topology
 from dtbench_core.cost.curve import Curve
 
 MAX_FILE_BYTES = 2**20
@@ -175,7 +176,7 @@ def group_in_node(gpus_per_node: int, ranks: int, inner: int) -> int:
 class TopologyLinks:
     """The links of a calibrated topology: its slowest dim within a host, and its slowest dim between hosts."""
 
-    topology: Mapping[str, Any]
+    topology: Topology
     gpus_per_node: int
 
     def all_reduce(self, size_bytes: float, ranks: int, inner: int) -> float:
@@ -190,13 +191,12 @@ class TopologyLinks:
     def _us(self, collective: str, size_bytes: float, ranks: int, within: bool) -> float:
         return estimate(self._dim(within), collective, ranks, max(1, int(size_bytes))).time_us
 
-    def _dim(self, within: bool) -> Mapping[str, Any]:
-        dims = self.topology["dims"]
-        fitting = [dim for dim in dims if (dim["layout"]["kind"] == "intra-host") == within]
+    def _dim(self, within: bool) -> Dim:
+        dims = self.topology.dims
+        fitting = [dim for dim in dims if (dim.layout.kind == "intra-host") == within]
         if not dims:
             raise UsageError("the topology holds no mesh dim: calibrate from a run with collectives")
-        found: Mapping[str, Any] = min(fitting or dims, key=lambda dim: dim["bandwidth_GiBps"])
-        return found
+        return min(fitting or dims, key=lambda dim: dim.bandwidth_GiBps)
 
 
 def built_in() -> list[str]:
@@ -204,7 +204,7 @@ def built_in() -> list[str]:
     return sorted(file.name[:-5] for file in _folder().iterdir() if file.name.endswith(".json"))
 
 
-def _folder() -> Any:
+def _folder() -> Traversable:
     return resources.files("dtbench.cost.plan") / "machines"
 
 

@@ -11,8 +11,8 @@ from dtbench.cost.plan.job import RECOMPUTE, Job, Layout
 from dtbench.cost.plan.machines import Links, Machine, Network
 from dtbench.cost.plan.memory import Memory, memory_of
 from dtbench.cost.plan.step import Step, predict_step
-from dtbench.errors import UsageError
-from dtbench.units import format_bytes, format_ratio, format_seconds
+from dtbench.model.errors import UsageError
+from dtbench.text.units import format_bytes, format_ratio, format_seconds
 
 BEST = 10
 MAX_MICRO_BATCH = 64

@@ -1,19 +1,30 @@
-"""A plan and a validation as tables and as JSON."""
+"""Plans, validations and the communication of shardings as tables and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import msgspec
+from rich.console import Console
 
 from dtbench.cost.plan.search import Candidate, Plan, explain
-from dtbench.cost.plan.validate import PlanValidation
-from dtbench.files.plan import LayoutRow, PlanFile, StepRow, StepsFile
-from dtbench.terminal import Column, new_console, print_columns, print_json, print_line
-from dtbench.units import format_bytes, format_seconds, plural
+from dtbench.model.mesh import format_mesh
+from dtbench.records.plan import (
+    CallRow,
+    Communication,
+    LayoutRow,
+    PlanFile,
+    ShardingRow,
+    StepsFile,
+    Times,
+)
+from dtbench.text.terminal import Column, new_console, print_columns, print_json, print_line
+from dtbench.text.units import format_bytes, format_seconds, plural, significant
 
 # Of a long table the rows that are furthest off are shown; `--json` has all.
 MAX_ROWS = 60
+# An interval wider than this factor to either side says nothing that its ends would add to.
+NOT_KNOWN = 100
 # Of a step's time, as `Step` names them.
 PARTS = ("compute", "tensor", "pipeline", "data", "bubble", "once")
 
@@ -54,7 +65,7 @@ def plan_file(plan: Plan, notes: tuple[str, ...]) -> PlanFile:
     return PlanFile(
         title=f"{job.model.name} on {job.gpus} GPUs of {plan.machine.name}, {job.batch} sequences of {job.sequence} "
         "tokens a step",
-        model=dataclasses.asdict(job.model) | {"elements": job.model.elements()},
+        model=job.model.described(),
         machine=plan.machine.name,
         gpus=job.gpus,
         global_batch=job.batch,
@@ -90,9 +101,8 @@ def _interval(one: LayoutRow) -> str:
     )
 
 
-def print_validation(validation: PlanValidation, as_json: bool = False) -> None:
+def print_validation(made: StepsFile, as_json: bool = False) -> None:
     """Measured, predicted and the error of each row, then how good that is for choosing."""
-    made = steps_file(validation)
     if as_json:
         print_json(msgspec.to_builtins(made))
         return
@@ -113,29 +123,68 @@ def print_validation(validation: PlanValidation, as_json: bool = False) -> None:
         print_line(console, line)
 
 
-def verdict(validation: PlanValidation) -> list[str]:
-    """How far off, and what choosing by the predictions would cost."""
-    lines = [f"mean error {validation.mean_error:.1%} over {plural(len(validation.rows), 'row')}"]
-    right, pairs = validation.pairs_in_order()
-    costs = validation.cost_of_choice()
-    if pairs and any(" on " in row.label for row in validation.rows):
-        lines.append(f"{right} of {pairs} pairs of layouts in the order measured ({right / pairs:.1%})")
-        lines.append(
-            f"the layout predicted fastest took {sum(costs) / len(costs):.1%} more than the fastest, mean of "
-            f"{plural(len(costs), 'choice')}; at most {max(costs):.1%}"
-        )
-    return [*lines, *validation.notes]
+def print_communication(found: Communication, as_json: bool = False) -> None:
+    """The collectives, then the shardings with their sums, then everything that was assumed."""
+    if as_json:
+        print_json(msgspec.to_builtins(found))
+        return
+    console = new_console()
+    mesh = format_mesh(found.mesh.items())
+    print_line(console, f"{found.model['name']} on {mesh}: communication only, not overlapped", "bold")
+    for where, title in (("layer", "one layer"), ("ends", "embedding, head and loss, once a step")):
+        print_line(console, "")
+        print_line(console, title)
+        _print_calls(console, [row for row in found.collectives if row.where == where])
+    print_line(console, "")
+    print_line(console, f"all {found.model['layers']} layers and the rest, per step and rank")
+    _print_shardings(console, sorted(found.variants, key=lambda one: one.step.time_s))
+    print_line(console, "")
+    for title, lines in (("warning", found.warnings), ("assumed", found.assumptions)):
+        for line in lines:
+            print_line(console, f"{title}: {line}")
 
 
-def steps_file(validation: PlanValidation) -> StepsFile:
-    """The validation as its file holds it."""
-    right, pairs = validation.pairs_in_order()
-    return StepsFile(
-        title=validation.title,
-        rows=tuple(StepRow(**dataclasses.asdict(row), error=row.error) for row in validation.rows),
-        mean_error=validation.mean_error,
-        pairs=pairs,
-        pairs_in_order=right,
-        cost_of_choice=tuple(validation.cost_of_choice()),
-        verdict=tuple(verdict(validation)),
-    )
+def _print_calls(console: Console, rows: list[CallRow]) -> None:
+    words: list[Column] = [
+        ("sharding", [row.scheme for row in rows]),
+        ("pass", [row.phase for row in rows]),
+        ("what", [row.what for row in rows]),
+        ("collective", [row.collective for row in rows]),
+        ("over", [f"{row.mesh_dim}={row.ranks}" for row in rows]),
+    ]
+    figures: list[Column] = [
+        ("count", [str(row.count) for row in rows]),
+        ("size", [format_bytes(row.size_bytes) for row in rows]),
+        ("time", [format_seconds(row.time_s) for row in rows]),
+        ("interval", [_ends(row) for row in rows]),
+    ]
+    print_columns(console, words, figures, [("beyond what was measured", [_beyond(row) for row in rows])])
+
+
+def _print_shardings(console: Console, best: list[ShardingRow]) -> None:
+    times = [one.step.time_s for one in best]
+    figures: list[Column] = [
+        ("layer", [format_seconds(one.layer.time_s) for one in best]),
+        ("interval", [_ends(one.layer) for one in best]),
+        ("step", [format_seconds(time) for time in times]),
+        ("interval", [_ends(one.step) for one in best]),
+        ("sent per rank", [format_bytes(one.sent_bytes) for one in best]),
+        ("against best", [f"{significant(time / times[0], 3)}x" for time in times]),
+    ]
+    print_columns(console, [("sharding", [" + ".join(one.schemes) for one in best])], figures)
+
+
+def _ends(of: Times) -> str:
+    if of.high_s > NOT_KNOWN**2 * of.low_s:
+        return f"unknown within {NOT_KNOWN}x"
+    return f"{format_seconds(of.low_s)} .. {format_seconds(of.high_s)}"
+
+
+def _beyond(row: CallRow) -> str:
+    size, ranks = row.size_factor, row.ranks_factor
+    parts = {
+        "by formula": row.by_formula,
+        f"size {significant(size, 2)}x": size > 1,
+        f"ranks {significant(ranks, 3)}x": ranks != 1,
+    }
+    return ", ".join(words for words, is_so in parts.items() if is_so)

@@ -14,8 +14,10 @@ from functools import lru_cache
 
 from dtbench.cost.plan.job import Job, Layout, stage_elements
 from dtbench.cost.plan.machines import Links, Machine
-from dtbench.cost.predict.models import Model
+from dtbench.cost.plan.models import Model
+from dtbench.cost.plan.shardings import BLOCKS, DDP, FSDP, activation_bytes, in_all_reduces
 
+FSDP_COST, DDP_COST = in_all_reduces(FSDP), in_all_reduces(DDP)
 ITEM = 2  # bytes of an element in bfloat16 or float16
 
 # Elements that memory-bound operations read and write per token and layer, forward and backward (twice the forward).
@@ -92,7 +94,7 @@ def predict_step(job: Job, layout: Layout, machine: Machine, links: Links) -> St
     head = _head(job, layout, machine)
     sent = 0.0
     if layout.pp > 1:
-        size = layout.micro_batch * job.sequence * job.model.hidden * ITEM
+        size = activation_bytes(job.model, layout.micro_batch * job.sequence, ITEM)
         sent = 2 * layout.chunks * links.send(size, layout.tp, layout.tp * layout.dp)
     waits = (layout.pp - 1) / layout.chunks
     stage = layers * (layer.busy + layer.exposed)
@@ -122,9 +124,9 @@ def _layer(job: Job, layout: Layout, machine: Machine, links: Links) -> _Layer:
     host = more * (fitted.host_us if layout.tp == 1 else fitted.host_tp_us) * 1e-6
     if layout.tp == 1:
         return _Layer(max(device, host), 0.0)
-    one = links.all_reduce(tokens * model.hidden * ITEM, layout.tp, 1)
-    # Two blocks per layer. In the backward pass a collective runs beside the block's weight gradients.
-    behind = (2 + 2 * again) * one + 2 * max(0.0, one - forward / 2)
+    one = links.all_reduce(activation_bytes(model, tokens, ITEM), layout.tp, 1)
+    # In the backward pass a collective runs beside the block's weight gradients.
+    behind = BLOCKS * ((1 + again) * one + max(0.0, one - forward / BLOCKS))
     busy = max(device, host)
     return _Layer(busy, max(device + behind, host) - busy)
 
@@ -158,13 +160,12 @@ def _data_parallel(job: Job, layout: Layout, links: Links, one_micro_batch: floa
     hidden_by = 2 / 3 * one_micro_batch if job.software.overlap else 0.0  # the last backward pass
     total = 0.0
     if layout.fsdp > 1:
-        # Half an all-reduce gathers or scatters: weights forward and backward, gradients, in every micro batch.
-        one = 1.5 * links.all_reduce(elements * ITEM, layout.fsdp, layout.tp)
+        one = FSDP_COST * links.all_reduce(elements * ITEM, layout.fsdp, layout.tp)
         free = one_micro_batch if job.software.overlap else 0.0
-        total += count * max(one - free, one / layers)
+        total += count * max(one - free, one / layers)  # in every micro batch
     replicas = layout.dp // layout.fsdp
     if replicas > 1:
-        one = links.all_reduce(elements * ITEM / layout.fsdp, replicas, layout.tp * layout.fsdp)
+        one = DDP_COST * links.all_reduce(elements * ITEM / layout.fsdp, replicas, layout.tp * layout.fsdp)
         total += max(one - hidden_by, one / layers)
     return total
 

@@ -18,11 +18,11 @@ from statistics import median
 from dtbench.cost.plan.job import PLAIN, RECOMPUTE, Job, Layout
 from dtbench.cost.plan.machines import Machine
 from dtbench.cost.plan.memory import memory_of
+from dtbench.cost.plan.models import MAX_VALUE, Model
 from dtbench.cost.plan.search import RESERVED_BYTES
-from dtbench.cost.predict.models import MAX_VALUE, Model
-from dtbench.errors import UnreadableRunError, UsageError
-from dtbench.files.read import read_bytes
-from dtbench.grouping import group_by
+from dtbench.model.errors import UnreadableRunError, UsageError
+from dtbench.model.grouping import group_by
+from dtbench.records.read import read_bytes
 
 MAX_FILE_BYTES = 2**24
 _WHAT = "a table of measured steps in CSV"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -14,64 +13,62 @@ from scipy.optimize import isotonic_regression
 from dtbench.cost.plan.machines import Links, Machine
 from dtbench.cost.plan.step import predict_step
 from dtbench.cost.plan.tables import Measured, Table, all_reduces, measured_steps, read_table
-from dtbench.grouping import group_by
+from dtbench.model.grouping import group_by
+from dtbench.records.plan import StepRow, StepsFile
+from dtbench.text.units import plural
 from dtbench_core.cost.curve import Curve
 
 # The rest of a table's sizes is predicted: an eighth of the public ones is fitted.
 ALL_REDUCE_FITTED = 128
 
 
-@dataclass(frozen=True)
-class Row:
-    """label: the layout, or the size of an all-reduce."""
+def steps_file(title: str, rows: Sequence[StepRow], notes: Iterable[str] = ()) -> StepsFile:
+    """What the rows amount to: how far off they are, and what choosing by the predictions would cost.
 
-    label: str
-    group: str
-    measured_s: float
-    predicted_s: float
-
-    @property
-    def error(self) -> float:
-        """Predicted against measured; 0.1 is 10 % too much."""
-        return self.predicted_s / self.measured_s - 1
-
-
-@dataclass(frozen=True)
-class PlanValidation:
-    """title: of what, by what. rows in the order of the table."""
-
-    title: str
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def mean_error(self) -> float:
-        return fmean(abs(row.error) for row in self.rows)
-
-    def groups(self) -> list[list[Row]]:
-        """Rows that are choices of one another: one model, batch and number of GPUs."""
-        by_group = group_by(self.rows, lambda row: row.group)
-        return [rows for rows in by_group.values() if len(rows) > 1]
-
-    def pairs_in_order(self) -> tuple[int, int]:
-        """(pairs of choices that are predicted in the order measured, pairs of different times)."""
-        orders = [
-            (a.predicted_s - b.predicted_s) * (a.measured_s - b.measured_s) > 0
-            for rows in self.groups()
-            for a, b in itertools.combinations(rows, 2)
-            if a.measured_s != b.measured_s
-        ]
-        return sum(orders), len(orders)
-
-    def cost_of_choice(self) -> list[float]:
-        """Per group: measured time of what is predicted fastest, against the fastest measured; 0.02 is 2 % more."""
-        return [
-            min(rows, key=lambda row: row.predicted_s).measured_s / min(row.measured_s for row in rows) - 1
-            for rows in self.groups()
-        ]
+    title: of what, by what. rows: in the order of the table; those of one group are choices of one another.
+    """
+    choices = [of for of in group_by(rows, lambda row: row.group).values() if len(of) > 1]
+    in_order = [
+        (a.predicted_s - b.predicted_s) * (a.measured_s - b.measured_s) > 0
+        for of in choices
+        for a, b in itertools.combinations(of, 2)
+        if a.measured_s != b.measured_s
+    ]
+    costs = [
+        min(of, key=lambda row: row.predicted_s).measured_s / min(row.measured_s for row in of) - 1
+        for of in choices
+    ]
+    mean_error = fmean(abs(row.error) for row in rows)
+    verdict = [f"mean error {mean_error:.1%} over {plural(len(rows), 'row')}"]
+    if in_order and any(" on " in row.label for row in rows):
+        right, pairs = sum(in_order), len(in_order)
+        verdict.append(f"{right} of {pairs} pairs of layouts in the order measured ({right / pairs:.1%})")
+        verdict.append(
+            f"the layout predicted fastest took {fmean(costs):.1%} more than the fastest, mean of "
+            f"{plural(len(costs), 'choice')}; at most {max(costs):.1%}"
+        )
+    return StepsFile(
+        title=title,
+        rows=tuple(rows),
+        mean_error=mean_error,
+        pairs=len(in_order),
+        pairs_in_order=sum(in_order),
+        cost_of_choice=tuple(costs),
+        verdict=(*verdict, *notes),
+    )
 
 
-def validate_table(path: Path, machine: Machine, links: Links) -> PlanValidation:
+def _row(label: str, group: str, measured_s: float, predicted_s: float) -> StepRow:
+    return StepRow(
+        label=label,
+        group=group,
+        measured_s=measured_s,
+        predicted_s=predicted_s,
+        error=predicted_s / measured_s - 1,
+    )
+
+
+def validate_table(path: Path, machine: Machine, links: Links) -> StepsFile:
     """Predicts every row of a table of measured steps, or, of a table of all-reduces, those sizes that its curve is
     not fitted to.
 
@@ -84,17 +81,17 @@ def validate_table(path: Path, machine: Machine, links: Links) -> PlanValidation
         return _validate_all_reduce(table)
     measured = measured_steps(table, machine)
     notes = sorted({f"recomputation: {one.layout.recompute}" for one in measured})
-    return PlanValidation(
+    return steps_file(
         f"{path.name}: {len(measured)} measured steps on {machine.name}",
         predict_rows(measured, machine, links),
-        tuple(notes),
+        notes,
     )
 
 
-def predict_rows(measured: Iterable[Measured], machine: Machine, links: Links) -> tuple[Row, ...]:
+def predict_rows(measured: Iterable[Measured], machine: Machine, links: Links) -> tuple[StepRow, ...]:
     """The rows with their predictions."""
     return tuple(
-        Row(
+        _row(
             f"{one.job.model.name} on {one.job.gpus}: {one.layout.words()}",
             f"{one.job.model.name} {one.job.gpus} {one.job.batch} {one.job.sequence}",
             one.time_s,
@@ -107,16 +104,16 @@ def predict_rows(measured: Iterable[Measured], machine: Machine, links: Links) -
 # -------------------------------------------------------------------------------------- all-reduce
 
 
-def _validate_all_reduce(table: Table) -> PlanValidation:
+def _validate_all_reduce(table: Table) -> StepsFile:
     """Every so many sizes fit a curve, the others are predicted from it."""
     points = all_reduces(table)
     name = table.path.name
     chosen = _chosen(len(points), min(ALL_REDUCE_FITTED, len(points) // 2 + 1))
     curve = fit_curve([points[at] for at in chosen])
     held = sorted(set(range(len(points))) - set(chosen))
-    found = [Row(f"{points[at][0]} B", name, points[at][1], curve.us(points[at][0]) * 1e-6) for at in held]
+    found = [_row(f"{points[at][0]} B", name, points[at][1], curve.us(points[at][0]) * 1e-6) for at in held]
     title = f"{name}: an all-reduce fitted at {len(chosen)} sizes, the other {len(held)} predicted"
-    return PlanValidation(title, tuple(found))
+    return steps_file(title, found)
 
 
 def _chosen(points: int, count: int) -> list[int]:
@@ -138,6 +135,6 @@ def halves(measured: Sequence[Measured]) -> tuple[list[Measured], list[Measured]
     return [measured[i] for i in order[:cut]], [measured[i] for i in order[cut:]]
 
 
-def residuals(rows: Iterable[Row]) -> Iterator[float]:
+def residuals(rows: Iterable[StepRow]) -> Iterator[float]:
     """Measured time against predicted."""
     return (row.measured_s / row.predicted_s for row in rows)

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dtbench.errors import UsageError
 from dtbench.model import Run
+from dtbench.model.errors import UsageError
+from dtbench.stats import drawn_again, interval
 
 WITHIN = 0.05
 INTERVAL = 0.9
@@ -104,11 +105,9 @@ def choose(sweep: Sweep, seed: int = 0) -> Choice:
     typical = np.median(sweep.relative, axis=0)
     low = high = None
     if n > 1:
-        drawn = sweep.relative[np.random.default_rng(seed).integers(n, size=(REPLICATES, n))]
+        drawn = drawn_again(sweep.relative, REPLICATES, np.random.default_rng(seed))
         chosen = _smallest(np.median(drawn, axis=1))
-        tails = [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2]
-        ends = np.quantile(chosen, tails, method="inverted_cdf")
-        low, high = (sweep.buckets[int(i)] for i in ends)
+        low, high = (sweep.buckets[int(i)] for i in interval(chosen, INTERVAL, interpolated=False))
     index = int(_smallest(typical[None])[0])
     fastest = int(np.argmin(typical))
     loss = float(typical[index] / typical[fastest] - 1)

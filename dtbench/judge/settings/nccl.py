@@ -14,11 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from dtbench.errors import UsageError
-from dtbench.judge.gate.arms import parse_variables
-from dtbench.judge.gate.verdict import Effect, alpha_of, effect_of
-from dtbench.judge.verdicts import smallest_change
 from dtbench.model import SWEEP_ARM, Run
+from dtbench.model.errors import UsageError
+from dtbench.stats import Effect, alpha_of, effect_of, smallest_change
+from dtbench.text.variables import parse_variables
 
 COLLECTIVES = {
     "all_reduce": "allreduce",
@@ -33,7 +32,7 @@ _FORCED = ("NCCL_ALGO", "NCCL_PROTO")
 # NCCL's own cap of channels; an arm that sets it says how many its times are of.
 _CHANNELS = "NCCL_MAX_NCHANNELS"
 HEAD = """\
-# Written by `dtbench settings nccl`. collective,min,max,algo,proto,channels,nNodes,nRanks,pipeOps,regBuff
+# Written by `dtbench settings`. collective,min,max,algo,proto,channels,nNodes,nRanks,pipeOps,regBuff
 # Read by NCCL's example tuner plugin: NCCL_TUNER_CONFIG_FILE. It sets one channel where none is given (channels -1, and
 # sizes that no row matches): measure with the plugin loaded, or with a plugin that leaves channels alone.
 """
@@ -64,7 +63,7 @@ class Range:
 
 
 def arm_of(env: Mapping[str, str]) -> Arm:
-    """What `dtbench sweep-env` wrote; of a run that it did not start, the variables that the plugin can set."""
+    """What `dtbench settings --sweep` wrote; of a run that it did not start, the variables that the plugin can set."""
     if SWEEP_ARM in env:
         return tuple(sorted(parse_variables(env[SWEEP_ARM]).items()))
     return tuple((name, env[name]) for name in sorted((*_FORCED, _CHANNELS)) if name in env)
@@ -106,7 +105,7 @@ def winners_of(times: Times) -> list[Winner]:
     if not tests:
         raise UsageError(
             "nothing to choose from: give launches as they come and others with forced NCCL_ALGO and NCCL_PROTO, "
-            "of the same collectives; `dtbench sweep-env` plans them"
+            "of the same collectives; `dtbench settings --sweep` plans them"
         )
     alpha = alpha_of(len(tests), 1)
     most = max(min(len(times[key][()]), len(times[key][arm])) for key, arm in tests)

@@ -1,7 +1,7 @@
 """A sweep over variables as a shell script: fresh launches of every arm, in turns, each with a file of its own.
 
 Between launches lies almost all variance, and machines drift: arms that take turns in an order drawn anew for every
-round meet the same machine. The file of a run holds the name of its arm, by which `dtbench settings nccl` knows it.
+round meet the same machine. The file of a run holds the name of its arm, by which `dtbench settings` knows it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import random
 import shlex
 from collections.abc import Sequence
 
-from dtbench.errors import UsageError
-from dtbench.judge.gate.arms import parse_variables
 from dtbench.model import SWEEP_ARM
+from dtbench.model.errors import UsageError
+from dtbench.text.variables import parse_variables
 
 
 def script(arms: Sequence[str], command: Sequence[str], launches: int, folder: str, seed: int) -> str:
@@ -24,6 +24,8 @@ def script(arms: Sequence[str], command: Sequence[str], launches: int, folder: s
     variables = [parse_variables(arm) for arm in ("", *arms)]
     if any(variables.index(one) != i for i, one in enumerate(variables)):
         raise UsageError("an arm stands twice or sets nothing: give each its own NAME=VALUE")
+    if not command:
+        raise UsageError("got no COMMAND after --: expected COMMAND, such as `-- dtbench run collectives`")
     if any(word in ("-o", "--output", "--launches") or word.startswith("--output=") for word in command):
         raise UsageError(
             "the sweep gives each launch its -o and counts them: leave -o and --launches out of COMMAND"

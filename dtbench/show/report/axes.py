@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from dtbench.show.report.svg import STAND_IN
-from dtbench.units import format_bytes, format_seconds, format_size
+from dtbench.text.units import format_bytes, format_seconds, format_size
 
 Format = Callable[[float], str]
 
@@ -96,11 +96,11 @@ def size_tick(value: float) -> str:
     return exact if len(exact) <= 8 else format_bytes(value)
 
 
-def size_axis(sizes: Sequence[int], title: str) -> Axis:
-    """A logarithmic axis of sizes in bytes, ticks at powers of two between the measured ones."""
+def size_axis(sizes: Sequence[int], title: str, most: int = 4) -> Axis:
+    """A logarithmic axis of sizes in bytes, at most so many ticks at powers of two between the measured ones."""
     ordered = sorted(set(sizes))
     powers = range(round(math.log2(ordered[0])), round(math.log2(ordered[-1])) + 1)
-    step = max(1, math.ceil(len(powers) / 4))
+    step = max(1, math.ceil(len(powers) / most))
     room = max((ordered[-1] / ordered[0]) ** 0.05, 1.2)
     return Axis(
         ordered[0] / room,

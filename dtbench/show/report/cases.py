@@ -5,17 +5,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TypeVar
 
 import pandas as pd
 
-from dtbench.files.frame import COUNTER, cases_frame, cells, impls_of, names_of, params_of, timed_frames
 from dtbench.model import Param, Run
+from dtbench.records.frame import COUNTER, cases_frame, cells, impls_of, names_of, params_of, timed_frames
+
+_K = TypeVar("_K")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One impl of one case over its launches, as `dtbench.files.frame.cases_frame` merges them."""
+    """One impl of one case over its launches, as `dtbench.records.frame.cases_frame` merges them."""
 
     impl: str
     estimate_s: float  # what `dtbench.model.estimator_of` names, the median over launches
@@ -81,7 +83,7 @@ def _cases(frame: pd.DataFrame, figures: Sequence[str]) -> list[Case]:
     return [Case(*case) for case in zip(cells(frame["name", ""]), params_of(frame), impls, strict=True)]
 
 
-def distinct(values: Iterable[Any]) -> list[Any]:
+def distinct(values: Iterable[_K]) -> list[_K]:
     """Each value once, in the order of first appearance."""
     return list(dict.fromkeys(values))
 
@@ -92,6 +94,6 @@ def geometric_mean(values: Iterable[float | None]) -> float | None:
     return statistics.geometric_mean(there) if there else None
 
 
-def main_dtype(cases: Sequence[Case]) -> Any:
+def main_dtype(cases: Sequence[Case]) -> Param:
     dtypes = {c.get("dtype") for c in cases}
     return "float32" if "float32" in dtypes else min(dtypes, key=str)

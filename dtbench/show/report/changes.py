@@ -7,57 +7,12 @@ from dataclasses import dataclass
 
 from msgspec.structs import asdict
 
-from dtbench import errors
-from dtbench.files.gate import Benchmark, Gate
-from dtbench.judge.compare import MIN_LAUNCHES, SAME_CONFIDENCE, SAME_WITHIN, Comparison, Row
-from dtbench.judge.verdicts import MAX_P, MIN_CHANGE, MIN_CHANGE_S, Verdict, smallest_change
-from dtbench.model import Param
-from dtbench.units import format_seconds
-
-# Word -> (shape, what it means).
-WORDS: Mapping[Verdict, tuple[str, str]] = {
-    Verdict.REGRESSION: ("▲", "slower"),
-    Verdict.FAILED: ("✕", "failed or gave wrong data"),
-    Verdict.MISSING: ("∅", "measured before, missing now"),
-    Verdict.INCONCLUSIVE: ("?", "inconclusive: neither a change nor sameness is shown"),
-    Verdict.IMPROVED: ("▼", "faster"),
-    Verdict.NEW: ("+", "new"),
-    Verdict.PASS: ("=", "same"),
-}
-GRAVE = (Verdict.REGRESSION, Verdict.FAILED, Verdict.MISSING)
-
-
-@dataclass(frozen=True)
-class Change:
-    """One case and impl. verdict: one of WORDS. ratio: new over base, low and high its bounds (None: open).
-    matters: the least change that counts, as a share. noise: spread of the log ratios over pairs.
-    observations: such as "10 pairs"."""
-
-    verdict: Verdict
-    suite: str
-    name: str
-    impl: str
-    params: Mapping[str, Param]
-    reason: str = ""
-    base_s: float | None = None
-    now_s: float | None = None
-    ratio: float | None = None
-    low: float | None = None
-    high: float | None = None
-    matters: float | None = None
-    noise: float | None = None
-    observations: str = ""
-    estimator: str = ""
-
-    @property
-    def words(self) -> str:
-        params = ", ".join(f"{k}={v}" for k, v in self.params.items())
-        return f"{self.name} ({params})" if params else self.name
-
-    @property
-    def severity(self) -> float:
-        """The change over the least that counts; positive is slower."""
-        return (self.ratio - 1) / self.matters if self.ratio is not None and self.matters else 0.0
+from dtbench.judge.compare import MIN_LAUNCHES, SAME_CONFIDENCE, SAME_WITHIN, Comparison
+from dtbench.model import errors
+from dtbench.records.gate import Gate
+from dtbench.records.judged import Judged, Verdict
+from dtbench.stats import MAX_P, MIN_CHANGE, MIN_CHANGE_S
+from dtbench.text.units import format_seconds
 
 
 @dataclass(frozen=True)
@@ -65,7 +20,7 @@ class Changes:
     """All of them, the gravest first. outcome: the verdict on the whole, one of OUTCOMES; thresholds: what the
     words mean here; bounds: what low and high are; sides: what base and new are."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[Judged, ...]
     outcome: str
     thresholds: tuple[str, ...]
     bounds: str
@@ -85,7 +40,7 @@ OUTCOMES: Mapping[str, tuple[str, str]] = {
 }
 
 
-def _sorted(changes: Sequence[Change]) -> tuple[Change, ...]:
+def _sorted(changes: Sequence[Judged]) -> tuple[Judged, ...]:
     return tuple(sorted(changes, key=lambda c: (c.verdict.gravity, -abs(c.severity))))
 
 
@@ -94,7 +49,7 @@ def _sorted(changes: Sequence[Change]) -> tuple[Change, ...]:
 
 def of_comparison(comparison: Comparison) -> Changes:
     """What `dtbench compare` finds."""
-    changes = _sorted([_of_row(row) for row in comparison.rows])
+    changes = _sorted(comparison.rows)
     outcomes = {
         errors.EXIT_OK: "ok",
         errors.EXIT_REGRESSION: "slower" if comparison.count(Verdict.REGRESSION) else "failed",
@@ -112,31 +67,6 @@ def of_comparison(comparison: Comparison) -> Changes:
     )
     bounds = "Hodges-Lehmann over launches; the interval covers at most what so few launches allow."
     return Changes(changes, outcome, thresholds, bounds, comparison.notes)
-
-
-def _of_row(row: Row) -> Change:
-    suite, name, impl, params = row.key
-    matters = smallest_change(row.base_s) if row.base_s else None
-    observations = f"{row.base_launches} + {row.new_launches} launches"
-    if row.confidence is not None:
-        observations += f", interval of {row.confidence:.0%}"
-    return Change(
-        row.verdict,
-        suite,
-        name,
-        impl,
-        dict(params),
-        row.reason,
-        row.base_s,
-        row.new_s,
-        row.ratio,
-        row.low,
-        row.high,
-        matters,
-        None,
-        observations,
-        row.estimator,
-    )
 
 
 # ------------------------------------------------------------------------------------ the gate's result
@@ -170,27 +100,22 @@ def of_gate(gate: Gate) -> Changes:
     undecided = "untrusted" if gate.trust.reasons else "inconclusive"
     outcomes = {0: "ok", 1: "slower", 3: undecided, 4: "missing", 5: "failed"}
     bounds = "Hodges-Lehmann over pairs of launches; low and high are one-sided bounds at 95 %."
-    changes = _sorted([_of_benchmark(b) for b in gate.benchmarks])
+    changes = _sorted(gate.benchmarks)
     return Changes(changes, outcomes[gate.exit_code], thresholds, bounds, notes, sides)
 
 
-def _of_benchmark(of: Benchmark) -> Change:
-    rises = [f"{name} {rise.base:g} → {rise.head:g}" for name, rise in of.counters.items()]
-    effect = of.effect
-    return Change(
-        Verdict[of.verdict],
-        of.suite,
-        of.name,
-        of.impl,
-        of.params,
-        "; ".join([*rises, *([of.reason] if of.reason else [])]),
-        of.base_s,
-        of.head_s,
-        effect.ratio if effect else None,
-        (effect.low or None) if effect else None,  # 0: no bound yet
-        effect.high if effect else None,
-        smallest_change(of.base_s, of.floor_s or 0.0) if of.base_s else None,
-        effect.sd if effect else None,
-        f"{effect.pairs:.0f} pairs" if effect else "",
-        of.estimator or "",
-    )
+def observations_of(case: Judged) -> str:
+    """`10 pairs`, `5 + 5 launches, interval of 99%`."""
+    if case.effect is not None and case.effect.pairs:
+        return f"{case.effect.pairs} pairs"
+    if case.stage or not (case.base_launches or case.head_launches):
+        return ""
+    confidence = case.effect.confidence if case.effect else None
+    interval = "" if confidence is None else f", interval of {confidence:.0%}"
+    return f"{case.base_launches} + {case.head_launches} launches{interval}"
+
+
+def why(case: Judged) -> str:
+    """What rose, and the reason."""
+    rises = [f"{name} {of.base:g} → {of.head:g}" for name, of in case.counters.items()]
+    return "; ".join([*rises, *([case.reason] if case.reason else [])])

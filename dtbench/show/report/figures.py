@@ -18,8 +18,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Rectangle
 
+from dtbench.model.errors import plain
 from dtbench.show.report.axes import Axis, Format, size_axis, value_axis
-from dtbench.show.report.svg import FONT_PX, STAND_IN, draw, printable
+from dtbench.show.report.drawing import Point, axes_in, cut, label_rows, name_ends, note, points, precisely
+from dtbench.show.report.svg import FONT_PX, STAND_IN, draw
 
 # A figure of more panels or rows is not read; the tables hold all.
 MAX_PANELS, MAX_ROWS = 24, 30
@@ -40,8 +42,6 @@ _PREFIX = "swatch"
 
 # A name of the page's colours, and an opacity.
 Shade = tuple[str, float]
-# Of a mark: where it is, in pixels from the left and the top, and what it says.
-Point = tuple[int, int, str]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,17 @@ class Style:
     dash: tuple[float, ...] | None = ()
     hollow: bool = False
     words: str = ""
+
+
+# Told apart by colour, marker and dash; for names that have no style of their own, in turn.
+LOOKS = (
+    Style("s0", "o"),
+    Style("s1", "s", (5, 2)),
+    Style("s3", "^", (5, 1.5, 1, 1.5)),
+    Style("s4", "D", (1.5, 1.5), hollow=True),
+    Style("s5", "v", (8, 2), hollow=True),
+    Style("s2", "X", (3, 1, 1, 1, 1, 1)),
+)
 
 
 @dataclass(frozen=True)
@@ -136,6 +147,12 @@ class Curves:
     y: Axis | None = None
 
 
+def line(label: str, points: Iterable[tuple[float, float | None]]) -> list[Series]:
+    """The series of the points that have a value; none where no point has."""
+    there = [(x, y) for x, y in points if y is not None]
+    return [Series(label, *zip(*there, strict=True))] if there else []
+
+
 def curves(
     name: str,
     panels: Sequence[Curves],
@@ -159,60 +176,16 @@ def curves(
         return None
     if x is None:  # sizes; lines without marks are no measurement and name none
         measured = [one for one in everything if styles[one.label].marker] or everything
-        x = size_axis([round(v) for one in measured for v in one.x], title=over)
-    values = [v for one in everything for v in (*one.y, *(one.band[1] if one.band else ()))]
-    common, across, ids = y(values), x, ids_of(styles)
-
-    def paint(of: Curves, canvas: Canvas) -> list[Point]:
-        named = {one.label: printable(cut(styles[one.label].words or one.label, 18)) for one in of.series}
-        right = 14 + (_LETTER_PX * max(map(len, named.values())) if ends else 0)
-        axes = _axes_in(canvas, left=62, right=right, top=26, bottom=42)
-        if of.shade is not None:
-            axes.axvspan(*of.shade, color=STAND_IN["muted"], alpha=SHADE_OPACITY, linewidth=0, zorder=0)
-        if of.level is not None:
-            axes.axhline(of.level, color=STAND_IN["ink"], linewidth=1.0, zorder=1.5)
-        for one in of.series:
-            style = styles[one.label]
-            if one.band is not None:
-                colour = STAND_IN[style.colour]
-                axes.fill_between(
-                    one.x, *one.band, color=colour, alpha=BAND_OPACITY, linewidth=0, gid=f"{ids[one.label]}b"
-                )
-            if (
-                len(one.x) == 1 and not style.marker
-            ):  # a limit beside one measurement: a point would not be seen
-                axes.axhline(one.y[0], gid=ids[one.label], **_look_of(style))
-            else:
-                axes.plot(one.x, one.y, clip_on=False, gid=ids[one.label], **_look_of(style))
-        across.apply(axes, "x")
-        (of.y or common).apply(axes, "y")
-        if ends:
-            ends_of = {
-                one.label: (named[one.label], one.y[-1], styles[one.label].colour) for one in of.series
-            }
-            _name_ends(axes, {f"{ids[label]}n": end for label, end in ends_of.items()})
-        return [
-            point
-            for one in of.series
-            if styles[one.label].marker
-            for point in _points(
-                axes,
-                one.x,
-                one.y,
-                [
-                    f"{named[one.label]}, {across.format(x)}: {_precisely(of.y or common, y)}"
-                    for x, y in zip(one.x, one.y, strict=True)
-                ],
-            )
-        ]
-
+        x = size_axis([round(v) for one in measured for v in one.x], over, 3 if ends else 4)
+    common = y([v for one in everything for v in (*one.y, *(one.band[1] if one.band else ()))])
+    ids = ids_of(styles)
     drawn = [
         Panel(
             one.title,
             one.desc,
             f"{name}{index}",
             *CURVES_PX,
-            partial(paint, one),
+            partial(_paint_curves, one, styles, x, one.y or common, ends),
             sum(len(series.x) for series in one.series),
             frozenset(ids[series.label] for series in one.series),
         )
@@ -222,53 +195,38 @@ def curves(
     return Figure(caption, items, drawn, 2, named=ends)
 
 
-def _precisely(axis: Axis, value: float) -> str:
-    """A value with the digits that an axis spares."""
-    return axis.format(float(f"{value:.3g}"))
-
-
-def _points(axes: Axes, xs: Sequence[float], ys: Sequence[float], words: Sequence[str]) -> list[Point]:
-    canvas = axes.get_figure(root=True)
-    assert canvas is not None
-    scale, height = 72 / canvas.dpi, 72 * canvas.get_size_inches()[1]
-    places = axes.transData.transform(list(zip(xs, ys, strict=True))) * scale
-    return [
-        (round(x), round(height - y), said)
-        for (x, y), said in zip(places, words, strict=True)
-        if math.isfinite(x + y)
-    ]
-
-
-def _name_ends(axes: Axes, ends: Mapping[str, tuple[str, float, str]]) -> None:
-    """Beside the last value of each series its name, none on top of another. ends: id -> (name, last value, colour)."""
-    spacing = FONT_PX + 1
-    height = 72 * axes.get_window_extent().height / axes.get_figure().dpi  # type: ignore[union-attr]
-    low, high = (axes.transData.transform((axes.get_xlim()[0], y))[1] for y in axes.get_ylim())
-    at = {
-        name: height * float(axes.transData.transform((axes.get_xlim()[0], y))[1] - low) / float(high - low)
-        for name, (_, y, _) in ends.items()
-    }
-    placed, floor = {}, -math.inf
-    for name in sorted(at, key=lambda name: at[name]):
-        placed[name] = floor = max(at[name], floor + spacing)
-    # What was pushed over the top comes down again, from the top.
-    ceiling = height
-    for name in sorted(placed, key=lambda name: -placed[name]):
-        placed[name] = min(placed[name], ceiling)
-        ceiling = placed[name] - spacing
-    for id_, (name, _, colour) in ends.items():
-        axes.annotate(
-            name,
-            (1, 0),
-            (5, placed[id_]),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            va="center",
-            color=STAND_IN[colour],
-            fontsize=FONT_PX - 1,
-            annotation_clip=False,
-            gid=id_,
+def _paint_curves(
+    of: Curves, styles: Mapping[str, Style], x: Axis, y: Axis, ends: bool, canvas: Canvas
+) -> list[Point]:
+    named = {one.label: plain(cut(styles[one.label].words or one.label, 18)) for one in of.series}
+    right = 14 + (_LETTER_PX * max(map(len, named.values())) if ends else 0)
+    axes, ids = axes_in(canvas, left=62, right=right, top=26, bottom=42), ids_of(styles)
+    if of.shade is not None:
+        axes.axvspan(*of.shade, color=STAND_IN["muted"], alpha=SHADE_OPACITY, linewidth=0, zorder=0)
+    if of.level is not None:
+        axes.axhline(of.level, color=STAND_IN["ink"], linewidth=1.0, zorder=1.5)
+    for one in of.series:
+        style, id_ = styles[one.label], ids[one.label]
+        if one.band is not None:
+            colour = STAND_IN[style.colour]
+            axes.fill_between(one.x, *one.band, color=colour, alpha=BAND_OPACITY, linewidth=0, gid=f"{id_}b")
+        if len(one.x) == 1 and not style.marker:  # a limit beside one measurement: a point would not be seen
+            axes.axhline(one.y[0], gid=id_, **_look_of(style))
+        else:
+            axes.plot(one.x, one.y, clip_on=False, gid=id_, **_look_of(style))
+    x.apply(axes, "x")
+    y.apply(axes, "y")
+    if ends:
+        name_ends(
+            axes, [(f"{ids[o.label]}n", named[o.label], o.y[-1], styles[o.label].colour) for o in of.series]
         )
+    marks = [
+        (at, value, f"{named[one.label]}, {x.format(at)}: {precisely(y, value)}")
+        for one in of.series
+        if styles[one.label].marker
+        for at, value in zip(one.x, one.y, strict=True)
+    ]
+    return points(axes, marks)
 
 
 # ------------------------------------------------------------------------------------------- dots
@@ -329,39 +287,28 @@ def _paint_dots(
     most = 54 if intervals else 24
     left = 12 + _LETTER_PX * max(min(len(row.label), most) for row in rows)
     right = 14 + _LETTER_PX * max(len(row.note) for row in rows)
-    axes = _axes_in(canvas, left=left, right=right, top=6, bottom=42 if x.title else 28)
+    axes = axes_in(canvas, left=left, right=right, top=6, bottom=42 if x.title else 28)
     if intervals:
         axes.axvline(1, color=STAND_IN["ink"], linewidth=1.0, zorder=1.5)
     for place, row in enumerate(rows):
         if row.shade is not None:
-            axes.barh(
-                place,
-                row.shade[1] - row.shade[0],
-                1,
-                left=row.shade[0],
-                color=STAND_IN["muted"],
-                alpha=ROW_OPACITY,
-                zorder=0.5,
-            )
+            low, high = row.shade
+            axes.barh(place, high - low, 1, left=low, color=STAND_IN["muted"], alpha=ROW_OPACITY, zorder=0.5)
         ends = [row.values[name] for name in styles if name in ("core", "torch") and name in row.values]
         if len(ends) == 2:
             axes.plot(ends, [place] * 2, color=STAND_IN["muted"], linewidth=1.0, zorder=1.5)
-        _note(axes, row.note, place)
+        note(axes, row.note, place)
     for name, style in styles.items():
         _marks(axes, rows, name, style, x, intervals)
     x.apply(axes, "x")
-    _label_rows(axes, [row.label for row in rows], most)
+    label_rows(axes, [row.label for row in rows], most)
     axes.grid(axis="y", linewidth=0.35)
-    return [
-        point
+    marks = [
+        (value, place, f"{row.label}, {name}: {precisely(x, value)}")
         for place, row in enumerate(rows)
-        for point in _points(
-            axes,
-            list(row.values.values()),
-            [place] * len(row.values),
-            [f"{row.label}, {name}: {_precisely(x, value)}" for name, value in row.values.items()],
-        )
+        for name, value in row.values.items()
     ]
+    return points(axes, marks)
 
 
 def _marks(axes: Axes, rows: Sequence[Row], name: str, style: Style, x: Axis, caps: bool) -> None:
@@ -428,7 +375,7 @@ def bars(
         paint = partial(_paint_bars, rows, shades, value_axis([top], format_tick, log=False), named)
         desc = "; ".join(f"{bar.label}: {bar.note or f'{len(bar.parts)} spans'}" for bar in rows)
         drawn.append(Panel(title, desc, f"{name}{len(drawn)}", WIDE_PX, height, paint))
-    return Figure(caption, _box_legend(name, shades) if named else (), drawn, 1) if drawn else None
+    return Figure(caption, legend(name, shades, shades, False) if named else (), drawn, 1) if drawn else None
 
 
 def _paint_bars(
@@ -438,7 +385,7 @@ def _paint_bars(
     right = 14 + 6.0 * max(len(bar.note) for bar in rows)
     across = (WIDE_PX - left - right) / (x.high - x.low)
     edge = {"edgecolor": STAND_IN["surface"], "linewidth": 1.2} if named else {"linewidth": 0}
-    axes = _axes_in(canvas, left=left, right=right, top=6, bottom=30)
+    axes = axes_in(canvas, left=left, right=right, top=6, bottom=30)
     for place, bar in enumerate(rows):
         for part, at, length in bar.parts:
             # At least a pixel wide: what was there is seen.
@@ -446,15 +393,13 @@ def _paint_bars(
             box.set(facecolor=STAND_IN[shades[part][0]], alpha=shades[part][1], **edge)
             axes.add_patch(box)
             if named and length * across > _LETTER_PX * len(part) + 6:
-                axes.text(
-                    at + length / 2, place, printable(part), ha="center", va="center", fontsize=FONT_PX - 1
-                )
+                axes.text(at + length / 2, place, plain(part), ha="center", va="center", fontsize=FONT_PX - 1)
         if bar.mark is not None:
             for ends in ((-0.46, -0.26), (0.26, 0.46)):  # beside the names of the parts
                 axes.plot([bar.mark] * 2, [place + e for e in ends], color=STAND_IN["ink"], linewidth=2)
-        _note(axes, bar.note, place, "ink")
+        note(axes, bar.note, place, "ink")
     x.apply(axes, "x")
-    _label_rows(axes, [bar.label for bar in rows], 30)
+    label_rows(axes, [bar.label for bar in rows], 30)
     axes.grid(visible=False, axis="y")
 
 
@@ -496,7 +441,7 @@ def _paint_map(one: Map, axes_names: tuple[str, str], cell: float, right: float,
     """cell: its width in pixels."""
     known = [value for row in one.cells for _, value in row if value is not None]
     high, columns = max(known, default=1.0), max(map(len, one.cells))
-    axes = _axes_in(canvas, left=44, right=right, top=6, bottom=38)
+    axes = axes_in(canvas, left=44, right=right, top=6, bottom=38)
     for i, row in enumerate(one.cells):
         for j, (label, value) in enumerate(row):
             if value is not None:
@@ -507,7 +452,7 @@ def _paint_map(one: Map, axes_names: tuple[str, str], cell: float, right: float,
                 axes.add_patch(box)
             if cell >= 52:  # wide enough for words
                 text = "–" if value is None else one.words(value)
-                axes.text(j, i - 0.2, printable(label), ha="center", va="center", fontsize=FONT_PX - 1)
+                axes.text(j, i - 0.2, plain(label), ha="center", va="center", fontsize=FONT_PX - 1)
                 axes.text(j, i + 0.2, text, ha="center", va="center", fontsize=FONT_PX, fontweight="bold")
     axes.set(xlim=(-0.5, columns - 0.5), ylim=(len(one.cells) - 0.5, -0.5))
     for axis, count in ((axes.xaxis, columns), (axes.yaxis, len(one.cells))):
@@ -515,45 +460,16 @@ def _paint_map(one: Map, axes_names: tuple[str, str], cell: float, right: float,
         axis.set_ticks([] if cell >= 52 else range(0, count, math.ceil(count * TICK_PX / (cell * columns))))
     axes.tick_params(length=0)
     axes.grid(visible=False)
-    axes.set_xlabel(printable(cut(f"{axes_names[1]} →", 30)))
-    axes.set_ylabel(printable(cut(f"← {axes_names[0]}", 16)))
+    axes.set_xlabel(plain(cut(f"{axes_names[1]} →", 30)))
+    axes.set_ylabel(plain(cut(f"← {axes_names[0]}", 16)))
 
 
 # --------------------------------------------------------------------------------- what all share
 
 
-def _axes_in(canvas: Canvas, *, left: float, right: float, top: float, bottom: float) -> Axes:
-    """Axes with margins in pixels."""
-    width, height = 72 * canvas.get_size_inches()
-    axes = canvas.add_axes(
-        (left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height)
-    )
-    axes.tick_params(length=3, pad=4)
-    return axes
-
-
-def _note(axes: Axes, text: str, place: int, colour: str = "muted") -> None:
-    """At the right of a row."""
-    axes.annotate(
-        printable(text),
-        (1, place),
-        (7, 0),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        va="center",
-        color=STAND_IN[colour],
-    )
-
-
-def _label_rows(axes: Axes, labels: Sequence[str], most: int) -> None:
-    axes.set_ylim(len(labels) - 0.4, -0.6)
-    axes.set_yticks(range(len(labels)), [printable(cut(label, most)) for label in labels])
-    axes.tick_params(axis="y", length=0, labelcolor=STAND_IN["ink"], labelsize=FONT_PX)
-
-
 def _look_of(style: Style) -> dict[str, Any]:
     colour = STAND_IN[style.colour]
-    line: Any = "none" if style.dash is None else (0, style.dash) if style.dash else "-"
+    line = "none" if style.dash is None else (0, style.dash) if style.dash else "-"
     return {
         "color": colour,
         "marker": style.marker or "none",
@@ -564,34 +480,25 @@ def _look_of(style: Style) -> dict[str, Any]:
     }
 
 
-def cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def legend(name: str, styles: Mapping[str, Style], present: Iterable[str], lines: bool) -> list[LegendItem]:
+def legend(
+    name: str, looks: Mapping[str, Style] | Mapping[str, Shade], present: Iterable[str], lines: bool
+) -> list[LegendItem]:
     """A swatch per series that is there, drawn by the same code as the figure."""
-    ids = ids_of(styles)
+    ids, there = ids_of(looks), set(present)
     return [
         LegendItem(
-            style.words or label,
-            Markup(_swatch(style, lines).replace(_PREFIX, f"{name}L{ids[label]}")),
-            ids[label],
+            (look.words if isinstance(look, Style) else "") or label,
+            Markup(_swatch(look, lines).replace(_PREFIX, f"{name}L{ids[label]}")),
+            ids[label] if isinstance(look, Style) else "",
         )
-        for label, style in styles.items()
-        if label in set(present)
+        for label, look in looks.items()
+        if label in there
     ]
 
 
-def ids_of(styles: Mapping[str, Style]) -> dict[str, str]:
+def ids_of(styles: Mapping[str, object]) -> dict[str, str]:
     """How the ids end of what is drawn of each series."""
     return {label: f"s{index}" for index, label in enumerate(styles)}
-
-
-def _box_legend(name: str, shades: Mapping[str, Shade]) -> list[LegendItem]:
-    return [
-        LegendItem(label, Markup(_swatch(shade, False).replace(_PREFIX, f"{name}L{index}")))
-        for index, (label, shade) in enumerate(shades.items())
-    ]
 
 
 @lru_cache(maxsize=256)

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from dtbench.grouping import known_first
+from dtbench.model.grouping import known_first
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import seconds_tick, value_axis
 from dtbench.show.report.cases import Case, distinct, geometric_mean
 from dtbench.show.report.figures import MAX_ROWS, Row, Style, dots
 from dtbench.show.report.section import Section
-from dtbench.units import format_seconds, format_size, plural
+from dtbench.text.units import format_seconds, format_size, plural
 
 CORE, TORCH, FLOOR = Style("s0", "o"), Style("s1", "s", (5, 2), hollow=True), Style("s2", "|", (1.5, 1.5))
 IMPL_STYLES = {

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from dtbench.errors import UnreadableRunError
-from dtbench.files.atomic import HEAD_BYTES, write_atomically
-from dtbench.files.read import opened
+from dtbench.model.errors import UnreadableRunError
+from dtbench.records.atomic import HEAD_BYTES, write_atomically
+from dtbench.records.read import opened
 from dtbench.show.report.page import is_report, render_template
 
 GENERATOR = "dtbench report --index"

@@ -1,6 +1,6 @@
 "use strict";
-// Everything is on the page without this script. It adds: sorting, a filter, values under the pointer, series that
-// are shown and hidden, of which the address keeps what is chosen, and the raw data as a file.
+// Everything is on the page without this script. It adds: sorting, a filter, values under the pointer, and
+// series that are shown and hidden, of which the address keeps what is chosen.
 (() => {
   const state = () => new URLSearchParams(location.search);
   const keepState = (now) => {
@@ -149,16 +149,4 @@
       });
     });
   });
-  const data = document.getElementById("data");
-  const place = document.getElementById("json-link");
-  if (data && place) {
-    const link = document.createElement("a");
-    link.href = "#data";
-    link.download = "results.json";
-    link.textContent = "results.json";
-    link.addEventListener("click", () => {
-      link.href = URL.createObjectURL(new Blob([data.textContent], { type: "application/json" }));
-    });
-    place.replaceChildren(link);
-  }
 })();

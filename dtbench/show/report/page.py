@@ -8,14 +8,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
 from dtbench.cost.calibration import check_same_setup
-from dtbench.errors import UsageError
-from dtbench.files.atomic import write_atomically
+from dtbench.model.errors import UsageError, plain
+from dtbench.records.atomic import write_atomically
 from dtbench.show.report import data
 from dtbench.show.report.figures import HALF_PX, Figure, Panel
 from dtbench.show.report.parts import PARTS, front
@@ -23,12 +22,12 @@ from dtbench.show.report.parts.changes import verdict
 from dtbench.show.report.parts.provenance import provenance
 from dtbench.show.report.section import Material, Section
 from dtbench.show.report.sources import KINDS, Sources
-from dtbench.show.report.svg import printable, settings
+from dtbench.show.report.svg import settings
 from dtbench.show.report.tables import compact
 
 GENERATOR = "dtbench report"
 BUDGET_BYTES = 2_000_000
-# Of a result as JSON or CSV: suite, case, impl, status, clock and eight times of six digits are more.
+# Of a result as CSV: suite, case, impl, status, clock and eight times of six digits are more.
 LEAST_RESULT_BYTES = 80
 MAX_FIGURES = 80
 MAX_ROWS = 2000
@@ -39,22 +38,20 @@ SCRIPT = (TEMPLATES / "page.js").read_text("utf-8")
 
 @dataclass(frozen=True)
 class Economy:
-    """How much the page may hold: the raw data as JSON, as CSV, rows of all tables, drawings."""
+    """How much the page may hold: the raw data, rows of all tables, drawings."""
 
-    json: bool
-    csv: bool
+    data: bool
     rows: int
     figures: int
 
 
 # What is given up, in this order, until the page is within its budget.
 ECONOMIES = (
-    Economy(True, True, MAX_ROWS, MAX_FIGURES),
-    Economy(False, True, MAX_ROWS, MAX_FIGURES),
-    Economy(False, False, MAX_ROWS, MAX_FIGURES),
-    Economy(False, False, 500, MAX_FIGURES),
-    Economy(False, False, 200, 20),
-    Economy(False, False, 60, 8),
+    Economy(True, MAX_ROWS, MAX_FIGURES),
+    Economy(False, MAX_ROWS, MAX_FIGURES),
+    Economy(False, 500, MAX_FIGURES),
+    Economy(False, 200, 20),
+    Economy(False, 60, 8),
 )
 
 
@@ -96,19 +93,18 @@ def _render(sources: Sources) -> str:
     # What cannot fit is not made to be thrown away: of a hundred thousand results that takes longer than all else.
     results = sum(len(run.results) for run in (*sources.runs, *sources.baseline))
     fits = results * LEAST_RESULT_BYTES <= BUDGET_BYTES
-    raw = data.as_json(sources) if fits else None
     csv = data.csv_link(sources.runs) if sources.runs and fits else None
     judged = verdict(of)
     page = ""
-    for economy in ECONOMIES if fits else ECONOMIES[2:]:
+    for economy in ECONOMIES if fits else ECONOMIES[1:]:
         fitted, cuts = _fit(sections, economy)
-        if sources.runs and not economy.json:
-            cuts.append(_without_data(economy))
+        if sources.runs and not economy.data:
+            limit = f"to keep the page below {BUDGET_BYTES // 1_000_000} MB"
+            cuts.append(f"The raw data are left out {limit}; the run files have them.")
         page = render_template(
             "page.html.j2",
             **context,
-            raw=raw if economy.json else None,
-            csv=csv if economy.csv else None,
+            csv=csv if economy.data else None,
             verdict=judged.reaching(fitted),
             title=front.title(sources, judged, fitted),
             sections=[section for section in fitted if not section.missing],
@@ -157,32 +153,23 @@ def is_report(head: str) -> bool:
 # ------------------------------------------------------------------------------------ limits
 
 
-def _without_data(economy: Economy) -> str:
-    limit = f"to keep the page below {BUDGET_BYTES // 1_000_000} MB"
-    if economy.csv:
-        return f"The raw data as JSON are left out {limit}."
-    return f"The raw data are left out {limit}; the run files have them."
-
-
 def _fit(sections: Sequence[Section], economy: Economy) -> tuple[list[Section], list[str]]:
-    """The sections with at most so many drawings and rows, and what was cut, in words."""
-    wanted = [len(figure.panels) for section in sections for figure in section.figures]
-    given = iter(shares(wanted, economy.figures))
+    """The sections with so many drawings and rows, one of each at least, and what was cut, in words."""
+    panels = [len(figure.panels) for section in sections for figure in section.figures]
     rows = [table.total_rows for section in sections for table in section.tables]
-    most_rows = share(rows, economy.rows)
+    most_panels, most_rows = share(panels, economy.figures), share(rows, economy.rows)
     fitted = [
         replace(
             section,
-            figures=[cut for figure in section.figures if (cut := _cut(figure, next(given))).panels],
+            figures=[_cut(figure, most_panels) for figure in section.figures],
             tables=[replace(compact(table), most=most_rows) for table in section.tables],
         )
         for section in sections
     ]
     cuts = []
-    if sum(wanted) > economy.figures:
-        cuts.append(
-            f"{economy.figures} of {sum(wanted)} drawings are shown; the captions say where some are missing."
-        )
+    if sum(panels) > economy.figures:
+        shown = sum(min(count, most_panels) for count in panels)
+        cuts.append(f"{shown} of {sum(panels)} drawings are shown; the captions say where some are missing.")
     if sum(rows) > economy.rows:
         cuts.append(
             f"Tables are cut after {most_rows} rows each, {economy.rows} in all; the longest has {max(rows)}. "
@@ -191,28 +178,16 @@ def _fit(sections: Sequence[Section], economy: Economy) -> tuple[list[Section], 
     return fitted, cuts
 
 
-def _cut(figure: Figure, panels: int) -> Figure:
+def _cut(figure: Figure, most: int) -> Figure:
     total = len(figure.panels)
-    if panels >= total:
+    if most >= total:
         return figure
-    caption = f"{figure.caption} Here are {panels} of {total} panels."
-    return replace(figure, panels=figure.panels[:panels], caption=caption)
-
-
-def shares(wanted: Sequence[int], most: int) -> list[int]:
-    """How many each gets of `most` in all: the small get all they want, what is left over goes to the first."""
-    cap = share(wanted, most) if wanted else 0
-    given = [min(want, cap) for want in wanted]
-    for place, want in enumerate(wanted):
-        if given[place] < want and sum(given) < most:
-            given[place] += 1
-    while sum(given) > most:  # more figures than `most`: the last ones go
-        given[max(place for place, count in enumerate(given) if count)] -= 1
-    return given
+    caption = f"{figure.caption} Here are {most} of {total} panels."
+    return replace(figure, panels=figure.panels[:most], caption=caption)
 
 
 def share(wanted: Sequence[int], most: int) -> int:
-    """The largest cap for which capped wants add up to at most `most`: the small get all they want."""
+    """The largest cap for which capped wants add up to at most `most`, and at least 1: the small get all they want."""
     caps = range(max(wanted, default=0), 1, -1)
     return next((cap for cap in caps if sum(min(want, cap) for want in wanted) <= most), 1)
 
@@ -220,7 +195,7 @@ def share(wanted: Sequence[int], most: int) -> int:
 # ------------------------------------------------------------------------------------ templates
 
 
-def render_template(name: str, **context: Any) -> str:
+def render_template(name: str, **context: object) -> str:
     """A template of this folder, everything escaped but what was made here."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -234,8 +209,6 @@ def render_template(name: str, **context: Any) -> str:
     return environment.get_template(name).render(**context, css=Markup(css))
 
 
-def _visible(value: Any) -> Any:
+def _visible(value: object) -> object:
     """Control characters and marks that turn the reading direction become visible."""
-    if isinstance(value, str) and not isinstance(value, Markup):
-        return value if value.isprintable() else printable(value)
-    return value
+    return plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value

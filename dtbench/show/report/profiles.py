@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtbench.files.profile import Event, Trace
-from dtbench.files.read import into
+from dtbench.records.profile import ITERATION, LANES, Event, Trace
+from dtbench.records.read import into
 
-# The lanes that `dtbench profile` adds to each rank of a trace, by their thread ids.
-_LANES = {1: "communication", 2: "compute"}
-_ITERATION = "dtbench iteration"
+# The lanes that a page draws, by their thread ids.
+_LANES = {tid: LANES[tid] for tid in (1, 2)}
 # Per rank and lane; more are not told apart on a page.
 MAX_SPANS = 400
 
@@ -36,8 +35,8 @@ def spans_of(trace: Mapping[str, Any]) -> dict[str, list[Span]]:
     windows: dict[str, dict[str, list[Event]]] = {}
     for event in drawn:
         name = event.get("name")
-        if isinstance(name, str) and name.startswith(_ITERATION) and event.get("cat") == "user_annotation":
-            section, _, number = name.removeprefix(_ITERATION).strip().rpartition(" #")
+        if isinstance(name, str) and name.startswith(ITERATION) and event.get("cat") == "user_annotation":
+            section, _, number = name.removeprefix(ITERATION).strip().rpartition(" #")
             windows.setdefault(section, {}).setdefault(number, []).append(into(event, Event))
     # A thread id is anything in a damaged trace, also what no dict can be asked for.
     of_lanes = [(lane, e) for e in drawn for number, lane in _LANES.items() if e.get("tid") == number]

@@ -10,26 +10,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
-from dtbench.cost.calibration import read_topology, setup_of
-from dtbench.cost.regret import Regret
-from dtbench.errors import UnreadableRunError, UsageError
-from dtbench.files.gate import Gate
-from dtbench.files.history import Line, read_history
-from dtbench.files.plan import PlanFile, StepsFile
-from dtbench.files.preflight import PreflightFile
-from dtbench.files.profile import Call, Calls, Ranks, Section
-from dtbench.files.read import BadFieldError, decode, into, opened, read_json, shown
-from dtbench.files.run import read_run
-from dtbench.grouping import group_by
-from dtbench.judge.op_verdicts import Baseline, has_verdicts, read_baseline
+import msgspec
+
+from dtbench.cost.calibration import setup_of
 from dtbench.judge.settings.nccl import arm_of
 from dtbench.model import Run
+from dtbench.model.errors import UnreadableRunError, UsageError
+from dtbench.model.grouping import group_by
+from dtbench.records.cost_model import Regret
+from dtbench.records.gate import Gate
+from dtbench.records.history import Line, read_history
+from dtbench.records.plan import PlanFile, StepsFile
+from dtbench.records.preflight import Preflight
+from dtbench.records.profile import Call, Calls, Ranks, Section
+from dtbench.records.read import BadFieldError, decode, into, opened, read_json, shown
+from dtbench.records.run import read_run
+from dtbench.records.topology import Topology, read_topology
+from dtbench.records.verdicts import Baseline, has_verdicts, read_baseline
 from dtbench.show.report.changes import Changes, of_gate
 from dtbench.show.report.profiles import Span, spans_of
-
-_T = TypeVar("_T")
 
 MAX_JSON_BYTES = 64 * 2**20
 # Uncompressed. What is larger is for Perfetto; the page says so.
@@ -40,6 +41,18 @@ KINDS = (
     "a run, a topology, results of gate, regret, plan, preflight or profile, a history, "
     "or a table of verdicts on ops"
 )
+
+
+# What has the `kind` in a JSON file: the field of `Sources`, the struct, and whose output it is.
+_JSON: Mapping[str, tuple[str, type[msgspec.Struct], str]] = {
+    "gate": ("gate", Gate, "result of `dtbench gate`"),
+    "profile of calls": ("calls", Calls, "table of `dtbench profile`"),
+    "profile of ranks": ("ranks", Ranks, "table of `dtbench profile`"),
+    "preflight": ("preflights", Preflight, "result of `dtbench preflight --json`"),
+    "plan": ("plans", PlanFile, "result of `dtbench plan --json`"),
+    "plan validation": ("steps", StepsFile, "result of `dtbench plan --validate`"),
+    "regret": ("regret", Regret, "result of `dtbench calibrate --regret --json`"),
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,7 @@ class Sources:
 
     runs: tuple[Run, ...] = ()
     baseline: tuple[Run, ...] = ()
-    topology: Mapping[str, Any] | None = None
+    topology: Topology | None = None
     gate: Changes | None = None
     regret: Regret | None = None
     calls: tuple[Call, ...] = ()
@@ -74,7 +87,7 @@ class Sources:
     histories: tuple[History, ...] = ()
     systems: tuple[tuple[Run, ...], ...] = ()
     plans: tuple[PlanFile, ...] = ()
-    preflights: tuple[PreflightFile, ...] = ()
+    preflights: tuple[Preflight, ...] = ()
     steps: tuple[StepsFile, ...] = ()
     sweep: tuple[Run, ...] = ()
     notes: tuple[str, ...] = ()
@@ -129,48 +142,38 @@ def _with(sources: Sources, path: Path) -> Sources:
     return _with_json(sources, path, read_json(path, KINDS, MAX_JSON_BYTES))
 
 
-def _with_json(sources: Sources, path: Path, data: Mapping[str, Any]) -> Sources:
+def _with_json(sources: Sources, path: Path, data: Mapping[str, object]) -> Sources:
     kind = data.get("kind")
     if kind == "topology":
         return _add(sources, path, "topology", read_topology(path))
-    if kind == "gate":
-        return _add(sources, path, "gate", of_gate(_read(path, data, Gate, "result of `dtbench gate`")))
-    if kind == "profile of calls":
-        return _add(sources, path, "calls", *_read(path, data, Calls, "table of `dtbench profile`").cases)
-    if kind == "profile of ranks":
-        return _add(sources, path, "ranks", *_read(path, data, Ranks, "table of `dtbench profile`").sections)
-    if kind == "preflight":
-        found = _read(path, data, PreflightFile, "result of `dtbench preflight --json`")
-        return _add(sources, path, "preflights", found)
-    if kind == "plan":
-        return _add(sources, path, "plans", _read(path, data, PlanFile, "result of `dtbench plan --json`"))
-    if kind == "plan validation":
-        return _add(
-            sources, path, "steps", _read(path, data, StepsFile, "result of `dtbench plan --validate`")
-        )
     if {"torch", "verdicts"} <= set(data):
         return _add(sources, path, "verdict_tables", read_baseline(path))
     if {"mesh", "groups"} <= set(data):
-        return _add(sources, path, "regret", _read(path, data, Regret, "result of `dtbench regret --json`"))
-    raise UnreadableRunError(
-        f"{path} is none of the files that a report is made of (its kind is {shown(kind)}): expected {KINDS}"
+        kind = "regret"
+    if not isinstance(kind, str) or kind not in _JSON:
+        raise UnreadableRunError(
+            f"{path} is none of the files that a report is made of (its kind is {shown(kind)}): expected {KINDS}"
+        )
+    name, struct, what = _JSON[kind]
+    try:
+        found = into(data, struct)
+    except BadFieldError as error:
+        raise UnreadableRunError(f"{path} is damaged: {error}; expected a {what}") from error
+    if isinstance(found, Gate):
+        return _add(sources, path, name, of_gate(found))
+    parts = (
+        found.cases if isinstance(found, Calls) else found.sections if isinstance(found, Ranks) else [found]
     )
+    return _add(sources, path, name, *parts)
 
 
-def _add(sources: Sources, path: Path, name: str, *found: Any) -> Sources:
+def _add(sources: Sources, path: Path, name: str, *found: object) -> Sources:
     there = getattr(sources, name)
     if there is not None and not isinstance(there, tuple):
         words = {"topology": "topology", "gate": "result of a gate", "regret": "result of regret"}
         raise UsageError(f"{path} is a second {words[name]}: a report shows one; give one of them")
     more: dict[str, Any] = {name: found[0] if there is None else (*there, *found)}
     return replace(sources, **more)
-
-
-def _read(path: Path, data: Mapping[str, Any], kind: type[_T], what: str) -> _T:
-    try:
-        return into(data, kind)
-    except BadFieldError as error:
-        raise UnreadableRunError(f"{path} is damaged: {error}; expected a {what}") from error
 
 
 # ------------------------------------------------------------------------------------ files
@@ -247,7 +250,7 @@ def _setup(run: Run) -> tuple[str, ...]:
     header, gpus = run.header, run.header.machine.gpus
     mesh = " x ".join(f"{name}={n}" for name, n in zip(header.mesh.dim_names, header.mesh.shape, strict=True))
     devices = sorted({str(gpu.name) for gpu in gpus}) or [header.machine.cpu.model or "unknown CPU"]
-    hosts = len({rank.host for rank in header.ranks})
+    hosts = len({rank.node for rank in header.ranks})
     return (*devices, f"mesh {mesh}", f"{hosts} hosts", str(header.versions.get("backend") or "no backend"))
 
 

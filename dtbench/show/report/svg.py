@@ -13,12 +13,13 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import matplotlib
 from markupsafe import Markup
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+
+from dtbench.model.errors import plain
 
 # CSS variable -> stand-in. No stand-in may be a colour that anything else is drawn in.
 _NAMES = ("ink", "muted", "rule", "surface", "s0", "s1", "s2", "s3", "s4", "s5")
@@ -27,7 +28,7 @@ STAND_IN = {name: f"#0a0b{0x10 + i:02x}" for i, name in enumerate(_NAMES)}
 FONT_PX = 12.0
 _REFERENCE = re.compile(r'xlink:href="#([^"]*)"|url\(#([^)]*)\)')
 _SERIES = re.compile(r"s\d+[bn]?")  # `figures.ids_of`
-_RC: dict[str, Any] = {
+_RC: dict[str, object] = {
     "svg.fonttype": "none",  # text stays text: small, selectable, read aloud
     "svg.hashsalt": "dtbench",  # ids do not depend on the moment
     "text.parse_math": False,  # a dollar in a name is a dollar
@@ -93,11 +94,6 @@ def draw(
     return Markup(_adopt(buffer.getvalue(), width_px, height_px, prefix, title, desc))
 
 
-def printable(text: str) -> str:
-    """`text` without characters that XML forbids or that would turn the reading direction."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
 def _adopt(svg: str, width: float, height: float, prefix: str, title: str, desc: str) -> str:
     body = svg[svg.index("<g id=") : svg.rindex("</svg>")]
     # matplotlib's own style element would speak to the whole page.
@@ -119,8 +115,8 @@ def _adopt(svg: str, width: float, height: float, prefix: str, title: str, desc:
         return f'{opening} aria-hidden="true">{body}</svg>'
     return (
         f'{opening} role="img" aria-labelledby="{prefix}-t {prefix}-d">'
-        f'<title id="{prefix}-t">{html.escape(printable(title))}</title>'
-        f'<desc id="{prefix}-d">{html.escape(printable(desc))}</desc>{body}</svg>'
+        f'<title id="{prefix}-t">{html.escape(plain(title))}</title>'
+        f'<desc id="{prefix}-d">{html.escape(plain(desc))}</desc>{body}</svg>'
     )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dtbench.units import Unit, bandwidth_unit, significant, time_unit
+from dtbench.text.units import Unit, bandwidth_unit, significant, time_unit, typical
 
 MISSING = "–"
 
@@ -129,11 +129,6 @@ def aligned(values: Sequence[float | None], scale: float = 1.0, decimals: int | 
 
 
 def _decimals(values: Sequence[float], scale: float) -> int:
-    """So many, 0 to 4, that the lower quartile has three significant digits.
-
-    A sweep over sizes spans decades: its smallest value would ask for digits that the largest lacks.
-    """
-    there = sorted(abs(v) / scale for v in values if v)
-    if not there:
-        return 0
-    return min(max(2 - math.floor(math.log10(there[len(there) // 4])), 0), 4)
+    """So many, 0 to 4, that the `typical` value has three significant digits."""
+    usual = typical(abs(v) / scale for v in values)
+    return 0 if usual is None else min(max(2 - math.floor(math.log10(usual)), 0), 4)

@@ -8,6 +8,8 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+import msgspec
+
 from dtbench.tests import made_up
 from dtbench.tests.faults.table import Fault
 
@@ -20,10 +22,10 @@ READERS = {
     "report": "report {} -o p.html",
     "coverage": "coverage {}",
     "import": "import {} -o i.jsonl",
-    "validate": "validate {} {}",
-    "regret": "regret {} --topology {}",
+    "validate": "calibrate --validate {} {}",
+    "regret": "calibrate --regret {} {}",
     "export": "export {} --to torch -o e.py",
-    "predict": "predict --topology {} --mesh dp=2 --model llama-70b",
+    "predict": "plan --topology {} --mesh dp=2 --model llama-70b",
 }
 
 
@@ -53,7 +55,9 @@ def model_with(key: str, value: str) -> None:
 
 
 def run_file(**changes: object) -> None:
-    results = [json.dumps(result.to_json()) for result in islice(made_up.collectives(samples=5), 12)]
+    results = [
+        json.dumps(msgspec.to_builtins(result)) for result in islice(made_up.collectives(samples=5), 12)
+    ]
     Path("x.jsonl").write_text("\n".join([json.dumps(made_up.header(**changes)), *results]) + "\n")
 
 
@@ -71,10 +75,10 @@ ROWS = [
     *(
         Fault(f"a name of 300 characters: {what}", words, says=says)
         for what, words, says in (
-            ("a topology", "predict --topology LONG --mesh dp=2 --model llama-70b", "File name too long"),
+            ("a topology", "plan --topology LONG --mesh dp=2 --model llama-70b", "File name too long"),
             (
                 "a model",
-                f"predict --topology {TOPOLOGY} --mesh dp=2 --model LONG",
+                f"plan --topology {TOPOLOGY} --mesh dp=2 --model LONG",
                 "is not known: expected one of",
             ),
             ("results", "report LONG -o out.html", "File name too long"),
@@ -86,7 +90,7 @@ ROWS = [
     *(
         Fault(
             f"a topology whose {key} is {value}",
-            "predict --topology t.json --mesh dp=2 --model llama-8b",
+            "plan --topology t.json --mesh dp=2 --model llama-8b",
             says=r"t\.json",
             given=partial(topology_with, key, value),
         )
@@ -101,7 +105,7 @@ ROWS = [
     *(
         Fault(
             f"a model whose {key} is {value}",
-            f"predict --topology {TOPOLOGY} --mesh dp=2 --model m.json",
+            f"plan --topology {TOPOLOGY} --mesh dp=2 --model m.json",
             says=r"m\.json",
             given=partial(model_with, key, value),
         )

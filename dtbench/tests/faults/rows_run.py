@@ -11,7 +11,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from dtbench.files.run import read_run
+from dtbench.records.run import read_run
 from dtbench.tests.faults.table import Done, Fault, Running
 
 RUN = "run SUITE --quick --nproc 2 -o x.jsonl"

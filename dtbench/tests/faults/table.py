@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dtbench.bench.progress import summary_of
-from dtbench.files.run import read_run
+from dtbench.records.run import read_run
 from dtbench.tests.programs import FRESH, LIMIT_S, Forked, environment, start
 from dtbench.world.lab import network
 

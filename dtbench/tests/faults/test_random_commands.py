@@ -15,10 +15,11 @@ from itertools import islice
 from pathlib import Path
 
 import click
+import msgspec
 import pytest
 
-from dtbench import cli
-from dtbench.errors import EXIT_OWN_FAULT
+from dtbench.cli import program as cli
+from dtbench.model.errors import EXIT_OWN_FAULT
 from dtbench.tests import made_up
 from dtbench.tests.faults.conftest import TABLE
 from dtbench.tests.made_up import Cli
@@ -31,18 +32,16 @@ SOUND = (
     "compare run.jsonl run.jsonl",
     "coverage run.jsonl --base coverage-core.json",
     "calibrate run.jsonl -o out.json",
-    f"validate {TOPOLOGY} run.jsonl",
-    f"regret run.jsonl --topology {TOPOLOGY}",
-    f"predict --topology {TOPOLOGY} --mesh dp=2,tp=2 --model llama-70b",
+    f"calibrate --validate {TOPOLOGY} run.jsonl",
+    f"calibrate --regret {TOPOLOGY} run.jsonl",
+    f"plan --topology {TOPOLOGY} --mesh dp=2,tp=2 --model llama-70b",
     f"export {TOPOLOGY} --to torch -o out.py",
     "list collectives --device cpu",
     "plan --model llama-8b --gpus 16 --batch 64",
     "plan --validate a100-64-gpus.csv",
-    "settings buckets run.jsonl",
-    "settings nccl run.jsonl -o out.csv",
-    "sweep-env --arm NCCL_ALGO=Tree --arm NCCL_ALGO=Ring -o out -- dtbench run collectives",
-    "launch --print slurm --nodes 2 -- dtbench run collectives",
-    "completion bash",
+    "settings run.jsonl",
+    "settings run.jsonl -o out.csv",
+    "settings --sweep NCCL_ALGO=Tree --sweep NCCL_ALGO=Ring -o out -- dtbench run collectives",
     # Whatever word is changed, another is left that ends it before it measures.
     "run nosuch nosuch-either --quick -o out.jsonl",
     "gate --base rubbish --head rubbish dispatch -o out.gate",
@@ -74,7 +73,7 @@ LOG = "# nccl-tests\n#  size count type redop root time algbw busbw #wrong\n 102
 def files(tmp_path: Path) -> list[str]:
     """One of each kind, and what is no file."""
     results = [*islice(made_up.collectives(samples=5), 12), *islice(made_up.dispatch(), 6), *made_up.NOT_OK]
-    lines = [json.dumps(line) for line in (made_up.header(), *(r.to_json() for r in results))]
+    lines = [json.dumps(line) for line in (made_up.header(), *(msgspec.to_builtins(r) for r in results))]
     (tmp_path / "run.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "nccl.log").write_text(LOG)
     root = Path(__file__).parents[3] / "results"
@@ -93,7 +92,7 @@ def command_line(rng: random.Random, files: list[str]) -> list[str]:
     command = cli.cli.get_command(click.Context(cli.cli), words[0])
     assert command is not None
     # The self-test of a gate measures for minutes.
-    options = [p for p in command.params if isinstance(p, click.Option) and p.name != "selftest"]
+    options = [p for p in command.params if isinstance(p, click.Option)]
     for option in rng.sample(options, rng.choice([0, 0, 0, 1, 2]) % (len(options) + 1)):
         words.append(option.opts[-1])
         if not option.is_flag:

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from dtbench.errors import EXIT_OWN_FAULT
+from dtbench.model.errors import EXIT_OWN_FAULT
 from dtbench.tests import made_up
 from dtbench.tests.faults.conftest import TABLE
 from dtbench.tests.faults.test_random_commands import TOPOLOGY, damaged
@@ -44,18 +45,18 @@ COMMANDS = {
         "compare FILE --reference",
         "calibrate FILE -o out.json",
         "calibrate FILE run.jsonl -o out.json",
-        f"validate {TOPOLOGY} FILE",
-        "validate --split FILE",
-        "settings buckets FILE",
-        "settings nccl FILE run.jsonl -o out.csv",
-        "settings nccl --arm NCCL_ALGO=Ring FILE --arm '' run.jsonl -o out.csv",
+        f"calibrate --validate {TOPOLOGY} FILE",
+        "calibrate --split FILE",
+        "settings FILE",
+        "settings FILE run.jsonl -o out.csv",
+        "settings --arm NCCL_ALGO=Ring FILE --arm '' run.jsonl -o out.csv",
         "run nosuch --resume -o FILE",
     ),
-    "ways.jsonl": (f"regret FILE --topology {TOPOLOGY}", f"regret FILE --topology {TOPOLOGY} --json"),
+    "ways.jsonl": (f"calibrate --regret {TOPOLOGY} FILE", f"calibrate --regret {TOPOLOGY} FILE --json"),
     TOPOLOGY: (
-        "validate FILE run.jsonl",
-        "regret ways.jsonl --topology FILE",
-        f"predict --topology FILE {MODEL} llama-70b",
+        "calibrate --validate FILE run.jsonl",
+        "calibrate --regret FILE ways.jsonl",
+        f"plan --topology FILE {MODEL} llama-70b",
         "export FILE --to torch -o out.py",
         "export FILE --to inductor -o out.py",
         "export FILE --to autoparallel -o out.py",
@@ -64,8 +65,8 @@ COMMANDS = {
         f"plan --model llama-8b {PLAN} --topology FILE",
         "preflight --expect FILE --mesh nosuch",
     ),
-    "config.json": (f"predict --topology {TOPOLOGY} {MODEL} FILE", f"plan --model FILE {PLAN}"),
-    "model.toml": (f"predict --topology {TOPOLOGY} {MODEL} FILE", f"plan --model FILE {PLAN}"),
+    "config.json": (f"plan --topology {TOPOLOGY} {MODEL} FILE", f"plan --model FILE {PLAN}"),
+    "model.toml": (f"plan --topology {TOPOLOGY} {MODEL} FILE", f"plan --model FILE {PLAN}"),
     "machine.json": (f"plan --model llama-8b {PLAN} --machine FILE",),
     "a100-64-gpus.csv": (
         "plan --validate FILE",
@@ -79,7 +80,6 @@ COMMANDS = {
         "show FILE",
         "report FILE -o out.html",
     ),
-    "all-gather.csv": ("settings nccl --selftest FILE",),
     "gate.json": ("report FILE -o out.html",),
     "history.jsonl": ("report FILE -o out.html",),
     "regret.json": ("report FILE -o out.html",),
@@ -101,7 +101,7 @@ LINES = [(kind, words) for kind, several in COMMANDS.items() for words in severa
 def files(dtbench: Cli, tmp_path: Path) -> Callable[[str], bytes]:
     """A sound file of each kind by its name; those that a command writes are written by it."""
     results = [*islice(made_up.collectives(samples=5), 40), *islice(made_up.dispatch(), 6), *made_up.NOT_OK]
-    lines = [json.dumps(line) for line in (made_up.header(), *(r.to_json() for r in results))]
+    lines = [json.dumps(line) for line in (made_up.header(), *(msgspec.to_builtins(r) for r in results))]
     made = {
         "run.jsonl": "\n".join(lines).encode() + b"\n",
         "config.json": json.dumps(LLAMA).encode(),
@@ -119,7 +119,6 @@ def files(dtbench: Cli, tmp_path: Path) -> Callable[[str], bytes]:
         TOPOLOGY: TOPOLOGY,
         "a100-64-gpus.csv": "reference/step-times/a100-64-gpus.csv",
         "coverage-core.json": "compat-core.json",
-        "all-gather.csv": "settings/all-gather-h100-10-launches.csv",
         "gate.json": "gate/same.json",
         "history.jsonl": "history/intel-r-xeon-r-processor-2c-dee4835e.jsonl",
         "regret.json": "lab/2x2-400mbit-regret.json",
@@ -197,5 +196,5 @@ def verdicts() -> bytes:
     programs = json.loads((RESULTS / "compat-core.json").read_bytes())["verdicts"]
     results = [result(name, "pass", "eager") for name in islice(programs, 4)]
     results += [result("sub", "no rule"), result("add", "wrong", impl="torch")]
-    lines = [{**one.to_json(), "suite": "compat"} for one in results]
+    lines = [{**msgspec.to_builtins(one), "suite": "compat"} for one in results]
     return b"".join(json.dumps(line).encode() + b"\n" for line in (made_up.header(), *lines, {"kind": "end"}))

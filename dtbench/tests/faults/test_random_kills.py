@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dtbench.files.run import read_run
+from dtbench.records.run import read_run
 from dtbench.tests.faults.conftest import TABLE
 from dtbench.tests.faults.table import SUITE, processes_in, wait_until_none_runs_in
 from dtbench.tests.programs import Forked, environment, start

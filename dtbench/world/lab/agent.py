@@ -1,13 +1,11 @@
 """Inside a host of a lab: its name and hosts file, then an agent of torch's elastic launcher.
 
-Started by `run` with one argument, its `Orders` as JSON. It is process 1 of a PID namespace, so the
-kernel ends all that it started when it ends.
+Started by `run`, which sends it its `Orders` and hears which of its ranks failed. It is process 1 of a PID namespace,
+so the kernel ends all that it started when it ends.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import signal
 import socket
@@ -15,10 +13,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
 from dtbench.world.launch import run_elastic
+from dtbench.world.workers import connection_at
 
 _RENDEZVOUS_PORT = 29400  # torchrun's own; nothing else listens in a lab
 # Agents start together, but many of them on few cores need a while to import torch.
@@ -31,7 +31,7 @@ _HOSTS = Path("/etc/hosts")
 @dataclass(frozen=True)
 class Orders:
     """What an agent is to do. host: its number; hostnames and addresses: of all hosts, in order;
-    folder: for its files; report_fd: the pipe on which it says which of its ranks failed."""
+    folder: for its files."""
 
     host: int
     hostnames: Sequence[str]
@@ -40,10 +40,6 @@ class Orders:
     ranks_per_host: int
     command: Sequence[str]
     folder: str
-    report_fd: int
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
 
     def hosts_file(self) -> str:
         """Names of the hosts: what /etc/hosts says inside the lab. The mapped addresses are those by
@@ -66,9 +62,10 @@ def main() -> NoReturn:
     # exception of ours while it imports.
     _leave_on_signals()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    orders = Orders(**json.loads(sys.argv[1]))
+    connection = connection_at(sys.argv[1])
+    orders: Orders = connection.recv()
     _become(orders)
-    _launch(orders)
+    _launch(orders, connection)
     sys.exit()
 
 
@@ -87,7 +84,7 @@ def _become(orders: Orders) -> None:
     os.environ.update(orders.environment(os.environ))
 
 
-def _launch(orders: Orders) -> None:
+def _launch(orders: Orders, connection: Connection) -> None:
     """Runs the ranks of this host to their end. Does not return where one fails.
 
     The rendezvous numbers hosts by their addresses as text (`local_addr`), whichever comes first.
@@ -97,7 +94,7 @@ def _launch(orders: Orders) -> None:
         orders.folder,
         # Until it returns the first host serves the store: the ranks elsewhere need it to tell who broke
         # their world.
-        lambda failures: _report(orders, failures),
+        lambda failures: _report(connection, failures),
         shutdown_s=_SHUTDOWN_S,
         min_nodes=len(orders.addresses),
         max_nodes=len(orders.addresses),
@@ -111,10 +108,10 @@ def _launch(orders: Orders) -> None:
         sys.exit(128 + ended_by)
 
 
-def _report(orders: Orders, failures: list[tuple[int, int]]) -> NoReturn:
+def _report(connection: Connection, failures: list[tuple[int, int]]) -> NoReturn:
     """Says which ranks failed, first to last, and waits for `run` to end us."""
     _leave_on_signals()
-    os.write(orders.report_fd, json.dumps(failures).encode() + b"\n")
+    connection.send(failures)
     while True:
         signal.pause()
 

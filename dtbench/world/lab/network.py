@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from dtbench.errors import UsageError
+from dtbench.model.errors import UsageError
 from dtbench.world.signals import refuse_if_ending, signals_held
 
 DEFAULT_NAME = "lab"

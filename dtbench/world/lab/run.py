@@ -7,35 +7,33 @@ and ranks with their agent, both by the kernel's doing.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import shutil
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence, Set
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import click
 
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError
-from dtbench.scratch import scratch
+from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError
 from dtbench.world.lab import network
 from dtbench.world.lab.agent import Orders
-from dtbench.world.signals import ending_signals, how_ended, signals_held
+from dtbench.world.scratch import scratch
+from dtbench.world.signals import how_ended, signals_held
+from dtbench.world.workers import Program
 
 # After the first failure: so long may the other hosts take to notice and say what they know. dtbench's
 # own ranks need 5 s for their roll call, more on busy cores.
 _GRACE_S = 10.0
 # From the signal to the kill: agents give their ranks 10 s.
 _SHUTDOWN_S = 15.0
-# So often it looks even if nothing wakes it.
-_TICK_S = 1.0
+# So often it looks whether a signal waits.
+_TICK_S = 0.5
 _SHOWN_LINES = 20
 _NAMESPACES = Path("/var/run/netns")  # where iproute2 keeps them
 
@@ -75,28 +73,28 @@ class _Agent:
     exit code) of its ranks, once one of them failed and all have ended."""
 
     hostname: str
-    process: subprocess.Popen[bytes]
+    program: Program
     output: Path | None
     failures: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def over(self) -> bool:
         """Whether its ranks have ended."""
-        return bool(self.failures) or self.process.poll() is not None
+        return bool(self.failures) or self.program.wait(0) is not None
 
     @property
     def failed(self) -> bool:
-        return bool(self.failures or self.process.poll())
+        return bool(self.failures or self.program.wait(0))
 
-    def listen(self, pipe: int) -> None:
-        """Waits for the agent's report, in a thread; wakes `_wait` when it comes."""
-        with os.fdopen(pipe) as reports:
-            if line := reports.readline():
-                found = [(rank, code) for rank, code in json.loads(line)]
-                # The launcher ends the others when one has failed.
-                self.failures = [f for f in found if f[1] != -signal.SIGTERM] or found
-                # To the thread that waits: a process's signal may go to any that does not hold it back.
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
+    def hear(self) -> None:
+        """What it reports, or that it has ended."""
+        try:
+            found: list[tuple[int, int]] = self.program.connection.recv()
+        except (EOFError, OSError):
+            self.program.wait()
+            return
+        # The launcher ends the others when one has failed.
+        self.failures = [f for f in found if f[1] != -signal.SIGTERM] or found
 
     def last_lines(self) -> list[str]:
         """Of what its ranks printed, if that was not shown."""
@@ -120,7 +118,7 @@ def run(lab: network.Lab, ranks_per_host: int, command: Sequence[str]) -> int:
         )
     with (
         scratch() as folder,
-        signals_held(signal.SIGCHLD) as held,
+        signals_held() as held,
     ):
         agents: list[_Agent] = []
         try:
@@ -130,15 +128,13 @@ def run(lab: network.Lab, ranks_per_host: int, command: Sequence[str]) -> int:
             return 128 + ended_by if ended_by else _conclude(agents)
         finally:
             for agent in agents:
-                agent.process.kill()
-                agent.process.wait()
+                agent.program.end()
             network.end_processes(lab.namespaces)
 
 
 def _start(lab: network.Lab, host: int, ranks_per_host: int, program: Sequence[str], folder: Path) -> _Agent:
     own = folder / str(host)
     own.mkdir()
-    ours, theirs = os.pipe()
     orders = Orders(
         host=host,
         hostnames=lab.hostnames,
@@ -147,32 +143,20 @@ def _start(lab: network.Lab, host: int, ranks_per_host: int, program: Sequence[s
         ranks_per_host=ranks_per_host,
         command=program,
         folder=str(own),
-        report_fd=theirs,
     )
-    entry = entry_of(lab.namespaces[host])
-    command = [*entry, sys.executable, "-P", "-m", "dtbench.world.lab.agent", orders.to_json()]
+    command = [*entry_of(lab.namespaces[host]), sys.executable, "-P", "-m", "dtbench.world.lab.agent"]
     output = None if host == 0 else own / "output"
-    try:
-        with output.open("wb") if output else nullcontext() as file:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                pass_fds=[theirs],
-                start_new_session=True,  # Ctrl-C reaches us alone; we pass it on
-            )
-    finally:
-        os.close(theirs)
-    agent = _Agent(lab.hostnames[host], process, output)
-    threading.Thread(target=agent.listen, args=(ours,), daemon=True).start()
-    return agent
+    with output.open("wb") if output else nullcontext() as file:
+        started = Program(command, out=file, connected=True)
+    with suppress(BrokenPipeError):  # it ended at once, which `_wait` finds
+        started.connection.send(orders)
+    return _Agent(lab.hostnames[host], started, output)
 
 
 def _wait(agents: Sequence[_Agent], held: Set[signal.Signals]) -> int:
     """Until all agents have ended, or were told to and had their time; the signal that ended us, or 0.
 
-    Sleeps in the kernel until a child ends, one reports or a signal comes: nothing to disturb the ranks.
+    Sleeps until an agent reports or ends, and looks now and then whether a signal has come.
     """
     ended_by, told = 0, False
     deadline: float | None = None
@@ -180,23 +164,28 @@ def _wait(agents: Sequence[_Agent], held: Set[signal.Signals]) -> int:
         if deadline is None and any(agent.failed for agent in agents):
             deadline = time.monotonic() + _GRACE_S
         left = math.inf if deadline is None else deadline - time.monotonic()
-        got = signal.sigtimedwait(held, max(0.0, min(left, _TICK_S)))
-        number = got.si_signo if got is not None and got.si_signo in ending_signals() else 0
+        running = [agent for agent in agents if not agent.over]
+        ready = wait([agent.program.connection for agent in running], max(0.0, min(left, _TICK_S)))
+        for agent in running:
+            if agent.program.connection in ready:
+                agent.hear()
+        got = signal.sigtimedwait(held, 0)
+        number = 0 if got is None else got.si_signo
         if number or left <= 0:
             if told:  # their time is over, or Ctrl-C was pressed twice
                 break
             ended_by, told = number, True
-            _tell(agents, number or signal.SIGTERM)
+            _tell(agents, signal.Signals(number or signal.SIGTERM))
             deadline = time.monotonic() + _SHUTDOWN_S
     return ended_by
 
 
-def _tell(agents: Sequence[_Agent], number: int) -> None:
+def _tell(agents: Sequence[_Agent], number: signal.Signals) -> None:
     """Sends the signal to the agents that run; they pass it on to their ranks."""
     for agent in agents:
         if not agent.over:
             # `unshare` and the agent are this process group; the ranks are in sessions of their own.
-            os.killpg(agent.process.pid, number)
+            agent.program.tell(number)
 
 
 def _conclude(agents: Sequence[_Agent]) -> int:

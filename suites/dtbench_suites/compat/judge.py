@@ -1,6 +1,6 @@
 """One program on four gloo ranks, each a fresh process, compared with the same program on plain tensors.
 
-pass      the same results, or the same class of error as plain tensors give
+pass      the same results, or an error of the class and kind that plain tensors give
 refused   the core's own error, or autograd's of a write that gradients could not follow, on every rank
 differs   ranks come to different verdicts or errors
 hang      ranks wait for another that raised or returned, or nothing ends
@@ -18,9 +18,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch._dynamo  # here, for the ranks to have it when they are forked
@@ -33,8 +34,9 @@ from torch.utils._pytree import tree_flatten
 
 import dtbench_core as core
 import dtbench_core.parallel
-from dtbench.scratch import scratch
+from dtbench.world.scratch import scratch
 from dtbench.world.signals import how_ended
+from dtbench.world.workers import Fork, left_s
 from dtbench_suites.compat.program import RANKS, Entry, Given, programs
 from dtbench_suites.coverage.judge import LIBRARIES, difference
 from dtbench_suites.coverage.verdicts import Case, Job
@@ -51,9 +53,23 @@ _GRACE_S = 15.0
 REFUSED_WRITE = "is a view and is being modified inplace"
 
 
+# What an error is about, by words that stay in torch's messages from version to version; the first found counts.
+_KINDS = {
+    "write in place": r"in-?place",
+    "index": r"out of (bounds|range)|num_classes",
+    "mixed tensors": r"mixed torch\.Tensor|plain torch\.Tensor",
+    "dtype": r"\bdtype|scalar type|integer tensors",
+    "division by zero": r"ZeroDivision|division by zero",
+    "not finite": r"\bnan\b|\binf\b|non-?finite",
+    "autograd": r"backward|requires? grad|graph",
+    "state dict": r"state_dict",
+    "shape": r"\bsizes?\b|\bshapes?\b|stride|\bdim",
+}
+
+
 @dataclass(frozen=True)
 class Seen:
-    """What a rank came to. failure: the class of the error that ended the program."""
+    """What a rank came to. failure: class and kind of the error that ended the program."""
 
     verdict: str
     reason: str = ""
@@ -96,10 +112,17 @@ def _full(results: Any, impl: str) -> list[Any]:
     return [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in full]
 
 
+def kind_of(error: BaseException) -> str:
+    """What the error is about: one of _KINDS, else its words without numbers, names and lists."""
+    text = " ".join(str(error).split())
+    own = re.sub(r"\d+(\.\d+)?|'[^']*'|\[[^\]]*\]", "", text)
+    return next((kind for kind, words in _KINDS.items() if re.search(words, text)), own)
+
+
 def _of_error(error: Exception, plain: Exception | None, impl: str) -> Seen:
-    failure = type(error).__name__
+    failure = f"{type(error).__name__}, {kind_of(error)}"
     chain = list(_causes(error))
-    if plain is not None and any(isinstance(e, type(plain)) for e in chain):
+    if plain is not None and any(isinstance(e, type(plain)) and kind_of(e) == kind_of(plain) for e in chain):
         return Seen("pass", f"refused as with plain tensors: {_brief(error)}", failure)
     said = next((e for e in chain if _is_refusal(e, impl)), None)
     if said is not None:
@@ -123,17 +146,15 @@ def _brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {words[:300]}"
 
 
-def _be_rank(rank: int, folder: str, entry: Entry, impl: str, answers: Connection) -> NoReturn:
-    try:
-        store = FileStore(f"{folder}/store", RANKS)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=PROGRAM_TIMEOUT_S)
-        )
-        answers.send(_seen(entry, impl))
-        answers.recv()  # stays until it is killed: others that wait for it shall be seen to wait
-    finally:
-        os._exit(0)
+def _be_rank(rank: int, folder: str, entry: Entry, impl: str, answers: Connection) -> int:
+    store = FileStore(f"{folder}/store", RANKS)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=PROGRAM_TIMEOUT_S)
+    )
+    answers.send(_seen(entry, impl))
+    answers.recv()  # stays until it is killed: others that wait for it shall be seen to wait
+    return 0
 
 
 # ---- the ranks together ----
@@ -141,20 +162,17 @@ def _be_rank(rank: int, folder: str, entry: Entry, impl: str, answers: Connectio
 
 def judge_program(entry: Entry, impl: str, timeout_s: float = PROGRAM_TIMEOUT_S) -> Case:
     """Forks the ranks and waits for what they come to."""
+    forks, ends = [], []
     with scratch() as folder:
-        pids, ends = [], []
-        for rank in range(RANKS):
-            ours, theirs = Pipe()
-            pid = os.fork()
-            if pid == 0:
-                _be_rank(rank, str(folder), entry, impl, theirs)
-            theirs.close()
-            pids.append(pid)
-            ends.append(ours)
         try:
+            for rank in range(RANKS):
+                ours, theirs = Pipe()
+                forks.append(Fork(partial(_be_rank, rank, str(folder), entry, impl, theirs)))
+                theirs.close()
+                ends.append(ours)
             found = _answers(ends, timeout_s)
         finally:
-            codes = [_end(pid) for pid in pids]
+            codes = [fork.end() for fork in forks]
             for end in ends:
                 end.close()
     verdict, reason = together(found, codes, timeout_s)
@@ -166,7 +184,7 @@ def _answers(ends: Sequence[Connection], timeout_s: float) -> list[Seen | str | 
     found: list[Seen | str | None] = [None] * len(ends)
     deadline = time.monotonic() + timeout_s
     waiting = dict(zip(ends, range(len(ends)), strict=True))
-    while waiting and (ready := wait(list(waiting), max(deadline - time.monotonic(), 0))):
+    while waiting and (ready := wait(list(waiting), left_s(deadline))):
         for end in ready:
             assert isinstance(end, Connection)
             rank = waiting.pop(end)
@@ -178,13 +196,6 @@ def _answers(ends: Sequence[Connection], timeout_s: float) -> list[Seen | str | 
             if not isinstance(seen, Seen) or seen.verdict != "pass":
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
     return found
-
-
-def _end(pid: int) -> int:
-    """Kills a rank and waits for it; its exit code, negative for a signal."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, 9)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def together(

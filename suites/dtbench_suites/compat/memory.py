@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from operator import setitem
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dtbench_suites.compat.program import Given, program, randn
-
-
-def _leaf(w: Given, *places: str) -> torch.Tensor:
-    return w.place(randn(8, 4), *(places or ("S(0)",)), grad=True)
+from dtbench_suites.compat.program import Cases, Programs, randn
 
 
 def _grad(leaf: torch.Tensor) -> torch.Tensor:
@@ -20,278 +17,152 @@ def _grad(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.grad
 
 
-def _rows(w: Given, *places: str) -> torch.Tensor:
-    return _leaf(w, *places).detach()
-
-
-@program("writes")
-def write_through_a_local(w: Given) -> Any:
-    x = _leaf(w)
-    y = x * 2
-    w.leave()(y).mul_(3)
-    y.sum().backward()
-    return y, x.grad
-
-
-@program("writes")
-def write_through_a_local_after_it_was_saved(w: Given) -> Any:
-    x = _leaf(w)
-    y = x * 2
-    local = w.leave()(y)
-    z = (y * y).sum()
-    with torch.no_grad():
-        local.add_(1)
-    z.backward()
-    return x.grad
-
-
-@program("writes")
-def write_to_what_a_local_became(w: Given) -> Any:
-    leaf = w.part(randn(8, 4)).requires_grad_()
-    h = leaf * 2
-    w.enter("S(0)")(h).mul_(3)
-    h.sum().backward()
-    return w.enter("S(0)")(h.detach()), w.enter("S(0)")(_grad(leaf))
-
-
-@program("writes")
-def write_to_a_leaf_through_from_local(w: Given) -> Any:
-    leaf = w.part(randn(8, 4)).requires_grad_()
-    w.enter("S(0)")(leaf).mul_(3)
-    return leaf
-
-
-@program("writes")
-def write_to_a_leaf(w: Given) -> Any:
-    return _leaf(w).add_(1)
-
-
-@program("writes")
-def write_to_a_view_of_a_leaf(w: Given) -> Any:
-    _leaf(w)[:, 0].add_(1)
-
-
-@program("writes")
-def write_to_a_saved_tensor(w: Given) -> Any:
-    x = _leaf(w)
-    y = x.exp()
-    y.add_(1)
-    y.sum().backward()
-    return x.grad
-
-
-@program("writes")
-def item_of_a_sharded_dim_set(w: Given) -> Any:
-    x = _rows(w)
-    x[0] = 1
-    return x
-
-
-@program("writes")
-def slice_of_a_sharded_dim_multiplied(w: Given) -> Any:
-    x = _rows(w)
-    x[2:5].mul_(2)
-    return x
-
-
-@program("writes")
-def strided_slice_of_a_sharded_dim_added_to(w: Given) -> Any:
-    x = _rows(w)
-    x[1::3].add_(1)
-    return x
-
-
-@program("writes")
-def negative_index_set(w: Given) -> Any:
-    x = _rows(w)
-    x[-1, 1:3] = 7
-    return x
-
-
-@program("writes")
-def mask_set(w: Given) -> Any:
-    x = _rows(w)
-    x[x > 0] = 0
-    return x
-
-
-@program("writes")
-def rows_set_by_index(w: Given) -> Any:
-    x = _rows(w)
-    x[w.place(torch.tensor([1, 6]), "R")] = 5
-    return x
-
-
-@program("writes")
-def shifted_add_on_two_mesh_dims(w: Given) -> Any:
-    x = w.place(randn(7, 5), "S(0)", "S(0)")
-    x[:, :4].add_(x[:, 1:5].clone())
-    return x
-
-
-@program("writes")
-def overlapping_views_added(w: Given) -> Any:
-    x = w.place(randn(7, 5), "S(0)", "S(0)")
-    x[:, :4].add_(x[:, 1:5])
-    return x
-
-
-@program("writes")
-def write_with_gradient_to_a_slice(w: Given) -> Any:
-    x, v = _leaf(w), w.place(randn(2, 4, seed=2), "R", grad=True)
-    y = x * 1
-    y[2:4] = v
-    y.pow(2).sum().backward()
-    return y, x.grad, v.grad
-
-
-@program("writes")
-def copy_from_another_placement(w: Given) -> Any:
-    x = _rows(w)
-    return x.copy_(w.place(randn(8, 4, seed=3), "S(1)")), x
-
-
-@program("writes")
-def data_set(w: Given) -> Any:
-    x = _leaf(w)
-    x.data = w.place(randn(8, 4, seed=3), "S(0)")
-    x.pow(2).sum().backward()
-    return x, x.grad
-
-
-@program("writes")
-def fill_and_zero_of_a_column(w: Given) -> Any:
-    x = _rows(w)
-    x[:, 1].fill_(3)
-    x[:, 2].zero_()
-    return x
-
-
-@program("writes")
-def chunk_written(w: Given) -> Any:
-    x = _rows(w)
-    x.chunk(2, 1)[1].mul_(2)
-    return x
-
-
-@program("writes")
-def transposed_view_written(w: Given) -> Any:
-    x = _rows(w)
-    x.t()[1].add_(1)
-    return x
-
-
-@program("writes")
-def index_add_over_the_sharded_dim(w: Given) -> Any:
-    x = _rows(w)
-    return x.index_add_(0, w.place(torch.tensor([1, 5]), "R"), w.place(torch.ones(2, 4), "R")), x
-
-
-@program("writes")
-def masked_fill_with_gradient(w: Given) -> Any:
-    x = _leaf(w)
-    y = x * 2
-    y.masked_fill_(y > 0, 0.0)
-    y.pow(2).sum().backward()
-    return y, x.grad
-
-
-@program("writes")
-def out_argument(w: Given) -> Any:
-    x, out = _rows(w), w.place(torch.zeros(8, 4), "S(0)")
-    torch.add(x, x, out=out)
-    return out
-
-
-@program("writes")
-def version_counter(w: Given) -> Any:
-    x = _rows(w)
-    before = x._version
-    x.add_(1)
-    x[:, 1].mul_(2)
-    return x._version - before
-
-
-@program("strides")
-def sort_of_a_transpose_viewed(w: Given) -> Any:
-    return _rows(w).t().sort(1)[0].t().contiguous().view(-1)
-
-
-@program("strides")
-def sort_of_a_transpose_viewed_as_it_lies(w: Given) -> Any:
-    return _rows(w).t().sort(1)[0].t().view(-1)
-
-
-@program("strides")
-def stride_of_results(w: Given) -> Any:
-    x = _rows(w)
-    return [t.stride() for t in (x.t(), x.t() * 2, x.t().contiguous(), x.unsqueeze(1), x.expand(2, 8, 4))]
-
-
-@program("strides")
-def transformer_layer_with_the_sequence_sharded(w: Given) -> Any:
-    torch.manual_seed(1)
-    net = w.shard(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), "R")
-    x = w.place(randn(2, 8, 8), "S(1)", grad=True)
-    out = net(x)
-    out.pow(2).sum().backward()
-    return out, x.grad
-
-
-@program("strides")
-def channels_last(w: Given) -> Any:
-    x = w.place(randn(8, 4, 6, 6), "S(0)").contiguous(memory_format=torch.channels_last)
-    return F.relu(x), x.is_contiguous(memory_format=torch.channels_last)
-
-
-@program("strides")
-def convolution_of_channels_last(w: Given) -> Any:
-    x = w.place(randn(8, 4, 6, 6), "S(0)").contiguous(memory_format=torch.channels_last)
-    return F.conv2d(x, w.place(randn(4, 4, 3, 3, seed=1), "R"))
-
-
-@program("strides")
-def view_of_a_sharded_dim_split(w: Given) -> Any:
-    return _rows(w).view(4, 2, 4).permute(1, 0, 2).reshape(8, 4)
-
-
-@program("strides")
-def view_that_memory_does_not_allow(w: Given) -> Any:
-    return _rows(w, "R").t().view(-1)
-
-
-@program("strides")
-def as_strided(w: Given) -> Any:
-    return _rows(w, "R").as_strided((2, 4), (4, 1), 4)
-
-
-@program("strides")
-def view_as_another_dtype(w: Given) -> Any:
-    return _rows(w).view(torch.int32)
-
-
-@program("strides")
-def view_shares_memory_with_its_base(w: Given) -> Any:
-    x = _rows(w)
-    y = x.view(8, 2, 2)
-    x.add_(1)
-    return y, y._base is not None
-
-
-@program("strides")
-def detach_shares_memory(w: Given) -> Any:
-    x = _leaf(w)
-    x.detach().mul_(2)
-    return x
-
-
-@program("strides")
-def local_of_a_view_shares_memory(w: Given) -> Any:
-    x = _rows(w, "S(0)")
-    w.leave()(x[:, 1:3]).zero_()
-    return x
-
-
-@program("strides")
-def unflatten_and_flatten(w: Given) -> Any:
-    return _rows(w).unflatten(1, (2, 2)).flatten(0, 1)
+class Writes(Programs):
+    topic = "writes"
+    cases: ClassVar[Cases] = {
+        "write to a leaf": lambda w: w.leaf().add_(1),
+        "write to a view of a leaf": lambda w: w.leaf()[:, 0].add_(1),
+        "item of a sharded dim set": lambda w: w.written(lambda x: setitem(x, 0, 1)),
+        "slice of a sharded dim multiplied": lambda w: w.written(lambda x: x[2:5].mul_(2)),
+        "strided slice of a sharded dim added to": lambda w: w.written(lambda x: x[1::3].add_(1)),
+        "mask set": lambda w: w.written(lambda x: setitem(x, x > 0, 0)),
+        "rows set by index": lambda w: w.written(lambda x: setitem(x, w.place(torch.tensor([1, 6]), "R"), 5)),
+        "chunk written": lambda w: w.written(lambda x: x.chunk(2, 1)[1].mul_(2)),
+        "transposed view written": lambda w: w.written(lambda x: x.t()[1].add_(1)),
+    }
+
+    def write_through_a_local(self) -> object:
+        x = self.leaf()
+        y = x * 2
+        self.to_local()(y).mul_(3)
+        return self.backward(y, x, power=1)
+
+    def write_through_a_local_after_it_was_saved(self) -> object:
+        x = self.leaf()
+        y = x * 2
+        local = self.to_local()(y)
+        z = (y * y).sum()
+        with torch.no_grad():
+            local.add_(1)
+        z.backward()
+        return x.grad
+
+    def write_to_what_a_local_became(self) -> object:
+        leaf = self.part(randn(8, 4)).requires_grad_()
+        h = leaf * 2
+        self.from_local("S(0)")(h).mul_(3)
+        h.sum().backward()
+        return self.from_local("S(0)")(h.detach()), self.from_local("S(0)")(_grad(leaf))
+
+    def write_to_a_leaf_through_from_local(self) -> object:
+        leaf = self.part(randn(8, 4)).requires_grad_()
+        self.from_local("S(0)")(leaf).mul_(3)
+        return leaf
+
+    def write_to_a_saved_tensor(self) -> object:
+        x = self.leaf()
+        y = x.exp()
+        y.add_(1)
+        return self.backward(y, x, power=1)
+
+    def negative_index_set(self) -> object:
+        x = self.rows()
+        x[-1, 1:3] = 7
+        return x
+
+    def shifted_add_on_two_mesh_dims(self) -> object:
+        x = self.place(randn(7, 5), "S(0)", "S(0)")
+        x[:, :4].add_(x[:, 1:5].clone())
+        return x
+
+    def overlapping_views_added(self) -> object:
+        x = self.place(randn(7, 5), "S(0)", "S(0)")
+        x[:, :4].add_(x[:, 1:5])
+        return x
+
+    def write_with_gradient_to_a_slice(self) -> object:
+        x, v = self.leaf(), self.place(randn(2, 4, seed=2), "R", grad=True)
+        y = x * 1
+        y[2:4] = v
+        return self.backward(y, x, v)
+
+    def copy_from_another_placement(self) -> object:
+        x = self.rows()
+        return x.copy_(self.place(randn(8, 4, seed=3), "S(1)")), x
+
+    def data_set(self) -> object:
+        x = self.leaf()
+        x.data = self.place(randn(8, 4, seed=3), "S(0)")
+        return self.backward(x, x)
+
+    def fill_and_zero_of_a_column(self) -> object:
+        x = self.rows()
+        x[:, 1].fill_(3)
+        x[:, 2].zero_()
+        return x
+
+    def index_add_over_the_sharded_dim(self) -> object:
+        x = self.rows()
+        return x.index_add_(0, self.place(torch.tensor([1, 5]), "R"), self.place(torch.ones(2, 4), "R")), x
+
+    def masked_fill_with_gradient(self) -> object:
+        x = self.leaf()
+        y = x * 2
+        y.masked_fill_(y > 0, 0.0)
+        return self.backward(y, x)
+
+    def out_argument(self) -> object:
+        x, out = self.rows(), self.place(torch.zeros(8, 4), "S(0)")
+        torch.add(x, x, out=out)
+        return out
+
+    def version_counter(self) -> object:
+        x = self.rows()
+        before = x._version
+        x.add_(1)
+        x[:, 1].mul_(2)
+        return x._version - before
+
+
+class Strides(Programs):
+    topic = "strides"
+    cases: ClassVar[Cases] = {
+        "sort of a transpose viewed": lambda w: w.rows().t().sort(1)[0].t().contiguous().view(-1),
+        "sort of a transpose viewed as it lies": lambda w: w.rows().t().sort(1)[0].t().view(-1),
+        "view of a sharded dim split": lambda w: w.rows().view(4, 2, 4).permute(1, 0, 2).reshape(8, 4),
+        "view that memory does not allow": lambda w: w.rows("R").t().view(-1),
+        "as strided": lambda w: w.rows("R").as_strided((2, 4), (4, 1), 4),
+        "view as another dtype": lambda w: w.rows().view(torch.int32),
+        "unflatten and flatten": lambda w: w.rows().unflatten(1, (2, 2)).flatten(0, 1),
+        "local of a view shares memory": lambda w: w.written(
+            lambda x: w.to_local()(x[:, 1:3]).zero_(), "S(0)"
+        ),
+    }
+
+    def stride_of_results(self) -> object:
+        x = self.rows()
+        return [t.stride() for t in (x.t(), x.t() * 2, x.t().contiguous(), x.unsqueeze(1), x.expand(2, 8, 4))]
+
+    def transformer_layer_with_the_sequence_sharded(self) -> object:
+        net = self.seeded(lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), "R")
+        x = self.place(randn(2, 8, 8), "S(1)", grad=True)
+        return self.backward(net(x), x)
+
+    def channels_last(self) -> object:
+        x = self.place(randn(8, 4, 6, 6), "S(0)").contiguous(memory_format=torch.channels_last)
+        return F.relu(x), x.is_contiguous(memory_format=torch.channels_last)
+
+    def convolution_of_channels_last(self) -> object:
+        x = self.place(randn(8, 4, 6, 6), "S(0)").contiguous(memory_format=torch.channels_last)
+        return F.conv2d(x, self.place(randn(4, 4, 3, 3, seed=1), "R"))
+
+    def view_shares_memory_with_its_base(self) -> object:
+        x = self.rows()
+        y = x.view(8, 2, 2)
+        x.add_(1)
+        return y, y._base is not None
+
+    def detach_shares_memory(self) -> object:
+        x = self.leaf()
+        x.detach().mul_(2)
+        return x

@@ -1,7 +1,7 @@
 """What a program is given, and the table of all programs.
 
 A program is a function of `Given`. It is called twice: with plain tensors, and on each of four ranks with
-DTensors; what it returns (a pytree) must be the same. Where a call has no plain counterpart, `Given.known` says
+DTensors; what it returns (a pytree) must be the same. Where a call has no plain counterpart, `Given.expected` says
 what it must come to.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from dtbench_suites.data import dtensor_api, parallel_api, placement
 
 RANKS = 4
-Program = Callable[["Given"], Any]
+# A tensor of either library, or a plain one: what DTensor adds to torch.Tensor, each library declares for itself.
+AnyTensor = Any
+Program = Callable[["Given"], object]
 
 
 @dataclass
@@ -35,12 +37,12 @@ class Given:
         return self.impl == "plain"
 
     @property
-    def api(self) -> Any:
+    def api(self) -> AnyTensor:
         """The library: DTensor, Shard, distribute_tensor, ..."""
         return dtensor_api("torch" if self.plain else self.impl)
 
     @property
-    def parallel(self) -> Any:
+    def parallel(self) -> AnyTensor:
         return parallel_api("torch" if self.plain else self.impl)
 
     @property
@@ -71,8 +73,36 @@ class Given:
             made = self.api.distribute_tensor(made, mesh, self.placements(places), src_data_rank=None)
         return made.requires_grad_(grad)
 
-    def enter(self, *places: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        """from_local."""
+    def rows(self, *places: str, grad: bool = False) -> torch.Tensor:
+        """(8, 4), its rows sharded unless `places` say otherwise."""
+        return self.place(randn(8, 4), *(places or ("S(0)",)), grad=grad)
+
+    def leaf(self, *places: str) -> torch.Tensor:
+        """As `rows`, with a gradient to come."""
+        return self.rows(*places, grad=True)
+
+    def backward(self, out: AnyTensor, *leaves: Any, power: int = 2) -> list[object]:
+        """The result, and the gradients of the leaves, or of a module's parameters, of the sum of its powers."""
+        out.pow(power).sum().backward()
+        each = [grads_of(leaf) if isinstance(leaf, nn.Module) else [leaf.grad] for leaf in leaves]
+        return [out, *(grad for own in each for grad in own)]
+
+    def on(self, fn: Callable[[AnyTensor], object], *places: str, grad: bool = False) -> object:
+        """The function of `rows`."""
+        return fn(self.rows(*places, grad=grad))
+
+    def written(self, fn: Callable[[AnyTensor], object], *places: str) -> object:
+        """The `rows` after the function wrote to them."""
+        x = self.rows(*places)
+        fn(x)
+        return x
+
+    def through(self, fn: Callable[[AnyTensor], object], *places: str, power: int = 2) -> object:
+        """Forward through the function of a leaf, and backward."""
+        x = self.leaf(*places)
+        return self.backward(fn(x), x, power=power)
+
+    def from_local(self, *places: str) -> Callable[[torch.Tensor], torch.Tensor]:
         if self.plain:
             return lambda local: local
         make, mesh, placements = (
@@ -82,18 +112,17 @@ class Given:
         )
         return lambda local: make(local, mesh, placements, run_check=False)
 
-    def leave(self) -> Callable[[Any], torch.Tensor]:
-        """to_local."""
+    def to_local(self) -> Callable[[AnyTensor], torch.Tensor]:
         return (lambda t: t) if self.plain else (lambda t: t.to_local())
 
-    def move(self, *places: str) -> Callable[[Any], torch.Tensor]:
+    def move(self, *places: str) -> Callable[[AnyTensor], torch.Tensor]:
         """redistribute."""
         if self.plain:
             return lambda t: t
         mesh, placements = self.mesh_of(len(places)), self.placements(places)
         return lambda t: t.redistribute(mesh, placements)
 
-    def gather(self) -> Callable[[Any], torch.Tensor]:
+    def gather(self) -> Callable[[AnyTensor], torch.Tensor]:
         """full_tensor."""
         return (lambda t: t) if self.plain else (lambda t: t.full_tensor())
 
@@ -101,7 +130,7 @@ class Given:
         """This rank's rows of a full tensor whose rows divide by four; plain: all of them."""
         return full.clone() if self.plain else full.chunk(RANKS, dim)[self.rank].clone()
 
-    def known(self, got: Any, wanted: Any) -> Any:
+    def expected(self, got: Any, wanted: Any) -> AnyTensor:
         """Of a call that plain tensors do not have: what it must come to."""
         return wanted if self.plain else got
 
@@ -124,11 +153,27 @@ class Given:
                 setattr(owner, name, placed)
         return module
 
-    def compile(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def seeded(self, make: Callable[[], nn.Module], *places: str) -> AnyTensor:
+        """The module, initialised alike on every rank, its parameters placed so."""
+        torch.manual_seed(1)
+        return self.shard(make(), *places)
+
+    def block(self, width: int = 4) -> AnyTensor:
+        """Two linear layers, the first cut by columns and the second by rows."""
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width))
+        return self.parallelize(net, {"0": "col", "2": "row"})
+
+    def replicate_buffers(self, module: nn.Module) -> None:
+        for owner in module.modules():
+            for name, buffer in list(owner.named_buffers(recurse=False)):
+                setattr(owner, name, self.place(buffer, "R"))
+
+    def compile(self, fn: Callable[..., AnyTensor], **options: Any) -> Callable[..., AnyTensor]:
         """torch.compile with the program's backend, as one graph; plain tensors run as they are."""
         if self.plain:
             return fn
-        compiled: Callable[..., Any] = torch.compile(
+        compiled: Callable[..., AnyTensor] = torch.compile(
             fn, backend=self.backend, **{"fullgraph": True, **options}
         )
         return compiled
@@ -139,32 +184,47 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 17))
 
 
+def grads_of(module: nn.Module) -> list[AnyTensor]:
+    return [p.grad for p in module.parameters()]
+
+
+# Programs of one expression, by name.
+Cases = Mapping[str, Callable[[AnyTensor], object]]
+
+
 @dataclass(frozen=True)
 class Entry:
-    """name: in words. backend: of torch.compile, where the program has one."""
+    """name: in words. backend: of torch.compile, where the program has one. make: what it is given."""
 
     name: str
     topic: str
-    run: Program
+    run: Callable[[AnyTensor], object]
     backend: str = ""
+    make: type[Given] = Given
 
 
 _programs: dict[str, Entry] = {}
 
 
-def program(topic: str, *backends: str) -> Callable[[Program], Program]:
-    """Registers a function of `Given` under its name in words, once per backend."""
+class Programs(Given):
+    """The programs of a topic: each public method, under its name in words, and each of `cases`; once per backend."""
 
-    def register(run: Program) -> Program:
-        words = getattr(run, "__name__", "").replace("_", " ")
-        for backend in backends or ("",):
-            name = f"{words} [{backend}]" if backend else words
-            if name in _programs:
-                raise ValueError(f"two programs are called {name!r}: rename one")
-            _programs[name] = Entry(name, topic, run, backend)
-        return run
+    topic: ClassVar[str]
+    backends: ClassVar[tuple[str, ...]] = ("",)
+    cases: ClassVar[Cases] = {}
 
-    return register
+    def __init_subclass__(cls) -> None:
+        methods = {
+            name.replace("_", " "): method
+            for name, method in vars(cls).items()
+            if callable(method) and not name.startswith("_")
+        }
+        for words, run in {**cls.cases, **methods}.items():
+            for backend in cls.backends:
+                name = f"{words} [{backend}]" if backend else words
+                if name in _programs:
+                    raise ValueError(f"two programs are called {name!r}: rename one")
+                _programs[name] = Entry(name, cls.topic, run, backend, cls)
 
 
 def programs() -> Mapping[str, Entry]:
@@ -183,7 +243,3 @@ def programs() -> Mapping[str, Entry]:
     )
 
     return _programs
-
-
-def grads(*tensors: Any) -> list[Any]:
-    return [t.grad for t in tensors]

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import dtbench_core as core
+from dtbench.records.verdicts import NOT_JUDGED
 from dtbench_core.simulate import ThreadWorld
 from dtbench_core.simulate.threads import diverged
 from dtbench_suites.coverage.samples import SEED, Sample, database, has_mode, places_of, samples_of
@@ -37,6 +38,9 @@ LIBRARIES: dict[str, Any] = {"core": core, "torch": torch_tensor}
 UNINITIALISED = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 )
+
+# The database lists them for the CPU; their kernels are compiled for a GPU when they are called.
+NEED_A_GPU = "jiterator_"
 
 # float32 has 24 bits (6e-8). A reduction of up to some thousand terms in another order, and the
 # cancellation in a formula of several steps, lose some of them: 1e-4 of the largest value of a result
@@ -57,7 +61,10 @@ _MOST_RTOL, _MOST_ATOL = 1e-3, 1e-4
 
 @dataclass(frozen=True)
 class Reference:
-    """What the plain op gives. grads: per input, or None where the op has none to compare."""
+    """What the plain op gives. grads: per input, or None where the op has none to compare.
+
+    gradient_raises: why there are none to compare although there should be.
+    """
 
     raw: list[Any]  # the results themselves
     processed: list[Any]  # what of them is determined
@@ -66,6 +73,11 @@ class Reference:
     outs: list[torch.Tensor]  # for out=: empty tensors like the results
     # processed and grads for inputs that differ in their last bits, made when it is needed.
     nudged: Callable[[], tuple[list[Any], list[torch.Tensor | None]]]
+    gradient_raises: str = ""
+
+
+class NotJudgedError(Exception):
+    """The plain op raised: there is nothing to judge by."""
 
 
 def _call(name: str, mode: str, sample: Sample, tensors: Sequence[Any], outs: Sequence[Any]) -> Any:
@@ -105,7 +117,11 @@ def _nudged(value: torch.Tensor) -> torch.Tensor:
 
 
 def reference(name: str, mode: str, sample: Sample) -> Reference | None:
-    """What the plain op gives, or None where it does not run, or gives nothing that could be compared."""
+    """What the plain op gives, or None where that is nothing that could be compared.
+
+    Raises:
+        NotJudgedError: it raises, with these arguments or in the sizes and copies that the judge gives it.
+    """
     outs: list[torch.Tensor] = []
     try:
         if mode == "out":
@@ -119,8 +135,8 @@ def reference(name: str, mode: str, sample: Sample) -> Reference | None:
             again, _ = _plain(name, mode, sample, outs)
         raw = tree_flatten(result)[0]
         processed = tree_flatten(sample.process(result))[0]
-    except Exception:
-        return None
+    except Exception as error:
+        raise NotJudgedError(f"the plain op raises {_brief(error)}") from error
     if any(isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided for leaf in raw):
         return None
     if not any(isinstance(leaf, torch.Tensor | bool | int | float | complex) for leaf in raw):
@@ -128,10 +144,12 @@ def reference(name: str, mode: str, sample: Sample) -> Reference | None:
     random = name not in UNINITIALISED and any(
         difference(a, b) for a, b in zip(raw, tree_flatten(again)[0], strict=True)
     )
-    grads = None
+    grads, gradient_raises = None, ""
     if _differentiates(mode):
-        with contextlib.suppress(Exception):
+        try:
             grads = gradients(processed, inputs)
+        except Exception as error:
+            gradient_raises = f"the plain gradient raises {_brief(error)}"
 
     @functools.cache
     def nudged() -> tuple[list[Any], list[torch.Tensor | None]]:
@@ -142,7 +160,7 @@ def reference(name: str, mode: str, sample: Sample) -> Reference | None:
         except Exception:
             return [], []
 
-    return Reference(_detached(raw), _detached(processed), grads, random, outs, nudged)
+    return Reference(_detached(raw), _detached(processed), grads, random, outs, nudged, gradient_raises)
 
 
 def _detached(leaves: Sequence[Any]) -> list[Any]:
@@ -363,16 +381,26 @@ def judge_case(world: ThreadWorld, job: Job, sample: Sample, places: Places, wan
 def judge_op(world: ThreadWorld, job: Job) -> Iterator[Case]:
     """The cases of an op, one after the other; none where nothing can be compared.
 
-    Gradients are compared where the plain op has them, in the modes but in-place and out.
+    Gradients are compared where the plain op has them, in the modes but in-place and out. A sample whose plain op or
+    gradient raises is a case that is not judged, of the gradient beside those of its values.
     """
     name, mode, caps = job.op, job.mode, job.caps
-    if not has_mode(name, mode):
+    if not has_mode(name, mode) or name.startswith(NEED_A_GPU):
         return
     core.clear_caches()
-    for index, sample in enumerate(samples_of(name, mode, caps.samples)):
-        wanted = reference(name, mode, sample)
+    samples, ended = samples_of(name, mode, caps.samples)
+    if ended:
+        yield Case(len(samples), (), NOT_JUDGED, "", f"the samples end with {ended}")
+    for index, sample in enumerate(samples):
+        try:
+            wanted = reference(name, mode, sample)
+        except NotJudgedError as error:
+            yield Case(index, (), NOT_JUDGED, "", str(error))
+            continue
         if wanted is None:
             continue
+        if wanted.gradient_raises:
+            yield Case(index, (), NOT_JUDGED, "backward", wanted.gradient_raises)
         for places in places_of([*sample.values, *wanted.outs], mode, caps.places, f"{name} {index}"):
             yield Case(index, places, *judge_case(world, job, sample, places, wanted))
 

@@ -8,22 +8,22 @@ workers import torch, with the module that judges: its `judging` is a context th
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import queue
 import signal
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 
-from dtbench.errors import last_line
-from dtbench.model import Result
+from dtbench.model.errors import last_line
+from dtbench.records.verdicts import OpVerdict
 from dtbench.world.signals import how_ended
+from dtbench.world.workers import Program, connection_at, left_s
 from dtbench_suites.coverage.verdicts import Case, Job, summarize
 
 # The slowest op takes some seconds for all its cases on a core of its own, and starting ten; a busy
@@ -44,7 +44,7 @@ def judge_all(
     workers: int,
     timeout_s: float = OP_TIMEOUT_S,
     judge_module: str = "dtbench_suites.coverage.judge",
-) -> Iterator[Result]:
+) -> Iterator[OpVerdict]:
     """The verdicts of the jobs, in the order in which they are done.
 
     An op whose process dies is an "error". So is one that computes for longer than `timeout_s`; one that
@@ -61,7 +61,7 @@ def judge_all(
     live: list[_Worker] = []
     stopped = threading.Event()
 
-    def judge(job: Job) -> Result:
+    def judge(job: Job) -> OpVerdict:
         worker = free.get() or _Worker(live, judge_module)
         result = worker.judge(job, timeout_s)
         if not worker.alive and not stopped.is_set():
@@ -80,25 +80,26 @@ def judge_all(
         stopped.set()
         threads.shutdown(wait=False, cancel_futures=True)
         for worker in tuple(live):
-            worker.kill()  # whoever waits for it sees that
+            worker.program.tell(signal.SIGKILL)  # whoever waits for it sees that
         threads.shutdown()
         for worker in tuple(live):
             worker.end()
 
 
 class _Worker:
-    """One process."""
+    """One process: this file as a program."""
 
     def __init__(self, live: list[_Worker], judge_module: str) -> None:
         self._live = live
-        self._said = tempfile.NamedTemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by end)
-        self._answers, others_end = multiprocessing.Pipe()
-        # spawned: a fork would take over locks that other threads hold
-        self.process = multiprocessing.get_context("spawn").Process(
-            target=_serve, args=(others_end, self._said.name, judge_module), daemon=True
-        )
-        self.process.start()
-        others_end.close()
+        self._said = tempfile.TemporaryFile("w+b")  # noqa: SIM115 (closed by end)
+        env = os.environ | {
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            # Ranks take turns, workers share the cores.
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        command = [sys.executable, "-m", __name__, judge_module]
+        self.program = Program(command, out=self._said, env=env, connected=True)
         self.alive = True
         self.judged = 0
         live.append(self)
@@ -107,11 +108,11 @@ class _Worker:
             self.end()
             raise WorkerFailedError(message)
 
-    def judge(self, job: Job, timeout_s: float) -> Result:
+    def judge(self, job: Job, timeout_s: float) -> OpVerdict:
         self.judged += 1
         before_s = self._cpu_s()
         with suppress(BrokenPipeError):
-            self._answers.send(job)
+            self.program.connection.send(job)
         cases: list[Case] = []
         fallbacks, how = self._read(cases, timeout_s)
         if how:
@@ -127,56 +128,47 @@ class _Worker:
     def _read(self, cases: list[Case], timeout_s: float) -> tuple[int, str]:
         """(fallbacks, "" or how it ended instead); what it says before that are cases."""
         deadline = time.monotonic() + timeout_s
+        answers = self.program.connection
         try:
-            while self._answers.poll(max(deadline - time.monotonic(), 0)):
-                answer = self._answers.recv()
+            while answers.poll(left_s(deadline)):
+                answer = answers.recv()
                 if isinstance(answer, int):
                     return answer, ""
                 cases.append(answer)
         except (EOFError, OSError):  # OSError: killed in the middle of an answer
-            self.process.join()
-            return 0, how_ended(self.process.exitcode or 0)
+            return 0, how_ended(self.program.wait() or 0)
         return 0, _LATE
 
     def _cpu_s(self) -> float:
         """The process' time on a core so far, all threads together."""
         try:
-            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+            fields = Path(f"/proc/{self.program.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:  # it has ended
             return 0.0
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def _last_words(self) -> str:
         self._said.seek(0)
-        return last_line(self._said.read())
-
-    def kill(self) -> None:
-        """With the processes it has made, once it has a group of its own."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid or 0, signal.SIGKILL)
-        self.process.kill()
+        return last_line(self._said.read().decode(errors="replace"))
 
     def end(self) -> None:
         """Kills the process, which has nothing to lose, and lets go of it."""
         self.alive = False
         self._live.remove(self)
-        self.kill()
-        self.process.join()
-        self._answers.close()
+        self.program.end()
         self._said.close()
 
 
-def _serve(answers: Connection, said: str, judge_module: str) -> None:
+def serve(judge_module: str, fd: str) -> None:
     """The worker: judges jobs until nobody listens any more."""
-    os.setsid()  # an interrupt of the terminal reaches it through the pool
-    log = os.open(said, os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    # Ranks take turns, workers share the cores.
-    os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    answers = connection_at(fd)
     judging = importlib.import_module(judge_module).judging
     with judging() as judge, suppress(EOFError, BrokenPipeError):
         answers.send(0)  # the slow imports are done: the first job's time runs from here
         while True:
             for answer in judge(answers.recv()):
                 answers.send(answer)
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])

@@ -7,7 +7,6 @@ uneven mode none is: with 4 ranks, 5 gives shards of 2, 2, 1, 0 and 3 gives 1, 1
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -72,8 +71,11 @@ def has_mode(name: str, mode: str) -> bool:
     return mode != "out" or bool(database()[name].supports_out)
 
 
-def samples_of(name: str, mode: str, limit: int) -> list[Sample]:
-    """At most `limit` of the op's samples, spread over what its generator yields; the same every time."""
+def samples_of(name: str, mode: str, limit: int) -> tuple[list[Sample], str]:
+    """(at most `limit` of the op's samples, spread over what its generator yields; the error that ended it or "").
+
+    The same every time. Some generators take a part of a tensor that is not there in the sizes set here.
+    """
     op = database()[name]
     sizes = _UNEVEN_SIZES if mode == "uneven" else _EVEN_SIZES
     _set_sizes(_OWN_SIZES if name in _NEED_OWN_SIZES else sizes)
@@ -81,19 +83,18 @@ def samples_of(name: str, mode: str, limit: int) -> list[Sample]:
     random.seed(SEED)
     np.random.seed(SEED)
     made = op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)
-    found = [_sample(one) for one in itertools.islice(_until_it_fails(made), _SAMPLES_LOOKED_AT)]
+    found, ended = [], ""
+    try:
+        for one in itertools.islice(made, _SAMPLES_LOOKED_AT):
+            found.append(_sample(one))  # noqa: PERF401 - those before an error count
+    except (RuntimeError, ValueError, IndexError) as error:
+        ended = f"{type(error).__name__}: {error}"
     usable = [one for one in found if one.tensors and all(map(_can_distribute, one.values))]
     if mode == "inplace":
         usable = [one for one in usable if not one.broadcasts_input]
-    if len(usable) <= limit:
-        return usable
-    return [usable[i * len(usable) // limit] for i in range(limit)]
-
-
-def _until_it_fails(made: Iterator[Any]) -> Iterator[Any]:
-    """Some generators take a part of a tensor that is not there in the sizes set here."""
-    with contextlib.suppress(RuntimeError, ValueError, IndexError):
-        yield from made
+    if len(usable) > limit:
+        usable = [usable[i * len(usable) // limit] for i in range(limit)]
+    return usable, ended
 
 
 def _sample(one: Any) -> Sample:

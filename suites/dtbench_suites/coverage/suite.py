@@ -6,10 +6,12 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from dtbench.errors import UsageError, WorldBrokenError
 from dtbench.judge.op_verdicts import MODES
-from dtbench.model import CHOOSABLE_IMPLS, Case, Plan, Result, Workload
-from dtbench.suite import suite
+from dtbench.model import CHOOSABLE_IMPLS, Result
+from dtbench.model.errors import UsageError, WorldBrokenError
+from dtbench.model.suites import Measure
+from dtbench.records.verdicts import SUITE
+from dtbench.suite import Case, Plan, Workload, suite
 from dtbench_suites import SUITES
 from dtbench_suites.coverage import pool
 from dtbench_suites.coverage.verdicts import Caps, Job
@@ -26,25 +28,32 @@ OPTIONS = {
 }
 
 
-def measure(
-    plan: Plan, tasks: Sequence[tuple[Case, tuple[str, ...]]], record: Callable[[Result], None]
-) -> None:
-    """Judges the ops and records each verdict."""
-    caps = caps_of(plan)
-    jobs = [Job(case.name, str(case.params["mode"]), impl, caps) for case, impls in tasks for impl in impls]
-    workers = number(plan, "workers", len(os.sched_getaffinity(0)))
-    try:
-        for result in pool.judge_all(jobs, workers):
-            record(result)
-    except pool.WorkerFailedError as error:
-        raise WorldBrokenError(str(error)) from error
+def judged_by(module: str, of: str, workers: int) -> Measure:
+    """What measures a suite of verdicts: the judge of a module. of: the suite; workers: unless the plan says."""
+
+    def measure(
+        plan: Plan, tasks: Sequence[tuple[Case, tuple[str, ...]]], record: Callable[[Result], None]
+    ) -> None:
+        caps = caps_of(plan)
+        jobs = [
+            Job(case.name, str(case.params["mode"]), impl, caps, of)
+            for case, impls in tasks
+            for impl in impls
+        ]
+        try:
+            for verdict in pool.judge_all(jobs, number(plan, "workers", workers), judge_module=module):
+                record(verdict.result())
+        except pool.WorkerFailedError as error:
+            raise WorldBrokenError(str(error)) from error
+
+    return measure
 
 
 @suite(
     "coverage",
     world="own",
     help=SUITES["coverage"],
-    measure=measure,
+    measure=judged_by("dtbench_suites.coverage.judge", SUITE, len(os.sched_getaffinity(0))),
     options=OPTIONS,
     by_default=False,
 )
@@ -53,10 +62,7 @@ def coverage(plan: Plan) -> Iterator[Case]:
     chosen = plan.options.get("mode", ",".join(MODES)).split(",")
     if unknown := [mode for mode in chosen if mode not in MODES]:
         raise UsageError(f"--mode has {', '.join(unknown)}: expected a comma list of {', '.join(MODES)}")
-    try:
-        wanted = re.compile(plan.options.get("ops", ""))
-    except re.error as error:
-        raise UsageError(f"--ops {plan.options['ops']}: no regular expression ({error})") from error
+    wanted = pattern(plan, "ops")
     try:
         from dtbench_suites.coverage.samples import database, has_mode
 
@@ -80,6 +86,13 @@ def caps_of(plan: Plan) -> Caps:
     """How much is tried per op."""
     least = QUICK if plan.quick else Caps()
     return Caps(number(plan, "samples", least.samples), number(plan, "places", least.places))
+
+
+def pattern(plan: Plan, name: str) -> re.Pattern[str]:
+    try:
+        return re.compile(plan.options.get(name, ""))
+    except re.error as error:
+        raise UsageError(f"--{name} {plan.options[name]}: no regular expression ({error})") from error
 
 
 def number(plan: Plan, name: str, default: int) -> int:

@@ -10,7 +10,8 @@ Verdicts, worst first:
     random differs  a random op gave other numbers than the plain op under the same seed
     refused         the core's own refusal of a write that the placement cannot hold (PlacementError)
     pass
-An op has the worst verdict of its cases, or "n/a" when the plain op gives nothing to compare with.
+An op has the worst verdict of its cases, or "n/a" when the plain op gives nothing to compare with. A sample whose plain
+op or gradient raises is "not judged": it is counted beside the verdicts.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtbench.judge.op_verdicts import FALLBACKS, NOTHING, SUITE, VERDICTS
-from dtbench.model import Result, Status
+from dtbench.records.verdicts import NOT_JUDGED, SUITE, VERDICTS, OpVerdict
 
 RANKS = 4
 
@@ -28,8 +28,6 @@ RANKS = 4
 Place = str
 # Per tensor of a sample, in the order of its pytree (and then per tensor of out=): per mesh dim.
 Places = tuple[tuple[Place, ...], ...]
-
-_STATUS: dict[str, Status] = {"pass": "ok", "wrong": "wrong", NOTHING: "skipped"}
 
 
 @dataclass(frozen=True)
@@ -72,18 +70,24 @@ class Case:
         return f"sample {self.sample}{placed}:{stage} {self.reason}"
 
 
-def summarize(job: Job, cases: Sequence[Case], fallbacks: int = 0) -> Result:
-    """The line of the run file: cases per verdict, and the reason of the first case with the worst one.
+def summarize(job: Job, cases: Sequence[Case], fallbacks: int = 0) -> OpVerdict:
+    """Cases per verdict, and the reason of the first case with the worst one.
 
     fallbacks: calls of aten ops that the core ran on replicated inputs, for want of a rule.
     """
     counts = Counter(case.verdict for case in cases)
-    worst = next((verdict for verdict in VERDICTS if counts[verdict]), NOTHING)
-    reason = {"pass": "", NOTHING: "the plain op gives nothing to compare"}.get(worst)
-    if reason is None:
-        reason = next(case for case in cases if case.verdict == worst).describe()
-    counters = {verdict: float(counts[verdict]) for verdict in VERDICTS if counts[verdict]}
-    if fallbacks:
-        counters[FALLBACKS] = float(fallbacks)
-    status = _STATUS.get(worst, "failed")
-    return Result(job.suite, job.op, job.impl, {"mode": job.mode}, status, reason, counters=counters)
+    worst = next((verdict for verdict in (*VERDICTS[:-1], NOT_JUDGED) if counts[verdict]), None)
+    reason = next((case.describe() for case in cases if case.verdict == worst), "")
+    if not any(counts[verdict] for verdict in VERDICTS):
+        reason = f"the plain op gives nothing to compare{reason and '; '}{reason}"
+    return OpVerdict(
+        op=job.op,
+        mode=job.mode,
+        impl=job.impl,
+        cases={verdict: counts[verdict] for verdict in VERDICTS if counts[verdict]},
+        suite=job.suite,
+        reason=reason,
+        samples=len({case.sample for case in cases if case.sample is not None}),
+        not_judged=len({case.sample for case in cases if case.verdict == NOT_JUDGED}),
+        fallbacks=fallbacks,
+    )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dtbench.files import profile
-from dtbench.grouping import group_by
+from dtbench.model.grouping import group_by
+from dtbench.records import profile
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import bandwidth_tick, seconds_tick, value_axis
 from dtbench.show.report.cases import Case
@@ -20,13 +20,14 @@ from dtbench.show.report.figures import (
     bars,
     curves,
     dots,
+    line,
     shades_of,
     stacked,
 )
 from dtbench.show.report.impls import CORE, FLOOR, TORCH, bandwidths, named
 from dtbench.show.report.profiles import MAX_SPANS, Span
 from dtbench.show.report.section import Material, Part, Section
-from dtbench.units import format_seconds, format_size
+from dtbench.text.units import format_seconds, format_size
 
 BUCKET_STYLES = {
     "core": CORE,
@@ -86,13 +87,12 @@ def _throughput(section: Section, cases: Sequence[Case]) -> Figure | None:
     for (dim, dtype, tensor), members in section.capped(
         sorted(grouped.items(), key=lambda i: i[0][2]), "panels"
     ):
-        series = []
+        series: list[Series] = []
         for impl in BUCKET_STYLES:
-            of = [
-                (c.number("bucket_bytes") or 1, c.impls[impl].algbw_Bps) for c in members if impl in c.impls
-            ]
-            points = [(size, bandwidth) for size, bandwidth in of if bandwidth]
-            series += [Series(impl, [p[0] for p in points], [p[1] for p in points])] if points else []
+            of = [c for c in members if impl in c.impls]
+            series += line(
+                impl, [(c.number("bucket_bytes") or 1, c.impls[impl].algbw_Bps or None) for c in of]
+            )
         best = max((max(one.y) for one in series if one.label == "core"), default=None)
         reach = f"; the core reaches {best / 1e9:.3g} GB/s" if best else ""
         title = f"{dim}, tensors of {format_size(tensor)}, {dtype}"

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from dtbench.records import judged
+from dtbench.records.judged import Judged
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import Axis, ratio_axis
-from dtbench.show.report.changes import GRAVE, OUTCOMES, WORDS, Change, Changes
+from dtbench.show.report.changes import OUTCOMES, Changes, observations_of, why
 from dtbench.show.report.figures import Figure, Row, Style, dots
 from dtbench.show.report.section import Material, Part, Section
 
@@ -73,14 +75,19 @@ def verdict(of: Material) -> Verdict:
             "give the run of an earlier state with --base, or the result of dtbench gate."
         )
         return Verdict("none", "–", "Measured, not compared", sentence)
-    places = {word: [i for i, c in enumerate(changes.changes) if c.verdict == word] for word in WORDS}
+    places = {
+        word: [i for i, c in enumerate(changes.changes) if c.verdict == word] for word in judged.Verdict
+    }
     tallies = [
-        Link(*WORDS[word][:1], word, _anchor(of_word[0]), len(of_word), WORDS[word][1])
+        Link(word.shape, word, _anchor(of_word[0]), len(of_word), word.meaning)
         for word, of_word in places.items()
         if of_word
     ]
     grave = [
-        Link(WORDS[word][0], _words(changes.changes[i]), _anchor(i)) for word in GRAVE for i in places[word]
+        Link(word.shape, _words(changes.changes[i]), _anchor(i))
+        for word in places
+        if word.is_grave
+        for i in places[word]
     ]
     total = len(changes.changes)
     counted = ", ".join(f"{tally.count} {tally.words}" for tally in tallies)
@@ -101,7 +108,7 @@ def _anchor(index: int) -> str:
     return f"case-{index}"
 
 
-def _words(change: Change) -> str:
+def _words(change: Judged) -> str:
     ratio = f", {t.factor(change.ratio)}" if change.ratio is not None else ""
     return f"{change.verdict}: {change.suite} {change.words}, {change.impl}{ratio}"
 
@@ -138,7 +145,7 @@ def _intervals(section: Section, changes: Changes) -> Figure | None:
             Row(
                 " ".join([c.name, *told, f"({c.impl})"]),
                 {style: c.ratio},
-                f"{WORDS[c.verdict][0]} {c.verdict} {t.factor(c.ratio)}",
+                f"{c.verdict.shape} {c.verdict} {t.factor(c.ratio)}",
                 {style: (c.low, c.high)},
                 (1 / (1 + c.matters), 1 + c.matters),
             )
@@ -161,31 +168,31 @@ def _intervals(section: Section, changes: Changes) -> Figure | None:
     )
 
 
-def _table(changes: Sequence[Change]) -> t.Table:
+def _table(changes: Sequence[Judged]) -> t.Table:
     def bound(header: str, values: Sequence[float | None]) -> t.Column:
         cells = ["open" if v is None else t.factor(v) for v in values]
         known = [c.ratio is not None for c in changes]
         return t.Column(header, [x if k else t.MISSING for x, k in zip(cells, known, strict=True)], True)
 
-    has_noise = any(c.noise is not None for c in changes)
+    noise = [c.effect.sd if c.effect else None for c in changes]
     over = [t.MISSING if c.ratio is None or not c.matters else f"{c.severity:+.1f}" for c in changes]
     return t.Table(
         "Every case: before and now",
         [
-            t.text("Verdict", [f"{WORDS[c.verdict][0]} {c.verdict}" for c in changes]),
+            t.text("Verdict", [f"{c.verdict.shape} {c.verdict}" for c in changes]),
             t.text("Suite", [c.suite for c in changes]),
             t.text("Case", [c.words for c in changes]),
             t.text("Impl", [c.impl for c in changes]),
-            *t.times([("base", [c.base_s for c in changes]), ("now", [c.now_s for c in changes])]),
+            *t.times([("base", [c.base_s for c in changes]), ("now", [c.head_s for c in changes])]),
             t.ratios("ratio", [c.ratio for c in changes]),
             bound("low", [c.low for c in changes]),
             bound("high", [c.high for c in changes]),
             t.percents("least that counts", [c.matters for c in changes]),
             t.Column("over threshold", over, True),
-            *([t.percents("noise between pairs", [c.noise for c in changes])] if has_noise else []),
-            t.text("Observations", [c.observations for c in changes]),
+            *([t.percents("noise between pairs", noise)] if any(n is not None for n in noise) else []),
+            t.text("Observations", [observations_of(c) for c in changes]),
             t.text("Estimator", [c.estimator for c in changes]),
-            t.text("Why", [c.reason for c in changes]),
+            t.text("Why", [why(c) for c in changes]),
         ],
         note="Base and now: the median over launches of each launch’s estimate. “open”: so few observations "
         "bound it on no side.",

@@ -4,32 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dtbench.grouping import group_by
-from dtbench.layout import layout_of
 from dtbench.model import Gpu, Header
+from dtbench.model.grouping import group_by
+from dtbench.records.layout import layout_of
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import bandwidths_axis, seconds_tick, times_axis
 from dtbench.show.report.cases import Case, distinct, main_dtype
-from dtbench.show.report.figures import Curves, Figure, Series, Style, curves
+from dtbench.show.report.figures import LOOKS, Curves, Figure, Series, Style, curves, line
 from dtbench.show.report.impls import named
 from dtbench.show.report.parts.cost_model import constants_line
 from dtbench.show.report.parts.ranks import add_ranks
 from dtbench.show.report.section import Material, Part, Section
-from dtbench.units import format_bandwidth, format_size
+from dtbench.text.units import format_bandwidth, format_size
 
 # GB/s per link and direction, by NVML's number of the version (nvml.h, NVML_NVLINK_VERSION_*: 1.0, 2.0, 2.2,
 # 3.0, 3.1, 4.0, 5.0). Source: NVIDIA's NVLink page, GB/s of both directions over links (V100 300/6, A100 600/12,
 # H100 900/18, B200 1800/18) and the P100 white paper (160/4).
 NVLINK_GBPS = {"1": 20.0, "2": 25.0, "3": 25.0, "4": 25.0, "5": 25.0, "6": 25.0, "7": 50.0}
 LIMIT = Style("ink", "", (1, 2), words="limit of the links")
-COLLECTIVE_STYLES = {
-    "all_reduce": Style("s0", "o"),
-    "all_gather": Style("s1", "s", (5, 2)),
-    "reduce_scatter": Style("s3", "^", (5, 1.5, 1, 1.5)),
-    "all_to_all": Style("s4", "D", (1.5, 1.5), hollow=True),
-    "broadcast": Style("s5", "v", (8, 2), hollow=True),
-    "scatter": Style("s2", "X", (3, 1, 1, 1, 1, 1)),
-}
+COLLECTIVE_STYLES = dict(
+    zip(
+        ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter"),
+        LOOKS,
+        strict=True,
+    )
+)
 # The change of placement that each collective does the work of.
 TRANSITION = {
     "all_reduce": "P->R",
@@ -135,8 +134,7 @@ def _bandwidths(
 ) -> Figure | None:
     """A panel per mesh dim, groups and place for the main collectives, and one for the others."""
     names = distinct(c.name for c in cases)
-    spare = list(COLLECTIVE_STYLES.values())  # for names without a style of their own, in turn
-    styles = {name: COLLECTIVE_STYLES.get(name, spare[i % len(spare)]) for i, name in enumerate(names)}
+    styles = {name: COLLECTIVE_STYLES.get(name, LOOKS[i % len(LOOKS)]) for i, name in enumerate(names)}
     ordered = sorted(cases, key=lambda c: c.only.size_bytes or 0)
     grouped = group_by(
         ordered, lambda c: (c.name not in TRANSITION, str(c.get("groups")), _place(c), str(c.get("mesh_dim")))
@@ -147,9 +145,11 @@ def _bandwidths(
     for key in section.capped(wanted, "panels"):
         members, (_, groups, place, dim) = grouped[key], key
         series = [
-            Series(name, [c.only.size_bytes or 0 for c in of], [c.only.busbw_Bps or 0 for c in of])
+            one
             for name in names
-            if (of := [c for c in members if c.name == name])
+            for one in line(
+                name, [(c.only.size_bytes or 0, c.only.busbw_Bps) for c in members if c.name == name]
+            )
         ]
         series += [Series("limit", ends, [limits[dim]] * 2)] if dim in limits else []
         peak = max(c.only.busbw_Bps or 0 for c in members)
@@ -217,14 +217,17 @@ def _times(
 
 def _lines(cases: Sequence[Case], moved: Sequence[Case]) -> list[Series]:
     """The raw collective, alone and together, and the two libraries' change of placement."""
-    points: dict[str, list[tuple[int, float]]] = {}
+    points: dict[str, list[tuple[float, float]]] = {}
     for groups in ("together", "alone"):
         of = [c.only for c in cases if (c.get("groups") or "together") == groups]
         points[groups] = [(m.size_bytes or 0, m.estimate_s) for m in of]
     for impl in ("core", "torch"):
         points[impl] = [(c.number("size"), s) for c in moved if (s := c.seconds(impl)) is not None]
-    ordered = {label: sorted(p for p in of if p[0] > 0) for label, of in points.items()}
-    return [Series(label, [p[0] for p in of], [p[1] for p in of]) for label, of in ordered.items() if of]
+    return [
+        one
+        for label, of in points.items()
+        for one in line(label, sorted(point for point in of if point[0] > 0))
+    ]
 
 
 # ------------------------------------------------------------------------------------ tables

@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from dtbench.grouping import known_first
-from dtbench.judge.op_verdicts import (
-    FALLBACKS,
-    MODES,
-    NOTHING,
-    VERDICTS,
-    Baseline,
-    merged,
-    mode_of,
-    verdict_of,
-)
+from dtbench.judge.op_verdicts import MODES, merged
 from dtbench.model import Run
+from dtbench.model.grouping import known_first
+from dtbench.records.verdicts import NOT_JUDGED, NOTHING, VERDICTS, Baseline
 from dtbench.show.report import tables as t
 from dtbench.show.report.figures import Bar, Figure, Shade, bars, stacked
 from dtbench.show.report.section import Material, Part, Section
@@ -47,7 +39,8 @@ def fill(section: Section, of: Material) -> None:
         "cut the inputs: evenly, unevenly, as pending sums, over a 2x2 mesh, in place, with out=. An op passes in a "
         "mode if all its cases do; else it bears the worst of their verdicts."
     )
-    section.add(_figure(found, impls, modes), _matrix(found, impls, modes))
+    sources = (of.sources.verdict_runs, of.sources.verdict_tables)
+    section.add(_figure(found, impls, modes), _matrix(found, impls, modes), _not_judged(*sources))
 
 
 def _verdicts(runs: Sequence[Run], tables: Sequence[Baseline]) -> Verdicts:
@@ -56,10 +49,34 @@ def _verdicts(runs: Sequence[Run], tables: Sequence[Baseline]) -> Verdicts:
         for op, modes in table.verdicts.items():
             for mode, verdict in modes.items():
                 found[op, mode, "core"] = (verdict, False)
-    for result in merged(runs) if runs else ():
-        fell = result.impl == "core" and bool(result.counters.get(FALLBACKS))
-        found[result.name, mode_of(result), result.impl] = (verdict_of(result), fell)
+    for of in merged(runs) if runs else ():
+        found[of.op, of.mode, of.impl] = (of.verdict, of.by_fallback)
     return found
+
+
+def _not_judged(runs: Sequence[Run], tables: Sequence[Baseline]) -> t.Table | None:
+    """Op, mode and impl -> samples that gave nothing to judge by."""
+    rows = [
+        (op, f"{mode}, core", str(count))
+        for table in tables
+        for op, modes in (table.not_judged or {}).items()
+        for mode, count in modes.items()
+    ]
+    of_runs = merged(runs) if runs else []
+    rows += [(v.op, f"{v.mode}, {v.impl}", str(v.not_judged)) for v in of_runs if v.not_judged]
+    if not rows:
+        return None
+    samples = sum(v.samples for v in of_runs) + sum(table.samples or 0 for table in tables)
+    count = sum(int(row[2]) for row in rows)
+    return t.Table(
+        f"Samples {NOT_JUDGED}: {count} of {samples}",
+        [
+            t.text(head, column)
+            for head, column in zip(("Op", "Mode", "Samples"), zip(*rows, strict=True), strict=True)
+        ],
+        folded=True,
+        note="The plain op, or its gradient, raised: there was nothing to compare these samples with.",
+    )
 
 
 def _figure(found: Verdicts, impls: Sequence[str], modes: Sequence[str]) -> Figure | None:

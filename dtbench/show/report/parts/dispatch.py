@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from dtbench.files.profile import Call, Stage
-from dtbench.grouping import group_by, known_first
-from dtbench.model import STAGES
+from dtbench.model import STAGES, Param
+from dtbench.model.grouping import group_by, known_first
+from dtbench.records.profile import Call, Stage
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import Axis, seconds_tick, value_axis
 from dtbench.show.report.cases import Case, distinct, geometric_mean
 from dtbench.show.report.figures import Bar, Curves, Figure, Series, Style, bars, curves, shades_of, stacked
 from dtbench.show.report.impls import add_dots, core_over_torch, named, times
 from dtbench.show.report.section import Material, Part, Section
-from dtbench.units import format_seconds
+from dtbench.text.units import format_seconds
 
 PARAMS = {"placements": "Placements", "mesh": "Mesh", "pass": "Pass"}
 MAX_CASES = 4
@@ -58,7 +57,7 @@ def fill(section: Section, of: Material) -> None:
         section.add(_stages(calls), _stage_table(calls))
 
 
-def _summary(grouped: Mapping[Any, Sequence[Case]]) -> t.Table:
+def _summary(grouped: Mapping[tuple[Param, Param], Sequence[Case]]) -> t.Table:
     both = [[r for c in of if (r := c.ratio("core", "torch")) is not None] for of in grouped.values()]
     floors = [geometric_mean(c.ratio("core", "local") for c in of) for of in grouped.values()]
     return t.Table(
@@ -77,7 +76,7 @@ def _summary(grouped: Mapping[Any, Sequence[Case]]) -> t.Table:
 
 
 def _table(cached: Sequence[Case], cases: Sequence[Case]) -> t.Table:
-    def identity(case: Case) -> tuple[Any, ...]:
+    def identity(case: Case) -> tuple[object, ...]:
         return (case.name, *sorted((k, v) for k, v in case.params.items() if k != "call"))
 
     first = {identity(c): c for c in cases if c.get("call") == "first"}

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from dtbench.grouping import group_by
 from dtbench.model import Header, Result, Run
+from dtbench.model.grouping import group_by
+from dtbench.records.topology import Topology
 from dtbench.show.report.parts.changes import Verdict
 from dtbench.show.report.parts.provenance import hardware, hosts, mesh_words
 from dtbench.show.report.section import Material, Section
 from dtbench.show.report.sources import Sources
-from dtbench.units import plural
+from dtbench.text.units import plural
 
 NOT_OK = {
     "wrong": "Wrong data: timed, but the result was not what it should be",
@@ -93,7 +93,7 @@ def warnings(sources: Sources) -> list[str]:
 
 def _crowded(header: Header) -> str:
     """More ranks than cores on a host: what `dtbench doctor` warns of."""
-    cores, ranks = header.machine.cpu.usable_cores, Counter(rank.host for rank in header.ranks)
+    cores, ranks = header.machine.cpu.usable_cores, Counter(rank.node for rank in header.ranks)
     most = max(ranks.values(), default=0)
     if not cores or most <= cores or any(rank.device not in ("cpu", None) for rank in header.ranks):
         return ""
@@ -103,13 +103,13 @@ def _crowded(header: Header) -> str:
     )
 
 
-def _of_topology(topology: Mapping[str, Any], known: set[str]) -> list[str]:
-    strangers = sorted(r["run_id"] for r in topology["runs"] if r["run_id"] not in known)
-    doubted = any(dim.get("warnings") for dim in topology["dims"])
+def _of_topology(topology: Topology, known: set[str]) -> list[str]:
+    strangers = sorted(run.run_id for run in topology.runs if run.run_id not in known)
+    doubted = any(dim.warnings for dim in topology.dims)
     other = f"The topology was fitted to another run ({', '.join(strangers)}): its points are not those here."
     return [
         *([other] if strangers else []),
-        *(topology.get("warnings") or []),
+        *topology.warnings,
         *(["The fit of the cost model has its doubts: its section says which."] if doubted else []),
     ]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dtbench.files.plan import PlanFile, StepsFile
+from dtbench.records.plan import PlanFile, StepsFile
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import value_axis
 from dtbench.show.report.figures import Bar, Curves, Figure, Series, Style, bars, curves, shades_of, stacked
 from dtbench.show.report.section import Material, Part, Section
-from dtbench.units import format_bytes, format_seconds
+from dtbench.text.units import format_bytes, format_seconds
 
 PARTS = {
     "compute": "computation",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from statistics import median
 
-from dtbench.files.preflight import FindingRow, PreflightFile
+from dtbench.records.preflight import Finding, Preflight
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import value_axis
 from dtbench.show.report.figures import Figure, Map, Row, Style, dots, maps
 from dtbench.show.report.section import Material, Part, Section
-from dtbench.units import format_bandwidth, format_seconds, format_size, plural
+from dtbench.text.units import format_bandwidth, format_seconds, format_size, plural
 
 STYLES = {"rank": Style("s0", "o", None, words="time of equal work")}
 # Beyond, the cells of a map are too small to be told apart.
@@ -31,11 +31,11 @@ def fill(section: Section, of: Material) -> None:
         section.add(_links(section, one, number), _work(one, number), _findings(one), _dims(one), _rates(one))
 
 
-def _words(one: FindingRow) -> str:
+def _words(one: Finding) -> str:
     return f"{one.what}: {one.how} ({one.kind})"
 
 
-def _links(section: Section, one: PreflightFile, number: int) -> Figure | None:
+def _links(section: Section, one: Preflight, number: int) -> Figure | None:
     count = len(one.hosts)
     if count > MAX_RANKS:
         section.cuts.append(f"A map of {count} x {count} links is not drawn; the table has them all.")
@@ -56,7 +56,7 @@ def _links(section: Section, one: PreflightFile, number: int) -> Figure | None:
     )
 
 
-def _work(one: PreflightFile, number: int) -> Figure | None:
+def _work(one: Preflight, number: int) -> Figure | None:
     if len(one.hosts) > MAX_RANKS:
         return None
     panels = {
@@ -76,7 +76,7 @@ def _work(one: PreflightFile, number: int) -> Figure | None:
     )
 
 
-def _findings(one: PreflightFile) -> t.Table:
+def _findings(one: Preflight) -> t.Table:
     return t.Table(
         "What is slow, measured again beside its peers",
         [
@@ -89,7 +89,7 @@ def _findings(one: PreflightFile) -> t.Table:
     )
 
 
-def _dims(one: PreflightFile) -> t.Table:
+def _dims(one: Preflight) -> t.Table:
     rows = [(dim, at) for dim in one.dims for at in range(len(dim.groups))]
     return t.Table(
         "All_reduce of each mesh dim, all groups at once",
@@ -109,7 +109,7 @@ def _dims(one: PreflightFile) -> t.Table:
     )
 
 
-def _rates(one: PreflightFile) -> t.Table:
+def _rates(one: Preflight) -> t.Table:
     return t.Table(
         "All pairs",
         [

@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from dtbench.grouping import group_by
 from dtbench.model import Checkout, Header, Run
+from dtbench.model.grouping import group_by
 from dtbench.show.report.sources import Sources
-from dtbench.units import format_bytes
+from dtbench.text.units import format_bytes
 
 
 def mesh_words(header: Header) -> str:
@@ -23,7 +22,8 @@ def mesh_words(header: Header) -> str:
 
 
 def hosts(header: Header) -> list[str]:
-    return sorted({rank.host for rank in header.ranks if rank.host})
+    """Their names, as often as nodes bear them."""
+    return sorted(host for host, _ in dict.fromkeys(rank.node for rank in header.ranks) if host)
 
 
 def hardware(header: Header) -> str:
@@ -97,19 +97,20 @@ def _run_words(run: Run) -> str:
 
 
 def _facts(header: Header) -> list[tuple[str, str]]:
-    machine: dict[str, Any] = msgspec.to_builtins(header.machine)
-    known = {"cpu", "gpus"}
+    machine: dict[str, object] = msgspec.to_builtins(header.machine)
+    cpu = machine.pop("cpu")
+    del machine["gpus"]
     plan = {k: v for k, v in header.plan.items() if k != "mesh"}
-    gpus = Counter(_described(gpu) for gpu in machine["gpus"])
+    gpus = Counter(_described(msgspec.to_builtins(gpu)) for gpu in header.machine.gpus)
     facts = [
         ("Mesh", mesh_words(header)),
         ("Ranks", _placement(header)),
         ("Versions", ", ".join(f"{k} {v}" for k, v in header.versions.items() if v is not None)),
         ("Checkout", _checkout(header.git)),
         ("dtbench’s checkout", _checkout(header.git.dtbench)),
-        ("CPU", _described(machine["cpu"])),
+        ("CPU", _described(cpu)),
         ("GPUs", "; ".join(f"{count} × {words}" for words, count in gpus.items())),
-        *[(_words(k).capitalize(), _described(v, k)) for k, v in machine.items() if k not in known],
+        *[(_words(k).capitalize(), _described(v, k)) for k, v in machine.items()],
         ("Suites", ", ".join(header.suites)),
         ("Launches", str(header.launches)),
         ("Plan", _described(plan)),
@@ -121,10 +122,10 @@ def _facts(header: Header) -> list[tuple[str, str]]:
 def _placement(header: Header) -> str:
     """Host by host its ranks as ranges, with the kind of device: vm: 0-3 (cpu)."""
     words = []
-    for host, ranks in group_by(header.ranks, lambda rank: rank.host or "unknown host").items():
+    for (host, _), ranks in group_by(header.ranks, lambda rank: rank.node).items():
         devices = dict.fromkeys(rank.device.partition(":")[0] for rank in ranks if rank.device)
         kinds = f" ({', '.join(devices)})" if devices else ""
-        words.append(f"{host}: {_ranges([rank.rank for rank in ranks])}{kinds}")
+        words.append(f"{host or 'unknown host'}: {_ranges([rank.rank for rank in ranks])}{kinds}")
     return "; ".join(words)
 
 
@@ -155,7 +156,7 @@ def _words(key: str) -> str:
     return str(key).removesuffix("_bytes").replace("_", " ")
 
 
-def _described(value: Any, key: str = "") -> str:
+def _described(value: object, key: str = "") -> str:
     """A fact of the header in words; its shape is the machine's and not known here."""
     if isinstance(value, Mapping):
         there = {k: v for k, v in value.items() if v not in (None, "", [], {})}

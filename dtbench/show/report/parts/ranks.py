@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dtbench.layout import from_last_arrival_s, mesh_groups
-from dtbench.mesh import Groups
 from dtbench.model import Header, Result, Run
+from dtbench.model.mesh import Groups
+from dtbench.records.layout import from_last_arrival_s, mesh_groups
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import seconds_tick, value_axis
 from dtbench.show.report.figures import Figure, Map, Row, Style, dots, maps
 from dtbench.show.report.section import Section
 from dtbench.stats import estimate_s
-from dtbench.units import bandwidth_unit, format_bandwidth, format_seconds, format_size, significant
+from dtbench.text.units import bandwidth_unit, format_bandwidth, format_seconds, format_size, significant
 
 # A larger mesh is not told apart on a page; nor are more rows of ranks.
 MAX_CELLS = 1024

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from dtbench.cost.regret import Regret
+from dtbench.records.cost_model import Regret
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import value_axis
 from dtbench.show.report.cases import distinct
 from dtbench.show.report.figures import Row, Style, dots
 from dtbench.show.report.section import Section
-from dtbench.units import format_size
+from dtbench.text.units import format_size
 
 # As `dtbench.cost.regret.CHOOSERS`, short enough for a figure.
 MODELS: Mapping[str, str] = {

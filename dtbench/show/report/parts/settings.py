@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dtbench.errors import UsageError
 from dtbench.judge.settings.buckets import INDUCTOR, MIB, choose, sweeps_of
 from dtbench.judge.settings.nccl import ranges_of, times_of, winners_of
+from dtbench.model.errors import UsageError
 from dtbench.show.report import tables as t
 from dtbench.show.report.section import Material, Part, Section
-from dtbench.units import format_size, plural
+from dtbench.text.units import format_size, plural
 
-AS_IT_COMES = "as it comes"
+DEFAULT = "NCCL's default"
 
 
 def fill(section: Section, of: Material) -> None:
@@ -21,7 +21,7 @@ def fill(section: Section, of: Material) -> None:
 
 
 def _buckets(section: Section, of: Material) -> t.Table | None:
-    """What `dtbench settings buckets` says."""
+    """What `dtbench settings` says of buckets."""
     try:
         choices = [choose(sweep) for sweep in sweeps_of(of.sources.runs)]
     except UsageError:  # no sweep over sizes
@@ -51,13 +51,13 @@ def _mib(sizes: Sequence[int | None]) -> list[str]:
 
 
 def _winners(section: Section, of: Material) -> t.Table | None:
-    """What `dtbench settings nccl` says."""
+    """What `dtbench settings` says of variables."""
     if not of.sources.sweep:
         return None
     try:
         ranges = ranges_of(winners_of(times_of((None, run) for run in of.sources.sweep)))
     except UsageError as error:
-        section.missing = f"dtbench sweep-env; {error}"
+        section.missing = f"dtbench settings --sweep; {error}"
         return None
     won = [one for one in ranges if one.arm]
     sizes = sum(len(one.winners) for one in won)
@@ -70,16 +70,14 @@ def _winners(section: Section, of: Material) -> t.Table | None:
             t.Column("Ranks", [str(dict(one.case).get("ranks", t.MISSING)) for one in ranges], True),
             t.sizes("From", [format_size(one.winners[0].size) for one in ranges]),
             t.sizes("To", [format_size(one.winners[-1].size) for one in ranges]),
-            t.text("Set", [" ".join("=".join(pair) for pair in one.arm) or AS_IT_COMES for one in ranges]),
-            t.ratios(
-                "Time over as it comes, best", [min((e.ratio for e in es), default=None) for es in effects]
-            ),
+            t.text("Set", [" ".join("=".join(pair) for pair in one.arm) or DEFAULT for one in ranges]),
+            t.ratios("Time / default, best", [min((e.ratio for e in es), default=None) for es in effects]),
             t.ratios("worst", [max((e.ratio for e in es), default=None) for es in effects]),
             t.ratios("95% bound, worst", [max((e.high for e in es), default=None) for es in effects]),
             t.counts("Pairs of launches", [min((e.pairs for e in es), default=None) for es in effects]),
         ],
         note="Variables are named only where the gate's paired test shows that every size of the range is faster with "
-        "them; dtbench settings nccl -o writes these ranges as the file of NCCL's tuner plugin. The other sections are "
+        "them; dtbench settings -o writes these ranges as the file of NCCL's tuner plugin. The other sections are "
         "of the launches as they come.",
     )
 

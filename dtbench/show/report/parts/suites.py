@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from dtbench.grouping import group_by
+from dtbench.model.grouping import group_by
 from dtbench.show.report import tables as t
 from dtbench.show.report.cases import Case, distinct, main_dtype
 from dtbench.show.report.impls import add_dots, bandwidths, core_over_torch, impls_of, named, times
 from dtbench.show.report.section import Material, Part, Section
-from dtbench.units import format_size
+from dtbench.text.units import format_size
 
 
 def redistribute(section: Section, of: Material) -> None:

@@ -8,21 +8,12 @@ from dtbench.model import Run
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import bandwidths_axis
 from dtbench.show.report.cases import Case, collect, distinct
-from dtbench.show.report.figures import Curves, Figure, Series, Style, curves
+from dtbench.show.report.figures import LOOKS, Curves, Figure, curves, line
 from dtbench.show.report.section import Material, Part, Section
-from dtbench.units import format_bandwidth, format_size
+from dtbench.text.units import format_bandwidth, format_size
 
 # More lines in a panel are not told apart.
 MAX_SYSTEMS = 6
-_LOOKS = (
-    Style("s0", "o"),
-    Style("s1", "s", (5, 2)),
-    Style("s3", "^", (5, 1.5, 1, 1.5)),
-    Style("s4", "D", (1.5, 1.5), hollow=True),
-    Style("s5", "v", (8, 2), hollow=True),
-    Style("s2", "X", (3, 1, 1, 1, 1, 1)),
-)
-
 # Of a system: collective -> its cases by size.
 _Curves = Mapping[str, Sequence[Case]]
 
@@ -79,11 +70,9 @@ def _figure(systems: Mapping[str, _Curves]) -> Figure | None:
     panels = []
     for name in distinct(name for of in systems.values() for name in of):
         series = [
-            Series(
-                label, [c.only.size_bytes or 0 for c in of[name]], [c.only.busbw_Bps or 0.0 for c in of[name]]
-            )
+            one
             for label, of in systems.items()
-            if name in of
+            for one in line(label, [(c.only.size_bytes or 0, c.only.busbw_Bps) for c in of.get(name, ())])
         ]
         panels.append(Curves(name, series, f"Bus bandwidth of {name} over size on {len(series)} systems."))
     # What one system alone has is in the table, and in the section of the first.
@@ -91,7 +80,7 @@ def _figure(systems: Mapping[str, _Curves]) -> Figure | None:
     return curves(
         "systems",
         panels,
-        dict(zip(systems, _LOOKS, strict=False)),
+        dict(zip(systems, LOOKS, strict=False)),
         "Bus bandwidth over tensor size; both axes logarithmic and common to all panels.",
         y=bandwidths_axis,
         ends=True,

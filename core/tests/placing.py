@@ -1,0 +1,36 @@
+"""Tensors and modules placed on the mesh of a test's world, and made whole again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from core.tests.gloo_world import mesh_of
+from dtbench_core import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+
+
+def full(tree: Any) -> Any:
+    """Each DTensor of it as the whole tensor."""
+    return tree_map(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, tree)
+
+
+def place(tensor: torch.Tensor, *placements: Placement, mesh: Sequence[int] = (4,)) -> DTensor:
+    """Every rank's part of its own copy, replicated where nothing is said; nothing is sent."""
+    placed = placements or (Replicate(),) * len(mesh)
+    return distribute_tensor(tensor, mesh_of(tuple(mesh)), placed, src_data_rank=None)
+
+
+def sharded(module: nn.Module, placement: Placement | None = None) -> nn.Module:
+    """A copy whose parameters are DTensors, by rows if not said; its buffers, also those of parametrizations, are
+    replicated."""
+
+    def spread(name: str, part: nn.Module, mesh: Any) -> None:
+        for key, parameter in list(part.named_parameters(recurse=False)):
+            part.register_parameter(key, nn.Parameter(place(parameter.detach(), placement or Shard(0))))
+
+    return distribute_module(copy.deepcopy(module), mesh_of((4,)), spread)

@@ -1,0 +1,184 @@
+"""What a run is to do and what becomes of it: the same to its ranks and to the launcher that starts them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dtbench.bench import budget
+from dtbench.bench.options import (
+    RunOptions,
+    Task,
+    list_tasks,
+    refuse_foreign_options,
+    refuse_other_run,
+)
+from dtbench.bench.progress import say, summary_of
+from dtbench.machine.provenance import provenance
+from dtbench.model import DeviceType, Plan, Result, Run
+from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError, complain
+from dtbench.model.suites import Suite, load
+from dtbench.records.run import RunWriter, read_run
+from dtbench.text.masking import mask_arguments
+from dtbench.world.failure import ActiveCase, Diagnosis
+from dtbench.world.launch import OUTPUT
+from dtbench.world.ranks import backend_of
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run is to do, the same on every rank and in the launcher."""
+
+    options: RunOptions
+    plan: Plan
+    suites: tuple[Suite, ...]
+    tasks: tuple[Task, ...]  # to measure, in this order
+    listed: tuple[Task, ...]  # all that the options name; --budget may leave some out
+
+    @property
+    def suite_names(self) -> list[str]:
+        """As the header has them."""
+        return [suite.name for suite in self.suites]
+
+    @property
+    def alone(self) -> bool:
+        """Whether its suite, which is then the only one, needs no ranks."""
+        return self.suites[0].world == "own"
+
+
+def prepare(options: RunOptions, device_type: DeviceType, world_size: int) -> Job:
+    """Validates all that can be validated before ranks exist.
+
+    Raises:
+        UsageError: options that cannot be followed.
+    """
+    plan = options.plan(device_type, world_size)
+    suites = tuple({suite.name: suite for suite in load(options.suites)}.values())
+    refuse_foreign_options(suites, options.suite_options)
+    listed = tasks = list_tasks(suites, plan, options.filter)
+    if options.budget_s is not None:
+        if suites[0].world == "own":
+            raise UsageError(f"--budget is for suites that time something: leave it out for {suites[0].name}")
+        tasks = budget.choose(listed, options.budget_s, plan.quick)
+    return Job(options, plan, suites, tuple(tasks), tuple(listed))
+
+
+def output_of(options: RunOptions) -> Path:
+    """The run file: -o, or a name by the time in the current folder."""
+    if options.output is not None:
+        return options.output
+    given = os.environ.get(OUTPUT)
+    return Path(given) if given else Path(time.strftime("run-%Y%m%dT%H%M%SZ.jsonl", time.gmtime()))
+
+
+def run_to_resume(job: Job, output: Path) -> Run:
+    """The run to go on with.
+
+    Raises:
+        UnreadableRunError: it is no run.
+        UsageError: it was asked for something else.
+    """
+    run = read_run(output)
+    refuse_other_run(run.header, job.plan, job.suite_names, job.options.launches, output)
+    return run
+
+
+def open_run_file(
+    job: Job, argv: Sequence[str], output: Path, ranks: Sequence[Mapping[str, Any]], before: Run | None
+) -> RunWriter:
+    """The file of the run to go on with, or a new one. ranks: what each says of itself.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    if before is not None:
+        return RunWriter.resume(before, {"argv": mask_arguments(argv)})
+    header = provenance(
+        argv=argv,
+        plan=job.plan,
+        suites=job.suite_names,
+        mesh=() if job.alone else job.plan.mesh,
+        ranks=ranks,
+        backend=None if job.alone else backend_of(job.plan.device_type, job.options.backend),
+        launches=job.options.launches,
+    )
+    return RunWriter.create(output, header)
+
+
+def exit_code_of(results: Iterable[Result]) -> int:
+    """0, or 5 where a result failed or is wrong, or there is none."""
+    statuses = {result.status for result in results}
+    return EXIT_OK if statuses and not statuses & {"failed", "wrong"} else EXIT_CASE_FAILED
+
+
+def say_complete(run: Run) -> int:
+    """There is nothing to resume; the exit code."""
+    say(f"{run.path} is complete already: {summary_of(run.results)}; nothing to go on with")
+    return exit_code_of(run.results)
+
+
+def report_failure(
+    diagnosis: Diagnosis,
+    case: ActiveCase,
+    output: Path,
+    writer: RunWriter | None = None,
+    *,
+    goes_on: bool = False,
+) -> str | None:
+    """Records the case that was in hand as failed and prints the run's last line.
+
+    writer: the open file, where this process has it. goes_on: whether new ranks may follow; what happened to the case
+    is then given back, not printed.
+    """
+    failed = diagnosis.blames_case and bool(case.name)
+    count: int | None = None
+    with suppress(DtbenchError, ValueError), contextlib.ExitStack() as stack:
+        if writer is None:
+            run = read_run(output)
+            count = len(run.results)
+            writer = stack.enter_context(RunWriter.resume(run)) if failed else None
+        if writer is not None:
+            if failed:
+                _record_failed(diagnosis, case, writer)
+            count = len(writer.results)
+    if failed and goes_on:
+        return diagnosis.during(case)
+    complain(f"{diagnosis.during(case)}: {words_on_kept(count, output)}")
+    return None
+
+
+def words_on_kept(count: int | None, output: Path) -> str:
+    """`3 results are in x.jsonl; go on with --resume -o x.jsonl`. count: None where there is no run."""
+    if count is None:
+        return "nothing was measured"
+    results = "1 result is" if count == 1 else f"{count} results are"
+    return f"{results} in {output}; go on with --resume -o {output}"
+
+
+def count_kept(output: Path) -> int | None:
+    """How many results are in the file; None where there is no run."""
+    with suppress(DtbenchError):
+        return len(read_run(output).results)
+    return None
+
+
+def _record_failed(diagnosis: Diagnosis, case: ActiveCase, writer: RunWriter) -> None:
+    for impl in case.blamed:
+        result = Result(
+            suite=case.suite,
+            name=case.name,
+            impl=impl,
+            params=case.params,
+            status="failed",
+            reason=diagnosis.sentence,
+            rank=diagnosis.rank,
+            launch=case.launch,
+        )
+        if result.key not in writer.results:
+            writer.append(result)

@@ -1,0 +1,49 @@
+"""`dtbench doctor` on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from dtbench.cli import options
+
+if TYPE_CHECKING:
+    from dtbench.machine.doctor import Finding
+
+
+@click.command("doctor")
+@options.JSON
+def doctor_command(as_json: bool) -> None:
+    """What will disturb a measurement here, and the remedies.
+
+    \b
+    Example:
+      dtbench doctor
+    """
+    from dtbench.machine.doctor import examine
+
+    print_findings(examine(), as_json)
+
+
+def print_findings(findings: Sequence[Finding], as_json: bool = False) -> None:
+    """What disturbs a measurement first, each with effect and remedy; then what is in order."""
+    from rich.text import Text
+
+    from dtbench.text.terminal import new_console, print_columns, print_json, print_line
+
+    if as_json:
+        print_json([asdict(finding) for finding in findings])
+        return
+    console = new_console()
+    marks = {True: Text("ok", "green"), False: Text("DISTURBS", "red"), None: Text("unknown", "yellow")}
+    checks, found = [f.check for f in findings], [f.got for f in findings]
+    print_columns(console, [("", [marks[f.ok] for f in findings]), ("check", checks), ("found", found)])
+    bad = [f for f in findings if f.ok is False]
+    for finding in bad:
+        print_line(console, f"{finding.check}: {finding.got}")
+        print_line(console, f"    effect: {finding.effect}")
+        print_line(console, f"    remedy: {finding.remedy}")
+    print_line(console, f"{len(bad)} of {len(findings)} checks found something that disturbs a measurement")

@@ -1,0 +1,43 @@
+"""`dtbench export` on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import click
+
+from dtbench.cli import options
+
+
+@click.command("export")
+@click.argument("topology", type=options.FILE)
+@click.option(
+    "--to",
+    "target",
+    required=True,
+    type=click.Choice(["torch", "inductor", "autoparallel"]),
+    help="Its reader.",
+)
+@click.option("-o", "--output", required=True, type=options.FILE, help="The Python module to write.")
+def export_command(topology: Path, target: str, output: Path) -> None:
+    """Writes a topology as a Python module for torch itself.
+
+    Its constants go into torch's own cost models:
+
+    \b
+    --to torch     the cost model of torch.distributed.tensor, which chooses shardings and redistributions
+    --to inductor  the overlap scheduler of torch.compile, which asks how long a collective runs
+    --to autoparallel  its tables of runtimes per collective, nodes and ranks per node
+
+    The module imports torch at most; its first lines say how to use it.
+
+    \b
+    Example:
+      dtbench export topology.json --to torch -o mine.py
+    """
+    from dtbench.cost.export.module import Target, export
+    from dtbench.records.topology import read_topology
+
+    export(read_topology(topology), cast(Target, target), output)
+    click.echo(f"the module is in {output}; its first lines say how to use it")

@@ -1,0 +1,53 @@
+"""`dtbench import` on the command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from dtbench.cli import options
+from dtbench.model.mesh import Mesh, parse_mesh
+
+
+@click.command("import")
+@click.argument("files", nargs=-1, required=True, type=options.FILE, metavar="FILE...")
+@click.option("-o", "--output", required=True, type=options.FILE, help="The run file to write.")
+@click.option(
+    "--mesh",
+    metavar="DIMS",
+    type=parse_mesh,
+    show_default="the logs' own ranks",
+    help="The mesh whose dims the logs are of, by their ranks: dp=16,tp=8.",
+)
+@click.option("--dim", metavar="NAME", help="The dim of --mesh that all the logs are of.")
+@click.option("--collective", metavar="NAME", help="What was measured, where a log does not say: all_reduce.")
+@click.option("--ranks", type=click.IntRange(1), help="On how many ranks, where a log does not say.")
+def import_command(
+    files: tuple[Path, ...],
+    output: Path,
+    mesh: Mesh | None,
+    dim: str | None,
+    collective: str | None,
+    ranks: int | None,
+) -> int:
+    """Reads logs of other benchmarks into a run file.
+
+    Of nccl-tests, rccl-tests, DeepSpeed, OSU and ml-engineering; - is standard input, and what gzip packed is
+    unpacked. Each row is checked (size / time = algbw, busbw / algbw = the collective's factor, wrong data); one
+    that fails is recorded with the reason and no time, and the exit code is 5.
+
+    \b
+    Examples:
+      dtbench import all_reduce.log -o run.jsonl
+      dtbench import tp/*.log --mesh dp=16,tp=8 --dim tp -o tp.jsonl
+    """
+    from dtbench.importers.import_logs import import_logs
+
+    code, lines = import_logs(
+        files, output, sys.argv[1:], mesh=mesh, dim=dim, collective=collective, ranks=ranks
+    )
+    for line in lines:
+        click.echo(line)
+    return code

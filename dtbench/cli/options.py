@@ -1,0 +1,119 @@
+"""Options that several commands take, each with one name and one meaning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import click
+
+from dtbench.bench.options import (
+    DEFAULT_TIMEOUT_S,
+    DTYPES,
+    SHORT_DTYPES,
+    parse_dtypes,
+    parse_list,
+    parse_sizes,
+)
+from dtbench.model import CHOOSABLE_IMPLS
+from dtbench.model.mesh import parse_mesh
+
+# The value of an option on its way from click, by the parameter's name, into the struct that checks it.
+Given: TypeAlias = Any
+
+
+class Command(click.Command):
+    """A command with many options: its help shows those of `first`, by name, and below them what few need."""
+
+    first: tuple[str, ...] = ()
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        shown: list[tuple[str, str]] = []
+        advanced: list[tuple[str, str]] = []
+        for option in self.get_params(context):
+            if isinstance(option, click.Option) and (record := option.get_help_record(context)):
+                (shown if {*self.first, "--help"} & {*option.opts} else advanced).append(record)
+        for title, records in (("Options", shown), ("Advanced options", advanced)):
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+FILE = click.Path(path_type=Path)
+RUNS = click.argument("runs", nargs=-1, required=True, type=FILE, metavar="RUN...")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+TOPOLOGY = click.option("--topology", required=True, type=FILE, help="What `dtbench calibrate` wrote.")
+IMPL = click.option(
+    "--impl",
+    "impls",
+    default=",".join(CHOOSABLE_IMPLS),
+    metavar="LIST",
+    type=lambda text: parse_list(text, CHOOSABLE_IMPLS, "--impl"),
+    help="Which implementations; the references beside them are always measured.",
+)
+MESH = click.option("--mesh", metavar="DIMS", type=parse_mesh, help="Mesh dims, outermost first: dp=2,tp=2.")
+NPROC = click.option("--nproc", type=int, show_default="one per GPU, else 4", help="Ranks to start here.")
+DEVICE = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
+BACKEND = click.option(
+    "--backend",
+    type=click.Choice(["auto", "gloo"]),
+    default="auto",
+    help="NCCL on GPUs and gloo on CPUs, or gloo on GPUs too, which ranks may then share.",
+)
+SIZE = click.option(
+    "--size",
+    "sizes_bytes",
+    metavar="SIZES",
+    type=parse_sizes,
+    help="Sizes of the sweeps: 1KiB:16MiB:4x (first, last, factor), 64KiB, or a comma list.",
+)
+DTYPE = click.option(
+    "--dtype",
+    "dtypes",
+    default="float32",
+    metavar="LIST",
+    type=parse_dtypes,
+    help=f"One or more of {', '.join(DTYPES)}; also {', '.join(SHORT_DTYPES)}.",
+)
+FILTER = click.option(
+    "--filter",
+    default="",
+    show_default=False,
+    metavar="TEXT",
+    help="Only cases whose line in `list` holds every word of TEXT ('in quotes' it is one), NAME=VALUE as a whole, "
+    "sizes with units too: size=4KiB.",
+)
+TIMEOUT = click.option(
+    "--timeout", "timeout_s", default=DEFAULT_TIMEOUT_S, metavar="SECONDS", help="Per case."
+)
+
+
+def _export(
+    _context: click.Context, _option: click.Parameter, given: tuple[str, ...]
+) -> list[tuple[str, Path]]:
+    """(format, file) of each FORMAT:FILE, found good before anything is measured."""
+    from dtbench.records.exports import FORMATS
+
+    wanted = []
+    for text in given:
+        name, _, file = text.partition(":")
+        if name not in FORMATS or not file:
+            raise click.BadParameter(
+                f"{text!r}: expected FORMAT:FILE, FORMAT one of {', '.join(FORMATS)}; such as bmf:times.json"
+            )
+        if not Path(file).parent.is_dir():
+            raise click.BadParameter(
+                f"{text!r}: there is no folder {Path(file).parent}; make it, or name another"
+            )
+        wanted.append((name, Path(file)))
+    return wanted
+
+
+EXPORT = click.option(
+    "--export",
+    "exports",
+    multiple=True,
+    metavar="FORMAT:FILE",
+    callback=_export,
+    help="Write the times for another tool too: github (github-action-benchmark), bmf (Bencher) or prometheus. "
+    "Repeatable.",
+)

@@ -1,0 +1,54 @@
+"""`dtbench preflight` on the command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from dtbench.cli import options
+
+
+@click.command("preflight")
+@options.MESH
+@options.NPROC
+@options.DEVICE
+@click.option(
+    "--expect",
+    type=options.FILE,
+    metavar="FILE",
+    help="A topology, or an earlier preflight's JSON: also name what is slower than that.",
+)
+@click.option("--timeout", "timeout_s", default=60.0, metavar="SECONDS", help="For all of it; then it ends.")
+@click.option(
+    "-o",
+    "--output",
+    "outputs",
+    type=options.FILE,
+    multiple=True,
+    help="A .html page, .json or JUnit .xml; repeatable.",
+)
+@options.JSON
+def preflight_command(
+    outputs: tuple[Path, ...], expect: Path | None, as_json: bool, **given: options.Given
+) -> int:
+    """Which link, host or rank is slower than its peers.
+
+    Pairs of ranks, the collectives of each mesh dim, computation and copies, in seconds; what looks slow is measured
+    again before it is named. Joins the ranks of torchrun or srun, or starts its own. Exits with 1 where
+    something is slow, and leaves nothing behind.
+
+    \b
+    Examples:
+      dtbench preflight --nproc 4
+      torchrun --nproc-per-node 8 --no-python dtbench preflight --mesh dp=2,tp=4
+      srun dtbench preflight --expect topology.json -o preflight.html
+    """
+    from dtbench.bench.options import RunOptions
+    from dtbench.preflight.show import check_outputs
+
+    check_outputs(outputs)
+    from dtbench.preflight.preflight import Request, preflight
+
+    return preflight(Request(RunOptions(**given), outputs, expect, as_json, sys.argv[1:]))

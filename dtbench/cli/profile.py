@@ -1,0 +1,40 @@
+"""`dtbench profile` on the command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from dtbench.cli import options
+from dtbench.cli.completion import suites
+
+
+@click.command("profile")
+@click.argument("target", metavar="SUITE[/CASE]", shell_complete=suites)
+@options.IMPL
+@options.FILTER
+@options.MESH
+@options.NPROC
+@options.DEVICE
+@options.BACKEND
+@click.option("--nvtx", is_flag=True, help="On a GPU: NVTX ranges around the iterations, for Nsight.")
+@click.option("--quick", is_flag=True, help="Fewer cases and rounds.")
+@options.TIMEOUT
+@click.option("-o", "--output", type=options.FILE, show_default="profile-TIME", help="The folder to make.")
+def profile_command(target: str, filter: str, nvtx: bool, output: Path | None, **given: options.Given) -> int:
+    """Where the time of a case goes: stages, or a trace of all ranks.
+
+    Writes a table, a trace for Perfetto and, of single calls, a flame graph.
+
+    \b
+    Examples:
+      dtbench profile dispatch/add -o add
+      dtbench profile tensor_parallel --filter "pass=forward" --nproc 2
+    """
+    from dtbench.bench.options import RunOptions
+    from dtbench.profile.profile import profile
+    from dtbench.profile.request import make_request
+
+    return profile(make_request(target, filter, output, nvtx, RunOptions(**given)), sys.argv[1:])

@@ -1,0 +1,237 @@
+"""The command line: which commands there are, and how an error becomes one line and an exit code.
+
+A command stands in a file of this package and is imported when it is called or described. These files import
+neither torch nor what their command works with, so that `dtbench --help` is there at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import importlib
+import os
+import platform
+import sys
+import tempfile
+import traceback
+from contextlib import suppress
+from typing import NoReturn
+
+import click
+from click.exceptions import Exit
+
+from dtbench._version import __version__
+from dtbench.cli import completion
+from dtbench.model.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_OWN_FAULT,
+    EXIT_USAGE,
+    DtbenchError,
+    UnknownOptionError,
+    UsageError,
+    describe,
+)
+from dtbench.text.masking import mask_arguments
+
+# Task -> the commands that the first screen shows for it.
+_COMMANDS = {
+    "Measure": ("run", "list", "profile", "preflight", "doctor", "suite"),
+    "Read results": ("show", "report", "import"),
+    "Judge": ("compare", "gate"),
+    "Choose settings": ("settings",),
+    "Model costs": ("calibrate", "plan", "export"),
+}
+_SHOWN = tuple(name for names in _COMMANDS.values() for name in names)
+# For those who work on dtbench itself: CONTRIBUTING.md describes them.
+_HIDDEN = ("coverage", "gpu-check", "lab")
+# A command stands in a file of this package that bears its name; but these.
+_MODULES = {"list": "run", "report": "show", "import": "import_logs", "gpu-check": "gpu_check"}
+# Commands that had another name, or went: what to type, or to read, now.
+_OLD_NAMES: dict[str, str] = {
+    "new-suite": "dtbench suite new FILE",
+    "check-suite": "dtbench suite check FILE",
+    "predict": "dtbench plan --mesh DIMS --topology TOPOLOGY --model MODEL",
+    "validate": "dtbench calibrate --validate TOPOLOGY RUN...",
+    "regret": "dtbench calibrate --regret TOPOLOGY RUN...",
+    "launch": "docs/pages/how-to/launch.md",
+    "completion": 'eval "$(_DTBENCH_COMPLETE=bash_source dtbench)"',
+    "sweep-env": "dtbench settings --sweep VARIABLES -- COMMAND...",
+}
+# They end with what they read: to look for garbage in it, again and again, takes as long as all their work.
+_READERS = {"show", "report", "compare", "calibrate"}
+# Options that had another name: what to give instead.
+_RENAMED = {
+    "--baseline": "--base",
+    "--table": "-o FILE.md",
+    "--save": "-o FILE.json",
+    "--timeout": "--launch-timeout",
+    "--selftest": "python -m dtbench.tests.gate_selftest, preflight_selftest or settings_selftest, in a checkout",
+    "--junit": "-o FOLDER, which holds junit.xml",
+    "--smaller-is-better": "-o FOLDER, which holds smaller-is-better.json",
+}
+
+
+class _Commands(click.Group):
+    def list_commands(self, context: click.Context) -> list[str]:
+        return [*_SHOWN]
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in (*_SHOWN, *_HIDDEN):
+            return None
+        module = importlib.import_module(f"dtbench.cli.{_MODULES.get(name, name)}")
+        found = getattr(module, f"{name.replace('-', '_')}_command")
+        assert isinstance(found, click.Command)
+        return found
+
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name in _OLD_NAMES and not context.resilient_parsing:
+            verb = "type" if _OLD_NAMES[name].startswith("dtbench ") else "see"
+            raise UsageError(f"{name} is gone: {verb} `{_OLD_NAMES[name]}`")
+        if name not in (*_SHOWN, *_HIDDEN) and name[:1].isalnum() and not context.resilient_parsing:
+            raise click.NoSuchCommand(name, possibilities=(*_SHOWN, *_HIDDEN), ctx=context)
+        return super().resolve_command(context, args)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        column = max(map(len, _SHOWN))
+        for task, commands in _COMMANDS.items():
+            with formatter.section(task):
+                found = [(name, self.get_command(context, name)) for name in commands]
+                formatter.write_dl(
+                    [
+                        (name.ljust(column), command.get_short_help_str(80))
+                        for name, command in found
+                        if command
+                    ]
+                )
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 110},
+    invoke_without_command=True,
+)
+@click.version_option(__version__, prog_name="dtbench")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Measures what distributed tensors cost, and turns the measurements into decisions.
+
+    \b
+    Exit codes: 0 done, 1 regression, 2 usage or unreadable input, 3 inconclusive,
+    4 nothing comparable, 5 a case failed, 70 a fault of dtbench itself.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+    if context.invoked_subcommand in _READERS and gc.isenabled():
+        gc.disable()
+        context.call_on_close(gc.enable)
+
+
+def main() -> NoReturn:
+    """The program. An error that one line explains is printed as one line, with its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        if (answered := completion.answer(cli)) is not None:
+            sys.exit(answered)
+        # Not `cli.main`, which ends with 1, a regression, where a reader has gone.
+        with cli.make_context("dtbench", sys.argv[1:]) as context:
+            code = cli.invoke(context)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except Exit as ended:  # --help, --version
+        code = ended.exit_code
+    except UnknownOptionError as error:  # of `run` or `list`, whose suites have options too
+        code = _refuse(f"{error}{_nearest_of_run(error)}", error.exit_code)
+    except DtbenchError as error:
+        code = _refuse(str(error), error.exit_code)
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "dtbench"
+        code = _refuse(f"{_explain(error)}; `{command} --help` shows what there is", error.exit_code)
+    except click.ClickException as error:
+        code = _refuse(error.format_message(), error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        code = _refuse("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:  # whoever read our output has gone
+        code = EXIT_OK
+        _drop_output()
+    except MemoryError:
+        code = _refuse("out of memory: give fewer or smaller files, or more memory", EXIT_USAGE)
+    except Exception as error:
+        code = _not_written(error) or _own_fault(error)
+    sys.exit(code if isinstance(code, int) else EXIT_OK)
+
+
+def _explain(error: click.UsageError) -> str:
+    """The error's message; of an unknown name with what it is called now, or with the nearest that exists."""
+    if isinstance(error, click.NoSuchOption) and error.option_name in _RENAMED:
+        return f"{error.option_name} is gone: give {_RENAMED[error.option_name]}"
+    if isinstance(error, click.NoSuchOption | click.NoSuchCommand) and error.possibilities:
+        return f"{error.message} Did you mean {error.possibilities[0]!r}?"
+    return error.format_message().rstrip(".")
+
+
+def _nearest_of_run(error: UnknownOptionError) -> str:
+    from difflib import get_close_matches
+
+    from dtbench.cli.run import run_command
+
+    known = [name for option in run_command.params for name in (*option.opts, *option.secondary_opts)]
+    near = get_close_matches(error.option, [*known, *error.of_suites], n=1)
+    return f". Did you mean {near[0]!r}?" if near else ""
+
+
+def _drop_output() -> None:
+    """Nothing more is written to standard output, by the interpreter's end neither."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _not_written(error: Exception) -> int:
+    """The exit code where standard output has no room left; 0 for any other error. Files are written with errors of
+    their own."""
+    if not isinstance(error, OSError) or error.errno not in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EIO,
+    ):
+        return 0
+    _drop_output()
+    return _refuse(
+        f"cannot write the output: {os.strerror(error.errno).lower()}; make space, or write elsewhere",
+        EXIT_USAGE,
+    )
+
+
+def _own_fault(error: Exception) -> int:
+    """An error that nobody foresaw: its traceback goes to a file, to be reported with."""
+    kept = "".join(traceback.format_exception(error))
+    where = "the traceback could not be kept"
+    with suppress(OSError):
+        with tempfile.NamedTemporaryFile(
+            "w",
+            prefix="dtbench-fault-",
+            suffix=".txt",
+            delete=False,
+            encoding="utf-8",
+            errors="backslashreplace",
+        ) as file:
+            versions = f"Python {platform.python_version()}, {platform.platform()}"
+            file.write(f"dtbench {__version__}, {versions}\n{mask_arguments(sys.argv[1:])}\n{kept}")
+        where = file.name
+    return _refuse(
+        f"a fault of dtbench itself, please report it with {where}: {describe(error)}", EXIT_OWN_FAULT
+    )
+
+
+def _refuse(text: str, code: int) -> int:
+    """One line on stderr, from one rank: in a launched world all ranks come here alike."""
+    from dtbench.world.rank import complain_once
+
+    complain_once(text)
+    return code

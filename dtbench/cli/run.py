@@ -1,0 +1,187 @@
+"""`dtbench run` and `list` on the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+import click
+from click.core import ParameterSource
+
+from dtbench.bench.options import (
+    CALIBRATION_LAUNCHES,
+    RunOptions,
+    parse_duration,
+    parse_size,
+    split_words,
+)
+from dtbench.cli import options
+from dtbench.cli.completion import suites
+from dtbench.model.suites import read_builtin
+
+_C = TypeVar("_C", bound=Callable[..., object])
+
+
+class _Run(options.Command):
+    first: tuple[str, ...] = (
+        "--mesh",
+        "--nproc",
+        "--size",
+        "--dtype",
+        "--filter",
+        "--budget",
+        "--launches",
+        "--resume",
+        "--output",
+    )
+
+    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """The suites stand below the options."""
+        with formatter.section("Suites"):
+            formatter.write_dl(list(read_builtin().items()))
+
+
+class _List(_Run):
+    first: tuple[str, ...] = ("--mesh", "--nproc", "--size", "--dtype", "--filter", "--budget", "--json")
+
+
+_OPTIONS = (
+    click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[SUITE]...", shell_complete=suites),
+    options.IMPL,
+    options.MESH,
+    options.NPROC,
+    options.DEVICE,
+    options.BACKEND,
+    options.SIZE,
+    click.option(
+        "--max-size",
+        "max_size_bytes",
+        metavar="SIZE",
+        type=parse_size,
+        help="A run to calibrate with: the largest payload you plan. Sweeps go from 1 KiB to it by 4x, with "
+        "--refine and --launches 5.",
+    ),
+    click.option(
+        "--refine/--no-refine",
+        default=None,
+        show_default="with --max-size",
+        help="Measure further sizes where neighbours miss a size between them by over 10 % and over its noise "
+        "(collectives, redistribute).",
+    ),
+    options.DTYPE,
+    options.FILTER,
+    click.option("--quick", is_flag=True, help="Fewer sizes and samples."),
+    click.option(
+        "--launches",
+        type=int,
+        metavar="K",
+        show_default=f"{CALIBRATION_LAUNCHES} with --max-size, else 1",
+        help="Repeat everything in K fresh worlds.",
+    ),
+    click.option(
+        "--budget",
+        "budget_s",
+        metavar="TIME",
+        type=parse_duration,
+        help="About so long, as 3m or 90s. Every suite keeps its share, for the sizes and cases that say most.",
+    ),
+    options.TIMEOUT,
+    click.option(
+        "--on-failure",
+        type=click.Choice(["continue", "stop"]),
+        default="continue",
+        help="Where a case hangs or kills a rank: record it and go on with new ranks, or end the run.",
+    ),
+    click.option("--resume", is_flag=True, help="Go on with the run in -o FILE."),
+    click.option(
+        "-o", "--output", type=options.FILE, show_default="run-TIME.jsonl", help="The run file to write."
+    ),
+)
+
+
+def _of_a_run(command: _C) -> _C:
+    """The options of `run`, which `list` takes too."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.command("run", cls=_Run, context_settings={"ignore_unknown_options": True})  # suites have some, too
+@_of_a_run
+def run_command(words: tuple[str, ...], **given: options.Given) -> int:
+    """Measures suites, by name or as .py files, into a run file.
+
+    Starts its own ranks, or joins the world of torchrun or Slurm when started by them. A suite may have
+    options of its own, which `dtbench list SUITE` shows.
+
+    \b
+    Examples:
+      dtbench run --budget 3m
+      dtbench run collectives --size 1KiB:16MiB:4x --nproc 4 -o run.jsonl
+      dtbench run collectives redistribute --max-size 64MiB -o run.jsonl
+    """
+    from dtbench.bench.run import run
+
+    return run(options_of(words, **given), sys.argv[1:])
+
+
+def options_of(words: tuple[str, ...], launches: int | None, **given: options.Given) -> RunOptions:
+    suites, own = split_words(words)
+    if launches is None:
+        launches = 1 if given["max_size_bytes"] is None else CALIBRATION_LAUNCHES
+    return RunOptions(suites=suites, suite_options=own, launches=launches, **given)
+
+
+@click.command("list", cls=_List, context_settings={"ignore_unknown_options": True})
+@_of_a_run
+@options.JSON
+@click.pass_context
+def list_command(
+    context: click.Context, /, as_json: bool, words: tuple[str, ...], **given: options.Given
+) -> None:
+    """The suites; with words of `run`, the cases it would measure.
+
+    \b
+    Examples:
+      dtbench list
+      dtbench list collectives --mesh dp=2,tp=2 --filter all_reduce
+    """
+    asked = any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in given)
+    if not words and not asked:
+        _list_suites(as_json)
+        return
+    from dtbench.bench.run import job_here
+
+    job = job_here(options_of(words, **given))
+    if as_json:
+        listing = [
+            {
+                "suite": s.name,
+                "world": s.world,
+                "help": s.help,
+                "cases": [
+                    {"name": t.case.name, "params": dict(t.case.params), "impls": list(t.impls)}
+                    for t in job.tasks
+                    if t.suite is s
+                ],
+            }
+            for s in job.suites
+        ]
+        click.echo(json.dumps(listing, indent=2))
+        return
+    for suite in job.suites:
+        for name, text in suite.options.items():
+            click.echo(f"--{name}: {text}")
+    for task in job.tasks:
+        click.echo(f"{task.label}  [{', '.join(task.impls)}]")
+
+
+def _list_suites(as_json: bool) -> None:
+    known = read_builtin()
+    if as_json:
+        click.echo(json.dumps([{"suite": name, "help": text} for name, text in known.items()], indent=2))
+        return
+    for name, text in known.items():
+        click.echo(f"{name:{max(map(len, known))}}  {text}")

@@ -1,0 +1,115 @@
+"""`dtbench show` and `report` on the command line."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from dtbench.cli import options
+
+
+@click.command("show")
+@options.RUNS
+@options.JSON
+@click.option("--csv", "as_csv", is_flag=True, help="Print one line per result, for spreadsheets.")
+@options.EXPORT
+def show_command(
+    runs: tuple[Path, ...], as_json: bool, as_csv: bool, exports: tuple[tuple[str, Path], ...]
+) -> None:
+    """Tables of the results in run files.
+
+    \b
+    Examples:
+      dtbench show run.jsonl
+      dtbench show *.jsonl --csv > results.csv
+    """
+    from dtbench.records.exports import points_of, write_exports
+    from dtbench.records.run import read_run
+    from dtbench.show.tables import print_csv, print_runs, print_runs_json
+
+    if as_json and as_csv:
+        raise click.UsageError("--json and --csv exclude each other: give one of them")
+    read = [read_run(path) for path in runs]
+    if as_csv:
+        print_csv(read)
+    elif as_json:
+        print_runs_json(read)
+    else:
+        print_runs(read)
+    if exports:
+        write_exports(points_of(read), exports)
+
+
+def _peak(text: str) -> tuple[str, float]:
+    """`tp=450`, in GB/s -> ("tp", bytes per second)"""
+    dim, _, rate = text.rpartition("=")
+    try:
+        value = float(rate) * 1e9
+    except ValueError:
+        value = 0.0
+    if not dim or not 0 < value < math.inf:
+        raise click.BadParameter(f"got {text!r}, expected a mesh dim and GB/s, such as tp=450")
+    return dim, value
+
+
+@click.command("report")
+@click.argument("files", nargs=-1, type=options.FILE, metavar="FILE...")
+@click.option(
+    "--base",
+    "baseline",
+    multiple=True,
+    type=options.FILE,
+    metavar="RUN",
+    help="What to compare with; repeatable.",
+)
+@click.option("--topology", type=options.FILE, help="A topology; may as well be one of the FILEs.")
+@click.option(
+    "--peak",
+    "peaks",
+    multiple=True,
+    type=_peak,
+    metavar="DIM=GB/S",
+    help="What the links of a mesh dim can carry, drawn as their limit: tp=450; repeatable.",
+)
+@click.option(
+    "--index", type=options.FILE, metavar="FOLDER", help="Instead: a page that lists a folder's reports."
+)
+@click.option("-o", "--output", required=True, type=options.FILE, help="The page to write.")
+def report_command(
+    files: tuple[Path, ...],
+    baseline: tuple[Path, ...],
+    topology: Path | None,
+    peaks: tuple[tuple[str, float], ...],
+    index: Path | None,
+    output: Path,
+) -> None:
+    """One HTML page of what was measured and found out.
+
+    FILEs are told apart by what they hold: runs, a topology, the JSON of gate or regret, a profile's folder, a
+    history of gates, verdicts on ops. Of a folder of runs the last is shown, and how each case moved from run to run.
+
+    \b
+    Examples:
+      dtbench report run.jsonl topology.json -o report.html
+      dtbench report new.jsonl --base old.jsonl -o report.html
+      dtbench report results/nightly -o report.html
+    """
+    from dtbench.show.report import gather, write_index, write_report
+
+    if index is not None:
+        if files or baseline or topology or peaks:
+            raise click.UsageError("--index takes a folder of reports and nothing else")
+        write_index(index, output)
+        click.echo(f"the index is in {output}")
+        return
+    sources = gather(files, baseline, topology)
+    known = {dim for run in sources.runs for dim in run.header.mesh.dim_names}
+    if unknown := [dim for dim, _ in peaks if dim not in known]:
+        raise click.UsageError(
+            f"--peak names {', '.join(unknown)}, but the mesh dims of the runs are {', '.join(sorted(known)) or 'none'}"
+        )
+    write_report(replace(sources, peaks=dict(peaks)), output)
+    click.echo(f"the report is in {output}")

@@ -1,0 +1,77 @@
+"""`dtbench suite` on the command line: a suite of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from dtbench.cli import options
+from dtbench.cli.run import options_of, run_command
+
+NEW_SUITE = '''"""A suite of one's own: `dtbench run` measures what it yields."""
+
+import torch
+from dtbench.suite import Case, Plan, Workload, World, suite
+
+
+@suite("{name}", world="ranks", help="a matrix product on every rank")
+def cases(plan: Plan):
+    for n in (256, 512):
+        yield Case("matmul", {{"n": n}}, build={{"plain": lambda world, n=n: matmul(world, n)}})
+
+
+def matmul(world: World, n: int) -> Workload:
+    x = torch.randn(n, n, device=world.device)
+    return Workload(run=lambda: x @ x)
+'''
+
+
+@click.group("suite")
+def suite_command() -> None:
+    """Begins a suite of your own, and tries one.
+
+    \b
+    Example:
+      dtbench suite new mine.py && dtbench suite check mine.py
+    """
+
+
+@suite_command.command("new")
+@click.argument("file", type=options.FILE)
+def new(file: Path) -> None:
+    """Writes a suite of two cases to begin with.
+
+    \b
+    Example:
+      dtbench suite new mine.py && dtbench suite check mine.py
+    """
+    from dtbench.records.atomic import refuse_taken, write_atomically
+
+    if file.suffix != ".py" or not file.stem.isidentifier():
+        raise click.UsageError(f"got {file}, expected the name of a Python module, such as mine.py")
+    refuse_taken(file)
+    write_atomically(file, NEW_SUITE.format(name=file.stem), lambda _head: False, "suite")
+    click.echo(f"the suite is in {file}; `dtbench suite check {file}` tries it")
+
+
+@suite_command.command("check")
+@click.argument("file", type=options.FILE)
+@click.option("--nproc", type=int, default=2, help="Ranks to start here.")
+@click.pass_context
+def check(context: click.Context, /, file: Path, nproc: int) -> int:
+    """Builds and runs each case of a suite file once, shortly, and says what is wrong.
+
+    \b
+    Example:
+      dtbench suite check mine.py
+    """
+    from dtbench.bench.run import run
+    from dtbench.world.scratch import scratch
+
+    if file.suffix != ".py":
+        raise click.UsageError(f"got {file}, expected the .py file of a suite")
+    with scratch() as folder:
+        words = [str(file), "--quick", "--nproc", str(nproc), "-o", str(folder / "check.jsonl")]
+        given = run_command.make_context("run", list(words)).params
+        return run(options_of(**given), ["run", *words])

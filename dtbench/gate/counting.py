@@ -1,0 +1,137 @@
+"""What one call does, counted: Python calls, allocations, collectives and their bytes. Runs in the arm.
+
+Counters come from calls of their own, which nobody times. A counter that differs between the
+repeats of one process is no counter and is left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from dtbench.bench.clock import HostClock
+from dtbench.bench.measure import Subject, measure
+from dtbench.bench.options import Task
+from dtbench.bench.runner import to_result
+from dtbench.bench.sampling import Outcome
+from dtbench.gate.benchmark import CALL_S
+from dtbench.gate.sampler import warm_up_calls
+from dtbench.model import Result
+from dtbench.suite import World
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+REPEATS = 3
+
+
+def counted(task: Task, impl: str, world: World) -> Result:
+    """The counters of one warm call, those of the workload itself included, and what it takes, roughly."""
+    schedule = _Counting(Subject(task.case, impl))
+    measure([schedule.subject], world, schedule)
+    bad = schedule.subject.bad
+    return to_result(task, impl, Outcome(*bad) if bad else Outcome("ok", counters=schedule.counters))
+
+
+class _Counting:
+    """The schedule of a benchmark that is counted."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.counters: dict[str, float] = {}
+
+    def warm_up(self) -> None:
+        self.subject.attempt(lambda: self.subject.call(warm_up_calls(self.subject.case)))
+
+    def sample(self) -> None:
+        self.subject.attempt(self._count)
+
+    def finish(self) -> None:
+        pass
+
+    def _count(self) -> None:
+        subject, clock = self.subject, HostClock()
+        for count in (_python_calls, _collectives, _allocations):
+            self.counters |= _agreed([count(subject) for _ in range(REPEATS)])
+        if subject.workload.counters is not None:
+            self.counters |= _agreed([dict(subject.workload.counters()) for _ in range(2)])
+        taken_s = []
+        for _ in range(3):
+            subject.ready()
+            taken_s.append(clock.measure(subject.workload.run, 1))
+        self.counters[CALL_S] = min(taken_s)
+
+
+def _agreed(repeats: list[Mapping[str, float]]) -> dict[str, float]:
+    first = repeats[0]
+    return {name: float(value) for name, value in first.items() if all(r.get(name) == value for r in repeats)}
+
+
+def _python_calls(subject: Subject) -> dict[str, float]:
+    """Functions of Python entered by this thread, the workload's own included."""
+    calls = 0
+
+    def seen(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        if event == "call":
+            calls += 1
+
+    subject.ready()
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        subject.workload.run()
+    finally:
+        sys.setprofile(before)
+    return {"python_calls": calls}
+
+
+def _collectives(subject: Subject) -> dict[str, float]:
+    """Collectives issued through torch's dispatcher, and the bytes of the larger side of each."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    counted = {"collectives": 0.0, "collective_bytes": 0.0}
+
+    def bytes_of(values: object) -> int:
+        leaves = [v for v in tree_leaves(values) if isinstance(v, torch.Tensor)]
+        return sum(v.numel() * v.element_size() for v in leaves)
+
+    class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it so
+        def __torch_dispatch__(
+            self,
+            func: OpOverload,
+            types: object,
+            args: tuple[object, ...] = (),
+            kwargs: dict[str, object] | None = None,
+        ) -> object:
+            out: object = func(*args, **(kwargs or {}))
+            if func.namespace in _NAMESPACES and "wait" not in func.__name__:
+                counted["collectives"] += 1
+                counted["collective_bytes"] += max((bytes_of(value) for value in (*args, out)), default=0)
+            return out
+
+    subject.ready()
+    with Mode():  # type: ignore[no-untyped-call]
+        subject.workload.run()
+    return counted
+
+
+# Where torch's collectives live: those of process groups and the functional ones.
+_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
+
+
+def _allocations(subject: Subject) -> dict[str, float]:
+    """Blocks and bytes taken from torch's allocator, as its profiler sees them."""
+    from torch.autograd.profiler import profile
+
+    subject.ready()
+    with profile(use_kineto=True, profile_memory=True) as seen:
+        kept = subject.workload.run()
+    del kept
+    events = seen.kineto_results.events()
+    taken = [e.nbytes() for e in events if e.name() == "[memory]" and e.nbytes() > 0]
+    return {"allocations": float(len(taken)), "allocated_bytes": float(sum(taken))}

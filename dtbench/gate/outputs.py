@@ -1,0 +1,165 @@
+"""What a gate says: lines for people, JUnit, GitHub. Pure; names come from suites and are escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dtbench.gate.verdict import words_of
+from dtbench.model.errors import plain
+from dtbench.records.exports import Point, relative
+from dtbench.records.gate import Gate
+from dtbench.records.judged import Judged, Verdict
+from dtbench.text import junit as xml
+from dtbench.text import markdown as md
+from dtbench.text.units import format_seconds
+
+# So many benchmarks are listed whole; of more, those that pass are only counted.
+LISTED = 60
+# So many whose budget was spent are named; more are counted.
+CUT_LISTED = 3
+SUMMARY_ROWS = 200  # GitHub takes a summary of 1 MiB
+ANNOTATIONS = 10  # GitHub shows ten of a kind per step
+
+
+def ordered(judged: Sequence[Judged]) -> list[Judged]:
+    """The gravest first."""
+    return sorted(judged, key=lambda j: j.verdict.gravity)
+
+
+def change_of(judged: Judged) -> str:
+    """`+3.1% (at least +1.2%)`, `-0.2% (+1.0% at most)`, or nothing."""
+    effect = judged.effect
+    if effect is None:
+        return ""
+    if judged.verdict is Verdict.REGRESSION:
+        return f"{effect.ratio - 1:+.1%} (at least {(effect.low or 0) - 1:+.1%})"
+    bound = "no bound yet" if effect.high is None else f"{effect.high - 1:+.1%} at most"
+    return f"{effect.ratio - 1:+.1%} ({bound})"
+
+
+def words(judged: Judged) -> str:
+    """What a verdict rests on, in words."""
+    parts = []
+    if judged.counters:
+        parts.append(words_of(judged.counters))
+    if judged.effect is not None:
+        parts.append(f"{change_of(judged)}, {judged.effect.pairs} pairs")
+    if judged.base_s is not None and judged.head_s is not None:
+        parts.append(f"{format_seconds(judged.base_s)} -> {format_seconds(judged.head_s)}")
+    if judged.reason:
+        parts.append(judged.reason)
+    return "; ".join(parts)
+
+
+def lines(report: Gate) -> list[str]:
+    """For a terminal."""
+    shown = ordered(report.benchmarks)
+    if len(shown) > LISTED:
+        shown = [j for j in shown if j.verdict is not Verdict.PASS]
+    cut = [j for j in shown if j.verdict is Verdict.INCONCLUSIVE and j.reason.startswith("the budget of")]
+    if len(cut) > CUT_LISTED:  # a note says what budget would do
+        shown = [j for j in shown if j not in cut]
+    made = [f"{j.verdict.name:<12}  {plain(j.label)}\n{'':14}{plain(words(j))}" for j in shown]
+    if len(cut) > CUT_LISTED:
+        made.append(f"{'INCONCLUSIVE':<12}  {len(cut)} benchmarks, for which the budget was too small")
+    left = report.count(Verdict.PASS) if len(report.benchmarks) > LISTED else 0
+    made += [f"{'PASS':<12}  {left} more"] if left else []
+    trust = report.trust
+    moves = (("control", trust.control, trust.control_pairs), ("base/base", trust.null, trust.null_pairs))
+    made += [
+        f"{name}: {ratio - 1:+.2%} over {pairs} pairs" for name, ratio, pairs in moves if ratio is not None
+    ]
+    made += [f"UNTRUSTED: {plain(reason)}: no verdict by time holds" for reason in report.trust.reasons]
+    made += [f"note: {plain(note)}" for note in report.notes]
+    return [*made, report.sentence]
+
+
+# --------------------------------------------------------------------------------- other tools
+
+
+def points_of(report: Gate) -> list[Point]:
+    """Head's estimates, for other tools; bounds are those of the change times base's estimate."""
+    return [
+        point
+        for j in report.benchmarks
+        if j.effect is not None and (point := relative(j, j.verdict.name, words(j))) is not None
+    ]
+
+
+_JUNIT: dict[Verdict, xml.Outcome] = {
+    Verdict.REGRESSION: "failure",
+    Verdict.FAILED: "error",
+    Verdict.MISSING: "error",
+    Verdict.NEW: "error",
+    Verdict.INCONCLUSIVE: "skipped",
+}
+
+
+def junit(report: Gate) -> str:
+    """A testcase per benchmark: regressions fail; what failed, is missing or cannot be trusted is an error;
+    what is undecided is skipped."""
+    fine = [Verdict.NEW] if report.allow_new else []
+    cases = [
+        xml.Testcase(
+            j.suite,
+            j.label,
+            "passed" if j.verdict in fine else _JUNIT.get(j.verdict, "passed"),
+            f"{j.verdict.name}: {words(j)}",
+        )
+        for j in report.benchmarks
+    ]
+    trust = [
+        xml.Testcase("gate", "can the machine be trusted", "error", f"UNTRUSTED: {reason}")
+        for reason in report.trust.reasons
+    ]
+    return xml.document("dtbench gate", [*cases, *trust])
+
+
+# --------------------------------------------------------------------------------- GitHub
+
+
+def annotations_of(report: Gate) -> list[str]:
+    """Workflow commands, which GitHub shows beside the change."""
+    made = []
+    for judged in ordered(report.benchmarks):
+        if judged.verdict.is_grave:
+            title = f"{judged.verdict.name} {judged.label}"
+            made.append(f"::error title={_property(title)}::{_data(words(judged))}")
+    if len(made) > ANNOTATIONS:
+        made = [*made[: ANNOTATIONS - 1], f"::error title=gate::{_data(report.sentence)}"]
+    made += [f"::warning title=UNTRUSTED::{_data(reason)}" for reason in report.trust.reasons]
+    return made
+
+
+def _data(text: str) -> str:
+    return plain(text).replace("%", "%25")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def markdown(report: Gate) -> str:
+    """The summary of a job: the sentence, a table of what is not plainly fine, the rest folded away."""
+    first = [j for j in ordered(report.benchmarks) if j.verdict is not Verdict.PASS]
+    rest = [j for j in report.benchmarks if j.verdict is Verdict.PASS]
+    made = [f"### {md.escaped(report.sentence)}", ""]
+    made += [f"- **UNTRUSTED**: {md.escaped(reason)}" for reason in report.trust.reasons]
+    made += [f"- {md.escaped(note)}" for note in report.notes]
+    made += ["", *_table(first)] if first else []
+    if rest:
+        made += ["", f"<details><summary>{len(rest)} PASS</summary>", "", *_table(rest), "", "</details>"]
+    return "\n".join(made) + "\n"
+
+
+def _table(judged: Sequence[Judged]) -> list[str]:
+    rows = []
+    for j in judged[:SUMMARY_ROWS]:
+        times = ["" if t is None else format_seconds(t) for t in (j.base_s, j.head_s)]
+        why = "; ".join(part for part in (words_of(j.counters), j.reason) if part)
+        rows.append([j.verdict.name, j.label, *times, change_of(j), why])
+    if len(judged) > SUMMARY_ROWS:
+        rows.append(["", f"and {len(judged) - SUMMARY_ROWS} more", "", "", "", ""])
+    numeric = ("base", "head", "change")
+    head = ("verdict", "benchmark", *numeric, "why")
+    return md.table(head, [[md.escaped(cell) for cell in row] for row in rows], numeric)

@@ -1,0 +1,263 @@
+"""Which launches a verdict needs, and when to stop. Pure: launches are made by a function it is given.
+
+    rounds of the screen   base, head and base again, in random order: five of them pass what is clearly fine
+    fresh pairs            base and head, for what the screen does not pass; they alone can call it slower
+
+Fresh pairs may let a benchmark pass from the second on, and are tested after 10 and 20: the level of the test is split
+over these. What the screen saw may help to pass a benchmark, never to condemn it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import geometric_mean, median
+from typing import Literal
+
+from dtbench.gate.benchmark import Benchmark, Key
+from dtbench.gate.verdict import has_moved, judged, passes, trust_of
+from dtbench.records.gate import Trust
+from dtbench.records.judged import Judged, Verdict
+from dtbench.stats import FAMILY_P, Effect, alpha_of, effect_of, smallest_change
+
+ArmName = Literal["base", "head", "null"]
+
+SCREEN_ROUNDS = 5
+# Where something moved that nobody touched, as many rounds again tell chance from a disturbed machine.
+MORE_ROUNDS = 5
+# From here on each pair may let a benchmark pass. Only at the test's looks may it be called slower or faster.
+FIRST_PASS_LOOK = 2
+TEST_LOOKS = (10, 20)
+# Of base, head and base again in each round of the screen, and of base and head in each pair.
+MOST_LAUNCHES = 3 * SCREEN_ROUNDS + 2 * TEST_LOOKS[-1]
+# A gain is worth fresh pairs where the screen shows so much of it in every pair.
+SCREEN_GAIN = 0.04
+
+
+class OutOfTimeError(Exception):
+    """The budget does not hold another launch."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of one arm. times_s: the estimates, control included. samples_s: what was sampled in turn with the
+    launches beside it, the first with the first. bad: what failed, and why.
+    """
+
+    times_s: Mapping[Key, float]
+    bad: Mapping[Key, str] = field(default_factory=dict)
+    samples_s: Mapping[Key, Sequence[float]] = field(default_factory=dict)
+
+
+# Makes one launch of the benchmarks per arm, next to each other, in this order.
+LaunchArms = Callable[[Sequence[ArmName], Sequence[Benchmark]], Sequence[Launch]]
+
+
+Pair = tuple[float, float]  # base and head, seconds
+
+
+@dataclass
+class Evidence:
+    """What was measured: the pairs of each benchmark in the screen and the fresh ones; null: base against itself."""
+
+    screen: dict[Key, list[Pair]] = field(default_factory=dict)
+    fresh: dict[Key, list[Pair]] = field(default_factory=dict)
+    control: list[Pair] = field(default_factory=list)
+    null: list[Pair] = field(default_factory=list)
+    launches: int = 0
+    stopped: str = ""
+
+
+class Schedule:
+    """A gate's launches. `run` makes them and returns the verdicts, in the order of the benchmarks."""
+
+    def __init__(
+        self,
+        benchmarks: Sequence[Benchmark],
+        control: Sequence[Benchmark],
+        launch: LaunchArms,
+        seed: int,
+        say: Callable[[str], None] = lambda _text: None,
+        prepare: Callable[[int], None] = lambda _rounds: None,
+    ) -> None:
+        """prepare: is told how many rounds or pairs are sure to follow."""
+        self._benchmarks = list(benchmarks)
+        self._control = list(control)
+        self._launch = launch
+        self._random = random.Random(seed)
+        self._say = say
+        self._prepare = prepare
+        self.evidence = Evidence()
+        self._judged: dict[Key, Judged] = {}
+
+    def run(self) -> tuple[list[Judged], Trust]:
+        """Launches until every benchmark has its verdict or the budget is spent."""
+        if self._benchmarks:
+            try:
+                self._screen()
+                self._confirm()
+            except OutOfTimeError as error:
+                self.evidence.stopped = str(error)
+        for benchmark in self._left():
+            self._leave_undecided(benchmark)
+        trust = trust_of(
+            self._effect(self.evidence.control), self._effect(self.evidence.null), bool(self._benchmarks)
+        )
+        return [self._judged[b.key] for b in self._benchmarks], trust
+
+    # ---- stages ----
+
+    def _screen(self) -> None:
+        self._rounds(SCREEN_ROUNDS)
+        moved = [self._effect(pairs) for pairs in (self.evidence.control, self.evidence.null)]
+        if any(has_moved(effect) for effect in moved):
+            self._say("something moved that nobody touched: five more rounds tell whether by chance")
+            self._rounds(MORE_ROUNDS)
+        for benchmark in self._left():
+            effect, base_s, head_s = effect_and_times(self.evidence.screen[benchmark.key])
+            gain = effect.ratio < 1 - SCREEN_GAIN and effect.high < 1
+            if passes(benchmark, effect, base_s) and not gain:
+                self._judge(benchmark, Verdict.PASS, "", "screen", (effect, base_s, head_s))
+
+    def _rounds(self, count: int) -> None:
+        self._prepare(count)
+        for number in range(count):
+            arms: list[ArmName] = ["base", "head", "null"]
+            self._random.shuffle(arms)
+            left = self._left()
+            self._say(f"screen {number + 1} of {count}: {len(left)} benchmarks")
+            made = self._together(arms, left)
+            self._keep(self.evidence.screen, made["base"], made["head"])
+            _compare(self.evidence.null, made["base"], made["null"], self._left())
+
+    def _confirm(self) -> None:
+        left = self._left()
+        if not left:
+            return
+        family = len(left)
+        last = max(TEST_LOOKS[-1], fewest_pairs(family))
+        looks = [*TEST_LOOKS[:-1], last]
+        alpha = alpha_of(family, len(looks))
+        self._prepare(FIRST_PASS_LOOK)
+        for number in range(1, last + 1):
+            left = self._left()
+            if not left:
+                return
+            self._say(f"fresh pair {number} of at most {last}: {len(left)} benchmarks")
+            arms: list[ArmName] = ["base", "head"]
+            self._random.shuffle(arms)
+            made = self._together(arms, left)
+            self._keep(self.evidence.fresh, made["base"], made["head"])
+            if number >= FIRST_PASS_LOOK:
+                for benchmark in self._left():
+                    self._look(benchmark, alpha if number in looks else None, number == last)
+
+    def _look(self, benchmark: Benchmark, alpha: float | None, last: bool) -> None:
+        screened, confirmed = (e[benchmark.key] for e in (self.evidence.screen, self.evidence.fresh))
+        fresh, base_s, head_s = effect_and_times(confirmed)
+        whole, whole_base_s, whole_head_s = effect_and_times(screened + confirmed)
+        matters = smallest_change(base_s, benchmark.floor_s)
+        figures = (fresh, base_s, head_s)
+        if alpha is not None and fresh.p_slower < alpha and fresh.ratio > 1 + matters:
+            self._judge(benchmark, Verdict.REGRESSION, "", "confirmed", figures, alpha)
+        elif alpha is not None and fresh.p_faster < alpha and fresh.ratio < 1 / (1 + matters):
+            self._judge(benchmark, Verdict.IMPROVED, "", "confirmed", figures, alpha)
+        elif passes(benchmark, whole, whole_base_s) and (last or fresh.ratio > 1 / (1 + matters)):
+            self._judge(benchmark, Verdict.PASS, "", "confirmed", (whole, whole_base_s, whole_head_s))
+        elif last and passes(benchmark, fresh, base_s, share=1.0):
+            self._judge(benchmark, Verdict.PASS, "", "confirmed", figures, alpha)
+
+    # ---- parts ----
+
+    def _together(self, arms: Sequence[ArmName], benchmarks: Sequence[Benchmark]) -> dict[ArmName, Launch]:
+        """Launches of the arms next to each other."""
+        made = dict(zip(arms, self._launch(arms, benchmarks), strict=True))
+        self.evidence.launches += len(made)
+        for arm, launch in made.items():
+            self._sort_out("head" if arm == "head" else "base", launch, benchmarks)
+        return made
+
+    def _sort_out(self, who: str, launch: Launch, benchmarks: Sequence[Benchmark]) -> None:
+        """What has no time in this launch has its verdict."""
+        for benchmark in benchmarks:
+            key = benchmark.key
+            if key in self._judged:
+                continue
+            time_s = launch.times_s.get(key)
+            if key in launch.bad:
+                self._judge(benchmark, Verdict.FAILED, f"in {who}: {launch.bad[key]}")
+            elif time_s is None:
+                self._judge(benchmark, Verdict.FAILED, f"a launch of {who} gave no time of it")
+            elif not 0 < time_s < math.inf:
+                reason = f"a launch of {who} measured {time_s:g} s: below what the clock resolves, or no time"
+                self._judge(benchmark, Verdict.INCONCLUSIVE, reason)
+
+    def _keep(self, evidence: dict[Key, list[Pair]], base: Launch, head: Launch) -> None:
+        for benchmark in self._left():
+            evidence.setdefault(benchmark.key, []).append(pair_of(base, head, benchmark.key))
+        _compare(self.evidence.control, base, head, self._control)
+
+    def _left(self) -> list[Benchmark]:
+        return [b for b in self._benchmarks if b.key not in self._judged]
+
+    def _judge(
+        self,
+        benchmark: Benchmark,
+        verdict: Verdict,
+        reason: str = "",
+        stage: str = "",
+        figures: tuple[Effect, float, float] | None = None,
+        alpha: float | None = None,
+    ) -> None:
+        effect, base_s, head_s = figures or (None, None, None)
+        self._judged[benchmark.key] = judged(benchmark, verdict, reason, stage, effect, base_s, head_s, alpha)
+
+    def _effect(self, pairs: Sequence[Pair]) -> Effect | None:
+        return effect_and_times(pairs)[0] if pairs else None
+
+    def _leave_undecided(self, benchmark: Benchmark) -> None:
+        stages = (self.evidence.screen, self.evidence.fresh)
+        pairs = [pair for stage in stages for pair in stage.get(benchmark.key, [])]
+        why = self.evidence.stopped or "neither slower nor within its tolerance"
+        if not pairs:
+            self._judge(benchmark, Verdict.INCONCLUSIVE, f"{why}; it was not measured")
+            return
+        effect, base_s, head_s = effect_and_times(pairs)
+        smallest = effect.smallest_detectable
+        found = f"with {effect.pairs} pairs of this spread a change of {smallest:.1%} would be found"
+        reason = f"{why}; {found if math.isfinite(smallest) else 'one pair shows nothing'}"
+        self._judge(benchmark, Verdict.INCONCLUSIVE, reason, "", (effect, base_s, head_s))
+
+
+def pair_of(base: Launch, head: Launch, key: Key) -> Pair:
+    """What the launches say of a benchmark: base's estimate, and head's as far from it as samples taken together are
+    from each other in the median. Noise that lasts longer than two samples is in both, and the median
+    leaves out what is not; the estimates themselves where nothing was sampled in turn, or a sample is no time.
+    """
+    base_s, ours, theirs = base.times_s[key], base.samples_s.get(key, ()), head.samples_s.get(key, ())
+    if not ours or len(ours) != len(theirs) or not all(0 < t < math.inf for t in (*ours, *theirs)):
+        return base_s, head.times_s[key]
+    return base_s, base_s * math.exp(median(math.log(h / b) for b, h in zip(ours, theirs, strict=True)))
+
+
+def _compare(pairs: list[Pair], one: Launch, other: Launch, benchmarks: Sequence[Benchmark]) -> None:
+    """Adds two launches as a whole, by the benchmarks that both measured, if there are any."""
+    times = [one.times_s, other.times_s]
+    keys = [b.key for b in benchmarks if all(0 < t.get(b.key, 0.0) < math.inf for t in times)]
+    if keys:
+        first, second = zip(*(pair_of(one, other, key) for key in keys), strict=True)
+        pairs.append((geometric_mean(first), geometric_mean(second)))
+
+
+def effect_and_times(pairs: Sequence[Pair]) -> tuple[Effect, float, float]:
+    """The effect of the pairs, and the medians of base and head."""
+    base, head = [b for b, _ in pairs], [h for _, h in pairs]
+    return effect_of(base, head), median(base), median(head)
+
+
+def fewest_pairs(family: int) -> int:
+    """How many pairs the test of one of so many benchmarks needs to be able to speak at all, and two more:
+    n pairs that all agree have p = 2**-n."""
+    return math.ceil(-math.log2(FAMILY_P / family / len(TEST_LOOKS))) + 2

@@ -1,0 +1,165 @@
+"""From pairs of launches to verdicts. Pure: what the numbers say, by exact tests.
+
+Nearly all variance of a host latency lies between processes, so a launch is one observation, however many samples
+it holds; and sittings drift (1.6% in a quarter of an hour with no change), so only neighbours are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from dtbench.gate.benchmark import Benchmark
+from dtbench.model import errors
+from dtbench.records.gate import GateCode, Trust
+from dtbench.records.judged import Change, Counts, Judged, Verdict
+from dtbench.stats import Effect, smallest_change
+
+# What a screen lets pass: three quarters of the change that matters, 1.5% where that is 2%.
+SCREEN_SHARE = 0.75
+# Beyond this, a control or an arm against itself has moved, if every pair (or nearly) says so.
+TRUST_CHANGE = 0.01
+TRUST_P = 0.04  # one-sided: five pairs that all agree have 1/32
+# Beyond this it has moved even if the pairs scatter: a machine that does so to what nobody touched shows nothing. Base
+# against itself was 6 % off on one, and an unchanged benchmark was called faster.
+TRUST_SCATTER = 0.03
+
+
+# ------------------------------------------------------------------------------- one benchmark
+
+
+def passes(benchmark: Benchmark, effect: Effect, base_s: float, share: float = SCREEN_SHARE) -> bool:
+    """Whether the pairs show that the benchmark is not slower by more than its tolerance."""
+    matters = smallest_change(base_s, benchmark.floor_s)
+    return effect.ratio <= 1 + share * matters and effect.high < 1 + max(benchmark.tolerance, matters)
+
+
+def judged(
+    benchmark: Benchmark,
+    verdict: Verdict,
+    reason: str = "",
+    stage: str = "",
+    effect: Effect | None = None,
+    base_s: float | None = None,
+    head_s: float | None = None,
+    alpha: float | None = None,
+    counters: Mapping[str, Counts] | None = None,
+) -> Judged:
+    """One benchmark's end. effect: of the pairs that decided. counters: what rose."""
+    suite, name, impl, params = benchmark.key
+    return Judged(
+        suite=suite,
+        name=name,
+        impl=impl,
+        params=dict(params),
+        label=benchmark.label,
+        verdict=verdict,
+        reason=reason,
+        stage=stage,
+        estimator=benchmark.estimator,
+        base_s=base_s,
+        head_s=head_s,
+        effect=None if effect is None else _change(effect),
+        alpha=alpha,
+        tolerance=benchmark.tolerance,
+        floor_s=benchmark.floor_s,
+        counters=dict(counters or {}),
+    )
+
+
+def _change(effect: Effect) -> Change:
+    def finite(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    return Change(
+        ratio=effect.ratio,
+        low=effect.low or None,
+        high=finite(effect.high),
+        sd=finite(effect.sd),
+        p_slower=effect.p_slower,
+        p_faster=effect.p_faster,
+        smallest_detectable=finite(effect.smallest_detectable),
+        pairs=effect.pairs,
+    )
+
+
+# ------------------------------------------------------------------------------------ counters
+
+# What a call does, as `counting` and the suites' workloads count it. Times among a workload's counters
+# are no counts and are not gated.
+HARD_COUNTERS = (
+    "collectives",
+    "collective_bytes",
+    "allocations",
+    "allocated_bytes",
+    "python_calls",
+    "bytes_copied",
+    "peak_bytes",
+)
+
+
+def rises(
+    base: Mapping[str, float], head: Mapping[str, float], ignored: frozenset[str] = frozenset()
+) -> dict[str, Counts]:
+    """The hard counters that head has more of."""
+    shared = [name for name in HARD_COUNTERS if name in base and name in head and name not in ignored]
+    return {name: Counts(base[name], head[name]) for name in shared if head[name] > base[name]}
+
+
+def words_of(counters: Mapping[str, Counts]) -> str:
+    """`python_calls 41 -> 43`."""
+    return ", ".join(f"{name} {of.base:g} -> {of.head:g}" for name, of in counters.items())
+
+
+# ------------------------------------------------------------------------------------ trust
+
+
+def has_moved(effect: Effect | None) -> bool:
+    """Whether something that stayed the same seems to have changed: by more than 1% and not by chance, or by 3%."""
+    if effect is None:
+        return False
+    change = math.exp(abs(math.log(effect.ratio))) - 1
+    p = effect.p_slower if effect.ratio > 1 else effect.p_faster
+    return change > TRUST_SCATTER or (change > TRUST_CHANGE and p < TRUST_P)
+
+
+def trust_of(control: Effect | None, null: Effect | None, measured: bool) -> Trust:
+    """The verdict on the whole run. measured: whether any benchmark was timed."""
+    reasons: list[str] = []
+    names = (("the control, which no arm touches,", control), ("base, measured against itself,", null))
+    for name, effect in names:
+        if effect is not None and has_moved(effect):
+            reasons.append(f"{name} moved by {effect.ratio - 1:+.1%} over {effect.pairs} pairs")
+    if measured and control is None and null is None:
+        reasons.append("neither the control nor base against itself was measured")
+    return Trust(
+        control=control.ratio if control else None,
+        null=null.ratio if null else None,
+        reasons=tuple(reasons),
+        control_pairs=control.pairs if control else 0,
+        null_pairs=null.pairs if null else 0,
+    )
+
+
+# ------------------------------------------------------------------------------------ the run
+
+
+def exit_code_of(judged: Sequence[Judged], trust: Trust, *, allow_new: bool = False) -> GateCode:
+    """1 a regression, 5 a failure, 4 missing, 3 undecided or not to be trusted, 0 all judged and none slower.
+
+    A machine that cannot be trusted takes back what its times say, not what was counted.
+    """
+    counted = any(j.verdict is Verdict.REGRESSION and j.stage == "counters" for j in judged)
+    verdicts = {j.verdict for j in judged}
+    if counted or (Verdict.REGRESSION in verdicts and not trust.reasons):
+        return errors.EXIT_REGRESSION
+    if Verdict.FAILED in verdicts:
+        return errors.EXIT_CASE_FAILED
+    if Verdict.MISSING in verdicts or (Verdict.NEW in verdicts and not allow_new):
+        return errors.EXIT_NOTHING
+    if trust.reasons or Verdict.INCONCLUSIVE in verdicts:
+        return errors.EXIT_INCONCLUSIVE
+    # Where nothing was judged there is no reason to be content.
+    if not verdicts & {Verdict.PASS, Verdict.IMPROVED}:
+        return errors.EXIT_NOTHING
+    return errors.EXIT_OK

@@ -1,0 +1,266 @@
+"""The JSON of nccl-tests (-J, versions 1 to 4 of its file) and of rccl-tests (-Z json).
+
+nccl-tests writes one object. Its `env` is the whole environment of the process, with users, paths and tokens in it, and
+its `args` hold paths: of neither is anything taken over but the program's name.
+
+rccl-tests writes an object per placement and size, which came as a list, as lines, and as fragments without their
+brackets, by version: each is read for itself.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from dtbench.importers.model import DTYPES, Device, Figure, Log, Printed, Problem, Row, Table, collective_of
+from dtbench.importers.nccl_text import library_version, name_table
+from dtbench.importers.text import lines_of, pattern
+from dtbench.model.errors import UnreadableRunError
+from dtbench.model.fields import Count
+from dtbench.records.read import BadFieldError, decode, into, shown
+
+# A number, or the text that the tool prints for one that it does not have: "nan", "N/A".
+Shown = float | str | None
+# Their JSON has six decimals (%lf).
+_HALF_DECIMAL = 0.5e-6
+_PROGRAM = pattern(r"(?:.*[/\\])?([a-z_]{1,40}?)_perf(?:_mpi)?")
+_OBJECT = pattern(r"\{[^{}]*\}|\{")
+
+
+def _decimal(value: Shown) -> Printed | None:
+    """The number with its rounding; None for anything else, and below 0."""
+    return Printed(value, _HALF_DECIMAL) if isinstance(value, float) and 0 <= value < 1e300 else None
+
+
+def _figure(in_place: bool, time: Shown, algbw: Shown, busbw: Shown, wrong: Shown, names: str) -> Figure:
+    """time: us; algbw, busbw: GB/s. names: the tool's, for the message."""
+    figure = Figure.of(in_place, _decimal(time), _decimal(algbw), _decimal(busbw))
+    if None in (_decimal(time), _decimal(algbw), _decimal(busbw)):
+        figure.fail(f"it has no number for {names}")
+    if isinstance(wrong, str) and wrong.strip().isascii() and wrong.strip().isdigit():
+        wrong = float(wrong)
+    if isinstance(wrong, float):
+        figure.wrong = wrong
+    elif wrong not in (None, "N/A"):
+        figure.fail(f"its check of the data says {shown(wrong)}", wrong_data=True)
+    return figure
+
+
+# ---------------------------------------------------------------------------------------- nccl-tests
+
+
+class _Device(Struct, frozen=True):
+    rank: Count
+    group: Count = 0
+    device: Count = 0
+    pid: Count = 0
+    hostname: str = ""
+    device_info: str = ""
+
+
+class _Config(Struct, frozen=True):
+    nthreads: int | None = None
+    ngpus: int | None = None
+    iterations: Count | None = None
+    blocking_collectives: str | int = "false"
+    devices: tuple[_Device, ...] = ()
+
+
+class _Times(Struct, frozen=True):
+    """Of one placement: us, GB/s, wrong elements. cpu_time: the host's, which some versions print instead of time."""
+
+    time: Shown = None
+    cpu_time: Shown = None
+    alg_bw: Shown = None
+    bus_bw: Shown = None
+    nwrong: Shown = None
+
+
+class _Iterations(Struct, frozen=True):
+    """Single iterations, us, each the longest over the processes, and those of each process."""
+
+    times_us: tuple[float, ...] | None = None
+    skipped_iterations: Count = 0
+    per_process_max_times_us: tuple[tuple[float, ...], ...] | None = None
+
+
+class _Entry(Struct, frozen=True):
+    size: Count
+    count: Count
+    type: str
+    redop: str
+    root: str | int | None = None
+    out_of_place: _Times | None = None
+    in_place: _Times | None = None
+    out_of_place_per_iter: _Iterations | None = None
+    in_place_per_iter: _Iterations | None = None
+
+
+class _Checked(Struct, frozen=True):
+    count: Count | None = None
+
+
+class _Average(Struct, frozen=True):
+    bandwidth: Shown = None
+
+
+class _File(Struct, frozen=True):
+    version: Literal[1, 2, 3, 4]
+    config: _Config
+    results: tuple[_Entry, ...]
+    args: tuple[str, ...] = ()
+    start_time: str = ""
+    nccl_version: Count | None = None
+    out_of_bounds: _Checked = _Checked()
+    average_bus_bandwidth: _Average | None = None
+    errors: tuple[str, ...] | None = None
+
+
+def is_nccl(text: str) -> bool:
+    """Whether the text is one JSON object, whole or cut: no log of text begins like that."""
+    return text.lstrip()[:1] == "{" and '"' in text[:4096].split(":", 1)[0]
+
+
+def read_nccl(text: str, log: Log) -> None:
+    """Adds the table of a file to its log.
+
+    Raises:
+        UnreadableRunError: no JSON, cut short, or not what nccl-tests writes.
+    """
+    try:
+        file = into(decode(text.encode("utf-8", "replace")), _File)
+        log.tables.append(_table(file))
+    except BadFieldError as error:
+        raise UnreadableRunError(
+            f"{log.name} is not a whole JSON file of nccl-tests (-J): {error}; "
+            "if the run was killed, give the text it printed instead"
+        ) from error
+    said = [text.strip()[:160] for text in file.errors or () if text.strip()]
+    log.failures += [Problem(0, f"the file says: {text}") for text in said]
+
+
+def _table(file: _File) -> Table:
+    config, average = file.config, file.average_bus_bandwidth
+    table = Table("nccl-tests", 0, redop_column=True, ended=average is not None)
+    table.iterations = config.iterations
+    table.mode = "back_to_back" if config.blocking_collectives in ("false", "0", 0) else "isolated"
+    table.devices = [
+        Device(d.rank, d.group, d.hostname[:255], d.device, d.device_info[:120], d.pid)
+        for d in config.devices
+    ]
+    table.started = file.start_time[:40]
+    if file.nccl_version is not None and 1000 <= file.nccl_version < 10**6:
+        table.versions["nccl"] = library_version(file.nccl_version)
+    if program := _PROGRAM.fullmatch(file.args[0][:4096] if file.args else ""):
+        name_table(table, program[1])
+    # The file does not say over how many threads; their per-process times are one rank's only
+    # where a process has one GPU.
+    one_each = config.nthreads == 1 and config.ngpus == 1
+    table.rows = [_row(entry, index, one_each) for index, entry in enumerate(file.results)]
+    table.failed_values = file.out_of_bounds.count
+    if average is not None and isinstance(average.bandwidth, float):
+        table.average_busbw = Printed(average.bandwidth, _HALF_DECIMAL).scaled(1e9)
+    return table
+
+
+def _row(entry: _Entry, index: int, one_each: bool) -> Row:
+    root = str(entry.root).strip()
+    dtype = DTYPES.get(entry.type, (entry.type[:20], 0))[0]
+    row = Row(
+        index + 1, entry.size, entry.count, dtype, entry.redop[:20], None, []
+    )  # rows stand for lines here
+    row.root = int(root) if root.isascii() and root.lstrip("-").isdigit() and len(root) < 10 else None
+    for of, iterations, in_place in (
+        (entry.out_of_place, entry.out_of_place_per_iter, False),
+        (entry.in_place, entry.in_place_per_iter, True),
+    ):
+        if of is None:
+            continue
+        names = "time, alg_bw or bus_bw"
+        time = of.time if of.cpu_time is None else of.cpu_time
+        figure = _figure(in_place, time, of.alg_bw, of.bus_bw, of.nwrong, names)
+        if of.cpu_time is not None:
+            figure.time = None  # the bandwidths are the device's
+        if iterations is not None:
+            _add_iterations(figure, iterations, one_each)
+        row.figures.append(figure)
+    if not row.figures:
+        raise BadFieldError(f"results[{index}] has neither out_of_place nor in_place")
+    return row
+
+
+def _add_iterations(figure: Figure, of: _Iterations, one_each: bool) -> None:
+    times, ranks = of.times_us or (), of.per_process_max_times_us or ()
+    if not times or min(times) <= 0:
+        return
+    skip = of.skipped_iterations if of.skipped_iterations < len(times) else 0
+    figure.samples_s = tuple(us * 1e-6 for us in times[skip:])
+    if one_each and all(len(own) == len(times) and min(own) > 0 for own in ranks):
+        figure.rank_samples_s = {
+            str(rank): tuple(us * 1e-6 for us in own[skip:]) for rank, own in enumerate(ranks)
+        }
+
+
+# ---------------------------------------------------------------------------------------- rccl-tests
+
+
+class _Record(Struct, frozen=True):
+    """One placement at one size: us, GB/s."""
+
+    name: str
+    ranks: Count
+    gpusPerRank: Count  # noqa: N815 - as the tool spells it
+    nodes: Count
+    numCycle: Count  # noqa: N815 - as the tool spells it
+    size: Count
+    type: str
+    redop: str
+    inPlace: bool | Count  # noqa: N815
+    time: Shown
+    algBw: Shown  # noqa: N815
+    busBw: Shown  # noqa: N815
+    wrong: Shown
+
+
+def is_rccl(text: str) -> bool:
+    """Whether the text may hold such records."""
+    return '"numCycle"' in text and '"algBw"' in text
+
+
+def read_rccl(text: str, log: Log) -> None:
+    """Adds a table per collective, ranks and cycle to its log."""
+    tables: dict[tuple[object, ...], Table] = {}
+    rows: dict[tuple[object, ...], Row] = {}
+    found = ((number, m) for number, line in enumerate(lines_of(text), 1) for m in _OBJECT.finditer(line))
+    for number, match in found:
+        if match[0] == "{":
+            log.say(number, "a record that is cut was left out")
+            continue
+        try:
+            record = into(decode(match[0].encode("utf-8", "replace")), _Record)
+        except BadFieldError as error:
+            log.say(number, f"a record that is not of rccl-tests was left out: {str(error)[:100]}")
+            continue
+        key = (record.name, record.ranks, record.gpusPerRank, record.nodes, record.numCycle)
+        place = (*key, record.size, record.type, record.redop)
+        if key not in tables:
+            tables[key] = _table_of(record, number)
+        if place not in rows:
+            dtype = DTYPES.get(record.type, (record.type[:20], 0))[0]
+            rows[place] = Row(number, record.size, None, dtype, record.redop[:20], None, [])
+            tables[key].rows.append(rows[place])
+        names, in_place = "time, algBw or busBw", bool(record.inPlace)
+        made = _figure(in_place, record.time, record.algBw, record.busBw, record.wrong, names)
+        rows[place].figures.append(made)
+    log.tables += tables.values()
+
+
+def _table_of(record: _Record, number: int) -> Table:
+    table = Table("rccl-tests", number, redop_column=True, ended=True)
+    table.collective = collective_of(record.name)
+    if table.collective is None:
+        table.refusal = f"{shown(record.name)} is no collective of rccl-tests that is known here"
+    if record.gpusPerRank == 1:  # with more it is not said which of both counts the ranks
+        table.ranks, table.ranks_from = record.ranks, "its records"
+    return table

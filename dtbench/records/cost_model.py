@@ -1,0 +1,79 @@
+"""How good cost models are: what `dtbench calibrate --validate` and `--regret` find, print and write with --json."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from dtbench.model.fields import Amount, Count
+
+
+class Score(Struct, frozen=True, kw_only=True):
+    """How far predictions lie from measurements. ratio: the typical factor; median_error: |p / m - 1|."""
+
+    points: Count
+    geometric_mean_ratio: Amount
+    median_error: Amount
+
+
+class CallGroup(Struct, frozen=True, kw_only=True):
+    """The calls that are scored together. scores: model -> regime of sizes -> score, where there are points.
+
+    inside: share of the new values within the topology's 90 % intervals, of `points` that lie inside the
+    tables' sizes; beyond: the number of those outside, which the scores count too. one_launch: whether
+    the intervals come from a single launch, so that they are too narrow.
+    """
+
+    name: str
+    scores: dict[str, dict[str, Score]]
+    inside: Amount | None
+    points: Count
+    beyond: Count
+    one_launch: bool
+
+
+class Validation(Struct, frozen=True, kw_only=True):
+    """models: each in words. notes: what to know about the groups' scores."""
+
+    kind: Literal["validation"] = "validation"
+    models: dict[str, str]
+    title: str
+    groups: tuple[CallGroup, ...]
+    notes: tuple[str, ...]
+
+
+class RegretScore(Struct, frozen=True, kw_only=True):
+    """A model's regret over decisions and launches. interval: 90 %, over decisions.
+
+    ranked_right: of the pairs of ways that differ clearly, the share whose prices have the
+    order of their times; None for a planner that has no prices. ties: share of decisions with no preference.
+    """
+
+    mean: Amount
+    interval: tuple[Amount, Amount]
+    worst: Amount
+    near: Amount
+    ranked_right: Amount | None
+    ties: Amount | None
+    decisions: Count
+
+
+class DecisionGroup(Struct, frozen=True, kw_only=True):
+    """Decisions of one library, kind and size, and how each model fares."""
+
+    library: str
+    name: str
+    size_bytes: Count
+    launches: Count
+    scores: dict[str, RegretScore]
+
+
+class Regret(Struct, frozen=True, kw_only=True):
+    """All groups; notes say what weakens them."""
+
+    kind: Literal["regret"] = "regret"
+    schema: Literal[1] = 1
+    mesh: str
+    groups: tuple[DecisionGroup, ...]
+    notes: tuple[str, ...] = ()

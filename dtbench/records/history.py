@@ -1,0 +1,72 @@
+"""The history that `dtbench gate --record` appends to: JSON Lines, one revision each, of one kind of machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from dtbench.model.errors import UnreadableRunError
+from dtbench.records.read import BadFieldError, decode, into, read_lines, shown
+
+SCHEMA = 1
+MAX_FILE_BYTES = 256 * 2**20
+MAX_LINE_BYTES = 16 * 2**20
+MAX_LINES = 10_000
+
+_Seconds = Annotated[float, Meta(gt=0, lt=1e6, description="seconds above 0")]
+
+
+class Line(Struct, frozen=True, kw_only=True):
+    """A revision: seconds by benchmark, on a machine described by what has to agree for times to be comparable."""
+
+    kind: Literal["history"] = "history"
+    schema: int = SCHEMA
+    machine: Mapping[str, object]
+    time: str = ""
+    revision: str
+    torch: str | None = None
+    times_s: Mapping[str, _Seconds]
+
+
+def read_history(path: Path, machine: Mapping[str, object] | None = None) -> list[Line]:
+    """The revisions in a file, oldest first. A last line cut short is left out.
+
+    machine: the one they have to be of; None takes that of the first line.
+
+    Raises:
+        UnreadableRunError: damaged, too large, of a newer schema, or of another machine.
+    """
+    lines: list[Line] = []
+    try:
+        for number, data in read_lines(path, "a history of `dtbench gate`", MAX_FILE_BYTES, MAX_LINE_BYTES):
+            if not data.endswith(b"\n"):
+                break
+            if number > MAX_LINES:
+                raise BadFieldError(f"it has more than {MAX_LINES} lines")
+            line = _line(data, number)
+            machine = line.machine if machine is None else machine
+            if line.machine != machine:
+                raise BadFieldError(
+                    f"line {number} was measured on {shown(line.machine)}, expected {shown(dict(machine))}: "
+                    "times of another machine are no baseline"
+                )
+            lines.append(line)
+    except ValueError as error:
+        raise UnreadableRunError(f"{path} is no history of `dtbench gate`: {error}") from error
+    return lines
+
+
+def _line(data: bytes, number: int) -> Line:
+    try:
+        made = decode(data)
+        if made.get("kind") != "history" or made.get("schema") != SCHEMA:
+            raise BadFieldError(
+                f"kind {shown(made.get('kind'))}, schema {shown(made.get('schema'))}: "
+                f"no line of a history of schema {SCHEMA}"
+            )
+        return into(made, Line)
+    except BadFieldError as error:
+        raise BadFieldError(f"line {number}: {error}") from error

@@ -1,0 +1,152 @@
+"""A judged case: what became of it between base and head, and the figures behind that.
+
+`compare` and the gate make it; the terminal, JSON, JUnit, Markdown, exports, the history and the report read it.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+from msgspec import Struct
+
+from dtbench.model import CaseKey, Param
+from dtbench.model.fields import Amount, Count
+from dtbench.stats import smallest_change
+
+
+class Verdict(StrEnum):
+    """The gravest first. `compare` and reports write the word, the gate the name; both are read."""
+
+    REGRESSION = "slower"
+    FAILED = "failed"
+    MISSING = "missing"
+    INCONCLUSIVE = "inconclusive"
+    IMPROVED = "faster"
+    NEW = "new"
+    PASS = "same"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Verdict | None:
+        return cls.__members__.get(str(value))
+
+    @property
+    def gravity(self) -> int:
+        """Its place in this list."""
+        return list(Verdict).index(self)
+
+    @property
+    def is_grave(self) -> bool:
+        """Whether a reader has to look at it."""
+        return self in (Verdict.REGRESSION, Verdict.FAILED, Verdict.MISSING)
+
+    @property
+    def shape(self) -> str:
+        """A sign that tells it without colour."""
+        return _LOOKS[self][0]
+
+    @property
+    def colour(self) -> str:
+        """On a terminal."""
+        return _LOOKS[self][1]
+
+    @property
+    def meaning(self) -> str:
+        return _LOOKS[self][2]
+
+
+# Shape, colour, meaning.
+_LOOKS = {
+    Verdict.REGRESSION: ("▲", "red", "slower"),
+    Verdict.FAILED: ("✕", "red", "failed or gave wrong data"),
+    Verdict.MISSING: ("∅", "yellow", "measured before, missing now"),
+    Verdict.INCONCLUSIVE: ("?", "yellow", "inconclusive: neither a change nor sameness is shown"),
+    Verdict.IMPROVED: ("▼", "green", "faster"),
+    Verdict.NEW: ("+", "", "new"),
+    Verdict.PASS: ("=", "", "same"),
+}
+
+
+class Change(Struct, frozen=True, kw_only=True):
+    """Head over base. low, high: bounds, None where there is none yet: of `compare` those of an interval that covers
+    `confidence`, of the gate one-sided ones at 95 %. sd: of the logarithm over `pairs` of launches.
+    smallest_detectable: the change that so many pairs would show, as a share.
+    """
+
+    ratio: Amount
+    low: Amount | None = None
+    high: Amount | None = None
+    confidence: Amount | None = None
+    sd: Amount | None = None
+    p_slower: Amount | None = None
+    p_faster: Amount | None = None
+    smallest_detectable: Amount | None = None
+    pairs: Count = 0
+
+
+class Counts(Struct, frozen=True):
+    """What was counted per call, in either arm."""
+
+    base: int | float
+    head: int | float
+
+
+class Judged(Struct, frozen=True, kw_only=True):
+    """One impl of a case. base_s, head_s: seconds per call, the median over launches of each launch's `estimator`.
+
+    label: the case's line in `list` and the impl. tolerance: the largest slowdown that sameness has to exclude.
+    floor_s: smaller changes are none. stage: of the gate, what decided: "counters", "screen", "confirmed" or "".
+    alpha: the level of its test. counters: what rose.
+    """
+
+    suite: str
+    name: str
+    impl: str
+    params: dict[str, Param]
+    label: str = ""
+    verdict: Verdict
+    reason: str = ""
+    stage: str = ""
+    size_bytes: int | None = None
+    estimator: str = ""
+    base_launches: Count = 0
+    head_launches: Count = 0
+    base_s: Amount | None = None
+    head_s: Amount | None = None
+    effect: Change | None = None
+    alpha: Amount | None = None
+    tolerance: Amount
+    floor_s: Amount = 0.0
+    counters: dict[str, Counts] = msgspec.field(default_factory=dict)
+
+    @property
+    def key(self) -> CaseKey:
+        return self.suite, self.name, self.impl, tuple(sorted(self.params.items()))
+
+    @property
+    def words(self) -> str:
+        """`add (mesh=8, pass=forward)`."""
+        params = ", ".join(f"{k}={v}" for k, v in self.params.items())
+        return f"{self.name} ({params})" if params else self.name
+
+    @property
+    def ratio(self) -> float | None:
+        return self.effect.ratio if self.effect else None
+
+    @property
+    def low(self) -> float | None:
+        return (self.effect.low or None) if self.effect else None  # files of before have 0 for no bound
+
+    @property
+    def high(self) -> float | None:
+        return self.effect.high if self.effect else None
+
+    @property
+    def matters(self) -> float | None:
+        """The least change that counts, as a share."""
+        return smallest_change(self.base_s, self.floor_s) if self.base_s else None
+
+    @property
+    def severity(self) -> float:
+        """The change over the least that counts; positive is slower."""
+        return (self.ratio - 1) / self.matters if self.ratio is not None and self.matters else 0.0

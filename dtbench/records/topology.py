@@ -1,0 +1,273 @@
+"""The topology file that `calibrate` writes: JSON, checked against the structs below when read.
+
+Schema 2. Schema 1 had no tables of times and no transitions, so it cannot price what schema 2 is asked
+for: such a file is refused, and the run file it came from calibrated again.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct, structs
+
+from dtbench.model import MeshShape
+from dtbench.model.errors import UnreadableRunError
+from dtbench.model.fields import MAX_INT
+from dtbench.records.atomic import write_atomically
+from dtbench.records.read import BadFieldError, into, read_json, shown
+
+SCHEMA = 2
+# The largest mesh has few dims and each some hundred points; beyond this it is another file.
+MAX_BYTES = 64 * 2**20
+
+# No measured number comes near the bounds above; below them products of two stay finite.
+Positive = Annotated[float, Meta(gt=0, lt=1e300)]
+Amount = Annotated[float, Meta(ge=0, lt=1e300)]
+Ratio = Annotated[float, Meta(ge=1 - 1e-9, lt=1e300)]
+Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
+Whole = Annotated[int, Meta(ge=1, le=MAX_INT)]
+Sizes = tuple[Whole, Whole]  # least and most
+Interval = tuple[Amount, Amount]
+PositiveInterval = tuple[Positive, Positive]
+
+UNITS = "GiB = 1024^3 bytes; us = microseconds; sizes are the whole tensor as one group holds it"
+FORMULA = (
+    "time_us = base_latency_us + hops * latency_us_per_hop + size_GiB * hops / ranks / bandwidth_GiBps * 1e6;"
+    " hops = ranks - 1, all_reduce 2 * (ranks - 1)"
+)
+FORMULA_OF_A_LINE = "time_us = alpha_us + size_GiB / beta_GiBps * 1e6"
+PRICE_OF_A_TABLE = "linear in size between rows; beyond them the slope of the last factor of 4 in size"
+
+
+class TableRow(Struct, frozen=True, kw_only=True):
+    """A size of a curve: the time with its interval, what was measured, and each launch's."""
+
+    size_bytes: Whole
+    time_us: Positive
+    low_us: Positive
+    high_us: Positive
+    measured_us: Positive
+    launch_us: tuple[Positive | None, ...] = ()
+
+
+class MeasuredCurve(Struct, frozen=True, kw_only=True):
+    """Times of one call over size, and the line through them where one fits. Rows by size, times that do not
+    fall, each within its interval: pricing relies on it. end_GiBps: the bandwidth that the table ends with."""
+
+    alpha_us: Amount | None
+    beta_GiBps: Positive | None  # noqa: N815 - as the file spells it
+    beta_is_lower_bound: bool
+    alpha_interval: Interval | None
+    beta_interval: PositiveInterval | None
+    geometric_mean_ratio: Ratio | None
+    worst_ratio: Ratio | None
+    end_GiBps: Positive | None = None  # noqa: N815
+    end_interval: PositiveInterval | None = None
+    dtype: str = ""
+    size_bytes: Sizes
+    points: Whole
+    launches: Whole
+    table: tuple[TableRow, ...]
+
+    def __post_init__(self) -> None:
+        if not self.table:
+            raise ValueError("table is empty, expected a row for every size")
+        size_bytes, time_us = 0, 0.0
+        for index, row in enumerate(self.table):
+            if row.size_bytes <= size_bytes:
+                raise ValueError(f"table[{index}].size_bytes is not above that of the row before it")
+            if row.time_us < time_us:
+                raise ValueError(f"table[{index}].time_us is below that of the row before it")
+            if not row.low_us <= row.time_us <= row.high_us:
+                raise ValueError(f"table[{index}].time_us is not between low_us and high_us")
+            size_bytes, time_us = row.size_bytes, row.time_us
+        if (self.alpha_us is None) != (self.beta_GiBps is None):
+            raise ValueError(
+                "alpha_us: only one of alpha_us and beta_GiBps is there, expected both or neither"
+            )
+
+
+class Constants(Struct, frozen=True, kw_only=True):
+    """What torch's formula takes of a mesh dim."""
+
+    bandwidth_GiBps: Positive  # noqa: N815
+    latency_us_per_hop: Amount
+
+
+class BuiltIn(Constants, frozen=True, kw_only=True):
+    """torch's own constants for the layout, and how far they are from what was measured."""
+
+    layout: Literal["intra-host", "inter-host"]
+    predicted_over_measured: Positive
+    geometric_mean_ratio: Ratio
+
+
+class Layout(Struct, frozen=True, kw_only=True):
+    """Where the groups of a dim lie (`dtbench.records.layout.DimLayout`); None where the runs do not say."""
+
+    kind: Literal["intra-host", "inter-host", "mixed"] | None = None
+    hosts_per_group: Sizes | None = None
+    ranks_per_host: Sizes | None = None
+    groups_per_host_pair: Count | None = None
+
+
+class FittedOn(Struct, frozen=True, kw_only=True):
+    """What the constants were fitted to."""
+
+    collectives: tuple[str, ...]
+    size_bytes: Sizes
+    points: Whole
+    launches: Whole
+    sample: str = ""
+    estimator: str = ""
+
+
+class FittedPoint(Struct, frozen=True, kw_only=True):
+    """A measured time beside the fitted one."""
+
+    collective: str
+    size_bytes: Whole
+    measured_s: Positive
+    predicted_s: Positive
+
+
+class Residuals(Struct, frozen=True, kw_only=True):
+    """How far the fit is from its points."""
+
+    geometric_mean_ratio: Ratio
+    worst_ratio: Ratio
+    points: tuple[FittedPoint, ...]
+
+
+class Contention(Struct, frozen=True, kw_only=True):
+    """How much longer a call takes with the sibling groups at work, at one size."""
+
+    together_over_alone: Positive
+    size_bytes: Whole
+
+
+class Dim(Struct, frozen=True, kw_only=True):
+    """One mesh dim, or several at once ("dp+tp"). transitions: impl -> change of placement -> its curve."""
+
+    name: str
+    ranks: Annotated[int, Meta(ge=2, le=MAX_INT)]
+    groups: Whole = 1
+    layout: Layout
+    groups_sharing: Literal["together", "alone"]
+    bandwidth_GiBps: Positive  # noqa: N815
+    latency_us_per_hop: Amount
+    bandwidth_is_lower_bound: bool = False
+    bandwidth_interval: PositiveInterval
+    latency_interval: Interval
+    intervals: str = ""
+    builtin: BuiltIn | None
+    fitted_on: FittedOn
+    residuals: Residuals
+    collectives: dict[str, MeasuredCurve]
+    transitions: dict[str, dict[str, MeasuredCurve]]
+    contention: dict[str, Contention]
+    warnings: tuple[str, ...] = ()
+
+
+class FromRun(Struct, frozen=True, kw_only=True):
+    """A run that it was fitted to. hosts: how many; 0 where the run does not say."""
+
+    run_id: str
+    path: str = ""
+    versions: dict[str, str | None] = {}
+    hosts: Count = 0
+
+
+class LeftOut(Struct, frozen=True, kw_only=True):
+    """A mesh dim that could not be fitted, and why."""
+
+    name: str
+    ranks: Whole
+    reason: str
+
+
+class Topology(Struct, frozen=True, kw_only=True):
+    """The whole file."""
+
+    kind: Literal["topology"] = "topology"
+    schema: Whole
+    created: str = ""
+    runs: tuple[FromRun, ...]
+    device_type: str
+    backend: str
+    mesh: MeshShape
+    base_latency_us: Amount
+    units: str = UNITS
+    formula: str = FORMULA
+    formula_of_a_line: str = FORMULA_OF_A_LINE
+    price_of_a_table: str = PRICE_OF_A_TABLE
+    interval_method: str = ""
+    dims: tuple[Dim, ...]
+    left_out: tuple[LeftOut, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [dim.name for dim in self.dims]
+        if len(set(names)) < len(names):
+            raise ValueError(f"dims has {shown(names)}, expected each name once")
+
+    def _repr_html_(self) -> str:
+        """The mesh dims as a table, in a notebook."""
+        import pandas as pd
+
+        plain = (str, int, float)
+        rows = [{k: v for k, v in structs.asdict(dim).items() if isinstance(v, plain)} for dim in self.dims]
+        return str(pd.DataFrame(rows).to_html(index=False))
+
+    def all_warnings(self) -> list[str]:
+        """Those of the whole file and, after their name, those of its dims."""
+        return [*self.warnings, *(f"{dim.name}: {warning}" for dim in self.dims for warning in dim.warnings)]
+
+
+def write_topology(topology: Topology, path: str | Path) -> None:
+    """Writes the file whole or not at all.
+
+    Raises:
+        OutputError: the place cannot be written, or holds a file that is no topology.
+    """
+    text = json.dumps(msgspec.to_builtins(topology), indent=1, allow_nan=False) + "\n"
+    write_atomically(Path(path), text, _looks_like_one, "topology of dtbench")
+
+
+def read_topology(path: str | Path) -> Topology:
+    """The topology in a file.
+
+    Raises:
+        UnreadableRunError: not a topology, of another schema, or damaged; the message names the field.
+    """
+    path = Path(path)
+    content = read_json(path, "a topology of `dtbench calibrate`", MAX_BYTES)
+    if content.get("kind") != "topology":
+        raise UnreadableRunError(
+            f"{path} is not a topology: kind is {shown(content.get('kind'))}, "
+            'expected "topology"; make one with `dtbench calibrate`'
+        )
+    schema = content.get("schema")
+    if type(schema) is int and schema > SCHEMA:
+        raise UnreadableRunError(
+            f"{path} was written by a newer dtbench (schema {schema}, this one reads {SCHEMA}): "
+            "upgrade dtbench to read it"
+        )
+    if type(schema) is int and 1 <= schema < SCHEMA:
+        raise UnreadableRunError(
+            f"{path} was written by an older dtbench (schema {schema}, this one reads {SCHEMA}): "
+            "calibrate again from the run file, `dtbench calibrate RUN.jsonl -o TOPOLOGY.json`"
+        )
+    try:
+        return into(content, Topology)
+    except BadFieldError as error:
+        raise UnreadableRunError(
+            f"{path} is damaged: {error}; make it again with `dtbench calibrate`"
+        ) from error
+
+
+def _looks_like_one(head: str) -> bool:
+    return head.lstrip().startswith("{") and '"kind": "topology"' in head.replace('":"', '": "')

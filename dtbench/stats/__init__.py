@@ -1,0 +1,71 @@
+"""The statistics of dtbench: pure functions of numbers.
+
+    order.py        quantiles, and what stands for the samples of a launch
+    rank_tests.py   whether launches differ, and by which ratio
+    pairs.py        what pairs of launches show, and the least that counts
+    bootstrap.py    intervals of what is made of samples
+
+Why these: 99% and more of the variance of a host-latency benchmark lies between processes, so what
+is compared are launches (one estimate each), not samples; the minimum and the lower quartile are
+steady estimators of a launch, the mean is not. Ratios are compared on the log scale, where 2x
+faster and 2x slower are equally far from no change.
+"""
+
+from dtbench.stats.bootstrap import drawn_again, interval
+from dtbench.stats.order import (
+    SHARES,
+    blocks_of,
+    estimate_s,
+    estimates_s,
+    figures_of,
+    order_statistic,
+    quantile,
+    quantiles_of,
+    summarize,
+)
+from dtbench.stats.pairs import (
+    FAMILY_P,
+    MAX_P,
+    MIN_CHANGE,
+    MIN_CHANGE_S,
+    Effect,
+    alpha_of,
+    effect_of,
+    smallest_change,
+)
+from dtbench.stats.rank_tests import (
+    RankTest,
+    RatioEstimate,
+    hodges_lehmann_ratio,
+    paired_bounds,
+    rank_test,
+    signed_rank_p,
+)
+
+__all__ = [
+    "FAMILY_P",
+    "MAX_P",
+    "MIN_CHANGE",
+    "MIN_CHANGE_S",
+    "SHARES",
+    "Effect",
+    "RankTest",
+    "RatioEstimate",
+    "alpha_of",
+    "blocks_of",
+    "drawn_again",
+    "effect_of",
+    "estimate_s",
+    "estimates_s",
+    "figures_of",
+    "hodges_lehmann_ratio",
+    "interval",
+    "order_statistic",
+    "paired_bounds",
+    "quantile",
+    "quantiles_of",
+    "rank_test",
+    "signed_rank_p",
+    "smallest_change",
+    "summarize",
+]

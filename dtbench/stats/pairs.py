@@ -1,0 +1,86 @@
+"""What pairs of launches show, and the least that counts: of the gate, of `compare`, and of the choice of settings.
+
+A pair is one launch of each side, next to each other in time; what counts is the log of head / base.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from dtbench.stats.rank_tests import paired_bounds, signed_rank_p
+
+# The level of one test.
+MAX_P = 0.01
+# Measured on 80 processes of one build: without a floor, 1.0% of identical pairs pass the test at
+# p < .01; with 2% fewer than 0.1% do, and a true 5% is still found every time.
+MIN_CHANGE = 0.02
+# A clock read and a call of Python cost about 0.1 us; a difference below twice that is no finding.
+MIN_CHANGE_S = 0.2e-6
+# The chance that any benchmark of an unchanged run is called slower.
+FAMILY_P = 0.05
+BOUND_CONFIDENCE = 0.95
+# Normal quantiles of 99% (the test's level) and 80% (the power at which the smallest change is told).
+_MDE_QUANTILES = 2.3263 + 0.8416
+
+
+def smallest_change(base_s: float, floor_s: float = 0.0) -> float:
+    """The change that matters to a benchmark of so many seconds, as a share: 2%, its own floor, or 0.2 us."""
+    return max(MIN_CHANGE, floor_s / base_s, MIN_CHANGE_S / base_s)
+
+
+def alpha_of(benchmarks: int, looks: int) -> float:
+    """The level of one test: 1%, or 5% over the family, split over the looks at it."""
+    return min(MAX_P, FAMILY_P / max(benchmarks, 1)) / looks
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What n pairs say. ratio: head / base (Hodges-Lehmann of the paired log ratios). low, high: its one-sided
+    bounds at 95%, 0 and inf where there are too few pairs. sd: of the log ratios `logs`.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    sd: float
+    pairs: int
+    logs: tuple[float, ...] = ()
+
+    @cached_property
+    def p_slower(self) -> float:
+        """The exact signed-rank test of head being slower."""
+        return signed_rank_p(np.asarray(self.logs))
+
+    @cached_property
+    def p_faster(self) -> float:
+        """The same of head being faster."""
+        return signed_rank_p(-np.asarray(self.logs))
+
+    @property
+    def smallest_detectable(self) -> float:
+        """The change that a run of so many pairs finds 4 times in 5, as a share."""
+        return math.exp(_MDE_QUANTILES * self.sd / math.sqrt(self.pairs)) - 1
+
+
+def effect_of(base: Sequence[float], head: Sequence[float]) -> Effect:
+    """The paired effect of head against base.
+
+    base, head: one estimate per launch, seconds, in pairs.
+
+    Raises:
+        ValueError: no pairs, sides of different length, or an estimate that is not positive and finite.
+    """
+    if len(base) != len(head) or not base:
+        raise ValueError(f"got {len(base)} base and {len(head)} head launches: expected pairs")
+    if not all(0 < t < math.inf for t in (*base, *head)):
+        raise ValueError("got an estimate that is not positive and finite")
+    logs = np.log(np.asarray(head)) - np.log(np.asarray(base))
+    n = len(logs)
+    ratio, low, high = paired_bounds(logs.tolist(), BOUND_CONFIDENCE)
+    sd = float(np.std(logs, ddof=1)) if n > 1 else math.inf
+    return Effect(ratio, low, high, sd, n, tuple(logs.tolist()))

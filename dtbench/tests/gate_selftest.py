@@ -1,0 +1,261 @@
+"""How often the gate is wrong on this machine: false alarms, and known slowdowns that it finds.
+
+Real launches make a pool: rounds of base, base again (head of an unchanged gate), a third base (its null arm) and an
+arm with real extra work, in random order. Trials then run the gate's own schedule on rounds drawn from
+the pool without replacement. The launches are real, the trials share them: the intervals (Clopper-Pearson)
+hold for the pool and are somewhat too narrow for the machine, which the report says.
+
+    python -m dtbench.tests.gate_selftest --budget 20m -o FOLDER      in a checkout
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from dtbench.bench.options import RunOptions, parse_duration
+from dtbench.gate import control
+from dtbench.gate.arms import open_arms
+from dtbench.gate.benchmark import Benchmark, Selection
+from dtbench.gate.launcher import Launcher, Limits
+from dtbench.gate.schedule import ArmName, Launch, LaunchArms, OutOfTimeError, Schedule
+from dtbench.machine.device import DEFAULT_CPU_RANKS
+from dtbench.model import Plan
+from dtbench.model.errors import EXIT_INCONCLUSIVE, EXIT_OK, DtbenchError, UsageError, complain
+from dtbench.records.judged import Judged, Verdict
+from dtbench.records.run import read_run
+from dtbench.tests import gate_selftest_suite
+
+DEFAULT_BUDGET_S = 1200.0
+# A trial that needs everything takes 5 rounds of the screen, 5 more where something moved, and 20 fresh pairs;
+# one that finds the pool used up misses what it would have found.
+FEWEST_ROUNDS = 30
+TRIALS = 1000
+CONFIDENCE = 0.95
+# The goals on a loaded machine of two cores.
+FALSE_PER_BENCHMARK, FALSE_PER_RUN = 0.005, 0.02
+FOUND = {3: 0.80, 5: 0.95, 10: 0.95}
+
+
+def plan_on(device: str) -> Plan:
+    return RunOptions(impls=("core",)).plan("cuda" if device == "cuda" else "cpu", DEFAULT_CPU_RANKS)
+
+
+# Launches next to each other: "base", "same" and "null" of the same code, and "slowed".
+Round = Mapping[str, Launch]
+
+
+@dataclass
+class Tally:
+    """Trials of one kind. judged: benchmark verdicts. Keys of `found` are the extra work in percent."""
+
+    runs: int = 0
+    alarmed_runs: int = 0
+    judged: int = 0
+    alarms: int = 0
+    untrusted: int = 0
+    undecided: int = 0
+    launches: int = 0
+    injected: dict[int, int] = field(default_factory=dict)
+    found: dict[int, int] = field(default_factory=dict)
+
+
+def selftest(
+    budget_s: float | None, folder: Path | None, resume: bool, device: str, say: Callable[[str], None]
+) -> int:
+    """Makes the pool, runs the trials, prints what came out; 0 where the goals are met, else 3. device: "cuda" judges
+    the GPU's times, all others the host's.
+
+    Raises:
+        UsageError: a budget that holds too few launches.
+    """
+    folder = folder or Path(time.strftime("gate-selftest-%Y%m%dT%H%M%SZ", time.gmtime()))
+    if (folder / "launches").exists() and not resume:
+        raise UsageError(f"{folder} exists already: give another -o, or --resume to go on with its pool")
+    (folder / "launches").mkdir(parents=True, exist_ok=True)
+    rounds, benchmarks, controls = _pool(folder, budget_s or DEFAULT_BUDGET_S, device, say)
+    if len(rounds) < FEWEST_ROUNDS:
+        raise UsageError(
+            f"the budget held {len(rounds)} rounds of four launches, trials need {FEWEST_ROUNDS}: "
+            f"give --budget more, with --resume -o {folder} to keep these"
+        )
+    unchanged = trials(rounds, benchmarks, controls, slowed=False, count=TRIALS, seed=1)
+    changed = trials(rounds, benchmarks, controls, slowed=True, count=TRIALS, seed=2)
+    said = lines(unchanged, changed, len(rounds))
+    for line in said:
+        click.echo(line)
+    found = {"rounds": len(rounds), "unchanged": vars(unchanged), "changed": vars(changed), "lines": said}
+    (folder / "selftest.json").write_text(json.dumps(_where_from(folder) | found, indent=1) + "\n")
+    return EXIT_OK if meets_goals(unchanged, changed) else EXIT_INCONCLUSIVE
+
+
+def _where_from(folder: Path) -> dict[str, Any]:
+    """The machine and builds, as the pool's first launch says."""
+    header = read_run(min((folder / "launches").glob("*.jsonl"))).header
+    known = msgspec.to_builtins(header)
+    kept = {key: known[key] for key in ("started", "versions", "git", "machine")}
+    return {"kind": "gate-selftest", "schema": 1, **kept}
+
+
+def _pool(
+    folder: Path, budget_s: float, device: str, say: Callable[[str], None]
+) -> tuple[list[Round], list[Benchmark], list[Benchmark]]:
+    limits = Limits(600.0, time.monotonic() + budget_s, f"{budget_s:g} s")
+    with contextlib.ExitStack() as stack:
+        base, slowed = stack.enter_context(open_arms("env:", f"env:{gate_selftest_suite.VARIABLE}=1", say))
+        selections = {name: [Selection(gate_selftest_suite.__file__)] for name in ("base", "head")}
+        launcher = Launcher(
+            {"base": base, "head": slowed},
+            selections,
+            plan_on(device),
+            folder / "launches",
+            limits,
+            variables={control.KIND: "torch"},
+        )
+        stack.callback(launcher.close)
+        order = random.Random(0)
+        rounds: list[Round] = []
+        benchmarks: list[Benchmark] = []
+        controls: list[Benchmark] = []
+        try:
+            (counted,) = launcher.count("base")
+            for benchmark in counted.listing.benchmarks:
+                (controls if benchmark.key[0] == control.NAME else benchmarks).append(benchmark)
+            launcher.prepare(sys.maxsize)
+            while True:
+                names = ["base", "same", "null", "slowed"]
+                order.shuffle(names)
+                arms: list[ArmName] = ["head" if name == "slowed" else "base" for name in names]
+                made = launcher.launch(arms, benchmarks)
+                rounds.append(dict(zip(names, made, strict=True)))
+                say(f"round {len(rounds)} of the pool")
+        except OutOfTimeError:
+            return rounds, benchmarks, controls
+
+
+def trials(
+    rounds: Sequence[Round],
+    benchmarks: Sequence[Benchmark],
+    controls: Sequence[Benchmark],
+    *,
+    slowed: bool,
+    count: int,
+    seed: int,
+) -> Tally:
+    """The gate's schedule on rounds drawn from the pool, so many times."""
+    tally = Tally()
+    for number in range(count):
+        drawn = random.Random(f"{seed}/{number}").sample(list(rounds), len(rounds))
+        schedule = Schedule(benchmarks, controls, _replay(drawn, slowed=slowed), seed=number)
+        judged, trust = schedule.run()
+        _tell(tally, judged, slowed=slowed)
+        tally.untrusted += bool(trust.reasons)
+        tally.launches += schedule.evidence.launches
+    return tally
+
+
+def _replay(drawn: Sequence[Round], *, slowed: bool) -> LaunchArms:
+    """Gives the launches of the drawn rounds, a round for each pair."""
+    asked = {"base": 0, "head": 0, "null": 0}
+
+    def one(arm: ArmName) -> Launch:
+        at = asked[arm]
+        if at == len(drawn):
+            raise OutOfTimeError("the pool is used up")
+        asked[arm] += 1
+        changed = "slowed" if slowed else "same"
+        return drawn[at][changed if arm == "head" else arm]
+
+    return lambda arms, _benchmarks: [one(arm) for arm in arms]
+
+
+def _tell(tally: Tally, judged: Sequence[Judged], *, slowed: bool) -> None:
+    alarmed = False
+    for verdict in judged:
+        extra = int(verdict.params["extra"]) if slowed else 0
+        called = verdict.verdict is Verdict.REGRESSION
+        tally.undecided += verdict.verdict is Verdict.INCONCLUSIVE
+        if extra:
+            tally.injected[extra] = tally.injected.get(extra, 0) + 1
+            tally.found[extra] = tally.found.get(extra, 0) + called
+        else:
+            tally.judged += 1
+            tally.alarms += called
+            alarmed |= called
+    tally.runs += 1
+    tally.alarmed_runs += alarmed
+
+
+# --------------------------------------------------------------------------------- the report
+
+
+def share(part: int, whole: int) -> str:
+    """`0.12 % (0.03 to 0.31 %)`: a share with its Clopper-Pearson interval at 95%."""
+    from scipy.stats import binomtest
+
+    if not whole:
+        return "nothing"
+    interval = binomtest(part, whole).proportion_ci(CONFIDENCE, method="exact")
+    return f"{part / whole:.2%} ({interval.low:.2%} to {interval.high:.2%}; {part} of {whole})"
+
+
+def meets_goals(unchanged: Tally, changed: Tally) -> bool:
+    """Whether the shares themselves, not their intervals, are within the goals."""
+    quiet = unchanged.alarms <= FALSE_PER_BENCHMARK * unchanged.judged
+    quiet &= unchanged.alarmed_runs <= FALSE_PER_RUN * unchanged.runs
+    return quiet and all(
+        changed.found.get(extra, 0) >= goal * changed.injected.get(extra, 0) for extra, goal in FOUND.items()
+    )
+
+
+def lines(unchanged: Tally, changed: Tally, rounds: int) -> list[str]:
+    """For a terminal."""
+    runs = unchanged.runs
+    made = [
+        f"pool: {rounds} rounds of 4 real launches; {runs} trials of each kind, resampled from it: they share",
+        "launches, so the intervals are narrower than fresh gates would give",
+        f"no change: false alarms per benchmark {share(unchanged.alarms, unchanged.judged)}, goal 0.5 %",
+        (
+            f"           runs of {unchanged.judged // max(runs, 1)} benchmarks with one "
+            f"{share(unchanged.alarmed_runs, runs)}, goal 2 %"
+        ),
+        (
+            f"           untrusted {share(unchanged.untrusted, runs)}; "
+            f"undecided benchmarks {share(unchanged.undecided, unchanged.judged)}; "
+            f"{unchanged.launches / max(runs, 1):.1f} launches per run"
+        ),
+        f"changed: false alarms of the unchanged benchmarks {share(changed.alarms, changed.judged)}",
+    ]
+    for extra, goal in FOUND.items():
+        found = share(changed.found.get(extra, 0), changed.injected.get(extra, 0))
+        made.append(f"         +{extra} % found {found}, goal {goal:.0%}")
+    made.append(f"         {changed.launches / max(changed.runs, 1):.1f} launches per run")
+    return [*made, "the goals are met" if meets_goals(unchanged, changed) else "the goals are NOT met"]
+
+
+@click.command()
+@click.option("--budget", "budget_s", metavar="TIME", type=parse_duration, help="For the launches.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Whose times are judged.")
+@click.option("-o", "--output", "folder", type=click.Path(path_type=Path), help="The folder for the pool.")
+@click.option("--resume", is_flag=True, help="Go on with the pool in -o FOLDER.")
+def main(budget_s: float | None, device: str, folder: Path | None, resume: bool) -> None:
+    """Measures this machine's false alarms and detection."""
+    try:
+        sys.exit(selftest(budget_s, folder, resume, device, lambda text: click.echo(text, err=True)))
+    except DtbenchError as error:
+        complain(str(error))
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""How often a preflight is wrong: on eight hosts made on this machine, healthy and with one of them slowed.
+
+In each state real ranks gather a pool: every exchange, collective and piece of work that an examination may ask for,
+many times over. Trials then run the examination itself on times drawn from the pool without replacement. The times
+are real, the trials share them: the intervals (Clopper & Pearson 1934) hold for the pool.
+
+    python -m dtbench.tests.preflight_selftest FILE.json      half an hour; root, Linux
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+
+from dtbench.bench.options import RunOptions
+from dtbench.bench.progress import say
+from dtbench.model.errors import EXIT_INCONCLUSIVE, EXIT_OK, UsageError
+from dtbench.model.mesh import groups_by_dim
+from dtbench.preflight.examine import (
+    COPY,
+    FIRST_BYTES,
+    MATMUL,
+    PEERS,
+    WORK_CONFIRM_REPS,
+    Command,
+    Examination,
+    Examining,
+    World,
+    examine,
+    pairs,
+    turns_of,
+    work,
+    worse,
+)
+from dtbench.preflight.examine import fitting_bytes as fitting
+from dtbench.preflight.preflight import Coordinator, Request
+from dtbench.preflight.rounds import rounds_of
+from dtbench.records.atomic import refuse_taken, write_atomically
+from dtbench.world.lab import network
+from dtbench.world.lab.run import run as run_on_hosts
+from dtbench.world.rank import quiet_torch
+from dtbench.world.ranks import find_place
+from dtbench.world.scratch import scratch
+
+HOSTS, RATE = 8, 100_000_000
+SLOW_HOST = 5
+REPS = 16
+TRIALS = {"healthy": 1000}
+FAULT_TRIALS = 200
+CONFIDENCE = 0.95
+# What is aimed at: of healthy preflights so many may name anything; so many slow links are to be named.
+FALSE, FOUND = 0.005, 0.99
+# A throttled CPU works for half of each so many seconds: the period of the kernel's quotas (cpu.max).
+THROTTLE_S = 0.1
+
+
+def gather_pool(world: World, path: Path, reps: int) -> Examining:
+    """Asks the ranks for everything that an examination may ask, `reps` times; writes it as JSON."""
+    pool: dict[str, Any] = {"hosts": world.hosts, "mesh": world.mesh, "pairs": {}, "work": {}, "dims": {}}
+    for kind, rounds in rounds_of(world.hosts).items():
+        first = yield pairs(rounds[:1], 2, FIRST_BYTES)
+        size = fitting(FIRST_BYTES, median(min(first[a][0])[0] for a, _ in rounds[0]))
+        together = yield pairs(rounds, reps, size)
+        all_pairs = [pair for one in rounds for pair in one]
+        alone = yield pairs([(pair,) for pair in all_pairs], reps // 2, size)
+        pool["pairs"][kind] = {
+            "bytes": size,
+            "screen": {f"{a}-{b}": worse(together, r, a, b) for r, one in enumerate(rounds) for a, b in one},
+            "alone": {f"{a}-{b}": worse(alone, at, a, b) for at, (a, b) in enumerate(all_pairs)},
+        }
+    everyone = list(range(world.size))
+    places = pool["places"] = yield {"do": "place"}
+    turns = turns_of(everyone, places)
+    for kind in (MATMUL, COPY):
+        pool["work"][kind] = {"all": (yield work(kind, turns, reps)), "beside": []}
+        for _ in range(PEERS):
+            pool["work"][kind]["beside"].append((yield work(kind, turns, WORK_CONFIRM_REPS)))
+    for dim, groups in groups_by_dim(*zip(*world.mesh, strict=True)).items():
+        if len(groups[0]) > 1:
+            command = {"do": "all_reduce", "dim": dim, "ranks": everyone, "reps": 2, "bytes": FIRST_BYTES}
+            first = yield command
+            size = fitting(FIRST_BYTES, median(min(of) for of in first))
+            pool["dims"][dim] = yield command | {"reps": reps, "bytes": size}
+    path.write_text(json.dumps(pool))
+    return Examination(world)
+
+
+class Gathering(Coordinator):
+    """A rank in the lab: it joins and answers as in any preflight, and rank 0 asks for the pool."""
+
+    def __init__(self, path: Path) -> None:
+        place = find_place()
+        assert place is not None
+        super().__init__(Request(RunOptions(device="cpu", timeout_s=600.0)), place, None)
+        self._path = path
+
+    def examining(self, world: World) -> Examining:
+        return gather_pool(world, self._path, REPS)
+
+    def conclude(self, found: Examination, seconds: float) -> int:
+        return EXIT_OK
+
+
+# -------------------------------------------------------------------------------------------- trials
+
+
+class Pool:
+    """Answers an examination with times drawn from a gathered pool."""
+
+    def __init__(self, pool: Mapping[str, Any], seed: int) -> None:
+        self._pool = pool
+        self._random = random.Random(seed)
+        self._left: dict[str, list[Any]] = {}
+        self._passes: Counter[str] = Counter()
+        self.world = World(tuple(pool["hosts"]), tuple((name, size) for name, size in pool["mesh"]))
+        self._of_pair = {pair: kind for kind, of in pool["pairs"].items() for pair in of["screen"]}
+
+    def answer(self, command: Command) -> list[Any]:
+        """What each rank would have measured."""
+        if command["do"] == "place":
+            return list(self._pool["places"])
+        kinds = {"pairs": self._pairs, "work": self._work, "all_reduce": self._all_reduce}
+        return kinds[command["do"]](command)
+
+    def _draw(self, key: str, times: Sequence[Any], count: int) -> list[Any]:
+        if len(self._left.get(key, ())) < count:
+            self._left[key] = self._random.sample(list(times), len(times))
+        return [self._left[key].pop() for _ in range(count)]
+
+    def _pairs(self, command: Command) -> list[Any]:
+        answers: list[list[Any]] = [[None] * len(command["rounds"]) for _ in self.world.hosts]
+        for at, one in enumerate(command["rounds"]):
+            how = "alone" if len(one) == 1 and command["reps"] == 1 else "screen"
+            for a, b in one:
+                of = self._pool["pairs"][self._of_pair[f"{a}-{b}"]][how]
+                answers[a][at] = answers[b][at] = self._draw(
+                    f"{how} {a}-{b}", of[f"{a}-{b}"], command["reps"]
+                )
+        return answers
+
+    def _work(self, command: Command) -> list[Any]:
+        kind, reps = command["kind"], command["reps"]
+        ranks = {rank for turn in command["turns"] for rank in turn}
+        of, name = self._pool["work"][kind]["all"], kind
+        if len(ranks) < self.world.size:  # measured again, beside each peer in another pass
+            number = self._passes[kind] % PEERS
+            self._passes[kind] += 1
+            of, name = self._pool["work"][kind]["beside"][number], f"{kind} {number}"
+        return [
+            self._draw(f"{name} {rank}", times, reps) if rank in ranks else []
+            for rank, times in enumerate(of)
+        ]
+
+    def _all_reduce(self, command: Command) -> list[Any]:
+        dim, ranks = command["dim"], command["ranks"]
+        return [
+            self._draw(f"{dim} {rank}", of, command["reps"]) if rank in ranks else []
+            for rank, of in enumerate(self._pool["dims"][dim])
+        ]
+
+
+def trial(pool: Mapping[str, Any], seed: int) -> Examination:
+    """One examination of drawn times."""
+    drawn = Pool(pool, seed)
+    examining = examine(drawn.world)
+    command = next(examining)
+    while True:
+        try:
+            command = examining.send(drawn.answer(command))
+        except StopIteration as end:
+            found: Examination = end.value
+            return found
+
+
+@dataclass
+class Tally:
+    """found: trials in which the slow host was named; wrong: in which something without it was, and in which kinds."""
+
+    trials: int = 0
+    found: int = 0
+    wrong: int = 0
+    wrong_kinds: Counter[str] = field(default_factory=Counter)
+
+    def add(self, examined: Examination, slow: int | None) -> None:
+        wrong = [one.kind for one in examined.findings if slow not in one.ranks]
+        self.trials += 1
+        self.found += any(one.ranks == (slow,) for one in examined.findings)
+        self.wrong += bool(wrong)
+        self.wrong_kinds.update(set(wrong))
+
+
+def judge(pools: Sequence[Mapping[str, Any]], trials: int, slow: int | None) -> Tally:
+    """So many trials, shared among the pools."""
+    tally = Tally()
+    for number in range(trials):
+        tally.add(trial(pools[number % len(pools)], number), slow)
+    return tally
+
+
+# -------------------------------------------------------------------------------------------- the lab
+
+
+@contextmanager
+def _throttled(lab: network.Lab, host: int) -> Iterator[None]:
+    """Stops the processes of a host for half of the time."""
+    over = threading.Event()
+
+    def stop_and_go() -> None:
+        pids: list[int] = []
+        looked = 0.0
+        while not over.is_set():
+            if time.monotonic() - looked > 1:
+                pids, looked = network.pids_in(lab.namespaces[host]), time.monotonic()
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                for pid in pids:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, number)
+                over.wait(THROTTLE_S / 2)
+
+    thread = threading.Thread(target=stop_and_go, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def _as_it_is(_lab: network.Lab, _host: int) -> Iterator[None]:
+    yield
+
+
+@dataclass(frozen=True)
+class State:
+    """What is done to the slow host before and while the ranks are at work, and how many launches gather."""
+
+    name: str
+    prepare: Callable[[network.Lab, int], None] = lambda _lab, _host: None
+    meanwhile: Callable[[network.Lab, int], Any] = _as_it_is
+    launches: int = 2
+
+
+STATES = (
+    State("healthy", launches=3),
+    State("link at 80 %", lambda lab, host: network.reshape(lab, host, RATE * 8 // 10)),
+    State("link at 50 %", lambda lab, host: network.reshape(lab, host, RATE // 2)),
+    State("link that loses 2 % of its packets", lambda lab, host: network.drop(lab, host, 0.02), launches=1),
+    State("CPU that works half of the time", meanwhile=_throttled, launches=1),
+)
+
+
+def selftest(output: Path) -> int:
+    """Gathers the pools, runs the trials and writes the figures; 0 where what is aimed at is reached, else 3.
+
+    Raises:
+        UsageError: this machine cannot make hosts, or the file is taken.
+    """
+    refuse_taken(output)
+    network.require_abilities()
+    rows, reached = [], True
+    for state in STATES:
+        try:
+            pools = [_gather(state) for _ in range(state.launches)]
+        except UsageError as error:
+            click.echo(f"{state.name}: not tried, {error}")
+            rows.append({"state": state.name, "not_tried": str(error)})
+            continue
+        slow = None if state.name == "healthy" else SLOW_HOST
+        tally = judge(pools, TRIALS.get(state.name, FAULT_TRIALS), slow)
+        row = {"state": state.name, "launches": state.launches, **vars(tally)}
+        rows.append(row | {"interval": _interval(tally.wrong if slow is None else tally.found, tally.trials)})
+        click.echo(_line(state.name, tally, slow))
+        reached &= tally.wrong <= FALSE * tally.trials and (
+            slow is None or tally.found >= FOUND * tally.trials
+        )
+    said = {"kind": "preflight-selftest", "schema": 1, "hosts": HOSTS, "rate_bit_per_s": RATE, "states": rows}
+    write_atomically(output, json.dumps(said, indent=1) + "\n", lambda _: False, "result of the self-test")
+    return EXIT_OK if reached else EXIT_INCONCLUSIVE
+
+
+def _line(name: str, tally: Tally, slow: int | None) -> str:
+    count = tally.wrong if slow is None else tally.found
+    low, high = _interval(count, tally.trials)
+    what = "named something" if slow is None else "named the host"
+    other = "" if slow is None else f"; {tally.wrong} named another"
+    share = f"{count / tally.trials:.1%}, {low:.1%} to {high:.1%}"
+    return f"{name}: {count} of {tally.trials} trials {what} ({share}){other}"
+
+
+def _interval(count: int, of: int) -> tuple[float, float]:
+    from scipy.stats import binomtest
+
+    found = binomtest(count, of).proportion_ci(CONFIDENCE, method="exact")
+    return round(float(found.low), 5), round(float(found.high), 5)
+
+
+def _gather(state: State) -> dict[str, Any]:
+    """One launch of real ranks, one per host."""
+    say(f"gathering: {state.name}")
+    lab = network.Lab(f"p{os.getpid() % 100000}", HOSTS, RATE)
+    with scratch() as folder, network.temporary(lab):
+        state.prepare(lab, SLOW_HOST)
+        path = folder / "pool.json"
+        command = [sys.executable, "-P", "-m", __spec__.name, "--gather", str(path)]
+        with state.meanwhile(lab, SLOW_HOST):
+            code = run_on_hosts(lab, 1, command)
+        if code > 128:  # a signal, which is meant for the self-test
+            raise KeyboardInterrupt
+        if code or not path.exists():
+            raise UsageError(f"its ranks ended with {code}")
+        pool: dict[str, Any] = json.loads(path.read_text())
+        return pool
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["--gather", path]:
+            quiet_torch()
+            Gathering(Path(path)).go()
+        case [path]:
+            sys.exit(selftest(Path(path)))
+        case _:
+            sys.exit(__doc__)

@@ -1,0 +1,94 @@
+"""The files of how-to/launch.md: a shell, YAML and the schedulers' own readers find the same command in each."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from string import Template
+
+import pytest
+import yaml
+
+from dtbench.tests.test_docs import ROOT, blocks
+
+FILES = {name: text for _, name, text in blocks(ROOT / "docs" / "pages" / "how-to" / "launch.md")}
+TORCHRUN = [
+    *("--nnodes", "2", "--nproc-per-node", "8", "--node-rank", "1"),
+    *("--master-addr", "host-a", "--master-port", "29500"),
+]
+COMMAND = ["--no-python", "dtbench", "run", "collectives", "--mesh", "dp=2,tp=8", "-o", "run.jsonl"]
+Bash = Callable[[list[str], dict[str, str]], list[str]]
+
+
+@pytest.fixture
+def bash(tmp_path: Path) -> Bash:
+    """What a script calls torchrun with, as a node's shell runs it. srun passes on what follows its options."""
+    for name, text in (
+        ("torchrun", "printf '%s\\0' \"$@\""),
+        ("scontrol", "printf 'host-a\\nhost-b\\n'"),
+        ("srun", 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def run(words: list[str], env: dict[str, str]) -> list[str]:
+        env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LC_ALL": "C.UTF-8"}
+        done = subprocess.run(["bash", *words], env=env, capture_output=True, text=True, check=True)
+        assert not done.stderr
+        return done.stdout.split("\0")[:-1]
+
+    return run
+
+
+def test_an_sbatch_script_starts_the_command(bash: Bash, tmp_path: Path) -> None:
+    (tmp_path / "job.sh").write_text(FILES["job.sh"])
+    found = bash([str(tmp_path / "job.sh")], {"SLURM_JOB_NODELIST": "host-[a-b]", "SLURM_NODEID": "1"})
+    assert found == [*TORCHRUN, *COMMAND]
+    options = [line for line in FILES["job.sh"].splitlines() if line.startswith("#SBATCH")]
+    assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8"} <= set(options)
+
+
+def test_a_skypilot_task_starts_the_command(bash: Bash) -> None:
+    task = yaml.safe_load(FILES["task.yaml"])
+    found = bash(["-c", task["run"]], {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "host-a\nhost-b"})
+    assert found == [*TORCHRUN, *COMMAND]
+    assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "H100:8")
+    sky = pytest.importorskip("sky")
+    assert sky.Task.from_yaml_config(task).num_nodes == 2
+
+
+def test_a_trainjob_holds_the_command() -> None:
+    """trainer.kubeflow.org/v1alpha1: https://www.kubeflow.org/docs/components/trainer/."""
+    job = yaml.safe_load(FILES["job.yaml"])
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    trainer = job["spec"]["trainer"]
+    assert trainer["command"] + trainer["args"] == ["torchrun", *COMMAND[:-1], "/data/run.jsonl"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    assert models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job
+
+
+def test_a_torchx_component_starts_the_command(bash: Bash, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = types.SimpleNamespace(**dict.fromkeys(("AppDef", "Role", "Resource"), types.SimpleNamespace))
+    monkeypatch.setitem(sys.modules, "torchx", types.SimpleNamespace(specs=specs))
+    monkeypatch.setitem(sys.modules, "torchx.specs", specs)
+    names: dict[str, Callable[..., types.SimpleNamespace]] = {}
+    exec(FILES["component.py"], names)
+    (role,) = names["job"](cpu=8, mem_mb=1000).roles
+    assert (role.num_replicas, role.resource.gpu) == (2, 8)
+    # As torchx.specs.macros.Values.apply fills a role's arguments in.
+    values = {"replica_id": "1", "rank0_env": "FIRST_HOST"}
+    arguments = [Template(word).safe_substitute(values) for word in role.args]
+    assert bash(arguments, {"FIRST_HOST": "host-a"}) == [*TORCHRUN, *COMMAND]
+
+
+def test_a_torchx_component_is_one_to_torchx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finder = pytest.importorskip("torchx.specs.finder")
+    monkeypatch.chdir(tmp_path)
+    Path("component.py").write_text(FILES["component.py"])
+    component = finder.get_component("component.py:job")  # runs torchx's validator
+    assert component.fn(cpu=8, mem_mb=1000).roles[0].num_replicas == 2

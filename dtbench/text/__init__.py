@@ -1,0 +1,1 @@
+"""How things are written: units, terminal tables, masked secrets."""

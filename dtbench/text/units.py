@@ -1,0 +1,111 @@
+"""How figures are written: seconds, bytes and bandwidths, in this one place.
+
+Sizes count in powers of 1024 (KiB, MiB), bandwidths in powers of 1000 (GB/s), as nccl-tests does:
+the two differ by 7.4% at the giga, so the names always say which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_TIMES = (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
+_BANDWIDTHS = (("kB/s", 1e3), ("MB/s", 1e6), ("GB/s", 1e9))
+_SIZES = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit for a whole column: `format` gives the figure without the unit's name."""
+
+    name: str
+    scale: float
+
+    def format(self, value: float | None) -> str:
+        """The value in this unit with four significant digits; "-" for None."""
+        return "-" if value is None else significant(value / self.scale)
+
+
+def time_unit(values_s: Iterable[float]) -> Unit:
+    """The unit in which most of these times are at least 1."""
+    return _unit_for(values_s, _TIMES)
+
+
+def bandwidth_unit(values_Bps: Iterable[float]) -> Unit:  # noqa: N803 - bytes per second
+    """The unit in which most of these bandwidths are at least 1."""
+    return _unit_for(values_Bps, _BANDWIDTHS)
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Such as "8.21 µs"; "-" for None."""
+    return "-" if seconds is None else _with_unit(seconds, _TIMES)
+
+
+def format_bandwidth(value_Bps: float | None) -> str:  # noqa: N803 - bytes per second
+    """Such as "12.5 GB/s" (10^9); "-" for None."""
+    return "-" if value_Bps is None else _with_unit(value_Bps, _BANDWIDTHS)
+
+
+def format_bytes(size_bytes: float | None) -> str:
+    """Such as "64 MiB", rounded to four digits; "-" for None. For measured amounts such as memory."""
+    return "-" if size_bytes is None else _with_unit(size_bytes, _SIZES, digits=4)
+
+
+def format_size(size_bytes: int | None) -> str:
+    """The size exactly: "64 KiB", "1.5 MiB", and "65537 B" where no unit fits. For sizes that name a case."""
+    if size_bytes is None:
+        return "-"
+    for name, scale in reversed(_SIZES):
+        if size_bytes >= scale and size_bytes * 4 % scale == 0:
+            whole, quarters = divmod(size_bytes * 4 // scale, 4)  # integers: a float would round huge sizes
+            return f"{whole}{('', '.25', '.5', '.75')[quarters]} {name}"
+    return f"{size_bytes} B"
+
+
+def format_ratio(ratio: float | None) -> str:
+    """Such as "1.03x"; "-" for None."""
+    return "-" if ratio is None else f"{significant(ratio, 3)}x"
+
+
+def plural(count: int, noun: str) -> str:
+    """Such as "1 case" and "2 cases"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """`value` with so many significant digits, never an exponent and never a rounded integer part."""
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else str(value)
+    decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    text = f"{value:.{max(decimals, 0)}f}"
+    # Rounding up may have brought one digit more before the point: 9.9996 -> "10.000".
+    if decimals > 0 and len(text.lstrip("-0.").replace(".", "")) > digits:
+        text = f"{value:.{decimals - 1}f}"
+    return text
+
+
+def _unit_for(values: Iterable[float], units: tuple[tuple[str, float], ...]) -> Unit:
+    usual = typical(values)
+    return Unit(*units[-1]) if usual is None else Unit(*_largest(usual, units))
+
+
+def typical(values: Iterable[float]) -> float | None:
+    """What a column's unit and digits are chosen for: the lower quartile of what is above 0; None of nothing.
+
+    A sweep over sizes spans decades: its smallest value would ask for digits that the largest lacks.
+    """
+    positive = sorted(v for v in values if v > 0 and math.isfinite(v))
+    return positive[len(positive) // 4] if positive else None
+
+
+def _largest(value: float, units: tuple[tuple[str, float], ...]) -> tuple[str, float]:
+    """The largest unit in which `value` is at least 1, give or take what arithmetic rounds off."""
+    return max((u for u in units if u[1] <= value * (1 + 1e-9)), key=lambda u: u[1], default=units[0])
+
+
+def _with_unit(value: float, units: tuple[tuple[str, float], ...], digits: int = 3) -> str:
+    name, scale = _largest(abs(value), units)
+    if scale == 1 and name == "B":
+        return f"{value:.0f} B"
+    return f"{significant(value / scale, digits)} {name}"
