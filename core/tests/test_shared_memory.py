@@ -6,7 +6,9 @@ What plain torch answers with one tensor, a DTensor answers alike, or refuses: n
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -74,10 +76,51 @@ def test_a_write_that_gradients_could_not_follow_is_refused() -> None:
     y = _sharded().requires_grad_() * 2
     leaf = torch.ones(2, 2, requires_grad=True)
     wrapped = partial(DTensor.from_local, device_mesh=mesh_of((RANKS,)), placements=[Shard(0)])
-    for written in (y.to_local(), wrapped(leaf * 2), wrapped(leaf * 2)[:, :1], wrapped(leaf)):
+    for written in (y.to_local(), wrapped(leaf), wrapped(leaf)[:, :1], wrapped(leaf.t())):
         with refused:
             written.mul_(3)
     assert torch.equal(leaf.detach(), torch.ones(2, 2))
+
+
+# Writes that come to the same on every row.
+WRITTEN: dict[str, Callable[[Any], Any]] = {
+    "whole": lambda d: d.mul_(3),
+    "a column": lambda d: d[:, :1].mul_(3),
+    "twice": lambda d: d.mul_(2).add_(1),
+    "a product with itself": lambda d: d.mul_(d.detach() + 1),
+    "relu_": lambda d: d.sub_(3).relu_(),
+    "copy_": lambda d: d.copy_(d.detach() * 2),
+    "masked": lambda d: d.masked_fill_(d > 6, 0.5),
+    "through a view": lambda d: d.t().mul_(3),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("of_view", [False, True])
+@on_ranks(world_size=RANKS)
+def test_a_result_of_from_local_is_written_like_a_plain_tensor(name: str, of_view: bool) -> None:
+    """Values, gradients, and the memory of what it was made of."""
+    for placement in (Shard(0), Replicate()):
+        leaf, plain = (torch.ones(3, 3, dtype=torch.float64).cumsum(0).requires_grad_() for _ in range(2))
+        y, wanted = ((t * 2)[1:, :2] if of_view else (t * 2)[1:, :2].clone() for t in (leaf, plain))
+        d = DTensor.from_local(y, mesh_of((RANKS,)), [placement])
+        WRITTEN[name](d)
+        expected = wanted.clone()
+        WRITTEN[name](expected)
+        torch.testing.assert_close(d.to_local(), expected)
+        (d * d).sum().backward()
+        (expected * expected).sum().backward()
+        torch.testing.assert_close(leaf.grad, plain.grad)
+        torch.testing.assert_close(y.detach(), expected.detach())  # one memory
+
+
+@on_ranks(world_size=RANKS)
+def test_what_a_write_to_a_result_of_from_local_spoils_is_noticed() -> None:
+    leaf = torch.ones(2, 2, requires_grad=True)
+    saved = leaf.exp()  # for its own gradient
+    DTensor.from_local(saved, mesh_of((RANKS,)), [Shard(0)]).mul_(3)
+    with changed:
+        saved.sum().backward()
 
 
 @on_ranks(world_size=RANKS)

@@ -487,8 +487,6 @@ def is_uncounted(local: torch.Tensor) -> bool:
 
 def _detached(local: torch.Tensor) -> torch.Tensor:
     """Another tensor object on the same memory: autograd marks the one, and must not mark the other."""
-    if local.__class__ is torch.Tensor:
-        return local.detach()
     if holds_shards(local):  # handed on, and back, as it is
         return local
     try:
@@ -516,7 +514,10 @@ class FromLocal(torch.autograd.Function):
     ) -> DTensor:
         ctx.spec, ctx.local_shape = spec, local.shape
         ctx.grad_placements = grad_placements or placements_of_gradient(spec.placements)
-        return _held(local, spec, view=True)  # as in ToLocal: a write to it would change `local`
+        # Plain torch refuses writes to the memory of a leaf: so does autograd here, of what it takes for a view.
+        owner = local if local._base is None else local._base
+        ctx.of_leaf = owner.is_leaf and owner.requires_grad
+        return _held(local, spec, view=ctx.of_leaf)
 
     @staticmethod
     def backward(ctx: Ctx, grad: DTensor) -> tuple[torch.Tensor, None, None]:
@@ -538,7 +539,7 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Ctx, tangent: torch.Tensor, *_: object) -> DTensor:
-        return _held(tangent, ctx.spec, view=True)
+        return _held(tangent, ctx.spec, view=ctx.of_leaf)  # a view where the value is one
 
 
 class ToLocal(torch.autograd.Function):
