@@ -17,6 +17,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 from core.tests.gloo_world import START
+from dtbench.world.parent import end_with_launcher
 
 LIMIT_S = 240  # for a whole command: a hang, not slowness
 FRESH = (sys.executable, "-P", "-m", "dtbench")
@@ -85,6 +86,7 @@ def _enter(argv: list[str], env: dict[str, str], files: list[str], cwd: str) -> 
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    end_with_launcher()
     tempfile.tempdir = None  # of the server's environment
     signal.signal(
         signal.SIGINT, signal.default_int_handler

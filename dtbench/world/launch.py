@@ -6,7 +6,6 @@ add travels in environment variables, and what rank 0 has to tell it in a small 
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import logging
 import os
@@ -30,6 +29,7 @@ from dtbench.model.errors import (
 from dtbench.records.atomic import replace_file
 from dtbench.world.deaths import explain, last_words, oom_kills, other_words, words_file
 from dtbench.world.failure import INTERRUPTED, ActiveCase, Diagnosis
+from dtbench.world.parent import LAUNCHER
 from dtbench.world.scratch import scratch
 from dtbench.world.signals import ending_signals, how_ended
 
@@ -109,7 +109,7 @@ def start_ranks(
     with scratch() as folder:
         note_path = str(folder / "note.json")
         os.environ.update({LAUNCH: str(launch), OUTPUT: str(output), NOTE: note_path})
-        os.environ[AGAIN] = str(began_s or "")
+        os.environ.update({AGAIN: str(began_s or ""), LAUNCHER: str(os.getpid())})
         # One thread per rank unless the user says otherwise: ranks that share cores and each start a
         # thread per core measure the fight for them.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -197,13 +197,6 @@ def run_elastic(
     finally:
         logging.disable(logged)
     return 0
-
-
-def end_with_launcher() -> None:
-    """A rank of ours gets SIGTERM when the launcher dies, however it dies (Linux only)."""
-    with suppress(OSError, AttributeError):
-        # prctl's PR_SET_PDEATHSIG is 1 (linux/prctl.h).
-        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)
 
 
 def start_again(launch: int, output: Path) -> NoReturn:

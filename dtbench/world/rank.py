@@ -26,7 +26,7 @@ from dtbench.model.mesh import Mesh
 from dtbench.world import clocks
 from dtbench.world.deaths import keep_words, last_words, words_file
 from dtbench.world.failure import ActiveCase, Diagnosis, FailureDetector, block_signals, exit_now
-from dtbench.world.launch import NOTE, Note, end_with_launcher
+from dtbench.world.launch import NOTE, Note
 from dtbench.world.ranks import (
     JOIN_TIMEOUT,
     LiveWorld,
@@ -79,8 +79,6 @@ class Rank:
 
     def __enter__(self) -> Self:
         block_signals()
-        if self.ours:
-            end_with_launcher()
         quiet_torch()
         place = self.place
         if self._note_path:

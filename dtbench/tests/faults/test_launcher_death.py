@@ -1,0 +1,50 @@
+"""A launcher that is killed at many moments while its ranks start: they end, too, and by themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dtbench.tests.faults.conftest import TABLE
+from dtbench.tests.faults.table import SUITE, wait_until_none_runs_in
+from dtbench.tests.programs import FRESH, Forked, environment
+
+MOMENTS = 40 if TABLE else 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "longest_s"), [("forked", 1.2), ("fresh", 8.0)])
+def test_ranks_end_with_a_launcher_that_is_killed_while_they_start(
+    tmp_path: Path, how: str, longest_s: float, record_property: Callable[[str, object], None]
+) -> None:
+    """Of the forked ones some are forked only when the launcher is dead: their parent is the fork server."""
+    count = MOMENTS if how == "forked" else MOMENTS // 4
+    record_property(
+        "fault", f"SIGKILL of the launcher of four {how} ranks at {count} moments while they start"
+    )
+    env = environment() | {"TMPDIR": str(tmp_path)}
+    for number in range(count):
+        command = ["run", str(SUITE), "--quick", "--nproc", "4", "--filter", "long", "-o", f"{number}.jsonl"]
+        process: Forked | subprocess.Popen[bytes]
+        if how == "forked":
+            process = Forked(["dtbench", *command], env, ["stdout", "stderr"], tmp_path)
+        else:
+            process = subprocess.Popen(
+                [*FRESH, *command], env=env, cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True
+            )
+        time.sleep((number + 0.5) / count * longest_s)
+        with contextlib.suppress(ProcessLookupError):
+            if number % 2:
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        wait_until_none_runs_in(tmp_path)
+    record_property("seen", "no rank is left")
