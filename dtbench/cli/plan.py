@@ -31,9 +31,12 @@ _DTYPE = click.Choice(["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]
 
 def models(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
     """Completes the built-in models and files."""
-    from dtbench.cost.plan.models import BUILT_IN
+    from dtbench.cost.plan.models import built_in_models
 
-    return [*(CompletionItem(n) for n in BUILT_IN if n.startswith(begun)), CompletionItem(begun, type="file")]
+    return [
+        *(CompletionItem(n) for n in built_in_models() if n.startswith(begun)),
+        CompletionItem(begun, type="file"),
+    ]
 
 
 class PlanCommand(options.Command):
@@ -274,7 +277,7 @@ def _plan(asked: _Asked, as_json: bool) -> None:
             f"--memory {asked.memory:g} leaves nothing beside the {RESERVED_BYTES >> 30} GiB that a GPU's context holds"
         )
     job = Job(find_model(asked.model), asked.gpus, asked.batch, asked.sequence)
-    found = plan(job, machine, lambda on: _links(on, asked.topology), limit)
+    found = plan(job, machine, _links(machine, asked.topology), limit)
     notes = (
         f"{machine.name}: {machine.source}; constants fitted on {machine.fitted_on}",
         *(

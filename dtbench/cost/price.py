@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal, Protocol
 
 from dtbench.records.topology import Dim, MeasuredCurve
 from dtbench_core.cost.curve import Curve
-from dtbench_core.cost.ring import Ring
+from dtbench_core.cost.ring import Ring, busbw_factor
 
 # Half width of the interval per doubling beyond the table, at least: covers 82 to 100 % of what 56
 # public curves measured at 2, 4 and 16 times the size they were cut off at.
 BEYOND_HALF_WIDTH = math.log(1.2)
 MAX_HALF_WIDTH = 20.0  # a factor of e^20 says that nothing is known, and can be computed with
+# Share of the time at the largest size that its slope has to explain: below it the times are latency and noise.
+GROWS = 0.1
+# A slope of other collectives is this many times as uncertain as one's own.
+BORROWED = 2.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,12 @@ def estimate(dim: Dim, collective: str, ranks: int, size_bytes: int) -> Price:
     doubling of size.
     """
     curve = dim.collectives.get(collective)
-    at = _by_formula(dim, collective, size_bytes) if curve is None else price(curve, size_bytes)
+    if curve is None:
+        at = _by_formula(dim, collective, size_bytes)
+    elif size_bytes > curve.table[-1].size_bytes and not _grows(curve):
+        at = _by_other_slopes(dim, collective, size_bytes)
+    else:
+        at = price(curve, size_bytes)
     factor = ranks / dim.ranks
     if factor == 1:
         return at
@@ -90,6 +100,33 @@ def estimate(dim: Dim, collective: str, ranks: int, size_bytes: int) -> Price:
     per_doubling = max(half_width / (1 + math.log2(at.size_factor)), BEYOND_HALF_WIDTH)
     half_width += per_doubling * abs(math.log2(factor))
     return _around(at.time_us * scale, half_width, at.size_factor, factor, at.by_formula)
+
+
+def _grows(curve: MeasuredCurve) -> bool:
+    """Whether the end of the table tells what more bytes take."""
+    last = curve.table[-1]
+    return times_of(curve).end_slope() * last.size_bytes >= GROWS * last.time_us
+
+
+def _by_other_slopes(dim: Dim, collective: str, size_bytes: int) -> Price:
+    """Beyond a table whose times do not grow: as the dim's other collectives do for each byte that passes a link,
+    else by the dim's bandwidth; without either nothing is known."""
+    last = dim.collectives[collective].table[-1]
+    beyond = size_bytes / last.size_bytes
+    per_byte = [
+        times_of(other).end_slope() / busbw_factor(name, dim.ranks)
+        for name, other in dim.collectives.items()
+        if name != collective and _grows(other)
+    ]
+    if not per_byte and not dim.bandwidth_is_lower_bound:
+        per_byte = [1e6 / (dim.bandwidth_GiBps * 2**30)]
+    if not per_byte:
+        return _around(last.time_us * beyond, MAX_HALF_WIDTH, beyond)
+    slope = median(per_byte) * busbw_factor(collective, dim.ranks)
+    half_width = max(math.log(last.high_us / last.low_us) / 2, BORROWED * BEYOND_HALF_WIDTH)
+    return _around(
+        last.time_us + (size_bytes - last.size_bytes) * slope, half_width * (1 + math.log2(beyond)), beyond
+    )
 
 
 def _by_formula(dim: Dim, collective: str, size_bytes: int) -> Price:

@@ -411,16 +411,6 @@ def test_a_damaged_file_is_refused_in_one_line(
     assert "topology.json" in str(caught.value)
 
 
-def test_a_file_that_was_cut_is_refused(tmp_path: Path, topology: Topology) -> None:
-    path = tmp_path / "topology.json"
-    write_topology(topology, path)
-    text = path.read_text()
-    for share in (0.01, 0.5, 0.999):
-        path.write_text(text[: int(len(text) * share)])
-        with pytest.raises(UnreadableRunError, match=r"topology\.json is not a topology"):
-            read_topology(path)
-
-
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
 def test_what_is_no_topology_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.json"

@@ -27,13 +27,14 @@ from dtbench.cost.plan.machines import (
     find_machine,
 )
 from dtbench.cost.plan.memory import memory_of
-from dtbench.cost.plan.models import BUILT_IN
+from dtbench.cost.plan.models import built_in_models
 from dtbench.cost.plan.step import model_flops, predict_step
 from dtbench.model.errors import DtbenchError, UsageError
 from dtbench.records.topology import Layout as Place
 from dtbench.records.topology import write_topology
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_topology import made_topology, ring_dim
+from dtbench.text.units import format_seconds
 
 STEPS = Path(__file__).parents[2] / "results" / "reference" / "step-times"
 GPT = tables.gpt(hidden=1024, layers=8, heads=16, vocab=51200)
@@ -56,7 +57,7 @@ LINKS = NodeLinks(MACHINE)
 
 
 def job(gpus: int, batch: int = 32, software: Software = PLAIN, **model: Any) -> Job:
-    return Job(replace(GPT, **model), gpus, batch, 1024, software)
+    return Job(structs.replace(GPT, **model), gpus, batch, 1024, software)
 
 
 def layout(tp: int = 1, pp: int = 1, dp: int = 1, micro_batch: int = 1, **more: Any) -> Layout:
@@ -193,7 +194,7 @@ def test_the_first_stage_holds_a_micro_batch_per_stage() -> None:
 
 
 def planned(of: Job, machine: Machine = MACHINE, limit: float = 80 * 2**30) -> search.Plan:
-    return search.plan(of, machine, NodeLinks, limit)
+    return search.plan(of, machine, NodeLinks(machine), limit)
 
 
 def test_the_best_layout_is_the_best_of_all() -> None:
@@ -250,7 +251,7 @@ def test_what_would_change_the_answer_is_said() -> None:
 
 
 def test_ten_thousand_ranks_are_a_search_of_some_thousand_layouts() -> None:
-    of = Job(BUILT_IN["llama-405b"], 10_000, 20_000, 4096)
+    of = Job(built_in_models()["llama-405b"], 10_000, 20_000, 4096)
     assert 0 < sum(1 for _ in search.all_layouts(of, find_machine("h100-8x"))) < 5_000
 
 
@@ -619,5 +620,9 @@ def test_a_topology_prices_the_links(tmp_path: Path, dtbench: Cli) -> None:
         )
         assert code == 0, err
         times.append(json.loads(out)["best"][0]["step_s"])
+        changes = {line.partition(":")[0]: line for line in json.loads(out)["changes"]}
+        same = format_seconds(times[-1])
+        for what in ("half the network", "twice the network"):  # scale what prices the links, whatever it is
+            assert "same layout" not in changes[what] or same not in changes[what]
     assert times[1] > times[0] * 1.1
     assert math.isfinite(times[1])

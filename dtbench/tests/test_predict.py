@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from dtbench.cost import price as curves
 from dtbench.cost.plan import show
 from dtbench.cost.plan.communication import Setup, communication
-from dtbench.cost.plan.models import BUILT_IN, Model, find_model
+from dtbench.cost.plan.models import Model, built_in_models, find_model
 from dtbench.model.errors import DtbenchError, UnreadableRunError, UsageError
 from dtbench.records.plan import Communication
 from dtbench.records.topology import Layout, Residuals, Topology, write_topology
@@ -72,11 +73,11 @@ def step_s(prediction: Communication, *schemes: str) -> float:
     ],
 )
 def test_built_in_models_have_their_published_parameters(name: str, parameters: int) -> None:
-    assert BUILT_IN[name].elements() == parameters
+    assert built_in_models()[name].elements() == parameters
 
 
 def test_gpt3_has_175_billion_parameters_but_for_what_is_not_counted() -> None:
-    assert BUILT_IN["gpt3-175b"].elements() == pytest.approx(174.6e9, rel=1e-3)
+    assert built_in_models()["gpt3-175b"].elements() == pytest.approx(174.6e9, rel=1e-3)
 
 
 def test_ranks_share_a_layer() -> None:
@@ -206,7 +207,7 @@ def test_a_step_is_all_layers_and_the_ends() -> None:
 
 
 def test_sequence_parallelism_sends_as_much_as_tensor_parallelism() -> None:
-    by_scheme = {v.schemes[0]: v for v in predicted({"tp": 8}, BUILT_IN["llama-8b"], 8192).variants}
+    by_scheme = {v.schemes[0]: v for v in predicted({"tp": 8}, built_in_models()["llama-8b"], 8192).variants}
     # An all-reduce is a reduce-scatter and an all-gather; what is more are the norms' gradients.
     norms = 65 * 4096 * 2 * 2 * 7 / 8
     assert by_scheme["sequence parallel"].sent_bytes == by_scheme["tensor parallel"].sent_bytes + norms
@@ -270,15 +271,45 @@ def test_collectives_that_were_not_measured_are_priced_by_the_formula() -> None:
     assert any("all_gather was not measured on tp" in w for w in prediction.warnings)
 
 
+def test_beyond_times_that_do_not_grow_the_other_collectives_say_how_they_do() -> None:
+    """Times of noise alone have no slope: 208 MiB and 1 GiB would cost the same, and win every ranking."""
+    flat = structs.replace(curve_of((1024, 2**20, 2**24), (3870.0,) * 3), beta_is_lower_bound=True)
+    known = ring_dim("dp", 4, 20.0, 10.0, "all_gather", "all_reduce")
+    dim = structs.replace(known, collectives=dict(known.collectives) | {"reduce_scatter": flat})
+    at, further = (curves.estimate(dim, "reduce_scatter", 4, size) for size in (208 * 2**20, 2**30))
+    per_byte = 3 / 4 / 20 / 2**30 * 1e6  # as the gather's and half the all-reduce's
+    assert at.time_us == pytest.approx(3870 + (208 - 16) * 2**20 * per_byte)
+    assert further.time_us == pytest.approx(3870 + (2**30 - 2**24) * per_byte)
+    own = curves.estimate(known, "all_gather", 4, 2**34)  # as many doublings beyond its own table
+    assert math.log(further.high_us / further.time_us) > 1.5 * math.log(own.high_us / own.time_us)
+    assert curves.estimate(dim, "reduce_scatter", 4, 2**20).time_us == 3870  # inside it is what was measured
+
+
+def test_shardings_whose_sizes_nothing_prices_are_not_ranked(dtbench: Cli, tmp_path: Path) -> None:
+    flat = structs.replace(curve_of((1024, 2**20), (90.0, 90.0)), beta_is_lower_bound=True)
+    dim = made_dim(
+        "dp", 2, 1.0, 1.0, collectives=dict.fromkeys(COLLECTIVES, flat), bandwidth_is_lower_bound=True
+    )
+    assert curves.estimate(dim, "all_reduce", 2, 2**30).high_us > 1e6
+    write_topology(made_topology(dim), tmp_path / "t.json")
+    code, out, _ = dtbench("plan", "--topology", "t.json", "--mesh", "dp=2", "--model", "llama-8b")
+    assert code == 0
+    for scheme in ("DDP", "ZeRO-2", "FSDP"):
+        row = [line for line in out.splitlines() if line.startswith(scheme)][-1]
+        assert "unknown within 100x" in row and row.rstrip().endswith(" -")
+
+
 def test_more_is_never_faster() -> None:
-    model = BUILT_IN["llama-8b"]
+    model = built_in_models()["llama-8b"]
     for schemes in (("tensor parallel",), ("sequence parallel",)):
         by_tokens = [step_s(predicted({"tp": 8}, model, 2**k), *schemes) for k in range(8, 22, 2)]
         assert by_tokens == sorted(by_tokens)
     for scheme in ("DDP", "ZeRO-2", "FSDP"):
         by_ranks = [step_s(predicted({"dp": 2**k}, model), scheme) for k in range(1, 14)]
         assert by_ranks == sorted(by_ranks)
-    small, large = (step_s(predicted({"dp": 64}, BUILT_IN[m]), "FSDP") for m in ("llama-8b", "llama-70b"))
+    small, large = (
+        step_s(predicted({"dp": 64}, built_in_models()[m]), "FSDP") for m in ("llama-8b", "llama-70b")
+    )
     assert large > small
 
 
@@ -287,7 +318,10 @@ def test_the_work_does_not_grow_with_ranks_or_layers(monkeypatch: pytest.MonkeyP
     priced = curves.price
     monkeypatch.setattr(curves, "price", lambda curve, size: asked.append(size) or priced(curve, size))
     counts = []
-    for mesh, model in (({"dp": 2, "tp": 2}, SMALL), ({"dp": 16384, "tp": 128}, BUILT_IN["llama-405b"])):
+    for mesh, model in (
+        ({"dp": 2, "tp": 2}, SMALL),
+        ({"dp": 16384, "tp": 128}, built_in_models()["llama-405b"]),
+    ):
         asked.clear()
         predicted(mesh, model, 2**20)
         counts.append(len(asked))
@@ -339,7 +373,7 @@ def test_a_dim_within_hosts_warns_beyond_the_host() -> None:
     inside = made_topology(ring_dim("tp", *DIMS["tp"], *COLLECTIVES, layout=host))
     (warning,) = (w for w in communication(inside, setup({"tp": 4})).warnings if "scaled" in w)
     assert "tp=4 was measured as tp=8" in warning
-    model = BUILT_IN["llama-70b"]
+    model = built_in_models()["llama-70b"]
     assert any("inside one host of 8" in w for w in communication(inside, setup({"tp": 64}, model)).warnings)
 
 

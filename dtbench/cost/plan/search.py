@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from msgspec import structs
 
 from dtbench.cost.plan.job import RECOMPUTE, Job, Layout
-from dtbench.cost.plan.machines import Links, Machine, Network
+from dtbench.cost.plan.machines import FasterNetwork, Links, Machine
 from dtbench.cost.plan.memory import Memory, memory_of
 from dtbench.cost.plan.step import Step, predict_step
 from dtbench.model.errors import UsageError
@@ -45,10 +45,9 @@ class Plan:
     changes: tuple[str, ...]
 
 
-def plan(job: Job, machine: Machine, make_links: Callable[[Machine], Links], limit_bytes: float) -> Plan:
+def plan(job: Job, machine: Machine, links: Links, limit_bytes: float) -> Plan:
     """The best layouts of `job` over its GPUs.
 
-    make_links: the links of a machine; called again where the question is what faster links would change.
     limit_bytes: memory of one GPU that the training may use.
 
     Raises:
@@ -67,7 +66,7 @@ def plan(job: Job, machine: Machine, make_links: Callable[[Machine], Links], lim
             f"{job.model.name} does not fit on {job.gpus} GPUs with {format_bytes(limit_bytes)} each: the smallest "
             f"layout ({layout.words()}) needs {format_bytes(needed.total)}; give more GPUs or more memory"
         )
-    ranked = _ranked(job, fitting, machine, make_links(machine))
+    ranked = _ranked(job, fitting, machine, links)
     return Plan(
         job,
         machine,
@@ -75,7 +74,7 @@ def plan(job: Job, machine: Machine, make_links: Callable[[Machine], Links], lim
         tuple(_distinct(ranked)),
         len(layouts),
         len(fitting),
-        tuple(_changes(job, layouts, ranked, machine, make_links, limit_bytes)),
+        tuple(_changes(job, layouts, ranked, machine, links, limit_bytes)),
     )
 
 
@@ -140,28 +139,27 @@ def _changes(
     layouts: Sequence[tuple[Layout, Memory]],
     ranked: Sequence[Candidate],
     machine: Machine,
-    make_links: Callable[[Machine], Links],
+    links: Links,
     limit_bytes: float,
 ) -> Iterator[str]:
     """What the best layout would be on another machine, a line each."""
     now = ranked[0].layout
     fitting = [(one.layout, one.memory) for one in ranked]
-    network = machine.network
+    less, more = ([one for one in layouts if one[1].total <= part * limit_bytes] for part in (0.75, 1.25))
     others = [
-        ("half the network", fitting, structs.replace(machine, network=_times(network, 0.5))),
-        ("twice the network", fitting, structs.replace(machine, network=_times(network, 2.0))),
-        ("matrix products 20 % slower", fitting, _slower(machine, 0.8)),
-        ("a quarter less memory", [one for one in layouts if one[1].total <= 0.75 * limit_bytes], machine),
-        ("a quarter more memory", [one for one in layouts if one[1].total <= 1.25 * limit_bytes], machine),
+        ("half the network", fitting, machine, FasterNetwork(links, 0.5, machine.gpus_per_node)),
+        ("twice the network", fitting, machine, FasterNetwork(links, 2.0, machine.gpus_per_node)),
+        ("matrix products 20 % slower", fitting, _slower(machine, 0.8), links),
+        ("a quarter less memory", less, machine, links),
+        ("a quarter more memory", more, machine, links),
     ]
-    for what, among, on in others:
+    for what, among, on, over in others:
         if not among:
             yield f"{what}: nothing fits"
             continue
-        links = make_links(on)
-        same = predict_step(job, now, on, links).total_s
+        same = predict_step(job, now, on, over).total_s
         layout, step = min(
-            ((layout, predict_step(job, layout, on, links)) for layout, _ in among),
+            ((layout, predict_step(job, layout, on, over)) for layout, _ in among),
             key=lambda found: found[1].total_s,
         )
         kept = any(layout == now for layout, _ in among)
@@ -170,10 +168,6 @@ def _changes(
         else:
             against = f", {format_ratio(same / step.total_s)} faster than the layout above" if kept else ""
             yield f"{what}: {layout.words()}, {format_seconds(step.total_s)}{against}"
-
-
-def _times(network: Network, factor: float) -> Network:
-    return structs.replace(network, GBps=network.GBps * factor)
 
 
 def _slower(machine: Machine, factor: float) -> Machine:

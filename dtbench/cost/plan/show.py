@@ -137,7 +137,9 @@ def print_communication(found: Communication, as_json: bool = False) -> None:
         _print_calls(console, [row for row in found.collectives if row.where == where])
     print_line(console, "")
     print_line(console, f"all {found.model['layers']} layers and the rest, per step and rank")
-    _print_shardings(console, sorted(found.variants, key=lambda one: one.step.time_s))
+    _print_shardings(
+        console, sorted(found.variants, key=lambda one: (not _is_known(one.step), one.step.time_s))
+    )
     print_line(console, "")
     for title, lines in (("warning", found.warnings), ("assumed", found.assumptions)):
         for line in lines:
@@ -162,20 +164,27 @@ def _print_calls(console: Console, rows: list[CallRow]) -> None:
 
 
 def _print_shardings(console: Console, best: list[ShardingRow]) -> None:
-    times = [one.step.time_s for one in best]
+    first = min((one.step.time_s for one in best if _is_known(one.step)), default=0.0)
     figures: list[Column] = [
         ("layer", [format_seconds(one.layer.time_s) for one in best]),
         ("interval", [_ends(one.layer) for one in best]),
-        ("step", [format_seconds(time) for time in times]),
+        ("step", [format_seconds(one.step.time_s) for one in best]),
         ("interval", [_ends(one.step) for one in best]),
         ("sent per rank", [format_bytes(one.sent_bytes) for one in best]),
-        ("against best", [f"{significant(time / times[0], 3)}x" for time in times]),
+        (
+            "against best",
+            [f"{significant(o.step.time_s / first, 3)}x" if _is_known(o.step) else "-" for o in best],
+        ),
     ]
     print_columns(console, [("sharding", [" + ".join(one.schemes) for one in best])], figures)
 
 
+def _is_known(of: Times) -> bool:
+    return of.high_s <= NOT_KNOWN**2 * of.low_s
+
+
 def _ends(of: Times) -> str:
-    if of.high_s > NOT_KNOWN**2 * of.low_s:
+    if not _is_known(of):
         return f"unknown within {NOT_KNOWN}x"
     return f"{format_seconds(of.low_s)} .. {format_seconds(of.high_s)}"
 

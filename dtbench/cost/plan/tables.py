@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from msgspec import structs
+
 from dtbench.cost.plan.job import PLAIN, RECOMPUTE, Job, Layout
 from dtbench.cost.plan.machines import Machine
 from dtbench.cost.plan.memory import memory_of
@@ -263,7 +265,7 @@ def gpt(hidden: int, layers: int, heads: int, vocab: int) -> Model:
     model = Model(
         "", hidden, layers, heads, heads, hidden // heads, 4 * hidden, vocab, gated=False, tied=True
     )
-    return replace(model, name=f"GPT {model.elements() / 1e9:.3g} B ({layers} x {hidden})")
+    return structs.replace(model, name=f"GPT {model.elements() / 1e9:.3g} B ({layers} x {hidden})")
 
 
 # -------------------------------------------------------------------------------------- all-reduce
