@@ -16,7 +16,7 @@ HOSTS := $(BIN)/dtbench lab run --hosts 2 --rate 400mbit --ranks-per-host 2 -- d
 
 GPU := results/gpu
 
-.PHONY: bench lab gpu rehearse-gpu test test-all faults large coverage compat docs size install lint types imports fast slow clean
+.PHONY: bench lab gpu rehearse-gpu test test-all faults large against-torch coverage compat docs size install lint types imports fast slow clean
 
 bench: install
 	@mkdir -p results reports
@@ -59,6 +59,11 @@ faults: install
 # How long commands take on run files of up to 200,000 results, and how much memory: results/large-files.md.
 large: install
 	$(BIN)/python -m dtbench.tests.large_files results/large-files.md
+
+# `dtbench.run` of functions beside torch.utils.benchmark, from 1 us to 10 ms: results/run-against-torch-benchmark.md.
+# Five minutes; wants a quiet machine with two cores.
+against-torch: install
+	$(BIN)/python -m dtbench.tests.against_torch results/run-against-torch-benchmark.md
 
 # Is every op that was right still right? Measures the core as results/coverage-core.json was made (4
 # ranks in a process, all modes) and exits with an error if an op became worse.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import signal
@@ -18,12 +19,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from dtbench.model import Case, Header, Result, Run, Workload
+from dtbench.model import Case, ClockKind, Header, Result, Run, Workload
 from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError
 from dtbench.model.suites import Suite
 from dtbench.records.topology import Topology
 
 if TYPE_CHECKING:
+    from dtbench.bench.clock import Clock
     from dtbench.bench.sampling import Ranks
     from dtbench.judge.compare import Comparison
     from dtbench.records.frame import Runs
@@ -31,6 +33,15 @@ if TYPE_CHECKING:
 
 Function = Callable[[], object]
 _calls = itertools.count()
+# A sample of a function: long against reading the clock and against what a cold first call costs, some 5 us, and short
+# enough for a hundred of them.
+SAMPLE_S = 2e-3
+# Seconds of samples of each function, and how many at least; slow ones take longer than that.
+SAMPLES_S, FEWEST, MOST = 0.25, 10, 100
+# Half of the samples within this share of the median, or the figure is called scattered; torch.utils.benchmark warns
+# from the same 10 % on (`Measurement.meets_confidence`).
+SCATTERED = 0.10
+_EMPTY_CALLS = 10_000  # some 0.4 ms of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +71,9 @@ def run(
     """Measures suites or functions.
 
     what: names of suites or paths of suite files: measured in `nproc` ranks of their own, as `dtbench run` does.
-        A function without arguments, or several by name, which are sampled in turn; or a `Suite`: measured in this
-        process. Where torch.distributed is initialised, all ranks of its default group have to make this call, and
-        all of them get the results.
+        A function without arguments, or several by name, which are sampled in turn, a sample being as many calls as
+        last 2 ms, their mean; or a `Suite`: measured in this process. Where torch.distributed is initialised, all
+        ranks of its default group have to make this call, and all of them get the results.
     output: the run file to write; without it the results are in memory only.
     progress: show how far it is, in one line that is renewed.
     clock: what a function's time is: "host", of the calling thread alone; "device", of the work it starts.
@@ -85,8 +96,9 @@ def run(
             f"{', '.join(given)}: for suites by name or file; functions and suites given as objects are measured in "
             f"this process, or in the ranks of its process group"
         )
-    suite = what if isinstance(what, Suite) else _suite_of(what, clock)
-    return _run_here(suite, output, progress, timeout_s)
+    if isinstance(what, Suite):
+        return _run_here(what, output, progress, timeout_s)
+    return _run_here(_suite_of(what, clock), output, progress, timeout_s, functions=True)
 
 
 def load(path: str | Path) -> Results:
@@ -236,14 +248,17 @@ def _suite_of(what: object, clock: Literal["host", "device"]) -> Suite:
         for name, function in functions.items()
     }
     name = next(iter(build)) if len(build) == 1 else "functions"
-    case = Case(name, {}, build, clock=clock)
+    case = Case(name, {}, build, clock=clock, sample_s=SAMPLE_S)
     return Suite("functions", lambda _plan: iter([case]), "ranks", "functions of a program")
 
 
-def _run_here(suite: Suite, output: str | Path | None, progress: bool, timeout_s: float) -> Results:
+def _run_here(
+    suite: Suite, output: str | Path | None, progress: bool, timeout_s: float, functions: bool = False
+) -> Results:
     from dtbench.bench.options import RunOptions, list_tasks
     from dtbench.bench.progress import Line
     from dtbench.bench.runner import Sweep, budget_of
+    from dtbench.bench.sampling import Budget
     from dtbench.bench.session import instruments_of
     from dtbench.machine.provenance import local_rank_info, provenance
     from dtbench.records.atomic import refuse_taken
@@ -263,20 +278,65 @@ def _run_here(suite: Suite, output: str | Path | None, progress: bool, timeout_s
             argv=[], plan=plan, suites=[suite.name], mesh=plan.mesh, ranks=infos, backend=None, launches=1
         )
         line = Line(progress and ranks.rank == 0)
+        budget = (
+            Budget(SAMPLES_S, FEWEST, MOST, SAMPLES_S) if functions else budget_of(suite.world, quick=False)
+        )
+        tools = instruments_of(device, barrier=barrier, budget=budget)
+        circumstances = _circumstances(tools.clocks)
 
         def record(result: Result) -> None:
+            if functions:
+                result = _with_circumstances(result, circumstances)
             results.append(result)
             line.result(result)
 
         sweep = Sweep(
             0, timeout_s, ActiveCase(), record, lambda _task: None, lambda _s: contextlib.nullcontext()
         )
-        tools = instruments_of(device, barrier=barrier, budget=budget_of(suite.world, False))
         try:
             sweep.measure(list_tasks([suite], plan), world, ranks, tools)
         finally:
             line.close()
         return _shared(header, results, ranks, output)
+
+
+def _circumstances(clocks: Mapping[ClockKind, Clock]) -> Callable[[ClockKind], dict[str, float]]:
+    """What a function's time depends on beside the function, as counters of its result: torch's threads, the load of
+    the machine before, and what a call of an empty function takes, which is part of every time."""
+    import torch
+
+    threads, load = torch.get_num_threads(), os.getloadavg()[0]
+
+    def of(clock: ClockKind) -> dict[str, float]:
+        empty_s = min(clocks[clock].measure(_nothing, _EMPTY_CALLS) for _ in range(5))
+        return {"threads": threads, "load_before": round(load, 2), "empty_call_s": empty_s}
+
+    return functools.cache(of)
+
+
+def _nothing() -> None:
+    """What is called to find what a call takes."""
+
+
+def _with_circumstances(result: Result, of: Callable[[ClockKind], Mapping[str, float]]) -> Result:
+    """With what it was measured under, and a warning where its samples are few or scattered."""
+    import msgspec
+
+    from dtbench.machine.provenance import usable_cpus
+
+    counters = {**result.counters, **of(result.clock)}
+    doubts = [result.reason] if result.reason else []
+    if result.status == "ok" and (time_s := result.time_s) is not None:
+        if time_s.n < FEWEST:
+            doubts.append(f"only {time_s.n} samples, expected {FEWEST}: give it a larger timeout_s")
+        spread = (time_s.p75 - time_s.p25) / time_s.median if time_s.median else 0.0
+        if spread > SCATTERED:
+            load, cores = counters["load_before"], len(usable_cpus())
+            doubts.append(
+                f"scattered: half of the samples span {spread:.0%} of the median; the load was {load:.1f} on "
+                f"{cores} cores, and torch has {counters['threads']} threads"
+            )
+    return msgspec.structs.replace(result, counters=counters, reason="; ".join(doubts))
 
 
 def _shared(header: Header, results: Sequence[Result], ranks: Ranks, output: str | Path | None) -> Results:
@@ -330,6 +390,6 @@ def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[LiveWorld, Ranks, C
         return
     dist.init_process_group(backend_of(device.type), store=HashStore(), rank=0, world_size=1)
     try:
-        yield LiveWorld(0, 1, device, default_mesh(1)), AloneRanks(), barrier_of(device)
+        yield LiveWorld(0, 1, device, default_mesh(1)), AloneRanks(), lambda: None
     finally:
         dist.destroy_process_group()

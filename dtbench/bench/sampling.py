@@ -29,6 +29,12 @@ from dtbench.world.failure import ActiveCase
 # A block of warm-up calls that is less than this much faster than the one before ends the warm-up.
 STEADY_GAIN = 0.10
 MAX_WARMUP_BLOCKS = 10
+# Where calls are repeated until a sample is long enough: so much longer, or the next is too short again; and
+# at most so many times as many calls at once, as `timeit` has it.
+SPARE_LENGTH = 1.1
+MAX_GROWTH = 10
+# A length is judged by the fastest of so many samples: of one, an interruption would pass for a long call.
+SAMPLES_OF_A_LENGTH = 3
 # Rounds between two decisions take about so long: rare enough not to disturb fast cases, often
 # enough to stop a slow one near its timeout.
 CHUNK_S = 0.25
@@ -215,7 +221,8 @@ class Adaptive(CollectiveSchedule):
         self._clock = instruments.clocks[case.clock]
         self._timeout_s = timeout_s
         self._deadline = instruments.monotonic() + timeout_s
-        self._alone = case.calls_per_sample == 1 and case.clock == "device"
+        self._alone = case.calls_per_sample == 1 and not case.sample_s and case.clock == "device"
+        self._calls = dict.fromkeys(impls, case.calls_per_sample)
         self._samples: dict[str, list[float | None]] = {impl: [] for impl in impls}
         self._started: dict[str, list[int | None]] = {impl: [] for impl in impls}
         self._error_ns = dict.fromkeys(impls, 0.0)  # of when they began, on this rank's clock
@@ -231,6 +238,8 @@ class Adaptive(CollectiveSchedule):
         for impl in list(self.live):
             if impl in self.live:
                 self.vote({impl: self._fastest_of(impl, 1)}, self._learn)
+        if self.case.sample_s:
+            self._lengthen_samples()
         sizes = dict.fromkeys(self.live, max(self.case.warmup_calls - 1, 1))
         fastest: dict[str, float] = {}
         spent: dict[str, float] = {}
@@ -241,17 +250,43 @@ class Adaptive(CollectiveSchedule):
             for impl in [i for i in sizes if i in self.live]:
                 call_s, before = self._call_s[impl], fastest.get(impl, math.inf)
                 fastest[impl] = call_s
-                spent[impl] = spent.get(impl, 0.0) + sizes[impl] * call_s
+                spent[impl] = spent.get(impl, 0.0) + sizes[impl] * self._warm_calls(impl) * call_s
                 if call_s < (1 - STEADY_GAIN) * before and spent[impl] < self._with.budget.warmup_s:
                     again[impl] = sizes[impl]
             return again
 
         for _ in range(MAX_WARMUP_BLOCKS):
-            took = {impl: self._fastest_of(impl, calls) for impl, calls in sizes.items()}
+            took = {impl: self._fastest_of(impl, samples) for impl, samples in sizes.items()}
             again = self.vote(took, decide)
-            sizes = {impl: calls for impl, calls in again.items() if impl in self.live}
+            sizes = {impl: samples for impl, samples in again.items() if impl in self.live}
             if not sizes:
                 return
+
+    def _lengthen_samples(self) -> None:
+        """More and more calls per sample until the slowest rank's lasts `sample_s`: a barrier, a first call whose
+        caches others have used, and reading the clock then count for nothing in it."""
+        shortest_s = self.case.sample_s
+        growing = self._calls
+
+        def decide(votes: list[dict[str, float | None]]) -> dict[str, int]:
+            self._learn(votes)
+            calls_s = {
+                impl: (self._calls[impl], max(self._call_s[impl], 1e-9))
+                for impl in growing
+                if impl in self.live
+            }
+            return {
+                impl: min(MAX_GROWTH * calls, math.ceil(SPARE_LENGTH * shortest_s / call_s))
+                for impl, (calls, call_s) in calls_s.items()
+                if calls * call_s < shortest_s
+            }
+
+        while growing:
+            took = {
+                impl: self._fastest_of(impl, SAMPLES_OF_A_LENGTH) for impl in growing if impl in self.live
+            }
+            growing = self.vote(took, decide)
+            self._calls |= growing
 
     def sample(self) -> None:
         """Rounds of one sample per impl, a vote every quarter of a second."""
@@ -275,12 +310,15 @@ class Adaptive(CollectiveSchedule):
         self.vote(mine, gathered.extend)
         for impl in self.live:
             parts = [of[impl] for of in gathered]
-            self.outcomes[impl] = combine(parts, self.case.calls_per_sample) if parts else Outcome("ok")
+            self.outcomes[impl] = combine(parts, self._calls[impl]) if parts else Outcome("ok")
 
     def _part(self, impl: str, subject: Subject) -> RankPart:
         count, participates = subject.workload.counters, subject.workload.participates
+        counters = {} if count is None else subject.attempt(lambda: dict(count()))
+        if counters is not None and self.case.sample_s:
+            counters["calls_per_sample"] = self._calls[impl]
         return {
-            "counters": {} if count is None else subject.attempt(lambda: dict(count())),
+            "counters": counters,
             "samples": self._samples[impl] if participates else None,
             "started": self._started[impl],
             "kernel": self._with.kernel,
@@ -291,10 +329,14 @@ class Adaptive(CollectiveSchedule):
 
     # ---- calls ----
 
-    def _fastest_of(self, impl: str, calls: int) -> float | None:
-        """Of so many calls, seconds; None if one raised."""
-        subject = self.live[impl]
-        return subject.attempt(lambda: min([self._one_sample(subject, 1) for _ in range(calls)]))
+    def _fastest_of(self, impl: str, samples: int) -> float | None:
+        """Of so many samples, seconds per call; None if one raised."""
+        subject, calls = self.live[impl], self._warm_calls(impl)
+        return subject.attempt(lambda: min([self._one_sample(subject, calls) for _ in range(samples)]))
+
+    def _warm_calls(self, impl: str) -> int:
+        """Calls per sample of the warm-up: those of a sample where its length is what was asked for."""
+        return self._calls[impl] if self.case.sample_s else 1
 
     def _one_sample(self, subject: Subject, calls: int) -> float:
         self._now.step += 1
@@ -310,7 +352,7 @@ class Adaptive(CollectiveSchedule):
         for number in rounds:
             turn = number % len(order)
             for impl in order[turn:] + order[:turn]:
-                sample = functools.partial(self._one_sample, self.live[impl], self.case.calls_per_sample)
+                sample = functools.partial(self._one_sample, self.live[impl], self._calls[impl])
                 took = self.live[impl].attempt(sample)
                 self._samples[impl].append(took)
                 self._started[impl].append(None if took is None else self._clock.started_ns)
@@ -331,8 +373,7 @@ class Adaptive(CollectiveSchedule):
         return self._deadline - self._with.monotonic()
 
     def _round_s(self) -> float:
-        calls = self.case.calls_per_sample
-        return max(sum(self._call_s[impl] * calls for impl in self.live), 1e-9)
+        return max(sum(self._call_s[impl] * self._calls[impl] for impl in self.live), 1e-9)
 
     def _choose_total(self) -> int:
         budget, total = self._with.budget, self.case.samples

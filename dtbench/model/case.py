@@ -98,6 +98,8 @@ class Case:
     clock: "host" times the calling thread (dispatch latency); "device" times the work itself.
     calls_per_sample: calls between the two clock readings; the sample is their mean. More than one
         means back to back, without a barrier between.
+    sample_s: where above 0, `run` repeats calls until a sample lasts so many seconds, which may take more
+        than `calls_per_sample`; the counter of that name then says how many.
     samples: fixed number of samples, or None to let the sampler choose within its budget.
     warmup_calls: at least so many calls are thrown away.
     tolerance: the largest slowdown that a gate's PASS has to exclude, as a share (0.05 is 5%), or None for
@@ -111,6 +113,7 @@ class Case:
     busbw_factor: float | None = None
     clock: ClockKind = "device"
     calls_per_sample: int = 1
+    sample_s: float = 0.0
     samples: int | None = None
     warmup_calls: int = 3
     tolerance: float | None = None

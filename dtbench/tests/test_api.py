@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import dtbench
 from dtbench.model import Case, Plan, Result, Skip, Workload
@@ -64,6 +65,40 @@ def test_functions_are_measured_here_and_kept(tmp_path: Path, capsys: pytest.Cap
     assert dtbench.load(path).results == run.results
     with pytest.raises(OutputError, match="exists already"):
         dtbench.run(lambda: None, output=path)
+
+
+class ScatteringClock:
+    """Every second sample takes twice as long as the one before."""
+
+    started_ns, error_ns = 0, 0.0
+
+    def __init__(self, call_s: float) -> None:
+        self.call_s, self.samples = call_s, 0
+
+    def settle(self, *, cold: bool = False) -> None:
+        assert not cold
+
+    def measure(self, run: Callable[[], object], calls: int) -> float:
+        self.samples += 1
+        return self.call_s * (1 + self.samples % 2)
+
+
+def test_a_function_says_under_what_it_was_measured_and_warns(monkeypatch: pytest.MonkeyPatch):
+    (result,) = dtbench.run(lambda: None, progress=False).results
+    counters = result.counters
+    assert counters["calls_per_sample"] > 1 and counters["threads"] == torch.get_num_threads()
+    assert counters["load_before"] >= 0 and counters["empty_call_s"] > 0
+    for call_s, timeout_s, doubts in [
+        (1e-6, 60.0, ["scattered: half of the samples span 67% of the median; the load was"]),
+        (20.0, 60.0, ["only 2 samples, expected 10: give it a larger timeout_s", "scattered"]),
+    ]:
+        clock = ScatteringClock(call_s)
+        monkeypatch.setattr(
+            "dtbench.bench.session.clocks_of", lambda _device, c=clock: {"host": c, "device": c}
+        )
+        (result,) = dtbench.run(lambda: None, progress=False, timeout_s=timeout_s).results
+        assert result.status == "ok"
+        assert all(doubt in result.reason for doubt in doubts), result.reason
 
 
 def test_a_function_that_raises_is_a_failed_result(capsys: pytest.CaptureFixture[str]):

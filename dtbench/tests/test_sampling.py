@@ -32,8 +32,9 @@ def small_heap() -> Iterator[None]:
 class FakeClock:
     """A call takes as many seconds as it returns, and time is what calls have taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, overhead_s: float = 0.0) -> None:
         self.now = 0.0
+        self.overhead_s = overhead_s  # of a sample, however many calls it has
         self.started_ns: int | None = None
         self.error_ns = 0.0
         self.settled: list[bool] = []
@@ -45,8 +46,9 @@ class FakeClock:
         self.started_ns = round(self.now * 1e9)
         took = [run() for _ in range(calls)]
         assert all(isinstance(t, float) for t in took)
-        self.now += sum(took)  # type: ignore[arg-type]
-        return sum(took) / calls  # type: ignore[arg-type]
+        took_s = self.overhead_s + sum(took)  # type: ignore[arg-type]
+        self.now += took_s
+        return took_s / calls
 
 
 class Threads:
@@ -189,6 +191,40 @@ def test_a_sample_is_the_mean_of_its_calls() -> None:
     (outcome,) = trial.run(case)
     warm = len(trial.calls[0]) - 4 * 7
     assert warm >= 1 and outcome["core"].samples_s == pytest.approx([CHEAP] * 4)
+
+
+@pytest.mark.parametrize("call_s", [1e-6, 3e-5, 1e-3, 2e-2])
+def test_samples_of_a_length_hold_so_many_calls_that_their_overhead_vanishes(call_s: float) -> None:
+    trial = Trial(size=2, kernel="k")
+    for clock in trial.clocks:
+        clock.overhead_s = 2e-5  # of a barrier, of reading the clock
+    # Rank 1 is slower, and the first call, which loads code, by far.
+    first = [100.0, 100.0]
+
+    def build(rank: int) -> Workload:
+        def run() -> float:
+            times, first[rank] = first[rank], 1.0
+            return call_s * (1 + rank) * times
+
+        return Workload(run)
+
+    outcome = trial.run(case_of({"core": build}, sample_s=2e-3))[0]["core"]
+    assert outcome.samples_s == pytest.approx([2 * call_s] * len(outcome.samples_s), rel=0.02)
+    calls = outcome.counters["calls_per_sample"]
+    assert calls == 1 or 2e-3 <= calls * 2 * call_s < 3e-3
+    assert trial.barriers[0] == trial.barriers[1]  # the slowest rank's pace is everyone's
+    assert set(trial.clocks[0].settled) == {False}
+    late = outcome.rank_arrivals_s["1"]  # per call, as the samples are
+    assert late[1] - late[0] == pytest.approx(call_s, rel=0.02)
+
+
+def test_impls_of_unlike_speed_have_samples_of_one_length() -> None:
+    trial = Trial()
+    build = {"fast": trial.impl("fast", 1e-5), "slow": trial.impl("slow", 5e-3)}
+    (outcome,) = trial.run(case_of(build, sample_s=2e-3))
+    assert outcome["slow"].counters["calls_per_sample"] == 1
+    assert outcome["fast"].counters["calls_per_sample"] in range(200, 260)
+    assert len(outcome["fast"].samples_s) == len(outcome["slow"].samples_s) > BUDGET.least
 
 
 def test_impls_take_turns_and_each_round_starts_with_another() -> None:
