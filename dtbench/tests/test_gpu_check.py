@@ -22,7 +22,7 @@ from dtbench.tests import gate_selftest as gate
 from dtbench.tests.gate_selftest import plan_on
 from dtbench.tests.gate_selftest_suite import selftest
 from dtbench.tests.gpu_check import check as module
-from dtbench.tests.gpu_check import fake_gpu, summary, truth
+from dtbench.tests.gpu_check import fake_gpu, truth
 from dtbench.tests.gpu_check.parts import PARTS, Part, Setting, Step
 from dtbench.tests.made_up import Cli
 
@@ -38,7 +38,7 @@ def run(code: str, **given: Any) -> Step:
 def check(folder: Path, *wanted: str, rehearse: bool = True) -> tuple[int, dict[str, str]]:
     code = module.check(Setting(folder, rehearse), wanted, lambda _text: None)
     state = json.loads((folder / "gpu-check.json").read_text())
-    return code, {p["name"]: p["outcome"] for p in state["parts"]}
+    return code, {name: part["outcome"] for name, part in state["parts"].items()}
 
 
 def test_a_failing_part_stops_no_other_and_is_gone_on_with(
@@ -157,31 +157,19 @@ def test_the_truth_of_instruments_is_rehearsed(tmp_path: Path, monkeypatch: pyte
     ]
 
 
-def test_the_summary_says_what_it_is_of(tmp_path: Path) -> None:
-    one = {
-        "name": "truth",
-        "outcome": "done",
-        "needs": "a GPU",
-        "leaves_out": "",
-        "steps": [{"argv": ["x"], "code": 0, "seconds": 1.2}],
-    }
-    state = {
-        "rehearsal": True,
-        "device": "no GPU (rehearsal)",
-        "parts": [one, one | {"name": "report", "outcome": "not run"}],
-    }
-    (tmp_path / module.STATE).write_text(json.dumps(state))
+def test_the_table_says_what_it_is_of(tmp_path: Path) -> None:
     (tmp_path / "rehearsal-test_x.xml").write_text(
         '<testsuites><testsuite tests="3" failures="1"/></testsuites>'
     )
     checks = [{"name": "flush", "goal": "g", "got": {"warm_us": 1.23456}, "met": False, "left_out": ""}]
     (tmp_path / "rehearsal-truth.json").write_text(json.dumps({"kind": "gpu-truth", "checks": checks}))
-    text = summary.write(tmp_path).read_text()
-    assert "not run" not in text
+    state = module.State("no GPU (rehearsal)", True, {"truth": module.Record("done")})
+    text = "\n".join(module.lines(tmp_path, state))
     assert text.startswith("# Rehearsal: no GPU") and "No figure here says anything of a GPU" in text
+    assert "| truth | done | 0 | a GPU, NVML |" in text and "| gate | not run |" in text
     assert "3 tests, 1 failures" in text and "| flush | warm_us 1.235 | g | NO |" in text
-    (tmp_path / module.STATE).write_text(json.dumps(state | {"rehearsal": False, "device": "NVIDIA H200"}))
-    assert summary.write(tmp_path).read_text().startswith("# One GPU: NVIDIA H200\n\n| part")
+    on_gpu = "\n".join(module.lines(tmp_path, module.State("NVIDIA H200", False, {})))
+    assert on_gpu.startswith("# One GPU: NVIDIA H200\n\n| part")
 
 
 def test_a_self_test_whose_budget_holds_nothing_says_so(

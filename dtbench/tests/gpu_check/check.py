@@ -1,13 +1,17 @@
-"""Runs the parts of `dtbench gpu-check`, each command in a process of its own, and keeps a record of them."""
+"""Runs the parts of `dtbench gpu-check`, each command in a process of its own; keeps a record and a table of them."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from xml.etree import ElementTree
 
 import msgspec
 
@@ -15,8 +19,11 @@ from dtbench.machine import device as machine
 from dtbench.machine import provenance
 from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError
 from dtbench.records.atomic import write_atomically
+from dtbench.records.run import read_run
 from dtbench.tests.gpu_check import fake_gpu
 from dtbench.tests.gpu_check.parts import PARTS, Part, Setting, Step
+from dtbench.tests.gpu_check.truth import Check, Truth
+from dtbench.text.markdown import table
 from dtbench.world.workers import Program
 
 STATE = "gpu-check.json"
@@ -24,6 +31,11 @@ STATE = "gpu-check.json"
 LIMIT_S = 480.0
 # From a step's limit to its kill.
 GRACE_S = 15.0
+# A page is sent around.
+PAGE_BYTES = 2 * 10**6
+_WARNING = (
+    f"**REHEARSAL, {fake_gpu.NAME}: a CPU measured all of this. No figure here says anything of a GPU.**"
+)
 
 
 class Taken(msgspec.Struct):
@@ -37,19 +49,16 @@ class Taken(msgspec.Struct):
 class Record(msgspec.Struct):
     """A part, as far as it was run."""
 
-    name: str
-    needs: str
-    leaves_out: str
     outcome: str = "not run"
     steps: list[Taken] = []
 
 
 class State(msgspec.Struct):
-    """The file of a check. device: the card's name, or the fake's."""
+    """The file of a check. device: the card's name, or the fake's. parts: by name."""
 
     device: str
     rehearsal: bool
-    parts: list[Record]
+    parts: dict[str, Record]
     kind: str = "gpu-check"
 
 
@@ -62,14 +71,16 @@ def check(setting: Setting, wanted: Sequence[str], say: Callable[[str], None]) -
     device = fake_gpu.NAME if setting.rehearse else _card()
     setting.folder.mkdir(parents=True, exist_ok=True)
     state = read(setting, device)
-    records = {record.name: record for record in state.parts}
     chosen = [part for part in PARTS if not wanted or part.name in wanted]
     for part in chosen:
+        record = state.parts.setdefault(part.name, Record())
         say(f"part {part.name}: needs {part.needs}; leaves out {part.leaves_out}")
-        _run(part, records[part.name], setting, lambda: _write(setting.folder, state))
-        say(f"part {part.name}: {records[part.name].outcome}")
-    not_done = [part.name for part in chosen if records[part.name].outcome != "done"]
-    say(f"{setting.folder}: {'not done: ' + ', '.join(not_done) if not_done else 'all done'}")
+        _run(part, record, setting, lambda: _write(setting.folder, state))
+        say(f"part {part.name}: {record.outcome}")
+    summary = setting.folder / "README.md"
+    summary.write_text("\n".join(lines(setting.folder, state)) + "\n")
+    not_done = [part.name for part in chosen if state.parts[part.name].outcome != "done"]
+    say(f"{summary}: {'not done: ' + ', '.join(not_done) if not_done else 'all done'}")
     return EXIT_CASE_FAILED if not_done else EXIT_OK
 
 
@@ -91,7 +102,7 @@ def read(setting: Setting, device: str) -> State:
             raise UsageError(
                 f"-o {setting.folder} holds other files: expected a new folder, or one of a gpu-check"
             )
-        return State(device, setting.rehearse, [Record(p.name, p.needs, p.leaves_out) for p in PARTS])
+        return State(device, setting.rehearse, {})
     state = msgspec.json.decode(path.read_bytes(), type=State)
     if (state.rehearsal, state.device) != (setting.rehearse, device):
         raise UsageError(
@@ -144,3 +155,75 @@ def _step(step: Step, setting: Setting, left_s: float, log: Path) -> int | None:
             if code is None:
                 program.end(GRACE_S)
             return code
+
+
+# ------------------------------------------------------------------------------------- the table
+
+
+def lines(folder: Path, state: State) -> Iterator[str]:
+    """README.md of what is in the folder: what was found, each figure beside the card's own limit."""
+    truth = next(iter(folder.glob("*truth.json")), None)
+    checks = msgspec.json.decode(truth.read_bytes(), type=Truth).checks if truth else []
+    yield from (f"# {'Rehearsal' if state.rehearsal else 'One GPU'}: {state.device}", "")
+    yield from [_WARNING, ""] if state.rehearsal else []
+    yield from _parts(state)
+    yield from _tests(folder)
+    yield from _checks(checks)
+    yield from _copies(folder, checks)
+    for path in folder.glob("*profile/trace.json.gz"):
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        kernels = sum(event.get("cat") == "kernel" for event in events)
+        yield from (f"The trace holds {kernels} kernels and {len(events)} events.", "")
+    for path in sorted(folder.glob("*.html")):
+        size = path.stat().st_size
+        more = ", MORE than the 2 MB it may have" if size > PAGE_BYTES else ""
+        yield f"{path.name} has {size / 1e6:.2f} MB{more}."
+
+
+def _parts(state: State) -> Iterator[str]:
+    rows = []
+    for part in PARTS:
+        record = state.parts.get(part.name, Record())
+        seconds = f"{sum(step.seconds for step in record.steps):.0f}"
+        rows.append([part.name, record.outcome, seconds, part.needs, part.leaves_out])
+    yield from (*table(["part", "outcome", "seconds", "needs", "leaves out"], rows), "")
+
+
+def _tests(folder: Path) -> Iterator[str]:
+    names = ("tests", "failures", "errors", "skipped")
+    count: Counter[str] = Counter()
+    for path in folder.glob("*test_*.xml"):
+        for suite in ElementTree.parse(path).getroot().iter("testsuite"):
+            count.update({name: int(suite.get(name, 0)) for name in names})
+    if count:
+        yield from (f"Tests of the core: {', '.join(f'{n} {name}' for name, n in count.items())}.", "")
+
+
+def _checks(checks: Sequence[Check]) -> Iterator[str]:
+    met = {True: "yes", False: "NO", None: ""}
+    rows = []
+    for one in checks:
+        found = ", ".join(f"{name} {_short(value)}" for name, value in one.got.items())
+        rows.append([one.name, found or one.left_out, one.goal, met[one.met]])
+    if rows:
+        yield from (*table(["instrument", "found", "goal", "met"], rows), "")
+
+
+def _copies(folder: Path, checks: Sequence[Check]) -> Iterator[str]:
+    """Packing beside the card's own copy in the same run."""
+    limit = next((c.got["copy_TBps"] for c in checks if c.name == "limits" and c.got), None)
+    for path in sorted(folder.glob("*one-rank-packing.jsonl")):
+        timed = [(r, r.algbw_Bps) for r in read_run(path).results if r.algbw_Bps]
+        copies = {tuple(r.params.items()): rate for r, rate in timed if r.impl == "copy"}
+        beside = "" if limit is None else f"; a plain large copy moves {_short(limit)} TB/s"
+        yield from (f"Packing, bytes read and written{beside}.", "")
+        rows = []
+        for result, rate in timed:
+            copy = copies.get(tuple(result.params.items()))
+            case = "{tensors} x {tensor_bytes} B".format(**result.params)
+            rows.append([case, result.impl, _short(2 * rate / 1e12), f"{rate / copy:.0%}" if copy else ""])
+        yield from (*table(["case", "impl", "TB/s", "of a plain copy"], rows), "")
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 # Tests whose tensors lie where DTBENCH_TEST_DEVICE says; see core/tests/on_device.py.
 TESTS = ("bucketer", "bucketer_more", "comm", "comm_tensor", "dispatch", "redistribute")
@@ -51,10 +52,8 @@ class Part:
     steps: Callable[[Setting], Iterator[Step]]
 
 
-def _dtbench(
-    words: str, *argv: str, made: str, again: tuple[str, ...] = (), good: tuple[int, ...] = (0,)
-) -> Step:
-    return Step(("-P", "-m", "dtbench", *words.split(), *argv, "-o", made), made, again, good)
+def _dtbench(words: str, *argv: str, made: str, **given: Any) -> Step:
+    return Step(("-P", "-m", "dtbench", *words.split(), *argv, "-o", made), made, **given)
 
 
 def _tests(setting: Setting) -> Iterator[Step]:
@@ -62,15 +61,7 @@ def _tests(setting: Setting) -> Iterator[Step]:
     device = "cpu:0" if setting.rehearse else "cuda"  # the same memory by another name
     for name in TESTS:
         made = setting.file(f"test_{name}.xml")
-        argv = (
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            f"--rootdir={CHECKOUT}",
-            f"--junit-xml={made}",
-        )
+        argv = ("-m", "pytest", "-q", "-pno:cacheprovider", f"--rootdir={CHECKOUT}", f"--junit-xml={made}")
         of = str(CHECKOUT / f"core/tests/test_{name}.py")
         # 5: of these words there is no test in the file.
         yield Step((*argv, *only, of), made, good=(0, 5), env={"DTBENCH_TEST_DEVICE": device})
@@ -78,10 +69,8 @@ def _tests(setting: Setting) -> Iterator[Step]:
 
 def _suites(setting: Setting) -> Iterator[Step]:
     much = f"--device {setting.device} " + ("--budget 10s --quick" if setting.rehearse else "--budget 50s")
-    for name, suites, ranks in (
-        ("one-rank", ALONE, "--nproc 1"),
-        ("two-gloo-ranks", TWO, "--nproc 2 --backend gloo"),
-    ):
+    of_two = ("two-gloo-ranks", TWO, "--nproc 2 --backend gloo")
+    for name, suites, ranks in (("one-rank", ALONE, "--nproc 1"), of_two):
         for suite in suites:
             made = setting.file(f"{name}-{suite}.jsonl")
             yield _dtbench(f"run {suite} {much} {ranks}", made=made, again=("--resume",))
@@ -111,8 +100,7 @@ def _report(setting: Setting) -> Iterator[Step]:
         runs = [str(path) for path in sorted(setting.folder.glob(f"*{ranks}-*.jsonl"))]
         made = setting.file(f"{ranks}.html")
         if runs:
-            yield Step(("-P", "-m", "dtbench", "report", *runs, "-o", made), made, always=True)
-    yield Step(("-P", "-m", "dtbench.tests.gpu_check.summary", str(setting.folder)), always=True)
+            yield _dtbench("report", *runs, made=made, always=True)
 
 
 PARTS = (
@@ -129,12 +117,7 @@ PARTS = (
         _suites,
     ),
     Part("truth", "a GPU, NVML", "lower power limits: throttling is only seen if the card throttles", _truth),
-    Part(
-        "gate",
-        "a GPU",
-        "several ranks; a pool too small for its trials is gone on with by the next call",
-        _gate,
-    ),
+    Part("gate", "a GPU", "several ranks; the next call goes on with a pool too small for its trials", _gate),
     Part("profile", "a GPU, NVML", "NCCL kernels: its two ranks share the card", _profile),
     Part("report", "what the other parts have written", "what they have not", _report),
 )
