@@ -8,17 +8,19 @@ which the exact rank test can reach p < .01: 1/252), and `same` only where an in
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from statistics import median
 from typing import Literal
 
 from msgspec import Struct
 
 from dtbench.model import CaseKey, Header, Result, Run, errors, estimator_of
+from dtbench.model.grouping import group_by
 from dtbench.records.exports import Point, relative
 from dtbench.records.judged import Change, Judged, Verdict
 from dtbench.stats import MAX_P, MIN_CHANGE, MIN_CHANGE_S, hodges_lehmann_ratio, rank_test
+from dtbench.text.units import plural
 
 MIN_LAUNCHES = 5
 # Of one case on a side; the test looks at all pairs, so a hundred thousand launches would never end.
@@ -28,13 +30,16 @@ SAME_CONFIDENCE = 0.95
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
-    """All cases, in the order of the base's file, and notes on what weakens them. counts: of each verdict."""
+    """All cases, in the order of the base's file, and notes on what weakens them. counts: of each verdict.
+    nothing_shared: the two sides in a line, where they have no case in common.
+    """
 
     kind: Literal["comparison"] = "comparison"
     exit_code: int
     notes: tuple[str, ...]
     counts: dict[Verdict, int]
     rows: tuple[Judged, ...]
+    nothing_shared: str = ""
 
     def count(self, verdict: Verdict) -> int:
         """How many rows have this verdict."""
@@ -70,10 +75,12 @@ def compare(base: Sequence[Run], new: Sequence[Run]) -> Comparison:
 
     base, new: the files of each side; all launches of all files of a side count as its launches.
     """
-    old, fresh = _by_case(base), _by_case(new)
-    keys = list(dict.fromkeys([*old, *fresh]))
-    skipped = {k for k in keys if all(r.status == "skipped" for r in [*old[k], *fresh[k]])}
-    rows = tuple(_row(k, old[k], fresh[k]) for k in keys if k not in skipped)
+    old, fresh = (
+        group_by((r for run in side for r in run.results), lambda r: r.case_key) for side in (base, new)
+    )
+    sides = {key: (old.get(key, []), fresh.get(key, [])) for key in old | fresh}
+    skipped = {k for k, side in sides.items() if all(r.status == "skipped" for r in chain(*side))}
+    rows = tuple(_row(key, *side) for key, side in sides.items() if key not in skipped)
     notes = _notes(base, new, rows)
     if skipped:
         notes.append(f"{len(skipped)} case(s) were skipped on each side that has them, and are left out")
@@ -82,6 +89,19 @@ def compare(base: Sequence[Run], new: Sequence[Run]) -> Comparison:
         notes=tuple(dict.fromkeys(notes)),
         counts={verdict: sum(row.verdict is verdict for row in rows) for verdict in Verdict},
         rows=rows,
+        nothing_shared="" if old.keys() & fresh.keys() else _apart(old, fresh),
+    )
+
+
+def _apart(base: Collection[CaseKey], new: Collection[CaseKey]) -> str:
+    """Two sides without a case in common, in a line."""
+    sides = []
+    for name, keys in (("base", base), ("new", new)):
+        suites = ", ".join(sorted({suite for suite, *_ in keys}))
+        sides.append(f"{name} has {plural(len(keys), 'case')}{f' of {suites}' if suites else ''}")
+    return (
+        f"nothing to compare: the two sides have no case in common ({'; '.join(sides)}); "
+        "a case is matched by its suite, name, implementation and params"
     )
 
 
@@ -96,14 +116,6 @@ def _exit_code(rows: Sequence[Judged]) -> int:
     if there & {Verdict.INCONCLUSIVE, Verdict.MISSING, Verdict.FAILED}:
         return errors.EXIT_INCONCLUSIVE
     return errors.EXIT_OK
-
-
-def _by_case(runs: Sequence[Run]) -> defaultdict[CaseKey, list[Result]]:
-    cases = defaultdict(list)
-    for run in runs:
-        for result in run.results:
-            cases[result.case_key].append(result)
-    return cases
 
 
 def _row(key: CaseKey, base: list[Result], new: list[Result]) -> Judged:

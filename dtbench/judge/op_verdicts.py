@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -19,6 +18,7 @@ from dtbench.records.verdicts import (
     OpVerdict,
     verdicts_of,
 )
+from dtbench.text import markdown as md
 
 MODES = ("even", "uneven", "partial", "mesh2x2", "inplace", "out")
 # Of an op's samples, what may stay not judged without a word in the way of a table.
@@ -92,7 +92,7 @@ def markdown(runs: Sequence[Run]) -> str:
     impls = _impls(verdicts)
     modes = modes_of(verdicts)
     lines = ["# Ops of torch's database on distributed tensors", "", *_origin(runs), ""]
-    lines += _grid(*summary_rows(verdicts))
+    lines += md.table(*summary_rows(verdicts))
     key = (
         f"Per op and mode: {' / '.join(impls)}, one word where they agree. `*`: the core ran (also) by "
         "replicating, for want of a rule. An empty cell: nothing to compare."
@@ -104,7 +104,7 @@ def markdown(runs: Sequence[Run]) -> str:
         row = [_cell([cells.get((op, mode, impl)) for impl in impls]) for mode in modes]
         if any(row):
             table.append([op, *row])
-    lines += _grid(["op", *modes], table)
+    lines += md.table(["op", *modes], table)
     return "\n".join([*lines, *[f"\n{line}" for line in not_judged_lines(verdicts)], ""])
 
 
@@ -121,20 +121,19 @@ def _page_of_programs(runs: Sequence[Run], verdicts: Sequence[OpVerdict]) -> str
         "`refused`: the core's own error on every rank, or autograd's of a write that gradients could not follow. "
         "What plain tensors refuse must be refused with the same class and kind of error to pass."
     )
-    lines = [*title, *_origin(runs), "", key, "", *_grid(*summary_rows(verdicts))]
+    lines = [*title, *_origin(runs), "", key, "", *md.table(*summary_rows(verdicts))]
     cells = {(v.op, v.impl): _words(v) for v in verdicts}
     for topic in modes_of(verdicts):
         names = dict.fromkeys(v.op for v in verdicts if v.mode == topic)
         rows = [[name, *(cells.get((name, impl), "") for impl in impls)] for name in names]
-        lines += ["", f"## {topic}", "", *_grid(["program", *impls], rows)]
+        lines += ["", f"## {topic}", "", *md.table(["program", *impls], rows)]
     return "\n".join([*lines, ""])
 
 
 def _words(found: OpVerdict) -> str:
     """The verdict, and the first 160 characters of why."""
     why = found.reason if len(found.reason) <= 160 else f"{found.reason[:157]}..."
-    short = re.sub(r"[|\[\]*_`]", r"\\\g<0>", why).replace("<", "&lt;")  # no markup of a page's
-    return f"{found.verdict}: {short}" if why and found.verdict != "pass" else found.verdict
+    return f"{found.verdict}: {md.escaped(why)}" if why and found.verdict != "pass" else found.verdict
 
 
 def _origin(runs: Sequence[Run]) -> list[str]:
@@ -166,14 +165,6 @@ def _cell(verdicts: Sequence[OpVerdict | None]) -> str:
         return ""
     same = len({word.rstrip("*") for word in words}) == 1
     return words[0] if same else " / ".join(word or "-" for word in words)
-
-
-def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [
-        "| " + " | ".join(head) + " |",
-        "|" + "---|" * len(head),
-        *("| " + " | ".join(row) + " |" for row in rows),
-    ]
 
 
 # ---- against a base ----

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dtbench.judge.compare import Comparison
+from dtbench.model.grouping import group_by
 from dtbench.records.judged import Change, Judged, Verdict
 from dtbench.text.terminal import (
     MAX_ROWS,
@@ -33,68 +34,56 @@ def print_comparison(comparison: Comparison, as_json: bool = False) -> None:
         print_json(msgspec.to_builtins(comparison, str_keys=True))
         return
     console = new_console()
+    if comparison.nothing_shared:
+        print_line(console, comparison.nothing_shared)
+        return
     single = comparison.of_single_launches
     # Where there are verdicts, the worst first.
     rows = list(comparison.rows)
     if not single:
         rows.sort(key=lambda r: (r.verdict.gravity, -(r.ratio or 0)))
-    suites: dict[str, list[Judged]] = {row.suite: [] for row in comparison.rows}
-    for row in rows:
-        suites[row.suite].append(row)
-    for suite, of_suite in islice(suites.items(), MAX_TABLES):
-        (_print_differences if single else _print_suite_comparison)(console, suite, of_suite[:MAX_ROWS])
-        print_rest(console, len(of_suite), "cases", "--json gives all")
+    by_suite = group_by(rows, lambda row: row.suite)
+    for suite in islice(dict.fromkeys(row.suite for row in comparison.rows), MAX_TABLES):
+        _print_suite(console, suite, by_suite[suite][:MAX_ROWS], single)
+        print_rest(console, len(by_suite[suite]), "cases", "--json gives all")
         print_line(console, "")
-    print_rest(console, len(suites), "suites", "--json gives all", MAX_TABLES)
+    print_rest(console, len(by_suite), "suites", "--json gives all", MAX_TABLES)
     for note in comparison.notes:
         print_line(console, f"note: {note}")
     counts = ", ".join(f"{comparison.count(v)} {v}" for v in Verdict if comparison.count(v))
+    print_line(console, _spread(comparison) if single else counts or "nothing to compare")
+
+
+def _print_suite(console: Console, suite: str, rows: Sequence[Judged], single: bool) -> None:
+    """single: one launch against another, which has differences and no verdicts."""
+    varying, same = split_params([row.params for row in rows])
+    unit = time_unit(t for row in rows for t in (row.base_s, row.head_s) if t is not None)
+    words: list[Column] = [
+        ("case", [row.name for row in rows]),
+        ("impl", [row.impl for row in rows]),
+        *((name, [param_text(name, row.params.get(name)) for row in rows]) for name in varying),
+    ]
+    figures: list[Column] = [
+        (f"base [{unit.name}]", [unit.format(row.base_s) for row in rows]),
+        (f"new [{unit.name}]", [unit.format(row.head_s) for row in rows]),
+    ]
+    title = suite
     if single:
-        counts = _spread(comparison)
-    print_line(console, counts or "nothing to compare: the two sides have no case in common")
-
-
-def _print_suite_comparison(console: Console, suite: str, rows: Sequence[Judged]) -> None:
-    varying, same = split_params([row.params for row in rows])
-    unit = time_unit(t for row in rows for t in (row.base_s, row.head_s) if t is not None)
-    words: list[Column] = [
-        ("verdict", [Text(row.verdict, style=row.verdict.colour) for row in rows]),
-        ("case", [row.name for row in rows]),
-        ("impl", [row.impl for row in rows]),
-        *((name, [param_text(name, row.params.get(name)) for row in rows]) for name in varying),
-    ]
-    figures: list[Column] = [
-        (f"base [{unit.name}]", [unit.format(row.base_s) for row in rows]),
-        (f"new [{unit.name}]", [unit.format(row.head_s) for row in rows]),
-        ("new/base", [format_ratio(row.ratio) for row in rows]),
-        ("interval", [_interval(row) for row in rows]),
-        ("p", [_p(row.effect) for row in rows]),
-        ("launches", [f"{row.base_launches}/{row.head_launches}" for row in rows]),
-    ]
-    estimator = rows[0].estimator
-    print_line(
-        console, titled(f"{suite}: {estimator} of each launch, median over launches", same), style="bold"
-    )
-    print_columns(console, words, figures, [("why", [row.reason for row in rows])])
-
-
-def _print_differences(console: Console, suite: str, rows: Sequence[Judged]) -> None:
-    """One launch against another: how each size differs."""
-    varying, same = split_params([row.params for row in rows])
-    unit = time_unit(t for row in rows for t in (row.base_s, row.head_s) if t is not None)
-    words: list[Column] = [
-        ("case", [row.name for row in rows]),
-        ("impl", [row.impl for row in rows]),
-        *((name, [param_text(name, row.params.get(name)) for row in rows]) for name in varying),
-    ]
-    figures: list[Column] = [
-        (f"base [{unit.name}]", [unit.format(row.base_s) for row in rows]),
-        (f"new [{unit.name}]", [unit.format(row.head_s) for row in rows]),
-        ("difference", ["-" if row.ratio is None else f"{row.ratio - 1:+.1%}" for row in rows]),
-    ]
-    other = [f"{row.verdict}: {row.reason}".rstrip(": ") if row.ratio is None else "" for row in rows]
-    print_line(console, titled(suite, same), style="bold")
-    print_columns(console, words, figures, [("why", other)] if any(other) else ())
+        why = [f"{row.verdict}: {row.reason}".rstrip(": ") if row.ratio is None else "" for row in rows]
+        differences = ["-" if row.ratio is None else f"{row.ratio - 1:+.1%}" for row in rows]
+        figures.append(("difference", differences))
+    else:
+        why = [row.reason for row in rows]
+        title += f": {rows[0].estimator} of each launch, median over launches"
+        words.insert(0, ("verdict", [Text(row.verdict, style=row.verdict.colour) for row in rows]))
+        figures += [
+            ("new/base", [format_ratio(row.ratio) for row in rows]),
+            ("interval", [_interval(row) for row in rows]),
+            ("p", [_p(row.effect) for row in rows]),
+            ("launches", [f"{row.base_launches}/{row.head_launches}" for row in rows]),
+        ]
+    print_line(console, titled(title, same), style="bold")
+    print_columns(console, words, figures, [("why", why)] if any(why) else ())
 
 
 def _spread(comparison: Comparison) -> str:

@@ -17,7 +17,7 @@ from dtbench.judge.compare import compare
 from dtbench.judge.tables import print_comparison
 from dtbench.machine.doctor import Finding
 from dtbench.model import Result, Run
-from dtbench.model.errors import EXIT_INCONCLUSIVE
+from dtbench.model.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING
 from dtbench.show.tables import print_runs, print_runs_json
 from dtbench.tests import made_up
 
@@ -253,9 +253,23 @@ def test_a_comparison_shows_the_worst_first_and_its_notes(capsys: Capture) -> No
     assert out.endswith("\n1 slower, 1 missing, 1 same\n")
 
 
-def test_two_sides_without_a_case(capsys: Capture) -> None:
-    print_comparison(compare([run()], [run()]))
-    assert capsys.readouterr().out.endswith("nothing to compare: the two sides have no case in common\n")
+def test_two_sides_without_a_case_in_common_are_one_line(capsys: Capture) -> None:
+    base = run(result("dispatch", "add", "core", 1e-5), result("dispatch", "mul", "core", 1e-5))
+    for new, has in (
+        (run(), "0 cases"),
+        (run(result("dispatch", "add", "torch", 1e-5)), "1 case of dispatch"),
+    ):
+        comparison = compare([base], [new])
+        print_comparison(comparison)
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith(
+            "nothing to compare: the two sides have no case in common (base has 2 cases of "
+        )
+        assert f"new has {has})" in line
+        assert comparison.exit_code == EXIT_NOTHING
+    skipped = run(result("dispatch", "add", "core", 1e-5, status="skipped", time_s=None))
+    print_comparison(compare([skipped], [skipped]))
+    assert capsys.readouterr().out.endswith("\nnothing to compare\n")
 
 
 def test_findings_name_effect_and_remedy(capsys: Capture) -> None:
