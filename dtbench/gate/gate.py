@@ -8,7 +8,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -86,8 +86,7 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
     with _made_folder(folder, options.resume), open_arms(options.base, options.head, say) as (base, head):
         plan = _plan(options, base, head)
         seed = _keep_state(folder, options, base, head, plan)
-        needs_top = base.revision or head.revision
-        top = repository() if needs_top else None
+        top = repository() if base.revision or head.revision else None
         kind = control_kind(base, head)
         launcher = Launcher(
             {"base": base, "head": head},
@@ -97,9 +96,8 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
             limits,
             variables={control.KIND: kind},
         )
-        run = _Gate(options, launcher, base, head, seed, say, with_control=bool(kind))
         with contextlib.closing(launcher):
-            report = run.judge(began)
+            report = _Gate(options, launcher, (base, head), seed, say, bool(kind)).judge(began)
     _write(folder / "gate.json", text_of(report) + "\n", '"kind": "gate"')
     _write(folder / "junit.xml", outputs.junit(report), "<testsuites")
     _write(folder / "smaller-is-better.json", exports.github(outputs.points_of(report)), "[")
@@ -122,28 +120,18 @@ def control_kind(base: Arm, head: Arm) -> str:
     return "python" if base.python_version == head.python_version else ""
 
 
+@dataclass
 class _Gate:
     """Counting, then timing, then the report."""
 
-    def __init__(
-        self,
-        options: GateOptions,
-        launcher: Launcher,
-        base: Arm,
-        head: Arm,
-        seed: int,
-        say: Callable[[str], None],
-        *,
-        with_control: bool,
-    ) -> None:
-        self._options = options
-        self._launcher = launcher
-        self._arms = base, head
-        self._seed = seed
-        self._say = say
-        self._with_control = with_control
-        self._notes: list[str] = []
-        self._judged: dict[Key, Judged] = {}
+    options: GateOptions
+    launcher: Launcher
+    arms: tuple[Arm, Arm]
+    seed: int
+    say: Callable[[str], None]
+    with_control: bool
+    notes: list[str] = field(default_factory=list)
+    judged: dict[Key, Judged] = field(default_factory=dict)
 
     def judge(self, began: float) -> Gate:
         """The whole gate, after its arms are built."""
@@ -155,14 +143,14 @@ class _Gate:
         benchmarks = self._sort_out(old, new)
         with contextlib.suppress(OutOfTimeError):
             self._compare_counters(benchmarks, old, new)
-        left = [b for b in benchmarks if b.key not in self._judged]
-        controls = [b for b in new.listing.benchmarks if b.key[0] == control.NAME and self._with_control]
+        left = [b for b in benchmarks if b.key not in self.judged]
+        controls = [b for b in new.listing.benchmarks if b.key[0] == control.NAME and self.with_control]
         if left:
-            launcher = self._launcher
-            schedule = Schedule(left, controls, launcher.launch, self._seed, self._say, launcher.prepare)
+            launcher = self.launcher
+            schedule = Schedule(left, controls, launcher.launch, self.seed, self.say, launcher.prepare)
             timed = time.monotonic()
             found, trust = schedule.run()
-            self._judged |= {j.key: j for j in found}
+            self.judged |= {j.key: j for j in found}
             launches, stopped = schedule.evidence.launches, schedule.evidence.stopped
             if stopped:
                 stopped += _would_do(launches, time.monotonic() - timed)
@@ -171,14 +159,14 @@ class _Gate:
         return self._report(old, new, trust, launches, stopped, began)
 
     def _count(self) -> tuple[Counted, Counted]:
-        self._say("counting what one call of each benchmark does, in base and in head")
-        old, new = self._launcher.count("base", "head")
+        self.say("counting what one call of each benchmark does, in base and in head")
+        old, new = self.launcher.count("base", "head")
         for name, counted in (("base", old), ("head", new)):
-            self._notes += [f"in {name}: {problem}" for problem in counted.listing.problems]
+            self.notes += [f"in {name}: {problem}" for problem in counted.listing.problems]
         if not self._wanted(old) and not self._wanted(new):
             known = ", ".join(sorted({b.key[2] for b in new.listing.benchmarks if b.key[0] != control.NAME}))
             empty = (
-                f"the selection holds no benchmark of --impl {','.join(self._options.impls)}: it has {known}"
+                f"the selection holds no benchmark of --impl {','.join(self.options.impls)}: it has {known}"
             )
             raise UsageError("; ".join(new.listing.problems) or empty)
         return old, new
@@ -186,60 +174,42 @@ class _Gate:
     def _sort_out(self, old: Counted, new: Counted) -> list[Benchmark]:
         """Those in both arms that can be measured; the others have their verdicts."""
         before, after = ({b.key: b for b in self._wanted(counted)} for counted in (old, new))
-        skipped = [k for k in after if k in before and k in old.skipped and k in new.skipped]
+        skipped = before.keys() & after.keys() & old.skipped.keys() & new.skipped.keys()
         if skipped:
-            self._notes.append(f"{len(skipped)} benchmark(s) are skipped by both arms and are left out")
+            self.notes.append(f"{len(skipped)} benchmark(s) are skipped by both arms and are left out")
         left: list[Benchmark] = []
-        for key in [*before, *(k for k in after if k not in before)]:
-            benchmark = after.get(key) or before[key]
+        for key, benchmark in (before | after).items():
             if key in skipped:
                 continue
-            verdict = self._first_verdict(benchmark, before, after, old, new)
-            if verdict is None:
-                left.append(benchmark)
+            if key not in after:
+                why = Verdict.MISSING, "head has no benchmark of this name"
+            elif key not in before:
+                why = Verdict.NEW, "base has no benchmark of this name, so nothing says if it is slower"
+            elif broken := _broken(key, {"head": new, "base": old}):
+                why = broken
             else:
-                self._judged[key] = verdict
+                left.append(benchmark)
+                continue
+            self.judged[key] = judged(benchmark, *why)
         return left
 
     def _wanted(self, counted: Counted) -> list[Benchmark]:
-        impls = self._options.impls
+        impls = self.options.impls
         kept = [b for b in counted.listing.benchmarks if b.key[0] != control.NAME]
-        only = self._options.only
+        only = self.options.only
         return [b for b in kept if (not impls or b.key[2] in impls) and (not only or b.label in only)]
-
-    def _first_verdict(
-        self,
-        benchmark: Benchmark,
-        before: Mapping[Key, Benchmark],
-        after: Mapping[Key, Benchmark],
-        old: Counted,
-        new: Counted,
-    ) -> Judged | None:
-        key = benchmark.key
-        if key not in after:
-            return judged(benchmark, Verdict.MISSING, "head has no benchmark of this name")
-        if key not in before:
-            return judged(
-                benchmark, Verdict.NEW, "base has no benchmark of this name, so nothing says if it is slower"
-            )
-        for name, counted in (("head", new), ("base", old)):
-            if key in counted.bad:
-                return judged(benchmark, Verdict.FAILED, f"in {name}: {counted.bad[key]}")
-            if key in counted.skipped:
-                return judged(benchmark, Verdict.MISSING, f"skipped in {name}: {counted.skipped[key]}")
-        return None
 
     def _compare_counters(self, benchmarks: Sequence[Benchmark], old: Counted, new: Counted) -> None:
         """A rise is a regression, once a second launch of each arm has counted the same."""
         ignored = frozenset[str]()
-        if self._arms[0].python_version.split(".")[:2] != self._arms[1].python_version.split(".")[:2]:
+        if self.arms[0].python_version.split(".")[:2] != self.arms[1].python_version.split(".")[:2]:
             ignored = frozenset({"python_calls"})
-            self._notes.append("Python calls are not compared: the arms run different versions of Python")
+            self.notes.append("Python calls are not compared: the arms run different versions of Python")
         risen = {b.key: r for b in benchmarks if (r := rises(_of(old, b), _of(new, b), ignored))}
         if not risen:
             return
-        self._say(f"{len(risen)} benchmark(s) do more per call in head: counting again")
-        again = self._launcher.count("base", "head")
+        self.say(f"{len(risen)} benchmark(s) do more per call in head: counting again")
+        again = self.launcher.count("base", "head")
         for benchmark in benchmarks:
             rise = risen.get(benchmark.key, {})
             sure = {
@@ -249,28 +219,28 @@ class _Gate:
             }
             if len(sure) < len(rise):
                 unsure = ", ".join(name for name in rise if name not in sure)
-                self._notes.append(f"{benchmark.label}: {unsure} differ between launches and are not judged")
-            if sure and self._options.counters == "judge":
+                self.notes.append(f"{benchmark.label}: {unsure} differ between launches and are not judged")
+            if sure and self.options.counters == "judge":
                 reason = "does more per call than before; counted twice, the same both times"
-                self._judged[benchmark.key] = judged(
+                self.judged[benchmark.key] = judged(
                     benchmark, Verdict.REGRESSION, reason, "counters", counters=sure
                 )
             elif sure:
-                self._notes.append(f"{benchmark.label}: {words_of(sure)} (--counters report)")
+                self.notes.append(f"{benchmark.label}: {words_of(sure)} (--counters report)")
 
     def _report(
         self, old: Counted, new: Counted, trust: Trust, launches: int, stopped: str, began: float
     ) -> Gate:
         order = [b.key for b in [*old.listing.benchmarks, *new.listing.benchmarks]]
         places = {key: i for i, key in reversed(list(enumerate(order)))}
-        ended = tuple(sorted(self._judged.values(), key=lambda j: places[j.key]))
+        ended = tuple(sorted(self.judged.values(), key=lambda j: places[j.key]))
         if stopped:
-            self._notes.append(stopped)
-        if not self._with_control:
-            self._notes.append(
+            self.notes.append(stopped)
+        if not self.with_control:
+            self.notes.append(
                 "the arms share neither torch nor Python: base against itself is the only check"
             )
-        allow_new = self._options.allow_new
+        allow_new = self.options.allow_new
         base, head = (
             ArmFacts(
                 arm=arm.text,
@@ -279,21 +249,31 @@ class _Gate:
                 python=arm.python_version,
                 torch=arm.torch_version,
             )
-            for arm in self._arms
+            for arm in self.arms
         )
         return Gate(
             exit_code=exit_code_of(ended, trust, allow_new=allow_new),
             trust=trust,
-            notes=tuple(dict.fromkeys(self._notes)),
+            notes=tuple(dict.fromkeys(self.notes)),
             base=base,
             head=head,
-            seed=self._seed,
+            seed=self.seed,
             launches=launches,
-            reused_launches=self._launcher.reused,
+            reused_launches=self.launcher.reused,
             duration_s=time.monotonic() - began,
             allow_new=allow_new,
             benchmarks=ended,
         )
+
+
+def _broken(key: Key, counted: Mapping[str, Counted]) -> tuple[Verdict, str] | None:
+    """Why a benchmark that both arms have cannot be timed."""
+    for name, of in counted.items():
+        if key in of.bad:
+            return Verdict.FAILED, f"in {name}: {of.bad[key]}"
+        if key in of.skipped:
+            return Verdict.MISSING, f"skipped in {name}: {of.skipped[key]}"
+    return None
 
 
 def _of(counted: Counted, benchmark: Benchmark) -> Mapping[str, float]:
