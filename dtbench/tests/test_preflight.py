@@ -167,22 +167,27 @@ def test_a_slow_host_is_named_and_nothing_else(hosts: int, share: float) -> None
         assert found.findings[0].share == pytest.approx(share, rel=0.05)
 
 
-def test_a_slow_link_between_sound_ranks_is_named_as_a_link() -> None:
-    found = Ranks(hosts_of(8), lambda a, b: 0.7 if {a, b} == {1, 6} else 1.0).examine()
-    assert [one.what for one in found.findings] == ["the link of rank 1 (node-1) and rank 6 (node-6)"]
+PAIRED = hosts_of(4, 2)
 
 
-def test_a_host_of_several_ranks_is_one_finding_and_one_of_its_ranks_another() -> None:
-    hosts = hosts_of(4, 2)
-    whole = Ranks(hosts, lambda a, b: 0.6 if hosts[a] != hosts[b] and {a, b} & {4, 5} else 1.0).examine()
-    assert [(one.what, one.ranks) for one in whole.findings] == [("host node-2", (4, 5))]
-    single = Ranks(hosts, lambda a, b: 0.6 if hosts[a] != hosts[b] and 4 in (a, b) else 1.0).examine()
-    assert [(one.what, one.ranks) for one in single.findings] == [("rank 4 (node-2)", (4,))]
-
-
-def test_two_slow_ranks_are_both_named() -> None:
-    found = Ranks(hosts_of(8), lambda a, b: 0.6 if {1, 6} & {a, b} else 1.0).examine()
-    assert {one.ranks for one in found.findings} == {(1,), (6,)}
+@pytest.mark.parametrize(
+    ("hosts", "slow", "named"),
+    [
+        (
+            hosts_of(8),
+            lambda a, b: {a, b} == {1, 6},
+            {"the link of rank 1 (node-1) and rank 6 (node-6)": (1, 6)},
+        ),
+        (PAIRED, lambda a, b: PAIRED[a] != PAIRED[b] and {a, b} & {4, 5}, {"host node-2": (4, 5)}),
+        (PAIRED, lambda a, b: PAIRED[a] != PAIRED[b] and 4 in (a, b), {"rank 4 (node-2)": (4,)}),
+        (hosts_of(8), lambda a, b: {a, b} & {1, 6}, {"host node-1": (1,), "host node-6": (6,)}),
+    ],
+)
+def test_what_is_slow_is_named_as_a_link_a_host_or_a_rank(
+    hosts: list[str], slow: Callable[[int, int], object], named: dict[str, tuple[int, ...]]
+) -> None:
+    found = Ranks(hosts, lambda a, b: 0.6 if slow(a, b) else 1.0).examine()
+    assert {one.what: one.ranks for one in found.findings} == named
 
 
 def test_a_rank_that_computes_slowly_is_named() -> None:
