@@ -5,6 +5,7 @@ This is a rank's first step: it imports little.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -18,17 +19,31 @@ _DEAD = 1
 def end_with_launcher() -> None:
     """From now on this process gets a SIGTERM when its launcher dies; it ends here if that has died already.
 
-    The parent alone does not tell: a rank may be forked by a server (Linux only, nothing elsewhere).
+    The kernel signals the death of a parent, whatever this process does then. A rank that a server has forked has
+    another parent: a thread waits for its launcher's end (both on Linux only, nothing elsewhere).
     """
-    launcher = os.environ.get(LAUNCHER)
-    if launcher is None:
-        return
+    launcher = int(os.environ.get(LAUNCHER, "0"))
+    if launcher and os.getppid() == launcher:
+        _end_with_parent(launcher)
+    elif launcher:
+        _end_with_process(launcher)
+
+
+def _end_with_parent(parent: int) -> None:
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != parent:  # it died before its signal was set
+        os._exit(_DEAD)
+
+
+def _end_with_process(pid: int) -> None:
     try:
-        of_launcher = os.pidfd_open(int(launcher))  # refers to a zombie, too, and is then readable
+        of_launcher = os.pidfd_open(pid)  # refers to a zombie, too, and is then readable
     except ProcessLookupError:
         os._exit(_DEAD)
     except (AttributeError, OSError):  # before Linux 5.3
-        _end_with_parent(int(launcher))
         return
     held = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the thread inherits this
     threading.Thread(target=_wait, args=(of_launcher,), name="launcher", daemon=True).start()
@@ -40,14 +55,3 @@ def _wait(of_launcher: int) -> None:
     end.register(of_launcher, select.POLLIN)
     end.poll()
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _end_with_parent(launcher: int) -> None:
-    import ctypes
-
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    except (OSError, AttributeError):
-        return
-    if os.getppid() != launcher:  # it died before it was asked for
-        os._exit(_DEAD)

@@ -30,11 +30,12 @@ def test_ranks_end_with_a_launcher_that_is_killed_while_they_start(
         "fault", f"SIGKILL of the launcher of four {how} ranks at {count} moments while they start"
     )
     env = environment() | {"TMPDIR": str(tmp_path)}
+    files = [str(tmp_path / name) for name in ("stdout", "stderr")]
     for number in range(count):
         command = ["run", str(SUITE), "--quick", "--nproc", "4", "--filter", "long", "-o", f"{number}.jsonl"]
         process: Forked | subprocess.Popen[bytes]
         if how == "forked":
-            process = Forked(["dtbench", *command], env, ["stdout", "stderr"], tmp_path)
+            process = Forked(["dtbench", *command], env, files, tmp_path)
         else:
             process = subprocess.Popen(
                 [*FRESH, *command], env=env, cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True
