@@ -1,9 +1,9 @@
 """The only file of the core that calls collectives: issue, wait, count calls and bytes.
 
-All functions take a process group (a `MeshInfo.groups` entry) and contiguous tensors. Those named by a verb act in
-place on their output, and wait unless `async_op`, which returns the Work instead: keep the tensors alive until its
-`wait()`. Those named by a participle wait and return a new tensor: in a traced graph, one op and its wait. Bytes
-counted are those of the larger side of the call (nccl-tests' size).
+All functions take a process group, or one in another order (a `MeshInfo.groups` entry), and contiguous tensors. Those
+named by a verb act in place on their output, and wait unless `async_op`, which returns the Work instead: keep the
+tensors alive until its `wait()`. Those named by a participle wait and return a new tensor: in a traced graph, one op
+and its wait. Bytes counted are those of the larger side of the call (nccl-tests' size).
 
 The process group's own methods are called, not torch.distributed's functions, which spend 5 to 20 us
 on checks, logging and options that are the same every time; what they check holds by construction here.
@@ -58,6 +58,57 @@ _REDUCE, _REDUCE_SCATTER = (
 )
 
 
+# ---- groups whose order is not the caller's ----
+
+
+class OrderedGroup:
+    """A process group whose ranks the caller counts in another order, as a mesh dim of the ranks 3, 1, 2, 0 does:
+    torch sorts the ranks of a group.
+
+    To its callers rank i is the one at place i of that order. What is cut by rank, or comes by rank, is put in order
+    around the collective of the group itself, by a copy; nothing of it is asynchronous.
+
+    Args:
+        order: the group's own rank of each place.
+    """
+
+    __slots__ = ("back", "group", "order")
+
+    def __init__(self, group: ProcessGroup, order: Sequence[int]) -> None:
+        self.group, self.order = group, tuple(order)
+        self.back = tuple(self.order.index(rank) for rank in range(len(self.order)))
+
+    def size(self) -> int:
+        return len(self.order)
+
+    def rank(self) -> int:
+        """This rank's place."""
+        return self.back[self.group.rank()]
+
+    def placed(self, by_rank: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """The parts along dim 0 that lie by the group's own ranks, by place. rows: of each part, if not equal."""
+        return _reordered(by_rank, self.order, rows)
+
+    def ranked(self, by_place: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """The parts along dim 0 that lie by place, by the group's own ranks."""
+        return _reordered(by_place, self.back, rows)
+
+
+Group = ProcessGroup | OrderedGroup
+
+
+def _reordered(parts: torch.Tensor, order: Sequence[int], rows: Sequence[int] | None) -> torch.Tensor:
+    if parts.numel() == 0:
+        return parts
+    cut = parts.split(list(rows or [len(parts) // len(order)] * len(order)))
+    return torch.cat([cut[i] for i in order])
+
+
+def own_group(group: Group) -> ProcessGroup:
+    """The process group itself."""
+    return group.group if isinstance(group, OrderedGroup) else group
+
+
 @dataclass
 class CommCount:
     """Calls and bytes per collective, by the names of this module's functions."""
@@ -91,11 +142,11 @@ def _record(name: str, tensor: torch.Tensor) -> None:
 def all_gather(
     output: torch.Tensor,  # (n * k,) or (n * rows, ...)
     input: torch.Tensor,  # (k,) or (rows, ...)
-    group: ProcessGroup,
+    group: Group,
     async_op: bool = False,
 ) -> Work | None:
     """Concatenates the ranks' inputs on dim 0 into every rank's output."""
-    if _functional(input):
+    if isinstance(group, OrderedGroup) or _functional(input):
         output.copy_(gathered(input, output.shape, group))
         return None
     return _all_gather(output, input, group, async_op)
@@ -112,8 +163,10 @@ def _all_gather(
     return _finish(getattr(group, ALL_GATHER_METHOD)(received, sent, _GATHER[async_op]), async_op)
 
 
-def gathered(input: torch.Tensor, shape: Sequence[int], group: ProcessGroup) -> torch.Tensor:
+def gathered(input: torch.Tensor, shape: Sequence[int], group: Group) -> torch.Tensor:
     """What `all_gather` leaves in a tensor of this shape."""
+    if isinstance(group, OrderedGroup):
+        return group.placed(gathered(input, shape, group.group))
     if _functional(input):
         made = _call(_ops.all_gather_into_tensor, input, group.size(), group.group_name).view(shape)
         _record("all_gather", made)
@@ -126,12 +179,12 @@ def gathered(input: torch.Tensor, shape: Sequence[int], group: ProcessGroup) -> 
 def reduce_scatter(
     output: torch.Tensor,  # (k,) or (rows, ...)
     input: torch.Tensor,  # (n * k,) or (n * rows, ...)
-    group: ProcessGroup,
+    group: Group,
     op: str = "sum",
     async_op: bool = False,
 ) -> Work | None:
     """Reduces the ranks' inputs and leaves part r of dim 0 with rank r. None when it is complete."""
-    if _functional(input):
+    if isinstance(group, OrderedGroup) or _functional(input):
         output.copy_(reduce_scattered(input, output.shape, group, op))
         return None
     return _reduce_scatter(output, input, group, op, async_op)
@@ -157,9 +210,11 @@ def _reduce_scatter(
 
 
 def reduce_scattered(
-    input: torch.Tensor, shape: Sequence[int], group: ProcessGroup, op: str = "sum"
+    input: torch.Tensor, shape: Sequence[int], group: Group, op: str = "sum"
 ) -> torch.Tensor:
     """What `reduce_scatter` leaves in a tensor of this shape."""
+    if isinstance(group, OrderedGroup):
+        return reduce_scattered(group.ranked(input), shape, group.group, op)
     if _functional(input):
         _record("reduce_scatter", input)
         return _reduce(_ops.reduce_scatter_tensor, input, op, group, group.size()).view(shape)
@@ -168,10 +223,9 @@ def reduce_scattered(
     return output
 
 
-def all_reduce(
-    tensor: torch.Tensor, group: ProcessGroup, op: str = "sum", async_op: bool = False
-) -> Work | None:
+def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Work | None:
     """Reduces `tensor` over the ranks, in place. None when it is complete."""
+    group = own_group(group)
     if _functional(tensor):
         tensor.copy_(reduced(tensor, group, op))
         return None
@@ -194,8 +248,9 @@ def _all_reduce(tensor: torch.Tensor, group: ProcessGroup, op: str, async_op: bo
     return work
 
 
-def reduced(input: torch.Tensor, group: ProcessGroup, op: str = "sum") -> torch.Tensor:
+def reduced(input: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
     """What `all_reduce` leaves in a contiguous copy of `input`."""
+    group = own_group(group)
     if _functional(input):
         _record("all_reduce", input)
         return _reduce(_ops.all_reduce, input.contiguous(), op, group)
@@ -207,13 +262,13 @@ def reduced(input: torch.Tensor, group: ProcessGroup, op: str = "sum") -> torch.
 def all_to_all(
     output: torch.Tensor,  # (sum of output_splits, ...)
     input: torch.Tensor,  # (sum of input_splits, ...)
-    group: ProcessGroup,
+    group: Group,
     output_splits: Sequence[int] | None = None,
     input_splits: Sequence[int] | None = None,
     async_op: bool = False,
 ) -> Work | None:
     """Sends part r of dim 0 to rank r; equal parts unless the splits (rows per rank) are given."""
-    if _functional(input):
+    if isinstance(group, OrderedGroup) or _functional(input):
         output.copy_(exchanged(input, output.shape, group, output_splits, input_splits))
         return None
     if _counters():
@@ -232,11 +287,15 @@ def all_to_all(
 def exchanged(
     input: torch.Tensor,
     shape: Sequence[int],
-    group: ProcessGroup,
+    group: Group,
     output_splits: Sequence[int] | None = None,
     input_splits: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """What `all_to_all` leaves in a tensor of this shape."""
+    if isinstance(group, OrderedGroup):
+        rows, sent = ([n[i] for i in group.back] if n else None for n in (output_splits, input_splits))
+        made = exchanged(group.ranked(input, input_splits), shape, group.group, rows, sent)
+        return group.placed(made, rows)
     if _functional(input):
         _record("all_to_all", input)
         n = group.size()
@@ -276,8 +335,10 @@ def _send_and_receive(
         work.wait()
 
 
-def broadcast(tensor: torch.Tensor, group: ProcessGroup, src: int = 0, async_op: bool = False) -> Work | None:
+def broadcast(tensor: torch.Tensor, group: Group, src: int = 0, async_op: bool = False) -> Work | None:
     """Copies the tensor of group rank `src` to the others, in place."""
+    if isinstance(group, OrderedGroup):
+        src, group = group.order[src], group.group
     _record("broadcast", tensor)
     if _functional(tensor):
         tensor.copy_(_call(_ops.broadcast, tensor, src, group.group_name))
@@ -291,11 +352,14 @@ def broadcast(tensor: torch.Tensor, group: ProcessGroup, src: int = 0, async_op:
 def scatter(
     output: torch.Tensor,
     inputs: Sequence[torch.Tensor] | None,
-    group: ProcessGroup,
+    group: Group,
     src: int = 0,
     async_op: bool = False,
 ) -> Work | None:
     """Gives rank r the r-th of `inputs` (equal shapes), which only group rank `src` passes."""
+    if isinstance(group, OrderedGroup):
+        inputs = None if inputs is None else [inputs[i] for i in group.back]
+        src, group = group.order[src], group.group
     if _counters():
         _record("scatter", output)
     options = torch_compat.ScatterOptions()
@@ -306,9 +370,12 @@ def scatter(
     return _finish(group.scatter([output], given, options), async_op)
 
 
-def all_gather_objects(value: object, group: ProcessGroup | None = None) -> list[Any]:
+def all_gather_objects(value: object, group: Group | None = None) -> list[Any]:
     """Every rank's `value` (pickled by torch; for checks, not for the hot path). Without a group, the
     whole world's."""
+    if isinstance(group, OrderedGroup):
+        found = all_gather_objects(value, group.group)
+        return [found[i] for i in group.order]
     gathered: list[Any] = [None] * (dist.get_world_size() if group is None else group.size())
     dist.all_gather_object(gathered, value, group=group)
     return gathered
@@ -378,9 +445,9 @@ def _averages(group: ProcessGroup, tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and "nccl" in dist.get_backend(group)
 
 
-def reduces_bits(group: ProcessGroup) -> bool:
+def reduces_bits(group: Group) -> bool:
     """Whether the transport knows band, bor and bxor: gloo does, NCCL refuses them."""
-    return "nccl" not in dist.get_backend(group)
+    return "nccl" not in dist.get_backend(own_group(group))
 
 
 # Transports do not know complex numbers: they move as pairs, and add as pairs.

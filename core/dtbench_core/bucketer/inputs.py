@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from dtbench_core import comm
 from dtbench_core.bucketer.packing import SIDE_BY_SIDE_BYTES, BucketError, Source, side_by_side
 from dtbench_core.layout.placement import Placements, Shard, StridedShard
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride
@@ -117,7 +118,11 @@ def _of_dtensor(tensor: Wrapper, group: ProcessGroup) -> Intake:
             f"got a gradient {spec} for the group of its mesh dim {dim}, expected Partial there: what is placed "
             f"as {spec.placements[dim]} needs no reduction, redistribute it"
         )
-    taken = _of_tensor(held_by(tensor).detach(), group.size())
+    held = held_by(tensor).detach()
+    along = None if dim is None else spec.info.groups[dim]
+    if isinstance(along, comm.OrderedGroup):  # a bucket gives its parts to ranks of the group
+        held = along.ranked(held)
+    taken = _of_tensor(held, group.size())
     if dim is None:
         return taken
     # Cut after the mesh dims that follow have cut: each of their shards by itself.
@@ -152,7 +157,7 @@ def _of_dtensors(tensors: Sequence[Tensor], group: ProcessGroup) -> Intake:
 
 
 def _mesh_dim_of(spec: DTensorSpec, group: ProcessGroup) -> int | None:
-    for dim, own in enumerate(spec.info.groups):
+    for dim, own in enumerate(map(comm.own_group, spec.info.groups)):
         if own is group or dist.get_process_group_ranks(own) == dist.get_process_group_ranks(group):
             return dim
     return None

@@ -13,7 +13,7 @@ import logging
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core import comm
@@ -28,6 +28,7 @@ from dtbench_core.cost.search import (
     spec_to_bytes,
 )
 from dtbench_core.errors import ArgumentError, LayoutError
+from dtbench_core.layout.mesh import mesh_info
 from dtbench_core.layout.placement import REPLICATE, Placement, Shard
 from dtbench_core.layout.spec import TensorMeta
 from dtbench_core.redistribute.movers import Exchange, mover, padded
@@ -82,8 +83,8 @@ def shard_dim_alltoall(
             f"shard_dim_alltoall got gather_dim={gather_dim} and shard_dim={shard_dim} for a tensor of shape {shape}, "
             "expected two dims: it is sharded so already"
         )
-    group = mesh.get_group(mesh_dim)
-    if simulation.active:  # a LocalTensorMode
+    group = mesh_info(mesh).groups[mesh_dim]
+    if simulation.active or isinstance(group, comm.OrderedGroup):  # a LocalTensorMode
         return _moved(input, gather_dim, shard_dim, group)
     if mesh.device_type == "cpu":
         _tell_fallback()
@@ -100,7 +101,7 @@ def _tell_fallback() -> None:
 
 
 def _moved(
-    shard: torch.Tensor, gather_dim: int, shard_dim: int, group: ProcessGroup, *between: Placement
+    shard: torch.Tensor, gather_dim: int, shard_dim: int, group: comm.Group, *between: Placement
 ) -> torch.Tensor:
     """The shard of `gather_dim`, by way of the placements `between`, as one of `shard_dim`."""
     shape = list(shard.shape)
@@ -157,7 +158,7 @@ def mesh_scatter(
     """
     if output.is_meta:
         return None
-    group = mesh.get_group(mesh_dim)
+    group = mesh_info(mesh).groups[mesh_dim]
     if group_src is None:
         if scatter_list is None:
             raise ArgumentError(
@@ -188,7 +189,7 @@ def mesh_broadcast(
     """
     if tensor.is_meta or group_src is None:
         return None
-    return comm.broadcast(tensor, mesh.get_group(mesh_dim), group_src, async_op)
+    return comm.broadcast(tensor, mesh_info(mesh).groups[mesh_dim], group_src, async_op)
 
 
 # --- shards of one length --------------------------------------------------------------------------

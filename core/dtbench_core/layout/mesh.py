@@ -12,23 +12,25 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtbench_core import comm
 from dtbench_core.errors import MeshError
 from dtbench_core.runtime import PerRank
-from dtbench_core.torch_compat import current_mesh, ranks_of_mesh, real_object
+from dtbench_core.torch_compat import current_mesh, mesh_dim_groups, ranks_of_mesh, real_object
 
 
 class MeshInfo:
     """One per mesh of a live world; equal meshes on the same process groups share it.
 
-    Compared by identity. `coordinate` is None on a rank outside the mesh. `whole` is the process group
-    of all ranks of the mesh in row-major order, where the mesh is the whole world; else None.
+    Compared by identity. `coordinate` is None on a rank outside the mesh. `groups`: of each mesh dim, its ranks in
+    the order of their coordinates. `whole` is the process group of all ranks of the mesh in row-major order, where
+    the mesh is the whole world; else None.
     """
 
     __slots__ = ("__weakref__", "coordinate", "device_type", "groups", "mesh", "ndim", "sizes", "whole")
 
     def __init__(self, mesh: DeviceMesh, groups: tuple[dist.ProcessGroup, ...]) -> None:
         self.mesh = mesh
-        self.groups = groups
+        self.groups = tuple(_by_coordinate(mesh, dim, group) for dim, group in enumerate(groups))
         self.ndim: int = mesh.ndim
         self.sizes: tuple[int, ...] = tuple(mesh.shape)
         coordinate = mesh.get_coordinate()
@@ -98,6 +100,13 @@ def _world_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     return world
 
 
+def _by_coordinate(mesh: DeviceMesh, dim: int, group: dist.ProcessGroup) -> comm.Group:
+    """The group of a mesh dim, whose own order is that of the ranks' numbers."""
+    ranks = dist.distributed_c10d.get_process_group_ranks(group)  # which simulated ranks answer
+    line = next((line for line in mesh_dim_groups(mesh, dim) if set(line) == set(ranks)), ranks)
+    return group if list(line) == ranks else comm.OrderedGroup(group, [ranks.index(rank) for rank in line])
+
+
 def mesh_info(mesh: DeviceMesh) -> MeshInfo:
     """The shared `MeshInfo` of `mesh`.
 
@@ -134,7 +143,7 @@ def _shared_info(mesh: DeviceMesh) -> MeshInfo:
     if (
         known is not None
         and len(known.groups) == len(groups)
-        and all(old is new for old, new in zip(known.groups, groups, strict=True))
+        and all(comm.own_group(old) is new for old, new in zip(known.groups, groups, strict=True))
     ):
         return known
     # pop first: assigning under an equal key would keep the dead mesh as the key.

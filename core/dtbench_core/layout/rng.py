@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core import comm
@@ -108,7 +107,7 @@ def keep_in_step(mesh: MeshInfo) -> None:
     module.set_rng_state(state.cpu())
 
 
-def _replicas(spec: DTensorSpec) -> list[ProcessGroup]:
+def _replicas(spec: DTensorSpec) -> list[comm.Group]:
     """The groups of ranks that are to hold the same values; none of simulated ranks, which share a generator."""
     if simulation.active:
         return []

@@ -147,7 +147,11 @@ def joined_layout(
 def _can_ask(info: MeshInfo, placements: Placements) -> bool:
     """Whether there are ranks that may hold other lengths, and that can tell."""
     cuts = [parts for p, parts in zip(placements, info.sizes, strict=True) if p.is_shard()]
-    return max(cuts, default=1) > 1 and bool(info.groups) and dist.get_backend(info.groups[0]) != "fake"
+    return (
+        max(cuts, default=1) > 1
+        and bool(info.groups)
+        and dist.get_backend(comm.own_group(info.groups[0])) != "fake"
+    )
 
 
 def _matching(

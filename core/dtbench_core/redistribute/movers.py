@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.distributed import ProcessGroup
 
 from dtbench_core import comm
 from dtbench_core.layout.placement import (
@@ -38,7 +37,7 @@ class Exchange:
     """Who takes part in a step, and of what.
 
     src, dst, sizes, coordinate: per mesh dim that moves, outermost first; the last is this rank's. shape: of the
-    tensor that these ranks share. group: holds the mesh dims' ranks in row-major order.
+    tensor that these ranks share. group: of the mesh dims' ranks in row-major order.
     """
 
     src: Placements
@@ -46,7 +45,7 @@ class Exchange:
     sizes: tuple[int, ...]
     shape: Shape
     dtype: torch.dtype
-    group: ProcessGroup
+    group: comm.Group
     coordinate: tuple[int, ...]
 
     @property
@@ -142,7 +141,7 @@ def _received(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return flat if flat.dtype is dtype else flat.view(dtype)
 
 
-def _gathered(local: torch.Tensor, shape: Shape, group: ProcessGroup) -> torch.Tensor:
+def _gathered(local: torch.Tensor, shape: Shape, group: comm.Group) -> torch.Tensor:
     """The ranks' contiguous tensors, one after the other, of any dtype."""
     sent = _sent(local)
     flat = comm.gathered(sent, (sent.numel() * group.size(),), group)
@@ -294,12 +293,12 @@ def _reducer(step: Exchange, op: str) -> Mover:
 _BITWISE = dict(zip(BITWISE, ("bitwise_and", "bitwise_or", "bitwise_xor"), strict=True))
 
 
-def _gathered_terms(local: torch.Tensor, parts: int, group: ProcessGroup) -> torch.Tensor:
+def _gathered_terms(local: torch.Tensor, parts: int, group: comm.Group) -> torch.Tensor:
     """(n, *local shape): every rank's term, for what no transport computes."""
     return _gathered(local.contiguous(), (parts, *local.shape), group)
 
 
-def _extremum(local: torch.Tensor, op: str, group: ProcessGroup) -> torch.Tensor:
+def _extremum(local: torch.Tensor, op: str, group: comm.Group) -> torch.Tensor:
     """The max or min over the ranks, NaN where any rank has NaN, as in torch.
 
     Transports compare with < and so drop a NaN: floats travel with a flag each, in one collective.

@@ -95,5 +95,5 @@ def _find(group: ProcessGroup) -> Fibres:
                     # A world that is gone used the same names: its meshes tell other ranks.
                     known = any(set(own) == set(fibre) for fibre in fibres)
                     if known and max(map(max, fibres)) < dist.get_world_size():
-                        return fibres
+                        return tuple(tuple(sorted(fibre)) for fibre in fibres)  # as torch makes groups
     return (own,)
