@@ -16,7 +16,7 @@ HOSTS := $(BIN)/dtbench lab run --hosts 2 --rate 400mbit --ranks-per-host 2 -- d
 
 GPU := results/gpu
 
-.PHONY: bench lab gpu rehearse-gpu test test-all faults large against-torch coverage compat docs size install lint types imports fast slow clean
+.PHONY: bench lab gpu rehearse-gpu test test-all faults large against-torch coverage compat fuzz docs size install lint types imports fast slow clean
 
 bench: install
 	@mkdir -p results reports
@@ -77,6 +77,10 @@ compat: install
 	@mkdir -p results
 	$(BIN)/dtbench run compat --impl core --workers 2 -o $(COMPAT).jsonl > $(COMPAT).log || test $$? -eq 5
 	$(BIN)/dtbench coverage $(COMPAT).jsonl --base results/compat-core.json
+
+# Random programs for five minutes, other ones each time: what the core gets wrong is printed as a short program.
+fuzz: install
+	$(BIN)/python -m dtbench_suites.fuzz --seed $(STAMP)
 
 # The pages of docs/, strictly: a link that leads nowhere or a name that is not there fails.
 docs: install

@@ -308,7 +308,7 @@ def test_a_worker_that_takes_too_long_is_ended(
     monkeypatch: pytest.MonkeyPatch, computed_s: int, verdict: str
 ) -> None:
     times = itertools.count(step=computed_s)
-    monkeypatch.setattr(pool._Worker, "_cpu_s", lambda worker: next(times))
+    monkeypatch.setattr(pool.Worker, "_cpu_s", lambda worker: next(times))
     jobs = [Job("nn.functional.conv2d", "even", "core", Caps(12, 8))]
     [result] = pool.judge_all(jobs, 1, timeout_s=0.05)
     assert result.verdict == verdict and "no answer within" in result.reason

@@ -55,17 +55,17 @@ def judge_all(
         WorkerFailedError: no worker can be started.
     """
     count = max(1, min(workers, len(jobs)))
-    free: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+    free: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
     for _ in range(count):
         free.put(None)
-    live: list[_Worker] = []
+    live: list[Worker] = []
     stopped = threading.Event()
 
     def judge(job: Job) -> OpVerdict:
-        worker = free.get() or _Worker(live, judge_module)
+        worker = free.get() or Worker(live, judge_module)
         result = worker.judge(job, timeout_s)
         if not worker.alive and not stopped.is_set():
-            worker = _Worker(live, judge_module)
+            worker = Worker(live, judge_module)
             result = worker.judge(job, timeout_s)
         if worker.judged == _OPS_PER_WORKER:
             worker.end()
@@ -86,10 +86,10 @@ def judge_all(
             worker.end()
 
 
-class _Worker:
+class Worker:
     """One process: this file as a program."""
 
-    def __init__(self, live: list[_Worker], judge_module: str) -> None:
+    def __init__(self, live: list[Worker], judge_module: str) -> None:
         self._live = live
         self._said = tempfile.TemporaryFile("w+b")  # noqa: SIM115 (closed by end)
         env = os.environ | {
