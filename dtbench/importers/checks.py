@@ -264,6 +264,8 @@ def _check_rows(log: Log, table: Table) -> None:
             "where a list of ranks was cut, give --ranks N"
         )
     for row, figure in table.figures:
+        if row.root is not None and row.root >= table.ranks:
+            figure.fail(f"its root is rank {row.root} of {table.ranks}")
         _check_count(row, figure, table.ranks if table.collective in _PARTS else 1)
         _check_figure(row, figure, factor, old)
     _derive_times(table, factor, factor if old else 1.0)
@@ -281,24 +283,34 @@ def _check_count(row: Row, figure: Figure, parts: int) -> None:
 
 
 def _check_figure(row: Row, figure: Figure, factor: float, old: bool) -> None:
+    """Each pair of time, algbw and busbw: two that agree with a coarse third may still contradict each other."""
     time, algbw, busbw = figure.time, figure.algbw, figure.busbw
     if figure.fault or algbw is None or busbw is None:
         return
-    if time is not None and row.size_bytes and not figure.time_is_separate:
-        carried = row.size_bytes * (factor if old else 1.0)
-        low, high = carried / time.high, carried / time.low if time.low > 0 else math.inf
-        if not _overlap(low, high, algbw):
-            figure.fail(
-                f"{row.size_bytes} bytes in {time.value * 1e6:.6g} us are {carried / time.value / 1e9:.4g} GB/s, "
-                f"the row says {algbw.value / 1e9:.6g}"
-                if time.value > 0
-                else f"its time is 0 and its algbw {algbw.value / 1e9:.6g} GB/s"
-            )
     expected = 1.0 if old else factor
+    carried = row.size_bytes * (factor if old else 1.0)
+    timed = time is not None and row.size_bytes > 0 and not figure.time_is_separate
+    if timed:
+        _check_time(figure, "algbw", carried, algbw)
     if not _overlap(algbw.low * expected, algbw.high * expected, busbw):
         figure.fail(
             f"its busbw of {busbw.value / 1e9:.6g} GB/s is not {expected:.4g} x its algbw "
             f"of {algbw.value / 1e9:.6g}"
+        )
+    if timed:
+        _check_time(figure, "busbw", carried * expected, busbw)
+
+
+def _check_time(figure: Figure, name: str, carried: float, bandwidth: Printed) -> None:
+    """Whether so many bytes in the figure's time are this bandwidth."""
+    time = figure.time
+    assert time is not None
+    if time.value <= 0:
+        figure.fail(f"its time is 0 and its {name} {bandwidth.value / 1e9:.6g} GB/s")
+    elif not _overlap(carried / time.high, carried / time.low if time.low > 0 else math.inf, bandwidth):
+        figure.fail(
+            f"{carried:.0f} bytes in {time.value * 1e6:.6g} us are {carried / time.value / 1e9:.4g} GB/s of {name}, "
+            f"the row says {bandwidth.value / 1e9:.6g}"
         )
 
 

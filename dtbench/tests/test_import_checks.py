@@ -133,6 +133,34 @@ def test_a_row_that_was_altered_loses_its_numbers_and_no_other_does(what: str) -
     assert bool(bad) == bool(says)
 
 
+def test_each_figure_of_each_row_whose_first_digit_is_altered_is_refused() -> None:
+    text = table(redop="sum", ranks=8)
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        words = list(re.finditer(r"(?<= )\d[\d.]*(?= |$)", line)) if re.match(" +1", line[:12]) else []
+        for word in words:
+            digit = str(int(word[0][0]) % 9 + 1)
+            altered = line[: word.start()] + digit + line[word.start() + 1 :]
+            found = faults("\n".join([*lines[:number], altered, *lines[number + 1 :]]))
+            assert list(found) == [number + 1], altered
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        # Both bandwidths are coarse, and each alone allows the time; that they are of one does not.
+        ("512  128  float  sum  -1  34.94  0.01  0.03  0  35.20  0.01  0.03  0", ""),
+        ("512  128  float  sum  -1  37.94  0.01  0.03  0  35.20  0.01  0.03  0", "0.02362 GB/s of busbw"),
+        ("512  128  float  sum  8  34.94  0.01  0.03  0  35.20  0.01  0.03  0", "its root is rank 8 of 8"),
+    ],
+)
+def test_figures_that_only_together_cannot_be(row: str, says: str) -> None:
+    text = table(sizes=SIZES[:2])
+    first = text.splitlines()[line_of(text, 1024) - 1]
+    found = list(faults(text.replace(first, f"  {row}\n{first}")).values())
+    assert bool(found) == bool(says) and all(says in reason for reasons in found for reason in reasons)
+
+
 def test_the_printed_average_is_compared() -> None:
     text = table()
     assert not read(text).problems
