@@ -178,7 +178,7 @@ def report(
 def _run_in_ranks(
     names: Sequence[str], options: Mapping[str, object], output: str | Path | None, progress: bool
 ) -> Results:
-    from dtbench.world.ranks import find_place
+    from dtbench.world.place import find_place
 
     if find_place() is not None:
         raise UsageError(

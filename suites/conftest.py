@@ -25,8 +25,9 @@ from dtbench.model.errors import complain
 from dtbench.model.mesh import parse_mesh
 from dtbench.model.suites import load
 from dtbench.world.failure import ActiveCase, Diagnosis
+from dtbench.world.place import Place, find_place
 from dtbench.world.rank import Rank, quiet_torch
-from dtbench.world.ranks import AloneRanks, LiveWorld, Place, device_of, find_place, simulated_world
+from dtbench.world.ranks import AloneRanks, LiveWorld, device_of, simulated_world
 
 if TYPE_CHECKING:
     from dtbench.gate.gate import GateOptions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,10 +23,18 @@ from dtbench.bench.options import (
 from dtbench.bench.progress import say, summary_of
 from dtbench.machine.provenance import provenance
 from dtbench.model import DeviceType, Plan, Result, Run
-from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError, complain
+from dtbench.model.errors import (
+    EXIT_CASE_FAILED,
+    EXIT_OK,
+    DtbenchError,
+    UnreadableRunError,
+    UsageError,
+    complain,
+)
+from dtbench.model.mesh import format_mesh
 from dtbench.model.suites import Suite, load
 from dtbench.records.run import RunWriter, read_run
-from dtbench.text.masking import mask_arguments
+from dtbench.text.masking import mask_arguments, mask_variables
 from dtbench.world.failure import ActiveCase, Diagnosis
 from dtbench.world.launch import OUTPUT
 from dtbench.world.ranks import backend_of
@@ -67,6 +76,43 @@ def prepare(options: RunOptions, device_type: DeviceType, world_size: int) -> Jo
             raise UsageError(f"--budget is for suites that time something: leave it out for {suites[0].name}")
         tasks = budget.choose(listed, options.budget_s, plan.quick)
     return Job(options, plan, suites, tuple(tasks), tuple(listed))
+
+
+def same_on_all_ranks(job: Job) -> dict[str, str]:
+    """What ranks have to agree in, by the names that users know; else they would wait in different collectives, or
+    measure different things."""
+    options, plan = job.options, job.plan
+    files = {
+        Path(suite.cases.__code__.co_filename) for suite in job.suites if hasattr(suite.cases, "__code__")
+    }
+    listed = [f"{task.label} {','.join(task.impls)}" for task in job.tasks]
+    return {
+        "suites": " ".join(job.suite_names),
+        "--mesh": format_mesh(plan.mesh),
+        "--device": plan.device_type,
+        "--backend": options.backend,
+        "--impl": ",".join(plan.impls),
+        "--size": ",".join(map(str, plan.sizes_bytes)),
+        "--dtype": ",".join(plan.dtypes),
+        "--filter": options.filter,
+        "--quick": str(plan.quick),
+        "--refine": str(plan.refine),
+        "--launches": str(options.launches),
+        "--budget": str(options.budget_s),
+        "--timeout": f"{options.timeout_s:g}",
+        "--on-failure": options.on_failure,
+        "--resume": str(options.resume),
+        **{f"--{name}": value for name, value in mask_variables(plan.options).items()},
+        **{f"the file {path.name} with sha256": _digest(path) for path in sorted(files)},
+        "a list": f"of {len(listed)} cases, sha256 {hashlib.sha256(repr(listed).encode()).hexdigest()[:12]}",
+    }
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    except OSError:
+        return "none"
 
 
 def output_of(options: RunOptions) -> Path:
@@ -135,10 +181,13 @@ def report_failure(
 
     writer: the open file, where this process has it. goes_on: whether new ranks may follow; what happened to the case
     is then given back, not printed.
+
+    Raises:
+        OutputError: the failed case cannot be recorded.
     """
     failed = diagnosis.blames_case and bool(case.name)
     count: int | None = None
-    with suppress(DtbenchError, ValueError), contextlib.ExitStack() as stack:
+    with suppress(UnreadableRunError, ValueError), contextlib.ExitStack() as stack:
         if writer is None:
             run = read_run(output)
             count = len(run.results)

@@ -28,8 +28,8 @@ from dtbench.model.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError, complain
 from dtbench.records.atomic import refuse_taken
 from dtbench.world.failure import INTERRUPTED, ActiveCase, Diagnosis
 from dtbench.world.launch import Note, start_ranks
+from dtbench.world.place import find_place
 from dtbench.world.rank import quiet_torch
-from dtbench.world.ranks import find_place
 
 # Starts of new ranks in a row without a result, after which more of them would find nothing either: it is the
 # machine that fails, not a case.

@@ -7,11 +7,11 @@ world, and rank 0's `Recorder` writes each result and shows it.
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -26,6 +26,7 @@ from dtbench.bench.job import (
     prepare,
     report_failure,
     run_to_resume,
+    same_on_all_ranks,
     say_complete,
 )
 from dtbench.bench.options import RunOptions, Task, further_tasks, remaining
@@ -42,8 +43,9 @@ from dtbench.text.units import format_seconds
 from dtbench.world.clocks import Offset
 from dtbench.world.failure import ActiveCase, Diagnosis
 from dtbench.world.launch import AGAIN, launch_number, start_again
+from dtbench.world.place import Place
 from dtbench.world.rank import Rank
-from dtbench.world.ranks import AloneRanks, Place, backend_of, simulated_world
+from dtbench.world.ranks import AloneRanks, backend_of, simulated_world
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +91,10 @@ class Session:
     def _run(self, job: Job) -> None:
         rank, device_type = self._rank, job.plan.device_type
         sends = any(task.suite.world == "ranks" for task in job.tasks)
-        rank.join(device_type, backend_of(device_type, self._options.backend) if sends else None)
+        transport = backend_of(device_type, self._options.backend) if sends else None
+        rank.join(device_type, transport, same_on_all_ranks(job) | {"launch": str(self._launch)})
+        # Each rank has named the file by its own clock.
+        self._output = Path(*rank.ranks.agree([str(self._output)], lambda votes: votes[0]))
         if rank.place.rank == 0:
             self._recorder = Recorder(job, self._open(job), self._launch)
         tasks = self._agree_on_tasks(job)
@@ -152,17 +157,6 @@ class Session:
     def _agree_on_tasks(self, job: Job) -> list[Task]:
         """What is left to measure, by rank 0's file."""
         ranks = self._rank.ranks
-        # Ranks that list other cases would wait in different collectives.
-        mine = [task.label for task in job.tasks] if ranks.size > 1 else []
-        different = ranks.agree(
-            hashlib.sha256("\n".join(mine).encode("utf-8", "replace")).hexdigest(),
-            lambda votes: [r for r, v in enumerate(votes) if v != votes[0]],
-        )
-        if different:
-            raise UsageError(
-                f"ranks {different} list other cases than rank 0: expected the same suites and options on "
-                f"every rank; a suite's cases may depend on its plan only"
-            )
         chosen: list[list[str]] = ranks.agree(None, lambda _votes: self._on_rank_0.impls_left())
         pairs = zip(job.tasks, chosen, strict=True)
         return [Task(task.suite, task.case, tuple(impls)) for task, impls in pairs if impls]
@@ -201,7 +195,7 @@ class Session:
 
     def _case_in_hand(self) -> ActiveCase:
         rank = self._rank
-        if not rank.now.name and rank.place.rank != 0:
+        if not rank.now.name and rank.place.rank != 0 and rank.joined:
             with suppress(RuntimeError, msgspec.MsgspecError):  # rank 0 may have died in its simulated world
                 store = rank.connect(False)
                 if store.check(["now"]):

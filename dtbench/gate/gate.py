@@ -284,7 +284,7 @@ def _of(counted: Counted, benchmark: Benchmark) -> Mapping[str, float]:
 
 
 def _refuse_ranks() -> None:
-    from dtbench.world.ranks import find_place
+    from dtbench.world.place import find_place
 
     if find_place() is not None:
         raise UsageError("a gate starts its own launches: run `dtbench gate` once, without torchrun or srun")

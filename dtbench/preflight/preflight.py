@@ -25,8 +25,9 @@ from dtbench.records.atomic import refuse_taken
 from dtbench.records.preflight import Link, Preflight
 from dtbench.world.failure import ActiveCase, Diagnosis
 from dtbench.world.launch import start_ranks
+from dtbench.world.place import Place, find_place
 from dtbench.world.rank import Rank, quiet_torch
-from dtbench.world.ranks import Place, backend_of, find_place
+from dtbench.world.ranks import backend_of
 
 
 @dataclass(frozen=True)

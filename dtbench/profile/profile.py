@@ -16,8 +16,9 @@ from dtbench.records.atomic import refuse_taken
 from dtbench.records.profile import Calls
 from dtbench.text.units import plural
 from dtbench.world.launch import start_ranks
+from dtbench.world.place import find_place
 from dtbench.world.rank import quiet_torch
-from dtbench.world.ranks import SIMULATED_RANKS, find_place
+from dtbench.world.ranks import SIMULATED_RANKS
 
 if TYPE_CHECKING:
     from dtbench.profile.calls import Profiled

@@ -23,8 +23,9 @@ from dtbench.records.profile import Ranks
 from dtbench.text.units import plural
 from dtbench.world import clocks
 from dtbench.world.failure import ActiveCase, Diagnosis
+from dtbench.world.place import Place
 from dtbench.world.rank import Rank
-from dtbench.world.ranks import LiveWorld, Place, backend_of
+from dtbench.world.ranks import LiveWorld, backend_of
 
 
 class _Part(NamedTuple):

@@ -19,6 +19,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -41,6 +42,8 @@ MAX_FILE_BYTES = 2 * 2**30
 # What clocks drift by, and are corrected by, is less; a host that slept is told by it, too.
 CLOCK_MOVED_S = 10.0
 _WHAT = "a dtbench run (JSON Lines)"
+# A run that was killed: its ranks write their last line before they end.
+_LET_OTHERS_END_S = 6.0
 _CUT = ""  # in place of the kind of a last line without its end
 
 
@@ -63,6 +66,7 @@ class RunWriter:
         self._length = end_of_last_line
         self._results = {result.key: result for result in results}
         self._lock = threading.RLock()
+        _opened.add(self)
         self._clock_ahead_s = time.time() - time.monotonic()
 
     @classmethod
@@ -125,7 +129,7 @@ class RunWriter:
             raise OutputError(f"cannot append to {path}: {_reason(error)}; give another -o") from error
         writer = cls(path, fd, 0, run.results)
         try:
-            _lock(fd, path)
+            _lock(fd, path, _LET_OTHERS_END_S)
             writer._drop_cut_line()
             if record is not None:
                 writer._write({"kind": "resume", "resumed": _now(), **_strict(record)})
@@ -251,14 +255,37 @@ def _reason(error: OSError) -> str:
     return (error.strerror or type(error).__name__).lower()
 
 
-def _lock(fd: int, path: Path) -> None:
-    """Two writers would interleave their lines. A file system without locks goes without."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise OutputError(f"another dtbench is writing to {path}: wait for it or give another -o") from error
-    except OSError:
-        pass
+def _lock(fd: int, path: Path, patience_s: float = 0.0) -> None:
+    """Two writers would interleave their lines. A file system without locks goes without.
+
+    patience_s: how long to wait for another writer.
+    """
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() < until:
+                time.sleep(0.05)
+                continue
+            raise OutputError(
+                f"another dtbench is writing to {path}: wait for it or give another -o"
+            ) from error
+        except OSError:
+            pass
+        return
+
+
+def _close_in_child() -> None:
+    """A process that a case forks off shares the lock, and would hold it when this one has died."""
+    for writer in list(_opened):
+        if writer._fd is not None:
+            os.close(writer._fd)
+            writer._fd = None
+
+
+_opened: weakref.WeakSet[RunWriter] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _named_once_written(path: Path, first: bytes) -> int | None:

@@ -152,3 +152,55 @@ def gone(plan: Plan) -> Iterator[Case]:
     yield Case("memory", {}, {"core": take_all_memory})
     yield Case("children", {}, {"core": leave_children})
     yield Case("parent_dies", {}, {"core": leave_children_and_die})
+
+
+def on_rank_0(where: str) -> Callable[[World], Workload]:
+    """Raises there, on rank 0 alone; the others may be in a collective meanwhile."""
+
+    def fail(world: World) -> None:
+        if world.rank == 0:
+            raise ValueError(f"in its {where}")
+
+    def build(world: World) -> Workload:
+        if where == "build":
+            fail(world)
+            dist.barrier()
+        made = reduced(world)
+
+        def check() -> str | None:
+            if where == "check":
+                fail(world)
+                dist.barrier()
+            return None
+
+        return Workload(made.run, before=made.before, check=check)
+
+    return build
+
+
+def fork_and_die_on_rank_0(world: World) -> Workload:
+    def fork() -> None:
+        if os.fork() == 0:
+            time.sleep(600)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def run() -> None:
+        if world.rank == 0:
+            fork()
+        dist.barrier()
+
+    return Workload(run)
+
+
+def differ_in_dtype(world: World) -> Workload:
+    x = torch.ones(64, dtype=torch.float64 if world.rank else torch.float32)
+    return Workload(lambda: dist.all_reduce(x))
+
+
+@suite("first", world="ranks", help="cases that go wrong on rank 0 alone, or differ")
+def first(plan: Plan) -> Iterator[Case]:
+    yield Case("alone", {"how": "build"}, {"core": on_rank_0("build")})
+    yield Case("alone", {"how": "check"}, {"core": on_rank_0("check")})
+    yield Case("forks", {}, {"core": fork_and_die_on_rank_0})
+    yield Case("dtypes", {}, {"core": differ_in_dtype})

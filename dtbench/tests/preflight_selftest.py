@@ -52,8 +52,8 @@ from dtbench.preflight.rounds import rounds_of
 from dtbench.records.atomic import refuse_taken, write_atomically
 from dtbench.world.lab import network
 from dtbench.world.lab.run import run as run_on_hosts
+from dtbench.world.place import find_place
 from dtbench.world.rank import quiet_torch
-from dtbench.world.ranks import find_place
 from dtbench.world.scratch import scratch
 
 HOSTS, RATE = 8, 100_000_000

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from dtbench.model.errors import UsageError, WorldBrokenError
-from dtbench.world.ranks import Place, StoreRanks, find_place, first_host, store_of
+from dtbench.world.place import Place, find_place, first_host
+from dtbench.world.ranks import StoreRanks, store_of
 
 TORCHRUN = {
     "RANK": "3",

@@ -42,6 +42,8 @@ ANSWER_S = 2.0
 # When a rank raised: so long may the others take to reach the next vote. A call of theirs may be under way;
 # one that waits for the rank that raised will not end.
 GRACE_S = 5.0
+# What the slowest rank gets, once it has the last decision, to take note of it.
+FAREWELL_S = 10.0
 # A launcher that was killed may close its store's socket a moment after its ranks get the signal.
 DYING_S = 0.3
 _FOREVER = timedelta(days=7)
@@ -258,6 +260,17 @@ class FailureDetector:
     def stop_others(self, code: int) -> None:
         """Rank 0 cannot go on (its file cannot be written, say): all other ranks leave with `code`."""
         self._publish({"kind": "stop", "code": code})
+        self.leave(code)
+
+    def leave(self, code: int, store: Store | None = None) -> None:
+        """All is done; returns when all ranks have come here, or gives them up.
+
+        Nobody ends before: a launcher kills the others at the first exit code but 0, and rank 0 may serve the store.
+        """
+        self.finish(code)
+        with suppress(RuntimeError):  # whoever served the store has heard of all, and left
+            if self.joined or store is not None:
+                farewell(store or self._connect_again(), self._rank, len(self._hosts))
 
     def finish(self, code: int) -> None:
         """All is done: from here on SIGTERM only means to leave with `code` a little earlier."""
@@ -286,7 +299,7 @@ class FailureDetector:
             number += 1
             match event["kind"]:
                 case "stop":
-                    self._ending.acquire()
+                    self.leave(event["code"], store)
                     exit_now(event["code"])
                 case "failure":
                     self.end_world("event")
@@ -305,6 +318,11 @@ class FailureDetector:
 
     # ---- the end ----
 
+    def give_up(self, sentence: str, reports: bool) -> NoReturn:
+        """The others do not come."""
+        self._ending.acquire()
+        self._end(Diagnosis(sentence, None), reports=reports)
+
     def end_world(self, cause: str) -> NoReturn:
         """Ends this process once all ranks were asked for their state. Any thread, any number of times."""
         self._ending.acquire()
@@ -312,9 +330,10 @@ class FailureDetector:
         if cause == "interrupted":
             self._end(INTERRUPTED, reports=self._rank == 0)
         if not self.joined:
-            late = f"not all ranks came within {self._timeout_s:g} s" if cause == "timeout" else ""
-            sentence = state.raised or late or "ended while the ranks were starting"
-            self._end(Diagnosis(sentence, None), reports=self._rank == 0)
+            self._end(
+                Diagnosis(state.raised or "ended while the ranks were starting", None),
+                reports=self._rank == 0,
+            )
         if cause == "died":
             time.sleep(DYING_S)
         try:
@@ -360,8 +379,7 @@ class FailureDetector:
         """The states of the ranks that answer."""
         if len(self._hosts) == 1:
             return {self._rank: state}
-        assert self._connect is not None
-        store = self._store = self._connect(False)
+        store = self._store = self._connect_again()
         if state.cause != "event":
             self._publish({"kind": "failure"}, store)
         store.set(f"state/{self._rank}", json.dumps(asdict(state)))
@@ -380,12 +398,22 @@ class FailureDetector:
         oom = oom_kills() > self._oom_kills
         return RankState(cause, now.label, now.step, where, waits, now.case, raised, self._raised_at, oom)
 
+    def _connect_again(self) -> Store:
+        assert self._connect is not None
+        return self._connect(False)
+
     def _publish(self, event: Mapping[str, str | int], store: Store | None = None) -> None:
-        if self._connect is None or len(self._hosts) == 1:
+        if not self.joined or len(self._hosts) == 1:
             return
         with suppress(RuntimeError):  # the store is gone: each rank finds that out by itself
-            store = store or self._connect(False)
+            store = store or self._connect_again()
             store.set(f"event/{store.add('events', 1) - 1}", json.dumps(event))
+
+
+def farewell(store: Store, rank: int, size: int) -> None:
+    """Returns when all ranks have said it, or after `FAREWELL_S`."""
+    store.set(f"farewell/{rank}", "")
+    store.wait([f"farewell/{rank}" for rank in range(size)], timedelta(seconds=FAREWELL_S))
 
 
 _SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})

@@ -24,7 +24,9 @@ from dtbench.model.errors import (
     EXIT_INTERRUPTED,
     EXIT_OWN_FAULT,
     EXIT_USAGE,
+    OutputError,
     WorldBrokenError,
+    complain,
 )
 from dtbench.records.atomic import replace_file
 from dtbench.world.deaths import explain, last_words, oom_kills, other_words, words_file
@@ -143,7 +145,11 @@ def start_ranks(
         oom = code == -signal.SIGKILL and oom_kills() > killed_before
         sentence, faulty = explain(f"rank {rank}", words, oom, how_ended(code))
         diagnosis = Diagnosis(sentence, rank if faulty else None)
-    lost = report(diagnosis, note.case)
+    lost = None
+    try:
+        lost = report(diagnosis, note.case)
+    except OutputError as error:
+        complain(f"{diagnosis.during(note.case)}: {error}")
     return dataclasses.replace(note, code=diagnosis.code, lost=lost)
 
 

@@ -13,29 +13,41 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from dtbench.model.errors import EXIT_OK, DtbenchError, WorldBrokenError, complain, describe
+from dtbench._version import __version__
+from dtbench.model.errors import (
+    EXIT_OK,
+    EXIT_USAGE,
+    DtbenchError,
+    OutputError,
+    RanksDifferError,
+    WorldBrokenError,
+    complain,
+    describe,
+    plain,
+)
 from dtbench.model.mesh import Mesh
 from dtbench.world import clocks
 from dtbench.world.deaths import keep_words, last_words, words_file
-from dtbench.world.failure import ActiveCase, Diagnosis, FailureDetector, block_signals, exit_now
-from dtbench.world.launch import NOTE, Note
+from dtbench.world.failure import ActiveCase, Diagnosis, FailureDetector, block_signals, exit_now, farewell
+from dtbench.world.joining import Joining
+from dtbench.world.launch import NOTE, Note, launch_number
+from dtbench.world.place import Place, find_place
 from dtbench.world.ranks import (
-    JOIN_TIMEOUT,
     LiveWorld,
-    Place,
     StoreRanks,
     backend_of,
     barrier_of,
     device_of,
-    find_place,
     real_world,
     store_of,
 )
@@ -44,11 +56,14 @@ if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Store
 
-# Refused options are refused on every rank, but only rank 0 says why. The others give it time to:
-# a launcher kills the remaining ranks as soon as one of them has left.
+# Options that are refused on every rank are said by rank 0. The others give it time to: a launcher kills the remaining
+# ranks as soon as one of them has left.
 LET_RANK_0_SPEAK_S = 10.0
-# The last decision is on its way to the others; where rank 0 serves the store, it must not leave first.
-FAREWELL_S = 10.0
+# Where it is another rank's alone, rank 0 loads torch before it hears of it; where it serves the store, it may have
+# found the same and left.
+_LET_RANK_0_JOIN_S = 60.0
+_LET_RANK_0_SERVE_S = 20.0
+_MAX_SHOWN_CHARS = 60
 # Ranks may need long to find each other's addresses, and the GPU its first context.
 _LEAST_GROUP_S = 60.0
 
@@ -69,10 +84,10 @@ class Rank:
     def __init__(
         self, place: Place, report: Callable[[Diagnosis, ActiveCase], str | None], launch: int = 0
     ) -> None:
-        self.place = place
+        self.place = place.of_launch(launch)
         self.now = ActiveCase(launch=launch)
         self.code = EXIT_OK
-        self.connect = store_of(place, launch)
+        self.connect = store_of(self.place, launch)
         self._report = report
         self._note_path = os.environ.get(NOTE)
         self._joining = False
@@ -98,28 +113,38 @@ class Rank:
     def joined(self) -> bool:
         return self._detector.joined
 
-    def join(self, device_type: str, transport: str | None = None) -> None:
-        """Meets the other ranks. transport: of the process group that is to come, for the ranks' `infos`.
+    def join(
+        self, device_type: str, transport: str | None = None, same: Mapping[str, str] | None = None
+    ) -> None:
+        """Meets the other ranks.
+
+        transport: of the process group that is to come, for the ranks' `infos`. same: what has to be the same on all
+            ranks, by the names that users know it by.
 
         Raises:
+            RanksDifferError: it is not, or a rank was refused something.
             WorldBrokenError: their store does not answer.
         """
-        from dtbench.machine.provenance import local_rank_info
+        from dtbench.machine.provenance import installed, local_rank_info
 
         self._joining = True
         self._backend = transport or backend_of(device_type)
         place = self.place
-        try:
-            self.store = self.connect(True)
-        except RuntimeError as error:
-            raise WorldBrokenError(
-                f"rank {place.rank} cannot reach the store of the ranks at {place.address}:"
-                f"{place.port} ({describe(error)}); check MASTER_ADDR, MASTER_PORT and the firewall"
-            ) from error
-        ranks = StoreRanks(self.store, place.rank, place.world_size, self._detector.raised)
-        self.device = device_of(device_type, place.local_rank)
-        with self.limit(JOIN_TIMEOUT.total_seconds()):
-            self.infos = ranks.agree(local_rank_info(str(self.device), transport), lambda votes: votes)
+        versions = {"dtbench": __version__, "torch": installed("torch") or ""}
+        with Joining(place, self.connect, self.ours, self._detector.give_up) as joining:
+            try:
+                self.store = joining.store()
+            except RuntimeError as error:
+                raise WorldBrokenError(
+                    f"rank {place.rank} cannot reach the store of the ranks at {place.address}:"
+                    f"{place.port} ({describe(error)}); check MASTER_ADDR, MASTER_PORT and the firewall"
+                ) from error
+            ranks = StoreRanks(self.store, place.rank, place.world_size, self._detector.raised)
+            self.device = device_of(device_type, place.local_rank)
+            mine = {"info": local_rank_info(str(self.device), transport), "same": versions | dict(same or {})}
+            self.infos, fault = ranks.agree(mine, _judge)
+        if fault:
+            raise RanksDifferError(fault)
         hosts = [info["host"] for info in self.infos]
         self._detector.join(self.connect, hosts, lambda: ranks.votes, None if place.agent_store else 0)
         self.ranks = ranks
@@ -179,6 +204,12 @@ class Rank:
             self._leave()
         elif isinstance(error, DtbenchError) and not self._joining:
             return  # the command line says it, once for all ranks
+        elif isinstance(error, RanksDifferError):
+            if self.place.rank == 0:
+                complain(str(error))
+                self.note(code=error.exit_code, reported=True)
+            self._detector.leave(error.exit_code, self.store)
+            exit_now(error.exit_code)
         elif isinstance(error, DtbenchError) and (self.place.rank == 0 or not self._detector.joined):
             complain(str(error))
             self.stop_all(error.exit_code)
@@ -188,18 +219,19 @@ class Rank:
             self._detector.fault(describe(error))
 
     def _leave(self) -> None:
-        """Rank 0, which may serve the store, leaves last."""
-        if self._joining and self.place.rank == 0:
-            self.ranks.wait_for_farewells(FAREWELL_S)
-        self._detector.finish(self.code)
-        if self._joining and self.place.rank != 0:
-            self.ranks.say_farewell()
+        self._detector.leave(self.code, self.store if self._joining else None)
 
     def _words_of(self, rank: int) -> str:
         return last_words(words_file(self._note_path, rank)) if self._note_path else ""
 
     def _report_failure(self, diagnosis: Diagnosis) -> None:
-        lost = self._report(diagnosis, self.now)
+        lost = None
+        try:
+            lost = self._report(diagnosis, self.now)
+        except OutputError as error:
+            if self.ours:  # what holds the file may end with the ranks: the launcher tries again
+                return
+            complain(f"{diagnosis.during(self.now)}: {error}")
         if not self.note(code=diagnosis.code, reported=True, lost=lost) and lost:
             complain(lost)
 
@@ -211,13 +243,49 @@ def quiet_torch() -> None:
         warnings.simplefilter("ignore")
 
 
+def _judge(votes: list[dict[str, Any]]) -> tuple[list[Any], str]:
+    """On rank 0: what the ranks say of themselves, and why they cannot work together; "" where they can."""
+    refused = [f"rank {rank}: {vote['refused']}" for rank, vote in enumerate(votes) if "refused" in vote]
+    if refused:
+        return [], refused[0]
+    first: dict[str, str] = votes[0]["same"]
+    for rank, vote in enumerate(votes):
+        for name in [*first, *vote["same"]]:
+            theirs, ours = vote["same"].get(name, "none"), first.get(name, "none")
+            if theirs != ours:
+                return [], (
+                    f"rank {rank} has {name} {_short(theirs)}, rank 0 has {_short(ours)}: "
+                    "expected the same on every rank"
+                )
+    return [vote["info"] for vote in votes], ""
+
+
+def _short(value: str) -> str:
+    text = plain(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
+
+
 def complain_once(text: str) -> None:
-    """What all ranks found alike is said by rank 0, and the others leave it the time to."""
+    """Before a rank has joined: rank 0 says it, of another rank too, which otherwise may have found the same."""
     try:
         place = find_place()
     except DtbenchError:
         place = None
-    if place is not None and place.rank != 0:
-        time.sleep(LET_RANK_0_SPEAK_S)
-    else:
-        complain(" ".join(text.split()))
+    line = " ".join(text.split())
+    if place is None or place.rank == 0:
+        complain(line)
+        return
+    began_s = time.monotonic()
+    with contextlib.suppress(Exception):
+        _tell_rank_0(place.of_launch(launch_number()), line)
+    time.sleep(max(began_s + LET_RANK_0_SPEAK_S - time.monotonic(), 0.0))
+
+
+def _tell_rank_0(place: Place, line: str) -> None:
+    """In place of this rank's vote when all join."""
+    quiet_torch()
+    joining = Joining(place, store_of(place, launch_number()), False, lambda *_: exit_now(EXIT_USAGE))
+    store = joining.store(time.monotonic() + _LET_RANK_0_SERVE_S)
+    store.set(f"vote/0/{place.rank}", json.dumps({"refused": line}))
+    store.wait(["decision/0"], timedelta(seconds=_LET_RANK_0_JOIN_S))
+    farewell(store, place.rank, place.world_size)

@@ -1,4 +1,4 @@
-"""The world a run lives in: who we are in it, how its ranks reach each other, and its process groups.
+"""The world a run lives in: how its ranks reach each other, and its process groups.
 
 The ranks of a run share a key-value store from start to end. Over it go votes (`StoreRanks.agree`) and
 alarms (`watch`); process groups come and go beside it.
@@ -9,17 +9,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from dtbench.machine.device import gpus
-from dtbench.model.errors import UsageError, WorldBrokenError
+from dtbench.model.errors import WorldBrokenError
 from dtbench.model.mesh import Mesh
 from dtbench.world.failure import UnreachableError
+from dtbench.world.place import Place
 
 if TYPE_CHECKING:
     import torch
@@ -31,118 +30,12 @@ _D = TypeVar("_D")
 SIMULATED_RANKS = 8
 # Waits on the store are ended by the watch, which knows why; this only has to be longer than any run.
 _FOREVER = timedelta(days=7)
-JOIN_TIMEOUT = timedelta(minutes=5)
 # Further connections are made once when a launch begins, and where something went wrong.
 _DYING_S = 0.2
 # A call may take most of its timeout on the other ranks, and be one of several between two votes.
 AFTER_RAISING = 3
 # The watch fires at the case's timeout and says what hangs; the group's own end comes after it.
 GROUP_GRACE_S = 30.0
-
-
-# --------------------------------------------------------------------------------- our place
-
-
-@dataclass(frozen=True)
-class Place:
-    """This process in a world that a launcher has started.
-
-    agent_store: the launcher hosts the store, so that it outlives the ranks; otherwise rank 0 does.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int | None
-    address: str
-    port: int
-    agent_store: bool
-    attempt: int = 0  # torchrun may start the ranks again, on the same store
-
-    @property
-    def one_host(self) -> bool:
-        """Whether all ranks are known to be on this host."""
-        return self.local_world_size == self.world_size
-
-
-def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
-    """The place that torchrun or Slurm gave this process; None when nobody started ranks.
-
-    A Slurm step of a single task is no world: our own launcher starts the ranks inside it.
-
-    Raises:
-        UsageError: an environment that is only half set.
-    """
-    if "RANK" in environ and "WORLD_SIZE" in environ:
-        return _torchrun_place(environ)
-    tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1"
-    if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ and _number("SLURM_NTASKS", tasks) > 1:
-        return _slurm_place(environ, _number("SLURM_NTASKS", tasks))
-    return None
-
-
-def _torchrun_place(environ: Mapping[str, str]) -> Place:
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
-    if missing:
-        raise UsageError(
-            f"RANK and WORLD_SIZE are set but {' and '.join(missing)} not: start dtbench under torchrun, "
-            f"or unset RANK and WORLD_SIZE to let it start its own ranks"
-        )
-    rank = _number("RANK", environ["RANK"])
-    local = environ.get("LOCAL_WORLD_SIZE")
-    return Place(
-        rank=rank,
-        world_size=_number("WORLD_SIZE", environ["WORLD_SIZE"]),
-        local_rank=_number("LOCAL_RANK", environ.get("LOCAL_RANK", str(rank))),
-        local_world_size=_number("LOCAL_WORLD_SIZE", local) if local else None,
-        address=environ["MASTER_ADDR"],
-        port=_number("MASTER_PORT", environ["MASTER_PORT"]),
-        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=_number("TORCHELASTIC_RESTART_COUNT", environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-    )
-
-
-def _slurm_place(environ: Mapping[str, str], world_size: int) -> Place:
-    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
-    address = environ.get("MASTER_ADDR") or first_host(hosts)
-    if not address:
-        raise UsageError(
-            "SLURM_PROCID is set but SLURM_JOB_NODELIST is not: start dtbench with srun, or set MASTER_ADDR"
-        )
-    per_node = re.fullmatch(r"(\d+)(?:\(x\d+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    job = _number("SLURM_JOB_ID", environ.get("SLURM_JOB_ID", "0"))
-    step = _number("SLURM_STEP_ID", environ["SLURM_STEP_ID"])
-    # Spread jobs and steps over the registered ports below Linux's ephemeral range (from 32768).
-    port = environ.get("MASTER_PORT") or str(20000 + (job * 7 + step) % 12000)
-    return Place(
-        rank=_number("SLURM_PROCID", environ["SLURM_PROCID"]),
-        world_size=world_size,
-        local_rank=_number("SLURM_LOCALID", environ.get("SLURM_LOCALID", "0")),
-        local_world_size=int(per_node[1]) if per_node else None,
-        address=address,
-        port=_number("MASTER_PORT", port),
-        agent_store=False,
-    )
-
-
-def first_host(nodelist: str) -> str:
-    """`gpu[001-004,009],login1` -> `gpu001`: the first host of a Slurm node list; "" of an empty one."""
-    name, rest = "", nodelist.strip()
-    while rest and rest[0] != ",":
-        if rest[0] == "[":
-            inside, _, rest = rest[1:].partition("]")
-            name += re.split(r"[-,]", inside, maxsplit=1)[0]
-        else:
-            name, rest = name + rest[0], rest[1:]
-    return name
-
-
-def _number(name: str, text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise UsageError(
-            f"the environment has {name}={text[:40]!r}: expected a whole number; correct or unset it"
-        )
-    return int(text)
 
 
 # --------------------------------------------------------------------------------- the shared store
@@ -152,21 +45,20 @@ def store_of(place: Place, launch: int) -> Callable[[bool], Store]:
     """How to reach the store of this launch: a function that opens a new connection (True: the first
     of this process, which also serves where no launcher does).
 
-    Each launch has its own keys, and its own port where rank 0 serves, since a port may linger.
+    Each launch has its own keys. place: of this launch, see `Place.of_launch`.
     """
 
     def connect(first: bool) -> Store:
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         if not first:
-            _expect_server(place.address, place.port + (0 if place.agent_store else launch))
-        serve = first and place.rank == 0 and not place.agent_store
+            _expect_server(place.address, place.port)
         store = TCPStore(
             place.address,
-            place.port + (0 if place.agent_store else launch),
+            place.port,
             None,
-            serve,
-            timeout=JOIN_TIMEOUT if first else timedelta(seconds=20),  # it is there: only busy
+            first and place.serves,
+            timeout=timedelta(seconds=20),  # it is there: only busy
             wait_for_workers=False,
         )
         store.set_timeout(_FOREVER)
@@ -266,17 +158,6 @@ class StoreRanks:
                 f"{self._reason}; the other ranks did not answer in {patience.total_seconds():g} s: they have ended, "
                 f"or wait for rank {self.rank} in a collective, which ends with this process"
             ) from None
-
-    def say_farewell(self) -> None:
-        """Rank 0 may leave: this rank uses the store no more."""
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"farewell/{self.rank}", "")
-
-    def wait_for_farewells(self, timeout_s: float) -> None:
-        """On rank 0: returns when all others have said it, or after so many seconds."""
-        with contextlib.suppress(RuntimeError):
-            keys = [f"farewell/{rank}" for rank in range(1, self.size)]
-            self._store.wait(keys, timedelta(seconds=timeout_s))
 
 
 def _sent(value: _V) -> _V:

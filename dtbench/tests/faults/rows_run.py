@@ -177,6 +177,37 @@ ROWS = [
         slow=True,
     ),
     Fault(
+        "rank 0 is killed while a child that its case forked lives",
+        f"{RUN} --filter forks",
+        5,
+        r"rank 0 on \S+ died or did not answer during first forks \(core\): recorded as failed; going on",
+        how="forked",
+        makes=MADE,
+        results="1 failed",
+    ),
+    Fault(
+        "a case raises on 8 ranks",
+        "run SUITE --quick --nproc 8 -o x.jsonl --filter how=raises",
+        5,
+        how="forked",
+        makes=MADE,
+        results="1 ok, 1 failed",
+        slow=True,
+    ),
+    *(
+        Fault(
+            f"rank 0 alone raises in a case's {where}",
+            f"{RUN} --filter 'how={where}'",
+            5,
+            rf"rank 0 on \S+ raised ValueError: in its {where} .*during first alone how={where} .*: recorded as failed",
+            how="forked",
+            makes=MADE,
+            results="1 failed",
+            slow=True,
+        )
+        for where in ("build", "check")
+    ),
+    Fault(
         "a case leaves processes behind",
         f"{RUN} --filter 'gone children'",
         0,
