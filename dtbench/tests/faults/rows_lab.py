@@ -119,6 +119,7 @@ ROWS = [
         "lab: `lab run` is killed",
         f"{LAB} {RUN} long",
         -signal.SIGKILL,
+        may_say="the process that started the ranks died: ",
         how="fresh",
         during=at_two_results(signal.SIGKILL),
         makes=("x.jsonl",),

@@ -181,9 +181,10 @@ ROWS = [
         f"{RUN} --filter forks",
         5,
         r"rank 0 on \S+ died or did not answer during first forks \(core\): recorded as failed; going on",
-        how="forked",
+        how="fresh",
         makes=MADE,
         results="1 failed",
+        slow=True,
     ),
     Fault(
         "a case raises on 8 ranks",
