@@ -69,7 +69,8 @@ class Fault:
     """A fault, what starts it and what must be seen.
 
     words: the command line after `dtbench`, in the row's own folder. says: a pattern found in the one line on
-    standard error; "" where there is none. may_say: a pattern of a line that comes or not, as who ends first. given: puts into the folder what the command finds. how: in this process
+    standard error; "" where there is none. may_say: a pattern of a line that comes or not, as who ends first.
+    given: puts into the folder what the command finds. how: in this process
     (`here`), `forked`, or in a `fresh` process. during: what happens to it while it runs. patched: what is another in
     this process. makes: patterns of the files it may leave. results: the last line of x.jsonl's summary, with
     ", cut short" where it has no end. also: what else must be so. then: a command that goes well afterwards, before
