@@ -132,25 +132,30 @@ def start_ranks(
         note = Note.read(note_path)
         words = last_words(words_file(note_path, failures[0][0])) if failures else ""
         print(other_words(folder), end="", file=sys.stderr, flush=True)  # noqa: T201
-    said = [code for _, code in failures if code in _SAID_WHY]
-    if said and not note.reported:  # refused options, or the note could not be written
-        note = dataclasses.replace(note, code=said[0], reported=True)
+    # The first to end counts: those that the launcher ended for it come after it.
+    if (
+        failures and failures[0][1] in _SAID_WHY and not note.reported
+    ):  # refused, or the note could not be written
+        note = dataclasses.replace(note, code=failures[0][1], reported=True)
     if note.reported and note.code is not None:
         return note
-    diagnosis = INTERRUPTED
-    if (
-        failures and failures[0][1] != EXIT_INTERRUPTED
-    ):  # the first to end; those that the launcher ended for it come after it
-        rank, code = failures[0]
-        oom = code == -signal.SIGKILL and oom_kills() > killed_before
-        sentence, faulty = explain(f"rank {rank}", words, oom, how_ended(code))
-        diagnosis = Diagnosis(sentence, rank if faulty else None)
+    diagnosis = _diagnose(failures, words, oom_kills() > killed_before)
     lost = None
     try:
         lost = report(diagnosis, note.case)
     except OutputError as error:
         complain(f"{diagnosis.during(note.case)}: {error}")
     return dataclasses.replace(note, code=diagnosis.code, lost=lost)
+
+
+def _diagnose(failures: Sequence[tuple[int, int]], words: str, oom: bool) -> Diagnosis:
+    """failures: (rank, exit code), first to last. words: the last ones of the first. oom: whether the kernel has ended a
+    process for lack of memory."""
+    if not failures or failures[0][1] == EXIT_INTERRUPTED:
+        return INTERRUPTED
+    rank, code = failures[0]
+    sentence, faulty = explain(f"rank {rank}", words, oom and code == -signal.SIGKILL, how_ended(code))
+    return Diagnosis(sentence, rank if faulty else None)
 
 
 def run_elastic(
