@@ -149,7 +149,7 @@ def start_ranks(
 
 
 def _diagnose(failures: Sequence[tuple[int, int]], words: str, oom: bool) -> Diagnosis:
-    """failures: (rank, exit code), first to last. words: the last ones of the first. oom: whether the kernel has ended a
+    """failures: (rank, exit code), first to last. words: the last ones of the first. oom: whether the kernel ended a
     process for lack of memory."""
     if not failures or failures[0][1] == EXIT_INTERRUPTED:
         return INTERRUPTED
