@@ -56,6 +56,11 @@ class Job:
         return [suite.name for suite in self.suites]
 
     @property
+    def simulated(self) -> bool:
+        """Whether one process measures all of it, which simulates its ranks."""
+        return all(task.suite.world == "simulated" for task in self.tasks)
+
+    @property
     def alone(self) -> bool:
         """Whether its suite, which is then the only one, needs no ranks."""
         return self.suites[0].world == "own"
@@ -149,7 +154,7 @@ def open_run_file(
         argv=argv,
         plan=job.plan,
         suites=job.suite_names,
-        mesh=() if job.alone else job.plan.mesh,
+        mesh=() if job.alone or job.simulated else job.plan.mesh,
         ranks=ranks,
         backend=None if job.alone else backend_of(job.plan.device_type, job.options.backend),
         launches=job.options.launches,

@@ -316,7 +316,7 @@ class Task:
         return (self.suite.name, self.case.name, impl, params, launch)
 
 
-def label_of(suite: str, case: Case) -> str:
+def label_of(suite: str, case: Case | Result) -> str:
     """The case in one line, params as key=value."""
     return " ".join([suite, case.name, *(f"{key}={value}" for key, value in case.params.items())])
 

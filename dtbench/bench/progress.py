@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from dtbench.model import STATUSES, Result
-from dtbench.text.units import format_bandwidth, format_seconds, format_size
+from dtbench.text.units import format_bandwidth, format_seconds, format_size, format_spread
 
 # How often a log without a terminal is told how far the run is.
 TELL_EVERY_S = 60.0
@@ -149,7 +149,8 @@ def line_of(result: Result) -> str:
     )
     words = [f"{result.suite} {result.name} {params}".rstrip(), "|", result.impl]
     if result.status == "ok" and result.time_s is not None:
-        words.append(format_seconds(result.time_s.median))
+        words.append(format_seconds(result.estimate_s))
+        words.append(format_spread(result.spread))
         bandwidth = result.busbw_Bps if result.busbw_Bps is not None else result.algbw_Bps
         if bandwidth is not None:
             words.append(format_bandwidth(bandwidth))

@@ -67,6 +67,11 @@ def job_here(options: RunOptions) -> Job:
     job = prepare(options, device_type, count_ranks(options.ranks, device_type, options.backend))
     if job.alone:
         refuse_rank_options(job)
+    if job.simulated and options.ranks is None:
+        # Ranks beside the one that measures would only wait, unless the cases follow from their number.
+        single = prepare(options, device_type, 1)
+        if [task.label for task in single.tasks] == [task.label for task in job.tasks]:
+            return single
     return job
 
 

@@ -245,9 +245,14 @@ class Recorder:
         """The first line."""
         plan, launches = self._job.plan, self._job.options.launches
         total = sum(len(task.impls) for task in tasks)
+        alone = dict.fromkeys(task.suite.name for task in tasks if task.suite.world == "simulated")
+        ranks = f"on {plan.world_size} {plan.device_type} ranks ({format_mesh(plan.mesh)})"
+        if self._job.simulated:
+            ranks = "in one process, which simulates its ranks"
+        elif alone:
+            ranks += f", of {' and '.join(alone)} in one process"
         words = [
-            f"{total} results to measure on {plan.world_size} {plan.device_type} ranks",
-            f"({format_mesh(plan.mesh)}),",
+            f"{total} results to measure {ranks},",
             f"launch {self._launch + 1} of {launches}," if launches > 1 else "",
             f"into {self.writer.path}:",
             budget.forecast(tasks, self._job.listed, plan.quick),

@@ -136,7 +136,7 @@ def _print_as_json(
 
 
 def _print_buckets(choices: Sequence[Choice], losses: Sequence[float | None]) -> None:
-    from dtbench.judge.settings.buckets import INDUCTOR, MIB
+    from dtbench.judge.settings.buckets import INDUCTOR, MEASURE, MIB
     from dtbench.text.terminal import new_console, print_columns, print_line
     from dtbench.text.units import format_size
 
@@ -152,7 +152,7 @@ def _print_buckets(choices: Sequence[Choice], losses: Sequence[float | None]) ->
     ]
     figures = [
         ("launches", [str(c.launches) for c in choices]),
-        ("bucket_cap_mb", [f"{c.cap_mb:g}" for c in choices]),
+        ("bucket_cap_mb", ["-" if c.cap_mb is None else f"{c.cap_mb:g}" for c in choices]),
         ("90% interval", bounds),
         ("fastest", [f"{c.fastest / MIB:g}" for c in choices]),
         ("loss", [f"{c.loss:.1%}" for c in choices]),
@@ -160,6 +160,8 @@ def _print_buckets(choices: Sequence[Choice], losses: Sequence[float | None]) ->
     if any(loss is not None for loss in losses):
         figures.append(("loss on the other launches", [f"{loss:.1%}" for loss in losses if loss is not None]))
     print_columns(console, words, figures)
+    for edge in dict.fromkeys(c.edge for c in choices if c.edge):
+        print_line(console, f"no bucket_cap_mb: {edge}; {MEASURE}, with sizes beyond it")
     print_line(console, "DDP: DistributedDataParallel(model, bucket_cap_mb=...), MiB")
     print_line(
         console,

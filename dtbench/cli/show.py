@@ -15,24 +15,39 @@ from dtbench.cli import options
 @options.RUNS
 @options.JSON
 @click.option("--csv", "as_csv", is_flag=True, help="Print one line per result, for spreadsheets.")
+@options.FILTER
+@click.option(
+    "--sort",
+    default="",
+    metavar="NAME",
+    show_default="as measured",
+    help="By time, spread, algbw, busbw, core/torch or a param, smallest first; -NAME: largest first.",
+)
 @options.EXPORT
 def show_command(
-    runs: tuple[Path, ...], as_json: bool, as_csv: bool, exports: tuple[tuple[str, Path], ...]
+    runs: tuple[Path, ...],
+    as_json: bool,
+    as_csv: bool,
+    filter: str,
+    sort: str,
+    exports: tuple[tuple[str, Path], ...],
 ) -> None:
     """Tables of the results in run files.
 
     \b
     Examples:
       dtbench show run.jsonl
+      dtbench show run.jsonl --filter "all_reduce mesh_dim=dp" --sort -busbw
       dtbench show *.jsonl --csv > results.csv
     """
     from dtbench.records.exports import points_of, write_exports
     from dtbench.records.run import read_run
+    from dtbench.show.choose import choose
     from dtbench.show.tables import print_csv, print_runs, print_runs_json
 
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other: give one of them")
-    read = [read_run(path) for path in runs]
+    read = choose([read_run(path) for path in runs], filter, sort)
     if as_csv:
         print_csv(read)
     elif as_json:

@@ -76,6 +76,13 @@ class Result(msgspec.Struct, frozen=True, tag_field="kind", tag="result"):
         return None if self.time_s is None else float(getattr(self.time_s, estimator_of(self)))
 
     @property
+    def spread(self) -> float | None:
+        """How far the samples' upper quartile lies above `estimate_s`, as a share of it: three quarters of the samples
+        took no longer. None without a time or of 0 s."""
+        time_s, estimate_s = self.time_s, self.estimate_s
+        return None if time_s is None or not estimate_s else max(time_s.p75 / estimate_s - 1, 0.0)
+
+    @property
     def case_key(self) -> CaseKey:
         """Names the case and impl across launches and runs."""
         return (self.suite, self.name, self.impl, tuple(sorted(self.params.items())))
@@ -239,6 +246,13 @@ class Run:
     header: Header
     results: tuple[Result, ...]
     complete: bool
+
+    def by_one_process(self, suite: str) -> bool:
+        """Whether a single rank of several measured the suite, as where the others are simulated: the run's ranks and
+        mesh are then not the suite's."""
+        timed = [r for r in self.results if r.suite == suite and r.samples_s]
+        several = len(self.header.ranks) > 1 and not self.header.imported
+        return several and bool(timed) and not any(r.rank_samples_s for r in timed)
 
     def ok(self, suite: str) -> list[Result]:
         """The suite's results that hold a time one may believe."""

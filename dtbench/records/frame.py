@@ -57,6 +57,7 @@ def results_frame(of: Runs, suite: str | None = None) -> pd.DataFrame:
             per call.
         size_bytes, algbw_Bps, busbw_Bps: bytes, and bytes per second.
         rank_spread: longest over shortest reading of the ranks in a sample, median over samples.
+        spread: how far the samples' upper quartile lies above estimate_s, as a share of it.
         from_last_s: from the arrival of a group's last rank until all of it is done, the longest over the groups
             of the mesh dim, the same order statistic as estimate_s; where the ranks' own readings are there.
     Then one column per param (`param.` before its name, so none can be mistaken for another column)
@@ -101,6 +102,7 @@ def _results_frame(pairs: Sequence[tuple[Run, Result]], figures: Collection[str]
         **{name: partial(_field, results, name) for name in ("estimate_s", "size_bytes", *_BANDWIDTHS)},
         "rank_spread": partial(_rank_spreads, results),
         "from_last_s": partial(_from_last, pairs),
+        "spread": partial(_field, results, "spread"),
     }
     columns = {
         name: _column(values_of(), _KINDS.get(name, float))
@@ -127,7 +129,7 @@ def cases_frame(of: pd.DataFrame | Runs, suite: str | None = None) -> pd.DataFra
         (suite, ""), (name, ""), (param.X, ""): the case.
         (F, impl): of each impl the figure F, merged over launches: the median of each launch's
             estimate_s and min_s to mean_s, of rank_spread and from_last_s; the sum of samples; the bandwidth of
-            estimate_s;
+            estimate_s; spread: of the launches' p75_s the upper quartile, over estimate_s, less 1;
             size_bytes and counter.X of the first launch. launches: how many were ok. Other launches
             have no say.
         (status, impl): the first status that is not ok, else ok; missing where the impl is.
@@ -197,6 +199,9 @@ def _merged(results: pd.DataFrame) -> pd.DataFrame:
     there = [c for c in (*TIME_COLUMNS, "rank_spread", "from_last_s", *_BANDWIDTHS) if c in good.columns]
     figures = launches[there].median()
     figures[_BANDWIDTHS] = 1 / figures[_BANDWIDTHS]
+    if {"p75_s", "estimate_s"} <= {*there}:
+        high_s, estimate_s = launches["p75_s"].quantile(0.75), figures["estimate_s"]
+        figures["spread"] = (high_s / estimate_s.where(estimate_s > 0) - 1).clip(lower=0)
     counters = [c for c in good.columns if c.startswith(COUNTER)]
     figures = figures.join(launches[["size_bytes", *counters]].first())
     figures = figures.assign(launches=launches.size().astype("Int64"), samples=launches["samples"].sum())

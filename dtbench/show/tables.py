@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 
 from dtbench.judge.op_verdicts import not_judged_lines, summary_rows
-from dtbench.model import Param, Result, Run, estimator_of
+from dtbench.model import MeshShape, Param, Result, Run, estimator_of
 from dtbench.model.grouping import group_by, known_first
 from dtbench.records.layout import DimLayout, layout_of
 from dtbench.records.verdicts import VERDICTS as CASE_VERDICTS
@@ -31,7 +31,7 @@ from dtbench.text.terminal import (
     split_params,
     titled,
 )
-from dtbench.text.units import bandwidth_unit, format_ratio, time_unit
+from dtbench.text.units import bandwidth_unit, format_ratio, format_spread, time_unit
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,20 +45,28 @@ _ALL = "--csv and --json give all"
 
 
 def print_runs(runs: Sequence[Run]) -> None:
-    """Each run's provenance, then per suite one row per case with the impls side by side."""
+    """Of each run per suite one row per case with the impls side by side; then what is not ok, and the provenance."""
     console = new_console()
-    for run in runs:
-        _print_provenance(console, run)
-        _print_layout(console, layout_of(run.header))
+    for number, run in enumerate(runs):
+        if number:
+            print_line(console, "")
+        if len(runs) > 1:
+            print_line(console, str(run.path), style="bold")
         verdicts = [OpVerdict.of(r) for r in run.results if has_verdicts(r)]
         suites = group_by((r for r in run.results if not has_verdicts(r)), lambda r: r.suite)
-        for suite, results in islice(suites.items(), MAX_TABLES):
+        for place, (suite, results) in enumerate(islice(suites.items(), MAX_TABLES)):
+            if place:
+                print_line(console, "")
             _print_suite(console, suite, run, results)
         print_rest(console, len(suites), "suites", _ALL, MAX_TABLES)
         if verdicts:
             _print_verdicts(console, verdicts)
         if not verdicts or len(verdicts) < len(run.results):
             _print_not_ok(console, run)
+        print_line(console, "")
+        _print_provenance(console, run)
+        if not _by_one_process(run):
+            _print_layout(console, layout_of(run.header))
 
 
 def print_runs_json(runs: Sequence[Run]) -> None:
@@ -80,7 +88,8 @@ def print_csv(runs: Sequence[Run]) -> None:
 def _print_provenance(console: Console, run: Run) -> None:
     header, versions = run.header, run.header.versions
     commit, dirty = header.git.commit, header.git.dirty
-    cpu, gpus, ranks, mesh = header.machine.cpu, header.machine.gpus, header.ranks, header.mesh
+    cpu, gpus, ranks = header.machine.cpu, header.machine.gpus, header.ranks
+    mesh = MeshShape(dim_names=(), shape=()) if _by_one_process(run) else header.mesh
     nodes = dict.fromkeys(r.node for r in ranks)  # of one name they are several all the same
     hosts = [str(host) for host, _ in nodes]
     cores = "" if cpu.usable_cores is None else f"{cpu.usable_cores} cores usable"
@@ -92,7 +101,7 @@ def _print_provenance(console: Console, run: Run) -> None:
         "commit": f"{commit}{' with changes' if dirty else ''}" if commit else "",
         "cpu": ", ".join(str(fact) for fact in (cpu.model, cores, cpu.governor) if fact),
         "gpus": _counted(str(gpu.name) for gpu in gpus),
-        "ranks": f"{len(ranks)} on {', '.join(hosts[:8])}{', ...' if len(hosts) > 8 else ''}"
+        "ranks": f"{_ranks_words(run)} on {', '.join(hosts[:8])}{', ...' if len(hosts) > 8 else ''}"
         if ranks
         else "",
         "mesh": dims,
@@ -100,6 +109,16 @@ def _print_provenance(console: Console, run: Run) -> None:
     for name, value in lines.items():
         if value:
             print_line(console, f"{name + ':':<10}{value}")
+
+
+def _by_one_process(run: Run) -> bool:
+    suites = {r.suite for r in run.results}
+    return bool(suites) and all(map(run.by_one_process, suites))
+
+
+def _ranks_words(run: Run) -> str:
+    ranks = len(run.header.ranks)
+    return f"one process, beside {ranks - 1} that waited," if _by_one_process(run) else str(ranks)
 
 
 def _print_layout(console: Console, dims: Sequence[DimLayout]) -> None:
@@ -159,10 +178,12 @@ def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Re
     varying, same = split_params(params)
     words = [("case", cells(cases["name", ""]))]
     words += [(name, [param_text(name, of_case.get(name)) for of_case in params]) for name in varying]
-    print_line(console, "")
     launches = results["launch"].nunique()
     title = f"{suite}: {statistic} of the samples"
     title += f", median over {launches} launches" if launches > 1 else ""
+    title += ", spread up to their upper quartile"
+    if run.by_one_process(suite):
+        title += f", by one process, not the run's {len(run.header.ranks)} ranks"
     print_line(console, titled(title, same), style="bold")
     print_columns(console, words, _figure_columns(cases, impls, "estimate_s"))
     print_rest(console, len(by_case), "cases", _ALL)
@@ -180,6 +201,7 @@ def _figure_columns(cases: pd.DataFrame, impls: Sequence[str], statistic: str) -
         instead = [s if s not in (None, "ok") else "-" for s in cells(cases["status", impl])]
         figures = [s if t is None else unit.format(t) for t, s in zip(column, instead, strict=True)]
         columns.append((f"{_IMPL_TITLES.get(impl, impl)} [{unit.name}]", figures))
+        columns.append(("spread", list(map(format_spread, cells(cases["spread", impl])))))
     for impl in impls:
         if any(from_last := cells(cases["from_last_s", impl])):
             name = "from last" if len(impls) == 1 else f"{impl} from last"

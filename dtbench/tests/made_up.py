@@ -12,6 +12,7 @@ import numpy as np
 
 from dtbench.model import Header, Param, Result, Run
 from dtbench.records.read import into
+from dtbench.records.run import RunWriter
 from dtbench.stats import summarize
 
 # The program in this process (conftest.py).
@@ -103,6 +104,15 @@ def read(header: Mapping[str, Any]) -> Header:
 
 def run(results: Sequence[Result], path: str = "made-up.jsonl", complete: bool = True, **changes: Any) -> Run:
     return Run(Path(path), read(header(**changes)), tuple(results), complete)
+
+
+def write(path: Path, run: Run) -> Path:
+    """The run as a file."""
+    with RunWriter.create(path, run.header) as writer:
+        for one in run.results:
+            writer.append(one)
+        writer.end()
+    return path
 
 
 def ring_us(name: str, size: int, ranks: int, bandwidth: float, latency: float) -> float:

@@ -31,6 +31,14 @@ def test_the_smallest_within_5_percent_of_the_best_rate_is_chosen() -> None:
     assert found.loss == pytest.approx(0.04) and (found.low, found.high) == (None, None)
 
 
+def test_the_edge_of_a_sweep_is_no_recommendation() -> None:
+    largest, smallest = choose(sweep([3.0, 2.0, 1.0])), choose(sweep([1.0, 2.0, 3.0]))
+    assert (largest.bucket, largest.cap_mb, smallest.bucket, smallest.cap_mb) == (16 * MIB, None, MIB, None)
+    assert "larger may be faster" in largest.edge and "smaller may do" in smallest.edge
+    # A curve that is flat up to the edge is known to have nothing beyond what it loses.
+    assert choose(sweep([3.0, 1.02, 1.0])).cap_mb == 4.0
+
+
 @pytest.mark.parametrize(("time_s", "bucket"), [(1 / 0.951, 1), (1 / 0.949, 4)])
 def test_the_rate_decides_not_the_time(time_s: float, bucket: int) -> None:
     assert choose(sweep([time_s, 1.0])).bucket == bucket * MIB
@@ -78,7 +86,9 @@ def test_the_command_prints_the_settings_and_their_loss_on_other_launches(dtbenc
     code, out, _ = dtbench("settings", RUN, "--split", "--json")
     rows = json.loads(out)["buckets"]
     assert code == 0 and [row["group"][2] for row in rows] == ["float32", "bfloat16"]
-    assert all(row["bucket_cap_mb"] == row["bucket"] / MIB and row["held_out_loss"] >= 0 for row in rows)
+    assert all(row["edge"] or row["bucket_cap_mb"] == row["bucket"] / MIB for row in rows)
+    assert all(row["bucket_cap_mb"] is None or not row["edge"] for row in rows)
+    assert all(row["held_out_loss"] >= 0 for row in rows)
 
 
 def test_a_run_without_a_sweep_is_refused_in_a_line(dtbench: Cli) -> None:

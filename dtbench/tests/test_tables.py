@@ -7,19 +7,25 @@ import json
 import re
 import sys
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from dtbench.bench.progress import line_of
 from dtbench.cli.doctor import print_findings
 from dtbench.judge.compare import compare
 from dtbench.judge.tables import print_comparison
 from dtbench.machine.doctor import Finding
 from dtbench.model import Result, Run
 from dtbench.model.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING
+from dtbench.records.frame import cases_frame, results_frame
+from dtbench.records.frame import cells as cells_of
 from dtbench.show.tables import print_runs, print_runs_json
 from dtbench.tests import made_up
+from dtbench.tests.made_up import Cli
+from dtbench.text.units import format_spread
 
 Capture = pytest.CaptureFixture[str]
 
@@ -46,6 +52,8 @@ def table_of(text: str, start: str) -> list[dict[str, str]]:
     lines = text.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith(start)) + 1
     titles = re.split(r"  +", lines[first].strip())
+    # A time's spread stands beside it.
+    titles = [f"{titles[i - 1]} spread" if title == "spread" else title for i, title in enumerate(titles)]
     rows = []
     for line in lines[first + 1 :]:
         if not line.strip():
@@ -70,25 +78,34 @@ def test_the_impls_stand_side_by_side(capsys: Capture) -> None:
         ]
     )
     out = capsys.readouterr().out
-    assert table_of(out, "dispatch: min of the samples; mesh=8, pass=forward") == [
+    title = "dispatch: min of the samples, spread up to their upper quartile, by one process"
+    assert out.startswith(title)
+    # Samples of 1, 2 and 3 times the minimum: the upper quartile lies 150 % above it.
+    assert table_of(out, title) == [
         {
             "case": "add",
             "placements": "S(0),S(0)",
             "core [µs]": "4.000",
+            "core [µs] spread": "+150%",
             "torch [µs]": "8.000",
+            "torch [µs] spread": "+150%",
             "floor (local) [µs]": "1.000",
+            "floor (local) [µs] spread": "+150%",
             "core/torch": "0.500x",
         },
         {
             "case": "add",
             "placements": "R,R",
             "core [µs]": "5.000",
+            "core [µs] spread": "+150%",
             "torch [µs]": "-",
+            "torch [µs] spread": "-",
             "floor (local) [µs]": "-",
+            "floor (local) [µs] spread": "-",
             "core/torch": "-",
         },
     ]
-    assert out.endswith("\n4 x ok\n")
+    assert out.index("4 x ok") < out.index("run:      run.jsonl") < out.index("2 x G1")
 
 
 def test_bandwidths_have_a_unit_of_their_own(capsys: Capture) -> None:
@@ -113,6 +130,66 @@ def test_bandwidths_of_several_impls_are_told_apart(capsys: Capture) -> None:
     print_runs([run(*results)])
     (row,) = table_of(capsys.readouterr().out, "bucketer")
     assert (row["core algbw [GB/s]"], row["limit algbw [GB/s]"]) == ("1.000", "4.000")
+
+
+def test_what_one_process_measures_has_no_ranks_and_no_mesh(capsys: Capture) -> None:
+    alone = result("dispatch", "add", "core", 4e-6)
+    samples = {str(rank): (1.0, 2.0, 3.0) for rank in range(4)}
+    together = result("collectives", "all_reduce", "c10d", 1.0, rank_samples_s=samples)
+    print_runs([run(alone)])
+    out = capsys.readouterr().out
+    assert (
+        "one process, beside 3 that waited, on node-a" in out and "mesh:" not in out and "layout" not in out
+    )
+    print_runs([run(alone, together)])
+    out = capsys.readouterr().out
+    assert "dispatch: min of the samples, spread up to their upper quartile, by one process" in out
+    assert "ranks:    4 on node-a" in out and "mesh:     dp=2, tp=2" in out
+    assert "collectives: p25 of the samples, spread up to their upper quartile; " in out.replace("\n", "; ")
+
+
+def test_the_same_figure_stands_on_the_line_of_a_run_in_its_table_and_in_frames(capsys: Capture) -> None:
+    for suite, seconds, spread in (("dispatch", 4e-6, 1.5), ("collectives", 4e-6, 2 / 3)):
+        one = result(suite, "a", "core", seconds)
+        assert one.spread == pytest.approx(spread)
+        print_runs([run(one)])
+        (row,) = table_of(capsys.readouterr().out, suite)
+        words = line_of(one).split()
+        assert words[-2] == "µs" and words[-1] == row["core [µs] spread"] == format_spread(spread)
+        (cell,) = cells_of(results_frame(run(one))["estimate_s"])
+        assert float(words[-3]) == float(row["core [µs]"]) == pytest.approx(cell * 1e6)
+        (merged,) = cells_of(cases_frame(run(one))["spread", "core"])
+        assert merged == pytest.approx(spread)
+
+
+def test_over_launches_the_spread_is_up_to_the_upper_quartile_of_theirs() -> None:
+    launches = [result("dispatch", "add", "core", 1e-6 * (1 + i), i) for i in range(5)]
+    # Minima of 1 to 5 us, upper quartiles of 2.5 to 12.5: median 3, upper quartile 10.
+    (spread,) = cells_of(cases_frame(run(*launches))["spread", "core"])
+    assert spread == pytest.approx(10 / 3 - 1)
+
+
+def test_cases_are_chosen_and_sorted(dtbench: Cli, tmp_path: Path) -> None:
+    cases = [("b", 3.0, 1024), ("a", 1.0, 65536), ("c", 2.0, 4096)]
+    results = [result("s", name, "core", time, params={"size": size}) for name, time, size in cases]
+    path = str(made_up.write(tmp_path / "x.jsonl", run(*results)))
+
+    def names(*words: str) -> list[str]:
+        code, out, error = dtbench("show", path, *words)
+        assert (code, error) == (0, "")
+        return [row["case"] for row in table_of(out, "s: p25")]
+
+    assert names() == ["b", "a", "c"]
+    assert names("--sort", "time") == ["a", "c", "b"] and names("--sort", "-time") == ["b", "c", "a"]
+    assert names("--sort", "size") == ["b", "c", "a"] and names("--filter", "size=4KiB") == ["c"]
+    code, out, _ = dtbench("show", path, "--filter", "size=4KiB", "--csv")
+    assert code == 0 and out.count("\n") == 2
+    for words, said in (
+        (("--filter", "nothing"), "matches no result"),
+        (("--sort", "colour"), "a param: size"),
+    ):
+        code, out, error = dtbench("show", path, *words)
+        assert (code, out) == (2, "") and said in error
 
 
 def test_launches_are_drawn_together(capsys: Capture) -> None:
@@ -173,7 +250,7 @@ def test_what_is_not_ok_is_listed_with_its_reason(capsys: Capture) -> None:
     assert "ok: s/core: GPU throttled (a)\n" in out
     assert "failed: s/core: no reason given (b)\n" in out
     assert "skipped: s/torch: no such op (c0; c1; c2; c3; c4; and 2 more)\n" in out
-    assert out.endswith("1 x ok, 1 x wrong, 1 x failed, 7 x skipped\n")
+    assert "\n1 x ok, 1 x wrong, 1 x failed, 7 x skipped\n" in out
 
 
 @pytest.mark.parametrize("columns", ["20", "80", "200"])
@@ -192,7 +269,7 @@ def test_no_terminal_is_so_narrow_that_a_figure_is_cut(
     print_comparison(compare([base], [base]))
     out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     lines = [line.split() for line in out.splitlines()]
-    assert ["addmm", "S(0),S(1),Partial", "123.5", "9877", "0.0125x"] in lines
+    assert ["addmm", "S(0),S(1),Partial", "123.5", "+150%", "9877", "+150%", "0.0125x"] in lines
     assert sum(line[:5] == ["addmm", "core", "S(0),S(1),Partial", "123.5", "123.5"] for line in lines) == 1
     assert "…" not in out
     assert "core/torch" in out

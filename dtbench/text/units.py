@@ -68,6 +68,13 @@ def format_ratio(ratio: float | None) -> str:
     return "-" if ratio is None else f"{significant(ratio, 3)}x"
 
 
+def format_spread(spread: float | None) -> str:
+    """Such as "+4%": how far the upper quartile lies above a figure; "-" for None."""
+    if spread is None:
+        return "-"
+    return f"+{spread:.0%}" if spread < 10 else f"{significant(spread + 1, 2)}x"
+
+
 def plural(count: int, noun: str) -> str:
     """Such as "1 case" and "2 cases"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

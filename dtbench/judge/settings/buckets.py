@@ -17,6 +17,7 @@ import numpy.typing as npt
 from dtbench.model import Run
 from dtbench.model.errors import UsageError
 from dtbench.stats import drawn_again, interval
+from dtbench.text.units import format_size
 
 WITHIN = 0.05
 INTERVAL = 0.9
@@ -51,7 +52,8 @@ class Sweep:
 @dataclass(frozen=True)
 class Choice:
     """bucket, low, high, fastest: bytes. low, high: the 90% interval; None with one launch. loss: by how much the
-    choice is slower than the fastest, as a share."""
+    choice is slower than the fastest, as a share. edge: where the bucket is the smallest or the largest measured, what
+    to measure before it is set: beyond that nothing is known."""
 
     group: Group
     launches: int
@@ -60,12 +62,13 @@ class Choice:
     high: int | None
     fastest: int
     loss: float
+    edge: str = ""
 
     @property
-    def cap_mb(self) -> float:
+    def cap_mb(self) -> float | None:
         """As DDP's and inductor's `bucket_cap_mb` count it: both multiply by 1024 * 1024 (torch 2.13,
-        nn/parallel/distributed.py and _inductor/fx_passes/bucketing.py)."""
-        return self.bucket / MIB
+        nn/parallel/distributed.py and _inductor/fx_passes/bucketing.py). None at the edge of the sweep."""
+        return None if self.edge else self.bucket / MIB
 
 
 def sweeps_of(runs: Iterable[Run]) -> list[Sweep]:
@@ -111,7 +114,12 @@ def choose(sweep: Sweep, seed: int = 0) -> Choice:
     index = int(_smallest(typical[None])[0])
     fastest = int(np.argmin(typical))
     loss = float(typical[index] / typical[fastest] - 1)
-    return Choice(sweep.group, n, sweep.buckets[index], low, high, sweep.buckets[fastest], loss)
+    edge = ""
+    if index == len(sweep.buckets) - 1:
+        edge = f"{format_size(sweep.buckets[-1])} is the largest measured and larger may be faster"
+    elif index == 0:
+        edge = f"{format_size(sweep.buckets[0])} is the smallest measured and smaller may do"
+    return Choice(sweep.group, n, sweep.buckets[index], low, high, sweep.buckets[fastest], loss, edge)
 
 
 def held_out_loss(sweep: Sweep, seed: int = 0) -> float:

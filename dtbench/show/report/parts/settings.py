@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dtbench.judge.settings.buckets import INDUCTOR, MIB, choose, sweeps_of
+from dtbench.judge.settings.buckets import INDUCTOR, MIB, Choice, choose, sweeps_of
 from dtbench.judge.settings.nccl import ranges_of, times_of, winners_of
 from dtbench.model.errors import UsageError
 from dtbench.show.report import tables as t
@@ -26,7 +26,7 @@ def _buckets(section: Section, of: Material) -> t.Table | None:
         choices = [choose(sweep) for sweep in sweeps_of(of.sources.runs)]
     except UsageError:  # no sweep over sizes
         return None
-    for c in choices:
+    for c in [c for c in choices if not c.edge]:
         words = f"bucket_cap_mb for {c.group[2]} over {c.group[0]}={c.group[1]}"
         section.headlines.append((format_size(c.bucket), words))
     return t.Table(
@@ -37,13 +37,19 @@ def _buckets(section: Section, of: Material) -> t.Table | None:
             t.Column("Dtype", [c.group[2] for c in choices]),
             t.Column("Tensor", [format_size(c.group[3]) for c in choices], True),
             t.Column("Launches", [str(c.launches) for c in choices], True),
-            t.Column("bucket_cap_mb", _mib([c.bucket for c in choices]), True, "MiB"),
+            t.Column("bucket_cap_mb", _mib([None if c.edge else c.bucket for c in choices]), True, "MiB"),
             t.Column("90% interval, low", _mib([c.low for c in choices]), True, "MiB"),
             t.Column("90% interval, high", _mib([c.high for c in choices]), True, "MiB"),
             t.percents("Slower than the best by", [c.loss for c in choices]),
         ],
-        note=f"The interval is over launches; one launch has none. {INDUCTOR}",
+        note=f"The interval is over launches; one launch has none. {_edges(choices)}{INDUCTOR}",
     )
+
+
+def _edges(choices: Sequence[Choice]) -> str:
+    """Why some have no recommendation."""
+    edges = dict.fromkeys(c.edge for c in choices if c.edge)
+    return f"The edge of a sweep is no recommendation: {'; '.join(edges)}. " if edges else ""
 
 
 def _mib(sizes: Sequence[int | None]) -> list[str]:
