@@ -18,12 +18,13 @@ from dtbench.gate.schedule import OutOfTimeError
 from dtbench.machine import device
 from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_OK, EXIT_USAGE, UsageError
 from dtbench.model.suites import load
+from dtbench.records.atomic import HEAD_BYTES
 from dtbench.tests import gate_selftest as gate
 from dtbench.tests.gate_selftest import plan_on
 from dtbench.tests.gate_selftest_suite import selftest
 from dtbench.tests.gpu_check import check as module
 from dtbench.tests.gpu_check import fake_gpu, truth
-from dtbench.tests.gpu_check.parts import PARTS, Part, Setting, Step
+from dtbench.tests.gpu_check.parts import CHECKOUT, PARTS, Part, Setting, Step
 from dtbench.tests.made_up import Cli
 
 
@@ -60,6 +61,21 @@ def test_a_failing_part_stops_no_other_and_is_gone_on_with(
     code, outcomes = check(folder)
     assert (code, set(outcomes.values())) == (EXIT_OK, {"done"})
     assert count.read_text() == "xx"  # what was done was not done again
+
+
+def test_a_record_longer_than_the_head_of_a_file_is_still_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        module, "PARTS", (part("one", *(run(f"print({'x' * 500!r}, {n})") for n in range(20))),)
+    )
+    assert check(tmp_path / "out") == (EXIT_OK, {"one": "done"})
+    assert (tmp_path / "out" / module.STATE).stat().st_size > 2 * HEAD_BYTES
+
+
+def test_what_the_parts_need_is_packed_for_machines_without_network() -> None:
+    offline = runpy.run_path(str(CHECKOUT / ".ci/offline"))
+    assert {"pytest", "pytest-benchmark", "hypothesis", "msgspec", "click"} <= set(offline["needed"]())
 
 
 def test_a_part_ends_at_its_limit_and_the_next_call_goes_on(

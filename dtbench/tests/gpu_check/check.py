@@ -53,13 +53,13 @@ class Record(msgspec.Struct):
     steps: list[Taken] = []
 
 
-class State(msgspec.Struct):
-    """The file of a check. device: the card's name, or the fake's. parts: by name."""
+class State(msgspec.Struct, tag_field="kind", tag="gpu-check"):
+    """The file of a check; its kind comes first, where `_write` looks for it. device: the card's name, or the fake's.
+    parts: by name."""
 
     device: str
     rehearsal: bool
     parts: dict[str, Record]
-    kind: str = "gpu-check"
 
 
 def check(setting: Setting, wanted: Sequence[str], say: Callable[[str], None]) -> int:
