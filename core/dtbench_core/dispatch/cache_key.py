@@ -59,8 +59,8 @@ def key_of(
             kind is torch.SymFloat
         ):  # a tracer's: no value is asked of it. A list has no hash: see `with_numbers`
             key.append(kind if by_type else [a])
-        else:
-            key.append(a)
+        else:  # None, a dtype, a string; a number of NumPy's, which is equal to those of other types
+            key.append((kind, a))
         locals_.append(local)
     if not kwargs:
         return tuple(key), locals_, kwargs

@@ -16,7 +16,7 @@ from dtbench_core.dispatch.plan import Move, Plan, plan_of_kind, sorted_by_name,
 from dtbench_core.errors import CoreError, MeshError
 from dtbench_core.layout import rng as random
 from dtbench_core.layout.local_shards import holds_shards
-from dtbench_core.layout.placement import REPLICATE, Placements
+from dtbench_core.layout.placement import REPLICATE, Placements, local_extents
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, held_by
 from dtbench_core.op_types import Args, Call, Kwargs, Value
@@ -124,14 +124,22 @@ def _plan_for(
         pairs = zip(call.inputs, inputs, strict=True)
         moved = tuple(s if p == s.placements else s.with_placements(p) for s, p in pairs)
         local_op = strategy.localize(Placed(moved, tuple(specs)))
-    # A random op runs even so: its rank would fall out of step.
-    empty = all(s is None or 0 in s.local_shape for s in specs) and not info.random
     agreeing = value_check.raise_on_all_ranks(call, inputs)
-    if out is not None and info.functional and empty:
-        refusal = rank_check.refusal_of_others(call, strategy, inputs, outputs) if agreeing is None else None
-        local_op = _empty_results(
-            local_op or info.op, specs, refusal, several=structure == "list", device=mesh.device_type
-        )
+    if out is not None and info.functional and not info.random:  # a random op's rank would fall out of step
+        refusal = _refusal_elsewhere(info, call, strategy, inputs, outputs) if agreeing is None else None
+        if all(s is None or 0 in s.local_shape for s in specs):
+            local_op = _empty_results(
+                info,
+                local_op or info.op,
+                specs,
+                refusal,
+                several=structure == "list",
+                device=mesh.device_type,
+            )
+        elif refusal is not None:
+            local_op = _raising(refusal)
+    if (checked := value_check.check_filled(call)) is not None:
+        local_op = checked(local_op or info.kernel)
     if agreeing is not None:
         local_op = agreeing(local_op or info.kernel)
     return plan_of_kind(info, local_op, out, _moves(call, inputs), replaced, of_copy=of_copy, to_copy=to_copy)
@@ -146,7 +154,33 @@ def _moves(call: OpCall, inputs: Sequence[Placements]) -> tuple[Move, ...]:
     )
 
 
+def _refusal_elsewhere(
+    info: OpInfo,
+    call: OpCall,
+    strategy: Strategy,
+    inputs: Sequence[Placements],
+    outputs: Sequence[Placements],
+) -> Exception | None:
+    """What other ranks' kernels refuse, whatever the values are, where this rank holds nothing of a tensor."""
+    mesh = call.inputs[0].info
+    here = mesh.my_coordinate()
+    shapes = [(tuple(spec.shape), p) for spec, p in zip(call.inputs, inputs, strict=True)]
+    shapes += [(tuple(m.shape), p) for m, p in zip(call.outputs, outputs, strict=True) if m is not None]
+    nothing = any(0 in local_extents(shape, p, mesh.sizes, here)[0] and 0 not in shape for shape, p in shapes)
+    if not nothing or info.by_type:  # by_type: asked at every call
+        return None
+    return rank_check.refusal_of_others(call, strategy, inputs, outputs)
+
+
+def _raising(refusal: Exception) -> Call:
+    def refuse(*_: object, **__: object) -> Value:
+        raise refusal
+
+    return refuse
+
+
 def _empty_results(
+    info: OpInfo,
     op: Call,
     specs: Sequence[DTensorSpec | None],
     refusal: Exception | None,
@@ -165,6 +199,8 @@ def _empty_results(
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         if any(holds_shards(one) for one in tensors):
             return op(*args, **kwargs)
+        if info.by_type and (refused := rank_check.refusal_of_numbers(info.op, args, kwargs)) is not None:
+            raise refused
         where = torch.device(device_of_results(args, kwargs, device))
         near = [one for one in tensors if one.device.type == where.type]
         made = [

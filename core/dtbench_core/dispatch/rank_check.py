@@ -8,16 +8,16 @@ a rank may hold. The answer depends on specs alone: all ranks come to the same o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dtbench_core.dispatch.metadata import is_spec
+from dtbench_core.dispatch.metadata import flattened, is_spec
 from dtbench_core.layout.placement import REPLICATE, Placements, Shard, local_extents, splits_evenly
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, memory_order
-from dtbench_core.op_types import Value
+from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.rules.base import OpCall, Strategy
 from dtbench_core.runtime import simulation
 from dtbench_core.torch_compat import dispatch_modes_active, kernel_of
@@ -121,9 +121,9 @@ def _run(
 def refusal_of_others(
     call: OpCall, strategy: Strategy, inputs: Sequence[Placements], outputs: Sequence[Placements]
 ) -> Exception | None:
-    """What the kernel raises on the first rank of the mesh, if that comes of dtypes: tried where this rank's results
-    are empty, so that its own kernel does not run. Meta kernels do not refuse dtypes as others do. What is
-    made for its rank is tried as the op on whole tensors."""
+    """What the kernel raises on the first rank of the mesh, if that comes of dtypes or of static arguments: tried where
+    this rank holds nothing, so that its own kernel does not run, or has nothing to refuse. Meta kernels do not refuse
+    all that others do. What is made for its rank is tried as the op on whole tensors."""
     if dispatch_modes_active() or simulation.active:
         return None
     info = call.inputs[0].info
@@ -134,17 +134,46 @@ def refusal_of_others(
         [tuple(local_extents(shape, p, info.sizes, (0,) * info.ndim)[0]) for shape, p in some]
         for some in (placed, made)
     )
-    refusal: Exception | None = None
     draws = torch.Generator(info.device_type).manual_seed(0)  # whose numbers nobody else draws
-    for whole in (0, 1):  # an integer may be an index of a dim of length 1, or a divisor
+
+    def attempt(whole: int) -> None:
         tensors = [
             torch.rand(shape, generator=draws, device=info.device_type).to(spec.dtype)
             if spec.dtype.is_floating_point or spec.dtype.is_complex
             else torch.full(shape, whole, dtype=spec.dtype, device=info.device_type)
             for spec, shape in zip(call.inputs, held, strict=True)
         ]
+        _run(call, strategy, tensors, expected)
+
+    return _refusal(attempt)
+
+
+def refusal_of_numbers(op: Call, args: Args, kwargs: Kwargs) -> Exception | None:
+    """What an elementwise op raises for the numbers of this call: on tensors of one element, of the dtypes given.
+
+    A plan holds for all numbers of a type, so that this is asked at every call.
+    """
+    if dispatch_modes_active() or simulation.active:
+        return None
+    leaves, rebuilt = flattened(args, kwargs)
+
+    def attempt(whole: int) -> None:
+        tried = [x.new_full((1,) * x.ndim, whole) if isinstance(x, torch.Tensor) else x for x in leaves]
+        tried_args, tried_kwargs = rebuilt(tried)
+        op(*tried_args, **tried_kwargs)
+
+    return _refusal(attempt)
+
+
+def _refusal(attempt: Callable[[int], None]) -> Exception | None:
+    """What it raises for tensors of any integers: one may be an index of a dim of length 1, or a divisor. What is wrong
+    with the values of a matrix says nothing of others."""
+    refusal: Exception | None = None
+    for whole in (0, 1):
         try:
-            _run(call, strategy, tensors, expected)
+            attempt(whole)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            return None
         except REFUSALS as error:  # NotImplementedError among them
             refusal = error
         else:

@@ -10,6 +10,7 @@ CUDA's kernels assert on the device instead, and a graph cannot choose by a valu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -21,6 +22,7 @@ from dtbench_core.layout.mesh import MeshInfo
 from dtbench_core.layout.placement import REPLICATE, Placements, local_extents
 from dtbench_core.op_types import Args, Call, Value
 from dtbench_core.rules.base import OpCall
+from dtbench_core.rules.pointwise import surely_holds
 from dtbench_core.runtime import simulation
 from dtbench_core.torch_compat import is_traced
 
@@ -35,6 +37,7 @@ _REFUSED = {
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), ("target",)),
     **dict.fromkeys(_DIVISIONS, ("other",)),
     "binary_cross_entropy": ("self", "target"),
+    "cholesky_inverse": ("self",),
 }
 
 
@@ -138,3 +141,35 @@ def _raise_everywhere(error: Exception | None, groups: Args) -> None:
         error = kind(message)
     if error is not None:
         raise error
+
+
+# ---- numbers that the dtype cannot hold ----
+
+# Op, without the underscore of its in-place form -> its number. torch fills a tensor of one element without a look at
+# the number, and refuses one that overflows in any other: what a shard has is not what the whole has.
+_FILLED = {"fill": "value", "full_like": "fill_value", "new_full": "fill_value"}
+
+
+def check_filled(call: OpCall) -> Callable[[Call], Call] | None:
+    """What makes of the kernel of an op that fills a tensor one that refuses what that of the whole would."""
+    name = call.op._schema.name.removeprefix("aten::").rstrip("_")
+    number = _FILLED.get(name)
+    made = call.outputs[0] if call.outputs else None
+    if number is None or made is None or is_spec(call[number]):
+        return None
+    position = next(i for i, a in enumerate(call.op._schema.arguments) if a.name == number)
+    count, dtype = min(made.shape.numel(), 2), made.dtype
+
+    def checking(kernel: Call) -> Call:
+        def run(*args: Any, **kwargs: Any) -> Value:
+            value = args[position] if position < len(args) else kwargs[number]
+            if surely_holds(dtype, value) or is_traced():
+                return kernel(*args, **kwargs)
+            args[0].new_empty(count, dtype=dtype).fill_(value)
+            if count == 1 and args[0].numel() == 0 and name == "fill":  # nothing to fill here
+                return args[0]
+            return kernel(*args, **kwargs)
+
+        return run
+
+    return checking

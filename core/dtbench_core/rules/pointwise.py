@@ -200,6 +200,8 @@ def fill(call: OpCall) -> Strategy:
             if averages:
                 _refuse_overflow(spec, value)
             if neutral is not None:
+                if masks and not surely_holds(spec.dtype, value):  # refused on the ranks that have the value
+                    op(local.new_zeros(1), args[0].new_ones(1), value)
                 value = torch.full_like(value, neutral) if isinstance(value, torch.Tensor) else neutral
             return op(local, *args[:masks], value)  # type: ignore[no-any-return]
 
@@ -216,6 +218,16 @@ def _refuse_overflow(spec: DTensorSpec, value: Value) -> None:
             f"got {value} to be written to {spec}, whose average over the ranks would overflow: redistribute it to "
             "Shard or Replicate before"
         )
+
+
+def surely_holds(dtype: torch.dtype, value: object) -> bool:
+    """Whether a number lies within the range of the dtype; if not, the kernel must be asked."""
+    if not isinstance(value, (int, float)):
+        return False
+    if dtype is torch.bool:
+        return True
+    limits = torch.finfo(dtype) if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype)
+    return bool(limits.min <= value <= limits.max)
 
 
 def neutral_term(spec: DTensorSpec) -> int | None:

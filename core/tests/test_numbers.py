@@ -1,0 +1,178 @@
+"""Numbers in calls that are planned already: equal ones of other types, and those that plain tensors refuse."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing import assert_close
+
+from core.tests.gloo_world import mesh_of, on_ranks
+from dtbench_core import DTensor, Partial, Replicate, Shard, clear_caches, comm, distribute_tensor
+from dtbench_core.layout.mesh import mesh_info
+
+S, P = Shard, Partial()
+# Each is equal to another of another type, or to itself with another sign.
+NUMBERS = (
+    *(
+        True,
+        1,
+        1.0,
+        1 + 0j,
+        np.bool_(True),
+        np.int32(1),
+        np.int64(1),
+        np.float32(1),
+        np.float64(1),
+        np.complex128(1),
+    ),
+    *(False, 0, 0.0, -0.0, 0j, np.bool_(False), np.int64(0), np.float64(0.0), np.float64(-0.0)),
+)
+TAKING: dict[str, Callable[[torch.Tensor, Any], Any]] = {
+    "+": lambda x, n: x + n,
+    "*": lambda x, n: x * n,
+    "/": lambda x, n: (x + 2) / n,
+    "==": lambda x, n: x == n,
+    "copysign": lambda x, n: torch.copysign(x, n),
+    "where": lambda x, n: torch.where(x > 0, x, n),
+    "full_like": lambda x, n: torch.full_like(x, n),
+    "masked_fill": lambda x, n: x.masked_fill(x > 0, n),
+    "add_": lambda x, n: x.clone().add_(n),
+    "alpha": lambda x, n: torch.add(x, x, alpha=n),
+    "foreach": lambda x, n: torch._foreach_add([x], n)[0],
+    "foreach of a list": lambda x, n: torch._foreach_add([x, x], [n, n])[0],
+    "through another op": lambda x, n: torch.heaviside(x, x * n),
+}
+
+
+def _outcome(run: Callable[..., Any], *args: Any) -> torch.Tensor | type[Exception]:
+    """What it gives, whole, or the class of what it raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            made: torch.Tensor = run(*args)
+        except Exception as error:
+            return type(error)
+        return made.full_tensor() if isinstance(made, DTensor) else made
+
+
+def test_equal_numbers_of_different_types_are_different(fake_world: Callable[[int], None]) -> None:
+    """No number may be taken for another that was met before it."""
+    fake_world(4)
+    mesh = DeviceMesh("cpu", range(4))
+    for full in (torch.tensor([3.0, -2, 0, 1]), torch.tensor([3, -2, 0, 1]), torch.tensor([True, False])):
+        x = distribute_tensor(full, mesh, [Replicate()], src_data_rank=None)
+        for name, call in TAKING.items():
+            wanted = [_outcome(call, full, n) for n in NUMBERS]
+            for first in NUMBERS:
+                clear_caches()
+                for _ in range(2):  # planned, and learnt
+                    _outcome(call, x, first)
+                for number, expected in zip(NUMBERS, wanted, strict=True):
+                    if number != first:
+                        continue
+                    got = _outcome(call, x, number)
+                    said = f"{name} {full.dtype} {first!r} {number!r}: {got}, expected {expected}"
+                    if isinstance(expected, torch.Tensor):
+                        assert isinstance(got, torch.Tensor) and got.dtype == expected.dtype, said
+                        assert_close(got, expected, equal_nan=True, msg=said)
+                        assert torch.equal(torch.signbit(got.real), torch.signbit(expected.real)), said
+                    else:
+                        assert got is expected, said
+
+
+INTS, FLOATS, HALVES = torch.tensor([3, 2, 1]), torch.tensor([3.0, 2, 1]), torch.tensor([3.0, 2, 1]).half()
+BYTES = INTS.to(torch.int8)
+MATRICES = torch.eye(2).repeat(3, 1, 1)
+SECOND = MATRICES * torch.tensor([0, 1, 0])[:, None, None]
+# Of four ranks that cut three elements one holds none. An accepted number, and one that is refused.
+REFUSING: dict[str, tuple[torch.Tensor, Callable[[Any, Any], Any], Any, Any]] = {
+    "pow": (INTS, lambda x, n: x**n, 2, -1),
+    "pow_": (INTS, lambda x, n: x.clone().pow_(n), 2, -1),
+    "foreach_pow": (INTS, lambda x, n: torch._foreach_pow([x, x], n)[1], 2, -1),
+    "foreach_pow of a list": (INTS, lambda x, n: torch._foreach_pow([x, x], [n, n])[1], 2, -1),
+    "foreach_clamp_min": (BYTES, lambda x, n: torch._foreach_clamp_min([x, x], n)[1], 2, 1000),
+    "clamp": (HALVES, lambda x, n: x.clamp(n), 1.0, 1e9),
+    "clamp of int8": (BYTES, lambda x, n: x.clamp(max=n), 1, 1000),
+    "threshold": (BYTES, lambda x, n: F.threshold(x, n, 1), 1, 1000),
+    "masked_fill": (HALVES, lambda x, n: x.masked_fill(x > 2, n), 1.0, 1e9),
+    "masked_fill of nothing": (HALVES, lambda x, n: x.masked_fill(x > 200, n), 1.0, 1e9),
+    "masked_fill_": (HALVES, lambda x, n: x.clone().masked_fill_(x > 2, n), 1.0, 1e9),
+    "fill": (HALVES, lambda x, n: torch.fill(x, n), 1.0, 1e9),
+    "fill_": (HALVES, lambda x, n: x.clone().fill_(n), 1.0, 1e9),
+    "fill_ of one element": (HALVES[:1], lambda x, n: x.clone().fill_(n), 1.0, 1e9),
+    "full_like": (HALVES, lambda x, n: torch.full_like(x, n), 1.0, 1e9),
+    "full_like of one element": (HALVES[:1], lambda x, n: torch.full_like(x, n), 1.0, 1e9),
+    "new_full": (HALVES, lambda x, n: x.new_full((3,), n), 1.0, 1e9),
+    "index_put": (HALVES, lambda x, n: _written(x, n), 1.0, 1e9),
+    "celu": (FLOATS, lambda x, n: F.celu(x, n), 1.0, 0.0),
+    "lerp": (FLOATS, lambda x, n: torch.lerp(x, x, n), 0.5, 1e300),
+    "alpha": (HALVES, lambda x, n: torch.add(x, x, alpha=n), 1.0, 1e9),
+    "polygamma": (FLOATS, lambda x, n: torch.polygamma(n, x), 2, -1),
+    "mvlgamma": (FLOATS, lambda x, n: torch.mvlgamma(x, n), 1, 0),
+    "floor_divide": (INTS, lambda x, n: x // n, 1, 0),
+    "remainder_": (INTS, lambda x, n: x.clone().remainder_(n), 1, 0),
+    "smooth_l1_loss": (FLOATS, lambda x, n: F.smooth_l1_loss(x, x, beta=n), 0.5, -1.0),
+    "one_hot": (INTS, lambda x, n: F.one_hot(x * n, 4), 1, 2),
+    "cholesky_inverse": (MATRICES, lambda x, n: torch.cholesky_inverse(x * n), 1, 0),
+    "cholesky_inverse of one": (MATRICES, lambda x, n: torch.cholesky_inverse(x - n), 0, SECOND),
+}  # fmt: skip
+
+
+def _written(x: torch.Tensor, number: float) -> torch.Tensor:
+    x = x.clone()
+    x[0:3] = number
+    return x
+
+
+def _agreed(mesh: DeviceMesh, run: Callable[..., Any], *args: Any) -> Any:
+    """As `_outcome`, where all ranks must come to the same kind of outcome before any may gather it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made, error = None, None
+        try:
+            made = run(*args)
+        except Exception as raised:
+            error = raised
+    seen = comm.all_gather_objects(error is None, mesh_info(mesh).groups[0])
+    assert len(set(seen)) == 1, f"ranks that did not raise: {seen}, here {error!r}"
+    return error if made is None else made.full_tensor()
+
+
+@on_ranks
+def test_numbers_that_are_refused() -> None:
+    """By all ranks alike, whatever was accepted before, and never because of what was refused before."""
+    mesh = mesh_of((4,))
+
+    def put(full: Any) -> Any:
+        cut = isinstance(full, torch.Tensor)
+        return distribute_tensor(full, mesh, [S(0)], src_data_rank=None) if cut else full
+
+    for name, (full, call, good, bad) in REFUSING.items():
+        x = put(full)
+        for order in ((good, good, bad, good), (bad, good), (bad, bad)):
+            clear_caches()
+            for number in order:
+                expected = _outcome(call, full, number)
+                got = _agreed(mesh, call, x, put(number))
+                said = f"{name} {number}: {got!r}, expected {expected}"
+                if isinstance(expected, torch.Tensor):
+                    assert isinstance(got, torch.Tensor), said
+                    assert_close(got, expected, msg=said)
+                else:
+                    assert isinstance(got, (expected, RuntimeError)) and isinstance(got, Exception), said
+
+
+@on_ranks
+def test_a_number_that_one_term_of_a_pending_sum_takes() -> None:
+    mesh = mesh_of((4,))
+    mask = distribute_tensor(torch.tensor([True, False]), mesh, src_data_rank=None)
+    for number in (1.0, 1e9):
+        x = DTensor.from_local(torch.ones(2, dtype=torch.float16), mesh, [P])
+        got = _agreed(mesh, DTensor.masked_fill, x, mask, number)
+        assert isinstance(got, RuntimeError) if number == 1e9 else got.tolist() == [1.0, 4.0], got
