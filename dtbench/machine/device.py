@@ -1,12 +1,12 @@
 """The GPUs of this process: the one place where the harness asks torch.cuda and NVML.
 
-`gpus()` is torch's CUDA, or in a rehearsal what a module has that the environment names: a fake that works on the CPU.
+`gpus()` is torch's CUDA, or in a rehearsal what a file has that the environment names: a fake that works on the CPU.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
+import runpy
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 # NVML's bindings, which have no types, and what they answer.
 Nvml = Any
-# Names a module whose `rehearsed()` stands for the GPUs; set by a rehearsal's runner for the processes it starts.
+# Names a file of Python whose `rehearsed()` stands for the GPUs; set by a rehearsal's runner for the processes it starts,
+# among them the gate's launches, whose copy of dtbench has no tests.
 REHEARSAL = "DTBENCH_REHEARSAL"
 DEFAULT_CPU_RANKS = 4
 
@@ -145,8 +146,8 @@ def gpus() -> Gpus:
 
 
 @lru_cache(maxsize=1)
-def _rehearsed(module: str) -> Gpus:
-    made: Gpus = importlib.import_module(module).rehearsed()
+def _rehearsed(file: str) -> Gpus:
+    made: Gpus = runpy.run_path(file)["rehearsed"]()  # its functions keep its globals
     return made
 
 

@@ -13,6 +13,7 @@ from dtbench.bench.sampling import combine
 from dtbench.bench.session import instruments_of
 from dtbench.machine import device
 from dtbench.machine import provenance as machine
+from dtbench.tests.gpu_check import fake_gpu
 from dtbench.tests.gpu_check.fake_gpu import FakeGpus, fake_nvml
 
 CPU = torch.device("cpu")
@@ -137,7 +138,7 @@ def test_without_a_rehearsal_a_cpu_has_a_cpus_clocks(monkeypatch: pytest.MonkeyP
 
 
 def test_a_rehearsal_measures_with_a_gpus_instruments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(device.REHEARSAL, "dtbench.tests.gpu_check.fake_gpu")
+    monkeypatch.setenv(device.REHEARSAL, fake_gpu.__file__)
     fake = FakeGpus()
     monkeypatch.setattr(module, "gpus", lambda: fake)
     nvml = fake_nvml(1)

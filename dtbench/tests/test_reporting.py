@@ -272,6 +272,12 @@ def test_runs_of_different_setups_are_refused(run: Run) -> None:
         render([])
 
 
+def test_a_run_of_one_process_goes_with_one_of_ranks(run: Run) -> None:
+    alone = made_up.run(made_up.dispatch(), mesh={}, run_id="alone")
+    for runs in ([run, alone], [alone, run]):
+        assert "alone" in render(runs)
+
+
 # ------------------------------------------------------------------------------------- safe
 
 

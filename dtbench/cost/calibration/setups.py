@@ -20,30 +20,34 @@ def check_same_setup(runs: Sequence[Run]) -> None:
         if run_id in seen:
             raise UsageError(f"{run.path} and {seen[run_id].path} are the same run ({run_id}): give it once")
         seen[run_id] = run
-    first = setup_of(runs[0])
-    for run in runs[1:]:
+    first: dict[str, tuple[object, Run]] = {}
+    for run in runs:
         for what, value in setup_of(run).items():
-            if value != first[what]:
+            other, of = first.setdefault(what, (value, run))
+            if value != other:
                 raise UsageError(
-                    f"{runs[0].path} and {run.path} differ in {what} ({first[what]} and {value}): "
+                    f"{of.path} and {run.path} differ in {what} ({other} and {value}): "
                     "only launches of one setup can be put together, give the others separately"
                 )
 
 
 def setup_of(run: Run) -> dict[str, object]:
-    """What must agree. Hosts by their order of appearance: a scheduler may hand out other nodes."""
+    """What must agree. Hosts by their order of appearance: a scheduler may hand out other nodes. A run that one process
+    measured has no mesh, and goes with any."""
     header = run.header
     mesh, machine = header.mesh, header.machine
     order: dict[str, int] = {}
     layout = [order.setdefault(host or "?", len(order)) for host in hosts_of(header)]
-    return {
-        "mesh": ", ".join(f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True)),
+    told: dict[str, object] = {
         "backend": backend(header),
         "device type": device_type(header),
         "CPU": machine.cpu.model or "unknown",
         "GPUs": ", ".join(str(gpu.name) for gpu in machine.gpus) or "none",
-        "hosts of the ranks": layout,
     }
+    if mesh.shape:
+        told["mesh"] = ", ".join(f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True))
+        told["hosts of the ranks"] = layout
+    return told
 
 
 def backend(header: Header) -> str:

@@ -146,7 +146,7 @@ def _step(step: Step, setting: Setting, left_s: float, log: Path) -> int | None:
         argv += step.again
     elif step.makes and made.exists():
         shutil.rmtree(made) if made.is_dir() else made.unlink()
-    rehearsal = {machine.REHEARSAL: fake_gpu.__name__} if setting.rehearse else {}
+    rehearsal = {machine.REHEARSAL: fake_gpu.__file__} if setting.rehearse else {}
     with log.open("ab") as out:
         out.write(f"$ {' '.join(argv[1:])}\n".encode())
         out.flush()
