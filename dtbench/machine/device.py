@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 # NVML's bindings, which have no types, and what they answer.
 Nvml = Any
-# Names a file of Python whose `rehearsed()` stands for the GPUs; set by a rehearsal's runner for the processes it starts,
-# among them the gate's launches, whose copy of dtbench has no tests.
+# Names a file of Python whose `rehearsed()` stands for the GPUs; set by a rehearsal's runner for what it starts, among
+# which are the gate's launches, whose copy of dtbench has no tests.
 REHEARSAL = "DTBENCH_REHEARSAL"
 DEFAULT_CPU_RANKS = 4
 
