@@ -6,6 +6,7 @@ This is a rank's first step: it imports little.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -14,6 +15,8 @@ import threading
 LAUNCHER = "DTBENCH_LAUNCHER"  # the launcher's process id; set by our own launcher only
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _DEAD = 1
+# What pidfd_open says of a process that has ended, and of one that is reaped while it looks.
+_NO_SUCH_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)
 
 
 def end_with_launcher() -> None:
@@ -41,10 +44,12 @@ def _end_with_parent(parent: int) -> None:
 def _end_with_process(pid: int) -> None:
     try:
         of_launcher = os.pidfd_open(pid)  # refers to a zombie, too, and is then readable
-    except ProcessLookupError:
-        os._exit(_DEAD)
-    except (AttributeError, OSError):  # before Linux 5.3
+    except AttributeError:
         return
+    except OSError as error:
+        if error.errno in _NO_SUCH_PROCESS:
+            os._exit(_DEAD)
+        return  # before Linux 5.3
     held = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the thread inherits this
     threading.Thread(target=_wait, args=(of_launcher,), name="launcher", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_SETMASK, held)

@@ -147,8 +147,22 @@ def processes_in(folder: Path) -> list[int]:
 def wait_until_none_runs_in(folder: Path) -> None:
     deadline = time.monotonic() + GONE_S
     while left := processes_in(folder):
-        assert time.monotonic() < deadline, f"{left} still run"
+        assert time.monotonic() < deadline, f"still run: {[described(pid) for pid in left]}"
         time.sleep(0.05)
+
+
+def described(pid: int) -> str:
+    """What a process that should have ended is, and what its threads wait for."""
+    with contextlib.suppress(OSError):
+        folder = Path("/proc", str(pid))
+        command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")[:200].decode(errors="replace")
+        kept = re.findall(r"(?:State|PPid|SigBlk|ShdPnd):.*", (folder / "status").read_text() + command)
+        threads = [
+            f"{(t / 'comm').read_text().strip()} in {(t / 'wchan').read_text()}"
+            for t in (folder / "task").iterdir()
+        ]
+        return f"{pid} {command!r}: {'; '.join([*kept, *threads])}"
+    return f"{pid}, which has ended"
 
 
 def check(fault: Fault, done: Done, before: Mapping[str, bytes | None], folder: Path) -> None:
