@@ -10,7 +10,7 @@ if {"DTBENCH_NOTE", "RANK"} <= os.environ.keys():
 
     end_with_launcher()  # before the imports, which take seconds
 
-from dtbench.cli.program import main
+from dtbench.cli import main
 
 if __name__ == "__main__":
     main()

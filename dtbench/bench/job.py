@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from dtbench.bench import budget
+from dtbench.bench.before import Before
+from dtbench.bench.findings import findings, next_commands
 from dtbench.bench.options import (
     RunOptions,
     Task,
@@ -33,6 +35,7 @@ from dtbench.model.errors import (
 )
 from dtbench.model.mesh import format_mesh
 from dtbench.model.suites import Suite, load
+from dtbench.records import baselines
 from dtbench.records.run import RunWriter, read_run
 from dtbench.text.masking import mask_arguments, mask_variables
 from dtbench.world.failure import ActiveCase, Diagnosis
@@ -166,6 +169,24 @@ def exit_code_of(results: Iterable[Result]) -> int:
     """0, or 5 where a result failed or is wrong, or there is none."""
     statuses = {result.status for result in results}
     return EXIT_OK if statuses and not statuses & {"failed", "wrong"} else EXIT_CASE_FAILED
+
+
+def say_ended(options: RunOptions, path: Path, before: Before | None) -> None:
+    """The last lines of a run that is whole: what it found, what became of it, what to type next.
+
+    Raises:
+        OutputError: the baseline cannot be kept.
+    """
+    run = read_run(path)
+    lines = [] if options.brief else findings(run)
+    if before is not None and (summary := before.summary(run.results)):
+        lines.append(summary)
+    lines.append(f"{path}: {summary_of(run.results)}")
+    if options.save_baseline is not None:
+        kept = baselines.save(path, options.save_baseline)
+        lines.append(f"kept as the baseline {options.save_baseline}: {kept}")
+    for line in lines if options.brief else [*lines, *next_commands(run)]:
+        say(line)
 
 
 def say_complete(run: Run) -> int:

@@ -91,6 +91,9 @@ class RunOptions:
     refine: bool | None = None  # None: as --max-size is given
     budget_s: float | None = None
     on_failure: Literal["continue", "stop"] = "continue"  # where a case has cost the run its ranks
+    baseline: str | None = None  # to compare with: a name or a run file
+    save_baseline: str | None = None  # the name to keep the run under
+    brief: bool = False  # end with the counts alone
 
     def __post_init__(self) -> None:
         if self.resume and self.output is None:
@@ -185,6 +188,24 @@ def parse_sizes(text: str) -> tuple[int, ...]:
         if len(sizes) > _MAX_SIZES:
             raise UsageError(f"--size {text} gives more than {_MAX_SIZES} sizes: take a larger factor")
     return tuple(sorted(sizes))
+
+
+def parse_nccl_size(text: str) -> int:
+    """`128M` -> 2^27 bytes, as nccl-tests reads sizes (K, M and G in powers of 1024, src/common.cu `parsesize`); those
+    of `parse_size` too."""
+    short = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgKMG])\s*", text)
+    return parse_size(f"{short[1]}{short[2]}iB" if short else text)
+
+
+def sweep_of(first: int, last: int, factor: int) -> tuple[int, ...]:
+    """The sizes from `first` to `last` by `factor`, in bytes.
+
+    Raises:
+        UsageError: they are in the wrong order.
+    """
+    if first > last:
+        raise UsageError(f"-b {first} is above -e {last}: swap them")
+    return tuple(_geometric(first, last, factor))
 
 
 def _sweep(text: str) -> Iterator[int]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import shutil
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
+from dtbench.bench.live import Lines, line_of
 from dtbench.model import STATUSES, Result
-from dtbench.text.units import format_bandwidth, format_seconds, format_size, format_spread
 
 # How often a log without a terminal is told how far the run is.
 TELL_EVERY_S = 60.0
+# How long a command may be at work before it says so.
+SILENT_S = 1.0
 
 
 class Progress:
@@ -23,6 +26,7 @@ class Progress:
         self._clock = clock
         self._total = self._done = 0
         self._began_s = self._told_s = clock()
+        self._lines = Lines()
 
     def begin(self, headline: str, total: int) -> None:
         """So many results are to come."""
@@ -35,8 +39,10 @@ class Progress:
         self._total += count
         say(f"{count} more results to measure, where the sweep was too coarse")
 
-    def result(self, result: Result) -> None:
-        say(line_of(result))
+    def result(self, result: Result, change: str = "") -> None:
+        """change: against an earlier run, in words."""
+        for line in self._lines.of(result, change):
+            say(line)
         self._done += 1
         now_s = self._clock()
         if now_s - self._told_s >= TELL_EVERY_S and self._done < self._total:
@@ -49,7 +55,7 @@ class Progress:
 
 
 class Bar(Progress):
-    """A bar with the time left on stderr; only what went wrong gets a line."""
+    """A bar with the time left on stderr below the lines of the results."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -86,9 +92,10 @@ class Bar(Progress):
         self._total += count
         self._bar.update(self._task, total=self._total, refresh=True)
 
-    def result(self, result: Result) -> None:
-        if result.status in ("failed", "wrong"):
-            self._print(line_of(result))
+    def result(self, result: Result, change: str = "") -> None:
+        if result.time_s is not None or result.status in ("failed", "wrong"):  # a verdict on an op is no news
+            for line in self._lines.of(result, change):
+                self._print(line)
         words = f"{result.suite} {result.name} {result.impl}"
         self._bar.update(self._task, advance=1, description=words, refresh=True)
 
@@ -96,7 +103,7 @@ class Bar(Progress):
         self._bar.stop()
 
     def _print(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False)
+        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class Line(Progress):
@@ -107,8 +114,8 @@ class Line(Progress):
         self._shown = shown
         self._length = 0
 
-    def result(self, result: Result) -> None:
-        self.show(line_of(result))
+    def result(self, result: Result, change: str = "") -> None:
+        self.show(line_of(result, change))
 
     def show(self, text: str) -> None:
         """In place of the text before."""
@@ -142,24 +149,16 @@ def say(text: str) -> None:
         print(text.encode(encoding, "replace").decode(encoding), flush=True)  # noqa: T201
 
 
-def line_of(result: Result) -> str:
-    """`collectives all_reduce mesh_dim=tp size=64 KiB | c10d  312 µs  0.21 GB/s`."""
-    params = " ".join(
-        f"{k}={format_size(v) if k == 'size' and isinstance(v, int) else v}" for k, v in result.params.items()
-    )
-    words = [f"{result.suite} {result.name} {params}".rstrip(), "|", result.impl]
-    if result.status == "ok" and result.time_s is not None:
-        words.append(format_seconds(result.estimate_s))
-        words.append(format_spread(result.spread))
-        bandwidth = result.busbw_Bps if result.busbw_Bps is not None else result.algbw_Bps
-        if bandwidth is not None:
-            words.append(format_bandwidth(bandwidth))
-    else:
-        where = "" if result.rank is None else f" on rank {result.rank}"
-        words.append(f"{result.status}{where}")
-    if result.reason:
-        words.append(f"({result.reason})")
-    return "  ".join(words).replace("  |  ", " | ")
+@contextmanager
+def said_if_slow(text: str) -> Iterator[None]:
+    """Says what is being done, where it takes longer than a second."""
+    timer = threading.Timer(SILENT_S, say, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def summary_of(results: Iterable[Result]) -> str:

@@ -16,16 +16,19 @@ from dtbench.bench.job import (
     report_failure,
     run_to_resume,
     say_complete,
+    say_ended,
     words_on_kept,
 )
 from dtbench.bench.options import RunOptions, remaining
-from dtbench.bench.progress import make_progress, say, summary_of
+from dtbench.bench.progress import make_progress, said_if_slow, say
 from dtbench.bench.session import Session
 from dtbench.machine.device import choose_device, count_ranks
 from dtbench.machine.provenance import local_rank_info
 from dtbench.model import ResultKey, Run
 from dtbench.model.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError, complain
+from dtbench.records import baselines
 from dtbench.records.atomic import refuse_taken
+from dtbench.text.units import plural
 from dtbench.world.failure import INTERRUPTED, ActiveCase, Diagnosis
 from dtbench.world.launch import Note, start_ranks
 from dtbench.world.place import find_place
@@ -44,7 +47,12 @@ def run(options: RunOptions, argv: Sequence[str]) -> int:
     place = find_place()
     if place is not None:
         Session(options, place, argv).go()
-    job = job_here(options)
+    if options.baseline is not None:
+        baselines.find(options.baseline)
+    if options.save_baseline is not None:
+        baselines.named(options.save_baseline)
+    with said_if_slow(f"loading torch and {', '.join(options.suites) or 'the suites'}"):
+        job = job_here(options)
     output = output_of(options)
     before = run_to_resume(job, output) if options.resume else None
     if before is None:
@@ -53,6 +61,8 @@ def run(options: RunOptions, argv: Sequence[str]) -> int:
         return say_complete(before)
     if job.alone:
         return measure_alone(job, argv, output, before)
+    ranks = plural(job.plan.world_size, "process")
+    say(f"starting {ranks}, which load torch{' and meet' if job.plan.world_size > 1 else ''}")
     return _measure_in_ranks(job, argv, output, {result.key for result in before.results} if before else ())
 
 
@@ -162,5 +172,5 @@ def measure_alone(job: Job, argv: Sequence[str], output: Path, before: Run | Non
         finally:
             progress.close()
         results = writer.results.values()
-    say(f"{output}: {summary_of(results)}")
+    say_ended(job.options, output, None)
     return exit_code_of(results)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from dtbench.bench import budget
+from dtbench.bench.before import Before, find_before
 from dtbench.bench.clock import clocks_of
 from dtbench.bench.job import (
     Job,
@@ -28,9 +29,10 @@ from dtbench.bench.job import (
     run_to_resume,
     same_on_all_ranks,
     say_complete,
+    say_ended,
 )
 from dtbench.bench.options import RunOptions, Task, further_tasks, remaining
-from dtbench.bench.progress import make_progress, say, summary_of
+from dtbench.bench.progress import make_progress, say
 from dtbench.bench.runner import Sweep, budget_of
 from dtbench.bench.sampling import Budget, Instruments, Ranks
 from dtbench.machine import provenance as machine
@@ -38,7 +40,7 @@ from dtbench.machine.device import choose_device, is_gpu
 from dtbench.model import Param, Result
 from dtbench.model.errors import UsageError
 from dtbench.model.mesh import format_mesh
-from dtbench.records.run import RunWriter
+from dtbench.records.run import RunWriter, read_header
 from dtbench.text.units import format_seconds
 from dtbench.world.clocks import Offset
 from dtbench.world.failure import ActiveCase, Diagnosis
@@ -97,6 +99,7 @@ class Session:
         self._output = Path(*rank.ranks.agree([str(self._output)], lambda votes: votes[0]))
         if rank.place.rank == 0:
             self._recorder = Recorder(job, self._open(job), self._launch)
+            self._recorder.compare_with(self._options.baseline)
         tasks = self._agree_on_tasks(job)
         if self._recorder is not None:
             self._recorder.begin(tasks)
@@ -223,6 +226,15 @@ class Recorder:
         self._job = job
         self._launch = launch
         self.good = sum(result.status == "ok" for result in writer.results.values())
+        self._before: Before | None = None
+
+    def compare_with(self, baseline: str | None) -> None:
+        """The baseline of that name or file, else the last run of such cases.
+
+        Raises:
+            UsageError: there is no such baseline.
+        """
+        self._before = find_before(read_header(self.writer.path), self.writer.path, baseline)
 
     def left(self, tasks: Iterable[Task]) -> list[Task]:
         return remaining(tasks, self.writer.results, self._launch)
@@ -262,7 +274,8 @@ class Recorder:
     def record(self, result: Result) -> None:
         written = self.writer.append(result)
         self.good += written.status == "ok"
-        self.progress.result(written)
+        change = None if self._before is None else self._before.change([written])
+        self.progress.result(written, "" if change is None else change.words)
 
     def end(self) -> int:
         """When all is measured: the end of the file and the last line. The exit code."""
@@ -282,7 +295,7 @@ class Recorder:
                     f"the clock was set {format_seconds(abs(moved))} {'ahead' if moved > 0 else 'back'} meanwhile, or "
                     "the host slept: the file's stamps show it, its times are of another clock"
                 )
-            say(f"{writer.path}: {summary_of(results.values())}")
+            say_ended(options, writer.path, self._before)
         return exit_code_of(results.values())
 
 

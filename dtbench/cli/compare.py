@@ -10,7 +10,7 @@ from dtbench.cli import options
 
 
 @click.command("compare")
-@click.argument("base", type=options.FILE)
+@click.argument("base", type=options.FILE, metavar="BASE")
 @click.argument("new", required=False, type=options.FILE)
 @click.option("--reference", is_flag=True, help="Compare BASE with public systems of its kind instead.")
 @click.option("--system", metavar="NAME", help="With --reference: the public system to compare with.")
@@ -25,6 +25,8 @@ def compare_command(
     exports: tuple[tuple[str, Path], ...],
 ) -> int:
     """What became slower or faster from BASE to NEW. Exit code 1 if anything became slower.
+
+    BASE is a run file, or the name of a baseline that `dtbench run --save-baseline` has kept.
 
     With --reference, BASE's bus bandwidths beside published ones of the same GPUs, ranks and hosts.
 
@@ -47,8 +49,10 @@ def compare_command(
         raise click.UsageError("--system goes with --reference")
     from dtbench.judge.compare import compare
     from dtbench.judge.tables import print_comparison
+    from dtbench.records import baselines
     from dtbench.records.exports import write_exports
 
+    base = base if base.exists() else baselines.find(base)
     comparison = compare(*([read_run(path, with_samples=False)] for path in (base, new)))
     print_comparison(comparison, as_json)
     if exports:

@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import platform
+import signal
 import sys
 import tempfile
 import traceback
@@ -155,6 +156,7 @@ def main() -> NoReturn:
     except click.ClickException as error:
         code = _refuse(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what ends now may be ended at once
         code = _refuse("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:  # whoever read our output has gone
         code = EXIT_OK

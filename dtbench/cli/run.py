@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import click
@@ -14,11 +15,14 @@ from dtbench.bench.options import (
     CALIBRATION_LAUNCHES,
     RunOptions,
     parse_duration,
+    parse_nccl_size,
     parse_size,
     split_words,
+    sweep_of,
 )
 from dtbench.cli import options
 from dtbench.cli.completion import suites
+from dtbench.model.errors import UsageError
 from dtbench.model.suites import read_builtin
 
 _C = TypeVar("_C", bound=Callable[..., object])
@@ -55,6 +59,28 @@ _OPTIONS = (
     options.DEVICE,
     options.BACKEND,
     options.SIZE,
+    click.option(
+        "-b",
+        "--minbytes",
+        metavar="SIZE",
+        type=parse_nccl_size,
+        help="As nccl-tests: the smallest size, with -e.",
+    ),
+    click.option(
+        "-e",
+        "--maxbytes",
+        metavar="SIZE",
+        type=parse_nccl_size,
+        help="As nccl-tests: the largest size, 128M is 2^27.",
+    ),
+    click.option(
+        "-f",
+        "--stepfactor",
+        metavar="N",
+        type=click.IntRange(2),
+        show_default="2",
+        help="As nccl-tests: from one size to the next.",
+    ),
     click.option(
         "--max-size",
         "max_size_bytes",
@@ -94,7 +120,17 @@ _OPTIONS = (
         default="continue",
         help="Where a case hangs or kills a rank: record it and go on with new ranks, or end the run.",
     ),
-    click.option("--resume", is_flag=True, help="Go on with the run in -o FILE."),
+    click.option("--brief", is_flag=True, hidden=True, help="End with the counts alone."),
+    click.option("--resume", is_flag=True, help="Go on with the run in -o FILE, as it was begun."),
+    click.option(
+        "--baseline",
+        metavar="NAME",
+        show_default="the last run of such cases, beside the output",
+        help="Say of each case what became of it since this baseline, or since a run file.",
+    ),
+    click.option(
+        "--save-baseline", metavar="NAME", help="Keep the run as this baseline, in .dtbench/baselines."
+    ),
     click.option(
         "-o", "--output", type=options.FILE, show_default="run-TIME.jsonl", help="The run file to write."
     ),
@@ -110,7 +146,8 @@ def _of_a_run(command: _C) -> _C:
 
 @click.command("run", cls=_Run, context_settings={"ignore_unknown_options": True})  # suites have some, too
 @_of_a_run
-def run_command(words: tuple[str, ...], **given: options.Given) -> int:
+@click.pass_context
+def run_command(context: click.Context, /, words: tuple[str, ...], **given: options.Given) -> int:
     """Measures suites, by name or as .py files, into a run file.
 
     Starts its own ranks, or joins the world of torchrun or Slurm when started by them. A suite may have
@@ -120,15 +157,60 @@ def run_command(words: tuple[str, ...], **given: options.Given) -> int:
     Examples:
       dtbench run --budget 3m
       dtbench run collectives --size 1KiB:16MiB:4x --nproc 4 -o run.jsonl
+      dtbench run collectives -b 8 -e 128M -f 2 --filter "all_reduce groups=together"
       dtbench run collectives redistribute --max-size 64MiB -o run.jsonl
     """
     from dtbench.bench.run import run
 
-    return run(options_of(words, **given), sys.argv[1:])
+    argv = sys.argv[1:]
+    if given["resume"] and given["output"] is not None and not words and _asks_for_nothing_else(context):
+        argv = _begun_with(given["output"])
+        made = run_command.make_context("run", argv[1:], parent=context.parent)
+        words, given = made.params.pop("words"), made.params
+    return run(options_of(words, **given), argv)
 
 
-def options_of(words: tuple[str, ...], launches: int | None, **given: options.Given) -> RunOptions:
+def _asks_for_nothing_else(context: click.Context) -> bool:
+    typed = {
+        name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    return typed <= {"words", "resume", "output"}
+
+
+def _begun_with(output: Path) -> list[str]:
+    """The command line that goes on with the run in the file.
+
+    Raises:
+        UnreadableRunError: it is no run. UsageError: it was not begun by a command that it holds whole.
+    """
+    from dtbench.records.run import read_header
+    from dtbench.text.masking import is_whole
+
+    argv = read_header(output).argv
+    if argv[:1] != ("run",) or not is_whole(argv):
+        raise UsageError(
+            f"{output} does not hold the whole command that began it: give its suites and options beside --resume"
+        )
+    return [*argv, "--resume", "-o", str(output)]
+
+
+def options_of(
+    words: tuple[str, ...],
+    launches: int | None,
+    minbytes: int | None,
+    maxbytes: int | None,
+    stepfactor: int | None,
+    **given: options.Given,
+) -> RunOptions:
     suites, own = split_words(words)
+    if minbytes is not None or maxbytes is not None or stepfactor is not None:
+        if given["sizes_bytes"] is not None:
+            raise UsageError("-b, -e and -f and --size both say what to sweep: give one or the other")
+        if minbytes is None or maxbytes is None:
+            raise UsageError(
+                "-b and -e go together: expected the smallest and the largest size, such as -b 8 -e 128M -f 2"
+            )
+        given["sizes_bytes"] = sweep_of(minbytes, maxbytes, stepfactor or 2)
     if launches is None:
         launches = 1 if given["max_size_bytes"] is None else CALIBRATION_LAUNCHES
     return RunOptions(suites=suites, suite_options=own, launches=launches, **given)

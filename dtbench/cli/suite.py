@@ -50,7 +50,7 @@ def new(file: Path) -> None:
 
     if file.suffix != ".py" or not file.stem.isidentifier():
         raise click.UsageError(f"got {file}, expected the name of a Python module, such as mine.py")
-    refuse_taken(file)
+    refuse_taken(file, other="another FILE")
     write_atomically(file, NEW_SUITE.format(name=file.stem), lambda _head: False, "suite")
     click.echo(f"the suite is in {file}; `dtbench suite check {file}` tries it")
 
@@ -72,6 +72,6 @@ def check(context: click.Context, /, file: Path, nproc: int) -> int:
     if file.suffix != ".py":
         raise click.UsageError(f"got {file}, expected the .py file of a suite")
     with scratch() as folder:
-        words = [str(file), "--quick", "--nproc", str(nproc), "-o", str(folder / "check.jsonl")]
+        words = [str(file), "--quick", "--nproc", str(nproc), "--brief", "-o", str(folder / "check.jsonl")]
         given = run_command.make_context("run", list(words)).params
         return run(options_of(**given), ["run", *words])

@@ -15,39 +15,39 @@ from dtbench.model.errors import OutputError, plain
 HEAD_BYTES = 4096
 
 
-def refuse_taken(path: Path, remedy: str = "", *, resumable: bool = False) -> None:
+def refuse_taken(path: Path, remedy: str = "", *, resumable: bool = False, other: str = "another -o") -> None:
     """Refuses, before anything is measured, a file or folder that could not be made.
 
-    remedy: what one may do other than give another -o. resumable: a regular file there can be gone on with.
+    remedy: what one may do other than give `other`. resumable: a regular file there can be gone on with.
 
     Raises:
         OutputError: it exists, or the folder around it does not or may not be written.
     """
-    if _is_taken(path):
+    if _is_taken(path, other):
         kind = "" if remedy or path.is_file() else f" ({_kind(path)})"
         if resumable and path.is_file():
             remedy = "--resume to go on with it"
-        raise OutputError(f"{path} exists already{kind}: give another -o{remedy and f', or {remedy}'}")
+        raise OutputError(f"{path} exists already{kind}: give {other}{remedy and f', or {remedy}'}")
     if not path.parent.is_dir():
-        raise OutputError(f"cannot make {path}: there is no folder {path.parent}; make it or give another -o")
+        raise OutputError(f"cannot make {path}: there is no folder {path.parent}; make it or give {other}")
     try:  # permissions do not tell of file systems in which nobody makes files
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
         why = os.strerror(error.errno or 0).lower()
         raise OutputError(
-            f"cannot make {path}: {path.parent} may not be written ({why}); give another -o"
+            f"cannot make {path}: {path.parent} may not be written ({why}); give {other}"
         ) from error
 
 
-def _is_taken(path: Path) -> bool:
+def _is_taken(path: Path, other: str) -> bool:
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError) as error:  # such as a name that is too long, or one with a null byte
         reason = getattr(error, "strerror", None) or error
-        raise OutputError(f"cannot make {plain(str(path))}: {reason}; give another -o") from error
+        raise OutputError(f"cannot make {plain(str(path))}: {reason}; give {other}") from error
     return True
 
 

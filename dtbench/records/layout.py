@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from dtbench.model import Header, RankFacts, Result
 from dtbench.model.mesh import Groups, groups_by_dim
 from dtbench.stats import blocks_of
+from dtbench.text.units import plural
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,15 @@ class DimLayout:
     groups_per_host_pair: int | None
     numa_nodes_per_group: tuple[int, int] | None
     nvlink: tuple[int, int] | None
+
+
+def crowded(header: Header) -> str:
+    """`4 ranks share 2 cores`, where more ranks of a host than it has cores take turns on them; else nothing."""
+    cores, ranks = header.machine.cpu.usable_cores, Counter(rank.node for rank in header.ranks)
+    most = max(ranks.values(), default=0)
+    if not cores or most <= cores or any(rank.device not in ("cpu", None) for rank in header.ranks):
+        return ""
+    return f"{plural(most, 'rank')} share {plural(cores, 'core')}"
 
 
 def hosts_of(header: Header) -> list[str | None]:

@@ -438,6 +438,18 @@ def read_run(path: str | Path, *, with_samples: bool = True) -> Run:
     return Run(path, header, tuple(results.values()), complete)
 
 
+def read_header(path: str | Path) -> Header:
+    """The header alone of a run file.
+
+    Raises:
+        UnreadableRunError: not a file, not a run, or of a newer schema.
+    """
+    path = Path(path)
+    for _, data in read_lines(path, _WHAT, MAX_FILE_BYTES, MAX_LINE_BYTES):
+        return _first_line(path, data)
+    raise UnreadableRunError(f"{path} is empty: expected {_WHAT}")
+
+
 def _line_in(data: bytes) -> Result | str:
     """The result in a line after the first, or the kind of the line, `_CUT` where it ends before its end.
 

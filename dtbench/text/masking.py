@@ -68,6 +68,12 @@ def mask_arguments(argv: Sequence[str]) -> list[str]:
     return shown
 
 
+def is_whole(shown: Sequence[str]) -> bool:
+    """Whether `mask_arguments` has left these as they were: nothing is masked, cut or missing."""
+    cut = any(len(word) == _MAX_VALUE and word.endswith("...") for word in shown)
+    return len(shown) < _MAX_ARGS and not cut and not any(MASK in word for word in shown)
+
+
 def mask_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """The variables, each with what may be shown of its value.
 

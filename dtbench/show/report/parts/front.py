@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from dtbench.model import Header, Result, Run
+from dtbench.model import Result, Run
 from dtbench.model.grouping import group_by
+from dtbench.records.layout import crowded
 from dtbench.records.topology import Topology
 from dtbench.show.report.parts.changes import Verdict
 from dtbench.show.report.parts.provenance import hardware, hosts, mesh_words
@@ -82,25 +83,15 @@ def warnings(sources: Sources) -> list[str]:
         found.append(f"{wrong} held wrong data: see Failures. No time of theirs is shown.")
     if tally["failed"]:
         found.append(f"{plural(tally['failed'], 'result')} failed: see Failures.")
-    if runs and (crowded := _crowded(runs[0].header)):
-        found.append(crowded)
+    if runs and (shared := crowded(runs[0].header)):
+        found.append(
+            f"{shared}: a rank waits for another to be scheduled, so times of collectives are not those of the links."
+        )
     if any(run.header.plan.get("quick") for run in runs):
         found.append("Measured with --quick: few samples, so small differences mean nothing.")
     if sources.topology is not None and runs:
         found += _of_topology(sources.topology, {run.header.run_id for run in runs})
     return [*found, *sources.notes]
-
-
-def _crowded(header: Header) -> str:
-    """More ranks than cores on a host: what `dtbench doctor` warns of."""
-    cores, ranks = header.machine.cpu.usable_cores, Counter(rank.node for rank in header.ranks)
-    most = max(ranks.values(), default=0)
-    if not cores or most <= cores or any(rank.device not in ("cpu", None) for rank in header.ranks):
-        return ""
-    return (
-        f"{plural(most, 'rank')} share {plural(cores, 'core')}: a rank waits for another to be scheduled, so times "
-        "of collectives are not those of the links."
-    )
 
 
 def _of_topology(topology: Topology, known: set[str]) -> list[str]:

@@ -1,0 +1,251 @@
+"""What a run says of itself: the lines as results come, what it found, what became of it since another run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dtbench.bench.before import Before, find_before
+from dtbench.bench.findings import findings, next_commands
+from dtbench.bench.live import Lines
+from dtbench.bench.options import parse_nccl_size, sweep_of
+from dtbench.cli.run import _begun_with, options_of
+from dtbench.model import Result
+from dtbench.model.errors import UsageError
+from dtbench.records import baselines
+from dtbench.records.run import RunWriter
+from dtbench.tests import made_up
+from dtbench.tests.made_up import Cli
+
+MIB = 2**20
+
+
+def collective(name: str, size: int, seconds: float, dtype: str = "float32", **changes: object) -> Result:
+    params = {
+        "mesh_dim": "dp",
+        "ranks": 4,
+        "groups": "together",
+        "mode": "isolated",
+        "dtype": dtype,
+        "size": size,
+    }
+    samples = [seconds] * 4 + [2 * seconds]
+    made = made_up.result("collectives", name, "c10d", params, samples, size_bytes=size, factor=1.5)
+    return msgspec.structs.replace(made, **changes)
+
+
+def lines(*results: Result) -> list[str]:
+    shown = Lines()
+    return [line for result in results for line in shown.of(result)]
+
+
+def test_collectives_are_a_table_as_nccl_tests_prints_one() -> None:
+    head, columns, units, first, second = lines(
+        collective("all_reduce", 2**20, 1e-3), collective("all_reduce", 2**22, 2e-3, "bfloat16")
+    )
+    assert head == "# collectives all_reduce over dp, 4 ranks; groups=together, mode=isolated"
+    assert columns.split() == ["#", "size", "count", "type", "time", "spread", "algbw", "busbw", "#wrong"]
+    assert units.split() == ["#", "(B)", "(elements)", "(us)", "(GB/s)", "(GB/s)"]
+    # 1 MiB in 1 ms are 1.05 GB/s, and an all-reduce of four ranks sends 2 x 3/4 of it.
+    assert first.split() == ["1048576", "262144", "float", "1000", "+0%", "1.05", "1.57", "0"]
+    assert second.split() == ["4194304", "2097152", "bfloat16", "2000", "+0%", "2.10", "3.15", "0"]
+    assert len({len(line) for line in (columns, units, first, second)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("all_reduce", 256), ("broadcast", 256), ("all_gather", 64), ("reduce_scatter", 64), ("all_to_all", 64)],
+)
+def test_the_count_is_that_of_nccl_tests(name: str, count: int) -> None:
+    """Its AllGatherGetCollByteCount and so on: of what a rank holds a share of, that share."""
+    assert lines(collective(name, 1024, 1e-3))[-1].split()[1] == str(count)
+
+
+def test_what_is_no_time_of_a_collective_has_a_line_of_its_own() -> None:
+    bad = collective("all_reduce", 1024, 1e-3, status="wrong", reason="sum off by 1", time_s=None, rank=3)
+    other = made_up.result("dispatch", "add", "core", {"mesh": "8"}, [4e-6, 5e-6])
+    shown = lines(collective("all_reduce", 4, 1e-3), bad, collective("all_reduce", 4, 1e-3), other)
+    assert shown[4].endswith("size=1 KiB | c10d  wrong on rank 3  (sum off by 1)")
+    assert shown[5].startswith("# collectives")  # its head again, after what stands between
+    assert shown[-1] == "dispatch add mesh=8 | core  4.00 µs  +19%"
+
+
+def test_sizes_are_read_as_nccl_tests_reads_them() -> None:
+    assert [parse_nccl_size(text) for text in ("8", "4K", "128M", "1G", "64KiB")] == [
+        8,
+        4096,
+        2**27,
+        2**30,
+        2**16,
+    ]
+    assert sweep_of(8, 128, 4) == (8, 32, 128)
+    with pytest.raises(UsageError, match="swap them"):
+        sweep_of(16, 8, 2)
+    for words, said in (
+        ({"minbytes": 8}, "-b and -e go together"),
+        ({"minbytes": 8, "maxbytes": 16, "sizes_bytes": (4,)}, "one or the other"),
+    ):
+        given = {"minbytes": None, "maxbytes": None, "stepfactor": None, "sizes_bytes": None, **words}
+        with pytest.raises(UsageError, match=said):
+            options_of((), 1, max_size_bytes=None, **given)
+
+
+# ------------------------------------------------------------------------------------- what was found
+
+
+def test_a_run_says_what_it_found_and_doubts_what_ranks_without_cores_measured() -> None:
+    params = {"call": "cached", "pass": "forward", "mesh": "8"}
+    times = {"local": 1e-6, "core": 3e-6, "torch": 9e-6}
+    dispatch = [made_up.result("dispatch", "add", impl, params, [t] * 5) for impl, t in times.items()]
+    ranks = {str(rank): (1e-3,) * 5 for rank in range(4)}
+    sums = [
+        collective("all_reduce", size, time, rank_samples_s=ranks)
+        for size, time in ((4096, 1e-4), (MIB, 1e-3))
+    ]
+    quiet = made_up.run([*dispatch, *sums], "a.jsonl", machine={"cpu": {"usable_cores": 8}})
+    assert findings(quiet) == [
+        (
+            "dispatch: an op takes 8.00 µs more with torch's DTensor, 2.00 µs more with dtbench's core than on plain "
+            "tensors (median of 1 cached call)"
+        ),
+        "dispatch: the core is 3.00x faster than torch.distributed.tensor over 1 case",
+        "collectives: all_reduce busbw 1.57 GB/s over dp at 1 MiB; 100 µs over dp at 4 KiB",
+    ]
+    assert next_commands(quiet) == [
+        "next: dtbench show a.jsonl",
+        "      dtbench calibrate a.jsonl -o a.topology.json",
+        "      dtbench report a.jsonl -o a.html",
+    ]
+    crowded = findings(made_up.run([*sums, *dispatch], machine={"cpu": {"usable_cores": 1}}))
+    assert [line.split(":")[0] for line in crowded[:2]] == ["dispatch", "dispatch"]
+    assert crowded[2].startswith("with doubts, as 2 ranks share 1 core") and crowded[3].startswith(
+        "  collectives"
+    )
+
+
+def test_the_edge_of_a_sweep_of_buckets_is_named_as_such() -> None:
+    def swept(*times: float) -> str:
+        results = [
+            made_up.result(
+                "bucketer",
+                "reduce_scatter",
+                impl,
+                {"mesh_dim": "dp", "dtype": "float32", "tensor_bytes": 4096, "bucket_bytes": MIB * 4**i},
+                [time if impl == "core" else 8.0] * 3,
+                size_bytes=MIB,
+            )
+            for i, time in enumerate(times)
+            for impl in ("core", "unbucketed")
+        ]
+        (line,) = findings(made_up.run(results))
+        return line
+
+    assert swept(4.0, 2.0, 1.0).endswith(
+        "8.00x faster in buckets of 16 MiB than unbucketed, the largest measured: larger may be faster"
+    )
+    assert swept(4.0, 1.0, 2.0).endswith("8.00x faster in buckets of 4 MiB than unbucketed")
+
+
+def test_any_suite_has_something_to_say() -> None:
+    one = made_up.result("mine", "matmul", "torch", {"n": 64}, [4e-6] * 3)
+    other = made_up.result("mine", "matmul", "torch", {"n": 256}, [1e-4] * 3)
+    assert findings(made_up.run([one])) == ["mine: matmul n=64 torch 4.00 µs +0%"]
+    assert findings(made_up.run([one, other])) == [
+        "mine: 2 times from 4.00 µs (matmul n=64 torch) to 100 µs (matmul n=256 torch)"
+    ]
+    assert findings(made_up.run([])) == []
+
+
+# ------------------------------------------------------------------------------------- since another run
+
+
+def timed(seconds: float, high: float | None = None, name: str = "a", launch: int = 0) -> Result:
+    """Lower quartile `seconds`, upper quartile `high`."""
+    samples = [seconds, seconds, seconds, high or seconds, high or seconds]
+    return made_up.result("s", name, "core", {"n": 1}, samples, launch=launch)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ((1.0, 1.1), (1.5, 1.6), "slower by 50%"),
+        ((1.0, 1.1), (3.0, 3.1), "slower by 3x"),
+        ((1.5, 1.6), (1.0, 1.1), "faster by 33%"),
+        ((1.0, 1.6), (1.5, 1.7), "no change"),  # within the spread
+        ((1.0, 1.0), (1.04, 1.04), "no change"),  # within 5 %
+        ((1e-7, 1e-7), (2e-7, 2e-7), "no change"),  # 0.1 us
+    ],
+)
+def test_a_change_is_one_beyond_the_spread(
+    old: tuple[float, float], new: tuple[float, float], words: str
+) -> None:
+    before = Before(made_up.run([timed(*old)]), "main")
+    change = before.change([timed(*new)])
+    assert change is not None and change.words == words
+    assert before.change([timed(*new, name="b")]) is None
+
+
+def test_the_changes_of_a_run_are_counted_and_the_largest_named() -> None:
+    before = Before(made_up.run([timed(1.0, name=name) for name in "abc"]), "main")
+    now = [timed(1.0, name="a"), timed(2.0, name="b"), timed(0.5, name="c"), timed(9.0, name="new")]
+    said = "against main: 1 without change, 1 slower (s b n=1 core slower by 2x), 1 faster (s c n=1 core faster by 50%)"
+    assert before.summary(now) == said
+    assert before.summary(now[3:]) == ""
+
+
+def test_the_last_run_of_such_cases_is_found_beside_the_new_one(tmp_path: Path) -> None:
+    new = made_up.run([timed(1.0)], suites=["s"])
+    assert find_before(new.header, tmp_path / "new.jsonl", None) is None
+    for name, started, changes in (
+        ("old", "2026-01-01", {}),
+        ("newer", "2026-01-02", {}),
+        ("other-suite", "2026-01-03", {"suites": ["t"]}),
+        ("other-mesh", "2026-01-03", {"mesh": {"dp": 4}}),
+        ("new", "2026-01-04", {}),
+    ):
+        run = made_up.run([timed(1.0)], **{"suites": ["s"], "started": started, **changes})
+        made_up.write(tmp_path / f"{name}.jsonl", run)
+    with RunWriter.create(tmp_path / "cut.jsonl", made_up.header(suites=["s"], started="2026-01-05")):
+        pass  # no end
+    (tmp_path / "no-run.jsonl").write_text("nothing\n")
+    found = find_before(new.header, tmp_path / "new.jsonl", None)
+    assert found is not None and found.path == tmp_path / "newer.jsonl"
+
+
+def test_baselines_have_names(dtbench: Cli, tmp_path: Path) -> None:
+    """The fixture's current folder is its own."""
+    run = made_up.write(Path("a.jsonl"), made_up.run([timed(1.0)]))
+    with pytest.raises(UsageError, match="none yet"):
+        baselines.find("main")
+    kept = baselines.save(run, "main")
+    assert baselines.find("main") == kept and kept.read_bytes() == run.read_bytes()
+    made_up.write(Path("b.jsonl"), made_up.run([timed(2.0)]))
+    assert (
+        baselines.save(Path("b.jsonl"), "main") == kept and kept.read_bytes() == Path("b.jsonl").read_bytes()
+    )
+    code, out, error = dtbench("compare", "main", "a.jsonl")
+    assert error == "" and "50.0" in out
+    for words in (("compare", "nope", "a.jsonl"), ("run", "dispatch", "--baseline", "nope")):
+        code, _, error = dtbench(*words)
+        assert code == 2 and "there is no baseline 'nope' (there: main)" in error
+    code, _, error = dtbench("run", "dispatch", "--save-baseline", "../x")
+    assert code == 2 and "names no baseline" in error
+
+
+def test_a_run_that_does_not_hold_its_command_is_not_resumed_without_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    for argv, whole in (
+        (["run", "s", "-o", "y.jsonl"], True),
+        ([], False),
+        (["run", "s", "--token", "***"], False),
+        (["run", "x" * 197 + "..."], False),
+    ):
+        path.unlink(missing_ok=True)
+        made_up.write(path, made_up.run([], argv=argv))
+        if whole:
+            assert _begun_with(path) == [*argv, "--resume", "-o", str(path)]
+        else:
+            with pytest.raises(UsageError, match="give its suites and options beside --resume"):
+                _begun_with(path)
