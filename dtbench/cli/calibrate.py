@@ -40,8 +40,9 @@ def calibrate_command(
 ) -> None:
     """Fits the cost model to run files, into a topology; or judges one.
 
-    Fits to their collectives and changes of placement, per mesh dim. Beside a validated topology stand PyTorch's
-    constants, and the noise between launches.
+    Fits to their collectives and changes of placement. Prints per mesh dim latency and bandwidth with their intervals,
+    and PyTorch's constants beside them, with how far either is off. Beside a validated topology stands the noise
+    between launches, too.
 
     \b
     Examples:
@@ -89,6 +90,7 @@ def calibrate_command(
 
 def _fit(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
     from dtbench.cost.calibration import calibrate
+    from dtbench.cost.tables import print_topology
     from dtbench.records.run import read_run
     from dtbench.records.topology import write_topology
 
@@ -98,5 +100,7 @@ def _fit(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
         )
     if as_json:
         raise click.UsageError("--json is for --validate, --split and --regret: the topology is JSON itself")
-    write_topology(calibrate([read_run(path) for path in runs]), output)
+    topology = calibrate([read_run(path) for path in runs])
+    write_topology(topology, output)
+    print_topology(topology)
     click.echo(f"the topology is in {output}")

@@ -1,4 +1,4 @@
-"""How good cost models are, on the terminal: what `calibrate --validate` and `--regret` print."""
+"""Cost models on the terminal: what `calibrate` fits, and how good models are (`--validate`, `--regret`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,52 @@ from rich.console import Console
 from dtbench.cost.calibration.validate import REGIMES
 from dtbench.cost.regret import CHOOSERS
 from dtbench.records.cost_model import CallGroup, Regret, Validation
-from dtbench.text.terminal import Column, new_console, print_columns, print_json, print_line
-from dtbench.text.units import format_ratio, format_size
+from dtbench.records.topology import Dim, Topology
+from dtbench.text.terminal import Column, new_console, print_columns, print_json, print_line, print_prose
+from dtbench.text.units import format_ratio, format_size, significant
+
+
+def print_topology(topology: Topology) -> None:
+    """Per mesh dim latency and bandwidth with their intervals, how far the fit is from what it was fitted to, and the
+    same of PyTorch's built-in constants; then what weakens them."""
+    console, dims = new_console(), topology.dims
+    builtin = [dim.builtin for dim in dims]
+    figures: list[Column] = [
+        ("ranks", [str(dim.ranks) for dim in dims]),
+        (
+            "latency [us/hop]",
+            [_with_interval(significant(d.latency_us_per_hop, 3), d.latency_interval) for d in dims],
+        ),
+        ("bandwidth [GiB/s]", [_with_interval(_bandwidth(d), d.bandwidth_interval) for d in dims]),
+        ("off by", [format_ratio(dim.residuals.geometric_mean_ratio) for dim in dims]),
+    ]
+    if any(builtin):
+        constants = [
+            f"{b.latency_us_per_hop:g} us, {b.bandwidth_GiBps:g} GiB/s" if b else "-" for b in builtin
+        ]
+        figures += [
+            ("PyTorch's constants", constants),
+            ("off by", [format_ratio(b.geometric_mean_ratio) if b else "-" for b in builtin]),
+        ]
+    print_columns(console, [("mesh dim", [dim.name for dim in dims])], figures)
+    print_prose(
+        console,
+        "in brackets: 90% intervals; off by: the factor between predicted and measured times, typically (1 is perfect)",
+    )
+    if any(dim.fitted_on.launches == 1 for dim in dims):
+        print_line(console, "intervals are of one launch only: too narrow; measure with --launches 5")
+    for left in topology.left_out:
+        print_prose(console, f"left out: {left.name}={left.ranks}: {left.reason}")
+    for warning in topology.all_warnings():
+        print_prose(console, f"warning: {warning}")
+
+
+def _bandwidth(dim: Dim) -> str:
+    return (">= " if dim.bandwidth_is_lower_bound else "") + significant(dim.bandwidth_GiBps, 3)
+
+
+def _with_interval(figure: str, of: tuple[float, float]) -> str:
+    return f"{figure} ({' .. '.join(significant(end, 3) for end in of)})"
 
 
 def print_validation(validation: Validation, as_json: bool = False) -> None:

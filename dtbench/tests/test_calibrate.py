@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from dtbench.cost import calibration
 from dtbench.cost.calibration import fit
+from dtbench.cost.tables import print_topology
 from dtbench.model import Result, Run
 from dtbench.model.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.records.run import RunWriter, read_run
@@ -311,6 +313,29 @@ def test_a_run_read_from_its_file_calibrates_the_same(tmp_path: Path, topology: 
             writer.append(result)
         writer.end()
     assert calibration.calibrate([read_run(path)]).dims == topology.dims
+
+
+def test_the_table_has_per_dim_latency_bandwidth_and_how_far_pytorch_is_off(
+    topology: Topology, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_topology(topology)
+    out = capsys.readouterr().out
+    head, *rows = out.splitlines()
+    titles = ("mesh dim", "ranks", "latency [us/hop]", "bandwidth [GiB/s]", "PyTorch's constants")
+    assert all(title in head for title in titles) and head.count("off by") == 2 and "90% intervals" in out
+    for dim, row in zip(topology.dims, rows, strict=False):
+        cells = re.split(r"  +", row.strip())
+        latency, bandwidth = (list(map(float, re.findall(r"[\d.]*\d", cell))) for cell in cells[2:4])
+        assert cells[0] == dim.name and bandwidth[1] <= bandwidth[0] <= bandwidth[2]
+        assert latency == pytest.approx([dim.latency_us_per_hop, *dim.latency_interval], rel=0.01)
+        assert dim.builtin is not None
+        built_in = f"{dim.builtin.latency_us_per_hop:g} us, {dim.builtin.bandwidth_GiBps:g} GiB/s"
+        assert cells[5] == built_in
+        off = [float(cells[i].rstrip("x")) for i in (4, 6)]
+        assert off == pytest.approx(
+            [dim.residuals.geometric_mean_ratio, dim.builtin.geometric_mean_ratio], rel=0.01
+        )
+    assert all(f"warning: {warning}" in out for warning in topology.all_warnings())
 
 
 # ---------------------------------------------------------------------------- the file

@@ -25,6 +25,7 @@ from dtbench.records.frame import cells as cells_of
 from dtbench.show.tables import print_runs, print_runs_json
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
+from dtbench.text.terminal import new_console, print_columns
 from dtbench.text.units import format_spread
 
 Capture = pytest.CaptureFixture[str]
@@ -190,6 +191,22 @@ def test_cases_are_chosen_and_sorted(dtbench: Cli, tmp_path: Path) -> None:
     ):
         code, out, error = dtbench("show", path, *words)
         assert (code, out) == (2, "") and said in error
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_a_table_takes_no_more_than_the_terminal_has_and_names_what_it_leaves_out(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    words = [("what", ["forward activations of the tensor parallel part"] * 2)]
+    figures = [("time", ["123.4 ms"] * 2), ("interval", ["366 ms .. 934 s"] * 2)]
+    extras = [("why", ["because of it " * 3] * 2), ("remedy", ["do something else " * 3] * 2)]
+    print_columns(new_console(), words, figures, extras=extras)
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert max(map(len, out.splitlines())) <= width
+    assert out.count("366 ms .. 934 s") == 2
+    assert ("left out, as the terminal is narrow: remedy\n" in out) == (width == 80)
 
 
 def test_launches_are_drawn_together(capsys: Capture) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -29,6 +30,10 @@ _PIPE_WIDTH = 10_000
 # Of a table, or lines of one kind: nobody reads more of them, and to lay out a hundred thousand takes a minute.
 MAX_ROWS = 1000
 MAX_TABLES = 100
+# What a column that may be left out has to get, or it is unreadable.
+_EXTRA_WIDTH = 24
+# Between columns: a cell's padding and the box's divider.
+_GAP = 2
 
 
 def new_console() -> Console:
@@ -40,49 +45,94 @@ def new_console() -> Console:
 
 
 def print_columns(
-    console: Console, words: Iterable[Column], figures: Iterable[Column] = (), remarks: Iterable[Column] = ()
+    console: Console,
+    words: Iterable[Column],
+    figures: Iterable[Column] = (),
+    remarks: Iterable[Column] = (),
+    extras: Sequence[Column] = (),
 ) -> None:
     """A table, whole, over the terminal's edge if need be.
 
     words, remarks: columns of text, which may break between words where the terminal is narrow; without rules and
-    bold heads where something else reads along. figures: columns of numbers between them, which never wrap.
+    bold heads where something else reads along. figures: columns of numbers between them, which never wrap. extras:
+    last columns, of text, that are left out where they do not fit; a line then names them.
     """
-    plain = not console.is_terminal
-    table = Table(
-        box=None if plain else box.SIMPLE_HEAD, pad_edge=False, header_style="" if plain else "bold"
-    )
-    rows = []
-    for columns, numeric in ((words, False), (figures, True), (remarks, False)):
-        for title, cells in columns:
-            shown = [cell if isinstance(cell, Text) else as_text(cell) for cell in cells]
-            longest = [word for cell in (as_text(title), *shown) for word in cell.plain.split()]
-            if numeric:
-                table.add_column(as_text(title), justify="right", no_wrap=True)
-            else:
-                table.add_column(as_text(title), min_width=max(map(cell_len, longest), default=0))
-            rows.append(shown)
-    for row in zip(*rows, strict=True):
-        table.add_row(*row)
-    if not console.is_terminal and table.box is None:
-        _print_plain(console, table)
+    columns = [
+        *(_Measured.of(*column) for column in words),
+        *(_Measured.of(*column, numeric=True) for column in figures),
+        *(_Measured.of(*column) for column in remarks),
+    ]
+    optional = [_Measured.of(*column, least=_EXTRA_WIDTH) for column in extras]
+    if not console.is_terminal:
+        _print_plain(console, [*columns, *optional])
         return
-    # What a table needs at least: its figures whole and each word of its text on one line.
-    wide = console.options.update(width=_PIPE_WIDTH)
-    needed = Measurement.get(console, wide, table).minimum
+    shown = len(optional)
+    while shown and _needed([*columns, *optional[:shown]]) > console.width:
+        shown -= 1
+    _print_ruled(console, [*columns, *optional[:shown]])
+    if shown < len(extras):
+        left_out = ", ".join(title for title, _ in extras[shown:])
+        print_prose(console, f"left out, as the terminal is narrow: {left_out}")
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A column. least, natural: the width that it needs, every word or figure on one line, and that it would like."""
+
+    title: Text
+    cells: list[Text]
+    numeric: bool
+    least: int
+    natural: int
+
+    @classmethod
+    def of(
+        cls, title: str, cells: Sequence[str | Text], *, numeric: bool = False, least: int = 0
+    ) -> _Measured:
+        shown = [cell if isinstance(cell, Text) else as_text(cell) for cell in cells]
+        whole = [as_text(title), *shown]
+        natural = max(cell_len(cell.plain) for cell in whole)
+        longest = max(cell_len(word) for cell in whole for word in (*cell.plain.split(), ""))
+        return cls(
+            whole[0], shown, numeric, natural if numeric else max(longest, min(least, natural)), natural
+        )
+
+
+def _needed(columns: Sequence[_Measured]) -> int:
+    return sum(column.least for column in columns) + _GAP * (len(columns) - 1)
+
+
+def _print_ruled(console: Console, columns: Sequence[_Measured]) -> None:
+    """What is left of the terminal's width goes to the columns that lack most of theirs."""
+    widths = [column.least for column in columns]
+    spare = console.width - _needed(columns)
+    while spare > 0:
+        lacks = [column.natural - width for column, width in zip(columns, widths, strict=True)]
+        if max(lacks, default=0) <= 0:
+            break
+        widths[lacks.index(max(lacks))] += 1
+        spare -= 1
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="bold"
+    )
+    for column, width in zip(columns, widths, strict=True):
+        justify: Literal["right", "left"] = "right" if column.numeric else "left"
+        table.add_column(column.title, justify=justify, no_wrap=column.numeric, width=width)
+    for row in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*row)
     width = console.width
-    console.width = max(width, needed)
+    console.width = max(width, _needed(columns) + _GAP)
     console.print(table, crop=False)
     console.width = width
 
 
-def _print_plain(console: Console, table: Table) -> None:
-    """As rich would print it, which takes a second for a thousand rows."""
-    columns = [[str(column.header), *map(str, column.cells)] for column in table.columns]
-    widths = [max(map(cell_len, cells)) for cells in columns]
-    right = [column.justify == "right" for column in table.columns]
-    for row in zip(*columns, strict=True):
-        gaps = [" " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)]
-        parts = [gap + cell if r else cell + gap for cell, gap, r in zip(row, gaps, right, strict=True)]
+def _print_plain(console: Console, columns: Sequence[_Measured]) -> None:
+    """As rich would print it, which takes a second for a thousand rows; whole, without rules."""
+    for row in zip(*([column.title, *column.cells] for column in columns), strict=True):
+        parts = []
+        for cell, column in zip(row, columns, strict=True):
+            gap = " " * (column.natural - cell_len(cell.plain))
+            parts.append(gap + cell.plain if column.numeric else cell.plain + gap)
         console.file.write("  ".join(parts) + "\n")
 
 
@@ -95,6 +145,11 @@ def print_rest(console: Console, total: int, what: str, remedy: str, shown: int 
 def print_line(console: Console, line: str, style: str = "") -> None:
     """One line of text, which the terminal may wrap."""
     console.print(as_text(line, style), soft_wrap=True)
+
+
+def print_prose(console: Console, text: str, style: str = "") -> None:
+    """A sentence, broken between words where the terminal is narrower; one line where nobody reads along."""
+    console.print(as_text(text, style))
 
 
 def as_text(text: str, style: str = "") -> Text:

@@ -18,7 +18,7 @@ from dtbench.records.plan import (
     StepsFile,
     Times,
 )
-from dtbench.text.terminal import Column, new_console, print_columns, print_json, print_line
+from dtbench.text.terminal import Column, new_console, print_columns, print_json, print_line, print_prose
 from dtbench.text.units import format_bytes, format_seconds, plural, significant
 
 # Of a long table the rows that are furthest off are shown; `--json` has all.
@@ -36,8 +36,19 @@ def print_plan(plan: Plan, notes: tuple[str, ...], as_json: bool = False) -> Non
         print_json(msgspec.to_builtins(made))
         return
     console, best = new_console(), made.best
-    print_line(console, made.title, "bold")
-    print_line(
+    first = best[0]
+    interval = "" if first.low_s is None else f" (90 % interval {_interval(first)})"
+    print_prose(
+        console,
+        f"{first.words}: {format_seconds(first.step_s)} a step{interval}, MFU {first.mfu:.1%}",
+        "bold",
+    )
+    print_prose(console, f"is the fastest found for {made.title}; {first.why}")
+    print_line(console, "")
+    for change in made.changes:
+        print_prose(console, f"with {change}")
+    print_line(console, "")
+    print_prose(
         console,
         f"{plural(made.considered, 'layout')} considered, {made.fitting} fit into {format_bytes(made.limit_bytes)} "
         "per GPU; the best of each split of the ranks:",
@@ -47,16 +58,16 @@ def print_plan(plan: Plan, notes: tuple[str, ...], as_json: bool = False) -> Non
         ("90 % interval", [_interval(one) for one in best]),
         ("MFU", [f"{one.mfu:.1%}" for one in best]),
         ("memory", [format_bytes(sum(one.memory_bytes.values())) for one in best]),
-        ("exposed communication", [f"{one.exposed_s / one.step_s:.1%}" for one in best]),
+        ("exposed", [f"{one.exposed_s / one.step_s:.1%}" for one in best]),
     ]
-    print_line(console, "")
     why = [one.why for one in best]
-    print_columns(console, [("layout", [one.words for one in best])], figures, [("where the rest goes", why)])
+    print_columns(
+        console, [("layout", [one.words for one in best])], figures, extras=[("where the rest goes", why)]
+    )
     print_line(console, "")
-    for change in made.changes:
-        print_line(console, f"with {change}")
+    print_prose(console, "exposed: communication that nothing hides, of the step")
     for note in made.assumptions:
-        print_line(console, f"assumed: {note}")
+        print_prose(console, f"assumed: {note}")
 
 
 def plan_file(plan: Plan, notes: tuple[str, ...]) -> PlanFile:
@@ -124,59 +135,76 @@ def print_validation(made: StepsFile, as_json: bool = False) -> None:
 
 
 def print_communication(found: Communication, as_json: bool = False) -> None:
-    """The collectives, then the shardings with their sums, then everything that was assumed."""
+    """The shardings with their sums, the collectives they are made of, then everything that was assumed."""
     if as_json:
         print_json(msgspec.to_builtins(found))
         return
     console = new_console()
     mesh = format_mesh(found.mesh.items())
-    print_line(console, f"{found.model['name']} on {mesh}: communication only, not overlapped", "bold")
+    best = sorted(found.variants, key=lambda one: (not _is_known(one.step), one.step.time_s))
+    print_prose(console, _answer(best, f"{found.model['name']} on {mesh}"), "bold")
+    print_line(console, "")
+    print_prose(
+        console,
+        f"communication of all {found.model['layers']} layers and the rest, not overlapped, per step and rank",
+    )
+    _print_shardings(console, best)
     for where, title in (("layer", "one layer"), ("ends", "embedding, head and loss, once a step")):
         print_line(console, "")
         print_line(console, title)
         _print_calls(console, [row for row in found.collectives if row.where == where])
     print_line(console, "")
-    print_line(console, f"all {found.model['layers']} layers and the rest, per step and rank")
-    _print_shardings(
-        console, sorted(found.variants, key=lambda one: (not _is_known(one.step), one.step.time_s))
-    )
-    print_line(console, "")
     for title, lines in (("warning", found.warnings), ("assumed", found.assumptions)):
         for line in lines:
-            print_line(console, f"{title}: {line}")
+            print_prose(console, f"{title}: {line}")
+
+
+def _answer(best: list[ShardingRow], of: str) -> str:
+    """The sharding that communicates least, where its time is known."""
+    if not best:
+        return f"{of}: no sharding communicates"
+    first = best[0]
+    if not _is_known(first.step):
+        return f"{of}: none is known within {NOT_KNOWN}x: measure larger sizes, and --launches 5"
+    return (
+        f"{of}: {' + '.join(first.schemes)} communicates least of what is known, {format_seconds(first.step.time_s)} a "
+        f"step ({_ends(first.step)})"
+    )
 
 
 def _print_calls(console: Console, rows: list[CallRow]) -> None:
     words: list[Column] = [
         ("sharding", [row.scheme for row in rows]),
-        ("pass", [row.phase for row in rows]),
-        ("what", [row.what for row in rows]),
-        ("collective", [row.collective for row in rows]),
-        ("over", [f"{row.mesh_dim}={row.ranks}" for row in rows]),
+        ("what", [f"{row.phase} {row.what}" for row in rows]),
+        ("collective", [f"{row.collective} {row.mesh_dim}={row.ranks}" for row in rows]),
     ]
     figures: list[Column] = [
-        ("count", [str(row.count) for row in rows]),
-        ("size", [format_bytes(row.size_bytes) for row in rows]),
+        ("size", [f"{row.count} x {format_bytes(row.size_bytes)}" for row in rows]),
         ("time", [format_seconds(row.time_s) for row in rows]),
         ("interval", [_ends(row) for row in rows]),
     ]
-    print_columns(console, words, figures, [("beyond what was measured", [_beyond(row) for row in rows])])
+    extras = [("beyond what was measured", [_beyond(row) for row in rows])]
+    print_columns(console, words, figures, extras=extras)
 
 
 def _print_shardings(console: Console, best: list[ShardingRow]) -> None:
     first = min((one.step.time_s for one in best if _is_known(one.step)), default=0.0)
     figures: list[Column] = [
-        ("layer", [format_seconds(one.layer.time_s) for one in best]),
-        ("interval", [_ends(one.layer) for one in best]),
         ("step", [format_seconds(one.step.time_s) for one in best]),
-        ("interval", [_ends(one.step) for one in best]),
-        ("sent per rank", [format_bytes(one.sent_bytes) for one in best]),
         (
-            "against best",
+            "to best",
             [f"{significant(o.step.time_s / first, 3)}x" if _is_known(o.step) else "-" for o in best],
         ),
+        ("sent", [format_bytes(one.sent_bytes) for one in best]),
+        ("interval of the step", [_ends(one.step) for one in best]),
     ]
-    print_columns(console, [("sharding", [" + ".join(one.schemes) for one in best])], figures)
+    layers = [f"{format_seconds(one.layer.time_s)} ({_ends(one.layer)})" for one in best]
+    print_columns(
+        console,
+        [("sharding", [" + ".join(one.schemes) for one in best])],
+        figures,
+        extras=[("a layer", layers)],
+    )
 
 
 def _is_known(of: Times) -> bool:
@@ -185,7 +213,7 @@ def _is_known(of: Times) -> bool:
 
 def _ends(of: Times) -> str:
     if not _is_known(of):
-        return f"unknown within {NOT_KNOWN}x"
+        return f"over {NOT_KNOWN}x"
     return f"{format_seconds(of.low_s)} .. {format_seconds(of.high_s)}"
 
 
