@@ -247,6 +247,7 @@ def test_more_ranks_than_gpus_are_refused(dtbench: Cli, monkeypatch: pytest.Monk
 
 def test_only_rank_0_speaks(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dtbench.world.rank.LET_RANK_0_SPEAK_S", 0.0)
+    monkeypatch.setattr("dtbench.world.rank._LET_RANK_0_SERVE_S", 0.0)
     for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RANK", "1")
