@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from dtbench_core.dispatch import contexts
 from dtbench_core.dispatch import outside_mesh as outside
 from dtbench_core.dispatch.metadata import device_of_results, results_of, written_arguments, written_by
+from dtbench_core.dispatch.overlap import refuse_overlap
 from dtbench_core.errors import NoRuleError
 from dtbench_core.layout import rng as random
 from dtbench_core.layout.mesh import MeshInfo
@@ -73,6 +74,8 @@ def run(cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs) -> Value
     """
     written = list({id(t): t for t in written_by(written_arguments(op), args, kwargs)}.values())
     refuse_writes(written)
+    if written:
+        refuse_overlap(op, written, args, kwargs, {})
     _report(op)
     whole: dict[int, torch.Tensor] = {}  # id of each DTensor -> its full values
     distributed: list[Wrapper] = []
@@ -184,7 +187,11 @@ def store(tensor: Wrapper, full: torch.Tensor) -> None:
     """Overwrites `tensor`'s shard with its part of the replicated values `full`."""
     spec = tensor._spec
     source = DTensorSpec.of(spec.info, (REPLICATE,) * spec.info.ndim, full.shape, full.stride(), full.dtype)
-    tensor._local_tensor.copy_(apply(full, plan(source, spec.placements)))
+    local, made = tensor._local_tensor, apply(full, plan(source, spec.placements))
+    for dim, step in enumerate(local.stride()):
+        if step == 0 and local.size(dim):  # an expanded one: one place for all
+            local, made = local.narrow(dim, 0, 1), made.narrow(dim, 0, 1)
+    local.copy_(made)
 
 
 def _wrapped(

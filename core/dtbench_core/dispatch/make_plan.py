@@ -10,8 +10,16 @@ from torch.utils._pytree import tree_leaves
 
 from dtbench_core import comm, rules
 from dtbench_core.dispatch import out_and_resize, outside_mesh, rank_check, value_check
-from dtbench_core.dispatch.metadata import device_of_results, flattened, is_spec, results_of, written_by
+from dtbench_core.dispatch.metadata import (
+    device_of_results,
+    flattened,
+    is_spec,
+    results_of,
+    view_offsets,
+    written_by,
+)
 from dtbench_core.dispatch.op_info import OpInfo
+from dtbench_core.dispatch.overlap import error_of_plain, refuse_overlapping_itself
 from dtbench_core.dispatch.plan import Move, Plan, plan_of_kind, sorted_by_name, with_spec_strides
 from dtbench_core.errors import CoreError, MeshError
 from dtbench_core.layout import rng as random
@@ -23,6 +31,7 @@ from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.redistribute import route as redistribute
 from dtbench_core.redistribute.copied_view import copied_view, is_copied, refuse_writes
 from dtbench_core.rules.base import OpCall, Placed, Strategy, by_tensor
+from dtbench_core.torch_compat import dispatch_modes_active
 
 
 def build(info: OpInfo, args: Args, kwargs: Kwargs) -> Plan | None:
@@ -36,6 +45,7 @@ def build(info: OpInfo, args: Args, kwargs: Kwargs) -> Plan | None:
     """
     written = written_by(info.mutated, args, kwargs) if info.mutated else []
     refuse_writes(written)
+    refuse_overlapping_itself(info.op, written, args, kwargs)
     to_copy = any(map(is_copied, written))
     call = _describe(info, args, kwargs)
     if isinstance(info.returned, str):
@@ -45,12 +55,15 @@ def build(info: OpInfo, args: Args, kwargs: Kwargs) -> Plan | None:
         return None
     try:
         call.outputs, structure = results_of(info.op, call.args, call.kwargs, info.elementwise)
+        strategy = find(call)
+        chosen = strategy.exact
+        if chosen is None and (rows := rules.choose(call, strategy, _written_inputs(info, call))) is not None:
+            chosen = by_tensor(rows)
     except NotImplementedError:  # the shape depends on the values, or torch has no meta kernel
         return None
-    strategy = find(call)
-    chosen = strategy.exact
-    if chosen is None and (rows := rules.choose(call, strategy, _written_inputs(info, call))) is not None:
-        chosen = by_tensor(rows)
+    except Exception as error:  # meta kernels say some things otherwise, or not at all
+        plain = None if dispatch_modes_active() else error_of_plain(info.op, call.args, call.kwargs)
+        raise (plain or error) from None
     if chosen is None or not rank_check.every_rank_can(call, strategy, *chosen):
         return None
     of_copy = args[0]._spec if info.aliases and is_copied(args[0]) else None
@@ -114,11 +127,13 @@ def _plan_for(
     replaced = tuple(
         (position, list(specs[0].local_shape)) for position in strategy.local_shape_args if specs[0]
     )
+    moves = _moves(call, inputs)
+    offsets = view_offsets(info.op, call.args, call.kwargs) if info.aliases else ()
     if info.random:
         random.keep_in_step(mesh)
     if mesh.coordinate is None and not (info.random and strategy.localize):
         nothing = outside_mesh.kernel(info.op, mesh, specs, structure)
-        return plan_of_kind(info, nothing, out, _moves(call, inputs), of_copy=of_copy, to_copy=to_copy)
+        return plan_of_kind(info, nothing, out, moves, of_copy=of_copy, to_copy=to_copy, offsets=offsets)
     local_op = strategy.local_op
     if strategy.localize is not None:
         pairs = zip(call.inputs, inputs, strict=True)
@@ -128,21 +143,16 @@ def _plan_for(
     if out is not None and info.functional and not info.random:  # a random op's rank would fall out of step
         refusal = _refusal_elsewhere(info, call, strategy, inputs, outputs) if agreeing is None else None
         if all(s is None or 0 in s.local_shape for s in specs):
-            local_op = _empty_results(
-                info,
-                local_op or info.op,
-                specs,
-                refusal,
-                several=structure == "list",
-                device=mesh.device_type,
-            )
+            local_op = _empty_results(info, local_op or info.op, specs, refusal, several=structure == "list")
         elif refusal is not None:
             local_op = _raising(refusal)
     if (checked := value_check.check_filled(call)) is not None:
         local_op = checked(local_op or info.kernel)
     if agreeing is not None:
         local_op = agreeing(local_op or info.kernel)
-    return plan_of_kind(info, local_op, out, _moves(call, inputs), replaced, of_copy=of_copy, to_copy=to_copy)
+    return plan_of_kind(
+        info, local_op, out, moves, replaced, of_copy=of_copy, to_copy=to_copy, offsets=offsets
+    )
 
 
 def _moves(call: OpCall, inputs: Sequence[Placements]) -> tuple[Move, ...]:
@@ -186,12 +196,12 @@ def _empty_results(
     refusal: Exception | None,
     *,
     several: bool,
-    device: str,
 ) -> Call:
     """Stands for the op on a rank whose results are empty: many kernels raise or warn there, and a rank
     that raises alone leaves the others waiting. Shards know what they can do, empty ones alike.
 
     refusal: what the other ranks' kernels raise, once all inputs have moved."""
+    mesh = next(s.info for s in specs if s is not None)
 
     def make(*args: object, **kwargs: object) -> Value:
         if refusal is not None:
@@ -201,7 +211,7 @@ def _empty_results(
             return op(*args, **kwargs)
         if info.by_type and (refused := rank_check.refusal_of_numbers(info.op, args, kwargs)) is not None:
             raise refused
-        where = torch.device(device_of_results(args, kwargs, device))
+        where = torch.device(device_of_results(args, kwargs, mesh.device_type))
         near = [one for one in tensors if one.device.type == where.type]
         made = [
             None
@@ -288,6 +298,8 @@ def first_run(
     if all(_shares_memory(held_by(one), held_by(base)) for one in made):
         return plan, result
     copies = [copied_view(cls, held_by(one), one._spec, base) for one in made]
+    for copy, one in zip(copies, made, strict=True):
+        copy._memory = one._memory
     return plan.copying(), result.__class__(copies) if several else copies[0]
 
 

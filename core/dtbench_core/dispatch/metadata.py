@@ -93,6 +93,15 @@ def results_of(op: OpOverload, args: tuple[Value, ...], kwargs: Kwargs, elementw
     return metas, "list" if several else "tensor"
 
 
+def view_offsets(op: OpOverload, args: tuple[Value, ...], kwargs: Kwargs) -> tuple[int, ...]:
+    """Where the results of a view begin behind its base, in bytes of the global tensor's memory."""
+    leaves, rebuilt = flattened(args, kwargs)
+    meta_args, meta_kwargs = rebuilt([_as_meta(leaf) for leaf in leaves])
+    result = op(*meta_args, **meta_kwargs)
+    views = result if isinstance(result, (list, tuple)) else [result]
+    return tuple(view.storage_offset() * view.itemsize for view in views)
+
+
 def _as_convolved(result: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The result with channels last where the input or the weight has them so, as kernels do and the meta kernel does
     not."""

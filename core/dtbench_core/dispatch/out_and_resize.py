@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 
 from dtbench_core.dispatch import contexts
 from dtbench_core.dispatch.fallback import gathered
+from dtbench_core.dispatch.overlap import refuse_overlap
 from dtbench_core.errors import ArgumentError, PlacementError
 from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride
@@ -65,6 +66,8 @@ def run_out(dispatch: Dispatch, cls: type[Wrapper], op: OpOverload, args: Args, 
     outs = [kwargs[name] for name in names]
     rest = {name: value for name, value in kwargs.items() if name not in names}
     refuse_writes(outs)
+    if all(isinstance(out, Wrapper) for out in outs):
+        refuse_overlap(op, outs, args, kwargs, {})
     result = dispatch(cls, functional, (), args, rest)
     results = result if isinstance(result, (list, tuple)) else (result,)
     for out, value in zip(outs, results, strict=True):
@@ -151,6 +154,7 @@ def run_restating(
     refuse_write(written, restating=True)
     made = dispatch(cls, functional, (), args, kwargs)
     restate(written, made._local_tensor, made._spec)
+    written._memory = made._memory
     return written
 
 

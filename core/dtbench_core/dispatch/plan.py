@@ -13,19 +13,21 @@ call to call is all that `run` looks at.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from dtbench_core.dispatch import contexts
 from dtbench_core.dispatch.metadata import written_by
 from dtbench_core.dispatch.op_info import OpInfo
+from dtbench_core.dispatch.overlap import Known, refuse_overlap
 from dtbench_core.layout.placement import Placements
 from dtbench_core.layout.shard_layout import laid_out
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import Wrapper, wrap
+from dtbench_core.layout.wrapper import Wrapper, share_memory, wrap
 from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.redistribute.autograd import local_at
 from dtbench_core.redistribute.copied_view import Gathered, copied_view, refuse_writes, store_to_base
@@ -85,7 +87,7 @@ class Plan:
     def copying(self) -> Plan:
         """This plan of a view, where the local op turns out to copy."""
         made = CopiedViews(self.info, self.kernel, self.out, self.functional)
-        made.placements = None
+        made.placements, made.offsets = None, getattr(self, "offsets", ())
         return made
 
     def with_spec_strides(self) -> Plan:
@@ -138,15 +140,16 @@ class SeveralResults(Plan):
 
 
 class View(Plan):
-    """One window on the memory of the first argument."""
+    """One window on the memory of the first argument. offsets: of the results in it, in bytes."""
 
-    __slots__ = ()
+    __slots__ = ("offsets",)
+    offsets: tuple[int, ...]
 
     def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
         result = call(*locals_, **kwargs) if kwargs else call(*locals_)
         if is_inference_mode_enabled():
             return self._as_base_is(cls, result, args[0])
-        return wrap(cls, result, self.out)
+        return self._wrapped(cls, result, args[0])
 
     def _as_base_is(self, cls: type[Wrapper], result: Value, base: Any) -> Value:
         """A view is an inference tensor only if its base is: torch ties their versions."""
@@ -155,8 +158,10 @@ class View(Plan):
         with torch.inference_mode(inference):
             return self._wrapped(cls, result, base)
 
-    def _wrapped(self, cls: type[Wrapper], result: Value, base: object) -> Value:
-        return wrap(cls, result, self.out)
+    def _wrapped(self, cls: type[Wrapper], result: Value, base: Value) -> Value:
+        made = wrap(cls, result, self.out)
+        share_memory(base, made, self.offsets[0])
+        return made
 
 
 class Views(View):
@@ -170,8 +175,10 @@ class Views(View):
             return self._as_base_is(cls, result, args[0])
         return self._wrapped(cls, result, args[0])
 
-    def _wrapped(self, cls: type[Wrapper], result: Value, base: object) -> Value:
+    def _wrapped(self, cls: type[Wrapper], result: Value, base: Value) -> Value:
         made = [wrap(cls, r, spec) for r, spec in zip(result, self.out, strict=True)]
+        for one, offset in zip(made, self.offsets, strict=True):
+            share_memory(base, one, offset)
         return made if isinstance(result, list) else tuple(made)
 
 
@@ -189,11 +196,12 @@ class CopiedViews(Views):
         with DisableTorchFunction():
             inference = base.is_inference()
         with torch.inference_mode(inference) if is_inference_mode_enabled() else nullcontext():
-            if self.out.__class__ is DTensorSpec:
-                return copied_view(cls, result, self.out, base, gathered)
-            pairs = zip(result, self.out, strict=True)
+            several = self.out.__class__ is not DTensorSpec
+            pairs = zip(result, self.out, strict=True) if several else [(result, self.out)]
             made = [copied_view(cls, r, spec, base, gathered) for r, spec in pairs]
-        return made if isinstance(result, list) else tuple(made)
+        for one, offset in zip(made, self.offsets, strict=True):
+            share_memory(base, one, offset)
+        return (made if isinstance(result, list) else tuple(made)) if several else made[0]
 
 
 # ---- writes ----
@@ -203,28 +211,40 @@ class CopiedViews(Views):
 _OVERLAP = "some elements of the input tensor and the written-to tensor refer to a single memory location"
 
 
-def _apart(locals_: Args, at: Any) -> list[Value]:
-    """The arguments with copies of all tensors but the written one."""
-    return [
-        one.clone() if isinstance(one, torch.Tensor) and index != at else one
-        for index, one in enumerate(locals_)
-    ]
+def _call_apart(call: Call, locals_: Args, kwargs: Kwargs, written: Sequence[int]) -> None:
+    """The call; again with copies of all tensors but the written ones, if it refuses that these overlap."""
+    try:
+        call(*locals_, **kwargs)
+    except RuntimeError as error:
+        if _OVERLAP not in str(error):
+            raise
+        apart = [x if index in written else tree_map(_copied, x) for index, x in enumerate(locals_)]
+        call(*apart, **kwargs)
+
+
+def _copied(leaf: Value) -> Value:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 class InPlace(Plan):
-    """The written argument is the result."""
+    """The written argument is the result. overlaps: what is known of other arguments that share its memory; see
+    overlap.py."""
 
-    __slots__ = ()
+    __slots__ = ("overlaps",)
     writes = True
 
+    def __init__(
+        self, info: OpInfo, kernel: Call, out: Value, functional: bool, counts: bool = False
+    ) -> None:
+        super().__init__(info, kernel, out, functional, counts)
+        self.overlaps: Known = {}
+
     def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
-        try:
-            call(*locals_, **kwargs)
-        except RuntimeError as error:
-            if _OVERLAP not in str(error):
-                raise
-            call(*_apart(locals_, self.at), **kwargs)
         written = args[self.at]
+        # Elementwise, over itself, is as good as apart.
+        if written._memory is not None or not self.info.elementwise:
+            refuse_overlap(self.info.op, (written,), args, given, self.overlaps)
+        _call_apart(call, locals_, kwargs, (self.at,))
         if self.counts:
             increment_version((written,))
         return written
@@ -236,8 +256,9 @@ class Out(InPlace):
     __slots__ = ()
 
     def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
-        call(*locals_, **kwargs)
         written = given[self.at]
+        refuse_overlap(self.info.op, (written,), args, given, self.overlaps)
+        call(*locals_, **kwargs)
         if self.counts:
             increment_version((written,))
         return written
@@ -256,9 +277,14 @@ class InPlaceLists(Plan):
         self.gives = counts and gives_list(info)
 
     def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
-        call(*locals_, **kwargs)
-        for position, name in self.info.mutated:
-            written = args[position] if position < len(args) else given.get(name)
+        lists = [
+            args[position] if position < len(args) else given.get(name)
+            for position, name in self.info.mutated
+        ]
+        if any(one._memory is not None for written in lists for one in written):
+            refuse_overlap(self.info.op, [one for written in lists for one in written], args, given, {})
+        _call_apart(call, locals_, kwargs, [position for position, _ in self.info.mutated])
+        for written in lists:
             increment_version(written)
         return args[0] if self.gives else None
 
@@ -410,9 +436,10 @@ def plan_of_kind(
     *,
     of_copy: DTensorSpec | None = None,
     to_copy: bool = False,
+    offsets: tuple[int, ...] = (),
 ) -> Plan:
     """The plan of an op that runs as itself, or as `local_op`. of_copy: of the first argument, if it is a copied view.
-    to_copy: whether one is written to."""
+    to_copy: whether one is written to. offsets: of views, see `View`."""
     kind: type[Plan]
     if info.returned is not None:
         kind = Out if info.returned.__class__ is str else InPlace
@@ -423,6 +450,8 @@ def plan_of_kind(
     else:
         kind = Functional if out.__class__ is DTensorSpec else SeveralResults
     plan: Plan = kind(info, local_op or info.kernel, out, info.functional and local_op is None)
+    if isinstance(plan, View):
+        plan.offsets = offsets
     if isinstance(plan, CopiedViews):
         plan.placements = _kept_placements(moves, of_copy)
     if replaced:

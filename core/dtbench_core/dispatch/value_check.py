@@ -10,7 +10,6 @@ CUDA's kernels assert on the device instead, and a graph cannot choose by a valu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -161,7 +160,7 @@ def check_filled(call: OpCall) -> Callable[[Call], Call] | None:
     count, dtype = min(made.shape.numel(), 2), made.dtype
 
     def checking(kernel: Call) -> Call:
-        def run(*args: Any, **kwargs: Any) -> Value:
+        def run(*args: Value, **kwargs: Value) -> Value:
             value = args[position] if position < len(args) else kwargs[number]
             if surely_holds(dtype, value) or is_traced():
                 return kernel(*args, **kwargs)

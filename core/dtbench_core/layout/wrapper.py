@@ -27,10 +27,17 @@ class Wrapper(torch.Tensor):
 
     _local_tensor: torch.Tensor
     _spec: DTensorSpec
+    # What tells which tensors are windows on one memory (one object for all of them), and where in the global tensor
+    # that they share this one begins, in bytes. None: no view was taken.
+    _memory: tuple[object, int] | None = None
     # The class of views that had to be copied (copied_view.py), and that of what ops on such a view give: of every
     # other class, itself.
     copied_view: ClassVar[type[Wrapper]]
     viewed: ClassVar[type[Wrapper]]
+
+    def storage_offset(self) -> int:
+        """Where the global tensor begins in that which it is a view of, in elements."""
+        return 0 if self._memory is None else self._memory[1] // self._spec.dtype.itemsize
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -76,9 +83,17 @@ def lend(tensor: Wrapper, local: torch.Tensor, *, view: bool = False) -> torch.T
     return made
 
 
+def share_memory(base: Wrapper, view: Wrapper, offset: int) -> None:
+    """Notes that `view` begins so many bytes behind `base`, in the memory of the global tensor."""
+    memory = base._memory
+    if memory is None:
+        memory = base._memory = (object(), 0)
+    view._memory = (memory[0], memory[1] + offset) if offset else memory
+
+
 # The local tensor, whatever the tensor's class says of reading it.
 held_by: Callable[[Wrapper], torch.Tensor] = Wrapper.__dict__["_local_tensor"].__get__
 
 # What a tensor remembers of itself, and a copy or a file of it must not: where a copied view has its values from,
 # and a pending reduction that was materialised (redistribute/tensors.py).
-MEMORIES = ("_origin", "_materialised")
+MEMORIES = ("_origin", "_materialised", "_memory")

@@ -48,12 +48,14 @@ class Origin(NamedTuple):
 
     owner: its base. version: how often that had been written to by then; torch counts the writes to a tensor and
     to all its views together. None: it does not count, as of inference tensors: those are gathered at every
-    reading. gathered: None where not kept.
+    reading. gathered: None where not kept. spec, local: of the base then, which may get another shape in place.
     """
 
     owner: Wrapper
     version: int | None
     gathered: Gathered | None
+    spec: DTensorSpec
+    local: torch.Tensor
 
 
 class CopiedView:
@@ -105,7 +107,7 @@ def copied_view(
 ) -> Wrapped:
     """A view of `base`, which is a `cls`, whose values were copied to `local`: a window on `gathered`, if given."""
     made = wrap(cls.copied_view, local, spec)
-    made._origin = Origin(base, version_of(base), gathered)  # type: ignore[attr-defined]
+    made._origin = Origin(base, version_of(base), gathered, base._spec, held_by(base))  # type: ignore[attr-defined]
     return made  # type: ignore[return-value]
 
 
@@ -130,17 +132,19 @@ def _gather_again(view: Any) -> None:
     Raises:
         PlacementError: that memory is not kept.
     """
-    owner, _, gathered = view._origin
+    origin: Origin = view._origin
+    gathered = origin.gathered
     if gathered is None:
         raise PlacementError(
             f"got a view, {view._spec}, whose sharded dim had to be gathered before it could be cut, and "
             "whose base has been written to since: it shows the old values; take the view again after the write, "
             "or redistribute the base so that the dim is whole"
         )
-    now = owner._local_tensor  # itself gathered again, if it is a copied view
-    if gathered.local is not held_by(owner):
-        gathered.local.copy_(apply(now, plan(owner._spec, gathered.placements)))
-    view._origin = Origin(owner, version_of(view), gathered)
+    if state_of(origin.owner) is ViewState.STALE:
+        _gather_again(origin.owner)
+    if gathered.local is not origin.local:
+        gathered.local.copy_(apply(origin.local, plan(origin.spec, gathered.placements)))
+    view._origin = origin._replace(version=version_of(view))
 
 
 def store_to_base(view: Any) -> None:
@@ -149,10 +153,10 @@ def store_to_base(view: Any) -> None:
     The view is stale from then on, by the count of writes that it shares with them.
     """
     while is_copied(view):
-        owner, _, gathered = view._origin
-        if gathered.local is not held_by(owner):
-            source = owner._spec.with_placements(gathered.placements)
-            held_by(owner).copy_(apply(gathered.local, plan(source, owner._spec.placements)))
+        owner, _, gathered, spec, local = view._origin
+        if gathered.local is not local:
+            source = spec.with_placements(gathered.placements)
+            local.copy_(apply(gathered.local, plan(source, spec.placements)))
         view = owner
 
 

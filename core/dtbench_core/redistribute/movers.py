@@ -133,7 +133,9 @@ def _sent(tensor: torch.Tensor) -> torch.Tensor:
         flat.dtype in _CARRIED or flat.dtype is torch.bool
     ):  # which is moved, and not reduced, by every transport
         return flat
-    return flat.resolve_conj().resolve_neg().view(torch.uint8)
+    flat = flat.resolve_conj().resolve_neg()
+    # One element is contiguous whatever its stride, and can be seen as bytes with a stride of 1 alone.
+    return (flat if flat.numel() != 1 else flat.as_strided((1,), (1,))).view(torch.uint8)
 
 
 def _received(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -30,7 +30,7 @@ def linear(input: Value, weight: Value, bias: Value = None, **others: object) ->
     for one in (weight, bias):
         if one is not None and one.__class__ is not cls:
             return NotImplemented
-    if not issubclass(cls, Wrapper):
+    if not issubclass(cls, Wrapper) or weight.ndim != 2:
         return NotImplemented
     if is_grad_enabled():
         return Linear.apply(input, weight, bias)
@@ -118,6 +118,8 @@ linear_backward = torch.ops.dtbench_core.linear_backward.default
 @rule(linear_forward)
 def forward_rows(call: OpCall) -> Strategy:
     """input, weight and, if there is one, bias: replicated with a pending result, and added by one rank."""
+    if call.inputs[1].ndim != 2:  # a vector, as torch takes it too
+        return Strategy([])
     lead = letters(call.inputs[0].ndim - 1, skip="ko")
     count = len(call.inputs)
     rows = label_rows(lead + "ok", (lead + "k", "ok", "o")[:count], (lead + "o",), SUM)

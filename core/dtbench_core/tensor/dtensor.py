@@ -135,6 +135,7 @@ class DTensor(Wrapper):
         with DisableTorchFunction():
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._local_tensor, self._spec = value._local_tensor, value._spec
+        self._memory = value._memory
 
     @property
     def device_mesh(self) -> DeviceMesh:

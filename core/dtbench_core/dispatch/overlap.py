@@ -1,0 +1,142 @@
+"""Writes that plain tensors refuse because of memory: to a tensor that overlaps itself, or that an input overlaps.
+
+Kernels look at addresses. Those of shards say nothing of the whole: a rank may hold one row of a tensor expanded over
+rows, none at all, or a copy where the whole is a window. So the op is tried on plain tensors that share memory as the
+global ones do: by their strides, and by where each begins in the memory of the tensor that they are views of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch._ops import OpOverload
+
+from dtbench_core.dispatch.metadata import flattened, is_spec
+from dtbench_core.layout.spec import DTensorSpec, TensorMeta
+from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.op_types import Args, Kwargs, Value
+from dtbench_core.rules.pointwise import is_pointwise
+from dtbench_core.runtime import simulation
+from dtbench_core.torch_compat import dispatch_modes_active
+
+# The answers so far, by specs and places.
+Known = dict[tuple[Value, ...], Exception | None]
+_REFUSED = "unsupported operation: "  # how all of torch's messages about memory begin
+# The most elements that plain tensors are made of to be asked.
+_MOST = 1 << 24
+
+
+def refuse_overlap(
+    op: OpOverload,
+    written: Sequence[Wrapper],
+    args: Args,
+    kwargs: Kwargs,
+    known: Known,
+) -> None:
+    """Before `op` writes to `written`, which are among its arguments. known: the answers so far, for tensors of these
+    specs.
+
+    Raises:
+        RuntimeError: what plain tensors raise, where another argument is a window on the same memory.
+    """
+    leaves, _ = flattened(args, kwargs)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Wrapper)]
+    written_to = {_identity(one) for one in written}
+    if sum(_identity(one) in written_to for one in tensors) == len(written_to):
+        return  # each memory is met once
+    if dispatch_modes_active() or simulation.active:
+        return
+    first = written[0]
+    same = all(t is first or (t._spec is first._spec and t._memory == first._memory) for t in tensors)
+    if same and is_pointwise(op):
+        return  # element by element, over itself
+    order = {memory: index for index, memory in enumerate(dict.fromkeys(map(_identity, tensors)))}
+    start: dict[object, int] = {}
+    key = tuple(
+        (t._spec, order[_identity(t)], _offset(t) - start.setdefault(_identity(t), _offset(t)))
+        for t in tensors
+    )
+    if key not in known:
+        known[key] = _refusal(op, args, kwargs)
+    if (refusal := known[key]) is not None:
+        raise type(refusal)(*refusal.args)
+
+
+def _identity(tensor: Wrapper) -> object:
+    """Of its memory."""
+    return id(tensor) if tensor._memory is None else tensor._memory[0]
+
+
+def _offset(tensor: Wrapper) -> int:
+    return 0 if tensor._memory is None else tensor._memory[1]
+
+
+def refuse_overlapping_itself(op: OpOverload, written: Sequence[Wrapper], args: Args, kwargs: Kwargs) -> None:
+    """Before `op` is planned that writes to these tensors.
+
+    Raises:
+        RuntimeError: what plain tensors raise, where one has several elements in one place, as an expanded one has.
+    """
+    expanded = any(
+        step == 0 and n > 1
+        for one in written
+        for n, step in zip(one._spec.shape, one._spec.stride, strict=True)
+    )
+    if expanded and not dispatch_modes_active() and not simulation.active:
+        refusal = _refusal(op, args, kwargs)
+        if refusal is not None:
+            raise refusal
+
+
+def _refusal(op: OpOverload, args: Args, kwargs: Kwargs) -> Exception | None:
+    error = error_of_plain(op, args, kwargs, _memory_of)
+    return error if str(error).startswith(_REFUSED) else None
+
+
+def error_of_plain(
+    op: OpOverload,
+    args: Args,
+    kwargs: Kwargs,
+    memory_of: Callable[[Value], tuple[object, int] | None] = lambda _: None,
+) -> Exception | None:
+    """What plain tensors of zeros raise, of the global shapes and strides; None if nothing, or if they would be large.
+
+    memory_of: which tensors share memory, and where in it they begin.
+    """
+    leaves, rebuilt = flattened(args, kwargs)
+    places: dict[int, tuple[object, int]] = {}  # which memory, and the first element in it
+    ends: dict[object, int] = {}
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, (torch.Tensor, DTensorSpec)):
+            continue
+        spec, memory = _spec_of(leaf), memory_of(leaf)
+        whose, offset = (id(leaf), 0) if memory is None else (memory[0], memory[1] // spec.dtype.itemsize)
+        places[index] = (whose, spec.dtype), offset
+        last = offset + sum((n - 1) * step for n, step in zip(spec.shape, spec.stride, strict=True)) + 1
+        ends[places[index][0]] = max(ends.get(places[index][0], 0), last, 0)
+    if sum(ends.values()) > _MOST:
+        return None
+    held = {key: torch.zeros(end, dtype=key[1]) for key, end in ends.items()}  # type: ignore[index]
+    for index, (key, offset) in places.items():
+        spec = _spec_of(leaves[index])
+        leaves[index] = held[key].as_strided(spec.shape, spec.stride, offset)
+    plain_args, plain_kwargs = rebuilt(
+        [torch.device("cpu") if isinstance(x, torch.device) else x for x in leaves]
+    )
+    try:
+        op(*plain_args, **plain_kwargs)
+    except Exception as error:
+        return error
+    return None
+
+
+def _memory_of(leaf: Value) -> tuple[object, int] | None:
+    return leaf._memory if isinstance(leaf, Wrapper) else None
+
+
+def _spec_of(leaf: Value) -> Value:
+    """What says the global shape, stride and dtype of an argument."""
+    if isinstance(leaf, Wrapper):
+        return leaf._spec
+    return leaf if is_spec(leaf) else TensorMeta(leaf.shape, leaf.stride(), leaf.dtype)

@@ -1,0 +1,177 @@
+"""Writes that plain tensors refuse because of memory are refused alike on every rank, and what they do not is right;
+where views begin; which errors shapes raise. Compared with plain tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+
+from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.local_world import ThreadWorlds
+from dtbench_core import DTensor, Replicate, Shard, distribute_tensor
+
+S, R = Shard, Replicate()
+Tensors = tuple[torch.Tensor, torch.Tensor]
+
+
+def _full() -> torch.Tensor:
+    return torch.arange(30.0).view(5, 6) + 1
+
+
+# What is written and what is read.
+WINDOWS: dict[str, Callable[[torch.Tensor], Tensors]] = {
+    "expanded": lambda x: (x[:1].expand(5, 6), x),
+    "expanded over columns": lambda x: (x[:, 2:3].expand(5, 6), x),
+    "a row further": lambda x: (x[1:], x[:-1]),
+    "itself": lambda x: (x, x),
+    "itself, as a view": lambda x: (x, x.view(30).view(5, 6)),
+    "other rows": lambda x: (x[:2], x[2:4]),
+    "rows of it": lambda x: (x, x[1:3]),
+}
+
+
+def _index(x: torch.Tensor, count: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    made = torch.arange(count).to(dtype)
+    return distribute_tensor(made, x.device_mesh, src_data_rank=None) if isinstance(x, DTensor) else made
+
+
+WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "number": lambda a, b: a.add_(1),
+    "copy_": lambda a, b: a.copy_(b),
+    "out=": lambda a, b: torch.add(b, 1, out=a),
+    "fill_": lambda a, b: a.fill_(2),
+    "index_add_": lambda a, b: a.index_add_(0, _index(a, len(b)), b),
+    "scatter_add_": lambda a, b: a.scatter_add_(0, _index(a, b.numel()).view(b.shape) % len(a), b),
+    "x[index] = y": lambda a, b: a.__setitem__(_index(a, len(b)), b),
+    "foreach": lambda a, b: torch._foreach_add_([a], [b]),
+    "cat": lambda a, b: torch.cat([b], out=a),
+}
+
+
+def _written(
+    full: torch.Tensor, windows: Callable[[torch.Tensor], Tensors], write: Any
+) -> torch.Tensor | Exception:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            write(*windows(full))
+        except Exception as error:
+            return error
+    return full
+
+
+def test_writes_over_shared_memory(thread_ranks: ThreadWorlds) -> None:
+    thread_ranks(_writes)  # which tell at once if one of them has raised alone
+
+
+def _writes() -> None:
+    mesh = DeviceMesh("cpu", range(4))
+    placements = [[S(0)], [S(1)]]
+    for name, windows in WINDOWS.items():
+        for how, write in WRITES.items():
+            wanted = _written(_full(), windows, write)
+            for placed in placements:
+                for _ in range(2):  # the second from what the first has planned
+                    said = f"{how}, {name}, {placed}"
+                    got = _written(
+                        distribute_tensor(_full(), mesh, placed, src_data_rank=None), windows, write
+                    )
+                    if isinstance(wanted, Exception):
+                        assert isinstance(got, type(wanted)), f"{said}: {got!r}, expected {wanted!r}"
+                    else:
+                        assert isinstance(got, DTensor), f"{said}: {got!r}"
+                        defined = name not in (
+                            "transposed",
+                            "expanded",
+                            "expanded over columns",
+                            "a row further",
+                        )
+                        assert not defined or torch.equal(got.full_tensor(), wanted), said
+
+
+@on_ranks
+def test_where_views_begin() -> None:
+    mesh, full = mesh_of((4,)), _full()
+    views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "rows": lambda x: x[2:],
+        "of rows": lambda x: x[2:][1:, 3:],
+        "column": lambda x: x[:, 4],
+        "transposed": lambda x: x[1:].t()[2],
+        "unbound": lambda x: x.unbind(0)[3],
+        "split": lambda x: x.split(2, 1)[2],
+        "chunk": lambda x: x.chunk(3)[1].detach(),
+        "diagonal": lambda x: x.diagonal(1),
+        "real": lambda x: torch.view_as_complex(x.view(5, 3, 2))[1, 1:],
+        "itself": lambda x: x,
+    }
+    for placed in (S(0), S(1), R):
+        x = distribute_tensor(full, mesh, [placed], src_data_rank=None)
+        for name, view in views.items():
+            found = view(x).storage_offset(), view(x.requires_grad_()).storage_offset()
+            x.requires_grad_(False)
+            assert found == (view(full).storage_offset(),) * 2, f"{name}, {placed}: {found}"
+
+
+@on_ranks
+def test_a_base_that_gets_another_shape() -> None:
+    """A view of it that had to be copied is read and written in the old one."""
+    mesh = mesh_of((4,))
+    views = (lambda x: x[1:3], lambda x: x.split(3, 0)[-1], lambda x: x.diagonal(), lambda x: x[:, 1])
+    restate = (lambda x: x.t_(), lambda x: x.unsqueeze_(0), lambda x: x.transpose_(0, 1))
+    for view in views:
+        for change in restate:
+            for placed in (S(0), S(1)):
+                full = torch.arange(16.0).view(4, 4)
+                x = distribute_tensor(full, mesh, [placed], src_data_rank=None)
+                seen, wanted = view(x), view(full)  # type: ignore[no-untyped-call]
+                for base, window in ((x, seen), (full, wanted)):
+                    change(base)  # type: ignore[no-untyped-call]
+                    base.mul_(2)
+                    window.add_(1)
+                    base.select(-1, 0).zero_()
+                assert torch.equal(seen.full_tensor(), wanted) and torch.equal(x.full_tensor(), full), placed
+
+
+@on_ranks
+def test_errors_are_those_of_plain_tensors() -> None:
+    mesh = mesh_of((4,))
+
+    def put(full: torch.Tensor) -> DTensor:
+        return distribute_tensor(full, mesh, [S(0) if full.ndim else R], src_data_rank=None)
+
+    programs: list[Callable[[Any], Any]] = [
+        lambda put: put(torch.ones(0, 3)).amax(0),
+        lambda put: F.conv1d(put(torch.ones(3, 1, 3)), put(torch.ones(1, 1, 2)), stride=0),
+        lambda put: put(torch.ones(3, 2)).index_add(
+            0, put(torch.zeros(2, dtype=torch.int64)), put(torch.ones(2))
+        ),
+        lambda put: put(torch.ones(3, 2)) @ put(torch.ones(3, 2)),
+        lambda put: put(torch.ones(3)).sum(4),
+    ]
+    for program in programs:
+        errors = []
+        for make in (put, lambda full: full):
+            with pytest.raises(Exception) as caught:
+                program(make)
+            errors.append(caught.value)
+        assert type(errors[0]) is type(errors[1]), errors
+
+
+@on_ranks
+def test_a_layer_whose_weight_is_a_vector() -> None:
+    mesh, full = mesh_of((4,)), torch.arange(6.0) + 1
+    for placed in (S(0), R):
+        x = distribute_tensor(full, mesh, [placed], src_data_rank=None).requires_grad_()
+        F.linear(x.view(2, 3), x[:3]).sum().backward()
+        plain = full.clone().requires_grad_()
+        F.linear(plain.view(2, 3), plain[:3]).sum().backward()
+        assert x.grad is not None and plain.grad is not None
+        assert torch.equal(x.grad.full_tensor(), plain.grad)
+        with torch.no_grad():
+            assert F.linear(x, x).item() == F.linear(plain, plain).item()
