@@ -5,9 +5,10 @@ from __future__ import annotations
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,30 @@ def few_fits() -> Iterator[None]:
     """A tenth of the usual: no test asks for the last digit of a fitted constant's interval."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(intervals, "FITS", 10)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def legible() -> Iterator[None]:
+    """No text of a drawing lies on another, on any page that a test of these makes in its process."""
+    figures = sys.modules.get("dtbench.show.report.figures")  # imported where tests draw; it takes a second
+    if figures is None:
+        yield
+        return
+    from dtbench.tests.overlaps import overlapping_texts
+
+    draw = figures.draw
+
+    def drawn(width: float, height: float, paint: Callable[[Any], None], **rest: Any) -> object:
+        def painted(canvas: Any) -> None:
+            paint(canvas)
+            found = overlapping_texts(canvas)
+            assert not found, f"{rest.get('title')}: {found}"
+
+        return draw(width, height, painted, **rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "draw", drawn)
         yield
 
 

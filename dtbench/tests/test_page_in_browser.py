@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,6 +94,20 @@ class Visit:
         self.context.close()
 
 
+# Texts of drawings that share more than two pixels, wherever on the page they are.
+OVERLAPS = """() => {
+  const texts = [...document.querySelectorAll("svg.plot text")];
+  const boxes = texts.map((text) => [text.textContent, text.getBoundingClientRect()])
+    .filter(([words, box]) => words.trim() && box.width > 0);
+  const found = [];
+  boxes.forEach(([one, a], i) => boxes.slice(i + 1).forEach(([other, b]) => {
+    if (Math.min(a.right, b.right) - Math.max(a.left, b.left) > 2 &&
+        Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 2) found.push([one, other]);
+  }));
+  return found;
+}"""
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1200])
 def test_it_is_quiet_alone_and_fits(browser: Any, path: Path, scheme: str, width: int) -> None:
@@ -101,6 +117,7 @@ def test_it_is_quiet_alone_and_fits(browser: Any, path: Path, scheme: str, width
             fold.click()
         assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
         assert visit.page.evaluate("document.querySelectorAll('details:not([open])').length") == 0
+        assert visit.page.evaluate(OVERLAPS) == []
         twice = "(() => { const ids = [...document.querySelectorAll('[id]')].map(e => e.id);"
         twice += " return ids.filter((id, i) => ids.indexOf(id) !== i) })()"
         assert visit.page.evaluate(twice) == []
@@ -140,16 +157,23 @@ def test_colours_follow_the_scheme(browser: Any, path: Path) -> None:
     assert seen["light"][1] != seen["dark"][1]
 
 
-def test_print_unfolds_the_tables(browser: Any, path: Path) -> None:
+def test_print_has_what_is_open_and_headings_stay_with_what_they_head(browser: Any, path: Path) -> None:
     with Visit(browser, path) as visit:
-        table = visit.page.locator("details.table table").first
-        height = "e => e.getBoundingClientRect().height"
-        assert not table.is_visible()
+        fold = visit.page.locator("details.table").first
         visit.page.emulate_media(media="print")
-        assert table.is_visible()
-        assert table.evaluate(height) > 0
+        assert not fold.locator("table").is_visible()
         assert not visit.page.locator("nav").is_visible()
-        assert visit.page.pdf(format="A4").startswith(b"%PDF")
+        assert pages(visit.page.pdf(format="A4")) <= 8
+        fold.evaluate("e => { e.open = true }")
+        assert fold.locator("table").evaluate("e => e.getBoundingClientRect().height") > 0
+        # A heading, a lead and a legend are kept with what follows them.
+        kept = "[...document.querySelectorAll('main h2, main h3, .lead, .legend, .panel-title')]"
+        assert set(visit.page.evaluate(f"{kept}.map(e => getComputedStyle(e).breakAfter)")) == {"avoid"}
+
+
+def pages(pdf: bytes) -> int:
+    """How many a PDF has, by its tree of pages."""
+    return max(map(int, re.findall(rb"/Count (\d+)", pdf)))
 
 
 def test_the_keyboard_reaches_links_folds_and_wide_tables(browser: Any, path: Path) -> None:
@@ -208,8 +232,8 @@ def test_an_address_of_nonsense_shows_everything(browser: Any, small: Path) -> N
 
 def test_sizes_sort_by_what_they_are(browser: Any, path: Path) -> None:
     with Visit(browser, path) as visit:
-        table = visit.page.locator("#redistribute details table").first
-        visit.page.locator("#redistribute summary").click()
+        table = visit.page.locator("#redistribute details.table table").first
+        visit.page.locator("#redistribute summary", has_text="Every transition").click()
         table.locator("th button", has_text="Size").click()
         heads = table.locator("th").all_inner_texts()
         column = next(i for i, head in enumerate(heads) if head.startswith("Size"))
@@ -221,7 +245,7 @@ def test_without_script_there_are_no_dead_controls(browser: Any, small: Path) ->
     with Visit(browser, small, java_script_enabled=False) as visit:
         assert visit.page.locator("form, button, select, input").locator("visible=true").count() == 0
         assert visit.page.locator("#changes-table tbody tr").count() == 8
-        visit.page.locator(".links a").first.click()
+        visit.page.locator("#changes svg a").first.click()
         assert visit.page.url.endswith("#case-0")
 
 
@@ -238,7 +262,7 @@ def test_controls_are_large_enough_and_named(browser: Any, small: Path) -> None:
     """WCAG 2.2: 24 px for what is not in a sentence; every control has a name."""
     with Visit(browser, small, width=400) as visit:
         found = visit.page.evaluate(
-            "[...document.querySelectorAll('button, input, select, summary, nav a, .tallies a, .links a')]"
+            "[...document.querySelectorAll('button, input, select, summary, nav a, .tallies a')]"
             ".map(e => [e.tagName, (e.labels?.[0] || e).textContent.trim(), e.getBoundingClientRect().height])"
         )
         assert {tag for tag, *_ in found} == {"BUTTON", "INPUT", "SELECT", "SUMMARY", "A"}
@@ -283,8 +307,11 @@ def test_values_are_told_under_the_pointer_and_by_keys(browser: Any, path: Path)
         assert panel.locator(".tip").inner_text() == points[-1][2]
         visit.page.keyboard.press("Escape")
         assert panel.locator(".tip").is_hidden()
-        box, scale = panel.locator("svg").bounding_box(), panel.evaluate("p => p.clientWidth / 360")
-        x, y, words = points[2]
+        box, width = panel.locator("svg").bounding_box(), "p => p.querySelector('svg').viewBox.baseVal.width"
+        scale = box["width"] / panel.evaluate(width)
+        x, y, words = max(
+            points, key=lambda one: min(math.dist(one[:2], o[:2]) for o in points if o is not one)
+        )
         visit.page.mouse.move(box["x"] + x * scale, box["y"] + y * scale)
         assert panel.locator(".tip").inner_text() == words
         assert visit.messages == []

@@ -35,8 +35,12 @@ from dtbench.tests.html_page import (
     write_report,
 )
 
-SECTIONS = ["collectives", "redistribute", "calibration", "dispatch", "bucketer", "tensor_parallel"]
-FIGURES = {"dispatch": 2, "collectives": 4}  # of each suite measured alone; the others have one
+SECTIONS = ["dispatch", "collectives", "redistribute", "bucketer", "tensor_parallel"]
+FIGURES = {
+    "dispatch": 2,
+    "collectives": 4,
+    "redistribute": 2,
+}  # of each suite measured alone; the others have one
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +74,7 @@ def whole(text: str) -> Page:
 
 def test_every_section_has_its_figure_and_table(whole: Page) -> None:
     order = [attrs["id"] for tag, attrs in whole.tags if tag == "section" and attrs.get("id")]
-    assert order == ["verdict", *SECTIONS, "settings", "failures", "method", "provenance"]
+    assert order == [*SECTIONS, "settings", "method", "provenance"]
     assert "dtbench run" not in whole.section_text["dispatch"]
     drawn = (
         "bandwidth0",
@@ -78,14 +82,13 @@ def test_every_section_has_its_figure_and_table(whole: Page) -> None:
         "mesh0",
         "skew0",
         "redistribute0",
-        "fit0",
         "residual0",
         "ecdf0",
         "dispatch0",
     )
     for prefix in (*drawn, "bucket0", "tensor_parallel0"):
         assert f"{prefix}-t" in whole.ids(), prefix
-    assert sum(tag == "figure" for tag, _ in whole.tags) == 11 + page.LEADS
+    assert sum(tag == "figure" for tag, _ in whole.tags) == 10
 
 
 def test_figures_stated_in_words_are_those_of_the_results(run: Run, whole: Page) -> None:
@@ -101,9 +104,8 @@ def test_figures_stated_in_words_are_those_of_the_results(run: Run, whole: Page)
             product *= time / medians["torch", params, name]
             count += 1
     mean = product ** (1 / count)
-    assert f"{mean:.2f}×" in whole.text
     assert f"geometric mean of {count} cases" in whole.text
-    assert f"Over all cached calls the core takes {mean:.2f}× the time of torch" in whole.text
+    assert f"Over all cached calls the core is {1 / mean:.2f}× faster than torch" in whole.text
 
 
 def test_a_table_row_holds_the_estimates_of_its_results(run: Run, whole: Page) -> None:
@@ -122,16 +124,16 @@ def test_a_table_row_holds_the_estimates_of_its_results(run: Run, whole: Page) -
     for cell, value in ((core, minimum("core", "cached")), (torch, minimum("torch", "cached"))):
         assert float(cell) == pytest.approx(value * 1e6, rel=0.01)
     assert float(floor) == pytest.approx(minimum("local", "cached") * 1e6, rel=0.01)
-    assert float(ratio.rstrip("×")) == pytest.approx(
-        minimum("core", "cached") / minimum("torch", "cached"), abs=0.006
-    )
+    faster, words = ratio.split("× ")
+    assert words == "faster"
+    assert float(faster) == pytest.approx(minimum("torch", "cached") / minimum("core", "cached"), abs=0.006)
     for cell, value in ((first_core, minimum("core", "first")), (first_torch, minimum("torch", "first"))):
         assert float(cell) == pytest.approx(value * 1e6, rel=0.01)
 
 
 def test_cases_where_the_core_is_slower_bear_a_mark(whole: Page) -> None:
     marked = {row[0] for row in whole.rows if any(cell.startswith("▲") for cell in row)}
-    assert marked == {"layer_norm"}
+    assert marked == {"layer_norm", "2x4"}  # the second is the row of its mesh, for its worst case
 
 
 def test_the_constants_stand_beside_the_builtin_ones(topology: Topology, whole: Page) -> None:
@@ -141,7 +143,7 @@ def test_the_constants_stand_beside_the_builtin_ones(topology: Topology, whole: 
     assert row[5] == "19.3"
     assert float(row[6]) == pytest.approx(dim.latency_us_per_hop, rel=0.01)
     assert row[8] == "2.70"
-    assert "within one launch only: too narrow" in whole.section_text["calibration"]
+    assert "within one launch only: too narrow" in whole.section_text["redistribute"]
 
 
 def test_a_lower_bound_is_shown_as_one() -> None:
@@ -180,7 +182,7 @@ def test_warnings_come_first(text: str) -> None:
 
 def test_a_topology_of_another_run_is_said(run: Run, topology: Topology) -> None:
     elsewhere = msgspec.structs.replace(topology, runs=(FromRun(run_id="another-run"),), warnings=())
-    (other,) = front.warnings(sources([run], elsewhere))
+    (other,) = front.warnings(Material(sources([run], elsewhere)))
     assert "fitted to another run (another-run)" in other
 
 
@@ -204,8 +206,8 @@ def test_nodes_of_one_name_are_several() -> None:
         rank["boot_id"] = "one" if rank["rank"] < 2 else "another"
     run = made_up.run([], machine=machine, ranks=header["ranks"])
     of = Material(sources([run]))
-    assert "4 ranks on 2 hosts" in front.summary(of)
-    assert front.warnings(of.sources) == []  # two ranks share two cores, not four
+    assert "4 ranks on 2 hosts" in front.summary(of)[0]
+    assert front.warnings(of) == []  # two ranks share two cores, not four
     (placed,) = [fact.value for fact in provenance(of.sources).facts if fact.name == "Ranks"]
     assert placed == "localhost: 0–1 (cpu); localhost: 2–3 (cpu)"
 
@@ -445,7 +447,7 @@ def test_a_page_too_large_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) ->
     assert found is not None
     assert f"{found[1]} of {len(cases)} rows are shown" in short
     assert "2 of 4 drawings are shown" in short
-    assert sum(a.get("role") == "img" for tag, a in Page(short).tags if tag == "svg") <= 3 + page.LEADS
+    assert sum(a.get("role") == "img" for tag, a in Page(short).tags if tag == "svg") <= 3
     assert 0 < sum(len(row) > 0 for row in Page(short).rows) - short.count("<thead>") <= 20
     assert len(short) < len(without_data)
 
@@ -575,4 +577,4 @@ def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
 def test_a_peak_that_is_given_is_drawn(run: Run) -> None:
     shown = section("collectives", run.ok("collectives"), peaks={"tp": 5e9})
     assert "The limit drawn is over tp as given, 5.00 GB/s" in shown.lead
-    assert "limit of the links" in [item.label for figure in shown.figures for item in figure.legend]
+    assert "limit of tp" in [item.label for figure in shown.figures for item in figure.legend]

@@ -6,14 +6,16 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from dtbench.show.report.svg import STAND_IN
+from dtbench.show.report.svg import STAND_IN, text_px
 from dtbench.text.units import format_bytes, format_seconds, format_size
 
 Format = Callable[[float], str]
+TICK_GAP_PX = 6.0
 
 
 @dataclass(frozen=True)
@@ -31,22 +33,42 @@ class Axis:
         axis = getattr(axes, f"{which}axis")
         getattr(axes, f"set_{which}scale")("log" if self.log else "linear")
         getattr(axes, f"set_{which}lim")(self.low, self.high)
-        axis.set_major_locator(FixedLocator([t for t in self.ticks if self.low <= t <= self.high]))
+        ticks = [t for t in self.ticks if self.low <= t <= self.high]
+        axis.set_major_locator(FixedLocator(self._apart(axes, ticks) if which == "x" else ticks))
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(FuncFormatter(lambda value, _: self.format(value)))
         if self.title:  # above the axis, where it takes no width
-            at, place = ((0.5, 0.0), (0, -26)) if which == "x" else ((0.0, 1.0), (-56, 7))
+            x = which == "x"
             axes.annotate(
                 self.title,
-                at,
-                place,
-                xycoords="axes fraction",
+                (0.5, 0.0) if x else (0.0, 1.0),
+                (0, -26) if x else (6, 7),
+                xycoords="axes fraction" if x else ("figure fraction", "axes fraction"),
                 textcoords="offset points",
-                ha="center" if which == "x" else "left",
-                va="top" if which == "x" else "bottom",
+                ha="center" if x else "left",
+                va="top" if x else "bottom",
                 color=STAND_IN["muted"],
                 annotation_clip=False,
             )
+
+    def _apart(self, axes: Axes, ticks: Sequence[float]) -> Sequence[float]:
+        """Every second of them, every third, ... as far as their labels need it to have a gap between them."""
+        across = axes.get_position().width * 72 * axes.get_figure(root=True).get_figwidth()  # type: ignore[union-attr]
+        place = math.log if self.log else float
+        scale = across / (place(self.high) - place(self.low))
+        spans = [(scale * place(t), text_px(self.format(t)) / 2) for t in ticks]
+        for step in range(1, len(ticks)):
+            if all(b - a >= left + right + TICK_GAP_PX for (a, left), (b, right) in pairwise(spans[::step])):
+                return ticks[::step]
+        return ticks[:1]
+
+    def width_px(self) -> float:
+        """Of the widest label of its ticks."""
+        return max((text_px(self.format(t)) for t in self.ticks if self.low <= t <= self.high), default=0.0)
+
+    def precisely(self, value: float) -> str:
+        """A value with the digits that the axis spares."""
+        return self.format(float(f"{value:.3g}"))
 
 
 def value_axis(

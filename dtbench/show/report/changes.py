@@ -18,14 +18,17 @@ from dtbench.text.units import format_seconds
 @dataclass(frozen=True)
 class Changes:
     """All of them, the gravest first. outcome: the verdict on the whole, one of OUTCOMES; thresholds: what the
-    words mean here; bounds: what low and high are; sides: what base and new are."""
+    words mean here; bounds: what low and high are; notes: what to know of them, rises: what else the gate says, which
+    are counts that rose; sides: what base and new are; ends: their names, base and new."""
 
     changes: tuple[Judged, ...]
     outcome: str
     thresholds: tuple[str, ...]
     bounds: str
     notes: tuple[str, ...] = ()
+    rises: tuple[str, ...] = ()
     sides: tuple[tuple[str, str], ...] = ()
+    ends: tuple[str, ...] = ()
 
 
 # Outcome -> (shape, headline).
@@ -47,7 +50,7 @@ def _sorted(changes: Sequence[Judged]) -> tuple[Judged, ...]:
 # ------------------------------------------------------------------------------------ two sides of runs
 
 
-def of_comparison(comparison: Comparison) -> Changes:
+def of_comparison(comparison: Comparison, ends: tuple[str, ...] = ()) -> Changes:
     """What `dtbench compare` finds."""
     changes = _sorted(comparison.rows)
     outcomes = {
@@ -66,7 +69,7 @@ def of_comparison(comparison: Comparison) -> Changes:
         "inconclusive: neither of these",
     )
     bounds = "Hodges-Lehmann over launches; the interval covers at most what so few launches allow."
-    return Changes(changes, outcome, thresholds, bounds, comparison.notes)
+    return Changes(changes, outcome, thresholds, bounds, comparison.notes, ends=ends)
 
 
 # ------------------------------------------------------------------------------------ the gate's result
@@ -95,13 +98,16 @@ def of_gate(gate: Gate) -> Changes:
     notes = (
         *(f"Not to be trusted: {reason}" for reason in gate.trust.reasons),
         *(f"{words} moved by {ratio - 1:+.2%}" for words, ratio in moves if ratio is not None),
-        *gate.notes,
     )
     undecided = "untrusted" if gate.trust.reasons else "inconclusive"
     outcomes = {0: "ok", 1: "slower", 3: undecided, 4: "missing", 5: "failed"}
     bounds = "Hodges-Lehmann over pairs of launches; low and high are one-sided bounds at 95 %."
     changes = _sorted(gate.benchmarks)
-    return Changes(changes, outcomes[gate.exit_code], thresholds, bounds, notes, sides)
+    arms = [
+        (of.arm or of.commit or "").removeprefix("rev:") for of in (gate.base, gate.head) if of is not None
+    ]
+    named = tuple(arms) if all(arms) else ()
+    return Changes(changes, outcomes[gate.exit_code], thresholds, bounds, notes, gate.notes, sides, named)
 
 
 def observations_of(case: Judged) -> str:

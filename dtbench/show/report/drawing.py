@@ -10,8 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
 from dtbench.model.errors import plain
-from dtbench.show.report.axes import Axis
-from dtbench.show.report.svg import FONT_PX, STAND_IN
+from dtbench.show.report.svg import FONT_PX, LINK, STAND_IN
 
 # Of a mark: where it is, in pixels from the left and the top, and what it says.
 Point = tuple[int, int, str]
@@ -29,43 +28,26 @@ def axes_in(canvas: Canvas, *, left: float, right: float, top: float, bottom: fl
 
 def note(axes: Axes, text: str, place: int, colour: str = "muted") -> None:
     """At the right of a row."""
-    beside(axes, text, (1, place), (7, 0), ("axes fraction", "data"), colour)
-
-
-def beside(
-    axes: Axes,
-    text: str,
-    at: tuple[float, float],
-    offset: tuple[float, float],
-    coords: str | tuple[str, str],
-    colour: str,
-    gid: str | None = None,
-    fontsize: float = FONT_PX,
-) -> None:
-    """Text outside of the axes. offset: pixels."""
     axes.annotate(
         plain(text),
-        at,
-        offset,
-        xycoords=coords,
+        (1, place),
+        (7, 0),
+        xycoords=("axes fraction", "data"),
         textcoords="offset points",
         va="center",
         color=STAND_IN[colour],
         annotation_clip=False,
-        gid=gid,
-        fontsize=fontsize,
     )
 
 
-def label_rows(axes: Axes, labels: Sequence[str], most: int) -> None:
+def label_rows(axes: Axes, labels: Sequence[str], hrefs: Sequence[str] = ()) -> None:
+    """hrefs: where each label leads to, "" nowhere."""
     axes.set_ylim(len(labels) - 0.4, -0.6)
-    axes.set_yticks(range(len(labels)), [plain(cut(label, most)) for label in labels])
+    written = axes.set_yticks(range(len(labels)), list(map(plain, labels)))
     axes.tick_params(axis="y", length=0, labelcolor=STAND_IN["ink"], labelsize=FONT_PX)
-
-
-def precisely(axis: Axis, value: float) -> str:
-    """A value with the digits that an axis spares."""
-    return axis.format(float(f"{value:.3g}"))
+    for tick, href in zip(written, hrefs, strict=False):
+        if href:
+            tick.label1.set_url(LINK + href)
 
 
 def points(axes: Axes, marks: Sequence[tuple[float, float, str]]) -> list[Point]:
@@ -79,26 +61,6 @@ def points(axes: Axes, marks: Sequence[tuple[float, float, str]]) -> list[Point]
         for (x, y), (*_, said) in zip(places, marks, strict=True)
         if math.isfinite(x + y)
     ]
-
-
-def name_ends(axes: Axes, ends: Sequence[tuple[str, str, float, str]]) -> None:
-    """Beside the last value of each series its name, none on top of another. ends: (id, name, last value, colour)."""
-    spacing = FONT_PX + 1
-    height = 72 * axes.get_window_extent().height / axes.get_figure().dpi  # type: ignore[union-attr]
-    left = axes.get_xlim()[0]
-    low, high = (axes.transData.transform((left, y))[1] for y in axes.get_ylim())
-    at = [
-        height * float((axes.transData.transform((left, y))[1] - low) / (high - low)) for _, _, y, _ in ends
-    ]
-    upwards = sorted(range(len(ends)), key=lambda place: at[place])
-    floor, ceiling = -math.inf, height
-    for place in upwards:
-        at[place] = floor = max(at[place], floor + spacing)
-    for place in reversed(upwards):  # what was pushed over the top comes down again
-        at[place] = min(at[place], ceiling)
-        ceiling = at[place] - spacing
-    for (id_, name, _, colour), y in zip(ends, at, strict=True):
-        beside(axes, name, (1, 0), (5, y), "axes fraction", colour, gid=id_, fontsize=FONT_PX - 1)
 
 
 def cut(text: str, most: int) -> str:

@@ -20,20 +20,19 @@ from matplotlib.patches import Rectangle
 
 from dtbench.model.errors import plain
 from dtbench.show.report.axes import Axis, Format, size_axis, value_axis
-from dtbench.show.report.drawing import Point, axes_in, cut, label_rows, name_ends, note, points, precisely
-from dtbench.show.report.svg import FONT_PX, STAND_IN, draw
+from dtbench.show.report.drawing import Point, axes_in, cut, label_rows, note, points
+from dtbench.show.report.svg import FONT_PX, STAND_IN, draw, text_px
 
 # A figure of more panels or rows is not read; the tables hold all.
-MAX_PANELS, MAX_ROWS = 24, 30
+MAX_PANELS, MAX_ROWS = 24, 12
+MAX_SHOWN = 6  # two rows of small panels
 # A phone's width holds a panel without making its text small.
-WIDE_PX, HALF_PX = 880.0, 360.0
-CURVES_PX = HALF_PX, 240.0
-ROW_PX = 18.0
+WIDE_PX, DOTS_PX, CURVES_PX = 880.0, 400.0, (340.0, 205.0)
+ROW_PX = 17.0
 TICK_PX = 24.0  # that the number of a place takes, with the gap beside it
 SHADE_OPACITY, BAND_OPACITY, ROW_OPACITY = 0.09, 0.18, 0.16  # lines and marks stay legible on them
 # Ink stays legible on the deepest cell, in light and in dark: the tests compute it.
 CELL_OPACITY = (0.04, 0.45)
-_LETTER_PX = 6.6  # of the usual letter
 # The page's colours for the parts of bars, in turn, then paler once more; a part also bears its name.
 _BAR_COLOURS = ("s0", "s1", "s3", "s4", "s5", "s2")
 _BAR_OPACITIES = (0.42, 0.2)
@@ -70,7 +69,7 @@ LOOKS = (
 @dataclass(frozen=True)
 class Panel:
     """One drawing, made once, and not at all where the page has no room for it. prefix: of its ids. desc: what a
-    screen reader says. marks: points of its curves. series: of the legend, those that are in it; empty: all."""
+    screen reader says."""
 
     title: str
     desc: str
@@ -78,8 +77,6 @@ class Panel:
     width: float
     height: float
     paint: Callable[[Canvas], Sequence[Point] | None]
-    marks: int = 0
-    series: frozenset[str] = frozenset()
 
     @property
     def svg(self) -> Markup:
@@ -112,13 +109,14 @@ class LegendItem:
 
 @dataclass(frozen=True)
 class Figure:
-    """named: whether the panels name their series themselves."""
+    """shown: so many panels are seen at once, the others behind a fold. folded: its few words, where all of it is."""
 
     caption: str
     legend: Sequence[LegendItem]
     panels: Sequence[Panel]
     columns: int
-    named: bool = False
+    shown: int = MAX_SHOWN
+    folded: str = ""
 
 
 # ----------------------------------------------------------------------------------------- curves
@@ -162,13 +160,14 @@ def curves(
     y: Callable[[Sequence[float]], Axis],
     x: Axis | None = None,
     over: str = "size of the tensor",
-    ends: bool = False,
     lines: bool = True,
+    shown: int = MAX_SHOWN,
+    folded: str = "",
 ) -> Figure | None:
     """Curves over size (`over` says of what), or over `x`, with common axes; None where there is nothing to draw.
 
-    name: of the drawings' ids. y: from all values. ends: each series is named at its end. lines: whether the legend
-    shows them beside the marks.
+    name: of the drawings' ids. y: from all values. lines: whether the legend shows them beside the marks.
+    shown, folded: as of `Figure`.
     """
     panels = [panel for panel in panels if panel.series]
     everything = [one for panel in panels for one in panel.series]
@@ -176,31 +175,24 @@ def curves(
         return None
     if x is None:  # sizes; lines without marks are no measurement and name none
         measured = [one for one in everything if styles[one.label].marker] or everything
-        x = size_axis([round(v) for one in measured for v in one.x], over, 3 if ends else 4)
+        x = size_axis([round(v) for one in measured for v in one.x], over)
     common = y([v for one in everything for v in (*one.y, *(one.band[1] if one.band else ()))])
-    ids = ids_of(styles)
     drawn = [
         Panel(
             one.title,
             one.desc,
             f"{name}{index}",
             *CURVES_PX,
-            partial(_paint_curves, one, styles, x, one.y or common, ends),
-            sum(len(series.x) for series in one.series),
-            frozenset(ids[series.label] for series in one.series),
+            partial(_paint_curves, one, styles, x, one.y or common),
         )
         for index, one in enumerate(panels)
     ]
     items = legend(name, styles, {one.label for one in everything}, lines)
-    return Figure(caption, items, drawn, 2, named=ends)
+    return Figure(caption, items, drawn, 3, shown, folded)
 
 
-def _paint_curves(
-    of: Curves, styles: Mapping[str, Style], x: Axis, y: Axis, ends: bool, canvas: Canvas
-) -> list[Point]:
-    named = {one.label: plain(cut(styles[one.label].words or one.label, 18)) for one in of.series}
-    right = 14 + (_LETTER_PX * max(map(len, named.values())) if ends else 0)
-    axes, ids = axes_in(canvas, left=62, right=right, top=26, bottom=42), ids_of(styles)
+def _paint_curves(of: Curves, styles: Mapping[str, Style], x: Axis, y: Axis, canvas: Canvas) -> list[Point]:
+    axes, ids = axes_in(canvas, left=14 + y.width_px(), right=20, top=26, bottom=42), ids_of(styles)
     if of.shade is not None:
         axes.axvspan(*of.shade, color=STAND_IN["muted"], alpha=SHADE_OPACITY, linewidth=0, zorder=0)
     if of.level is not None:
@@ -216,12 +208,8 @@ def _paint_curves(
             axes.plot(one.x, one.y, clip_on=False, gid=id_, **_look_of(style))
     x.apply(axes, "x")
     y.apply(axes, "y")
-    if ends:
-        name_ends(
-            axes, [(f"{ids[o.label]}n", named[o.label], o.y[-1], styles[o.label].colour) for o in of.series]
-        )
     marks = [
-        (at, value, f"{named[one.label]}, {x.format(at)}: {precisely(y, value)}")
+        (at, value, f"{styles[one.label].words or one.label}, {x.format(at)}: {y.precisely(value)}")
         for one in of.series
         if styles[one.label].marker
         for at, value in zip(one.x, one.y, strict=True)
@@ -235,13 +223,15 @@ def _paint_curves(
 @dataclass(frozen=True)
 class Row:
     """A line of a plot of dots. values: series -> value, where it was measured. note: at its right end. spans:
-    series -> from where to where (None: open), a thin line through the mark. shade: a range that is marked."""
+    series -> from where to where (None: open), a thin line through the mark. shade: a range that is marked. href: where
+    its label leads to."""
 
     label: str
     values: Mapping[str, float]
     note: str = ""
     spans: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
     shade: tuple[float, float] | None = None
+    href: str = ""
 
 
 def dots(
@@ -254,11 +244,13 @@ def dots(
     each_axis: bool = False,
     desc: Callable[[Sequence[Row]], str] | None = None,
     intervals: bool = False,
+    shown: int = MAX_SHOWN,
+    folded: str = "",
 ) -> Figure | None:
     """A line per row, a mark per series; the core and torch are joined to show their distance.
 
     axis: from all values, or with each_axis from those of a panel. desc: what a screen reader says of a panel,
-    else its labels and notes. intervals: wide, spans with ends, and a line at 1.
+    else its labels and notes. intervals: wide, spans with ends, and a line at 1. shown, folded: as of `Figure`.
     """
     panels = {title: there for title, rows in panels.items() if (there := [r for r in rows if r.values])}
     if not panels:
@@ -268,11 +260,12 @@ def dots(
     drawn = []
     for index, (title, rows) in enumerate(panels.items()):
         x = axis(_reach(rows)) if each_axis else common
-        size = WIDE_PX if intervals else HALF_PX, ROW_PX * len(rows) + (48 if x.title else 34)
+        size = WIDE_PX if intervals else DOTS_PX, ROW_PX * len(rows) + (48 if x.title else 34)
         paint = partial(_paint_dots, rows, styles, x, intervals)
         drawn.append(Panel(title, said(rows), f"{name}{index}", *size, paint))
     present = {series for rows in panels.values() for row in rows for series in row.values}
-    return Figure(caption, legend(name, styles, present, lines=False), drawn, 1 if intervals else 2)
+    columns = 1 if intervals else 2
+    return Figure(caption, legend(name, styles, present, lines=False), drawn, columns, shown, folded)
 
 
 def _reach(rows: Sequence[Row]) -> list[float]:
@@ -285,9 +278,8 @@ def _paint_dots(
     rows: Sequence[Row], styles: Mapping[str, Style], x: Axis, intervals: bool, canvas: Canvas
 ) -> list[Point]:
     most = 54 if intervals else 24
-    left = 12 + _LETTER_PX * max(min(len(row.label), most) for row in rows)
-    right = 14 + _LETTER_PX * max(len(row.note) for row in rows)
-    axes = axes_in(canvas, left=left, right=right, top=6, bottom=42 if x.title else 28)
+    labels, notes = [cut(row.label, most) for row in rows], [row.note for row in rows]
+    axes = axes_in(canvas, **_sides(labels, notes), top=6, bottom=42 if x.title else 28)
     if intervals:
         axes.axvline(1, color=STAND_IN["ink"], linewidth=1.0, zorder=1.5)
     for place, row in enumerate(rows):
@@ -301,14 +293,20 @@ def _paint_dots(
     for name, style in styles.items():
         _marks(axes, rows, name, style, x, intervals)
     x.apply(axes, "x")
-    label_rows(axes, [row.label for row in rows], most)
+    label_rows(axes, labels, [row.href for row in rows])
     axes.grid(axis="y", linewidth=0.35)
     marks = [
-        (value, place, f"{row.label}, {name}: {precisely(x, value)}")
+        (value, place, f"{row.label}, {name}: {x.precisely(value)}")
         for place, row in enumerate(rows)
         for name, value in row.values.items()
     ]
     return points(axes, marks)
+
+
+def _sides(labels: Sequence[str], notes: Sequence[str]) -> dict[str, float]:
+    """Margins that hold the labels of rows and the notes at their ends."""
+    left, right = (max(text_px(plain(one)) for one in texts) for texts in (labels, notes))
+    return {"left": left + 10, "right": max(right + 12, 24)}
 
 
 def _marks(axes: Axes, rows: Sequence[Row], name: str, style: Style, x: Axis, caps: bool) -> None:
@@ -362,6 +360,7 @@ def bars(
     format_tick: Format,
     *,
     named: bool = True,
+    folded: str = "",
 ) -> Figure | None:
     """Rows of boxes, each panel with an axis of its own. named: every box that has room for it bears its name, and
     there is a legend of the names."""
@@ -375,31 +374,34 @@ def bars(
         paint = partial(_paint_bars, rows, shades, value_axis([top], format_tick, log=False), named)
         desc = "; ".join(f"{bar.label}: {bar.note or f'{len(bar.parts)} spans'}" for bar in rows)
         drawn.append(Panel(title, desc, f"{name}{len(drawn)}", WIDE_PX, height, paint))
-    return Figure(caption, legend(name, shades, shades, False) if named else (), drawn, 1) if drawn else None
+    items = legend(
+        name, shades, {part for bars in panels.values() for bar in bars for part, *_ in bar.parts}, False
+    )
+    return Figure(caption, items if named else (), drawn, 1, folded=folded) if drawn else None
 
 
 def _paint_bars(
     rows: Sequence[Bar], shades: Mapping[str, Shade], x: Axis, named: bool, canvas: Canvas
 ) -> None:
-    left = min(24 + 5.9 * max(len(bar.label) for bar in rows), 190.0)
-    right = 14 + 6.0 * max(len(bar.note) for bar in rows)
-    across = (WIDE_PX - left - right) / (x.high - x.low)
+    labels, notes = [cut(bar.label, 40) for bar in rows], [bar.note for bar in rows]
+    sides = _sides(labels, notes)
+    across = (WIDE_PX - sum(sides.values())) / (x.high - x.low)
     edge = {"edgecolor": STAND_IN["surface"], "linewidth": 1.2} if named else {"linewidth": 0}
-    axes = axes_in(canvas, left=left, right=right, top=6, bottom=30)
+    axes = axes_in(canvas, **sides, top=6, bottom=30)
     for place, bar in enumerate(rows):
         for part, at, length in bar.parts:
             # At least a pixel wide: what was there is seen.
             box = Rectangle((at, place - 0.36), max(length, 1 / across), 0.72)
             box.set(facecolor=STAND_IN[shades[part][0]], alpha=shades[part][1], **edge)
             axes.add_patch(box)
-            if named and length * across > _LETTER_PX * len(part) + 6:
+            if named and length * across > text_px(plain(part)) + 4:
                 axes.text(at + length / 2, place, plain(part), ha="center", va="center", fontsize=FONT_PX - 1)
         if bar.mark is not None:
             for ends in ((-0.46, -0.26), (0.26, 0.46)):  # beside the names of the parts
                 axes.plot([bar.mark] * 2, [place + e for e in ends], color=STAND_IN["ink"], linewidth=2)
         note(axes, bar.note, place, "ink")
     x.apply(axes, "x")
-    label_rows(axes, [bar.label for bar in rows], 30)
+    label_rows(axes, labels)
     axes.grid(visible=False, axis="y")
 
 
@@ -424,17 +426,19 @@ class Map:
     desc: str
 
 
-def maps(name: str, panels: Sequence[Map], axes_names: tuple[str, str], caption: str) -> Figure | None:
+def maps(
+    name: str, panels: Sequence[Map], axes_names: tuple[str, str], caption: str, folded: str = ""
+) -> Figure | None:
     """Cells over two axes, the first downwards; the larger a value, the deeper, from nothing to the largest: what
     differs little looks alike."""
     drawn = []
     for index, one in enumerate(panels):
         columns = max(map(len, one.cells))
-        cell = min(max((HALF_PX - 70) / columns, 8.0), 92.0)
+        cell = min(max((CURVES_PX[0] - 70) / columns, 8.0), 92.0)
         width, height = max(cell * columns + 70, 200.0), min(cell, 46.0) * len(one.cells) + 46
         paint = partial(_paint_map, one, axes_names, cell, width - 44 - cell * columns)
         drawn.append(Panel(one.title, one.desc, f"{name}{index}", width, height, paint))
-    return Figure(caption, (), drawn, 2) if drawn else None
+    return Figure(caption, (), drawn, 3, folded=folded) if drawn else None
 
 
 def _paint_map(one: Map, axes_names: tuple[str, str], cell: float, right: float, canvas: Canvas) -> None:
@@ -442,22 +446,26 @@ def _paint_map(one: Map, axes_names: tuple[str, str], cell: float, right: float,
     known = [value for row in one.cells for _, value in row if value is not None]
     high, columns = max(known, default=1.0), max(map(len, one.cells))
     axes = axes_in(canvas, left=44, right=right, top=6, bottom=38)
+    words = [[(label, "–" if v is None else one.words(v)) for label, v in row] for row in one.cells]
+    # What is bold is wider by a fifth.
+    widest = 1.2 * max(text_px(plain(text)) for row in words for texts in row for text in texts)
     for i, row in enumerate(one.cells):
-        for j, (label, value) in enumerate(row):
+        for j, (_, value) in enumerate(row):
             if value is not None:
                 share = value / high if high > 0 else 0.5
                 depth = CELL_OPACITY[0] + share * (CELL_OPACITY[1] - CELL_OPACITY[0])
                 box = Rectangle((j - 0.5, i - 0.5), 1, 1, edgecolor=STAND_IN["surface"], linewidth=2)
                 box.set_facecolor((STAND_IN["s0"], depth))
                 axes.add_patch(box)
-            if cell >= 52:  # wide enough for words
-                text = "–" if value is None else one.words(value)
+            if cell >= widest:
+                label, text = words[i][j]
                 axes.text(j, i - 0.2, plain(label), ha="center", va="center", fontsize=FONT_PX - 1)
                 axes.text(j, i + 0.2, text, ha="center", va="center", fontsize=FONT_PX, fontweight="bold")
     axes.set(xlim=(-0.5, columns - 0.5), ylim=(len(one.cells) - 0.5, -0.5))
     for axis, count in ((axes.xaxis, columns), (axes.yaxis, len(one.cells))):
         # Where cells hold no words their places are numbered, as many as there is room for.
-        axis.set_ticks([] if cell >= 52 else range(0, count, math.ceil(count * TICK_PX / (cell * columns))))
+        step = math.ceil(count * TICK_PX / (cell * columns))
+        axis.set_ticks([] if cell >= widest else range(0, count, step))
     axes.tick_params(length=0)
     axes.grid(visible=False)
     axes.set_xlabel(plain(cut(f"{axes_names[1]} →", 30)))

@@ -38,7 +38,7 @@ def named(cases: Sequence[Case], of_name: str, params: Mapping[str, str], *drop:
     rest = [", ".join(f"{k}={v}" for k, v in sorted(c.params.items()) if k not in known) for c in cases]
     return [
         *(t.text(title, column) for title, column in words.items() if title == "Mesh dim"),
-        t.text(of_name, [c.name for c in cases]),
+        t.text(of_name, [c.name for c in cases], [c.profile for c in cases]),
         *(t.text(title, column) for title, column in words.items() if title != "Mesh dim"),
         *([t.text("Other parameters", rest)] if any(rest) else []),
         *(t.sizes(params[p], [format_size(c.number(p)) for c in cases]) for p in sizes),
@@ -49,7 +49,7 @@ def times(cases: Sequence[Case]) -> list[t.Column]:
     """The time of each impl, and of the core over torch."""
     columns = [(impl, [c.seconds(impl) for c in cases]) for impl in impls_of(cases)]
     ratios = [c.ratio("core", "torch") for c in cases]
-    marked = [t.ratios("core / torch", ratios, mark_above=1.05)] if any(ratios) else []
+    marked = [t.speeds("core beside torch", ratios)] if any(ratios) else []
     return [*t.times([("floor" if impl == "local" else impl, column) for impl, column in columns]), *marked]
 
 
@@ -67,17 +67,20 @@ def add_dots(
     *,
     sort: bool = False,
     each_axis: bool = False,
+    shown: int = 2,
+    folded: str = "",
 ) -> None:
-    """A row per case with a mark per impl, a line to the upper quartile, and at its end the core over torch.
+    """A row per case with a mark per impl, a line to the upper quartile, and at its end how much faster the core is.
 
-    sort: by torch's time. each_axis: every panel has a range of its own.
+    sort: by torch's time, the longest first. each_axis: every panel has a range of its own. shown, folded: as of
+    `Figure`.
     """
-    rows = {}
-    for title, cases in section.capped(list(panels.items()), "groups"):
-        if sort:
-            cases = sorted(cases, key=lambda c: c.seconds("torch") or c.seconds("core") or 0.0)
-        shown = section.capped(cases, f"cases of “{title}”", MAX_ROWS)
-        rows[title] = [_row(case, label(case)) for case in shown]
+    drawn = dict(section.capped(list(panels.items()), "groups"))
+    if sort:
+        drawn = {title: sorted(cases, key=_longest, reverse=True) for title, cases in drawn.items()}
+    if any(len(cases) > MAX_ROWS for cases in drawn.values()):
+        section.cuts.append(f"Of each group the first {MAX_ROWS} cases are drawn; the table has them all.")
+    rows = {title: [_row(case, label(case)) for case in cases[:MAX_ROWS]] for title, cases in drawn.items()}
     found = distinct(impl for of in rows.values() for row in of for impl in row.values)
     styles = {impl: style for impl, style in IMPL_STYLES.items() if impl in found}
     more = sorted(set(found) - set(IMPL_STYLES))
@@ -88,17 +91,24 @@ def add_dots(
         return f"{len(of)} rows; times from {format_seconds(min(ends))} to {format_seconds(max(ends))}."
 
     axis = partial(value_axis, format_tick=seconds_tick, title="time per call")
-    section.add(dots(section.id, rows, styles, caption, axis, each_axis=each_axis, desc=desc))
+    figure = dots(
+        section.id, rows, styles, caption, axis, each_axis=each_axis, desc=desc, shown=shown, folded=folded
+    )
+    section.add(figure)
+
+
+def _longest(case: Case) -> float:
+    return case.seconds("torch") or case.seconds("core") or 0.0
 
 
 def _row(case: Case, label: str) -> Row:
     ratio = case.ratio("core", "torch")
     values = {impl: m.estimate_s for impl, m in case.impls.items()}
     spans = {impl: (m.estimate_s, m.p75_s) for impl, m in case.impls.items()}
-    return Row(label, values, "" if ratio is None else f"{ratio:.2f}×", spans)
+    return Row(label, values, "" if ratio is None else t.faster(ratio), spans, href=case.profile)
 
 
-def core_over_torch(section: Section, cases: Sequence[Case], what: str, where: str) -> str:
+def core_beside_torch(section: Section, cases: Sequence[Case], what: str, where: str) -> str:
     """A headline and a sentence on the geometric mean; "" where no case has both.
 
     what: one of that which is timed. where: how the sentence begins.
@@ -108,9 +118,9 @@ def core_over_torch(section: Section, cases: Sequence[Case], what: str, where: s
     if mean is None:
         return ""
     words = (
-        f"core over torch, time per {what}: geometric mean of {plural(len(ratios), 'case')}, "
-        f"from {min(ratios):.2f}× to {max(ratios):.2f}×"
+        f"the core than torch, time per {what}: geometric mean of {plural(len(ratios), 'case')}, from "
+        f"{t.faster(max(ratios))} to {t.faster(min(ratios))}"
     )
-    section.headlines.append((f"{mean:.2f}×", words))
-    section.outcome = f"the core takes {mean:.2f}× torch’s time per {what}"
-    return f"{where} core takes {mean:.2f}× the time of torch (geometric mean)."
+    section.headlines.append((t.faster(mean), words))
+    section.outcome = section.outcome or f"the core is {t.faster(mean)} than torch per {what}"
+    return f"{where} core is {t.faster(mean)} than torch (geometric mean)."

@@ -14,7 +14,8 @@
     const text = cell ? cell.textContent.trim() : "";
     const found = text.replace(/[\u202f,\s](?=\d{3}\b)/g, "").match(/^[^\d\w–-]*([-+]?\d+(?:\.\d+)?)\s*(\w*)/);
     if (!found) return text === "–" || text === "" ? null : text.toLowerCase();
-    return parseFloat(found[1]) * (units[found[2]] || 1);
+    const value = parseFloat(found[1]) * (units[found[2]] || 1);
+    return text.endsWith(" slower") ? 1 / value : value;
   };
   const before = (a, b, down) => {
     if (a === null || b === null) return a === b ? 0 : a === null ? 1 : -1;

@@ -16,9 +16,9 @@ from dtbench.cost.calibration import check_same_setup
 from dtbench.model.errors import UsageError, plain
 from dtbench.records.atomic import write_atomically
 from dtbench.show.report import data
-from dtbench.show.report.figures import HALF_PX, Figure, Panel
+from dtbench.show.report.figures import Figure
 from dtbench.show.report.parts import PARTS, front
-from dtbench.show.report.parts.changes import verdict
+from dtbench.show.report.parts.changes import ROW, verdict
 from dtbench.show.report.parts.provenance import provenance
 from dtbench.show.report.section import Material, Section
 from dtbench.show.report.sources import KINDS, Sources
@@ -31,7 +31,7 @@ BUDGET_BYTES = 2_000_000
 LEAST_RESULT_BYTES = 80
 MAX_FIGURES = 80
 MAX_ROWS = 2000
-LEADS = 3  # panels of the first screen, side by side
+FEW_FACTS = 4  # of the provenance that are not folded
 TEMPLATES = Path(__file__).parent
 SCRIPT = (TEMPLATES / "page.js").read_text("utf-8")
 
@@ -62,11 +62,11 @@ def write_report(sources: Sources, path: str | Path) -> None:
         UsageError: nothing to report, or runs of different machines, meshes or backends.
         OutputError: the place cannot be written, or holds a file that is no report.
     """
-    write_atomically(Path(path), render(sources), is_report, "report of dtbench")
+    write_atomically(Path(path), render(sources, Path(path).parent), is_report, "report of dtbench")
 
 
-def render(sources: Sources) -> str:
-    """The page as text; the same sources give the same bytes.
+def render(sources: Sources, folder: Path | None = None) -> str:
+    """The page as text; the same sources give the same bytes. folder: where it will lie, for links to other files.
 
     Raises:
         UsageError: nothing to report, or runs of different machines, meshes or backends.
@@ -76,16 +76,16 @@ def render(sources: Sources) -> str:
     if sources.runs:
         check_same_setup(sources.runs)
     with settings():
-        return _render(sources)
+        return _render(Material(sources, folder))
 
 
-def _render(sources: Sources) -> str:
-    of = Material(sources)
+def _render(of: Material) -> str:
+    sources = of.sources
     sections = [section for part in PARTS if (section := part.section(of)) is not None]
     context = {
         "summary": front.summary(of),
         "started": front.started(sources),
-        "warnings": front.warnings(sources),
+        "warnings": front.warnings(of),
         "provenance": provenance(sources),
         "failures": front.failures(sources.runs),
         "generator": GENERATOR,
@@ -105,44 +105,27 @@ def _render(sources: Sources) -> str:
             "page.html.j2",
             **context,
             csv=csv if economy.data else None,
-            verdict=judged.reaching(fitted),
-            title=front.title(sources, judged, fitted),
+            verdict=judged,
+            title=front.title(of, judged, fitted),
             sections=[section for section in fitted if not section.missing],
-            leads=_leads(fitted),
             missing=[section for section in fitted if section.missing],
             cuts=cuts,
             script=Markup(SCRIPT),
             script_hash=base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode(),
+            few_facts=FEW_FACTS,
             most_reasons=min(economy.rows, 200),
         )
+        page = _reaching(page, fitted)
         if len(page.encode()) <= BUDGET_BYTES:
             break
     return page
 
 
-def _leads(sections: Sequence[Section]) -> list[tuple[Section, Figure]]:
-    """For the first screen the panel with most points of each section that leads, or of the others; more of few
-    sections."""
-    ordered = sorted(sections, key=lambda section: not section.leads)
-    drawn = [
-        (section, _copied(figure, panel))
-        for nth in range(LEADS)
-        for section in ordered
-        for figure in section.figures[:1]
-        for panel in sorted(figure.panels, key=lambda one: -one.marks)[nth : nth + 1]
-        if panel.width <= HALF_PX
-    ][:LEADS]
-    return sorted(drawn, key=lambda pair: ordered.index(pair[0]))
-
-
-def _copied(figure: Figure, panel: Panel) -> Figure:
-    """One panel of a figure, with ids and a legend of its own."""
-    legend = [
-        replace(item, swatch=Markup(re.sub(r'( id="|"#|\(#)', r"\1lead-", str(item.swatch))))
-        for item in figure.legend
-        if not panel.series or item.series in panel.series
-    ]
-    return replace(figure, legend=legend, panels=[replace(panel, prefix=f"lead-{panel.prefix}")])
+def _reaching(page: str, sections: Sequence[Section]) -> str:
+    """Links to rows that were cut lead to their table's section."""
+    there = {id_ for section in sections for table in section.tables for id_, *_ in table.rows}
+    row = re.compile(rf'href="#({ROW}\d+)"')
+    return row.sub(lambda link: link[0] if link[1] in there else 'href="#changes"', page)
 
 
 def is_report(head: str) -> bool:
@@ -182,7 +165,7 @@ def _cut(figure: Figure, most: int) -> Figure:
     total = len(figure.panels)
     if most >= total:
         return figure
-    caption = f"{figure.caption} Here are {most} of {total} panels."
+    caption = f"{figure.caption} Here are {most} of {total} drawings."
     return replace(figure, panels=figure.panels[:most], caption=caption)
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TypeVar
+from urllib.parse import quote
 
 from dtbench.judge.compare import compare
+from dtbench.model import Param
+from dtbench.records.layout import crowded
 from dtbench.show.report.cases import Case, collect
 from dtbench.show.report.changes import Changes, of_comparison
 from dtbench.show.report.figures import MAX_PANELS, Figure
-from dtbench.show.report.sources import Sources
+from dtbench.show.report.sources import Sources, words_of
 from dtbench.show.report.tables import Table
 
 _T = TypeVar("_T")
@@ -19,20 +24,40 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Material:
-    """Everything that a page is made of."""
+    """Everything that a page is made of. folder: where the page will lie, if it is known."""
 
     sources: Sources
+    folder: Path | None = None
 
     @cached_property
     def suites(self) -> Mapping[str, Sequence[Case]]:
         """The cases of the runs, by suite."""
-        return collect(self.sources.runs)
+        return {
+            suite: [replace(c, profile=self.profile_of(suite, c.name, c.params)) for c in cases]
+            for suite, cases in collect(self.sources.runs).items()
+        }
+
+    def profile_of(self, suite: str, name: str, params: Mapping[str, Param]) -> str:
+        """The address of a case's flame graph or trace, as seen from the page; "" where none was recorded."""
+        label = " ".join([suite, name, *(f"{key}={value}" for key, value in params.items())])
+        path = self.sources.recorded.get(words_of(label)) if self.sources.recorded else None
+        return "" if path is None or self.folder is None else quote(os.path.relpath(path, self.folder))
+
+    @cached_property
+    def crowded(self) -> str:
+        """Why times of collectives are not those of the links: more ranks than cores on a host; else ""."""
+        if not self.sources.runs:
+            return ""
+        shared = crowded(self.sources.runs[0].header)
+        why = "a rank waits for another to be scheduled, so times of collectives are not those of the links."
+        return f"{shared}: {why}" if shared else ""
 
     @cached_property
     def changes(self) -> Changes | None:
         """Base against new, by the gate, else by comparing the runs with a baseline."""
         if self.sources.gate is None and self.sources.baseline and self.sources.runs:
-            return of_comparison(compare(self.sources.baseline, self.sources.runs))
+            ends = tuple(of[0].path.stem for of in (self.sources.baseline, self.sources.runs))
+            return of_comparison(compare(self.sources.baseline, self.sources.runs), ends)
         return self.sources.gate
 
     def cases(self, *suites: str) -> Sequence[Case]:
@@ -54,7 +79,6 @@ class Section:
     headlines: list[tuple[str, str]] = field(default_factory=list)
     cuts: list[str] = field(default_factory=list)
     missing: str = ""
-    leads: bool = False
 
     def add(self, *shown: Figure | Table | None) -> None:
         """Appends them; None and a table without rows are nothing to show."""
@@ -73,19 +97,22 @@ class Section:
 @dataclass(frozen=True)
 class Part:
     """A part of the page. suites: those it claims, which are drawn nowhere else. fill: adds figures, tables and words.
-    missing: the command that makes what it shows, named where there is none of it; "": then it is left out. leads:
-    whether it belongs on the first screen before others do."""
+    missing: the command that makes what it shows, named where there is none of it; "": then it is left out. of_links:
+    whether its figures are those of links; where the page doubts these, none is an answer."""
 
     id: str
     title: str
     fill: Callable[[Section, Material], None]
     suites: tuple[str, ...] = ()
     missing: str = ""
-    leads: bool = False
+    of_links: bool = False
 
     def section(self, material: Material) -> Section | None:
-        section = Section(self.id, self.title, leads=self.leads)
+        section = Section(self.id, self.title)
         self.fill(section, material)
+        if self.of_links and material.crowded:
+            section.outcome, section.headlines = "", []
+            section.cuts.insert(0, material.crowded)
         if section.figures or section.tables:
             section.missing = ""
             return section

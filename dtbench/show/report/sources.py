@@ -70,6 +70,7 @@ class Sources:
     systems: runs of collectives of several setups, each with its launches; the first one's are `runs`, too.
     sweep: runs with forced variables and without; the latter are `runs`, too.
     spans: section of a rank profile -> what each rank did in one iteration of it.
+    recorded: the words of a profiled case -> its flame graph, or the trace of its ranks.
     verdicts: runs of the suite `coverage`, baseline tables of it. peaks: mesh dim -> bytes per second that no
     collective over it can pass, as the user knows.
     """
@@ -92,10 +93,11 @@ class Sources:
     sweep: tuple[Run, ...] = ()
     notes: tuple[str, ...] = ()
     peaks: Mapping[str, float] = field(default_factory=dict)
+    recorded: Mapping[frozenset[str], Path] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
-        aside = ("baseline", "spans", "notes", "peaks")
+        aside = ("baseline", "spans", "notes", "peaks", "recorded")
         return not any(getattr(self, one.name) for one in fields(self) if one.name not in aside)
 
 
@@ -189,9 +191,13 @@ def _head(path: Path) -> bytes:
 
 def _with_profile(sources: Sources, folder: Path) -> Sources:
     table = folder / "table.json"
-    known = len(sources.ranks)
+    calls, known = len(sources.calls), len(sources.ranks)
     sources = _with_json(sources, table, read_json(table, KINDS, MAX_JSON_BYTES))
-    trace = folder / "trace.json.gz"
+    trace, flame = folder / "trace.json.gz", folder / "flame.svg"
+    if pictured := next((path for path in (flame, trace) if path.is_file()), None):
+        labels = [*(c.label for c in sources.calls[calls:]), *(r.label for r in sources.ranks[known:])]
+        recorded = {words_of(label): pictured for label in labels}
+        sources = replace(sources, recorded={**sources.recorded, **recorded})
     if len(sources.ranks) == known or not trace.is_file():
         return sources
     try:
@@ -206,6 +212,11 @@ def _with_profile(sources: Sources, folder: Path) -> Sources:
             f"{trace} is damaged: {error}; expected a trace of `dtbench profile`"
         ) from error
     return replace(sources, spans={**sources.spans, **spans})
+
+
+def words_of(label: str) -> frozenset[str]:
+    """The words of a case's label, whatever their order, without the impl in parentheses."""
+    return frozenset(word for word in label.split() if not word.startswith("("))
 
 
 def _with_folder(sources: Sources, folder: Path) -> Sources:

@@ -13,10 +13,13 @@ MISSING = "–"
 
 @dataclass(frozen=True)
 class Column:
+    """hrefs: where each cell leads to, "" nowhere."""
+
     header: str
     cells: Sequence[str]
     numeric: bool = False
     unit: str = ""
+    hrefs: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,12 @@ class Table:
         return len(self.columns[0].cells) if self.columns else 0
 
     @property
-    def rows(self) -> list[tuple[str, str, list[str]]]:
-        """Anchor, tag and cells per row, as the template writes them."""
+    def rows(self) -> list[tuple[str, str, list[str], list[str]]]:
+        """Anchor, tag, where its cells lead to and the cells per row, as the template writes them."""
         rows = [list(row) for row in zip(*(c.cells[: self.most] for c in self.columns), strict=True)]
-        ids = self.ids or [""] * len(rows)
-        tags = self.tags or [""] * len(rows)
-        return list(zip(ids, tags, rows, strict=False))
+        nothing = [""] * len(rows)
+        links = [list(row) for row in zip(*(c.hrefs or nothing for c in self.columns), strict=False)]
+        return list(zip(self.ids or nothing, self.tags or nothing, links, rows, strict=False))
 
 
 def compact(table: Table) -> Table:
@@ -60,8 +63,8 @@ def compact(table: Table) -> Table:
     return replace(table, columns=kept, note=note.strip())
 
 
-def text(header: str, cells: Sequence[object]) -> Column:
-    return Column(header, [str(cell) if cell not in ("", None) else MISSING for cell in cells])
+def text(header: str, cells: Sequence[object], hrefs: Sequence[str] = ()) -> Column:
+    return Column(header, [str(cell) if cell not in ("", None) else MISSING for cell in cells], hrefs=hrefs)
 
 
 def sizes(header: str, cells: Sequence[str]) -> Column:
@@ -95,15 +98,22 @@ def factor(value: float) -> str:
     return f"{value:.2f}×" if value < 10 else f"{significant(value, 3)}×"
 
 
-def ratios(header: str, values: Sequence[float | None], *, mark_above: float | None = None) -> Column:
-    """Factors with two decimals. mark_above: what lies above it bears a mark, not only a figure."""
-    cells = []
-    for value in values:
-        cell = MISSING if value is None else factor(value)
-        cells.append(
-            f"▲ {cell}" if value is not None and mark_above is not None and value > mark_above else cell
-        )
+def faster(ratio: float | None) -> str:
+    """Of a time over another: 0.51 is 1.96× faster, 1.1 is 1.10× slower."""
+    if ratio is None or ratio <= 0:
+        return MISSING
+    return f"{factor(1 / ratio)} faster" if ratio <= 1 else f"{factor(ratio)} slower"
+
+
+def speeds(header: str, ratios: Sequence[float | None]) -> Column:
+    """How much faster one is than another; what is slower by more than 5 % bears a mark."""
+    cells = [f"{'▲ ' if r is not None and r > 1.05 else ''}{faster(r)}" for r in ratios]
     return Column(header, cells, True)
+
+
+def ratios(header: str, values: Sequence[float | None]) -> Column:
+    """Factors with two decimals."""
+    return Column(header, [MISSING if value is None else factor(value) for value in values], True)
 
 
 def factors(header: str, values: Sequence[float | None]) -> Column:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from dtbench.judge.settings.buckets import choose, sweeps_of
+from dtbench.model.errors import UsageError
 from dtbench.model.grouping import group_by
 from dtbench.records import profile
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import bandwidth_tick, seconds_tick, value_axis
-from dtbench.show.report.cases import Case
+from dtbench.show.report.cases import Case, geometric_mean
 from dtbench.show.report.figures import (
     Bar,
     Curves,
@@ -27,7 +29,7 @@ from dtbench.show.report.figures import (
 from dtbench.show.report.impls import CORE, FLOOR, TORCH, bandwidths, named
 from dtbench.show.report.profiles import MAX_SPANS, Span
 from dtbench.show.report.section import Material, Part, Section
-from dtbench.text.units import format_seconds, format_size
+from dtbench.text.units import format_seconds, format_size, plural
 
 BUCKET_STYLES = {
     "core": CORE,
@@ -57,7 +59,7 @@ def fill(section: Section, of: Material) -> None:
             "algorithm. GB = 10⁹ bytes."
         )
         section.add(_throughput(section, buckets), _bucket_table(buckets))
-        _headline(section, buckets)
+        _headline(section, of, buckets)
     overlaps = of.cases("overlap")
     section.add(_overlap(overlaps), _overlap_table(overlaps))
     ranks = of.sources.ranks
@@ -67,16 +69,37 @@ def fill(section: Section, of: Material) -> None:
 # ------------------------------------------------------------------------------------ buckets
 
 
-def _headline(section: Section, cases: Sequence[Case]) -> None:
-    ratios = [(ratio, c) for c in cases if (ratio := c.ratio("unbucketed", "core")) is not None]
-    if ratios:
-        ratio, case = max(ratios, key=lambda pair: pair[0])
-        tensor, bucket = format_size(case.number("tensor_bytes")), format_size(case.number("bucket_bytes"))
-        words = f"unbucketed over bucketed time at the best: tensors of {tensor} in buckets of {bucket}"
-        limit = case.ratio("limit", "core")
-        section.headlines.append(
-            (t.factor(ratio), words if limit is None else f"{words}, {limit:.0%} of the limit")
+def _headline(section: Section, of: Material, cases: Sequence[Case]) -> None:
+    """How much faster buckets of the size are that settings would choose, else of the largest."""
+    try:
+        chosen = {one.group[:4]: one.bucket for one in map(choose, sweeps_of(of.sources.runs))}
+    except UsageError:  # no sweep over sizes
+        chosen = {}
+    largest = max(c.number("bucket_bytes") for c in cases)
+    there = [
+        (c, ratio)
+        for c in cases
+        if c.number("bucket_bytes") == chosen.get(_group(c), largest)
+        and (ratio := c.ratio("core", "unbucketed")) is not None
+    ]
+    if there:
+        buckets = sorted({c.number("bucket_bytes") for c, _ in there})
+        ratios = [ratio for _, ratio in there]
+        words = (
+            f"in buckets of {' or '.join(map(format_size, buckets))} than one call for each tensor: geometric mean of "
+            f"{plural(len(ratios), 'case')}, from {t.faster(max(ratios))} to {t.faster(min(ratios))}"
         )
+        section.headlines.append((t.faster(geometric_mean(ratios)), words))
+
+
+def _group(case: Case) -> tuple[str, int, str, int]:
+    """As `dtbench.judge.settings.buckets.Group` begins."""
+    return (
+        str(case.get("mesh_dim")),
+        case.number("ranks"),
+        str(case.get("dtype")),
+        case.number("tensor_bytes"),
+    )
 
 
 def _throughput(section: Section, cases: Sequence[Case]) -> Figure | None:
@@ -105,6 +128,7 @@ def _throughput(section: Section, cases: Sequence[Case]) -> Figure | None:
         "limit the better; where it falls to the unbucketed, buckets of that size buy nothing.",
         y=lambda values: value_axis(values, bandwidth_tick, title="throughput"),
         over="size of a bucket",
+        shown=3,
     )
 
 
@@ -119,7 +143,7 @@ def _bucket_table(cases: Sequence[Case]) -> t.Table:
         [
             *named(cases, "Collective", params | sizes, "ranks"),
             *bandwidths(cases),
-            t.ratios("time unbucketed / core", [c.ratio("unbucketed", "core") for c in cases]),
+            t.speeds("core beside unbucketed", [c.ratio("core", "unbucketed") for c in cases]),
             t.ratios("time core / limit", [c.ratio("core", "limit") for c in cases]),
             t.counts("Collectives, core", counter("collectives")),
             t.Column("Copied, core", t.aligned(counter("bytes_copied"), 2**20), True, "MiB"),
@@ -150,21 +174,18 @@ def _gradient(case: Case) -> str:
 
 
 def _overlap(cases: Sequence[Case]) -> Figure | None:
-    """A panel per mesh dim: an all-reduce per layer, waited for at once or where it is used."""
-    panels = {
-        str(dim): [
-            Row(
-                _gradient(c),
-                {i: s for i in OVERLAP_STYLES if (s := c.seconds(i)) is not None},
-                hidden_words(hidden(c)),
-            )
-            for c in members
-        ]
-        for dim, members in group_by(cases, lambda c: c.get("mesh_dim")).items()
-    }
+    """An all-reduce per layer, waited for at once or where it is used."""
+    rows = [
+        Row(
+            f"{c.get('mesh_dim')}, {_gradient(c)}",
+            {i: s for i in OVERLAP_STYLES if (s := c.seconds(i)) is not None},
+            hidden_words(hidden(c)),
+        )
+        for c in cases
+    ]
     return dots(
         "overlap",
-        panels,
+        {"Layers with an all-reduce each": rows},
         OVERLAP_STYLES,
         "Overlap: time of some layers with an all-reduce each. At the right, the share of the collectives’ time that "
         "the core hides behind the computation; 100 % would cost no more than the computation alone, below 0 % "
@@ -284,5 +305,5 @@ BUCKETER = Part(
     fill,
     ("bucketer", "overlap"),
     "dtbench run bucketer overlap",
-    leads=True,
+    of_links=True,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dtbench.records import judged
 from dtbench.records.judged import Judged
@@ -13,8 +13,8 @@ from dtbench.show.report.changes import OUTCOMES, Changes, observations_of, why
 from dtbench.show.report.figures import Figure, Row, Style, dots
 from dtbench.show.report.section import Material, Part, Section
 
-MOST_LINKS = 12
-MOST_INTERVALS = 40
+ROW = "case-"  # before the number of a row, in the anchor that leads to it
+MOST_INTERVALS, MOST_CHANGED = 40, 300
 STYLES = {
     "slower": Style("s1", "^"),
     "faster": Style("s3", "v"),
@@ -28,38 +28,28 @@ STYLES = {
 
 
 @dataclass(frozen=True)
-class Link:
-    """The way to a case. count: how many there are of its verdict, whose meaning `meaning` says."""
+class Tally:
+    """How many cases have a verdict, whose meaning is said; anchor: the row of the first."""
 
     shape: str
     words: str
     anchor: str
-    count: int = 1
-    meaning: str = ""
+    count: int
+    meaning: str
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """outcome: one of OUTCOMES or "none"; sentence: what was found. tallies: a link per verdict, to its first case.
-    links: to the gravest; more: how many others."""
+    """outcome: one of OUTCOMES or "none"; sentence: what was found. thresholds, rises: for who wants to know more."""
 
     outcome: str
     shape: str
     headline: str
     sentence: str
-    tallies: tuple[Link, ...] = ()
+    tallies: tuple[Tally, ...] = ()
+    notes: tuple[str, ...] = ()
     thresholds: tuple[str, ...] = ()
-    links: tuple[Link, ...] = ()
-    more: int = 0
-
-    def reaching(self, sections: Sequence[Section]) -> Verdict:
-        """Links to rows that were cut lead to the table."""
-        there = {id_ for section in sections for table in section.tables for id_, _, _ in table.rows}
-
-        def led(links: tuple[Link, ...]) -> tuple[Link, ...]:
-            return tuple(one if one.anchor in there else replace(one, anchor="changes") for one in links)
-
-        return replace(self, tallies=led(self.tallies), links=led(self.links))
+    rises: tuple[str, ...] = ()
 
 
 def verdict(of: Material) -> Verdict:
@@ -68,26 +58,14 @@ def verdict(of: Material) -> Verdict:
         if not of.sources.runs:
             said = "No cases of a run are part of this report, so none is called slower or faster."
             return Verdict("none", "–", "Nothing to compare", said)
-        count = sum(len(run.results) for run in of.sources.runs)
-        measured = f"{count} results were measured. " if count else ""
-        sentence = (
-            f"{measured}There is nothing to compare them with, so no case is called slower or faster: "
-            "give the run of an earlier state with --base, or the result of dtbench gate."
-        )
-        return Verdict("none", "–", "Measured, not compared", sentence)
+        return Verdict("none", "–", "Measured, not compared", "There is nothing to compare with.")
     places = {
         word: [i for i, c in enumerate(changes.changes) if c.verdict == word] for word in judged.Verdict
     }
     tallies = [
-        Link(word.shape, word, _anchor(of_word[0]), len(of_word), word.meaning)
+        Tally(word.shape, word, _anchor(of_word[0]), len(of_word), word.meaning)
         for word, of_word in places.items()
         if of_word
-    ]
-    grave = [
-        Link(word.shape, _words(changes.changes[i]), _anchor(i))
-        for word in places
-        if word.is_grave
-        for i in places[word]
     ]
     total = len(changes.changes)
     counted = ", ".join(f"{tally.count} {tally.words}" for tally in tallies)
@@ -97,20 +75,15 @@ def verdict(of: Material) -> Verdict:
         *OUTCOMES[changes.outcome],
         sentence if total else "There was nothing to compare.",
         tuple(tallies),
-        (*changes.thresholds, *changes.notes),
-        tuple(grave[:MOST_LINKS]),
-        max(len(grave) - MOST_LINKS, 0),
+        changes.notes,
+        changes.thresholds,
+        changes.rises,
     )
 
 
 def _anchor(index: int) -> str:
     """Of the row of the table of changes."""
-    return f"case-{index}"
-
-
-def _words(change: Judged) -> str:
-    ratio = f", {t.factor(change.ratio)}" if change.ratio is not None else ""
-    return f"{change.verdict}: {change.suite} {change.words}, {change.impl}{ratio}"
+    return f"{ROW}{index}"
 
 
 # ------------------------------------------------------------------------------------ section
@@ -120,23 +93,22 @@ def fill(section: Section, of: Material) -> None:
     changes = of.changes
     if changes is None or not changes.changes:
         return
-    section.lead = (
-        "Ratio is the time now over the time before: above 1 is slower. A change counts where its interval and "
-        "its size both say so; “over threshold” is the change over the least that counts for this case. "
-        f"{changes.bounds}"
-    )
-    section.add(_intervals(section, changes), _table(changes.changes))
+    section.add(_intervals(section, of, changes), _table(of, changes.changes))
 
 
-def _intervals(section: Section, changes: Changes) -> Figure | None:
-    drawn = [c for c in changes.changes if c.ratio and c.matters]
-    if len(drawn) > MOST_INTERVALS:
+def _intervals(section: Section, of: Material, changes: Changes) -> Figure | None:
+    """All that changed or may have, and of the others as many as there is room for; the slowest first."""
+    known = [c for c in changes.changes if c.ratio and c.matters]
+    changed = sum(c.verdict != judged.Verdict.PASS for c in known)
+    drawn = known[: max(min(changed, MOST_CHANGED), MOST_INTERVALS)]
+    if len(drawn) < len(known):
         section.cuts.append(
-            f"The figure shows the {MOST_INTERVALS} gravest of {len(drawn)} cases; the table has more."
+            f"{len(drawn)} of {len(known)} cases are drawn, the gravest; the table has them all."
         )
     values = {name: {c.params.get(name) for c in drawn} for c in drawn for name in c.params}
+    place = {id(c): _anchor(i) for i, c in enumerate(changes.changes)}
     rows = []
-    for c in drawn[:MOST_INTERVALS]:
+    for c in sorted(drawn, key=lambda c: -(c.ratio or 0)):
         assert c.ratio is not None and c.matters is not None
         style = c.verdict if c.verdict in STYLES else "inconclusive"
         # Short enough for a figure: what tells the case from the others in it.
@@ -148,6 +120,7 @@ def _intervals(section: Section, changes: Changes) -> Figure | None:
                 f"{c.verdict.shape} {c.verdict} {t.factor(c.ratio)}",
                 {style: (c.low, c.high)},
                 (1 / (1 + c.matters), 1 + c.matters),
+                of.profile_of(c.suite, c.name, c.params) or f"#{place[id(c)]}",
             )
         )
 
@@ -159,16 +132,17 @@ def _intervals(section: Section, changes: Changes) -> Figure | None:
         "forest",
         {"New over base": rows},
         STYLES,
-        "New over base, the gravest first, on a logarithmic axis; the line at 1 is no change, the grey band is too "
-        "small to count. What lies right of the band with its whole interval has become slower. An arrowhead at "
-        "the end of an interval: no bound yet on that side.",
+        "Time now over time before, the slowest first, on a logarithmic axis; the line at 1 is no change, the grey "
+        "band is too small to count. What lies right of it with its whole interval is slower. An arrowhead "
+        f"at the end of an interval: no bound yet on that side. {changes.bounds} A name leads to its flame graph or "
+        "trace where one was recorded, else to its row.",
         axis,
         desc=lambda of: f"Ratios of {len(of)} cases with their intervals; {slower} are slower.",
         intervals=True,
     )
 
 
-def _table(changes: Sequence[Judged]) -> t.Table:
+def _table(of: Material, changes: Sequence[Judged]) -> t.Table:
     def bound(header: str, values: Sequence[float | None]) -> t.Column:
         cells = ["open" if v is None else t.factor(v) for v in values]
         known = [c.ratio is not None for c in changes]
@@ -181,7 +155,11 @@ def _table(changes: Sequence[Judged]) -> t.Table:
         [
             t.text("Verdict", [f"{c.verdict.shape} {c.verdict}" for c in changes]),
             t.text("Suite", [c.suite for c in changes]),
-            t.text("Case", [c.words for c in changes]),
+            t.text(
+                "Case",
+                [c.words for c in changes],
+                [of.profile_of(c.suite, c.name, c.params) for c in changes],
+            ),
             t.text("Impl", [c.impl for c in changes]),
             *t.times([("base", [c.base_s for c in changes]), ("now", [c.head_s for c in changes])]),
             t.ratios("ratio", [c.ratio for c in changes]),
@@ -194,12 +172,18 @@ def _table(changes: Sequence[Judged]) -> t.Table:
             t.text("Estimator", [c.estimator for c in changes]),
             t.text("Why", [why(c) for c in changes]),
         ],
-        note="Base and now: the median over launches of each launch’s estimate. “open”: so few observations "
-        "bound it on no side.",
+        note="Base and now: the median over launches of each launch’s estimate. “Over threshold”: the change over the "
+        "least that counts for this case. “open”: so few observations bound it on no side.",
         ids=[_anchor(i) for i in range(len(changes))],
         tags=[c.verdict for c in changes],
         filter="changes",
     )
 
 
-CHANGES = Part("changes", "Changes, case by case", fill, leads=True)
+CHANGES = Part(
+    "changes",
+    "Changes, case by case",
+    fill,
+    (),
+    "dtbench report NEW.jsonl --base EARLIER.jsonl; or name the result of dtbench gate",
+)

@@ -1,50 +1,32 @@
-"""Collectives per mesh dim: bus bandwidth and time over size, beside the changes of placement and the fitted model."""
+"""Collectives per mesh dim: bus bandwidth over size, who is late, and what sibling groups cost each other."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from dtbench.model import Gpu, Header
-from dtbench.model.grouping import group_by
+from dtbench.model import Gpu, Header, Param
+from dtbench.model.grouping import group_by, known_first
 from dtbench.records.layout import layout_of
 from dtbench.show.report import tables as t
-from dtbench.show.report.axes import bandwidths_axis, seconds_tick, times_axis
+from dtbench.show.report.axes import bandwidths_axis
 from dtbench.show.report.cases import Case, distinct, main_dtype
 from dtbench.show.report.figures import LOOKS, Curves, Figure, Series, Style, curves, line
 from dtbench.show.report.impls import named
-from dtbench.show.report.parts.cost_model import constants_line
 from dtbench.show.report.parts.ranks import add_ranks
+from dtbench.show.report.parts.redistribution import plain_cases, times_over_size
 from dtbench.show.report.section import Material, Part, Section
-from dtbench.text.units import format_bandwidth, format_size
+from dtbench.text.units import format_bandwidth, format_size, plural
 
 # GB/s per link and direction, by NVML's number of the version (nvml.h, NVML_NVLINK_VERSION_*: 1.0, 2.0, 2.2,
 # 3.0, 3.1, 4.0, 5.0). Source: NVIDIA's NVLink page, GB/s of both directions over links (V100 300/6, A100 600/12,
 # H100 900/18, B200 1800/18) and the P100 white paper (160/4).
 NVLINK_GBPS = {"1": 20.0, "2": 25.0, "3": 25.0, "4": 25.0, "5": 25.0, "6": 25.0, "7": 50.0}
-LIMIT = Style("ink", "", (1, 2), words="limit of the links")
-COLLECTIVE_STYLES = dict(
-    zip(
-        ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter"),
-        LOOKS,
-        strict=True,
-    )
-)
-# The change of placement that each collective does the work of.
-TRANSITION = {
-    "all_reduce": "P->R",
-    "all_gather": "S(0)->R",
-    "reduce_scatter": "P->S(0)",
-    "all_to_all": "S(0)->S(1)",
-}
+# Of the groups and places of one dim, in turn: how their lines differ.
+DASHES = ((), (5, 2), (1.5, 1.5), (5, 1.5, 1, 1.5))
+OUT = "out of place"
+MAIN = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MODES = {"back_to_back": "calls back to back", "isolated": "isolated calls"}
-TIME_STYLES = {
-    "model": Style("s3", "", (6, 3), words="fitted model"),
-    "together": Style("s2", "o", words="c10d, all groups together"),
-    "alone": Style("s2", "o", (1.5, 1.5), hollow=True, words="c10d, one group alone"),
-    "core": Style("s0", "^", words="core’s redistribute"),
-    "torch": Style("s1", "s", (5, 2), hollow=True, words="torch’s redistribute"),
-    "limit": LIMIT,
-}
 
 
 def limit_of(header: Header, dim: str) -> float | None:
@@ -84,7 +66,7 @@ def fill(section: Section, of: Material) -> None:
     section.lead = (
         "Bus bandwidth is the data each rank has to move over the time it takes, comparable between "
         "collectives and numbers of ranks (nccl-tests’ factors; GB = 10⁹ bytes). “Alone”: one group of the "
-        "mesh dim works. “Together”: all its groups do, as they do in a program, and share what links they "
+        "mesh dim works. “Together”: all its groups do, as in a program, and share what links they "
         "share. Sizes are the whole tensor as one group holds it. "
         + (
             f"The limit drawn is {known}."
@@ -92,14 +74,12 @@ def fill(section: Section, of: Material) -> None:
             else "The speed of these links is not known here, so no limit is drawn."
         )
     )
-    section.add(
-        _bandwidths(section, [c for c in drawn if c.only.busbw_Bps], way, limits),
-        _times(section, [c for c in drawn if _place(c) == _place(drawn[0])], of, way, limits),
-        _contention(drawn),
-    )
+    section.add(_bandwidths(section, [c for c in drawn if c.only.busbw_Bps], way, limits), _contention(drawn))
+    if not of.cases("redistribute") and of.sources.topology is None:
+        section.add(times_over_size(section, plain_cases(cases), folded="Time over size"))
     add_ranks(section, of.sources.runs)
     section.add(_table(cases))
-    _headlines(section, cases)
+    _headlines(section, cases, limits)
 
 
 def _of_one_mode(cases: Sequence[Case]) -> Sequence[Case]:
@@ -109,125 +89,80 @@ def _of_one_mode(cases: Sequence[Case]) -> Sequence[Case]:
 
 
 def _place(case: Case) -> str:
-    return {True: "in place", False: "out of place"}.get(case.get("in_place"), "")  # type: ignore[call-overload, no-any-return]
+    return {True: "in place", False: OUT}.get(case.get("in_place"), "")  # type: ignore[call-overload, no-any-return]
 
 
-def _headlines(section: Section, cases: Sequence[Case]) -> None:
+def _headlines(section: Section, cases: Sequence[Case], limits: Mapping[str, float]) -> None:
     """The first collective of each dim, the all_reduce if it was measured, at its best, all groups together."""
     reduced = any(c.name == "all_reduce" for c in cases)
     reduces = [c for c in cases if c.only.busbw_Bps and (c.name == "all_reduce" or not reduced)]
     reduces = [c for c in reduces if c.name == reduces[0].name]
     best = []
-    for dim, members in group_by(reduces, lambda c: c.get("mesh_dim")).items():
+    for dim, members in group_by(reduces, lambda c: str(c.get("mesh_dim"))).items():
         together = [c for c in members if c.get("groups") == "together"] or members
         case = max(together, key=lambda c: c.only.busbw_Bps or 0)
-        words = f"bus bandwidth of {case.name} over {dim} at its best, {format_size(case.only.size_bytes)}"
+        rate = case.only.busbw_Bps or 0.0
+        of = f" of {format_bandwidth(limits[dim])}, {rate / limits[dim]:.0%}" if dim in limits else ""
         groups = f", groups {case.get('groups')}" if case.get("groups") else ""
-        section.headlines.append((format_bandwidth(case.only.busbw_Bps), f"{words}{groups}"))
-        best.append(f"{format_bandwidth(case.only.busbw_Bps)} over {dim}")
+        words = f"is what {dim} gives{of}: bus bandwidth of {case.name} at {format_size(case.only.size_bytes)}{groups}"
+        section.headlines.append((format_bandwidth(rate), words))
+        best.append(f"{format_bandwidth(rate)} over {dim}{of.replace(',', ' or')}")
     if best:
-        section.outcome = f"{reduces[0].name} at most {', '.join(best[:3])}"
+        section.outcome = f"{reduces[0].name} reaches {', '.join(best[:3])}"
 
 
 def _bandwidths(
     section: Section, cases: Sequence[Case], way: str, limits: Mapping[str, float]
 ) -> Figure | None:
-    """A panel per mesh dim, groups and place for the main collectives, and one for the others."""
-    names = distinct(c.name for c in cases)
-    styles = {name: COLLECTIVE_STYLES.get(name, LOOKS[i % len(LOOKS)]) for i, name in enumerate(names)}
+    """A panel per collective, in it a colour per mesh dim and a dash per way: groups together or alone, places."""
+    dims = section.capped(distinct(map(_dim, cases)), "mesh dims", len(LOOKS))
+    ways = distinct(map(_way, sorted(cases, key=lambda c: (c.get("groups") != "together", _place(c) != OUT))))
+    styles: dict[str, Style] = {}
+    for (dim, ranks), look in zip(dims, LOOKS, strict=False):
+        for nth, of in enumerate(ways):
+            dash = DASHES[min(nth, len(DASHES) - 1)]
+            styles[_label((dim, ranks), of)] = replace(look, dash=dash, hollow=nth > 0)
+        if dim in limits:
+            styles[f"limit of {dim}"] = replace(look, marker="", dash=(1, 2))
     ordered = sorted(cases, key=lambda c: c.only.size_bytes or 0)
-    grouped = group_by(
-        ordered, lambda c: (c.name not in TRANSITION, str(c.get("groups")), _place(c), str(c.get("mesh_dim")))
-    )
-    wanted = sorted(grouped, key=lambda key: (key[0], key[1] != "together", key[2]))
     ends = [float(c.only.size_bytes or 0) for c in (*ordered[:1], *ordered[-1:])]
     panels = []
-    for key in section.capped(wanted, "panels"):
-        members, (_, groups, place, dim) = grouped[key], key
+    for name, members in group_by(ordered, lambda c: c.name).items():
+        lines = group_by(members, lambda c: _label(_dim(c), _way(c)))
         series = [
             one
-            for name in names
-            for one in line(
-                name, [(c.only.size_bytes or 0, c.only.busbw_Bps) for c in members if c.name == name]
-            )
+            for label, of in lines.items()
+            if label in styles
+            for one in line(label, [(c.only.size_bytes or 0, c.only.busbw_Bps) for c in of])
         ]
-        series += [Series("limit", ends, [limits[dim]] * 2)] if dim in limits else []
+        series += [
+            Series(label, ends, [limits[dim]] * 2) for dim in limits if (label := f"limit of {dim}") in styles
+        ]
         peak = max(c.only.busbw_Bps or 0 for c in members)
-        desc = f"Bus bandwidth over size for {len(series)} collectives, at most {peak / 1e9:.3g} GB/s."
-        words = [dim, f"{members[0].get('ranks')} ranks", groups, place]
-        panels.append(Curves(", ".join(word for word in words if word), series, desc))
+        desc = f"Bus bandwidth over size, {plural(len(series), 'line')}, at most {format_bandwidth(peak)}."
+        panels.append(Curves(name, series, desc))
+    names = known_first({one.title for one in panels}, MAIN)
     return curves(
         "bandwidth",
-        panels,
-        {**styles, "limit": LIMIT},
-        f"Bus bandwidth over tensor size, {way}; both axes logarithmic and common to all panels. "
-        "A line that stops rising has reached what the links give; where “together” lies below "
-        "“alone”, the groups share a link.",
+        sorted(panels, key=lambda one: names.index(one.title)),
+        styles,
+        f"Bus bandwidth over tensor size, {way}; both axes logarithmic and common to all panels. A line that stops "
+        "rising has reached what the links give; where “together” lies below “alone”, the groups share a link.",
         y=bandwidths_axis,
-        ends=True,
     )
 
 
-# ------------------------------------------------------------------------------------ time over size
+def _dim(case: Case) -> tuple[str, Param]:
+    return str(case.get("mesh_dim")), case.get("ranks")
 
 
-def _times(
-    section: Section, cases: Sequence[Case], of: Material, way: str, limits: Mapping[str, float]
-) -> Figure | None:
-    """A panel per mesh dim and collective that some change of placement needs."""
-    by_key = group_by(cases, lambda c: (str(c.get("mesh_dim")), c.name))
-    dims = distinct(dim for dim, _ in by_key)
-    wanted = [(dim, name) for dim in dims for name in TRANSITION if (dim, name) in by_key]
-    moved = [
-        c
-        for c in of.cases("redistribute")
-        if c.get("dtype") == cases[0].get("dtype")
-        and c.get("mode") in ("isolated", "")
-        and c.get("groups") in ("together", "")
-    ]
-    panels = []
-    for dim, name in section.capped(wanted, "panels"):
-        same = [c for c in moved if c.name == TRANSITION[name] and c.get("mesh_dim") == dim]
-        series = _lines(by_key[dim, name], same)
-        sizes = [float(size) for one in series for size in one.x]
-        measured = [c.only for c in by_key[dim, name]]
-        factors = [m.busbw_Bps / m.algbw_Bps for m in measured if m.busbw_Bps and m.algbw_Bps]
-        if not sizes:
-            continue
-        if dim in limits and factors:
-            ends = [min(sizes), max(sizes)]
-            series.append(Series("limit", ends, [size * factors[0] / limits[dim] for size in ends]))
-        model = constants_line(of.sources.topology, dim, name, sizes)
-        series = [*([Series("model", *model)] if model else []), *series]
-        largest = max(max(one.y) for one in series)
-        desc = (
-            f"Time of {len(series)} ways over tensor size, at most {seconds_tick(float(f'{largest:.2g}'))}."
-        )
-        panels.append(Curves(f"{name} over {dim}: {TRANSITION[name]}", series, desc))
-    return curves(
-        "times",
-        panels,
-        TIME_STYLES,
-        f"Time over tensor size, {way}; both axes logarithmic and common to all panels. "
-        "The distance of the core and torch from c10d is what a redistribution costs beside its collective; where "
-        "the model’s dashes leave the points, its prices mislead.",
-        y=times_axis,
-    )
+def _way(case: Case) -> str:
+    return ", ".join(word for word in (str(case.get("groups")), _place(case)) if word)
 
 
-def _lines(cases: Sequence[Case], moved: Sequence[Case]) -> list[Series]:
-    """The raw collective, alone and together, and the two libraries' change of placement."""
-    points: dict[str, list[tuple[float, float]]] = {}
-    for groups in ("together", "alone"):
-        of = [c.only for c in cases if (c.get("groups") or "together") == groups]
-        points[groups] = [(m.size_bytes or 0, m.estimate_s) for m in of]
-    for impl in ("core", "torch"):
-        points[impl] = [(c.number("size"), s) for c in moved if (s := c.seconds(impl)) is not None]
-    return [
-        one
-        for label, of in points.items()
-        for one in line(label, sorted(point for point in of if point[0] > 0))
-    ]
+def _label(dim: tuple[str, Param], way: str) -> str:
+    name, ranks = dim
+    return ", ".join(word for word in (name, f"{ranks} ranks" if ranks else "", way) if word)
 
 
 # ------------------------------------------------------------------------------------ tables
@@ -254,6 +189,7 @@ def _contention(cases: Sequence[Case]) -> t.Table:
             *t.bandwidths(bus),
             t.ratios("time together / alone", [b.estimate_s / a.estimate_s for *_, a, b in rows]),
         ],
+        folded=True,
     )
 
 
@@ -295,5 +231,5 @@ COLLECTIVES = Part(
     fill,
     ("collectives", "collectives_other"),  # of imported logs, what the cost model is not fitted to
     "dtbench run collectives",
-    leads=True,
+    of_links=True,
 )

@@ -1,4 +1,4 @@
-"""The cost model: measured times, the fitted constants and torch's built-in ones, how far each is off."""
+"""The cost model: the fitted constants and torch's built-in ones, and how far each is off."""
 
 from __future__ import annotations
 
@@ -10,21 +10,12 @@ import numpy as np
 from dtbench.cost.price import RingConstants, price, ring_us
 from dtbench.records.topology import Dim, Topology
 from dtbench.show.report import tables as t
-from dtbench.show.report.axes import ratio_axis, times_axis
+from dtbench.show.report.axes import ratio_axis
 from dtbench.show.report.figures import Curves, Figure, Series, Style, curves
-from dtbench.show.report.parts.regret import add_regret
-from dtbench.show.report.section import Material, Part, Section
+from dtbench.show.report.section import Section
 from dtbench.text.units import format_size, significant
 from dtbench_core.cost.ring import RING_COLLECTIVES
 
-# Panels of the fit; the tables have all.
-MAX_FITS = 6
-FIT_STYLES = {
-    "measured": Style("ink", "o", None, hollow=True),
-    "table": Style("s3", "", (1.5, 1.5), words="its own table, with the 90 % interval of a new launch"),
-    "fitted": Style("s0", "", words="fitted, one bandwidth per dim"),
-    "builtin": Style("s1", "", (5, 2), words="PyTorch’s built-in constants"),
-}
 RESIDUAL_STYLES = {
     "fitted": Style("s0", "o", None, words="fitted constants"),
     "builtin": Style("s1", "s", None, hollow=True, words="PyTorch’s built-in constants"),
@@ -42,112 +33,59 @@ def ring_s(dim: Dim, name: str, size: float, constants: RingConstants | None) ->
     return 1e-6 * ring_us(name, size, dim.ranks, constants)
 
 
-def constants_line(
-    topology: Topology | None, dim: str, name: str, sizes: Sequence[float]
-) -> tuple[list[float], list[float]] | None:
-    """(sizes, seconds) by the dim's fitted constants; of a collective that torch's formula lacks, by its own line."""
-    of = next((d for d in (topology.dims if topology else ()) if d.name == dim), None)
-    if of is None:
-        return None
-    at = _between(sizes)
-    if name in RING_COLLECTIVES:
-        return at, [s for size in at if (s := ring_s(of, name, size, of)) is not None]
-    curve = of.collectives.get(name)
-    if curve is None or curve.alpha_us is None or curve.beta_GiBps is None:
-        return None
-    times = [1e-6 * curve.alpha_us + size / 2**30 / curve.beta_GiBps for size in at]
-    return (at, times) if min(times) > 0 else None
-
-
-def _between(sizes: Sequence[float]) -> list[float]:
+def between(sizes: Sequence[float]) -> list[float]:
     """These sizes and more: what is linear in size is bent on a logarithmic axis and takes points to draw it."""
     more = np.geomspace(min(sizes), max(sizes), 33) if max(sizes) > min(sizes) else ()
     return sorted({*sizes, *(float(s) for s in more)})
 
 
-def fill(section: Section, of: Material) -> None:
-    topology = of.sources.topology
-    if topology is not None:
-        section.lead = (
-            "DTensor chooses redistributions by a model of a ring: a base latency of "
-            f"{topology.base_latency_us:g} µs, a latency per hop, and the bytes over one bandwidth per mesh "
-            "dim. Here its two constants are fitted to the measured times; bandwidths are in GiB/s (1024³ "
-            "bytes), the unit of PyTorch’s model. The built-in constants are those for the layout that the "
-            "ranks’ hosts show. What a call is expected to take is read from a table of its own, which also has "
-            "the interval that a new launch falls into nine times of ten."
-        )
-        section.cuts += [f"{d.name}: {w}." for d in topology.dims for w in d.warnings]
-        section.add(_fit(section, topology), _residuals(topology))
-        section.add(_constants(topology), _left_out(topology), _contention(topology))
-        section.add(_points(topology), _lines(topology))
-        _headlines(section, topology, topology.backend)
-    if of.sources.regret is not None:
-        add_regret(section, of.sources.regret)
-    run = "" if of.cases("collectives") else "dtbench run collectives -o RUN.jsonl, "
-    section.missing = (
-        f"{run}dtbench calibrate RUN.jsonl -o TOPOLOGY.json, then add TOPOLOGY.json to this report"
+def add_model(section: Section, topology: Topology) -> None:
+    """How far the constants are off, and they and the tables themselves."""
+    section.lead += (
+        " DTensor chooses redistributions by a model of a ring: a base latency of "
+        f"{topology.base_latency_us:g} µs, a latency per hop, and the bytes over one bandwidth per mesh dim. Here its "
+        "two constants are fitted to the measured times; the built-in ones are those for the ranks’ hosts."
     )
-
-
-def _headlines(section: Section, topology: Topology, backend: str) -> None:
-    """torch's constants are those of GPUs' links: how far they are off says nothing of another transport."""
-    for dim in topology.dims if backend == "nccl" else ():
+    section.cuts += [f"{d.name}: {w}." for d in topology.dims for w in d.warnings]
+    section.add(_residuals(topology))
+    section.add(_constants(topology), _left_out(topology), _contention(topology))
+    section.add(_points(topology), _lines(topology))
+    for dim in topology.dims if topology.backend == "nccl" else ():
+        # torch's constants are those of GPUs' links: how far they are off says nothing of another transport.
         if dim.builtin:
             off, fit = dim.builtin.geometric_mean_ratio, dim.residuals.geometric_mean_ratio
-            words = f"how far PyTorch’s built-in constants are off over {dim.name}; "
-            words += f"the fitted ones by {t.factor(fit)}"
+            words = f"is how far PyTorch’s built-in constants are off over {dim.name}; the fitted by {t.factor(fit)}"
             section.headlines.append((t.factor(off), words))
 
 
 # ------------------------------------------------------------------------------------------ figures
 
 
-def _fit(section: Section, topology: Topology) -> Figure | None:
-    dims = topology.dims
-    # Those that the constants are fitted to, the all_reduce of each dim first; else whatever there is.
-    ring = sorted(RING_COLLECTIVES, key=lambda name: name != "all_reduce")
-    wanted = [(dim, name) for name in ring for dim in dims if name in dim.collectives]
-    wanted = wanted or [(dim, name) for dim in dims for name in dim.collectives]
-    panels = [
-        Curves(
-            f"{name} over {dim.name}, {dim.ranks} ranks",
-            _fitted_curves(dim, name),
-            "Measured times, their table with its interval, and the fitted constants; over the dim the constants are "
-            f"off by {dim.residuals.geometric_mean_ratio:.2f} times in the mean.",
-            shade=_fitted_on(dim),
-        )
-        for dim, name in section.capped(wanted, "panels", MAX_FITS)
-    ]
-    return curves(
-        "fit",
-        panels,
-        FIT_STYLES,
-        "Time over tensor size, both axes logarithmic and common to all panels. A point is the lower quartile of the "
-        "samples, from the last arrival of a rank on, which is why it lies below the other figures’ times; the band is "
-        "what nine of ten new launches would measure, and the grey ground the sizes that the constants are fitted on. "
-        "Far from the points, a line misleads DTensor’s planner.",
-        y=times_axis,
-    )
-
-
-def _fitted_on(dim: Dim) -> tuple[float, float]:
+def fitted_on(dim: Dim) -> tuple[float, float]:
+    """The sizes that the constants are fitted on, with room beside them."""
     low, high = dim.fitted_on.size_bytes
     return low / 1.1, high * 1.1
 
 
-def _fitted_curves(dim: Dim, name: str) -> list[Series]:
-    """The lines first, so that the points lie on top. Nothing is drawn beyond the measured sizes."""
+def model_lines(dim: Dim, name: str, sizes: Sequence[float]) -> list[Series]:
+    """Times by the built-in and by the fitted constants."""
+    at = between(sizes)
+    by = {"builtin": dim.builtin, "fitted": dim}
+    times = {
+        key: [s for size in at if (s := ring_s(dim, name, size, of)) is not None] for key, of in by.items()
+    }
+    return [Series(key, at, of) for key, of in times.items() if of]
+
+
+def table_lines(dim: Dim, name: str) -> list[Series]:
+    """The table of a collective with its interval, and the points it was made of."""
     table = dim.collectives[name].table
     ends = [float(row.size_bytes) for row in table]
-    sizes = _between(ends)
-    series = []
-    for label, constants in (("builtin", dim.builtin), ("fitted", dim)):
-        times = [s for size in sizes if (s := ring_s(dim, name, size, constants)) is not None]
-        series += [Series(label, sizes, times)] if times else []
+    sizes = between(ends)
     prices = [price(dim.collectives[name], size) for size in sizes]
     band = [p.low_us * 1e-6 for p in prices], [p.high_us * 1e-6 for p in prices]
-    series.append(Series("table", sizes, [p.time_us * 1e-6 for p in prices], band))
-    return [*series, Series("measured", ends, [row.measured_us * 1e-6 for row in table])]
+    expected = Series("table", sizes, [p.time_us * 1e-6 for p in prices], band)
+    return [expected, Series("measured", ends, [row.measured_us * 1e-6 for row in table])]
 
 
 def _residuals(topology: Topology) -> Figure | None:
@@ -158,7 +96,7 @@ def _residuals(topology: Topology) -> Figure | None:
             residuals_of(dim),
             "Predicted over measured time in percent; the fitted constants are off by "
             f"{dim.residuals.worst_ratio:.2f}× at worst.",
-            shade=_fitted_on(dim),
+            shade=fitted_on(dim),
             level=1.0,
         )
         for dim in topology.dims
@@ -171,6 +109,7 @@ def _residuals(topology: Topology) -> Figure | None:
         "logarithmic axis: −50 % is half, +100 % is double. On the line it is right. Shaded: what it was fitted on.",
         y=lambda values: ratio_axis(values, 0.5, 2.0, percent_off, PERCENT_TICKS),
         lines=False,
+        folded="How far the constants and the tables are off, over size",
     )
 
 
@@ -244,6 +183,7 @@ def _constants(topology: Topology) -> t.Table:
                 *(_basis(dim) for dim in dims),
                 *(f"Intervals: {i}." for i in sorted({dim.intervals for dim in dims} - {""})),
                 "“Off by”: the larger of predicted and measured time over the smaller; 1 is perfect.",
+                "GiB are 1024³ bytes, the unit of PyTorch’s model.",
             ]
         ),
     )
@@ -321,9 +261,7 @@ def _lines(topology: Topology) -> t.Table:
             t.counts("Launches", [curve.launches for curve in lines]),
             t.Column("Sizes", [" – ".join(map(format_size, curve.size_bytes)) for curve in lines], True),
         ],
-        note="Prices are read from the tables of measured times; a line sums one up.",
+        note="What a call is expected to take is read from a table of measured times, which has the interval that a "
+        "new launch falls into nine times of ten; a line sums one up.",
         folded=True,
     )
-
-
-COST_MODEL = Part("calibration", "Cost model", fill)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 
 from dtbench.model import STAGES, Param
@@ -11,12 +12,13 @@ from dtbench.show.report import tables as t
 from dtbench.show.report.axes import Axis, seconds_tick, value_axis
 from dtbench.show.report.cases import Case, distinct, geometric_mean
 from dtbench.show.report.figures import Bar, Curves, Figure, Series, Style, bars, curves, shades_of, stacked
-from dtbench.show.report.impls import add_dots, core_over_torch, named, times
+from dtbench.show.report.impls import add_dots, core_beside_torch, named, times
 from dtbench.show.report.section import Material, Part, Section
-from dtbench.text.units import format_seconds
+from dtbench.text.units import format_seconds, plural
 
 PARAMS = {"placements": "Placements", "mesh": "Mesh", "pass": "Pass"}
 MAX_CASES = 4
+FEWEST = 5  # ops whose shares make a curve
 MAX_STEPS = 400
 SPREAD_STYLES = {
     "local": Style("s2", "", (1.5, 1.5), words="floor: plain torch"),
@@ -38,14 +40,14 @@ def fill(section: Section, of: Material) -> None:
             "simulated world of 8, as a mesh of one dim (8) or two (2x4). The floor is the same op on plain local "
             "tensors. "
         )
-        section.lead += core_over_torch(section, cached, "cached dispatch", "Over all cached calls the")
+        _added(section, [c for c in cached if c.get("pass") in ("forward", "")])
+        section.lead += core_beside_torch(section, cached, "cached dispatch", "Over all cached calls the")
         grouped = group_by(cached, lambda c: (c.get("mesh"), c.get("pass")))
         add_dots(
             section,
             {f"mesh {mesh}, {direction}": of for (mesh, direction), of in grouped.items()},
             lambda c: f"{c.name} {c.get('placements')}".strip(),
-            "Time per call, cached, with a line to the upper quartile. At the right, core over torch: below 1 the core "
-            "is faster.",
+            "Time per call, cached, with a line to the upper quartile; at the right, the core beside torch.",
             sort=True,
             each_axis=True,
         )
@@ -57,21 +59,39 @@ def fill(section: Section, of: Material) -> None:
         section.add(_stages(calls), _stage_table(calls))
 
 
+def _added(section: Section, cases: Sequence[Case]) -> None:
+    """What distribution adds to an op on the host: the time beyond that of the plain op, the median over ops."""
+    said = []
+    for impl, name in (("torch", "DTensor"), ("core", "dtbench’s core")):
+        ops = [c.impls for c in cases if {impl, "local"} <= set(c.impls)]
+        if ops:
+            added_s = statistics.median(of[impl].estimate_s - of["local"].estimate_s for of in ops)
+            said.append((name, format_seconds(added_s), plural(len(ops), "cached op")))
+    if not said:
+        return
+    (first, its, count), *rest = said
+    other = "".join(f"; {name} adds {added}" for name, added, _ in rest)
+    words = f"is what {first} adds to an op on the host, median of {count}{other}"
+    section.headlines.append((f"+{its}", words))
+    section.outcome = f"{first} adds {its} to an op{''.join(f', {name} {added}' for name, added, _ in rest)}"
+
+
 def _summary(grouped: Mapping[tuple[Param, Param], Sequence[Case]]) -> t.Table:
     both = [[r for c in of if (r := c.ratio("core", "torch")) is not None] for of in grouped.values()]
     floors = [geometric_mean(c.ratio("core", "local") for c in of) for of in grouped.values()]
     return t.Table(
-        "Core against torch, cached calls, by mesh and pass",
+        "The core beside torch, cached calls, by mesh and pass",
         [
             t.text("Mesh", [mesh for mesh, _ in grouped]),
             t.text("Pass", [direction for _, direction in grouped]),
             t.counts("Cases with both", [len(r) for r in both]),
-            t.ratios("core / torch, geometric mean", [geometric_mean(r) for r in both]),
-            t.ratios("fastest case", [min(r, default=None) for r in both]),
-            t.ratios("slowest case", [max(r, default=None) for r in both]),
+            t.speeds("geometric mean", [geometric_mean(r) for r in both]),
+            t.speeds("best case", [min(r, default=None) for r in both]),
+            t.speeds("worst case", [max(r, default=None) for r in both]),
             t.counts("Core slower by over 5 %", [sum(x > 1.05 for x in r) for r in both]),
             t.ratios("core / floor, geometric mean", floors),
         ],
+        folded=True,
     )
 
 
@@ -121,11 +141,13 @@ def _shares(cases: Sequence[Case]) -> list[Series]:
         impl, _, call = key.partition(" ")
         of = [c for c in cases if (c.get("call") or "cached") == (call or "cached")]
         found = sorted(s for c in of if (s := c.seconds(impl)) is not None)
+        if len(found) < FEWEST:
+            continue
         # A step at every op, from 0; of very many, at so many of them.
         found = found[:: max(1, len(found) // MAX_STEPS)]
         xs = [x for time in found for x in (time, time)]
         ys = [y / len(found) for k in range(len(found)) for y in (k, k + 1)]
-        series += [Series(key, xs, ys)] if found else []
+        series.append(Series(key, xs, ys))
     return series
 
 
@@ -184,4 +206,4 @@ def _stage_table(calls: Sequence[Call]) -> t.Table:
     )
 
 
-DISPATCH = Part("dispatch", "Dispatch latency", fill, ("dispatch",), "dtbench run dispatch", leads=True)
+DISPATCH = Part("dispatch", "Dispatch latency", fill, ("dispatch",), "dtbench run dispatch")

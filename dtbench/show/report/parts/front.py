@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dtbench.model import Result, Run
 from dtbench.model.grouping import group_by
-from dtbench.records.layout import crowded
+from dtbench.records import judged
 from dtbench.records.topology import Topology
 from dtbench.show.report.parts.changes import Verdict
 from dtbench.show.report.parts.provenance import hardware, hosts, mesh_words
@@ -22,14 +22,18 @@ NOT_OK = {
 }
 
 
-def title(sources: Sources, verdict: Verdict, sections: Sequence[Section]) -> str:
+def title(of: Material, verdict: Verdict, sections: Sequence[Section]) -> str:
     """The outcome: the verdict of a comparison, else what the first sections found."""
-    if verdict.tallies:
-        counts = ", ".join(f"{tally.count} {tally.words}" for tally in verdict.tallies)
-        return f"{'Gate' if sources.gate is not None else 'Comparison'}: {counts}"
-    outcomes = [one.outcome for one in sorted(sections, key=lambda one: not one.leads) if one.outcome][:2]
+    sources = of.sources
+    if of.changes is not None and verdict.tallies:
+        sides = " → ".join(of.changes.ends)
+        moved = [tally for tally in verdict.tallies if tally.words != judged.Verdict.PASS] or verdict.tallies
+        counts = ", ".join(f"{tally.count} {tally.words}" for tally in moved)
+        return f"{sides + ': ' if sides else ''}{counts} of {sum(tally.count for tally in verdict.tallies)}"
+    outcomes = [one.outcome for one in sections if one.outcome][:2]
     if outcomes:
-        return "; ".join(outcomes)
+        words = "; ".join(outcomes)
+        return words[0].upper() + words[1:] if words.split()[0].isalpha() else words
     if sources.runs:
         return f"Mesh {mesh_words(sources.runs[0].header) or 'unknown'}"
     if sources.verdict_runs or sources.verdict_tables:
@@ -45,32 +49,43 @@ def started(sources: Sources) -> str:
     return max((str(run.header.started or "") for run in runs), default="")
 
 
-def summary(of: Material) -> str:
+CORE_IS = (
+    "“The core” is dtbench’s own DTensor, dtbench_core, written in Python on torch.distributed; “torch” is "
+    "torch.distributed.tensor. Both did the same in turn."
+)
+
+
+def summary(of: Material) -> list[str]:
+    """What was measured on what, and what the core is where it first stands."""
     runs = of.sources.runs
     if not runs:
-        return "No run is part of this report."
+        return []
     header = runs[0].header
     cases = [case for members in of.suites.values() for case in members]
-    both = sum({"core", "torch"} <= set(case.impls) for case in cases)
+    launches = len({(run.header.run_id, r.launch) for run in runs for r in run.results})
+    torch = f", torch {header.versions['torch']}" if header.versions.get("torch") else ""
+    measured = f"{plural(len(cases), 'case')} in {launches} {'launch' if launches == 1 else 'launches'}"
+    said = [f"{measured} on {hardware(header)}{torch}. {_world(runs)}"]
+    if any({"core", "torch"} <= set(case.impls) for case in cases):
+        said.append(CORE_IS)
+    return said
+
+
+def _world(runs: Sequence[Run]) -> str:
+    """The mesh and its ranks; where one process measured everything, that."""
+    header = runs[0].header
+    suites = [(run, suite) for run in runs for suite in {r.suite for r in run.results}]
+    if suites and all(run.by_one_process(suite) for run, suite in suites):
+        return "One process measured; the other ranks of its meshes are simulated."
     ranks = f", {plural(len(header.ranks), 'rank')}" if header.ranks else ""
     where = f" on {plural(len(hosts(header)), 'host')}" if hosts(header) else ""
     backend = header.versions.get("backend") or "no backend"
-    mesh = f"Mesh {mesh_words(header) or 'unknown'} over {backend}{ranks}{where}. "
-    launches = len({(run.header.run_id, r.launch) for run in runs for r in run.results})
-    names = f" ({', '.join(of.suites)})" if of.suites else ""
-    torch = f" with torch {header.versions['torch']}" if header.versions.get("torch") else ""
-    words = (
-        f"{mesh}{plural(len(cases), 'case')} of {plural(len(of.suites), 'suite')}{names} measured in "
-        f"{launches} {'launch' if launches == 1 else 'launches'} on {hardware(header)}{torch}."
-    )
-    if both:
-        words += f" In {both} of them dtbench’s own core and torch.distributed.tensor did the same in turn."
-    return words
+    return f"Mesh {mesh_words(header) or 'unknown'} over {backend}{ranks}{where}."
 
 
-def warnings(sources: Sources) -> list[str]:
+def warnings(of: Material) -> list[str]:
     """What a reader has to know before believing a figure; the gravest first."""
-    runs = sources.runs
+    sources, runs = of.sources, of.sources.runs
     found = []
     if cut := [run.path.name for run in runs if not run.complete]:
         found.append(
@@ -83,10 +98,8 @@ def warnings(sources: Sources) -> list[str]:
         found.append(f"{wrong} held wrong data: see Failures. No time of theirs is shown.")
     if tally["failed"]:
         found.append(f"{plural(tally['failed'], 'result')} failed: see Failures.")
-    if runs and (shared := crowded(runs[0].header)):
-        found.append(
-            f"{shared}: a rank waits for another to be scheduled, so times of collectives are not those of the links."
-        )
+    if of.crowded and any(case.get("mesh_dim") for cases in of.suites.values() for case in cases):
+        found.append(f"{of.crowded} They are drawn below, and none of them is an answer here.")
     if any(run.header.plan.get("quick") for run in runs):
         found.append("Measured with --quick: few samples, so small differences mean nothing.")
     if sources.topology is not None and runs:

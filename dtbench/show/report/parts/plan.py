@@ -27,8 +27,13 @@ def fill(section: Section, of: Material) -> None:
     for number, plan in enumerate(of.sources.plans):
         best = plan.best[0]
         section.lead = section.lead or f"{plan.title}: the fastest layout is {best.words}."
-        section.outcome = section.outcome or f"{best.words}: {format_seconds(best.step_s)} a step"
-        section.headlines.append((f"{100 * best.mfu:.0f} %", f"MFU of {best.words}, predicted"))
+        what = plan.title.partition(",")[0]
+        section.outcome = section.outcome or f"{what}: {best.words}, {format_seconds(best.step_s)} a step"
+        span = f"{format_seconds(best.low_s)} to {format_seconds(best.high_s)}"
+        section.headlines += [
+            (format_seconds(best.step_s), f"a step of {what} with {best.words}, predicted, {span}"),
+            (f"{100 * best.mfu:.0f} %", "MFU of that, predicted"),
+        ]
         section.add(_spent(plan, number), _layouts(plan))
     for number, steps in enumerate(of.sources.steps):
         section.headlines.append((f"{100 * steps.mean_error:.1f} %", f"mean error of {steps.title}"))

@@ -152,6 +152,7 @@ def _map(header: Header, found: Sequence[Ranks]) -> Figure | None:
         "of one group are alike; a pale group is a slow link. Counted from the arrival of a group’s last rank, so it "
         "lies above the other figures’ and tables’ bandwidth of the same calls, which counts the wait for that rank "
         f"and the slowest group: {whole}.",
+        folded="Which group is slow: a map of the mesh",
     )
 
 
@@ -182,6 +183,7 @@ def _skew(found: Sequence[Ranks]) -> Figure | None:
         "which share of the samples it was the last. A rank that is last nearly always holds the others up.",
         lambda values: value_axis([max(*values, 1e-9)], seconds_tick, log=False),
         desc=desc,
+        folded="Who is late: rank by rank",
     )
 
 

@@ -42,6 +42,8 @@ def _buckets(section: Section, of: Material) -> t.Table | None:
             t.Column("90% interval, high", _mib([c.high for c in choices]), True, "MiB"),
             t.percents("Slower than the best by", [c.loss for c in choices]),
         ],
+        folded=not of.sources.sweep
+        and (bool(of.crowded) or all(c.edge for c in choices)),  # no setting is among them
         note=f"The interval is over launches; one launch has none. {_edges(choices)}{INDUCTOR}",
     )
 
@@ -88,4 +90,4 @@ def _winners(section: Section, of: Material) -> t.Table | None:
     )
 
 
-SETTINGS = Part("settings", "Settings", fill)
+SETTINGS = Part("settings", "Settings", fill, of_links=True)

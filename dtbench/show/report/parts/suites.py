@@ -1,4 +1,4 @@
-"""Suites that are drawn alike, impl beside impl: redistribute, blocks of a model, and whatever no part claims."""
+"""Suites that are drawn alike, impl beside impl: blocks of a model, and whatever no part claims."""
 
 from __future__ import annotations
 
@@ -6,45 +6,11 @@ from collections.abc import Collection, Sequence
 
 from dtbench.model.grouping import group_by
 from dtbench.show.report import tables as t
-from dtbench.show.report.cases import Case, distinct, main_dtype
-from dtbench.show.report.impls import add_dots, bandwidths, core_over_torch, impls_of, named, times
+from dtbench.show.report.cases import Case, distinct
+from dtbench.show.report.impls import add_dots, bandwidths, core_beside_torch, impls_of, named, times
 from dtbench.show.report.section import Material, Part, Section
-from dtbench.text.units import format_size
 
-
-def redistribute(section: Section, of: Material) -> None:
-    cases = of.cases("redistribute")
-    if not cases:
-        return
-    section.lead = (
-        "Time to bring a tensor from one placement to another over one mesh dim, with real process groups. "
-        + core_over_torch(section, cases, "redistribute", "Over all transitions and sizes the")
-    )
-    dtype = main_dtype(cases)
-    plain = (("groups", "together"), ("mode", "isolated"))
-    sweep = [c for c in cases if all(c.get(param) in ("", value) for param, value in plain)]
-    drawn = [c for c in sweep or cases if c.get("dtype") == dtype]
-    sizes = sorted({c.number("size") for c in drawn})
-    panels = {
-        f"{dim}, {format_size(size)}": [
-            c for c in drawn if c.get("mesh_dim") == dim and c.number("size") == size
-        ]
-        for dim in distinct(c.get("mesh_dim") for c in drawn)
-        for size in dict.fromkeys([*sizes[:1], *sizes[-1:]])
-    }
-    caption = (
-        f"Time per redistribute at the smallest and the largest size, {dtype}; at the right, core over torch."
-    )
-    add_dots(section, panels, lambda c: c.name, caption)
-    params = {"mesh_dim": "Mesh dim", "dtype": "Dtype", "size": "Size"}
-    section.add(
-        t.Table(
-            "Every transition and size",
-            [*named(cases, "Transition", params, "ranks"), *times(cases)],
-            folded=True,
-            note="Sizes are the whole tensor as one group of the mesh dim holds it.",
-        )
-    )
+MOST_ROWS = 8  # of a table that is not folded, beside a figure
 
 
 def tensor_parallel(section: Section, of: Material) -> None:
@@ -54,24 +20,21 @@ def tensor_parallel(section: Section, of: Material) -> None:
     section.lead = (
         "One op, the blocks of a transformer and the loss behind it, cut over the ranks: the first linear layers by "
         "columns, the last by rows. The floor is the plain model on one rank with all of the work, no communication. "
-        + core_over_torch(section, cases, "block", "The")
+        + core_beside_torch(section, cases, "block", "The")
     )
-    grouped = group_by(cases, lambda c: (c.get("mesh_dim"), c.get("ranks"), c.get("dtype")))
+    grouped = group_by(cases, lambda c: (c.get("pass"), c.get("dtype")))
     add_dots(
         section,
-        {f"{dim}, {ranks} ranks, {dtype}": members for (dim, ranks, dtype), members in grouped.items()},
-        lambda c: f"{c.name}, {c.get('pass')}",
-        "Time per step; at the right, core over torch.",
+        {f"{direction}, {dtype}": members for (direction, dtype), members in grouped.items()},
+        lambda c: f"{c.name}, {c.get('mesh_dim')} of {c.get('ranks')}",
+        "Time per step; at the right, the core beside torch.",
         each_axis=True,
     )
     params = {"pass": "Pass", "mesh_dim": "Mesh dim", "dtype": "Dtype"}
     columns = [*named(cases, "Block", params, "ranks"), *times(cases)]
-    section.add(t.Table("Every block and pass", columns))
+    section.add(t.Table("Every block and pass", columns, folded=True))
 
 
-REDISTRIBUTE = Part(
-    "redistribute", "Redistribute", redistribute, ("redistribute",), "dtbench run redistribute"
-)
 TENSOR_PARALLEL = Part(
     "tensor_parallel",
     "Tensor parallelism",
@@ -98,6 +61,7 @@ def other_suites(claimed: Collection[str]) -> Part:
             lambda c: " ".join([c.name, *(str(c.get(param)) for param in differing if param in c.params)]),
             caption,
             each_axis=True,
+            folded="Case by case" if len(suites) < len(of.suites) else "",
         )
         section.add(*(_generic(f"Suite {suite}", cases) for suite, cases in suites.items()))
 
@@ -126,4 +90,4 @@ def _generic(caption: str, cases: Sequence[Case]) -> t.Table:
         "The first column of an impl is the time that stands for it: of host latencies the minimum, of all others the "
         "lower quartile."
     )
-    return t.Table(caption, columns, note=note)
+    return t.Table(caption, columns, folded=len(cases) > MOST_ROWS, note=note)

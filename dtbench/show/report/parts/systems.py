@@ -83,7 +83,6 @@ def _figure(systems: Mapping[str, _Curves]) -> Figure | None:
         dict(zip(systems, LOOKS, strict=False)),
         "Bus bandwidth over tensor size; both axes logarithmic and common to all panels.",
         y=bandwidths_axis,
-        ends=True,
     )
 
 
@@ -104,4 +103,4 @@ def _table(systems: Mapping[str, _Curves]) -> t.Table:
     )
 
 
-SYSTEMS = Part("systems", "Systems beside each other", fill, leads=True)
+SYSTEMS = Part("systems", "Systems beside each other", fill)
