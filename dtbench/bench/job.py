@@ -37,7 +37,7 @@ from dtbench.model.mesh import format_mesh
 from dtbench.model.suites import Suite, load
 from dtbench.records import baselines
 from dtbench.records.run import RunWriter, read_run
-from dtbench.text.masking import mask_arguments, mask_variables
+from dtbench.text.masking import mask_arguments, mask_options
 from dtbench.world.failure import ActiveCase, Diagnosis
 from dtbench.world.launch import OUTPUT
 from dtbench.world.ranks import backend_of
@@ -110,7 +110,7 @@ def same_on_all_ranks(job: Job) -> dict[str, str]:
         "--timeout": f"{options.timeout_s:g}",
         "--on-failure": options.on_failure,
         "--resume": str(options.resume),
-        **{f"--{name}": value for name, value in mask_variables(plan.options).items()},
+        **{f"--{name}": value for name, value in mask_options(plan.options).items()},
         **{f"the file {path.name} with sha256": _digest(path) for path in sorted(files)},
         "a list": f"of {len(listed)} cases, sha256 {hashlib.sha256(repr(listed).encode()).hexdigest()[:12]}",
     }

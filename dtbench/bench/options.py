@@ -20,7 +20,7 @@ from dtbench.model import CHOOSABLE_IMPLS, Case, DeviceType, Header, Plan, Resul
 from dtbench.model.errors import UnknownOptionError, UsageError, describe, place_in
 from dtbench.model.mesh import Mesh, default_mesh, format_mesh, ranks_of
 from dtbench.model.suites import Suite
-from dtbench.text.masking import mask_variables
+from dtbench.text.masking import mask_options
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -475,7 +475,7 @@ def refuse_other_run(header: Header, plan: Plan, suites: Sequence[str], launches
         UsageError: with the first difference, as the file has it and as the options have it.
     """
     was: dict[str, object] = {"options": {}, "refine": False} | header.plan
-    asked = dataclasses.asdict(plan) | {"options": mask_variables(plan.options)}
+    asked = dataclasses.asdict(plan) | {"options": mask_options(plan.options)}
     now: dict[str, object] = json.loads(json.dumps(asked))
     was |= {"suites": list(header.suites), "launches": header.launches}
     now |= {"suites": list(suites), "launches": launches}

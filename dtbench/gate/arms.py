@@ -26,9 +26,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtbench.gate.benchmark import Selection
-from dtbench.model.errors import ArmError, UsageError, last_line
+from dtbench.machine.git import run_git
+from dtbench.model.errors import ArmError, UsageError, last_line, plain
 from dtbench.text.masking import mask, mask_variables
-from dtbench.text.variables import parse_variables
+from dtbench.text.variables import masked_list, parse_variables
 from dtbench.world.scratch import scratch
 
 _GIT_TIMEOUT_S = 300.0
@@ -137,7 +138,8 @@ def _open(text: str, folder: Path) -> Arm:
     snapshot = folder / "sources"
     _snapshot(sources, snapshot)
     asked = json.dumps([kind, revision, python, mask_variables(variables)])
-    return Arm(mask(text), asked, note, python, (str(snapshot), *extra), variables, root, revision)
+    shown = f"env:{masked_list(rest)}" if kind == "env" else mask(text)
+    return Arm(shown, asked, note, python, (str(snapshot), *extra), variables, root, revision)
 
 
 def _answered(arm: Arm) -> Arm:
@@ -175,8 +177,12 @@ def _snapshot(sources: Mapping[str, Path], folder: Path) -> None:
 def _git(
     *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    failed = f"a rev: arm needs git, and `git {' '.join(arguments)}` cannot be run"
-    return _ran(["git", *arguments], _GIT_TIMEOUT_S, failed, cwd, env)
+    try:
+        return run_git(*arguments, cwd=cwd, env=env, timeout_s=_GIT_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ArmError(
+            f"a rev: arm needs git, and `git {mask(' '.join(arguments))}` cannot be run: {mask(str(error))}"
+        ) from error
 
 
 def _ran(
@@ -191,7 +197,9 @@ def _ran(
         return subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=cwd, env=env
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
+        raise ArmError(f"{failed}: no end after {timeout_s:g} s") from error
+    except OSError as error:
         raise ArmError(f"{failed}: {error}") from error
 
 
@@ -209,9 +217,11 @@ def commit_of(revision: str) -> str:
     """
     done = _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
     if done.returncode != 0:
+        # Of a name that it does not know, --quiet has it say nothing; what it says is another reason.
+        why = plain(mask(done.stderr.strip().partition("\n")[0]))
+        remedy = "fetch it first (a shallow clone of CI lacks it: fetch-depth: 0), or start the gate in the checkout"
         raise UsageError(
-            f"rev:{revision}: git knows no such commit in {Path.cwd()}; fetch it first (a shallow clone of CI "
-            "lacks it: fetch-depth: 0), or start the gate in the checkout"
+            f"rev:{mask(revision)}: git knows no such commit in {Path.cwd()}{f': {why}' if why else f'; {remedy}'}"
         )
     return done.stdout.strip()
 
@@ -219,7 +229,7 @@ def commit_of(revision: str) -> str:
 def _checked_out(commit: str, folder: Path) -> Path:
     """The files of a commit in a new folder. The index is the folder's own: nothing of the repository changes."""
     folder.mkdir()
-    env = os.environ | {"GIT_INDEX_FILE": str(folder.with_suffix(".index"))}
+    env = {"GIT_INDEX_FILE": str(folder.with_suffix(".index"))}
     for words in (("read-tree", commit), (f"--work-tree={folder}", "checkout-index", "--all", "--force")):
         done = _git(*words, cwd=repository(), env=env)
         if done.returncode != 0:
@@ -251,9 +261,13 @@ def _dependencies(pyproject: Path) -> list[str]:
         return []
     try:
         project = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("project", {})
-        wanted = project.get("dependencies", [])
+        wanted = project.get("dependencies", []) if isinstance(project, dict) else None
         if not isinstance(wanted, list) or not all(isinstance(text, str) for text in wanted):
             raise ValueError("project.dependencies is no list of strings")
+    except RecursionError as error:
+        raise ArmError(
+            "the revision's pyproject.toml cannot be read: its arrays are nested too deep"
+        ) from error
     except (OSError, ValueError) as error:
         raise ArmError(f"the revision's pyproject.toml cannot be read: {error}") from error
     return wanted
@@ -303,19 +317,23 @@ def _environment(wanted: Sequence[str]) -> str:
 def _executable(text: str) -> str:
     path = Path(text).expanduser().absolute()  # not resolved: a link in bin/ is what makes an environment
     if not os.path.isfile(path) or not os.access(path, os.X_OK):  # noqa: PTH113 - Path's raises where a name is too long
-        raise UsageError(f"python:{text}: no program lies there; expected the path of a Python interpreter")
+        raise UsageError(
+            f"python:{mask(text)}: no program lies there; expected the path of a Python interpreter"
+        )
     return str(path)
 
 
 def _probe(text: str, python: str, path: Sequence[str]) -> tuple[str, str, int]:
     """Python's version, torch's, and how many GPUs it sees, as the arm's interpreter says."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    done = _ran([python, "-P", "-c", _PROBE], _PROBE_TIMEOUT_S, f"{text}: {python} does not answer", env=env)
+    done = _ran(
+        [python, "-P", "-c", _PROBE], _PROBE_TIMEOUT_S, f"{text}: {mask(python)} does not answer", env=env
+    )
     try:
         version, torch, gpus = json.loads(done.stdout.strip().splitlines()[-1])
     except (ValueError, IndexError) as error:
         raise ArmError(
-            f"{text}: {python} cannot run the harness: {last_line(done.stderr)}; expected Python 3.11 or newer "
+            f"{text}: {mask(python)} cannot run the harness: {last_line(done.stderr)}; expected Python 3.11 or newer "
             "with torch and dtbench's other requirements"
         ) from error
     return str(version), str(torch), int(gpus)

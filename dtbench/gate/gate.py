@@ -33,6 +33,7 @@ from dtbench.records.gate import Arm as ArmFacts
 from dtbench.records.gate import Gate, State, Trust, text_of
 from dtbench.records.judged import Judged, Verdict
 from dtbench.records.read import BadFieldError, decode, into
+from dtbench.text.units import format_bytes
 
 STATE = "gate.state.json"
 
@@ -236,6 +237,11 @@ class _Gate:
         ended = tuple(sorted(self.judged.values(), key=lambda j: places[j.key]))
         if stopped:
             self.notes.append(stopped)
+        self.launcher.close()
+        if left_out := self.launcher.left_out:
+            self.notes.append(
+                f"launches printed {format_bytes(left_out)} more than their logs keep, the first and last MiB of each"
+            )
         if not self.with_control:
             self.notes.append(
                 "the arms share neither torch nor Python: base against itself is the only check"

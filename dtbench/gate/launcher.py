@@ -34,6 +34,7 @@ from dtbench.gate.benchmark import (
     Selection,
     read_listing,
 )
+from dtbench.gate.logs import CappedLog
 from dtbench.gate.process import Round, Started, run_alone, take_turns
 from dtbench.gate.schedule import ArmName, Launch, OutOfTimeError
 from dtbench.model import Plan, Result, Run
@@ -43,6 +44,7 @@ from dtbench.records.run import read_run
 
 # A command line's longest argument on Linux is 128 KiB; beyond half of it, ranks measure the whole selection.
 _MAX_FILTER_CHARS = 60_000
+_NO_END = "no end after"
 # Each is a process with torch, of some 300 MB.
 ROUNDS_TOGETHER = 3
 WorkerRequest = tuple[Arm, Order, Path]  # a worker's arm, its order, and how its files begin
@@ -101,11 +103,12 @@ class Launcher:
         self._number = 0
         self._longest_s = 0.0  # of launches that were made together
         self.reused = 0
+        self.left_out = 0  # bytes that launches printed and their logs do not keep
 
     def close(self) -> None:
         """Leaves no process behind."""
         for made in [*([self._round] if self._round else []), *self._prepared]:
-            made.close()
+            self.left_out += made.close()
         self._round, self._prepared = None, []
 
     # ---- counting ----
@@ -255,9 +258,9 @@ class Launcher:
             return ""
         self._check_budget()
         module = ["dtbench", *command, "-o", f"{stem.with_suffix(RESULTS)}"]
-        died = self._why(
-            run_alone(arm, module, stem.with_suffix(LOG), self._variables, self._limits.left_s())
-        )
+        log = CappedLog(stem.with_suffix(LOG))
+        died = self._why(run_alone(arm, module, log, self._variables, self._limits.left_s()))
+        self.left_out += log.left_out
         if _is_complete(stem):  # cases may have failed: the file says which
             _asked(stem).write_text(text)
             return ""
@@ -313,7 +316,7 @@ class Launcher:
     def _next_round(self, asked: Sequence[WorkerRequest]) -> Round:
         """One of which nothing was launched. If none is prepared, as many are as are known to follow."""
         if self._round is not None:
-            self._round.close()
+            self.left_out += self._round.close()
         if not self._prepared:
             wanted = {"", *(label for _, order, _ in asked for label in order.call_s)}
             load = [name for label, names in self._loaded.items() if label in wanted for name in names]
@@ -353,7 +356,7 @@ class Launcher:
             return died
         if time.monotonic() >= self._limits.deadline:
             raise self._out_of_time()
-        return f"no end after {self._limits.timeout_s:g} s (--launch-timeout)"
+        return f"{_NO_END} {self._limits.timeout_s:g} s (--launch-timeout)"
 
     def _check_budget(self) -> None:
         if self._limits.deadline - time.monotonic() <= self._longest_s:
@@ -435,4 +438,6 @@ def _listing_of(stem: Path, arm: Arm, died: str) -> Listing:
     try:
         return read_listing(stem.with_suffix(LISTING))
     except DtbenchError as error:
+        if died.startswith(_NO_END):
+            died = f"its suites, or what they import, hang while they are loaded: {died}"
         raise ArmError(f"{arm.text} cannot list its benchmarks: {died or error}") from error

@@ -114,7 +114,7 @@ def _load_anew(
 
 def _become(launch: Launch, others: Sequence[Connection]) -> None:
     """Takes on the arm."""
-    log = os.open(f"{launch.stem}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    log = os.open(f"{launch.stem}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     for other in others:

@@ -19,7 +19,8 @@ from pathlib import Path
 from dtbench.gate.arms import Arm
 from dtbench.gate.benchmark import LOG
 from dtbench.gate.loader import ENDED, GO, PID, READY, Launch
-from dtbench.model.errors import last_line
+from dtbench.gate.logs import LOOK_S, CappedLog
+from dtbench.model.errors import last_line, plain
 from dtbench.world.signals import how_ended
 from dtbench.world.workers import Program, hand_over, left_s
 
@@ -76,12 +77,18 @@ class Round:
         self._started.append(self._loaders[_alike(arm)].fork(arm, stem, self._cpu))
         return self._started[-1]
 
-    def close(self) -> None:
-        """Takes down whatever is left of them."""
+    def close(self) -> int:
+        """Takes down whatever is left of them; how many bytes their logs leave out."""
+        left_out = 0
         while self._started:
-            self._started.pop().end()
+            started = self._started.pop()
+            started.end()
+            left_out += started.log.left_out
         while self._loaders:
-            self._loaders.popitem()[1].close()
+            loader = self._loaders.popitem()[1]
+            loader.close()
+            left_out += loader.log.left_out
+        return left_out
 
 
 class _Loader:
@@ -90,12 +97,12 @@ class _Loader:
     def __init__(
         self, arms: Sequence[Arm], variables: Mapping[str, str], load: Sequence[str], log: Path
     ) -> None:
-        arm, self._log, self._loaded = arms[0], log, False
+        arm, self.log, self._loaded = arms[0], CappedLog(log), False
         paths = list(dict.fromkeys(arm.path for arm in arms))
         path = arm.path if len(paths) == 1 else arm.path[:1]
         asked = json.dumps({"load": list(load), "paths": paths})
         env = environment_of(variables, _for_loading(arm), path)
-        with log.open("wb") as out:
+        with self.log.open() as out:
             command = _module(arm, ["dtbench.gate.loader", asked])
             self._program = Program(command, out=out, cwd=arm.root, env=env, connected=True)
 
@@ -104,7 +111,7 @@ class _Loader:
         if self._loaded:
             return
         with contextlib.suppress(OSError, EOFError):
-            self._loaded = self._program.connection.poll(left_s(deadline))
+            self._loaded = _poll(self._program.connection, deadline, self.log)
             if self._loaded:
                 self._program.connection.recv()
 
@@ -114,24 +121,25 @@ class _Loader:
         with theirs, contextlib.suppress(OSError):  # it has ended: so has the launch
             self._program.connection.send(tuple(Launch(str(stem), str(arm.root), arm.path, dict(arm.env))))
             hand_over(self._program.connection, theirs)
-        return Started(self, ours, stem.with_suffix(LOG), cpu)
+        return Started(self, ours, CappedLog(stem.with_suffix(LOG)), cpu)
 
     def how(self) -> str:
         """How it ended, once it has."""
-        return _how(self._program.wait() or 0, self._log)
+        return _how(self._program.wait() or 0, self.log)
 
     def close(self) -> None:
         """Takes it down, and what was forked off it."""
         self._program.end()
+        self.log.cut(final=True)
 
 
 class Started:
     """One launch, from the start of its process to its end."""
 
-    def __init__(self, loader: _Loader, connection: Connection, log: Path, cpu: int) -> None:
+    def __init__(self, loader: _Loader, connection: Connection, log: CappedLog, cpu: int) -> None:
         self._loader = loader
         self._connection = connection
-        self._log = log
+        self.log = log
         self._cpu = cpu
         self._pid: int | None = None
         self._ended: str | None = None  # how, "" if in order
@@ -179,12 +187,13 @@ class Started:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
         self._connection.close()
+        self.log.cut(final=True)
 
     def _listen(self, wanted: str, deadline: float) -> None:
         """Takes in what it says until that is `wanted`, or its end."""
         while self._ended is None:
             try:
-                if not self._connection.poll(left_s(deadline)):
+                if not _poll(self._connection, deadline, self.log):
                     raise TimeoutError
                 what, number = self._connection.recv()
             except (EOFError, ConnectionError):
@@ -195,7 +204,7 @@ class Started:
             elif what == READY:
                 self.number = number
             elif what == ENDED:
-                self._ended = _how(number, self._log) if number else ""
+                self._ended = _how(number, self.log) if number else ""
             if what == wanted:
                 return
 
@@ -215,12 +224,15 @@ def take_turns(launches: Sequence[Started], limit_s: float, deadline: float) -> 
 
 
 def run_alone(
-    arm: Arm, module: Sequence[str], log: Path, variables: Mapping[str, str], limit_s: float
+    arm: Arm, module: Sequence[str], log: CappedLog, variables: Mapping[str, str], limit_s: float
 ) -> str | None:
     """`PYTHON -P -m MODULE...` of an arm, in a session that ends with it: what went wrong, as `Started.run`."""
     env = environment_of(variables, arm.env, arm.path)
-    with log.open("wb") as out, Program(_module(arm, module), out=out, cwd=arm.root, env=env) as program:
-        code = program.wait(limit_s)
+    deadline = time.monotonic() + limit_s
+    with log.open() as out, Program(_module(arm, module), out=out, cwd=arm.root, env=env) as program:
+        while (code := program.wait(min(left_s(deadline), LOOK_S))) is None and left_s(deadline):
+            log.cut()
+    log.cut(final=True)
     return None if code is None else _how(code, log) if code else ""
 
 
@@ -251,6 +263,15 @@ def _for_loading(arm: Arm) -> dict[str, str]:
     return {name: value for name, value in arm.env.items() if not name.startswith(_OF_SUITES)}
 
 
-def _how(code: int, log: Path) -> str:
+def _how(code: int, log: CappedLog) -> str:
     """How a process ended, and the last line it said."""
-    return f"the launch {how_ended(code)}: {last_line(log.read_text(errors='replace'))}"
+    return f"the launch {how_ended(code)}: {plain(last_line(log.tail()))}"
+
+
+def _poll(connection: Connection, deadline: float, log: CappedLog) -> bool:
+    """Whether the other end has said something until then; its log is cut meanwhile."""
+    while not connection.poll(min(left_s(deadline), LOOK_S)):
+        log.cut()
+        if not left_s(deadline):
+            return False
+    return True

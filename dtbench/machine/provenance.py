@@ -29,10 +29,13 @@ import msgspec
 from dtbench._version import __version__
 from dtbench.machine.device import REHEARSAL, Nvml
 from dtbench.machine.device import gpus as gpus_of_torch
+from dtbench.machine.git import run_git
 from dtbench.model import SCHEMA, SWEEP_ARM, Gpu, Header, Machine, MeshShape, Plan, RankFacts
+from dtbench.model.errors import UsageError
 from dtbench.model.mesh import Mesh
 from dtbench.model.result import Checkout, Checkouts, Cpu, NvLinks
-from dtbench.text.masking import is_secret, mask_arguments, mask_variables
+from dtbench.text.masking import is_secret, mask_arguments, mask_options, mask_variables
+from dtbench.text.variables import masked_list
 
 # Whole families whose members tune transport, threads or the process group.
 _ENV_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "KMP_", "GOMP_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_FR_")
@@ -64,7 +67,6 @@ _ENV_NAMES = frozenset(
         REHEARSAL,
     }
 )
-_GIT_TIMEOUT_S = 5.0
 
 # Why a GPU's clock is where it is. Source: NVML API reference, nvmlClocksEventReasons.
 _CLOCK_REASONS = {
@@ -120,7 +122,7 @@ def provenance(
         ranks=tuple(msgspec.convert({**of, "rank": rank}, RankFacts) for rank, of in enumerate(ranks)),
         mesh=MeshShape(dim_names=tuple(name for name, _ in mesh), shape=tuple(size for _, size in mesh)),
         env=environment(os.environ),
-        plan=msgspec.json.decode(msgspec.json.encode(plan)) | {"options": mask_variables(plan.options)},
+        plan=msgspec.json.decode(msgspec.json.encode(plan)) | {"options": mask_options(plan.options)},
         suites=tuple(suites),
         launches=launches,
     )
@@ -216,12 +218,17 @@ def _interface_of(address: str) -> str | None:
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """The allowed part of an environment, values cut to 200 characters."""
-    return {
-        name: mask_arguments([value])[0]
+    """The allowed part of an environment, each value as `mask_variables` shows it, cut to 200 characters."""
+    allowed = {
+        name: value
         for name, value in sorted(env.items())
         if (name in _ENV_NAMES or name.startswith(_ENV_PREFIXES)) and not is_secret(name)
     }
+    shown = mask_variables(allowed)
+    if SWEEP_ARM in allowed:  # a list of variables
+        with contextlib.suppress(UsageError):
+            shown[SWEEP_ARM] = masked_list(allowed[SWEEP_ARM])
+    return {name: mask_arguments([value])[0] for name, value in shown.items()}
 
 
 def _env_int(name: str) -> int:
@@ -279,14 +286,9 @@ def _own_checkout() -> Checkout | None:
 
 
 def _git(folder: Path, *args: str) -> str | None:
-    # No optional locks: a measurement must not get in the way of the user's own git. No fsmonitor:
-    # it would start a program that the checkout names.
-    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), *args]
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S
-        )
-    except (OSError, subprocess.SubprocessError, UnicodeError):
+        done = run_git(*args, cwd=folder)
+    except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 

@@ -14,6 +14,7 @@ from dtbench.gate import arms
 from dtbench.gate.arms import open_arms, parse_variables
 from dtbench.gate.benchmark import Selection
 from dtbench.gate.process import environment_of
+from dtbench.machine import provenance
 from dtbench.model.errors import ArmError, UsageError
 from dtbench.tests.made_up_arm import made_up_arm
 
@@ -105,6 +106,57 @@ def test_a_revision_whose_requirements_cannot_be_read_is_an_error(repository: Pa
     git("commit", "-qam", "broken")
     with pytest.raises(ArmError), open_arms("env:", "rev:HEAD"):
         pass
+
+
+@pytest.mark.parametrize("text", ["a = " + "[" * 5000 + "]" * 5000, "project = 1"])
+def test_a_hostile_pyproject_is_an_error(repository: Path, text: str):
+    (repository / "pyproject.toml").write_text(text)
+    git("commit", "-qam", "other")
+    with pytest.raises(ArmError, match=r"pyproject\.toml cannot be read"), open_arms("env:", "rev:HEAD"):
+        pass
+
+
+def test_nothing_that_a_repository_names_is_started(repository: Path, tmp_path: Path):
+    """Hooks, a file system monitor, filters, an external diff: each would leave a mark. Files are as committed."""
+    mark = tmp_path / "mark"
+    command = f"sh -c 'touch {mark}; cat'"
+    hooks = repository / ".git" / "hooks"
+    for name in ("post-index-change", "post-checkout", "fsmonitor-watchman", "reference-transaction"):
+        (hooks / name).write_text(f"#!/bin/sh\ntouch {mark}\n")
+        (hooks / name).chmod(0o755)
+    (repository / ".gitattributes").write_text("*.py filter=a.b=c diff=d\nmy_suite.py filter=lfs\n")
+    git("-c", "core.hooksPath=/dev/null", "add", "-A")
+    git("-c", "core.hooksPath=/dev/null", "commit", "-qm", "attributes")
+    for filter_name in ("a.b=c", "lfs"):
+        for kind in ("clean", "smudge", "process"):
+            git("config", f"filter.{filter_name}.{kind}", command)
+        git("config", f"filter.{filter_name}.required", "true")
+    git("config", "core.fsmonitor", str(hooks / "fsmonitor-watchman"))
+    for name in ("diff.external", "diff.d.command", "diff.d.textconv"):
+        git("config", name, command)
+    mark.unlink(missing_ok=True)
+    with open_arms("env:", "rev:HEAD") as (_, head):
+        assert (head.root / "my_suite.py").read_text() == "NUMBER = 2\n"
+    (repository / "my_suite.py").touch()
+    assert provenance._checkout(repository).dirty is False
+    (repository / "my_suite.py").write_text("NUMBER = 3\n")
+    assert provenance._checkout(repository).dirty is True
+    assert not mark.exists()
+
+
+def test_gits_own_reason_is_said(repository: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    with pytest.raises(UsageError, match="dubious ownership"), open_arms("env:", "rev:HEAD"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "text", ["rev:https://x:hunter2@h", "python:/opt/token=hunter2/python", "env:A --key hunter2"]
+)
+def test_errors_echo_no_secret(repository: Path, text: str):
+    with pytest.raises(UsageError) as caught, open_arms("env:", text):
+        pass
+    assert "hunter2" not in str(caught.value)
 
 
 def test_requirements_are_met_by_version_and_marker():

@@ -256,6 +256,8 @@ from dtbench.model import Case, Workload
 from dtbench.suite import suite
 
 MORE = "TINY_MORE" in os.environ
+if MORE:
+    print("x" * 6_000_000, end="the end of it", flush=True)
 
 @suite("tiny", world="simulated", help="two sums")
 def tiny(plan):
@@ -274,10 +276,17 @@ def step():
 
 
 def test_real_launches_count_what_a_call_does(dtbench: Cli, tmp_path: Path):
-    """Two launches of each arm: the extra call is counted, twice the same, and nothing needs to be timed."""
+    """Two launches of each arm: the extra call is counted, twice the same, and nothing needs to be timed. What head
+    prints is cut, and what looks like a secret is nowhere."""
     (tmp_path / "tiny.py").write_text(SUITE)
-    code, out, err = dtbench("gate", "--base", "env:", "--head", "env:TINY_MORE=1", "tiny.py", "-o", "g")
+    head = "env:TINY_MORE=1,NCCL_X=--password hunter2"
+    code, out, err = dtbench("gate", "--base", "env:", "--head", head, "tiny.py", "-o", "g")
     assert code == 1, out + err
+    files = [path for path in Path("g").rglob("*") if path.is_file()]
+    assert "hunter2" not in out + err and not any(b"hunter2" in path.read_bytes() for path in files)
+    logs = [path.read_text() for path in Path("g").rglob("*head*.log")]
+    assert logs and all(len(text) < 2.1 * 2**20 and "the end of it" in text[-(2**20) :] for text in logs)
+    assert "more than their logs keep" in Path("g/gate.json").read_text()
     benchmarks = json.loads(Path("g/gate.json").read_text())["benchmarks"]
     for b in benchmarks:
         rise = b["counters"]

@@ -161,7 +161,7 @@ def test_the_environment_is_recorded_by_an_allow_list() -> None:
         "OMP_NUM_THREADS": "1",
         "TORCH_NCCL_BLOCKING_WAIT": "1",
         "CUDA_VISIBLE_DEVICES": "0,1",
-        "NCCL_LONG": "x" * 1000,
+        "NCCL_LONG": "1," * 500,
         "AWS_SECRET_ACCESS_KEY": "leak",
         "HF_TOKEN": "leak",
         "HOME": "/home/leak",
@@ -202,6 +202,8 @@ def test_the_environment_is_recorded_by_an_allow_list() -> None:
         (["env:A=1,DB_PASS=le,ak,B=2"], ["env:A=1,DB_PASS=***,B=2"]),
         (['{"a": 1, "password": "leak", "b": 2}'], ['{"a": 1, "password": ***, "b": 2}']),
         (["https://me:leak@host/x?sig=leak&y=1"], ["https://***@host/x?sig=***&y=1"]),
+        (["--api-key leak"], ["--api-key ***"]),
+        (["-x 1 --password le ak --y 2"], ["-x 1 --password *** --y 2"]),
         (["say Bearer leak"], ["say Bearer ***"]),
         ([f"with ghp_{'x' * 36} inside"], ["with *** inside"]),
         (["a" * 500], ["a" * 197 + "..."]),
@@ -217,8 +219,55 @@ def test_a_run_of_arguments_is_limited() -> None:
 
 def test_variables_keep_a_mark_of_their_secrets() -> None:
     shown = masking.mask_variables({"TOKEN": "leak", "A": "1", "NCCL_NET_PLUGIN": "tok=leak"})
-    assert shown["A"] == "1" and shown["NCCL_NET_PLUGIN"] == "tok=***" and "leak" not in str(shown)
-    assert shown["TOKEN"].startswith("***") and shown != masking.mask_variables({"TOKEN": "other"})
+    assert (
+        shown["A"] == "1"
+        and "leak" not in str(shown)
+        and all(shown[n].startswith("***") for n in shown if n != "A")
+    )
+    assert shown["TOKEN"] != masking.mask_variables({"TOKEN": "other"})["TOKEN"]
+
+
+def test_of_variables_numbers_known_words_and_paths_are_kept() -> None:
+    kept = (
+        "",
+        "4",
+        "-1",
+        "0x1f",
+        "4194304",
+        "4MiB",
+        "0.5",
+        "0-3,8",
+        "Ring",
+        "^Tree",
+        "allreduce:tree;broadcast:ring",
+        "INIT,NET",
+        "=eth0",
+        "^docker0,lo",
+        "enp65s0f0",
+        "mlx5_0:1,mlx5_1:1",
+        "expandable_segments:True,max_split_size_mb:128",
+        "granularity=fine,compact,1,0",
+        "{0:4}:8:4",
+        "10.0.0.1:1234",
+        "/var/log/nccl.%h.txt",
+        "../step.so",
+        "/usr/lib/libjemalloc.so.2:libtcmalloc.so",
+        "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6",
+    )
+    hidden = (
+        "--password leak",
+        "leak",
+        "hunter2",
+        "a=leak",
+        "/opt/token=leak/bin",
+        "https://me:leak@host",
+        "1 leak",
+    )
+    hidden += ("Ring --api-key leak", "x" * 40, "ghp_" + "x" * 36, "/a b", "deadbeefcafe")
+    for value in kept:
+        assert masking.mask_variables({"A": value}) == {"A": value}
+    for value in hidden:
+        assert masking.mask_variables({"A": value})["A"].startswith("***"), value
 
 
 # -------------------------------------------------------------------------------------- git

@@ -1,7 +1,8 @@
 """What looks like a secret is masked before it is written or said: run files and reports are passed around.
 
 By names (`TOKEN=...`, `--api-key ...`, `Authorization: ...`, `{"password": "..."}`), by users in URLs, and by the
-shapes that known services give their tokens. Rather too much is masked than too little.
+shapes that known services give their tokens. Of a variable of the environment only what is known to be harmless is
+kept. Rather too much is masked than too little.
 """
 
 from __future__ import annotations
@@ -37,6 +38,33 @@ _SHAPES = re.compile(
     r"\b(?:gh[opusr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|hf_\w{16,}|sk-[\w-]{16,}|A[KS]IA[0-9A-Z]{16}"
     r"|xox[abeprs]-[\w-]{8,}|eyJ[\w-]{8,}\.[\w-]+\.[\w-]*)"
 )
+# `--api-key VALUE` inside one text; the value goes on until the next option.
+_OPTION = re.compile(rf"""(?i)(?<![\w-])(--?(?:{_NAME})\s+)(?!-)\S.*?(?=\s+-|$)""", re.DOTALL)
+
+# What a variable's value may consist of. Words: of the documentation of NCCL, gloo, OpenMP, CUDA, jemalloc and torch.
+_WORDS = """
+true false yes no on off auto default none all any enable disable enabled disabled always never
+tree ring collnet collnetdirect collnetchain nvls nvlstree pat ll ll128 simple
+allreduce allgather reducescatter broadcast reduce sendrecv alltoall
+version warn info abort trace init coll p2p shm net graph tuning env alloc call proxy bootstrap reg profile ras
+loc nvl pix pxb pxn phb sys node local intra inter socket ib ofi rdma ucx efa sharp roce aws libfabric
+tcp tls tcp_tls uv ibverbs lazy eager
+active passive close spread master primary static dynamic guided runtime threads cores sockets ll_caches numa_domains
+granularity fine core thread tile compact scatter balanced explicit verbose noverbose respect norespect warnings
+nowarnings fastest_first pci_bus_id warning error fatal detail
+backend native cudamallocasync expandable_segments max_split_size_mb garbage_collection_threshold
+roundup_power2_divisions roundup_bypass_threshold_mb pinned_use_cuda_host_register pinned_num_register_threads
+background_thread metadata_thp dirty_decay_ms muzzy_decay_ms narenas percpu_arena lg_tcache_max tcache prof
+"""
+_KNOWN = frozenset(_WORDS.split())
+_NUMBER = r"-?(?:0x[0-9a-f]{1,16}|\d[\d.]*(?:e-?\d+)?(?:[kmgt]i?b?|b|us|ms|s|%)?)"
+# Names that kernels and drivers give to network interfaces, HCAs and GPUs; libraries; paths.
+_DEVICE = r"(?:eth|en[opsx]|ib|bond|team|br|veth|hsn|wl|docker|mlx[45]_|bnxt_re|irdma|rdmap|efa_|hfi1_)\d[\w.]{0,12}"
+_GPU = r"(?:gpu|mig)-[0-9a-f-]{4,36}"
+_LIBRARY = r"lib[\w+-]+\.so(?:\.\d+)*"
+_PATH = r"(?:~|\.{1,2})?/[^\s=,;:]*"
+_HARMLESS = re.compile(rf"{_NUMBER}|lo|{_DEVICE}|{_GPU}|{_LIBRARY}|{_PATH}", re.IGNORECASE)
+_BETWEEN = re.compile(r"[\s,;:=+^{}|]+")
 
 
 def is_secret(name: str) -> bool:
@@ -47,6 +75,7 @@ def is_secret(name: str) -> bool:
 def mask(text: str) -> str:
     """The text without what looks like a secret."""
     text = _NAMED_VALUE.sub(_masked_value, _HEADER.sub(rf"\1{MASK}", text))
+    text = _OPTION.sub(rf"\1{MASK}", text)
     text = _AFTER_BEARER.sub(rf"\1{MASK}", _USER_IN_URL.sub(f"://{MASK}@", text))
     return _SHAPES.sub(MASK, text)
 
@@ -74,12 +103,33 @@ def is_whole(shown: Sequence[str]) -> bool:
     return len(shown) < _MAX_ARGS and not cut and not any(MASK in word for word in shown)
 
 
-def mask_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables, each with what may be shown of its value.
+def mask_options(options: Mapping[str, str]) -> dict[str, str]:
+    """Options of a command line by their names, each with what may be shown of its value."""
+    return {name: _mark(value) if is_secret(name) else mask(value) for name, value in options.items()}
 
-    Of a secret that is a mark of 16 bits: another secret has another one, and none can be found out by it.
+
+def mask_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the environment, each with its value where that consists of numbers, known words and paths.
+
+    Of any other value a mark of 16 bits: another value has another one, and none can be found out by it.
     """
-    return {name: _mark(value) if is_secret(name) else mask(value) for name, value in variables.items()}
+    return {
+        name: _mark(value) if is_secret(name) or not _is_harmless(value) else value
+        for name, value in variables.items()
+    }
+
+
+def _is_harmless(value: str) -> bool:
+    parts = (part for part in _BETWEEN.split(value) if part)
+    return mask(value) == value and all(
+        part.lower() in _KNOWN or _HARMLESS.fullmatch(part) or _is_range(part) for part in parts
+    )
+
+
+def _is_range(part: str) -> bool:
+    """`0-3`, `eth0-eth3`."""
+    ends = part.split("-")
+    return len(ends) == 2 and all(end.lower() in _KNOWN or _HARMLESS.fullmatch(end) for end in ends)
 
 
 def _mark(secret: str) -> str:

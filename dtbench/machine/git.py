@@ -1,0 +1,71 @@
+"""git beside somebody's repository: nothing that the repository or its configuration names is started.
+
+git runs programs that a configuration names for hooks, file system monitors, diffs and filters of files. A benchmark
+that only asks for a commit must not do that, nor take a lock, ask for a password or write.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+# Of `git help config`.
+_OFF = {
+    "core.hooksPath": os.devnull,
+    "core.fsmonitor": "false",
+    "diff.external": "",
+    "diff.ignoreSubmodules": "all",  # it would run git in them, by their configuration
+    "submodule.recurse": "false",
+}
+_FILTERS = r"^filter\..*\.(clean|smudge|process|required)$"
+_QUICK_S = 10.0
+
+
+def run_git(
+    *arguments: str,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = _QUICK_S,
+) -> subprocess.CompletedProcess[str]:
+    """`git ARGUMENTS`, ended. env: variables beside this process's.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it cannot be run, or takes longer.
+    """
+    return _run(arguments, _OFF | _without_filters(cwd, env, timeout_s), cwd, env, timeout_s)
+
+
+def _without_filters(cwd: Path | None, env: Mapping[str, str] | None, timeout_s: float) -> dict[str, str]:
+    """Settings by which no filter that is configured does anything: an empty command leaves a file as it is."""
+    asked = _run(("config", "--null", "--name-only", "--get-regexp", _FILTERS), _OFF, cwd, env, timeout_s)
+    names = [name for name in asked.stdout.split("\0") if name]
+    return {name: "false" if name.endswith(".required") else "" for name in names}
+
+
+def _run(
+    arguments: tuple[str, ...],
+    settings: Mapping[str, str],
+    cwd: Path | None,
+    env: Mapping[str, str] | None,
+    timeout_s: float,
+) -> subprocess.CompletedProcess[str]:
+    own = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+    # Names of filters may hold what `-c` cannot; the user's own settings in the environment stay.
+    given = os.environ.get("GIT_CONFIG_COUNT", "")
+    first = int(given) if given.isascii() and given.isdigit() else 0
+    own["GIT_CONFIG_COUNT"] = str(first + len(settings))
+    for number, (name, value) in enumerate(settings.items(), first):
+        own |= {f"GIT_CONFIG_KEY_{number}": name, f"GIT_CONFIG_VALUE_{number}": value}
+    return subprocess.run(
+        ["git", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="surrogateescape",
+        timeout=timeout_s,
+        check=False,
+        cwd=cwd,
+        env={**os.environ, **own, **(env or {})},
+    )
