@@ -24,6 +24,7 @@ from dtbench_core.layout.placement import (
 )
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, memory_order, normalize, preserved_stride
 from dtbench_core.runtime import on_clear, remember
+from dtbench_core.torch_compat import is_traced
 
 
 def empty_part(spec: DTensorSpec, device: torch.device | str) -> torch.Tensor:
@@ -111,12 +112,12 @@ def agreed_placements(
 
     The ranks tell each other their local shapes, so that all come to the same answer, or raise.
     Where they do not cut as torch.chunk does, a Shard becomes a RaggedShard. On the fake backend there
-    is nobody to ask: the placements stay.
+    is nobody to ask, and in a graph no rank knows what another one traces: the placements stay.
 
     Raises:
         LayoutError: shapes that do not fit together.
     """
-    if not _can_ask(info, placements):
+    if is_traced() or not _can_ask(info, placements):
         return placements
     kind = "shards" if holds_shards(local) else "tensor"
     described = (tuple(shape), tuple(stride), str(local.dtype), describe(placements), kind)
@@ -128,10 +129,16 @@ def joined_layout(
 ) -> tuple[tuple[int, ...], Placements]:
     """The global shape, and the placements, that the ranks' local tensors come to when joined as they are.
 
-    The ranks tell each other their local shapes. Errors as for `agreed_placements`.
+    The ranks tell each other their local shapes. Errors as for `agreed_placements`, and in a graph, where they cannot.
     """
     if not _can_ask(info, placements):
         return even_layout(local, info, placements)[0], placements
+    if is_traced():
+        raise LayoutError(
+            f"got a local tensor of shape {list(local.shape)}, placed as {describe(placements)}, that a compiled graph "
+            "made of shards of different lengths; expected equally long ones, as ranks cannot tell each other theirs "
+            "there: call local_map outside of it, or DTensor.from_local with the global shape and stride"
+        )
     shapes = _everybodys(tuple(local.shape), (str(local.dtype), describe(placements)), info)
     shape = []
     for dim in range(local.ndim):  # the lengths along the mesh dims that cut it, at the origin of the others

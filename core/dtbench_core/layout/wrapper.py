@@ -12,6 +12,7 @@ from typing import ClassVar, TypeVar
 import torch
 
 from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.op_types import Value
 from dtbench_core.torch_compat import DisableTorchDispatch, as_subclass, make_subclass, make_wrapper, set_data
 
 Wrapped = TypeVar("Wrapped", bound="Wrapper")
@@ -67,20 +68,29 @@ def wrap(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, requires_gr
 
 def wrap_shared(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, *, view: bool = False) -> Wrapped:
     """As `wrap`, of a plain tensor that others hold too: writes to one are counted for both, so that autograd notices
-    when what it saved was changed. view: to autograd the result is a view of `local`."""
-    made = as_subclass(local, cls) if view else make_subclass(cls, local)
+    when what it saved was changed. view: to autograd the result is a view; of a wrapper, as tracers make a view anew
+    from its base."""
+    made: Value = make_subclass(cls, local)
     set_data(made, wrap(cls, local, spec))
+    _hold(made, local, spec)
+    if view:
+        with DisableTorchDispatch():
+            made = as_subclass(made, cls)
+        _hold(made, local, spec)
+    return made  # type: ignore[no-any-return]
+
+
+def _hold(made: Value, local: torch.Tensor, spec: DTensorSpec) -> None:
     made._local_tensor = local.detach()  # autograd marks the one object, and must not mark the other
     made._spec = spec
-    return made
 
 
 def lend(tensor: Wrapper, local: torch.Tensor, *, view: bool = False) -> torch.Tensor:
     """`local`, the plain tensor that `tensor` holds, as another object: as `wrap_shared`, the other way round."""
     with DisableTorchDispatch():
-        made = as_subclass(tensor, torch.Tensor) if view else make_subclass(torch.Tensor, tensor)
+        made = make_subclass(torch.Tensor, tensor)
     set_data(made, local)
-    return made
+    return made.view_as(made) if view else made
 
 
 def share_memory(base: Wrapper, view: Wrapper, offset: int) -> None:

@@ -271,7 +271,8 @@ class DTensor(Wrapper):
             shape, stride: global ones, given together. Without them every rank is taken to hold
                 equally much. With them the shards may be of any lengths: the ranks tell each other
                 theirs (one small all-gather per mesh dim), and where they are not those of
-                torch.chunk the placement becomes a RaggedShard.
+                torch.chunk the placement becomes a RaggedShard. In a compiled graph they cannot:
+                shards must be torch.chunk's there.
             grad_placements: how the gradient is placed before its local part flows on; the default
                 is `placements`, with Replicate for Partial.
 
