@@ -7,7 +7,7 @@ global ones do: by their strides, and by where each begins in the memory of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch._ops import OpOverload
@@ -40,11 +40,10 @@ def refuse_overlap(
     Raises:
         RuntimeError: what plain tensors raise, where another argument is a window on the same memory.
     """
-    leaves, _ = flattened(args, kwargs)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Wrapper)]
+    tensors = _wrappers((*args, *kwargs.values()))
     written_to = {_identity(one) for one in written}
     if sum(_identity(one) in written_to for one in tensors) == len(written_to):
-        return  # each memory is met once
+        return  # each memory that is written to is met once
     if dispatch_modes_active() or simulation.active:
         return
     first = written[0]
@@ -61,6 +60,24 @@ def refuse_overlap(
         known[key] = _refusal(op, args, kwargs)
     if (refusal := known[key]) is not None:
         raise type(refusal)(*refusal.args)
+
+
+def met_twice(args: Args, kwargs: Kwargs) -> bool:
+    """Whether two of the arguments may share memory: what `refuse_overlap` is for, asked on every write."""
+    tensors = _wrappers((*args, *kwargs.values()) if kwargs else args)
+    met = {id(t) if (memory := t._memory) is None else id(memory[0]) for t in tensors}
+    return len(met) < len(tensors)
+
+
+def _wrappers(arguments: Iterable[Value]) -> list[Wrapper]:
+    """Those among the arguments and in their lists. A walk of pytree's costs ten times as much."""
+    found: list[Wrapper] = []
+    for one in arguments:
+        if isinstance(one, Wrapper):
+            found.append(one)
+        elif one.__class__ is list or one.__class__ is tuple:
+            found += [member for member in one if isinstance(member, Wrapper)]
+    return found
 
 
 def _identity(tensor: Wrapper) -> object:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from dtbench_core.dispatch import contexts
 from dtbench_core.dispatch.metadata import written_by
 from dtbench_core.dispatch.op_info import OpInfo
-from dtbench_core.dispatch.overlap import Known, refuse_overlap
+from dtbench_core.dispatch.overlap import Known, met_twice, refuse_overlap
 from dtbench_core.layout.placement import Placements
 from dtbench_core.layout.shard_layout import laid_out
 from dtbench_core.layout.spec import DTensorSpec
@@ -242,7 +242,7 @@ class InPlace(Plan):
     def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
         written = args[self.at]
         # Elementwise, over itself, is as good as apart.
-        if written._memory is not None or not self.info.elementwise:
+        if (written._memory is not None or not self.info.elementwise) and met_twice(args, given):
             refuse_overlap(self.info.op, (written,), args, given, self.overlaps)
         _call_apart(call, locals_, kwargs, (self.at,))
         if self.counts:
@@ -257,7 +257,8 @@ class Out(InPlace):
 
     def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
         written = given[self.at]
-        refuse_overlap(self.info.op, (written,), args, given, self.overlaps)
+        if met_twice(args, given):
+            refuse_overlap(self.info.op, (written,), args, given, self.overlaps)
         call(*locals_, **kwargs)
         if self.counts:
             increment_version((written,))
@@ -281,7 +282,7 @@ class InPlaceLists(Plan):
             args[position] if position < len(args) else given.get(name)
             for position, name in self.info.mutated
         ]
-        if any(one._memory is not None for written in lists for one in written):
+        if any(one._memory for written in lists for one in written) and met_twice(args, given):
             refuse_overlap(self.info.op, [one for written in lists for one in written], args, given, {})
         _call_apart(call, locals_, kwargs, [position for position, _ in self.info.mutated])
         for written in lists:
