@@ -125,6 +125,21 @@ def test_it_is_quiet_alone_and_fits(browser: Any, path: Path, scheme: str, width
         assert visit.messages == []
 
 
+@pytest.mark.parametrize("name", ["example", "example-gate", "example-imported"])
+def test_the_committed_examples_are_short_and_legible(browser: Any, name: str) -> None:
+    reports = Path(__file__).parents[2] / "reports"
+    with Visit(browser, reports / f"{name}.html", width=1280) as visit:
+        assert visit.page.evaluate("document.documentElement.scrollHeight") <= 6000
+        assert pages(visit.page.pdf(format="A4")) <= 8
+        visit.page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+        assert visit.page.evaluate(OVERLAPS) == []
+        addresses = visit.page.evaluate(
+            "[...document.querySelectorAll('a')].map(a => a.getAttribute('href'))"
+        )
+        assert all((reports / one).is_file() for one in addresses if not one.startswith(("#", "data:")))
+        assert visit.messages == []
+
+
 def test_it_needs_no_script(browser: Any, path: Path) -> None:
     with Visit(browser, path, java_script_enabled=False) as visit:
         assert visit.page.locator("svg.plot").count() >= 15

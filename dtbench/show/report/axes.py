@@ -11,7 +11,7 @@ from itertools import pairwise
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from dtbench.show.report.svg import STAND_IN, text_px
+from dtbench.show.report.svg import FONT_PX, STAND_IN, text_px
 from dtbench.text.units import format_bytes, format_seconds, format_size
 
 Format = Callable[[float], str]
@@ -34,7 +34,7 @@ class Axis:
         getattr(axes, f"set_{which}scale")("log" if self.log else "linear")
         getattr(axes, f"set_{which}lim")(self.low, self.high)
         ticks = [t for t in self.ticks if self.low <= t <= self.high]
-        axis.set_major_locator(FixedLocator(self._apart(axes, ticks) if which == "x" else ticks))
+        axis.set_major_locator(FixedLocator(self._apart(axes, which, ticks)))
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(FuncFormatter(lambda value, _: self.format(value)))
         if self.title:  # above the axis, where it takes no width
@@ -51,14 +51,16 @@ class Axis:
                 annotation_clip=False,
             )
 
-    def _apart(self, axes: Axes, ticks: Sequence[float]) -> Sequence[float]:
+    def _apart(self, axes: Axes, which: str, ticks: Sequence[float]) -> Sequence[float]:
         """Every second of them, every third, ... as far as their labels need it to have a gap between them."""
-        across = axes.get_position().width * 72 * axes.get_figure(root=True).get_figwidth()  # type: ignore[union-attr]
+        across, box = which == "x", axes.get_position()
+        width, height = 72 * axes.get_figure(root=True).get_size_inches()  # type: ignore[union-attr]
         place = math.log if self.log else float
-        scale = across / (place(self.high) - place(self.low))
-        spans = [(scale * place(t), text_px(self.format(t)) / 2) for t in ticks]
+        scale = (box.width * width if across else box.height * height) / (place(self.high) - place(self.low))
+        halves = [text_px(self.format(t)) / 2 + TICK_GAP_PX / 2 if across else FONT_PX / 2 for t in ticks]
+        spans = [(scale * place(t), half) for t, half in zip(ticks, halves, strict=True)]
         for step in range(1, len(ticks)):
-            if all(b - a >= left + right + TICK_GAP_PX for (a, left), (b, right) in pairwise(spans[::step])):
+            if all(b - a >= below + above for (a, below), (b, above) in pairwise(spans[::step])):
                 return ticks[::step]
         return ticks[:1]
 

@@ -46,11 +46,7 @@ class Material:
     @cached_property
     def crowded(self) -> str:
         """Why times of collectives are not those of the links: more ranks than cores on a host; else ""."""
-        if not self.sources.runs:
-            return ""
-        shared = crowded(self.sources.runs[0].header)
-        why = "a rank waits for another to be scheduled, so times of collectives are not those of the links."
-        return f"{shared}: {why}" if shared else ""
+        return crowded(self.sources.runs[0].header) if self.sources.runs else ""
 
     @cached_property
     def changes(self) -> Changes | None:
@@ -112,7 +108,7 @@ class Part:
         self.fill(section, material)
         if self.of_links and material.crowded:
             section.outcome, section.headlines = "", []
-            section.cuts.insert(0, material.crowded)
+            section.cuts.insert(0, f"As {material.crowded}, these are not times of the links.")
         if section.figures or section.tables:
             section.missing = ""
             return section

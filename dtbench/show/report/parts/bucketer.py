@@ -63,7 +63,8 @@ def fill(section: Section, of: Material) -> None:
     overlaps = of.cases("overlap")
     section.add(_overlap(overlaps), _overlap_table(overlaps))
     ranks = of.sources.ranks
-    section.add(_parts(ranks), _timeline(of.sources.spans), _parts_table(ranks))
+    folded = bool(section.figures)  # beside the suites' own figures
+    section.add(_parts(ranks, folded), _timeline(of.sources.spans, folded), _parts_table(ranks))
 
 
 # ------------------------------------------------------------------------------------ buckets
@@ -212,7 +213,7 @@ def _overlap_table(cases: Sequence[Case]) -> t.Table:
 # ------------------------------------------------------------------------------------ profiles of ranks
 
 
-def _parts(profiles: Sequence[profile.Section]) -> Figure | None:
+def _parts(profiles: Sequence[profile.Section], folded: bool) -> Figure | None:
     """A panel per section: what each rank did in an iteration."""
 
     def words(parts: profile.Parts) -> str:
@@ -235,10 +236,11 @@ def _parts(profiles: Sequence[profile.Section]) -> Figure | None:
         "computed meanwhile; “both” is what overlaps. "
         f"At most {MAX_SECTIONS} sections and {MAX_RANKS} ranks are drawn; the table has all.",
         seconds_tick,
+        folded="What each rank does in an iteration" if folded else "",
     )
 
 
-def _timeline(spans: Mapping[str, Sequence[Span]]) -> Figure | None:
+def _timeline(spans: Mapping[str, Sequence[Span]], folded: bool) -> Figure | None:
     """A panel per section: the middle iteration, two lanes per rank."""
     panels = {
         section: [
@@ -265,6 +267,7 @@ def _timeline(spans: Mapping[str, Sequence[Span]]) -> Figure | None:
         "trace opens in Perfetto.",
         seconds_tick,
         named=False,
+        folded="One iteration as a timeline" if folded else "",
     )
 
 

@@ -56,7 +56,7 @@ def fill(section: Section, of: Material) -> None:
         caption = "Every op: time of a first call"
         section.add(t.Table(caption, [*named(cases, "Op", PARAMS, "call"), *times(cases)], folded=True))
     if calls:
-        section.add(_stages(calls), _stage_table(calls))
+        section.add(_stages(calls, bool(section.figures)), _stage_table(calls))
 
 
 def _added(section: Section, cases: Sequence[Case]) -> None:
@@ -154,7 +154,7 @@ def _shares(cases: Sequence[Case]) -> list[Series]:
 # ------------------------------------------------------------------------------------ stages
 
 
-def _stages(calls: Sequence[Call]) -> Figure | None:
+def _stages(calls: Sequence[Call], folded: bool) -> Figure | None:
     """A panel per case: a bar per impl, its parts the stages."""
     panels = {
         label: [
@@ -177,6 +177,7 @@ def _stages(calls: Sequence[Call]) -> Figure | None:
         "plain op alone, so what lies beyond its length is what distribution adds. Stages too short for their name "
         f"are in the table; so are cases beyond the first {MAX_CASES}.",
         seconds_tick,
+        folded="Where the time of a call goes, stage by stage" if folded else "",
     )
 
 

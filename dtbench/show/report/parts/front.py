@@ -99,7 +99,10 @@ def warnings(of: Material) -> list[str]:
     if tally["failed"]:
         found.append(f"{plural(tally['failed'], 'result')} failed: see Failures.")
     if of.crowded and any(case.get("mesh_dim") for cases in of.suites.values() for case in cases):
-        found.append(f"{of.crowded} They are drawn below, and none of them is an answer here.")
+        found.append(
+            f"{of.crowded}: a rank waits for another to be scheduled, so times of collectives are not those of the "
+            "links. They are drawn below, and none of them is an answer here."
+        )
     if any(run.header.plan.get("quick") for run in runs):
         found.append("Measured with --quick: few samples, so small differences mean nothing.")
     if sources.topology is not None and runs:

@@ -47,7 +47,7 @@ def fill(section: Section, of: Material) -> None:
     collectives = plain_cases([c for c in of.cases("collectives") if c.impls and c.only.size_bytes])
     if moved or topology is not None:
         section.add(times_over_size(section, collectives, plain_cases(moved), topology))
-    if moved and not of.crowded:
+    if moved:
         _added(section, collectives, plain_cases(moved))
     if moved:
         _add_cases(section, moved)
@@ -181,4 +181,5 @@ REDISTRIBUTION = Part(
     "Redistribution and the cost model",
     fill,
     ("redistribute",),
+    of_links=True,
 )

@@ -41,6 +41,7 @@ TENSOR_PARALLEL = Part(
     tensor_parallel,
     ("tensor_parallel",),
     "dtbench run tensor_parallel",
+    of_links=True,
 )
 
 
