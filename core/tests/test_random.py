@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.tensor.debug import CommDebugMode
 
 from core.tests.gloo_world import Worlds, mesh_of, on_ranks
-from dtbench_core import ArgumentError, DTensor, Replicate, Shard, distribute_tensor
+from dtbench_core import ArgumentError, DTensor, Partial, Replicate, Shard, distribute_tensor
 from dtbench_core.layout import rng as random
 
 S0, R = Shard(0), Replicate()
@@ -24,12 +25,12 @@ def test_numbers_of_one_device(placements: list[Any]) -> None:
     mesh = mesh_of((2, 2))
     random.manual_seed(11, mesh)
     x = distribute_tensor(torch.ones(5, 3), mesh, placements, src_data_rank=None)
-    got = [torch.nn.functional.dropout(x, 0.5).full_tensor()]
+    got = [F.dropout(x, 0.5).full_tensor()]
     got += [torch.rand_like(x).full_tensor() for _ in range(4)]  # learnt calls draw anew
     got.append(torch.rand(3))
     torch.manual_seed(11)
     x = torch.ones(5, 3)
-    want = [torch.nn.functional.dropout(x, 0.5), *(torch.rand_like(x) for _ in range(4)), torch.rand(3)]
+    want = [F.dropout(x, 0.5), *(torch.rand_like(x) for _ in range(4)), torch.rand(3)]
     torch.testing.assert_close(got, want)
 
 
@@ -49,7 +50,7 @@ def _drawn_in_a_graph() -> list[torch.Tensor]:
     x = distribute_tensor(torch.ones(64), mesh_of((2, 2)), [S0, R], src_data_rank=None)
     draws: list[Callable[[DTensor], DTensor]] = [
         torch.rand_like,
-        torch.nn.functional.dropout,
+        F.dropout,
         lambda t: torch.empty_like(t).normal_(),
     ]
     compiled = [torch.compile(draw, backend="aot_eager", fullgraph=True) for draw in draws]
@@ -111,3 +112,30 @@ def test_different_seeds(seeds: list[int]) -> None:
 def test_not_a_seed() -> None:
     with pytest.raises(ArgumentError, match="expected an int"):
         random.manual_seed("1", mesh_of((4,)))  # type: ignore[arg-type]
+
+
+STRIDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dropout": F.dropout,
+    "dropout in place": lambda x: F.dropout(x.clone(), inplace=True),
+    "dropout of a view": lambda x: F.dropout(x[:, 1:]),
+    "dropout of every other column": lambda x: F.dropout(x[:, ::2]),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, training=True),
+    "rand_like": torch.rand_like,
+    "bernoulli": lambda x: x.bernoulli(0.3),
+    "normal_": lambda x: x.clone().normal_(),
+    "random_": lambda x: x.clone().random_(100),
+}
+
+
+@on_ranks
+def test_strided_tensors_draw_as_on_one_device() -> None:
+    mesh = mesh_of((4,))
+    full = torch.arange(48.0).view(6, 8).t() - 20
+    for name, draw in STRIDED.items():
+        torch.manual_seed(5)
+        wanted, after = draw(full), torch.rand(1)
+        for placed in (Replicate(), Shard(0), Shard(1), Partial()):
+            x = distribute_tensor(full, mesh, [placed], src_data_rank=None)
+            random.manual_seed(5, mesh)
+            assert torch.equal(draw(x).full_tensor(), wanted), f"{name} {placed}"
+            assert torch.equal(torch.rand(1), after), f"{name} {placed}"

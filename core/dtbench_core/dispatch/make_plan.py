@@ -141,8 +141,11 @@ def _plan_for(
         local_op = strategy.localize(Placed(moved, tuple(specs)))
     agreeing = value_check.raise_on_all_ranks(call, inputs)
     if out is not None and info.functional and not info.random:  # a random op's rank would fall out of step
-        refusal = _refusal_elsewhere(info, call, strategy, inputs, outputs) if agreeing is None else None
-        if all(s is None or 0 in s.local_shape for s in specs):
+        empty = all(s is None or 0 in s.local_shape for s in specs)
+        # Where something is computed for this rank, the op itself may refuse what that does not.
+        ask = agreeing is None and (empty or strategy.localize is None)
+        refusal = _refusal_elsewhere(info, call, strategy, inputs, outputs) if ask else None
+        if empty:
             local_op = _empty_results(info, local_op or info.op, specs, refusal, several=structure == "list")
         elif refusal is not None:
             local_op = _raising(refusal)

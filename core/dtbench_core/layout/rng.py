@@ -83,14 +83,17 @@ def draw_like(
 
 
 def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = False, **others: object) -> Any:
-    """F.dropout as torch does it on a CPU, in two ops of four; NotImplemented where it is not for it."""
+    """F.dropout as torch does it on a CPU; NotImplemented where it is not for it. The mask lies in memory as the input
+    does, which decides where the numbers go."""
     training = others.pop("training", train)
     if others or inplace or not training or not 0 < p < 1 or not isinstance(input, Wrapper):
         return NotImplemented
     if input._spec.info.device_type != "cpu" or not input._spec.dtype.is_floating_point or 0 in input.shape:
         return NotImplemented
     with torch.no_grad():
-        keep = type(input).__torch_dispatch__(torch.ops.aten.bernoulli.p, (), (input, 1 - p))  # type: ignore[call-arg]
+        run = type(input).__torch_dispatch__
+        keep = run(torch.ops.aten.zeros_like.default, (), (input,))  # type: ignore[call-arg]
+        run(torch.ops.aten.bernoulli_.float, (), (keep, 1 - p))  # type: ignore[call-arg]
         held_by(keep).div_(1 - p)
     return input * keep
 

@@ -11,6 +11,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import torch
+
 from dtbench_core.cost import search as cost
 from dtbench_core.cost.mesh_topology import topology_of
 from dtbench_core.errors import PlacementError
@@ -125,7 +127,11 @@ def _best(
 ) -> Row | None:
     info = call.inputs[0].info
     parts = info.sizes[mesh_dim]
-    allowed = [row for row in candidates if held.allow(row, parts) and _keeps(call, row, given, written)]
+    allowed = [
+        row
+        for row in candidates
+        if held.allow(row, parts) and _keeps(call, row, given, written) and not _unwraps(call, row, given)
+    ]
     for row in allowed:
         if row.inputs == given:
             return row
@@ -152,6 +158,29 @@ def _keeps(call: OpCall, row: Row, given: Placements, written: tuple[int, ...]) 
     if len(written) == len(returns) == 1 and returns[0].alias_info and row.outputs[0] != given[written[0]]:
         return False
     return all(row.inputs[i] == given[i] for i in written)
+
+
+def _unwraps(call: OpCall, row: Row, given: Placements) -> bool:
+    """Whether a pending sum of integers would pass into a dtype that holds more: the terms may have wrapped around,
+    which adds up in their own dtype alone, or in a smaller one."""
+    made = [
+        meta.dtype
+        for p, meta in zip(row.outputs, call.outputs, strict=True)
+        if p.is_partial() and meta is not None
+    ]
+    return any(
+        have == want
+        and (want.is_partial("sum") or want.is_partial("product"))
+        and _holds_more(dtype, spec.dtype)
+        for have, want, spec in zip(given, row.inputs, call.inputs, strict=True)
+        for dtype in made
+    )
+
+
+def _holds_more(dtype: torch.dtype, than: torch.dtype) -> bool:
+    if than.is_floating_point or than.is_complex or dtype is than:
+        return False
+    return dtype.is_floating_point or dtype.is_complex or than is torch.bool or dtype.itemsize > than.itemsize
 
 
 def _reachable(have: Placement, want: Placement, written: tuple[int, ...]) -> bool:

@@ -93,8 +93,11 @@ def _input(
     made: str = "distribute_tensor",
     strides: str = "",
 ) -> Any:
-    """An input of a program. made: by distribute_tensor, or by from_local of this rank's part, strided as `full` is."""
-    whole = torch.empty_strided(full.shape, full.stride(), dtype=full.dtype).copy_(full)
+    """An input of a program. made: by distribute_tensor, which copies gaps away, or by from_local of this rank's part,
+    strided as `full` is."""
+    whole = full.clone()
+    if made == "from_local":
+        whole = torch.empty_strided(full.shape, full.stride(), dtype=full.dtype).copy_(full)
     if mesh is None:
         leaf = whole.requires_grad_(grad)
         leaves.extend([lambda: leaf.grad] if grad else [])
@@ -111,6 +114,8 @@ def _input(
     if strides == "transposed":
         backwards = tuple(range(local.ndim)[::-1])
         local = local.permute(backwards).contiguous().permute(backwards)
+    elif strides == "stepped" and local.ndim:
+        local = local.repeat_interleave(2, -1)[..., ::2]
     if not grad:
         return wrap(local, placements=placements)
     local.requires_grad_()
