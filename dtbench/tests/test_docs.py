@@ -14,7 +14,7 @@ import click
 import pytest
 import yaml
 
-from dtbench.cli.program import cli
+from dtbench.cli.program import _COMMANDS, _HIDDEN, cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "pages").rglob("*.md"))
@@ -131,6 +131,15 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "DTensor" in (tmp_path / "reference" / "core.html").read_text()
+    commands = (tmp_path / "reference" / "cli.html").read_text()
+    assert "<pre><code>dtbench run --budget 3m\ndtbench run collectives" in commands
+
+
+def test_the_reference_groups_commands_as_the_help_does() -> None:
+    page = (ROOT / "docs" / "pages" / "reference" / "cli.md").read_text()
+    parts = [part.partition("\n") for part in page.split("\n## ")[1:]]
+    groups = {title: tuple(re.findall(r":prog_name: dtbench (\S+)", text)) for title, _, text in parts}
+    assert groups == {**_COMMANDS, "For contributors": _HIDDEN}
 
 
 def test_the_page_of_licences_has_all_that_is_installed() -> None:
