@@ -20,11 +20,12 @@ from dtbench.bench.progress import about
 from dtbench.gate import control, outputs
 from dtbench.gate.arms import Arm, open_arms, repository
 from dtbench.gate.benchmark import Benchmark, Key, Selection
+from dtbench.gate.forecast import forecast, impls_to_launch
 from dtbench.gate.launcher import Counted, Launcher, Limits
 from dtbench.gate.schedule import MOST_LAUNCHES, OutOfTimeError, Schedule
 from dtbench.gate.verdict import exit_code_of, judged, rises, trust_of, words_of
 from dtbench.machine.device import DEFAULT_CPU_RANKS
-from dtbench.model import CHOOSABLE_IMPLS, Plan
+from dtbench.model import Plan
 from dtbench.model.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.model.mesh import Mesh, ranks_of
 from dtbench.records import exports
@@ -83,6 +84,8 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
     limits = Limits(options.timeout_s)
     if options.budget_s is not None:
         limits = Limits(options.timeout_s, began + options.budget_s, f"{options.budget_s:g} s")
+    if least := forecast(options.selections, options.impls, _run_options(options), _ranks(options)):
+        say(least + (f"; the budget is {about(options.budget_s)}" if options.budget_s is not None else ""))
     folder = options.folder or Path(time.strftime("gate-%Y%m%dT%H%M%SZ", time.gmtime()))
     with _made_folder(folder, options.resume), open_arms(options.base, options.head, say) as (base, head):
         plan = _plan(options, base, head)
@@ -302,12 +305,18 @@ def _plan(options: GateOptions, base: Arm, head: Arm) -> Plan:
     device = options.device if options.device != "auto" else "cuda" if gpus else "cpu"
     if device == "cuda" and not gpus:
         raise UsageError("--device cuda: an arm's torch finds no GPU here; use --device cpu")
-    impls = tuple(i for i in CHOOSABLE_IMPLS if i in options.impls) or CHOOSABLE_IMPLS
-    ranks = ranks_of(options.mesh) if options.mesh else options.nproc
-    chosen = RunOptions(
-        impls=impls, mesh=options.mesh, sizes_bytes=options.sizes_bytes, dtypes=options.dtypes
-    )
-    return chosen.plan(device, ranks or (gpus if device == "cuda" else DEFAULT_CPU_RANKS))
+    return _run_options(options).plan(device, _ranks(options, gpus if device == "cuda" else 0))
+
+
+def _run_options(options: GateOptions) -> RunOptions:
+    """Of the launches."""
+    impls = impls_to_launch(options.impls)
+    return RunOptions(impls=impls, mesh=options.mesh, sizes_bytes=options.sizes_bytes, dtypes=options.dtypes)
+
+
+def _ranks(options: GateOptions, gpus: int = 0) -> int:
+    asked = ranks_of(options.mesh) if options.mesh else options.nproc
+    return asked or gpus or DEFAULT_CPU_RANKS
 
 
 @contextlib.contextmanager

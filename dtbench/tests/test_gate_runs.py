@@ -21,6 +21,7 @@ from dtbench.gate import launcher
 from dtbench.gate.arms import Arm
 from dtbench.gate.benchmark import Benchmark, Selection
 from dtbench.gate.sampler import FEW_BENCHMARKS, SAMPLES
+from dtbench.model.errors import ArmError
 from dtbench.tests.gate_selftest import plan_on
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_arm import made_up_arm
@@ -203,6 +204,26 @@ def test_a_budget_holds(gate: Gate):
     code, _, err = gate({}, {"HANGS": "add"}, "--budget", "1s", "-o", "g2")
     assert code == 2
     assert "the budget of 1 s holds no further launch, and not all is counted yet" in err
+
+
+def test_the_least_that_it_takes_is_said_before_anything_is_spent(
+    dtbench: Cli, monkeypatch: pytest.MonkeyPatch
+):
+    assert dtbench("suite", "new", "mine.py")[0] == 0
+
+    def refuse(*_: object) -> None:
+        raise ArmError("an arm was opened")
+
+    monkeypatch.setattr(gates, "open_arms", refuse)
+    given = ("--base", "env:", "--head", "env:", "--budget", "5s")
+    for file, impl, said in (
+        ("mine.py/n=256", "plain", "1 benchmark: about 4 min"),
+        ("mine.py", "", "2 benchmarks"),
+    ):
+        code, _, err = dtbench("gate", *given, file, "--impl", impl)
+        first, second = err.splitlines()
+        assert said in first and first.endswith("to confirm one that is; the budget is about 5 s")
+        assert code != 0 and "an arm was opened" in second
 
 
 @pytest.mark.parametrize(
