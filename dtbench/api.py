@@ -364,11 +364,18 @@ def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[LiveWorld, Ranks, C
     of this rank alone."""
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import HashStore, PrefixStore
+    from torch._C._distributed_c10d import PrefixStore
 
     from dtbench.machine.device import gpus
     from dtbench.model.mesh import default_mesh
-    from dtbench.world.ranks import AloneRanks, LiveWorld, StoreRanks, backend_of, barrier_of, simulated_world
+    from dtbench.world.ranks import (
+        AloneRanks,
+        LiveWorld,
+        StoreRanks,
+        barrier_of,
+        simulated_world,
+        world_of_one,
+    )
 
     there = dist.is_initialized()
     cuda = bool(gpus().count()) and (not there or "nccl" in dist.get_backend())
@@ -388,8 +395,5 @@ def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[LiveWorld, Ranks, C
         ranks: Ranks = StoreRanks(store, rank, size, None, timedelta(seconds=timeout_s))
         yield LiveWorld(rank, size, device, default_mesh(size)), ranks, barrier_of(device)
         return
-    dist.init_process_group(backend_of(device.type), store=HashStore(), rank=0, world_size=1)
-    try:
-        yield LiveWorld(0, 1, device, default_mesh(1)), AloneRanks(), lambda: None
-    finally:
-        dist.destroy_process_group()
+    with world_of_one(device) as (world, barrier):
+        yield world, AloneRanks(), barrier

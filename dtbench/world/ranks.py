@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from dtbench.machine.device import gpus
 from dtbench.model.errors import WorldBrokenError
-from dtbench.model.mesh import Mesh
+from dtbench.model.mesh import Mesh, default_mesh
 from dtbench.world.failure import UnreachableError
 from dtbench.world.place import Place
 
@@ -230,6 +230,19 @@ def simulated_world(device: torch.device) -> Iterator[LiveWorld]:
     dist.init_process_group("fake", rank=0, world_size=SIMULATED_RANKS, store=FakeStore())
     try:
         yield LiveWorld(0, SIMULATED_RANKS, device, (("ranks", SIMULATED_RANKS),))
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def world_of_one(device: torch.device) -> Iterator[tuple[LiveWorld, Callable[[], None]]]:
+    """This process as the one rank of a group, and its barrier."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+
+    dist.init_process_group(backend_of(device.type), store=HashStore(), rank=0, world_size=1)
+    try:
+        yield LiveWorld(0, 1, device, default_mesh(1)), lambda: None
     finally:
         dist.destroy_process_group()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,8 @@ from dtbench.gate.gate import GateOptions
 from dtbench.gate.verdict import judged
 from dtbench.gate.worker import benchmark_of
 from dtbench.model.suites import load
+from dtbench.pytest_plugin import PAIR
+from dtbench.pytest_plugin.gate import GateTests
 from dtbench.records.gate import Gate
 from dtbench.records.judged import Verdict
 from dtbench.tests.made_up_arm import concluded
@@ -24,9 +25,9 @@ OPTION = SimpleNamespace(
     dtbench_base="env:",
     dtbench_head="env:A=1",
     dtbench_budget="5m",
-    mesh=None,
-    size=None,
-    dtype=("float32",),
+    dtbench_mesh=None,
+    dtbench_size=None,
+    dtbench_dtype=("float32",),
 )
 
 
@@ -34,9 +35,7 @@ def form(
     monkeypatch: pytest.MonkeyPatch, *verdicts: Verdict, reasons: tuple[str, ...] = ()
 ) -> tuple[Any, list[str]]:
     """The plugin with as many tests, of which the gate will say so, and their labels."""
-    tests = runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))["GateTests"](
-        SimpleNamespace(option=OPTION)
-    )
+    tests = GateTests(SimpleNamespace(option=OPTION))  # type: ignore[arg-type]
     tasks = list_tasks(load(["dispatch"]), RunOptions().plan("cpu", 4), "relu")
     pairs = [(task, impl) for task in tasks for impl in task.impls][: len(verdicts)]
 
@@ -47,11 +46,8 @@ def form(
 
     monkeypatch.setattr(gates, "gate", gate)
     tests.pytest_deselected([])
-    tests.pytest_collection_finish(
-        SimpleNamespace(
-            items=[SimpleNamespace(callspec=SimpleNamespace(params={"task": pair})) for pair in pairs]
-        )
-    )
+    items = [SimpleNamespace(stash={PAIR: pair}) for pair in pairs]
+    tests.pytest_collection_finish(SimpleNamespace(items=items))  # type: ignore[arg-type]
     return tests, [label_of(task.label, impl) for task, impl in pairs]
 
 

@@ -1,0 +1,261 @@
+"""Suites as pytest-benchmark tests, in any file: a module-level suite is collected, a test for each case and impl.
+
+    pytest my_suite.py                                        in this process
+    torchrun --nproc-per-node 4 -m pytest my_suite.py         on 4 ranks
+    pytest my_suite.py --dtbench-gate --dtbench-base rev:main -k relu      judged by `dtbench gate`, a test per verdict
+
+The cases and the world are those of `dtbench run`; sampling and files are pytest-benchmark's. Besides, the fixture
+`dtbench_run` times functions of one's own tests. Loaded with every pytest: nothing heavy is imported until a suite or
+the fixture is there.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from dtbench.world.place import find_place
+
+if TYPE_CHECKING:
+    from dtbench.api import Function, Results
+    from dtbench.bench.options import Task
+    from dtbench.model.suites import Suite
+    from dtbench.pytest_plugin.gate import GateTests
+
+# What an item measures: the task and one of its impls.
+PAIR: pytest.StashKey[tuple[Task, str]] = pytest.StashKey()
+_TIMED: pytest.StashKey[list[str]] = pytest.StashKey()
+# pytest-benchmark's own table is 180 characters wide.
+_COLUMNS = ["min", "median", "iqr", "rounds"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("dtbench", "what suites measure; as for `dtbench run`")
+    group.addoption("--dtbench-quick", action="store_true", help="Fewer cases, sizes and rounds.")
+    group.addoption(
+        "--dtbench-mesh", type=_mesh, metavar="DIMS", help="Mesh dims, outermost first: dp=2,tp=2."
+    )
+    group.addoption("--dtbench-size", type=_sizes, metavar="SIZES", help="1KiB:16MiB:4x, or a comma list.")
+    group.addoption("--dtbench-dtype", type=_dtypes, default=("float32",), metavar="LIST", help="Comma list.")
+    group.addoption(
+        "--dtbench-rounds", type=int, metavar="N", help="Samples per benchmark [default: 20, quick: 5]."
+    )
+    group.addoption(
+        "--dtbench-gate", action="store_true", help="Judge by `dtbench gate` instead of timing here."
+    )
+    group.addoption(
+        "--dtbench-base", metavar="ARM", help="What is compared with: rev:REVISION, python:PATH, env:..."
+    )
+    group.addoption(
+        "--dtbench-head", metavar="ARM", default="env:", help="What is judged [default: this checkout]."
+    )
+    group.addoption("--dtbench-budget", metavar="TIME", help="At most so long: 5m.")
+
+
+def _mesh(text: str) -> object:
+    from dtbench.model.mesh import parse_mesh
+
+    return parse_mesh(text)
+
+
+def _sizes(text: str) -> object:
+    from dtbench.bench.options import parse_sizes
+
+    return parse_sizes(text)
+
+
+def _dtypes(text: str) -> object:
+    from dtbench.bench.options import parse_dtypes
+
+    return parse_dtypes(text)
+
+
+# ----------------------------------------------------------------------------- one rank writes
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before pytest-benchmark reads its options: only rank 0 has anything to save or to compare with."""
+    if config.option.dtbench_gate:
+        from dtbench.pytest_plugin.gate import GateTests
+
+        config.pluginmanager.register(GateTests(config), "dtbench-gate")
+    place = find_place()
+    if place is None or place.rank == 0 or not config.pluginmanager.hasplugin("benchmark"):
+        return
+    for name in ("json", "save", "autosave", "save_data", "compare", "compare_fail", "histogram"):
+        setattr(config.option, f"benchmark_{name}", None)
+    config.option.benchmark_cprofile_dump = None
+    config.option.benchmark_quiet = True
+    if _names_suites(config):
+        config.option.verbose = -10  # no header either
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_json(
+    config: pytest.Config, benchmarks: object, output_json: dict[str, object]
+) -> None:
+    """Says whose figures these are."""
+    import dtbench
+    from dtbench.model import SCHEMA
+
+    output_json["dtbench"] = {"version": dtbench.__version__, "schema": SCHEMA}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Where files of suites are named, before anything is printed."""
+    if _names_suites(session.config):
+        silence_others(session.config)
+
+
+def _names_suites(config: pytest.Config) -> bool:
+    paths = [config.invocation_params.dir / arg.partition("::")[0] for arg in config.args]
+    return any(path.is_file() and b"dtbench.suite" in path.read_bytes() for path in paths)
+
+
+def silence_others(config: pytest.Config) -> None:
+    """The other ranks are silent: their reports say what rank 0's say."""
+    place = find_place()
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if place is not None and place.rank != 0 and reporter is not None:
+        config.pluginmanager.unregister(reporter)
+        config.pluginmanager.register(_OtherRank(place.rank))
+
+
+class _OtherRank:
+    """What a silent rank still says: a failure that rank 0 may not have seen."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            sys.__stderr__.write(f"rank {self.rank}: {report.nodeid}\n{report.longreprtext}\n")  # type: ignore[union-attr]
+
+
+# ----------------------------------------------------------------------------- suites are collected
+
+
+def pytest_pycollect_makeitem(
+    collector: pytest.Module | pytest.Class, name: str, obj: object
+) -> list[pytest.Item] | None:
+    """A suite at the level of a module is a test for each of its cases and impls."""
+    suites = sys.modules.get("dtbench.model.suites")  # who makes a suite has loaded it
+    if suites is None or not isinstance(obj, suites.Suite):
+        return None
+    return list(_items(collector, obj))
+
+
+def _items(collector: pytest.Module | pytest.Class, suite: Suite) -> Iterator[pytest.Item]:
+    from dtbench.model.errors import DtbenchError
+    from dtbench.pytest_plugin.rounds import test_of
+    from dtbench.pytest_plugin.world import live_of
+
+    if suite.world == "own":
+        return  # it answers in processes of its own, and times nothing
+    if not collector.config.pluginmanager.hasplugin("benchmark"):
+        raise pytest.UsageError(
+            f"the suite {suite.name} is measured with pytest-benchmark: pip install 'dtbench[pytest]'"
+        )
+    silence_others(collector.config)
+    live = live_of(collector.config)
+    try:
+        tasks = live.tasks(suite)
+    except DtbenchError as error:
+        raise pytest.Collector.CollectError(str(error)) from error
+    alone = suite.world == "ranks" and live.runs_alone(suite)
+    seen: dict[str, int] = {}
+    for task in tasks:
+        for impl in task.impls:
+            name = f"{suite.name}[{id_of(task.case.name, task.case.params, impl)}]"
+            seen[name] = seen.get(name, 0) + 1
+            if seen[name] > 1:
+                name = f"{name[:-1]}-{seen[name]}]"
+            item: pytest.Function = pytest.Function.from_parent(
+                collector, name=name, callobj=test_of(task, impl, alone=alone)
+            )
+            # An impl that does not get as far as its rounds has its own reason for it.
+            item.add_marker(pytest.mark.filterwarnings("ignore:Benchmark fixture was not used"))
+            item.stash[PAIR] = task, impl
+            yield item
+
+
+def id_of(name: str, params: Any, impl: str) -> str:
+    """`add-placements:S0-S0-mesh:8-core`: what pytest's -k can name, without = and brackets."""
+    words = [name, *(f"{key}:{value}" for key, value in params.items()), impl]
+    return "-".join(re.sub(r"[^\w:+./]+", "-", re.sub(r"[()\[\]]", "", word)).strip("-") for word in words)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is simulated comes first: one kind of world is up at a time, and ranks join once."""
+    places = [place for place, item in enumerate(items) if PAIR in item.stash]
+    ours = sorted(
+        (items[place] for place in places), key=lambda item: item.stash[PAIR][0].suite.world == "ranks"
+    )
+    for place, item in zip(places, ours, strict=True):
+        items[place] = item
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where all that is timed is ours, pytest-benchmark's table keeps to what fits on a line."""
+    timed = [item for item in session.items if "benchmark" in getattr(item, "fixturenames", ())]
+    benchmarks = getattr(session.config, "_benchmarksession", None)
+    chosen = any(
+        str(word).startswith("--benchmark-columns") for word in session.config.invocation_params.args
+    )
+    if benchmarks is not None and timed and not chosen and all(PAIR in item.stash for item in timed):
+        benchmarks.columns = _COLUMNS
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if "dtbench.pytest_plugin.world" in sys.modules:
+        from dtbench.pytest_plugin.world import close
+
+        close(config)
+
+
+def gate_of(config: pytest.Config) -> GateTests | None:
+    """The gate that judges, where one does."""
+    return config.pluginmanager.get_plugin("dtbench-gate")
+
+
+# ----------------------------------------------------------------------------- functions of one's own tests
+
+
+@pytest.fixture
+def dtbench_run(request: pytest.FixtureRequest) -> Callable[..., Results]:
+    """Times functions as `dtbench.run` does, by itself or on all ranks of the process group that is up, and lists them
+    below the session; gives the results, and fails the test where a function does.
+
+        def test_a_step(dtbench_run):
+            results = dtbench_run({"step": lambda: step(x), "plain": lambda: plain_step(y)})
+            times = dtbench.cases_frame(results)["estimate_s"]
+    """
+    config = request.config
+
+    def run(what: Function | dict[str, Function] | Suite, **options: Any) -> Results:
+        import dtbench
+        from dtbench.bench.live import line_of
+
+        results = dtbench.run(what, progress=False, **options)
+        lines = config.stash.setdefault(_TIMED, [])
+        lines += [f"{request.node.nodeid}: {line_of(r).partition(' | ')[2]}" for r in results.results]
+        bad = [f"{r.impl} {r.status}: {r.reason}" for r in results.results if r.status != "ok"]
+        if bad:
+            pytest.fail("; ".join(bad), pytrace=False)
+        return results
+
+    return run
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """What the fixture has timed."""
+    if lines := config.stash.get(_TIMED, []):
+        terminalreporter.section("dtbench")
+        for line in lines:
+            terminalreporter.write_line(line)
