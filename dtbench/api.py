@@ -25,6 +25,8 @@ from dtbench.model.suites import Suite
 from dtbench.records.topology import Topology
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from dtbench.bench.clock import Clock
     from dtbench.bench.sampling import Ranks
     from dtbench.judge.compare import Comparison
@@ -46,7 +48,31 @@ _EMPTY_CALLS = 10_000  # some 0.4 ms of them
 
 @dataclasses.dataclass(frozen=True)
 class Results(Run):
-    """A run, which a notebook shows as a table."""
+    """A run, which `print` and a notebook show as a table."""
+
+    def __repr__(self) -> str:
+        from dtbench.bench.progress import summary_of
+
+        return f"<Results {self.path}: {summary_of(self.results)}>"
+
+    def __str__(self) -> str:
+        from dtbench.show.tables import tables_of
+
+        return tables_of(self)
+
+    def plot(self, suite: str | None = None, *, y: str = "time", ax: Axes | None = None) -> Axes:
+        """Draws a suite with matplotlib: curves over size where it sweeps one, else a row per case, with a
+        point per implementation.
+
+        suite: which one, where there are several. y: time, up to the samples' upper quartile, algbw or busbw. ax: where
+        to draw; None makes a figure.
+
+        Raises:
+            UsageError: nothing to draw, or several suites and none chosen.
+        """
+        from dtbench.show.plot import plot
+
+        return plot(self.results, suite, y, ax)
 
     def _repr_html_(self) -> str:
         from dtbench.records.frame import PARAM, results_frame
@@ -213,7 +239,7 @@ def _follow(words: Sequence[str], progress: bool) -> tuple[int, str]:
     from dtbench.bench.progress import Line
     from dtbench.world.workers import Program
 
-    last, line = "", Line(progress)
+    last, line, errors = "", Line(progress), []
     reading, writing = os.pipe()
     with os.fdopen(reading, errors="replace") as said, os.fdopen(writing, "wb") as out:
         program = Program([sys.executable, "-P", "-m", "dtbench", *words], out=out)
@@ -221,12 +247,18 @@ def _follow(words: Sequence[str], progress: bool) -> tuple[int, str]:
         try:
             for text in said:
                 last = text.rstrip() or last
-                line.show(last)
+                if last.startswith("dtbench: "):
+                    errors.append(last)  # what ends the run is raised; to show it too would be twice
+                else:
+                    line.show(last)
         except KeyboardInterrupt:
             program.tell(signal.SIGINT)
             raise
         finally:
             code = program.wait()
+            if code in (EXIT_OK, EXIT_CASE_FAILED):
+                for error in errors:
+                    line.show(error)
             line.close()
     assert code is not None
     return code, last
@@ -239,8 +271,9 @@ def _suite_of(what: object, clock: Literal["host", "device"]) -> Suite:
     functions = what if isinstance(what, Mapping) else {getattr(what, "__name__", "function"): what}
     wrong = [name for name, function in functions.items() if not callable(function)]
     if wrong or not functions:
+        subject = wrong[0] if isinstance(what, Mapping) and wrong else what
         raise UsageError(
-            f"{wrong[0] if wrong else what!r} cannot be measured: expected the name or file of a suite, a Suite, a "
+            f"{subject!r:.80} cannot be measured: expected the name or file of a suite, a Suite, a "
             f"function without arguments, or a mapping of names to such functions"
         )
     build = {

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 
@@ -23,6 +24,7 @@ from dtbench.world.place import find_place
 if TYPE_CHECKING:
     from dtbench.api import Function, Results
     from dtbench.bench.options import Task
+    from dtbench.model import Param
     from dtbench.model.suites import Suite
     from dtbench.pytest_plugin.gate import GateTests
 
@@ -184,7 +186,7 @@ def _items(collector: pytest.Module | pytest.Class, suite: Suite) -> Iterator[py
             yield item
 
 
-def id_of(name: str, params: Any, impl: str) -> str:
+def id_of(name: str, params: Mapping[str, Param], impl: str) -> str:
     """`add-placements:S0-S0-mesh:8-core`: what pytest's -k can name, without = and brackets."""
     words = [name, *(f"{key}:{value}" for key, value in params.items()), impl]
     return "-".join(re.sub(r"[^\w:+./]+", "-", re.sub(r"[()\[\]]", "", word)).strip("-") for word in words)
@@ -238,11 +240,17 @@ def dtbench_run(request: pytest.FixtureRequest) -> Callable[..., Results]:
     """
     config = request.config
 
-    def run(what: Function | dict[str, Function] | Suite, **options: Any) -> Results:
+    def run(
+        what: Function | Mapping[str, Function] | Suite,
+        *,
+        clock: Literal["host", "device"] = "device",
+        output: str | Path | None = None,
+        timeout_s: float = 60.0,
+    ) -> Results:
         import dtbench
         from dtbench.bench.live import line_of
 
-        results = dtbench.run(what, progress=False, **options)
+        results = dtbench.run(what, progress=False, clock=clock, output=output, timeout_s=timeout_s)
         lines = config.stash.setdefault(_TIMED, [])
         lines += [f"{request.node.nodeid}: {line_of(r).partition(' | ')[2]}" for r in results.results]
         bad = [f"{r.impl} {r.status}: {r.reason}" for r in results.results if r.status != "ok"]

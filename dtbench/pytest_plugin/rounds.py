@@ -7,7 +7,7 @@ slowest rank's time of each round, per call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,13 +20,16 @@ from dtbench.pytest_plugin.world import Up, live_of
 from dtbench.stats import summarize
 from dtbench.world.failure import ActiveCase
 
+if TYPE_CHECKING:
+    from pytest_benchmark.fixture import BenchmarkFixture
+
 ROUNDS, QUICK_ROUNDS = 20, 5
 
 
 def test_of(task: Task, impl: str, *, alone: bool) -> Callable[..., None]:
     """The test function. alone: a suite of ranks that runs on one."""
 
-    def test(request: pytest.FixtureRequest, benchmark: Any) -> None:
+    def test(request: pytest.FixtureRequest, benchmark: BenchmarkFixture) -> None:
         gate = gate_of(request.config)
         if gate is not None:
             gate.judge(f"{task.label} [{impl}]")
@@ -39,7 +42,7 @@ def test_of(task: Task, impl: str, *, alone: bool) -> Callable[..., None]:
     return test
 
 
-def _measure(benchmark: Any, task: Task, impl: str, up: Up, rounds: int) -> None:
+def _measure(benchmark: BenchmarkFixture, task: Task, impl: str, up: Up, rounds: int) -> None:
     bad = Rounds(benchmark, (task, impl), up, rounds).run(up.world).get(impl)
     if bad is None:
         return
@@ -56,7 +59,7 @@ class Rounds(CollectiveSchedule):
 
     pytest-benchmark counts the rounds; their times are those of the harness's clock."""
 
-    def __init__(self, benchmark: Any, task: tuple[Task, str], up: Up, rounds: int) -> None:
+    def __init__(self, benchmark: BenchmarkFixture, task: tuple[Task, str], up: Up, rounds: int) -> None:
         self.task, self.impl = task
         super().__init__(self.task.case, [self.impl], up.ranks, ActiveCase())
         self.benchmark, self.barrier, self.rounds = benchmark, up.barrier, rounds

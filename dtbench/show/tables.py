@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,21 +54,32 @@ def print_runs(runs: Sequence[Run]) -> None:
             print_line(console, "")
         if len(runs) > 1:
             print_line(console, str(run.path), style="bold")
-        verdicts = [OpVerdict.of(r) for r in run.results if has_verdicts(r)]
-        suites = group_by((r for r in run.results if not has_verdicts(r)), lambda r: r.suite)
-        for place, (suite, results) in enumerate(islice(suites.items(), MAX_TABLES)):
-            if place:
-                print_line(console, "")
-            _print_suite(console, suite, run, results)
-        print_rest(console, len(suites), "suites", _ALL, MAX_TABLES)
-        if verdicts:
-            _print_verdicts(console, verdicts)
-        if not verdicts or len(verdicts) < len(run.results):
-            _print_not_ok(console, run)
+        _print_results(console, run)
         print_line(console, "")
         _print_provenance(console, run)
         if not _by_one_process(run):
             _print_layout(console, layout_of(run.header))
+
+
+def tables_of(run: Run) -> str:
+    """What `print_runs` prints of the results themselves, as text."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        _print_results(new_console(), run)
+    return out.getvalue().rstrip("\n")
+
+
+def _print_results(console: Console, run: Run) -> None:
+    verdicts = [OpVerdict.of(r) for r in run.results if has_verdicts(r)]
+    suites = group_by((r for r in run.results if not has_verdicts(r)), lambda r: r.suite)
+    for place, (suite, results) in enumerate(islice(suites.items(), MAX_TABLES)):
+        if place:
+            print_line(console, "")
+        _print_suite(console, suite, run, results)
+    print_rest(console, len(suites), "suites", _ALL, MAX_TABLES)
+    if verdicts:
+        _print_verdicts(console, verdicts)
+    if not verdicts or len(verdicts) < len(run.results):
+        _print_not_ok(console, run)
 
 
 def print_runs_json(runs: Sequence[Run]) -> None:

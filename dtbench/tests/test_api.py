@@ -39,6 +39,50 @@ def written(path: Path, results: Iterable[Result]) -> Path:
     return path
 
 
+def test_results_print_as_the_table_and_plot(tmp_path: Path, capsys):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    sizes = [
+        made_up.result(
+            "collectives", "all_reduce", "c10d", {"size": 4**k, "mesh_dim": dim}, [1e-3 * k, 2e-3 * k]
+        )
+        for k in (5, 6, 7)
+        for dim in ("dp", "tp")
+    ]
+    ops = [
+        made_up.result("dispatch", op, impl, {}, [1e-6, 2e-6]) for op in "ab" for impl in ("core", "torch")
+    ]
+    run = dtbench.load(written(tmp_path / "both.jsonl", [*sizes, *ops]))
+    assert repr(run).endswith("both.jsonl: 10 ok>")
+    print(run)  # noqa: T201
+    out = capsys.readouterr().out
+    assert out.startswith("collectives: p25") and "\ndispatch: min" in out and "10 x ok" in out
+    curves = run.plot("collectives")
+    assert [line.get_label() for line in curves.lines] == ["all_reduce dp c10d", "all_reduce tp c10d"]
+    # The lower quartile of 5 and 10 ms, at 1 KiB.
+    assert curves.lines[0].get_xydata()[0].tolist() == pytest.approx([1024, 6.25])
+    rows = run.plot("dispatch")
+    assert [text.get_text() for text in rows.get_yticklabels()] == ["b", "a"]
+    assert [c.get_label() for c in rows.containers] == ["core", "torch"]
+    for given, said in (
+        ({}, "the suites are collectives, dispatch"),
+        ({"suite": "dispatch", "y": "busbw"}, "no result of dispatch has one"),
+        ({"suite": "dispatch", "y": "p99"}, "expected one of time, algbw, busbw"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            run.plot(**given)
+
+
+def test_an_error_is_said_once(capfd):
+    with pytest.raises(UsageError, match="no suite is called 'nosuch'"):
+        dtbench.run("nosuch")
+    said = capfd.readouterr()
+    assert "nosuch'" not in said.out + said.err
+    with pytest.raises(UsageError, match="3 cannot be measured"):
+        dtbench.run(3)
+
+
 def test_importing_loads_neither_torch_nor_pandas():
     code = "import sys, dtbench; dtbench.load; dtbench.run; print(sorted({'torch', 'pandas'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
