@@ -3,17 +3,50 @@ or the options of several. Nothing imports this package but `__main__` and the i
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+from types import FrameType
 from typing import NoReturn
 
 
 def main() -> NoReturn:
-    """The program `dtbench`; Ctrl-C is answered in a line from the first import on."""
+    """The program `dtbench`; Ctrl-C and signals that end it are answered in a line from the first import on."""
+    _open_streams()
+    if "RANK" not in os.environ:  # a rank's launcher says it
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, _interrupt)
     try:
         from dtbench.cli.program import main as program
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         sys.stderr.write("dtbench: interrupted\n")
         sys.exit(130)  # EXIT_INTERRUPTED, which may not be imported yet
+    except Exception as error:
+        from dtbench.cli.shadows import hidden_by
+
+        if not (why := hidden_by(error)):
+            raise
+        sys.stderr.write(f"dtbench: {why} ({type(error).__name__})\n")
+        sys.exit(2)  # EXIT_USAGE
     program()
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _open_streams() -> None:
+    """Standard streams that were closed lead nowhere: a file opened later would take their place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: this one
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115

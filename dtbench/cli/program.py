@@ -23,6 +23,8 @@ from click.exceptions import Exit
 
 from dtbench._version import __version__
 from dtbench.cli import completion
+from dtbench.cli.shadows import hidden_by
+from dtbench.machine.limits import refuse_place
 from dtbench.model.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -31,7 +33,9 @@ from dtbench.model.errors import (
     DtbenchError,
     UnknownOptionError,
     UsageError,
+    complain,
     describe,
+    is_out_of_memory,
 )
 from dtbench.text.masking import mask_arguments
 
@@ -126,6 +130,8 @@ def cli(context: click.Context) -> None:
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
+    else:
+        refuse_place()
     if context.invoked_subcommand in _READERS and gc.isenabled():
         gc.disable()
         context.call_on_close(gc.enable)
@@ -161,10 +167,8 @@ def main() -> NoReturn:
     except BrokenPipeError:  # whoever read our output has gone
         code = EXIT_OK
         _drop_output()
-    except MemoryError:
-        code = _refuse("out of memory: give fewer or smaller files, or more memory", EXIT_USAGE)
     except Exception as error:
-        code = _not_written(error) or _own_fault(error)
+        code = _not_written(error) or _outside(error) or _own_fault(error)
     sys.exit(code if isinstance(code, int) else EXIT_OK)
 
 
@@ -208,6 +212,18 @@ def _not_written(error: Exception) -> int:
         f"cannot write the output: {os.strerror(error.errno).lower()}; make space, or write elsewhere",
         EXIT_USAGE,
     )
+
+
+def _outside(error: Exception) -> int:
+    """The exit code where not dtbench is at fault but what it runs on; 0 for any other error."""
+    if is_out_of_memory(error):
+        return _refuse("out of memory: give fewer or smaller files, or more memory", EXIT_USAGE)
+    if why := hidden_by(error):
+        complain(f"{why} ({describe(error)})")  # more cannot be imported
+        return EXIT_USAGE
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return _refuse("too many open files: raise the limit (ulimit -n)", EXIT_USAGE)
+    return 0
 
 
 def _own_fault(error: Exception) -> int:

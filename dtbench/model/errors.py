@@ -84,9 +84,15 @@ def describe(error: BaseException) -> str:
     """The error as one line: its type and the first line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    if isinstance(error, MemoryError) or any(sign in text for sign in _OUT_OF_MEMORY):
+    if is_out_of_memory(error):
         text = f"ran out of memory: {text}"
     return text if len(text) <= _MAX_REASON_CHARS else text[: _MAX_REASON_CHARS - 3] + "..."
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, torch's allocators or C++ say so."""
+    text = f"{type(error).__name__}: {error}"
+    return isinstance(error, MemoryError) or any(sign in text for sign in _OUT_OF_MEMORY)
 
 
 def place_in(error: BaseException, function: object) -> str:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from dtbench.machine.limits import refuse_torch
 from dtbench.model.errors import (
     EXIT_CASE_FAILED,
     EXIT_INTERRUPTED,
@@ -106,8 +107,10 @@ def start_ranks(
         it has left unsaid. began_s: where others of this launch were lost, when the first of them were started.
 
     Raises:
+        UsageError: fewer files may be open than they need.
         WorldBrokenError: they cannot be started.
     """
+    refuse_torch(nproc)
     with scratch() as folder:
         note_path = str(folder / "note.json")
         os.environ.update({LAUNCH: str(launch), OUTPUT: str(output), NOTE: note_path})

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from dtbench._version import __version__
+from dtbench.machine.limits import refuse_torch
 from dtbench.model.errors import (
     EXIT_OK,
     EXIT_USAGE,
@@ -237,7 +238,12 @@ class Rank:
 
 
 def quiet_torch() -> None:
-    """Before torch loads: no log lines of its C++ side and no warnings about its own names."""
+    """Before torch loads: no log lines of its C++ side and no warnings about its own names.
+
+    Raises:
+        UsageError: it could not be loaded here.
+    """
+    refuse_torch()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not sys.warnoptions:
         warnings.simplefilter("ignore")

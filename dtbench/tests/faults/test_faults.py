@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from dtbench.tests.faults import rows_files, rows_gate, rows_lab, rows_run
+from dtbench.tests.faults import rows_files, rows_gate, rows_lab, rows_machine, rows_run
 from dtbench.tests.faults.table import Done, Fault, check, contents, missing, place, seen, started
 from dtbench.tests.made_up import Cli
 
-ROWS = [*rows_files.ROWS, *rows_gate.ROWS, *rows_run.ROWS, *rows_lab.ROWS]
+ROWS = [*rows_files.ROWS, *rows_gate.ROWS, *rows_run.ROWS, *rows_lab.ROWS, *rows_machine.ROWS]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,124 @@
+"""Rows of poor machines and shells: closed streams, folders that are gone, limits, files that hide modules."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from dtbench.tests import made_up
+from dtbench.tests.faults.table import Done, Fault, Running
+
+DTBENCH = f"{sys.executable} -P -m dtbench"
+RUN = "run SUITE --quick --nproc 2 -o x.jsonl --filter 'good n=1'"
+ALL_CLOSED = "<&- >&- 2>&-"
+
+
+def shell(before: str, words: str, after: str = "") -> str:
+    """A command line of `program`: the words in a shell in which something was done before."""
+    quoted = f"{DTBENCH} {words}".replace('"', '\\"')
+    return f'bash -c "{before} {quoted} {after}"'
+
+
+def a_run() -> None:
+    made_up.write(Path("r.jsonl"), made_up.run(list(made_up.collectives(samples=5))))
+
+
+def a_module(name: str, text: str) -> None:
+    a_run()
+    Path("mine").mkdir()
+    Path("mine", f"{name}.py").write_text(text)
+
+
+def nothing_is_left(done: Done) -> None:
+    assert done.out == ""
+
+
+def told_to_end(after_s: float, running: Running) -> None:
+    time.sleep(after_s)
+    os.kill(running.pid, signal.SIGTERM)
+
+
+ROWS = [
+    *(
+        Fault(
+            f"`run` with {what} closed",
+            shell("", RUN, closed),
+            0,
+            how="program",
+            makes=("x.jsonl",),
+            results="2 ok",
+            also=nothing_is_left,
+            slow=True,
+        )
+        for what, closed in (("standard output", ">&-"), ("all streams", ALL_CLOSED))
+    ),
+    Fault(
+        "`show` with all streams closed",
+        shell("", "show r.jsonl", ALL_CLOSED),
+        0,
+        how="program",
+        given=a_run,
+    ),
+    Fault(
+        "a reader that takes one line",
+        shell("set -o pipefail;", "show r.jsonl", "| head -1"),
+        0,
+        how="program",
+        given=a_run,
+    ),
+    *(
+        Fault(
+            f"`{words.split()[0]}` in a folder that is gone",
+            shell("mkdir gone; cd gone; rmdir ../gone;", words),
+            2,
+            "the current folder is gone",
+            how="program",
+        )
+        for words in ("doctor", "run dispatch", "list")
+    ),
+    *(
+        Fault(
+            f"`ulimit {limit}`: {words.split()[0]}",
+            shell(f"ulimit {limit};", words),
+            2,
+            says,
+            how="program",
+            given=a_run,
+        )
+        for limit, words, says in (
+            ("-v 300000", "report r.jsonl -o p.html", "out of memory: 292 MiB of addresses are allowed"),
+            ("-v 700000", RUN, "out of memory: torch cannot be loaded with the 683 MiB"),
+            ("-n 12", RUN, "12 open files are allowed"),
+            ("-n 24", RUN, "24 open files are allowed"),
+        )
+    ),
+    *(
+        Fault(
+            f"a user's {name}.py that {what}",
+            "report r.jsonl -o p.html",
+            2,
+            rf"mine/{name}\.py hides the module {name}",
+            how="fresh",
+            env={"PYTHONPATH": "mine"},
+            given=partial(a_module, name, text),
+        )
+        for name in ("json", "click", "jinja2")
+        for what, text in (("raises", "raise ValueError('mine')\n"), ("is another", "x = 1\n"))
+    ),
+    *(
+        Fault(
+            f"SIGTERM to a launcher after {after_s:g} s",
+            RUN.replace("good n=1", "long"),
+            (130, 5),
+            ("interrupted|ended while the ranks were starting",),
+            how="fresh",
+            during=partial(told_to_end, after_s),
+            slow=True,
+        )
+        for after_s in (0.5, 1.5, 3.0)
+    ),
+]
