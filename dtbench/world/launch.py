@@ -113,10 +113,9 @@ def start_ranks(
     refuse_torch(nproc)
     with scratch() as folder:
         note_path = str(folder / "note.json")
-        os.environ.update({LAUNCH: str(launch), OUTPUT: str(output), NOTE: note_path})
-        os.environ.update({AGAIN: str(began_s or ""), LAUNCHER: str(os.getpid())})
-        # One thread per rank unless the user says otherwise: ranks that share cores and each start a
-        # thread per core measure the fight for them.
+        told = {LAUNCH: str(launch), OUTPUT: str(output), NOTE: note_path, LAUNCHER: str(os.getpid())}
+        os.environ.update(told | {AGAIN: str(began_s or "")})
+        # Ranks that share cores and each start a thread per core would measure the fight for them.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         failures: list[tuple[int, int]] = []
         killed_before = oom_kills()
