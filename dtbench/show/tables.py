@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 # Core and its rival first, then the references that they are read against.
-_IMPL_ORDER = ("core", "torch", "local", "c10d", "unbucketed", "limit")
+_IMPL_ORDER = ("core", "torch", "local", "wrapped", "c10d", "unbucketed", "packed", "limit")
 _IMPL_TITLES = {"local": "floor (local)"}
 # How many cases are named where many share one reason; the rest is counted.
 _NAMED = 5

@@ -4,7 +4,9 @@
     core_held    the same, told that it may hold the tensors until a bucket is full instead of copying them
     reference    fairscale's algorithm (bucketer_reference.py), buckets of the same size
     unbucketed   one collective for each tensor: what bucketing has to beat
-    limit        one collective over all bytes at once, nothing copied: what it cannot beat
+    packed       as many collectives as `core` issues, over tensors that lie in order already: nothing is copied, so
+                 what `core` takes beyond it is packing, and what it takes beyond `limit` the collectives' own cost
+    limit        one collective over all bytes at once, nothing copied
     copy         one plain copy of all bytes
 
 The large cases are 64 MiB in the bucketers' default buckets. They have no `unbucketed`, which would take
@@ -141,14 +143,21 @@ def unbucketed(gradients: Gradients) -> Workload:
     return plain(calls, outputs, lambda: gradients.check([*outputs]))
 
 
+def packed(gradients: Gradients, bucket_bytes: int) -> Workload:
+    """As a bucket would lie at its best: all shards for rank 0, all for rank 1, ..."""
+    group, n = gradients.group, gradients.group.size()
+    many = max(1, bucket_bytes // gradients.tensors[0].nbytes)
+    outputs, calls = [], []
+    for start in range(0, len(gradients.tensors), many):
+        rows = torch.stack(gradients.tensors[start : start + many])  # (tensors, count)
+        sent = rows.view(len(rows), n, -1).transpose(0, 1).flatten()
+        outputs.append(sent.new_empty(len(rows), rows.shape[1] // n))
+        calls.append(partial(reduce_scatter_single, outputs[-1].view(-1), sent, group=group))
+    return plain(calls, outputs, lambda: gradients.check([shard for output in outputs for shard in output]))
+
+
 def limit(gradients: Gradients) -> Workload:
-    group, number = gradients.group, len(gradients.tensors)
-    n, count = group.size(), gradients.tensors[0].numel()
-    # As a bucket would lie at its best: all shards for rank 0, all for rank 1, ...
-    sent = torch.stack(gradients.tensors).view(number, n, count // n).transpose(0, 1).flatten()
-    output = sent.new_empty(number, count // n)
-    calls = [partial(reduce_scatter_single, output.view(-1), sent, group=group)]
-    return plain(calls, [output], lambda: gradients.check([*output]))
+    return packed(gradients, sum(t.nbytes for t in gradients.tensors))
 
 
 def copy(source: torch.Tensor) -> Workload:
@@ -181,8 +190,8 @@ def plain(
     return Workload(run=run, check=check, counters=lambda: counters)
 
 
-SMALL_IMPLS = ("core", "reference", "unbucketed", "limit")
-LARGE_IMPLS = ("core", "core_held", "reference", "limit", "copy")
+SMALL_IMPLS = ("core", "reference", "unbucketed", "packed", "limit")
+LARGE_IMPLS = ("core", "core_held", "reference", "packed", "limit", "copy")
 
 
 def _gains_most(case: Case) -> bool:
@@ -228,5 +237,7 @@ def build_impl(
     gradients = Gradients.make(group, number, count, dtype, world.device)
     if impl == "copy":
         return copy(torch.stack(gradients.tensors))
+    if impl == "packed":
+        return packed(gradients, bucket_bytes)
     alone = {"unbucketed": unbucketed, "limit": limit}.get(impl)
     return alone(gradients) if alone else bucketed(impl, gradients, bucket_bytes)

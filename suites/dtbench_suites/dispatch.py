@@ -3,9 +3,11 @@
 The world has 8 ranks of which 7 are simulated (torch's fake process group), so no time passes in
 communication, and a local tensor holds 16 values, so none passes in arithmetic.
 
-    core    dtbench_core
-    torch   torch.distributed.tensor
-    local   the same op on the plain local tensors: the floor
+    core     dtbench_core
+    torch    torch.distributed.tensor
+    local    the same op on the plain local tensors: the floor
+    wrapped  the least that a tensor class written in Python can take: entering `__torch_function__`, the same plain op,
+             a wrapper for each tensor that it gives; `core` less `wrapped` is what can still be saved in Python
 
 **cached** calls find the decision of the call before; a **first** call sees shapes that were never seen,
 so the decision has to be made. On the 2x4 mesh both mesh dims hold a tensor the same way: S(0) there
@@ -26,6 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtbench.suite import Case, Plan, Workload, World, suite
+from dtbench_core.op_types import Args, Call, Value
+from dtbench_core.torch_compat import DisableTorchFunction
 from dtbench_suites import SUITES
 from dtbench_suites.data import mismatch, shard_of
 from dtbench_suites.dispatch_programs import PROGRAMS, WORLD, Place, Program, build_program
@@ -215,6 +219,50 @@ class Setup:
         return mismatch(got, local, what, RTOL)
 
 
+class Least(Tensor):
+    """What any class of tensors must do in Python: its own function is called, runs the op, wraps what comes out."""
+
+    local: Call
+    in_place: bool
+
+    @classmethod
+    def __torch_function__(cls, func: Call, types: Value, args: Args = (), kwargs: Value = None) -> Value:
+        made = cls.local()
+        if cls.in_place:
+            return args[0]
+        return tuple(map(cls.wrap, made)) if made.__class__ is tuple else cls.wrap(made)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Call, types: Value, args: Args = (), kwargs: Value = None
+    ) -> Value:
+        raise AssertionError(f"{func} got below __torch_function__: wrappers of this class hold nothing")
+
+    @classmethod
+    def wrap(cls, made: Tensor) -> Tensor:
+        wrapper: Tensor = Tensor._make_wrapper_subclass(cls, made.shape, made.stride())
+        return wrapper
+
+
+def wrapped(setup: Setup) -> Workload:
+    """The call of `setup`, whose tensors are plain, through a class of tensors."""
+    op, texts = setup.op, setup.op.sources("local")
+    inputs = [setup.at.put(t, text) for t, text in zip(setup.full_inputs(ROWS), texts, strict=True)]
+    local = partial(op.fn, *inputs)
+    of_op = type("Least", (Least,), {"local": local, "in_place": op.name.endswith("_")})
+    entered = [t.as_subclass(of_op) for t in inputs]
+
+    def check() -> str | None:
+        got, want = as_tuple(op.fn(*entered)), as_tuple(local())
+        with DisableTorchFunction():
+            shapes = [(type(t), t.shape) for t in got]
+        if shapes != [(of_op, t.shape) for t in want]:
+            return f"gives {shapes}, expected {[t.shape for t in want]}, each wrapped"
+        return setup.check()
+
+    return Workload(run=partial(op.fn, *entered), check=check)
+
+
 def as_tuple(out: Any) -> tuple[Any, ...]:
     return tuple(out) if isinstance(out, tuple | list) else (out,)
 
@@ -228,10 +276,12 @@ _fresh: defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(
 def build_impl(
     op: Op | Program, shape: tuple[int, ...], backward: bool, first: bool, impl: str, world: World
 ) -> Workload:
-    at = Place(impl, world.mesh_of(shape), world.device)
+    at = Place("local" if impl == "wrapped" else impl, world.mesh_of(shape), world.device)
     if isinstance(op, Program):
         return build_program(op, at, backward)
     setup = Setup(op, at, backward)
+    if impl == "wrapped":
+        return wrapped(setup)
     ready = setup.call(ROWS)
     if not first:
         return Workload(run=ready, check=setup.check)
@@ -246,8 +296,11 @@ def build_impl(
 def case_of(
     plan: Plan, op: Op | Program, shape: tuple[int, ...], passes: str, call: str, floor: bool
 ) -> Case:
-    first = call == "first"
-    build = partial(build_impl, op, shape, passes == "forward+backward", first)
+    first, backward = call == "first", passes == "forward+backward"
+    build = partial(build_impl, op, shape, backward, first)
+    impls = ["core", "torch", "local"][: 3 if floor else 2]
+    if floor and not backward and isinstance(op, Op) and op.name not in ("from_local", "to_local"):
+        impls.append("wrapped")
     return Case(
         name=op.name,
         params={
@@ -256,7 +309,7 @@ def case_of(
             "pass": passes,
             "call": call,
         },
-        build={impl: partial(build, impl) for impl in ("core", "torch", "local")[: 3 if floor else 2]},
+        build={impl: partial(build, impl) for impl in impls},
         clock="host",
         calls_per_sample=1 if first else CALLS_PER_SAMPLE[passes],
         samples=None if not first else FIRST_SAMPLES_QUICK if plan.quick else FIRST_SAMPLES,

@@ -128,6 +128,20 @@ def test_every_op_gives_what_plain_torch_gives(world: Any, impl: str):
     assert wrong == {}
 
 
+def test_the_least_wraps_every_result_and_one_that_does_not_is_caught(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+):
+    ops = [op for op in dispatch.OPS if not op.name.endswith("_local")]
+
+    def said() -> dict[str, str | None]:
+        made = [(op, dispatch.wrapped(setup_of(world, "local", op, False))) for op in ops]
+        return {f"{op.name} {op.placements}": workload.check() for op, workload in made if workload.check}
+
+    assert set(said().values()) == {None}
+    monkeypatch.setattr(dispatch.Least, "wrap", lambda made: made)
+    assert {name for name, wrong in said().items() if not wrong} == {"add_ S(0),S(0)"}  # gives its argument
+
+
 @pytest.mark.parametrize("impl", ["core", "torch", "local"])
 def test_a_wrong_value_is_caught(world: Any, impl: str, monkeypatch: pytest.MonkeyPatch):
     right = dispatch.Setup.function

@@ -13,6 +13,7 @@ from dtbench_core.op_types import Args, Kwargs, Value
 
 Key = tuple[Any, ...]
 
+_Size = torch.Size
 _dtype_of, _dim_of = operator.attrgetter("dtype"), torch.Tensor.dim
 
 
@@ -33,11 +34,13 @@ def key_of(
         elif kind is float or kind is bool:
             # The type too: 1, 1.0 and True are equal and hash alike.
             key.append(kind if by_type else (kind, a))
+        elif kind is slice:
+            key.append((slice, a.start, a.stop, a.step))
         elif kind is tuple:  # x[(i, j)] is not x[[i, j]]
             part, within, _ = key_of(cls, tuple, by_type, a, {})
             key.append(part)
             local = tuple(within)
-        elif kind is list or kind is torch.Size:
+        elif kind is list or kind is _Size:
             first = a[0].__class__ if a else None
             specs = [one._spec for one in a if one.__class__ is cls] if first is cls else ()
             if len(specs) == len(a) > 0:  # the parameters of an optimizer: without a call for each
@@ -48,8 +51,6 @@ def key_of(
             else:
                 part, local, _ = key_of(cls, list, by_type, a, {})
                 key.append(part)
-        elif kind is slice:
-            key.append((slice, a.start, a.stop, a.step))
         elif isinstance(a, Wrapper):  # of another class than the call's: a copied view
             key.append((kind, a._spec))
             local = a._local_tensor

@@ -19,6 +19,7 @@ IMPL_STYLES = {
     "core": replace(CORE, words="core: dtbench core"),
     "torch": replace(TORCH, words="torch: torch.distributed.tensor"),
     "local": replace(FLOOR, words="local: plain torch, no distribution"),
+    "wrapped": Style("s4", "D", hollow=True, words="wrapped: the least that a tensor class in Python takes"),
 }
 # Of impls that are not known here, in turn.
 _MORE_STYLES = (Style("s3", "^", hollow=True), Style("s4", "D", hollow=True), Style("s5", "v", hollow=True))

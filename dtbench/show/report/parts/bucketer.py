@@ -35,7 +35,8 @@ BUCKET_STYLES = {
     "core": CORE,
     "unbucketed": Style("s3", "^", (5, 1.5, 1, 1.5), hollow=True),
     "reference": Style("s4", "D", (8, 2), hollow=True),
-    "limit": Style("s2", "", (1.5, 1.5)),
+    "packed": Style("s5", "", (4, 1, 1, 1), words="as many collectives, nothing packed"),
+    "limit": Style("s2", "", (1.5, 1.5), words="one collective, nothing packed"),
 }
 OVERLAP_STYLES = {
     "core": replace(CORE, words="core: waits at first use"),
@@ -55,8 +56,8 @@ def fill(section: Section, of: Material) -> None:
     if buckets:
         section.lead = (
             "Many small tensors are reduced and scattered: through the bucketer, one call for each (unbucketed), and "
-            "as one single tensor of the same bytes, which no bucketing can beat (limit). The reference is fairscale’s "
-            "algorithm. GB = 10⁹ bytes."
+            "as tensors of the same bytes that need no packing, a bucket each (packed) or all in one (limit). The "
+            "reference is fairscale’s algorithm. GB = 10⁹ bytes."
         )
         section.add(_throughput(section, buckets), _bucket_table(buckets))
         _headline(section, of, buckets)
