@@ -71,7 +71,16 @@ class PlanCommand(options.Command):
     "machine_name",
     metavar="NAME|FILE",
     default="a100-8x",
-    help="a100-8x, h100-8x, or a JSON file that --fit wrote.",
+    help="One of those that --machines lists, or a JSON file that --fit wrote.",
+)
+@click.option(
+    "--software",
+    "software_name",
+    metavar="NAME|FILE",
+    help="Another machine whose software drives this one: h100-8x-fsdp, h100-8x-nanotron.",
+)
+@click.option(
+    "--machines", "list_machines", is_flag=True, help="Instead: the machines that come with dtbench."
 )
 @click.option(
     "--topology", type=options.FILE, help="What `dtbench calibrate` wrote: prices the links instead."
@@ -120,6 +129,12 @@ class PlanCommand(options.Command):
     help="Instead: fit --machine's constants to measured steps; repeatable.",
 )
 @click.option("-o", "--output", type=options.FILE, help="With --fit: the machine file to write.")
+@click.option(
+    "--ignore",
+    multiple=True,
+    metavar="COLUMN",
+    help="With --validate or --fit: a column of the table that is not used; repeatable.",
+)
 @options.JSON
 @click.pass_context
 def plan_command(context: click.Context, /, as_json: bool, **given: options.Given) -> None:
@@ -137,7 +152,8 @@ def plan_command(context: click.Context, /, as_json: bool, **given: options.Give
     Examples:
       dtbench plan --model llama-70b --gpus 512 --batch 1024
       dtbench plan --model llama-70b --topology topology.json --mesh dp=128,tp=8
-      dtbench plan --validate steps.csv
+      dtbench plan --validate steps.csv --machine h100-8x
+      dtbench plan --machines
       dtbench plan --fit steps.csv -o machine.json
     """
     asked = _Asked(**given)
@@ -148,6 +164,10 @@ def plan_command(context: click.Context, /, as_json: bool, **given: options.Give
         _validate(asked, as_json)
     elif mode == "tables":
         _fit(asked, as_json)
+    elif mode == "list_machines":
+        from dtbench.cost.plan.show import print_machines
+
+        print_machines(as_json)
     else:
         _plan(asked, as_json)
 
@@ -161,6 +181,8 @@ class _Asked:
     batch: int | None
     sequence: int
     machine_name: str
+    software_name: str | None
+    list_machines: bool
     topology: Path | None
     memory: float | None
     mesh: Mesh | None
@@ -171,15 +193,17 @@ class _Asked:
     table: Path | None
     tables: tuple[Path, ...]
     output: Path | None
+    ignore: tuple[str, ...]
 
 
 # What is asked for instead of a search, and the options that go with it.
 _MODES = {
     "mesh": {"model", "topology", "tokens", "dtype", "reduce_dtype", "mapping"},
-    "table": {"machine_name", "topology"},
-    "tables": {"machine_name", "output"},
+    "table": {"machine_name", "software_name", "topology", "ignore", "sequence"},
+    "tables": {"machine_name", "software_name", "output", "ignore", "sequence"},
+    "list_machines": set(),
 }
-_OF_A_SEARCH = {"model", "gpus", "batch", "sequence", "machine_name", "topology", "memory"}
+_OF_A_SEARCH = {"model", "gpus", "batch", "sequence", "machine_name", "software_name", "topology", "memory"}
 
 
 def _mode(context: click.Context) -> str | None:
@@ -201,7 +225,7 @@ def _mode(context: click.Context) -> str | None:
     mode = modes[0] if modes else None
     idle = [name for name in typed if name != mode and name not in (_MODES[mode] if mode else _OF_A_SEARCH)]
     if mode and idle:
-        what = "--mesh" if mode == "mesh" else f"{typed[mode]} TABLE"
+        what = typed[mode] + (" TABLE" if mode.startswith("table") else "")
         raise click.UsageError(
             f"{what} says what is predicted: leave {', '.join(typed[name] for name in idle)} out"
         )
@@ -246,18 +270,18 @@ def _parse_mapping(text: str | None) -> dict[str, str]:
 
 
 def _validate(asked: _Asked, as_json: bool) -> None:
-    from dtbench.cost.plan.machines import find_machine
     from dtbench.cost.plan.show import print_validation
     from dtbench.cost.plan.validate import validate_table
 
     assert asked.table is not None
-    machine = find_machine(asked.machine_name)
-    print_validation(validate_table(asked.table, machine, _links(machine, asked.topology)), as_json)
+    machine = _machine(asked)
+    links = _links(machine, asked.topology)
+    print_validation(validate_table(asked.table, machine, links, asked.ignore, asked.sequence), as_json)
 
 
 def _plan(asked: _Asked, as_json: bool) -> None:
+    from dtbench.cost.plan.ground import extrapolation
     from dtbench.cost.plan.job import Job
-    from dtbench.cost.plan.machines import find_machine
     from dtbench.cost.plan.models import find_model
     from dtbench.cost.plan.search import RESERVED_BYTES, plan
     from dtbench.cost.plan.show import print_plan
@@ -270,7 +294,7 @@ def _plan(asked: _Asked, as_json: bool) -> None:
             f"{', '.join(name for name, value in needed.items() if value is None)} missing: give --model, --gpus and "
             "--batch, or --mesh, or --validate TABLE"
         )
-    machine = find_machine(asked.machine_name)
+    machine = _machine(asked)
     limit = (machine.memory_GiB if asked.memory is None else asked.memory) * 2**30 - RESERVED_BYTES
     if limit <= 0:
         raise click.UsageError(
@@ -278,8 +302,11 @@ def _plan(asked: _Asked, as_json: bool) -> None:
         )
     job = Job(find_model(asked.model), asked.gpus, asked.batch, asked.sequence)
     found = plan(job, machine, _links(machine, asked.topology), limit)
+    beyond = extrapolation(job, machine)
     notes = (
         f"{machine.name}: {machine.source}; constants fitted on {machine.fitted_on}",
+        *([beyond] if beyond else ()),
+        *([f"its collectives are those of {machine.stands_in}"] if machine.stands_in else ()),
         *(
             ()
             if machine.error
@@ -299,18 +326,19 @@ def _plan(asked: _Asked, as_json: bool) -> None:
 def _fit(asked: _Asked, as_json: bool) -> None:
     import msgspec
 
+    from dtbench.cost.plan.csv_table import read_table
     from dtbench.cost.plan.fit import fit_machine
-    from dtbench.cost.plan.machines import find_machine
     from dtbench.cost.plan.show import print_validation
-    from dtbench.cost.plan.tables import measured_steps, read_table
+    from dtbench.cost.plan.tables import read_steps
     from dtbench.records.atomic import refuse_taken, write_atomically
 
     tables, output = asked.tables, asked.output
     if output is None:
         raise click.UsageError("--fit writes a machine file: give -o FILE.json")
-    machine = find_machine(asked.machine_name)
+    machine = _machine(asked)
     refuse_taken(output)
-    measured = [one for path in tables for one in measured_steps(read_table(path), machine)]
+    read = [read_steps(read_table(path, asked.ignore), machine, asked.sequence) for path in tables]
+    measured = [one for steps in read for one in steps.measured]
     fit = fit_machine(measured, machine, ", ".join(path.name for path in tables))
     write_atomically(
         output, json.dumps(msgspec.to_builtins(fit.machine), indent=1) + "\n", lambda _: False, "machine"
@@ -318,6 +346,15 @@ def _fit(asked: _Asked, as_json: bool) -> None:
     print_validation(fit.held_out, as_json)
     if not as_json:
         click.echo(f"the machine, fitted to all {len(measured)} steps, is in {output}")
+
+
+def _machine(asked: _Asked) -> Machine:
+    from dtbench.cost.plan.machines import find_machine, with_software
+
+    machine = find_machine(asked.machine_name)
+    return (
+        machine if asked.software_name is None else with_software(machine, find_machine(asked.software_name))
+    )
 
 
 def _links(machine: Machine, topology: Path | None) -> Links:

@@ -44,17 +44,24 @@ class PlanFile(Struct, frozen=True, kw_only=True):
 
 
 class StepRow(Struct, frozen=True, kw_only=True):
-    """error: predicted over measured, less 1."""
+    """error: predicted over measured, less 1. low_s, high_s: the 90 % interval, where there is one. Bytes of one GPU,
+    where they were measured. line: of the table, 0 where it has none."""
 
     label: str
     group: str
     measured_s: Amount
     predicted_s: Amount
     error: float
+    low_s: Amount | None = None
+    high_s: Amount | None = None
+    measured_bytes: Amount | None = None
+    predicted_bytes: Amount | None = None
+    line: Count = 0
 
 
 class StepsFile(Struct, frozen=True, kw_only=True):
-    """cost_of_choice: per group of choices, what the one predicted fastest took more than the fastest."""
+    """cost_of_choice: per group of choices, what the one predicted fastest took more than the fastest. left_out:
+    rows that the model cannot express, a line for each reason."""
 
     kind: Literal["plan validation"] = "plan validation"
     title: str
@@ -64,6 +71,7 @@ class StepsFile(Struct, frozen=True, kw_only=True):
     pairs_in_order: Count
     cost_of_choice: tuple[float, ...]
     verdict: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
 
 class Times(Struct, frozen=True, kw_only=True):

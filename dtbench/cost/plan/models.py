@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
@@ -44,13 +45,17 @@ class Model(msgspec.Struct, frozen=True):
     tied: bool = False
     source: str = ""
 
-    def layer_elements(self, tp: int = 1) -> int:
-        """Parameters of one layer that one of `tp` tensor-parallel ranks holds; the largest rank's."""
+    def layer_elements(self, tp: int = 1, ep: int = 1) -> int:
+        """Parameters of one layer that one of `tp` tensor-parallel and `ep` expert-parallel ranks holds; the largest
+        rank's."""
         per_rank = _ceil(self.heads, tp) + 2 * _ceil(self.kv_heads, tp)  # query, key and value
         attention = self.hidden * self.head_dim * (per_rank + _ceil(self.heads, tp))
-        mlp = self.experts * (3 if self.gated else 2) * self.hidden * _ceil(self.ffn, tp)
         router = self.hidden * self.experts if self.experts > 1 else 0
-        return attention + mlp + router + 2 * self.hidden
+        return attention + self.mlp_elements(tp, ep) + router + 2 * self.hidden
+
+    def mlp_elements(self, tp: int = 1, ep: int = 1) -> int:
+        """Of these the MLP's, or those of the experts that are on the rank."""
+        return _ceil(self.experts, ep) * (3 if self.gated else 2) * self.hidden * _ceil(self.ffn, tp)
 
     def end_elements(self, tp: int = 1) -> int:
         """Parameters of embedding, head and last norm that one rank holds."""
@@ -89,10 +94,33 @@ _GATED_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
 
 
 @functools.cache
+def _content() -> tuple[dict[str, Model], dict[str, str], dict[str, str]]:
+    """Models by name; other names of them; and by plain name why a model is not one."""
+    content = json.loads(resources.files("dtbench.cost.plan").joinpath("models.json").read_bytes())
+    refused = content.pop("refused")
+    others = {other: name for name, keys in content.items() for other in keys.pop("aliases", ())}
+    return {name: make_model(f"model {name}", name, keys) for name, keys in content.items()}, others, refused
+
+
 def built_in_models() -> Mapping[str, Model]:
     """Those that come with dtbench, by name."""
-    content = json.loads(resources.files("dtbench.cost.plan").joinpath("models.json").read_bytes())
-    return {name: make_model(f"model {name}", name, keys) for name, keys in content.items()}
+    return _content()[0]
+
+
+def model_called(name: str) -> Model | str | None:
+    """The built-in model of a name as tables write it (`LLAMA3.1_405B`, `Qwen3 30B a3B (w/o MTP)`); or why it is not
+    in the model; None: not known. `1B` and `1b` are different ones: nanotron's and llm-foundry's."""
+    models, others, refused = _content()
+    exact = {**{key: key for key in models}, **others}
+    if name in exact:
+        return models[exact[name]]
+    plain = _plain(re.sub(r"[(\[].*?[)\]]", "", name))
+    by_plain = {_plain(key): value for key, value in exact.items()}
+    return models[by_plain[plain]] if plain in by_plain else refused.get(plain)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def find_model(name_or_path: str) -> Model:

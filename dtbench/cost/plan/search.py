@@ -53,7 +53,7 @@ def plan(job: Job, machine: Machine, links: Links, limit_bytes: float) -> Plan:
     Raises:
         UsageError: no layout uses all GPUs with this batch, or none fits into memory.
     """
-    layouts = [(layout, memory_of(job, layout)) for layout in all_layouts(job, machine)]
+    layouts = [(layout, memory_of(job, layout, machine.fitted)) for layout in all_layouts(job, machine)]
     if not layouts:
         raise UsageError(
             f"no layout shares a batch of {job.batch} sequences over all {job.gpus} GPUs: give --batch as a multiple "

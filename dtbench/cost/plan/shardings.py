@@ -79,12 +79,6 @@ def activation_bytes(model: Model, tokens: int, itemsize: int) -> int:
     return tokens * model.hidden * itemsize
 
 
-def in_all_reduces(scheme: str) -> float:
-    """How many all-reduces of a layer's weights the collectives of a data-parallel scheme amount to, all elements of
-    one size: a gather or a scatter is half of one."""
-    return sum(1.0 if collective == "all_reduce" else 0.5 for *_, collective in _OF_A_LAYER[scheme])
-
-
 def tensor_calls(scheme: str, t: Training, mesh_dim: str) -> Iterator[Call]:
     """Over the ranks that share one copy of the model: activations, around each block of a layer in each pass."""
     activations = activation_bytes(t.model, t.tokens, t.itemsize)

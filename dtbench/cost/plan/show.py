@@ -7,6 +7,8 @@ import dataclasses
 import msgspec
 from rich.console import Console
 
+from dtbench.cost.plan.ground import interval
+from dtbench.cost.plan.machines import Machine, built_in, find_machine
 from dtbench.cost.plan.search import Candidate, Plan, explain
 from dtbench.model.mesh import format_mesh
 from dtbench.records.plan import (
@@ -91,13 +93,13 @@ def plan_file(plan: Plan, notes: tuple[str, ...]) -> PlanFile:
 
 
 def _row(one: Candidate, plan: Plan) -> LayoutRow:
-    step, error = one.step, plan.machine.error
+    step, ends = one.step, interval(plan.job, one.layout, plan.machine)
     return LayoutRow(
         words=one.layout.words(),
         layout=dataclasses.asdict(one.layout),
         step_s=step.total_s,
-        low_s=None if error is None else step.total_s * error.low,
-        high_s=None if error is None else step.total_s * error.high,
+        low_s=None if ends is None else step.total_s * ends[0],
+        high_s=None if ends is None else step.total_s * ends[1],
         mfu=step.mfu(plan.machine, plan.job.gpus),
         exposed_s=step.exposed_s,
         parts_s={name: getattr(step, f"{name}_s") for name in PARTS},
@@ -132,6 +134,39 @@ def print_validation(made: StepsFile, as_json: bool = False) -> None:
     print_line(console, "")
     for line in made.verdict:
         print_line(console, line)
+
+
+def print_machines(as_json: bool = False) -> None:
+    """The machines that come with dtbench: what of each was measured and what is its data sheet's."""
+    machines = [find_machine(name) for name in built_in()]
+    if as_json:
+        print_json({"kind": "machines", "machines": [msgspec.to_builtins(one) for one in machines]})
+        return
+    console = new_console()
+    figures: list[Column] = [
+        ("GPUs a node", [str(one.gpus_per_node) for one in machines]),
+        ("memory", [f"{one.memory_GiB:.4g} GiB" for one in machines]),
+        ("peak bf16", [f"{one.peak_tflops:.4g} TFLOP/s" for one in machines]),
+        ("network", [f"{one.network.GBps:.3g} GB/s" for one in machines]),
+    ]
+    words: list[Column] = [
+        ("collectives measured on", [_measured_on(one) for one in machines]),
+        ("steps", [one.fitted_on for one in machines]),
+        ("licence", [one.licence for one in machines]),
+    ]
+    print_columns(console, [("machine", [one.name for one in machines])], figures, words)
+    print_line(console, "")
+    for one in machines:
+        print_line(console, f"{one.name}: {one.source}")
+
+
+def _measured_on(one: Machine) -> str:
+    if one.stands_in:
+        return f"none: of {one.stands_in}"
+    return "; ".join(
+        f"{name.replace('_', '-')} {', '.join(tables)}"
+        for name, tables in {"all_reduce": one.all_reduce, **one.collectives}.items()
+    )
 
 
 def print_communication(found: Communication, as_json: bool = False) -> None:

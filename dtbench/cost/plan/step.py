@@ -2,9 +2,9 @@
 
 Per layer and micro batch a GPU is busy with matrix products at a fitted share of its peak, with memory-bound
 operations whose bytes are counted here at a fitted share of its memory bandwidth, with what does not shrink, and with
-the tensor-parallel collectives; a layer takes at least what the host needs to start it. Micro batches then pass
-through the pipeline (1F1B, Narayanan et al. 2021, arXiv 2104.04473, section 2.2), and the step ends with what the
-reduction of the gradients does not hide, and with the optimizer.
+the collectives of the layer; a layer takes at least what the host needs to start it. Micro batches then pass through
+the pipeline (1F1B, Narayanan et al. 2021, arXiv 2104.04473, section 2.2) at the pace of its slowest stage, and the
+step ends with what the reduction of the gradients does not hide, and with the optimizer.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from dtbench.cost.plan.job import Job, Layout, stage_elements
+from dtbench.cost.plan.job import Job, Layout, stage_elements, stage_layers
 from dtbench.cost.plan.machines import Links, Machine
 from dtbench.cost.plan.models import Model
-from dtbench.cost.plan.shardings import BLOCKS, DDP, FSDP, activation_bytes, in_all_reduces
+from dtbench.cost.plan.shardings import BLOCKS, activation_bytes
 
-FSDP_COST, DDP_COST = in_all_reduces(FSDP), in_all_reduces(DDP)
 ITEM = 2  # bytes of an element in bfloat16 or float16
 
 # Elements that memory-bound operations read and write per token and layer, forward and backward (twice the forward).
@@ -26,18 +25,21 @@ NOT_CUT = 33
 # Cut over tp, per element of the attention's width: biases and copies of query, key and value (6) and of the
 # context (2); of the MLP's: bias and activation (2), gated also the product with the gate (3). Times 3.
 ATTENTION, MLP, GATED_MLP = 24, 6, 9
+# Per element of the tokens that go to experts: put into their order and back (2 each forward), weighted. Times 3.
+PERMUTED = 15
 # Per score of an attention without flash kernels: mask, softmax and dropout, 4.5 forward and 6 backward.
 SCORES = 10.5
-# Adam: reads weight, both moments (4 bytes each) and gradient (2), writes the three and the weight in 2 bytes.
-OPTIMIZER_BYTES = 28
+# Adam: reads weight, both moments (4 bytes each) and gradient, writes the three and the weight in 2 bytes.
+OPTIMIZER_BYTES = 26
 
 
 @dataclass(frozen=True)
 class Step:
     """Seconds of one step, and where they go; the parts add up to `total_s`.
 
-    compute_s: of all layers and the head on a rank that never waits. tensor_s, pipeline_s, data_s: communication that
-    computation does not hide. bubble_s: waiting for the first and last micro batches.
+    compute_s: of the layers and the head on the slowest stage, on a rank that never waits. tensor_s, pipeline_s,
+    data_s: communication that computation does not hide; tensor_s is that within a layer, over tp, cp and ep.
+    bubble_s: waiting for the first and last micro batches.
     """
 
     compute_s: float
@@ -89,46 +91,89 @@ def model_flops(job: Job) -> float:
 def predict_step(job: Job, layout: Layout, machine: Machine, links: Links) -> Step:
     """What a step of `job` takes in this layout."""
     layer = _layer(job, layout, machine, links)
-    layers = job.model.layers / layout.pp
+    counts = stage_layers(job.model, layout.pp, machine.fitted.stages_by_cost)
     count = layout.micro_batches(job.batch)
     head = _head(job, layout, machine)
     sent = 0.0
     if layout.pp > 1:
-        size = activation_bytes(job.model, layout.micro_batch * job.sequence, ITEM)
-        sent = 2 * layout.chunks * links.send(size, layout.tp, layout.tp * layout.dp)
-    waits = (layout.pp - 1) / layout.chunks
-    stage = layers * (layer.busy + layer.exposed)
+        size = activation_bytes(job.model, _tokens(job, layout), ITEM)
+        sent = 2 * layout.chunks * links.send(size, layout.tp, layout.tp * layout.copies)
+    one = layer.busy + layer.exposed
+    # Of the stages either one with most layers is the slowest, or the last one, which has the head.
+    slowest = max(((max(counts), 0.0), (counts[-1], head)), key=lambda stage: stage[0] * one + stage[1])
+    busy = slowest[0] * layer.busy + slowest[1]
+    others = job.model.layers * one + head - (slowest[0] * one + slowest[1])
     return Step(
-        compute_s=count * (layers * layer.busy + head),
-        tensor_s=count * layers * layer.exposed,
+        compute_s=count * busy,
+        tensor_s=count * slowest[0] * layer.exposed,
         pipeline_s=(count + layout.pp - 2) * sent,
-        data_s=_data_parallel(job, layout, links, layers * layer.busy + head, count),
-        bubble_s=waits * stage,
+        data_s=_data_parallel(job, layout, machine, links, busy, count),
+        bubble_s=others / layout.chunks,
         once_s=machine.fitted.step_us * 1e-6 + _optimizer(job, layout, machine),
         model_flops=model_flops(job),
     )
 
 
+def _tokens(job: Job, layout: Layout) -> int:
+    """Of one micro batch on one rank."""
+    return layout.micro_batch * job.sequence // layout.cp
+
+
 def _layer(job: Job, layout: Layout, machine: Machine, links: Links) -> _Layer:
     model, software, fitted = job.model, job.software, machine.fitted
-    tokens = layout.micro_batch * job.sequence
+    tokens = _tokens(job, layout)
     weights, attention = _matmul_flops(model, job.sequence)
+    if model.experts > 1:
+        experts = 2 * (3 if model.gated else 2) * model.hidden * model.ffn * model.experts_per_token
+        weights += experts * (1 / fitted.grouped - 1)
     # Passes: one forward, two backward; a flash kernel computes the scores once more in its backward pass.
     again = 1 if layout.recompute == "full" else 0
     scores_again = again + (0.5 if software.flash else layout.recompute == "selective")
-    forward = tokens * weights / layout.tp / machine.flops
-    matmul = (3 + again) * forward + (3 + scores_again) * tokens * attention / layout.tp / machine.flops
+    forward = (
+        tokens * weights / layout.tp / machine.flops / (fitted.fp8 if software.precision == "fp8" else 1)
+    )
+    scores = tokens * attention / layout.tp / machine.flops / (fitted.attention if software.flash else 1)
+    matmul = (3 + again) * forward + (3 + scores_again) * scores
     more = (3 + again) / 3
     moved = ITEM * tokens * _memory_bound(job, layout)
     device = matmul + more * (moved / machine.bytes_per_s + fitted.layer_us * 1e-6)
     host = more * (fitted.host_us if layout.tp == 1 else fitted.host_tp_us) * 1e-6
-    if layout.tp == 1:
-        return _Layer(max(device, host), 0.0)
-    one = links.all_reduce(activation_bytes(model, tokens, ITEM), layout.tp, 1)
-    # In the backward pass a collective runs beside the block's weight gradients.
-    behind = BLOCKS * ((1 + again) * one + max(0.0, one - forward / BLOCKS))
+    exposed, waits = _in_layer(job, layout, links, forward, scores)
+    if layout.tp > 1 and layout.pp > 1 and job.gpus > machine.gpus_per_node:
+        host += more * fitted.wait_us * 1e-6 * layout.tp + waits
     busy = max(device, host)
-    return _Layer(busy, max(device + behind, host) - busy)
+    return _Layer(busy, max(device + exposed, host) - busy)
+
+
+def _in_layer(job: Job, layout: Layout, links: Links, forward: float, scores: float) -> tuple[float, float]:
+    """Seconds of a layer's collectives, forward and backward, that its computation does not hide; and of these what
+    an empty message takes. forward, scores: seconds of its matrix products and of its attention, forward."""
+    model, tp, tokens = job.model, layout.tp, _tokens(job, layout)
+    again = 1 if layout.recompute == "full" else 0
+    exposed = waits = 0.0
+    if tp > 1:
+        size = activation_bytes(model, tokens, ITEM)
+        # Backward the collectives run beside the block's weight gradients.
+        if (
+            job.software.sequence_parallel
+        ):  # a gather and a scatter per block; the backward pass gathers once more
+            one, empty = links.gather(size, tp, 1), links.gather(1, tp, 1)
+            exposed += BLOCKS * (2 * (1 + again) * one + max(0.0, 3 * one - forward / BLOCKS))
+            waits += BLOCKS * (5 + 2 * again) * empty
+        else:
+            one, empty = links.all_reduce(size, tp, 1), links.all_reduce(1, tp, 1)
+            exposed += BLOCKS * ((1 + again) * one + max(0.0, one - forward / BLOCKS))
+            waits += BLOCKS * (2 + again) * empty
+    if layout.cp > 1:
+        # Keys and values of the whole sequence pass each rank, and their gradients back, beside the attention.
+        kv_bytes = 2 * model.kv_heads * model.head_dim * ITEM * tokens * layout.cp / tp
+        one = links.gather(kv_bytes, layout.cp, tp)
+        exposed += (1 + again) * max(0.0, one - scores) + max(0.0, 2 * one - 2.5 * scores)
+    if layout.ep > 1:
+        # To the experts and back, in both passes; every expert is chosen as often as any other.
+        routed_bytes = tokens * model.experts_per_token * model.hidden * ITEM / tp
+        exposed += (4 + 2 * again) * links.all_to_all(routed_bytes, layout.ep, 1)
+    return exposed, waits
 
 
 def _memory_bound(job: Job, layout: Layout) -> float:
@@ -136,6 +181,8 @@ def _memory_bound(job: Job, layout: Layout) -> float:
     model, software = job.model, job.software
     cut: float = ATTENTION * model.heads * model.head_dim
     cut += (GATED_MLP if model.gated else MLP) * model.ffn * model.experts_per_token
+    if model.experts > 1:
+        cut += PERMUTED * model.hidden * model.experts_per_token
     if not software.flash:
         cut += SCORES * (1 + (layout.recompute == "selective") / 3) * model.heads * job.sequence
     whole = NOT_CUT * model.hidden
@@ -143,33 +190,66 @@ def _memory_bound(job: Job, layout: Layout) -> float:
 
 
 def _head(job: Job, layout: Layout, machine: Machine) -> float:
-    """Seconds of the head and the loss per micro batch, which the last stage computes and the others wait for."""
-    tokens = layout.micro_batch * job.sequence
-    logits = tokens * job.model.vocab / layout.tp
+    """Seconds of the head and the loss per micro batch, which the last stage computes."""
+    logits = _tokens(job, layout) * job.model.vocab / layout.tp
     return 6 * logits * job.model.hidden / machine.flops + (
         machine.fitted.logit_bytes * logits / machine.bytes_per_s
     )
 
 
-def _data_parallel(job: Job, layout: Layout, links: Links, one_micro_batch: float, count: int) -> float:
-    """Seconds of reduced gradients, and of gathered weights with FSDP, that are waited for."""
-    if layout.dp == 1:
+def _data_parallel(
+    job: Job, layout: Layout, machine: Machine, links: Links, one_micro_batch: float, count: int
+) -> float:
+    """Seconds of reduced gradients, and of gathered weights, that are waited for."""
+    if layout.copies == 1:
         return 0.0
-    elements = stage_elements(job.model, layout)
-    layers = job.model.layers / layout.pp
-    hidden_by = 2 / 3 * one_micro_batch if job.software.overlap else 0.0  # the last backward pass
+    counts = stage_layers(job.model, layout.pp, machine.fitted.stages_by_cost)
+    layers = max(counts)
+    elements = stage_elements(job.model, layout, counts)
+    experts = layers * job.model.mlp_elements(layout.tp, layout.ep) if layout.ep > 1 else 0
+    # Elements, ranks that hold them, and ranks between neighbours of these. Experts have fewer copies.
+    parts = [(elements - experts, layout.copies, layout.tp)]
+    if experts:
+        parts.append((experts, layout.copies * layout.tp // layout.ep, layout.ep))
+    return sum(_reduced(job, layout, machine, links, part, one_micro_batch, count, layers) for part in parts)
+
+
+def _reduced(
+    job: Job,
+    layout: Layout,
+    machine: Machine,
+    links: Links,
+    part: tuple[float, int, int],
+    one_micro_batch: float,
+    count: int,
+    layers: int,
+) -> float:
+    elements, copies, inner = part
+    # A collective per layer: FSDP has one, DDP's buckets and ZeRO's tensors are of that order.
+    gradients, weights = (elements * item / layers for item in (machine.fitted.gradient_bytes, ITEM))
+    overlap = job.software.overlap
     total = 0.0
-    if layout.fsdp > 1:
-        one = FSDP_COST * links.all_reduce(elements * ITEM, layout.fsdp, layout.tp)
-        free = one_micro_batch if job.software.overlap else 0.0
-        total += count * max(one - free, one / layers)  # in every micro batch
-    replicas = layout.dp // layout.fsdp
+    shards = min(layout.fsdp, copies)
+    if shards > 1:
+        once, scattered = links.gather(weights, shards, inner), links.gather(gradients, shards, inner)
+        if layout.pp > 1:  # gathered for all micro batches, and summed before they are scattered
+            total += once + scattered
+        else:  # both passes of every micro batch gather, beside the computation
+            one = 2 * once + scattered
+            total += count * max(layers * one - (one_micro_batch if overlap else 0), one)
+    replicas = copies // shards
     if replicas > 1:
-        one = DDP_COST * links.all_reduce(elements * ITEM / layout.fsdp, replicas, layout.tp * layout.fsdp)
-        total += max(one - hidden_by, one / layers)
+        across = inner * shards
+        if job.software.zero and shards == 1:
+            one = links.gather(gradients, replicas, across) + links.gather(weights, replicas, across)
+        else:
+            one = links.all_reduce(gradients / shards, replicas, across)
+        hidden_by = 2 / 3 * one_micro_batch if overlap else 0.0  # the last backward pass
+        total += max(layers * one - hidden_by, one)
     return total
 
 
 def _optimizer(job: Job, layout: Layout, machine: Machine) -> float:
-    shards = layout.dp if job.software.sharded_optimizer else layout.fsdp
-    return OPTIMIZER_BYTES * stage_elements(job.model, layout) / shards / machine.bytes_per_s
+    shards = layout.copies if job.software.zero else layout.fsdp
+    moved = (OPTIMIZER_BYTES + machine.fitted.gradient_bytes) * stage_elements(job.model, layout)
+    return moved / shards / machine.bytes_per_s

@@ -1,0 +1,88 @@
+"""What ground a machine's constants stand on, and how far a job lies beyond it: intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from dtbench.cost.plan.job import Job, Layout
+from dtbench.cost.plan.machines import Error, Machine
+from dtbench.text.units import format_ratio
+
+# Of steps of one kind so many give an interval of their own; fewer share that of all steps.
+ENOUGH = 20
+# An interval's logarithm grows by this share with every doubling beyond the ground: constants fitted to 8 to 64 GPUs
+# of the public H100 steps and held against those on up to 256, see docs/pages/explanation/plan.md.
+WIDER_PER_DOUBLING = 0.5
+
+
+def kind_of(job: Job, layout: Layout, machine: Machine) -> str:
+    """Steps whose predictions are about as far off."""
+    if job.gpus <= machine.gpus_per_node:
+        return "one node"
+    return "pipelines over nodes" if layout.pp > 1 else "several nodes"
+
+
+def _measures(job: Job) -> dict[str, float]:
+    return {"GPUs": job.gpus, "parameters": job.model.elements(), "tokens a sequence": job.sequence}
+
+
+def ground_of(jobs: Iterable[Job]) -> dict[str, tuple[float, float]]:
+    """From the least to the most of what was measured."""
+    measures = [_measures(job) for job in jobs]
+    return {name: (min(m[name] for m in measures), max(m[name] for m in measures)) for name in measures[0]}
+
+
+def error_of(kinds: Sequence[str], ratios: Sequence[float]) -> Error:
+    """Measured over predicted of steps that were not fitted: the ends of 90 % of them, of all and of each kind."""
+
+    def ends(of: Sequence[float]) -> tuple[float, float]:
+        # Conformal: of n steps the (n + 1) x 5 % smallest and largest, so that few of them give a wide interval.
+        ordered = np.sort(of)
+        outside = max(0, int((len(of) + 1) * 0.05) - 1)
+        return round(float(ordered[outside]), 3), round(float(ordered[-1 - outside]), 3)
+
+    by_kind = {
+        kind: [r for k, r in zip(kinds, ratios, strict=True) if k == kind] for kind in sorted({*kinds})
+    }
+    low, high = ends(ratios)
+    return Error(
+        low=low, high=high, kinds={kind: ends(of) for kind, of in by_kind.items() if len(of) >= ENOUGH}
+    )
+
+
+def interval(job: Job, layout: Layout, machine: Machine) -> tuple[float, float] | None:
+    """What 90 % of such steps take, over the predicted time; wider beyond the ground. None where nothing is known."""
+    error = machine.error
+    if error is None:
+        return None
+    low, high = error.kinds.get(kind_of(job, layout, machine), (error.low, error.high))
+    wider = 1 + WIDER_PER_DOUBLING * sum(math.log2(factor) for _, factor in _beyond(job, machine))
+    # A kind whose ends lie to one side of 1 is off; beyond its ground nobody knows to which.
+    low, high = (low, high) if wider == 1 else (min(low, 1 / high), max(high, 1 / low))
+    return low**wider, high**wider
+
+
+def _beyond(job: Job, machine: Machine) -> Iterator[tuple[str, float]]:
+    """(what, by what factor it lies outside of what was measured)."""
+    for name, value in _measures(job).items():
+        least, most = machine.ground.get(name, (value, value))
+        if not least <= value <= most:
+            yield name, value / most if value > most else least / value
+
+
+def extrapolation(job: Job, machine: Machine) -> str | None:
+    """A line that says what was measured and what is asked, where these differ."""
+    measures = _measures(job)
+    words = [
+        f"{_short(machine.ground[name][0])} to {_short(machine.ground[name][1])} {name}, asked for "
+        f"{_short(measures[name])} ({format_ratio(factor)} beyond)"
+        for name, factor in _beyond(job, machine)
+    ]
+    return f"extrapolated: {machine.name} was fitted on {'; on '.join(words)}" if words else None
+
+
+def _short(value: float) -> str:
+    return f"{value / 1e9:.3g} x 10^9" if value >= 1e9 else f"{value:,.0f}"
