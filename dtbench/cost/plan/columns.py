@@ -49,7 +49,10 @@ def find_columns(
     titles: Sequence[str], row: Sequence[str]
 ) -> tuple[dict[str, int], dict[str, str], list[str]]:
     """Places and units of the columns that are known, and the titles that are not, or say a column twice; of
-    collectives the first counts (nccl-tests: out of place). row: the first below the titles, which tells a GPU's name from a number of GPUs."""
+    collectives the first counts (nccl-tests: out of place).
+
+    row: the first below the titles, which tells a GPU's name from a number of GPUs.
+    """
     at: dict[str, int] = {}
     units: dict[str, str] = {}
     unknown: list[str] = []
