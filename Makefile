@@ -16,7 +16,7 @@ HOSTS := $(BIN)/dtbench lab run --hosts 2 --rate 400mbit --ranks-per-host 2 -- d
 
 GPU := results/gpu
 
-.PHONY: bench lab gpu rehearse-gpu test test-all faults large against-torch coverage compat fuzz docs size install checks lint types imports fast slow clean
+.PHONY: pictures bench lab gpu rehearse-gpu test test-all faults large against-torch coverage compat fuzz docs size install checks lint types imports fast slow clean
 
 bench: install
 	@mkdir -p results reports
@@ -93,6 +93,10 @@ fuzz: install
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f docs/mkdocs.yml
 	@echo "docs/site/index.html"
+
+# The pictures of those pages, taken of what the commands write from committed files; needs a chromium.
+pictures: install
+	$(BIN)/python docs/pictures.py
 
 install: $(VENV)/installed
 

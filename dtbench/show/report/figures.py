@@ -277,7 +277,7 @@ def _reach(rows: Sequence[Row]) -> list[float]:
 def _paint_dots(
     rows: Sequence[Row], styles: Mapping[str, Style], x: Axis, intervals: bool, canvas: Canvas
 ) -> list[Point]:
-    most = 54 if intervals else 24
+    most = 54 if intervals else 28
     labels, notes = [cut(row.label, most) for row in rows], [row.note for row in rows]
     axes = axes_in(canvas, **_sides(labels, notes), top=6, bottom=42 if x.title else 28)
     if intervals:
@@ -434,11 +434,11 @@ def maps(
     drawn = []
     for index, one in enumerate(panels):
         columns = max(map(len, one.cells))
-        cell = min(max((CURVES_PX[0] - 70) / columns, 8.0), 92.0)
+        cell = min(max((DOTS_PX - 70) / columns, 8.0), 92.0)
         width, height = max(cell * columns + 70, 200.0), min(cell, 46.0) * len(one.cells) + 46
         paint = partial(_paint_map, one, axes_names, cell, width - 44 - cell * columns)
         drawn.append(Panel(one.title, one.desc, f"{name}{index}", width, height, paint))
-    return Figure(caption, (), drawn, 3, folded=folded) if drawn else None
+    return Figure(caption, (), drawn, 2, folded=folded) if drawn else None
 
 
 def _paint_map(one: Map, axes_names: tuple[str, str], cell: float, right: float, canvas: Canvas) -> None:
@@ -447,8 +447,8 @@ def _paint_map(one: Map, axes_names: tuple[str, str], cell: float, right: float,
     high, columns = max(known, default=1.0), max(map(len, one.cells))
     axes = axes_in(canvas, left=44, right=right, top=6, bottom=38)
     words = [[(label, "–" if v is None else one.words(v)) for label, v in row] for row in one.cells]
-    # What is bold is wider by a fifth.
-    widest = 1.2 * max(text_px(plain(text)) for row in words for texts in row for text in texts)
+    # What is bold is wider by a tenth.
+    widest = 1.1 * max(text_px(plain(text)) for row in words for texts in row for text in texts)
     for i, row in enumerate(one.cells):
         for j, (_, value) in enumerate(row):
             if value is not None:

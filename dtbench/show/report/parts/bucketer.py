@@ -106,8 +106,15 @@ def _group(case: Case) -> tuple[str, int, str, int]:
 
 def _throughput(section: Section, cases: Sequence[Case]) -> Figure | None:
     """A panel per size of the small tensors; the large ones have one bucket size."""
-    swept = sorted((c for c in cases if c.name == "reduce_scatter"), key=lambda c: c.number("bucket_bytes"))
-    grouped = group_by(swept, lambda c: (c.get("mesh_dim"), c.get("dtype"), c.number("tensor_bytes")))
+    ordered = sorted(cases, key=lambda c: c.number("bucket_bytes"))
+    groups = group_by(
+        ordered, lambda c: (c.get("mesh_dim"), c.get("dtype"), c.number("tensor_bytes"), c.name)
+    )
+    grouped = {
+        key[:3]: of
+        for key, of in groups.items()
+        if key[3] == "reduce_scatter" or len({c.number("bucket_bytes") for c in of}) > 1
+    }
     panels = []
     for (dim, dtype, tensor), members in section.capped(
         sorted(grouped.items(), key=lambda i: i[0][2]), "panels"
