@@ -403,7 +403,18 @@ def test_a_lost_write_is_refused_in_lists_too(mesh: DeviceMesh) -> None:
     y = distribute_tensor(torch.ones(1, 2), mesh, [Replicate()])
     for _ in range(3):
         with pytest.raises(PlacementError, match="one view is a copy"):
-            torch._foreach_add_([x[:1], x[1:2]], [y, y])
+            torch._fused_sgd_(
+                [x[:1], x[1:2]],
+                [y, y],
+                [],
+                weight_decay=0.0,
+                momentum=0.0,
+                lr=0.1,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=True,
+            )
 
 
 @needs_213("the fake group leaves unwritten what it gathers")

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.tests.gloo_world import mesh_of, on_ranks
 from core.tests.local_world import ThreadWorlds
-from dtbench_core import DTensor, Replicate, Shard, distribute_tensor
+from dtbench_core import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 S, R = Shard, Replicate()
 Tensors = tuple[torch.Tensor, torch.Tensor]
@@ -93,6 +93,50 @@ def _writes() -> None:
                             "a row further",
                         )
                         assert not defined or torch.equal(got.full_tensor(), wanted), said
+
+
+@pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
+@on_ranks
+def test_lists_of_tensors_that_share_memory() -> None:
+    """They are written one after the other."""
+    mesh = mesh_of((4,))
+    lists: list[Callable[[torch.Tensor, torch.Tensor], Any]] = [
+        lambda x, y: torch._foreach_add_([x[:1], x[1:2]], [y[:1], x[:1]]),
+        lambda x, y: torch._foreach_mul_([x[2], x, x.t()], 3),
+        lambda x, y: torch._foreach_add_([x, y], [y, x]),
+        lambda x, y: torch._foreach_mul_([x.data, x[1]], 2),
+        lambda x, y: torch._foreach_addcmul_([y, x], [x, y], [x, y]),
+    ]
+    for write in lists:
+        for one, other in ((S(0), S(1)), (R, S(0)), (S(1), R)):
+            plain = _full(), _full() / 4
+            ours = [
+                distribute_tensor(t, mesh, [p], src_data_rank=None)
+                for t, p in zip(plain, (one, other), strict=True)
+            ]
+            for _ in range(2):
+                write(*ours)
+                write(*plain)
+            for got, wanted in zip(ours, plain, strict=True):
+                torch.testing.assert_close(got.full_tensor(), wanted)
+    # Max is not linear, so that the write gathers.
+    x = DTensor.from_local(torch.full((2,), float(mesh.get_local_rank())), mesh, [Partial("max")])
+    torch._foreach_mul_([x.view(1, 2), x], 3)
+    assert x.full_tensor().tolist() == [27.0, 27.0]
+
+
+@on_ranks
+def test_writes_to_data_show_in_views_that_were_copied() -> None:
+    mesh, full = mesh_of((4,)), _full()
+    x = distribute_tensor(full, mesh, [S(0)], src_data_rank=None)
+    seen, wanted = x[1:3], full[1:3]
+    of_data, wanted_of_data = x.data.chunk(2)[0], full.data.chunk(2)[0]
+    for base in (x, full):
+        base.data.mul_(2)
+    assert torch.equal(seen.full_tensor(), wanted)
+    x.fill_(3)
+    full.fill_(3)
+    assert torch.equal(of_data.full_tensor(), wanted_of_data) and torch.equal(seen.full_tensor(), wanted)
 
 
 @on_ranks

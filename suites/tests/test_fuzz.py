@@ -32,7 +32,15 @@ def test_a_seed_has_its_programs() -> None:
     texts = [program(f"1/{number}", 0.5).text() for number in range(60)]
     assert texts == [program(f"1/{number}", 0.5).text() for number in range(60)]
     assert len({*texts}) > 50
-    for word in ("@compiled", "from_local", "transposed", "grad=True", "mesh([[3, 2], [1, 0]])", "_("):
+    for word in (
+        "@compiled",
+        "from_local",
+        "transposed",
+        "grad=True",
+        "mesh([[3, 2], [1, 0]])",
+        "_(",
+        "with refused()",
+    ):
         assert any(word in text for text in texts), word
 
 
@@ -63,6 +71,8 @@ def test_a_planted_fault_is_found_and_minimised(
     ("line", "verdict"),
     [
         ("v1 = v0.softmax(0)", "pass"),
+        ("with refused(): v0.softmax(7)", "pass"),
+        ("with refused(): 1 / (0 if not hasattr(v0, 'full_tensor') else 1)", "error"),
         ("v1 = v0.no_such_method()", "n/a"),
         ("v0[0:1].copy_(v0 if isinstance(v0, torch.DTensor) else v0[0])", "n/a"),
         ("v1 = torch.ones(2) + v0", "refused"),

@@ -25,7 +25,7 @@ from dtbench_core.layout.mesh import MeshInfo
 from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.shard_layout import empty_part
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import Wrapper, wrap
+from dtbench_core.layout.wrapper import Wrapper, count_write, wrap
 from dtbench_core.op_types import Args, Kwargs, Value
 from dtbench_core.redistribute.autograd import local_at
 from dtbench_core.redistribute.copied_view import (
@@ -102,6 +102,7 @@ def run(cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs) -> Value
     result = op(*full_args, **full_kwargs)
     for one in written:
         _write_back(op, one, whole[id(one)])
+        count_write(one)
         store_to_base(one)
     for_written = {id(whole[id(one)]): one for one in written}
     views = any(r.alias_info is not None for r in op._schema.returns)

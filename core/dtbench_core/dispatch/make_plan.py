@@ -62,8 +62,12 @@ def build(info: OpInfo, args: Args, kwargs: Kwargs) -> Plan | None:
     except NotImplementedError:  # the shape depends on the values, or torch has no meta kernel
         return None
     except Exception as error:  # meta kernels say some things otherwise, or not at all
-        plain = None if dispatch_modes_active() else error_of_plain(info.op, call.args, call.kwargs)
-        raise (plain or error) from None
+        if dispatch_modes_active():
+            raise
+        plain = error_of_plain(info.op, call.args, call.kwargs, otherwise=error)
+        if plain is None:
+            return None
+        raise plain from None
     if chosen is None or not rank_check.every_rank_can(call, strategy, *chosen):
         return None
     of_copy = args[0]._spec if info.aliases and is_copied(args[0]) else None
@@ -179,7 +183,7 @@ def _refusal_elsewhere(
     here = mesh.my_coordinate()
     shapes = [(tuple(spec.shape), p) for spec, p in zip(call.inputs, inputs, strict=True)]
     shapes += [(tuple(m.shape), p) for m, p in zip(call.outputs, outputs, strict=True) if m is not None]
-    nothing = any(0 in local_extents(shape, p, mesh.sizes, here)[0] and 0 not in shape for shape, p in shapes)
+    nothing = any(0 in local_extents(shape, p, mesh.sizes, here)[0] for shape, p in shapes)
     if not nothing or info.by_type:  # by_type: asked at every call
         return None
     return rank_check.refusal_of_others(call, strategy, inputs, outputs)
@@ -301,7 +305,7 @@ def first_run(
     if all(_shares_memory(held_by(one), held_by(base)) for one in made):
         return plan, result
     copies = [copied_view(cls, held_by(one), one._spec, base) for one in made]
-    for copy, one in zip(copies, made, strict=True):
+    for copy, one in zip(copies, made, strict=True):  # of the base's memory, as these
         copy._memory = one._memory
     return plan.copying(), result.__class__(copies) if several else copies[0]
 

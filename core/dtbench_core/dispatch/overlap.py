@@ -116,8 +116,9 @@ def error_of_plain(
     args: Args,
     kwargs: Kwargs,
     memory_of: Callable[[Value], tuple[object, int] | None] = lambda _: None,
+    otherwise: Exception | None = None,
 ) -> Exception | None:
-    """What plain tensors of zeros raise, of the global shapes and strides; None if nothing, or if they would be large.
+    """What plain tensors of zeros raise, of the global shapes and strides; `otherwise` if they would be large.
 
     memory_of: which tensors share memory, and where in it they begin.
     """
@@ -133,7 +134,7 @@ def error_of_plain(
         last = offset + sum((n - 1) * step for n, step in zip(spec.shape, spec.stride, strict=True)) + 1
         ends[places[index][0]] = max(ends.get(places[index][0], 0), last, 0)
     if sum(ends.values()) > _MOST:
-        return None
+        return otherwise
     held = {key: torch.zeros(end, dtype=key[1]) for key, end in ends.items()}  # type: ignore[index]
     for index, (key, offset) in places.items():
         spec = _spec_of(leaves[index])

@@ -27,7 +27,7 @@ from dtbench_core.dispatch.overlap import Known, met_twice, refuse_overlap
 from dtbench_core.layout.placement import Placements
 from dtbench_core.layout.shard_layout import laid_out
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import Wrapper, share_memory, wrap
+from dtbench_core.layout.wrapper import Wrapper, count_write, share_memory, wrap
 from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.redistribute.autograd import local_at
 from dtbench_core.redistribute.copied_view import Gathered, copied_view, refuse_writes, store_to_base
@@ -198,9 +198,8 @@ class CopiedViews(Views):
         with torch.inference_mode(inference) if is_inference_mode_enabled() else nullcontext():
             several = self.out.__class__ is not DTensorSpec
             pairs = zip(result, self.out, strict=True) if several else [(result, self.out)]
-            made = [copied_view(cls, r, spec, base, gathered) for r, spec in pairs]
-        for one, offset in zip(made, self.offsets, strict=True):
-            share_memory(base, one, offset)
+            triples = ((r, spec, offset) for (r, spec), offset in zip(pairs, self.offsets, strict=True))
+            made = [copied_view(cls, r, spec, base, gathered, offset) for r, spec, offset in triples]
         return (made if isinstance(result, list) else tuple(made)) if several else made[0]
 
 
@@ -245,6 +244,7 @@ class InPlace(Plan):
         if (written._memory is not None or not self.info.elementwise) and met_twice(args, given):
             refuse_overlap(self.info.op, (written,), args, given, self.overlaps)
         _call_apart(call, locals_, kwargs, (self.at,))
+        count_write(written)
         if self.counts:
             increment_version((written,))
         return written
@@ -260,6 +260,7 @@ class Out(InPlace):
         if met_twice(args, given):
             refuse_overlap(self.info.op, (written,), args, given, self.overlaps)
         call(*locals_, **kwargs)
+        count_write(written)
         if self.counts:
             increment_version((written,))
         return written
@@ -287,6 +288,8 @@ class InPlaceLists(Plan):
         _call_apart(call, locals_, kwargs, [position for position, _ in self.info.mutated])
         for written in lists:
             increment_version(written)
+            for one in written:
+                count_write(one)
         return args[0] if self.gives else None
 
 

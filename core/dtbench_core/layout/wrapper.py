@@ -18,6 +18,15 @@ from dtbench_core.torch_compat import DisableTorchDispatch, as_subclass, make_su
 Wrapped = TypeVar("Wrapped", bound="Wrapper")
 
 
+class Memory:
+    """What tensors share that are views of each other. writes: how many there were, by ops on any of them."""
+
+    __slots__ = ("writes",)
+
+    def __init__(self) -> None:
+        self.writes = 0
+
+
 class Wrapper(torch.Tensor):
     """To torch a tensor of the global shape, without storage; `_local_tensor` holds the data.
 
@@ -28,9 +37,9 @@ class Wrapper(torch.Tensor):
 
     _local_tensor: torch.Tensor
     _spec: DTensorSpec
-    # What tells which tensors are windows on one memory (one object for all of them), and where in the global tensor
-    # that they share this one begins, in bytes. None: no view was taken.
-    _memory: tuple[object, int] | None = None
+    # The memory of which this and other tensors are windows, and where in it this one begins, in bytes of the global
+    # tensor. None: no view was taken.
+    _memory: tuple[Memory, int] | None = None
     # The class of views that had to be copied (copied_view.py), and that of what ops on such a view give: of every
     # other class, itself.
     copied_view: ClassVar[type[Wrapper]]
@@ -93,12 +102,19 @@ def lend(tensor: Wrapper, local: torch.Tensor, *, view: bool = False) -> torch.T
     return made.view_as(made) if view else made
 
 
-def share_memory(base: Wrapper, view: Wrapper, offset: int) -> None:
+def share_memory(base: Wrapper, view: Wrapper, offset: int) -> Memory:
     """Notes that `view` begins so many bytes behind `base`, in the memory of the global tensor."""
     memory = base._memory
     if memory is None:
-        memory = base._memory = (object(), 0)
+        memory = base._memory = (Memory(), 0)
     view._memory = (memory[0], memory[1] + offset) if offset else memory
+    return memory[0]
+
+
+def count_write(tensor: Wrapper) -> None:
+    """After an op wrote to it."""
+    if tensor._memory is not None:
+        tensor._memory[0].writes += 1
 
 
 # The local tensor, whatever the tensor's class says of reading it.

@@ -25,7 +25,7 @@ import torch
 from dtbench_core.errors import PlacementError
 from dtbench_core.layout.placement import Placements
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import Wrapped, Wrapper, held_by, wrap
+from dtbench_core.layout.wrapper import Wrapped, Wrapper, held_by, share_memory, wrap
 from dtbench_core.redistribute.route import apply, plan
 from dtbench_core.torch_compat import version_of
 
@@ -46,13 +46,15 @@ class Gathered(NamedTuple):
 class Origin(NamedTuple):
     """Where a copied view has its values from.
 
-    owner: its base. version: how often that had been written to by then; torch counts the writes to a tensor and
-    to all its views together. None: it does not count, as of inference tensors: those are gathered at every
-    reading. gathered: None where not kept. spec, local: of the base then, which may get another shape in place.
+    owner: its base. version, writes: how often that had been written to by then; torch counts the writes to a tensor
+    and to all its views together, those to `.data` apart. None: it does not count, as of inference tensors: those are
+    gathered at every reading. gathered: None where not kept. spec, local: of the base then, which may get another
+    shape in place.
     """
 
     owner: Wrapper
     version: int | None
+    writes: int
     gathered: Gathered | None
     spec: DTensorSpec
     local: torch.Tensor
@@ -104,10 +106,13 @@ def copied_view(
     spec: DTensorSpec,
     base: Wrapper,
     gathered: Gathered | None = None,
+    offset: int = 0,
 ) -> Wrapped:
-    """A view of `base`, which is a `cls`, whose values were copied to `local`: a window on `gathered`, if given."""
+    """A view of `base`, which is a `cls`, whose values were copied to `local`: a window on `gathered`, if given.
+    offset: in bytes behind it."""
     made = wrap(cls.copied_view, local, spec)
-    made._origin = Origin(base, version_of(base), gathered, base._spec, held_by(base))  # type: ignore[attr-defined]
+    writes = share_memory(base, made, offset).writes
+    made._origin = Origin(base, version_of(base), writes, gathered, base._spec, held_by(base))  # type: ignore[attr-defined]
     return made  # type: ignore[return-value]
 
 
@@ -123,7 +128,8 @@ def state_of(tensor: Any) -> ViewState:
         return ViewState.COPY
     if origin.version is None:  # writes are not counted, so there may have been some
         return ViewState.COPY if origin.gathered is None else ViewState.STALE
-    return ViewState.COPY if origin.version == version_of(tensor) else ViewState.STALE
+    seen = origin.version, origin.writes
+    return ViewState.COPY if seen == (version_of(tensor), tensor._memory[0].writes) else ViewState.STALE
 
 
 def _gather_again(view: Any) -> None:
@@ -144,7 +150,7 @@ def _gather_again(view: Any) -> None:
         _gather_again(origin.owner)
     if gathered.local is not origin.local:
         gathered.local.copy_(apply(origin.local, plan(origin.spec, gathered.placements)))
-    view._origin = origin._replace(version=version_of(view))
+    view._origin = origin._replace(version=version_of(view), writes=view._memory[0].writes)
 
 
 def store_to_base(view: Any) -> None:
@@ -153,7 +159,7 @@ def store_to_base(view: Any) -> None:
     The view is stale from then on, by the count of writes that it shares with them.
     """
     while is_copied(view):
-        owner, _, gathered, spec, local = view._origin
+        owner, _, _, gathered, spec, local = view._origin
         if gathered.local is not local:
             source = spec.with_placements(gathered.placements)
             local.copy_(apply(gathered.local, plan(source, spec.placements)))

@@ -160,22 +160,44 @@ def _functional(op: OpOverload) -> OpOverload:
 @decomposition(*FOREACH, with_op=True)
 def _in_groups(op: OpOverload, *args: Value, **options: Any) -> Value:
     """A call whose columns are on several meshes, or plain: group by group, as columns have nothing to do with each
-    other. NotImplemented where they are one group."""
+    other. Those of a write that share memory have: one after the other. NotImplemented where they are one group."""
     lists = [a for a in args if isinstance(a, (list, tuple)) and a]
     count = len(lists[0])
     if any(len(a) != count for a in lists):
         return NotImplemented  # torch says so
     meshes = [_mesh_of(column) for column in zip(*lists, strict=True)]
-    if len(set(meshes)) < 2:
+    groups = [(mesh, [i for i, own in enumerate(meshes) if own is mesh]) for mesh in dict.fromkeys(meshes)]
+    if not op._schema.returns and _share_memory(lists):
+        groups = [(mesh, [i]) for i, mesh in enumerate(meshes)]
+    if len(groups) < 2:
         return NotImplemented
     results: list[Value] = [None] * count
-    for mesh in dict.fromkeys(meshes):
-        at = [i for i, own in enumerate(meshes) if own is mesh]
+    for mesh, at in groups:
         part = [[a[i] for i in at] if any(a is one for one in lists) else _shared(a, mesh, op) for a in args]
         made = op(*part, **{name: _shared(value, mesh, op) for name, value in options.items()})
         for i, result in zip(at, made or (), strict=False):
             results[i] = result
     return results if op._schema.returns else None
+
+
+def _share_memory(lists: Sequence[Sequence[Value]]) -> bool:
+    """Whether a column writes to what another one reads or writes."""
+    written = lists[0]
+    same = set(map(id, written))
+    views = any(isinstance(one, Wrapper) and one._memory is not None for one in written)
+    if not views and len(same) == len(written) and all(same.isdisjoint(map(id, one)) for one in lists[1:]):
+        return False
+    column_of: dict[object, int] = {}
+    for index, one in enumerate(written):
+        if column_of.setdefault(_memory_of(one), index) != index:
+            return True
+    return any(
+        column_of.get(_memory_of(t), index) != index for one in lists[1:] for index, t in enumerate(one)
+    )
+
+
+def _memory_of(tensor: object) -> object:
+    return tensor._memory[0] if isinstance(tensor, Wrapper) and tensor._memory is not None else id(tensor)
 
 
 def _mesh_of(column: Sequence[Value]) -> MeshInfo | None:

@@ -30,27 +30,41 @@ TEMPLATES = {
         x.clamp(-1, 0.6); torch.where(x > 0.3, x, y); torch.maximum(x, y); x.masked_fill(x > 0.3, c)
         x.to(torch.float32); x.to(torch.int64); x.tril(); x @ y; x @ x.mT; torch.outer(x, y); F.gelu(x)
         F.layer_norm(x, x.shape[-1:]); F.pad(x, (1, 2)); x.bool(); F.one_hot(x.long().clamp(0, 3), 4)
-        F.linear(x, y); torch.addmm(x, y, z); torch.lerp(x, y, 0.25); x.clone(); x.detach()""",
+        F.linear(x, y); torch.addmm(x, y, z); torch.lerp(x, y, 0.25); x.clone(); x.detach(); x // 2; x % 3; x ** 2
+        x.to(torch.int8); torch.addcmul(x, y, z); x.round(); x != y; torch.full_like(x, c); x.new_zeros(n, 2)
+        x.ravel().dot(y.ravel()); F.embedding(x.long().clamp(0, 1), y); F.dropout(x, 0.0); x.softmax(-1) @ y
+        x.masked_select(x > 0.3); x.nonzero(); x.isclose(y); F.cosine_similarity(x, y, -1)""",
     "along": """x.sum(d); x.sum(); x.mean(d, keepdim=True); x.amax(d); x.argmax(d); x.cumsum(d); x.prod(d)
         x.softmax(d); x.logsumexp(d); x.var(d, correction=0); x.norm(dim=d); x.flip(d); x.roll(i, d)
         x.topk(n, d).values; x.sort(d).values; torch.cat([x, y], d); torch.stack([x, y], d); x.all(d); x.any(d)
         x.index_select(d, index(i, 0)); x.repeat_interleave(2, d); x.min(d).values; x.gather(d, x.argsort(d))
-        F.normalize(x, dim=d); x.diff(dim=d)""",
+        F.normalize(x, dim=d); x.diff(dim=d); x.cumprod(d); x.nansum(d); x.std(); x.amin()
+        x.sum(d, dtype=torch.int8); x.index_add(d, index(i), y); x.scatter_add(d, x.argsort(d), y); x.mean()
+        x.logcumsumexp(d); x.kthvalue(n, d).values; x.aminmax(dim=d).max; x.count_nonzero(d); x.mode(d).values
+        torch.cat([x[i:], y]); x.renorm(2, d, 1.5); x.unique(); x.bincount()""",
     "view": """x.t(); x.transpose(d, e); x[i:j]; x.narrow(d, i, 1); x.select(d, i); x[..., i:]; x[::2]
         x.unsqueeze(d); x.squeeze(); x.flatten(); x.view(shape); x.reshape(shape); x.unflatten(d, (-1, 1))
         x.expand(2, *x.shape); x.expand_as(y); x.chunk(2, d)[0]; x.split(n, d)[-1]; x.diagonal()
         x.unfold(d, n, n); x.movedim(d, e); x[None]; x.mT; x.view_as(x); x[i]; x.contiguous(); x.unbind(d)[i]
-        x.flatten(1); x.permute(*range(x.ndim)[::-1]); x.tensor_split(2, d)[1]""",
+        x.flatten(1); x.permute(*range(x.ndim)[::-1]); x.tensor_split(2, d)[1]; x.squeeze(d); x.view(-1); x[i:j][::2]
+        x[:1].expand(n, *x.shape[1:]); x.data; x.broadcast_to(y.shape); x.swapaxes(d, e); x.hsplit(1)[0]""",
     "write": """x.add_(c); x.mul_(c); x.add_(y); x.mul_(y); x.copy_(y); x.zero_(); x.fill_(c); x.relu_()
         x[i:j] = c; x[i] = y; x[..., i] = c; x[x > 0.3] = c; x.masked_fill_(x > 0.3, c); x.t_()
         x.clamp_(max=0.6); torch.mul(x, y, out=z); x.unsqueeze_(d); x.index_fill_(d, index(i), c)
         x.narrow(d, i, 1).mul_(c); x.transpose_(d, e); x.index_add_(d, index(i), y); x.select(d, i).copy_(y)
         x.squeeze_(); x.addcmul_(y, y); torch._foreach_mul_([x, y], c); x.diagonal().fill_(c); x.cumsum_(d)
-        x.scatter_(d, x.argsort(d), c); x.lerp_(y, 0.5)""",
+        x.scatter_(d, x.argsort(d), c); x.lerp_(y, 0.5); x.sub_(y, alpha=2); x.pow_(2); x.data.mul_(c); x[i:].copy_(y)
+        x[i:j] *= c; x.mT.add_(c); x.index_copy_(d, index(i), y); torch.add(x, y, out=z); x.view(-1)[i] = c
+        x.masked_scatter_(x > 0.3, y); x.floor_(); x.div_(2); x.put_(index(i), y.ravel()[:1]); x.sort(d, out=(z, y))
+        torch.cat([x, y], d, out=z); torch._foreach_add_([x, y], [z, x]); x.swapaxes_(d, e)
+        x.index_put_((index(i),), y, accumulate=True); x.clamp_min_(c); x.eq_(y); x.cumprod_(d); x.tril_()""",
     "move": "move(x, places)",
 }
 _WEIGHTS = {"compute": 5, "along": 4, "view": 6, "write": 6, "move": 1}
 _MOST_ELEMENTS, _MOST_VALUE = 400, 1e5
+_REFUSED = (
+    0.1  # of the statements that plain tensors refuse, as many stay in a program: the core must refuse them
+)
 _WORDS = re.compile(r"(?<!\.)\b([xyzdeijnc]|shape|places)\b(?!=)")
 
 
@@ -139,11 +153,13 @@ def program(seed: str, compiling: float, ascending: bool = False) -> Program:
         for one in inputs:
             exec(one.text(), space)
         for _ in range(rng.randint(1, 7)):
-            if (line := _statement(rng, space, ndim, len(inputs) + len(lines))) is not None:
-                lines.append(line)
+            if (line := _statement(rng, space, ndim, len(inputs) + len(lines))) is None:
+                break
+            lines.append(line)
     torch.set_warn_always(False)
     compiled = (0, 0)
-    if lines and rng.random() < compiling:
+    plain = not any(line.startswith("with ") for line in lines)
+    if lines and plain and rng.random() < compiling:
         first = rng.randrange(len(lines))
         compiled = (first, rng.randint(first + 1, len(lines)))
     return Program(mesh, inputs, tuple(lines), compiled)
@@ -151,7 +167,7 @@ def program(seed: str, compiling: float, ascending: bool = False) -> Program:
 
 def _input(rng: random.Random, name: str, ndim: int) -> Input:
     shape = tuple(rng.choice([1, 2, 3, 4, 4, 5, 6, 8, 0]) for _ in range(rng.choice([0, 1, 1, 2, 2, 2, 3])))
-    dtype = rng.choice(["float64"] * 6 + ["float32", "int64", "bool"])
+    dtype = rng.choice(["float64"] * 8 + ["float32", "int64", "int8", "bool"])
     grad = dtype.startswith("float") and rng.random() < 0.3
     made = rng.choice(["distribute_tensor", "distribute_tensor", "from_local"])
     strides = rng.choice(["", "", "transposed", "stepped"])
@@ -174,20 +190,44 @@ def _statement(rng: random.Random, space: dict[str, Any], ndim: int, number: int
     for _ in range(30):
         (kind,) = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
         line = _fill(rng, rng.choice(listed(TEMPLATES[kind])), space, ndim)
-        line = line if kind == "write" else f"v{number} = {line}"
+        expression, line = line, line if kind == "write" else f"v{number} = {line}"
         kept = dict(space)
         copies = {n: t.detach().clone() for n, t in space.items() if isinstance(t, torch.Tensor)}
         try:
             exec(line, space)
-            if all(_tame(t) for t in space.values() if isinstance(t, torch.Tensor)):
+            if all(_tame(t) for t in space.values() if isinstance(t, torch.Tensor)) and (
+                kind != "write" or _defined(line, kept, copies, space)
+            ):
                 return line
+        except Warning:
+            refused = False
         except Exception:
-            pass
+            refused = True
+        else:
+            refused = False
         space.clear()
         space.update(kept)
-        if any(not torch.equal(kept[name], copy) for name, copy in copies.items()):
-            return None  # it wrote, and cannot be drawn again
+        if any(
+            kept[name].shape != copy.shape or not torch.equal(kept[name], copy)
+            for name, copy in copies.items()
+        ):
+            return None  # it wrote before it was refused
+        if refused and rng.random() < _REFUSED:
+            return f"with refused(): {expression}"
     return None
+
+
+def _defined(
+    line: str, before: dict[str, Any], copies: dict[str, torch.Tensor], after: dict[str, Any]
+) -> bool:
+    """Whether a write comes to the same if what it reads lies elsewhere: else the order of the elements decides."""
+    used, _ = variables(line)
+    written = re.findall(r"out=(v\d+)", line)[:1] or re.findall(r"v\d+", line)[:1]
+    if "_foreach" in line or len(used) == 1 or "out=(" in line:
+        return "out=(" not in line  # of several lists one after the other
+    apart = {**before, **{name: copies[name].clone() for name in used}}
+    exec(line, apart)
+    return all(torch.equal(apart[name], after[name]) for name in written)
 
 
 def _tame(tensor: torch.Tensor) -> bool:

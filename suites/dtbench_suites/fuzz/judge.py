@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dtbench_core as core
 from dtbench.records.verdicts import NOT_JUDGED
+from dtbench_core.errors import SimulationError
 from dtbench_core.simulate import ThreadWorld
 from dtbench_core.simulate.threads import diverged
 from dtbench_suites.compat import judge as compat
@@ -60,8 +61,21 @@ def names(given: Given, leaves: list[Any]) -> dict[str, Any]:
         "mesh": mesh,
         "tensor": tensor,
         "move": move,
+        "refused": refused,
         "compiled": given.compile,
     }
+
+
+@contextlib.contextmanager
+def refused() -> Iterator[None]:
+    """Around what plain tensors refuse."""
+    try:
+        yield
+    except SimulationError:  # ranks that are no longer in step
+        raise
+    except Exception:
+        return
+    raise AssertionError("not refused")
 
 
 def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype, strides: str) -> torch.Tensor:
