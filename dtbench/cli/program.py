@@ -37,6 +37,7 @@ from dtbench.model.errors import (
     describe,
     is_out_of_memory,
 )
+from dtbench.text.clean import clean_output
 from dtbench.text.masking import mask_arguments
 
 # Task -> the commands that the first screen shows for it.
@@ -139,12 +140,17 @@ def cli(context: click.Context) -> None:
 
 def main() -> NoReturn:
     """The program. An error that one line explains is printed as one line, with its exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+    with clean_output():
+        code = _run()
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+    sys.exit(code)
+
+
+def _run() -> int:
     try:
         if (answered := completion.answer(cli)) is not None:
-            sys.exit(answered)
+            return answered
         # Not `cli.main`, which ends with 1, a regression, where a reader has gone.
         with cli.make_context("dtbench", sys.argv[1:]) as context:
             code = cli.invoke(context)
@@ -169,7 +175,7 @@ def main() -> NoReturn:
         _drop_output()
     except Exception as error:
         code = _not_written(error) or _outside(error) or _own_fault(error)
-    sys.exit(code if isinstance(code, int) else EXIT_OK)
+    return code if isinstance(code, int) else EXIT_OK
 
 
 def _explain(error: click.UsageError) -> str:

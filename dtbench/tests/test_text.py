@@ -1,10 +1,13 @@
-"""Markdown and JUnit hold any text at all."""
+"""Markdown, JUnit and the terminal take any text at all."""
 
+import io
+import sys
 import xml.etree.ElementTree as ET
 
 import pytest
 
 from dtbench.text import junit, markdown
+from dtbench.text.clean import clean_output
 
 HOSTILE = '<b>&"x" |`*_~[a](b)\x1b[2J\x00\ud800\ufffe\nnew'
 
@@ -49,3 +52,18 @@ def test_a_table_aligns_its_figures() -> None:
     assert markdown.table(["case", "time"], [["a", "1"], ["b", "2"]], numeric=["time"]) == [
         "| case | time |", "|---|---:|", "| a | 1 |", "| b | 2 |"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("tty", [False, True])
+def test_what_is_printed_obeys_no_foreign_text(monkeypatch: pytest.MonkeyPatch, tty: bool) -> None:
+    """Terminals keep what tables and bars of our own say to them; pipes get text alone."""
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding="ascii")
+    monkeypatch.setattr(stream, "isatty", lambda: tty)
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    with clean_output():
+        print("a\tb \x1b[1mbold\x1b[0m \x1b[2J \x1b]0;t\x07 \x9b \u202e é")
+    assert sys.stdout is stream
+    bold = b"\x1b[1mbold\x1b[0m" if tty else rb"\x1b[1mbold\x1b[0m"
+    assert written.getvalue() == b"a\tb " + bold + rb" \x1b[2J \x1b]0;t\x07 \x9b \u202e \xe9" + b"\n"

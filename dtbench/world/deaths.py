@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from dtbench.text.clean import CleanStream
+
 _CGROUPS = Path("/sys/fs/cgroup")
 # What libstdc++'s std::terminate prints of an exception that nobody catches.
 _TERMINATE = re.compile(r"^terminate called.*\n(?:\s*what\(\):\s*(.*)\n?)?", re.MULTILINE)
@@ -45,7 +47,7 @@ def keep_words(file: Path) -> None:
     with suppress(OSError):
         kept = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         sys.stderr.flush()
-        sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+        sys.stderr = CleanStream(os.fdopen(os.dup(2), "w", buffering=1))
         os.dup2(kept, 2)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from dtbench.tests import made_up
-from dtbench.tests.faults.table import Fault
+from dtbench.tests.faults.table import Done, Fault
 
 RESULTS = Path(__file__).parents[3] / "results"
 TOPOLOGY = RESULTS / "baseline-cpu-gloo-4ranks.topology.json"
@@ -61,7 +62,63 @@ def run_file(**changes: object) -> None:
     Path("x.jsonl").write_text("\n".join([json.dumps(made_up.header(**changes)), *results]) + "\n")
 
 
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\x1b[1A\u202e\x9b1m"
+HOSTILE_SUITE = f"""
+from dtbench.model import Case, Workload
+from dtbench.suite import suite
+
+def fail(world):
+    raise ValueError({HOSTILE!r})
+
+@suite("hostile", world="simulated", help="names that a terminal obeys")
+def hostile(plan):
+    for build in (fail, lambda world: Workload(lambda: None)):
+        yield Case("c" + {HOSTILE!r}, {{"n" + {HOSTILE!r}: build.__name__ + {HOSTILE!r}}}, {{"core": build}})
+"""
+
+
+def a_hostile_suite() -> None:
+    Path("hostile.py").write_text(HOSTILE_SUITE)
+
+
+def a_hostile_topology() -> None:
+    text = TOPOLOGY.read_text().replace('"tp', f'"tp{json.dumps(HOSTILE)[1:-1]}')
+    Path("t.json").write_text(text)
+    run_file()
+
+
+def nothing_for_the_terminal(done: Done) -> None:
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", done.out + done.err), (done.out, done.err)
+
+
 ROWS = [
+    Fault(
+        "names and errors of a suite that a terminal would obey: run",
+        "run ./hostile.py --quick -o y.jsonl",
+        5,
+        how="forked",
+        given=a_hostile_suite,
+        makes=("y.jsonl",),
+        results="",
+        also=nothing_for_the_terminal,
+        then="show y.jsonl",
+    ),
+    *(
+        Fault(
+            f"dims of a topology that a terminal would obey: {words.split()[0]} {words.split()[1]}",
+            words,
+            (0, 2, 4),
+            may_say=".",
+            given=a_hostile_topology,
+            also=nothing_for_the_terminal,
+        )
+        for words in (
+            "plan --topology t.json --mesh dp=2,tp=2 --model llama-8b",
+            "calibrate --validate t.json x.jsonl",
+            "calibrate --regret t.json x.jsonl",
+            "show t.json",
+        )
+    ),
     *(
         Fault(f"{name} of {what}", words.format(given, given), says=r"is not a regular file", given=before)
         for name, words in READERS.items()
