@@ -4,7 +4,6 @@ import io
 import sys
 import xml.etree.ElementTree as ET
 
-import click
 import pytest
 
 from dtbench.text import junit, markdown
@@ -64,7 +63,7 @@ def test_what_is_printed_obeys_no_foreign_text(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     with clean_output():
-        click.echo("a\tb \x1b[1mbold\x1b[0m \x1b[2J \x1b]0;t\x07 \x9b \u202e é")
+        sys.stdout.write("a\tb \x1b[1mbold\x1b[0m \x1b[2J \x1b]0;t\x07 \x9b \u202e é\n")
     assert sys.stdout is stream
     bold = b"\x1b[1mbold\x1b[0m" if tty else rb"\x1b[1mbold\x1b[0m"
     assert written.getvalue() == b"a\tb " + bold + rb" \x1b[2J \x1b]0;t\x07 \x9b \u202e \xe9" + b"\n"
