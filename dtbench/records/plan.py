@@ -3,11 +3,11 @@ shardings spend on communication."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from dtbench.model.fields import Amount, Count
+from dtbench.model.fields import Amount, Count, Real, Time
 
 
 class LayoutRow(Struct, frozen=True, kw_only=True):
@@ -15,7 +15,7 @@ class LayoutRow(Struct, frozen=True, kw_only=True):
 
     words: str
     layout: dict[str, int | str]
-    step_s: Amount
+    step_s: Time
     low_s: Amount | None
     high_s: Amount | None
     mfu: Amount
@@ -38,7 +38,7 @@ class PlanFile(Struct, frozen=True, kw_only=True):
     limit_bytes: Amount
     considered: Count
     fitting: Count
-    best: tuple[LayoutRow, ...]
+    best: Annotated[tuple[LayoutRow, ...], Meta(min_length=1)]
     changes: tuple[str, ...]
     assumptions: tuple[str, ...]
 
@@ -49,9 +49,9 @@ class StepRow(Struct, frozen=True, kw_only=True):
 
     label: str
     group: str
-    measured_s: Amount
-    predicted_s: Amount
-    error: float
+    measured_s: Time
+    predicted_s: Time
+    error: Real
     low_s: Amount | None = None
     high_s: Amount | None = None
     measured_bytes: Amount | None = None
@@ -65,11 +65,11 @@ class StepsFile(Struct, frozen=True, kw_only=True):
 
     kind: Literal["plan validation"] = "plan validation"
     title: str
-    rows: tuple[StepRow, ...]
-    mean_error: float
+    rows: Annotated[tuple[StepRow, ...], Meta(min_length=1)]
+    mean_error: Real
     pairs: Count
     pairs_in_order: Count
-    cost_of_choice: tuple[float, ...]
+    cost_of_choice: tuple[Real, ...]
     verdict: tuple[str, ...]
     left_out: tuple[str, ...] = ()
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from dtbench.model.fields import Amount, Count, Rank
+from dtbench.model.fields import Amount, Count, Rank, Real, Time
 
 # What an iteration of a rank is wrapped in: the name of a user annotation, then the section and the number.
 ITERATION = "dtbench iteration"
@@ -19,7 +19,7 @@ class Stage(Struct, frozen=True, kw_only=True):
     """A stage of a call, ns, without what recording cost. plus_minus_ns: how well that is known."""
 
     stage: str
-    ns: float
+    ns: Real
     plus_minus_ns: Amount
 
 
@@ -35,7 +35,7 @@ class Call(Struct, frozen=True, kw_only=True):
     label: str
     impl: str
     source: str
-    whole_ns: Amount
+    whole_ns: Time
     recorded_ns: Amount
     calls: Count
     rows: tuple[Stage, ...]
@@ -43,7 +43,7 @@ class Call(Struct, frozen=True, kw_only=True):
     fitted_to_calibrated: Amount
     floor_ns: Amount | None = None
     slowed: Amount = 1.0
-    unattributed_ns: float
+    unattributed_ns: Real
 
 
 class Calls(Struct, frozen=True, kw_only=True):
@@ -57,12 +57,12 @@ class Parts(Struct, frozen=True, kw_only=True):
     """Where one iteration of a rank went, us: all of it, communication, compute, both at once, communication alone,
     neither."""
 
-    whole: float
-    compute: float
-    communication: float
-    overlap: float
-    exposed: float
-    host: float
+    whole: Real
+    compute: Real
+    communication: Real
+    overlap: Real
+    exposed: Real
+    host: Real
 
 
 class Skew(Struct, frozen=True, kw_only=True):
@@ -89,10 +89,10 @@ class Section(Struct, frozen=True, kw_only=True):
     parts_us: dict[Rank, Parts | None]
     skews: tuple[Skew, ...]
     unmatched: Count
-    plain_us: Amount
-    profiled_us: Amount
-    gpu: dict[Rank, dict[str, float]] = {}
-    overhead: float
+    plain_us: Time
+    profiled_us: Time
+    gpu: dict[Rank, dict[str, Real]] = {}
+    overhead: Real
 
 
 class Ranks(Struct, frozen=True, kw_only=True):
@@ -109,7 +109,7 @@ class Event(Struct, frozen=True, kw_only=True):
     """A complete event of a trace (Trace Event Format, "ph" X), us."""
 
     pid: int
-    ts: float
+    ts: Real
     dur: Amount
 
 

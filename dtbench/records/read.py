@@ -283,7 +283,12 @@ def _bounds(meta: msgspec.Meta, inner: object) -> str:
         return " that is not empty"
     least = f" of at least {meta.ge:g}" if meta.ge is not None else ""
     above = f" above {meta.gt:g}" if meta.gt is not None else ""
-    return least + above
+    most = (
+        f"{',' if least or above else ''} at most {meta.le:g}"
+        if inner is float and meta.le is not None
+        else ""
+    )
+    return least + above + most
 
 
 def shown(value: object) -> str:

@@ -1,0 +1,65 @@
+"""Figures at the end of what a float holds, and lists without an entry, in every file that a report draws."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtbench.tests.made_up import Cli
+
+RESULTS = Path(__file__).parents[2] / "results"
+EXTREMES = (0, 5e-324, 1e-300, 1e308)
+STEPS = RESULTS / "reference/step-times/a100-64-gpus.csv"
+WRITTEN = {
+    "plan": "plan --model llama-8b --gpus 16 --batch 64 --json",
+    "plan validation": f"plan --validate {STEPS} --json",
+}
+COMMITTED = {
+    "profile": "profile/add/table.json",
+    "profile of ranks": "profile/mlp/table.json",
+    "regret": "lab/2x2-400mbit-regret.json",
+}
+
+
+def figures_of(whole: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Where a number or a list stands, and what to put there; of a list's entries, the first."""
+    if isinstance(whole, dict):
+        for key, value in whole.items():
+            yield from figures_of(value, (*place, key))
+    elif isinstance(whole, list):
+        if whole:
+            yield place, []
+            yield from figures_of(whole[0], (*place, 0))
+    elif isinstance(whole, int | float) and not isinstance(whole, bool):
+        yield from ((place, extreme) for extreme in EXTREMES)
+
+
+def with_value(whole: Any, place: tuple[Any, ...], value: Any) -> Any:
+    changed = inner = copy.deepcopy(whole)
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    return changed
+
+
+@pytest.mark.parametrize("kind", [*WRITTEN, *COMMITTED])
+def test_a_report_of_an_extreme_figure_is_a_page_or_a_line(dtbench: Cli, tmp_path: Path, kind: str) -> None:
+    if kind in WRITTEN:
+        whole = json.loads(dtbench(*WRITTEN[kind].split())[1])
+    else:
+        whole = json.loads((RESULTS / COMMITTED[kind]).read_text())
+    codes = set()
+    for place, value in figures_of(whole):
+        Path("f.json").write_text(json.dumps(with_value(whole, place, value)))
+        code, _, err = dtbench("report", "f.json", "-o", "f.html")
+        if code == 2 and value != []:
+            assert f"f.json is damaged: {place[0]}" in err, (place, value, err)
+        assert code == 0 or (code == 2 and err.count("\n") == 1), (place, value, err)
+        codes.add(code)
+        Path("f.html").unlink(missing_ok=True)
+    assert codes == {0, 2}
