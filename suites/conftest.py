@@ -33,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("dtbench_files", "suites/test_suites.py")
     place = find_place()
     if place is not None and place.rank != 0:
         config.option.verbose = -10  # no header

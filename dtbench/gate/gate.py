@@ -84,12 +84,14 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
     limits = Limits(options.timeout_s)
     if options.budget_s is not None:
         limits = Limits(options.timeout_s, began + options.budget_s, f"{options.budget_s:g} s")
-    if least := forecast(options.selections, options.impls, _run_options(options), _ranks(options)):
-        say(least + (f"; the budget is {about(options.budget_s)}" if options.budget_s is not None else ""))
     folder = options.folder or Path(time.strftime("gate-%Y%m%dT%H%M%SZ", time.gmtime()))
     with _made_folder(folder, options.resume), open_arms(options.base, options.head, say) as (base, head):
         plan = _plan(options, base, head)
         seed = _keep_state(folder, options, base, head, plan)
+        if least := forecast(options.selections, options.impls, _run_options(options), _ranks(options)):
+            say(
+                least + (f"; the budget is {about(options.budget_s)}" if options.budget_s is not None else "")
+            )
         top = repository() if base.revision or head.revision else None
         kind = control_kind(base, head)
         launcher = Launcher(

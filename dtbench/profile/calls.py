@@ -32,6 +32,8 @@ _WARMUP_CALLS = 60
 _KEPT_ROUNDS = 0.25
 # The floor beside the impls: the plain op on the local tensors.
 FLOOR = "local"
+# The floor inside a class of tensors: it has no stages to tell apart.
+WRAPPED = "wrapped"
 # Calls in the trace: enough to see that they are alike.
 TRACED_CALLS = 20
 

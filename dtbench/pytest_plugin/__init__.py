@@ -1,4 +1,6 @@
-"""Suites as pytest-benchmark tests, in any file: a module-level suite is collected, a test for each case and impl.
+"""Suites as pytest-benchmark tests: of a file that the command line names every module-level suite is collected, a
+test for each case and impl; of a file of tests, or one that is found in a folder, if `dtbench_files` in pytest's
+configuration names it.
 
     pytest my_suite.py                                        in this process
     torchrun --nproc-per-node 4 -m pytest my_suite.py         on 4 ranks
@@ -36,6 +38,7 @@ _COLUMNS = ["min", "median", "iqr", "rounds"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini("dtbench_files", "Files whose suites are tests, unless named: glob patterns.", "linelist")
     group = parser.getgroup("dtbench", "what suites measure; as for `dtbench run`")
     group.addoption("--dtbench-quick", action="store_true", help="Fewer cases, sizes and rounds.")
     group.addoption(
@@ -114,9 +117,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         silence_others(session.config)
 
 
+def _named_files(config: pytest.Config) -> list[Path]:
+    """On the command line."""
+    paths = [(config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args]
+    return [path for path in paths if path.is_file()]
+
+
 def _names_suites(config: pytest.Config) -> bool:
-    paths = [config.invocation_params.dir / arg.partition("::")[0] for arg in config.args]
-    return any(path.is_file() and b"dtbench.suite" in path.read_bytes() for path in paths)
+    return any(b"dtbench.suite" in path.read_bytes() for path in _named_files(config))
 
 
 def silence_others(config: pytest.Config) -> None:
@@ -147,9 +155,20 @@ def pytest_pycollect_makeitem(
 ) -> list[pytest.Item] | None:
     """A suite at the level of a module is a test for each of its cases and impls."""
     suites = sys.modules.get("dtbench.model.suites")  # who makes a suite has loaded it
-    if suites is None or not isinstance(obj, suites.Suite):
+    if suites is None or not isinstance(obj, suites.Suite) or not _holds_suites(collector):
         return None
     return list(_items(collector, obj))
+
+
+def _holds_suites(collector: pytest.Collector) -> bool:
+    """Whether the suites in its file are to be measured: files of tests hold some for their tests' sake."""
+    config, path = collector.config, collector.path
+    if any(path.match(pattern) for pattern in config.getini("dtbench_files")):
+        return True
+    of_tests = any(path.match(pattern) for pattern in config.getini("python_files"))
+    module = collector.getparent(pytest.Module)
+    has_tests = module is not None and any(name.lower().startswith("test") for name in vars(module.obj))
+    return path.resolve() in _named_files(config) and not (of_tests and has_tests)
 
 
 def _items(collector: pytest.Module | pytest.Class, suite: Suite) -> Iterator[pytest.Item]:
@@ -190,6 +209,14 @@ def id_of(name: str, params: Mapping[str, Param], impl: str) -> str:
     """`add-placements:S0-S0-mesh:8-core`: what pytest's -k can name, without = and brackets."""
     words = [name, *(f"{key}:{value}" for key, value in params.items()), impl]
     return "-".join(re.sub(r"[^\w:+./]+", "-", re.sub(r"[()\[\]]", "", word)).strip("-") for word in words)
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Tests of other kinds find no process group of ours."""
+    if PAIR in item.stash and (nextitem is None or PAIR not in nextitem.stash):
+        from dtbench.pytest_plugin.world import live_of
+
+        live_of(item.config).leave()
 
 
 @pytest.hookimpl(trylast=True)

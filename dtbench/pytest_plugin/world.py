@@ -107,8 +107,13 @@ class Live:
         self._show()
         complain(diagnosis.sentence)
 
-    def close(self) -> None:
+    def leave(self) -> None:
+        """The world that is up; the next to enter one makes it again."""
         self._world.close()
+        self._kind = ""
+
+    def close(self) -> None:
+        self.leave()
         self._life.close()
 
 

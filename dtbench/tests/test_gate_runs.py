@@ -211,19 +211,19 @@ def test_the_least_that_it_takes_is_said_before_anything_is_spent(
 ):
     assert dtbench("suite", "new", "mine.py")[0] == 0
 
-    def refuse(*_: object) -> None:
-        raise ArmError("an arm was opened")
+    def refuse(*_: object, **_more: object) -> None:
+        raise ArmError("a launch was made")
 
-    monkeypatch.setattr(gates, "open_arms", refuse)
+    monkeypatch.setattr(gates, "Launcher", refuse)
     given = ("--base", "env:", "--head", "env:", "--budget", "5s")
     for file, impl, said in (
         ("mine.py/n=256", "plain", "1 benchmark: about 4 min"),
         ("mine.py", "", "2 benchmarks"),
     ):
         code, _, err = dtbench("gate", *given, file, "--impl", impl)
-        first, second = err.splitlines()
+        *_, first, second = err.splitlines()
         assert said in first and first.endswith("to confirm one that is; the budget is about 5 s")
-        assert code != 0 and "an arm was opened" in second
+        assert code != 0 and "a launch was made" in second
 
 
 @pytest.mark.parametrize(

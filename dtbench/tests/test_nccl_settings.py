@@ -83,7 +83,7 @@ def test_a_report_shows_the_winners_of_a_sweep_and_the_launches_as_they_come() -
     together = _apart(Sources(runs=(*BASE, *ring)))
     assert (together.runs, len(together.sweep)) == (tuple(BASE), len(BASE) + len(ring))
     (table,) = section("settings", sweep=together.sweep).tables
-    (_, _, comes), (_, _, won) = table.rows
+    (*_, comes), (*_, won) = table.rows
     assert comes[2:5] == ["1 KiB", "4 KiB", "NCCL's default"]
     assert won[:5] == ["all_reduce", "8", "16 KiB", "64 KiB", "NCCL_ALGO=Ring NCCL_PROTO=LL128"]
     assert [float(cell.rstrip("×")) for cell in won[5:7]] == pytest.approx([0.7, 0.8], abs=0.02)

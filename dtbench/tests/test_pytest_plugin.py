@@ -70,7 +70,9 @@ def run_pytest(folder: Path, *words: str) -> str:
         "no:cacheprovider",
         *words,
     ]
-    environment = os.environ | {"PYTHONPATH": paths, "COLUMNS": "100"}
+    # A worker of xdist's would time nothing.
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = outer | {"PYTHONPATH": paths, "COLUMNS": "100"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True).stdout
 
 
@@ -97,6 +99,17 @@ def test_the_cases_of_a_suite_are_tests(folder: Path) -> None:
     found = {b["fullname"]: b for b in json.loads(text)["benchmarks"]}
     assert found["my_suite.py::matmul[matmul-n:16-plain]"]["extra_info"]["params"] == {"n": 16}
     assert {b["stats"]["rounds"] for b in found.values()} == {5}
+
+
+def test_tests_of_ones_own_keep_their_suites_and_find_no_process_group(folder: Path) -> None:
+    own = "\n\ndef test_of_ones_own():\n    assert not torch.distributed.is_initialized()\n"
+    (folder / "test_mixed.py").write_text(SUITE + own)
+    (folder / "mixed.py").write_text(SUITE + own)
+    few = ("--dtbench-quick", "--dtbench-rounds", "1", "-k", "own or add")
+    assert "1 passed in" in run_pytest(folder, "test_mixed.py", *few)
+    assert "3 passed, 4 deselected" in run_pytest(folder, "mixed.py", *few)
+    listed = ("-o", "dtbench_files=test_mixed.py")
+    assert "3 passed, 4 deselected" in run_pytest(folder, "test_mixed.py", *few, *listed)
 
 
 def test_names_can_be_chosen_by_k(folder: Path) -> None:

@@ -283,7 +283,9 @@ class InPlaceLists(Plan):
             args[position] if position < len(args) else given.get(name)
             for position, name in self.info.mutated
         ]
-        if any(one._memory for written in lists for one in written) and met_twice(args, given):
+        if any(
+            isinstance(one, Wrapper) and one._memory for written in lists for one in written
+        ) and met_twice(args, given):
             refuse_overlap(self.info.op, [one for written in lists for one in written], args, given, {})
         _call_apart(call, locals_, kwargs, [position for position, _ in self.info.mutated])
         for written in lists:
