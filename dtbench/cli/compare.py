@@ -65,10 +65,11 @@ def _compare_with_reference(run: Path, system: str | None, as_json: bool) -> int
 
     from dtbench.judge import references
     from dtbench.records.run import read_run
+    from dtbench.show.public import public_systems
     from dtbench.text.terminal import print_json
 
     comparison = references.compare_with_reference(
-        read_run(run, with_samples=False), references.read_systems(), system
+        read_run(run, with_samples=False), public_systems(), system
     )
     if as_json:
         print_json(msgspec.to_builtins(comparison))

@@ -17,8 +17,8 @@ from dtbench.cli import options
 @click.option(
     "--expect",
     type=options.FILE,
-    metavar="FILE",
-    help="A topology, or an earlier preflight's JSON: also name what is slower than that.",
+    metavar="FILE|MACHINE",
+    help="A topology, an earlier preflight's JSON, or a machine of `plan --machines`: also name what is slower.",
 )
 @click.option("--timeout", "timeout_s", default=60.0, metavar="SECONDS", help="For all of it; then it ends.")
 @click.option(
@@ -44,6 +44,7 @@ def preflight_command(
       dtbench preflight --nproc 4
       torchrun --nproc-per-node 8 --no-python dtbench preflight --mesh dp=2,tp=4
       srun dtbench preflight --expect topology.json -o preflight.html
+      torchrun --nproc-per-node 8 --no-python dtbench preflight --expect h100-8x
     """
     from dtbench.bench.options import RunOptions
     from dtbench.preflight.show import check_outputs

@@ -45,7 +45,7 @@ class PlanFile(Struct, frozen=True, kw_only=True):
 
 class StepRow(Struct, frozen=True, kw_only=True):
     """error: predicted over measured, less 1. low_s, high_s: the 90 % interval, where there is one. Bytes of one GPU,
-    where they were measured. line: of the table, 0 where it has none."""
+    where they were measured. line: of the table, 0 where it has none. mfu: as measured."""
 
     label: str
     group: str
@@ -57,6 +57,7 @@ class StepRow(Struct, frozen=True, kw_only=True):
     measured_bytes: Amount | None = None
     predicted_bytes: Amount | None = None
     line: Count = 0
+    mfu: Amount | None = None
 
 
 class StepsFile(Struct, frozen=True, kw_only=True):

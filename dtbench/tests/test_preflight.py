@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtbench.cost.plan.machines import NodeLinks
 from dtbench.machine.provenance import segments
 from dtbench.model.errors import UsageError
 from dtbench.model.mesh import default_mesh
@@ -34,7 +35,7 @@ from dtbench.preflight.examine import (
 )
 from dtbench.preflight.preflight import file_of, names_of
 from dtbench.preflight.rounds import ALL_PAIRS_UP_TO, BETWEEN, INSIDE, matchings, rounds_of
-from dtbench.records.preflight import Preflight
+from dtbench.records.preflight import DimTimes, Preflight
 from dtbench.tests import preflight_selftest as selftest
 from dtbench.tests import programs
 from dtbench.tests.made_up import Cli
@@ -387,6 +388,32 @@ def test_what_is_slower_than_before_is_named(tmp_path: Path) -> None:
     before.write_bytes(msgspec.json.encode(file_of(Ranks(hosts_of(8)).examine(), 1.0, "cuda")))
     with pytest.raises(UsageError, match="was measured on cuda, this on cpu"):
         compare_with(read_expected(before), on_gpus, "cpu")
+
+
+def dim_of_eight(size: int, seconds: float) -> DimTimes:
+    return DimTimes(dim="dp", groups=(tuple(range(8)),), size_bytes=size, times_s=(seconds,), alone_s=seconds)
+
+
+def test_what_is_slower_than_a_public_machine_is_named() -> None:
+    from dtbench.preflight.expected import compare_with, read_expected
+
+    expected = read_expected(Path("h100-8x"))
+    assert expected.machine is not None
+    links = NodeLinks(expected.machine)
+    for times_as_long, named in ((1.2, False), (2.5, True)):
+        found = Ranks(hosts_of(1, 8)).examine()
+        found.findings.clear()
+        size = 2**26
+        usual_s = links.in_node("all_reduce", size, 8)
+        found.dims = {"dp": dim_of_eight(size, usual_s * times_as_long)}
+        compare_with(expected, found, "cuda")
+        assert [one.what for one in found.findings] == ["mesh dim dp against what is expected"] * named
+    across = Ranks(hosts_of(2, 4)).examine()
+    across.dims = {"dp": dim_of_eight(size, 1.0)}
+    compare_with(expected, across, "cuda")  # what is public is of one node
+    assert any("holds nothing that was measured here" in note for note in across.notes)
+    with pytest.raises(UsageError, match="--expect h100-8x is of GPUs, this was measured on cpu"):
+        compare_with(expected, across, "cpu")
 
 
 @pytest.mark.parametrize(

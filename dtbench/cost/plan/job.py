@@ -101,7 +101,7 @@ def stage_layers(model: Model, pp: int, by_cost: bool = False) -> tuple[int, ...
     """
     layers = model.layers
     if by_cost and pp > 1:
-        one = model.layer_elements()
+        one = model.layer_elements() - 2 * model.hidden  # norms multiply nothing
         costs = [*itertools.accumulate([one] * layers), one * layers + model.vocab * model.hidden]
         stage, counts = 0, [0] * pp
         for at, cost in enumerate(costs):

@@ -84,8 +84,9 @@ def all_layouts(job: Job, machine: Machine) -> Iterator[Layout]:
     for tp in _divisors(job.gpus, machine.gpus_per_node):
         if model.heads % tp or model.ffn % tp or max(tp, model.kv_heads) % min(tp, model.kv_heads):
             continue
-        for pp in _divisors(model.layers, job.gpus // tp):
-            if job.gpus % (tp * pp):
+        for pp in _divisors(job.gpus // tp, model.layers):
+            # Even stages, also with embedding and head as a layer each: 126 layers on 16 stages.
+            if job.gpus % (tp * pp) or (model.layers % pp and (model.layers + 2) % pp):
                 continue
             dp = job.gpus // (tp * pp)
             if job.batch % dp == 0:
@@ -101,7 +102,7 @@ def _of_ranks(job: Job, machine: Machine, tp: int, pp: int, dp: int) -> Iterator
         micro = 2**exponent
         if per_rank % micro:
             return
-        for chunks in _chunks(job.model.layers // pp, pp, per_rank // micro):
+        for chunks in _chunks(job.model.layers, pp, per_rank // micro):
             for fsdp in shards:
                 for recompute in recomputes:
                     yield Layout(tp, pp, dp, fsdp, micro, chunks, recompute)
@@ -109,9 +110,9 @@ def _of_ranks(job: Job, machine: Machine, tp: int, pp: int, dp: int) -> Iterator
 
 def _chunks(layers: int, pp: int, micro_batches: int) -> list[int]:
     """An interleaved schedule runs its micro batches in groups of pp (arXiv 2104.04473, section 2.2)."""
-    if pp == 1 or micro_batches % pp:
+    if pp == 1 or micro_batches % pp or layers % pp:
         return [1]
-    return [one for one in range(1, MAX_CHUNKS + 1) if layers % one == 0]
+    return [one for one in range(1, MAX_CHUNKS + 1) if layers // pp % one == 0]
 
 
 def _divisors(number: int, largest: int) -> list[int]:

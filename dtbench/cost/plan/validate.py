@@ -14,9 +14,9 @@ from scipy.optimize import isotonic_regression
 
 from dtbench.cost.plan.csv_table import Table, all_reduces, read_table
 from dtbench.cost.plan.ground import extrapolation, interval
-from dtbench.cost.plan.machines import COLLECTIVES, Links, Machine, NodeLinks, find_machine, machine_called
+from dtbench.cost.plan.machines import Links, Machine, NodeLinks, find_machine, machine_called
 from dtbench.cost.plan.memory import memory_of
-from dtbench.cost.plan.step import predict_step
+from dtbench.cost.plan.step import model_flops, predict_step
 from dtbench.cost.plan.tables import SEQUENCE, Measured, read_steps
 from dtbench.model.errors import UsageError
 from dtbench.model.grouping import group_by
@@ -28,6 +28,8 @@ from dtbench_core.cost.curve import Curve
 ALL_REDUCE_FITTED = 128
 # Fewer ways to split ranks over layouts cannot be halved.
 FEW_SPLITS = 16
+# What is slower than this waits for something that a model of layouts may not know.
+LEAST_MFU = 0.1
 # Of many lines so many are named.
 NAMED = 8
 
@@ -64,6 +66,10 @@ def steps_file(
             f"the layout predicted fastest took {fmean(costs):.1%} more than the fastest, mean of "
             f"{plural(len(costs), 'choice')}; median {median(costs):.1%}; at most {max(costs):.1%}"
         )
+    large = [abs(row.error) for row in rows if row.mfu is not None and row.mfu >= LEAST_MFU]
+    if 0 < len(large) < len(rows):
+        what = f"of the {plural(len(large), 'row')} of {LEAST_MFU:.0%} MFU and more"
+        verdict.append(f"{what}: mean error {fmean(large):.1%}, median {median(large):.1%}")
     verdict += _intervals(rows)
     verdict += _memory(rows)
     named = [_left_out(reason, lines) for reason, lines in (left_out or {}).items()]
@@ -176,6 +182,7 @@ def _predicted(one: Measured, machine: Machine, links: Links, line: int) -> Step
         measured_bytes=one.memory or None,
         predicted_bytes=memory_of(job, one.layout, machine.fitted).total if one.memory else None,
         line=line,
+        mfu=model_flops(job) / (one.time_s * job.gpus * machine.peak_tflops * 1e12),
     )
 
 
@@ -195,8 +202,10 @@ def _validate_all_reduce(table: Table) -> StepsFile:
 
 
 def _validate_collectives(table: Table, machine: Machine) -> StepsFile:
-    """Rows of one node priced by the machine's tables."""
+    """Rows priced by the machine's tables of a node, and by its network beyond."""
     links = NodeLinks(machine)
+    price = {"all_reduce": links.all_reduce, "all_to_all": links.all_to_all}
+    price |= {"all_gather": links.gather, "reduce_scatter": links.gather}
     rows: list[StepRow] = []
     left_out: defaultdict[str, list[int]] = defaultdict(list)
     for line, cells in table.lines:
@@ -206,12 +215,13 @@ def _validate_collectives(table: Table, machine: Machine) -> StepsFile:
         known = machine_called(system) if system else machine.name
         if known is None or not machine.name.startswith(known):
             left_out[f"{system} is not {machine.name}"].append(line)
-        elif name not in ("all_reduce", *COLLECTIVES) or not 2 <= ranks <= machine.gpus_per_node:
+        elif name not in price or ranks < 2:
             left_out[f"{name[:20]} of {ranks} GPUs"].append(line)
         else:
-            predicted = links.in_node(name, size, ranks)
+            in_node = ranks <= machine.gpus_per_node
+            predicted = links.in_node(name, size, ranks) if in_node else price[name](size, ranks, 1)
             label = f"{name} of {ranks}: {size} B"
-            rows.append(_row(label, name, table.seconds(line, cells, "time"), predicted))
+            rows.append(_row(label, f"{name} {ranks}", table.seconds(line, cells, "time"), predicted))
     if not rows:
         raise UsageError(f"{table.path}: no row is of {machine.name}: {', '.join(list(left_out)[:3])}")
     large = [abs(row.error) for row in rows if int(row.label.split()[-2]) >= 2**20]
