@@ -51,7 +51,8 @@ PUBLISHED = {
             "Model TFLOP / sec / GPU"
         ),
         (
-            "system,model,gpus,precision,global batch,micro batch,sequence length,fsdp,tensor parallel,pipeline parallel,"
+            "system,model,gpus,precision,global batch,micro batch,sequence length,fsdp,tensor parallel,"
+            "pipeline parallel,"
             "context parallel,interleaved chunks,expert parallel,gradient accumulation,tokens/s/gpu,tflop/s/gpu"
         ),
     ),
