@@ -17,6 +17,7 @@ The rooms, top to bottom; each imports only rooms below it:
     cost          what a collective costs, from constants or measurements; the cheapest chain of them
     layout        placement, spec and mesh: how ranks hold a tensor, and the arithmetic of shards
     comm          the only file that calls collectives
+    traced_collectives  the same collectives in every rank's compiled graph
     runtime       state per rank, caches that are cleared together; beside it errors, op_types, torch_compat
 
 The public names and the rooms are loaded when they are first used, so that `dtbench_core.cost`, whose prices

@@ -32,6 +32,7 @@ from dtbench_core.torch_compat import (
     dispatch_modes_active,
     is_fake,
 )
+from dtbench_core.traced_collectives import keep_on_all_ranks
 
 _REDUCE_OP = {
     op: getattr(dist.ReduceOp, op.upper())
@@ -397,7 +398,7 @@ def _call(op: Callable[..., torch.Tensor], input: torch.Tensor, *args: object) -
     if input.is_complex():
         return torch.view_as_complex(_call(op, _real(input.resolve_conj()), *args))
     result = op(input, *args)
-    torch_compat.keep_in_backward(result, torch.ops.dtbench_core.after.default)
+    keep_on_all_ranks(result, torch.ops.dtbench_core.after.default)
     waited: torch.Tensor = _ops.wait_tensor(result)
     return waited
 

@@ -228,38 +228,15 @@ def trace_as(tensor: torch.Tensor, proxy: Any, tracer: Any) -> None:
         proxy_tensor.track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
 
 
-def keep_in_backward(result: torch.Tensor, after: Any) -> None:
-    """Has a collective that was just traced in a backward pass wait for a gradient, by `after(input, gradient)`.
-
-    What depends on no gradient may go into either half of a compiled graph. Each rank's compiler chooses by the sizes
-    of its own shards, and where these differ one rank would issue the collective in forward, the other in backward.
-    """
-    tracer = active_tracer() if torch._C._current_graph_task_id() != -1 else None
-    if tracer is None:
-        return
-    if isinstance(result, functional_tensor.FunctionalTensor):
-        result = torch._from_functional_tensor(result.elem)
-    node = getattr(traced_value(result, tracer), "node", None)
-    gradients = [n for n in tracer.graph.find_nodes(op="placeholder") if str(n.target).startswith("tangents")]
-    if node is None or not gradients or _depends_on(node, set(gradients)):
-        return
-    sent = node.args[0]
-    with tracer.graph.inserting_before(node):
-        held = tracer.graph.call_function(after, (sent, gradients[0]))
-    held.meta = dict(sent.meta)
-    node.update_arg(0, held)
+def in_backward_pass() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
-def _depends_on(node: fx.Node, sources: set[fx.Node]) -> bool:
-    seen, todo = set(), [node]
-    while todo:
-        here = todo.pop()
-        if here in sources:
-            return True
-        if here not in seen:
-            seen.add(here)
-            todo += here.all_input_nodes
-    return False
+def traced_node(tensor: torch.Tensor, tracer: Any) -> fx.Node | None:
+    """The node of the graph that gives `tensor`; None if it is a constant there."""
+    if isinstance(tensor, functional_tensor.FunctionalTensor):
+        tensor = torch._from_functional_tensor(tensor.elem)
+    return getattr(traced_value(tensor, tracer), "node", None)
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,8 @@ SLOW = {
     "core/tests/test_compile.py::test_inductor*": "code that inductor makes and a compiler builds",
     "core/tests/test_compile_from_local.py::test_inductor*": "the same of other graphs",
     "core/tests/test_compile_from_local.py::test_what*[leaves]": "some twenty graphs",
+    "core/tests/test_same_graph.py::*[budget]": "a hundred graphs",
+    "core/tests/test_same_graph.py::*[inductor]": "a hundred graphs",
     "core/tests/test_compile_kinds.py::test_graphs_in_pieces*": "many graphs, compiled piece by piece",
     # Workers that die or hang are waited for.
     "suites/tests/test_coverage.py::test_a_dead_worker*": "a worker of the coverage suite that dies",

@@ -14,6 +14,7 @@ import torch
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.op_types import Value
 from dtbench_core.torch_compat import DisableTorchDispatch, as_subclass, make_subclass, make_wrapper, set_data
+from dtbench_core.traced_collectives import see_uneven_shards
 
 Wrapped = TypeVar("Wrapped", bound="Wrapper")
 
@@ -57,6 +58,8 @@ class Wrapper(torch.Tensor):
 
 def wrap(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> Wrapped:
     """A `cls` that shows `spec`'s global metadata and holds `local`."""
+    if local.__class__ is not torch.Tensor and not spec.is_even():
+        see_uneven_shards()
     # By position, which is 0.3 us faster: storage offset, memory format, dtype, layout, device, pinned.
     made = make_wrapper(
         cls,

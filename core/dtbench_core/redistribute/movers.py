@@ -27,6 +27,7 @@ from dtbench_core.layout.placement import (
     StridedShard,
     local_extents,
 )
+from dtbench_core.torch_compat import is_traced
 
 Mover = Callable[[torch.Tensor], torch.Tensor]
 Shape = tuple[int, ...]
@@ -68,9 +69,15 @@ def mover(step: Exchange) -> Mover:
         return _cutter(step, dst) if isinstance(dst, Shard) else _replicate_to_partial(dst, step.index)
     if step.parts == 1:
         return _copy  # of one rank, the shard is all there is, and the term is the sum
-    if 0 in step.shape:
-        shape = local_extents(step.shape, step.dst, step.sizes, step.coordinate)[0]
-        return lambda local: local.new_empty(shape)
+    if 0 not in step.shape:
+        return _sender(step)
+    # These ranks have nothing to send. In a graph they send it: the graphs of ranks that have something are the same.
+    send, shape = _sender(step), local_extents(step.shape, step.dst, step.sizes, step.coordinate)[0]
+    return lambda local: send(local) if is_traced() else local.new_empty(shape)
+
+
+def _sender(step: Exchange) -> Mover:
+    src, dst = step.src[0], step.dst[0]
     if isinstance(src, Partial):
         return (
             _reducing_scatter(step, src.reduce_op)
@@ -236,7 +243,7 @@ def _gather(step: Exchange) -> Mover:
         gathered = _gathered(sent, stacked, group)
         if chunks and rows_first:  # only what follows the last element is padding
             return gathered.view(joined).narrow(dim, 0, whole[dim])
-        held = [gathered[rank].narrow(dim, 0, n) for rank, n in enumerate(lengths) if n]
+        held = [gathered[rank].narrow(dim, 0, n) for rank, n in enumerate(lengths) if n] or [gathered[0]]
         joined_parts = torch.cat(held, dim)
         return joined_parts if chunks else _in_order(joined_parts, src, parts)
 
