@@ -6,6 +6,7 @@
 from dtbench_core.bucketer import BucketError, ReduceScatterBucketer
 from dtbench_core.comm import CommCount, count_collectives
 from dtbench_core.comm_tensor import CommTensor
+from dtbench_core.dispatch.agreement import check_ranks
 from dtbench_core.dispatch.contexts import (
     ExplicitRedistributionContext,
     ImplicitRedistributionWarning,
@@ -21,6 +22,7 @@ from dtbench_core.errors import (
     MixedTensorError,
     NoRuleError,
     PlacementError,
+    RanksDifferError,
     RedistributionError,
 )
 from dtbench_core.interop import debug_modes  # teaches them

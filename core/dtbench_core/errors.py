@@ -16,6 +16,7 @@ CoreError
 |   +-- ArgumentTypeError (TypeError)       an argument of another type
 |   +-- FunctionError (AssertionError)      placements that do not match a function's arguments or results
 +-- RedistributionError (RuntimeError)      an implicit redistribution where only explicit ones may be
++-- RanksDifferError (RuntimeError)         ranks that do not do the same, found by `check_ranks`
 +-- SimulationError  (RuntimeError)         what a simulated world cannot follow, or would hang on real ranks
     +-- RankDependentError                  simulated ranks differ where the program needs one answer
 """
@@ -71,6 +72,10 @@ class ArgumentTypeError(ArgumentError, TypeError):
 
 class FunctionError(ArgumentError, AssertionError):
     """Placements that do not match the arguments or results of a function one to one."""
+
+
+class RanksDifferError(CoreError, RuntimeError):
+    """Ranks that come with different ops, shapes or placements, as `check_ranks` finds."""
 
 
 class SimulationError(CoreError, RuntimeError):

@@ -106,9 +106,12 @@ def kernel_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return _BINDINGS.get(op) or op._op
 
 
+disable_modes = _python_dispatch._disable_current_modes
+
+
 def ranks_of_mesh(mesh: DeviceMesh) -> list[int]:
     """The global ranks in row-major order. DeviceMesh works on a tensor, which a FakeTensorMode refuses."""
-    with _python_dispatch._disable_current_modes():
+    with disable_modes():
         ranks: list[int] = mesh.mesh.flatten().tolist()
     return ranks
 

@@ -42,6 +42,9 @@ WORLD_SIZE = 4
 START = multiprocessing.get_context("forkserver")
 START.set_forkserver_preload(["core.tests.preload"])
 CALL_TIMEOUT_S = 60.0
+# Test files whose ranks are compared by `check_ranks`.
+PROGRAMS = ("test_parallel", "test_parallel_2d", "test_parallel_loss", "test_parallel_styles", "test_modules")
+PROGRAMS += ("test_optim", "test_view_writes")
 # Below the call's timeout, so that a collective without its peers raises where it stands.
 GROUP_TIMEOUT_S = 45.0
 # What the other ranks get to finish in once one rank has failed.
@@ -163,7 +166,8 @@ def _answer(call: Call, payload: bytes) -> bytes:
             _apply_filters(call.filters)
             fn = call.load()
             args, kwargs = pickle.loads(payload)
-            return pickle.dumps((True, fn(*args, **kwargs)))
+            with _checked(call.module):
+                return pickle.dumps((True, fn(*args, **kwargs)))
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         summary = "".join(traceback.format_exception_only(error)).strip()
@@ -173,6 +177,15 @@ def _answer(call: Call, payload: bytes) -> bytes:
         except Exception:
             carried = None
         return pickle.dumps((False, (summary, text, carried)))
+
+
+def _checked(module: str) -> contextlib.AbstractContextManager[None]:
+    """Has the ranks compared at every op in tests of whole programs. Those of single ops look at what an op sends."""
+    if not module.endswith(PROGRAMS):
+        return contextlib.nullcontext()
+    from dtbench_core import check_ranks
+
+    return check_ranks()
 
 
 def _apply_filters(filters: Sequence[tuple[Any, ...]]) -> None:

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.dispatch import entry as dispatch
+from dtbench_core.dispatch.agreement import compare, is_checking
 from dtbench_core.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -349,6 +350,8 @@ class DTensor(Wrapper):
             return _redistribute(
                 self, device_mesh, placements, forward_dtype=forward_dtype, backward_dtype=backward_dtype
             )
+        if is_checking():
+            compare(f"redistribute to {placements or 'Replicate'}", [self])
         if async_op:
             warnings.warn("redistribute(async_op=True) waits: its result is complete on return", stacklevel=2)
         spec = self._spec
@@ -385,6 +388,8 @@ class DTensor(Wrapper):
         """The whole tensor on every rank; differentiable. `grad_placements` as in `to_local`."""
         if is_dynamo_compiling():
             return _full_tensor(self, grad_placements=grad_placements)
+        if is_checking():
+            compare("full_tensor", [self])
         route = request(self._spec, None)
         if (torch.is_grad_enabled() and any_requires_grad(self)) or forward_ad._current_level >= 0:
             info = self._spec.info

@@ -1,0 +1,84 @@
+"""The checking mode: ranks whose shapes, placements or ops differ raise alike, with the op, the specs and the ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.local_world import ThreadWorlds
+from dtbench_core import DTensor, Partial, RanksDifferError, Replicate, Shard, check_ranks
+
+SHARDED = r"float32\[8, 8\] \(?S?h?a?r?d?\(?0?.*on 2 cpu mesh"
+CASES = ("rows", "placements", "part", "op", "redistribute", "full_tensor", "dtype")
+
+
+def differ(how: str) -> None:
+    """Two ranks; rank 1 is another in one way."""
+    mesh = mesh_of((2,))
+    other = dist.get_rank() == 1
+    dtype = torch.float64 if how == "dtype" and other else torch.float32
+    part = torch.ones(2 if how in ("rows", "full_tensor") and other else 4, 8, dtype=dtype)
+    placed = [Shard(1 if how == "placements" and other else 0)]
+    if how == "part" and other:
+        x = DTensor.from_local(part, mesh, placed)
+        x._local_tensor = torch.ones(3, 8)
+    else:
+        x = DTensor.from_local(part, mesh, placed)
+    with check_ranks():
+        if how == "redistribute":
+            x.redistribute(mesh, [Replicate() if other else Shard(1)])
+        elif how == "full_tensor":
+            x.full_tensor()
+        else:
+            _ = x * 2 if how == "op" and other else x + x
+
+
+@pytest.mark.parametrize("how", CASES)
+def test_ranks_that_differ_raise_alike(thread_ranks: ThreadWorlds, how: str) -> None:
+    refused(thread_ranks, how)
+
+
+def test_ranks_that_differ_raise_alike_on_gloo(ranks: Worlds) -> None:
+    for how in CASES:
+        refused(ranks, how)
+
+
+def refused(ranks: Worlds | ThreadWorlds, how: str) -> None:
+    messages = ranks(caught, how, world_size=2)
+    assert messages[0] == messages[1], messages
+    assert "rank 0 has" in messages[0] and "rank 1 has" in messages[0] and "float32" in messages[0], messages[
+        0
+    ]
+    op = {"redistribute": "redistribute to", "full_tensor": "full_tensor", "op": "aten.mul"}.get(
+        how, "aten.add.Tensor"
+    )
+    assert op in messages[0], messages[0]
+
+
+def caught(how: str) -> str:
+    with pytest.raises(RanksDifferError) as error:
+        differ(how)
+    return str(error.value)
+
+
+def test_ranks_that_do_the_same_are_left_alone(thread_ranks: ThreadWorlds) -> None:
+    thread_ranks(the_same, world_size=4)
+
+
+def the_same() -> None:
+    """A training step, uneven shards, a pending reduction, views, and a mesh of two dims."""
+    mesh = mesh_of((2, 2))
+    torch.manual_seed(0)
+    with check_ranks():
+        weight = DTensor.from_local(torch.rand(3, 4), mesh, [Replicate(), Replicate()]).redistribute(
+            mesh, [Replicate(), Shard(0)]
+        )
+        weight.requires_grad_()
+        x = DTensor.from_local(torch.rand(2, 4), mesh, [Shard(0), Replicate()])
+        y = torch.nn.functional.linear(x, weight).t().relu().sum()
+        y.backward()
+        assert weight.grad is not None and weight.grad.full_tensor().shape == (3, 4)
+        pending = DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()])
+        assert pending.full_tensor().tolist() == [2.0, 2.0]
