@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from dtbench_core import comm
 from dtbench_core.errors import RanksDifferError
 from dtbench_core.layout.mesh import MeshInfo
-from dtbench_core.layout.placement import Partial, Replicate, Shard, local_extents
+from dtbench_core.layout.placement import Partial, Placement, Replicate, Shard, describe, local_extents
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.op_types import Args, Kwargs, Value
 from dtbench_core.runtime import PerRank, simulation
@@ -26,7 +26,7 @@ from dtbench_core.torch_compat import disable_modes, is_traced
 
 # How many check_ranks() are entered.
 _checking: PerRank[int] = PerRank("dispatch.checking", lambda: 0)
-is_checking = _checking.get
+_is_checking = _checking.get
 # Whose part of a shape follows from the shape.
 _REGULAR = (Shard, Replicate, Partial)
 
@@ -63,6 +63,12 @@ class _CheckRanks(TorchDispatchMode):
         if tensors and not func.is_view:  # a view sends nothing, and what takes it is compared
             compare(str(func), tensors)
         return func(*args, **kwargs)
+
+
+def compare_move(name: str, tensor: Wrapper, placements: Sequence[Placement] | None = None) -> None:
+    """`compare` of what moves a tensor and is no op, inside `check_ranks()`. placements: where to."""
+    if _is_checking():
+        compare(f"{name} to {describe(tuple(placements))}" if placements else name, [tensor])
 
 
 def compare(name: str, tensors: Sequence[Wrapper]) -> None:

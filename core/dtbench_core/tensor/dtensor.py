@@ -1,8 +1,7 @@
 """DTensor: a tensor spread over a device mesh that is used like one tensor.
 
-`from_local` makes one of local tensors (distribute.py and factories.py of global ones and of nothing),
-`to_local` and `full_tensor` leave, `redistribute` changes how it is placed. Every op goes through
-dispatch/entry.py. Names and signatures are those of torch.distributed.tensor.
+`from_local` makes one of local tensors (distribute.py and factories.py of global ones and of nothing), `to_local` and
+`full_tensor` leave, `redistribute` moves. Ops go to dispatch/entry.py. Signatures are torch.distributed.tensor's.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.dispatch import entry as dispatch
-from dtbench_core.dispatch.agreement import compare, is_checking
+from dtbench_core.dispatch.agreement import compare_move
 from dtbench_core.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -350,8 +349,7 @@ class DTensor(Wrapper):
             return _redistribute(
                 self, device_mesh, placements, forward_dtype=forward_dtype, backward_dtype=backward_dtype
             )
-        if is_checking():
-            compare(f"redistribute to {placements or 'Replicate'}", [self])
+        compare_move("redistribute", self, placements)
         if async_op:
             warnings.warn("redistribute(async_op=True) waits: its result is complete on return", stacklevel=2)
         spec = self._spec
@@ -388,19 +386,18 @@ class DTensor(Wrapper):
         """The whole tensor on every rank; differentiable. `grad_placements` as in `to_local`."""
         if is_dynamo_compiling():
             return _full_tensor(self, grad_placements=grad_placements)
-        if is_checking():
-            compare("full_tensor", [self])
+        compare_move("full_tensor", self)
         route = request(self._spec, None)
         if (torch.is_grad_enabled() and any_requires_grad(self)) or forward_ad._current_level >= 0:
-            info = self._spec.info
-            placed = None if grad_placements is None else normalize(grad_placements, self.ndim, info)
+            placed = (
+                None if grad_placements is None else normalize(grad_placements, self.ndim, self._spec.info)
+            )
             whole: torch.Tensor = FullTensor.apply(self, route, placed)
             return whole
         return _whole(self, route)
 
 
-# What the methods are in a graph. Dynamo reads methods of tensors that are not torch's own, and functions only if
-# they are not for a graph.
+# In a graph: Dynamo reads methods of tensors that are not torch's own, and functions only if not for a graph.
 in_graph(DTensor.from_local)
 _to_local, _full_tensor = in_graph(DTensor.to_local), in_graph(DTensor.full_tensor)
 _redistribute = in_graph(DTensor.redistribute)
