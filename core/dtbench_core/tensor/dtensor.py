@@ -280,8 +280,7 @@ class DTensor(Wrapper):
             A DTensor; on a rank outside the mesh one that holds nothing, whatever was passed.
 
         Raises:
-            LayoutError: local shapes that do not make up the global one, or differ between ranks (with
-                run_check).
+            LayoutError: local shapes that do not make up the global one, or (with run_check) differ between ranks.
             PlacementError, ArgumentError: placements or arguments that cannot hold.
         """
         info = mesh_info(mesh_or_current(device_mesh))
@@ -320,8 +319,9 @@ class DTensor(Wrapper):
         if is_dynamo_compiling():
             return _to_local(self, grad_placements=grad_placements)
         if (torch.is_grad_enabled() and any_requires_grad(self)) or forward_ad._current_level >= 0:
-            spec = self._spec
-            placed = None if grad_placements is None else normalize(grad_placements, spec.ndim, spec.info)
+            placed = (
+                None if grad_placements is None else normalize(grad_placements, self.ndim, self._spec.info)
+            )
             local: torch.Tensor = ToLocal.apply(self, placed, False)
             return local
         return _lent(self)
