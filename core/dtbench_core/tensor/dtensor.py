@@ -268,11 +268,9 @@ class DTensor(Wrapper):
             placements: one per mesh dim; all Replicate when not given.
             run_check: compare shapes over the mesh, and make replicas equal to the first rank's; of shards,
                 also that they lie where the placements say.
-            shape, stride: global ones, given together. Without them every rank is taken to hold
-                equally much. With them the shards may be of any lengths: the ranks tell each other
-                theirs (one small all-gather per mesh dim), and where they are not those of
-                torch.chunk the placement becomes a RaggedShard. In a compiled graph they cannot:
-                shards must be torch.chunk's there.
+            shape, stride: global ones, given together. Without them every rank is taken to hold equally much. With
+                them the shards may be of any lengths: the ranks tell each other theirs (a small all-gather per mesh
+                dim); where they are not torch.chunk's the placement becomes a RaggedShard, but in a graph.
             grad_placements: how the gradient is placed before its local part flows on; the default
                 is `placements`, with Replicate for Partial.
 
