@@ -12,6 +12,7 @@ import pytest
 
 from dtbench.tests.made_up import Cli
 
+Value = Any  # of JSON
 RESULTS = Path(__file__).parents[2] / "results"
 EXTREMES = (0, 5e-324, 1e-300, 1e308)
 STEPS = RESULTS / "reference/step-times/a100-64-gpus.csv"
@@ -26,7 +27,7 @@ COMMITTED = {
 }
 
 
-def figures_of(whole: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def figures_of(whole: Value, place: tuple[Value, ...] = ()) -> Iterator[tuple[tuple[Value, ...], Value]]:
     """Where a number or a list stands, and what to put there; of a list's entries, the first."""
     if isinstance(whole, dict):
         for key, value in whole.items():
@@ -39,7 +40,7 @@ def figures_of(whole: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
         yield from ((place, extreme) for extreme in EXTREMES)
 
 
-def with_value(whole: Any, place: tuple[Any, ...], value: Any) -> Any:
+def with_value(whole: Value, place: tuple[Value, ...], value: Value) -> Value:
     changed = inner = copy.deepcopy(whole)
     for key in place[:-1]:
         inner = inner[key]

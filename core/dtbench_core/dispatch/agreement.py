@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch.distributed as dist
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -56,7 +56,7 @@ class _CheckRanks(TorchDispatchMode):
     """Sees ops on DTensors before the core does; what runs on their parts passes by."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Value:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Wrapper)]
