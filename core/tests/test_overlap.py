@@ -219,3 +219,26 @@ def test_a_layer_whose_weight_is_a_vector() -> None:
         assert torch.equal(x.grad.full_tensor(), plain.grad)
         with torch.no_grad():
             assert F.linear(x, x).item() == F.linear(plain, plain).item()
+
+
+def test_windows_that_are_gone_are_not_asked_about_again(thread_ranks: ThreadWorlds) -> None:
+    thread_ranks(_gone)
+
+
+def _gone() -> None:
+    mesh = mesh_of((4,))
+    base = distribute_tensor(_full(), mesh, [S(0)], src_data_rank=None)
+    view = base.detach()
+    view.add_(1)
+    assert view._memory is not None and base._memory is not None
+    del base
+    torch._foreach_add_([view], [1.0])
+    assert view._memory is None
+    whole = _full().add_(2)
+    torch.testing.assert_close(view.full_tensor(), whole)
+    for x in (view, whole):  # and again where there are new ones
+        later, earlier = x[1:], x[:-1]
+        with pytest.raises(RuntimeError, match="memory"):
+            later.add_(earlier)
+        assert x is not view or view._memory is not None
+    torch.testing.assert_close(view.full_tensor(), whole)

@@ -27,7 +27,7 @@ from dtbench_core.dispatch.overlap import Known, met_twice, refuse_overlap
 from dtbench_core.layout.placement import Placements
 from dtbench_core.layout.shard_layout import laid_out
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import Wrapper, count_write, share_memory, wrap
+from dtbench_core.layout.wrapper import Wrapper, count_write, share_memory, shares_memory, wrap
 from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.redistribute.autograd import local_at
 from dtbench_core.redistribute.copied_view import Gathered, copied_view, refuse_writes, store_to_base
@@ -210,15 +210,14 @@ class CopiedViews(Views):
 _OVERLAP = "some elements of the input tensor and the written-to tensor refer to a single memory location"
 
 
-def _call_apart(call: Call, locals_: Args, kwargs: Kwargs, written: Sequence[int]) -> None:
-    """The call; again with copies of all tensors but the written ones, if it refuses that these overlap."""
-    try:
-        call(*locals_, **kwargs)
-    except RuntimeError as error:
-        if _OVERLAP not in str(error):
-            raise
-        apart = [x if index in written else tree_map(_copied, x) for index, x in enumerate(locals_)]
-        call(*apart, **kwargs)
+def _call_apart(
+    error: RuntimeError, call: Call, locals_: Args, kwargs: Kwargs, written: Sequence[int]
+) -> None:
+    """The call that raised, with copies of all tensors but the written ones, if it refuses that these overlap."""
+    if _OVERLAP not in str(error):
+        raise error
+    apart = [x if index in written else tree_map(_copied, x) for index, x in enumerate(locals_)]
+    call(*apart, **kwargs)
 
 
 def _copied(leaf: Value) -> Value:
@@ -240,11 +239,16 @@ class InPlace(Plan):
 
     def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
         written = args[self.at]
+        shared = shares_memory(written)
         # Elementwise, over itself, is as good as apart.
-        if (written._memory is not None or not self.info.elementwise) and met_twice(args, given):
+        if (shared or not self.info.elementwise) and met_twice(args, given):
             refuse_overlap(self.info.op, (written,), args, given, self.overlaps)
-        _call_apart(call, locals_, kwargs, (self.at,))
-        count_write(written)
+        try:
+            call(*locals_, **kwargs)
+        except RuntimeError as error:
+            _call_apart(error, call, locals_, kwargs, (self.at,))
+        if shared:
+            count_write(written)
         if self.counts:
             increment_version((written,))
         return written
@@ -257,10 +261,12 @@ class Out(InPlace):
 
     def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
         written = given[self.at]
-        if met_twice(args, given):
+        shared = shares_memory(written)
+        if (shared or not self.info.elementwise) and met_twice(args, given):
             refuse_overlap(self.info.op, (written,), args, given, self.overlaps)
         call(*locals_, **kwargs)
-        count_write(written)
+        if shared:
+            count_write(written)
         if self.counts:
             increment_version((written,))
         return written
@@ -283,15 +289,18 @@ class InPlaceLists(Plan):
             args[position] if position < len(args) else given.get(name)
             for position, name in self.info.mutated
         ]
-        if any(
-            isinstance(one, Wrapper) and one._memory for written in lists for one in written
-        ) and met_twice(args, given):
+        # Steps of a fused optimizer are plain.
+        views = [one for each in lists for one in each if isinstance(one, Wrapper) and shares_memory(one)]
+        if views and met_twice(args, given):
             refuse_overlap(self.info.op, [one for written in lists for one in written], args, given, {})
-        _call_apart(call, locals_, kwargs, [position for position, _ in self.info.mutated])
+        try:
+            call(*locals_, **kwargs)
+        except RuntimeError as error:
+            _call_apart(error, call, locals_, kwargs, [position for position, _ in self.info.mutated])
         for written in lists:
             increment_version(written)
-            for one in written:
-                count_write(one)
+        for one in views:
+            count_write(one)
         return args[0] if self.gives else None
 
 

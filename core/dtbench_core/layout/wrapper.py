@@ -7,6 +7,8 @@ importing the class that imports dispatch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from sys import getrefcount
+from types import SimpleNamespace
 from typing import ClassVar, TypeVar
 
 import torch
@@ -112,6 +114,26 @@ def share_memory(base: Wrapper, view: Wrapper, offset: int) -> Memory:
         memory = base._memory = (Memory(), 0)
     view._memory = (memory[0], memory[1] + offset) if offset else memory
     return memory[0]
+
+
+def shares_memory(tensor: Wrapper) -> bool:
+    """Whether another window on its memory may be alive: a parameter has outlived the tensor that it was made of, and
+    is not asked again."""
+    if tensor._memory is None:
+        return False
+    if tensor._memory[1] == 0 and _holders(tensor) == _ALONE:
+        tensor._memory = None
+        return False
+    return True
+
+
+def _holders(tensor: Value) -> tuple[int, int]:
+    """How many hold what it notes of its memory, with this function, which holds more or less by version of Python."""
+    memory = tensor._memory
+    return getrefcount(memory), getrefcount(memory[0])
+
+
+_ALONE = _holders(SimpleNamespace(_memory=(Memory(), 0)))
 
 
 def count_write(tensor: Wrapper) -> None:
