@@ -32,7 +32,7 @@ from dtbench_core.interop.torch_dtensor import from_torch, to_torch
 from dtbench_core.interop.visualize import sharding_svg, sharding_text, visualize_sharding
 from dtbench_core.layout.local_shards import LocalShardsWrapper
 from dtbench_core.layout.placement import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
-from dtbench_core.layout.spec import DTensorSpec, TensorMeta
+from dtbench_core.layout.spec import DTensorSpec, TensorMeta, compute_local_shape_and_global_offset
 from dtbench_core.redistribute.route import explain, plan_of
 from dtbench_core.rules.register import register_sharding
 from dtbench_core.runtime import clear_caches

@@ -198,6 +198,11 @@ def is_fake_mode_active() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+def in_backward() -> bool:
+    """Whether autograd's engine runs here, with values."""
+    return torch._C._current_graph_task_id() != -1 and not is_traced()
+
+
 def is_traced() -> bool:
     """Whether an op becomes part of a graph, which cannot choose by a value."""
     return is_fake_mode_active() or active_tracer() is not None

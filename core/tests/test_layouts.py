@@ -327,11 +327,6 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], type, str]] = {
         PlacementError,
         r"on mesh dim 1, of 2 ranks, for tensor dim 0 of \[3, 5\] elements",
     ),
-    "factor": (
-        lambda m: distribute_tensor(A, m, [StridedShard(0, 3)]),
-        PlacementError,
-        "expected a split_factor that divides it",
-    ),
     "dim": (
         lambda m: distribute_tensor(A, m, [RaggedShard(2, (8, 0, 0, 0))]),
         DimError,

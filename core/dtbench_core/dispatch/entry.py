@@ -87,6 +87,10 @@ def _is_complex(input: Value) -> bool:
     return complex_
 
 
+def _is_same_size(input: torch.Tensor, other: torch.Tensor) -> bool:
+    return input.shape == other.shape  # of plain tensors, too
+
+
 # Functions that take nothing but one tensor and numbers, and are answered at once: views, which need torch's tracking,
 # and getters go straight to torch. `is_complex` is called for every parameter in every step of an optimizer.
 _direct: dict[Call, Call] = {
@@ -109,6 +113,8 @@ _own: dict[Call, Call] = {
     torch.autograd.backward: backward,
     torch.Tensor.backward: backward_of,
     torch.nn.functional.one_hot: one_hot,
+    torch.is_same_size: _is_same_size,
+    torch.Tensor.is_same_size: _is_same_size,
     # What torch makes of `1 / x`: as two calls, whose plans hold for all values of the number.
     torch.Tensor.__rdiv__: lambda self, other: self.reciprocal() * other,
 }
@@ -118,6 +124,8 @@ _under_modes = {
     torch.autograd.backward,
     torch.Tensor.backward,
     torch.nn.functional.one_hot,
+    torch.is_same_size,
+    torch.Tensor.is_same_size,
     torch.Tensor.__rdiv__,
 }
 if hasattr(torch.nn.functional, "linear_cross_entropy"):  # from torch 2.13 on

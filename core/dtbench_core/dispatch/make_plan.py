@@ -61,6 +61,8 @@ def build(info: OpInfo, args: Args, kwargs: Kwargs) -> Plan | None:
             chosen = by_tensor(rows)
     except NotImplementedError:  # the shape depends on the values, or torch has no meta kernel
         return None
+    except CoreError:
+        raise
     except Exception as error:  # meta kernels say some things otherwise, or not at all
         if dispatch_modes_active():
             raise

@@ -77,6 +77,11 @@ def run_out(dispatch: Dispatch, cls: type[Wrapper], op: OpOverload, args: Args, 
     result = dispatch(cls, functional, (), args, rest)
     results = result if isinstance(result, (list, tuple)) else (result,)
     for out, value in zip(outs, results, strict=True):
+        if any(out is a for a in args) and tuple(out.shape) != tuple(value.shape):
+            raise ArgumentError(
+                f"{op} got out= of shape {list(out.shape)}, which is an input, too, for a result of shape "
+                f"{list(value.shape)}; expected one of that shape"
+            )
         _store(op, out, value)
         store_to_base(out)
     return outs[0] if len(outs) == 1 else tuple(outs)

@@ -95,12 +95,11 @@ def refuse_overlapping_itself(op: OpOverload, written: Sequence[Wrapper], args: 
     Raises:
         RuntimeError: what plain tensors raise, where one has several elements in one place, as an expanded one has.
     """
-    expanded = any(
-        step == 0 and n > 1
-        for one in written
-        for n, step in zip(one._spec.shape, one._spec.stride, strict=True)
-    )
-    if expanded and not dispatch_modes_active() and not simulation.active:
+    if (
+        any(one._spec.overlaps_itself for one in written)
+        and not dispatch_modes_active()
+        and not simulation.active
+    ):
         refusal = _refusal(op, args, kwargs)
         if refusal is not None:
             raise refusal

@@ -4,6 +4,8 @@ One that an op or an autograd formula makes on the way counts as replicated; so 
 which torch treats as a number; so does any inside `implicit_replication()`. In a list, as optimizers and gradient
 clipping hand over, plain tensors may stand beside DTensors: each is computed with those of its place in other lists.
 
+Zeros that autograd makes, for outputs of a function that nothing uses, count as replicated, too.
+
 A plain tensor may be scaled, or shifted, in place by a DTensor of one element.
 
 Two kinds of calls take a plain tensor for the whole one, the same on every rank, and nothing checks that it is:
@@ -21,7 +23,7 @@ from dtbench_core.dispatch import contexts
 from dtbench_core.errors import MixedTensorError
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.op_types import Args, Call, Kwargs, Value
-from dtbench_core.torch_compat import functorch_level, innermost, is_torchs_dtensor
+from dtbench_core.torch_compat import functorch_level, in_backward, innermost, is_torchs_dtensor
 
 SCALING = {f"{word}_" for word in ("add", "sub", "mul", "div")}
 SCALING |= {"__iadd__", "__isub__", "__imul__", "__itruediv__"}
@@ -43,7 +45,7 @@ def mixes_plain(cls: type[Wrapper], func: Call, args: Args, kwargs: Kwargs) -> b
             if item.__class__ is cls:
                 continue
             if isinstance(item, torch.Tensor) and not isinstance(item, Wrapper) and item.numel() != 1:
-                if _comes_of_transform(func, item):
+                if _comes_of_transform(func, item) or _is_unused_gradient(item):
                     continue
                 name = getattr(func, "__name__", str(func))
                 if is_torchs_dtensor(item):
@@ -64,6 +66,11 @@ def mixes_plain(cls: type[Wrapper], func: Call, args: Args, kwargs: Kwargs) -> b
                     "shard with DTensor.from_local(...), or take the DTensor's own shard with .to_local()"
                 )
     return whole
+
+
+def _is_unused_gradient(item: torch.Tensor) -> bool:
+    """Whether autograd made it of an output that nothing used: plain zeros, the same on every rank."""
+    return in_backward() and not item.is_meta and not bool(item.any())
 
 
 def _is_scaled(name: str, args: Args) -> bool:

@@ -30,6 +30,23 @@ def _seen_as_torchs(dispatch: Call) -> Call:
 def _teach(module: ModuleType) -> None:
     mode = getattr(module, _MODES[module.__name__])
     mode.__torch_dispatch__ = _seen_as_torchs(mode.__torch_dispatch__)
+    if module.__name__ == "torch.distributed.tensor.debug":
+        _teach_sharding_info(module._comm_mode)
+
+
+def _teach_sharding_info(module: ModuleType) -> None:
+    """CommDebugMode.get_sharding_info lists parameters that are DTensors of either library."""
+
+    class Either(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, (torch.distributed.tensor.DTensor, Wrapper))
+
+        def __eq__(cls, other: object) -> bool:  # asked of the types of an op
+            return other is cls or other is torch.distributed.tensor.DTensor
+
+        __hash__ = type.__hash__
+
+    vars(module)["DTensor"] = Either("DTensor", (), {})
 
 
 for _name in _MODES:

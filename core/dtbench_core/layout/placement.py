@@ -42,7 +42,7 @@ class Placement:
         return False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Shard(Placement):
     """The ranks of the mesh dim hold slices of tensor dim `dim`, as torch.chunk cuts them.
 
@@ -61,6 +61,12 @@ class Shard(Placement):
     def lengths(self, size: int, parts: int) -> list[int]:
         """The length of every part, in rank order."""
         return chunk_lengths(size, parts)
+
+    @staticmethod
+    def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
+        """(length, offset) of the part of `rank` when torch.chunk cuts so many elements into `num_chunks`. The names
+        are torch's."""
+        return chunk_extent(curr_local_size, num_chunks, rank)
 
     def runs(self, size: int, parts: int, index: int) -> list[tuple[int, int]]:
         """The (offset, length) stretches of the dim that part `index` is made of, in order."""
@@ -106,11 +112,10 @@ class RaggedShard(Shard):
 
 @dataclass(frozen=True, slots=True)
 class StridedShard(Shard):
-    """Tensor dim `dim`, seen as [split_factor, rest], of which `rest` is cut as torch.chunk cuts.
+    """Tensor dim `dim`, cut by torch.chunk into `split_factor` stretches, each of which is cut as a Shard cuts.
 
-    So a rank holds `split_factor` equal stretches at equal distances. This is what becomes of a shard of
-    an inner dim when a view joins it with the dim before it: [4, 6] as S(1), flattened, is
-    StridedShard(0, 4). `split_factor` divides the length of the dim.
+    So a rank holds a part of every stretch. This is what becomes of a shard of an inner dim when a view joins it with
+    the dim before it: [4, 6] as S(1), flattened, is StridedShard(0, 4).
     """
 
     split_factor: int
@@ -119,36 +124,45 @@ class StridedShard(Shard):
         if self.split_factor < 1:
             raise ValueError(f"StridedShard got split_factor {self.split_factor}, expected an int >= 1")
 
-    def _inner(self, size: int) -> int:
-        if size % self.split_factor:
-            raise ValueError(f"{self} needs a multiple of {self.split_factor} elements, and there are {size}")
-        return size // self.split_factor
+    def _stretches(self, size: int, parts: int, index: int) -> list[tuple[int, int]]:
+        """(offset, length) of part `index` of every stretch, empty ones too."""
+        made = []
+        for at in range(self.split_factor):
+            length, offset = chunk_extent(size, self.split_factor, at)
+            own, inner = chunk_extent(length, parts, index)
+            made.append((offset + inner, own))
+        return made
 
     def extent(self, size: int, parts: int, index: int) -> tuple[int, int]:
         """(length, offset of the first element): the elements are no one stretch, see `runs`."""
-        length, offset = chunk_extent(self._inner(size), parts, index)
-        return length * self.split_factor, offset
+        held = self.runs(size, parts, index)
+        return sum(length for _, length in held), held[0][0]
 
     def lengths(self, size: int, parts: int) -> list[int]:
-        return [n * self.split_factor for n in chunk_lengths(self._inner(size), parts)]
+        return [self.extent(size, parts, index)[0] for index in range(parts)]
 
     def runs(self, size: int, parts: int, index: int) -> list[tuple[int, int]]:
-        inner = self._inner(size)
-        length, offset = chunk_extent(inner, parts, index)
-        return [(offset + i * inner, length) for i in range(self.split_factor if length else 1)]
+        held = self._stretches(size, parts, index)
+        return [run for run in held if run[1]] or held[:1]
 
     def part(self, whole: torch.Tensor, parts: int, index: int) -> torch.Tensor:
-        inner = self._inner(whole.size(self.dim))
-        length, offset = chunk_extent(inner, parts, index)
-        seen = whole.unflatten(self.dim, (self.split_factor, inner)).narrow(self.dim + 1, offset, length)
-        joined: torch.Tensor = seen.flatten(self.dim, self.dim + 1)
-        return joined
+        size = whole.size(self.dim)
+        if size % self.split_factor == 0:
+            inner = size // self.split_factor
+            length, offset = chunk_extent(inner, parts, index)
+            seen = whole.unflatten(self.dim, (self.split_factor, inner)).narrow(self.dim + 1, offset, length)
+            joined: torch.Tensor = seen.flatten(self.dim, self.dim + 1)
+            return joined
+        import torch
+
+        held = self.runs(size, parts, index)
+        return torch.cat([whole.narrow(self.dim, offset, length) for offset, length in held], self.dim)
 
     def __str__(self) -> str:
         return f"S({self.dim}/{self.split_factor})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Replicate(Placement):
     """Every rank of the mesh dim holds the same values."""
 
@@ -159,7 +173,7 @@ class Replicate(Placement):
         return "R"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Partial(Placement):
     """Every rank of the mesh dim holds a term; `reduce_op` over the ranks gives the tensor."""
 

@@ -231,16 +231,20 @@ def checked_over_mesh(
     local: torch.Tensor, info: MeshInfo, placements: Placements, *, given_shape: bool
 ) -> torch.Tensor:
     """run_check: every rank sees every rank's metadata, so that all raise or none; replicas are made equal."""
-    sizes = [tuple(shard.shape) for shard in local.shards] if holds_shards(local) else tuple(local.shape)
-    mine = (str(local.dtype), None if given_shape else sizes)
+    shards = local.shards if holds_shards(local) else [local]
+    layout = [(tuple(shard.shape), shard.stride()) for shard in shards]
+    mine = (str(local.dtype), local.requires_grad, None if given_shape else layout)
     seen = [mine]
     for group in info.groups:
         seen = [meta for part in comm.all_gather_objects(seen, group) for meta in part]
     if any(meta != mine for meta in seen):
-        listed = "; ".join(f"mesh rank {i}: {dtype} {shape or ''}" for i, (dtype, shape) in enumerate(seen))
+        listed = "; ".join(
+            f"mesh rank {i}: {dtype}{' that requires grad' if grad else ''} {layout or ''}"
+            for i, (dtype, grad, layout) in enumerate(seen)
+        )
         raise LayoutError(
-            f"from_local got local tensors that differ between ranks ({listed}), expected one dtype and one shape: "
-            "for uneven shards pass the global shape and stride"
+            f"from_local got local tensors that differ between ranks ({listed}), expected one dtype, one shape and "
+            "stride, and all or none to require grad: for uneven shards pass the global shape and stride"
         )
     for placement, group in zip(placements, info.groups, strict=True):
         if placement.is_replicate():

@@ -25,7 +25,6 @@ from dtbench_core.layout.placement import (
     Placements,
     RaggedShard,
     Shard,
-    StridedShard,
     as_placement,
     describe,
     local_extents,
@@ -147,6 +146,11 @@ class DTensorSpec:
                 self._local = local_extents(self.shape, self.placements, info.sizes, info.coordinate)
         return self._local
 
+    @property
+    def overlaps_itself(self) -> bool:
+        """Whether several elements lie in one place, as those of an expanded tensor."""
+        return any(step == 0 and n > 1 for n, step in zip(self.shape, self.stride, strict=True))
+
     def is_replicated(self) -> bool:
         return all(p.is_replicate() for p in self.placements)
 
@@ -248,10 +252,6 @@ def _fitted(placed: Placements, shape: Sequence[int], info: MeshInfo) -> Placeme
                     f"got {placement!r} on {where}, expected one count per rank, {sorted(sizes)} together: correct the "
                     "counts; one that an outer mesh dim cuts too must get equally much from it"
                 )
-            if isinstance(placement, StridedShard) and any(n % placement.split_factor for n in sizes):
-                raise PlacementError(
-                    f"got {placement!r} on {where}, expected a split_factor that divides it: use Shard({placement.dim})"
-                )
             if all(
                 placement.runs(n, parts, i) == Shard(0).runs(n, parts, i) for n in sizes for i in range(parts)
             ):
@@ -259,6 +259,22 @@ def _fitted(placed: Placements, shape: Sequence[int], info: MeshInfo) -> Placeme
             left[placement.dim] = {length for n in sizes for length in placement.lengths(n, parts)}
         fitted.append(made)
     return tuple(fitted)
+
+
+def compute_local_shape_and_global_offset(
+    global_shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape of this rank's part, where it begins in the tensor) of a tensor of that shape placed so; ((0,), ()) on a
+    rank outside the mesh. The name is torch's.
+
+    Raises:
+        PlacementError: placements that the tensor cannot have.
+    """
+    info = mesh_info(mesh)
+    placed = normalize(placements, len(global_shape), info, global_shape)
+    if info.coordinate is None:
+        return (0,), ()
+    return local_extents(tuple(global_shape), placed, info.sizes, info.coordinate)
 
 
 def contiguous_stride(shape: Sequence[int], order: Iterable[int] | None = None) -> tuple[int, ...]:

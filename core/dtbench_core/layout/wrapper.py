@@ -29,6 +29,9 @@ class Memory:
     def __init__(self) -> None:
         self.writes = 0
 
+    def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
+        return Memory, ()  # the count of a file's tensors starts anew
+
 
 class Wrapper(torch.Tensor):
     """To torch a tensor of the global shape, without storage; `_local_tensor` holds the data.

@@ -191,7 +191,12 @@ def refuse_write(tensor: Any, *, restating: bool = False) -> None:
     if not is_copied(tensor):
         return
     origin = tensor._origin
-    while origin is not None and origin.gathered is not None and not restating:
+    while (
+        origin is not None
+        and origin.gathered is not None
+        and not restating
+        and not origin.spec.overlaps_itself
+    ):
         if not is_copied(origin.owner):
             return
         origin = origin.owner._origin

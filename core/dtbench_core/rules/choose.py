@@ -233,10 +233,7 @@ class _Lengths:
         if isinstance(placement, RaggedShard):
             return max(placement.counts), min(placement.counts)
         if isinstance(placement, StridedShard):
-            factor = placement.split_factor
-            return -(-most // factor // parts) * factor, chunk_extent(least // factor, parts, parts - 1)[
-                0
-            ] * factor
+            return max(placement.lengths(most, parts)), min(placement.lengths(least, parts))
         return -(-most // parts), chunk_extent(least, parts, parts - 1)[0]
 
     def split(self, row: Row, parts: int) -> None:

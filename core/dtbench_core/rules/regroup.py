@@ -72,6 +72,8 @@ def _cut(group: Group, placement: Shard, parts: int) -> Shard | None:
     """The output's placement for one more cut, and the group after it."""
     dim = placement.dim
     stretches = placement.split_factor if isinstance(placement, StridedShard) else 1
+    if group.held_in[dim] % stretches:
+        return None
     length = group.held_in[dim] // stretches
     lead = math.prod(group.held_in[d] for d in group.ins if d < dim) * stretches
     counts = placement.counts if isinstance(placement, RaggedShard) else tuple(chunk_lengths(length, parts))

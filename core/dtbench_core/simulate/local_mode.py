@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dtbench_core.errors import SimulationError, describe_ranks
 from dtbench_core.layout.mesh import MeshTables, mesh_tables
@@ -371,6 +371,52 @@ def local_tensor_mode() -> LocalTensorMode | None:
     """The mode that is active, if any."""
     mode = rank_answers.active()
     return mode if isinstance(mode, LocalTensorMode) else None
+
+
+def get_local_tensor_mode_list() -> list[LocalTensorMode]:
+    """The modes that are active, of which there is one at most. (The name is torch's, as those below.)"""
+    mode = local_tensor_mode()
+    return [] if mode is None else [mode]
+
+
+def enabled_local_tensor_mode() -> LocalTensorMode | None:
+    """The mode that is active and sees ops: not inside its `disable()`."""
+    mode = local_tensor_mode()
+    return None if mode is None or mode._suspended else mode
+
+
+def maybe_disable_local_tensor_mode() -> AbstractContextManager[None]:
+    """`disable()` of the mode that is active, if any."""
+    mode = local_tensor_mode()
+    return nullcontext() if mode is None else mode.disable()
+
+
+def maybe_enable_local_tracker(
+    device_type: str, distribute_region_enabled: bool, spec: object, generator: torch.Generator | None
+) -> AbstractContextManager[None] | None:
+    """A context for random ops on DTensors inside a mode, None without one. A mode keeps the states of all ranks and
+    each of these draws its part as on one device, so that there is nothing for it to do."""
+    return None if enabled_local_tensor_mode() is None else nullcontext()
+
+
+def get_generator_seed_for_device_type(device_type: str) -> int:
+    """The seed in the state of the device type's default generator; inside a mode, a number per rank where they
+    differ."""
+    module = torch if device_type == "cpu" else torch.get_device_module(device_type)
+    seed: int = rank_map(lambda _: int(module.get_rng_state()[:8].view(torch.int64).item()))
+    return seed
+
+
+def reconcile_args(args: Args, kwargs: Kwargs | None = None) -> tuple[Args, Kwargs]:
+    """(args, kwargs) with the tensor that all ranks have in the place of each LocalTensor.
+
+    Raises:
+        RankDependentError: one that differs between ranks.
+    """
+    made: tuple[Args, Kwargs] = tree_map(
+        lambda leaf: leaf.reconcile() if isinstance(leaf, LocalTensor) else leaf, (args, kwargs or {})
+    )
+    return made
 
 
 def _mode_for_all() -> LocalTensorMode | None:

@@ -28,7 +28,8 @@ from dtbench_core.layout.placement import (
     held_runs,
 )
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import MEMORIES, Wrapper, wrap
+from dtbench_core.layout.wrapper import MEMORIES, Memory, Wrapper, held_by, wrap
+from dtbench_core.redistribute.copied_view import Gathered, Origin, copied_view, is_copied
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -40,9 +41,41 @@ if TYPE_CHECKING:
 def reduce(tensor: Wrapper, protocol: object) -> tuple[Any, ...]:
     """What `pickle` and `torch.save` keep of a DTensor: see `rebuild`."""
     spec = tensor._spec
+    if (origin := _kept_origin(tensor)) is not None:
+        offset = tensor._memory[1] - origin.owner._memory[1]  # type: ignore[index]
+        parts = (held_by(tensor), spec.placements, tuple(spec.shape), spec.stride)
+        return rebuild_view, (origin.owner, *parts, *(origin.gathered or ()), offset)
     attributes = {k: v for k, v in tensor.__dict__.items() if k not in MEMORIES}
+    if tensor._memory is not None:  # which views in the file share with it
+        attributes["_memory"] = tensor._memory
     described = (spec.mesh, spec.placements, tuple(spec.shape), spec.stride, tensor.requires_grad)
     return rebuild, (tensor.viewed, tensor._local_tensor, *described, attributes)
+
+
+def _kept_origin(tensor: Wrapper) -> Origin | None:
+    """Where a view that had to be copied has its values from, if it can be a view again once loaded: it then shares
+    memory with its base as a plain one does."""
+    if not is_copied(tensor) or tensor._origin is None or tensor.requires_grad:  # type: ignore[attr-defined]
+        return None
+    tensor._local_tensor  # noqa: B018 - read anew, if its base was written to since
+    origin: Origin = tensor._origin  # type: ignore[attr-defined]
+    kept = origin.gathered is not None and origin.owner._spec is origin.spec and origin.version is not None
+    return origin if kept and origin.local is held_by(origin.owner) else None
+
+
+def rebuild_view(
+    owner: Wrapper,
+    local: torch.Tensor,
+    placements: Placements,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    gathered: torch.Tensor,
+    at: Placements,
+    offset: int,
+) -> Wrapper:
+    """The view of `owner` that was pickled: `local` is a window on `gathered`, the base's values placed as `at`."""
+    spec = DTensorSpec.of(owner._spec.info, tuple(placements), shape, stride, local.dtype)
+    return copied_view(type(owner).viewed, local, spec, owner, Gathered(gathered, tuple(at)), offset)
 
 
 def rebuild(
@@ -93,7 +126,7 @@ def _rank_in(mesh: DeviceMesh) -> tuple[int, ...] | None:
 
 # For torch.load(weights_only=True), torch's default.
 torch.serialization.add_safe_globals(
-    [rebuild, DeviceMesh, Shard, RaggedShard, StridedShard, Replicate, Partial]
+    [rebuild, rebuild_view, Memory, DeviceMesh, Shard, RaggedShard, StridedShard, Replicate, Partial]
 )
 
 

@@ -266,8 +266,7 @@ class DTensor(Wrapper):
         Args:
             local_tensor: a tensor, or a `LocalShardsWrapper`, which `to_local` hands back.
             placements: one per mesh dim; all Replicate when not given.
-            run_check: compare shapes over the mesh, and make replicas equal to the first rank's; of shards,
-                also that they lie where the placements say.
+            run_check: compare metadata over the mesh, and make replicas the first rank's; of shards, also their places.
             shape, stride: global ones, given together. Without them every rank is taken to hold equally much. With
                 them the shards may be of any lengths: the ranks tell each other theirs (a small all-gather per mesh
                 dim); where they are not torch.chunk's the placement becomes a RaggedShard, but in a graph.
@@ -523,7 +522,8 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Ctx, grad: DTensor) -> tuple[torch.Tensor, None, None]:
-        if ctx.spec.info.coordinate is None:  # what was passed here is no part of the tensor
+        # What was passed on a rank outside the mesh is no part of the tensor; autograd itself makes plain zeros.
+        if ctx.spec.info.coordinate is None or not isinstance(grad, DTensor):
             return torch.zeros(ctx.local_shape, dtype=grad.dtype, device=grad.device), None, None
         if torch.is_grad_enabled():  # a backward that is itself differentiated needs its own graph
             local = grad.redistribute(placements=ctx.grad_placements).to_local()

@@ -55,8 +55,8 @@ TEMPLATES = {
         x.squeeze_(); x.addcmul_(y, y); torch._foreach_mul_([x, y], c); x.diagonal().fill_(c); x.cumsum_(d)
         x.scatter_(d, x.argsort(d), c); x.lerp_(y, 0.5); x.sub_(y, alpha=2); x.pow_(2); x.data.mul_(c); x[i:].copy_(y)
         x[i:j] *= c; x.mT.add_(c); x.index_copy_(d, index(i), y); torch.add(x, y, out=z); x.view(-1)[i] = c
-        x.masked_scatter_(x > 0.3, y); x.floor_(); x.div_(2); x.put_(index(i), y.ravel()[:1]); x.sort(d, out=(z, y))
-        torch.cat([x, y], d, out=z); torch._foreach_add_([x, y], [z, x]); x.swapaxes_(d, e)
+        x.masked_scatter_(x > 0.3, y.clone()); x.floor_(); x.div_(2); x.put_(index(i), y.ravel()[:1])
+        x.sort(d, out=(z, y)); torch.cat([x, y], d, out=z); torch._foreach_add_([x, y], [z, x]); x.swapaxes_(d, e)
         x.index_put_((index(i),), y, accumulate=True); x.clamp_min_(c); x.eq_(y); x.cumprod_(d); x.tril_()""",
     "move": "move(x, places)",
 }
@@ -212,7 +212,7 @@ def _statement(rng: random.Random, space: dict[str, Any], ndim: int, number: int
             for name, copy in copies.items()
         ):
             return None  # it wrote before it was refused
-        if refused and rng.random() < _REFUSED:
+        if refused and "_foreach" not in line and rng.random() < _REFUSED:
             return f"with refused(): {expression}"
     return None
 

@@ -1,0 +1,183 @@
+"""Corners of the interface where programs lean on plain tensors' behaviour, and names that torch has."""
+
+from __future__ import annotations
+
+import io
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as torchs_extents
+
+from core.tests.gloo_world import mesh_of, on_ranks
+from dtbench_core import (
+    DTensor,
+    LayoutError,
+    Partial,
+    PlacementError,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+    compute_local_shape_and_global_offset,
+    debug,
+    distribute_module,
+    distribute_tensor,
+    experimental,
+)
+from dtbench_core.simulate import (
+    LocalTensorMode,
+    enabled_local_tensor_mode,
+    get_generator_seed_for_device_type,
+    get_local_tensor_mode_list,
+    maybe_disable_local_tensor_mode,
+    maybe_enable_local_tracker,
+    rank_map,
+    reconcile_args,
+)
+
+S, R, P = Shard, Replicate(), Partial()
+
+
+def test_placements_take_weak_references() -> None:
+    for placement in (S(0), R, P, StridedShard(0, 2), RaggedShard(0, (1, 2))):
+        assert weakref.ref(placement)() is placement
+
+
+@on_ranks
+def test_checked_replicas_agree_in_everything() -> None:
+    mesh, rank = mesh_of((4,)), dist.get_rank()
+    different = [
+        torch.ones(2, requires_grad=rank == 0),
+        torch.ones(2, 3) if rank else torch.ones(3, 2).t(),
+        torch.ones(2, dtype=torch.float64 if rank == 1 else torch.float32),
+    ]
+    for local in different:
+        with pytest.raises(LayoutError, match="differ between ranks"):
+            DTensor.from_local(local, mesh, [R], run_check=True)
+    assert DTensor.from_local(torch.ones(2, requires_grad=True), mesh, [R], run_check=True).requires_grad
+
+
+@on_ranks
+def test_the_same_size_as_a_plain_tensor() -> None:
+    x = distribute_tensor(torch.ones(5, 6), mesh_of((4,)), [S(0)], src_data_rank=None)
+    assert x.is_same_size(torch.ones(5, 6)) and torch.ones(5, 6).is_same_size(x)
+    assert not torch.is_same_size(x, torch.ones(5)) and torch.is_same_size(x, x)
+
+
+@on_ranks
+def test_strided_shards_of_any_length() -> None:
+    """Stretches as torch.chunk cuts them, each cut again."""
+    for size, factor, trailing in ((10, 3, ()), (7, 2, (3,)), (3, 5, (2,)), (13, 4, ()), (8, 2, ())):
+        full = torch.arange(size * 6.0)[: size * (trailing[0] if trailing else 1)].view(size, *trailing)
+        mesh = mesh_of((4,))
+        x = distribute_tensor(full, mesh, [StridedShard(0, factor)], src_data_rank=None)
+        pieces = [
+            (*stretch.chunk(4), *[stretch[:0]] * 4)[mesh.get_local_rank()] for stretch in full.chunk(factor)
+        ]
+        assert torch.equal(x.to_local(), torch.cat(pieces)), (size, factor)
+        for placed in (R, S(0), StridedShard(0, 2)):
+            assert torch.equal(x.redistribute(placements=[placed]).full_tensor(), full), (
+                size,
+                factor,
+                placed,
+            )
+        assert torch.equal((x * 2 + x).flatten().full_tensor(), (full * 3).flatten())
+        assert torch.equal(x.sum(0).full_tensor(), full.sum(0))
+        grid = distribute_tensor(full, mesh_of((2, 2)), [StridedShard(0, factor), S(0)], src_data_rank=None)
+        assert torch.equal(grid.full_tensor(), full) and torch.equal((grid + grid).full_tensor(), full * 2)
+
+
+class _Two(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * 2 + grads[1] * 3
+
+
+@on_ranks
+def test_functions_whose_outputs_are_not_all_used() -> None:
+    """Autograd gives plain zeros for the others."""
+    mesh, full = mesh_of((4,)), torch.arange(15.0).view(5, 3)
+    for placed in (S(0), R, P):
+        for used in (0, 1):
+            x = distribute_tensor(full, mesh, [placed], src_data_rank=None).requires_grad_()
+            _Two.apply(x)[used].sum().backward()  # type: ignore[no-untyped-call]
+            assert x.grad is not None and torch.equal(x.grad.full_tensor(), torch.full((5, 3), 2.0 + used))
+    local = torch.ones(2, requires_grad=True)
+    y = DTensor.from_local(local * 1, mesh, [S(0)])
+    y.eq_(y).sum().backward()  # zeros of autograd's own
+    assert local.grad is not None and not local.grad.any()
+
+
+@on_ranks
+def test_saved_views_share_memory_with_their_base() -> None:
+    mesh = mesh_of((4,))
+    for placed in (S(0), R, S(1)):
+        for names in ("xvt", "vxt"):
+            loaded = []
+            for full in (torch.arange(20.0).view(10, 2), None):
+                base = torch.arange(20.0).view(10, 2)
+                x = base if full is not None else distribute_tensor(base, mesh, [placed], src_data_rank=None)
+                held = {"x": x, "v": x[1:4], "t": x.t()[:, 2:]}
+                held["x"].add_(1)
+                file = io.BytesIO()
+                torch.save({name: held[name] for name in names}, file)
+                file.seek(0)
+                made = torch.load(file)
+                made["x"][2].zero_()
+                made["v"].mul_(2)
+                loaded.append(
+                    [(t.full_tensor() if isinstance(t, DTensor) else t) for t in map(made.get, "xvt")]
+                )
+            for wanted, got in zip(*loaded, strict=True):
+                assert torch.equal(got, wanted), (placed, names)
+
+
+@on_ranks
+def test_a_copied_view_of_an_expanded_tensor() -> None:
+    """It is read as it should be; which of its elements a write would leave in the base is not known."""
+    x = distribute_tensor(torch.arange(2.0), mesh_of((4,)), [S(0)], src_data_rank=None)
+    seen = x.expand(2, 2).diagonal()
+    with pytest.raises(PlacementError, match="the write would be lost"):
+        seen.fill_(2)
+    x.add_(1)
+    assert seen.full_tensor().tolist() == [1.0, 2.0]
+
+
+@on_ranks
+def test_names_of_torch() -> None:
+    mesh, rank = mesh_of((2, 2)), dist.get_rank()
+    assert S.local_shard_size_and_offset(10, 4, 3) == (1, 9) and S.local_shard_size_and_offset(5, 4, 3) == (
+        0,
+        5,
+    )
+    theirs = torch.distributed.tensor
+    for shape in ((5, 3), (8, 4), (1, 1)):
+        for dims in ((0, 1), (0, 0), (1, 0)):
+            ours = compute_local_shape_and_global_offset(shape, mesh, [S(d) for d in dims])
+            assert ours == torchs_extents(shape, mesh, [theirs.Shard(d) for d in dims]), (shape, dims, rank)
+    assert {*experimental.__all__} == {"implicit_replication", "local_map", "register_sharding"}
+    model = distribute_module(nn.Linear(3, 2), mesh_of((4,)))
+    with debug.CommDebugMode() as mode:
+        model(distribute_tensor(torch.ones(2, 3), mesh_of((4,)), src_data_rank=None))
+    assert mode.get_sharding_info() == {"Linear.weight": (R,), "Linear.bias": (R,)}
+
+
+def test_helpers_of_simulated_ranks(mode: LocalTensorMode) -> None:
+    assert get_local_tensor_mode_list() == [mode] and enabled_local_tensor_mode() is mode
+    with maybe_disable_local_tensor_mode():
+        assert enabled_local_tensor_mode() is None and type(torch.ones(1)) is torch.Tensor
+        assert maybe_enable_local_tracker("cpu", True, None, None) is None
+    assert maybe_enable_local_tracker("cpu", True, None, None) is not None
+    torch.manual_seed(3)
+    assert get_generator_seed_for_device_type("cpu") == 3
+    same = rank_map(lambda _: torch.ones(2))
+    (args, named) = reconcile_args((same, 1), {"x": same})
+    assert type(args[0]) is type(named["x"]) is torch.Tensor and args[1] == 1
