@@ -44,10 +44,10 @@ def up(hosts: int, rate: str, name: str) -> None:
 @click.option("--rate", metavar="RATE", help=_RATE_HELP)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 def run(ranks_per_host: int, name: str, hosts: int | None, rate: str | None, command: tuple[str, ...]) -> int:
-    """Runs COMMAND on ranks in every host: `dtbench run ...`, a script.py or a program.
+    """Runs COMMAND on ranks in every host.
 
-    Each host has an agent of torch's elastic launcher, as under torchrun; ranks are numbered host by
-    host. The first host's output is shown. The exit code is the command's.
+    It is `dtbench run ...`, a script.py or a program. Each host has an agent of torch's elastic launcher, as under
+    torchrun; ranks are numbered host by host. The first host's output is shown. The exit code is the command's.
     """
     from dtbench.world.lab.run import program_of
     from dtbench.world.lab.run import run as run_on_hosts

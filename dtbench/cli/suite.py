@@ -60,7 +60,9 @@ def new(file: Path) -> None:
 @click.option("--nproc", type=int, default=2, help="Ranks to start here.")
 @click.pass_context
 def check(context: click.Context, /, file: Path, nproc: int) -> int:
-    """Builds and runs each case of a suite file once, shortly, and says what is wrong.
+    """Tries each case of a suite file, and says what is wrong.
+
+    Builds it and runs it shortly, on ranks.
 
     \b
     Example:

@@ -129,6 +129,24 @@ def test_the_nearest_name_is_suggested(dtbench: Cli, args: str, meant: str) -> N
     assert (code, out) == (EXIT_USAGE, "") and err.count("\n") == 1 and meant in err
 
 
+def test_no_command_is_described_by_half_a_sentence(dtbench: Cli) -> None:
+    for group in ((), ("suite",), ("lab",)):
+        code, out, _ = dtbench(*group, "--help")
+        commands = [line for line in out.splitlines() if re.match(r"  [a-z][a-z-]+  ", line)]
+        assert code == 0 and commands and not [line for line in commands if line.endswith("...")]
+
+
+def test_settings_without_a_run_says_what_it_takes(dtbench: Cli) -> None:
+    code, out, err = dtbench("settings")
+    assert (code, out) == (EXIT_USAGE, "") and err.startswith("dtbench: RUN missing: give runs of bucketer")
+
+
+def test_a_suite_is_not_written_over_another(dtbench: Cli) -> None:
+    Path("x.py").write_text("mine = 1\n")
+    code, out, err = dtbench("suite", "new", "x.py")
+    assert (code, out, err) == (EXIT_USAGE, "", "dtbench: x.py exists already: give another FILE\n")
+
+
 def test_version_and_bare_call(dtbench: Cli) -> None:
     assert dtbench("--version")[:2] == (0, "dtbench, version 0.1.0\n")
     code, out, _ = dtbench()
