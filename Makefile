@@ -72,6 +72,10 @@ large: install
 against-torch: install
 	$(BIN)/python -m dtbench.tests.against_torch results/run-against-torch-benchmark.md
 
+# The picture on the README's first screen, from committed data.
+picture: install
+	$(BIN)/python -m dtbench.tests.answers docs/pages/answers.png
+
 # Is every op that was right still right? Measures the core as results/coverage-core.json was made (4
 # ranks in a process, all modes) and exits with an error if an op became worse.
 coverage: install

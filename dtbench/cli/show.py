@@ -37,7 +37,7 @@ def show_command(
     \b
     Examples:
       dtbench show run.jsonl
-      dtbench show run.jsonl --filter "all_reduce mesh_dim=dp" --sort -busbw
+      dtbench show run.jsonl --filter "all_reduce mesh_dim=dp" --sort=-busbw
       dtbench show *.jsonl --csv > results.csv
     """
     from dtbench.records.exports import points_of, write_exports

@@ -78,9 +78,11 @@ class Result(msgspec.Struct, frozen=True, tag_field="kind", tag="result"):
     @property
     def spread(self) -> float | None:
         """How far the samples' upper quartile lies above `estimate_s`, as a share of it: three quarters of the samples
-        took no longer. None without a time or of 0 s."""
+        took no longer. None without a time, of 0 s or of one sample, as a log has."""
         time_s, estimate_s = self.time_s, self.estimate_s
-        return None if time_s is None or not estimate_s else max(time_s.p75 / estimate_s - 1, 0.0)
+        if time_s is None or time_s.n < 2 or not estimate_s:
+            return None
+        return max(time_s.p75 / estimate_s - 1, 0.0)
 
     @property
     def case_key(self) -> CaseKey:

@@ -201,7 +201,8 @@ def _merged(results: pd.DataFrame) -> pd.DataFrame:
     figures[_BANDWIDTHS] = 1 / figures[_BANDWIDTHS]
     if {"p75_s", "estimate_s"} <= {*there}:
         high_s, estimate_s = launches["p75_s"].quantile(0.75), figures["estimate_s"]
-        figures["spread"] = (high_s / estimate_s.where(estimate_s > 0) - 1).clip(lower=0)
+        told = (estimate_s > 0) & (launches["samples"].sum() > 1)  # a single sample has none
+        figures["spread"] = (high_s / estimate_s.where(told) - 1).clip(lower=0)
     counters = [c for c in good.columns if c.startswith(COUNTER)]
     figures = figures.join(launches[["size_bytes", *counters]].first())
     figures = figures.assign(launches=launches.size().astype("Int64"), samples=launches["samples"].sum())

@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -89,22 +89,111 @@ def test_the_workflow_gives_options_that_exist_and_parses() -> None:
     assert workflow["permissions"]["pull-requests"] == "write"
 
 
+# What differs from machine to machine, and from one run to the next.
+_VARIES = (
+    (r"(\w) (no change|(slower|faster) by \S+)", r"\1 CHANGE"),
+    (r"\d+ without change(, \d+ (slower|faster) \(.*\))*$", "CHANGES"),
+    (r">= ", ""),
+    (r"[+-]?\d[\d.,]*(%|x|\b)", "N"),
+    (r"\b(ns|µs|ms|s)\b", "T"),
+    (r"\b[kMGT]B/s", "B/s"),
+    (r"-( |$)", r"N\1"),
+    (r"\s+", " "),
+)
+
+
+def _alike(line: str) -> str:
+    for pattern, mark in _VARIES:
+        line = re.sub(pattern, mark, line)
+    return line.strip()
+
+
+def _outputs(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """Each command of a page with the lines that stand below it; `...` is for any number of lines."""
+    for language, _, text in blocks(page):
+        if language == "console":
+            command, lines = "", list[str]()
+            for line in [*text.replace("\\\n", " ").splitlines(), "$ "]:
+                if line.startswith("$ "):
+                    if command:
+                        yield command, lines
+                    command, lines = line[2:], []
+                else:
+                    lines.append(line)
+
+
+def differs(shown: list[str], printed: str, of: Callable[[str], str]) -> str:
+    """The first line of a page that the command does not print where it should; "" where all are there.
+
+    of: a line without what may differ.
+    """
+    there, at, gap = [of(line) for line in printed.splitlines() if line.strip()], 0, False
+    for line in [line for line in shown if line.strip()]:
+        if line == "...":
+            gap = True
+            continue
+        found = there[at:].index(of(line)) if of(line) in there[at:] else -1
+        if found < 0 or (found > 0 and not gap):
+            return line
+        at, gap = at + found + 1, False
+    return "" if gap or not shown or at == len(there) else f"(its last line) {there[at]}"
+
+
+def _run(command: str, folder: Path) -> str:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path}
+    done = subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
 @pytest.mark.parametrize("page", RUN, ids=_name)
-def test_commands_of_the_tutorial_run(page: Path, tmp_path: Path) -> None:
+def test_commands_of_the_tutorial_run_and_print_what_stands_there(page: Path, tmp_path: Path) -> None:
     for _, name, text in blocks(page):
         if name:
             (tmp_path / name).write_text(text)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    for command in _commands(page):
-        done = subprocess.run(
-            command,
-            shell=True,
-            cwd=tmp_path,
-            env={**os.environ, "PATH": path},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    compared = 0
+    for command, shown in _outputs(page):
+        printed = _run(command, tmp_path)
+        missing = differs(shown, printed, _alike)
+        assert not missing, f"{command}\ndoes not print {missing!r} there, but\n{printed}"
+        compared += len(shown)
+    assert compared > 40
+
+
+def test_what_the_readme_shows_is_what_is_printed(tmp_path: Path) -> None:
+    """Nothing is measured for its first screen, so figures count."""
+    (tmp_path / "dtbench").symlink_to(ROOT / "dtbench")  # for the log
+    text = (ROOT / "README.md").read_text()
+    shown = [(command, lines) for command, lines in _outputs(ROOT / "README.md") if lines]
+    assert [command.split()[1] for command, _ in shown] == ["plan", "show"]
+    (imported,) = [line[2:] for line in text.splitlines() if line.startswith("$ dtbench import")]
+    _run(imported, tmp_path)
+    for command, lines in shown:
+        printed = _run(command, tmp_path)
+        assert not differs(lines, printed, str.strip), f"{command}\n{printed}"
+
+
+def test_a_line_that_is_not_printed_is_found() -> None:
+    printed = "a 1\nb 2\nc 3\n"
+    for shown, missing in (
+        (["a 7", "...", "c 9"], ""),
+        (["a 1", "c 3"], "c 3"),
+        (["...", "d 1", "..."], "d 1"),
+        (["a 1", "b 2"], "(its last line) c N"),
+        ([], ""),
+    ):
+        assert differs(shown, printed, _alike) == missing
+    assert _alike("core  4.07 µs  +16%  no change") == _alike("core  912 ns  +3%  slower by 31%")
+    assert _alike("dp  >= 0.3 (0.1 .. 2)") == _alike("dp  8.03 (0.705 .. 75.7)")
+
+
+def test_the_picture_of_answers_is_drawn_from_committed_data(tmp_path: Path) -> None:
+    from dtbench.tests import answers
+
+    answers.main(tmp_path / "answers.png")
+    assert (tmp_path / "answers.png").stat().st_size > 20_000
+    assert (ROOT / "docs" / "pages" / "answers.png").is_file()
 
 
 def test_python_of_the_api_page_runs(tmp_path: Path) -> None:
