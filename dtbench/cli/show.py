@@ -78,7 +78,7 @@ def _peak(text: str) -> tuple[str, float]:
     multiple=True,
     type=options.FILE,
     metavar="RUN",
-    help="What to compare with; repeatable.",
+    help="What to compare with, a run or the name of a baseline; repeatable.",
 )
 @click.option("--topology", type=options.FILE, help="A topology; may as well be one of the FILEs.")
 @click.option(
@@ -112,6 +112,7 @@ def report_command(
       dtbench report new.jsonl --base old.jsonl -o report.html
       dtbench report results/nightly -o report.html
     """
+    from dtbench.records import baselines
     from dtbench.show.report import gather, write_index, write_report
 
     if index is not None:
@@ -120,6 +121,7 @@ def report_command(
         write_index(index, output)
         click.echo(f"the index is in {output}")
         return
+    baseline = tuple(path if path.exists() else baselines.find(path) for path in baseline)
     sources = gather(files, baseline, topology)
     known = {dim for run in sources.runs for dim in run.header.mesh.dim_names}
     if unknown := [dim for dim, _ in peaks if dim not in known]:

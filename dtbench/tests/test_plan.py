@@ -250,6 +250,14 @@ def test_what_would_change_the_answer_is_said() -> None:
     assert doubled.layout.words() in changes[1] or "the same layout" in changes[1]
 
 
+def test_a_job_of_one_node_has_no_network_to_be_faster() -> None:
+    changes = planned(job(8, batch=64)).changes
+    assert (
+        "no time of the step is priced between nodes of 8 GPUs" in changes[0]
+        and "between nodes" in changes[1]
+    )
+
+
 def test_ten_thousand_ranks_are_a_search_of_some_thousand_layouts() -> None:
     of = Job(built_in_models()["llama-405b"], 10_000, 20_000, 4096)
     assert 0 < sum(1 for _ in search.all_layouts(of, find_machine("h100-8x"))) < 5_000

@@ -164,7 +164,9 @@ def _changes(
             key=lambda found: found[1].total_s,
         )
         kept = any(layout == now for layout, _ in among)
-        if layout == now or (kept and same < step.total_s * SAME_WITHIN):
+        if over is not links and same == ranked[0].step.total_s:
+            yield f"{what}: the same, as no time of the step is priced between nodes of {machine.gpus_per_node} GPUs"
+        elif layout == now or (kept and same < step.total_s * SAME_WITHIN):
             yield f"{what}: the same layout, {format_seconds(same)}"
         else:
             against = f", {format_ratio(same / step.total_s)} faster than the layout above" if kept else ""
