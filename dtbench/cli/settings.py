@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from dtbench.judge.settings.nccl import Winner
 
 
+_NO_RUN = (
+    "RUN missing: give runs of bucketer, of collectives with forced NCCL_ALGO and NCCL_PROTO beside free ones, or "
+    "--sweep VARIABLES -- COMMAND, which plans these"
+)
+
+
 class _Settings(options.Command):
     first = ("--json", "-o", "--sweep", "--launches")
 
@@ -94,10 +100,7 @@ def settings_command(
     if words[:1] in (("buckets",), ("nccl",)) and not Path(words[0]).exists():
         raise UsageError(f"settings {words[0]} is gone: type `dtbench settings RUN...`")
     if not words and not arms:
-        raise UsageError(
-            "RUN missing: give runs of bucketer, of collectives with forced NCCL_ALGO and NCCL_PROTO beside free ones, "
-            "or --sweep VARIABLES -- COMMAND, which plans these"
-        )
+        raise UsageError(_NO_RUN)
     runs = [read_run(Path(word)) for word in words]
     given = [(tuple(sorted(parse_variables(text).items())), read_run(path)) for text, path in arms]
     buckets = any(run.ok("bucketer") for run in runs)
