@@ -18,6 +18,7 @@ from dtbench.cost.plan.job import Job
 from dtbench.cost.plan.machines import NodeLinks, find_machine
 from dtbench.cost.plan.models import find_model
 from dtbench.cost.plan.search import RESERVED_BYTES, plan
+from dtbench.cost.plan.show import plan_file
 from dtbench.judge.references import read_systems
 from dtbench.records.topology import read_topology
 from dtbench.text.units import format_size
@@ -97,16 +98,17 @@ def model(axes: Axes) -> None:
 def shardings(axes: Axes) -> None:
     """The best layouts of a plan."""
     machine = find_machine("a100-8x")
-    job = Job(find_model("llama-70b"), 512, 1024, 4096)
+    job = Job(find_model("llama-8b"), 64, 512, 4096)
     limit = machine.memory_GiB * 2**30 - RESERVED_BYTES
-    best = plan(job, machine, NodeLinks(machine), limit).best[:6][::-1]
-    error = machine.error
-    assert error is not None
-    times = [one.step.total_s for one in best]
-    spans = [[t - t * error.low for t in times], [t * error.high - t for t in times]]
-    names = [one.layout.words().partition(", micro")[0] for one in best]
+    best = plan_file(plan(job, machine, NodeLinks(machine), limit), ()).best[:6][::-1]
+    times = [one.step_s for one in best]
+    spans = [
+        [one.step_s - (one.low_s or 0.0) for one in best],
+        [(one.high_s or 0.0) - one.step_s for one in best],
+    ]
+    names = [one.words.partition(", micro")[0] for one in best]
     axes.errorbar(times, names, xerr=spans, fmt="o", capsize=3)
-    axes.set(title="How should I shard llama-70b on 512 A100?", xlabel="seconds per step, 90 % interval")
+    axes.set(title="How should I shard llama-8b on 64 A100?", xlabel="seconds per step, 90 % interval")
 
 
 def main(target: Path) -> None:
