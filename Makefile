@@ -72,10 +72,6 @@ large: install
 against-torch: install
 	$(BIN)/python -m dtbench.tests.against_torch results/run-against-torch-benchmark.md
 
-# The picture on the README's first screen, from committed data.
-picture: install
-	$(BIN)/python -m dtbench.tests.answers docs/pages/answers.png
-
 # Is every op that was right still right? Measures the core as results/coverage-core.json was made (4
 # ranks in a process, all modes) and exits with an error if an op became worse.
 coverage: install
@@ -98,8 +94,10 @@ docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f docs/mkdocs.yml
 	@echo "docs/site/index.html"
 
-# The pictures of those pages, taken of what the commands write from committed files; needs a chromium.
+# The picture of the README's first screen and those of the pages, of what the commands write from committed files; the
+# latter need a chromium.
 pictures: install
+	$(BIN)/python -m dtbench.tests.answers docs/pages/answers.png
 	$(BIN)/python docs/pictures.py
 
 install: $(VENV)/installed
