@@ -16,7 +16,7 @@ import click
 import msgspec
 
 from dtbench.bench.options import LAUNCH_TIMEOUT_S, RunOptions
-from dtbench.bench.progress import about
+from dtbench.bench.progress import about, said_if_slow
 from dtbench.gate import control, outputs
 from dtbench.gate.arms import Arm, open_arms, repository
 from dtbench.gate.benchmark import Benchmark, Key, Selection
@@ -79,8 +79,12 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
         ArmError: an arm that cannot be built or started.
         OutputError: the folder cannot be written, or holds another gate.
     """
-    began = time.monotonic()
     _refuse_ranks()
+    with said_if_slow("loading torch and the suites", say):
+        least = forecast(options.selections, options.impls, _run_options(options), _ranks(options))
+    if least:
+        say(least + (f"; the budget is {about(options.budget_s)}" if options.budget_s is not None else ""))
+    began = time.monotonic()
     limits = Limits(options.timeout_s)
     if options.budget_s is not None:
         limits = Limits(options.timeout_s, began + options.budget_s, f"{options.budget_s:g} s")
