@@ -79,12 +79,8 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
         ArmError: an arm that cannot be built or started.
         OutputError: the folder cannot be written, or holds another gate.
     """
-    _refuse_ranks()
-    with said_if_slow("loading torch and the suites", say):
-        least = forecast(options.selections, options.impls, _run_options(options), _ranks(options))
-    if least:
-        say(least + (f"; the budget is {about(options.budget_s)}" if options.budget_s is not None else ""))
     began = time.monotonic()
+    _refuse_ranks()
     limits = Limits(options.timeout_s)
     if options.budget_s is not None:
         limits = Limits(options.timeout_s, began + options.budget_s, f"{options.budget_s:g} s")
@@ -92,10 +88,11 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
     with _made_folder(folder, options.resume), open_arms(options.base, options.head, say) as (base, head):
         plan = _plan(options, base, head)
         seed = _keep_state(folder, options, base, head, plan)
-        if least := forecast(options.selections, options.impls, _run_options(options), _ranks(options)):
-            say(
-                least + (f"; the budget is {about(options.budget_s)}" if options.budget_s is not None else "")
-            )
+        with said_if_slow("loading torch and the suites", say):
+            least = forecast(options.selections, options.impls, _run_options(options), _ranks(options))
+        if least:
+            budget = "" if options.budget_s is None else f"; the budget is {about(options.budget_s)}"
+            say(least + budget)
         top = repository() if base.revision or head.revision else None
         kind = control_kind(base, head)
         launcher = Launcher(

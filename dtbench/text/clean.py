@@ -28,6 +28,7 @@ class CleanStream(io.TextIOWrapper):
             line_buffering=bool(stream.line_buffering),
             write_through=getattr(stream, "write_through", False),
         )
+        self._over = stream  # which closes the buffer once nobody refers to it
         kept = _OF_BARS if stream.isatty() else _COLOURS if os.environ.get("FORCE_COLOR") else ""
         self._pattern = re.compile(f"({kept})|{_CONTROLS}" if kept else f"(?!)()|{_CONTROLS}")
 
