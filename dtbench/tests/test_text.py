@@ -1,13 +1,15 @@
 """Markdown, JUnit and the terminal take any text at all."""
 
+import gc
 import io
 import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
 from dtbench.text import junit, markdown
-from dtbench.text.clean import clean_output
+from dtbench.text.clean import CleanStream, clean_output
 
 HOSTILE = '<b>&"x" |`*_~[a](b)\x1b[2J\x00\ud800\ufffe\nnew'
 
@@ -67,3 +69,12 @@ def test_what_is_printed_obeys_no_foreign_text(monkeypatch: pytest.MonkeyPatch, 
     assert sys.stdout is stream
     bold = b"\x1b[1mbold\x1b[0m" if tty else rb"\x1b[1mbold\x1b[0m"
     assert written.getvalue() == b"a\tb " + bold + rb" \x1b[2J \x1b]0;t\x07 \x9b \u202e \xe9" + b"\n"
+
+
+def test_a_clean_stream_keeps_the_one_that_it_stands_on(tmp_path: Path) -> None:
+    """Nobody else may refer to that, as in a rank's own standard error."""
+    stream = CleanStream((tmp_path / "x").open("w"))
+    gc.collect()
+    stream.write("a\x1b[2J\n")
+    stream.close()
+    assert (tmp_path / "x").read_text() == "a\\x1b[2J\n"
