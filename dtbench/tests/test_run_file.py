@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from dtbench.model import STATUSES, Header, Result, Timing
 from dtbench.model.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.model.fields import MAX_NUMBER
 from dtbench.records import run as run_file
 from dtbench.records.read import into
 from dtbench.records.run import RunWriter, read_run
@@ -90,7 +91,7 @@ def results(draw: st.DrawFn) -> Result:
     size, timing = draw(st.none() | st.integers(0, 2**50)), draw(st.none() | st.just(summarize(samples)))
     seconds = timing and (timing.min if clock == "host" else timing.p25)
     algbw = size / seconds if size is not None and seconds else draw(st.none() | amounts)
-    if algbw == math.inf:  # so much in hardly any time
+    if algbw is not None and algbw > MAX_NUMBER:  # so much in hardly any time
         algbw = None
     return Result(
         draw(words),
