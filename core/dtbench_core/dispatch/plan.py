@@ -146,10 +146,12 @@ class View(Plan):
     offsets: tuple[int, ...]
 
     def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
-        result = call(*locals_, **kwargs) if kwargs else call(*locals_)
+        result, base = call(*locals_, **kwargs) if kwargs else call(*locals_), args[0]
         if is_inference_mode_enabled():
-            return self._as_base_is(cls, result, args[0])
-        return self._wrapped(cls, result, args[0])
+            return self._as_base_is(cls, result, base)
+        made = wrap(cls, result, self.out)
+        share_memory(base, made, self.offsets[0])
+        return made
 
     def _as_base_is(self, cls: type[Wrapper], result: Value, base: Any) -> Value:
         """A view is an inference tensor only if its base is: torch ties their versions."""

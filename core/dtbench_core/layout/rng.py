@@ -91,9 +91,12 @@ def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = Fals
     if input._spec.info.device_type != "cpu" or not input._spec.dtype.is_floating_point or 0 in input.shape:
         return NotImplemented
     with torch.no_grad():
-        run = type(input).__torch_dispatch__
-        keep = run(torch.ops.aten.zeros_like.default, (), (input,))  # type: ignore[call-arg]
-        run(torch.ops.aten.bernoulli_.float, (), (keep, 1 - p))  # type: ignore[call-arg]
+        run, spec = type(input).__torch_dispatch__, input._spec
+        if spec.row_major:  # as which this op alone leaves its result
+            keep = run(torch.ops.aten.bernoulli.p, (), (input, 1 - p))  # type: ignore[call-arg]
+        else:
+            keep = run(torch.ops.aten.zeros_like.default, (), (input,))  # type: ignore[call-arg]
+            run(torch.ops.aten.bernoulli_.float, (), (keep, 1 - p))  # type: ignore[call-arg]
         held_by(keep).div_(1 - p)
     return input * keep
 
