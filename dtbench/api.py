@@ -335,16 +335,32 @@ def _run_here(
 
 def _circumstances(clocks: Mapping[ClockKind, Clock]) -> Callable[[ClockKind], dict[str, float]]:
     """What a function's time depends on beside the function, as counters of its result: torch's threads, the load of
-    the machine before, and what a call of an empty function takes, which is part of every time."""
+    the machine and how many threads of others ran before, and what a call of an empty function takes, which is part of
+    every time."""
     import torch
 
-    threads, load = torch.get_num_threads(), os.getloadavg()[0]
+    threads, load, others = torch.get_num_threads(), os.getloadavg()[0], _others_running()
 
     def of(clock: ClockKind) -> dict[str, float]:
         empty_s = min(clocks[clock].measure(_nothing, _EMPTY_CALLS) for _ in range(5))
-        return {"threads": threads, "load_before": round(load, 2), "empty_call_s": empty_s}
+        return {
+            "threads": threads,
+            "load_before": round(load, 2),
+            "others_running": others,
+            "empty_call_s": empty_s,
+        }
 
     return functools.cache(of)
+
+
+def _others_running() -> int:
+    """Threads beside this one that want a core all the time; 0 where the system does not say."""
+    seen = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for _ in range(5):
+            seen.append(int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]) - 1)
+            time.sleep(1e-3)
+    return max(min(seen, default=0), 0)
 
 
 def _nothing() -> None:
@@ -362,9 +378,14 @@ def _with_circumstances(result: Result, of: Callable[[ClockKind], Mapping[str, f
     if result.status == "ok" and (time_s := result.time_s) is not None:
         if time_s.n < FEWEST:
             doubts.append(f"only {time_s.n} samples, expected {FEWEST}: give it a larger timeout_s")
+        load, cores = counters["load_before"], len(usable_cpus())
+        if counters["threads"] > 1 and counters["others_running"] + counters["threads"] > cores:
+            doubts.append(
+                f"contended: torch's {counters['threads']} threads wait for each other where others run on the {cores} "
+                f"cores (load {load:.1f}): call torch.set_num_threads(1), or wait until the machine is quiet"
+            )
         spread = (time_s.p75 - time_s.p25) / time_s.median if time_s.median else 0.0
         if spread > SCATTERED:
-            load, cores = counters["load_before"], len(usable_cpus())
             doubts.append(
                 f"scattered: half of the samples span {spread:.0%} of the median; the load was {load:.1f} on "
                 f"{cores} cores, and torch has {counters['threads']} threads"

@@ -82,7 +82,7 @@ def measured(name: str, function: Callable[[], object], threads: int, burnt: boo
         ours = result.estimate_s
         assert ours is not None, result.reason
         figures = ours, other.median, ours / quantile(other.times, 0.25), ours / other.median
-        (noisy if result.reason or not other.meets_confidence() else quiet).append(figures)
+        (noisy if "scattered" in result.reason or not other.meets_confidence() else quiet).append(figures)
     medians = [median(column) for column in zip(*(quiet or noisy), strict=True)]
     return Row(name, threads, burnt, *medians, len(quiet), len(quiet) + len(noisy))
 

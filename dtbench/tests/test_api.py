@@ -145,6 +145,21 @@ def test_a_function_says_under_what_it_was_measured_and_warns(monkeypatch: pytes
         assert all(doubt in result.reason for doubt in doubts), result.reason
 
 
+@pytest.mark.parametrize(("threads", "others", "warned"), [(1, 9, False), (2, 0, False), (2, 2, True)])
+def test_threads_that_have_to_share_the_cores_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, threads: int, others: int, warned: bool
+):
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    monkeypatch.setattr("dtbench.api._others_running", lambda: others)
+    monkeypatch.setattr("dtbench.machine.provenance.usable_cpus", lambda: [0, 1])
+    (result,) = dtbench.run(lambda: None, progress=False).results
+    assert result.status == "ok" and ("contended: torch's 2 threads" in result.reason) == warned
+
+
+def test_others_that_run_are_counted():
+    assert 0 <= dtbench.api._others_running() < 1000
+
+
 def test_a_function_that_raises_is_a_failed_result(capsys: pytest.CaptureFixture[str]):
     def breaks() -> None:
         raise ValueError("no such luck")
