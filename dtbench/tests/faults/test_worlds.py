@@ -151,23 +151,36 @@ def test_world(
 
 
 def run_world(
-    commands: Mapping[int, str], size: int, env: Mapping[int, Mapping[str, str]]
+    commands: Mapping[int, str],
+    size: int,
+    env: Mapping[int, Mapping[str, str]],
+    late_s: Mapping[int, float] | None = None,
+    killed_s: Mapping[int, float] | None = None,
 ) -> tuple[int, dict[int, int]]:
-    """The first exit code but 0, and rank -> its own. As torchrun does, the others are told to end at that one."""
+    """The first exit code but 0, and rank -> its own. As torchrun does, the others are told to end at that one.
+
+    late_s: what a rank waits before it is started. killed_s: when it is killed, from then on.
+    """
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     place["LOCAL_WORLD_SIZE"] = str(size)
     ranks: dict[int, Forked] = {}
-    for rank, words in commands.items():
+    late_s = late_s or {}
+    for rank in sorted(commands, key=lambda rank: late_s.get(rank, 0.0)):
+        time.sleep(late_s.get(rank, 0.0))
         own = environment() | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | env.get(rank, {})
         files = [f"stdout{rank}", f"stderr{rank}"]
-        ranks[rank] = Forked(["dtbench", *split(words)], own, files, Path.cwd())
+        ranks[rank] = Forked(["dtbench", *split(commands[rank])], own, files, Path.cwd())
+    started = time.monotonic()
     deadline = time.monotonic() + LIMIT_S
     first = 0
     try:
         while any(process.poll() is None for process in ranks.values()):
             assert time.monotonic() < deadline, processes_in(Path.cwd())
+            for rank, after_s in (killed_s or {}).items():
+                if rank in ranks and time.monotonic() - started > after_s:
+                    ranks[rank].kill()
             codes = [code for process in ranks.values() if (code := process.poll())]
             if not first and codes:
                 first = codes[0]
