@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -53,3 +54,20 @@ def test_fault(
 def test_every_row_has_a_name_of_its_own() -> None:
     names = [row.name for row in ROWS]
     assert len(names) == len(set(names)) and not any("|" in name for name in names)
+
+
+def test_the_page_of_faults_names_tests_that_exist() -> None:
+    tests = Path(__file__).parents[1]
+    sources = [*tests.rglob("test_*.py"), *(tests.parents[1] / "core/tests").glob("test_*.py")]
+    functions = {
+        name for file in sources for name in re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)
+    }
+    known = functions | {row.name.replace("`", "") for row in ROWS}
+    page = (tests.parents[1] / "docs/pages/reference/faults.md").read_text()
+    rows = [
+        line.split("|")[1:4] for line in page.splitlines() if line.startswith("| ") and "| test |" not in line
+    ]
+    assert len(rows) > 20
+    for fault, promise, shown in rows:
+        named = re.findall(r"`([^`]+)`", shown)
+        assert promise.strip() and named and not set(named) - known, (fault, set(named) - known)

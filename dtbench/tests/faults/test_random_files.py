@@ -148,7 +148,7 @@ def files(dtbench: Cli, tmp_path: Path) -> Callable[[str], bytes]:
     return made.__getitem__
 
 
-@pytest.mark.parametrize("count", [150, 6000 if TABLE else 2000])
+@pytest.mark.parametrize("count", [150, 10_000 if TABLE else 2000])
 def test_no_file_ends_a_command_in_a_traceback(
     dtbench: Cli,
     files: Callable[[str], bytes],
