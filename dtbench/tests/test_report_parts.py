@@ -601,3 +601,36 @@ def test_a_folder_of_runs_shows_the_last_and_how_each_case_moved(tmp_path: Path)
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnreadableRunError, match=r"neither runs nor a table\.json"):
         gather([tmp_path])
+
+
+# ------------------------------------------------------------------------------------ few cases, profiles
+
+
+def test_few_ops_have_no_distribution() -> None:
+    few = [r for r in made_up.dispatch() if (r.name, r.params["call"]) == ("add", "cached")]
+    assert [figure.panels[0].prefix for figure in section("dispatch", few).figures] == ["dispatch0"]
+
+
+def test_a_name_leads_to_the_flame_graph_that_was_recorded(tmp_path: Path) -> None:
+    gate = made_up_findings.write(tmp_path, "gate.json", made_up_findings.gate())
+    profile = tmp_path / "a profile"
+    profile.mkdir()
+    made_up_findings.write(profile, "table.json", made_up_findings.calls())  # of add on S(0), mesh 8
+    alone = tmp_path / "alone.html"
+    reporting.write_report(gather([gate, profile]), alone)
+    assert "a%20profile" not in alone.read_text("utf-8")  # nothing was recorded but a table
+    (profile / "flame.svg").write_text("<svg/>")
+    page_path = tmp_path / "pages" / "page.html"
+    page_path.parent.mkdir()
+    reporting.write_report(gather([gate, profile]), page_path)
+    text = page_path.read_text("utf-8")
+    links = re.findall(r'<a href="(\.\./a%20profile/flame\.svg)">(?:<text[^>]*>)?(\w+)', text)
+    assert links == [("../a%20profile/flame.svg", "add")] * 2  # in the figure and in the table
+    assert (page_path.parent / unquote(links[0][0])).is_file()
+
+
+def test_what_one_process_measured_claims_no_mesh() -> None:
+    results = [msgspec.structs.replace(r, rank_samples_s={}) for r in list(made_up.dispatch())[:8]]
+    said = Page(render(Sources(runs=(made_up.run(results),))))
+    assert "One process measured" in said.text
+    assert "Ranks" not in said.section_text["provenance"] and "dp = 2" not in said.text

@@ -10,7 +10,7 @@ from dtbench.model.grouping import group_by
 from dtbench.records import judged
 from dtbench.records.topology import Topology
 from dtbench.show.report.parts.changes import Verdict
-from dtbench.show.report.parts.provenance import hardware, hosts, mesh_words
+from dtbench.show.report.parts.provenance import by_one_process, hardware, hosts, mesh_words
 from dtbench.show.report.section import Material, Section
 from dtbench.show.report.sources import Sources
 from dtbench.text.units import plural
@@ -74,8 +74,7 @@ def summary(of: Material) -> list[str]:
 def _world(runs: Sequence[Run]) -> str:
     """The mesh and its ranks; where one process measured everything, that."""
     header = runs[0].header
-    suites = [(run, suite) for run in runs for suite in {r.suite for r in run.results}]
-    if suites and all(run.by_one_process(suite) for run, suite in suites):
+    if by_one_process(runs):
         return "One process measured; the other ranks of its meshes are simulated."
     ranks = f", {plural(len(header.ranks), 'rank')}" if header.ranks else ""
     where = f" on {plural(len(hosts(header)), 'host')}" if hosts(header) else ""

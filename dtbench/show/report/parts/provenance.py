@@ -60,14 +60,15 @@ def provenance(sources: Sources) -> Provenance:
         return Provenance(tuple(sides), (), False)
     header = sources.runs[0].header
     base = sources.baseline[0].header if sources.baseline else None
-    was = dict(_facts(base)) if base else {}
+    apart = by_one_process(sources.runs)
+    was = dict(_facts(base, apart)) if base else {}
     facts = [
         *(Fact("Command", _command(run.header.argv)) for run in sources.runs),
         *(Fact("Run", _run_words(run)) for run in sources.runs),
         *(Fact("Baseline", _run_words(run)) for run in sources.baseline),
         *sides,
     ]
-    now = dict(_facts(header))
+    now = dict(_facts(header, apart))
     names = dict.fromkeys([*now, *was])
     facts += [_fact(name, now.get(name, ""), was.get(name, "") if base else None) for name in names]
     env, env_was = header.env, base.env if base else {}
@@ -96,7 +97,14 @@ def _run_words(run: Run) -> str:
     return ", ".join(words)
 
 
-def _facts(header: Header) -> list[tuple[str, str]]:
+def by_one_process(runs: Sequence[Run]) -> bool:
+    """Whether one process measured all there is: the ranks and the mesh are then not those of the times."""
+    suites = [(run, suite) for run in runs for suite in {r.suite for r in run.results}]
+    return bool(suites) and all(run.by_one_process(suite) for run, suite in suites)
+
+
+def _facts(header: Header, apart: bool) -> list[tuple[str, str]]:
+    """apart: without the mesh and its ranks."""
     machine: dict[str, object] = msgspec.to_builtins(header.machine)
     cpu = machine.pop("cpu")
     del machine["gpus"]
@@ -116,7 +124,7 @@ def _facts(header: Header) -> list[tuple[str, str]]:
         ("Plan", _described(plan)),
         ("Schema", str(header.schema)),
     ]
-    return [(name, value) for name, value in facts if value]
+    return [(name, value) for name, value in facts if value and not (apart and name in ("Mesh", "Ranks"))]
 
 
 def _placement(header: Header) -> str:
