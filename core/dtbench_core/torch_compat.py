@@ -136,15 +136,36 @@ def set_wrapper_metadata(tensor: torch.Tensor, shape: Sequence[int], stride: Seq
 
     The meta kernel of `set_` changes the numbers alone and allocates nothing.
     """
+    _set_storage(tensor, tensor.untyped_storage(), shape, stride)
+
+
+def _set_storage(
+    wrapper: torch.Tensor, storage: torch.UntypedStorage, shape: Sequence[int], stride: Sequence[int]
+) -> None:
     was = torch._C._meta_in_tls_dispatch_include()
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
+    with (
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C._DisableTorchDispatch(),
+        torch._C.DisableTorchFunctionSubclass(),
+    ):
         torch._C._set_meta_in_tls_dispatch_include(True)
         try:
-            torch.ops.aten.set_.source_Storage_storage_offset(
-                tensor, tensor.untyped_storage(), 0, list(shape), list(stride)
-            )
+            torch.ops.aten.set_.source_Storage_storage_offset(wrapper, storage, 0, list(shape), list(stride))
         finally:
             torch._C._set_meta_in_tls_dispatch_include(was)
+
+
+def share_storage(wrapper: torch.Tensor, local: torch.Tensor) -> None:
+    """Lets a tracer see which wrappers share memory: those that hold tensors of one have one storage, an empty one."""
+    shared = vars(local.untyped_storage()).setdefault("of_wrappers", wrapper.untyped_storage())
+    if shared is not wrapper.untyped_storage() and shared.device == wrapper.device:
+        _set_storage(wrapper, shared, wrapper.shape, wrapper.stride())
+
+
+def share_storage_of(base: torch.Tensor, wrapper: torch.Tensor) -> None:
+    """As `share_storage`, of a view that does not share its base's memory and stands for a tensor that does."""
+    if base.untyped_storage().device == wrapper.device:
+        _set_storage(wrapper, base.untyped_storage(), wrapper.shape, wrapper.stride())
 
 
 def register_foreach_type(cls: type[torch.Tensor]) -> None:
@@ -211,6 +232,11 @@ def is_traced() -> bool:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether `tensor` has no values, with its mode active or, as while Dynamo replays a view, stepped aside."""
     return isinstance(tensor, fake_tensor.FakeTensor)
+
+
+def is_functional(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is one of a graph that AOTAutograd traces."""
+    return isinstance(tensor, functional_tensor.FunctionalTensor)
 
 
 # ---- tracing with make_fx: which fx node a tensor stands for ----

@@ -210,7 +210,7 @@ def test_caches_on_disk_are_of_this_state_of_the_library(
     key = x._stable_hash_for_caching()
     assert x._stable_hash_for_caching() == key
     with monkeypatch.context() as patched:
-        patched.setattr("dtbench_core.tensor.dtensor.state_of_library", lambda: "another")
+        patched.setattr("dtbench_core.tensor.in_graphs.state_of_library", lambda: "another")
         assert x._stable_hash_for_caching() != key
     sources = Path(torch_compat.__file__).parent.rglob("*.py")
     assert hashlib.sha256(b"".join(f.read_bytes() for f in sorted(sources))).hexdigest() in key

@@ -15,19 +15,28 @@ import torch
 
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.op_types import Value
-from dtbench_core.torch_compat import DisableTorchDispatch, as_subclass, make_subclass, make_wrapper, set_data
+from dtbench_core.torch_compat import (
+    DisableTorchDispatch,
+    as_subclass,
+    is_fake,
+    make_subclass,
+    make_wrapper,
+    set_data,
+    share_storage,
+)
 from dtbench_core.traced_collectives import see_uneven_shards
 
 Wrapped = TypeVar("Wrapped", bound="Wrapper")
 
 
 class Memory:
-    """What tensors share that are views of each other. writes: how many there were, by ops on any of them."""
+    """What tensors share that are views of each other. writes: how many there were, by ops on any of them. of_input:
+    whether it is that of an input of a graph that is traced."""
 
-    __slots__ = ("writes",)
+    __slots__ = ("of_input", "writes")
 
-    def __init__(self) -> None:
-        self.writes = 0
+    def __init__(self, of_input: bool = False) -> None:
+        self.writes, self.of_input = 0, of_input
 
     def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
         return Memory, ()  # the count of a file's tensors starts anew
@@ -46,6 +55,8 @@ class Wrapper(torch.Tensor):
     # The memory of which this and other tensors are windows, and where in it this one begins, in bytes of the global
     # tensor. None: no view was taken.
     _memory: tuple[Memory, int] | None = None
+    # Of a graph that is traced: whether it is a view of an input, and whether it is given out as a tensor of its own.
+    _views_input = _parted = False
     # The class of views that had to be copied (copied_view.py), and that of what ops on such a view give: of every
     # other class, itself.
     copied_view: ClassVar[type[Wrapper]]
@@ -63,8 +74,6 @@ class Wrapper(torch.Tensor):
 
 def wrap(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> Wrapped:
     """A `cls` that shows `spec`'s global metadata and holds `local`."""
-    if local.__class__ is not torch.Tensor and not spec.is_even():
-        see_uneven_shards()
     # By position, which is 0.3 us faster: storage offset, memory format, dtype, layout, device, pinned.
     made = make_wrapper(
         cls,
@@ -80,7 +89,17 @@ def wrap(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, requires_gr
     )
     made._local_tensor = local  # type: ignore[attr-defined]
     made._spec = spec  # type: ignore[attr-defined]
+    if local.__class__ is not torch.Tensor:
+        _show_tracer(made, local, spec)
     return made  # type: ignore[return-value]
+
+
+def _show_tracer(made: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Tells the tracers of compilers, if there is one, what they cannot see of a wrapper."""
+    if is_fake(local):  # of an input, which another one may share memory with
+        share_storage(made, local)
+    if not spec.is_even():
+        see_uneven_shards()
 
 
 def wrap_shared(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, *, view: bool = False) -> Wrapped:
@@ -116,6 +135,8 @@ def share_memory(base: Wrapper, view: Wrapper, offset: int) -> Memory:
     if memory is None:
         memory = base._memory = (Memory(), 0)
     view._memory = (memory[0], memory[1] + offset) if offset else memory
+    if memory[0].of_input:
+        view._views_input = True
     return memory[0]
 
 
@@ -124,7 +145,7 @@ def shares_memory(tensor: Wrapper) -> bool:
     is not asked again."""
     if tensor._memory is None:
         return False
-    if tensor._memory[1] == 0 and _holders(tensor) == _ALONE:
+    if tensor._memory[1] == 0 and not tensor._memory[0].of_input and _holders(tensor) == _ALONE:
         tensor._memory = None
         return False
     return True

@@ -27,7 +27,7 @@ from dtbench_core.layout.placement import Placements
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapped, Wrapper, held_by, share_memory, wrap
 from dtbench_core.redistribute.route import apply, plan
-from dtbench_core.torch_compat import version_of
+from dtbench_core.torch_compat import is_fake, share_storage_of, version_of
 
 
 class ViewState(Enum):
@@ -113,6 +113,8 @@ def copied_view(
     made = wrap(cls.copied_view, local, spec)
     writes = share_memory(base, made, offset).writes
     made._origin = Origin(base, version_of(base), writes, gathered, base._spec, held_by(base))  # type: ignore[attr-defined]
+    if is_fake(local):
+        share_storage_of(base, made)
     return made  # type: ignore[return-value]
 
 
@@ -201,6 +203,11 @@ def refuse_write(tensor: Any, *, restating: bool = False) -> None:
             return
         origin = origin.owner._origin
     else:
+        if tensor._parted:
+            raise PlacementError(
+                f"got an in-place write to {tensor._spec}, a view of its input that a compiled function returned: the "
+                "input would not follow; write to it inside the function, or return a clone()"
+            )
         owner = tensor._spec if tensor._origin is None else tensor._origin.owner._spec
         raise PlacementError(
             f"got an in-place write to {tensor._spec}, a view of {owner}, whose sharded dim had to be gathered before "

@@ -43,12 +43,12 @@ from dtbench_core.layout.shard_layout import (
     even_spec,
 )
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
-from dtbench_core.layout.wrapper import MEMORIES, Wrapper, lend, wrap, wrap_shared
+from dtbench_core.layout.wrapper import MEMORIES, Memory, Wrapper, lend, wrap, wrap_shared
 from dtbench_core.op_types import Ctx
 from dtbench_core.redistribute.autograd import Redistribute, cast_dtype, follow, redistribute_tensor
 from dtbench_core.redistribute.copied_view import CopiedView, is_copied
 from dtbench_core.redistribute.route import Route, apply, placements_of_gradient, plan, request, requests
-from dtbench_core.tensor import checkpoint
+from dtbench_core.tensor import checkpoint, in_graphs
 from dtbench_core.tensor.view_methods import straight_methods
 from dtbench_core.torch_compat import (
     DisableTorchFunction,
@@ -57,13 +57,11 @@ from dtbench_core.torch_compat import (
     functorch_level,
     in_graph,
     is_dynamo_compiling,
+    is_functional,
     is_inference_mode_enabled,
     is_torchs_dtensor,
-    mesh_group_names,
-    ranks_of_mesh,
     register_constant,
     register_foreach_type,
-    state_of_library,
 )
 
 
@@ -158,20 +156,25 @@ class DTensor(Wrapper):
         return f"DTensor({self._spec}, local={self._local_tensor!r})"
 
     # The parts of a wrapper, for torch's own machinery: it exchanges parameters on Module.to by them.
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[DTensorSpec, bool]]:
-        return ["_local_tensor"], (self._spec, self.requires_grad)
+    __tensor_flatten__ = in_graphs.flatten
+    _stable_hash_for_caching = in_graphs.stable_hash
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor],
-        described: tuple[DTensorSpec, bool],
+        described: tuple[DTensorSpec, bool, bool],
         outer_size: Any,
         outer_stride: Any,
     ) -> DTensor:
-        spec, requires_grad = described
+        spec, requires_grad, parted = described
         local = inner["_local_tensor"]
         spec = DTensorSpec.of(spec.info, spec.placements, outer_size, outer_stride, local.dtype)
-        return wrap(DTensor, local, spec, requires_grad)
+        made = wrap(DTensor.copied_view if parted else DTensor, local, spec, requires_grad)
+        if parted:
+            made._parted = True
+        elif is_functional(local):
+            made._memory = (Memory(of_input=True), 0)
+        return made  # type: ignore[return-value]
 
     # What AOTAutograd asks of a gradient: it takes its placements for granted while it traces, and a compiled
     # backward is given what has them.
@@ -180,20 +183,11 @@ class DTensor(Wrapper):
         return self if placed == self._spec.placements else self.redistribute(placements=placed)
 
     def __coerce_same_metadata_as_tangent__(
-        self, described: tuple[DTensorSpec, bool], expected_type: type | None = None
+        self, described: tuple[DTensorSpec, bool, bool], expected_type: type | None = None
     ) -> torch.Tensor | None:
         if expected_type is not None:
             return self.full_tensor() if expected_type is torch.Tensor else None
         return self.redistribute(placements=described[0].placements)
-
-    def _stable_hash_for_caching(self) -> str:
-        """Names what a graph traced with this tensor depends on, its process groups and this library included."""
-        spec, local = self._spec, self._local_tensor
-        mesh = spec.info.mesh
-        groups = mesh.device_type, mesh.mesh_dim_names, ranks_of_mesh(mesh), mesh_group_names(mesh)
-        by = state_of_library()
-        kept = tuple(local.shape), local.stride(), self.requires_grad
-        return repr((by, groups, spec.placements, tuple(spec.shape), tuple(spec.stride), spec.dtype, kept))
 
     __reduce_ex__ = checkpoint.reduce
 
