@@ -16,7 +16,7 @@ HOSTS := $(BIN)/dtbench lab run --hosts 2 --rate 400mbit --ranks-per-host 2 -- d
 
 GPU := results/gpu
 
-.PHONY: pictures bench lab gpu rehearse-gpu test test-all faults large against-torch coverage compat fuzz docs size install checks lint types imports fast slow clean
+.PHONY: pictures bench lab plan gpu rehearse-gpu test test-all faults large against-torch coverage compat fuzz docs size install checks lint types imports fast slow clean
 
 bench: install
 	@mkdir -p results reports
@@ -84,6 +84,19 @@ compat: install
 	@mkdir -p results
 	$(BIN)/dtbench run compat --impl core --workers 2 -o $(COMPAT).jsonl > $(COMPAT).log || test $$? -eq 5
 	$(BIN)/dtbench coverage $(COMPAT).jsonl --base results/compat-core.json
+
+# Published steps and collectives beside what `dtbench plan` predicts: results/plan, a minute.
+STEPS := results/reference/step-times
+PREDICT := a100-one-node@a100-8x a100-64-gpus@a100-8x a100-256-gpus@a100-8x llm-foundry-h100@h100-8x torchtitan-h100@h100-8x \
+	playbook-h100@h100-8x-nanotron playbook-h100@h100-8x megatron-bridge-older@h100-8x $(foreach m,h100-8x gb200 gb300 b200-8x b300-8x,megatron-bridge-newest@$(m))
+LINKS := several-nodes-h100@h100-8x-nanotron $(foreach m,a100-8x h100-8x h200-8x b300-8x gb200 rtx-pro-6000-8x b60-4x,single-node@$(m))
+
+plan: install
+	@mkdir -p results/plan
+	for one in $(PREDICT); do $(BIN)/dtbench plan --validate $(STEPS)/$${one%@*}.csv --machine $${one#*@} > results/plan/$$one.txt; done
+	for one in $(LINKS); do $(BIN)/dtbench plan --validate results/reference/nccl-perf/$${one%@*}.csv --machine $${one#*@} > results/plan/$$one.txt; done
+	for one in playbook-h100@h100-8x llm-foundry-h100@h100-8x; do rm -f results/plan/machine.json; $(BIN)/dtbench plan --fit $(STEPS)/$${one%@*}.csv \
+		--machine $${one#*@} -o results/plan/machine.json > results/plan/$$one-held-out.txt; rm results/plan/machine.json; done
 
 # Random programs for five minutes, other ones each time: what the core gets wrong is printed as a short program.
 fuzz: install

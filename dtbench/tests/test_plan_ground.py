@@ -167,6 +167,8 @@ def test_rates_are_times(tmp_path: Path) -> None:
     }.items():
         (other,) = read(tmp_path, WIDE.format(time=title, value=value, fsdp=0, precision="bf16")).measured
         assert other.time_s == pytest.approx(2), title
+    fast = read(tmp_path, WIDE.format(time="tokens/s/gpu", value=99999, fsdp=0, precision="bf16"))
+    assert "1 of 1 rows are faster than h100-8x can be: another --machine?" in fast.notes
 
 
 @pytest.mark.parametrize(

@@ -75,29 +75,24 @@ def fit_machine(measured: Sequence[Measured], start: Machine, source: str) -> Fi
         raise UsageError(f"{len(measured)} measured steps are too few to fit and to check: give {MIN_ROWS}")
     start = structs.replace(start, fsdp="")
     start = _habits(measured, _remembered(measured, start))
-    kinds: list[str] = []
-    ratios: list[float] = []
-    held_out: list[StepsFile] = []
-    first, second = halves(measured)
-    for fitted, others in ((first, second), (second, first)):
-        half = _fitted(fitted, start)
-        made = steps_file(
-            f"{len(others)} steps predicted by constants fitted to {len(fitted)} others",
-            predict_rows(others, half, NodeLinks(half)),
-        )
-        held_out.append(made)
-        kinds += [kind_of(one.job, one.layout, start) for one in others]
-        ratios += residuals(made.rows)
-    whole = _fitted(measured, start)
-    return Fit(
-        structs.replace(
-            whole,
-            fitted_on=source,
-            error=error_of(kinds, ratios),
-            ground=ground_of(one.job for one in measured),
-        ),
-        held_out[0],
+    parts = halves(measured)
+    fits = [_fitted(half, start) for half in parts]
+    others = parts[::-1]  # of each half the one that is predicted by its constants
+    kinds = [[kind_of(one.job, one.layout, start) for one in other] for other in others]
+    ratios = [
+        list(residuals(predict_rows(other, half, NodeLinks(half))))
+        for half, other in zip(fits, others, strict=True)
+    ]
+    ground = ground_of(one.job for one in measured)
+    # Their interval is that of the half which they were fitted to.
+    first = structs.replace(fits[0], error=error_of(kinds[1], ratios[1]), ground=ground)
+    held_out = steps_file(
+        f"{len(others[0])} steps predicted by constants fitted to {len(parts[0])} others",
+        predict_rows(others[0], first, NodeLinks(first)),
     )
+    whole = _fitted(measured, start)
+    error = error_of([*kinds[0], *kinds[1]], [*ratios[0], *ratios[1]])
+    return Fit(structs.replace(whole, fitted_on=source, error=error, ground=ground), held_out)
 
 
 def _habits(measured: Sequence[Measured], start: Machine) -> Machine:

@@ -29,6 +29,7 @@ GPT_VOCAB = 51200
 SEQUENCE = 4096
 # Of a larger share of rows that contradict themselves the columns are misread.
 MOST_WRONG = 0.1
+FP8_PEAK = 2  # times that of bfloat16
 # What is predicted to need more than so many times the memory there is was computed again.
 NOT_SURE = 1.3
 # A model of a name has as many parameters as the table says, up to this share: positions may be counted.
@@ -170,6 +171,15 @@ class _Rows:
         if any(assumed.values()):
             found.append(
                 "not in the table, assumed: " + ", ".join(what for what, is_so in assumed.items() if is_so)
+            )
+        fast = sum(
+            model_flops(one.job) / one.job.gpus / one.time_s
+            > (FP8_PEAK if one.job.software.precision == "fp8" else 1) * self.machine.peak_tflops * 1e12
+            for one in measured
+        )
+        if fast:
+            found.append(
+                f"{fast} of {len(measured)} rows are faster than {self.machine.name} can be: another --machine?"
             )
         sources = {one.job.model.name: one.job.model.source for one in measured if "model" in at}
         found += [
