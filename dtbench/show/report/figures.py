@@ -27,7 +27,7 @@ from dtbench.show.report.svg import FONT_PX, STAND_IN, draw, text_px
 MAX_PANELS, MAX_ROWS = 24, 12
 MAX_SHOWN = 6  # two rows of small panels
 # A phone's width holds a panel without making its text small.
-WIDE_PX, DOTS_PX, CURVES_PX = 880.0, 400.0, (340.0, 205.0)
+WIDE_PX, DOTS_PX, CURVES_PX = 880.0, 400.0, (340.0, 192.0)
 ROW_PX = 17.0
 TICK_PX = 24.0  # that the number of a place takes, with the gap beside it
 SHADE_OPACITY, BAND_OPACITY, ROW_OPACITY = 0.09, 0.18, 0.16  # lines and marks stay legible on them
