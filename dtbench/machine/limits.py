@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ _LEAST_ADDRESSES = 640 * 2**20
 _FILES, _FILES_PER_RANK = 32, 8
 _ENOUGH_FILES = 4096
 _TRIAL_S = 120.0
+_LOOPBACK_S = 5.0
 # What a launcher or a rank of a small case takes beyond its imports: stacks of threads, arenas, tensors.
 _HEADROOM = 512 * 2**20
 _TRIAL = "import resource as r; r.setrlimit(r.RLIMIT_AS, ({0}, {0})); import torch, torch.distributed"
@@ -62,6 +64,30 @@ def refuse_torch(ranks: int = 1) -> None:
             f"out of memory: torch cannot be loaded with the {allowed >> 20} MiB of addresses that are allowed "
             "(ulimit -v); raise the limit"
         )
+
+
+def refuse_to_start(ranks: int) -> None:
+    """Before so many ranks are started here, which meet at `localhost`.
+
+    Raises:
+        UsageError: nobody can be reached there, or what `refuse_torch` says.
+    """
+    refuse_torch(ranks)
+    why = "it has no address"
+    try:
+        for family, _, _, _, address in socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM):
+            try:
+                with socket.create_server(address[:2], family=family) as server:
+                    socket.create_connection(server.getsockname()[:2], timeout=_LOOPBACK_S).close()
+                return
+            except OSError as error:
+                why = f"{address[0]}: {(error.strerror or str(error)).lower()}"
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+    raise UsageError(
+        f"ranks cannot meet at localhost ({why}): bring the loopback interface up (ip link set lo up), and give "
+        "localhost an address that it has in /etc/hosts"
+    )
 
 
 def _addresses() -> int | None:

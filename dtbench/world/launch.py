@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from dtbench.machine.limits import refuse_torch
+from dtbench.machine.limits import refuse_to_start
 from dtbench.model.errors import (
     EXIT_CASE_FAILED,
     EXIT_INTERRUPTED,
@@ -107,10 +107,10 @@ def start_ranks(
         it has left unsaid. began_s: where others of this launch were lost, when the first of them were started.
 
     Raises:
-        UsageError: fewer files may be open than they need.
+        UsageError: fewer files may be open than they need, or they could not meet.
         WorldBrokenError: they cannot be started.
     """
-    refuse_torch(nproc)
+    refuse_to_start(nproc)
     with scratch() as folder:
         note_path = str(folder / "note.json")
         told = {LAUNCH: str(launch), OUTPUT: str(output), NOTE: note_path, LAUNCHER: str(os.getpid())}

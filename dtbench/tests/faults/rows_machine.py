@@ -42,7 +42,20 @@ def told_to_end(after_s: float, running: Running) -> None:
     os.kill(running.pid, signal.SIGTERM)
 
 
+V6_ONLY = "ip link set lo up; ip addr del 127.0.0.1/8 dev lo"
+
 ROWS = [
+    *(
+        Fault(
+            f"a loopback interface that {what}",
+            f"unshare -n {shell(f'{before};', RUN)}",
+            2,
+            r"ranks cannot meet at localhost \(.*\): bring the loopback interface up",
+            how="program",
+            needs=("root", "unshare", "ip"),
+        )
+        for what, before in (("is down", "true"), ("has no address of IPv4, where hosts has no ::1", V6_ONLY))
+    ),
     *(
         Fault(
             f"`run` with {what} closed",
