@@ -153,8 +153,8 @@ def test_pytest_writes_one_file_with_the_agreed_times(pytest_form: Any):
     names = [b["fullname"] for b in data["benchmarks"]]
     assert len(set(names)) == len(names)
     suites = Counter(b["extra_info"]["suite"] for b in data["benchmarks"])
-    # detach: forward, cached on two meshes (3 impls each) and first on one (2 impls)
-    assert suites == {"dispatch": 8, "redistribute": 36, "collectives": 2}
+    # detach: forward, cached on two meshes (4 impls each) and first on one (2 impls)
+    assert suites == {"dispatch": 10, "redistribute": 36, "collectives": 2}
     for b in data["benchmarks"]:
         info, stats = b["extra_info"], b["stats"]
         assert stats["rounds"] == len(stats["data"]) == 7
@@ -172,7 +172,7 @@ def test_pytest_writes_one_file_with_the_agreed_times(pytest_form: Any):
 def test_one_rank_prints(pytest_form: Any):
     _, done = pytest_form
     assert done.stdout.count("test session starts") == 1
-    assert "46 passed" in done.stdout
+    assert "48 passed" in done.stdout
 
 
 def test_pytest_benchmark_compares_the_files(pytest_form: Any):
@@ -188,7 +188,7 @@ def test_one_process_measures_simulated_suites_and_says_what_the_others_need():
     done = start_python(*words, "detach or scatter")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "needs several ranks: torchrun --nproc-per-node 4 -m pytest" in done.stdout
-    assert "8 passed" in done.stdout
+    assert "10 passed" in done.stdout
 
 
 def test_pytest_suites_and_the_tests_of_suites_are_kept_apart():
