@@ -154,6 +154,17 @@ def test_what_a_modern_table_says_is_all_used(tmp_path: Path) -> None:
     assert one.job.software == Software(precision="fp8", overlap=True)
 
 
+def test_kv_heads_and_an_ffn_make_a_llama_unless_the_table_says_otherwise(tmp_path: Path) -> None:
+    titles = f"{TITLES},kv heads,ffn,vocabulary"
+    row = "8,32,4,4096,32,32,4096,2,2,2,2000,8,14336,128256"
+    llama = read(tmp_path, f"{titles}\n{row}\n")
+    assert llama.measured[0].job.model.elements() == LLAMA.elements()
+    assert any("gated yes, gated models have no tied embeddings" in note for note in llama.notes)
+    assert not read(tmp_path, f"{titles},gated\n{row},yes\n").measured[0].job.model.tied
+    gpt = read(tmp_path, f"{titles},gated,tied embeddings\n{row},no,yes\n").measured[0].job.model
+    assert (gpt.gated, gpt.tied, gpt.kv_heads, gpt.ffn) == (False, True, 8, 14336)
+
+
 def test_rates_are_times(tmp_path: Path) -> None:
     (one,) = read(tmp_path, WIDE.format(time="time_s", value=2, fsdp=0, precision="bf16")).measured
     tokens, flops = 64 * 8192, model_flops(one.job)

@@ -43,6 +43,7 @@ _MODERN = {
     *("model", "kv heads", "ffn", "gated", "fsdp", "replicas", "zero", "precision", "context parallel"),
     *("expert parallel", "experts"),
 }
+_LLAMA = {"ffn", "kv heads"}  # columns of models with gated MLPs and an embedding apart from the head
 _SHARDED = {"full_shard": "full", "hybrid_shard": "node", "shard_grad_op": "zero2", "no_shard": "none"}
 
 
@@ -167,6 +168,9 @@ class _Rows:
             f"sharded optimizer {'yes' if self.software.zero else 'no'}": not {"zero", "sharded optimizer"}
             & {*at},
             f"overlap {'yes' if self.software.overlap else 'no'}": "overlap" not in at,
+            "gated yes": {*at} >= _LLAMA and "gated" not in at,
+            "gated models have no tied embeddings": "tied embeddings" not in at
+            and ("gated" in at or {*at} >= _LLAMA),
         }
         if any(assumed.values()):
             found.append(
@@ -293,15 +297,11 @@ class _Rows:
                 int(table.number(line, cells, n)) for n in ("hidden", "layers", "attention heads")
             )
             known = gpt(hidden, layers, heads, table.count(line, cells, "vocabulary", GPT_VOCAB))
-        changes: dict[str, int | bool] = {}
-        for column, key in _SIZES.items():
-            if table.text(cells, column):
-                changes[key] = int(table.number(line, cells, column))
-        for column, key in (("gated", "gated"), ("tied embeddings", "tied")):
-            if table.text(cells, column):
-                changes[key] = self._flag(line, cells, column)
-        if "ffn" in changes and "gated" not in changes and "kv heads" in at:
-            changes["gated"] = True  # a Llama's
+        changes = self._sizes(line, cells)
+        if known.source == "" and at.keys() >= _LLAMA:
+            changes = {"gated": True} | changes
+        if known.source == "" and changes.get("gated"):
+            changes = {"tied": False} | changes
         if not changes:
             return known
         model = structs.replace(known, **changes)
@@ -312,6 +312,19 @@ class _Rows:
         return structs.replace(
             model, name=f"{model.elements() / 1e9:.3g} B ({model.layers} x {model.hidden})"
         )
+
+    def _sizes(self, line: int, cells: Sequence[str]) -> dict[str, int | bool]:
+        """Fields of the model that a column says."""
+        table = self.table
+        said: dict[str, int | bool] = {
+            key: int(table.number(line, cells, column))
+            for column, key in _SIZES.items()
+            if table.text(cells, column)
+        }
+        for column, key in (("gated", "gated"), ("tied embeddings", "tied")):
+            if table.text(cells, column):
+                said[key] = self._flag(line, cells, column)
+        return said
 
     def _flag(self, line: int, cells: Sequence[str], column: str) -> bool:
         text = self.table.text(cells, column).lower()
