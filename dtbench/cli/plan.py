@@ -330,6 +330,7 @@ def _fit(asked: _Asked, as_json: bool) -> None:
     from dtbench.cost.plan.fit import fit_machine
     from dtbench.cost.plan.show import print_validation
     from dtbench.cost.plan.tables import read_steps
+    from dtbench.cost.plan.validate import with_left_out
     from dtbench.records.atomic import refuse_taken, write_atomically
 
     tables, output = asked.tables, asked.output
@@ -343,7 +344,10 @@ def _fit(asked: _Asked, as_json: bool) -> None:
     write_atomically(
         output, json.dumps(msgspec.to_builtins(fit.machine), indent=1) + "\n", lambda _: False, "machine"
     )
-    print_validation(fit.held_out, as_json)
+    left_out = {why: lines for steps in read for why, lines in steps.left_out.items()}
+    print_validation(
+        with_left_out(fit.held_out, left_out, dict.fromkeys(n for s in read for n in s.notes)), as_json
+    )
     if not as_json:
         click.echo(f"the machine, fitted to all {len(measured)} steps, is in {output}")
 

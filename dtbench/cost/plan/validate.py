@@ -72,19 +72,28 @@ def steps_file(
         verdict.append(f"{what}: mean error {fmean(large):.1%}, median {median(large):.1%}")
     verdict += _intervals(rows)
     verdict += _memory(rows)
-    named = [_left_out(reason, lines) for reason, lines in (left_out or {}).items()]
-    if named:
-        verdict.append(f"{plural(sum(map(len, (left_out or {}).values())), 'row')} left out:")
-    return StepsFile(
-        title=title,
-        rows=tuple(rows),
-        mean_error=mean_error,
-        pairs=len(in_order),
-        pairs_in_order=sum(in_order),
-        cost_of_choice=tuple(costs),
-        verdict=(*verdict, *named, *notes),
-        left_out=tuple(named),
+    return with_left_out(
+        StepsFile(
+            title=title,
+            rows=tuple(rows),
+            mean_error=mean_error,
+            pairs=len(in_order),
+            pairs_in_order=sum(in_order),
+            cost_of_choice=tuple(costs),
+            verdict=tuple(verdict),
+        ),
+        left_out or {},
+        notes,
     )
+
+
+def with_left_out(
+    made: StepsFile, left_out: Mapping[str, Sequence[int]], notes: Iterable[str] = ()
+) -> StepsFile:
+    """The same, with rows that were not predicted and what was assumed."""
+    named = [_left_out(reason, lines) for reason, lines in left_out.items()]
+    head = [f"{plural(sum(map(len, left_out.values())), 'row')} left out:"] if named else []
+    return structs.replace(made, verdict=(*made.verdict, *head, *named, *notes), left_out=tuple(named))
 
 
 def _left_out(reason: str, lines: Sequence[int]) -> str:
