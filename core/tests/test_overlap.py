@@ -242,3 +242,19 @@ def _gone() -> None:
             later.add_(earlier)
         assert x is not view or view._memory is not None
     torch.testing.assert_close(view.full_tensor(), whole)
+
+
+@on_ranks
+def test_a_result_gets_another_shape_under_autograd_after_a_view() -> None:
+    """As torch's own functions do on the way."""
+    mesh, full = mesh_of((4,)), torch.arange(12.0).view(3, 4)
+    x, plain = (
+        distribute_tensor(full, mesh, [S(0)], src_data_rank=None).requires_grad_(),
+        full.requires_grad_(),
+    )
+    for one in (x, plain):
+        y = one * 2
+        assert y[1:].shape == (2, 4)
+        y.unsqueeze_(0).transpose_(0, 1)
+        (y * y).sum().backward()
+    assert x.grad is not None and plain.grad is not None and torch.equal(x.grad.full_tensor(), plain.grad)

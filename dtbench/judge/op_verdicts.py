@@ -20,7 +20,7 @@ from dtbench.records.verdicts import (
 )
 from dtbench.text import markdown as md
 
-MODES = ("even", "uneven", "partial", "mesh2x2", "inplace", "out")
+MODES = ("even", "uneven", "partial", "mesh2x2", "order", "strided", "from_local", "inplace", "out")
 # Of an op's samples, what may stay not judged without a word in the way of a table.
 MOST_NOT_JUDGED = 0.005
 

@@ -19,6 +19,7 @@ import dtbench_core as core
 from dtbench.bench.options import RunOptions, split_words
 from dtbench.bench.run import run
 from dtbench.cli.program import cli
+from dtbench.judge.op_verdicts import MODES
 from dtbench.model.errors import UsageError
 from dtbench.records.verdicts import OpVerdict
 from dtbench_core.simulate import ThreadWorld
@@ -206,7 +207,7 @@ def test_the_worst_case_is_the_verdict_of_the_op() -> None:
 
 
 @pytest.mark.parametrize("impl", ["core", "torch"])
-@pytest.mark.parametrize("mode", ["even", "uneven", "partial", "mesh2x2", "inplace", "out"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_plain_op_passes_in_every_mode(world: ThreadWorld, mode: str, impl: str) -> None:
     judge.quiet()
     got = judged(world, Job("mul", mode, impl, Caps(3, 3)))
@@ -262,7 +263,7 @@ def test_samples_are_the_same_every_time_and_fit_their_mode() -> None:
     assert samples.has_mode("add", "inplace") and not samples.has_mode("nn.functional.dropout", "out")
 
 
-@pytest.mark.parametrize("mode", ["even", "uneven", "partial", "mesh2x2"])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("inplace", "out")])
 def test_placements_fit_their_mode(mode: str) -> None:
     tensors = [torch.ones(4, 5, 8), torch.ones(5, 8), torch.ones(8, dtype=torch.int64), torch.ones(())]
     found = samples.places_of(tensors, mode, 40, "salt")
@@ -272,8 +273,9 @@ def test_placements_fit_their_mode(mode: str) -> None:
         for place, tensor in zip(places, tensors, strict=True):
             shards = [int(p[2:-1]) for p in place if p.startswith("S")]
             ways = 2 if mode == "mesh2x2" else RANKS
+            any_size = mode in ("uneven", "order", "strided", "from_local")
             for dim in shards:
-                assert mode == "uneven" or tensor.shape[dim] % ways ** shards.count(dim) == 0
+                assert any_size or tensor.shape[dim] % ways ** shards.count(dim) == 0
             assert not any(p.startswith("P") for p in place) or tensor.is_floating_point()
     flat = {p for places in found for place in places for p in place}
     assert ("P(sum)" in flat and "S(0)" not in flat) if mode == "partial" else "S(0)" in flat
@@ -381,3 +383,12 @@ def test_options_about_ranks_are_refused(tmp_path: Path) -> None:
     options = RunOptions(suites=("coverage",), suite_options=own, nproc=2, launches=2, output=output)
     with pytest.raises(UsageError, match="coverage starts no ranks: leave --nproc, --launches out"):
         run(options, [])
+
+
+def test_inputs_of_strided_modes_lie_in_memory_as_they_say() -> None:
+    full = torch.arange(24.0).view(2, 3, 4)
+    assert torch.equal(samples.transposed(full), full) and samples.transposed(full).stride() == (1, 2, 6)
+    assert torch.equal(samples.stepped(full), full) and samples.stepped(full).stride() == (24, 8, 2)
+    for mode, lay in (("strided", samples.transposed), ("from_local", samples.stepped)):
+        one = samples.samples_of("nn.functional.gelu", mode, 3)[0][0].values[0]
+        assert one.stride() == lay(one.contiguous()).stride()

@@ -146,8 +146,9 @@ def _plan_for(
         moved = tuple(s if p == s.placements else s.with_placements(p) for s, p in pairs)
         local_op = strategy.localize(Placed(moved, tuple(specs)))
     agreeing = value_check.raise_on_all_ranks(call, inputs)
-    if out is not None and info.functional and not info.random:  # a random op's rank would fall out of step
-        empty = all(s is None or 0 in s.local_shape for s in specs)
+    if not info.aliases and not info.random:  # a random op's rank would fall out of step
+        makes = out is not None and info.functional
+        empty = makes and all(s is None or 0 in s.local_shape for s in specs)
         # Where something is computed for this rank, the op itself may refuse what that does not.
         ask = agreeing is None and (empty or strategy.localize is None)
         refusal = _refusal_elsewhere(info, call, strategy, inputs, outputs) if ask else None

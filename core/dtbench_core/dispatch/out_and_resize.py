@@ -17,20 +17,14 @@ from torch._ops import OpOverload
 from dtbench_core.dispatch import contexts
 from dtbench_core.dispatch.fallback import gathered
 from dtbench_core.dispatch.overlap import refuse_overlap
-from dtbench_core.errors import ArgumentError, NoRuleError, PlacementError
+from dtbench_core.errors import ArgumentError, PlacementError
 from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride
 from dtbench_core.layout.wrapper import Wrapper, count_write
 from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.redistribute.autograd import redistribute_tensor
 from dtbench_core.redistribute.copied_view import refuse_write, refuse_writes, store_to_base
-from dtbench_core.torch_compat import (
-    any_requires_grad,
-    increment_version,
-    is_grad_enabled,
-    set_wrapper_metadata,
-    version_of,
-)
+from dtbench_core.torch_compat import increment_version, set_wrapper_metadata, version_of
 
 Dispatch = Callable[[type[Wrapper], OpOverload, Any, Args, Kwargs], Any]  # torch_dispatch
 
@@ -164,16 +158,6 @@ def run_restating(
     assert functional is not None
     written: Wrapper = args[0]
     refuse_write(written, restating=True)
-    if (
-        is_grad_enabled()
-        and written._memory is not None
-        and any_requires_grad(written)
-        and not written.is_leaf
-    ):
-        raise NoRuleError(
-            f"got {op} of {written._spec}, under autograd, of which views were taken: autograd would take them again, "
-            "of the new shape; expected the functional form, or the views after it"
-        )
     made = dispatch(cls, functional, (), args, kwargs)
     restate(written, made._local_tensor, made._spec)
     written._memory = made._memory

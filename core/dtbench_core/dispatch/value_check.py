@@ -86,7 +86,8 @@ def _trial(call: OpCall, inputs: Sequence[Placements], spread: set[int]) -> Call
         [local_extents(s.shape, p, info.sizes, here)[0] for s, p in zip(call.inputs, places, strict=True)]
         for places in (inputs, kept)
     )
-    if not any(0 in mine and 0 not in other for mine, other in zip(held, whole, strict=True)):
+    nothing = any(made is not None and 0 in made.shape for made in call.outputs)  # so that no kernel runs
+    if not nothing and not any(0 in mine and 0 not in other for mine, other in zip(held, whole, strict=True)):
         return None
     shapes = [None if mine == other else other for mine, other in zip(held, whole, strict=True)]
     written = call.op._schema.is_mutable

@@ -21,14 +21,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as torch_tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import dtbench_core as core
 from dtbench.records.verdicts import NOT_JUDGED
 from dtbench_core.simulate import ThreadWorld
 from dtbench_core.simulate.threads import diverged
-from dtbench_suites.coverage.samples import SEED, Sample, database, has_mode, places_of, samples_of
+from dtbench_suites.coverage.samples import (
+    SEED,
+    Sample,
+    database,
+    has_mode,
+    places_of,
+    samples_of,
+    stepped,
+)
 from dtbench_suites.coverage.verdicts import RANKS, Case, Job, Places
 from dtbench_suites.data import placement
 
@@ -101,11 +109,15 @@ def _plain(
     name: str, mode: str, sample: Sample, outs: Sequence[torch.Tensor], nudged: bool = False
 ) -> tuple[Any, list[torch.Tensor]]:
     """(results, inputs) of the plain op on copies of the sample's tensors."""
-    tensors = [_nudged(value) if nudged else value.clone() for value in sample.values]
+    tensors = [_nudged(value) if nudged else _copy(value, mode) for value in sample.values]
     if _differentiates(mode):
         for tensor, wanted in zip(tensors, sample.requires_grad, strict=True):
             tensor.requires_grad_(wanted)
     return _call(name, mode, sample, tensors, [out.clone() for out in outs]), tensors
+
+
+def _copy(value: torch.Tensor, mode: str) -> torch.Tensor:
+    return stepped(value) if mode == "from_local" else value.clone()
 
 
 def _nudged(value: torch.Tensor) -> torch.Tensor:
@@ -243,17 +255,30 @@ _of_thread = threading.local()  # .meshes of the rank
 
 
 def _mesh(mode: str) -> DeviceMesh:
-    shape = (2, 2) if mode == "mesh2x2" else (RANKS,)
-    meshes: dict[tuple[int, ...], DeviceMesh] = getattr(_of_thread, "meshes", None) or {}
-    if shape not in meshes:
-        meshes[shape] = init_device_mesh("cpu", shape)
+    grids = {"mesh2x2": [[0, 1], [2, 3]], "order": [[3, 1], [0, 2]]}
+    ranks = torch.tensor(grids[mode]) if mode in grids else torch.arange(RANKS)
+    name = str(ranks.tolist())
+    meshes: dict[str, DeviceMesh] = getattr(_of_thread, "meshes", None) or {}
+    if name not in meshes:
+        meshes[name] = DeviceMesh("cpu", ranks)
         _of_thread.meshes = meshes
-    return meshes[shape]
+    return meshes[name]
 
 
-def _distribute(library: Any, full: torch.Tensor, mesh: DeviceMesh, places: Sequence[str]) -> Any:
+def _distribute(library: Any, full: torch.Tensor, mesh: DeviceMesh, places: Sequence[str], mode: str) -> Any:
     """A rank's DTensor of `full`, whose storage no other rank sees."""
     placements = [placement(library, place) for place in places]
+    if mode == "from_local":
+        # What lies elsewhere does not matter: a shard is cut from the whole, with its gaps.
+        whole, dim = stepped(full.detach()), next((int(p[2:-1]) for p in places if p.startswith("S")), None)
+        local = (
+            whole
+            if dim is None
+            else (*whole.chunk(RANKS, dim), *[whole.narrow(dim, 0, 0)] * RANKS)[dist.get_rank()]
+        )
+        return library.DTensor.from_local(
+            stepped(local), mesh, placements, run_check=False, shape=full.shape, stride=whole.stride()
+        )
     full = full.detach().clone()
     if places[0].startswith("P"):
         local = _part(full, places[0][2:-1], dist.get_rank())
@@ -279,7 +304,7 @@ def _on_rank(
     """("", "") or (what is wrong: "wrong" or "random differs", the reason), as this rank sees it."""
     mesh, rank = _mesh(mode), dist.get_rank()
     given = [*sample.values, *wanted.outs]
-    tensors = [_distribute(library, v, mesh, p) for v, p in zip(given, places, strict=True)]
+    tensors = [_distribute(library, v, mesh, p, mode) for v, p in zip(given, places, strict=True)]
     inputs, outs = tensors[: len(sample.values)], tensors[len(sample.values) :]
     if _differentiates(mode):
         for tensor, requires_grad in zip(inputs, sample.requires_grad, strict=True):

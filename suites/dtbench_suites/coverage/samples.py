@@ -7,6 +7,7 @@ uneven mode none is: with 4 ranks, 5 gives shards of 2, 2, 1, 0 and 3 gives 1, 1
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -89,6 +90,8 @@ def samples_of(name: str, mode: str, limit: int) -> tuple[list[Sample], str]:
             found.append(_sample(one))  # noqa: PERF401 - those before an error count
     except (RuntimeError, ValueError, IndexError) as error:
         ended = f"{type(error).__name__}: {error}"
+    if mode in _LAID_OUT:
+        found = [_laid_out(one, _LAID_OUT[mode]) for one in found]
     usable = [one for one in found if one.tensors and all(map(_can_distribute, one.values))]
     if mode == "inplace":
         usable = [one for one in usable if not one.broadcasts_input]
@@ -105,6 +108,29 @@ def _sample(one: Any) -> Sample:
     return Sample(
         tuple(leaves), tree, tensors, requires_grad, one.output_process_fn_grad, bool(one.broadcasts_input)
     )
+
+
+def transposed(full: torch.Tensor) -> torch.Tensor:
+    """A copy whose dims lie in memory in the opposite order."""
+    backwards = tuple(range(full.ndim)[::-1])
+    return full.permute(backwards).contiguous().permute(backwards)
+
+
+def stepped(full: torch.Tensor) -> torch.Tensor:
+    """A copy with a gap after every element."""
+    return full.repeat_interleave(2, -1)[..., ::2] if full.ndim else full.clone()
+
+
+# How the inputs of these modes lie in memory.
+_LAID_OUT = {"strided": transposed, "from_local": stepped}
+
+
+def _laid_out(sample: Sample, lay: Callable[[torch.Tensor], torch.Tensor]) -> Sample:
+    given = [
+        lay(leaf) if i in sample.tensors and _can_distribute(leaf) else leaf
+        for i, leaf in enumerate(sample.leaves)
+    ]
+    return dataclasses.replace(sample, leaves=tuple(given))
 
 
 def _can_distribute(tensor: torch.Tensor) -> bool:
@@ -142,13 +168,16 @@ def _choices(tensor: torch.Tensor, mode: str) -> list[tuple[Place, ...]]:
         if not tensor.is_floating_point():
             return [("R",)]
         return [("R",), ("P(sum)",), ("P(avg)",), ("P(max)",)]
+    if mode == "order":
+        cut = ["R", *(f"S({d})" for d, size in enumerate(shape) if size)]
+        return list(itertools.product(cut, cut))
     if mode == "mesh2x2":
         found: list[tuple[Place, ...]] = [("R", "R")]
         halves = [d for d, size in enumerate(shape) if size and size % 2 == 0]
         found += [(f"S({d})", "R") for d in halves] + [("R", f"S({d})") for d in halves]
         found += [(f"S({a})", f"S({b})") for a in halves for b in halves if a != b or shape[a] % RANKS == 0]
         return found
-    if mode == "uneven":
+    if mode in ("uneven", *_LAID_OUT):
         return [("R",), *((f"S({d})",) for d, size in enumerate(shape) if size)]
     return [("R",), *((f"S({d})",) for d, size in enumerate(shape) if size and size % RANKS == 0)]
 

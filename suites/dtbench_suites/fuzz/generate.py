@@ -68,6 +68,9 @@ _REFUSED = (
 _WORDS = re.compile(r"(?<!\.)\b([xyzdeijnc]|shape|places)\b(?!=)")
 
 
+_RESTATES = re.compile(r"\b(t_|transpose_|squeeze_|unsqueeze_|swapaxes_)\(")
+
+
 def listed(text: str) -> list[str]:
     return re.split(r";\s|\n\s+", text)
 
@@ -190,6 +193,8 @@ def _statement(rng: random.Random, space: dict[str, Any], ndim: int, number: int
     for _ in range(30):
         (kind,) = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
         line = _fill(rng, rng.choice(listed(TEMPLATES[kind])), space, ndim)
+        if _RESTATES.search(line) and any(space[name].requires_grad for name in variables(line)[0]):
+            continue  # autograd would take the views of a tensor subclass again, of the new shape
         expression, line = line, line if kind == "write" else f"v{number} = {line}"
         kept = dict(space)
         copies = {n: t.detach().clone() for n, t in space.items() if isinstance(t, torch.Tensor)}
@@ -217,14 +222,21 @@ def _statement(rng: random.Random, space: dict[str, Any], ndim: int, number: int
     return None
 
 
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is not other and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
 def _defined(
     line: str, before: dict[str, Any], copies: dict[str, torch.Tensor], after: dict[str, Any]
 ) -> bool:
     """Whether a write comes to the same if what it reads lies elsewhere: else the order of the elements decides."""
     used, _ = variables(line)
     written = re.findall(r"out=(v\d+)", line)[:1] or re.findall(r"v\d+", line)[:1]
-    if "_foreach" in line or len(used) == 1 or "out=(" in line:
-        return "out=(" not in line  # of several lists one after the other
+    if len(used) == 1 or "out=(" in line:
+        return "out=(" not in line
+    if "_foreach" in line:  # one after the other, but each as if alone
+        lists = re.findall(r"\[(v\d+), (v\d+)\]", line)
+        return len(lists) == 1 or not any(_overlap(before[a], before[b]) for a, b in zip(*lists, strict=True))
     apart = {**before, **{name: copies[name].clone() for name in used}}
     exec(line, apart)
     return all(torch.equal(apart[name], after[name]) for name in written)
