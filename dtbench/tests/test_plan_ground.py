@@ -165,6 +165,12 @@ def test_kv_heads_and_an_ffn_make_a_llama_unless_the_table_says_otherwise(tmp_pa
     assert (gpt.gated, gpt.tied, gpt.kv_heads, gpt.ffn) == (False, True, 8, 14336)
 
 
+def test_a_micro_batch_that_does_not_divide_the_batch_is_left_out(tmp_path: Path) -> None:
+    steps = read(tmp_path, f"{TITLES}\n{GOOD}\n{GOOD.replace('8,32,4', '8,32,5')}\n")
+    assert steps.lines == [2]
+    assert list(steps.left_out.values()) == [[3]]
+
+
 def test_rates_are_times(tmp_path: Path) -> None:
     (one,) = read(tmp_path, WIDE.format(time="time_s", value=2, fsdp=0, precision="bf16")).measured
     tokens, flops = 64 * 8192, model_flops(one.job)

@@ -430,11 +430,13 @@ def _check(gpus: int, batch: int, model: Model, layout: Layout) -> None:
     """What no run can have been."""
     stages = layout.pp * layout.chunks
     samples = layout.dp * layout.micro_batch
+    if batch % samples:  # llm-foundry's last micro batch may be smaller
+        raise InexpressibleError(
+            f"the global batch {batch} is no multiple of data parallelism x micro batch = {samples}"
+        )
     parallel = "tensor x data x pipeline parallelism" + (" x context parallelism" if layout.cp > 1 else "")
     wrong = {
         f"{parallel} is {layout.ranks}, expected the {gpus} GPUs": layout.ranks != gpus,
-        f"the global batch {batch} is no multiple of data parallelism x micro batch = {samples}": batch
-        % samples,
         f"the hidden size {model.hidden} is no multiple of the attention heads {model.heads}": (
             not model.source and model.hidden % model.heads and model.head_dim * model.heads != model.hidden
         ),
