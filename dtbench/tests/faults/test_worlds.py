@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -186,7 +188,8 @@ def run_world(
                 first = codes[0]
                 for process in ranks.values():
                     if process.poll() is None:
-                        os.kill(process.pid, 15)
+                        with contextlib.suppress(ProcessLookupError):  # it ends just now
+                            os.kill(process.pid, signal.SIGTERM)
             time.sleep(0.1)  # as often as torch's agent looks
     finally:
         for process in ranks.values():
