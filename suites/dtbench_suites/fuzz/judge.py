@@ -141,12 +141,12 @@ def _input(
 
 def results(text: str, given: Given) -> list[Any]:
     """Every tensor that the program has at its end, whole, then its inputs' gradients; of both times it is executed."""
-    code = compile(text, "<program>", "exec")
     found = []
     for _ in range(2):
         leaves: list[Any] = []
         space = names(given, leaves)
-        exec(code, space)
+        # As text: of one code object Dynamo would take what it compiled for the globals of the first time.
+        exec(text, space)
         tensors = [value for name, value in sorted(space.items()) if isinstance(value, torch.Tensor)]
         squares = [(t * t).sum() for t in tensors if t.requires_grad]
         if squares:
