@@ -9,8 +9,11 @@ step.py           the time of one step
 memory.py         the bytes that the fullest rank holds
 search.py         all layouts that fit, the best ones, and what would change the answer
 communication.py  the collectives of all shardings over a mesh, priced by a measured topology
-tables.py         measured steps and all-reduces, read from CSV
+columns.py        titles of tables, in the words of those who publish them
+csv_table.py      tables of measured steps, and of collectives, read from CSV
+tables.py         their rows as jobs and layouts; what cannot be said is left out and named
 validate.py       what is predicted for them, and how far off that is
-fit.py            a machine's constants fitted to them
+ground.py         what a machine's constants stand on: intervals, and how far a job lies beyond
+fit.py            a machine's constants fitted to measured steps
 show.py           tables, a figure, JSON
 """
