@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.tests.gloo_world import mesh_of, on_ranks
 from core.tests.local_world import ThreadWorlds
-from dtbench_core import DTensor, Partial, Replicate, Shard, distribute_tensor
+from dtbench_core import DTensor, NoRuleError, Partial, Replicate, Shard, distribute_tensor
 
 S, R = Shard, Replicate()
 Tensors = tuple[torch.Tensor, torch.Tensor]
@@ -242,6 +242,17 @@ def _gone() -> None:
             later.add_(earlier)
         assert x is not view or view._memory is not None
     torch.testing.assert_close(view.full_tensor(), whole)
+
+
+@pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
+@on_ranks
+def test_memory_between_elements_is_not_made_up() -> None:
+    mesh, full = mesh_of((4,)), _full()[:4, ::2]
+    local = full.chunk(4)[mesh.get_local_rank()]
+    x = DTensor.from_local(local, mesh, [S(0)], shape=full.shape, stride=full.stride())
+    with pytest.raises(NoRuleError, match="memory has gaps"):
+        x.as_strided((2, 2), (6, 1))
+    assert torch.equal(x.contiguous().as_strided((2, 2), (3, 1)).full_tensor(), full[:2, :2])
 
 
 @on_ranks

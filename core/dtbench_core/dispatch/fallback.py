@@ -24,7 +24,7 @@ from dtbench_core.layout import rng as random
 from dtbench_core.layout.mesh import MeshInfo
 from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.shard_layout import empty_part
-from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.layout.spec import DTensorSpec, preserved_stride
 from dtbench_core.layout.wrapper import Wrapper, count_write, wrap
 from dtbench_core.op_types import Args, Kwargs, Value
 from dtbench_core.redistribute.autograd import local_at
@@ -90,6 +90,11 @@ def run(cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs) -> Value
             if (context := contexts.explicit_context()) is not None:
                 context.observe(op, leaf._spec, (REPLICATE,) * mesh.ndim)
             whole[id(leaf)] = gathered(leaf, copied=any(leaf is one for one in written))
+            if _reads_gaps(op, leaf, whole[id(leaf)]):
+                raise NoRuleError(
+                    f"{op} got {leaf._spec} of strides {list(leaf._spec.stride)}, whose memory has gaps that no rank "
+                    "knows whole; expected a dense tensor: take contiguous() of it before"
+                )
             distributed.append(leaf)
         return whole[id(leaf)]
 
@@ -145,6 +150,13 @@ def _outside(
     where = device_of_results(args, kwargs, mesh.device_type)
     made = [None if s is None else wrap(cls, empty_part(s, where), s) for s in specs]
     return tuple(made) if structure == "list" else made[0]
+
+
+def _reads_gaps(op: OpOverload, tensor: Wrapper, full: torch.Tensor) -> bool:
+    """Whether the op reads memory by strides of its own, and that of `tensor` was not kept."""
+    spec = tensor._spec
+    dense = preserved_stride(tuple(spec.shape), spec.stride) == spec.stride
+    return op._schema.name.startswith("aten::as_strided") and not dense and full is not tensor._local_tensor
 
 
 def gathered(tensor: Wrapper, copied: bool = True) -> torch.Tensor:
