@@ -43,6 +43,8 @@ AGAIN = (
 OUTPUT = "DTBENCH_OUTPUT"  # the run file, where -o was not given
 NOTE = "DTBENCH_NOTE"  # path of the note; set by our own launcher only
 
+# Ctrl-C is the launcher's to answer: in a rank's first imports Python's answer is a traceback. `__main__` ends this.
+DEAF_TO_CTRL_C = ("/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh")
 # What the survivors of a fault get to write the last line in before they are killed. They need the
 # answers of all ranks (2 s) and a few seconds for a slow disk.
 _SHUTDOWN_S = 15
@@ -120,7 +122,7 @@ def start_ranks(
         failures: list[tuple[int, int]] = []
         killed_before = oom_kills()
         run_elastic(
-            [sys.executable, "-P", "-m", "dtbench", *arguments],
+            [*DEAF_TO_CTRL_C, sys.executable, "-P", "-m", "dtbench", *arguments],
             str(folder),
             failures.extend,
             shutdown_s=_SHUTDOWN_S,

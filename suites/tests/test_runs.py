@@ -120,7 +120,7 @@ def test_a_wrong_result_becomes_wrong_whatever_the_suite(tmp_path: Path):
     assert Counter(r.name.split()[0] for r in results) == {
         "collectives": 6 * 2,  # isolated and back to back
         "redistribute": 9 * 2 * 2,  # core and torch, isolated and back to back
-        "bucketer": 2 * 4,
+        "bucketer": 2 * 5,
         "tensor_parallel": 5 * 3,
         "embedding": 3 * 2 * 3,
         "overlap": 2 * 4,
