@@ -183,7 +183,7 @@ def test_an_arm_is_what_the_sweep_forced_and_not_what_else_was_set() -> None:
         ("settings --sweep A=1 -- dtbench run -o x", "leave -o"),
         ("settings --sweep A=1,A=2 -- dtbench run", "sets A twice"),
         ("settings --sweep A=1 --output= -- dtbench run", "-o is empty"),
-        ("settings", "nothing to choose from"),
+        ("settings", "RUN missing: give runs of bucketer"),
         ("settings none.jsonl", "none.jsonl"),
     ],
 )

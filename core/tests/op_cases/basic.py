@@ -148,7 +148,9 @@ OPS: dict[str, Op] = {
     "item": Op(lambda a: a.new_full((1,), a.sum().item()), A, UA, differentiable=False),
     "equal": Op(lambda a: a.new_full((1,), torch.equal(a, a * 1)), A, UA, differentiable=False),
     "equal_op": Op(lambda a: a.new_full((1,), torch.ops.aten.equal(a, a * 1)), A, UA, differentiable=False),
-    "same_size": Op(lambda a: a.new_full((1,), torch.is_same_size(a, a.t())), A, UA, differentiable=False),
+    "same_size": Op(
+        lambda a: a.new_full((1,), torch.ops.aten.is_same_size(a, a.t())), A, UA, differentiable=False
+    ),
     "clone": Op(torch.clone, A, UA),
     "mlp": Op(_mlp, ((4, 8, 4), (8, 4), (4, 8)), ((3, 5, 2), (3, 2), (2, 3))),
     "attention": Op(_attention, ((4, 4, 2, 2),) * 3, ((3, 5, 2, 2),) * 3),
