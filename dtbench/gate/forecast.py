@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
+from multiprocessing.connection import Pipe
 
 from dtbench.bench import budget
 from dtbench.bench.options import RunOptions, Task, list_tasks
@@ -14,17 +17,41 @@ from dtbench.model import CHOOSABLE_IMPLS
 from dtbench.model.errors import DtbenchError
 from dtbench.model.suites import load
 from dtbench.text.units import plural
+from dtbench.world.workers import Fork
 
 # Loading both arms and counting, on two cores; of a launch, forking and setting up its benchmarks. 31 benchmarks took
 # 37 s in 15 launches there, 28 of them sampling.
 COUNT_S, LAUNCH_S = 8.0, 0.2
+# What suites get to be loaded in: torch takes 2 to 5 s.
+LIST_S = 15.0
 
 
 def forecast(selections: Sequence[Selection], impls: Sequence[str], options: RunOptions, ranks: int) -> str:
-    """`31 benchmarks: about 40 s at the least, if nothing moved, ...`; nothing where they cannot be listed here.
+    """`31 benchmarks: about 40 s at the least, if nothing moved, ...`; nothing where they cannot be listed here in a
+    while. In a process of its own: suites are programs of others, which may hang or print.
 
     options: those of the launches. ranks: of a world.
     """
+    ours, theirs = Pipe(duplex=False)
+
+    def tell() -> int:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        theirs.send(_forecast(selections, impls, options, ranks))
+        return 0
+
+    child = Fork(tell)
+    theirs.close()
+    with ours, contextlib.suppress(EOFError, OSError):
+        said: str = ours.recv() if ours.poll(LIST_S) else ""
+        child.end()
+        return said
+    child.end()
+    return ""
+
+
+def _forecast(selections: Sequence[Selection], impls: Sequence[str], options: RunOptions, ranks: int) -> str:
     try:
         plan = options.plan("cpu", ranks)
         tasks = {
