@@ -269,3 +269,19 @@ def test_a_result_gets_another_shape_under_autograd_after_a_view() -> None:
         y.unsqueeze_(0).transpose_(0, 1)
         (y * y).sum().backward()
     assert x.grad is not None and plain.grad is not None and torch.equal(x.grad.full_tensor(), plain.grad)
+
+
+def test_empty_results_are_written_to_out(thread_ranks: ThreadWorlds) -> None:
+    thread_ranks(_empty_out)
+
+
+def _empty_out() -> None:
+    mesh = mesh_of((4,))
+
+    def whole(t: torch.Tensor) -> DTensor:
+        return distribute_tensor(t, mesh, [R], src_data_rank=None)
+
+    none = whole(torch.zeros(0))
+    assert torch.take(whole(torch.ones(5)), whole(torch.zeros(0, dtype=torch.int64)), out=none) is none
+    square = whole(torch.zeros(0, 0))
+    assert torch.cholesky_inverse(square, out=whole(torch.zeros(0, 0))).shape == (0, 0)

@@ -98,7 +98,10 @@ def _trial(call: OpCall, inputs: Sequence[Placements], spread: set[int]) -> Call
         return tensor.new_ones(shape) if written else tensor.new_ones(()).expand(shape)
 
     def run(*args: object, **kwargs: object) -> None:
-        leaves, rebuilt = flattened(args, sorted_by_name(kwargs))
+        described = {
+            name: value for name, value in kwargs.items() if name in call.kwargs
+        }  # `out` is none of them
+        leaves, rebuilt = flattened(args, sorted_by_name(described))
         remaining = iter(shapes)
         tried = [stand_in(x, next(remaining)) if isinstance(x, torch.Tensor) else x for x in leaves]
         tried_args, tried_kwargs = rebuilt(tried)
