@@ -54,9 +54,8 @@ def legible() -> Iterator[None]:
 def dtbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
     """The program in this process: (exit code, stdout, stderr) of a command line."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "dtbench.bench.progress.SILENT_S", 3600.0
-    )  # what is slow on a busy machine is not told
+    # What is slow on a busy machine is not told.
+    monkeypatch.setattr("dtbench.bench.progress.SILENT_S", 3600.0)
     for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
 
