@@ -20,7 +20,7 @@ def main() -> NoReturn:
     try:
         from dtbench.cli.program import main as program
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        interrupt_is_answered()
         sys.stderr.write("dtbench: interrupted\n")
         sys.exit(130)  # EXIT_INTERRUPTED, which may not be imported yet
     except Exception as error:
@@ -31,6 +31,17 @@ def main() -> NoReturn:
         sys.stderr.write(f"dtbench: {why} ({type(error).__name__})\n")
         sys.exit(2)  # EXIT_USAGE
     program()
+
+
+def interrupt_is_answered() -> None:
+    """What ends now ends with its exit code, and another Ctrl-C ends it at once.
+
+    An interrupt inside an `exec` of source, as dataclasses and named tuples do while modules load, makes CPython end
+    in a signal though it was caught (`unhandled_keyboard_interrupt` of Python/pythonrun.c); the next `exec` of source
+    takes that back.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    exec("")
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:

@@ -11,7 +11,6 @@ import gc
 import importlib
 import os
 import platform
-import signal
 import sys
 import tempfile
 import traceback
@@ -22,7 +21,7 @@ import click
 from click.exceptions import Exit
 
 from dtbench._version import __version__
-from dtbench.cli import completion
+from dtbench.cli import completion, interrupt_is_answered
 from dtbench.cli.shadows import hidden_by
 from dtbench.machine.limits import refuse_place
 from dtbench.model.errors import (
@@ -168,7 +167,7 @@ def _run() -> int:
     except click.ClickException as error:
         code = _refuse(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what ends now may be ended at once
+        interrupt_is_answered()
         code = _refuse("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:  # whoever read our output has gone
         code = EXIT_OK

@@ -407,3 +407,21 @@ def test_a_new_suite_lists_its_cases_and_is_not_overwritten(dtbench: Cli, regist
 def test_a_peak_of_nothing_is_refused(dtbench: Cli, peak: str) -> None:
     code, out, err = dtbench("report", str(ROOT / RUN), "--peak", peak, "-o", "r.html")
     assert (code, out) == (EXIT_USAGE, "") and err.count("\n") == 1 and peak.partition("=")[0] in err
+
+
+INTERRUPTED_IN_EXEC = """
+import sys
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == "dtbench.cli.program":
+            exec("raise KeyboardInterrupt")
+sys.meta_path.insert(0, Interrupted())
+"""
+
+
+def test_an_interrupt_in_code_made_of_source_ends_in_the_exit_code_of_interrupts(tmp_path: Path) -> None:
+    """As in a dataclass while modules load; CPython would end in a signal."""
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED_IN_EXEC)
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-m", "dtbench"], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "dtbench: interrupted\n")

@@ -9,6 +9,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+from dtbench.records.run import read_run
 from dtbench.tests import made_up
 from dtbench.tests.faults.table import Done, Fault, Running
 
@@ -35,6 +36,11 @@ def a_module(name: str, text: str) -> None:
 
 def nothing_is_left(done: Done) -> None:
     assert done.out == ""
+
+
+def a_file_can_be_read(_done: Done) -> None:
+    if Path("x.jsonl").exists():
+        assert read_run("x.jsonl").results
 
 
 def told_to_end(after_s: float, running: Running) -> None:
@@ -130,6 +136,8 @@ ROWS = [
             ("interrupted|ended while the ranks were starting",),
             how="fresh",
             during=partial(told_to_end, after_s),
+            may_make=("x.jsonl",),  # a fast machine has results after some seconds
+            also=a_file_can_be_read,
             slow=True,
         )
         for after_s in (0.5, 1.5, 3.0)

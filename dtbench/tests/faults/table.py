@@ -72,10 +72,10 @@ class Fault:
     standard error; "" where there is none. may_say: a pattern of a line that comes or not, as who ends first.
     given: puts into the folder what the command finds. how: in this process
     (`here`), `forked`, or in a `fresh` process. during: what happens to it while it runs. patched: what is another in
-    this process. makes: patterns of the files it may leave. results: the last line of x.jsonl's summary, with
-    ", cut short" where it has no end. also: what else must be so. then: a command that goes well afterwards, before
-    it is looked at what is left. needs: abilities of the machine, without which it
-    is not run.
+    this process. makes: patterns of the files it leaves; may_make: of those it leaves or not, as who is faster.
+    results: the last line of x.jsonl's summary, with ", cut short" where it has no end. also: what else must be so.
+    then: a command that goes well afterwards, before it is looked at what is left. needs: abilities of the machine,
+    without which it is not run.
     """
 
     name: str
@@ -89,6 +89,7 @@ class Fault:
     patched: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     makes: tuple[str, ...] = ()
+    may_make: tuple[str, ...] = ()
     results: str = ""
     also: Callable[[Done], object] | None = None
     then: str = ""
@@ -177,7 +178,8 @@ def check(fault: Fault, done: Done, before: Mapping[str, bytes | None], folder: 
         assert "dtbench: " in line and re.search(pattern, line), shown
     after = contents()
     touched = [name for name in {**before, **after} if before.get(name, b"-") != after.get(name, b"-")]
-    strange = [name for name in touched if not any(fnmatch.fnmatch(name, made) for made in fault.makes)]
+    made_here = (*fault.makes, *fault.may_make)
+    strange = [name for name in touched if not any(fnmatch.fnmatch(name, made) for made in made_here)]
     assert not strange, f"{strange} is new, changed or gone\n{shown}"
     assert all(fnmatch.filter(after, made) for made in fault.makes), f"only {sorted(after)}\n{shown}"
     if fault.results:
