@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,7 +46,7 @@ def _counts() -> Iterator[Path]:
 
 def keep_words(file: Path) -> None:
     """What this rank's libraries and child processes write to standard error goes to the file from now on, for
-    `last_words`; what Python writes there does not."""
+    `other_words`; what Python writes there does not."""
     with suppress(OSError):
         kept = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         sys.stderr.flush()
@@ -51,19 +54,48 @@ def keep_words(file: Path) -> None:
         os.dup2(kept, 2)
 
 
-def last_words(file: Path) -> str:
-    """The exception that ended the rank; "" where none did, or it cannot be read."""
-    with suppress(OSError):
-        if found := _TERMINATE.search(file.read_text("utf-8", "replace")):
-            return found[1] or ""
-    return ""
+def catch_terminate(end: Callable[[str], object]) -> None:
+    """From now on an exception of C++ that nobody catches, as in a thread of gloo, is given to `end`, which does not
+    return, in place of being printed. Where the C++ library is not libstdc++, nothing changes.
+
+    Only the handler that prints it knows how to read an exception, and it ends in abort(): it prints into a file, and
+    is stopped there, in the signal's handler, which runs in the thread that has called abort().
+    """
+    step = ctypes.CFUNCTYPE(None)
+    on_signal = ctypes.CFUNCTYPE(None, ctypes.c_int)
+
+    def terminate() -> None:
+        with tempfile.TemporaryFile() as file:
+            shown = os.dup(2)
+
+            def aborted(_number: int) -> None:
+                os.dup2(shown, 2)
+                file.seek(0)
+                found = _TERMINATE.search(file.read().decode("utf-8", "replace"))
+                end((found and found[1]) or "an exception of C++ that nobody caught")
+
+            stop = on_signal(aborted)
+            signal_of(int(signal.SIGABRT), stop)
+            os.dup2(file.fileno(), 2)
+            step(before)()
+
+    with suppress(OSError, AttributeError):
+        libraries = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(None)
+        set_terminate = libraries[0]["_ZSt13set_terminatePFvvE"]  # std::set_terminate(void (*)())
+        signal_of = libraries[1]["signal"]
+        signal_of.argtypes, signal_of.restype = (ctypes.c_int, on_signal), ctypes.c_void_p
+        set_terminate.argtypes, set_terminate.restype = (step,), ctypes.c_void_p
+        handler = step(terminate)
+        _kept.append(handler)
+        before = set_terminate(handler)
+
+
+_kept: list[object] = []  # what C++ calls must live as long as the process
 
 
 def other_words(folder: Path) -> str:
-    """What all ranks wrote beside such exceptions."""
-    return "".join(
-        _TERMINATE.sub("", file.read_text("utf-8", "replace")) for file in sorted(folder.glob("words-*"))
-    )
+    """What all ranks wrote."""
+    return "".join(file.read_text("utf-8", "replace") for file in sorted(folder.glob("words-*")))
 
 
 def words_file(note: str, rank: int) -> Path:

@@ -100,7 +100,7 @@ class RankState:
     case, step: how many cases and samples it has begun. where: file, line and function its main
     thread is in. waits: whether that is inside torch or the harness, so that it probably waits for
     others. raised_at: seconds since 1970, 0 if it did not raise. oom: whether the kernel has ended a process of
-    the rank's host for lack of memory.
+    the rank's host for lack of memory. words: of the exception that has ended the rank, which answers all the same.
     """
 
     cause: str  # "died", "interrupted", "timeout", "raised", "event"
@@ -112,6 +112,7 @@ class RankState:
     raised: str | None = None
     raised_at: float = 0.0
     oom: bool = False
+    words: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,21 +133,16 @@ class Diagnosis:
 INTERRUPTED = Diagnosis("interrupted", None, EXIT_INTERRUPTED, blames_case=False)
 
 
-def diagnose(
-    states: Mapping[int, RankState],
-    hosts: Sequence[str],
-    timeout_s: float,
-    words_of: Callable[[int], str] = lambda _rank: "",
-) -> Diagnosis:
-    """Who broke the world, from the states of the ranks that answered and the last words of those that did not."""
+def diagnose(states: Mapping[int, RankState], hosts: Sequence[str], timeout_s: float) -> Diagnosis:
+    """Who broke the world, from the states of the ranks that answered."""
 
     def named(ranks: Sequence[int]) -> str:
         return ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
 
-    missing = [rank for rank in range(len(hosts)) if rank not in states]
+    missing = [rank for rank in range(len(hosts)) if rank not in states or states[rank].words]
     if missing:
         oom = any(state.oom for rank, state in states.items() if hosts[rank] == hosts[missing[0]])
-        words = "".join(map(words_of, missing))
+        words = "".join(states[rank].words for rank in missing if rank in states)
         sentence, faulty = explain(named(missing), words, oom, "died or did not answer")
         return Diagnosis(sentence, missing[0] if faulty else None)
     raised = [rank for rank, state in states.items() if state.raised]
@@ -183,7 +179,6 @@ class FailureDetector:
 
     report: called once, on the lowest living rank, with what happened; it writes the failed result and the
         last line. Runs in a helper thread.
-    words_of: the last words of a rank that is gone.
     """
 
     def __init__(
@@ -192,10 +187,8 @@ class FailureDetector:
         rank: int,
         size: int,
         report: Callable[[Diagnosis], None],
-        words_of: Callable[[int], str] = lambda _rank: "",
     ) -> None:
         self._now = now
-        self._words_of = words_of
         self._rank = rank
         self._report = report
         self._hosts: Sequence[str] = ["this host"] * size
@@ -207,6 +200,7 @@ class FailureDetector:
         self._oom_kills = oom_kills()
         self._raised: tuple[int, str] = (-1, "")  # how many votes were decided, and the reason
         self._raised_at = 0.0
+        self._words = ""
         self._ending = threading.Lock()  # held for ever by the thread that ends the process
         self._finished: int | None = None
         self._main = threading.main_thread().ident
@@ -256,6 +250,11 @@ class FailureDetector:
         """This rank cannot go on, and nothing foresaw why: ends the world."""
         self._now.raised, self._raised_at = reason, time.time()
         self.end_world("raised")
+
+    def died(self, words: str) -> NoReturn:
+        """An exception of its libraries ends this rank."""
+        self._words = words
+        self.end_world("died")
 
     def stop_others(self, code: int) -> None:
         """Rank 0 cannot go on (its file cannot be written, say): all other ranks leave with `code`."""
@@ -331,7 +330,7 @@ class FailureDetector:
             self._end(INTERRUPTED, reports=self._rank == 0)
         if not self.joined:
             self._end(
-                Diagnosis(state.raised or "ended while the ranks were starting", None),
+                Diagnosis(state.raised or self._words or "ended while the ranks were starting", None),
                 reports=self._rank == 0,
             )
         if cause == "died":
@@ -342,7 +341,7 @@ class FailureDetector:
             first_here = self._rank == self._hosts.index(self._hosts[self._rank])
             after_server = self._serving_rank == 0 and self._rank == 1
             self._end(self._without_store(error), reports=first_here or after_server)
-        diagnosis = diagnose(states, self._hosts, self._timeout_s, self._words_of)
+        diagnosis = diagnose(states, self._hosts, self._timeout_s)
         self._end(diagnosis, reports=self._rank == min(states))
 
     def _without_store(self, error: RuntimeError) -> Diagnosis:
@@ -396,7 +395,9 @@ class FailureDetector:
         votes, reason = self._raised
         raised = now.raised or (reason if votes == self._votes() else None)
         oom = oom_kills() > self._oom_kills
-        return RankState(cause, now.label, now.step, where, waits, now.case, raised, self._raised_at, oom)
+        return RankState(
+            cause, now.label, now.step, where, waits, now.case, raised, self._raised_at, oom, self._words
+        )
 
     def _connect_again(self) -> Store:
         assert self._connect is not None

@@ -31,7 +31,7 @@ from dtbench.model.errors import (
     complain,
 )
 from dtbench.records.atomic import replace_file
-from dtbench.world.deaths import explain, last_words, oom_kills, other_words, words_file
+from dtbench.world.deaths import explain, oom_kills, other_words
 from dtbench.world.failure import INTERRUPTED, ActiveCase, Diagnosis
 from dtbench.world.parent import LAUNCHER
 from dtbench.world.scratch import scratch
@@ -137,7 +137,6 @@ def start_ranks(
             local_addr="localhost",  # no look-up of this host's name, which may hang
         )
         note = _last_note(note_path) if ended_by else Note.read(note_path)
-        words = last_words(words_file(note_path, failures[0][0])) if failures else ""
         print(other_words(folder), end="", file=sys.stderr, flush=True)  # noqa: T201
     # The first to end counts: those that the launcher ended for it come after it.
     if (
@@ -146,7 +145,7 @@ def start_ranks(
         note = dataclasses.replace(note, code=failures[0][1], reported=True)
     if note.reported and note.code is not None:
         return note
-    diagnosis = _diagnose(failures, words, oom_kills() > killed_before)
+    diagnosis = _diagnose(failures, oom_kills() > killed_before)
     lost = None
     try:
         lost = report(diagnosis, note.case)
@@ -163,13 +162,12 @@ def _last_note(path: str) -> Note:
     return note
 
 
-def _diagnose(failures: Sequence[tuple[int, int]], words: str, oom: bool) -> Diagnosis:
-    """failures: (rank, exit code), first to last. words: the last ones of the first. oom: whether the kernel ended a
-    process for lack of memory."""
+def _diagnose(failures: Sequence[tuple[int, int]], oom: bool) -> Diagnosis:
+    """failures: (rank, exit code), first to last. oom: whether the kernel ended a process for lack of memory."""
     if not failures or failures[0][1] == EXIT_INTERRUPTED:
         return INTERRUPTED
     rank, code = failures[0]
-    sentence, faulty = explain(f"rank {rank}", words, oom and code == -signal.SIGKILL, how_ended(code))
+    sentence, faulty = explain(f"rank {rank}", "", oom and code == -signal.SIGKILL, how_ended(code))
     return Diagnosis(sentence, rank if faulty else None)
 
 

@@ -38,7 +38,7 @@ from dtbench.model.errors import (
 )
 from dtbench.model.mesh import Mesh
 from dtbench.world import clocks
-from dtbench.world.deaths import keep_words, last_words, words_file
+from dtbench.world.deaths import catch_terminate, keep_words, words_file
 from dtbench.world.failure import ActiveCase, Diagnosis, FailureDetector, block_signals, exit_now, farewell
 from dtbench.world.joining import Joining
 from dtbench.world.launch import NOTE, Note, launch_number
@@ -99,9 +99,8 @@ class Rank:
         place = self.place
         if self._note_path:
             keep_words(words_file(self._note_path, place.rank))
-        self._detector = FailureDetector(
-            self.now, place.rank, place.world_size, self._report_failure, self._words_of
-        )
+        self._detector = FailureDetector(self.now, place.rank, place.world_size, self._report_failure)
+        catch_terminate(self._detector.died)
         self.limit = self._detector.limit
         return self
 
@@ -221,9 +220,6 @@ class Rank:
 
     def _leave(self) -> None:
         self._detector.leave(self.code, self.store if self._joining else None)
-
-    def _words_of(self, rank: int) -> str:
-        return last_words(words_file(self._note_path, rank)) if self._note_path else ""
 
     def _report_failure(self, diagnosis: Diagnosis) -> None:
         lost = None

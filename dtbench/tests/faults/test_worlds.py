@@ -105,6 +105,22 @@ WORLDS = [
     ),
     *(
         World(
+            f"{what} of other sizes on the ranks",
+            (
+                rf"^dtbench: the ranks disagree on the size of a collective: rank {rank} on \S+ was sent {sent} bytes "
+                + rf"at a time where it expected {room} during {case} \(core\): 1 result is in x.jsonl; go on with",
+            ),
+            all_words=f"{RUN} --filter '{case}'",
+            code=5,
+            results=1,
+        )
+        for what, case, rank, sent, room in (
+            ("tensors", "gone sizes", 1, 4096, 4),
+            ("elements", "first dtypes", 0, 128, 64),
+        )
+    ),
+    *(
+        World(
             f"{name}={value}",
             (f"^dtbench: the environment has {name}='{value}': expected ",),
             {1: None},
