@@ -1,7 +1,7 @@
-"""A run file of as many results as one likes, with made-up numbers: `python -m dtbench.tests.large_run 200000 FILE`.
+"""A run file of as many results as one likes, with made-up numbers: `... large_run 200000 FILE [LAUNCHES]`.
 
-Five launches of three suites on a 4x2 mesh: half of it collectives with each rank's readings, the others dispatch
-and redistribute. More results are more sizes and more ops.
+Five launches, or as many as given, of three suites on a 4x2 mesh: half of it collectives with each rank's readings,
+the others dispatch and redistribute. More results are more sizes and more ops.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ def redistribute(count: int) -> Iterator[Case]:
                 yield "redistribute", name, impl, params, us * 1e-6, size, None
 
 
-def lines(count: int) -> Iterator[dict[str, Any]]:
+def lines(count: int, launches: int = LAUNCHES) -> Iterator[dict[str, Any]]:
     """The results of a run, launch by launch."""
     rng = np.random.default_rng(0)
-    each = count // LAUNCHES
+    each = count // launches
     whole = [*collectives(each // 2), *redistribute(each // 10)]
     left = max(each - len(whole), 0)  # a small run is of collectives alone
     whole += list(dispatch(left))[:left]
-    for launch in range(LAUNCHES):
+    for launch in range(launches):
         of_launch = rng.normal(0, 0.03)
         for at in range(0, len(whole), _BLOCK):
             block = whole[at : at + _BLOCK]
@@ -117,14 +117,14 @@ def _line(case: Case, readings: Any, launch: int) -> dict[str, Any]:
     return msgspec.to_builtins(result)
 
 
-def write(count: int, path: Path) -> None:
+def write(count: int, path: Path, launches: int = LAUNCHES) -> None:
     """About so many results, in a file."""
     hosts = [f"node-{rank // 4}" for rank in range(8)]
-    head = made_up.header(MESH, hosts, launches=LAUNCHES, run_id=f"large-{path.stem}")
+    head = made_up.header(MESH, hosts, launches=launches, run_id=f"large-{path.stem}")
     with path.open("wb") as file:
-        for line in itertools.chain([head], lines(count), [{"kind": "end"}]):
+        for line in itertools.chain([head], lines(count, launches), [{"kind": "end"}]):
             file.write(msgspec.json.encode(line) + b"\n")
 
 
 if __name__ == "__main__":
-    write(int(sys.argv[1]), Path(sys.argv[2]))
+    write(int(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))

@@ -56,6 +56,15 @@ def options(rank_0: str, rank_1: str) -> Mapping[int, str]:
     return {0: f"{RUN} --filter 'good n=1' {rank_0}", 1: f"{RUN} --filter 'good n=1' {rank_1}"}
 
 
+def disagree(rank: int, sent: int, room: int, case: str) -> tuple[str]:
+    told = (
+        rf"rank {rank} on \S+ was sent {sent} bytes at a time where it expected {room} during {case} \(core\)"
+    )
+    return (
+        rf"^dtbench: the ranks disagree on the size of a collective: {told}: 1 result is in x.jsonl; go on",
+    )
+
+
 SHORT = {"DTBENCH_JOIN_TIMEOUT": "8"}
 WORLDS = [
     World("dims of the mesh by another name", differs("--mesh", "x=2", "tp=2"), options("", "--mesh x=2")),
@@ -106,10 +115,7 @@ WORLDS = [
     *(
         World(
             f"{what} of other sizes on the ranks",
-            (
-                rf"^dtbench: the ranks disagree on the size of a collective: rank {rank} on \S+ was sent {sent} bytes "
-                + rf"at a time where it expected {room} during {case} \(core\): 1 result is in x.jsonl; go on with",
-            ),
+            disagree(rank, sent, room, case),
             all_words=f"{RUN} --filter '{case}'",
             code=5,
             results=1,
