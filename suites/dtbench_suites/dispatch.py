@@ -12,15 +12,23 @@ communication, and a local tensor holds 16 values, so none passes in arithmetic.
 **cached** calls find the decision of the call before; a **first** call sees shapes that were never seen,
 so the decision has to be made. On the 2x4 mesh both mesh dims hold a tensor the same way: S(0) there
 means [Shard(0), Shard(0)], and the local tensors are those of the 1-D mesh of 8.
+
+Counters say what is held in memory: `bytes_per_tensor` beside `from_local` of one local tensor, `bytes_per_decision`
+beside the first calls of `add` in a run that is not quick.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import itertools
+import resource
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -273,8 +281,38 @@ _fresh: defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(
 )
 
 
+def grown(make: Callable[[], object], count: int, name: str) -> dict[str, float]:
+    """The resident bytes that each of `count` calls leaves, what it gives being kept.
+
+    Memory that is free already would hide them: what Python's allocator has is taken by as many calls before, what
+    glibc's has is given back (malloc_trim(3)). Other systems count nothing.
+    """
+    libc = ctypes.CDLL(None)
+    if sys.platform != "linux" or not hasattr(libc, "malloc_trim"):
+        return {}
+    kept = [make() for _ in range(count)]
+    gc.collect()
+    libc.malloc_trim(0)
+    before = resident_bytes()
+    kept += [make() for _ in range(count)]
+    gc.collect()
+    after = resident_bytes()
+    del kept
+    return {name: (after - before) / count}
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()  # proc_pid_statm(5)
+
+
 def build_impl(
-    op: Op | Program, shape: tuple[int, ...], backward: bool, first: bool, impl: str, world: World
+    op: Op | Program,
+    shape: tuple[int, ...],
+    backward: bool,
+    first: bool,
+    quick: bool,
+    impl: str,
+    world: World,
 ) -> Workload:
     at = Place("local" if impl == "wrapped" else impl, world.mesh_of(shape), world.device)
     if isinstance(op, Program):
@@ -283,21 +321,33 @@ def build_impl(
     if impl == "wrapped":
         return wrapped(setup)
     ready = setup.call(ROWS)
+    weighed = len(shape) == 1 and not backward
     if not first:
-        return Workload(run=ready, check=setup.check)
+        # 0.5 KiB or more each: thousands of pages.
+        counters = partial(grown, ready, 40_000, "bytes_per_tensor")
+        return Workload(
+            run=ready, check=setup.check, counters=counters if weighed and op.name == "from_local" else None
+        )
 
     def before() -> None:
         nonlocal ready
         ready = setup.call(next(_fresh[impl, shape]))
 
-    return Workload(run=lambda: ready(), before=before, check=setup.check)
+    def decide() -> None:
+        before()
+        ready()
+
+    # Torch takes three seconds for a thousand.
+    counters = partial(grown, decide, 500, "bytes_per_decision")
+    weighed = weighed and not quick and op.name == "add"
+    return Workload(lambda: ready(), before, setup.check, counters if weighed else None)
 
 
 def case_of(
     plan: Plan, op: Op | Program, shape: tuple[int, ...], passes: str, call: str, floor: bool
 ) -> Case:
     first, backward = call == "first", passes == "forward+backward"
-    build = partial(build_impl, op, shape, backward, first)
+    build = partial(build_impl, op, shape, backward, first, plan.quick)
     impls = ["core", "torch", "local"][: 3 if floor else 2]
     if floor and not backward and isinstance(op, Op) and op.name not in ("from_local", "to_local"):
         impls.append("wrapped")

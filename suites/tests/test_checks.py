@@ -178,7 +178,7 @@ def test_first_calls_never_see_a_shape_twice(world: Any, impl: str, monkeypatch:
     right = dispatch.Setup.call
     monkeypatch.setattr(dispatch.Setup, "call", lambda self, k: (seen.append(k), right(self, k))[1])
     for op in (dispatch.OPS[0], dispatch.OPS[2]):
-        workload = dispatch.build_impl(op, (8,), False, True, impl, world)
+        workload = dispatch.build_impl(op, (8,), False, True, True, impl, world)
         seen.clear()  # that one readies the call before the first `before`
         assert workload.before is not None
         for _ in range(3):
@@ -186,3 +186,9 @@ def test_first_calls_never_see_a_shape_twice(world: Any, impl: str, monkeypatch:
             workload.run()
         assert len(set(seen)) == 3
         assert dispatch.ROWS not in seen
+
+
+def test_memory_that_is_kept_is_counted():
+    kib = dispatch.grown(lambda: torch.empty(4096, dtype=torch.uint8).fill_(1), 2000, "bytes")
+    assert 4096 <= kib["bytes"] < 8192
+    assert dispatch.grown(lambda: None, 2000, "bytes")["bytes"] < 64
