@@ -16,6 +16,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +137,16 @@ def contents() -> dict[str, bytes | None]:
 
 
 def processes_in(folder: Path) -> list[int]:
-    """Those that run in the folder, but for this one."""
+    """Those that run in the folder, but for this one and its fork server.
+
+    A launcher that is killed while it asks the server for a rank ends the server (forkserver.py of CPython meets the
+    end of the connection), and the next test starts it again where it is.
+    """
+    own = (os.getpid(), vars(forkserver._forkserver)["_forkserver_pid"])
     found = []
     for place in Path("/proc").glob("[0-9]*/cwd"):
         with contextlib.suppress(OSError):
-            if place.readlink().is_relative_to(folder) and place.parent.name != str(os.getpid()):
+            if place.readlink().is_relative_to(folder) and int(place.parent.name) not in own:
                 found.append(int(place.parent.name))
     return found
 
