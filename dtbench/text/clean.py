@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from typing import BinaryIO, TextIO
+from typing import TextIO
 
 # Controls of C0 (but for tab and newline) and C1, and those that reverse what stands after them (Unicode, UAX 9).
 _CONTROLS = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
@@ -31,11 +31,6 @@ class CleanStream(io.TextIOWrapper):
         self._over = stream  # which closes the buffer once nobody refers to it
         kept = _OF_BARS if stream.isatty() else _COLOURS if os.environ.get("FORCE_COLOR") else ""
         self._pattern = re.compile(f"({kept})|{_CONTROLS}" if kept else f"(?!)()|{_CONTROLS}")
-
-    @property
-    def buffer(self) -> BinaryIO:
-        """Nobody's: click would write into it where the encoding is ASCII, past this stream."""
-        raise AttributeError("a clean stream has no buffer that others may write to")
 
     def write(self, text: str) -> int:
         """Cleaned; the number of characters of `text`, as ever."""
