@@ -79,6 +79,99 @@ def test_an_input_follows_a_write_to_its_view() -> None:
             assert torch.equal(x.full_tensor(), plain), name
 
 
+def _of_sum(views: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: views(x + 1)
+
+
+def _of_both(x: Any) -> Any:
+    y = x * 2
+    return x[1:], y.t(), y[1:], x.t()
+
+
+def _read_inside(x: Any) -> Any:
+    y = x + 1
+    return y * y[1:].sum(), y
+
+
+# name -> (compiled function, whether writes to its results must be refused where x is sharded by rows: to which)
+SHARING: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "rows, transposed": (_of_sum(lambda y: (y[1:], y.t())), "yy"),
+    "base, rows": (_of_sum(lambda y: (y, y[1:])), "yy"),
+    "two copies": (_of_sum(lambda y: (y[1:], y[:3])), "yy"),
+    "chains": (_of_sum(lambda y: (y[1:].t(), y[1:][1:])), "yy"),
+    "windows beside a copy": (_of_sum(lambda y: (y[2:], y[:, 1:], y.t(), y[5])), "yyyy"),
+    "views of an input and of another tensor": (_of_both, "yyyy"),
+    "chunks": (_of_sum(lambda y: y.chunk(2)), "nn"),
+    "rows that do not meet": (_of_sum(lambda y: (y[:3], y[3:], y[4])), "nyy"),
+    "transposed, base": (_of_sum(lambda y: (y.t(), y)), "nn"),
+    "one": (_of_sum(lambda y: (y[1:],)), "n"),
+    "read inside": (_read_inside, "nn"),
+}
+
+
+@needs_213("Dynamo takes no mesh into a graph")
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@pytest.mark.parametrize("requires_grad", [False, True])
+@on_ranks(world_size=RANKS)
+def test_results_of_one_memory_follow_a_write_or_it_is_refused(requires_grad: bool) -> None:
+    for name, (fn, refused) in SHARING.items():
+        torch._dynamo.reset()
+        fast = torch.compile(fn, backend="aot_eager")
+        for at, which in enumerate(refused):
+            plain = torch.arange(32.0).view(8, 4).requires_grad_(requires_grad)
+            x = distribute_tensor(plain.detach(), mesh_of((RANKS,)), [Shard(0)], src_data_rank=None)
+            results, wanted = fast(x.requires_grad_(requires_grad)), fn(plain)
+            with torch.no_grad():
+                if which == "y":
+                    with pytest.raises(PlacementError, match=r"a compiled function returned.* a clone"):
+                        results[at].add_(1)
+                elif (
+                    not requires_grad or name != "chunks"
+                ):  # autograd keeps writes from several views of one op
+                    results[at].add_(1)
+                    wanted[at].add_(1)
+            for one, other in zip((*results, x), (*wanted, plain), strict=True):
+                assert torch.equal(one.full_tensor(), other), (name, at)
+
+
+@needs_213("Dynamo takes no mesh into a graph")
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@on_ranks(world_size=RANKS)
+def test_a_result_whose_others_are_gone_is_written_to() -> None:
+    fast = torch.compile(_of_sum(lambda y: (y[1:], y.t())), backend="aot_eager")
+    again = torch.compile(lambda a: a.mul_(3), backend="aot_eager")
+    plain = torch.arange(32.0).view(8, 4)
+    x = distribute_tensor(plain, mesh_of((RANKS,)), [Shard(0)], src_data_rank=None)
+    rows, transposed = fast(x)
+    with pytest.raises(RuntimeError, match="what another of its results holds that a compiled"):  # of Dynamo
+        again(rows)
+    others = fast(x)  # of another call
+    del transposed
+    rows.add_(1)
+    rows.t()[1:].mul_(2)
+    again(rows)
+    wanted = (plain + 1)[1:] + 1
+    wanted[:, 1:] *= 2
+    assert torch.equal(rows.full_tensor(), wanted * 3)
+    assert torch.equal(others[1].full_tensor(), (plain + 1).t())
+
+
+@needs_213("Dynamo takes no mesh into a graph")
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@on_ranks(world_size=RANKS)
+def test_gradients_pass_copied_views_that_a_graph_returns() -> None:
+    functions: list[Callable[[Any], Any]] = [lambda x: (x[1:],), lambda x: (x[1:], x.t()), _of_both]
+    for fn in functions:
+        torch._dynamo.reset()
+        plain = torch.arange(32.0).view(8, 4).requires_grad_()
+        x = distribute_tensor(plain.detach(), mesh_of((RANKS,)), [Shard(0)], src_data_rank=None)
+        x.requires_grad_()
+        fast = torch.compile(fn, backend="aot_eager")
+        for given, run in ((x, fast), (plain, fn)):
+            sum((one * one).sum() for one in run(given)).backward()
+        assert torch.equal(x.grad.full_tensor(), plain.grad)
+
+
 @needs_213("Dynamo takes no mesh into a graph")
 @pytest.mark.filterwarnings("ignore")  # of torch's tracers
 @on_ranks(world_size=RANKS)

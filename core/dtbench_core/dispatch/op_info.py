@@ -10,7 +10,9 @@ from torch._ops import OpOverload
 from dtbench_core import rules
 from dtbench_core.dispatch import fallback, out_and_resize
 from dtbench_core.dispatch.metadata import written_arguments
-from dtbench_core.op_types import Call
+from dtbench_core.layout.wrapper import wrap
+from dtbench_core.op_types import Args, Call, Kwargs
+from dtbench_core.redistribute.copied_view import parted_as
 from dtbench_core.rules import foreach
 from dtbench_core.torch_compat import is_composite, kernel_of
 
@@ -68,7 +70,18 @@ def _handler_of(op: OpOverload) -> Call | None:
         return lambda dispatch, cls, op, args, kwargs: decomposed(*args, **kwargs)
     if torch.Tag.inplace_view in op.tags and out_and_resize.functional_of(op) is not None:
         return out_and_resize.run_restating
+    if op is torch.ops.aten._unsafe_view.default:
+        return _run_unsafe_view
     return None
+
+
+def _run_unsafe_view(dispatch: Call, cls: Any, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """AOTAutograd makes of a graph's result another one of its memory by it, which then stands for the result."""
+    parted, shape = args[0]._parted, tuple(args[1])
+    if parted is None or shape != tuple(args[0]._spec.shape):
+        return NotImplemented
+    made = wrap(cls.viewed, args[0]._local_tensor.view_as(args[0]._local_tensor), args[0]._spec)
+    return parted_as(made, parted)
 
 
 def _without_plan(op: OpOverload) -> Call:

@@ -13,6 +13,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
+from dtbench_core.layout.shared_results import Parted, SharedResults
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.op_types import Value
 from dtbench_core.torch_compat import (
@@ -31,12 +32,13 @@ Wrapped = TypeVar("Wrapped", bound="Wrapper")
 
 class Memory:
     """What tensors share that are views of each other. writes: how many there were, by ops on any of them. of_input:
-    whether it is that of an input of a graph that is traced."""
+    whether it is that of an input of a graph that is traced. results: of such a graph, once one of them is a copy."""
 
-    __slots__ = ("of_input", "writes")
+    __slots__ = ("of_input", "results", "writes")
 
     def __init__(self, of_input: bool = False) -> None:
         self.writes, self.of_input = 0, of_input
+        self.results: SharedResults | None = None
 
     def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
         return Memory, ()  # the count of a file's tensors starts anew
@@ -55,8 +57,9 @@ class Wrapper(torch.Tensor):
     # The memory of which this and other tensors are windows, and where in it this one begins, in bytes of the global
     # tensor. None: no view was taken.
     _memory: tuple[Memory, int] | None = None
-    # Of a graph that is traced: whether it is a view of an input, and whether it is given out as a tensor of its own.
-    _views_input = _parted = False
+    # Of a graph that is traced: whether it is a view of an input, and how it is given out as a tensor of its own.
+    _views_input = False
+    _parted: Parted | None = None
     # The class of views that had to be copied (copied_view.py), and that of what ops on such a view give: of every
     # other class, itself.
     copied_view: ClassVar[type[Wrapper]]
@@ -170,5 +173,5 @@ def count_write(tensor: Wrapper) -> None:
 held_by: Callable[[Wrapper], torch.Tensor] = Wrapper.__dict__["_local_tensor"].__get__
 
 # What a tensor remembers of itself, and a copy or a file of it must not: where a copied view has its values from,
-# and a pending reduction that was materialised (redistribute/tensors.py).
-MEMORIES = ("_origin", "_materialised", "_memory")
+# a pending reduction that was materialised (redistribute/tensors.py), and other results of a graph.
+MEMORIES = ("_origin", "_materialised", "_memory", "_parted")

@@ -19,15 +19,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any, ClassVar, NamedTuple
+from weakref import ref
 
 import torch
 
 from dtbench_core.errors import PlacementError
 from dtbench_core.layout.placement import Placements
+from dtbench_core.layout.shared_results import Parted, SharedResults
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapped, Wrapper, held_by, share_memory, wrap
 from dtbench_core.redistribute.route import apply, plan
-from dtbench_core.torch_compat import is_fake, share_storage_of, version_of
+from dtbench_core.torch_compat import is_fake, is_functional, share_storage_of, version_of
 
 
 class ViewState(Enum):
@@ -111,8 +113,10 @@ def copied_view(
     """A view of `base`, which is a `cls`, whose values were copied to `local`: a window on `gathered`, if given.
     offset: in bytes behind it."""
     made = wrap(cls.copied_view, local, spec)
-    writes = share_memory(base, made, offset).writes
-    made._origin = Origin(base, version_of(base), writes, gathered, base._spec, held_by(base))  # type: ignore[attr-defined]
+    memory = share_memory(base, made, offset)
+    made._origin = Origin(base, version_of(base), memory.writes, gathered, base._spec, held_by(base))  # type: ignore[attr-defined]
+    if is_functional(local) and memory.results is None:
+        memory.results = SharedResults()
     if is_fake(local):
         share_storage_of(base, made)
     return made  # type: ignore[return-value]
@@ -160,7 +164,7 @@ def store_to_base(view: Any) -> None:
 
     The view is stale from then on, by the count of writes that it shares with them.
     """
-    while is_copied(view):
+    while is_copied(view) and view._origin is not None:
         owner, _, _, gathered, spec, local = view._origin
         if gathered.local is not local:
             source = spec.with_placements(gathered.placements)
@@ -190,27 +194,42 @@ def refuse_write(tensor: Any, *, restating: bool = False) -> None:
     Raises:
         PlacementError: it is a copied view, so that the write would be lost.
     """
-    if not is_copied(tensor):
-        return
-    origin = tensor._origin
+    root, origin = tensor, tensor._origin if is_copied(tensor) else None
     while (
         origin is not None
         and origin.gathered is not None
         and not restating
         and not origin.spec.overlaps_itself
     ):
-        if not is_copied(origin.owner):
-            return
-        origin = origin.owner._origin
-    else:
-        if tensor._parted:
-            raise PlacementError(
-                f"got an in-place write to {tensor._spec}, a view of its input that a compiled function returned: the "
-                "input would not follow; write to it inside the function, or return a clone()"
-            )
-        owner = tensor._spec if tensor._origin is None else tensor._origin.owner._spec
+        root = origin.owner
+        origin = root._origin if is_copied(root) else None
+    if not is_copied(root) or (origin is None and root._parted is not None and root._parted.alone()):
+        return
+    if origin is None and root._parted is not None:
+        who = "its input" if root._parted.from_input else "what another of its results holds"
         raise PlacementError(
-            f"got an in-place write to {tensor._spec}, a view of {owner}, whose sharded dim had to be gathered before "
-            "it could be cut: the view is a copy and the write would be lost; redistribute the tensor so that the dim "
-            "is whole, then take the view"
+            f"got an in-place write to {tensor._spec}, a view of {who} that a compiled function returned: the "
+            f"{'input' if root._parted.from_input else 'other'} would not follow, as one of them had to be copied; "
+            "write to it inside the function, or return a clone()"
         )
+    owner = tensor._spec if tensor._origin is None else tensor._origin.owner._spec
+    raise PlacementError(
+        f"got an in-place write to {tensor._spec}, a view of {owner}, whose sharded dim had to be gathered before "
+        "it could be cut: the view is a copy and the write would be lost; redistribute the tensor so that the dim "
+        "is whole, then take the view"
+    )
+
+
+def parted_as(tensor: Wrapped, parted: Parted) -> Wrapped:
+    """`tensor`, or another one of its values, that a graph gives out as `parted` says."""
+    shared, local = parted.shared, tensor._local_tensor
+    if not (is_fake(local) or is_functional(local)):
+        if parted.for_itself():
+            return tensor
+        if parted.made is None and shared is not None:
+            parted = parted._replace(made=shared.of_call(parted.number))
+    made = wrap(type(tensor).copied_view, local, tensor._spec, tensor.requires_grad)
+    made._parted = parted
+    if parted.made is not None:
+        parted.made[parted.number] = ref(made)
+    return made  # type: ignore[return-value]

@@ -46,7 +46,7 @@ from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.layout.wrapper import MEMORIES, Memory, Wrapper, lend, wrap, wrap_shared
 from dtbench_core.op_types import Ctx
 from dtbench_core.redistribute.autograd import Redistribute, cast_dtype, follow, redistribute_tensor
-from dtbench_core.redistribute.copied_view import CopiedView, is_copied
+from dtbench_core.redistribute.copied_view import CopiedView, is_copied, parted_as
 from dtbench_core.redistribute.route import Route, apply, placements_of_gradient, plan, request, requests
 from dtbench_core.tensor import checkpoint, in_graphs
 from dtbench_core.tensor.view_methods import straight_methods
@@ -162,32 +162,36 @@ class DTensor(Wrapper):
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor],
-        described: tuple[DTensorSpec, bool, bool],
+        described: in_graphs.Described,
         outer_size: Any,
         outer_stride: Any,
     ) -> DTensor:
         spec, requires_grad, parted = described
         local = inner["_local_tensor"]
         spec = DTensorSpec.of(spec.info, spec.placements, outer_size, outer_stride, local.dtype)
-        made = wrap(DTensor.copied_view if parted else DTensor, local, spec, requires_grad)
-        if parted:
-            made._parted = True
-        elif is_functional(local):
+        made = wrap(DTensor, local, spec, requires_grad)
+        if parted is not None:
+            made = parted_as(made, parted)
+        if is_functional(local):
             made._memory = (Memory(of_input=True), 0)
-        return made  # type: ignore[return-value]
+        return made
 
     # What AOTAutograd asks of a gradient: it takes its placements for granted while it traces, and a compiled
     # backward is given what has them.
     def __coerce_tangent_metadata__(self) -> DTensor:
         placed = placements_of_gradient(self._spec.placements)
-        return self if placed == self._spec.placements else self.redistribute(placements=placed)
+        made = self if placed == self._spec.placements else self.redistribute(placements=placed)
+        return wrap(DTensor, made._local_tensor, made._spec) if is_copied(made) else made
 
     def __coerce_same_metadata_as_tangent__(
-        self, described: tuple[DTensorSpec, bool, bool], expected_type: type | None = None
+        self, described: in_graphs.Described, expected_type: type | None = None
     ) -> torch.Tensor | None:
-        if expected_type is not None:
-            return self.full_tensor() if expected_type is torch.Tensor else None
-        return self.redistribute(placements=described[0].placements)
+        if expected_type is torch.Tensor:
+            return self.full_tensor()
+        if expected_type is not None and expected_type is not DTensor:
+            return None
+        made = self.redistribute(placements=described[0].placements)
+        return wrap(DTensor, made._local_tensor, made._spec) if is_copied(made) else made
 
     __reduce_ex__ = checkpoint.reduce
 

@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
+from dtbench_core.layout.shared_results import NOT_ALONE, Parted, window
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.layout.wrapper import Wrapper, held_by
 from dtbench_core.redistribute.copied_view import is_copied
-from dtbench_core.torch_compat import mesh_group_names, ranks_of_mesh, state_of_library
+from dtbench_core.torch_compat import is_functional, mesh_group_names, ranks_of_mesh, state_of_library
+
+# Its spec, whether it requires grad, and, of a tensor that a graph gives out though others share its memory, how.
+Described: TypeAlias = tuple[DTensorSpec, bool, Parted | None]
 
 
-def flatten(tensor: Wrapper) -> tuple[list[str], tuple[DTensorSpec, bool, bool]]:
-    """(names of its tensors, (spec, requires_grad, parted)).
-
-    parted: a graph gives out a view of an input that it wrote to, or that was copied, as a tensor of its own, to which
-    nothing may be written.
-    """
+def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
+    """(names of its tensors, what it is made again with)."""
     parted = tensor._parted
-    if tensor._views_input and tensor._memory is not None:
-        parted = is_copied(tensor) or tensor._memory[0].writes > 0
+    if is_functional(held_by(tensor)):
+        parted = tensor._parted = _as_result(tensor)
+    elif parted is not None and parted.made is not None:  # what a later graph need know of it
+        parted = Parted(parted.from_input, number=0 if parted.alone() else NOT_ALONE)
     return ["_local_tensor"], (tensor._spec, tensor.requires_grad, parted)
+
+
+def _as_result(tensor: Wrapper) -> Parted | None:
+    """How a graph that is traced gives out this tensor, at the end: a view of an input that it wrote to, or that was
+    copied, and what shares memory with a copy, as tensors of their own."""
+    if tensor._memory is None or (tensor._memory[0].of_input and not tensor._views_input):
+        return tensor._parted  # itself an input
+    memory = tensor._memory[0]
+    from_input = tensor._views_input and (is_copied(tensor) or memory.writes > 0)
+    if memory.results is None:
+        return Parted(from_input=True) if from_input else None
+    known = tensor._parted
+    if known is not None and known.shared is memory.results:
+        return known._replace(from_input=from_input)
+    memory.results.results.append((window(tensor._spec, tensor._memory[1]), is_copied(tensor)))
+    return Parted(from_input, memory.results, len(memory.results.results) - 1)
 
 
 def stable_hash(tensor: Wrapper) -> str:
