@@ -355,3 +355,23 @@ def test_strides_are_those_of_plain_torch(thread_ranks: ThreadWorlds) -> None:
 def test_strides_of_all_placements_on_gloo(ranks: Worlds, shape: tuple[int, ...]) -> None:
     for found in ranks(sweep, shape):
         assert not found, "\n".join(found)
+
+
+def _gradients_of_a_transposed_convolution() -> None:
+    """The batch is smaller than the world: the CPU refuses what the rank that holds it would give the kernel."""
+    plain = [torch.linspace(-1, 2, n * m).view(n, m, 1).permute(2, 1, 0) for n, m in ((4, 1), (3, 2))]
+    mesh = init_device_mesh("cpu", (4,))
+    placed = [distribute_tensor(t, mesh, [Shard(2)], src_data_rank=None) for t in plain]
+    expected, got = (
+        torch.autograd.grad(
+            F.conv_transpose1d(*given, stride=2, padding=1, output_padding=1).square().sum(), given
+        )
+        for given in ([t.requires_grad_() for t in tensors] for tensors in (plain, placed))
+    )
+    for one, plainly in zip(got, expected, strict=True):
+        assert isinstance(one, DTensor)
+        torch.testing.assert_close(one.full_tensor(), plainly)
+
+
+def test_a_transposed_convolution_of_strided_tensors_has_gradients(thread_ranks: ThreadWorlds) -> None:
+    thread_ranks(_gradients_of_a_transposed_convolution)

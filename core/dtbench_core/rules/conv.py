@@ -76,13 +76,19 @@ def convolution_backward(call: OpCall) -> Strategy:
 
 
 def _own_groups(call: OpCall, first: int) -> Call:
-    """The op with the number of groups, and of bias gradients, that the shards at hand have."""
+    """The op with the number of groups, and of bias gradients, that the shards at hand have.
+
+    The CPU's backward of a transposed convolution over one space dim refuses some strided weights, by the strides of
+    dims of size 1 of the input, which differ between ranks: it gets a contiguous weight.
+    """
     op, channels, groups = call.op, call.inputs[first].shape[1], call["groups"]
 
     def local_op(*args: Value) -> Value:
         given = list(args)
         if groups > 1:
             given[-1 - first] = groups * given[first].size(1) // channels
+        if first and call["transposed"]:
+            given[2] = given[2].contiguous()
         if first and given[3] is not None:
             given[3] = [given[0].size(1)]
         return op(*given)
