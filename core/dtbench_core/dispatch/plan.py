@@ -241,7 +241,7 @@ class InPlace(Plan):
 
     def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
         written = args[self.at]
-        shared = shares_memory(written)
+        shared = isinstance(written, Wrapper) and shares_memory(written)
         # Elementwise, over itself, is as good as apart.
         if (shared or not self.info.elementwise) and met_twice(args, given):
             refuse_overlap(self.info.op, (written,), args, given, self.overlaps)
@@ -263,7 +263,7 @@ class Out(InPlace):
 
     def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
         written = given[self.at]
-        shared = shares_memory(written)
+        shared = isinstance(written, Wrapper) and shares_memory(written)
         if (shared or not self.info.elementwise) and met_twice(args, given):
             refuse_overlap(self.info.op, (written,), args, given, self.overlaps)
         call(*locals_, **kwargs)
