@@ -187,3 +187,15 @@ def _refused_in_simulation() -> None:
     with pytest.raises(PlacementError, match="written to since"):
         view.full_tensor()
     assert torch.equal(x.full_tensor(), _x() + 1)
+
+
+def _padded_sequences() -> None:
+    """Which writes a plain tensor by an op with DTensors beside it."""
+    parts = [torch.arange(n * 4.0).view(n, 4) for n in (3, 5, 2)]
+    rows = [distribute_tensor(part, mesh_of((4,)), [Shard(1)], src_data_rank=None) for part in parts]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    assert torch.equal(full(padded), torch.nn.utils.rnn.pad_sequence(parts, batch_first=True))
+
+
+def test_sequences_are_padded(thread_ranks: ThreadWorlds) -> None:
+    thread_ranks(_padded_sequences)
