@@ -125,6 +125,7 @@ def settings_command(
 def _print_as_json(
     choices: Sequence[Choice], losses: Sequence[float | None], winners: Sequence[Winner]
 ) -> None:
+    from dtbench.text.masking import mask_variables
     from dtbench.text.terminal import print_json
 
     buckets = [
@@ -135,7 +136,7 @@ def _print_as_json(
         {
             **dict(w.case),
             "size": w.size,
-            "variables": dict(w.arm),
+            "variables": mask_variables(dict(w.arm)),
         }
         | ({"ratio": w.effect.ratio, "high": w.effect.high, "pairs": w.effect.pairs} if w.effect else {})
         for w in winners
@@ -180,11 +181,13 @@ def _print_buckets(choices: Sequence[Choice], losses: Sequence[float | None]) ->
 
 
 def _print_winners(winners: Sequence[Winner]) -> None:
+    from dtbench.text.masking import mask_variables
     from dtbench.text.terminal import new_console, print_columns, print_line
     from dtbench.text.units import format_size
 
     console = new_console()
     shown = [(w, w.effect) for w in winners if w.effect is not None]
+    arms = [mask_variables(dict(w.arm)) for w, _ in shown]
     print_columns(
         console,
         [("collective", [str(dict(w.case)["collective"]) for w, _ in shown])],
@@ -195,7 +198,7 @@ def _print_winners(winners: Sequence[Winner]) -> None:
             ("95% bound", [f"{effect.high:.3f}" for _, effect in shown]),
             ("pairs", [str(effect.pairs) for _, effect in shown]),
         ],
-        [("winner", [" ".join("=".join(pair) for pair in w.arm) for w, _ in shown])],
+        [("winner", [" ".join("=".join(pair) for pair in arm.items()) for arm in arms])],
     )
     print_line(console, f"{len(shown)} of {len(winners)} sizes have a winner; the others are left to NCCL")
 

@@ -27,6 +27,12 @@ class DimTimes(Struct, frozen=True, kw_only=True):
     times_s: tuple[Amount, ...]
     alone_s: Amount
 
+    def __post_init__(self) -> None:
+        if len(self.times_s) != len(self.groups):
+            raise ValueError(
+                f"times_s has {len(self.times_s)} times for {len(self.groups)} groups, expected one each"
+            )
+
 
 class Finding(Struct, frozen=True, kw_only=True):
     """share: of its peers' speed. p: by chance alone, at most. lost: of its packets, where that is why it is named."""
@@ -64,3 +70,10 @@ class Preflight(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
     named: Amount
     level: Amount
+
+    def __post_init__(self) -> None:
+        for times in self.work_s.values():
+            if len(times) > len(self.hosts):
+                raise ValueError(
+                    f"work_s has {len(times)} times of {len(self.hosts)} ranks, expected one each"
+                )

@@ -275,3 +275,14 @@ def test_a_thread_id_that_is_no_number_is_of_no_lane() -> None:
     event = {"ph": "X", "pid": 0, "ts": 1, "dur": 2}
     found = spans_of({"traceEvents": [window, {**event, "tid": {}}, {**event, "tid": 1}]})
     assert [(span.lane, span.start_us) for span in found["a"]] == [("whole", 0), ("communication", 1)]
+
+
+def test_a_preflight_of_more_times_than_ranks_or_groups_says_so(tmp_path: Path) -> None:
+    for field, value, says in (
+        ("hosts", PREFLIGHT.hosts[:-1], "work_s has 4 times of 3 ranks"),
+        ("dims", [{**msgspec.to_builtins(PREFLIGHT.dims[0]), "times_s": [0.1]}], "1 times for 2 groups"),
+    ):
+        path = tmp_path / "preflight.json"
+        path.write_bytes(msgspec.json.encode({**msgspec.to_builtins(PREFLIGHT), field: value}))
+        with pytest.raises(DtbenchError, match=says):
+            report_of(path)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from dtbench.model import SWEEP_ARM
 from dtbench.model.errors import UsageError
+from dtbench.text.masking import is_secret, mask
 from dtbench.text.variables import parse_variables
 
 
@@ -24,6 +25,12 @@ def script(arms: Sequence[str], command: Sequence[str], launches: int, folder: s
     variables = [parse_variables(arm) for arm in ("", *arms)]
     if any(variables.index(one) != i for i, one in enumerate(variables)):
         raise UsageError("an arm stands twice or sets nothing: give each its own NAME=VALUE")
+    for name, value in ((name, value) for one in variables for name, value in one.items()):
+        if is_secret(name) or mask(value) != value:
+            raise UsageError(
+                f"the value of {name} looks like a secret, which the script and its run files would show: set it in "
+                "the shell that runs the script"
+            )
     if not command:
         raise UsageError("got no COMMAND after --: expected COMMAND, such as `-- dtbench run collectives`")
     if any(word in ("-o", "--output", "--launches") or word.startswith("--output=") for word in command):
