@@ -186,6 +186,31 @@ def test_print_has_what_is_open_and_headings_stay_with_what_they_head(browser: A
         assert set(visit.page.evaluate(f"{kept}.map(e => getComputedStyle(e).breakAfter)")) == {"avoid"}
 
 
+def test_print_has_the_whole_table_or_says_how_much_it_lacks(browser: Any, tmp_path: Path) -> None:
+    many = [made_up_findings.benchmark("REGRESSION", f"add{i}", 2.0 - i / 1000) for i in range(300)]
+    file = made_up_findings.write(tmp_path, "gate.json", made_up_findings.gate(benchmarks=many))
+    path = tmp_path / "page.html"
+    reporting.write_report(reporting.gather([file]), path)
+    with Visit(browser, path) as visit:
+        visit.page.emulate_media(media="print")
+        scroll = visit.page.locator(".filter + .scroll")
+        # All that is laid out is seen, to the right and below.
+        inside = "e => [e.scrollHeight <= e.clientHeight + 1, getComputedStyle(e).overflowY]"
+        assert scroll.evaluate(inside) == [True, "visible"]
+        assert visit.page.locator("#changes-table tbody tr").locator("visible=true").count() == 100
+        assert visit.page.locator(".on-paper.cut").inner_text() == "Printed are the first 100 of 300 cases."
+        visit.page.set_viewport_size({"width": 688, "height": 1000})  # of A4, without its margins
+        assert visit.page.evaluate("document.documentElement.scrollWidth") <= 688
+        assert pages(visit.page.pdf(format="A4")) <= 8
+        visit.page.emulate_media(media="screen")
+        assert visit.page.locator(".on-paper").locator("visible=true").count() == 0
+        visit.page.get_by_label("Cases that hold").fill("add29")
+        visit.page.emulate_media(media="print")
+        assert visit.page.locator("#changes-table tbody tr").locator("visible=true").count() == 11
+        assert not visit.page.locator(".on-paper.cut").is_visible()
+        assert visit.messages == []
+
+
 def pages(pdf: bytes) -> int:
     """How many a PDF has, by its tree of pages."""
     return max(map(int, re.findall(rb"/Count (\d+)", pdf)))

@@ -301,6 +301,30 @@ def test_what_is_hidden_is_the_share_of_the_collectives_time() -> None:
     assert bucketer.hidden_words(-0.25) == "−25% hidden"
 
 
+def test_mesh_dims_share_a_panel_where_their_lines_can_be_told_apart() -> None:
+    def drawn(dims: str, impls: str) -> list[str]:
+        results = [
+            made_up.result(
+                "bucketer",
+                "reduce_scatter",
+                impl,
+                {"mesh_dim": dim, "dtype": "float32", "tensor_bytes": 16384, "bucket_bytes": size},
+                [1e-3] * 3,
+                size_bytes=2**24,
+                factor=1.0,
+            )
+            for dim in dims
+            for impl in impls.split()
+            for size in (2**20, 2**22)
+        ]
+        return [panel.title for panel in section("bucketer", results).figures[0].panels]
+
+    assert drawn("ab", "core limit") == ["Tensors of 16 KiB, float32"]
+    assert drawn("a", "core limit") == ["a, tensors of 16 KiB, float32"]
+    of_each = [f"{dim}, tensors of 16 KiB, float32" for dim in "abc"]
+    assert drawn("abc", "core unbucketed reference limit") == of_each
+
+
 def test_a_timeline_is_the_middle_iteration(findings: Sources, shown: Page) -> None:
     spans = findings.spans[made_up_findings.SECTION]
     of_one = [(s.lane, s.start_us, s.end_us) for s in spans if s.rank == 1]

@@ -55,6 +55,8 @@ class Style:
     words: str = ""
 
 
+# Where colour and mark say one thing: how lines differ in another, in turn.
+DASHES = ((), (5, 2), (1.5, 1.5), (5, 1.5, 1, 1.5))
 # Told apart by colour, marker and dash; for names that have no style of their own, in turn.
 LOOKS = (
     Style("s0", "o"),

@@ -61,6 +61,11 @@
         if (!row.hidden) count += 1;
       });
       form.querySelector("output").textContent = count + " of " + rows.length + " cases";
+      const paper = table.parentElement.parentElement.querySelector(".on-paper.cut");
+      if (paper) {
+        paper.hidden = count <= 100;
+        paper.querySelector("span").textContent = count;
+      }
     };
     const keep = () => {
       const state = new URLSearchParams();

@@ -13,13 +13,14 @@ MISSING = "–"
 
 @dataclass(frozen=True)
 class Column:
-    """hrefs: where each cell leads to, "" nowhere."""
+    """hrefs: where each cell leads to, "" nowhere. screen: not printed, where paper is too narrow for all."""
 
     header: str
     cells: Sequence[str]
     numeric: bool = False
     unit: str = ""
     hrefs: Sequence[str] = ()
+    screen: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class Table:
     ids: Sequence[str] = ()
     tags: Sequence[str] = ()
     filter: str = ""
+
+    @property
+    def screen_only(self) -> str:
+        """The columns that are not printed."""
+        return ", ".join(f"“{column.header}”" for column in self.columns if column.screen)
 
     @property
     def total_rows(self) -> int:

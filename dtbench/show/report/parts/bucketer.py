@@ -11,8 +11,9 @@ from dtbench.model.grouping import group_by
 from dtbench.records import profile
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import bandwidth_tick, seconds_tick, value_axis
-from dtbench.show.report.cases import Case, geometric_mean
+from dtbench.show.report.cases import Case, distinct, geometric_mean
 from dtbench.show.report.figures import (
+    DASHES,
     Bar,
     Curves,
     Figure,
@@ -46,6 +47,8 @@ OVERLAP_STYLES = {
 }
 BUSY = {"compute": "computing", "overlap": "both", "exposed": "communicating", "host": "neither"}
 LANES = {"communication": ("s1", 1.0), "compute": ("s0", 1.0)}
+# More lines than this in one panel are not read: each mesh dim has panels of its own then.
+MOST_LINES = 10
 MAX_SECTIONS = 3
 MAX_RANKS = 8
 
@@ -105,7 +108,7 @@ def _group(case: Case) -> tuple[str, int, str, int]:
 
 
 def _throughput(section: Section, cases: Sequence[Case]) -> Figure | None:
-    """A panel per size of the small tensors; the large ones have one bucket size."""
+    """A panel per size of the small tensors, with all mesh dims; the large ones have one bucket size."""
     ordered = sorted(cases, key=lambda c: c.number("bucket_bytes"))
     groups = group_by(
         ordered, lambda c: (c.get("mesh_dim"), c.get("dtype"), c.number("tensor_bytes"), c.name)
@@ -115,30 +118,54 @@ def _throughput(section: Section, cases: Sequence[Case]) -> Figure | None:
         for key, of in groups.items()
         if key[3] == "reduce_scatter" or len({c.number("bucket_bytes") for c in of}) > 1
     }
+    dims = distinct(str(dim) for dim, *_ in grouped)
+    impls = [i for i in BUCKET_STYLES if any(i in c.impls for c in cases)]
+    together = 1 < len(dims) <= len(DASHES) and len(dims) * len(impls) <= MOST_LINES
+    styles = _dim_styles(dims, impls) if together else BUCKET_STYLES
+    by_panel: dict[tuple[str, str, int], list[Series]] = {}
+    for (dim, dtype, tensor), of in sorted(grouped.items(), key=lambda i: i[0][2]):
+        series = by_panel.setdefault(("" if together else str(dim), str(dtype), tensor), [])
+        for impl in impls:
+            rates = [
+                (c.number("bucket_bytes") or 1, c.impls[impl].algbw_Bps or None)
+                for c in of
+                if impl in c.impls
+            ]
+            series += line(f"{impl} over {dim}" if together else impl, rates)
     panels = []
-    for (dim, dtype, tensor), members in section.capped(
-        sorted(grouped.items(), key=lambda i: i[0][2]), "panels"
-    ):
-        series: list[Series] = []
-        for impl in BUCKET_STYLES:
-            of = [c for c in members if impl in c.impls]
-            series += line(
-                impl, [(c.number("bucket_bytes") or 1, c.impls[impl].algbw_Bps or None) for c in of]
-            )
-        best = max((max(one.y) for one in series if one.label == "core"), default=None)
+    for (dim, dtype, tensor), series in section.capped(list(by_panel.items()), "panels"):
+        best = max((max(one.y) for one in series if one.label.split()[0] == "core"), default=None)
         reach = f"; the core reaches {best / 1e9:.3g} GB/s" if best else ""
-        title = f"{dim}, tensors of {format_size(tensor)}, {dtype}"
-        panels.append(Curves(title, series, f"Throughput over bucket size{reach}."))
+        title = f"{dim}, tensors" if dim else "Tensors"
+        panels.append(
+            Curves(
+                f"{title} of {format_size(tensor)}, {dtype}", series, f"Throughput over bucket size{reach}."
+            )
+        )
     return curves(
         "bucket",
         panels,
-        BUCKET_STYLES,
+        styles,
         "Throughput over bucket size, one panel per size of the small tensors. The nearer the core to the "
         "limit the better; where it falls to the unbucketed, buckets of that size buy nothing.",
         y=lambda values: value_axis(values, bandwidth_tick, title="throughput"),
         over="size of a bucket",
         shown=3,
     )
+
+
+def _dim_styles(dims: Sequence[str], impls: Sequence[str]) -> dict[str, Style]:
+    """Of each impl over each mesh dim: the colour and the mark are the impl's, the dash and the filling the dim's."""
+    return {
+        f"{impl} over {dim}": replace(
+            BUCKET_STYLES[impl],
+            dash=dash,
+            hollow=nth > 0,
+            words=f"{BUCKET_STYLES[impl].words or impl}, {dim}",
+        )
+        for impl in impls
+        for nth, (dim, dash) in enumerate(zip(dims, DASHES, strict=False))
+    }
 
 
 def _bucket_table(cases: Sequence[Case]) -> t.Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dtbench.records import judged
 from dtbench.records.judged import Judged
@@ -150,6 +150,14 @@ def _table(of: Material, changes: Sequence[Judged]) -> t.Table:
 
     noise = [c.effect.sd if c.effect else None for c in changes]
     over = [t.MISSING if c.ratio is None or not c.matters else f"{c.severity:+.1f}" for c in changes]
+    details = [
+        t.percents("least that counts", [c.matters for c in changes]),
+        t.Column("over threshold", over, True),
+        *([t.percents("noise between pairs", noise)] if any(n is not None for n in noise) else []),
+        t.text("Observations", [observations_of(c) for c in changes]),
+        t.text("Estimator", [c.estimator for c in changes]),
+        t.text("Why", [why(c) for c in changes]),
+    ]
     return t.Table(
         "Every case: before and now",
         [
@@ -165,12 +173,7 @@ def _table(of: Material, changes: Sequence[Judged]) -> t.Table:
             t.ratios("ratio", [c.ratio for c in changes]),
             bound("low", [c.low for c in changes]),
             bound("high", [c.high for c in changes]),
-            t.percents("least that counts", [c.matters for c in changes]),
-            t.Column("over threshold", over, True),
-            *([t.percents("noise between pairs", noise)] if any(n is not None for n in noise) else []),
-            t.text("Observations", [observations_of(c) for c in changes]),
-            t.text("Estimator", [c.estimator for c in changes]),
-            t.text("Why", [why(c) for c in changes]),
+            *(replace(detail, screen=True) for detail in details),
         ],
         note="Base and now: the median over launches of each launch’s estimate. “Over threshold”: the change over the "
         "least that counts for this case. “open”: so few observations bound it on no side.",

@@ -13,7 +13,7 @@ from dtbench.show.public import public_systems
 from dtbench.show.report import tables as t
 from dtbench.show.report.axes import bandwidths_axis
 from dtbench.show.report.cases import Case, distinct, main_dtype
-from dtbench.show.report.figures import LOOKS, Curves, Figure, Series, Style, curves, line
+from dtbench.show.report.figures import DASHES, LOOKS, Curves, Figure, Series, Style, curves, line
 from dtbench.show.report.impls import named
 from dtbench.show.report.parts.ranks import add_ranks
 from dtbench.show.report.parts.redistribution import plain_cases, times_over_size
@@ -24,8 +24,6 @@ from dtbench.text.units import format_bandwidth, format_size, plural
 # 3.0, 3.1, 4.0, 5.0). Source: NVIDIA's NVLink page, GB/s of both directions over links (V100 300/6, A100 600/12,
 # H100 900/18, B200 1800/18) and the P100 white paper (160/4).
 NVLINK_GBPS = {"1": 20.0, "2": 25.0, "3": 25.0, "4": 25.0, "5": 25.0, "6": 25.0, "7": 50.0}
-# Of the groups and places of one dim, in turn: how their lines differ.
-DASHES = ((), (5, 2), (1.5, 1.5), (5, 1.5, 1, 1.5))
 OUT = "out of place"
 MAIN = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MODES = {"back_to_back": "calls back to back", "isolated": "isolated calls"}
