@@ -12,7 +12,7 @@ from torch.func import grad
 from torch.utils.checkpoint import checkpoint
 
 from dtbench_suites.compat.compiling import BACKENDS, mlp
-from dtbench_suites.compat.program import RANKS, AnyTensor, Programs, grads_of, randn
+from dtbench_suites.compat.program import AnyTensor, Programs, grads_of, randn
 
 
 def _trained(net: Any, parameters: Any, batches: Any) -> AnyTensor:
@@ -85,7 +85,7 @@ class Compile(Programs):
     def llama_layer(self) -> object:
         torch.manual_seed(3)
         styles = dict.fromkeys(("q", "k", "v", "gate", "up"), "col") | {"o": "row", "down": "row"}
-        net = self.parallelize(Llama(4 if self.plain else 4 // RANKS), styles)
+        net = self.parallelize(Llama(4 if self.plain else 4 // self.ranks), styles)
         x = randn(2, 6, 16).requires_grad_()
         return self.backward(self.compile(net)(x), x, net)
 

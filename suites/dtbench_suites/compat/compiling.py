@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from dtbench_suites.compat.program import RANKS, AnyTensor, Cases, Given, Programs, randn
+from dtbench_suites.compat.program import AnyTensor, Cases, Given, Programs, randn
 
 BACKENDS = ("aot_eager", "inductor")
 
@@ -115,7 +115,7 @@ def _replicas_draw_alike(w: Given, draw: Callable[[AnyTensor], AnyTensor]) -> An
     sums = drawn.clone()
     if not w.plain:
         dist.all_reduce(sums)
-    return w.expected((sums - drawn * RANKS).abs().max(), torch.tensor(0.0))
+    return w.expected((sums - drawn * w.ranks).abs().max(), torch.tensor(0.0))
 
 
 class Compile(Programs):

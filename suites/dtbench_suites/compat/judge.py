@@ -1,10 +1,11 @@
-"""One program on four gloo ranks, each a fresh process, compared with the same program on plain tensors.
+"""One program on gloo ranks, each a fresh process, compared with the same program on plain tensors.
 
 pass      the same results, or an error of the class and kind that plain tensors give
 refused   the core's own error, or autograd's of a write that gradients could not follow, on every rank
 differs   ranks come to different verdicts or errors
 hang      ranks wait for another that raised or returned, or nothing ends
 died      a process ended
+n/a       the variant leaves the program out, or torch.compile fails with plain tensors, too
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ from torch.utils._pytree import tree_flatten
 
 import dtbench_core as core
 import dtbench_core.parallel
+from dtbench.judge.op_verdicts import VARIANTS
+from dtbench.records.verdicts import NOTHING
 from dtbench.world.scratch import scratch
 from dtbench.world.signals import how_ended
 from dtbench.world.workers import Fork, left_s
-from dtbench_suites.compat.program import RANKS, Entry, Given, programs
+from dtbench_suites.compat.program import Entry, Given, Opaque, programs
+from dtbench_suites.compat.variants import WRITTEN, ranks_of, why_left_out
 from dtbench_suites.coverage.judge import LIBRARIES, difference
 from dtbench_suites.coverage.verdicts import Case, Job
 
@@ -79,20 +83,37 @@ class Seen:
 # ---- a rank ----
 
 
-def _run(entry: Entry, impl: str) -> Any:
+def _run(entry: Entry, impl: str, variant: str) -> Any:
     torch.manual_seed(0)
-    return entry.run(Given(impl, entry.backend))
+    if variant == "inductor":
+        return torch.compile(entry.run, backend="inductor")(Opaque(impl, entry.backend))
+    return entry.run(Given(impl, entry.backend, variant))
 
 
-def _seen(entry: Entry, impl: str) -> Seen:
+def _seen(entry: Entry, impl: str, variant: str = WRITTEN) -> Seen:
     """The program on this rank, plain and distributed."""
+    as_written = WRITTEN if variant == "inductor" else variant
+    wanted, plain_error = _outcome(entry, "plain", as_written, impl)
+    seen = _compared(*_outcome(entry, impl, variant, impl), wanted, plain_error, impl)
+    if variant == "inductor" and seen.verdict != "pass":
+        plain = _compared(*_outcome(entry, "plain", variant, impl), wanted, plain_error, impl)
+        if plain.verdict != "pass":
+            return Seen(NOTHING, f"torch.compile fails with plain tensors, too: {plain.reason}")
+    return seen
+
+
+def _outcome(entry: Entry, given: str, variant: str, impl: str) -> tuple[list[Any], Exception | None]:
+    """What the program comes to with plain tensors or an implementation's, or the error that it raises."""
     try:
-        wanted, plain_error = _full(_run(entry, "plain"), impl), None
+        return _full(_run(entry, given, variant), impl), None
     except Exception as error:
-        wanted, plain_error = [], error
-    try:
-        got = _full(_run(entry, impl), impl)
-    except Exception as error:
+        return [], error
+
+
+def _compared(
+    got: list[Any], error: Exception | None, wanted: list[Any], plain_error: Exception | None, impl: str
+) -> Seen:
+    if error is not None:
         return _of_error(error, plain_error, impl)
     if plain_error is not None:
         return Seen("wrong", f"plain tensors raise {_brief(plain_error)}, DTensors do not")
@@ -146,13 +167,14 @@ def _brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {words[:300]}"
 
 
-def _be_rank(rank: int, folder: str, entry: Entry, impl: str, answers: Connection) -> int:
-    store = FileStore(f"{folder}/store", RANKS)
+def _be_rank(rank: int, folder: str, entry: Entry, impl: str, variant: str, answers: Connection) -> int:
+    ranks = ranks_of(variant)
+    store = FileStore(f"{folder}/store", ranks)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=PROGRAM_TIMEOUT_S)
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=PROGRAM_TIMEOUT_S)
     )
-    answers.send(_seen(entry, impl))
+    answers.send(_seen(entry, impl, variant))
     answers.recv()  # stays until it is killed: others that wait for it shall be seen to wait
     return 0
 
@@ -160,14 +182,18 @@ def _be_rank(rank: int, folder: str, entry: Entry, impl: str, answers: Connectio
 # ---- the ranks together ----
 
 
-def judge_program(entry: Entry, impl: str, timeout_s: float = PROGRAM_TIMEOUT_S) -> Case:
+def judge_program(
+    entry: Entry, impl: str, timeout_s: float = PROGRAM_TIMEOUT_S, variant: str = WRITTEN
+) -> Case:
     """Forks the ranks and waits for what they come to."""
+    if why := why_left_out(variant, entry.topic, entry.name):
+        return Case(None, (), NOTHING, "", why)
     forks, ends = [], []
     with scratch() as folder:
         try:
-            for rank in range(RANKS):
+            for rank in range(ranks_of(variant)):
                 ours, theirs = Pipe()
-                forks.append(Fork(partial(_be_rank, rank, str(folder), entry, impl, theirs)))
+                forks.append(Fork(partial(_be_rank, rank, str(folder), entry, impl, variant, theirs)))
                 theirs.close()
                 ends.append(ours)
             found = _answers(ends, timeout_s)
@@ -245,7 +271,8 @@ def judging() -> Iterator[Callable[[Job], Iterator[Case | int]]]:
     _warm_up()
 
     def judge(job: Job) -> Iterator[Case | int]:
-        yield judge_program(table[job.op], job.impl)
+        variant = job.mode if job.mode in VARIANTS else WRITTEN
+        yield judge_program(table[job.op], job.impl, variant=variant)
         yield 0
 
     yield judge

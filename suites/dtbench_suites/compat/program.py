@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from dtbench_suites.compat.variants import WRITTEN, grid, laid_out, ranks_of, shard_of
 from dtbench_suites.data import dtensor_api, parallel_api, placement
 
-RANKS = 4
 # A tensor of either library, or a plain one: what DTensor adds to torch.Tensor, each library declares for itself.
 AnyTensor = Any
 Program = Callable[["Given"], object]
@@ -26,10 +26,14 @@ Program = Callable[["Given"], object]
 
 @dataclass
 class Given:
-    """impl: "core", "torch", or "plain", where places are ignored and all functions give what they are given."""
+    """impl: "core", "torch", or "plain", where places are ignored and all functions give what they are given.
+
+    variant: see variants.py.
+    """
 
     impl: str
     backend: str = ""
+    variant: str = WRITTEN
     _meshes: dict[int, DeviceMesh] = field(default_factory=dict)
 
     @property
@@ -47,17 +51,21 @@ class Given:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """(4,)"""
+        """(ranks,)"""
         return self.mesh_of(1)
+
+    @property
+    def ranks(self) -> int:
+        return ranks_of(self.variant)
 
     @property
     def rank(self) -> int:
         return dist.get_rank()
 
     def mesh_of(self, ndim: int) -> DeviceMesh:
-        """(4,) or (2, 2)"""
+        """Of four ranks (4,) or (2, 2), of three (3,) or (3, 1)."""
         if ndim not in self._meshes:
-            self._meshes[ndim] = init_device_mesh("cpu", (RANKS,) if ndim == 1 else (2, 2))
+            self._meshes[ndim] = DeviceMesh("cpu", grid(self.variant, ndim))
         return self._meshes[ndim]
 
     def placements(self, places: Sequence[str]) -> list[Any]:
@@ -67,11 +75,30 @@ class Given:
 
     def place(self, full: torch.Tensor, *places: str, grad: bool = False) -> torch.Tensor:
         """A leaf that holds `full`, placed as `S(0)`, `R`: one word per mesh dim."""
-        made = full.detach().clone()
+        made = laid_out(full, self.variant)
         if not self.plain:
-            mesh = self.mesh_of(len(places))
-            made = self.api.distribute_tensor(made, mesh, self.placements(places), src_data_rank=None)
+            mesh, placements = self.mesh_of(len(places)), self.placements(places)
+            if self.variant == "from_local":
+                made = self._from_own_part(made, places)
+            else:
+                made = self.api.distribute_tensor(made, mesh, placements, src_data_rank=None)
         return made.requires_grad_(grad)
+
+    def _from_own_part(self, full: torch.Tensor, places: Sequence[str]) -> torch.Tensor:
+        """The DTensor of the part of `full` that this rank holds, a tensor of its own that lies like `full`."""
+        mesh, part = self.mesh_of(len(places)), full
+        for mesh_dim, place in enumerate(places):
+            if place.startswith("S"):
+                part = shard_of(part, int(place[2:-1]), mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
+        made: torch.Tensor = self.api.DTensor.from_local(
+            laid_out(part, self.variant),
+            mesh,
+            self.placements(places),
+            run_check=False,
+            shape=full.shape,
+            stride=full.stride(),
+        )
+        return made
 
     def rows(self, *places: str, grad: bool = False) -> torch.Tensor:
         """(8, 4), its rows sharded unless `places` say otherwise."""
@@ -127,8 +154,10 @@ class Given:
         return (lambda t: t) if self.plain else (lambda t: t.full_tensor())
 
     def part(self, full: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """This rank's rows of a full tensor whose rows divide by four; plain: all of them."""
-        return full.clone() if self.plain else full.chunk(RANKS, dim)[self.rank].clone()
+        """This rank's rows of a full tensor, in the order of the mesh; plain: all of them."""
+        if self.plain:
+            return full.clone()
+        return shard_of(full, dim, self.ranks, self.mesh.get_local_rank()).clone()
 
     def expected(self, got: Any, wanted: Any) -> AnyTensor:
         """Of a call that plain tensors do not have: what it must come to."""
@@ -177,6 +206,16 @@ class Given:
             fn, backend=self.backend, **{"fullgraph": True, **options}
         )
         return compiled
+
+
+class Opaque(Given):
+    """For a program that is compiled whole: how its tensors are made stays outside the graphs."""
+
+    place = torch._dynamo.disable(Given.place)
+    part = torch._dynamo.disable(Given.part)
+    parallelize = torch._dynamo.disable(Given.parallelize)
+    shard = torch._dynamo.disable(Given.shard)
+    mesh_of = torch._dynamo.disable(Given.mesh_of)
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 
+from dtbench.judge.op_verdicts import VARIANTS
 from dtbench.model import CHOOSABLE_IMPLS
+from dtbench.model.errors import UsageError
 from dtbench.records.verdicts import PROGRAMS
 from dtbench.suite import Case, Plan, suite
 from dtbench_suites import SUITES
 from dtbench_suites.coverage.suite import judged_by, not_timed, number, pattern
 
 OPTIONS = {
+    "variants": f"comma list of {', '.join(VARIANTS)} [default: all]",
+    "share": "one program in so many runs in the variants but written [default: 1, inductor 8; 8 times with --quick]",
     "programs": "regular expression that a program's topic and name hold, such as 'compile: .*inductor' [default: all]",
     "workers": "programs judged at a time, each on four ranks [default: 1]",
 }
@@ -27,8 +33,22 @@ OPTIONS = {
 def compat(plan: Plan) -> Iterator[Case]:
     number(plan, "workers", 1)
     wanted = pattern(plan, "programs")
+    chosen = plan.options.get("variants", ",".join(VARIANTS)).split(",")
+    if unknown := [variant for variant in chosen if variant not in VARIANTS]:
+        expected = f"expected a comma list of {', '.join(VARIANTS)}"
+        raise UsageError(f"--variants has {', '.join(unknown)}: {expected}")
+    if "inductor" in chosen and not shutil.which(os.environ.get("CXX", "g++")):
+        raise UsageError(
+            "the variant inductor and some programs build code with a C++ compiler, and there is no "
+            f"{os.environ.get('CXX', 'g++')}: install one, name yours in CXX, or leave inductor out of --variants"
+        )
     from dtbench_suites.compat.program import programs
+    from dtbench_suites.compat.variants import QUICK_SHARE, SHARES, is_chosen
 
-    for entry in programs().values():
-        if wanted.search(f"{entry.topic}: {entry.name}"):
-            yield Case(entry.name, {"mode": entry.topic}, dict.fromkeys(CHOOSABLE_IMPLS, not_timed))
+    for variant in VARIANTS:
+        usual = SHARES.get(variant, 1) * (QUICK_SHARE if plan.quick else 1)
+        share = number(plan, "share", usual)
+        for entry in programs().values() if variant in chosen else ():
+            if wanted.search(f"{entry.topic}: {entry.name}") and is_chosen(variant, entry.name, share):
+                mode = entry.topic if variant == VARIANTS[0] else variant
+                yield Case(entry.name, {"mode": mode}, dict.fromkeys(CHOOSABLE_IMPLS, not_timed))

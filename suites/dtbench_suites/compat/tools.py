@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from dtbench_suites.compat.program import RANKS, AnyTensor, Cases, Given, Programs, randn
+from dtbench_suites.compat.program import AnyTensor, Cases, Given, Programs, randn
 
 
 def _count(w: Given, place: str, to: str) -> AnyTensor:
@@ -24,7 +26,7 @@ def _count(w: Given, place: str, to: str) -> AnyTensor:
 def _same_on_all(w: Given, local: torch.Tensor) -> bool:
     if w.plain:
         return True
-    every = [torch.empty_like(local) for _ in range(RANKS)]
+    every = [torch.empty_like(local) for _ in range(w.ranks)]
     dist.all_gather(every, local.contiguous())
     return all(torch.equal(every[0], other) for other in every)
 
@@ -32,9 +34,18 @@ def _same_on_all(w: Given, local: torch.Tensor) -> bool:
 def _partial(w: Given, op: str, plain: Any) -> AnyTensor:
     local = torch.arange(8.0).view(2, 4) + 1 + w.rank
     if w.plain:
-        return plain(torch.stack([torch.arange(8.0).view(2, 4) + 1 + rank for rank in range(RANKS)]))
+        return plain(torch.stack([torch.arange(8.0).view(2, 4) + 1 + rank for rank in range(w.ranks)]))
     made = w.api.DTensor.from_local(local, w.mesh, [w.api.Partial(op)], run_check=False)
     return made.redistribute(w.mesh, [w.api.Shard(1)])
+
+
+def _on_ranks(w: Given, ranks: Sequence[int]) -> AnyTensor:
+    """Rows over a mesh of these ranks, and what they become."""
+    if w.plain:
+        return randn(8, 4), randn(8, 4).exp().sum(0)
+    mesh, [rows] = DeviceMesh("cpu", list(ranks)), w.placements(["S(0)"])
+    x = w.api.distribute_tensor(randn(8, 4), mesh, [rows], src_data_rank=None)
+    return x, x.exp().sum(0)
 
 
 class Modes(Programs):
@@ -253,7 +264,13 @@ class Placements(Programs):
         if self.plain:
             return net(x)
         style = self.parallel.ColwiseParallel(input_layouts=Shard(0), use_local_output=False)
-        return self.parallel.parallelize_module(net, self.mesh, style)(x.chunk(RANKS)[self.rank])
+        return self.parallel.parallelize_module(net, self.mesh, style)(self.part(x))
+
+    def mesh_whose_ranks_descend(self) -> object:
+        return _on_ranks(self, range(self.ranks)[::-1])
+
+    def mesh_whose_outer_ranks_change_places(self) -> object:
+        return _on_ranks(self, [self.ranks - 1, *range(1, self.ranks - 1), 0])
 
     def negative_dim_of_a_shard(self) -> object:
         x = randn(8, 4)

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtbench.records.verdicts import NOT_JUDGED, SUITE, VERDICTS, OpVerdict
+from dtbench.records.verdicts import NOT_JUDGED, NOTHING, SUITE, VERDICTS, OpVerdict
 
 RANKS = 4
 
@@ -76,9 +76,9 @@ def summarize(job: Job, cases: Sequence[Case], fallbacks: int = 0) -> OpVerdict:
     fallbacks: calls of aten ops that the core ran on replicated inputs, for want of a rule.
     """
     counts = Counter(case.verdict for case in cases)
-    worst = next((verdict for verdict in (*VERDICTS[:-1], NOT_JUDGED) if counts[verdict]), None)
+    worst = next((verdict for verdict in (*VERDICTS[:-1], NOT_JUDGED, NOTHING) if counts[verdict]), None)
     reason = next((case.describe() for case in cases if case.verdict == worst), "")
-    if not any(counts[verdict] for verdict in VERDICTS):
+    if not counts[NOTHING] and not any(counts[verdict] for verdict in VERDICTS):
         reason = f"the plain op gives nothing to compare{reason and '; '}{reason}"
     return OpVerdict(
         op=job.op,

@@ -19,9 +19,9 @@ from dtbench_core.errors import SimulationError
 from dtbench_core.simulate import ThreadWorld
 from dtbench_core.simulate.threads import diverged
 from dtbench_suites.compat import judge as compat
-from dtbench_suites.compat.program import RANKS, Entry, Given
+from dtbench_suites.compat.program import Entry, Given
 from dtbench_suites.coverage.judge import difference, quiet
-from dtbench_suites.coverage.verdicts import Case, Job
+from dtbench_suites.coverage.verdicts import RANKS, Case, Job
 from dtbench_suites.data import placement
 
 # A Job's mode is "eager", or the backend of torch.compile.
