@@ -28,8 +28,11 @@ MOST_NOT_JUDGED = 0.005
 
 
 def modes_of(verdicts: Sequence[OpVerdict]) -> list[str]:
-    """The modes there are, in the order in which people read them."""
-    return known_first({v.mode for v in verdicts}, MODES)
+    """The modes there are, in the order in which people read them: of programs, topics before variants."""
+    found = {v.mode for v in verdicts}
+    if all(v.suite == PROGRAMS for v in verdicts):
+        return [*sorted(found.difference(VARIANTS)), *(name for name in VARIANTS if name in found)]
+    return known_first(found, MODES)
 
 
 def summary_rows(verdicts: Sequence[OpVerdict]) -> tuple[list[str], list[list[str]]]:
@@ -119,17 +122,45 @@ def _page_of_programs(runs: Sequence[Run], verdicts: Sequence[OpVerdict]) -> str
     impls = _impls(verdicts)
     title = ["# PyTorch's other machinery on distributed tensors", ""]
     key = (
-        "Each program runs on four gloo ranks and is compared with itself on plain tensors, values and gradients. "
+        "Each program runs on gloo ranks, four unless a variant says otherwise, and is compared with itself on plain "
+        "tensors, values and gradients. "
         "`refused`: the core's own error on every rank, or autograd's of a write that gradients could not follow. "
         "What plain tensors refuse must be refused with the same class and kind of error to pass."
     )
     lines = [*title, *_origin(runs), "", key, "", *md.table(*summary_rows(verdicts))]
-    cells = {(v.op, v.impl): _words(v) for v in verdicts}
-    for topic in modes_of(verdicts):
-        names = dict.fromkeys(v.op for v in verdicts if v.mode == topic)
-        rows = [[name, *(cells.get((name, impl), "") for impl in impls)] for name in names]
-        lines += ["", f"## {topic}", "", *md.table(["program", *impls], rows)]
+    cells = {(v.op, v.mode, v.impl): _words(v) for v in verdicts}
+    for mode in modes_of(verdicts):
+        names = dict.fromkeys(v.op for v in verdicts if v.mode == mode and _is_listed(v))
+        rows = [[name, *(cells.get((name, mode, impl), "") for impl in impls)] for name in names]
+        lines += ["", f"## {_titles.get(mode, mode)}", "", *md.table(["program", *impls], rows)]
+        lines += _left_out([v for v in verdicts if v.mode == mode])
     return "\n".join([*lines, ""])
+
+
+_titles = {
+    "order": "Variant order: programs that do not pass on meshes whose ranks do not ascend",
+    "uneven": "Variant uneven: programs that do not pass on three ranks, whose shards are uneven or empty",
+    "strided": "Variant strided: programs that do not pass with inputs whose dims lie in memory in the opposite order",
+    "from_local": "Variant from_local: programs that do not pass with inputs made by from_local of tensors with gaps",
+    "inductor": "Variant inductor: programs that do not pass when torch.compile compiles them whole",
+}
+
+
+def _is_listed(found: OpVerdict) -> bool:
+    """A topic lists all its programs, a variant those that do not pass."""
+    return found.mode not in VARIANTS or found.verdict not in ("pass", NOTHING)
+
+
+def _left_out(verdicts: Sequence[OpVerdict]) -> list[str]:
+    """A line per reason for which programs have no verdict in a variant, with their names."""
+    by_reason = group_by(
+        [v for v in verdicts if v.verdict == NOTHING and not _is_listed(v)], lambda v: v.reason
+    )
+    lines = []
+    for reason, own in by_reason.items():
+        names = ", ".join(md.escaped(name) for name in dict.fromkeys(v.op for v in own))
+        lines += ["", f"Left out, {md.escaped(reason)}: {names}."]
+    return lines
 
 
 def _words(found: OpVerdict) -> str:

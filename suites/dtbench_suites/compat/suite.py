@@ -16,7 +16,7 @@ from dtbench_suites.coverage.suite import judged_by, not_timed, number, pattern
 
 OPTIONS = {
     "variants": f"comma list of {', '.join(VARIANTS)} [default: all]",
-    "share": "one program in so many runs in the variants but written [default: 1, inductor 8; 8 times with --quick]",
+    "share": "one program in so many runs in a variant [default: 4, in inductor 16; with --quick 8 times these]",
     "programs": "regular expression that a program's topic and name hold, such as 'compile: .*inductor' [default: all]",
     "workers": "programs judged at a time, each on four ranks [default: 1]",
 }

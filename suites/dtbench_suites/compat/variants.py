@@ -22,9 +22,9 @@ from dtbench_suites.coverage.samples import stepped, transposed
 from dtbench_suites.coverage.verdicts import RANKS
 
 WRITTEN = "written"
-# In a variant runs one program in so many: inductor builds code of a whole program on every rank, some 10 s.
-# Under --quick, one in QUICK_SHARE of these.
-SHARES: Mapping[str, int] = {"inductor": 8}
+# In a variant runs one program in so many, which doubles the time of the programs as they are written. Inductor builds
+# code of a whole program on every rank, some 10 s. Under --quick, one in QUICK_SHARE of these.
+SHARES: Mapping[str, int] = {"order": 4, "uneven": 4, "strided": 4, "from_local": 4, "inductor": 16}
 QUICK_SHARE = 8
 
 _GRIDS: Mapping[str, tuple[list[int], list[list[int]]]] = {
