@@ -22,7 +22,8 @@ from dtbench.text import markdown as md
 
 MODES = ("even", "uneven", "partial", "mesh2x2", "order", "strided", "from_local", "inplace", "out")
 # What programs run in: as they are written, under the mode of their topic, and in these modes.
-VARIANTS = ("written", "order", "uneven", "strided", "from_local", "inductor")
+WRITTEN = "written"
+VARIANTS = (WRITTEN, "order", "uneven", "strided", "from_local", "inductor")
 # Of an op's samples, what may stay not judged without a word in the way of a table.
 MOST_NOT_JUDGED = 0.005
 

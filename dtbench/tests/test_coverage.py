@@ -88,6 +88,21 @@ def test_the_page_of_programs_says_why() -> None:
     assert "`dtbench run compat --impl core,torch --quick`" in page
 
 
+def test_the_page_lists_of_a_variant_what_does_not_pass() -> None:
+    found = [
+        result("in a graph", "pass", "writes"),
+        result("in a graph", "pass", "order"),
+        result("in a graph", "n/a", "inductor"),
+        result("added to", "pass", "order"),
+        result("added to", "wrong", "order", "torch"),
+    ]
+    page = markdown([run_of(*(msgspec.structs.replace(one, suite="compat") for one in found))])
+    order, inductor = page.partition("## Variant order")[2].split("## Variant inductor")
+    assert page.index("## writes") < page.index("## Variant order")
+    assert "| added to | pass | wrong: why wrong |" in order and "in a graph" not in order
+    assert "Left out, why n/a: in a graph." in inductor
+
+
 def test_the_last_of_several_runs_counts() -> None:
     later = run_of(result("sub", "pass"))
     assert [v.verdict for v in coverage.merged([RUN, later]) if v.op == "sub"] == ["pass"]

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench_suites.compat.variants import WRITTEN, grid, laid_out, ranks_of, shard_of
+from dtbench.judge.op_verdicts import WRITTEN
+from dtbench_suites.compat.variants import grid, laid_out, ranks_of, shard_of
 from dtbench_suites.data import dtensor_api, parallel_api, placement
 
 # A tensor of either library, or a plain one: what DTensor adds to torch.Tensor, each library declares for itself.

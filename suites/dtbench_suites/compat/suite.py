@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 
-from dtbench.judge.op_verdicts import VARIANTS
+from dtbench.judge.op_verdicts import VARIANTS, WRITTEN
 from dtbench.model import CHOOSABLE_IMPLS
 from dtbench.model.errors import UsageError
 from dtbench.records.verdicts import PROGRAMS
@@ -37,18 +37,26 @@ def compat(plan: Plan) -> Iterator[Case]:
     if unknown := [variant for variant in chosen if variant not in VARIANTS]:
         expected = f"expected a comma list of {', '.join(VARIANTS)}"
         raise UsageError(f"--variants has {', '.join(unknown)}: {expected}")
-    if "inductor" in chosen and not shutil.which(os.environ.get("CXX", "g++")):
-        raise UsageError(
-            "the variant inductor and some programs build code with a C++ compiler, and there is no "
-            f"{os.environ.get('CXX', 'g++')}: install one, name yours in CXX, or leave inductor out of --variants"
-        )
     from dtbench_suites.compat.program import programs
     from dtbench_suites.compat.variants import QUICK_SHARE, SHARES, is_chosen
 
-    for variant in VARIANTS:
-        usual = SHARES.get(variant, 1) * (QUICK_SHARE if plan.quick else 1)
-        share = number(plan, "share", usual)
-        for entry in programs().values() if variant in chosen else ():
-            if wanted.search(f"{entry.topic}: {entry.name}") and is_chosen(variant, entry.name, share):
-                mode = entry.topic if variant == VARIANTS[0] else variant
-                yield Case(entry.name, {"mode": mode}, dict.fromkeys(CHOOSABLE_IMPLS, not_timed))
+    entries = [entry for entry in programs().values() if wanted.search(f"{entry.topic}: {entry.name}")]
+    cases = []
+    for variant in [variant for variant in VARIANTS if variant in chosen]:
+        share = number(plan, "share", SHARES.get(variant, 1) * (QUICK_SHARE if plan.quick else 1))
+        cases += [(variant, entry) for entry in entries if is_chosen(variant, entry.name, share)]
+    if any("inductor" in (variant, entry.backend) for variant, entry in cases):
+        _need_compiler()
+    for variant, entry in cases:
+        mode = entry.topic if variant == WRITTEN else variant
+        yield Case(entry.name, {"mode": mode}, dict.fromkeys(CHOOSABLE_IMPLS, not_timed))
+
+
+def _need_compiler() -> None:
+    """Raises UsageError where inductor would find no compiler."""
+    named = os.environ.get("CXX", "g++")  # as inductor looks for it
+    if not shutil.which(named):
+        raise UsageError(
+            f"inductor builds code with a C++ compiler, and there is no {named}: install it, name yours in CXX, or "
+            "do without by --programs '^(?!.*inductor)' and --variants written,order,uneven,strided,from_local"
+        )

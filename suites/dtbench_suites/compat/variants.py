@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from dtbench.judge.op_verdicts import WRITTEN
 from dtbench_suites.coverage.samples import stepped, transposed
 from dtbench_suites.coverage.verdicts import RANKS
 
-WRITTEN = "written"
 # In a variant runs one program in so many, which doubles the time of the programs as they are written. Inductor builds
 # code of a whole program on every rank, some 10 s. Under --quick, one in QUICK_SHARE of these.
 SHARES: Mapping[str, int] = {"order": 4, "uneven": 4, "strided": 4, "from_local": 4, "inductor": 16}
