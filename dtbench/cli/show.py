@@ -53,7 +53,7 @@ def show_command(
     elif as_json:
         print_runs_json(read)
     else:
-        print_runs(read)
+        print_runs(read, grouped=not sort)
     if exports:
         write_exports(points_of(read), exports)
 

@@ -20,6 +20,7 @@ from dtbench.model.grouping import group_by, known_first
 from dtbench.records.layout import DimLayout, layout_of
 from dtbench.records.verdicts import VERDICTS as CASE_VERDICTS
 from dtbench.records.verdicts import OpVerdict, has_verdicts
+from dtbench.show.fit import Figures, fit, print_cases
 from dtbench.text.terminal import (
     MAX_ROWS,
     MAX_TABLES,
@@ -46,15 +47,18 @@ _NAMED = 5
 _ALL = "--csv and --json give all"
 
 
-def print_runs(runs: Sequence[Run]) -> None:
-    """Of each run per suite one row per case with the impls side by side; then what is not ok, and the provenance."""
+def print_runs(runs: Sequence[Run], grouped: bool = True) -> None:
+    """Of each run per suite one row per case with the impls side by side; then what is not ok, and the provenance.
+
+    grouped: whether the cases of a table that is too wide may be put under headings, which changes their order.
+    """
     console = new_console()
     for number, run in enumerate(runs):
         if number:
             print_line(console, "")
         if len(runs) > 1:
             print_line(console, str(run.path), style="bold")
-        _print_results(console, run)
+        _print_results(console, run, grouped)
         print_line(console, "")
         _print_provenance(console, run)
         if not _by_one_process(run):
@@ -68,13 +72,13 @@ def tables_of(run: Run) -> str:
     return out.getvalue().rstrip("\n")
 
 
-def _print_results(console: Console, run: Run) -> None:
+def _print_results(console: Console, run: Run, grouped: bool = True) -> None:
     verdicts = [OpVerdict.of(r) for r in run.results if has_verdicts(r)]
     suites = group_by((r for r in run.results if not has_verdicts(r)), lambda r: r.suite)
     for place, (suite, results) in enumerate(islice(suites.items(), MAX_TABLES)):
         if place:
             print_line(console, "")
-        _print_suite(console, suite, run, results)
+        _print_suite(console, suite, run, results, grouped)
     print_rest(console, len(suites), "suites", _ALL, MAX_TABLES)
     if verdicts:
         _print_verdicts(console, verdicts)
@@ -178,7 +182,7 @@ def _counted(names: Iterable[str]) -> str:
     return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
 
 
-def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Result]) -> None:
+def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Result], grouped: bool) -> None:
     from dtbench.records.frame import cases_frame, cells, impls_of, params_of, results_frame
 
     by_case = group_by(results_of, lambda r: (r.name, r.case_key[3]))
@@ -197,13 +201,13 @@ def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Re
     title += ", spread up to their upper quartile"
     if run.by_one_process(suite):
         title += f", by one process, not the run's {len(run.header.ranks)} ranks"
-    print_line(console, titled(title, same), style="bold")
-    print_columns(console, words, _figure_columns(cases, impls, "estimate_s"))
+    table = fit(console, words, _figures(cases, impls, "estimate_s"), grouped)
+    print_cases(console, titled(title, same), table)
     print_rest(console, len(by_case), "cases", _ALL)
 
 
-def _figure_columns(cases: pd.DataFrame, impls: Sequence[str], statistic: str) -> list[tuple[str, list[str]]]:
-    """(title, cells): a time per impl; those from the last rank's arrival; core/torch; bandwidths."""
+def _figures(cases: pd.DataFrame, impls: Sequence[str], statistic: str) -> list[Figures]:
+    """A time per impl with its spread; those from the last rank's arrival; core/torch; bandwidths."""
     from dtbench.records.frame import cells
 
     times = {impl: cells(cases[statistic, impl]) for impl in impls}
@@ -213,20 +217,22 @@ def _figure_columns(cases: pd.DataFrame, impls: Sequence[str], statistic: str) -
         # Why there is no figure, or "-" where the case has no such impl.
         instead = [s if s not in (None, "ok") else "-" for s in cells(cases["status", impl])]
         figures = [s if t is None else unit.format(t) for t, s in zip(column, instead, strict=True)]
-        columns.append((f"{_IMPL_TITLES.get(impl, impl)} [{unit.name}]", figures))
-        columns.append(("spread", list(map(format_spread, cells(cases["spread", impl])))))
+        columns.append(Figures("time", impl, _IMPL_TITLES.get(impl, impl), figures, unit.name))
+        spreads = list(map(format_spread, cells(cases["spread", impl])))
+        columns.append(Figures("spread", impl, "spread", spreads))
     for impl in impls:
         if any(from_last := cells(cases["from_last_s", impl])):
             name = "from last" if len(impls) == 1 else f"{impl} from last"
-            columns.append((f"{name} [{unit.name}]", list(map(unit.format, from_last))))
+            columns.append(Figures("from last", impl, name, list(map(unit.format, from_last)), unit.name))
     if {"core", "torch"} <= set(impls):
-        columns.append(("core/torch", list(map(format_ratio, cells(cases["core/torch", statistic])))))
+        ratios = list(map(format_ratio, cells(cases["core/torch", statistic])))
+        columns.append(Figures("core/torch", "", "core/torch", ratios))
     for which, short in (("algbw_Bps", "algbw"), ("busbw_Bps", "busbw")):
         bandwidths = {i: b for i in impls if any(b := cells(cases[which, i]))}
         scale = bandwidth_unit(b for column in bandwidths.values() for b in column if b is not None)
         for impl, column in bandwidths.items():
             name = short if len(impls) == 1 else f"{impl} {short}"
-            columns.append((f"{name} [{scale.name}]", list(map(scale.format, column))))
+            columns.append(Figures(short, impl, name, list(map(scale.format, column)), scale.name))
     return columns
 
 

@@ -7,6 +7,7 @@ from files is shown without markup and without the control characters that would
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ Column = tuple[str, Sequence[str | Text]]
 
 # Wide enough that nothing wraps where no terminal reads along.
 _PIPE_WIDTH = 10_000
+# What a table is made to fit where no terminal says its width; COLUMNS says another.
+_READABLE_WIDTH = 120
 # Of a table, or lines of one kind: nobody reads more of them, and to lay out a hundred thousand takes a minute.
 MAX_ROWS = 1000
 MAX_TABLES = 100
@@ -42,6 +45,23 @@ def new_console() -> Console:
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
     return console
+
+
+def readable_width(console: Console) -> int:
+    """Of the terminal; where something else reads along, of `COLUMNS`, else what a wide terminal has."""
+    if console.is_terminal:
+        return console.width
+    told = os.environ.get("COLUMNS", "")
+    return int(told) if told.isdecimal() and int(told) > 0 else _READABLE_WIDTH
+
+
+def width_of(console: Console, words: Iterable[Column], figures: Iterable[Column]) -> int:
+    """The least width that `print_columns` makes of them."""
+    columns = [_Measured.of(*column) for column in words]
+    columns += [_Measured.of(*column, numeric=True) for column in figures]
+    if console.is_terminal:
+        return _needed(columns)
+    return sum(column.natural for column in columns) + _GAP * (len(columns) - 1)
 
 
 def print_columns(
@@ -147,9 +167,10 @@ def print_line(console: Console, line: str, style: str = "") -> None:
     console.print(as_text(line, style), soft_wrap=True)
 
 
-def print_prose(console: Console, text: str, style: str = "") -> None:
-    """A sentence, broken between words where the terminal is narrower; one line where nobody reads along."""
-    console.print(as_text(text, style))
+def print_prose(console: Console, text: str, style: str = "", width: int | None = None) -> None:
+    """A sentence, broken between words where the terminal, or `width`, is narrower; else one line where nobody reads
+    along."""
+    console.print(as_text(text, style), width=width)
 
 
 def as_text(text: str, style: str = "") -> Text:
