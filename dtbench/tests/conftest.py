@@ -27,6 +27,14 @@ def few_fits() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def of_no_told_width() -> Iterator[None]:
+    """Tables are as wide as where nothing tells a width; pytest's workers have it in their environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("COLUMNS", raising=False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def legible() -> Iterator[None]:
     """No text of a drawing lies on another, on any page that a test of these makes in its process."""
     figures = sys.modules.get("dtbench.show.report.figures")  # imported where tests draw; it takes a second

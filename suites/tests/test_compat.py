@@ -27,57 +27,57 @@ from dtbench_suites.coverage import pool
 from dtbench_suites.coverage.verdicts import Caps, Job, summarize
 
 
-def _right(w: Given) -> Any:
+def _right(w: Given) -> object:
     x = w.place(randn(8, 4), "S(0)", grad=True)
     x.softmax(0).pow(2).sum().backward()
     return x.grad
 
 
-def _wrong(w: Given) -> Any:
+def _wrong(w: Given) -> object:
     return w.place(randn(8, 4), "S(0)") * (1 if w.plain else 2)
 
 
-def _refused_by_both(w: Given) -> Any:
+def _refused_by_both(w: Given) -> object:
     return w.place(randn(8, 4), "S(0)", grad=True).add_(1)
 
 
-def _refused(w: Given) -> Any:
+def _refused(w: Given) -> object:
     if not w.plain:
         raise core.PlacementError("cannot")
 
 
-def _raised(w: Given) -> Any:
+def _raised(w: Given) -> object:
     if not w.plain:
         raise ValueError("broken")
 
 
-def _not_refused(w: Given) -> Any:
+def _not_refused(w: Given) -> object:
     if w.plain:
         raise ValueError("plain only")
 
 
-def _refused_otherwise(w: Given) -> Any:
+def _refused_otherwise(w: Given) -> object:
     raise ValueError("index 9 is out of range" if w.plain else "expected another dtype")
 
 
-def _refused_in_two_ways(w: Given) -> Any:
+def _refused_in_two_ways(w: Given) -> object:
     """Every rank raises an error of one class; of one of them it is about something else."""
     raise ValueError("index 9 is out of range" if w.plain or w.rank == 2 else "expected another dtype")
 
 
-def _apart(w: Given) -> Any:
+def _apart(w: Given) -> object:
     if not w.plain and w.rank == 2:
         raise ValueError("alone")
 
 
-def _waits(w: Given) -> Any:
+def _waits(w: Given) -> object:
     if not w.plain and w.rank == 2:
         raise ValueError("alone")
     if not w.plain:
         dist.all_reduce(torch.ones(1))
 
 
-def _dies(w: Given) -> Any:
+def _dies(w: Given) -> object:
     if not w.plain and w.rank == 1:
         os.abort()
 
@@ -136,7 +136,7 @@ def test_what_nobody_answers_is_a_hang() -> None:
     assert together([Seen("pass")] * 4, [0] * 4)[0] == "pass"
 
 
-def _wrong_where_memory_has_another_order(w: Given) -> Any:
+def _wrong_where_memory_has_another_order(w: Given) -> object:
     x = w.rows()
     return x * (1 if w.plain or x.is_contiguous() else 2)
 

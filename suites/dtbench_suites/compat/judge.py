@@ -22,7 +22,6 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import Any
 
 import torch
 import torch._dynamo  # here, for the ranks to have it when they are forked
@@ -83,7 +82,7 @@ class Seen:
 # ---- a rank ----
 
 
-def _run(entry: Entry, impl: str, variant: str) -> Any:
+def _run(entry: Entry, impl: str, variant: str) -> object:
     torch.manual_seed(0)
     if variant == "inductor":
         return torch.compile(entry.run, backend="inductor")(Opaque(impl, entry.backend))
@@ -102,7 +101,7 @@ def _seen(entry: Entry, impl: str, variant: str = WRITTEN) -> Seen:
     return seen
 
 
-def _outcome(entry: Entry, given: str, variant: str, impl: str) -> tuple[list[Any], Exception | None]:
+def _outcome(entry: Entry, given: str, variant: str, impl: str) -> tuple[list[object], Exception | None]:
     """What the program comes to with plain tensors or an implementation's, or the error that it raises."""
     try:
         return _full(_run(entry, given, variant), impl), None
@@ -111,7 +110,7 @@ def _outcome(entry: Entry, given: str, variant: str, impl: str) -> tuple[list[An
 
 
 def _compared(
-    got: list[Any], error: Exception | None, wanted: list[Any], plain_error: Exception | None, impl: str
+    got: list[object], error: Exception | None, wanted: list[object], plain_error: Exception | None, impl: str
 ) -> Seen:
     if error is not None:
         return _of_error(error, plain_error, impl)
@@ -125,7 +124,7 @@ def _compared(
     return Seen("pass")
 
 
-def _full(results: Any, impl: str) -> list[Any]:
+def _full(results: object, impl: str) -> list[object]:
     """The leaves as plain tensors and numbers."""
     kind = LIBRARIES[impl].DTensor
     leaves = tree_flatten(results)[0]
