@@ -124,7 +124,7 @@ def test_what_a_command_read_is_not_searched_for_garbage(
     (tmp_path / "a.jsonl").write_text(json.dumps(made_up.header()) + "\n")
     searched = []
 
-    def spy(*_: object) -> None:
+    def spy(*_: object, **__: object) -> None:
         searched.append(gc.isenabled())
 
     monkeypatch.setattr("dtbench.show.tables.print_runs", spy)
