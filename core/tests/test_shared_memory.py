@@ -114,6 +114,45 @@ def test_a_result_of_from_local_is_written_like_a_plain_tensor(name: str, of_vie
         torch.testing.assert_close(y.detach(), expected.detach())  # one memory
 
 
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("of_view", [False, True])
+@on_ranks(world_size=RANKS)
+def test_what_from_local_was_given_is_written_with_its_result(name: str, of_view: bool) -> None:
+    """It is used after the write, as the one tensor of plain torch is: values and gradients."""
+    for again in (
+        False,
+        name != "relu_",
+    ):  # whose saved result a second write would spoil, in plain torch too
+        leaf, plain = (torch.ones(3, 3, dtype=torch.float64).cumsum(0).requires_grad_() for _ in range(2))
+        y, wanted = ((t * 2)[1:, :2] if of_view else (t * 2)[1:, :2].clone() for t in (leaf, plain))
+        d = DTensor.from_local(y, mesh_of((RANKS,)), [Shard(0)])
+        for _ in range(1 + again):
+            WRITTEN[name](d)
+            WRITTEN[name](wanted)
+        (y * y).sum().backward()
+        (wanted * wanted).sum().backward()
+        torch.testing.assert_close(y.detach(), wanted.detach())
+        torch.testing.assert_close(leaf.grad, plain.grad)
+
+
+@on_ranks(world_size=RANKS)
+def test_the_base_of_what_from_local_was_given_is_written_with_its_result() -> None:
+    leaf, plain = (torch.ones(3, 3).requires_grad_() for _ in range(2))
+    y, wanted = leaf * 2, plain * 2
+    DTensor.from_local(y[1:], mesh_of((RANKS,)), [Shard(0)]).mul_(3)  # of which nobody holds on to the view
+    row = y[:1]
+    DTensor.from_local(row, mesh_of((RANKS,)), [Shard(0)]).mul_(5)
+    wanted[1:].mul_(3)
+    wanted[:1].mul_(5)
+    with torch.no_grad():  # which autograd does not hear of
+        DTensor.from_local(y, mesh_of((RANKS,)), [Shard(0)]).mul_(7)
+        wanted.mul_(7)
+    y.sum().backward()
+    wanted.sum().backward()
+    torch.testing.assert_close(y.detach(), wanted.detach())
+    torch.testing.assert_close(leaf.grad, plain.grad)
+
+
 @on_ranks(world_size=RANKS)
 def test_what_a_write_to_a_result_of_from_local_spoils_is_noticed() -> None:
     leaf = torch.ones(2, 2, requires_grad=True)

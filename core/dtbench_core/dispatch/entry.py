@@ -36,7 +36,7 @@ from dtbench_core.dispatch.plain_tensors import mixes_plain, with_replicas
 from dtbench_core.dispatch.plan import Plan
 from dtbench_core.errors import CoreError
 from dtbench_core.layout import rng as random
-from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.layout.wrapper import Wrapper, followed, let_follow
 from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.rules import cross_entropy, linear
 from dtbench_core.rules.compare import equal
@@ -191,7 +191,7 @@ def _through_torch(cls: type[Wrapper], func: Call, args: Args, kwargs: Kwargs) -
         return with_replicas(cls, func, args, kwargs)
     try:
         with DisableTorchFunction():
-            return (
+            result = (
                 out_and_resize.call_with_out(func, args, kwargs) if "out" in kwargs else func(*args, **kwargs)
             )
     except RuntimeError as error:
@@ -202,6 +202,9 @@ def _through_torch(cls: type[Wrapper], func: Call, args: Args, kwargs: Kwargs) -
             "class of tensors is asked what its ops do; expected torch.compile or torch.export's AOTAutograd, "
             "torch._functorch.aot_autograd.aot_export_joint_with_descriptors"
         ) from error
+    if followers := followed.get():
+        let_follow(followers)
+    return result
 
 
 def _record_call(func: Call, key: Key, args: Args, kwargs: Kwargs) -> Value:

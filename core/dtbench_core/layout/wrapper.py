@@ -16,10 +16,12 @@ import torch
 from dtbench_core.layout.shared_results import Parted, SharedResults
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.op_types import Value
+from dtbench_core.runtime import PerRank
 from dtbench_core.torch_compat import (
     DisableTorchDispatch,
     as_subclass,
     is_fake,
+    is_grad_enabled,
     make_subclass,
     make_wrapper,
     set_data,
@@ -32,13 +34,15 @@ Wrapped = TypeVar("Wrapped", bound="Wrapper")
 
 class Memory:
     """What tensors share that are views of each other. writes: how many there were, by ops on any of them. of_input:
-    whether it is that of an input of a graph that is traced. results: of such a graph, once one of them is a copy."""
+    whether it is that of an input of a graph that is traced. results: of such a graph, once one of them is a copy.
+    follow: what gives the plain tensor that lent the memory the history of one that was written to."""
 
-    __slots__ = ("of_input", "results", "writes")
+    __slots__ = ("follow", "of_input", "results", "writes")
 
     def __init__(self, of_input: bool = False) -> None:
         self.writes, self.of_input = 0, of_input
         self.results: SharedResults | None = None
+        self.follow: Callable[[Wrapper], None] | None = None
 
     def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
         return Memory, ()  # the count of a file's tensors starts anew
@@ -148,10 +152,14 @@ def shares_memory(tensor: Wrapper) -> bool:
     is not asked again."""
     if tensor._memory is None:
         return False
-    if tensor._memory[1] == 0 and not tensor._memory[0].of_input and _holders(tensor) == _ALONE:
+    if tensor._memory[1] == 0 and not _is_watched(tensor._memory[0]) and _holders(tensor) == _ALONE:
         tensor._memory = None
         return False
     return True
+
+
+def _is_watched(memory: Memory) -> bool:
+    return memory.of_input or memory.follow is not None
 
 
 def _holders(tensor: Value) -> tuple[int, int]:
@@ -163,10 +171,24 @@ def _holders(tensor: Value) -> tuple[int, int]:
 _ALONE = _holders(SimpleNamespace(_memory=(Memory(), 0)))
 
 
+# Who has to follow a write, once autograd has recorded it: what `Memory.follow` says, of which tensor.
+followed: PerRank[list[tuple[Callable[[Wrapper], None], Wrapper]]] = PerRank("wrapper.followed", list)
+
+
 def count_write(tensor: Wrapper) -> None:
     """After an op wrote to it."""
     if tensor._memory is not None:
-        tensor._memory[0].writes += 1
+        memory = tensor._memory[0]
+        memory.writes += 1
+        if memory.follow is not None and tensor.requires_grad and is_grad_enabled():
+            followed.get().append((memory.follow, tensor))
+
+
+def let_follow(followers: list[tuple[Callable[[Wrapper], None], Wrapper]]) -> None:
+    """Above autograd, after the writes of a call."""
+    while followers:
+        follow, written = followers.pop()
+        follow(written)
 
 
 # The local tensor, whatever the tensor's class says of reading it.

@@ -49,6 +49,7 @@ from dtbench_core.redistribute.autograd import Redistribute, cast_dtype, follow,
 from dtbench_core.redistribute.copied_view import CopiedView, is_copied, parted_as
 from dtbench_core.redistribute.route import Route, apply, placements_of_gradient, plan, request, requests
 from dtbench_core.tensor import checkpoint, in_graphs
+from dtbench_core.tensor.lent_memory import note_lender
 from dtbench_core.tensor.view_methods import straight_methods
 from dtbench_core.torch_compat import (
     DisableTorchFunction,
@@ -434,7 +435,8 @@ def wrapped(local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements 
         )
     if (torch.is_grad_enabled() and local.requires_grad) or forward_ad._current_level >= 0:
         made: DTensor = FromLocal.apply(local, spec, grad_placements)
-        return made
+        kept = local.is_leaf or is_dynamo_compiling() or is_uncounted(local)
+        return made if kept else note_lender(made, local)
     return _held(local, spec)
 
 
