@@ -90,7 +90,7 @@ class Given:
         mesh, part = self.mesh_of(len(places)), full
         for mesh_dim, place in enumerate(places):
             if place.startswith("S"):
-                part = shard_of(part, int(place[2:-1]), mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
+                part = shard_of(part, int(place[2:-1]), mesh.size(mesh_dim), _index_in(mesh, mesh_dim))
         made: torch.Tensor = self.api.DTensor.from_local(
             laid_out(part, self.variant),
             mesh,
@@ -158,7 +158,7 @@ class Given:
         """This rank's rows of a full tensor, in the order of the mesh; plain: all of them."""
         if self.plain:
             return full.clone()
-        return shard_of(full, dim, self.ranks, self.mesh.get_local_rank()).clone()
+        return shard_of(full, dim, self.ranks, _index_in(self.mesh)).clone()
 
     def expected(self, got: Any, wanted: Any) -> AnyTensor:
         """Of a call that plain tensors do not have: what it must come to."""
@@ -222,6 +222,13 @@ class Opaque(Given):
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     """The same numbers on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 17))
+
+
+def _index_in(mesh: DeviceMesh, mesh_dim: int = 0) -> int:
+    """This rank's place on the mesh dim; its rank in the group is another one where ranks do not ascend."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    return coordinate[mesh_dim]
 
 
 def grads_of(module: nn.Module) -> list[AnyTensor]:
