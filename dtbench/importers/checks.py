@@ -264,7 +264,7 @@ def _check_rows(log: Log, table: Table) -> None:
             "where a list of ranks was cut, give --ranks N"
         )
     for row, figure in table.figures:
-        if row.root is not None and row.root >= table.ranks:
+        if row.root is not None and not -1 <= row.root < table.ranks:  # -1: it has none
             figure.fail(f"its root is rank {row.root} of {table.ranks}")
         _check_count(row, figure, table.ranks if table.collective in _PARTS else 1)
         _check_figure(row, figure, factor, old)

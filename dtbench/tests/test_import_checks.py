@@ -152,6 +152,7 @@ def test_each_figure_of_each_row_whose_first_digit_is_altered_is_refused() -> No
         ("512  128  float  sum  -1  34.94  0.01  0.03  0  35.20  0.01  0.03  0", ""),
         ("512  128  float  sum  -1  37.94  0.01  0.03  0  35.20  0.01  0.03  0", "0.02362 GB/s of busbw"),
         ("512  128  float  sum  8  34.94  0.01  0.03  0  35.20  0.01  0.03  0", "its root is rank 8 of 8"),
+        ("512  128  float  sum  -2  34.94  0.01  0.03  0  35.20  0.01  0.03  0", "its root is rank -2 of 8"),
     ],
 )
 def test_figures_that_only_together_cannot_be(row: str, says: str) -> None:
