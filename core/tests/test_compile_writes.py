@@ -194,3 +194,56 @@ def test_a_write_to_one_of_two_inputs_of_one_memory_is_refused() -> None:
             # Without a write both may be given.
             both = torch.compile(lambda a, b: a.sum() + b.sum(), backend="aot_eager")(x, view(x))
             assert torch.equal(both.full_tensor(), x.full_tensor().sum() + view(x.full_tensor()).sum()), name
+
+
+def _compiled_write(x: Any) -> None:
+    torch.compile(lambda a: a.mul_(2), backend="aot_eager")(x)
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "in place": lambda x: x.add_(1),
+    "to data": lambda x: x.data.mul_(2),
+    "to a view": lambda x: x.t().mul_(2),
+    "to a copied view": lambda x: x[2:].mul_(2),
+    "to a list": lambda x: torch._foreach_add_([x], 1.0),
+    "out": lambda x: torch.add(x.clone(), 1, out=x),
+    "by index": lambda x: x.__setitem__(slice(3, 5), 7.0),
+    "compiled": _compiled_write,
+}
+
+
+@needs_213("Dynamo takes no mesh into a graph")
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@pytest.mark.parametrize("requires_grad", [False, True])
+@on_ranks(world_size=RANKS)
+def test_a_copied_view_that_a_graph_returned_is_not_read_after_a_write_to_its_input(
+    requires_grad: bool,
+) -> None:
+    views: dict[str, Callable[[Any], Any]] = {
+        "rows": lambda x: x[1:],
+        "chain": lambda x: x.t()[:, 2:].t()[1:],
+    }
+    for view in views.values():
+        torch._dynamo.reset()
+        fast = torch.compile(view, backend="aot_eager")
+        for name, write in WRITES.items():
+            for placement in (Shard(0), Replicate()):
+                plain = torch.arange(32.0).view(8, 4).requires_grad_(requires_grad)
+                x = distribute_tensor(plain.detach(), mesh_of((RANKS,)), [placement], src_data_rank=None)
+                other = x.clone()
+                before, wanted = fast(x.requires_grad_(requires_grad)), view(plain)
+                with torch.no_grad():
+                    other.add_(1)
+                    assert torch.equal(before.full_tensor(), wanted), name
+                    write(x)
+                    write(plain)
+                    # A window follows.
+                    for read in (lambda v: v.full_tensor(), lambda v: (v + 1).full_tensor() - 1):
+                        if placement == Shard(0):
+                            with pytest.raises(
+                                PlacementError, match=r"a compiled function returned.*old values"
+                            ):
+                                read(before)
+                        else:
+                            assert torch.equal(read(before), wanted), name
+                    assert torch.equal(fast(x).full_tensor(), wanted), name

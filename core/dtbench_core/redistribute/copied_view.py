@@ -27,7 +27,15 @@ from dtbench_core.errors import PlacementError
 from dtbench_core.layout.placement import Placements
 from dtbench_core.layout.shared_results import Parted, SharedResults
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import Wrapped, Wrapper, held_by, share_memory, wrap
+from dtbench_core.layout.wrapper import (
+    Wrapped,
+    Wrapper,
+    borrow,
+    count_for_borrowers,
+    held_by,
+    share_memory,
+    wrap,
+)
 from dtbench_core.redistribute.route import apply, plan
 from dtbench_core.torch_compat import is_fake, is_functional, share_storage_of, version_of
 
@@ -114,7 +122,7 @@ def copied_view(
     offset: in bytes behind it."""
     made = wrap(cls.copied_view, local, spec)
     memory = share_memory(base, made, offset)
-    made._origin = Origin(base, version_of(base), memory.writes, gathered, base._spec, held_by(base))  # type: ignore[attr-defined]
+    made._origin = Origin(base, version_of(base), memory.count(), gathered, base._spec, held_by(base))  # type: ignore[attr-defined]
     if is_functional(local) and memory.results is None:
         memory.results = SharedResults()
     if is_fake(local):
@@ -131,11 +139,12 @@ def state_of(tensor: Any) -> ViewState:
         return ViewState.WINDOW
     origin = tensor._origin
     if origin is None:
-        return ViewState.COPY
+        lent = tensor._borrowed
+        return ViewState.COPY if lent is None or lent[0].count() == lent[1] else ViewState.STALE
     if origin.version is None:  # writes are not counted, so there may have been some
         return ViewState.COPY if origin.gathered is None else ViewState.STALE
     seen = origin.version, origin.writes
-    return ViewState.COPY if seen == (version_of(tensor), tensor._memory[0].writes) else ViewState.STALE
+    return ViewState.COPY if seen == (version_of(tensor), tensor._memory[0].count()) else ViewState.STALE
 
 
 def _gather_again(view: Any) -> None:
@@ -144,7 +153,13 @@ def _gather_again(view: Any) -> None:
     Raises:
         PlacementError: that memory is not kept.
     """
-    origin: Origin = view._origin
+    origin: Origin | None = view._origin
+    if origin is None:
+        raise PlacementError(
+            f"got {view._spec}, a view of its input that a compiled function returned, and whose sharded dim had to be "
+            "gathered before it could be cut; the input has been written to since, so that it shows the old values: "
+            "take the view outside the function or again after the write, or return a clone() of it"
+        )
     gathered = origin.gathered
     if gathered is None:
         raise PlacementError(
@@ -156,7 +171,7 @@ def _gather_again(view: Any) -> None:
         _gather_again(origin.owner)
     if gathered.local is not origin.local:
         gathered.local.copy_(apply(origin.local, plan(origin.spec, gathered.placements)))
-    view._origin = origin._replace(version=version_of(view), writes=view._memory[0].writes)
+    view._origin = origin._replace(version=version_of(view), writes=view._memory[0].count())
 
 
 def store_to_base(view: Any) -> None:
@@ -169,6 +184,7 @@ def store_to_base(view: Any) -> None:
         if gathered.local is not local:
             source = spec.with_placements(gathered.placements)
             local.copy_(apply(gathered.local, plan(source, spec.placements)))
+            count_for_borrowers(owner)
         view = owner
 
 
@@ -220,16 +236,20 @@ def refuse_write(tensor: Any, *, restating: bool = False) -> None:
     )
 
 
-def parted_as(tensor: Wrapped, parted: Parted) -> Wrapped:
-    """`tensor`, or another one of its values, that a graph gives out as `parted` says."""
+def parted_as(tensor: Wrapped, parted: Parted, source: torch.Tensor | None = None) -> Wrapped:
+    """`tensor`, or another one of its values, that a graph gives out as `parted` says. source: the local tensor of the
+    input of which it is a copied view."""
     shared, local = parted.shared, tensor._local_tensor
-    if not (is_fake(local) or is_functional(local)):
+    traced = is_fake(local) or is_functional(local)
+    if not traced:
         if parted.for_itself():
             return tensor
         if parted.made is None and shared is not None:
             parted = parted._replace(made=shared.of_call(parted.number))
     made = wrap(type(tensor).copied_view, local, tensor._spec, tensor.requires_grad)
-    made._parted = parted
+    made._parted, made._source = parted, source
+    if source is not None and not traced:
+        borrow(made, source)
     if parted.made is not None:
         parted.made[parted.number] = ref(made)
     return made  # type: ignore[return-value]

@@ -171,9 +171,9 @@ class DTensor(Wrapper):
         spec = DTensorSpec.of(spec.info, spec.placements, outer_size, outer_stride, local.dtype)
         made = wrap(DTensor, local, spec, requires_grad)
         if parted is not None:
-            made = parted_as(made, parted)
+            made = parted_as(made, parted, inner.get("_source"))
         if is_functional(local):
-            made._memory = (Memory(of_input=True), 0)
+            made._memory = (Memory(local, of_input=True), 0)
         return made
 
     # What AOTAutograd asks of a gradient: it takes its placements for granted while it traces, and a compiled

@@ -15,13 +15,20 @@ Described: TypeAlias = tuple[DTensorSpec, bool, Parted | None]
 
 
 def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
-    """(names of its tensors, what it is made again with)."""
+    """(names of its tensors, what it is made again with). A graph that returns a copied view of an input gives out the
+    input's local tensor beside it, by which later writes to the input are noticed."""
     parted = tensor._parted
     if is_functional(held_by(tensor)):
         parted = tensor._parted = _as_result(tensor)
+        if parted is not None and parted.from_input and tensor._memory is not None:
+            memory = tensor._memory[0]  # after a write in the graph the input holds another tensor
+            tensor._source = memory.source if is_copied(tensor) and memory.writes == 0 else None
     elif parted is not None and parted.made is not None:  # what a later graph need know of it
         parted = Parted(parted.from_input, number=0 if parted.alone() else NOT_ALONE)
-    return ["_local_tensor"], (tensor._spec, tensor.requires_grad, parted)
+    inner = ["_local_tensor"]
+    if tensor._source is not None and tensor._borrowed is None:
+        inner.append("_source")
+    return inner, (tensor._spec, tensor.requires_grad, parted)
 
 
 def _as_result(tensor: Wrapper) -> Parted | None:
