@@ -51,8 +51,9 @@ def names(given: Given, leaves: list[Any]) -> dict[str, Any]:
         )
 
     def index(*at: int) -> Any:
+        """Replicated, in a way that a compiled function may call, too."""
         made = torch.tensor(at)
-        return made if given.plain else core.distribute_tensor(made, used[0], src_data_rank=None)
+        return made if given.plain else core.DTensor.from_local(made, used[0])
 
     return {
         "index": index,
