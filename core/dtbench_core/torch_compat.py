@@ -245,6 +245,16 @@ def is_functional(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, functional_tensor.FunctionalTensor)
 
 
+def as_unknown_size(error: RuntimeError, base: type[Exception], words: str) -> Exception | None:
+    """A `base` of these words that is the tracer's error of a size that values decide, too, by which Dynamo ends a
+    graph before the op; None if `error` is another one."""
+    kind: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes").GuardOnDataDependentSymNode
+    if not isinstance(error, kind):
+        return None
+    made: Exception = type("UnknownSizeError", (base, kind), {})(vars(error)["cond"], words)
+    return made
+
+
 # ---- tracing with make_fx: which fx node a tensor stands for ----
 
 share_memory = cast("Callable[[torch.Tensor, torch.Tensor], bool]", vars(torch._C)["_is_alias_of"])
