@@ -164,13 +164,13 @@ def storage_id(tensor: torch.Tensor) -> int:
 def share_storage(wrapper: torch.Tensor, local: torch.Tensor) -> None:
     """Lets a tracer see which wrappers share memory: those that hold tensors of one have one storage, an empty one."""
     shared = vars(local.untyped_storage()).setdefault("of_wrappers", wrapper.untyped_storage())
-    if shared is not wrapper.untyped_storage() and shared.device == wrapper.device:
+    if shared is not wrapper.untyped_storage() and shared.device == wrapper.device and 0 not in wrapper.shape:
         _set_storage(wrapper, shared, wrapper.shape, wrapper.stride())
 
 
 def share_storage_of(base: torch.Tensor, wrapper: torch.Tensor) -> None:
     """As `share_storage`, of a view that does not share its base's memory and stands for a tensor that does."""
-    if base.untyped_storage().device == wrapper.device:
+    if base.untyped_storage().device == wrapper.device and 0 not in wrapper.shape:
         _set_storage(wrapper, base.untyped_storage(), wrapper.shape, wrapper.stride())
 
 
@@ -243,6 +243,10 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def is_functional(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is one of a graph that AOTAutograd traces."""
     return isinstance(tensor, functional_tensor.FunctionalTensor)
+
+
+# As a context: ops on tensors of a graph that AOTAutograd traces, which were handed to it already.
+functionalizing = functional_tensor.FunctionalTensorMode
 
 
 def as_unknown_size(error: RuntimeError, base: type[Exception], words: str) -> Exception | None:

@@ -196,6 +196,55 @@ def test_a_write_to_one_of_two_inputs_of_one_memory_is_refused() -> None:
             assert torch.equal(both.full_tensor(), x.full_tensor().sum() + view(x.full_tensor()).sum()), name
 
 
+def _written_after_view(x: Any) -> Any:
+    rows, columns = x[1:], x[:, 1:3]
+    x.cumsum_(0)
+    return rows, columns, rows.sum(0)
+
+
+def _view_written(x: Any) -> Any:
+    rows, columns = x[1:], x[:, 1:3]
+    rows[2:].mul_(3)
+    return columns, rows
+
+
+@needs_213("Dynamo takes no mesh into a graph")
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@on_ranks(world_size=RANKS)
+def test_a_graph_returns_copied_views_as_later_writes_in_it_left_them() -> None:
+    functions = [
+        _written_after_view,
+        _view_written,
+        _of_sum(_written_after_view),
+        lambda x: (x.tensor_split(2, -2)[1], x.add_(1))[0],
+        lambda x: (x[1:].t()[:, 2:], x.add_(1)),
+    ]
+    for fn in functions:
+        for shape in ((8, 4), (2, 3), (2, 0)):
+            for placement in (Shard(0), Replicate()):
+                torch._dynamo.reset()
+                plain = torch.arange(float(torch.Size(shape).numel())).view(shape)
+                x = distribute_tensor(plain, mesh_of((RANKS,)), [placement], src_data_rank=None)
+                got, wanted = torch.compile(fn, backend="aot_eager", fullgraph=True)(x), fn(plain)
+                results = (got, wanted) if isinstance(got, tuple) else ((got,), (wanted,))
+                for one, other in zip((*results[0], x), (*results[1], plain), strict=True):
+                    assert torch.equal(one.full_tensor(), other), (shape, placement)
+
+
+@needs_213("Dynamo takes no mesh into a graph")
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@on_ranks(world_size=RANKS)
+def test_views_without_elements_are_given_to_graphs() -> None:
+    for shape in ((1, 2), (3, 2)):
+        for placement in (Shard(0), Shard(1), Replicate()):
+            torch._dynamo.reset()
+            fast = torch.compile(lambda a: (a * 2).sum(0), backend="aot_eager", fullgraph=True)
+            plain = torch.ones(shape)
+            x = distribute_tensor(plain, mesh_of((RANKS,)), [placement], src_data_rank=None)
+            for view in (lambda t: t[3:], lambda t: t[:, :0], lambda t: t.tensor_split(4)[-1]):
+                assert torch.equal(fast(view(x)).full_tensor(), (view(plain) * 2).sum(0)), (shape, placement)
+
+
 def _compiled_write(x: Any) -> None:
     torch.compile(lambda a: a.mul_(2), backend="aot_eager")(x)
 

@@ -37,7 +37,7 @@ from dtbench_core.layout.wrapper import (
     wrap,
 )
 from dtbench_core.redistribute.route import apply, plan
-from dtbench_core.torch_compat import is_fake, is_functional, share_storage_of, version_of
+from dtbench_core.torch_compat import functionalizing, is_fake, is_functional, share_storage_of, version_of
 
 
 class ViewState(Enum):
@@ -145,6 +145,14 @@ def state_of(tensor: Any) -> ViewState:
         return ViewState.COPY if origin.gathered is None else ViewState.STALE
     seen = origin.version, origin.writes
     return ViewState.COPY if seen == (version_of(tensor), tensor._memory[0].count()) else ViewState.STALE
+
+
+def read_again(result: Any) -> None:
+    """Of a graph that is traced: what a write made stale is gathered while that can be, before the result is taken
+    apart."""
+    if state_of(result) is ViewState.STALE:
+        with functionalizing():
+            _gather_again(result)
 
 
 def _gather_again(view: Any) -> None:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 from dtbench_core.layout.shared_results import NOT_ALONE, Parted, window
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, held_by
-from dtbench_core.redistribute.copied_view import is_copied
+from dtbench_core.redistribute.copied_view import is_copied, read_again
 from dtbench_core.torch_compat import is_functional, mesh_group_names, ranks_of_mesh, state_of_library
 
 # Its spec, whether it requires grad, and, of a tensor that a graph gives out though others share its memory, how.
@@ -19,6 +19,7 @@ def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
     input's local tensor beside it, by which later writes to the input are noticed."""
     parted = tensor._parted
     if is_functional(held_by(tensor)):
+        read_again(tensor)
         parted = tensor._parted = _as_result(tensor)
         if parted is not None and parted.from_input and tensor._memory is not None:
             memory = tensor._memory[0]  # after a write in the graph the input holds another tensor
