@@ -168,8 +168,9 @@ def share_storage(wrapper: torch.Tensor, local: torch.Tensor) -> None:
         _set_storage(wrapper, shared, wrapper.shape, wrapper.stride())
 
 
-def share_storage_of(base: torch.Tensor, wrapper: torch.Tensor) -> None:
+def share_storage_of(base: torch.Tensor, wrapper: torch.Tensor, local: torch.Tensor) -> None:
     """As `share_storage`, of a view that does not share its base's memory and stands for a tensor that does."""
+    vars(local.untyped_storage())["of_wrappers"] = base.untyped_storage()
     if base.untyped_storage().device == wrapper.device and 0 not in wrapper.shape:
         _set_storage(wrapper, base.untyped_storage(), wrapper.shape, wrapper.stride())
 
@@ -247,6 +248,18 @@ def is_functional(tensor: torch.Tensor) -> bool:
 
 # As a context: ops on tensors of a graph that AOTAutograd traces, which were handed to it already.
 functionalizing = functional_tensor.FunctionalTensorMode
+
+
+def functionalization() -> object:
+    """What traces a graph of AOTAutograd now, one object per trace; None between traces."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+
+
+def storage_of_wrapper(local: torch.Tensor) -> int:
+    """Which storage a tracer was shown of the wrapper that holds `local`, of a graph that AOTAutograd traces."""
+    storage = torch._from_functional_tensor(vars(local)["elem"]).untyped_storage()
+    number: int = vars(storage).get("of_wrappers", storage)._cdata
+    return number
 
 
 def as_unknown_size(error: RuntimeError, base: type[Exception], words: str) -> Exception | None:

@@ -186,11 +186,11 @@ def test_a_write_to_one_of_two_inputs_of_one_memory_is_refused() -> None:
         for placement in (Shard(0), Replicate()):
             torch._dynamo.reset()
             x = distribute_tensor(torch.ones(8, 4), mesh_of((RANKS,)), [placement], src_data_rank=None)
-            with pytest.raises(
-                RuntimeError
-            ):  # of torch, as of its own wrappers; of detached ones in other words
+            with pytest.raises(RuntimeError, match="shares memory with another argument"):
                 torch.compile(lambda a, b: (a.mul_(2), b + 1)[1], backend="aot_eager")(x, view(x))
             assert torch.equal(x.full_tensor(), torch.ones(8, 4)), name
+            empty = torch.compile(lambda a, b: (a.mul_(2), b + 1)[1], backend="aot_eager")(x, x[:, :0])
+            assert empty.shape == (8, 0) and torch.equal(x.full_tensor(), torch.full((8, 4), 2.0))
             # Without a write both may be given.
             both = torch.compile(lambda a, b: a.sum() + b.sum(), backend="aot_eager")(x, view(x))
             assert torch.equal(both.full_tensor(), x.full_tensor().sum() + view(x.full_tensor()).sum()), name

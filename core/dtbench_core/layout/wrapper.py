@@ -14,6 +14,7 @@ from weakref import ReferenceType, ref
 
 import torch
 
+from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.shared_results import Parted, SharedResults
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.op_types import Value
@@ -34,15 +35,18 @@ Wrapped = TypeVar("Wrapped", bound="Wrapper")
 
 
 class Memory:
-    """What tensors share that are views of each other. writes: how many there were, by ops on any of them. of_input:
-    whether it is that of an input of a graph that is traced. results: of such a graph, once one of them is a copy.
-    source: the local tensor of that input, in a graph or of one that has run: of the latter, version: how often it had
-    been written to when it was asked last."""
+    """What tensors share that are views of each other.
 
-    __slots__ = ("__weakref__", "of_input", "results", "source", "version", "writes")
+    writes: how many there were, by ops on any of them. of_input: whether it is that of an input of a graph that is
+    traced; twice: of two inputs. results: of such a graph, once one of them is a copy. source: the local tensor of that
+    input, in a graph or of one that has run: of the latter, version: how often it had been written to when asked last.
+    """
+
+    __slots__ = ("__weakref__", "of_input", "results", "source", "twice", "version", "writes")
 
     def __init__(self, source: torch.Tensor | None = None, *, of_input: bool = False) -> None:
         self.writes, self.of_input, self.source = 0, of_input, source
+        self.twice = False
         self.version = None if source is None or of_input else version_of(source)
         self.results: SharedResults | None = None
 
@@ -180,8 +184,18 @@ _ALONE = _holders(SimpleNamespace(_memory=(Memory(), 0)))
 
 
 def count_write(tensor: Wrapper) -> None:
-    """After an op wrote to it."""
+    """After an op wrote to it.
+
+    Raises:
+        ArgumentError: in a graph, of two inputs of one memory.
+    """
     if tensor._memory is not None:
+        if tensor._memory[0].twice:
+            raise ArgumentError(
+                f"got an in-place write in a compiled function to {tensor._spec}, which shares memory with another "
+                "argument; expected one of them, as a graph that writes to it would not show that in the other: take "
+                "the view inside the function, or pass a clone() of it"
+            )
         tensor._memory[0].writes += 1
     count_for_borrowers(tensor)
 

@@ -126,7 +126,7 @@ def copied_view(
     if is_functional(local) and memory.results is None:
         memory.results = SharedResults()
     if is_fake(local):
-        share_storage_of(base, made)
+        share_storage_of(base, made, local)
     return made  # type: ignore[return-value]
 
 

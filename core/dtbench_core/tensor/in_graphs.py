@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+import torch
+
 from dtbench_core.layout.shared_results import NOT_ALONE, Parted, window
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import Wrapper, held_by
+from dtbench_core.layout.wrapper import Memory, Wrapper, held_by
 from dtbench_core.redistribute.copied_view import is_copied, read_again
-from dtbench_core.torch_compat import is_functional, mesh_group_names, ranks_of_mesh, state_of_library
+from dtbench_core.torch_compat import (
+    functionalization,
+    is_functional,
+    mesh_group_names,
+    ranks_of_mesh,
+    state_of_library,
+    storage_of_wrapper,
+)
 
 # Its spec, whether it requires grad, and, of a tensor that a graph gives out though others share its memory, how.
 Described: TypeAlias = tuple[DTensorSpec, bool, Parted | None]
@@ -46,6 +55,16 @@ def _as_result(tensor: Wrapper) -> Parted | None:
         return known._replace(from_input=from_input)
     memory.results.results.append((window(tensor._spec, tensor._memory[1]), is_copied(tensor)))
     return Parted(from_input, memory.results, len(memory.results.results) - 1)
+
+
+def memory_of_input(local: torch.Tensor, spec: DTensorSpec) -> Memory:
+    """What is noted of the memory of an input, of that local tensor, of a graph that is traced."""
+    made, trace = Memory(local, of_input=True), functionalization()
+    if trace is not None and 0 not in spec.shape:
+        others = vars(trace).setdefault("dtbench_core", dict[int, Memory]())
+        first = others.setdefault(storage_of_wrapper(local), made)
+        first.twice = made.twice = first is not made
+    return made
 
 
 def stable_hash(tensor: Wrapper) -> str:
