@@ -216,7 +216,8 @@ def borrow(view: Wrapper, source: torch.Tensor) -> None:
 
 
 def _borrower(tensor: Wrapper) -> Memory | None:
-    lent = _lent.get(storage_id(held_by(tensor)))
+    local = held_by(tensor)
+    lent = _lent.get(storage_id(local)) if local.__class__ is torch.Tensor else None
     return None if lent is None else lent()
 
 

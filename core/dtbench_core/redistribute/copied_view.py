@@ -8,7 +8,8 @@ of another class, which remembers where its values come from and is in one of th
     COPY    it has the values of its base; what is written to it is stored to the base, each rank its own part
     STALE   its base was written to since, which a window would show: the base is gathered again to read it
 
-Where the copy is not kept (of conj, of a materialised pending reduction), writes and reading a stale one are refused.
+Where the copy is not kept (of conj, of a materialised pending reduction), writes and reading a stale one are refused;
+so they are of a copied view of an input that a graph returned, which knows the input's storage alone.
 
 Ops on a copied view give DTensors; its views are copied views. Plans are made for it apart: its class is in
 their key.
