@@ -296,3 +296,41 @@ def test_a_copied_view_that_a_graph_returned_is_not_read_after_a_write_to_its_in
                         else:
                             assert torch.equal(read(before), wanted), name
                     assert torch.equal(fast(x).full_tensor(), wanted), name
+
+
+@needs_213("Dynamo takes no mesh into a graph")
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@on_ranks(world_size=RANKS)
+def test_a_write_in_a_graph_to_a_copied_view_is_refused() -> None:
+    views: list[Callable[[Any], Any]] = [
+        lambda x: x[1:3],
+        lambda x: x.chunk(2)[0].t(),
+        lambda x: torch.compile(lambda a: a[1:], backend="aot_eager")(x),
+        lambda x: torch.compile(lambda a: a[1:], backend="aot_eager")(x[2:]),
+    ]
+    writes: list[Callable[[Any], Any]] = [
+        lambda v: v.fill_(0),
+        lambda v: v.t()[1:].mul_(3),
+        lambda v: (v.add_(1), v * 2)[1],
+    ]
+    for view in views:
+        for write in writes:
+            for placement in (Shard(0), Replicate()):
+                torch._dynamo.reset()
+                plain = torch.arange(32.0).view(8, 4)
+                x = distribute_tensor(plain, mesh_of((RANKS,)), [placement], src_data_rank=None)
+                taken, wanted, read = (
+                    view(x),
+                    view(plain),
+                    torch.compile(lambda v: v + 1, backend="aot_eager"),
+                )
+                fast = torch.compile(write, backend="aot_eager")
+                assert torch.equal(read(taken).full_tensor(), wanted + 1)
+                if placement == Shard(0):
+                    with pytest.raises(RuntimeError, match=r"a view.* would not follow"):  # of Dynamo
+                        fast(taken)
+                    assert torch.equal(x.full_tensor(), plain)
+                else:
+                    assert torch.equal(fast(taken).full_tensor(), write(wanted))
+                    assert torch.equal(x.full_tensor(), plain)
+                assert torch.equal(taken.full_tensor(), wanted)

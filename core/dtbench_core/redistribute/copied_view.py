@@ -26,7 +26,7 @@ import torch
 
 from dtbench_core.errors import PlacementError
 from dtbench_core.layout.placement import Placements
-from dtbench_core.layout.shared_results import Parted, SharedResults
+from dtbench_core.layout.shared_results import OF_BASE, Parted, SharedResults
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import (
     Wrapped,
@@ -231,6 +231,12 @@ def refuse_write(tensor: Any, *, restating: bool = False) -> None:
     if not is_copied(root) or (origin is None and root._parted is not None and root._parted.alone()):
         return
     if origin is None and root._parted is not None:
+        if root._parted.number == OF_BASE:
+            raise PlacementError(
+                f"got an in-place write in a compiled function to {tensor._spec}, a view whose sharded dim had to be "
+                "gathered before it could be cut: its base outside would not follow; take the view in the function, "
+                "or pass a clone()"
+            )
         who = "its input" if root._parted.from_input else "what another of its results holds"
         raise PlacementError(
             f"got an in-place write to {tensor._spec}, a view of {who} that a compiled function returned: the "

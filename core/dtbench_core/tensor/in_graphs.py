@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import torch
 
-from dtbench_core.layout.shared_results import NOT_ALONE, Parted, window
+from dtbench_core.layout.shared_results import NOT_ALONE, OF_BASE, Parted, window
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Memory, Wrapper, held_by
 from dtbench_core.redistribute.copied_view import is_copied, read_again
@@ -30,11 +30,13 @@ def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
     if is_functional(held_by(tensor)):
         read_again(tensor)
         parted = tensor._parted = _as_result(tensor)
-        if parted is not None and parted.from_input and tensor._memory is not None:
+        if tensor._views_input and tensor._memory is not None and is_copied(tensor):
             memory = tensor._memory[0]  # after a write in the graph the input holds another tensor
-            tensor._source = memory.source if is_copied(tensor) and memory.writes == 0 else None
+            tensor._source = memory.source if memory.writes == 0 else None
     elif parted is not None and parted.made is not None:  # what a later graph need know of it
         parted = Parted(parted.from_input, number=0 if parted.alone() else NOT_ALONE)
+    elif parted is None and is_copied(tensor):
+        parted = Parted(from_input=False, number=OF_BASE)
     inner = ["_local_tensor"]
     if tensor._source is not None and tensor._borrowed is None:
         inner.append("_source")
