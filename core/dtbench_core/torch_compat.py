@@ -155,16 +155,23 @@ def _set_storage(
             torch._C._set_meta_in_tls_dispatch_include(was)
 
 
+def storage_id(tensor: torch.Tensor) -> int:
+    """Of what `tensor` is a window on, as long as that lives; of empty tensors, too."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
 def share_storage(wrapper: torch.Tensor, local: torch.Tensor) -> None:
     """Lets a tracer see which wrappers share memory: those that hold tensors of one have one storage, an empty one."""
     shared = vars(local.untyped_storage()).setdefault("of_wrappers", wrapper.untyped_storage())
-    if shared is not wrapper.untyped_storage() and shared.device == wrapper.device:
+    if shared is not wrapper.untyped_storage() and shared.device == wrapper.device and 0 not in wrapper.shape:
         _set_storage(wrapper, shared, wrapper.shape, wrapper.stride())
 
 
-def share_storage_of(base: torch.Tensor, wrapper: torch.Tensor) -> None:
+def share_storage_of(base: torch.Tensor, wrapper: torch.Tensor, local: torch.Tensor) -> None:
     """As `share_storage`, of a view that does not share its base's memory and stands for a tensor that does."""
-    if base.untyped_storage().device == wrapper.device:
+    vars(local.untyped_storage())["of_wrappers"] = base.untyped_storage()
+    if base.untyped_storage().device == wrapper.device and 0 not in wrapper.shape:
         _set_storage(wrapper, base.untyped_storage(), wrapper.shape, wrapper.stride())
 
 
@@ -237,6 +244,32 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def is_functional(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is one of a graph that AOTAutograd traces."""
     return isinstance(tensor, functional_tensor.FunctionalTensor)
+
+
+# As a context: ops on tensors of a graph that AOTAutograd traces, which were handed to it already.
+functionalizing = functional_tensor.FunctionalTensorMode
+
+
+def functionalization() -> object:
+    """What traces a graph of AOTAutograd now, one object per trace; None between traces."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+
+
+def storage_of_wrapper(local: torch.Tensor) -> int:
+    """Which storage a tracer was shown of the wrapper that holds `local`, of a graph that AOTAutograd traces."""
+    storage = torch._from_functional_tensor(vars(local)["elem"]).untyped_storage()
+    number: int = vars(storage).get("of_wrappers", storage)._cdata
+    return number
+
+
+def as_unknown_size(error: RuntimeError, base: type[Exception], words: str) -> Exception | None:
+    """A `base` of these words that is the tracer's error of a size that values decide, too, by which Dynamo ends a
+    graph before the op; None if `error` is another one."""
+    kind: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes").GuardOnDataDependentSymNode
+    if not isinstance(error, kind):
+        return None
+    made: Exception = type("UnknownSizeError", (base, kind), {})(vars(error)["cond"], words)
+    return made
 
 
 # ---- tracing with make_fx: which fx node a tensor stands for ----

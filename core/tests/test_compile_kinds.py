@@ -18,7 +18,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
-from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.gloo_world import Worlds, mesh_of, on_ranks
 from core.tests.torch_version import needs_213
 from dtbench_core import (
     CoreError,
@@ -228,3 +228,25 @@ def test_a_parallel_block_of_any_batch(fake_world: Callable[..., None]) -> None:
     for rows in (2, 3, 5):
         x = torch.randn(rows, 4)
         torch.testing.assert_close(compiled(x), net(x))
+
+
+@needs_213("Dynamo takes no mesh into a graph")
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@on_ranks(world_size=2)
+def test_results_of_unknown_size_break_a_graph_and_are_refused_in_one() -> None:
+    functions: list[Callable[[Any], Any]] = [
+        lambda x: x.masked_select(x > 3) + 1,
+        lambda x: x[x > 3] * 2,
+        lambda x: x.nonzero() + 1,
+        lambda x: x.unique(),
+    ]
+    plain = torch.arange(32.0).view(8, 4)
+    x = distribute_tensor(plain, mesh_of((2,)), [Shard(0)], src_data_rank=None)
+    for fn in functions:
+        torch._dynamo.reset()
+        with pytest.raises(
+            RuntimeError, match=r"whose size depends on values.*fullgraph"
+        ) as caught:  # of Dynamo
+            torch.compile(fn, backend="aot_eager", fullgraph=True)(x)
+        assert isinstance(caught.value.__cause__, CoreError)
+        assert torch.equal(torch.compile(fn, backend="aot_eager")(x).full_tensor(), fn(plain))

@@ -186,11 +186,151 @@ def test_a_write_to_one_of_two_inputs_of_one_memory_is_refused() -> None:
         for placement in (Shard(0), Replicate()):
             torch._dynamo.reset()
             x = distribute_tensor(torch.ones(8, 4), mesh_of((RANKS,)), [placement], src_data_rank=None)
-            with pytest.raises(
-                RuntimeError
-            ):  # of torch, as of its own wrappers; of detached ones in other words
+            with pytest.raises(RuntimeError, match="shares memory with another argument"):
                 torch.compile(lambda a, b: (a.mul_(2), b + 1)[1], backend="aot_eager")(x, view(x))
             assert torch.equal(x.full_tensor(), torch.ones(8, 4)), name
+            empty = torch.compile(lambda a, b: (a.mul_(2), b + 1)[1], backend="aot_eager")(x, x[:, :0])
+            assert empty.shape == (8, 0) and torch.equal(x.full_tensor(), torch.full((8, 4), 2.0))
             # Without a write both may be given.
             both = torch.compile(lambda a, b: a.sum() + b.sum(), backend="aot_eager")(x, view(x))
             assert torch.equal(both.full_tensor(), x.full_tensor().sum() + view(x.full_tensor()).sum()), name
+
+
+def _written_after_view(x: Any) -> Any:
+    rows, columns = x[1:], x[:, 1:3]
+    x.cumsum_(0)
+    return rows, columns, rows.sum(0)
+
+
+def _view_written(x: Any) -> Any:
+    rows, columns = x[1:], x[:, 1:3]
+    rows[2:].mul_(3)
+    return columns, rows
+
+
+@needs_213("Dynamo takes no mesh into a graph")
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@on_ranks(world_size=RANKS)
+def test_a_graph_returns_copied_views_as_later_writes_in_it_left_them() -> None:
+    functions = [
+        _written_after_view,
+        _view_written,
+        _of_sum(_written_after_view),
+        lambda x: (x.tensor_split(2, -2)[1], x.add_(1))[0],
+        lambda x: (x[1:].t()[:, 2:], x.add_(1)),
+    ]
+    for fn in functions:
+        for shape in ((8, 4), (2, 3), (2, 0)):
+            for placement in (Shard(0), Replicate()):
+                torch._dynamo.reset()
+                plain = torch.arange(float(torch.Size(shape).numel())).view(shape)
+                x = distribute_tensor(plain, mesh_of((RANKS,)), [placement], src_data_rank=None)
+                got, wanted = torch.compile(fn, backend="aot_eager", fullgraph=True)(x), fn(plain)
+                results = (got, wanted) if isinstance(got, tuple) else ((got,), (wanted,))
+                for one, other in zip((*results[0], x), (*results[1], plain), strict=True):
+                    assert torch.equal(one.full_tensor(), other), (shape, placement)
+
+
+@needs_213("Dynamo takes no mesh into a graph")
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@on_ranks(world_size=RANKS)
+def test_views_without_elements_are_given_to_graphs() -> None:
+    for shape in ((1, 2), (3, 2)):
+        for placement in (Shard(0), Shard(1), Replicate()):
+            torch._dynamo.reset()
+            fast = torch.compile(lambda a: (a * 2).sum(0), backend="aot_eager", fullgraph=True)
+            plain = torch.ones(shape)
+            x = distribute_tensor(plain, mesh_of((RANKS,)), [placement], src_data_rank=None)
+            for view in (lambda t: t[3:], lambda t: t[:, :0], lambda t: t.tensor_split(4)[-1]):
+                assert torch.equal(fast(view(x)).full_tensor(), (view(plain) * 2).sum(0)), (shape, placement)
+
+
+def _compiled_write(x: Any) -> None:
+    torch.compile(lambda a: a.mul_(2), backend="aot_eager")(x)
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "in place": lambda x: x.add_(1),
+    "to data": lambda x: x.data.mul_(2),
+    "to a view": lambda x: x.t().mul_(2),
+    "to a copied view": lambda x: x[2:].mul_(2),
+    "to a list": lambda x: torch._foreach_add_([x], 1.0),
+    "out": lambda x: torch.add(x.clone(), 1, out=x),
+    "by index": lambda x: x.__setitem__(slice(3, 5), 7.0),
+    "compiled": _compiled_write,
+}
+
+
+@needs_213("Dynamo takes no mesh into a graph")
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@pytest.mark.parametrize("requires_grad", [False, True])
+@on_ranks(world_size=RANKS)
+def test_a_copied_view_that_a_graph_returned_is_not_read_after_a_write_to_its_input(
+    requires_grad: bool,
+) -> None:
+    views: dict[str, Callable[[Any], Any]] = {
+        "rows": lambda x: x[1:],
+        "chain": lambda x: x.t()[:, 2:].t()[1:],
+    }
+    for view in views.values():
+        torch._dynamo.reset()
+        fast = torch.compile(view, backend="aot_eager")
+        for name, write in WRITES.items():
+            for placement in (Shard(0), Replicate()):
+                plain = torch.arange(32.0).view(8, 4).requires_grad_(requires_grad)
+                x = distribute_tensor(plain.detach(), mesh_of((RANKS,)), [placement], src_data_rank=None)
+                other = x.clone()
+                before, wanted = fast(x.requires_grad_(requires_grad)), view(plain)
+                with torch.no_grad():
+                    other.add_(1)
+                    assert torch.equal(before.full_tensor(), wanted), name
+                    write(x)
+                    write(plain)
+                    # A window follows.
+                    for read in (lambda v: v.full_tensor(), lambda v: (v + 1).full_tensor() - 1):
+                        if placement == Shard(0):
+                            with pytest.raises(
+                                PlacementError, match=r"a compiled function returned.*old values"
+                            ):
+                                read(before)
+                        else:
+                            assert torch.equal(read(before), wanted), name
+                    assert torch.equal(fast(x).full_tensor(), wanted), name
+
+
+@needs_213("Dynamo takes no mesh into a graph")
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@on_ranks(world_size=RANKS)
+def test_a_write_in_a_graph_to_a_copied_view_is_refused() -> None:
+    views: list[Callable[[Any], Any]] = [
+        lambda x: x[1:3],
+        lambda x: x.chunk(2)[0].t(),
+        lambda x: torch.compile(lambda a: a[1:], backend="aot_eager")(x),
+        lambda x: torch.compile(lambda a: a[1:], backend="aot_eager")(x[2:]),
+    ]
+    writes: list[Callable[[Any], Any]] = [
+        lambda v: v.fill_(0),
+        lambda v: v.t()[1:].mul_(3),
+        lambda v: (v.add_(1), v * 2)[1],
+    ]
+    for view in views:
+        for write in writes:
+            for placement in (Shard(0), Replicate()):
+                torch._dynamo.reset()
+                plain = torch.arange(32.0).view(8, 4)
+                x = distribute_tensor(plain, mesh_of((RANKS,)), [placement], src_data_rank=None)
+                taken, wanted, read = (
+                    view(x),
+                    view(plain),
+                    torch.compile(lambda v: v + 1, backend="aot_eager"),
+                )
+                fast = torch.compile(write, backend="aot_eager")
+                assert torch.equal(read(taken).full_tensor(), wanted + 1)
+                if placement == Shard(0):
+                    with pytest.raises(RuntimeError, match=r"a view.* would not follow"):  # of Dynamo
+                        fast(taken)
+                    assert torch.equal(x.full_tensor(), plain)
+                else:
+                    assert torch.equal(fast(taken).full_tensor(), write(wanted))
+                    assert torch.equal(x.full_tensor(), plain)
+                assert torch.equal(taken.full_tensor(), wanted)

@@ -417,6 +417,29 @@ def test_a_lost_write_is_refused_in_lists_too(mesh: DeviceMesh) -> None:
             )
 
 
+def test_functions_that_may_give_back_their_input_copy_where_the_whole_needs_it(mesh: DeviceMesh) -> None:
+    """A shard that one row is has its elements in order, however the whole's lie."""
+    channels_last = {"memory_format": torch.channels_last}
+    calls: list[tuple[tuple[int, ...], Any]] = [
+        ((4, 8), lambda t: t.contiguous()),
+        ((8, 8, 1, 2), lambda t: t.contiguous(**channels_last)),
+        ((8, 8, 1, 2), lambda t: t.to(**channels_last)),
+        ((4, 8), lambda t: t.ravel()),
+        ((4, 8), lambda t: t.reshape(16, 2)),
+    ]
+    for shape, call in calls:
+        full = torch.arange(float(torch.Size(shape).numel())).view(shape).transpose(0, 1)
+        for _ in range(3):
+            x = distribute_tensor(full, mesh, [Shard(0)])
+            before, made = x.to_local().clone(), call(x)
+            assert made.stride() == call(full).stride()
+            made.to_local().fill_(-1)
+            assert torch.equal(x.to_local(), before)
+            assert torch.equal(
+                call(x).to_local(), call(full)[: len(made.to_local())].reshape_as(made.to_local())
+            )
+
+
 @needs_213("the fake group leaves unwritten what it gathers")
 def test_what_is_made_of_a_copied_view_is_none_and_may_be_written(mesh: DeviceMesh) -> None:
     x = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)])

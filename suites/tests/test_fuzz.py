@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 import dtbench_core as core
-from dtbench_suites.coverage.verdicts import Caps, Job
+from dtbench_suites.compat import judge as compat
+from dtbench_suites.compat.program import Entry, Given
+from dtbench_suites.coverage.verdicts import Caps, Case, Job
 from dtbench_suites.fuzz.__main__ import search
 from dtbench_suites.fuzz.generate import Input, Program, program
-from dtbench_suites.fuzz.judge import EAGER, judging
+from dtbench_suites.fuzz.judge import EAGER, judging, verdict_on_forks
 
 Judge = Callable[[Program], tuple[str, str]]
 
@@ -87,3 +90,28 @@ def test_a_planted_fault_is_found_and_minimised(
 def test_verdicts(judge: Judge, line: str, verdict: str) -> None:
     one = Program("[0, 1, 2, 3]", (Input("v0", (2,), ("S(0)",), seed=1),), (line,))
     assert judge(one)[0] == (verdict if verdict != "n/a" else "not judged")
+
+
+@pytest.mark.parametrize(
+    ("line", "verdict"), [("v1 = v0.permute(*range(v0.ndim)[::-1])", "not judged"), ("v1 = v0 * 2", "error")]
+)
+def test_what_torch_compile_cannot_do_with_plain_tensors_is_not_judged(
+    line: str, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts = ["error"]
+
+    def judge_program(entry: Entry, impl: str) -> Case:
+        """The first is of distributed tensors."""
+        if verdicts:
+            return Case(None, (), verdicts.pop(), "", "of ours")
+        try:
+            entry.run(Given(impl, entry.backend))
+        except torch._dynamo.exc.TorchRuntimeError as error:
+            return Case(None, (), "error", "", str(error))
+        return Case(None, (), "pass")
+
+    monkeypatch.setattr(compat, "judge_program", judge_program)
+    one = Program("[0, 1, 2, 3]", (Input("v0", (), ("R",), seed=1),), (line,), (0, 1))
+    case = verdict_on_forks(one.text(), "eager")
+    assert case.verdict == verdict
+    assert ("too" in case.reason) == (verdict == "not judged")

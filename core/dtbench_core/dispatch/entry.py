@@ -228,7 +228,7 @@ def _record_call(func: Call, key: Key, args: Args, kwargs: Kwargs) -> Value:
         return result
     if not key:
         return result
-    fit = plan_of_call(args, kwargs, seen, result)
+    fit = plan_of_call(func, args, kwargs, seen, result)
     if fit is not None and func not in judged:
         judged.add(func)
         if all_by_type(func):

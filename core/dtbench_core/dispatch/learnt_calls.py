@@ -19,14 +19,17 @@ from dtbench_core.op_types import Args, Call, Kwargs, Value
 Recorded = tuple[Plan | None, Args, Kwargs, Value]
 
 
-def plan_of_call(args: Args, kwargs: Kwargs, seen: list[Recorded], result: Value) -> Plan | None:
+aten = torch.ops.aten
+
+
+def plan_of_call(func: Call, args: Args, kwargs: Kwargs, seen: list[Recorded], result: Value) -> Plan | None:
     """The plan that stands for the whole call, if the call was one functional op."""
     if "requires_grad" in kwargs:  # the op does not hear of it
         return None
     if len(seen) != 1:
         return None
     plan, op_args, op_kwargs, op_result = seen[0]
-    if plan is None:
+    if plan is None or _copies_if_it_must(func, plan.info.op, op_args, result):
         return None
     if isinstance(op_result, tuple):  # of layer_norm's three results the caller sees one
         shown = [index for index, one in enumerate(op_result) if one is result]
@@ -44,6 +47,14 @@ def plan_of_call(args: Args, kwargs: Kwargs, seen: list[Recorded], result: Value
     return plan.for_function() if fit and _accounts_for(args, kwargs, op_args, op_kwargs, plan) else None
 
 
+def _copies_if_it_must(func: Call, op: OpOverload, op_args: Args, result: Value) -> bool:
+    """Whether the function gives back its tensor where that lies in memory as asked, such as `contiguous`: a shard may
+    lie so where the whole does not."""
+    if op is aten.clone.default:
+        return getattr(func, "__name__", "") != "clone"
+    return op is aten._to_copy.default and result.dtype == op_args[0].dtype
+
+
 def without_detach(seen: list[Recorded]) -> list[Recorded]:
     """What was recorded; of functions that detach what an op has made, as those that end in `_like`, the op alone."""
     if len(seen) != 2:
@@ -51,7 +62,7 @@ def without_detach(seen: list[Recorded]) -> list[Recorded]:
     (plan, args, kwargs, made), (then, (source, *_), _, result) = seen
     if plan is None or then is None:
         return seen
-    detached = then.info.op is torch.ops.aten.detach.default and source is made and plan.info.functional
+    detached = then.info.op is aten.detach.default and source is made and plan.info.functional
     return [(plan, args, kwargs, result)] if detached else seen
 
 
@@ -65,7 +76,7 @@ def _ops_named_like(func: Call) -> list[OpOverload]:
     name = getattr(func, "__name__", "")
     if not name.startswith(("_foreach_", "_fused_")):
         name = name.strip("_")
-    packet = getattr(torch.ops.aten, name, None) if name else None
+    packet = getattr(aten, name, None) if name else None
     ops = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
     return [op for op in ops if _takes_tensor(op) and not any(a.is_out for a in op._schema.arguments)]
 

@@ -81,7 +81,7 @@ def _run_unsafe_view(dispatch: Call, cls: Any, op: OpOverload, args: Args, kwarg
     if parted is None or shape != tuple(args[0]._spec.shape):
         return NotImplemented
     made = wrap(cls.viewed, args[0]._local_tensor.view_as(args[0]._local_tensor), args[0]._spec)
-    return parted_as(made, parted)
+    return parted_as(made, parted, args[0]._source)
 
 
 def _without_plan(op: OpOverload) -> Call:

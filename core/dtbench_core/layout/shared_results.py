@@ -88,15 +88,15 @@ class SharedResults:
         ]
 
 
-NOT_ALONE = -1
+NOT_ALONE, OF_BASE = -1, -2
 
 
 class Parted(NamedTuple):
     """How a graph gives out a tensor as one of its own that shares memory in plain torch.
 
     from_input: with an input, which would not follow a write. shared, number: with other results, and which of them it
-    is; `NOT_ALONE`: of an input of a later graph, whose others were alive. made: the results of the same call, once it
-    was called.
+    is; `NOT_ALONE`: of an input of a later graph, whose others were alive; `OF_BASE`: of one that is a view of another
+    tensor. made: the results of the same call, once it was called.
     """
 
     from_input: bool
@@ -106,13 +106,13 @@ class Parted(NamedTuple):
 
     def for_itself(self) -> bool:
         """Whether it shares memory with nothing else that is given out."""
-        if self.from_input or self.number == NOT_ALONE:
+        if self.from_input or self.number < 0:
             return False
         return self.shared is None or not self.shared.meeting(self.number)
 
     def alone(self) -> bool:
         """Whether a write reaches all that share its memory: the other results are gone."""
-        if self.from_input or self.number == NOT_ALONE:
+        if self.from_input or self.number < 0:
             return False
         if self.shared is None or self.made is None:
             return True

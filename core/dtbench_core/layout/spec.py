@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench_core.errors import DimError, PlacementError, PlacementTypeError
+from dtbench_core.errors import CoreError, DimError, PlacementError, PlacementTypeError
 from dtbench_core.layout.mesh import MeshInfo, mesh_info
 from dtbench_core.layout.placement import (
     REPLICATE,
@@ -30,6 +30,7 @@ from dtbench_core.layout.placement import (
     local_extents,
     splits_evenly,
 )
+from dtbench_core.torch_compat import as_unknown_size
 
 
 class TensorMeta(NamedTuple):
@@ -81,7 +82,7 @@ class DTensorSpec:
         except (
             TypeError
         ):  # traced with symbolic sizes: how shards are cut depends on the numbers, so they are guarded
-            key = (info, placements, tuple(map(int, shape)), tuple(map(int, stride)), dtype)
+            key = (info, placements, _numbers(shape), _numbers(stride), dtype)
             found = _interned.get(key)
         if found is not None:
             return found
@@ -168,6 +169,21 @@ class DTensorSpec:
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{dtype}{list(self.shape)} {describe(self.placements)} on {self.info}"
+
+
+def _numbers(symbols: Sequence[int]) -> tuple[int, ...]:
+    """What a tracer's symbols stand for now, on which the graph then depends."""
+    try:
+        return tuple(map(int, symbols))
+    except RuntimeError as error:
+        unknown = as_unknown_size(
+            error,
+            CoreError,
+            "got an op on a DTensor in a graph whose size depends on values, such as masked_select, nonzero or unique; "
+            "expected one of a known size, by which shards are cut: call it outside the compiled function, or compile "
+            "without fullgraph=True, so that the graph ends before it",
+        )
+        raise error if unknown is None else unknown from None
 
 
 _interned: weakref.WeakValueDictionary[

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from sys import getrefcount
 from types import SimpleNamespace
 from typing import ClassVar, TypeVar
+from weakref import ReferenceType, ref
 
 import torch
 
+from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.shared_results import Parted, SharedResults
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.op_types import Value
@@ -26,6 +28,8 @@ from dtbench_core.torch_compat import (
     make_wrapper,
     set_data,
     share_storage,
+    storage_id,
+    version_of,
 )
 from dtbench_core.traced_collectives import see_uneven_shards
 
@@ -33,16 +37,29 @@ Wrapped = TypeVar("Wrapped", bound="Wrapper")
 
 
 class Memory:
-    """What tensors share that are views of each other. writes: how many there were, by ops on any of them. of_input:
-    whether it is that of an input of a graph that is traced. results: of such a graph, once one of them is a copy.
-    follow: what gives the plain tensor that lent the memory the history of one that was written to."""
+    """What tensors share that are views of each other.
 
-    __slots__ = ("follow", "of_input", "results", "writes")
+    writes: how many there were, by ops on any of them. of_input: whether it is that of an input of a graph that is
+    traced; twice: of two inputs. results: of such a graph, once one of them is a copy. source: the local tensor of that
+    input, in a graph or of one that has run: of the latter, version: how often it had been written to when asked last.
+    follow: what gives the plain tensor that lent the memory the history of one that was written to.
+    """
 
-    def __init__(self, of_input: bool = False) -> None:
-        self.writes, self.of_input = 0, of_input
+    __slots__ = ("__weakref__", "follow", "of_input", "results", "source", "twice", "version", "writes")
+
+    def __init__(self, source: torch.Tensor | None = None, *, of_input: bool = False) -> None:
+        self.writes, self.of_input, self.source = 0, of_input, source
+        self.twice = False
+        self.version = None if source is None or of_input else version_of(source)
         self.results: SharedResults | None = None
         self.follow: Callable[[Wrapper], None] | None = None
+
+    def count(self) -> int:
+        """The writes, those included that a graph made."""
+        if self.version is not None and self.version != (now := version_of(self.source)):  # type: ignore[arg-type]
+            self.version = now
+            self.writes += 1
+        return self.writes
 
     def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
         return Memory, ()  # the count of a file's tensors starts anew
@@ -64,6 +81,9 @@ class Wrapper(torch.Tensor):
     # Of a graph that is traced: whether it is a view of an input, and how it is given out as a tensor of its own.
     _views_input = False
     _parted: Parted | None = None
+    # Of a copied view of an input, that a graph returned: the input's local tensor; what of its writes the copy has.
+    _source: torch.Tensor | None = None
+    _borrowed: tuple[Memory, int] | None = None
     # The class of views that had to be copied (copied_view.py), and that of what ops on such a view give: of every
     # other class, itself.
     copied_view: ClassVar[type[Wrapper]]
@@ -151,10 +171,10 @@ def shares_memory(tensor: Wrapper) -> bool:
     """Whether another window on its memory may be alive: a parameter has outlived the tensor that it was made of, and
     is not asked again."""
     if tensor._memory is None:
-        return False
+        return bool(_lent) and _borrower(tensor) is not None
     if tensor._memory[1] == 0 and not _is_watched(tensor._memory[0]) and _holders(tensor) == _ALONE:
         tensor._memory = None
-        return False
+        return bool(_lent) and _borrower(tensor) is not None
     return True
 
 
@@ -176,12 +196,23 @@ followed: PerRank[list[tuple[Callable[[Wrapper], None], Wrapper]]] = PerRank("wr
 
 
 def count_write(tensor: Wrapper) -> None:
-    """After an op wrote to it."""
+    """After an op wrote to it.
+
+    Raises:
+        ArgumentError: in a graph, of two inputs of one memory.
+    """
     if tensor._memory is not None:
+        if tensor._memory[0].twice:
+            raise ArgumentError(
+                f"got an in-place write in a compiled function to {tensor._spec}, which shares memory with another "
+                "argument; expected one of them, as a graph that writes to it would not show that in the other: take "
+                "the view inside the function, or pass a clone() of it"
+            )
         memory = tensor._memory[0]
         memory.writes += 1
         if memory.follow is not None and tensor.requires_grad and is_grad_enabled():
             followed.get().append((memory.follow, tensor))
+    count_for_borrowers(tensor)
 
 
 def let_follow(followers: list[tuple[Callable[[Wrapper], None], Wrapper]]) -> None:
@@ -191,9 +222,36 @@ def let_follow(followers: list[tuple[Callable[[Wrapper], None], Wrapper]]) -> No
         follow(written)
 
 
+# By the storage of an input's local tensor: the memory of copied views that graphs returned of it. They do not know the
+# input, but the storage.
+_lent: dict[int, ReferenceType[Memory]] = {}
+
+
+def borrow(view: Wrapper, source: torch.Tensor) -> None:
+    """Notes that `view` has its values from the tensor that holds `source`."""
+    key = storage_id(source)
+    lent = _lent[key]() if key in _lent else None
+    if lent is None:
+        lent = Memory(source)  # which keeps the storage, and its number
+        _lent[key] = ref(lent, lambda gone: _lent.pop(key) if _lent.get(key) is gone else None)
+    view._source, view._memory, view._borrowed = source, (lent, 0), (lent, lent.count())
+
+
+def _borrower(tensor: Wrapper) -> Memory | None:
+    local = held_by(tensor)
+    lent = _lent.get(storage_id(local)) if local.__class__ is torch.Tensor else None
+    return None if lent is None else lent()
+
+
+def count_for_borrowers(tensor: Wrapper) -> None:
+    """After what `tensor` holds was written to."""
+    if _lent and (memory := _borrower(tensor)) is not None:
+        memory.writes += 1
+
+
 # The local tensor, whatever the tensor's class says of reading it.
 held_by: Callable[[Wrapper], torch.Tensor] = Wrapper.__dict__["_local_tensor"].__get__
 
 # What a tensor remembers of itself, and a copy or a file of it must not: where a copied view has its values from,
 # a pending reduction that was materialised (redistribute/tensors.py), and other results of a graph.
-MEMORIES = ("_origin", "_materialised", "_memory", "_parted")
+MEMORIES = ("_borrowed", "_materialised", "_memory", "_origin", "_parted", "_source")

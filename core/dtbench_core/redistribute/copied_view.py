@@ -8,7 +8,8 @@ of another class, which remembers where its values come from and is in one of th
     COPY    it has the values of its base; what is written to it is stored to the base, each rank its own part
     STALE   its base was written to since, which a window would show: the base is gathered again to read it
 
-Where the copy is not kept (of conj, of a materialised pending reduction), writes and reading a stale one are refused.
+Where the copy is not kept (of conj, of a materialised pending reduction), writes and reading a stale one are refused;
+so they are of a copied view of an input that a graph returned, which knows the input's storage alone.
 
 Ops on a copied view give DTensors; its views are copied views. Plans are made for it apart: its class is in
 their key.
@@ -25,11 +26,19 @@ import torch
 
 from dtbench_core.errors import PlacementError
 from dtbench_core.layout.placement import Placements
-from dtbench_core.layout.shared_results import Parted, SharedResults
+from dtbench_core.layout.shared_results import OF_BASE, Parted, SharedResults
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import Wrapped, Wrapper, held_by, share_memory, wrap
+from dtbench_core.layout.wrapper import (
+    Wrapped,
+    Wrapper,
+    borrow,
+    count_for_borrowers,
+    held_by,
+    share_memory,
+    wrap,
+)
 from dtbench_core.redistribute.route import apply, plan
-from dtbench_core.torch_compat import is_fake, is_functional, share_storage_of, version_of
+from dtbench_core.torch_compat import functionalizing, is_fake, is_functional, share_storage_of, version_of
 
 
 class ViewState(Enum):
@@ -114,11 +123,11 @@ def copied_view(
     offset: in bytes behind it."""
     made = wrap(cls.copied_view, local, spec)
     memory = share_memory(base, made, offset)
-    made._origin = Origin(base, version_of(base), memory.writes, gathered, base._spec, held_by(base))  # type: ignore[attr-defined]
+    made._origin = Origin(base, version_of(base), memory.count(), gathered, base._spec, held_by(base))  # type: ignore[attr-defined]
     if is_functional(local) and memory.results is None:
         memory.results = SharedResults()
     if is_fake(local):
-        share_storage_of(base, made)
+        share_storage_of(base, made, local)
     return made  # type: ignore[return-value]
 
 
@@ -131,11 +140,20 @@ def state_of(tensor: Any) -> ViewState:
         return ViewState.WINDOW
     origin = tensor._origin
     if origin is None:
-        return ViewState.COPY
+        lent = tensor._borrowed
+        return ViewState.COPY if lent is None or lent[0].count() == lent[1] else ViewState.STALE
     if origin.version is None:  # writes are not counted, so there may have been some
         return ViewState.COPY if origin.gathered is None else ViewState.STALE
     seen = origin.version, origin.writes
-    return ViewState.COPY if seen == (version_of(tensor), tensor._memory[0].writes) else ViewState.STALE
+    return ViewState.COPY if seen == (version_of(tensor), tensor._memory[0].count()) else ViewState.STALE
+
+
+def read_again(result: Any) -> None:
+    """Of a graph that is traced: what a write made stale is gathered while that can be, before the result is taken
+    apart."""
+    if state_of(result) is ViewState.STALE:
+        with functionalizing():
+            _gather_again(result)
 
 
 def _gather_again(view: Any) -> None:
@@ -144,7 +162,13 @@ def _gather_again(view: Any) -> None:
     Raises:
         PlacementError: that memory is not kept.
     """
-    origin: Origin = view._origin
+    origin: Origin | None = view._origin
+    if origin is None:
+        raise PlacementError(
+            f"got {view._spec}, a view of its input that a compiled function returned, and whose sharded dim had to be "
+            "gathered before it could be cut; the input has been written to since, so that it shows the old values: "
+            "take the view outside the function or again after the write, or return a clone() of it"
+        )
     gathered = origin.gathered
     if gathered is None:
         raise PlacementError(
@@ -156,7 +180,7 @@ def _gather_again(view: Any) -> None:
         _gather_again(origin.owner)
     if gathered.local is not origin.local:
         gathered.local.copy_(apply(origin.local, plan(origin.spec, gathered.placements)))
-    view._origin = origin._replace(version=version_of(view), writes=view._memory[0].writes)
+    view._origin = origin._replace(version=version_of(view), writes=view._memory[0].count())
 
 
 def store_to_base(view: Any) -> None:
@@ -169,6 +193,7 @@ def store_to_base(view: Any) -> None:
         if gathered.local is not local:
             source = spec.with_placements(gathered.placements)
             local.copy_(apply(gathered.local, plan(source, spec.placements)))
+            count_for_borrowers(owner)
         view = owner
 
 
@@ -206,6 +231,12 @@ def refuse_write(tensor: Any, *, restating: bool = False) -> None:
     if not is_copied(root) or (origin is None and root._parted is not None and root._parted.alone()):
         return
     if origin is None and root._parted is not None:
+        if root._parted.number == OF_BASE:
+            raise PlacementError(
+                f"got an in-place write in a compiled function to {tensor._spec}, a view whose sharded dim had to be "
+                "gathered before it could be cut: its base outside would not follow; take the view in the function, "
+                "or pass a clone()"
+            )
         who = "its input" if root._parted.from_input else "what another of its results holds"
         raise PlacementError(
             f"got an in-place write to {tensor._spec}, a view of {who} that a compiled function returned: the "
@@ -220,16 +251,20 @@ def refuse_write(tensor: Any, *, restating: bool = False) -> None:
     )
 
 
-def parted_as(tensor: Wrapped, parted: Parted) -> Wrapped:
-    """`tensor`, or another one of its values, that a graph gives out as `parted` says."""
+def parted_as(tensor: Wrapped, parted: Parted, source: torch.Tensor | None = None) -> Wrapped:
+    """`tensor`, or another one of its values, that a graph gives out as `parted` says. source: the local tensor of the
+    input of which it is a copied view."""
     shared, local = parted.shared, tensor._local_tensor
-    if not (is_fake(local) or is_functional(local)):
+    traced = is_fake(local) or is_functional(local)
+    if not traced:
         if parted.for_itself():
             return tensor
         if parted.made is None and shared is not None:
             parted = parted._replace(made=shared.of_call(parted.number))
     made = wrap(type(tensor).copied_view, local, tensor._spec, tensor.requires_grad)
-    made._parted = parted
+    made._parted, made._source = parted, source
+    if source is not None and not traced:
+        borrow(made, source)
     if parted.made is not None:
         parted.made[parted.number] = ref(made)
     return made  # type: ignore[return-value]

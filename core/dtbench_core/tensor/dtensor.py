@@ -43,7 +43,7 @@ from dtbench_core.layout.shard_layout import (
     even_spec,
 )
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
-from dtbench_core.layout.wrapper import MEMORIES, Memory, Wrapper, lend, wrap, wrap_shared
+from dtbench_core.layout.wrapper import MEMORIES, Wrapper, lend, wrap, wrap_shared
 from dtbench_core.op_types import Ctx
 from dtbench_core.redistribute.autograd import Redistribute, cast_dtype, follow, redistribute_tensor
 from dtbench_core.redistribute.copied_view import CopiedView, is_copied, parted_as
@@ -172,9 +172,9 @@ class DTensor(Wrapper):
         spec = DTensorSpec.of(spec.info, spec.placements, outer_size, outer_stride, local.dtype)
         made = wrap(DTensor, local, spec, requires_grad)
         if parted is not None:
-            made = parted_as(made, parted)
+            made = parted_as(made, parted, inner.get("_source"))
         if is_functional(local):
-            made._memory = (Memory(of_input=True), 0)
+            made._memory = (in_graphs.memory_of_input(local, spec), 0)
         return made
 
     # What AOTAutograd asks of a gradient: it takes its placements for granted while it traces, and a compiled

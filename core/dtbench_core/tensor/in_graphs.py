@@ -4,24 +4,43 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from dtbench_core.layout.shared_results import NOT_ALONE, Parted, window
+import torch
+
+from dtbench_core.layout.shared_results import NOT_ALONE, OF_BASE, Parted, window
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import Wrapper, held_by
-from dtbench_core.redistribute.copied_view import is_copied
-from dtbench_core.torch_compat import is_functional, mesh_group_names, ranks_of_mesh, state_of_library
+from dtbench_core.layout.wrapper import Memory, Wrapper, held_by
+from dtbench_core.redistribute.copied_view import is_copied, read_again
+from dtbench_core.torch_compat import (
+    functionalization,
+    is_functional,
+    mesh_group_names,
+    ranks_of_mesh,
+    state_of_library,
+    storage_of_wrapper,
+)
 
 # Its spec, whether it requires grad, and, of a tensor that a graph gives out though others share its memory, how.
 Described: TypeAlias = tuple[DTensorSpec, bool, Parted | None]
 
 
 def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
-    """(names of its tensors, what it is made again with)."""
+    """(names of its tensors, what it is made again with). A graph that returns a copied view of an input gives out the
+    input's local tensor beside it, by which later writes to the input are noticed."""
     parted = tensor._parted
     if is_functional(held_by(tensor)):
+        read_again(tensor)
         parted = tensor._parted = _as_result(tensor)
+        if tensor._views_input and tensor._memory is not None and is_copied(tensor):
+            memory = tensor._memory[0]  # after a write in the graph the input holds another tensor
+            tensor._source = memory.source if memory.writes == 0 else None
     elif parted is not None and parted.made is not None:  # what a later graph need know of it
         parted = Parted(parted.from_input, number=0 if parted.alone() else NOT_ALONE)
-    return ["_local_tensor"], (tensor._spec, tensor.requires_grad, parted)
+    elif parted is None and is_copied(tensor):
+        parted = Parted(from_input=False, number=OF_BASE)
+    inner = ["_local_tensor"]
+    if tensor._source is not None and tensor._borrowed is None:
+        inner.append("_source")
+    return inner, (tensor._spec, tensor.requires_grad, parted)
 
 
 def _as_result(tensor: Wrapper) -> Parted | None:
@@ -38,6 +57,16 @@ def _as_result(tensor: Wrapper) -> Parted | None:
         return known._replace(from_input=from_input)
     memory.results.results.append((window(tensor._spec, tensor._memory[1]), is_copied(tensor)))
     return Parted(from_input, memory.results, len(memory.results.results) - 1)
+
+
+def memory_of_input(local: torch.Tensor, spec: DTensorSpec) -> Memory:
+    """What is noted of the memory of an input, of that local tensor, of a graph that is traced."""
+    made, trace = Memory(local, of_input=True), functionalization()
+    if trace is not None and 0 not in spec.shape:
+        others = vars(trace).setdefault("dtbench_core", dict[int, Memory]())
+        first = others.setdefault(storage_of_wrapper(local), made)
+        first.twice = made.twice = first is not made
+    return made
 
 
 def stable_hash(tensor: Wrapper) -> str:

@@ -19,7 +19,7 @@ from dtbench_core.errors import SimulationError
 from dtbench_core.simulate import ThreadWorld
 from dtbench_core.simulate.threads import diverged
 from dtbench_suites.compat import judge as compat
-from dtbench_suites.compat.program import Entry, Given
+from dtbench_suites.compat.program import AnyTensor, Entry, Given
 from dtbench_suites.coverage.judge import difference, quiet
 from dtbench_suites.coverage.verdicts import RANKS, Case, Job
 from dtbench_suites.data import placement
@@ -51,8 +51,9 @@ def names(given: Given, leaves: list[Any]) -> dict[str, Any]:
         )
 
     def index(*at: int) -> Any:
+        """Replicated, in a way that a compiled function may call, too."""
         made = torch.tensor(at)
-        return made if given.plain else core.distribute_tensor(made, used[0], src_data_rank=None)
+        return made if given.plain else core.DTensor.from_local(made, used[0])
 
     return {
         "index": index,
@@ -195,11 +196,30 @@ def _brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _on_forks(text: str, backend: str) -> Case:
+class _CompiledPlain(Given):
+    """Plain tensors, whose compiled parts are compiled."""
+
+    def compile(self, fn: Callable[..., AnyTensor], **options: AnyTensor) -> Callable[..., AnyTensor]:
+        return Given("core", self.backend).compile(fn, **options)
+
+
+def _plain_results(text: str, given: Given) -> object:
+    """Of plain tensors, in the place of distributed ones too: there, compiled."""
+    return results(text, given if given.plain else _CompiledPlain("plain", given.backend))
+
+
+def verdict_on_forks(text: str, backend: str) -> Case:
     case = compat.judge_program(Entry("", "fuzz", functools.partial(results, text), backend), "core")
     if case.reason.startswith("plain tensors raise") or _NO_GRAPH in case.reason:
         return replace(case, verdict=NOT_JUDGED)
-    return case
+    if case.verdict in ("pass", "refused"):
+        return case
+    plain = compat.judge_program(Entry("", "fuzz", functools.partial(_plain_results, text), backend), "core")
+    if plain.verdict == "pass":
+        return case
+    return replace(
+        case, verdict=NOT_JUDGED, reason=f"torch.compile fails with plain tensors, too: {plain.reason}"
+    )
 
 
 @contextlib.contextmanager
@@ -221,7 +241,7 @@ def judging() -> Iterator[Callable[[Job], Iterator[Case | int]]]:
                 yield _on_threads(world, job.op)
             else:
                 ready_to_fork()
-                yield _on_forks(job.op, job.mode)
+                yield verdict_on_forks(job.op, job.mode)
             yield 0
 
         yield judge
