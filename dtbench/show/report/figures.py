@@ -27,7 +27,7 @@ from dtbench.show.report.svg import FONT_PX, STAND_IN, draw, text_px
 MAX_PANELS, MAX_ROWS = 24, 12
 MAX_SHOWN = 6  # two rows of small panels
 # A phone's width holds a panel without making its text small.
-WIDE_PX, DOTS_PX, CURVES_PX = 880.0, 400.0, (340.0, 192.0)
+WIDE_PX, INTERVALS_PX, DOTS_PX, CURVES_PX = 880.0, 560.0, 400.0, (340.0, 192.0)
 ROW_PX = 17.0
 TICK_PX = 24.0  # that the number of a place takes, with the gap beside it
 SHADE_OPACITY, BAND_OPACITY, ROW_OPACITY = 0.09, 0.18, 0.16  # lines and marks stay legible on them
@@ -79,6 +79,11 @@ class Panel:
     width: float
     height: float
     paint: Callable[[Canvas], Sequence[Point] | None]
+
+    @property
+    def scrolls(self) -> bool:
+        """Whether a phone shows a part of it at a time."""
+        return self.width >= WIDE_PX
 
     @property
     def svg(self) -> Markup:
@@ -262,7 +267,7 @@ def dots(
     drawn = []
     for index, (title, rows) in enumerate(panels.items()):
         x = axis(_reach(rows)) if each_axis else common
-        size = WIDE_PX if intervals else DOTS_PX, ROW_PX * len(rows) + (48 if x.title else 34)
+        size = INTERVALS_PX if intervals else DOTS_PX, ROW_PX * len(rows) + (48 if x.title else 34)
         paint = partial(_paint_dots, rows, styles, x, intervals)
         drawn.append(Panel(title, said(rows), f"{name}{index}", *size, paint))
     present = {series for rows in panels.values() for row in rows for series in row.values}
@@ -279,7 +284,7 @@ def _reach(rows: Sequence[Row]) -> list[float]:
 def _paint_dots(
     rows: Sequence[Row], styles: Mapping[str, Style], x: Axis, intervals: bool, canvas: Canvas
 ) -> list[Point]:
-    most = 54 if intervals else 28
+    most = 44 if intervals else 30
     labels, notes = [cut(row.label, most) for row in rows], [row.note for row in rows]
     axes = axes_in(canvas, **_sides(labels, notes), top=6, bottom=42 if x.title else 28)
     if intervals:

@@ -123,5 +123,5 @@ def core_beside_torch(section: Section, cases: Sequence[Case], what: str, where:
         f"{t.faster(max(ratios))} to {t.faster(min(ratios))}"
     )
     section.headlines.append((t.faster(mean), words))
-    section.outcome = section.outcome or f"the core is {t.faster(mean)} than torch per {what}"
-    return f"{where} core is {t.faster(mean)} than torch (geometric mean)."
+    section.outcome = section.outcome or f"the core is {t.faster(mean, 'torch')} per {what}"
+    return f"{where} core is {t.faster(mean, 'torch')} (geometric mean)."
