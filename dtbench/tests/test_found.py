@@ -54,6 +54,12 @@ def test_collectives_are_a_table_as_nccl_tests_prints_one() -> None:
     assert len({len(line) for line in (columns, units, first, second)}) == 1
 
 
+def test_cells_of_a_row_never_touch() -> None:
+    row = lines(collective("all_reduce", 8, 0.3154), collective("all_reduce", 2**40, 12345.678))
+    assert row[3].split() == ["8", "2", "float", "315400", "+0%", "0.00000", "0.00000", "0"]
+    assert row[4].split()[:5] == [str(2**40), str(2**38), "float", "12345678000", "+0%"]
+
+
 @pytest.mark.parametrize(
     ("name", "count"),
     [("all_reduce", 256), ("broadcast", 256), ("all_gather", 64), ("reduce_scatter", 64), ("all_to_all", 64)],
