@@ -139,7 +139,7 @@ def _dispatch(cases: Sequence[_Case]) -> list[str]:
             lines.append(f"{format_seconds(max(median(added), 0.0))} more with {who}")
     calls = plural(len(forward or cached), "cached call")
     found = f"an op takes {', '.join(lines)} than on plain tensors (median of {calls})"
-    return ([found] if lines else []) + _in_general(cases)
+    return ([found] if lines else []) + _in_general(cached or cases)
 
 
 def _collectives(cases: Sequence[_Case]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import time
@@ -146,7 +147,9 @@ class _Gate:
         try:
             old, new = self._count()
         except OutOfTimeError as error:
-            raise UsageError(f"{error}, and not all is counted yet: give --budget more") from error
+            spent_s = time.monotonic() - began
+            more = f"give --budget {math.ceil(3 * spent_s)}s or more"
+            raise UsageError(f"{error}, and not all is counted after {about(spent_s)}: {more}") from error
         benchmarks = self._sort_out(old, new)
         with contextlib.suppress(OutOfTimeError):
             self._compare_counters(benchmarks, old, new)

@@ -119,6 +119,12 @@ def test_a_run_says_what_it_found_and_doubts_what_ranks_without_cores_measured()
         "dispatch: the core is 3.00x faster than torch.distributed.tensor over 1 case",
         "collectives: all_reduce busbw 1.57 GB/s over dp at 1 MiB; 100 µs over dp at 4 KiB",
     ]
+    first = [
+        made_up.result("dispatch", "add", impl, params | {"call": "first"}, [t] * 5)
+        for impl, t in (("core", 1e-6), ("torch", 1e-3))
+    ]
+    as_the_page = findings(made_up.run([*dispatch, *first], "a.jsonl", machine={"cpu": {"usable_cores": 8}}))
+    assert as_the_page == findings(quiet)[:2], "of cached calls alone, as the report"
     assert next_commands(quiet) == [
         "next: dtbench show a.jsonl",
         "      dtbench calibrate a.jsonl -o a.topology.json",

@@ -340,7 +340,30 @@ def test_spans_of_other_traces_are_none() -> None:
     )
 
 
+# ------------------------------------------------------------------------------------ a suite of a user's
+
+
+def test_the_title_of_an_unknown_suite_is_its_times_and_sizes_have_units() -> None:
+    results = [
+        made_up.result("mine", "mean", "one", {"size": size, "bucket_bytes": size}, [time_s] * 5)
+        for size, time_s in ((2**14, 2e-4), (2**18, 1e-3))
+    ]
+    alone = made_up.run(results, mesh={}, ranks=made_up.header()["ranks"][:1])
+    shown = Page(render(Sources(runs=(alone,))))
+    assert "mine: 2 cases from 200 µs to 1.00 ms" in shown.text
+    assert "One process measured" in shown.text and "unknown" not in shown.text
+    assert "mean 16 KiB 16 KiB" in shown.text
+
+
 # ------------------------------------------------------------------------------------ history, ops
+
+
+def test_titles_of_a_history_leave_out_what_all_benchmarks_share(tmp_path: Path) -> None:
+    line = made_up_findings.history(2)[0]
+    times = {f"dispatch add mesh=8 pass={way} [core]": 1e-6 for way in ("forward", "backward")}
+    lines = [line | {"revision": revision * 40, "times_s": times} for revision in "ab"]
+    shown = Page(render(gather([made_up_findings.write_lines(tmp_path, "h.jsonl", lines)])))
+    assert "add pass=forward [core]" in shown.section_text["history"]
 
 
 def test_history_puts_first_what_moved_most(shown: Page) -> None:
