@@ -90,7 +90,8 @@ def line_of(result: Result, change: str = "") -> str:
     params = " ".join(
         f"{k}={format_size(v) if k == 'size' and isinstance(v, int) else v}" for k, v in result.params.items()
     )
-    words = [f"{result.suite} {result.name} {params}".rstrip(), "|", result.impl]
+    name = result.suite if result.name == result.suite else f"{result.suite} {result.name}"
+    words = [f"{name} {params}".rstrip(), "|", result.impl]
     if result.status == "ok" and result.time_s is not None:
         words += [format_seconds(result.estimate_s), format_spread(result.spread)]
         bandwidth = result.busbw_Bps if result.busbw_Bps is not None else result.algbw_Bps

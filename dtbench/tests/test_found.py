@@ -76,6 +76,8 @@ def test_what_is_no_time_of_a_collective_has_a_line_of_its_own() -> None:
     assert shown[4].endswith("size=1 KiB | c10d  wrong on rank 3  (sum off by 1)")
     assert shown[5].startswith("# collectives")  # its head again, after what stands between
     assert shown[-1] == "dispatch add mesh=8 | core  4.00 µs  +19%"
+    functions = made_up.result("functions", "functions", "mm", {}, [4e-6, 4e-6])
+    assert lines(functions) == ["functions | mm  4.00 µs  +0%"]
 
 
 def test_sizes_are_read_as_nccl_tests_reads_them() -> None:
