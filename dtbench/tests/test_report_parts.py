@@ -640,6 +640,7 @@ def test_a_folder_of_runs_shows_the_last_and_how_each_case_moved(tmp_path: Path)
     assert [run.header.run_id for run in sources.runs] == ["run3"]
     (moved,) = sources.histories
     assert [point.revision for point in moved.points] == ["01-01 00:00", "01-02 00:00", "01-03 00:00"]
+    assert moved.machine == "Made-up CPU @ 2.00GHz, mesh dp=2 x tp=2, 2 hosts, gloo"
     rows = Page(render(sources)).rows
     first = next(row for row in rows if row and row[0].startswith("dispatch ") and "[" in row[0])
     assert first[0].startswith("dispatch add ") and "+50.0" in first

@@ -367,6 +367,7 @@ def bars(
     format_tick: Format,
     *,
     named: bool = True,
+    width: float = WIDE_PX,
     folded: str = "",
 ) -> Figure | None:
     """Rows of boxes, each panel with an axis of its own. named: every box that has room for it bears its name, and
@@ -378,9 +379,9 @@ def bars(
         if top <= 0:
             continue
         height = (34.0 if named else 20.0) * len(rows) + 40
-        paint = partial(_paint_bars, rows, shades, value_axis([top], format_tick, log=False), named)
+        paint = partial(_paint_bars, rows, shades, value_axis([top], format_tick, log=False), named, width)
         desc = "; ".join(f"{bar.label}: {bar.note or f'{len(bar.parts)} spans'}" for bar in rows)
-        drawn.append(Panel(title, desc, f"{name}{len(drawn)}", WIDE_PX, height, paint))
+        drawn.append(Panel(title, desc, f"{name}{len(drawn)}", width, height, paint))
     items = legend(
         name, shades, {part for bars in panels.values() for bar in bars for part, *_ in bar.parts}, False
     )
@@ -388,11 +389,11 @@ def bars(
 
 
 def _paint_bars(
-    rows: Sequence[Bar], shades: Mapping[str, Shade], x: Axis, named: bool, canvas: Canvas
+    rows: Sequence[Bar], shades: Mapping[str, Shade], x: Axis, named: bool, width: float, canvas: Canvas
 ) -> None:
     labels, notes = [cut(bar.label, 40) for bar in rows], [bar.note for bar in rows]
     sides = _sides(labels, notes)
-    across = (WIDE_PX - sum(sides.values())) / (x.high - x.low)
+    across = (width - sum(sides.values())) / (x.high - x.low)
     edge = {"edgecolor": STAND_IN["surface"], "linewidth": 1.2} if named else {"linewidth": 0}
     axes = axes_in(canvas, **sides, top=6, bottom=30)
     for place, bar in enumerate(rows):
