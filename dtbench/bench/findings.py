@@ -152,13 +152,15 @@ def _collectives(cases: Sequence[_Case]) -> list[str]:
     parts = []
     for end, title, figure in ((max, "busbw ", _shown_rate), (min, "", _shown_time)):
         sizes = {dim: end(r.size_bytes or 0 for r in members) for dim, members in dims.items()}
-        shown = [
-            f"{text} over {dim}"
+        shown = {
+            dim: f"{text} over {dim}"
             for dim, members in dims.items()
             if (text := figure([r for r in members if (r.size_bytes or 0) == sizes[dim]])) != "-"
-        ]
-        if shown:
-            parts.append(f"{title}{', '.join(shown)} at {format_size(min(sizes.values()))}")
+        }
+        at = group_by(shown, sizes.__getitem__)  # a run within a budget has other sizes of each dim
+        said = [f"{', '.join(shown[dim] for dim in of)} at {format_size(size)}" for size, of in at.items()]
+        if said:
+            parts.append(f"{title}{', '.join(said)}")
     return [f"{name} {'; '.join(parts)}"]
 
 

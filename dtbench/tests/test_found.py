@@ -103,6 +103,19 @@ def test_sizes_are_read_as_nccl_tests_reads_them() -> None:
 # ------------------------------------------------------------------------------------- what was found
 
 
+def test_dims_of_other_sizes_are_not_said_to_be_of_one() -> None:
+    """As `--budget` leaves them, which measures the ends of some sweeps only."""
+    tp = [collective("all_reduce", 4096, 1e-4)]
+    tp = [msgspec.structs.replace(r, params=r.params | {"mesh_dim": "tp"}) for r in tp]
+    sums = [collective("all_reduce", size, time) for size, time in ((4096, 1e-4), (MIB, 1e-3))]
+    run = made_up.run([*sums, *tp], "a.jsonl", machine={"cpu": {"usable_cores": 8}})
+    (said,) = findings(run)
+    assert said == (
+        "collectives: all_reduce busbw 1.57 GB/s over dp at 1 MiB, 61.4 MB/s over tp at 4 KiB; "
+        "100 µs over dp, 100 µs over tp at 4 KiB"
+    )
+
+
 def test_a_run_says_what_it_found_and_doubts_what_ranks_without_cores_measured() -> None:
     params = {"call": "cached", "pass": "forward", "mesh": "8"}
     times = {"local": 1e-6, "core": 3e-6, "torch": 9e-6}
