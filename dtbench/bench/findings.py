@@ -128,7 +128,7 @@ def _dispatch(cases: Sequence[_Case]) -> list[str]:
     """What an op costs beyond the plain op, of calls whose decision is cached."""
     cached = [c for c in cases if next(iter(c.values()))[0].params.get("call") == "cached"]
     forward = [c for c in cached if next(iter(c.values()))[0].params.get("pass") == "forward"]
-    lines = []
+    lines, counted = [], 0
     for impl, who in (("torch", "torch's DTensor"), ("core", "dtbench's core")):
         added = [
             mine - floor
@@ -137,7 +137,8 @@ def _dispatch(cases: Sequence[_Case]) -> list[str]:
         ]
         if added:
             lines.append(f"{format_seconds(max(median(added), 0.0))} more with {who}")
-    calls = plural(len(forward or cached), "cached call")
+            counted = max(counted, len(added))
+    calls = plural(counted, "cached call")
     found = f"an op takes {', '.join(lines)} than on plain tensors (median of {calls})"
     return ([found] if lines else []) + _in_general(cached or cases)
 

@@ -134,6 +134,8 @@ def test_a_run_says_what_it_found_and_doubts_what_ranks_without_cores_measured()
         "dispatch: the core is 3.00x faster than torch.distributed.tensor over 1 case",
         "collectives: all_reduce busbw 1.57 GB/s over dp at 1 MiB; 100 µs over dp at 4 KiB",
     ]
+    unfloored = [made_up.result("dispatch", "view", "torch", params, [1e-3] * 5)]
+    assert findings(made_up.run([*dispatch, *unfloored], "a.jsonl"))[0] == findings(quiet)[0]
     first = [
         made_up.result("dispatch", "add", impl, params | {"call": "first"}, [t] * 5)
         for impl, t in (("core", 1e-6), ("torch", 1e-3))
