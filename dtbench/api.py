@@ -76,11 +76,16 @@ class Results(Run):
 
     def _repr_html_(self) -> str:
         from dtbench.records.frame import PARAM, results_frame
+        from dtbench.text.units import format_bandwidth, format_seconds, format_spread
 
         frame = results_frame(self)
-        kept = ["suite", "name", "impl", "status", "estimate_s", "busbw_Bps", "reason"]
+        frame["time"] = [format_seconds(r.estimate_s) for r in self.results]
+        frame["spread"] = [format_spread(r.spread) for r in self.results]
+        if frame["busbw_Bps"].notna().any():
+            frame["busbw"] = [format_bandwidth(r.busbw_Bps) for r in self.results]
         params = [name for name in frame.columns if name.startswith(PARAM)]
-        shown = frame[[*kept[:3], *params, *kept[3:]]].dropna(axis="columns", how="all")
+        kept = ["suite", "name", "impl", *params, "status", "time", "spread", "busbw", "reason"]
+        shown = frame[[name for name in kept if name in frame]].dropna(axis="columns", how="all")
         return str(shown.to_html(index=False, max_rows=60, na_rep=""))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from dtbench.bench.options import Task
 from dtbench.bench.progress import about
+from dtbench.text.units import plural
 
 # Of one impl of a case on two cores with 4 gloo ranks, in the ratios of a full run; scaled to a run of 426 results that
 # took 98 s there with nothing beside. A GPU takes less. A machine that is slower measures fewer: see `Deadlines`.
@@ -31,7 +32,7 @@ def estimate_s(tasks: Sequence[Task], quick: bool) -> float:
 def forecast(tasks: Sequence[Task], listed: Sequence[Task], quick: bool) -> str:
     """`132 of 831 cases, about 3 min by estimate`."""
     seconds = START_S + estimate_s(tasks, quick)
-    cases = f"{len(tasks)} of {len(listed)} cases" if len(tasks) < len(listed) else f"{len(tasks)} cases"
+    cases = f"{len(tasks)} of {len(listed)} cases" if len(tasks) < len(listed) else plural(len(tasks), "case")
     return f"{cases}, {about(seconds)} by estimate"
 
 

@@ -128,7 +128,7 @@ def _dispatch(cases: Sequence[_Case]) -> list[str]:
     """What an op costs beyond the plain op, of calls whose decision is cached."""
     cached = [c for c in cases if next(iter(c.values()))[0].params.get("call") == "cached"]
     forward = [c for c in cached if next(iter(c.values()))[0].params.get("pass") == "forward"]
-    lines = []
+    lines, counted = [], 0
     for impl, who in (("torch", "torch's DTensor"), ("core", "dtbench's core")):
         added = [
             mine - floor
@@ -137,9 +137,10 @@ def _dispatch(cases: Sequence[_Case]) -> list[str]:
         ]
         if added:
             lines.append(f"{format_seconds(max(median(added), 0.0))} more with {who}")
-    calls = plural(len(forward or cached), "cached call")
+            counted = max(counted, len(added))
+    calls = plural(counted, "cached call")
     found = f"an op takes {', '.join(lines)} than on plain tensors (median of {calls})"
-    return ([found] if lines else []) + _in_general(cases)
+    return ([found] if lines else []) + _in_general(cached or cases)
 
 
 def _collectives(cases: Sequence[_Case]) -> list[str]:
@@ -152,13 +153,15 @@ def _collectives(cases: Sequence[_Case]) -> list[str]:
     parts = []
     for end, title, figure in ((max, "busbw ", _shown_rate), (min, "", _shown_time)):
         sizes = {dim: end(r.size_bytes or 0 for r in members) for dim, members in dims.items()}
-        shown = [
-            f"{text} over {dim}"
+        shown = {
+            dim: f"{text} over {dim}"
             for dim, members in dims.items()
             if (text := figure([r for r in members if (r.size_bytes or 0) == sizes[dim]])) != "-"
-        ]
-        if shown:
-            parts.append(f"{title}{', '.join(shown)} at {format_size(min(sizes.values()))}")
+        }
+        at = group_by(shown, sizes.__getitem__)  # a run within a budget has other sizes of each dim
+        said = [f"{', '.join(shown[dim] for dim in of)} at {format_size(size)}" for size, of in at.items()]
+        if said:
+            parts.append(f"{title}{', '.join(said)}")
     return [f"{name} {'; '.join(parts)}"]
 
 

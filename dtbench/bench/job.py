@@ -181,7 +181,8 @@ def say_ended(options: RunOptions, path: Path, before: Before | None) -> None:
     lines = [] if options.brief else findings(run)
     if before is not None and (summary := before.summary(run.results)):
         lines.append(summary)
-    lines.append(f"{path}: {summary_of(run.results)}")
+    of = ", ".join(options.suites) if options.brief else path  # whose file is not kept
+    lines.append(f"{of}: {summary_of(run.results)}")
     if options.save_baseline is not None:
         kept = baselines.save(path, options.save_baseline)
         lines.append(f"kept as the baseline {options.save_baseline}: {kept}")

@@ -49,7 +49,7 @@ class Lines:
         if block != self._block:
             self._block = block
             yield from _head(result)
-        row = "".join(f"{cell:>{width}}" for cell, (_, _, width) in zip(cells, _COLUMNS, strict=True))
+        row = "".join(f" {cell:>{width - 1}}" for cell, (_, _, width) in zip(cells, _COLUMNS, strict=True))
         notes = "; ".join(note for note in (change, result.reason) if note)
         yield f"{row}  {notes}".rstrip()
 
@@ -62,11 +62,16 @@ def _row(result: Result) -> list[str] | None:
         return None
     name, itemsize = _TYPES[str(dtype)]
     count = int(size or 0) // itemsize // (int(ranks or 1) if result.name in _SHARED else 1)
-    bandwidths = [
-        "N/A" if b is None else significant(b / 1e9, 3) for b in (result.algbw_Bps, result.busbw_Bps)
-    ]
+    bandwidths = [_bandwidth(b) for b in (result.algbw_Bps, result.busbw_Bps)]
     time = significant(result.estimate_s * 1e6)
     return [str(size), str(count), name, time, format_spread(result.spread), *bandwidths, "0"]
+
+
+def _bandwidth(rate: float | None) -> str:
+    """In 10^9 bytes per second; of what is next to nothing as many decimals as the column has room for."""
+    if rate is None:
+        return "N/A"
+    return significant(rate / 1e9, 3) if rate >= 1e6 else f"{rate / 1e9:.5f}"
 
 
 def _head(result: Result) -> Iterator[str]:
@@ -85,7 +90,8 @@ def line_of(result: Result, change: str = "") -> str:
     params = " ".join(
         f"{k}={format_size(v) if k == 'size' and isinstance(v, int) else v}" for k, v in result.params.items()
     )
-    words = [f"{result.suite} {result.name} {params}".rstrip(), "|", result.impl]
+    name = result.suite if result.name == result.suite else f"{result.suite} {result.name}"
+    words = [f"{name} {params}".rstrip(), "|", result.impl]
     if result.status == "ok" and result.time_s is not None:
         words += [format_seconds(result.estimate_s), format_spread(result.spread)]
         bandwidth = result.busbw_Bps if result.busbw_Bps is not None else result.algbw_Bps

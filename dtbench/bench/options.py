@@ -93,7 +93,7 @@ class RunOptions:
     on_failure: Literal["continue", "stop"] = "continue"  # where a case has cost the run its ranks
     baseline: str | None = None  # to compare with: a name or a run file
     save_baseline: str | None = None  # the name to keep the run under
-    brief: bool = False  # end with the counts alone
+    brief: bool = False  # of a trial: end with the counts alone, of a file that is not kept
 
     def __post_init__(self) -> None:
         if self.resume and self.output is None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 
 from dtbench.bench.live import Lines, line_of
 from dtbench.model import STATUSES, Result
+from dtbench.text.units import plural
 
 # How often a log without a terminal is told how far the run is.
 TELL_EVERY_S = 60.0
@@ -37,7 +38,7 @@ class Progress:
     def more(self, count: int) -> None:
         """So many more are to come than `begin` said."""
         self._total += count
-        say(f"{count} more results to measure, where the sweep was too coarse")
+        say(f"{plural(count, 'more result')} to measure, where the sweep was too coarse")
 
     def result(self, result: Result, change: str = "") -> None:
         """change: against an earlier run, in words."""

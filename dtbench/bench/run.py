@@ -62,7 +62,8 @@ def run(options: RunOptions, argv: Sequence[str]) -> int:
     if job.alone:
         return measure_alone(job, argv, output, before)
     ranks = plural(job.plan.world_size, "process")
-    say(f"starting {ranks}, which load torch{' and meet' if job.plan.world_size > 1 else ''}")
+    doing = "which load torch and meet" if job.plan.world_size > 1 else "which loads torch"
+    say(f"starting {ranks}, {doing}")
     return _measure_in_ranks(job, argv, output, {result.key for result in before.results} if before else ())
 
 
@@ -161,7 +162,7 @@ def measure_alone(job: Job, argv: Sequence[str], output: Path, before: Run | Non
     with open_run_file(job, argv, output, [local_rank_info("cpu")], before) as writer:
         tasks = [(task.case, task.impls) for task in remaining(job.tasks, writer.results, 0)]
         total = sum(len(impls) for _, impls in tasks)
-        progress.begin(f"{total} results to measure, into {output}", total)
+        progress.begin(f"{plural(total, 'result')} to measure, into {output}", total)
         try:
             suite.measure(job.plan, tasks, lambda result: progress.result(writer.append(result)))
             writer.end()

@@ -41,7 +41,7 @@ from dtbench.model import Param, Result
 from dtbench.model.errors import UsageError
 from dtbench.model.mesh import format_mesh
 from dtbench.records.run import RunWriter, read_header
-from dtbench.text.units import format_seconds
+from dtbench.text.units import format_seconds, plural
 from dtbench.world.clocks import Offset
 from dtbench.world.failure import ActiveCase, Diagnosis
 from dtbench.world.launch import AGAIN, launch_number, start_again
@@ -264,9 +264,9 @@ class Recorder:
         elif alone:
             ranks += f", of {' and '.join(alone)} in one process"
         words = [
-            f"{total} results to measure {ranks},",
+            f"{plural(total, 'result')} to measure {ranks},",
             f"launch {self._launch + 1} of {launches}," if launches > 1 else "",
-            f"into {self.writer.path}:",
+            "" if self._job.options.brief else f"into {self.writer.path}:",
             budget.forecast(tasks, self._job.listed, plan.quick),
         ]
         self.progress.begin(" ".join(word for word in words if word), total)

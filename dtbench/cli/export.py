@@ -26,9 +26,9 @@ def export_command(topology: Path, target: str, output: Path) -> None:
     Its constants go into torch's own cost models:
 
     \b
-    --to torch     the cost model of torch.distributed.tensor, which chooses shardings and redistributions
-    --to inductor  the overlap scheduler of torch.compile, which asks how long a collective runs
-    --to autoparallel  its tables of runtimes per collective, nodes and ranks per node
+    --to torch         torch.distributed.tensor, which chooses redistributions
+    --to inductor      the scheduler of torch.compile, which overlaps collectives
+    --to autoparallel  its runtimes per collective, nodes and ranks per node
 
     The module imports torch at most; its first lines say how to use it.
 

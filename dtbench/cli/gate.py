@@ -90,15 +90,15 @@ def gate_command(
     They take turns in random order.
 
     \b
-    An ARM is rev:origin/main (a git revision), python:PATH (another build of torch)
-    or env:NCCL_ALGO=Ring (variables; `env:` alone changes nothing).
-    Exit codes: 0 no regression, 1 regression, 2 usage, 3 inconclusive or not to be
-    trusted, 4 a benchmark is missing in one arm, 5 a benchmark or an arm failed.
+    An ARM is rev:origin/main (a git revision), python:PATH (another build of
+    torch) or env:NCCL_ALGO=Ring (variables; `env:` alone changes nothing).
+    Exit codes: 0 no regression, 1 regression, 2 usage, 3 inconclusive or not to
+    be trusted, 4 a benchmark is in one arm only, 5 a benchmark or arm failed.
 
     \b
     Examples:
-      dtbench gate --base rev:origin/main --head rev:HEAD dispatch/add --impl core --budget 5m
-      dtbench gate --base env: --head env:NCCL_ALGO=Ring collectives/all_reduce -o gate
+      dtbench gate --base rev:origin/main --head rev:HEAD dispatch/add
+      dtbench gate --base env: --head env:NCCL_ALGO=Ring collectives/all_reduce
     """
     import signal
 

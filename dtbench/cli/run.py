@@ -157,7 +157,7 @@ def run_command(context: click.Context, /, words: tuple[str, ...], **given: opti
     Examples:
       dtbench run --budget 3m
       dtbench run collectives --size 1KiB:16MiB:4x --nproc 4 -o run.jsonl
-      dtbench run collectives -b 8 -e 128M -f 2 --filter "all_reduce groups=together"
+      dtbench run collectives -b 8 -e 128M -f 2 --filter all_reduce
       dtbench run collectives redistribute --max-size 64MiB -o run.jsonl
     """
     from dtbench.bench.run import run

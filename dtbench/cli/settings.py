@@ -84,7 +84,7 @@ def settings_command(
     Examples:
       dtbench settings buckets.jsonl
       dtbench settings --sweep NCCL_ALGO=Tree,NCCL_PROTO=LL -o sweep -- \\
-        torchrun --nproc-per-node 8 --no-python dtbench run collectives --mesh tp=8 > sweep.sh
+        torchrun --nproc-per-node 8 --no-python dtbench run collectives > sweep.sh
       dtbench settings sweep/*.jsonl -o tuner.csv
     """
     if forced:

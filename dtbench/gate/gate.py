@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import time
@@ -85,7 +86,9 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
     if options.budget_s is not None:
         limits = Limits(options.timeout_s, began + options.budget_s, f"{options.budget_s:g} s")
     folder = options.folder or Path(time.strftime("gate-%Y%m%dT%H%M%SZ", time.gmtime()))
-    with _made_folder(folder, options.resume), open_arms(options.base, options.head, say) as (base, head):
+    with _made_folder(folder, options.resume), contextlib.ExitStack() as stack:
+        with said_if_slow("making base and head ready", say):
+            base, head = stack.enter_context(open_arms(options.base, options.head, say))
         plan = _plan(options, base, head)
         seed = _keep_state(folder, options, base, head, plan)
         with said_if_slow("loading torch and the suites", say):
@@ -146,7 +149,9 @@ class _Gate:
         try:
             old, new = self._count()
         except OutOfTimeError as error:
-            raise UsageError(f"{error}, and not all is counted yet: give --budget more") from error
+            spent_s = time.monotonic() - began
+            more = f"give --budget {math.ceil(3 * spent_s)}s or more"
+            raise UsageError(f"{error}, and not all is counted after {about(spent_s)}: {more}") from error
         benchmarks = self._sort_out(old, new)
         with contextlib.suppress(OutOfTimeError):
             self._compare_counters(benchmarks, old, new)

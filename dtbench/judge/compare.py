@@ -211,7 +211,7 @@ def _notes(base: Sequence[Run], new: Sequence[Run], rows: Sequence[Judged]) -> l
     few = [min(r.base_launches, r.head_launches) for r in rows if r.effect is not None]
     if few and min(few) < MIN_LAUNCHES:
         notes.append(
-            f"as few as {min(few)} launch(es) per side: almost all variance lies between launches, so no "
+            f"as few as {plural(min(few), 'launch')} per side: almost all variance lies between launches, so no "
             f"case with fewer than {MIN_LAUNCHES} on each side is called slower or faster; "
             f"measure with --launches {MIN_LAUNCHES}, better 10"
         )

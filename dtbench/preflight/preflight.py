@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from dtbench.bench.options import RunOptions
+from dtbench.bench.progress import said_if_slow, say
 from dtbench.machine.device import choose_device, count_ranks
 from dtbench.model.errors import (
     EXIT_INTERRUPTED,
@@ -23,6 +24,7 @@ from dtbench.preflight.expected import Expected, compare_with, read_expected
 from dtbench.preflight.show import write_all
 from dtbench.records.atomic import refuse_taken
 from dtbench.records.preflight import Link, Preflight
+from dtbench.text.units import plural
 from dtbench.world.failure import ActiveCase, Diagnosis
 from dtbench.world.launch import start_ranks
 from dtbench.world.place import Place, find_place
@@ -52,12 +54,15 @@ def preflight(request: Request) -> int:
     place = find_place()
     if place is not None:
         Coordinator(request, place, expected).go()
-    device_type = choose_device(request.options.device)
-    nproc = count_ranks(request.options.ranks, device_type, request.options.backend)
+    tell = (lambda _text: None) if request.as_json else say
+    with said_if_slow("loading torch", tell):
+        device_type = choose_device(request.options.device)
+        nproc = count_ranks(request.options.ranks, device_type, request.options.backend)
     request.options.plan(device_type, nproc)
     _refuse_one(nproc)
     for path in request.outputs:
         refuse_taken(path)
+    tell(f"starting {plural(nproc, 'process')}, which load torch and meet")
     note = start_ranks(request.argv, nproc, 0, Path(), _report)
     return EXIT_INTERRUPTED if note.code is None else note.code
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dtbench.bench.measure import Subject, measure
 from dtbench.bench.options import Task
-from dtbench.bench.progress import say
+from dtbench.bench.progress import said_if_slow, say
 from dtbench.machine.device import count_ranks
 from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError, complain
 from dtbench.profile.request import FLAME_NAME, Request
@@ -38,9 +38,10 @@ def profile(request: Request, argv: Sequence[str]) -> int:
         from dtbench.profile.world import RankProfile
 
         RankProfile(request, place).go()
-    device_type = request.device_type()
-    nproc = count_ranks(request.options.ranks, device_type, request.options.backend)
-    tasks = request.tasks(device_type, nproc)
+    with said_if_slow("loading torch and the suite"):
+        device_type = request.device_type()
+        nproc = count_ranks(request.options.ranks, device_type, request.options.backend)
+        tasks = request.tasks(device_type, nproc)
     refuse_taken(request.folder, "remove it")
     if tasks[0].suite.world == "simulated":
         if request.nvtx:

@@ -289,8 +289,12 @@ def dtbench_run(request: pytest.FixtureRequest) -> Callable[..., Results]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """What the fixture has timed."""
-    if lines := config.stash.get(_TIMED, []):
+    """What the fixture has timed, and why cases were skipped, which pytest says with -rs only."""
+    lines = [*config.stash.setdefault(_TIMED, [])]
+    skipped = [str(report.longrepr[-1]) for report in terminalreporter.stats.get("skipped", [])]
+    if needy := [reason for reason in skipped if "needs several ranks" in reason]:
+        lines.append(f"{len(needy)} skipped: {needy[0].removeprefix('Skipped: ')}")
+    if lines:
         terminalreporter.section("dtbench")
         for line in lines:
             terminalreporter.write_line(line)

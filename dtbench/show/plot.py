@@ -44,7 +44,11 @@ def plot(results: Sequence[Result], suite: str | None, y: str, ax: Axes | None) 
     varying, _ = split_params([of[0].params for of in cases])
     swept = "size" in varying
     rows = 0 if swept else min(len({of[0].case_key[:2] + of[0].case_key[3:] for of in cases}), MAX_ROWS)
-    axes = plt.subplots(figsize=(8, max(4.5, 0.22 * rows)), layout="constrained")[1] if ax is None else ax
+    axes = (
+        plt.subplots(figsize=(8, 1.5 + 0.22 * rows if rows else 4.5), layout="constrained")[1]
+        if ax is None
+        else ax
+    )
     if swept:
         _curves(axes, cases, [name for name in varying if name != "size"], y)
     else:
@@ -72,9 +76,14 @@ def _high_s(of: Sequence[Result]) -> float:
 
 def _scale(axes: Axes, values: Sequence[float], y: str, on: str) -> float:
     """Names the axis; by what to divide."""
+    from matplotlib.ticker import LogFormatter
+
     unit = time_unit(values) if y == "time" else bandwidth_unit(values)
     getattr(axes, f"set_{on}label")(f"{y} [{unit.name}]")
     getattr(axes, f"set_{on}scale")("log")
+    axis = axes.yaxis if on == "y" else axes.xaxis
+    axis.set_major_formatter(LogFormatter())  # 2000, not 2 x 10^3
+    axis.set_minor_formatter(LogFormatter())
     return unit.scale
 
 

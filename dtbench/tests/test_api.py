@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -224,7 +225,10 @@ def test_frames_take_a_run_a_path_or_several(both: Path):
 
 def test_results_are_tables_in_a_notebook_and_escaped(both: Path):
     run = dtbench.load(both)
-    for shown in (run._repr_html_(), dtbench.compare(run, both)._repr_html_()):
+    said = run._repr_html_()
+    assert "estimate_s" not in said and re.search(r"<th>time</th>\s*<th>spread</th>", said)
+    assert re.search(r"<td>[\d.]+ [nµm]s</td>\s*<td>\+\d+%</td>", said)
+    for shown in (said, dtbench.compare(run, both)._repr_html_()):
         assert "<table" in shown and "&lt;script&gt;" in shown and HOSTILE not in shown
 
 

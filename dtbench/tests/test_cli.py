@@ -68,6 +68,7 @@ def test_help_says_what_each_command_does_with_an_example(dtbench: Cli) -> None:
         (line,) = [line for line in first.splitlines() if line.startswith(f"  {name} ")]
         code, out, _ = dtbench(name, "--help")
         assert code == EXIT_OK and line.split(maxsplit=1)[1] in " ".join(out.split())
+        assert not [wide for wide in out.splitlines() if len(wide) > 80], name
         assert line.endswith(".") and "..." not in line and "Example" in out and f"    dtbench {name}" in out
     out = dtbench("run", "--help")[1]
     assert "[default: core,torch]" in " ".join(out.split())

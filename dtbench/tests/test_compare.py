@@ -107,7 +107,7 @@ def test_one_launch_says_nothing_and_a_note_says_why() -> None:
     assert comparison.exit_code == 3
     assert any("as few as 1 launch" in note and "--launches 5" in note for note in comparison.notes)
     enough = compare([launches(spread(5), "base")], [launches(spread(5), "new")])
-    assert not any("launch(es)" in note for note in enough.notes)
+    assert not any("as few as" in note for note in enough.notes)
 
 
 def test_identical_launches_are_rarely_called_different() -> None:

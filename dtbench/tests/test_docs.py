@@ -96,8 +96,8 @@ _VARIES = (
     (r"(no change|(slower|faster) by \S+)$", "CHANGE"),
     (r">= ", ""),
     (r"[+-]?\d[\d.,]*(%|x|\b)", "N"),
+    (r"\b[kMGT]B/s", "B/s"),  # before the seconds, of which it has one
     (r"\b(ns|µs|ms|s)\b", "T"),
-    (r"\b[kMGT]B/s", "B/s"),
     (r"-( |$)", r"N\1"),
 )
 
@@ -187,6 +187,7 @@ def test_a_line_that_is_not_printed_is_found() -> None:
     ):
         assert differs(shown, printed, _alike) == missing
     assert _alike("core  4.07 µs  +16%  no change") == _alike("core  912 ns  +3%  slower by 31%")
+    assert _alike("c10d [µs]  algbw [MB/s]") == _alike("c10d [ms]  algbw [kB/s]")
     assert _alike("dp  >= 0.3 (0.1 .. 2)") == _alike("dp  8.03 (0.705 .. 75.7)")
 
 

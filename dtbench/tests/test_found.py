@@ -54,6 +54,12 @@ def test_collectives_are_a_table_as_nccl_tests_prints_one() -> None:
     assert len({len(line) for line in (columns, units, first, second)}) == 1
 
 
+def test_cells_of_a_row_never_touch() -> None:
+    row = lines(collective("all_reduce", 8, 0.3154), collective("all_reduce", 2**40, 12345.678))
+    assert row[3].split() == ["8", "2", "float", "315400", "+0%", "0.00000", "0.00000", "0"]
+    assert row[4].split()[:5] == [str(2**40), str(2**38), "float", "12345678000", "+0%"]
+
+
 @pytest.mark.parametrize(
     ("name", "count"),
     [("all_reduce", 256), ("broadcast", 256), ("all_gather", 64), ("reduce_scatter", 64), ("all_to_all", 64)],
@@ -70,6 +76,8 @@ def test_what_is_no_time_of_a_collective_has_a_line_of_its_own() -> None:
     assert shown[4].endswith("size=1 KiB | c10d  wrong on rank 3  (sum off by 1)")
     assert shown[5].startswith("# collectives")  # its head again, after what stands between
     assert shown[-1] == "dispatch add mesh=8 | core  4.00 µs  +19%"
+    functions = made_up.result("functions", "functions", "mm", {}, [4e-6, 4e-6])
+    assert lines(functions) == ["functions | mm  4.00 µs  +0%"]
 
 
 def test_sizes_are_read_as_nccl_tests_reads_them() -> None:
@@ -95,6 +103,19 @@ def test_sizes_are_read_as_nccl_tests_reads_them() -> None:
 # ------------------------------------------------------------------------------------- what was found
 
 
+def test_dims_of_other_sizes_are_not_said_to_be_of_one() -> None:
+    """As `--budget` leaves them, which measures the ends of some sweeps only."""
+    tp = [collective("all_reduce", 4096, 1e-4)]
+    tp = [msgspec.structs.replace(r, params=r.params | {"mesh_dim": "tp"}) for r in tp]
+    sums = [collective("all_reduce", size, time) for size, time in ((4096, 1e-4), (MIB, 1e-3))]
+    run = made_up.run([*sums, *tp], "a.jsonl", machine={"cpu": {"usable_cores": 8}})
+    (said,) = findings(run)
+    assert said == (
+        "collectives: all_reduce busbw 1.57 GB/s over dp at 1 MiB, 61.4 MB/s over tp at 4 KiB; "
+        "100 µs over dp, 100 µs over tp at 4 KiB"
+    )
+
+
 def test_a_run_says_what_it_found_and_doubts_what_ranks_without_cores_measured() -> None:
     params = {"call": "cached", "pass": "forward", "mesh": "8"}
     times = {"local": 1e-6, "core": 3e-6, "torch": 9e-6}
@@ -113,6 +134,14 @@ def test_a_run_says_what_it_found_and_doubts_what_ranks_without_cores_measured()
         "dispatch: the core is 3.00x faster than torch.distributed.tensor over 1 case",
         "collectives: all_reduce busbw 1.57 GB/s over dp at 1 MiB; 100 µs over dp at 4 KiB",
     ]
+    unfloored = [made_up.result("dispatch", "view", "torch", params, [1e-3] * 5)]
+    assert findings(made_up.run([*dispatch, *unfloored], "a.jsonl"))[0] == findings(quiet)[0]
+    first = [
+        made_up.result("dispatch", "add", impl, params | {"call": "first"}, [t] * 5)
+        for impl, t in (("core", 1e-6), ("torch", 1e-3))
+    ]
+    as_the_page = findings(made_up.run([*dispatch, *first], "a.jsonl", machine={"cpu": {"usable_cores": 8}}))
+    assert as_the_page == findings(quiet)[:2], "of cached calls alone, as the report"
     assert next_commands(quiet) == [
         "next: dtbench show a.jsonl",
         "      dtbench calibrate a.jsonl -o a.topology.json",

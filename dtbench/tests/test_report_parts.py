@@ -127,11 +127,11 @@ def test_a_row_of_the_changes_is_the_comparison(compared: Sources, compared_text
     was = [r.time_s.min for r in compared.baseline[0].results if r.name == "slow" and r.time_s]
     ratios = sorted(math.log(a / b) for a in slow for b in was)
     middle = math.exp((ratios[17] + ratios[18]) / 2)  # Hodges-Lehmann: the median of 36 differences
-    assert row[1:4] == ["dispatch", "slow (mesh=8, placements=S(0))", "core"]
-    assert float(row[6].rstrip("×")) == pytest.approx(middle, abs=0.006)
-    assert float(row[7].rstrip("×")) < middle < float(row[8].rstrip("×"))
-    assert float(row[9]) == 2.0
-    assert float(row[10]) == pytest.approx((middle - 1) / 0.02, abs=0.1)
+    assert row[1] == "slow (mesh=8, placements=S(0))"
+    assert float(row[4].rstrip("×")) == pytest.approx(middle, abs=0.006)
+    assert float(row[5].rstrip("×")) < middle < float(row[6].rstrip("×"))
+    assert float(row[7]) == 2.0
+    assert float(row[8]) == pytest.approx((middle - 1) / 0.02, abs=0.1)
     assert any(cell.startswith("6 + 6 launches, interval of 9") for cell in row)
 
 
@@ -155,10 +155,10 @@ def test_the_gates_verdicts_are_the_pages(shown: Page) -> None:
         for r in shown.rows
         if r[0][2:] in ("slower", "failed", "missing", "inconclusive", "faster", "same", "new")
     ]
-    assert [r[2].split()[0] for r in rows] == ["add", "matmul", "mm", "relu", "sum", "cat", "gelu", "view"]
-    assert rows[0][6:9] == ["1.50×", "1.47×", "1.53×"]
+    assert [r[1].split()[0] for r in rows] == ["add", "matmul", "mm", "relu", "sum", "cat", "gelu", "view"]
+    assert rows[0][4:7] == ["1.50×", "1.47×", "1.53×"]
     assert rows[0][-1] == "collectives 1 → 2"
-    assert rows[4][6:9] == ["–", "–", "–"]  # no ratio, no bound: a gap, not a zero
+    assert rows[4][4:7] == ["–", "–", "–"]  # no ratio, no bound: a gap, not a zero
 
 
 def test_a_gate_that_cannot_be_trusted_says_so(tmp_path: Path) -> None:
@@ -340,7 +340,30 @@ def test_spans_of_other_traces_are_none() -> None:
     )
 
 
+# ------------------------------------------------------------------------------------ a suite of a user's
+
+
+def test_the_title_of_an_unknown_suite_is_its_times_and_sizes_have_units() -> None:
+    results = [
+        made_up.result("mine", "mean", "one", {"size": size, "bucket_bytes": size}, [time_s] * 5)
+        for size, time_s in ((2**14, 2e-4), (2**18, 1e-3))
+    ]
+    alone = made_up.run(results, mesh={}, ranks=made_up.header()["ranks"][:1])
+    shown = Page(render(Sources(runs=(alone,))))
+    assert "mine: 2 cases from 200 µs to 1.00 ms" in shown.text
+    assert "One process measured" in shown.text and "unknown" not in shown.text
+    assert "mean 16 KiB 16 KiB" in shown.text
+
+
 # ------------------------------------------------------------------------------------ history, ops
+
+
+def test_titles_of_a_history_leave_out_what_all_benchmarks_share(tmp_path: Path) -> None:
+    line = made_up_findings.history(2)[0]
+    times = {f"dispatch add mesh=8 pass={way} [core]": 1e-6 for way in ("forward", "backward")}
+    lines = [line | {"revision": revision * 40, "times_s": times} for revision in "ab"]
+    shown = Page(render(gather([made_up_findings.write_lines(tmp_path, "h.jsonl", lines)])))
+    assert "add pass=forward [core]" in shown.section_text["history"]
 
 
 def test_history_puts_first_what_moved_most(shown: Page) -> None:
@@ -617,6 +640,7 @@ def test_a_folder_of_runs_shows_the_last_and_how_each_case_moved(tmp_path: Path)
     assert [run.header.run_id for run in sources.runs] == ["run3"]
     (moved,) = sources.histories
     assert [point.revision for point in moved.points] == ["01-01 00:00", "01-02 00:00", "01-03 00:00"]
+    assert moved.machine == "Made-up CPU @ 2.00GHz, mesh dp=2 x tp=2, 2 hosts, gloo"
     rows = Page(render(sources)).rows
     first = next(row for row in rows if row and row[0].startswith("dispatch ") and "[" in row[0])
     assert first[0].startswith("dispatch add ") and "+50.0" in first

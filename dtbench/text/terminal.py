@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rich import box
@@ -35,24 +35,29 @@ MAX_ROWS = 1000
 MAX_TABLES = 100
 # What a column that may be left out has to get, or it is unreadable.
 _EXTRA_WIDTH = 24
+# What a column of words gets before there is room for such a one: names in shreds are none.
+_EASY_WIDTH = 40
 # Between columns: a cell's padding and the box's divider.
 _GAP = 2
 
 
 def new_console() -> Console:
-    """The terminal; as wide as its lines where nobody reads along."""
+    """The terminal; as wide as its lines where nobody reads along and `COLUMNS` says nothing."""
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console.width = _PIPE_WIDTH
+        console.width = _told_width() or _PIPE_WIDTH
     return console
+
+
+def _told_width() -> int:
+    """What `COLUMNS` says, or 0."""
+    told = os.environ.get("COLUMNS", "")
+    return int(told) if told.isdecimal() else 0
 
 
 def readable_width(console: Console) -> int:
     """Of the terminal; where something else reads along, of `COLUMNS`, else what a wide terminal has."""
-    if console.is_terminal:
-        return console.width
-    told = os.environ.get("COLUMNS", "")
-    return int(told) if told.isdecimal() and int(told) > 0 else _READABLE_WIDTH
+    return console.width if console.is_terminal else _told_width() or _READABLE_WIDTH
 
 
 def width_of(console: Console, words: Iterable[Column], figures: Iterable[Column]) -> int:
@@ -61,7 +66,7 @@ def width_of(console: Console, words: Iterable[Column], figures: Iterable[Column
     columns += [_Measured.of(*column, numeric=True) for column in figures]
     if console.is_terminal:
         return _needed(columns)
-    return sum(column.natural for column in columns) + _GAP * (len(columns) - 1)
+    return _natural(columns)
 
 
 def print_columns(
@@ -83,13 +88,18 @@ def print_columns(
         *(_Measured.of(*column) for column in remarks),
     ]
     optional = [_Measured.of(*column, least=_EXTRA_WIDTH) for column in extras]
-    if not console.is_terminal:
+    if not console.is_terminal and _natural([*columns, *optional]) <= console.width:
         _print_plain(console, [*columns, *optional])
         return
+    easy = [
+        column if column.numeric else replace(column, least=min(column.natural, _EASY_WIDTH))
+        for column in columns
+    ]
     shown = len(optional)
-    while shown and _needed([*columns, *optional[:shown]]) > console.width:
+    while shown and _needed([*easy, *optional[:shown]]) > console.width:
         shown -= 1
-    _print_ruled(console, [*columns, *optional[:shown]])
+    fits = _needed([*easy, *optional[:shown]]) <= console.width
+    _print_ruled(console, [*(easy if fits else columns), *optional[:shown]])
     if shown < len(extras):
         left_out = ", ".join(title for title, _ in extras[shown:])
         print_prose(console, f"left out, as the terminal is narrow: {left_out}")
@@ -120,6 +130,10 @@ class _Measured:
 
 def _needed(columns: Sequence[_Measured]) -> int:
     return sum(column.least for column in columns) + _GAP * (len(columns) - 1)
+
+
+def _natural(columns: Sequence[_Measured]) -> int:
+    return sum(column.natural for column in columns) + _GAP * (len(columns) - 1)
 
 
 def _print_ruled(console: Console, columns: Sequence[_Measured]) -> None:
@@ -153,7 +167,7 @@ def _print_plain(console: Console, columns: Sequence[_Measured]) -> None:
         for cell, column in zip(row, columns, strict=True):
             gap = " " * (column.natural - cell_len(cell.plain))
             parts.append(gap + cell.plain if column.numeric else cell.plain + gap)
-        console.file.write("  ".join(parts) + "\n")
+        console.file.write("  ".join(parts).rstrip() + "\n")
 
 
 def print_rest(console: Console, total: int, what: str, remedy: str, shown: int = MAX_ROWS) -> None:

@@ -77,7 +77,7 @@ def format_spread(spread: float | None) -> str:
 
 def plural(count: int, noun: str) -> str:
     """Such as "1 case" and "2 cases"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def significant(value: float, digits: int = 4) -> str:

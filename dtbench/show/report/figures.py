@@ -27,7 +27,7 @@ from dtbench.show.report.svg import FONT_PX, STAND_IN, draw, text_px
 MAX_PANELS, MAX_ROWS = 24, 12
 MAX_SHOWN = 6  # two rows of small panels
 # A phone's width holds a panel without making its text small.
-WIDE_PX, DOTS_PX, CURVES_PX = 880.0, 400.0, (340.0, 192.0)
+WIDE_PX, INTERVALS_PX, DOTS_PX, CURVES_PX = 880.0, 560.0, 400.0, (340.0, 192.0)
 ROW_PX = 17.0
 TICK_PX = 24.0  # that the number of a place takes, with the gap beside it
 SHADE_OPACITY, BAND_OPACITY, ROW_OPACITY = 0.09, 0.18, 0.16  # lines and marks stay legible on them
@@ -79,6 +79,11 @@ class Panel:
     width: float
     height: float
     paint: Callable[[Canvas], Sequence[Point] | None]
+
+    @property
+    def scrolls(self) -> bool:
+        """Whether a phone shows a part of it at a time."""
+        return self.width >= WIDE_PX
 
     @property
     def svg(self) -> Markup:
@@ -262,7 +267,7 @@ def dots(
     drawn = []
     for index, (title, rows) in enumerate(panels.items()):
         x = axis(_reach(rows)) if each_axis else common
-        size = WIDE_PX if intervals else DOTS_PX, ROW_PX * len(rows) + (48 if x.title else 34)
+        size = INTERVALS_PX if intervals else DOTS_PX, ROW_PX * len(rows) + (48 if x.title else 34)
         paint = partial(_paint_dots, rows, styles, x, intervals)
         drawn.append(Panel(title, said(rows), f"{name}{index}", *size, paint))
     present = {series for rows in panels.values() for row in rows for series in row.values}
@@ -279,7 +284,7 @@ def _reach(rows: Sequence[Row]) -> list[float]:
 def _paint_dots(
     rows: Sequence[Row], styles: Mapping[str, Style], x: Axis, intervals: bool, canvas: Canvas
 ) -> list[Point]:
-    most = 54 if intervals else 28
+    most = 44 if intervals else 30
     labels, notes = [cut(row.label, most) for row in rows], [row.note for row in rows]
     axes = axes_in(canvas, **_sides(labels, notes), top=6, bottom=42 if x.title else 28)
     if intervals:
@@ -362,6 +367,7 @@ def bars(
     format_tick: Format,
     *,
     named: bool = True,
+    width: float = WIDE_PX,
     folded: str = "",
 ) -> Figure | None:
     """Rows of boxes, each panel with an axis of its own. named: every box that has room for it bears its name, and
@@ -373,9 +379,9 @@ def bars(
         if top <= 0:
             continue
         height = (34.0 if named else 20.0) * len(rows) + 40
-        paint = partial(_paint_bars, rows, shades, value_axis([top], format_tick, log=False), named)
+        paint = partial(_paint_bars, rows, shades, value_axis([top], format_tick, log=False), named, width)
         desc = "; ".join(f"{bar.label}: {bar.note or f'{len(bar.parts)} spans'}" for bar in rows)
-        drawn.append(Panel(title, desc, f"{name}{len(drawn)}", WIDE_PX, height, paint))
+        drawn.append(Panel(title, desc, f"{name}{len(drawn)}", width, height, paint))
     items = legend(
         name, shades, {part for bars in panels.values() for bar in bars for part, *_ in bar.parts}, False
     )
@@ -383,11 +389,11 @@ def bars(
 
 
 def _paint_bars(
-    rows: Sequence[Bar], shades: Mapping[str, Shade], x: Axis, named: bool, canvas: Canvas
+    rows: Sequence[Bar], shades: Mapping[str, Shade], x: Axis, named: bool, width: float, canvas: Canvas
 ) -> None:
     labels, notes = [cut(bar.label, 40) for bar in rows], [bar.note for bar in rows]
     sides = _sides(labels, notes)
-    across = (WIDE_PX - sum(sides.values())) / (x.high - x.low)
+    across = (width - sum(sides.values())) / (x.high - x.low)
     edge = {"edgecolor": STAND_IN["surface"], "linewidth": 1.2} if named else {"linewidth": 0}
     axes = axes_in(canvas, **sides, top=6, bottom=30)
     for place, bar in enumerate(rows):

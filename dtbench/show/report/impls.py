@@ -80,7 +80,8 @@ def add_dots(
     if sort:
         drawn = {title: sorted(cases, key=_longest, reverse=True) for title, cases in drawn.items()}
     if any(len(cases) > MAX_ROWS for cases in drawn.values()):
-        section.cuts.append(f"Of each group the first {MAX_ROWS} cases are drawn; the table has them all.")
+        which = "slowest" if sort else "first"
+        section.cuts.append(f"Of each group the {which} {MAX_ROWS} cases are drawn; the table has them all.")
     rows = {title: [_row(case, label(case)) for case in cases[:MAX_ROWS]] for title, cases in drawn.items()}
     found = distinct(impl for of in rows.values() for row in of for impl in row.values)
     styles = {impl: style for impl, style in IMPL_STYLES.items() if impl in found}
@@ -123,5 +124,5 @@ def core_beside_torch(section: Section, cases: Sequence[Case], what: str, where:
         f"{t.faster(max(ratios))} to {t.faster(min(ratios))}"
     )
     section.headlines.append((t.faster(mean), words))
-    section.outcome = section.outcome or f"the core is {t.faster(mean)} than torch per {what}"
-    return f"{where} core is {t.faster(mean)} than torch (geometric mean)."
+    section.outcome = section.outcome or f"the core is {t.faster(mean, 'torch')} per {what}"
+    return f"{where} core is {t.faster(mean, 'torch')} (geometric mean)."

@@ -31,6 +31,7 @@ from dtbench.records.topology import Topology, read_topology
 from dtbench.records.verdicts import Baseline, has_verdicts, read_baseline
 from dtbench.show.report.changes import Changes, of_gate
 from dtbench.show.report.profiles import Span, spans_of
+from dtbench.text.units import plural
 
 MAX_JSON_BYTES = 64 * 2**20
 # Uncompressed. What is larger is for Perfetto; the page says so.
@@ -261,8 +262,9 @@ def _setup(run: Run) -> tuple[str, ...]:
     header, gpus = run.header, run.header.machine.gpus
     mesh = " x ".join(f"{name}={n}" for name, n in zip(header.mesh.dim_names, header.mesh.shape, strict=True))
     devices = sorted({str(gpu.name) for gpu in gpus}) or [header.machine.cpu.model or "unknown CPU"]
-    hosts = len({rank.node for rank in header.ranks})
-    return (*devices, f"mesh {mesh}", f"{hosts} hosts", str(header.versions.get("backend") or "no backend"))
+    hosts = plural(len({rank.node for rank in header.ranks}), "host")
+    world = f"mesh {mesh}" if mesh else "one process"
+    return (*devices, world, hosts, str(header.versions.get("backend") or "no backend"))
 
 
 def _line(run: Run) -> Line:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from dtbench.text.units import Unit, bandwidth_unit, significant, time_unit, typical
 
 MISSING = "–"
+LONG = 40  # characters
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,11 @@ class Column:
     unit: str = ""
     hrefs: Sequence[str] = ()
     screen: bool = False
+
+    @property
+    def long(self) -> bool:
+        """Words that may stand on two lines, so that what follows them is seen."""
+        return not self.numeric and any(len(cell) > LONG for cell in self.cells)
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Table:
 
 def compact(table: Table) -> Table:
     """Without the columns of words that say the same in every row of several, which the note says once."""
-    if table.total_rows < 4 or table.filter:
+    if table.total_rows < 4:
         return table
     same = [c for c in table.columns[1:] if not c.numeric and len(set(c.cells)) == 1]
     words = ", ".join(f"{c.header.lower()} {c.cells[0]}" for c in same if c.cells[0] != MISSING)
@@ -104,11 +110,14 @@ def factor(value: float) -> str:
     return f"{value:.2f}×" if value < 10 else f"{significant(value, 3)}×"
 
 
-def faster(ratio: float | None) -> str:
-    """Of a time over another: 0.51 is 1.96× faster, 1.1 is 1.10× slower."""
+def faster(ratio: float | None, than: str = "") -> str:
+    """Of a time over another: 0.51 is 1.96× faster (than that), 1.1 is 1.10× slower, 1.001 as fast (as that)."""
     if ratio is None or ratio <= 0:
         return MISSING
-    return f"{factor(1 / ratio)} faster" if ratio <= 1 else f"{factor(ratio)} slower"
+    if factor(max(ratio, 1 / ratio)) == "1.00×":
+        return f"as fast as {than}" if than else "as fast"
+    words = f"{factor(1 / ratio)} faster" if ratio <= 1 else f"{factor(ratio)} slower"
+    return f"{words} than {than}" if than else words
 
 
 def speeds(header: str, ratios: Sequence[float | None]) -> Column:

@@ -106,6 +106,7 @@ def _intervals(section: Section, of: Material, changes: Changes) -> Figure | Non
             f"{len(drawn)} of {len(known)} cases are drawn, the gravest; the table has them all."
         )
     values = {name: {c.params.get(name) for c in drawn} for c in drawn for name in c.params}
+    several = len({c.impl for c in drawn}) > 1
     place = {id(c): _anchor(i) for i, c in enumerate(changes.changes)}
     rows = []
     for c in sorted(drawn, key=lambda c: -(c.ratio or 0)):
@@ -115,9 +116,9 @@ def _intervals(section: Section, of: Material, changes: Changes) -> Figure | Non
         told = [str(value) for name, value in c.params.items() if len(values[name]) > 1]
         rows.append(
             Row(
-                " ".join([c.name, *told, f"({c.impl})"]),
+                " ".join([c.name, *told, *([f"({c.impl})"] if several else [])]),
                 {style: c.ratio},
-                f"{c.verdict.shape} {c.verdict} {t.factor(c.ratio)}",
+                f"{c.verdict.shape} {t.factor(c.ratio)}",
                 {style: (c.low, c.high)},
                 (1 / (1 + c.matters), 1 + c.matters),
                 of.profile_of(c.suite, c.name, c.params) or f"#{place[id(c)]}",

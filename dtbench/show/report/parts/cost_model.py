@@ -50,12 +50,16 @@ def add_model(section: Section, topology: Topology) -> None:
     section.add(_residuals(topology))
     section.add(_constants(topology), _left_out(topology), _contention(topology))
     section.add(_points(topology), _lines(topology))
+    found = []
     for dim in topology.dims if topology.backend == "nccl" else ():
         # torch's constants are those of GPUs' links: how far they are off says nothing of another transport.
         if dim.builtin:
             off, fit = dim.builtin.geometric_mean_ratio, dim.residuals.geometric_mean_ratio
             words = f"is how far PyTorch’s built-in constants are off over {dim.name}; the fitted by {t.factor(fit)}"
             section.headlines.append((t.factor(off), words))
+            found.append(f"{t.factor(off)} over {dim.name}")
+    if found:
+        section.outcome = section.outcome or f"PyTorch’s built-in constants are off by {', '.join(found)}"
 
 
 # ------------------------------------------------------------------------------------------ figures

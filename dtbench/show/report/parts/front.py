@@ -13,7 +13,7 @@ from dtbench.show.report.parts.changes import Verdict
 from dtbench.show.report.parts.provenance import by_one_process, hardware, hosts, mesh_words
 from dtbench.show.report.section import Material, Section
 from dtbench.show.report.sources import Sources
-from dtbench.text.units import plural
+from dtbench.text.units import format_seconds, plural
 
 NOT_OK = {
     "wrong": "Wrong data: timed, but the result was not what it should be",
@@ -35,12 +35,22 @@ def title(of: Material, verdict: Verdict, sections: Sequence[Section]) -> str:
         words = "; ".join(outcomes)
         return words[0].upper() + words[1:] if words.split()[0].isalpha() else words
     if sources.runs:
-        return f"Mesh {mesh_words(sources.runs[0].header) or 'unknown'}"
+        return _times(of) or f"Mesh {mesh_words(sources.runs[0].header) or 'unknown'}"
     if sources.verdict_runs or sources.verdict_tables:
         return "Ops on distributed tensors"
     if sources.calls or sources.ranks:
         return "Profile"
     return "Cost model" if sources.topology is not None or sources.regret is not None else "History"
+
+
+def _times(of: Material) -> str:
+    """Of suites that no section sums up: from the fastest to the slowest."""
+    cases = [case for members in of.suites.values() for case in members]
+    times = [measured.estimate_s for case in cases for measured in case.impls.values()]
+    if not times:
+        return ""
+    ends = " to ".join(dict.fromkeys(map(format_seconds, (min(times), max(times)))))
+    return f"{', '.join(of.suites)}: {plural(len(cases), 'case')}{' from' if ' to ' in ends else ','} {ends}"
 
 
 def started(sources: Sources) -> str:
@@ -76,6 +86,8 @@ def _world(runs: Sequence[Run]) -> str:
     header = runs[0].header
     if by_one_process(runs):
         return "One process measured; the other ranks of its meshes are simulated."
+    if not mesh_words(header) and len(header.ranks) == 1:
+        return "One process measured."
     ranks = f", {plural(len(header.ranks), 'rank')}" if header.ranks else ""
     where = f" on {plural(len(hosts(header)), 'host')}" if hosts(header) else ""
     backend = header.versions.get("backend") or "no backend"

@@ -13,7 +13,7 @@ from dtbench.show.report.sources import History
 MOST_PANELS = 6
 # A revision and what was there before it: fewer tell nothing.
 FEWEST = 2
-STYLES = {"time": Style("s0", "o", words="a revision")}
+STYLES = {"time": Style("s0", "o", words="a revision, or a run")}
 _SHORT = 11
 
 # Benchmark -> (place of the revision, seconds).
@@ -56,13 +56,13 @@ def _figure(section: Section, index: int, one: History, times: Times) -> Figure 
         section.cuts.append(
             f"The figure shows the {MOST_PANELS} of {len(drawn)} benchmarks that moved most; the table has them all."
         )
-    panels = []
+    panels, names = [], _short(list(times))
     for label, points in list(drawn.items())[:MOST_PANELS]:
         values = [time for _, time in points]
         desc = f"{len(points)} revisions; the last is {_change(points) or 0:+.1%} against the median of those before."
         line = [Series("time", [float(place) for place, _ in points], values)]
         own = close_axis(values, median(values))
-        panels.append(Curves(label, line, desc, level=_before(points), y=own))
+        panels.append(Curves(names[label], line, desc, level=_before(points), y=own))
     places = range(0, len(one.points), max(1, (len(one.points) - 1) // 3))
     return curves(
         f"history{index}p",
@@ -75,6 +75,16 @@ def _figure(section: Section, index: int, one: History, times: Times) -> Figure 
         ),
         y=lambda values: close_axis(values, median(values)),
     )
+
+
+def _short(labels: list[str]) -> dict[str, str]:
+    """Without the suite and the params that all of them share, label by label."""
+    words = {label: label.split() for label in labels}
+    shared = set.intersection(*map(set, words.values())) if len(labels) > 1 else set[str]()
+    return {
+        label: " ".join(w for i, w in enumerate(of) if w not in shared or ("=" not in w and i > 0)) or label
+        for label, of in words.items()
+    }
 
 
 def _table(one: History, times: Times) -> t.Table:

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from dtbench.records.plan import PlanFile, StepsFile
 from dtbench.show.report import tables as t
-from dtbench.show.report.axes import value_axis
-from dtbench.show.report.figures import Bar, Curves, Figure, Series, Style, bars, curves, shades_of, stacked
+from dtbench.show.report.axes import seconds_tick, value_axis
+from dtbench.show.report.figures import (
+    INTERVALS_PX,
+    Bar,
+    Curves,
+    Figure,
+    Series,
+    Style,
+    bars,
+    curves,
+    shades_of,
+    stacked,
+)
 from dtbench.show.report.section import Material, Part, Section
 from dtbench.text.units import format_bytes, format_seconds
 
@@ -55,7 +66,8 @@ def _spent(plan: PlanFile, number: int) -> Figure | None:
         shades_of(list(PARTS.values())),
         "What a step spends in the fastest layout of each split of the ranks: communication is what computation does "
         "not hide, the bubble what a pipeline waits for its first and last micro batches.",
-        format_seconds,
+        seconds_tick,
+        width=INTERVALS_PX,
     )
 
 
@@ -94,8 +106,8 @@ def _scatter(steps: StepsFile, number: int) -> Figure | None:
         [Curves(steps.title, series, "; ".join(steps.verdict))],
         STYLES,
         "Predicted time over measured time; on the line they are equal. " + "; ".join(steps.verdict) + ".",
-        x=value_axis(ends, format_seconds, log=True, most=4, title="measured"),
-        y=lambda values: value_axis(values, format_seconds, log=True, title="predicted"),
+        x=value_axis(ends, seconds_tick, log=True, most=4, title="measured"),
+        y=lambda values: value_axis(values, seconds_tick, log=True, title="predicted"),
     )
 
 

@@ -6,7 +6,7 @@ from statistics import median
 
 from dtbench.records.preflight import Finding, Preflight
 from dtbench.show.report import tables as t
-from dtbench.show.report.axes import value_axis
+from dtbench.show.report.axes import seconds_tick, value_axis
 from dtbench.show.report.figures import Figure, Map, Row, Style, dots, maps
 from dtbench.show.report.section import Material, Part, Section
 from dtbench.text.units import format_bandwidth, format_seconds, format_size, plural
@@ -71,7 +71,7 @@ def _work(one: Preflight, number: int) -> Figure | None:
         panels,
         STYLES,
         "The same work on every rank, at once where each has a CPU of its own; the shorter the faster.",
-        lambda values: value_axis(values, format_seconds, log=False),
+        lambda values: value_axis(values, seconds_tick, log=False),
         each_axis=True,
     )
 

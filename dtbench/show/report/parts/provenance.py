@@ -29,7 +29,7 @@ def hosts(header: Header) -> list[str]:
 def hardware(header: Header) -> str:
     machine = header.machine
     gpus = Counter(str(gpu.name or "GPU") for gpu in machine.gpus)
-    named = [f"{count} × {name}" for name, count in gpus.items()]
+    named = [f"{count} × {name}" if count > 1 else name for name, count in gpus.items()]
     return ", ".join([*named, *([machine.cpu.model] if machine.cpu.model else [])]) or "unknown hardware"
 
 

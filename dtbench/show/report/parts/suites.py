@@ -9,6 +9,7 @@ from dtbench.show.report import tables as t
 from dtbench.show.report.cases import Case, distinct
 from dtbench.show.report.impls import add_dots, bandwidths, core_beside_torch, impls_of, named, times
 from dtbench.show.report.section import Material, Part, Section
+from dtbench.text.units import format_size
 
 MOST_ROWS = 8  # of a table that is not folded, beside a figure
 
@@ -59,7 +60,7 @@ def other_suites(claimed: Collection[str]) -> Part:
         add_dots(
             section,
             panels,
-            lambda c: " ".join([c.name, *(str(c.get(param)) for param in differing if param in c.params)]),
+            lambda c: " ".join([c.name, *(_said(c, param) for param in differing if param in c.params)]),
             caption,
             each_axis=True,
             folded="Case by case" if len(suites) < len(of.suites) else "",
@@ -67,6 +68,12 @@ def other_suites(claimed: Collection[str]) -> Part:
         section.add(*(_generic(f"Suite {suite}", cases) for suite, cases in suites.items()))
 
     return Part("others", "Other suites", fill)
+
+
+def _said(case: Case, param: str) -> str:
+    """The param's value, a size with its unit."""
+    counts_bytes = param == "size" or param.endswith("_bytes")
+    return format_size(case.number(param)) if counts_bytes else str(case.get(param))
 
 
 def _differences(cases: Sequence[Case]) -> list[str]:
