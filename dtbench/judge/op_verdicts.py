@@ -181,12 +181,13 @@ def _origin(runs: Sequence[Run]) -> list[str]:
         ]
         words += [f"--{name} {value}" for name, value in (plan.get("options") or {}).items()]
         suite = next((r.suite for r in run.results), SUITE)
-        commit = str(header.git.commit or "unknown")[:12]
+        checkout = header.git if header.git.commit or not header.git.dtbench else header.git.dtbench
+        commit = str(checkout.commit or "unknown")[:12]
         lines.append(
             f"Made {header.started[:10]} with torch {header.versions.get('torch')} at commit {commit}: "
             f"`dtbench run {suite} {' '.join(words)}`"
         )
-    return lines
+    return list(dict.fromkeys(lines))  # of runs of other cases the same is said
 
 
 def _cell(verdicts: Sequence[OpVerdict | None]) -> str:

@@ -69,6 +69,7 @@ def test_sums_per_mode_and_impl() -> None:
 
 def test_the_page_has_a_line_per_op() -> None:
     page = markdown([RUN])
+    assert markdown([RUN, RUN]) == page  # what was run is said once
     lines = page.splitlines()
     assert "| add | pass* / wrong | refused / hang |" in lines
     assert "| mul | pass / - |  |" in lines and "| sub | no rule / - |  |" in lines
