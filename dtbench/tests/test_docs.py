@@ -163,16 +163,18 @@ def test_commands_of_the_tutorial_run_and_print_what_stands_there(page: Path, tm
 
 
 def test_what_the_readme_shows_is_what_is_printed(tmp_path: Path) -> None:
-    """Of a log with its figures; a plan's follow from constants that are fitted anew now and then."""
-    (tmp_path / "dtbench").symlink_to(ROOT / "dtbench")  # for the log
+    """Of a log with its figures; a plan's follow from constants that are fitted anew now and then, and intervals from
+    fewer fits here."""
+    for folder in ("dtbench", "results"):  # of the log, and of the run
+        (tmp_path / folder).symlink_to(ROOT / folder)
     text = (ROOT / "README.md").read_text()
     shown = [(command, lines) for command, lines in _outputs(ROOT / "README.md") if lines]
-    assert [command.split()[1] for command, _ in shown] == ["plan", "show"]
+    assert [command.split()[1] for command, _ in shown] == ["plan", "show", "calibrate"]
     (imported,) = [line[2:] for line in text.splitlines() if line.startswith("$ dtbench import")]
     _run(imported, tmp_path)
     for command, lines in shown:
         printed = _run(command, tmp_path)
-        of = _alike if " plan " in command else str.strip
+        of = str.strip if " show " in command else _alike
         assert not differs(lines, printed, of), f"{command}\n{printed}"
 
 
