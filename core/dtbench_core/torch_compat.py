@@ -221,6 +221,20 @@ def version_of(tensor: torch.Tensor) -> int | None:
         return None if tensor.is_inference() else _version(tensor)
 
 
+_COUNTING = torch._C.DispatchKey.ADInplaceOrView
+
+
+def counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without values, of which `version_of` is that of `tensor`, and that does not keep it."""
+    was = torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTING)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTING, False)  # in a dispatch, which is below it
+    try:
+        with DisableTorchDispatch():
+            return make_subclass(torch.Tensor, tensor)
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTING, was)
+
+
 def is_fake_mode_active() -> bool:
     """Whether tensors have no values now: torch.compile and torch.export trace."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
@@ -250,6 +264,19 @@ def is_functional(tensor: torch.Tensor) -> bool:
 functionalizing = functional_tensor.FunctionalTensorMode
 
 
+def value_of_functional(tensor: torch.Tensor) -> torch.Tensor:
+    """The value of a tensor of a graph that AOTAutograd traces, as of now: no later write changes it."""
+    value: torch.Tensor = torch._from_functional_tensor(vars(tensor)["elem"])
+    return value
+
+
+def as_functional(value: torch.Tensor) -> torch.Tensor:
+    """A tensor of a graph that AOTAutograd traces, of that value."""
+    with functionalizing():
+        made: torch.Tensor = functional_tensor.FunctionalTensor.to_functional(value)
+    return made
+
+
 def functionalization() -> object:
     """What traces a graph of AOTAutograd now, one object per trace; None between traces."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
@@ -257,7 +284,7 @@ def functionalization() -> object:
 
 def storage_of_wrapper(local: torch.Tensor) -> int:
     """Which storage a tracer was shown of the wrapper that holds `local`, of a graph that AOTAutograd traces."""
-    storage = torch._from_functional_tensor(vars(local)["elem"]).untyped_storage()
+    storage = value_of_functional(local).untyped_storage()
     number: int = vars(storage).get("of_wrappers", storage)._cdata
     return number
 

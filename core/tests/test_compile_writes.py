@@ -298,6 +298,95 @@ def test_a_copied_view_that_a_graph_returned_is_not_read_after_a_write_to_its_in
                     assert torch.equal(fast(x).full_tensor(), wanted), name
 
 
+def _rows_after_a_write(x: Any) -> Any:
+    x.mul_(2)
+    return x[1:3]
+
+
+def _rows_before_a_write(x: Any) -> Any:
+    rows = x[1:5]
+    x.t().mul_(2)
+    return rows
+
+
+def _rows_and_more(x: Any) -> Any:
+    x[0:2].add_(1)
+    return x[3:5], x[2:4], x * 2
+
+
+Views = list[tuple[Callable[[Any], Any], bool]]
+
+# name -> the functions by way of which a view is taken, and whether each is compiled
+VIEWS_OF_VIEWS: dict[str, Views] = {
+    "after a write": [(_rows_after_a_write, True)],
+    "before a write": [(_rows_before_a_write, True)],
+    "of several": [(lambda x: _rows_and_more(x)[1], True)],
+    "two graphs": [(lambda x: x[1:6], True), (lambda r: r[1:3], True)],
+    "two graphs, a window": [(lambda x: x[1:6], True), (lambda r: r.t(), True)],
+    "three graphs": [(lambda x: x[1:6], True), (lambda r: r[1:4], True), (lambda r: r.detach()[1:], True)],
+    "a graph after a write, a graph": [(_rows_after_a_write, True), (lambda r: r[1:], True)],
+    "a copy, a graph": [(lambda x: x[1:6], False), (lambda r: r[1:3], True)],
+    "a copy, a graph with a window": [(lambda x: x[1:6], False), (lambda r: r.t(), True)],
+    "a window, a graph": [(lambda x: x.t(), False), (lambda r: r[:, 1:3], True)],
+    "a graph, a copy": [(lambda x: x[1:6], True), (lambda r: r[1:3], False)],
+    "a graph, a copy, a graph": [
+        (lambda x: x[1:7], True),
+        (lambda r: r[1:6], False),
+        (lambda r: r[1:3], True),
+    ],
+}
+
+
+def _views_of_views(backend: str) -> list[tuple[str, str, bool]]:
+    """(views, write, whether reading the result was refused) of each; what is read is compared here."""
+    seen = []
+    for name, views in VIEWS_OF_VIEWS.items():
+        torch._dynamo.reset()
+        for write in ("none", "in place", "to a view", "compiled"):
+            plain = torch.arange(32.0).view(8, 4)
+            x = distribute_tensor(plain, mesh_of((RANKS,)), [Shard(0)], src_data_rank=None)
+            taken, wanted = x, plain
+            for view, compiled in views:
+                taken = (torch.compile(view, backend=backend) if compiled else view)(taken)
+                wanted = view(wanted)
+            for written in (x, plain):
+                if write == "compiled":
+                    torch.compile(lambda a: a.mul_(2), backend=backend)(written)
+                elif write != "none":
+                    WRITES[write](written)
+            assert torch.equal(x.full_tensor(), plain), (name, write)
+            try:
+                assert torch.equal(taken.full_tensor(), wanted), (name, write)
+                seen.append((name, write, False))
+            except PlacementError:
+                seen.append((name, write, True))
+    return seen
+
+
+@needs_213("Dynamo takes no mesh into a graph")
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_views_of_views_by_way_of_graphs_are_not_read_after_a_write(ranks: Any, backend: str) -> None:
+    for seen in ranks(_views_of_views, backend, world_size=RANKS, timeout_s=240.0):
+        assert len(seen) == 4 * len(VIEWS_OF_VIEWS)
+        assert all(refused == (write != "none") for _, write, refused in seen), seen
+
+
+@needs_213("Dynamo takes no mesh into a graph")
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@on_ranks(world_size=RANKS)
+def test_a_graph_with_a_recorded_write_and_a_copied_view_is_refused() -> None:
+    for fn in (_rows_after_a_write, _rows_before_a_write):
+        torch._dynamo.reset()
+        plain = torch.arange(32.0).view(8, 4)
+        leaf = distribute_tensor(plain, mesh_of((RANKS,)), [Shard(0)]).requires_grad_()
+        with pytest.raises(RuntimeError, match=r"recorded by autograd.* return a clone"):  # of Dynamo
+            torch.compile(fn, backend="aot_eager")(leaf * 1)
+    with torch.no_grad():
+        taken = torch.compile(_rows_after_a_write, backend="aot_eager")(leaf)
+        assert torch.equal(taken.full_tensor(), _rows_after_a_write(plain))
+
+
 @needs_213("Dynamo takes no mesh into a graph")
 @pytest.mark.filterwarnings("ignore")  # of torch's tracers
 @on_ranks(world_size=RANKS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from sys import getrefcount
 from types import SimpleNamespace
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 from weakref import ReferenceType, ref
 
 import torch
@@ -22,6 +22,7 @@ from dtbench_core.runtime import PerRank
 from dtbench_core.torch_compat import (
     DisableTorchDispatch,
     as_subclass,
+    counter_of,
     is_fake,
     is_grad_enabled,
     make_subclass,
@@ -39,17 +40,28 @@ Wrapped = TypeVar("Wrapped", bound="Wrapper")
 class Memory:
     """What tensors share that are views of each other.
 
-    writes: how many there were, by ops on any of them. of_input: whether it is that of an input of a graph that is
-    traced; twice: of two inputs. results: of such a graph, once one of them is a copy. source: the local tensor of that
-    input, in a graph or of one that has run: of the latter, version: how often it had been written to when asked last.
-    follow: what gives the plain tensor that lent the memory the history of one that was written to.
+    writes: how many there were, by ops on any of them; in_history: whether autograd has recorded one. of_input: whether
+    it is that of an input of a graph that is traced; twice: of two inputs. results: of such a graph, once one of them
+    is a copy. source: the local tensor of that input, in a graph (as it came) or of one that has run: of the latter,
+    version: how often it had been written to when asked last. follow: what gives the plain tensor that lent the memory
+    the history of one that was written to.
     """
 
-    __slots__ = ("__weakref__", "follow", "of_input", "results", "source", "twice", "version", "writes")
+    __slots__ = (
+        "__weakref__",
+        "follow",
+        "in_history",
+        "of_input",
+        "results",
+        "source",
+        "twice",
+        "version",
+        "writes",
+    )
 
     def __init__(self, source: torch.Tensor | None = None, *, of_input: bool = False) -> None:
         self.writes, self.of_input, self.source = 0, of_input, source
-        self.twice = False
+        self.twice = self.in_history = False
         self.version = None if source is None or of_input else version_of(source)
         self.results: SharedResults | None = None
         self.follow: Callable[[Wrapper], None] | None = None
@@ -63,6 +75,27 @@ class Memory:
 
     def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
         return Memory, ()  # the count of a file's tensors starts anew
+
+
+class Counts(NamedTuple):
+    """How often a tensor and all that share its memory were written to: `memory` knows of ops, `counted` (which shares
+    torch's count with the tensor, and has no values) of graphs."""
+
+    memory: Memory
+    counted: torch.Tensor | None = None
+
+    def now(self) -> tuple[int, int | None]:
+        return self.memory.count(), None if self.counted is None else version_of(self.counted)
+
+
+class Borrowed(NamedTuple):
+    """What a copied view that a graph returned has of the writes to all those by way of which it has its values."""
+
+    lenders: tuple[Counts, ...]
+    seen: tuple[tuple[int, int | None], ...]
+
+    def is_current(self) -> bool:
+        return self.seen == tuple(lender.now() for lender in self.lenders)
 
 
 class Wrapper(torch.Tensor):
@@ -83,7 +116,7 @@ class Wrapper(torch.Tensor):
     _parted: Parted | None = None
     # Of a copied view of an input, that a graph returned: the input's local tensor; what of its writes the copy has.
     _source: torch.Tensor | None = None
-    _borrowed: tuple[Memory, int] | None = None
+    _borrowed: Borrowed | None = None
     # The class of views that had to be copied (copied_view.py), and that of what ops on such a view give: of every
     # other class, itself.
     copied_view: ClassVar[type[Wrapper]]
@@ -210,8 +243,10 @@ def count_write(tensor: Wrapper) -> None:
             )
         memory = tensor._memory[0]
         memory.writes += 1
-        if memory.follow is not None and tensor.requires_grad and is_grad_enabled():
-            followed.get().append((memory.follow, tensor))
+        if (memory.follow is not None or memory.of_input) and tensor.requires_grad and is_grad_enabled():
+            memory.in_history = True
+            if memory.follow is not None:
+                followed.get().append((memory.follow, tensor))
     count_for_borrowers(tensor)
 
 
@@ -227,6 +262,27 @@ def let_follow(followers: list[tuple[Callable[[Wrapper], None], Wrapper]]) -> No
 _lent: dict[int, ReferenceType[Memory]] = {}
 
 
+def note_copy(view: Wrapper, lenders: tuple[Counts, ...]) -> None:
+    """Notes on the storage of a copied view who lent its values: a graph may return a view of it once it is gone."""
+    local = held_by(view)
+    if local.__class__ is torch.Tensor:
+        vars(local.untyped_storage()).setdefault("lenders", lenders)
+
+
+def note_counter(tensor: Wrapper) -> None:
+    """Notes on the storage of an input of a graph how torch counts the writes that graphs make to it. It counts those
+    of the wrapper, as compilers write to the local tensor behind its back."""
+    noted = vars(held_by(tensor).untyped_storage())
+    if "counter" not in noted:
+        noted["counter"] = counter_of(tensor)
+
+
+def counts_of(tensor: Wrapper) -> Counts:
+    """Those of a tensor that a copied view was taken of."""
+    assert tensor._memory is not None
+    return Counts(tensor._memory[0], counter_of(tensor))
+
+
 def borrow(view: Wrapper, source: torch.Tensor) -> None:
     """Notes that `view` has its values from the tensor that holds `source`."""
     key = storage_id(source)
@@ -234,7 +290,11 @@ def borrow(view: Wrapper, source: torch.Tensor) -> None:
     if lent is None:
         lent = Memory(source)  # which keeps the storage, and its number
         _lent[key] = ref(lent, lambda gone: _lent.pop(key) if _lent.get(key) is gone else None)
-    view._source, view._memory, view._borrowed = source, (lent, 0), (lent, lent.count())
+    noted = vars(source.untyped_storage())
+    lenders = (Counts(lent, noted.get("counter")), *noted.get("lenders", ()))
+    view._source, view._memory = source, (lent, 0)
+    view._borrowed = Borrowed(lenders, tuple(lender.now() for lender in lenders))
+    note_copy(view, lenders)
 
 
 def _borrower(tensor: Wrapper) -> Memory | None:

@@ -33,7 +33,9 @@ from dtbench_core.layout.wrapper import (
     Wrapper,
     borrow,
     count_for_borrowers,
+    counts_of,
     held_by,
+    note_copy,
     share_memory,
     wrap,
 )
@@ -128,6 +130,8 @@ def copied_view(
         memory.results = SharedResults()
     if is_fake(local):
         share_storage_of(base, made, local)
+    if gathered is None or gathered.local is not made._origin.local:  # type: ignore[attr-defined]
+        note_copy(made, (counts_of(base),))
     return made  # type: ignore[return-value]
 
 
@@ -141,11 +145,13 @@ def state_of(tensor: Any) -> ViewState:
     origin = tensor._origin
     if origin is None:
         lent = tensor._borrowed
-        return ViewState.COPY if lent is None or lent[0].count() == lent[1] else ViewState.STALE
+        return ViewState.COPY if lent is None or lent.is_current() else ViewState.STALE
     if origin.version is None:  # writes are not counted, so there may have been some
         return ViewState.COPY if origin.gathered is None else ViewState.STALE
     seen = origin.version, origin.writes
-    return ViewState.COPY if seen == (version_of(tensor), tensor._memory[0].count()) else ViewState.STALE
+    if seen != (version_of(tensor), tensor._memory[0].count()):
+        return ViewState.STALE
+    return state_of(origin.owner) if is_copied(origin.owner) else ViewState.COPY
 
 
 def read_again(result: Any) -> None:

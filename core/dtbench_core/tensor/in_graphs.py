@@ -6,17 +6,20 @@ from typing import TypeAlias
 
 import torch
 
+from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.shared_results import NOT_ALONE, OF_BASE, Parted, window
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import Memory, Wrapper, held_by
+from dtbench_core.layout.wrapper import Memory, Wrapper, held_by, note_counter
 from dtbench_core.redistribute.copied_view import is_copied, read_again
 from dtbench_core.torch_compat import (
+    as_functional,
     functionalization,
     is_functional,
     mesh_group_names,
     ranks_of_mesh,
     state_of_library,
     storage_of_wrapper,
+    value_of_functional,
 )
 
 # Its spec, whether it requires grad, and, of a tensor that a graph gives out though others share its memory, how.
@@ -26,13 +29,14 @@ Described: TypeAlias = tuple[DTensorSpec, bool, Parted | None]
 def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
     """(names of its tensors, what it is made again with). A graph that returns a copied view of an input gives out the
     input's local tensor beside it, by which later writes to the input are noticed."""
-    parted = tensor._parted
-    if is_functional(held_by(tensor)):
+    parted, local = tensor._parted, held_by(tensor)
+    if local.__class__ is torch.Tensor:  # Dynamo's guards ask, before each call
+        note_counter(tensor)
+    if is_functional(local):
         read_again(tensor)
         parted = tensor._parted = _as_result(tensor)
         if tensor._views_input and tensor._memory is not None and is_copied(tensor):
-            memory = tensor._memory[0]  # after a write in the graph the input holds another tensor
-            tensor._source = memory.source if memory.writes == 0 else None
+            tensor._source = _as_it_came(tensor._memory[0])
     elif parted is not None and parted.made is not None:  # what a later graph need know of it
         parted = Parted(parted.from_input, number=0 if parted.alone() else NOT_ALONE)
     elif parted is None and is_copied(tensor):
@@ -59,9 +63,25 @@ def _as_result(tensor: Wrapper) -> Parted | None:
     return Parted(from_input, memory.results, len(memory.results.results) - 1)
 
 
+def _as_it_came(memory: Memory) -> torch.Tensor:
+    """The local tensor of an input of a graph that is traced, whatever the graph has written to it since.
+
+    Raises:
+        ArgumentError: by a write that autograd has recorded, which torch's tracer makes to a clone.
+    """
+    if memory.in_history:
+        raise ArgumentError(
+            "got a compiled function that writes in-place to an input, recorded by autograd, and returns a view of it "
+            "whose sharded dim had to be gathered before it could be cut: the view would not show later writes to the "
+            "input; return a clone() of the view, take it outside the function, or write under torch.no_grad()"
+        )
+    assert memory.source is not None
+    return as_functional(memory.source)
+
+
 def memory_of_input(local: torch.Tensor, spec: DTensorSpec) -> Memory:
     """What is noted of the memory of an input, of that local tensor, of a graph that is traced."""
-    made, trace = Memory(local, of_input=True), functionalization()
+    made, trace = Memory(value_of_functional(local), of_input=True), functionalization()
     if trace is not None and 0 not in spec.shape:
         others = vars(trace).setdefault("dtbench_core", dict[int, Memory]())
         first = others.setdefault(storage_of_wrapper(local), made)
