@@ -105,9 +105,12 @@ def gate_command(
     from dtbench.gate.benchmark import Selection
     from dtbench.gate.comment import PullRequest
     from dtbench.gate.gate import GateOptions, gate
+    from dtbench.gate.history import look_at
 
     if record and history is None:
         raise click.UsageError("--record needs --history FOLDER: where to append")
+    if history is not None:
+        look_at(history, record=record)
     options = GateOptions(base, head, tuple(Selection(*split_target(word)) for word in words), **given)
     pull_request = PullRequest.of_job() if comment else None
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cancelled job cleans up as Ctrl-C does

@@ -219,6 +219,10 @@ def _not_written(error: Exception) -> int:
     )
 
 
+# What is wrong with a path that was given, where it is only asked whether something is there.
+_UNREADABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ESTALE)
+
+
 def _outside(error: Exception) -> int:
     """The exit code where not dtbench is at fault but what it runs on; 0 for any other error."""
     if is_out_of_memory(error):
@@ -228,6 +232,9 @@ def _outside(error: Exception) -> int:
         return EXIT_USAGE
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return _refuse("too many open files: raise the limit (ulimit -n)", EXIT_USAGE)
+    if isinstance(error, OSError) and error.errno in _UNREADABLE and error.filename is not None:
+        why = os.strerror(error.errno)
+        return _refuse(f"cannot read {error.filename}: {why}; give another file or folder", EXIT_USAGE)
     return 0
 
 

@@ -7,6 +7,7 @@ Otava, which has E-divisive, pins an older numpy than dtbench's and has to live 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -65,6 +66,30 @@ def follow(folder: Path, report: Gate, *, record: bool) -> list[str]:
     return [f"history (advisory, no part of the verdict): {line}" for line in advice(read(path, machine))]
 
 
+def look_at(folder: Path, *, record: bool) -> None:
+    """Before anything is measured, finds what `follow` would say no to.
+
+    Raises:
+        UnreadableRunError: the file is damaged or of another machine.
+        OutputError: there is no place to append to.
+    """
+    machine = machine_kind()
+    path = file_of(folder, machine)
+    if record:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(path if path.exists() else folder, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise _no_place(path, error) from error
+    if path.exists():
+        read(path, machine)
+
+
+def _no_place(path: Path, error: OSError) -> OutputError:
+    return OutputError(f"cannot append to {path}: {error.strerror or error}; give --history a folder")
+
+
 def append(path: Path, machine: Mapping[str, object], report: Gate) -> None:
     """Appends head's times as one line; times that were not to be trusted are not kept.
 
@@ -92,9 +117,7 @@ def append(path: Path, machine: Mapping[str, object], report: Gate) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise OutputError(
-            f"cannot append to {path}: {error.strerror or error}; give --history a folder"
-        ) from error
+        raise _no_place(path, error) from error
 
 
 def read(path: Path, machine: Mapping[str, object]) -> Series:

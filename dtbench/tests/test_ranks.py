@@ -5,12 +5,15 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dtbench.model.errors import UsageError, WorldBrokenError
+from dtbench.world.launch import NOTE, Note
 from dtbench.world.place import Place, find_place, first_host
+from dtbench.world.rank import Rank
 from dtbench.world.ranks import StoreRanks, store_of
 
 TORCHRUN = {
@@ -153,3 +156,26 @@ def test_a_store_that_is_served_takes_more_connections() -> None:
     place = Place(1, 2, 1, 2, "localhost", server.port, True)
     store_of(place, 0)(False).set("a", "1")
     assert store_of(place, 0)(False).get("a") == b"1"
+
+
+def test_a_note_keeps_what_two_threads_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "note.json"
+    monkeypatch.setenv(NOTE, str(path))
+    place = find_place(TORCHRUN)
+    assert place is not None
+    rank = Rank(place, lambda diagnosis, case: None)
+    write = Note.write
+    reads = threading.Event()
+
+    def slowly(note: Note, where: str) -> bool:
+        reads.set()
+        time.sleep(0.1)
+        return write(note, where)
+
+    monkeypatch.setattr(Note, "write", slowly)
+    measuring = threading.Thread(target=rank.note, kwargs={"good": 3})
+    measuring.start()
+    assert reads.wait(5)
+    rank.note(code=130, reported=True)
+    measuring.join()
+    assert (Note.read(path).good, Note.read(path).code, Note.read(path).reported) == (3, 130, True)

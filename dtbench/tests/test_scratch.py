@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -51,6 +53,29 @@ def test_what_a_killed_program_left_is_removed_by_the_next(temporary: Path) -> N
             assert list(temporary.iterdir()) == [own]
             while ends.exists() and " Z " not in (ends / "stat").read_text():
                 time.sleep(0.01)
+
+
+def test_a_process_that_is_started_while_others_are_ended_ends_too(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill = os.kill
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> None:
+        started.append(
+            subprocess.Popen(["sleep", "600"], env={"PATH": "/bin:/usr/bin", "PLACE": str(folder)})
+        )
+
+    def kill_a_parent(pid: int, number: signal.Signals) -> None:
+        if len(started) < 3:
+            start()
+        kill(pid, number)
+
+    monkeypatch.setattr(os, "kill", kill_a_parent)
+    with scratch() as folder:
+        start()
+    assert len(started) == 3
+    assert [process.wait(5) for process in started] == [-signal.SIGKILL] * 3
 
 
 def test_what_is_not_a_folder_of_ours_is_left(temporary: Path) -> None:

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -49,8 +48,6 @@ DEAF_TO_CTRL_C = ("/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh")
 # What the survivors of a fault get to write the last line in before they are killed. They need the
 # answers of all ranks (2 s) and a few seconds for a slow disk.
 _SHUTDOWN_S = 15
-# What rank 0 gets to write its note in, after it has said that it was interrupted.
-_LAST_NOTE_S = 1.0
 # The exit codes of a rank that ends by its own will, having said why.
 _SAID_WHY = (EXIT_USAGE, EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OWN_FAULT)
 
@@ -76,10 +73,8 @@ class Note:
     whole: bool = False
     lost: str | None = None
 
-    def write(self, path: str | None) -> bool:
-        """Replaces the note, and says whether it could; does nothing without a path (another's launcher)."""
-        if path is None:
-            return False
+    def write(self, path: str) -> bool:
+        """Replaces the note, and says whether it could."""
         with suppress(OSError):  # a full disk must not end a run that writes elsewhere
             replace_file(Path(path), msgspec.json.encode(self))
             return True
@@ -124,7 +119,7 @@ def start_ranks(
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         failures: list[tuple[int, int]] = []
         killed_before = oom_kills()
-        ended_by = run_elastic(
+        run_elastic(
             [*DEAF_TO_CTRL_C, sys.executable, "-P", "-m", "dtbench", *arguments],
             str(folder),
             failures.extend,
@@ -136,7 +131,7 @@ def start_ranks(
             rdzv_endpoint="localhost:0",
             local_addr="localhost",  # no look-up of this host's name, which may hang
         )
-        note = _last_note(note_path) if ended_by else Note.read(note_path)
+        note = Note.read(note_path)
         print(other_words(folder), end="", file=sys.stderr, flush=True)  # noqa: T201
     # The first to end counts: those that the launcher ended for it come after it.
     if (
@@ -152,14 +147,6 @@ def start_ranks(
     except OutputError as error:
         complain(f"{diagnosis.during(note.case)}: {error}")
     return dataclasses.replace(note, code=diagnosis.code, lost=lost)
-
-
-def _last_note(path: str) -> Note:
-    """Rank 0's, after a signal: it ended the wait for the ranks, and rank 0 may be about to write what it has said."""
-    until = time.monotonic() + _LAST_NOTE_S
-    while not (note := Note.read(path)).reported and Path(path).exists() and time.monotonic() < until:
-        time.sleep(0.02)
-    return note
 
 
 def _diagnose(failures: Sequence[tuple[int, int]], oom: bool) -> Diagnosis:

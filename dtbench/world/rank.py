@@ -16,6 +16,7 @@ import dataclasses
 import json
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -91,6 +92,7 @@ class Rank:
         self.connect = store_of(self.place, launch)
         self._report = report
         self._note_path = os.environ.get(NOTE)
+        self._noting = threading.Lock()
         self._joining = False
 
     def __enter__(self) -> Self:
@@ -184,9 +186,15 @@ class Rank:
         self.code = self.ranks.agree(code, lambda votes: votes[0] or EXIT_OK)
 
     def note(self, **fields: Any) -> bool:
-        """Tells our launcher, if it is ours; see `Note`. Whether it could be told."""
-        said = Note() if self._note_path is None else Note.read(self._note_path)
-        return dataclasses.replace(said, **fields).write(self._note_path)
+        """Tells our launcher, if it is ours; see `Note`. Whether it could be told.
+
+        From any thread: the one that measures goes on while another reports what ends the run.
+        """
+        if self._note_path is None:
+            return False
+        with self._noting:
+            said = Note.read(self._note_path)
+            return dataclasses.replace(said, **fields).write(self._note_path)
 
     def stop_all(self, code: int) -> NoReturn:
         """On rank 0, which has said why: all ranks leave."""

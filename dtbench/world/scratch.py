@@ -11,10 +11,13 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 _PREFIX = "dtbench-scratch-"
+# Over the processes: a killed one is there until the kernel has come to it, and one that hangs in a driver for ever.
+_MOST_PASSES, _BETWEEN_S = 100, 0.01
 
 
 @contextlib.contextmanager
@@ -52,12 +55,22 @@ def _sweep() -> None:
 
 
 def _remove(folder: Path) -> None:
-    mark = os.fsencode(folder)
+    for _ in range(_MOST_PASSES):
+        if not _end_processes_of(folder):
+            break
+        time.sleep(_BETWEEN_S)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_processes_of(folder: Path) -> bool:
+    """Whether there were any: those may have started others, which this did not see."""
+    mark, found = os.fsencode(folder), False
     for environ in Path("/proc").glob("[0-9]*/environ"):  # only Linux has it
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             if mark in environ.read_bytes():
                 os.kill(int(environ.parent.name), signal.SIGKILL)
-    shutil.rmtree(folder, ignore_errors=True)
+                found = True
+    return found
 
 
 def _lock(folder: int, how: int) -> bool:

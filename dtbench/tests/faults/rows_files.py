@@ -129,6 +129,11 @@ ROWS = [
         )
         if (name, given) != ("report", "folder")  # it takes a gate's
     ),
+    Fault(
+        "a history that cannot be appended to",
+        "gate --base env: --head env: --history /proc/history --record dispatch",
+        says="cannot append to /proc/history/.*give --history a folder",
+    ),
     *(
         Fault(f"a name of 300 characters: {what}", words, says=says)
         for what, words, says in (
@@ -139,6 +144,9 @@ ROWS = [
                 "is not known: expected one of",
             ),
             ("results", "report LONG -o out.html", "File name too long"),
+            ("a run to compare with", "compare LONG LONG", "File name too long"),
+            ("a gate's folder", "gate --base env: --head env: -o LONG dispatch", "File name too long"),
+            ("a history", "gate --base env: --head env: --history LONG dispatch", "File name too long"),
             ("a suite", "run LONG.py", "no suite file at"),
             ("a run file", "run SUITE -o LONG", "File name too long; give another -o"),
             ("an interpreter", "gate --base env: --head python:LONG dispatch", "no program lies there"),
