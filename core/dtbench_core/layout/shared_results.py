@@ -8,7 +8,7 @@ other. The results of one call know of each other, and a write is refused while 
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 from weakref import ReferenceType
 
 import torch
@@ -60,11 +60,15 @@ def _makes_up(distance: int, steps: list[tuple[int, int]]) -> bool:
 
 
 class SharedResults:
-    """A graph's results on one memory: (its window, whether it is a copy) of each."""
+    """A graph's results on one memory: (its window, whether it is a copy) of each. known: whether there are any, made
+    here or loaded with a graph."""
 
     __slots__ = ("_calls", "results")
 
+    known: ClassVar[bool] = False
+
     def __init__(self, results: list[tuple[Window, bool]] | None = None) -> None:
+        SharedResults.known = True
         self.results = results or []
         self._calls = threading.local()
 

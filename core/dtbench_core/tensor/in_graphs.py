@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 
 from dtbench_core.errors import ArgumentError
-from dtbench_core.layout.shared_results import NOT_ALONE, OF_BASE, Parted, window
+from dtbench_core.layout.shared_results import NOT_ALONE, OF_BASE, Parted, SharedResults, window
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Memory, Wrapper, held_by, note_counter
 from dtbench_core.redistribute.copied_view import is_copied, read_again
@@ -30,7 +30,7 @@ def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
     """(names of its tensors, what it is made again with). A graph that returns a copied view of an input gives out the
     input's local tensor beside it, by which later writes to the input are noticed."""
     parted, local = tensor._parted, held_by(tensor)
-    if local.__class__ is torch.Tensor:  # Dynamo's guards ask, before each call
+    if SharedResults.known and local.__class__ is torch.Tensor:  # Dynamo's guards ask, before each call
         note_counter(tensor)
     if is_functional(local):
         read_again(tensor)
