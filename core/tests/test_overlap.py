@@ -31,6 +31,8 @@ WINDOWS: dict[str, Callable[[torch.Tensor], Tensors]] = {
     "a row further": lambda x: (x[1:], x[:-1]),
     "itself": lambda x: (x, x),
     "itself, as a view": lambda x: (x, x.view(30).view(5, 6)),
+    "a window with gaps": lambda x: (x[:, 1:4],) * 2,
+    "a window with gaps, twice": lambda x: (x[:, 1:4], x[:, 1:4]),
     "other rows": lambda x: (x[:2], x[2:4]),
     "rows of it": lambda x: (x, x[1:3]),
 }
@@ -72,7 +74,7 @@ def test_writes_over_shared_memory(thread_ranks: ThreadWorlds) -> None:
 
 def _writes() -> None:
     mesh = DeviceMesh("cpu", range(4))
-    placements = [[S(0)], [S(1)]]
+    placements = [[S(0)], [S(1)], [R]]
     for name, windows in WINDOWS.items():
         for how, write in WRITES.items():
             wanted = _written(_full(), windows, write)
@@ -87,7 +89,7 @@ def _writes() -> None:
                     else:
                         assert isinstance(got, DTensor), f"{said}: {got!r}"
                         defined = name not in (
-                            "transposed",
+                            "a window with gaps, twice",
                             "expanded",
                             "expanded over columns",
                             "a row further",

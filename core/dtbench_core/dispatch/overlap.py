@@ -50,10 +50,16 @@ def refuse_overlap(
     same = all(t is first or (t._spec is first._spec and t._memory == first._memory) for t in tensors)
     if same and is_pointwise(op):
         return  # element by element, over itself
-    order = {memory: index for index, memory in enumerate(dict.fromkeys(map(_identity, tensors)))}
+    order: dict[object, int] = {}
+    objects: dict[int, int] = {}  # one tensor twice is refused where two of the same window are not
     start: dict[object, int] = {}
     key = tuple(
-        (t._spec, order[_identity(t)], _offset(t) - start.setdefault(_identity(t), _offset(t)))
+        (
+            t._spec,
+            order.setdefault(_identity(t), len(order)),
+            objects.setdefault(id(t), len(objects)),
+            _offset(t) - start.setdefault(_identity(t), _offset(t)),
+        )
         for t in tensors
     )
     if key not in known:
@@ -135,9 +141,14 @@ def error_of_plain(
     if sum(ends.values()) > _MOST:
         return otherwise
     held = {key: torch.zeros(end, dtype=key[1]) for key, end in ends.items()}  # type: ignore[index]
+    made: dict[int, torch.Tensor] = {}  # one argument given twice is one tensor
     for index, (key, offset) in places.items():
-        spec = _spec_of(leaves[index])
-        leaves[index] = held[key].as_strided(spec.shape, spec.stride, offset)
+        leaf = leaves[index]
+        which = id(leaf) if isinstance(leaf, torch.Tensor) else index
+        if which not in made:
+            spec = _spec_of(leaf)
+            made[which] = held[key].as_strided(spec.shape, spec.stride, offset)
+        leaves[index] = made[which]
     plain_args, plain_kwargs = rebuilt(
         [torch.device("cpu") if isinstance(x, torch.device) else x for x in leaves]
     )
