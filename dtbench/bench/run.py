@@ -33,6 +33,7 @@ from dtbench.world.failure import INTERRUPTED, ActiveCase, Diagnosis
 from dtbench.world.launch import Note, start_ranks
 from dtbench.world.place import find_place
 from dtbench.world.rank import quiet_torch
+from dtbench.world.scratch import sweep
 
 # Starts of new ranks in a row without a result, after which more of them would find nothing either: it is the
 # machine that fails, not a case.
@@ -47,6 +48,7 @@ def run(options: RunOptions, argv: Sequence[str]) -> int:
     place = find_place()
     if place is not None:
         Session(options, place, argv).go()
+    sweep()  # here, as there may be nothing left to measure
     if options.baseline is not None:
         baselines.find(options.baseline)
     if options.save_baseline is not None:

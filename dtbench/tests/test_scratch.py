@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from dtbench.tests.faults.table import SUITE
+from dtbench.tests.programs import start
 from dtbench.world.scratch import scratch
 
 # Prints its folder with a file in it and a child that knows the folder, and waits to be told to end.
@@ -35,15 +37,30 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def has_ended(pid: str) -> bool:
+    try:
+        return " Z " in Path("/proc", pid, "stat").read_text()
+    except OSError:
+        return True
+
+
+def ends(pid: str) -> bool:
+    """Whether a killed process is gone, as soon as the kernel has come to it."""
+    deadline = time.monotonic() + 20
+    while not has_ended(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return has_ended(pid)
+
+
 def test_what_a_killed_program_left_is_removed_by_the_next(temporary: Path) -> None:
     command = [sys.executable, "-c", _HOLDS]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         name, child = other.stdout.readline().split()
-        left, ends = Path(name), Path("/proc", child)
+        left = Path(name)
         assert left.parent == temporary
         with scratch() as own:
-            assert (left / "x").exists() and ends.exists(), "it is in use"
+            assert (left / "x").exists() and not has_ended(child), "it is in use"
             assert own.stat().st_mode & 0o777 == 0o700
         assert not own.exists()
         other.kill()
@@ -51,8 +68,30 @@ def test_what_a_killed_program_left_is_removed_by_the_next(temporary: Path) -> N
         assert (left / "x").exists()
         with scratch() as own:
             assert list(temporary.iterdir()) == [own]
-            while ends.exists() and " Z " not in (ends / "stat").read_text():
-                time.sleep(0.01)
+            assert ends(child)
+
+
+def test_a_run_that_is_complete_is_swept_for_too(temporary: Path) -> None:
+    words = [
+        "run",
+        str(SUITE),
+        "--quick",
+        "--nproc",
+        "1",
+        "--filter",
+        "good",
+        "-o",
+        str(temporary / "x.jsonl"),
+    ]
+    assert start(*words).returncode == 0
+    command = [sys.executable, "-c", _HOLDS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        name, child = other.stdout.readline().split()
+        other.kill()
+    done = start(*words, "--resume")
+    assert done.returncode == 0 and "is complete already" in done.stdout
+    assert not Path(name).exists() and ends(child)
 
 
 def test_a_process_that_is_started_while_others_are_ended_ends_too(

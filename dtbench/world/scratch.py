@@ -26,7 +26,7 @@ def scratch() -> Iterator[Path]:
 
     Those of this user that no program holds are removed first.
     """
-    _sweep()
+    sweep()
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         # Another program's sweep may have come before the lock: then the folder is gone.
@@ -43,7 +43,8 @@ def scratch() -> Iterator[Path]:
         os.close(held)
 
 
-def _sweep() -> None:
+def sweep() -> None:
+    """Removes what killed programs of this user left."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
