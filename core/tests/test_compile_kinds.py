@@ -250,3 +250,28 @@ def test_results_of_unknown_size_break_a_graph_and_are_refused_in_one() -> None:
             torch.compile(fn, backend="aot_eager", fullgraph=True)(x)
         assert isinstance(caught.value.__cause__, CoreError)
         assert torch.equal(torch.compile(fn, backend="aot_eager")(x).full_tensor(), fn(plain))
+
+
+@needs_213("Dynamo takes no mesh into a graph")
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@on_ranks(world_size=2)
+def test_dims_that_are_marked_dynamic_are_of_any_size() -> None:
+    def fn(x: Any) -> Any:
+        return (x @ x.t()).softmax(0).sum(1).view(-1) * x.shape[0]
+
+    marks: list[Callable[[Any], None]] = [
+        lambda x: torch._dynamo.mark_dynamic(x, 0),
+        lambda x: torch._dynamo.mark_dynamic(x, [0, 1], min=2, max=64),
+        lambda x: torch._dynamo.mark_dynamic(x, 0, hint_override=32),
+        lambda x: torch._dynamo.maybe_mark_dynamic(x, 0),
+    ]
+    for mark in marks:
+        for placement in (Shard(0), Replicate()):
+            torch._dynamo.reset()
+            fast = torch.compile(fn, backend="aot_eager", fullgraph=True)
+            for rows in (8, 5):
+                plain = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
+                x = distribute_tensor(plain, mesh_of((2,)), [placement], src_data_rank=None)
+                mark(x)
+                torch.testing.assert_close(fast(x).full_tensor(), fn(plain))
+                torch.testing.assert_close(fast(x * 1).full_tensor(), fn(plain))

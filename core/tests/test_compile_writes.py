@@ -423,3 +423,26 @@ def test_a_write_in_a_graph_to_a_copied_view_is_refused() -> None:
                     assert torch.equal(fast(taken).full_tensor(), write(wanted))
                     assert torch.equal(x.full_tensor(), plain)
                 assert torch.equal(taken.full_tensor(), wanted)
+
+
+@needs_213("Dynamo takes no mesh into a graph")
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@on_ranks(world_size=RANKS)
+def test_what_a_function_gave_back_as_it_was_is_given_out_beside_it() -> None:
+    functions: list[Callable[[Any], Any]] = [
+        lambda v: (lambda a: (a, a.contiguous()))(v.squeeze()),
+        lambda v: (lambda a: (a, a.float(), a.contiguous().contiguous()))(v.t()),
+        lambda v: (lambda a: (a, a.to(torch.float32), a * 2))(v.view(-1)),
+    ]
+    for fn in functions:
+        for shape in ((8, 4), (0, 3), (4, 0)):
+            for placement in (Shard(0), Shard(1), Replicate()):
+                torch._dynamo.reset()
+                plain = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+                x = distribute_tensor(plain.detach(), mesh_of((RANKS,)), [placement]).requires_grad_()
+                results = torch.compile(fn, backend="aot_eager")(x * 1)
+                for one, other in zip(results, fn(plain * 1), strict=True):
+                    assert torch.equal(one.full_tensor(), other)
+                sum(one.sum() for one in results).backward()
+                sum(one.sum() for one in fn(plain * 1)).backward()
+                torch.testing.assert_close(x.grad.full_tensor(), plain.grad)

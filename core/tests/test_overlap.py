@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.tests.gloo_world import mesh_of, on_ranks
 from core.tests.local_world import ThreadWorlds
-from dtbench_core import DTensor, NoRuleError, Partial, Replicate, Shard, distribute_tensor
+from dtbench_core import DTensor, NoRuleError, Partial, PlacementError, Replicate, Shard, distribute_tensor
 
 S, R = Shard, Replicate()
 Tensors = tuple[torch.Tensor, torch.Tensor]
@@ -182,6 +182,37 @@ def test_a_base_that_gets_another_shape() -> None:
                     window.add_(1)
                     base.select(-1, 0).zero_()
                 assert torch.equal(seen.full_tensor(), wanted) and torch.equal(x.full_tensor(), full), placed
+
+
+@on_ranks
+def test_a_sharded_dim_is_taken_away_in_place_where_nobody_shares_the_memory() -> None:
+    mesh = mesh_of((4,))
+    alone: list[Callable[[Any], Any]] = [
+        lambda x: x.squeeze_(1).mul_(3),
+        lambda x: x.squeeze_().data.mul_(3),
+        lambda x: x.squeeze_(-1)[1:].mul_(3),
+    ]
+    shared: list[Callable[[Any], Any]] = [
+        lambda x: x[1:].squeeze_(1).mul_(3),
+        lambda x: x[::2].squeeze_().data.mul_(3),
+        lambda x: (x.view(3, 1).squeeze_(1), x.mul_(3)),
+    ]
+    for write in (*alone, *shared):
+        for placed in (S(0), S(1), R):
+            full = torch.arange(3.0).view(3, 1) + 1
+            x = distribute_tensor(full, mesh, [placed], src_data_rank=None)
+            before, wanted = full.clone(), write(full)
+            try:
+                got = write(x)
+            except PlacementError:
+                assert write in shared and placed != R
+                assert torch.equal(x.full_tensor(), before)
+            else:
+                assert torch.equal(x.full_tensor(), full)
+                for one, other in (
+                    zip(got, wanted, strict=True) if isinstance(got, tuple) else ((got, wanted),)
+                ):
+                    assert torch.equal(one.full_tensor(), other)
 
 
 @on_ranks

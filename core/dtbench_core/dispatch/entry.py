@@ -36,7 +36,7 @@ from dtbench_core.dispatch.plain_tensors import mixes_plain, with_replicas
 from dtbench_core.dispatch.plan import Plan
 from dtbench_core.errors import CoreError
 from dtbench_core.layout import rng as random
-from dtbench_core.layout.wrapper import Wrapper, followed, let_follow
+from dtbench_core.layout.wrapper import Wrapper, followed, held_by, let_follow
 from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.rules import cross_entropy, linear
 from dtbench_core.rules.compare import equal
@@ -52,6 +52,7 @@ from dtbench_core.torch_compat import (
     dispatch_modes_active,
     functorch_level,
     get_default_dtype,
+    is_functional,
     is_grad_enabled,
 )
 
@@ -204,7 +205,21 @@ def _through_torch(cls: type[Wrapper], func: Call, args: Args, kwargs: Kwargs) -
         ) from error
     if followers := followed.get():
         let_follow(followers)
+    if args and result is args[0]:
+        return _as_another(func, result)
     return result
+
+
+def _as_another(func: Call, result: Value) -> Value:
+    """What a function with nothing to do gave back (`contiguous`), as a tensor of its own in a graph that is traced, as
+    torch gives out no wrapper twice."""
+    if (
+        not isinstance(result, Wrapper)
+        or getattr(func, "__name__", "").endswith("_")
+        or not is_functional(held_by(result))
+    ):
+        return result
+    return result.view_as(result)
 
 
 def _record_call(func: Call, key: Key, args: Args, kwargs: Kwargs) -> Value:

@@ -20,10 +20,10 @@ from dtbench_core.dispatch.overlap import refuse_overlap
 from dtbench_core.errors import ArgumentError, PlacementError
 from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride
-from dtbench_core.layout.wrapper import Wrapper, count_write
+from dtbench_core.layout.wrapper import Wrapper, count_write, shares_memory
 from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.redistribute.autograd import redistribute_tensor
-from dtbench_core.redistribute.copied_view import refuse_write, refuse_writes, store_to_base
+from dtbench_core.redistribute.copied_view import is_copied, refuse_write, refuse_writes, store_to_base
 from dtbench_core.torch_compat import increment_version, set_wrapper_metadata, version_of
 
 Dispatch = Callable[[type[Wrapper], OpOverload, Any, Args, Kwargs], Any]  # torch_dispatch
@@ -158,7 +158,14 @@ def run_restating(
     assert functional is not None
     written: Wrapper = args[0]
     refuse_write(written, restating=True)
+    shared = shares_memory(written)
     made = dispatch(cls, functional, (), args, kwargs)
+    if shared and is_copied(made):
+        raise PlacementError(
+            f"got {op} of {written._spec}, of which a sharded dim has to be gathered for it, while other tensors share "
+            "its memory: they would not follow writes to it, nor it theirs; redistribute it so that the dim is whole, "
+            "or call it on a clone()"
+        )
     restate(written, made._local_tensor, made._spec)
     written._memory = made._memory
     return written

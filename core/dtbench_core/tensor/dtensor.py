@@ -159,6 +159,7 @@ class DTensor(Wrapper):
     # The parts of a wrapper, for torch's own machinery: it exchanges parameters on Module.to by them.
     __tensor_flatten__ = in_graphs.flatten
     _stable_hash_for_caching = in_graphs.stable_hash
+    _dynamo_dynamic_indices = in_graphs.marks
 
     @staticmethod
     def __tensor_unflatten__(

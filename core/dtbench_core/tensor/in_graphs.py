@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TypeAlias
+from weakref import ref
 
 import torch
 
@@ -35,7 +36,8 @@ def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
     if is_functional(local):
         read_again(tensor)
         parted = tensor._parted = _as_result(tensor)
-        if tensor._views_input and tensor._memory is not None and is_copied(tensor):
+        copied = is_copied(tensor) and 0 not in tensor._spec.shape
+        if copied and tensor._views_input and tensor._memory is not None:
             tensor._source = _as_it_came(tensor._memory[0])
     elif parted is not None and parted.made is not None:  # what a later graph need know of it
         parted = Parted(parted.from_input, number=0 if parted.alone() else NOT_ALONE)
@@ -97,3 +99,44 @@ def stable_hash(tensor: Wrapper) -> str:
     by = state_of_library()
     kept = tuple(local.shape), local.stride(), tensor.requires_grad
     return repr((by, groups, spec.placements, tuple(spec.shape), tuple(spec.stride), spec.dtype, kept))
+
+
+class MarkedDims(set[int]):
+    """What `torch._dynamo.mark_dynamic` notes dims of a DTensor in. Always empty: a shard's size is no function of the
+    global one that a compiler could keep open, so that each graph has its sizes, and the mark is a wish, as that
+    of `maybe_mark_dynamic`: sizes are right, and each has a graph of its own."""
+
+    def __init__(self, tensor: Wrapper) -> None:
+        super().__init__()
+        self._tensor = ref(tensor)
+
+    def add(self, index: int) -> None:
+        tensor = self._tensor()
+        if tensor is None:
+            return
+        for name in ("_dynamo_dynamic_indices", "_dynamo_dynamic_range", "_dynamo_hint_overrides"):
+            vars(held_by(tensor)).pop(name, None)  # it marks the local tensor first
+        vars(tensor).get("_dynamo_hint_overrides", {}).clear()  # a size is what it is
+        torch._dynamo.maybe_mark_dynamic(tensor, index)
+
+
+class _Marks:
+    """The attribute that `mark_dynamic` makes: unset it is not there, as guards ask for it at every call."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, tensor: Wrapper | None, owner: type) -> set[int]:
+        found: set[int] | None = None if tensor is None else vars(tensor).get(self._name)
+        if found is None:
+            raise AttributeError(self._name)
+        return found
+
+    def __set__(self, tensor: Wrapper, value: set[int]) -> None:
+        vars(tensor)[self._name] = MarkedDims(tensor)
+
+    def __delete__(self, tensor: Wrapper) -> None:
+        vars(tensor).pop(self._name, None)
+
+
+marks = _Marks()
