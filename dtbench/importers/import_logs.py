@@ -44,8 +44,7 @@ def import_logs(
     header, results = convert.to_run(logs, argv, mesh, dim)
     with RunWriter.create(output, header, resumable=False) as writer:
         try:
-            for result in results:
-                writer.append(result)
+            writer.append_all(results)
             writer.end()
         except BaseException:
             with contextlib.suppress(OSError):

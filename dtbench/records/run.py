@@ -10,7 +10,6 @@ Files from elsewhere are not trusted: `dtbench.records.read` checks every field 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import gc
@@ -38,6 +37,7 @@ from dtbench.records.result import result_in, result_of
 # A line holds every rank's samples: 1024 ranks x 1000 samples x 22 characters are 22 MiB. Beyond
 # these limits a file is not a run, and reading it would only fill the memory.
 MAX_LINE_BYTES = 64 * 2**20
+_BLOCK_BYTES = 2**20  # of lines that are written at once
 MAX_FILE_BYTES = 2 * 2**30
 # What clocks drift by, and are corrected by, is less; a host that slept is told by it, too.
 CLOCK_MOVED_S = 10.0
@@ -100,7 +100,7 @@ class RunWriter:
         try:
             _lock(fd, path)
             if not writer._length:
-                writer._write(line)
+                writer._write(data)
             _sync_folder(path)
             if resumable:
                 writer._if_it_fails = cls._if_it_fails
@@ -132,7 +132,7 @@ class RunWriter:
             _lock(fd, path, _LET_OTHERS_END_S)
             writer._drop_cut_line()
             if record is not None:
-                writer._write({"kind": "resume", "resumed": _now(), **_strict(record)})
+                writer._write(_encode({"kind": "resume", "resumed": _now(), **_strict(record)}))
         except BaseException:
             writer.close()
             raise
@@ -154,11 +154,28 @@ class RunWriter:
             OutputError: the line cannot be written; the file ends with the line before it.
             UsageError: a param that is not a scalar, so the case has no name in the file.
         """
-        result = _representable(result)
+        result, data = _recorded(result)
         with self._lock:
-            self._write(_line(result))
+            self._write(data)
             self._results[result.key] = result
         return result
+
+    def append_all(self, results: Iterable[Result]) -> None:
+        """As `append` of each, but what is written is on the disk at the end alone: for what can be made again.
+
+        Raises:
+            OutputError, UsageError: as `append`; some of the lines may be written.
+        """
+        with self._lock:
+            block = bytearray()
+            for each in results:
+                result, data = _recorded(each)
+                block += data
+                self._results[result.key] = result
+                if len(block) > _BLOCK_BYTES:
+                    self._write(block, sync=False)
+                    block = bytearray()
+            self._write(block)
 
     @property
     def clock_moved_s(self) -> float:
@@ -173,7 +190,9 @@ class RunWriter:
             found = Counter(result.status for result in self._results.values())
             counts = {status: found[status] for status in STATUSES}
             line = {"kind": "end", "finished": _now(), "failed": counts["failed"], "counts": counts}
-            self._write(line | ({"clock_moved_s": round(moved)} if (moved := self.clock_moved_s) else {}))
+            self._write(
+                _encode(line | ({"clock_moved_s": round(moved)} if (moved := self.clock_moved_s) else {}))
+            )
 
     def close(self) -> None:
         """Closes the file; without `end` before it the run counts as incomplete."""
@@ -190,8 +209,7 @@ class RunWriter:
     ) -> None:
         self.close()
 
-    def _write(self, line: Mapping[str, object]) -> None:
-        data = _encode(line)
+    def _write(self, data: bytes | bytearray, *, sync: bool = True) -> None:
         with self._lock:
             fd = self._fd
             if fd is None:
@@ -202,7 +220,8 @@ class RunWriter:
                 rest = memoryview(data)
                 while rest:
                     rest = rest[os.write(fd, rest) :]
-                _sync(fd)
+                if sync:
+                    _sync(fd)
             except BaseException as error:  # Ctrl-C between two partial writes counts too
                 with contextlib.suppress(OSError):
                     os.ftruncate(fd, self._length)
@@ -329,7 +348,7 @@ def _now() -> str:
 
 
 def _line(result: Result) -> dict[str, object]:
-    times = None if result.time_s is None else dataclasses.asdict(result.time_s)
+    times = None if result.time_s is None else msgspec.to_builtins(result.time_s)
     return {"kind": "result", **msgspec.structs.asdict(result), "time_s": times}
 
 
@@ -355,16 +374,8 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _representable(result: Result) -> Result:
-    """`result` if what it says can be read back, else a failed one with the reason."""
-    named = Result(result.suite, result.name, result.impl, result.params, "failed", launch=result.launch)
-    try:  # a case without a name in the file could never be found again
-        result_of(decode(_encode(_line(named))))
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"the case {result.suite}/{result.name} [{result.impl}] cannot be named in a run file: "
-            f"{_fault(named, error)}; expected names and, as params, strings, bools and finite numbers"
-        ) from error
+def _recorded(result: Result) -> tuple[Result, bytes]:
+    """`result` and its line if what it says can be read back, else a failed one with the reason."""
     result = msgspec.structs.replace(result, reason=_text(result.reason))
     try:
         line = _encode(_line(result))
@@ -373,8 +384,22 @@ def _representable(result: Result) -> Result:
         result_of(decode(line))
     except (TypeError, ValueError) as error:
         reason = f"the result cannot be recorded: {_fault(result, error)}"
-        return msgspec.structs.replace(named, reason=_text(reason), rank=result.rank)
-    return result
+        failed = msgspec.structs.replace(_named(result), reason=_text(reason), rank=result.rank)
+        return failed, _encode(_line(failed))
+    return result, line
+
+
+def _named(result: Result) -> Result:
+    """A failed one of the same case, which without a name in the file could never be found again."""
+    named = Result(result.suite, result.name, result.impl, result.params, "failed", launch=result.launch)
+    try:
+        result_of(decode(_encode(_line(named))))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"the case {result.suite}/{result.name} [{result.impl}] cannot be named in a run file: "
+            f"{_fault(named, error)}; expected names and, as params, strings, bools and finite numbers"
+        ) from error
+    return named
 
 
 def _fault(result: Result, error: Exception) -> str:

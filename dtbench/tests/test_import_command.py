@@ -155,7 +155,7 @@ def test_what_cannot_be_is_refused_in_one_line(dtbench: Cli, text: str, args: st
     assert not Path("run.jsonl").exists()
 
 
-@pytest.mark.parametrize("after", [0, 5], ids=["header", "results"])
+@pytest.mark.parametrize("after", [0, 1, 2], ids=["header", "results", "end"])
 def test_a_full_disk(dtbench: Cli, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     writes = itertools.count()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from dtbench.text.units import Unit, bandwidth_unit, significant, time_unit, typical
 
@@ -23,7 +24,7 @@ class Column:
     hrefs: Sequence[str] = ()
     screen: bool = False
 
-    @property
+    @cached_property  # asked for every cell
     def long(self) -> bool:
         """Words that may stand on two lines, so that what follows them is seen."""
         return not self.numeric and any(len(cell) > LONG for cell in self.cells)
