@@ -215,7 +215,7 @@ class RunWriter:
             if fd is None:
                 raise ValueError(f"the run file {self.path} is closed")
             if self._is_gone(fd):
-                raise self._saved_beside(fd, data)
+                raise self._saved_beside(fd, bytes(data))
             try:
                 rest = memoryview(data)
                 while rest:
