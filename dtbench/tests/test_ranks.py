@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from dtbench.model.errors import UsageError, WorldBrokenError
-from dtbench.world.launch import NOTE, Note
+from dtbench.world.launch import Note
+from dtbench.world.parent import NOTE
 from dtbench.world.place import Place, find_place, first_host
 from dtbench.world.rank import Rank
 from dtbench.world.ranks import StoreRanks, store_of

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import msgspec
@@ -32,7 +33,7 @@ from dtbench.model.errors import (
 from dtbench.records.atomic import replace_file
 from dtbench.world.deaths import explain, oom_kills, other_words
 from dtbench.world.failure import INTERRUPTED, ActiveCase, Diagnosis
-from dtbench.world.parent import LAUNCHER
+from dtbench.world.parent import INTERRUPTED_MARK, LAUNCHER, NOTE
 from dtbench.world.scratch import scratch
 from dtbench.world.signals import ending_signals, how_ended
 
@@ -41,7 +42,6 @@ AGAIN = (
     "DTBENCH_AGAIN"  # where ranks of this launch were lost and these go on: its start, on the monotonic clock
 )
 OUTPUT = "DTBENCH_OUTPUT"  # the run file, where -o was not given
-NOTE = "DTBENCH_NOTE"  # path of the note; set by our own launcher only
 
 # Ctrl-C is the launcher's to answer: in a rank's first imports Python's answer is a traceback. `__main__` ends this.
 DEAF_TO_CTRL_C = ("/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh")
@@ -187,12 +187,20 @@ def run_elastic(
     config = LaunchConfig(
         rdzv_backend="c10d",
         max_restarts=0,
-        signals_to_handle=",".join(number.name for number in ending_signals()),
+        signals_to_handle=",".join(number.name for number in ending_signals() - {signal.SIGINT}),
         logs_specs=DefaultLogsSpecs(log_dir=folder),
         **chosen,
     )
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        # Before ranks are told: those that are still deaf to it look for this once they are not.
+        with suppress(OSError):
+            Path(folder, INTERRUPTED_MARK).touch()
+        raise SignalException(f"got signal {number}", sigval=signal.SIGINT)
+
     logged = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
+    answered = signal.signal(signal.SIGINT, interrupt)
     try:
         # The launcher fills in `${local_rank}`, and reads `$$` as `$`.
         elastic_launch(config, command[0])(*(word.replace("$", "$$") for word in command[1:]))
@@ -206,6 +214,7 @@ def run_elastic(
         count = chosen["nproc_per_node"]
         raise WorldBrokenError(f"cannot start {count} ranks: {type(error).__name__}: {reason}") from error
     finally:
+        signal.signal(signal.SIGINT, answered)
         logging.disable(logged)
     return 0
 

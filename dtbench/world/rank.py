@@ -42,7 +42,8 @@ from dtbench.world import clocks
 from dtbench.world.deaths import catch_terminate, keep_words, words_file
 from dtbench.world.failure import ActiveCase, Diagnosis, FailureDetector, block_signals, exit_now, farewell
 from dtbench.world.joining import Joining
-from dtbench.world.launch import NOTE, Note, launch_number
+from dtbench.world.launch import Note, launch_number
+from dtbench.world.parent import NOTE
 from dtbench.world.place import Place, find_place
 from dtbench.world.ranks import (
     LiveWorld,
