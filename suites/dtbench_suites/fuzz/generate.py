@@ -24,7 +24,8 @@ from dtbench_suites.fuzz.judge import names
 MESHES = """[0, 1, 2, 3]; [[0, 1], [2, 3]]; [[0, 1, 2, 3]]; [[[0], [1]], [[2], [3]]]; [3, 2, 1, 0]; [2, 0, 3, 1]
     [[0, 2], [1, 3]]; [[3, 2], [1, 0]]; [[3, 1], [0, 2]]; [[3], [1], [2], [0]]"""
 # x, y, z: tensors of the program; d, e: dims of x; i, j: an index in d and one behind it; n: a size; c: a number;
-# shape: another one for as many elements; places: as many as the mesh has dims. What is no expression writes.
+# shape: another one for as many elements; places: as many as the mesh has dims. What is no expression writes. What may
+# be 1 up to rounding is rounded: which of such is the largest is nobody's to say.
 TEMPLATES = {
     "compute": """x + y; x * y; x - c; x * c; x / 4; -x; x.sin(); x.abs(); x.relu(); x.exp(); x > 0.3
         x.clamp(-1, 0.6); torch.where(x > 0.3, x, y); torch.maximum(x, y); x.masked_fill(x > 0.3, c)
@@ -33,12 +34,13 @@ TEMPLATES = {
         F.linear(x, y); torch.addmm(x, y, z); torch.lerp(x, y, 0.25); x.clone(); x.detach(); x // 2; x % 3; x ** 2
         x.to(torch.int8); torch.addcmul(x, y, z); x.round(); x != y; torch.full_like(x, c); x.new_zeros(n, 2)
         x.ravel().dot(y.ravel()); F.embedding(x.long().clamp(0, 1), y); F.dropout(x, 0.0); x.softmax(-1) @ y
-        x.masked_select(x > 0.3); x.nonzero(); x.isclose(y); F.cosine_similarity(x, y, -1)""",
+        x.masked_select(x > 0.3); x.nonzero(); x.isclose(y)
+        F.cosine_similarity(x, y, -1).round(decimals=3)""",
     "along": """x.sum(d); x.sum(); x.mean(d, keepdim=True); x.amax(d); x.argmax(d); x.cumsum(d); x.prod(d)
         x.softmax(d); x.logsumexp(d); x.var(d, correction=0); x.norm(dim=d); x.flip(d); x.roll(i, d)
         x.topk(n, d).values; x.sort(d).values; torch.cat([x, y], d); torch.stack([x, y], d); x.all(d); x.any(d)
         x.index_select(d, index(i, 0)); x.repeat_interleave(2, d); x.min(d).values; x.gather(d, x.argsort(d))
-        F.normalize(x, dim=d); x.diff(dim=d); x.cumprod(d); x.nansum(d); x.std(); x.amin()
+        F.normalize(x, dim=d).round(decimals=3); x.diff(dim=d); x.cumprod(d); x.nansum(d); x.std(); x.amin()
         x.sum(d, dtype=torch.int8); x.index_add(d, index(i), y); x.scatter_add(d, x.argsort(d), y); x.mean()
         x.logcumsumexp(d); x.kthvalue(n, d).values; x.aminmax(dim=d).max; x.count_nonzero(d); x.mode(d).values
         torch.cat([x[i:], y]); x.renorm(2, d, 1.5); x.unique(); x.bincount()""",
