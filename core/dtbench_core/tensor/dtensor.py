@@ -178,8 +178,7 @@ class DTensor(Wrapper):
             made._memory = (in_graphs.memory_of_input(local, spec), 0)
         return made
 
-    # What AOTAutograd asks of a gradient: it takes its placements for granted while it traces, and a compiled
-    # backward is given what has them.
+    # AOTAutograd takes a gradient's placements for granted while it traces; a compiled backward is given what has them.
     def __coerce_tangent_metadata__(self) -> DTensor:
         placed = placements_of_gradient(self._spec.placements)
         made = self if placed == self._spec.placements else self.redistribute(placements=placed)
