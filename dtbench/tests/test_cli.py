@@ -201,7 +201,11 @@ def test_a_run_that_cannot_be_is_refused_in_one_line_before_anything_starts(
     [
         (KeyError("x"), EXIT_OWN_FAULT, "a fault of dtbench itself, please report it with "),
         (OSError(errno.ENOENT, "No such file", "/x"), EXIT_OWN_FAULT, "FileNotFoundError: [Errno 2]"),
-        (OSError(errno.EACCES, "Permission denied", "/x"), EXIT_USAGE, "cannot read /x: Permission denied; give"),
+        (
+            OSError(errno.EACCES, "Permission denied", "/x"),
+            EXIT_USAGE,
+            "cannot read /x: Permission denied; give",
+        ),
         (OSError(errno.ENOSPC, "No space left on device"), EXIT_USAGE, "no space left on device; make space"),
         (BrokenPipeError(), EXIT_OK, ""),
         (MemoryError(), EXIT_USAGE, "out of memory"),
