@@ -56,11 +56,9 @@ def _table(name: str, ranks: int, number: int) -> Table:
 def _row(match: re.Match[str], number: int, table: Table, units: tuple[bool, str, str]) -> Row:
     raw, throughput_unit, busbw_unit = units
     count, itemsize = int(match[3]), int(match[4])
-    time = amount(match[5])
-    if time is not None:
-        time = time.scaled(TIMES["us" if raw else match[6] or "us"])
-    tput, busbw = amount(match[7]), amount(match[8])
-    busbw = busbw and busbw.scaled(_BANDWIDTHS.get(busbw_unit, 1.0))
+    time = amount(match[5], TIMES["us" if raw else match[6] or "us"])
+    tput = amount(match[7], _BANDWIDTHS.get(throughput_unit, 1.0))
+    busbw = amount(match[8], _BANDWIDTHS.get(busbw_unit, 1.0))
     figure = Figure(table.collective in IN_PLACE, time, None, busbw)
     if not raw and match[6] is None:
         figure.fail("its time has no unit")
@@ -68,7 +66,6 @@ def _row(match: re.Match[str], number: int, table: Table, units: tuple[bool, str
         figure.fail("it has no number for duration, throughput or bus bandwidth")
         size = count * itemsize
     else:
-        tput = tput.scaled(_BANDWIDTHS.get(throughput_unit, 1.0))
         size = _size(table, count * itemsize, time, tput, figure)
     # The element type is not printed: its width is all that is known.
     return Row(number, size, None, f"{8 * itemsize}-bit", "", None, [figure])

@@ -13,12 +13,13 @@ from dtbench.importers.registry import read_logs
 from dtbench.model import Result
 from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, plain
 from dtbench.model.mesh import Mesh
-from dtbench.records.run import RunWriter
+from dtbench.records.run import RunWriter, without_collecting
 
 # How many problems of one log are spelled out.
 _SHOWN = 12
 
 
+@without_collecting()
 def import_logs(
     paths: Sequence[Path],
     output: Path,

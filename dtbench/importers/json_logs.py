@@ -28,15 +28,17 @@ _PROGRAM = pattern(r"(?:.*[/\\])?([a-z_]{1,40}?)_perf(?:_mpi)?")
 _OBJECT = pattern(r"\{[^{}]*\}|\{")
 
 
-def _decimal(value: Shown) -> Printed | None:
-    """The number with its rounding; None for anything else, and below 0."""
-    return Printed(value, _HALF_DECIMAL) if isinstance(value, float) and 0 <= value < 1e300 else None
+def _decimal(value: Shown, unit: float) -> Printed | None:
+    """The number in this unit with its rounding; None for anything else, and below 0."""
+    if not isinstance(value, float) or not 0 <= value < 1e300:
+        return None
+    return Printed(value, _HALF_DECIMAL).scaled(unit)
 
 
 def _figure(in_place: bool, time: Shown, algbw: Shown, busbw: Shown, wrong: Shown, names: str) -> Figure:
     """time: us; algbw, busbw: GB/s. names: the tool's, for the message."""
-    figure = Figure.of(in_place, _decimal(time), _decimal(algbw), _decimal(busbw))
-    if None in (_decimal(time), _decimal(algbw), _decimal(busbw)):
+    figure = Figure(in_place, _decimal(time, 1e-6), _decimal(algbw, 1e9), _decimal(busbw, 1e9))
+    if None in (figure.time, figure.algbw, figure.busbw):
         figure.fail(f"it has no number for {names}")
     if isinstance(wrong, str) and wrong.strip().isascii() and wrong.strip().isdigit():
         wrong = float(wrong)

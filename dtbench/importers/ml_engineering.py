@@ -121,5 +121,4 @@ def _row(number: int, cells: dict[str, str], surplus: int) -> Row:
 
 def _scaled(pattern: re.Pattern[str], cell: str, units: dict[str, float]) -> Printed | None:
     match = pattern.fullmatch(cell)
-    number = amount(match[1]) if match else None
-    return number.scaled(units[match[2]]) if match and number else None
+    return amount(match[1], units[match[2]]) if match else None

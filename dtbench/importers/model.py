@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 # Names of this project, which are torch's; the tools have their own for some.
 COLLECTIVES = (
@@ -57,7 +58,7 @@ def collective_of(name: str) -> str | None:
     return SPELT.get("".join(c for c in name.lower() if c.isalnum()))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Printed:
     """A number as text gives it: rounded, so that the true one lies anywhere in [low, high]."""
 
@@ -82,6 +83,7 @@ class Printed:
         return self.half / self.value if self.value > 0 else float("inf")
 
 
+@lru_cache(2**14)
 def printed(text: str) -> Printed | None:
     """A decimal number with its rounding; None for anything else (nan, inf, N/A, 1_000, 0x10)."""
     match = _NUMBER.fullmatch(text)
@@ -91,13 +93,14 @@ def printed(text: str) -> Printed | None:
     return Printed(float(text), 0.5 * 10.0**exponent)
 
 
-def amount(text: str) -> Printed | None:
-    """A printed number of at least 0, as times and bandwidths are."""
+@lru_cache(2**14)
+def amount(text: str, unit: float = 1.0) -> Printed | None:
+    """A printed number of at least 0 in this unit, as times and bandwidths are."""
     number = printed(text)
-    return number if number is not None and number.value >= 0 else None
+    return number.scaled(unit) if number is not None and number.value >= 0 else None
 
 
-@dataclass
+@dataclass(slots=True)
 class Figure:
     """One measurement of a row. `fault`: why it is no measurement; its numbers then say nothing.
 
@@ -123,21 +126,8 @@ class Figure:
         if not self.fault or (wrong_data and not self.fault_is_wrong_data):
             self.fault, self.fault_is_wrong_data = reason, wrong_data
 
-    @staticmethod
-    def of(
-        in_place: bool,
-        time: Printed | None,
-        algbw: Printed | None,
-        busbw: Printed | None,
-        time_unit: float = 1e-6,
-        bandwidth_unit: float = 1e9,
-    ) -> Figure:
-        """From printed numbers in these units."""
-        algbw, busbw = (number and number.scaled(bandwidth_unit) for number in (algbw, busbw))
-        return Figure(in_place, time and time.scaled(time_unit), algbw, busbw)
 
-
-@dataclass
+@dataclass(slots=True)
 class Row:
     """One line of a table. size_bytes: S as nccl-tests counts it. count: elements as printed."""
 

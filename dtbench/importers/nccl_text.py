@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from dtbench.importers.model import (
     COLLECTIVES,
@@ -270,9 +271,8 @@ class _Reader:
         if self.table is not None and self.table.ended:
             self._new_table(number, self.table)  # a further cycle, printed without another header
         before = text[: match.start()].rstrip()
-        tag = re.sub(r"\d+", r"\\d+", re.escape(before)) if len(before) < 256 else ""
         size, count = int(match[1]), int(match[2])
-        self.open = _Open(number, pattern(tag), size, count, match[3])
+        self.open = _Open(number, _tag(before), size, count, match[3])
         self._feed(text[match.end() :])
         return True
 
@@ -345,6 +345,12 @@ class _Reader:
             )
 
 
+@lru_cache(2**10)
+def _tag(before: str) -> re.Pattern[str]:
+    """What the lines of a process begin with, by the beginning of one: numbers in it may count up."""
+    return pattern(re.sub(r"\d+", r"\\d+", re.escape(before)) if len(before) < 256 else "")
+
+
 def _columns(words: list[str]) -> _Columns:
     stamp = words[-1] == "timestamp"
     words = words[:-1] if stamp else words
@@ -375,8 +381,9 @@ def _needed(row: _Open, columns: _Columns) -> int:
 
 def _figure(values: dict[str, str], columns: _Columns, in_place: bool) -> Figure:
     names = ("cputime" if columns.cpu_time else "time", "algbw", "busbw")
-    time, algbw, busbw = (amount(values.get(name, "")) for name in names)
-    figure = Figure.of(in_place, time, algbw, busbw, columns.time_unit, columns.bandwidth_unit)
+    units = (columns.time_unit, columns.bandwidth_unit, columns.bandwidth_unit)
+    time, algbw, busbw = (amount(values.get(name, ""), unit) for name, unit in zip(names, units, strict=True))
+    figure = Figure(in_place, time, algbw, busbw)
     if columns.cpu_time:
         figure.time = None  # it is the host's; the bandwidths are the device's
     if time is None or algbw is None or busbw is None:

@@ -80,10 +80,10 @@ def _add(
 ) -> None:
     words = match[2].split()
     values = dict(zip(columns, words, strict=False))
-    time = amount(values.get("avg", ""))
+    time = amount(values.get("avg", ""), unit)
     if len(words) != len(columns) and (time is None or len(words) > len(columns)):
         return  # another line that begins with a number
-    figure = Figure(table.collective in IN_PLACE, time and time.scaled(unit))
+    figure = Figure(table.collective in IN_PLACE, time)
     if time is None:
         figure.fail(f"its time is {words[0][:20]}")
     elif len(words) < len(columns):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 
 
 def pattern(text: str, flags: int = 0) -> re.Pattern[str]:
@@ -77,6 +78,7 @@ def without_nccl(line: str, hosts: set[str]) -> str:
     return before[: word.start()] + (value[1] if value else "")
 
 
+@lru_cache(2**14)
 def value_of(word: str) -> tuple[str, bool]:
     """The number or N/A that a word is or begins with, and whether it is the whole word; "" for none."""
     if _VALUE.fullmatch(word):

@@ -352,8 +352,11 @@ def _line(result: Result) -> dict[str, object]:
     return {"kind": "result", **msgspec.structs.asdict(result), "time_s": times}
 
 
+_encoder = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
 def _encode(line: Mapping[str, object]) -> bytes:
-    return json.dumps(line, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
+    return _encoder.encode(line).encode("ascii") + b"\n"
 
 
 def _strict(value: Any) -> Any:
@@ -381,7 +384,8 @@ def _recorded(result: Result) -> tuple[Result, bytes]:
         line = _encode(_line(result))
         if len(line) > MAX_LINE_BYTES:
             raise BadFieldError(f"the line has {len(line)} bytes, the limit is {MAX_LINE_BYTES}")
-        result_of(decode(line))
+        if result_in(line) is None:
+            result_of(decode(line))
     except (TypeError, ValueError) as error:
         reason = f"the result cannot be recorded: {_fault(result, error)}"
         failed = msgspec.structs.replace(_named(result), reason=_text(reason), rank=result.rank)
@@ -416,8 +420,8 @@ def _fault(result: Result, error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _without_collecting() -> Iterator[None]:
-    """What is read holds no cycles; the collector would go over all of it again and again."""
+def without_collecting() -> Iterator[None]:
+    """What is read of files holds no cycles; the collector would go over all of it again and again."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -427,7 +431,7 @@ def _without_collecting() -> Iterator[None]:
             gc.enable()
 
 
-@_without_collecting()
+@without_collecting()
 def read_run(path: str | Path, *, with_samples: bool = True) -> Run:
     """The run in a file: its header and results, in the file's order.
 
