@@ -94,3 +94,12 @@ def test_a_preflight_of_work_that_took_no_time_is_a_page(dtbench: Cli, tmp_path:
     whole = json.loads(READERS["preflight"][0]()) | {"work_s": {"matmul": [0, 0, 0, 0]}}
     Path("p.json").write_text(json.dumps(whole))
     assert dtbench("report", "p.json", "-o", "p.html")[::2] == (0, "")
+
+
+def test_a_gate_of_ratios_near_0_is_a_line_and_of_such_bounds_a_page(dtbench: Cli, tmp_path: Path) -> None:
+    text = (RESULTS / "gate/same.json").read_text()
+    Path("g.json").write_text(re.sub(r'"low": [\d.]+', '"low": 5e-324', text))
+    assert dtbench("report", "g.json", "-o", "g.html")[::2] == (0, "")
+    Path("g.json").write_text(re.sub(r'"ratio": [\d.]+', '"ratio": 5e-324', text))
+    code, _, err = dtbench("report", "g.json", "-o", "h.html")
+    assert (code, err.count("\n")) == (2, 1) and "ratio is 5e-324, expected a number of at least 1e-30" in err
