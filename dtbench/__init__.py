@@ -7,10 +7,10 @@ Reading order: `model` (the data), `suite` (what a suite imports), `bench` (how 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
 
 from dtbench._version import __version__
 
+TYPE_CHECKING = False  # `typing` may be hidden by a file of the user, which `cli` names
 if TYPE_CHECKING:
     from dtbench.api import calibrate, compare, load, report, run
     from dtbench.records.frame import cases_frame, results_frame

@@ -1,9 +1,10 @@
 """`python -m dtbench`: the same program as the `dtbench` script."""
 
 import os
-import signal
 
 if {"DTBENCH_NOTE", "RANK"} <= os.environ.keys():
+    import signal
+
     # A rank of our launcher: until it has joined the others Ctrl-C just ends it, and the launcher says so.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from dtbench.world.parent import end_with_launcher

@@ -18,6 +18,7 @@ from dtbench.machine.device import gpus
 from dtbench.model import Case, Skip, Status, Workload
 from dtbench.model.errors import describe, place_in
 from dtbench.model.suites import World
+from dtbench.text.masking import mask
 
 _T = TypeVar("_T")
 
@@ -47,7 +48,7 @@ class Subject:
         except Skip as skip:
             self.bad = ("skipped", str(skip))
         except Exception as error:
-            reason = describe(error) + place_in(error, self.case.build.get(self.impl))
+            reason = mask(describe(error)) + place_in(error, self.case.build.get(self.impl))
             self.bad = ("failed", reason)
             self.raised(reason)
         return None
@@ -87,7 +88,7 @@ class Subject:
             try:
                 workload.close()
             except Exception as error:  # says nothing new of what has ended already
-                self.bad = self.bad or ("failed", describe(error))
+                self.bad = self.bad or ("failed", mask(describe(error)))
 
 
 class Schedule(Protocol):

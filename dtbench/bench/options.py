@@ -20,7 +20,7 @@ from dtbench.model import CHOOSABLE_IMPLS, Case, DeviceType, Header, Plan, Resul
 from dtbench.model.errors import UnknownOptionError, UsageError, describe, place_in
 from dtbench.model.mesh import Mesh, default_mesh, format_mesh, ranks_of
 from dtbench.model.suites import Suite
-from dtbench.text.masking import mask_options
+from dtbench.text.masking import mask, mask_options
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -410,12 +410,12 @@ def _cases_of(suite: Suite, plan: Plan) -> Iterator[Case]:
             if not isinstance(case, Case):
                 raise TypeError(f"it gave {case!r:.80}, expected a dtbench.model.Case")
             yield case
-    except UsageError:
+    except (UsageError, KeyboardInterrupt, GeneratorExit):
         raise
-    except Exception as error:
+    except BaseException as error:  # sys.exit, too
         place = place_in(error, suite.cases)
         raise UsageError(
-            f"the suite {suite.name} failed to list its cases: {describe(error)}{place}; "
+            f"the suite {suite.name} failed to list its cases: {mask(describe(error))}{place}; "
             f"correct the suite or leave it out"
         ) from error
 

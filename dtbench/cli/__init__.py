@@ -4,20 +4,20 @@ or the options of several. Nothing imports this package but `__main__` and the i
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from types import FrameType
-from typing import NoReturn
+
+TYPE_CHECKING = False  # what is imported outside `main`, a file of the user may hide unnamed
+if TYPE_CHECKING:
+    from types import FrameType
+    from typing import NoReturn
 
 
 def main() -> NoReturn:
     """The program `dtbench`; Ctrl-C and signals that end it are answered in a line from the first import on."""
     _open_streams()
-    if "RANK" not in os.environ:  # a rank's launcher says it
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, _interrupt)
     try:
+        if "RANK" not in os.environ:  # a rank's launcher says it
+            _answer_signals()
         from dtbench.cli.program import main as program
     except KeyboardInterrupt:
         interrupt_is_answered()
@@ -40,8 +40,18 @@ def interrupt_is_answered() -> None:
     in a signal though it was caught (`unhandled_keyboard_interrupt` of Python/pythonrun.c); the next `exec` of source
     takes that back.
     """
+    import signal
+
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     exec("")
+
+
+def _answer_signals() -> None:
+    import signal
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _interrupt)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:

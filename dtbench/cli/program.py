@@ -37,7 +37,7 @@ from dtbench.model.errors import (
     is_out_of_memory,
 )
 from dtbench.text.clean import clean_output
-from dtbench.text.masking import mask_arguments
+from dtbench.text.masking import mask_arguments, mask_echoes
 
 # Task -> the commands that the first screen shows for it.
 _COMMANDS = {
@@ -263,5 +263,5 @@ def _refuse(text: str, code: int) -> int:
     """One line on stderr, from one rank: in a launched world all ranks come here alike."""
     from dtbench.world.rank import complain_once
 
-    complain_once(text)
+    complain_once(mask_echoes(text, sys.argv[1:]))
     return code

@@ -24,7 +24,7 @@ _OURS = (
 def hidden_by(error: BaseException) -> str:
     """What hides a module of Python or of what dtbench requires, where that may have led to the error, and what to do;
     "" where nothing does."""
-    passed = set()
+    passed = {os.path.realpath(str(error.filename))} if isinstance(error, SyntaxError) else set()
     frame = error.__traceback__
     while frame is not None:
         passed.add(os.path.realpath(frame.tb_frame.f_code.co_filename))

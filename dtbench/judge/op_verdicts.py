@@ -98,7 +98,7 @@ def markdown(runs: Sequence[Run]) -> str:
     impls = _impls(verdicts)
     modes = modes_of(verdicts)
     lines = ["# Ops of torch's database on distributed tensors", "", *_origin(runs), ""]
-    lines += md.table(*summary_rows(verdicts))
+    lines += _summary(verdicts)
     key = (
         f"Per op and mode: {' / '.join(impls)}, one word where they agree. `*`: the core ran (also) by "
         "replicating, for want of a rule. An empty cell: nothing to compare."
@@ -109,9 +109,14 @@ def markdown(runs: Sequence[Run]) -> str:
     for op in dict.fromkeys(v.op for v in verdicts):
         row = [_cell([cells.get((op, mode, impl)) for impl in impls]) for mode in modes]
         if any(row):
-            table.append([op, *row])
-    lines += md.table(["op", *modes], table)
-    return "\n".join([*lines, *[f"\n{line}" for line in not_judged_lines(verdicts)], ""])
+            table.append([md.name(op), *row])
+    lines += md.table(["op", *map(md.name, modes)], table)
+    return "\n".join([*lines, *[f"\n{md.name(line)}" for line in not_judged_lines(verdicts)], ""])
+
+
+def _summary(verdicts: Sequence[OpVerdict]) -> list[str]:
+    head, rows = summary_rows(verdicts)
+    return md.table(head, [[*map(md.name, row)] for row in rows])
 
 
 def _impls(verdicts: Sequence[OpVerdict]) -> list[str]:
@@ -128,12 +133,12 @@ def _page_of_programs(runs: Sequence[Run], verdicts: Sequence[OpVerdict]) -> str
         "`refused`: the core's own error on every rank, or autograd's of a write that gradients could not follow. "
         "What plain tensors refuse must be refused with the same class and kind of error to pass."
     )
-    lines = [*title, *_origin(runs), "", key, "", *md.table(*summary_rows(verdicts))]
+    lines = [*title, *_origin(runs), "", key, "", *_summary(verdicts)]
     cells = {(v.op, v.mode, v.impl): _words(v) for v in verdicts}
     for mode in modes_of(verdicts):
         names = dict.fromkeys(v.op for v in verdicts if v.mode == mode and _is_listed(v))
-        rows = [[name, *(cells.get((name, mode, impl), "") for impl in impls)] for name in names]
-        lines += ["", f"## {_titles.get(mode, mode)}", "", *md.table(["program", *impls], rows)]
+        rows = [[md.name(name), *(cells.get((name, mode, impl), "") for impl in impls)] for name in names]
+        lines += ["", f"## {_titles.get(mode) or md.name(mode)}", "", *md.table(["program", *impls], rows)]
         lines += _left_out([v for v in verdicts if v.mode == mode])
     return "\n".join([*lines, ""])
 
@@ -184,8 +189,10 @@ def _origin(runs: Sequence[Run]) -> list[str]:
         checkout = header.git if header.git.commit or not header.git.dtbench else header.git.dtbench
         commit = str(checkout.commit or "unknown")[:12]
         lines.append(
-            f"Made {header.started[:10]} with torch {header.versions.get('torch')} at commit {commit}: "
-            f"`dtbench run {suite} {' '.join(words)}`"
+            md.name(
+                f"Made {header.started[:10]} with torch {header.versions.get('torch')} at commit {commit}: "
+            )
+            + md.code(f"dtbench run {suite} {' '.join(words)}")
         )
     return list(dict.fromkeys(lines))  # of runs of other cases the same is said
 

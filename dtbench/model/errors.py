@@ -83,7 +83,8 @@ class ArmError(DtbenchError):
 def describe(error: BaseException) -> str:
     """The error as one line: its type and the first line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    kind = plain(type(error).__name__)
+    text = f"{kind}: {lines[0]}" if lines else kind
     if is_out_of_memory(error):
         text = f"ran out of memory: {text}"
     return text if len(text) <= _MAX_REASON_CHARS else text[: _MAX_REASON_CHARS - 3] + "..."

@@ -10,12 +10,12 @@ from msgspec import Meta
 MAX_INT = 2**63 - 1
 
 # Seconds, ns, bytes, FLOPs and their ratios lie far inside; quotients and squares of what does stay floats.
-MAX_NUMBER = 1e30
+MIN_POSITIVE, MAX_NUMBER = 1e-30, 1e30
 _MIN_TIME, _MAX_TIME = 1e-15, 1e18
 
 Name = Annotated[str, Meta(min_length=1, description="a name")]
 Amount = Annotated[float, Meta(ge=0, le=MAX_NUMBER)]
-Positive = Annotated[float, Meta(gt=0, le=MAX_NUMBER)]
+Positive = Annotated[float, Meta(ge=MIN_POSITIVE, le=MAX_NUMBER)]
 Real = Annotated[float, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 Time = Annotated[
     float, Meta(ge=_MIN_TIME, le=_MAX_TIME)

@@ -14,6 +14,7 @@ import msgspec
 
 from dtbench.model.case import Case, ClockKind, Estimator, Param
 from dtbench.model.fields import MAX_INT, Amount, Count, Name, Whole
+from dtbench.model.mesh import MAX_RANKS
 
 SCHEMA = 1
 # The variable by which a run knows its arm of `dtbench settings --sweep`, whatever the arm forces.
@@ -207,6 +208,11 @@ class MeshShape(Record, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if len(self.dim_names) != len(self.shape):
             raise ValueError(f"dim_names has {len(self.dim_names)} names for {len(self.shape)} dims")
+        ranks = 1  # readers go through them one by one
+        for size in self.shape:
+            ranks *= size
+            if ranks > MAX_RANKS:
+                raise ValueError(f"shape is of more ranks than the {MAX_RANKS} that are expected at most")
 
 
 class ImportedLog(Record, frozen=True, kw_only=True):

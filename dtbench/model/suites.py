@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from dtbench.model import Case, Param, Plan, Result
-from dtbench.model.errors import UsageError
+from dtbench.model.errors import UsageError, describe
 
 if TYPE_CHECKING:
     import torch
@@ -212,8 +212,12 @@ def _load_file(path: Path) -> list[Suite]:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise UsageError(f"the suite file {path} failed to load: {type(error).__name__}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except (
+        BaseException
+    ) as error:  # sys.exit, too, would end the program with a code that says something else
+        raise UsageError(f"the suite file {path} failed to load: {describe(error)}") from error
     new = [s for name, s in _registered.items() if before.get(name) is not s and not _is_builtin(s)]
     if not new:
         raise UsageError(

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from dtbench.model import CaseKey, Param
-from dtbench.model.fields import Amount, Count
+from dtbench.model.fields import Amount, Count, Positive, Time
 from dtbench.stats import smallest_change
 
 
@@ -73,7 +73,7 @@ class Change(Struct, frozen=True, kw_only=True):
     smallest_detectable: the change that so many pairs would show, as a share.
     """
 
-    ratio: Amount
+    ratio: Positive
     low: Amount | None = None
     high: Amount | None = None
     confidence: Amount | None = None
@@ -111,8 +111,8 @@ class Judged(Struct, frozen=True, kw_only=True):
     estimator: str = ""
     base_launches: Count = 0
     head_launches: Count = 0
-    base_s: Amount | None = None
-    head_s: Amount | None = None
+    base_s: Time | None = None
+    head_s: Time | None = None
     effect: Change | None = None
     alpha: Amount | None = None
     tolerance: Amount

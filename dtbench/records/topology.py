@@ -15,7 +15,7 @@ from msgspec import Meta, Struct, structs
 
 from dtbench.model import MeshShape
 from dtbench.model.errors import UnreadableRunError
-from dtbench.model.fields import MAX_INT
+from dtbench.model.fields import MAX_INT, MAX_NUMBER, Amount, Count, Positive, Whole
 from dtbench.records.atomic import write_atomically
 from dtbench.records.read import BadFieldError, into, read_json, shown
 
@@ -23,12 +23,7 @@ SCHEMA = 2
 # The largest mesh has few dims and each some hundred points; beyond this it is another file.
 MAX_BYTES = 64 * 2**20
 
-# No measured number comes near the bounds above; below them products of two stay finite.
-Positive = Annotated[float, Meta(gt=0, lt=1e300)]
-Amount = Annotated[float, Meta(ge=0, lt=1e300)]
-Ratio = Annotated[float, Meta(ge=1 - 1e-9, lt=1e300)]
-Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
-Whole = Annotated[int, Meta(ge=1, le=MAX_INT)]
+Ratio = Annotated[float, Meta(ge=1 - 1e-9, le=MAX_NUMBER)]
 Sizes = tuple[Whole, Whole]  # least and most
 Interval = tuple[Amount, Amount]
 PositiveInterval = tuple[Positive, Positive]

@@ -230,6 +230,30 @@ def test_a_suite_that_fails_to_load_is_refused(dtbench: Cli) -> None:
     Path("mine.py").write_text("import nosuchmodule\n")
     code, _, err = dtbench("run", "./mine.py")
     assert code == EXIT_USAGE and "mine.py failed to load: ModuleNotFoundError" in err
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("raise BaseException('odd')", "BaseException: odd"),
+        ("raise ValueError('a\\nb')", "ValueError: a"),
+    ],
+)
+def test_a_suite_file_that_ends_the_program_is_a_line(
+    dtbench: Cli, tmp_path: Path, code: str, why: str
+) -> None:
+    Path("mine.py").write_text(code)
+    assert dtbench("list", "mine.py") == (2, "", f"dtbench: the suite file mine.py failed to load: {why}\n")
+
+
+@pytest.mark.parametrize(
+    "words", ["show {}", "report --base {} x.jsonl -o x.html", "plan --model {} --gpus 1 --batch 1", "run {}"]
+)
+def test_an_error_echoes_no_secret_of_its_command_line(dtbench: Cli, tmp_path: Path, words: str) -> None:
+    for secret in ("https://me:hunter2@host/x.jsonl", "token=hunter2", "/opt/token=hunter2/x"):
+        code, out, err = dtbench(*words.format(secret).split())
+        assert code == 2 and err.count("\n") == 1 and "***" in err and "hunter2" not in out + err, err
     Path("mine.py").write_text("x = 1\n")
     assert "registers no suite" in dtbench("run", "./mine.py")[2]
 

@@ -79,6 +79,16 @@ def test_the_page_has_a_line_per_op() -> None:
     assert "`dtbench run coverage --impl core,torch --quick`" in page
 
 
+def test_names_on_the_page_are_neither_html_nor_obeyed() -> None:
+    hostile = "\x1b[2J|<img src=x>"
+    for suite in ("coverage", "compat"):
+        one = msgspec.structs.replace(result(hostile, "wrong", hostile), suite=suite)
+        page = markdown([run_of(one, torch=hostile, options={hostile: hostile + "`"})])
+        assert "\x1b" not in page and page.count("&#124;&lt;img") >= 3
+        outside = "".join(page.split("`")[::2])  # of code
+        assert "<img" not in outside and page.count("`") % 2 == 0
+
+
 def test_the_page_of_programs_says_why() -> None:
     found = [
         msgspec.structs.replace(result("in a graph", verdict, "compile", impl), suite="compat")

@@ -43,6 +43,7 @@ from dtbench.show.report.profiles import spans_of
 from dtbench.show.report.sources import gather
 from dtbench.tests import made_up, made_up_logs
 from dtbench.tests.faults.test_random_commands import damaged
+from dtbench.tests.made_up import Cli
 
 EXAMPLES = (8, int(os.environ.get("DTBENCH_DAMAGED", "400")))
 RESULTS = Path(__file__).parents[2] / "results"
@@ -286,3 +287,16 @@ def test_a_preflight_of_more_times_than_ranks_or_groups_says_so(tmp_path: Path) 
         path.write_bytes(msgspec.json.encode({**msgspec.to_builtins(PREFLIGHT), field: value}))
         with pytest.raises(DtbenchError, match=says):
             report_of(path)
+
+
+def test_a_mesh_of_more_ranks_than_there_are_is_refused(dtbench: Cli, tmp_path: Path) -> None:
+    made_up.write(Path("r.jsonl"), made_up.run(list(made_up.collectives(samples=5))))
+    text = Path("r.jsonl").read_text()
+    for shape in ([2, 2**53 + 1], [2**63 - 1] * 2):
+        header, rest = text.split("\n", 1)
+        found = json.loads(header)
+        found["mesh"]["shape"] = shape
+        Path("f.jsonl").write_text(json.dumps(found) + "\n" + rest)
+        for words in ("report f.jsonl -o p.html", "calibrate f.jsonl -o t.json"):
+            code, _, err = dtbench(*words.split())
+            assert (code, err.count("\n")) == (2, 1) and "shape is of more ranks than the 1048576" in err

@@ -206,6 +206,14 @@ def test_the_environment_is_recorded_by_an_allow_list() -> None:
         (["-x 1 --password le ak --y 2"], ["-x 1 --password *** --y 2"]),
         (["say Bearer leak"], ["say Bearer ***"]),
         ([f"with ghp_{'x' * 36} inside"], ["with *** inside"]),
+        (["https://me:le@ak@host/x", "https://me:le/ak@host"], ["https://***@host/x", "https://***@host"]),
+        (["curl -u me:leak --user=me:leak x"], ["curl -u me:*** --user=me:*** x"]),
+        (["AccountKey=leak;E=1", "sharedSig=leak"], ["AccountKey=***;E=1", "sharedSig=***"]),
+        (["PASS=leak", "--pw", "leak", "creds=leak"], ["PASS=***", "--pw", "***", "creds=***"]),
+        ([r"{\"password\": \"leak\"}", "password%3Dleak"], [r"{\"password\": ***", "password%3D***"]),
+        (["-----BEGIN PRIVATE KEY-----\nleak\n-----END"], ["-----BEGIN PRIVATE KEY-----***-----END"]),
+        ([f"nvapi-{'x' * 20} npm_{'x' * 36}"], ["*** ***"]),
+        (["--monkey=1", "turkey: 1", "mode=pass"], ["--monkey=1", "turkey: 1", "mode=pass"]),
         (["a" * 500], ["a" * 197 + "..."]),
     ],
 )
@@ -215,6 +223,12 @@ def test_arguments_lose_their_secrets(argv: list[str], shown: list[str]) -> None
 
 def test_a_run_of_arguments_is_limited() -> None:
     assert len(masking.mask_arguments(["x"] * 10_000)) == 200
+
+
+def test_what_is_said_of_arguments_loses_their_secrets() -> None:
+    argv = ["show", "https://me:leak@host/x", "--to=token=leak", "--api-key", "leak", "-o", "x"]
+    said = "no https:/me:leak@host/x, no token=leak nor 'leak'; leaks and x stay"
+    assert masking.mask_echoes(said, argv) == "no https://***@host/x, no *** nor '***'; leaks and x stay"
 
 
 def test_variables_keep_a_mark_of_their_secrets() -> None:

@@ -587,7 +587,7 @@ def test_wrong_input_is_told_in_a_line(given: list[str], says: str, dtbench: Cli
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"peak_tflops": -1}, "peak_tflops is -1, expected a number above 0"),
+        ({"peak_tflops": -1}, "peak_tflops is -1, expected a number of at least 1e-12"),
         ({"gpus_per_node": 0}, "gpus_per_node is 0"),
         ({"all_reduce": {}}, "all_reduce is empty"),
         ({"all_reduce": {"9": [[1, 1]]}}, "all_reduce.9 is not a number of ranks"),

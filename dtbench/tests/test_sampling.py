@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dtbench.bench.measure import Subject
 from dtbench.bench.sampling import Adaptive, Budget, Instruments, Outcome, combine
 from dtbench.model import Case, Skip, Workload
 from dtbench.model.errors import describe
@@ -420,3 +421,14 @@ def test_errors_are_described_in_one_line() -> None:
     assert describe(ValueError("\n  first \nsecond")) == "ValueError: first"
     assert describe(KeyError()) == "KeyError"
     assert len(describe(ValueError("x" * 1000))) == 400
+
+
+def test_a_reason_holds_no_secret() -> None:
+    def fail(_world: object) -> Workload:
+        raise OSError("no answer from https://me:hunter2@host to --api-key hunter2")
+
+    subject = Subject(Case("a", {}, {"core": fail}), "core")
+    subject.build(None)  # type: ignore[arg-type]
+    assert subject.bad is not None and subject.bad[1].startswith(
+        "OSError: no answer from https://***@host to --api-key *** (test_sampling.py:"
+    )

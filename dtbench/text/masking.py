@@ -21,22 +21,30 @@ _ROOTS = (
     r"|api[-_]?key|access[-_]?key|private[-_]?key"
 )
 # ... and as its last word, where `key_size` or `bypass=` would be something else.
-_LAST_WORDS = r"(?:[\w.-]*[-_.])?(?:key|pwd|tok|pat|jwt|sig|signature|sid)|[\w.-]*[-_.]pass"
+_LAST_WORDS = (
+    r"(?:[\w.-]*[-_.])?(?:key|pwd|pw|tok|pat|jwt|sig|signature|sid|session[-_]?id|creds?|otp)|[\w.-]*[-_.]pass|(?-i:PASS)"
+    r"|[\w.-]*(?-i:[a-z](?:Key|Pwd|Pass|Sig|Signature))"
+)
 _NAME = rf"[\w.-]*(?:{_ROOTS})[\w.-]*|{_LAST_WORDS}"
 _SECRET_NAME = re.compile(rf"-*(?:{_NAME})", re.IGNORECASE)
 # A value goes on until the next name, so that one with a comma or a space in it is masked whole.
 _NAMED_VALUE = re.compile(
-    rf"""(?P<head>(?<![\w.-])(?P<name>{_NAME})["']?\s*[=:]\s*)(?P<value>\S.*?)(?=[,;&\s]+["']?[\w.-]+["']?\s*[=:]|$)""",
+    rf"""(?P<head>(?<![\w.-])(?P<name>{_NAME})\\?["']?\s*(?:[=:]|%3[ad])\s*)(?P<value>\S.*?)(?=[,;&\s]+["']?[\w.-]+["']?\s*[=:]|$)""",
     re.IGNORECASE | re.DOTALL,
 )
 # A header of HTTP goes on to the end of its line.
 _HEADER = re.compile(rf"(?im)(?<![\w.-])((?:{_NAME})\s*:\s*)\S.*$")
-_USER_IN_URL = re.compile(r"://[^/@\s]+@")
+# Up to the last @ of the word: a password may hold what a URL would have to escape.
+_USER_IN_URL = re.compile(r"://(?:[^/\s]+|[^/:\s]*:\S+)@")
+_USER_OPTION = re.compile(r"(?<![\w-])((?:-u|--(?:proxy-)?user)(?:\s+|=)[^\s:]+:)\S+")
+_PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?=-----END|$)", re.DOTALL)
 _AFTER_BEARER = re.compile(r"(?i)\b(bearer\s+)\S+")
-# GitHub, GitLab, Hugging Face, OpenAI and its like, AWS, Slack, and JSON web tokens, as their documentation shows them.
+# GitHub, GitLab, Hugging Face, OpenAI and its like, AWS, Slack, Stripe, Google, NVIDIA, Groq, npm, PyPI, Databricks,
+# SendGrid, and JSON web tokens, as their documentation shows them.
 _SHAPES = re.compile(
     r"\b(?:gh[opusr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|hf_\w{16,}|sk-[\w-]{16,}|A[KS]IA[0-9A-Z]{16}"
-    r"|xox[abeprs]-[\w-]{8,}|eyJ[\w-]{8,}\.[\w-]+\.[\w-]*)"
+    r"|xox[abeprs]-[\w-]{8,}|xapp-[\w-]{8,}|glrt-[\w-]{16,}|[rs]k_(?:live|test)_\w{16,}|AIza[\w-]{30,}|ya29\.[\w-]{16,}"
+    r"|nvapi-[\w-]{16,}|gsk_\w{16,}|npm_\w{30,}|pypi-[\w-]{16,}|dapi[0-9a-f]{32}|SG\.[\w-]{16,}\.[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]+\.[\w-]*)"
 )
 # `--api-key VALUE` inside one text; the value goes on until the next option.
 _OPTION = re.compile(rf"""(?i)(?<![\w-])(--?(?:{_NAME})\s+)(?!-)\S.*?(?=\s+-|$)""", re.DOTALL)
@@ -76,6 +84,7 @@ def mask(text: str) -> str:
     """The text without what looks like a secret."""
     text = _NAMED_VALUE.sub(_masked_value, _HEADER.sub(rf"\1{MASK}", text))
     text = _OPTION.sub(rf"\1{MASK}", text)
+    text = _USER_OPTION.sub(rf"\1{MASK}", _PRIVATE_KEY.sub(rf"\1{MASK}", text))
     text = _AFTER_BEARER.sub(rf"\1{MASK}", _USER_IN_URL.sub(f"://{MASK}@", text))
     return _SHAPES.sub(MASK, text)
 
@@ -95,6 +104,21 @@ def mask_arguments(argv: Sequence[str]) -> list[str]:
         hide_next = not hide_next and arg.startswith("-") and is_secret(arg)
         shown.append(hidden if len(hidden) <= _MAX_VALUE else hidden[: _MAX_VALUE - 3] + "...")
     return shown
+
+
+def mask_echoes(text: str, argv: Sequence[str]) -> str:
+    """What is said of a command line, in which the arguments that hold a secret are masked as `mask_arguments` does."""
+    hide_next = False
+    for arg in argv:
+        hidden = MASK if hide_next else mask(arg)
+        hide_next = not hide_next and arg.startswith("-") and is_secret(arg)
+        if hidden != arg:
+            # As it was given, as a path spells it, and the value of an option alone.
+            forms = {arg: hidden, arg.replace("://", ":/"): hidden, arg.partition("=")[2]: MASK}
+            for form, shown in forms.items():
+                if form:
+                    text = shown.join(re.split(rf"(?<!\w){re.escape(form)}(?!\w)", text))
+    return text
 
 
 def is_whole(shown: Sequence[str]) -> bool:

@@ -38,6 +38,7 @@ from dtbench.model.errors import (
     plain,
 )
 from dtbench.model.mesh import Mesh
+from dtbench.text.masking import mask
 from dtbench.world import clocks
 from dtbench.world.deaths import catch_terminate, keep_words, words_file
 from dtbench.world.failure import ActiveCase, Diagnosis, FailureDetector, block_signals, exit_now, farewell
@@ -225,7 +226,7 @@ class Rank:
         else:  # SystemExit in a suite's code is a fault like any other
             if os.environ.get("DTBENCH_TRACEBACK"):
                 sys.excepthook(type(error), error, trace)
-            self._detector.fault(describe(error))
+            self._detector.fault(mask(describe(error)))
 
     def _leave(self) -> None:
         self._detector.leave(self.code, self.store if self._joining else None)

@@ -23,8 +23,9 @@ from dtbench_core.cost.curve import Curve
 
 MAX_FILE_BYTES = 2**20
 
-_Positive = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
-_Share = Annotated[float, msgspec.Meta(gt=0, le=1.0)]
+# No constant of a machine comes near these; products and powers of some stay floats, and none of them 0.
+_Positive = Annotated[float, msgspec.Meta(ge=1e-12, le=1e18)]
+_Share = Annotated[float, msgspec.Meta(ge=1e-12, le=1.0)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 
 

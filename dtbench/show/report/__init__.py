@@ -4,6 +4,7 @@ Read `page` first: it is the table of contents. `sources` says what a report is 
 each part, `section` what these have in common; `figures` and `shapes` draw, `index` lists the reports of a folder.
 """
 
+from dtbench.show.report import quiet_matplotlib  # noqa: F401 - first, before any module that draws
 from dtbench.show.report.index import write_index
 from dtbench.show.report.page import render, write_report
 from dtbench.show.report.sources import Sources, gather

@@ -86,6 +86,7 @@ def value_axis(
     if log is None:
         log = high > 12 * low
     if not log:
+        high = high or 1.0  # where all are 0, it has a length nevertheless
         return Axis(0.0, high * 1.06, False, format_tick, _round_ticks(0.0, high, most), title)
     room = max((high / low) ** 0.06, 1.15)
     low, high = low / room, high * room

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Rectangle
 
 from dtbench.model.errors import plain
+from dtbench.model.fields import MIN_POSITIVE
 from dtbench.show.report.axes import Axis, Format, size_axis, value_axis
 from dtbench.show.report.drawing import Point, axes_in, cut, label_rows, note, points
 from dtbench.show.report.svg import FONT_PX, STAND_IN, draw, text_px
@@ -277,7 +278,9 @@ def dots(
 
 def _reach(rows: Sequence[Row]) -> list[float]:
     """All values of the rows, and the ends of their spans."""
-    spans = [v for row in rows for span in row.spans.values() for v in span if v is not None and v > 0]
+    spans = [
+        v for row in rows for span in row.spans.values() for v in span if v is not None and v >= MIN_POSITIVE
+    ]
     return [*(v for row in rows for v in row.values.values()), *spans]
 
 

@@ -125,8 +125,24 @@ ROWS = [
             env={"PYTHONPATH": "mine"},
             given=partial(a_module, name, text),
         )
-        for name in ("json", "click", "jinja2")
-        for what, text in (("raises", "raise ValueError('mine')\n"), ("is another", "x = 1\n"))
+        for name in ("json", "click", "jinja2", "typing")
+        for what, text in (
+            ("raises", "raise ValueError('mine')\n"),
+            ("is another", "x = 1\n"),
+            ("is no Python", "print 'mine'\n"),
+        )
+    ),
+    *(
+        Fault(
+            f"a report where matplotlib is given {name}={value}",
+            "report r.jsonl -o p.html",
+            0,
+            how="fresh",
+            env={name: value},
+            given=a_run,
+            makes=("p.html",),
+        )
+        for name, value in (("MPLBACKEND", "nosuch"), ("MPLCONFIGDIR", "/proc/nosuch"))
     ),
     *(
         Fault(
