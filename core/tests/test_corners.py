@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import weakref
 from typing import Any
@@ -138,6 +139,30 @@ def test_saved_views_share_memory_with_their_base() -> None:
                 )
             for wanted, got in zip(*loaded, strict=True):
                 assert torch.equal(got, wanted), (placed, names)
+
+
+@on_ranks
+def test_tensors_that_are_copied_together_share_memory() -> None:
+    mesh = mesh_of((4,))
+
+    def copied(x: torch.Tensor, names: str) -> list[torch.Tensor]:
+        held = {"x": x, "v": x[1:4], "t": x.t()[:, 2:], "w": x[1:4][1]}
+        held["x"].add_(1)
+        made = copy.deepcopy({name: held[name] for name in names})
+        made["x"][2].zero_()
+        made["v"].mul_(2)
+        made["t"].add_(1)
+        made["w"][0].sub_(5)
+        held["v"].fill_(9)  # which none of the copies has
+        return [made[name] for name in sorted(names)]
+
+    for names in ("xvtw", "vxwt", "twvx"):
+        wanted = copied(torch.arange(20.0).view(10, 2), names)
+        for placed in (S(0), R, S(1)):
+            base = distribute_tensor(torch.arange(20.0).view(10, 2), mesh, [placed], src_data_rank=None)
+            for full, got in zip(wanted, copied(base, names), strict=True):
+                assert isinstance(got, DTensor) and got.storage_offset() == full.storage_offset()
+                assert torch.equal(got.full_tensor(), full), (placed, names)
 
 
 @on_ranks

@@ -43,7 +43,7 @@ from dtbench_core.layout.shard_layout import (
     even_spec,
 )
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
-from dtbench_core.layout.wrapper import MEMORIES, Wrapper, lend, wrap, wrap_shared
+from dtbench_core.layout.wrapper import Wrapper, lend, wrap, wrap_shared
 from dtbench_core.op_types import Ctx
 from dtbench_core.redistribute.autograd import Redistribute, cast_dtype, follow, redistribute_tensor
 from dtbench_core.redistribute.copied_view import CopiedView, is_copied, parted_as
@@ -198,8 +198,7 @@ class DTensor(Wrapper):
 
     def __deepcopy__(self, memo: Any) -> DTensor:
         made: DTensor = memo[id(self)] if id(self) in memo else super().__deepcopy__(memo)
-        for name in MEMORIES:
-            made.__dict__.pop(name, None)
+        checkpoint.forget(made)
         return made
 
     # What torch.distributed.checkpoint asks of a tensor.
