@@ -20,10 +20,16 @@ from dtbench_core.dispatch.overlap import refuse_overlap
 from dtbench_core.errors import ArgumentError, MixedTensorError, PlacementError
 from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride
-from dtbench_core.layout.wrapper import Wrapper, count_write, share_memory, shares_memory
+from dtbench_core.layout.wrapper import Wrapper, count_write, shares_memory
 from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.redistribute.autograd import redistribute_tensor
-from dtbench_core.redistribute.copied_view import is_copied, refuse_write, refuse_writes, store_to_base
+from dtbench_core.redistribute.copied_view import (
+    is_copied,
+    refuse_write,
+    refuse_writes,
+    store_to_base,
+    take_memory,
+)
 from dtbench_core.torch_compat import increment_version, set_wrapper_metadata, version_of
 
 Dispatch = Callable[[type[Wrapper], OpOverload, Any, Args, Kwargs], Any]  # torch_dispatch
@@ -175,20 +181,15 @@ def run_set(dispatch: Dispatch, cls: type[Wrapper], op: OpOverload, args: Args, 
     """`set_` to another tensor: the same memory, and metadata, from then on.
 
     Raises:
-        MixedTensorError: to a plain one. ArgumentError: to one of another dtype. PlacementError: to a view that had to
-            be copied, whose memory is not that of its base.
+        MixedTensorError: one of the two is plain.
     """
     written, source = args
     if not isinstance(source, Wrapper) or not isinstance(written, Wrapper):
-        raise MixedTensorError(f"{op} got a plain torch.Tensor together with a DTensor, expected DTensors only")
-    if source._spec.dtype != written._spec.dtype:
-        raise ArgumentError(
-            f"{op} got {source._spec} for {written._spec}, expected a tensor of the same dtype: convert it with to()"
+        raise MixedTensorError(
+            f"{op} got a plain torch.Tensor together with a DTensor, expected DTensors only"
         )
-    refuse_write(written, restating=True)
-    refuse_write(source, restating=True)
-    share_memory(source, written, 0)
     restate(written, source._local_tensor, source._spec)
+    take_memory(written, source)
     return written
 
 

@@ -148,6 +148,17 @@ def is_copied(tensor: object) -> bool:
     return isinstance(tensor, CopiedView)
 
 
+def take_memory(tensor: Any, source: Any) -> None:
+    """After `tensor` was given the local tensor and spec of `source` (`.data = source`): from then on it is the same
+    view, if any, of the same memory."""
+    share_memory(source, tensor, 0)
+    origin = source._origin if is_copied(source) else None
+    if is_copied(tensor) or origin is not None:
+        tensor.__class__ = tensor.viewed if origin is None else tensor.viewed.copied_view
+        # Its writes are counted apart from those of its base, which are counted in the memory.
+        tensor._origin = origin and origin._replace(version=version_of(tensor))
+
+
 def kept_origin(tensor: Any) -> Origin | None:
     """Where a view that had to be copied has its values from, if what is loaded or copied of it can be a view again: it
     then shares memory with its base as a plain one does."""

@@ -46,7 +46,7 @@ from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.layout.wrapper import Wrapper, lend, wrap, wrap_shared
 from dtbench_core.op_types import Ctx
 from dtbench_core.redistribute.autograd import Redistribute, cast_dtype, follow, redistribute_tensor
-from dtbench_core.redistribute.copied_view import CopiedView, is_copied, parted_as
+from dtbench_core.redistribute.copied_view import CopiedView, is_copied, parted_as, take_memory
 from dtbench_core.redistribute.route import Route, apply, placements_of_gradient, plan, request, requests
 from dtbench_core.tensor import checkpoint, in_graphs
 from dtbench_core.tensor.lent_memory import note_lender
@@ -134,7 +134,7 @@ class DTensor(Wrapper):
         with DisableTorchFunction():
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._local_tensor, self._spec = value._local_tensor, value._spec
-        self._memory = value._memory
+        take_memory(self, value)
 
     @property
     def device_mesh(self) -> DeviceMesh:
