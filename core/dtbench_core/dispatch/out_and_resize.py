@@ -173,7 +173,7 @@ def run_restating(
             "or call it on a clone()"
         )
     restate(written, made._local_tensor, made._spec)
-    written._memory = made._memory
+    written._memory, made._memory = made._memory, None  # `made` may be held by who records the call
     return written
 
 
