@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as torchs_extents
 
+import dtbench_core
 from core.tests.gloo_world import mesh_of, on_ranks
 from dtbench_core import (
     DTensor,
@@ -25,9 +26,11 @@ from dtbench_core import (
     StridedShard,
     compute_local_shape_and_global_offset,
     debug,
+    device_mesh,
     distribute_module,
     distribute_tensor,
     experimental,
+    placement_types,
 )
 from dtbench_core.simulate import (
     LocalTensorMode,
@@ -189,6 +192,13 @@ def test_names_of_torch() -> None:
             ours = compute_local_shape_and_global_offset(shape, mesh, [S(d) for d in dims])
             assert ours == torchs_extents(shape, mesh, [theirs.Shard(d) for d in dims]), (shape, dims, rank)
     assert {*experimental.__all__} == {"implicit_replication", "local_map", "register_sharding"}
+    placements, meshes = ("Placement", "Shard", "Replicate", "Partial"), ("DeviceMesh", "init_device_mesh")
+    for own, other, names in (
+        (dtbench_core, theirs, placements + meshes),
+        (device_mesh, theirs.device_mesh, meshes),
+        (placement_types, theirs.placement_types, placements),
+    ):
+        assert all(hasattr(own, name) and hasattr(other, name) for name in names), own
     model = distribute_module(nn.Linear(3, 2), mesh_of((4,)))
     with debug.CommDebugMode() as mode:
         model(distribute_tensor(torch.ones(2, 3), mesh_of((4,)), src_data_rank=None))
