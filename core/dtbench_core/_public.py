@@ -3,6 +3,8 @@
 # ruff: noqa: F401
 # mypy: implicit-reexport
 
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
 from dtbench_core.bucketer import BucketError, ReduceScatterBucketer
 from dtbench_core.comm import CommCount, count_collectives
 from dtbench_core.comm_tensor import CommTensor

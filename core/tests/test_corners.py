@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import weakref
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as torchs_extents
 
+import dtbench_core
 from core.tests.gloo_world import mesh_of, on_ranks
 from dtbench_core import (
     DTensor,
@@ -24,9 +26,11 @@ from dtbench_core import (
     StridedShard,
     compute_local_shape_and_global_offset,
     debug,
+    device_mesh,
     distribute_module,
     distribute_tensor,
     experimental,
+    placement_types,
 )
 from dtbench_core.simulate import (
     LocalTensorMode,
@@ -141,6 +145,30 @@ def test_saved_views_share_memory_with_their_base() -> None:
 
 
 @on_ranks
+def test_tensors_that_are_copied_together_share_memory() -> None:
+    mesh = mesh_of((4,))
+
+    def copied(x: torch.Tensor, names: str) -> list[torch.Tensor]:
+        held = {"x": x, "v": x[1:4], "t": x.t()[:, 2:], "w": x[1:4][1]}
+        held["x"].add_(1)
+        made = copy.deepcopy({name: held[name] for name in names})
+        made["x"][2].zero_()
+        made["v"].mul_(2)
+        made["t"].add_(1)
+        made["w"][0].sub_(5)
+        held["v"].fill_(9)  # which none of the copies has
+        return [made[name] for name in sorted(names)]
+
+    for names in ("xvtw", "vxwt", "twvx"):
+        wanted = copied(torch.arange(20.0).view(10, 2), names)
+        for placed in (S(0), R, S(1)):
+            base = distribute_tensor(torch.arange(20.0).view(10, 2), mesh, [placed], src_data_rank=None)
+            for full, got in zip(wanted, copied(base, names), strict=True):
+                assert isinstance(got, DTensor) and got.storage_offset() == full.storage_offset()
+                assert torch.equal(got.full_tensor(), full), (placed, names)
+
+
+@on_ranks
 def test_a_copied_view_of_an_expanded_tensor() -> None:
     """It is read as it should be; which of its elements a write would leave in the base is not known."""
     x = distribute_tensor(torch.arange(2.0), mesh_of((4,)), [S(0)], src_data_rank=None)
@@ -164,6 +192,13 @@ def test_names_of_torch() -> None:
             ours = compute_local_shape_and_global_offset(shape, mesh, [S(d) for d in dims])
             assert ours == torchs_extents(shape, mesh, [theirs.Shard(d) for d in dims]), (shape, dims, rank)
     assert {*experimental.__all__} == {"implicit_replication", "local_map", "register_sharding"}
+    placements, meshes = ("Placement", "Shard", "Replicate", "Partial"), ("DeviceMesh", "init_device_mesh")
+    for own, other, names in (
+        (dtbench_core, theirs, placements + meshes),
+        (device_mesh, theirs.device_mesh, meshes),
+        (placement_types, theirs.placement_types, placements),
+    ):
+        assert all(hasattr(own, name) and hasattr(other, name) for name in names), own
     model = distribute_module(nn.Linear(3, 2), mesh_of((4,)))
     with debug.CommDebugMode() as mode:
         model(distribute_tensor(torch.ones(2, 3), mesh_of((4,)), src_data_rank=None))

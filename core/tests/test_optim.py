@@ -247,6 +247,21 @@ def test_unscaling_beside_plain_parameters() -> None:
                 torch.testing.assert_close(full(got), one.grad.float() / 2)  # type: ignore[union-attr]
 
 
+@on_ranks
+def test_unscaling_with_spread_numbers() -> None:
+    """Of one element each, which one rank of a mesh dim holds."""
+    for sizes, placed in (((4,), [S0]), ((2, 2), [S0, R]), ((2, 2), [R, S0])):
+        mesh = mesh_of(sizes)
+        for bad in (1.0, float("inf")):
+            outcomes = []
+            for put in (torch.clone, lambda t: distribute_tensor(t, mesh, placed, src_data_rank=None)):  # noqa: B023
+                grads = [put(torch.tensor([1.0, 2, bad])), put(torch.ones(5))]
+                found = put(torch.zeros(1))
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, found, put(torch.full((1,), 0.5)))
+                outcomes.append([full(t) for t in (*grads, found)])
+            torch.testing.assert_close(*outcomes)
+
+
 @on_worlds
 def test_a_column_of_plain_and_distributed_is_refused() -> None:
     _, (spread, plain, *_) = _mixed()

@@ -215,6 +215,19 @@ def test_a_sharded_dim_is_taken_away_in_place_where_nobody_shares_the_memory() -
                     assert torch.equal(one.full_tensor(), other)
 
 
+@pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
+@on_ranks
+def test_a_sharded_dim_is_taken_away_in_place_inside_a_function_of_several_ops() -> None:
+    """It is first met while its ops are recorded, which holds their results: nobody shares memory by that."""
+    full, window = torch.arange(35.0).sin(), torch.ones(4)
+    wanted = torch.stft(full, 4, window=window, return_complex=True)
+    for placed in (S(0), R):
+        x, w = (distribute_tensor(t, mesh_of((4,)), [placed], src_data_rank=None) for t in (full, window))
+        for _ in range(2):
+            got = torch.stft(x, 4, window=w, return_complex=True)
+            torch.testing.assert_close(got.full_tensor(), wanted)  # type: ignore[attr-defined]
+
+
 @on_ranks
 def test_errors_are_those_of_plain_tensors() -> None:
     mesh = mesh_of((4,))

@@ -177,6 +177,35 @@ def test_writes_reach_who_shares_the_memory() -> None:
     assert torch.equal(same.full_tensor(), 3 * _x()) and torch.equal(whole.full_tensor(), _x())
 
 
+def _assigned(put: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
+    """Parameters that are windows on one flat tensor, on whole rows of another, and one that takes other memory."""
+    flat, x = put(torch.arange(9.0)), put(_x().float())
+    a, b, c, d = (nn.Parameter(put(torch.ones(3))) for _ in range(4))
+    a.data, b.data, c.data = flat[:6].view(3, 2), x, x[1:3]
+    with torch.no_grad():
+        d.set_(flat[5:])  # type: ignore[call-overload]
+    late = b.data[1:]
+    flat.mul_(2)
+    x.add_(1)
+    read = [p.detach().clone() for p in (a, b, c, d, late)]
+    (a.sum() ** 2 + (b * b).sum() + c.exp().sum() + d.sum()).backward()
+    torch.optim.SGD([a, b, c, d], lr=0.1).step()
+    c.data = put(torch.ones(2))
+    c.data.zero_()
+    return [*read, flat, x, late, *(p.grad for p in (a, b, d)), *(p.detach() for p in (a, b, c, d))]  # type: ignore[misc]
+
+
+@on_ranks(world_size=RANKS)
+def test_what_is_assigned_to_data_shares_its_memory() -> None:
+    for placed in (Shard(0), Replicate()):
+        put = partial(
+            distribute_tensor, device_mesh=mesh_of((RANKS,)), placements=[placed], src_data_rank=None
+        )
+        for got, wanted in zip(_assigned(put), _assigned(torch.clone), strict=True):
+            assert isinstance(got, DTensor)
+            torch.testing.assert_close(got.full_tensor(), wanted)
+
+
 @on_ranks(world_size=RANKS)
 def test_a_redistribution_to_the_same_placements_is_the_tensor() -> None:
     x = _sharded().requires_grad_()

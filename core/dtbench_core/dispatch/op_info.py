@@ -68,6 +68,8 @@ def _handler_of(op: OpOverload) -> Call | None:
     decomposed = rules.decomposition_of(op)
     if decomposed is not None:
         return lambda dispatch, cls, op, args, kwargs: decomposed(*args, **kwargs)
+    if op is torch.ops.aten.set_.source_Tensor:
+        return out_and_resize.run_set
     if torch.Tag.inplace_view in op.tags and out_and_resize.functional_of(op) is not None:
         return out_and_resize.run_restating
     if op is torch.ops.aten._unsafe_view.default:

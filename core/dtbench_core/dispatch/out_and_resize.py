@@ -17,13 +17,19 @@ from torch._ops import OpOverload
 from dtbench_core.dispatch import contexts
 from dtbench_core.dispatch.fallback import gathered
 from dtbench_core.dispatch.overlap import refuse_overlap
-from dtbench_core.errors import ArgumentError, PlacementError
+from dtbench_core.errors import ArgumentError, MixedTensorError, PlacementError
 from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride
 from dtbench_core.layout.wrapper import Wrapper, count_write, shares_memory
 from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.redistribute.autograd import redistribute_tensor
-from dtbench_core.redistribute.copied_view import is_copied, refuse_write, refuse_writes, store_to_base
+from dtbench_core.redistribute.copied_view import (
+    is_copied,
+    refuse_write,
+    refuse_writes,
+    store_to_base,
+    take_memory,
+)
 from dtbench_core.torch_compat import increment_version, set_wrapper_metadata, version_of
 
 Dispatch = Callable[[type[Wrapper], OpOverload, Any, Args, Kwargs], Any]  # torch_dispatch
@@ -167,7 +173,23 @@ def run_restating(
             "or call it on a clone()"
         )
     restate(written, made._local_tensor, made._spec)
-    written._memory = made._memory
+    written._memory, made._memory = made._memory, None  # `made` may be held by who records the call
+    return written
+
+
+def run_set(dispatch: Dispatch, cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs) -> Value:
+    """`set_` to another tensor: the same memory, and metadata, from then on.
+
+    Raises:
+        MixedTensorError: one of the two is plain.
+    """
+    written, source = args
+    if not isinstance(source, Wrapper) or not isinstance(written, Wrapper):
+        raise MixedTensorError(
+            f"{op} got a plain torch.Tensor together with a DTensor, expected DTensors only"
+        )
+    restate(written, source._local_tensor, source._spec)
+    take_memory(written, source)
     return written
 
 

@@ -18,6 +18,7 @@ their key.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from enum import Enum, auto
 from typing import Any, ClassVar, NamedTuple
 from weakref import ref
@@ -107,10 +108,18 @@ class CopiedView:
         return text
 
     def __deepcopy__(self: Any, memo: Any) -> Any:
-        if self.is_leaf and id(self) not in memo:
-            # The copy has no base, and may be written to.
-            memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
-        return self.viewed.__deepcopy__(self, memo)
+        if not self.is_leaf or id(self) in memo:
+            return self.viewed.__deepcopy__(self, memo)
+        if (origin := kept_origin(self)) is None or not origin.owner.is_leaf:
+            made = (
+                self.detach().clone().requires_grad_(self.requires_grad)
+            )  # it has no base, and may be written to
+        else:
+            owner, local, gathered = deepcopy((origin.owner, held_by(self), origin.gathered), memo)
+            offset = self._memory[1] - origin.owner._memory[1]  # type: ignore[index]
+            made = copied_view(self.viewed, local, self._spec, owner, gathered, offset)
+        memo[id(self)] = made
+        return made
 
 
 def copied_view(
@@ -137,6 +146,28 @@ def copied_view(
 
 def is_copied(tensor: object) -> bool:
     return isinstance(tensor, CopiedView)
+
+
+def take_memory(tensor: Any, source: Any) -> None:
+    """After `tensor` was given the local tensor and spec of `source` (`.data = source`): from then on it is the same
+    view, if any, of the same memory."""
+    share_memory(source, tensor, 0)
+    origin = source._origin if is_copied(source) else None
+    if is_copied(tensor) or origin is not None:
+        tensor.__class__ = tensor.viewed if origin is None else tensor.viewed.copied_view
+        # Its writes are counted apart from those of its base, which are counted in the memory.
+        tensor._origin = origin and origin._replace(version=version_of(tensor))
+
+
+def kept_origin(tensor: Any) -> Origin | None:
+    """Where a view that had to be copied has its values from, if what is loaded or copied of it can be a view again: it
+    then shares memory with its base as a plain one does."""
+    if not is_copied(tensor) or tensor._origin is None or tensor.requires_grad:
+        return None
+    tensor._local_tensor  # noqa: B018 - read anew, if its base was written to since
+    origin: Origin = tensor._origin
+    kept = origin.gathered is not None and origin.owner._spec is origin.spec and origin.version is not None
+    return origin if kept and origin.local is held_by(origin.owner) else None
 
 
 def state_of(tensor: Any) -> ViewState:

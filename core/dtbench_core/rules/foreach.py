@@ -348,7 +348,7 @@ def check_and_unscale(tensors: Sequence[Value], found_inf: Any, inv_scale: Any) 
     """Multiplies the gradients by `inv_scale`; `found_inf` becomes 1 on every rank if any element of any is not
     finite: of plain ones, if this rank has such. A pending sum is looked at as a whole: its terms may be finite
     where it is not."""
-    found, factor = (t._local_tensor if isinstance(t, Wrapper) else t for t in (found_inf, inv_scale))
+    found, factor = (_whole(t) if isinstance(t, Wrapper) else t for t in (found_inf, inv_scale))
     by_mesh: dict[MeshInfo | None, list[Value]] = {}
     for tensor in tensors:
         by_mesh.setdefault(tensor._spec.info if isinstance(tensor, Wrapper) else None, []).append(tensor)
@@ -373,4 +373,13 @@ def check_and_unscale(tensors: Sequence[Value], found_inf: Any, inv_scale: Any) 
         whole = redistribute_tensor(total, (REPLICATE,) * info.ndim)._local_tensor
         if info.coordinate is not None:
             found.masked_fill_(whole.reshape(found.shape) > 0, 1.0)
+    if isinstance(found_inf, Wrapper) and found is not found_inf._local_tensor:
+        spec = found_inf._spec.with_placements((REPLICATE,) * found_inf._spec.info.ndim)
+        found_inf.copy_(wrap(found_inf.viewed, found, spec))
     return None
+
+
+def _whole(tensor: Value) -> torch.Tensor:
+    """All values, which are the rank's own memory of a replicated tensor."""
+    placements = (REPLICATE,) * tensor._spec.info.ndim
+    return redistribute_tensor(tensor, placements)._local_tensor

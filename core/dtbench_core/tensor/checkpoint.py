@@ -29,11 +29,24 @@ from dtbench_core.layout.placement import (
 )
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import MEMORIES, Memory, Wrapper, held_by, wrap
-from dtbench_core.redistribute.copied_view import Gathered, Origin, copied_view, is_copied
+from dtbench_core.redistribute.copied_view import Gathered, copied_view, kept_origin
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
+
+# ---- copies ----
+
+
+def forget(made: Wrapper) -> None:
+    """Takes from a deep copy what the tensor remembers of itself, but for `_memory`: tensors that are copied together
+    share memory as before. A parameter's copy has no gradient, as a plain one has none."""
+    for name in MEMORIES:
+        if name != "_memory":
+            made.__dict__.pop(name, None)
+    if isinstance(made, torch.nn.Parameter):
+        made.grad = None
+
 
 # ---- pickling ----
 
@@ -41,7 +54,7 @@ if TYPE_CHECKING:
 def reduce(tensor: Wrapper, protocol: object) -> tuple[Any, ...]:
     """What `pickle` and `torch.save` keep of a DTensor: see `rebuild`."""
     spec = tensor._spec
-    if (origin := _kept_origin(tensor)) is not None:
+    if (origin := kept_origin(tensor)) is not None:
         offset = tensor._memory[1] - origin.owner._memory[1]  # type: ignore[index]
         parts = (held_by(tensor), spec.placements, tuple(spec.shape), spec.stride)
         return rebuild_view, (origin.owner, *parts, *(origin.gathered or ()), offset)
@@ -50,17 +63,6 @@ def reduce(tensor: Wrapper, protocol: object) -> tuple[Any, ...]:
         attributes["_memory"] = tensor._memory
     described = (spec.mesh, spec.placements, tuple(spec.shape), spec.stride, tensor.requires_grad)
     return rebuild, (tensor.viewed, tensor._local_tensor, *described, attributes)
-
-
-def _kept_origin(tensor: Wrapper) -> Origin | None:
-    """Where a view that had to be copied has its values from, if it can be a view again once loaded: it then shares
-    memory with its base as a plain one does."""
-    if not is_copied(tensor) or tensor._origin is None or tensor.requires_grad:  # type: ignore[attr-defined]
-        return None
-    tensor._local_tensor  # noqa: B018 - read anew, if its base was written to since
-    origin: Origin = tensor._origin  # type: ignore[attr-defined]
-    kept = origin.gathered is not None and origin.owner._spec is origin.spec and origin.version is not None
-    return origin if kept and origin.local is held_by(origin.owner) else None
 
 
 def rebuild_view(

@@ -43,10 +43,10 @@ from dtbench_core.layout.shard_layout import (
     even_spec,
 )
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
-from dtbench_core.layout.wrapper import MEMORIES, Wrapper, lend, wrap, wrap_shared
+from dtbench_core.layout.wrapper import Wrapper, lend, wrap, wrap_shared
 from dtbench_core.op_types import Ctx
 from dtbench_core.redistribute.autograd import Redistribute, cast_dtype, follow, redistribute_tensor
-from dtbench_core.redistribute.copied_view import CopiedView, is_copied, parted_as
+from dtbench_core.redistribute.copied_view import CopiedView, is_copied, parted_as, take_memory
 from dtbench_core.redistribute.route import Route, apply, placements_of_gradient, plan, request, requests
 from dtbench_core.tensor import checkpoint, in_graphs
 from dtbench_core.tensor.lent_memory import note_lender
@@ -134,7 +134,7 @@ class DTensor(Wrapper):
         with DisableTorchFunction():
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._local_tensor, self._spec = value._local_tensor, value._spec
-        self._memory = value._memory
+        take_memory(self, value)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -198,8 +198,7 @@ class DTensor(Wrapper):
 
     def __deepcopy__(self, memo: Any) -> DTensor:
         made: DTensor = memo[id(self)] if id(self) in memo else super().__deepcopy__(memo)
-        for name in MEMORIES:
-            made.__dict__.pop(name, None)
+        checkpoint.forget(made)
         return made
 
     # What torch.distributed.checkpoint asks of a tensor.
