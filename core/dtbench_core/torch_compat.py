@@ -460,3 +460,21 @@ def _teach_dynamo(dynamo: Any) -> None:
 
 
 when_imported("torch._dynamo", _teach_dynamo)
+
+
+def teach_tangents(cls: type[torch.Tensor], placed: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
+    """Has compiled backward passes take a plain tensor for the gradient of a result that is a `cls`, by way of
+    (tensor, what the result was made with) -> `cls`. Autograd gives plain zeros for a result that nothing used."""
+
+    def teach(wrappers: Any) -> None:
+        kind, found = wrappers.SubclassCreationMeta, wrappers.AOTDispatchAutograd
+        process = found.process_runtime_tangent
+
+        def process_placed(x: Any, meta: Any, *others: Any) -> Any:
+            if x.__class__ is torch.Tensor and isinstance(meta, kind) and meta.original_subclass_type is cls:
+                x = placed(x, meta.meta)
+            return process(x, meta, *others)
+
+        found.process_runtime_tangent = staticmethod(process_placed)
+
+    when_imported("torch._functorch._aot_autograd.runtime_wrappers", teach)
