@@ -235,6 +235,21 @@ def counter_of(tensor: torch.Tensor) -> torch.Tensor:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTING, was)
 
 
+def counting(call: Callable[..., Any], *, view: bool) -> Callable[..., Any]:
+    """`call` so that torch counts its writes, and those to a tensor and to its views together, below autograd, too.
+    view: it gives views; that of `.data`, whose writes count apart, is the one that torch does not take below."""
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        was = torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTING)
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTING, view and not was)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTING, was)
+
+    return counted
+
+
 def is_fake_mode_active() -> bool:
     """Whether tensors have no values now: torch.compile and torch.export trace."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
@@ -275,6 +290,17 @@ def as_functional(value: torch.Tensor) -> torch.Tensor:
     with functionalizing():
         made: torch.Tensor = functional_tensor.FunctionalTensor.to_functional(value)
     return made
+
+
+def place_of_view(view: torch.Tensor, source: torch.Tensor) -> tuple[Any, Any, Any] | None:
+    """(sizes, strides, offset) of what `view`, of a graph that AOTAutograd traces, is of an input that came with the
+    value `source`, whatever was written since. The offset is from where that begins. None: torch does not tell."""
+    views: Any = vars(torch._C).get("_functionalization")
+    if not hasattr(views, "apply_view_meta_sequence"):
+        return None
+    with untraced(), _python_dispatch._disable_current_modes():
+        taken = views.apply_view_meta_sequence(source, views.get_view_meta_sequence(vars(view)["elem"]))
+    return tuple(taken.shape), taken.stride(), taken.storage_offset() - source.storage_offset()
 
 
 def functionalization() -> object:
@@ -434,3 +460,21 @@ def _teach_dynamo(dynamo: Any) -> None:
 
 
 when_imported("torch._dynamo", _teach_dynamo)
+
+
+def teach_tangents(cls: type[torch.Tensor], placed: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
+    """Has compiled backward passes take a plain tensor for the gradient of a result that is a `cls`, by way of
+    (tensor, what the result was made with) -> `cls`. Autograd gives plain zeros for a result that nothing used."""
+
+    def teach(wrappers: Any) -> None:
+        kind, found = wrappers.SubclassCreationMeta, wrappers.AOTDispatchAutograd
+        process = found.process_runtime_tangent
+
+        def process_placed(x: Any, meta: Any, *others: Any) -> Any:
+            if x.__class__ is torch.Tensor and isinstance(meta, kind) and meta.original_subclass_type is cls:
+                x = placed(x, meta.meta)
+            return process(x, meta, *others)
+
+        found.process_runtime_tangent = staticmethod(process_placed)
+
+    when_imported("torch._functorch._aot_autograd.runtime_wrappers", teach)

@@ -275,3 +275,73 @@ def test_dims_that_are_marked_dynamic_are_of_any_size() -> None:
                 mark(x)
                 torch.testing.assert_close(fast(x).full_tensor(), fn(plain))
                 torch.testing.assert_close(fast(x * 1).full_tensor(), fn(plain))
+
+
+class _TwoResults(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x)
+        return x.sin(), x.sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, of_sin: torch.Tensor, of_sum: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return of_sin * x.cos() + of_sum
+
+
+@needs_213("Dynamo takes no mesh into a graph")
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@on_ranks(world_size=2)
+def test_gradients_pass_where_some_results_have_none() -> None:
+    functions: list[Callable[[Any], Any]] = [
+        lambda x: (x.softmax(0), x.pow(2).mean()),
+        lambda x: (x.sum(0), (x * 2)[1:].t(), x @ x.t(), x.exp()),
+        lambda x: _TwoResults.apply(x * 2),
+        lambda x: (None, _TwoResults.apply(x * 2)[0].sum()),
+        lambda x: (None, _TwoResults.apply(x * 2)[1].sum()),
+    ]
+    for fn in functions:
+        for placement in (Shard(0), Shard(1), Replicate()):
+            torch._dynamo.reset()
+            plain = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+            x = distribute_tensor(plain.detach(), mesh_of((2,)), [placement], src_data_rank=None)
+            fast = torch.compile(fn, backend="aot_eager", fullgraph=True)
+            for given, run in ((x.requires_grad_(), fast), (plain, fn)):
+                run(given)[-1].sin().sum().backward()
+            assert isinstance(x.grad, DTensor)
+            torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
+@needs_213("Dynamo takes no mesh into a graph")
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@on_ranks(world_size=2)
+def test_forward_derivatives_in_a_graph() -> None:
+    functions: list[Callable[[Any, Any], Any]] = [
+        lambda x, t: torch.func.jvp(lambda a: a.softmax(0), (x,), (t,)),
+        lambda x, t: torch.func.jvp(lambda a: (a @ a.t()).sum(0), (x * 2,), (t.sin(),)),
+        lambda x, t: torch.func.jvp(lambda a, b: a * b.sum(0), (x, t), (t, x * 3)),
+    ]
+    plain, tangent = (torch.randn(5, 4, generator=torch.Generator().manual_seed(n)) for n in range(2))
+    for fn in functions:
+        for placement in (Shard(0), Shard(1), Replicate()):
+            torch._dynamo.reset()
+            x, t = (
+                distribute_tensor(full, mesh_of((2,)), [placement], src_data_rank=None)
+                for full in (plain, tangent)
+            )
+            got = torch.compile(fn, backend="aot_eager", fullgraph=True)(x, t)
+            for one, other in zip(got, fn(plain, tangent), strict=True):
+                torch.testing.assert_close(one.full_tensor(), other)
+
+
+@needs_213("Dynamo takes no mesh into a graph")
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+def test_branches_of_a_graph_are_refused(fake_world: Callable[..., None]) -> None:
+    fake_world(2)
+    x = distribute_tensor(torch.ones(4, 2), mesh_of((2,)), [Shard(0)], src_data_rank=None)
+    torch._dynamo.reset()
+    branches = torch.compile(
+        lambda t: torch.cond(t.sum() > 0, torch.sin, torch.cos, (t,)), backend="aot_eager"
+    )
+    with pytest.raises(RuntimeError, match=r"got DTensors in torch.cond.*expected Python's if"):
+        branches(x)

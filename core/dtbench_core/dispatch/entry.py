@@ -34,7 +34,7 @@ from dtbench_core.dispatch.make_plan import build, first_run
 from dtbench_core.dispatch.op_info import OpInfo
 from dtbench_core.dispatch.plain_tensors import mixes_plain, with_replicas
 from dtbench_core.dispatch.plan import Plan
-from dtbench_core.errors import CoreError
+from dtbench_core.errors import CoreError, NoRuleError
 from dtbench_core.layout import rng as random
 from dtbench_core.layout.wrapper import Wrapper, followed, held_by, let_follow
 from dtbench_core.op_types import Args, Call, Kwargs, Value
@@ -92,6 +92,13 @@ def _is_same_size(input: torch.Tensor, other: torch.Tensor) -> bool:
     return input.shape == other.shape  # of plain tensors, too
 
 
+def _refuse_cond(*args: Value, **kwargs: Value) -> Value:
+    raise NoRuleError(
+        "got DTensors in torch.cond, of whose branches torch makes one graph of plain tensors; expected Python's if, "
+        "which ends a graph where values decide, or torch.where of what both branches give"
+    )
+
+
 # Functions that take nothing but one tensor and numbers, and are answered at once: views, which need torch's tracking,
 # and getters go straight to torch. `is_complex` is called for every parameter in every step of an optimizer.
 _direct: dict[Call, Call] = {
@@ -114,6 +121,7 @@ _own: dict[Call, Call] = {
     torch.autograd.backward: backward,
     torch.Tensor.backward: backward_of,
     torch.nn.functional.one_hot: one_hot,
+    torch.ops.higher_order.cond: _refuse_cond,
     torch.is_same_size: _is_same_size,
     torch.Tensor.is_same_size: _is_same_size,
     # What torch makes of `1 / x`: as two calls, whose plans hold for all values of the number.
@@ -128,6 +136,7 @@ _under_modes = {
     torch.is_same_size,
     torch.Tensor.is_same_size,
     torch.Tensor.__rdiv__,
+    torch.ops.higher_order.cond,
 }
 if hasattr(torch.nn.functional, "linear_cross_entropy"):  # from torch 2.13 on
     _own[torch.nn.functional.linear_cross_entropy] = cross_entropy.linear_cross_entropy

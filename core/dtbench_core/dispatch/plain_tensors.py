@@ -23,7 +23,15 @@ from dtbench_core.dispatch import contexts
 from dtbench_core.errors import MixedTensorError
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.op_types import Args, Call, Kwargs, Value
-from dtbench_core.torch_compat import functorch_level, in_backward, innermost, is_torchs_dtensor
+from dtbench_core.torch_compat import (
+    active_tracer,
+    functorch_level,
+    in_backward,
+    in_backward_pass,
+    innermost,
+    is_torchs_dtensor,
+    traced_node,
+)
 
 SCALING = {f"{word}_" for word in ("add", "sub", "mul", "div")}
 SCALING |= {"__iadd__", "__isub__", "__imul__", "__itruediv__"}
@@ -70,6 +78,9 @@ def mixes_plain(cls: type[Wrapper], func: Call, args: Args, kwargs: Kwargs) -> b
 
 def _is_unused_gradient(item: torch.Tensor) -> bool:
     """Whether autograd made it of an output that nothing used: plain zeros, the same on every rank."""
+    if (tracer := active_tracer()) is not None and in_backward_pass():
+        node = traced_node(item, tracer)  # has no values to look at
+        return node is not None and node.target is torch.ops.aten.zeros.default
     return in_backward() and not item.is_meta and not bool(item.any())
 
 

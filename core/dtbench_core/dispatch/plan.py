@@ -27,12 +27,19 @@ from dtbench_core.dispatch.overlap import Known, met_twice, refuse_overlap
 from dtbench_core.layout.placement import Placements
 from dtbench_core.layout.shard_layout import laid_out
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import Wrapper, count_write, share_memory, shares_memory, wrap
+from dtbench_core.layout.wrapper import Memory, Wrapper, count_write, share_memory, shares_memory, wrap
 from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.redistribute.autograd import local_at
 from dtbench_core.redistribute.copied_view import Gathered, copied_view, refuse_writes, store_to_base
 from dtbench_core.redistribute.route import Route, apply
-from dtbench_core.torch_compat import DisableTorchFunction, increment_version, is_inference_mode_enabled
+from dtbench_core.torch_compat import (
+    DisableTorchFunction,
+    counting,
+    increment_version,
+    is_fake,
+    is_functional,
+    is_inference_mode_enabled,
+)
 
 
 class Move(NamedTuple):
@@ -111,6 +118,12 @@ def with_spec_strides(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     return local if spec.lays_out(local) else laid_out(local, spec)
 
 
+def _counted(call: Call, locals_: Sequence[Value], *, view: bool = False) -> Call:
+    """`call` so that torch counts writes to shards: compiled backward passes saved shards, and compare their counts."""
+    traced = locals_ and (is_fake(locals_[0]) or is_functional(locals_[0]))
+    return call if traced else counting(call, view=view)
+
+
 # ---- new tensors ----
 
 
@@ -146,6 +159,8 @@ class View(Plan):
     offsets: tuple[int, ...]
 
     def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
+        if Memory.traced:
+            call = _counted(call, locals_, view=True)
         result, base = call(*locals_, **kwargs) if kwargs else call(*locals_), args[0]
         if is_inference_mode_enabled():
             return self._as_base_is(cls, result, base)
@@ -172,6 +187,8 @@ class Views(View):
     __slots__ = ()
 
     def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
+        if Memory.traced:
+            call = _counted(call, locals_, view=True)
         result = call(*locals_, **kwargs) if kwargs else call(*locals_)
         if is_inference_mode_enabled():
             return self._as_base_is(cls, result, args[0])
@@ -245,6 +262,8 @@ class InPlace(Plan):
         # Elementwise, over itself, is as good as apart.
         if (shared or not self.info.elementwise) and met_twice(args, given):
             refuse_overlap(self.info.op, (written,), args, given, self.overlaps)
+        if Memory.traced:
+            call = _counted(call, locals_)
         try:
             call(*locals_, **kwargs)
         except RuntimeError as error:
@@ -266,6 +285,8 @@ class Out(InPlace):
         shared = isinstance(written, Wrapper) and shares_memory(written)
         if (shared or not self.info.elementwise) and met_twice(args, given):
             refuse_overlap(self.info.op, (written,), args, given, self.overlaps)
+        if Memory.traced:
+            call = _counted(call, locals_)
         call(*locals_, **kwargs)
         if shared:
             count_write(written)
@@ -295,6 +316,8 @@ class InPlaceLists(Plan):
         views = [one for each in lists for one in each if isinstance(one, Wrapper) and shares_memory(one)]
         if views and met_twice(args, given):
             refuse_overlap(self.info.op, [one for written in lists for one in written], args, given, {})
+        if Memory.traced:
+            call = _counted(call, locals_)
         try:
             call(*locals_, **kwargs)
         except RuntimeError as error:

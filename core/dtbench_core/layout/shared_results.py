@@ -8,7 +8,7 @@ other. The results of one call know of each other, and a write is refused while 
 from __future__ import annotations
 
 import threading
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeAlias
 from weakref import ReferenceType
 
 import torch
@@ -93,6 +93,7 @@ class SharedResults:
 
 
 NOT_ALONE, OF_BASE = -1, -2
+Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class Parted(NamedTuple):
@@ -100,13 +101,15 @@ class Parted(NamedTuple):
 
     from_input: with an input, which would not follow a write. shared, number: with other results, and which of them it
     is; `NOT_ALONE`: of an input of a later graph, whose others were alive; `OF_BASE`: of one that is a view of another
-    tensor. made: the results of the same call, once it was called.
+    tensor. made: the results of the same call, once it was called. place: where it lies in the local tensor of an input
+    that is given out beside it, sizes, strides and offset, of a window on what the graph has written to.
     """
 
     from_input: bool
     shared: SharedResults | None = None
     number: int = 0
     made: dict[int, ReferenceType[torch.Tensor]] | None = None
+    place: Place | None = None
 
     def for_itself(self) -> bool:
         """Whether it shares memory with nothing else that is given out."""

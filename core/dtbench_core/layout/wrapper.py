@@ -47,6 +47,9 @@ class Memory:
     the history of one that was written to.
     """
 
+    # Whether a graph was traced, in this process.
+    traced: ClassVar[bool] = False
+
     __slots__ = (
         "__weakref__",
         "follow",
@@ -157,6 +160,7 @@ def wrap(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, requires_gr
 def _show_tracer(made: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
     """Tells the tracers of compilers, if there is one, what they cannot see of a wrapper."""
     if is_fake(local):  # of an input, which another one may share memory with
+        Memory.traced = True
         share_storage(made, local)
     if not spec.is_even():
         see_uneven_shards()
@@ -204,10 +208,10 @@ def shares_memory(tensor: Wrapper) -> bool:
     """Whether another window on its memory may be alive: a parameter has outlived the tensor that it was made of, and
     is not asked again."""
     if tensor._memory is None:
-        return bool(_lent) and _borrower(tensor) is not None
+        return bool(_lent) and _has_borrowers(tensor)
     if tensor._memory[1] == 0 and not _is_watched(tensor._memory[0]) and _holders(tensor) == _ALONE:
         tensor._memory = None
-        return bool(_lent) and _borrower(tensor) is not None
+        return bool(_lent) and _has_borrowers(tensor)
     return True
 
 
@@ -257,9 +261,28 @@ def let_follow(followers: list[tuple[Callable[[Wrapper], None], Wrapper]]) -> No
         follow(written)
 
 
-# By the storage of an input's local tensor: the memory of copied views that graphs returned of it. They do not know the
-# input, but the storage.
-_lent: dict[int, ReferenceType[Memory]] = {}
+# By the storage of a local tensor: the memory of copied views that were taken of it. One that a graph returned does not
+# know its input, nor does a window that a graph returned know others of the same memory; they have the storage.
+_lent: dict[int, list[ReferenceType[Memory]]] = {}
+
+
+def _note_lent(key: int, memory: Memory) -> None:
+    noted = _lent.setdefault(key, [])
+
+    def forget(gone: ReferenceType[Memory]) -> None:
+        noted.remove(gone)
+        if not noted and _lent.get(key) is noted:
+            del _lent[key]
+
+    if all(known() is not memory for known in noted):
+        noted.append(ref(memory, forget))
+
+
+def count_by_storage(base: Wrapper, memory: Memory) -> None:
+    """From now on `memory` counts the writes to all that hold what `base` does, though they may not know of it."""
+    local = held_by(base)
+    if local.__class__ is torch.Tensor:
+        _note_lent(storage_id(local), memory)
 
 
 def note_copy(view: Wrapper, lenders: tuple[Counts, ...]) -> None:
@@ -286,10 +309,10 @@ def counts_of(tensor: Wrapper) -> Counts:
 def borrow(view: Wrapper, source: torch.Tensor) -> None:
     """Notes that `view` has its values from the tensor that holds `source`."""
     key = storage_id(source)
-    lent = _lent[key]() if key in _lent else None
+    lent = next((memory for memory in _lenders(key) if memory.source is not None), None)
     if lent is None:
         lent = Memory(source)  # which keeps the storage, and its number
-        _lent[key] = ref(lent, lambda gone: _lent.pop(key) if _lent.get(key) is gone else None)
+        _note_lent(key, lent)
     noted = vars(source.untyped_storage())
     lenders = (Counts(lent, noted.get("counter")), *noted.get("lenders", ()))
     view._source, view._memory = source, (lent, 0)
@@ -297,16 +320,20 @@ def borrow(view: Wrapper, source: torch.Tensor) -> None:
     note_copy(view, lenders)
 
 
-def _borrower(tensor: Wrapper) -> Memory | None:
+def _lenders(key: int) -> list[Memory]:
+    return [memory for known in _lent.get(key, ()) if (memory := known()) is not None]
+
+
+def _has_borrowers(tensor: Wrapper) -> bool:
     local = held_by(tensor)
-    lent = _lent.get(storage_id(local)) if local.__class__ is torch.Tensor else None
-    return None if lent is None else lent()
+    return local.__class__ is torch.Tensor and storage_id(local) in _lent
 
 
 def count_for_borrowers(tensor: Wrapper) -> None:
     """After what `tensor` holds was written to."""
-    if _lent and (memory := _borrower(tensor)) is not None:
-        memory.writes += 1
+    if _lent and _has_borrowers(tensor):
+        for memory in _lenders(storage_id(held_by(tensor))):
+            memory.writes += 1
 
 
 # The local tensor, whatever the tensor's class says of reading it.

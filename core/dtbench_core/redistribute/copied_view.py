@@ -33,6 +33,7 @@ from dtbench_core.layout.wrapper import (
     Wrapped,
     Wrapper,
     borrow,
+    count_by_storage,
     count_for_borrowers,
     counts_of,
     held_by,
@@ -134,6 +135,7 @@ def copied_view(
     offset: in bytes behind it."""
     made = wrap(cls.copied_view, local, spec)
     memory = share_memory(base, made, offset)
+    count_by_storage(base, memory)
     made._origin = Origin(base, version_of(base), memory.count(), gathered, base._spec, held_by(base))  # type: ignore[attr-defined]
     if is_functional(local) and memory.results is None:
         memory.results = SharedResults()
@@ -293,6 +295,11 @@ def parted_as(tensor: Wrapped, parted: Parted, source: torch.Tensor | None = Non
     input of which it is a copied view."""
     shared, local = parted.shared, tensor._local_tensor
     traced = is_fake(local) or is_functional(local)
+    if parted.place is not None and source is not None and not traced:
+        sizes, strides, offset = parted.place
+        local = source.as_strided(sizes, strides, source.storage_offset() + offset)
+        tensor = wrap(type(tensor), local, tensor._spec, tensor.requires_grad)
+        parted, source = parted._replace(place=None), None
     if not traced:
         if parted.for_itself():
             return tensor

@@ -10,10 +10,10 @@ import torch
 from dtbench_core.errors import NoRuleError
 from dtbench_core.layout.placement import Shard
 from dtbench_core.layout.spec import contiguous_stride
-from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.layout.wrapper import Wrapper, held_by
 from dtbench_core.op_types import Value
 from dtbench_core.rules.base import OpCall, Strategy, aten, decomposition, rule
-from dtbench_core.torch_compat import active_tracer, traced_value
+from dtbench_core.torch_compat import active_tracer, is_functional, traced_value
 
 
 @decomposition(aten._has_same_storage_numel.default)
@@ -24,7 +24,9 @@ def placed_alike(tensor: Value, tangent: Any) -> bool:
         NoRuleError: while a graph is traced of which the tensor is no input.
     """
     tracer = active_tracer()
-    if tracer is not None and isinstance(tensor, Wrapper) and traced_value(tensor, tracer) is tensor:
+    # AOTAutograd traces what wrappers hold.
+    unknown = isinstance(tensor, Wrapper) and not is_functional(held_by(tensor))
+    if tracer is not None and unknown and traced_value(tensor, tracer) is tensor:
         raise NoRuleError(
             f"a graph is traced of tangents of {tensor._spec}, which is no input of it, as torch.func.linearize does; "
             "the graph would hold the values of today: use torch.func.jvp, or trace a function of both"

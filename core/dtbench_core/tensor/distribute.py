@@ -23,7 +23,8 @@ from dtbench_core.op_types import Call
 from dtbench_core.redistribute.movers import padded
 from dtbench_core.redistribute.route import apply, placements_of_gradient, plan
 from dtbench_core.tensor.dtensor import DTensor
-from dtbench_core.torch_compat import is_torchs_dtensor
+from dtbench_core.tensor.in_graphs import Described
+from dtbench_core.torch_compat import is_torchs_dtensor, teach_tangents
 
 
 def distribute_tensor(
@@ -202,3 +203,12 @@ def _replicate_plain(module: nn.Module, mesh: DeviceMesh) -> None:
     for name, buffer in list(module.named_buffers(recurse=False)):
         if not isinstance(buffer, DTensor):
             setattr(module, name, distribute_tensor(buffer, mesh))
+
+
+def _placed_gradient(grad: torch.Tensor, described: Described) -> DTensor:
+    """The whole gradient of a result of a graph, as that result is placed. Nothing is sent."""
+    spec, *_ = described
+    return distribute_tensor(grad, spec.info.mesh, spec.placements, src_data_rank=None)
+
+
+teach_tangents(DTensor, _placed_gradient)

@@ -8,7 +8,7 @@ from weakref import ref
 import torch
 
 from dtbench_core.errors import ArgumentError
-from dtbench_core.layout.shared_results import NOT_ALONE, OF_BASE, Parted, SharedResults, window
+from dtbench_core.layout.shared_results import NOT_ALONE, OF_BASE, Parted, Place, SharedResults, window
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Memory, Wrapper, held_by, note_counter
 from dtbench_core.redistribute.copied_view import is_copied, read_again
@@ -17,6 +17,7 @@ from dtbench_core.torch_compat import (
     functionalization,
     is_functional,
     mesh_group_names,
+    place_of_view,
     ranks_of_mesh,
     state_of_library,
     storage_of_wrapper,
@@ -37,7 +38,9 @@ def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
         read_again(tensor)
         parted = tensor._parted = _as_result(tensor)
         copied = is_copied(tensor) and 0 not in tensor._spec.shape
-        if copied and tensor._views_input and tensor._memory is not None:
+        if tensor._memory is not None and (
+            (copied and tensor._views_input) or (parted is not None and parted.place is not None)
+        ):
             tensor._source = _as_it_came(tensor._memory[0])
     elif parted is not None and parted.made is not None:  # what a later graph need know of it
         parted = Parted(parted.from_input, number=0 if parted.alone() else NOT_ALONE)
@@ -55,14 +58,31 @@ def _as_result(tensor: Wrapper) -> Parted | None:
     if tensor._memory is None or (tensor._memory[0].of_input and not tensor._views_input):
         return tensor._parted  # itself an input
     memory = tensor._memory[0]
-    from_input = tensor._views_input and (is_copied(tensor) or memory.writes > 0)
+    written = tensor._views_input and memory.writes > 0 and not is_copied(tensor)
+    place = _place(tensor, memory) if written else None
+    from_input = tensor._views_input and (is_copied(tensor) or (written and place is None))
     if memory.results is None:
-        return Parted(from_input=True) if from_input else None
+        return Parted(from_input, place=place) if from_input or place is not None else None
     known = tensor._parted
     if known is not None and known.shared is memory.results:
-        return known._replace(from_input=from_input)
+        return known._replace(from_input=from_input, place=place)
     memory.results.results.append((window(tensor._spec, tensor._memory[1]), is_copied(tensor)))
-    return Parted(from_input, memory.results, len(memory.results.results) - 1)
+    return Parted(from_input, memory.results, len(memory.results.results) - 1, place=place)
+
+
+def _place(tensor: Wrapper, memory: Memory) -> Place | None:
+    """Where a window on an input that the graph writes to lies in its local tensor: torch gives out the value that was
+    written, and not the memory. None: not known, or autograd has recorded a write, which torch makes to a clone."""
+    if memory.in_history or 0 in tensor._spec.shape:
+        return None
+    assert memory.source is not None
+    if memory.source.dtype is not tensor._spec.dtype:
+        return None
+    place = place_of_view(held_by(tensor), memory.source)
+    if place is None or place[0] != tuple(held_by(tensor).shape):
+        return None
+    known = all(type(number) is int for number in (*place[0], *place[1], place[2]))
+    return place if known else None
 
 
 def _as_it_came(memory: Memory) -> torch.Tensor:
