@@ -25,7 +25,7 @@ from dtbench.records.frame import cells as cells_of
 from dtbench.show.tables import print_runs, print_runs_json
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
-from dtbench.text.terminal import new_console, print_columns
+from dtbench.text.terminal import new_console, print_columns, print_line
 from dtbench.text.units import format_spread
 
 Capture = pytest.CaptureFixture[str]
@@ -474,3 +474,16 @@ def test_one_launch_against_another_is_differences_and_no_verdict(capsys: Captur
     last = out.splitlines()[-1]
     assert "2 times differ by +25.0% to +25.0%: no verdict from one launch on each side" in last
     assert comparison.exit_code == EXIT_INCONCLUSIVE
+
+
+def test_no_color_means_no_escape_sequence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    shown = []
+    for name in ("", "1"):
+        monkeypatch.setenv("NO_COLOR", name)
+        print_line(new_console(), "text", "bold")
+        shown.append(capsys.readouterr().out)
+    assert "\x1b" in shown[0] and shown[1] == "text\n"

@@ -80,10 +80,16 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
+_LEAST_PLAIN, _MOST_PLAIN = 1e-15, 1e30
+
+
 def significant(value: float, digits: int = 4) -> str:
-    """`value` with so many significant digits, never an exponent and never a rounded integer part."""
+    """`value` with so many significant digits and never a rounded integer part; an exponent only where it would have
+    dozens of zeros, which nothing that was measured has."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
+    if not _LEAST_PLAIN <= abs(value) < _MOST_PLAIN:
+        return f"{value:.{digits - 1}e}"
     decimals = digits - 1 - math.floor(math.log10(abs(value)))
     text = f"{value:.{max(decimals, 0)}f}"
     # Rounding up may have brought one digit more before the point: 9.9996 -> "10.000".

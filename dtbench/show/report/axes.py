@@ -11,6 +11,7 @@ from itertools import pairwise
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from dtbench.model.fields import MIN_POSITIVE
 from dtbench.show.report.svg import FONT_PX, STAND_IN, text_px
 from dtbench.text.units import format_bytes, format_seconds, format_size
 
@@ -86,7 +87,7 @@ def value_axis(
     if log is None:
         log = high > 12 * low
     if not log:
-        high = high or 1.0  # where all are 0, it has a length nevertheless
+        high = high if high >= MIN_POSITIVE else 1.0  # where all are 0, it has a length nevertheless
         return Axis(0.0, high * 1.06, False, format_tick, _round_ticks(0.0, high, most), title)
     room = max((high / low) ** 0.06, 1.15)
     low, high = low / room, high * room
