@@ -192,7 +192,18 @@ def _assigned(put: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
     torch.optim.SGD([a, b, c, d], lr=0.1).step()
     c.data = put(torch.ones(2))
     c.data.zero_()
-    return [*read, flat, x, late, *(p.grad for p in (a, b, d)), *(p.detach() for p in (a, b, c, d))]  # type: ignore[misc]
+    twin = copy.deepcopy(d)
+    assert isinstance(twin, nn.Parameter) and twin.requires_grad
+    twin.data.add_(1)  # nobody else's
+    return [
+        *read,
+        twin.detach(),
+        flat,
+        x,
+        late,
+        *(p.grad for p in (a, b, d)),
+        *(p.detach() for p in (a, b, c, d)),
+    ]  # type: ignore[misc]
 
 
 @on_ranks(world_size=RANKS)

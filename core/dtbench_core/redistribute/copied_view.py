@@ -112,9 +112,9 @@ class CopiedView:
         if not self.is_leaf or id(self) in memo:
             return self.viewed.__deepcopy__(self, memo)
         if (origin := kept_origin(self)) is None or not origin.owner.is_leaf:
-            made = (
-                self.detach().clone().requires_grad_(self.requires_grad)
-            )  # it has no base, and may be written to
+            made = self.detach().clone().requires_grad_(self.requires_grad)  # without a base
+            if isinstance(self, torch.nn.Parameter):
+                made = torch.nn.Parameter(made, self.requires_grad)
         else:
             owner, local, gathered = deepcopy((origin.owner, held_by(self), origin.gathered), memo)
             offset = self._memory[1] - origin.owner._memory[1]  # type: ignore[index]
