@@ -235,11 +235,14 @@ def counter_of(tensor: torch.Tensor) -> torch.Tensor:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTING, was)
 
 
-def counting(call: Callable[..., Any], *, view: bool) -> Callable[..., Any]:
+_Result = TypeVar("_Result")
+
+
+def counting(call: Callable[..., _Result], *, view: bool) -> Callable[..., _Result]:
     """`call` so that torch counts its writes, and those to a tensor and to its views together, below autograd, too.
     view: it gives views; that of `.data`, whose writes count apart, is the one that torch does not take below."""
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args: object, **kwargs: object) -> _Result:
         was = torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTING)
         torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTING, view and not was)
         try:
@@ -292,10 +295,14 @@ def as_functional(value: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def place_of_view(view: torch.Tensor, source: torch.Tensor) -> tuple[Any, Any, Any] | None:
+def place_of_view(
+    view: torch.Tensor, source: torch.Tensor
+) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
     """(sizes, strides, offset) of what `view`, of a graph that AOTAutograd traces, is of an input that came with the
     value `source`, whatever was written since. The offset is from where that begins. None: torch does not tell."""
-    views: Any = vars(torch._C).get("_functionalization")
+    if "_functionalization" not in vars(torch._C):
+        return None
+    views = vars(torch._C)["_functionalization"]
     if not hasattr(views, "apply_view_meta_sequence"):
         return None
     with untraced(), _python_dispatch._disable_current_modes():
@@ -462,15 +469,15 @@ def _teach_dynamo(dynamo: Any) -> None:
 when_imported("torch._dynamo", _teach_dynamo)
 
 
-def teach_tangents(cls: type[torch.Tensor], placed: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
+def teach_tangents(cls: type[torch.Tensor], placed: Callable[..., torch.Tensor]) -> None:
     """Has compiled backward passes take a plain tensor for the gradient of a result that is a `cls`, by way of
     (tensor, what the result was made with) -> `cls`. Autograd gives plain zeros for a result that nothing used."""
 
-    def teach(wrappers: Any) -> None:
+    def teach(wrappers: ModuleType) -> None:
         kind, found = wrappers.SubclassCreationMeta, wrappers.AOTDispatchAutograd
         process = found.process_runtime_tangent
 
-        def process_placed(x: Any, meta: Any, *others: Any) -> Any:
+        def process_placed(x: object, meta: object, *others: object) -> object:
             if x.__class__ is torch.Tensor and isinstance(meta, kind) and meta.original_subclass_type is cls:
                 x = placed(x, meta.meta)
             return process(x, meta, *others)

@@ -6,6 +6,8 @@ Each decides by the sizes of its own rank's shards. Where these differ, a rank w
   one.
 - Equal calls are merged, and a rank without a part computes with constants, which are equal where others' values are
   not. So in a graph with shards of different lengths no collective is equal to another.
+- Of what a checkpoint computes again, compilers save what is small, as nothing is on a rank without a part. So in such
+  a graph the results of all collectives are saved.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from dtbench_core.torch_compat import active_tracer, in_backward_pass, traced_node
 
@@ -30,6 +33,8 @@ class GroupName(str):
 
 # By tracer: its collectives while all shards are equally long; None from then on.
 _alike: weakref.WeakKeyDictionary[fx.Tracer, list[fx.Node] | None] = weakref.WeakKeyDictionary()
+# By tracer: its collectives that were set apart, whose results are to be saved once its forward pass is traced.
+_unsaved: weakref.WeakKeyDictionary[fx.Tracer, list[fx.Node]] = weakref.WeakKeyDictionary()
 
 
 def keep_on_all_ranks(result: torch.Tensor, after: Callable[..., object]) -> None:
@@ -42,7 +47,7 @@ def keep_on_all_ranks(result: torch.Tensor, after: Callable[..., object]) -> Non
         _keep_in_backward(node, tracer.graph, after)
     alike = _alike.setdefault(tracer, [])
     if alike is None:
-        _set_apart(node)
+        _set_apart(node, tracer)
     else:
         alike.append(node)
 
@@ -53,13 +58,24 @@ def see_uneven_shards() -> None:
     if tracer is None:
         return
     for node in _alike.get(tracer) or ():
-        _set_apart(node)
+        _set_apart(node, tracer)
     _alike[tracer] = None
+    if in_backward_pass():
+        _save_results(tracer)
 
 
-def _set_apart(node: fx.Node) -> None:
+def _set_apart(node: fx.Node, tracer: fx.Tracer) -> None:
     *args, group = node.args
     node.args = (*args, GroupName(group))
+    _unsaved.setdefault(tracer, []).append(node)
+
+
+def _save_results(tracer: fx.Tracer) -> None:
+    """Of the forward pass: the checkpoint has marked all of its nodes by now."""
+    for node in _unsaved.pop(tracer, ()):
+        for one in (node, *node.users):  # those that wait
+            if "recompute" in one.meta:
+                one.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _keep_in_backward(node: fx.Node, graph: fx.Graph, after: Callable[..., object]) -> None:

@@ -192,6 +192,20 @@ def test_a_compiled_backward_pass_refuses_saved_tensors_that_were_written_to() -
                 torch.testing.assert_close(got, wanted)
 
 
+@needs_213("Dynamo takes no mesh into a graph")
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@on_ranks(world_size=RANKS)
+def test_no_rank_alone_refuses_saved_tensors_that_were_written_to() -> None:
+    """A rank without a part saves others than those with one."""
+    torch._dynamo.reset()
+    x = distribute_tensor(torch.ones(1, 4), mesh_of((RANKS,)), [Shard(0)], src_data_rank=None)
+    y = x.requires_grad_() * 1
+    z = torch.compile(lambda t: t.sin().softmax(0), backend="aot_eager")(y)
+    y.detach().mul_(2)
+    z.sum().backward()
+    assert x.grad is not None and x.grad.full_tensor().shape == (1, 4)
+
+
 def _of_sum(views: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda x: views(x + 1)
 

@@ -16,12 +16,14 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 from core.tests.torch_version import needs_213
 from dtbench_core import Partial, Placement, Replicate, Shard, distribute_tensor
 
 WORLD = 4
 Calls = list[tuple[object, ...]]
+Placed = list[tuple[tuple[int, int], tuple[Placement, Placement]]]
 
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "attention with itself": lambda t: F.scaled_dot_product_attention(*[t[None, None]] * 3),
@@ -34,12 +36,15 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "indices": lambda t: t[[0, 2]] + t.gather(0, t.argsort(0))[:2] + t[[1, 1]],
 }
 # Of 2 x 2 ranks: some without a part, some with less than others, terms of a sum.
-PLACED: list[tuple[tuple[int, int], tuple[Placement, Placement]]] = [
+PLACED: Placed = [
     ((5, 6), (Shard(0), Shard(0))),
     ((3, 5), (Shard(0), Shard(1))),
     ((3, 6), (Partial(), Shard(0))),
     ((3, 4), (Replicate(), Shard(0))),
 ]
+# Rank 3 is left without columns, too, once they are spread.
+CHECKPOINTED = {"softmax": lambda t: checkpoint(lambda u: u.sin().softmax(0), t, use_reentrant=False)}
+WITHOUT_COLUMNS: Placed = [((3, 3), (Shard(0), Shard(0)))]
 
 
 def _collectives(graph: fx.Graph) -> list[str]:
@@ -91,12 +96,17 @@ def _inductor(calls: Calls) -> Any:
     return lambda graph, inputs: compile_fx(graph, inputs, inner_compile=inner)
 
 
-def _graphs(rank: int, backend: Callable[[Calls], Any]) -> dict[str, Calls]:
+def _graphs(
+    rank: int,
+    backend: Callable[[Calls], Any],
+    programs: dict[str, Callable[[Any], Any]] = PROGRAMS,
+    placed: Placed = PLACED,
+) -> dict[str, Calls]:
     dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
     try:
         mesh, found = init_device_mesh("cpu", (2, 2)), {}
-        for name, fn in PROGRAMS.items():
-            for shape, placements in PLACED:
+        for name, fn in programs.items():
+            for shape, placements in placed:
                 torch._dynamo.reset()
                 calls: Calls = []
                 full = torch.rand(shape, generator=torch.Generator().manual_seed(0))
@@ -125,3 +135,12 @@ def test_ranks_keep_the_same_collectives(backend: Callable[[Calls], Any], budget
     for rank, graphs in enumerate(others, 1):
         for name, calls in graphs.items():
             assert calls == first[name], f"{name}: rank 0 and rank {rank}"
+
+
+@needs_213("Dynamo takes no mesh into a graph")
+@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+def test_ranks_compute_the_same_collectives_again_for_a_checkpoint() -> None:
+    config: Any = torch._functorch.config
+    with config.patch(enable_autograd_cache=False):
+        first, *others = (_graphs(rank, _aot_eager, CHECKPOINTED, WITHOUT_COLUMNS) for rank in range(WORLD))
+    assert all(graphs == first for graphs in others)

@@ -27,7 +27,15 @@ from dtbench_core.dispatch.overlap import Known, met_twice, refuse_overlap
 from dtbench_core.layout.placement import Placements
 from dtbench_core.layout.shard_layout import laid_out
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import Memory, Wrapper, count_write, share_memory, shares_memory, wrap
+from dtbench_core.layout.wrapper import (
+    Memory,
+    Wrapper,
+    count_write,
+    held_by,
+    share_memory,
+    shares_memory,
+    wrap,
+)
 from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.redistribute.autograd import local_at
 from dtbench_core.redistribute.copied_view import Gathered, copied_view, refuse_writes, store_to_base
@@ -36,8 +44,6 @@ from dtbench_core.torch_compat import (
     DisableTorchFunction,
     counting,
     increment_version,
-    is_fake,
-    is_functional,
     is_inference_mode_enabled,
 )
 
@@ -53,10 +59,11 @@ class Move(NamedTuple):
 
 class Plan:
     """kernel: what runs on the shards. out: the spec of the result; a list of specs, and Nones where the op gives
-    none or a number; None for a Python value. functional: whether the op makes new tensors and runs as it is.
+    none or a number; None for a Python value. functional: whether the op makes new tensors and runs as it is. even:
+    whether all ranks hold equally much of what is written or viewed; None: not asked.
     """
 
-    __slots__ = ("at", "counts", "functional", "info", "kernel", "out")
+    __slots__ = ("at", "counts", "even", "functional", "info", "kernel", "out")
     moves: tuple[Move, ...] = ()
     writes = False  # whether this kind of plan writes to an argument
 
@@ -65,6 +72,7 @@ class Plan:
     ) -> None:
         self.info, self.kernel, self.out, self.functional = info, kernel, out, functional
         self.counts = counts  # whether it tells autograd of its writes itself
+        self.even: bool | None = None
         self.at = info.returned  # position, or name, of the written argument that is the result
 
     def run(
@@ -118,10 +126,14 @@ def with_spec_strides(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     return local if spec.lays_out(local) else laid_out(local, spec)
 
 
-def _counted(call: Call, locals_: Sequence[Value], *, view: bool = False) -> Call:
-    """`call` so that torch counts writes to shards: compiled backward passes saved shards, and compare their counts."""
-    traced = locals_ and (is_fake(locals_[0]) or is_functional(locals_[0]))
-    return call if traced else counting(call, view=view)
+def _counted(plan: Plan, call: Call, tensors: Sequence[Value], *, view: bool = False) -> Call:
+    """`call` on the shards of `tensors` so that torch counts writes to them: compiled backward passes saved shards, and
+    compare their counts. Where shards differ in length each rank saves what is small, and one alone must not refuse."""
+    wrappers = [tensor for tensor in tensors if isinstance(tensor, Wrapper)]
+    if plan.even is None:
+        plan.even = all(wrapper._spec.is_even() for wrapper in wrappers)
+    counts = plan.even and wrappers and held_by(wrappers[0]).__class__ is torch.Tensor
+    return counting(call, view=view) if counts else call
 
 
 # ---- new tensors ----
@@ -160,7 +172,7 @@ class View(Plan):
 
     def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
         if Memory.traced:
-            call = _counted(call, locals_, view=True)
+            call = _counted(self, call, args[:1], view=True)
         result, base = call(*locals_, **kwargs) if kwargs else call(*locals_), args[0]
         if is_inference_mode_enabled():
             return self._as_base_is(cls, result, base)
@@ -188,7 +200,7 @@ class Views(View):
 
     def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
         if Memory.traced:
-            call = _counted(call, locals_, view=True)
+            call = _counted(self, call, args[:1], view=True)
         result = call(*locals_, **kwargs) if kwargs else call(*locals_)
         if is_inference_mode_enabled():
             return self._as_base_is(cls, result, args[0])
@@ -263,7 +275,7 @@ class InPlace(Plan):
         if (shared or not self.info.elementwise) and met_twice(args, given):
             refuse_overlap(self.info.op, (written,), args, given, self.overlaps)
         if Memory.traced:
-            call = _counted(call, locals_)
+            call = _counted(self, call, (written,))
         try:
             call(*locals_, **kwargs)
         except RuntimeError as error:
@@ -286,7 +298,7 @@ class Out(InPlace):
         if (shared or not self.info.elementwise) and met_twice(args, given):
             refuse_overlap(self.info.op, (written,), args, given, self.overlaps)
         if Memory.traced:
-            call = _counted(call, locals_)
+            call = _counted(self, call, (written,))
         call(*locals_, **kwargs)
         if shared:
             count_write(written)
@@ -317,7 +329,7 @@ class InPlaceLists(Plan):
         if views and met_twice(args, given):
             refuse_overlap(self.info.op, [one for written in lists for one in written], args, given, {})
         if Memory.traced:
-            call = _counted(call, locals_)
+            call = _counted(self, call, [one for each in lists for one in each])
         try:
             call(*locals_, **kwargs)
         except RuntimeError as error:
