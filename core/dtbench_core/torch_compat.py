@@ -155,12 +155,6 @@ def _set_storage(
             torch._C._set_meta_in_tls_dispatch_include(was)
 
 
-def storage_id(tensor: torch.Tensor) -> int:
-    """Of what `tensor` is a window on, as long as that lives; of empty tensors, too."""
-    number: int = tensor.untyped_storage()._cdata
-    return number
-
-
 def share_storage(wrapper: torch.Tensor, local: torch.Tensor) -> None:
     """Lets a tracer see which wrappers share memory: those that hold tensors of one have one storage, an empty one."""
     shared = vars(local.untyped_storage()).setdefault("of_wrappers", wrapper.untyped_storage())

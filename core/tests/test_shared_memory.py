@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from core.tests.gloo_world import Worlds, mesh_of, on_ranks
 from dtbench_core import DTensor, Partial, Replicate, Shard, distribute_tensor, randn
+from dtbench_core.layout.wrapper import shares_memory
 from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 RANKS = 2
@@ -215,6 +216,17 @@ def test_what_is_assigned_to_data_shares_its_memory() -> None:
         for got, wanted in zip(_assigned(put), _assigned(torch.clone), strict=True):
             assert isinstance(got, DTensor)
             torch.testing.assert_close(got.full_tensor(), wanted)
+
+
+@on_ranks(world_size=RANKS)
+def test_memory_that_is_used_again_is_not_taken_for_what_was_there() -> None:
+    """Which memory is used again differs from rank to rank: one that saw a view of it there would gather it alone."""
+    x, kept = _sharded(torch.ones(1, 4)), []
+    for _ in range(30):
+        squeezed = (x + 1).squeeze_(0)  # the sharded dim is gathered, and what it held before is free
+        assert squeezed.full_tensor().equal(torch.full((4,), 2.0))
+        kept.append((squeezed, *(x + 1 for _ in range(8))))
+    assert not any(shares_memory(other) for _, *others in kept for other in others)
 
 
 @on_ranks(world_size=RANKS)

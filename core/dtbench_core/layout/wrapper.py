@@ -10,7 +10,7 @@ from collections.abc import Callable
 from sys import getrefcount
 from types import SimpleNamespace
 from typing import ClassVar, NamedTuple, TypeVar
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 
@@ -29,7 +29,6 @@ from dtbench_core.torch_compat import (
     make_wrapper,
     set_data,
     share_storage,
-    storage_id,
     version_of,
 )
 from dtbench_core.traced_collectives import see_uneven_shards
@@ -208,10 +207,10 @@ def shares_memory(tensor: Wrapper) -> bool:
     """Whether another window on its memory may be alive: a parameter has outlived the tensor that it was made of, and
     is not asked again."""
     if tensor._memory is None:
-        return bool(_lent) and _has_borrowers(tensor)
+        return bool(_lent and _borrowers(held_by(tensor)))
     if tensor._memory[1] == 0 and not _is_watched(tensor._memory[0]) and _holders(tensor) == _ALONE:
         tensor._memory = None
-        return bool(_lent) and _has_borrowers(tensor)
+        return bool(_lent and _borrowers(held_by(tensor)))
     return True
 
 
@@ -261,28 +260,26 @@ def let_follow(followers: list[tuple[Callable[[Wrapper], None], Wrapper]]) -> No
         follow(written)
 
 
-# By the storage of a local tensor: the memory of copied views that were taken of it. One that a graph returned does not
-# know its input, nor does a window that a graph returned know others of the same memory; they have the storage.
-_lent: dict[int, list[ReferenceType[Memory]]] = {}
+# The memory of copied views, while it lives. It is noted on the storage of the local tensor that they were taken of: a
+# graph's result does not know the input that it is a view of, nor other windows on the memory.
+_lent: set[ReferenceType[Memory]] = set()
 
 
-def _note_lent(key: int, memory: Memory) -> None:
-    noted = _lent.setdefault(key, [])
+def _note_lent(local: torch.Tensor, memory: Memory) -> None:
+    # Not by the number of the storage, which another one may have once this is gone, on one rank and not on the others.
+    vars(local.untyped_storage()).setdefault("borrowers", WeakSet()).add(memory)
+    _lent.add(ref(memory, _lent.discard))
 
-    def forget(gone: ReferenceType[Memory]) -> None:
-        noted.remove(gone)
-        if not noted and _lent.get(key) is noted:
-            del _lent[key]
 
-    if all(known() is not memory for known in noted):
-        noted.append(ref(memory, forget))
+def _borrowers(local: torch.Tensor) -> list[Memory]:
+    return list(vars(local.untyped_storage()).get("borrowers", ())) if local.__class__ is torch.Tensor else []
 
 
 def count_by_storage(base: Wrapper, memory: Memory) -> None:
     """From now on `memory` counts the writes to all that hold what `base` does, though they may not know of it."""
     local = held_by(base)
     if local.__class__ is torch.Tensor:
-        _note_lent(storage_id(local), memory)
+        _note_lent(local, memory)
 
 
 def note_copy(view: Wrapper, lenders: tuple[Counts, ...]) -> None:
@@ -308,11 +305,10 @@ def counts_of(tensor: Wrapper) -> Counts:
 
 def borrow(view: Wrapper, source: torch.Tensor) -> None:
     """Notes that `view` has its values from the tensor that holds `source`."""
-    key = storage_id(source)
-    lent = next((memory for memory in _lenders(key) if memory.source is not None), None)
+    lent = next((memory for memory in _borrowers(source) if memory.source is not None), None)
     if lent is None:
-        lent = Memory(source)  # which keeps the storage, and its number
-        _note_lent(key, lent)
+        lent = Memory(source)
+        _note_lent(source, lent)
     noted = vars(source.untyped_storage())
     lenders = (Counts(lent, noted.get("counter")), *noted.get("lenders", ()))
     view._source, view._memory = source, (lent, 0)
@@ -320,19 +316,10 @@ def borrow(view: Wrapper, source: torch.Tensor) -> None:
     note_copy(view, lenders)
 
 
-def _lenders(key: int) -> list[Memory]:
-    return [memory for known in _lent.get(key, ()) if (memory := known()) is not None]
-
-
-def _has_borrowers(tensor: Wrapper) -> bool:
-    local = held_by(tensor)
-    return local.__class__ is torch.Tensor and storage_id(local) in _lent
-
-
 def count_for_borrowers(tensor: Wrapper) -> None:
     """After what `tensor` holds was written to."""
-    if _lent and _has_borrowers(tensor):
-        for memory in _lenders(storage_id(held_by(tensor))):
+    if _lent:
+        for memory in _borrowers(held_by(tensor)):
             memory.writes += 1
 
 

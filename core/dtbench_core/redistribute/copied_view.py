@@ -41,6 +41,7 @@ from dtbench_core.layout.wrapper import (
     share_memory,
     wrap,
 )
+from dtbench_core.op_types import Value
 from dtbench_core.redistribute.route import apply, plan
 from dtbench_core.torch_compat import functionalizing, is_fake, is_functional, share_storage_of, version_of
 
@@ -150,7 +151,7 @@ def is_copied(tensor: object) -> bool:
     return isinstance(tensor, CopiedView)
 
 
-def take_memory(tensor: Any, source: Any) -> None:
+def take_memory(tensor: Value, source: Value) -> None:
     """After `tensor` was given the local tensor and spec of `source` (`.data = source`): from then on it is the same
     view, if any, of the same memory."""
     share_memory(source, tensor, 0)
@@ -161,7 +162,7 @@ def take_memory(tensor: Any, source: Any) -> None:
         tensor._origin = origin and origin._replace(version=version_of(tensor))
 
 
-def kept_origin(tensor: Any) -> Origin | None:
+def kept_origin(tensor: Value) -> Origin | None:
     """Where a view that had to be copied has its values from, if what is loaded or copied of it can be a view again: it
     then shares memory with its base as a plain one does."""
     if not is_copied(tensor) or tensor._origin is None or tensor.requires_grad:
@@ -172,7 +173,7 @@ def kept_origin(tensor: Any) -> Origin | None:
     return origin if kept and origin.local is held_by(origin.owner) else None
 
 
-def state_of(tensor: Any) -> ViewState:
+def state_of(tensor: Value) -> ViewState:
     if not is_copied(tensor):
         return ViewState.WINDOW
     origin = tensor._origin
