@@ -214,9 +214,7 @@ def _load_file(path: Path) -> list[Suite]:
         spec.loader.exec_module(module)
     except KeyboardInterrupt:
         raise
-    except (
-        BaseException
-    ) as error:  # sys.exit, too, would end the program with a code that says something else
+    except BaseException as error:  # sys.exit, too: its code would be taken for one of dtbench's
         raise UsageError(f"the suite file {path} failed to load: {describe(error)}") from error
     new = [s for name, s in _registered.items() if before.get(name) is not s and not _is_builtin(s)]
     if not new:

@@ -43,14 +43,9 @@ _GAP = 2
 
 def new_console() -> Console:
     """The terminal; as wide as its lines where nobody reads along and `COLUMNS` says nothing."""
-    console = Console(
-        highlight=False,
-        markup=False,
-        emoji=False,
-        color_system=None
-        if os.environ.get("NO_COLOR")
-        else "auto",  # with no_color rich still prints in bold
-    )
+    # Of NO_COLOR alone rich would still print in bold.
+    colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
+    console = Console(highlight=False, markup=False, emoji=False, color_system=colors)
     if not console.is_terminal:
         console.width = _told_width() or _PIPE_WIDTH
     return console
