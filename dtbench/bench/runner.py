@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import msgspec
 
@@ -53,13 +54,24 @@ class Sweep:
             case, now = task.case, self.now
             now.begin(task.suite.name, case.name, case.params, task.impls)
             self.starting(task)
-            with self.limit(self.timeout_s):
+            with self.limit(self.timeout_s), _kept_folder():
                 schedule = Adaptive(case, task.impls, ranks, instruments, now, self.timeout_s)
                 outcomes = schedule.run(world)
             if ranks.rank == 0:
                 for impl in task.impls:
                     self.record(to_result(task, impl, outcomes[impl], self.launch))
             now.end()
+
+
+@contextmanager
+def _kept_folder() -> Iterator[None]:
+    """The current folder afterwards is that of before, to which the run file's path may be relative."""
+    before = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
+    try:
+        yield
+    finally:
+        os.fchdir(before)
+        os.close(before)
 
 
 def to_result(task: Task, impl: str, outcome: Outcome, launch: int = 0) -> Result:

@@ -23,7 +23,7 @@ def main() -> NoReturn:
         interrupt_is_answered()
         sys.stderr.write("dtbench: interrupted\n")
         sys.exit(130)  # EXIT_INTERRUPTED, which may not be imported yet
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # what a user has beside it may be a program, which ends
         from dtbench.cli.shadows import hidden_by
 
         if not (why := hidden_by(error)):

@@ -172,6 +172,9 @@ def _run() -> int:
     except BrokenPipeError:  # whoever read our output has gone
         code = EXIT_OK
         _drop_output()
+    except SystemExit as error:
+        if not (code := _outside(error)):
+            raise
     except Exception as error:
         code = _not_written(error) or _outside(error) or _own_fault(error)
     return code if isinstance(code, int) else EXIT_OK
@@ -223,7 +226,7 @@ def _not_written(error: Exception) -> int:
 _UNREADABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ESTALE)
 
 
-def _outside(error: Exception) -> int:
+def _outside(error: BaseException) -> int:
     """The exit code where not dtbench is at fault but what it runs on; 0 for any other error."""
     if is_out_of_memory(error):
         return _refuse("out of memory: give fewer or smaller files, or more memory", EXIT_USAGE)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 import sys
 
-# What dtbench requires, by the name it is imported by.
-_OURS = (
+# What dtbench consists of, each a folder, and what it requires, by the name it is imported by.
+_OURS = ("dtbench", "dtbench_core", "dtbench_suites")
+_REQUIRED = (
     "click",
     "jinja2",
     "markupsafe",
@@ -29,10 +30,10 @@ def hidden_by(error: BaseException) -> str:
     while frame is not None:
         passed.add(os.path.realpath(frame.tb_frame.f_code.co_filename))
         frame = frame.tb_next
-    names = {*sys.stdlib_module_names, *_OURS}
+    names = {*sys.stdlib_module_names, *_REQUIRED, *_OURS}
     for folder in _given_folders():
         for name in sorted(names):
-            for path in (f"{folder}/{name}.py", f"{folder}/{name}/__init__.py"):
+            for path in (f"{folder}/{name}.py", f"{folder}/{name}/__init__.py")[: 1 if name in _OURS else 2]:
                 real = os.path.realpath(path)
                 file = getattr(sys.modules.get(name), "__file__", None)
                 loaded = file is not None and os.path.realpath(file) == real

@@ -62,6 +62,7 @@ class RunWriter:
 
     def __init__(self, path: Path, fd: int, end_of_last_line: int, results: Iterable[Result] = ()) -> None:
         self.path = path
+        self._place = path.absolute()  # what is measured may change the current folder
         self._fd: int | None = fd
         self._length = end_of_last_line
         self._results = {result.key: result for result in results}
@@ -235,7 +236,7 @@ class RunWriter:
     def _is_gone(self, fd: int) -> bool:
         """Whether the path leads to this file no more: somebody removed or replaced it."""
         try:
-            return not os.path.samestat(self.path.stat(), os.fstat(fd))
+            return not os.path.samestat(self._place.stat(), os.fstat(fd))
         except FileNotFoundError:
             return True
         except OSError:  # not known: a folder that may not be searched any more
@@ -244,7 +245,8 @@ class RunWriter:
     def _saved_beside(self, fd: int, line: bytes) -> OutputError:
         """Writes the file that is gone and `line` under another name; the error that says so."""
         gone = f"{self.path} was removed or replaced while it was written"
-        names = (self.path.with_name(f"{self.path.stem}-saved-{n}{self.path.suffix}") for n in range(1, 1000))
+        at = self._place
+        names = (at.with_name(f"{at.stem}-saved-{n}{at.suffix}") for n in range(1, 1000))
         try:
             other = next(name for name in names if not os.path.lexists(name))
             with other.open("xb") as file:

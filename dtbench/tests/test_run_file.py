@@ -382,6 +382,18 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     assert [r.name for r in read_run(path).results] == ["first", "third"]
 
 
+def test_what_is_measured_may_change_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with RunWriter.create("x.jsonl", HEADER) as writer:
+        monkeypatch.chdir("elsewhere")
+        writer.append(good())
+    assert len(read_run(tmp_path / "x.jsonl").results) == 1
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_file_removed_while_it_is_written_is_saved_beside(tmp_path: Path, replaced: bool) -> None:
     path, other = tmp_path / "x.jsonl", tmp_path / "x-saved-2.jsonl"

@@ -76,6 +76,17 @@ def hostile(plan):
         yield Case("c" + {HOSTILE!r}, {{"n" + {HOSTILE!r}: build.__name__ + {HOSTILE!r}}}, {{"core": build}})
 """
 
+WANDERING_SUITE = """
+import os, tempfile
+from dtbench.model import Case, Workload
+from dtbench.suite import suite
+
+@suite("wanders", world="ranks", help="cases that change the current folder")
+def wanders(plan):
+    for n in range(2):
+        yield Case("go", {"n": n}, {"core": lambda world: Workload(lambda: os.chdir(tempfile.gettempdir()))})
+"""
+
 
 def a_hostile_suite() -> None:
     Path("hostile.py").write_text(HOSTILE_SUITE)
@@ -92,6 +103,15 @@ def nothing_for_the_terminal(done: Done) -> None:
 
 
 ROWS = [
+    Fault(
+        "cases that change the current folder, and a relative -o",
+        "run ./wanders.py --quick --nproc 2 -o x.jsonl",
+        0,
+        how="forked",
+        given=lambda: Path("wanders.py").write_text(WANDERING_SUITE),
+        makes=("x.jsonl",),
+        results="2 ok",
+    ),
     Fault(
         "names and errors of a suite that a terminal would obey: run",
         "run ./hostile.py --quick -o y.jsonl",

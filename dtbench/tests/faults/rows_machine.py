@@ -130,7 +130,21 @@ ROWS = [
             ("raises", "raise ValueError('mine')\n"),
             ("is another", "x = 1\n"),
             ("is no Python", "print 'mine'\n"),
+            ("ends", "raise SystemExit(0)\n"),
         )
+    ),
+    *(
+        Fault(
+            f"a user's {name}.py that {what}",
+            "list dispatch",
+            2,
+            rf"mine/{name}\.py hides the module {name}",
+            how="fresh",
+            env={"PYTHONPATH": "mine"},
+            given=partial(a_module, name, text),
+        )
+        for name in ("dtbench_suites", "dtbench_core", "torch")
+        for what, text in (("is another", "x = 1\n"), ("ends", "raise SystemExit(0)\n"))
     ),
     *(
         Fault(
