@@ -47,6 +47,26 @@ def test_a_seed_has_its_programs() -> None:
         assert any(word in text for text in texts), word
 
 
+def test_no_part_is_compiled_where_a_base_got_another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own tensor subclasses fail there, too."""
+    for view, compiles in (("v1 = v0.split(1)[0]", False), ("v1 = v0 * 2", True)):
+        lines = iter([view, "v0.t_()", "v2 = v1 * 2"])
+
+        def statement(
+            rng: object, space: dict[str, object], *_: object, lines: Iterator[str] = lines
+        ) -> str | None:
+            if (line := next(lines, None)) is not None:
+                exec(line, space)
+            return line
+
+        monkeypatch.setattr("dtbench_suites.fuzz.generate._statement", statement)
+        monkeypatch.setattr(
+            "dtbench_suites.fuzz.generate._input", lambda rng, name, ndim: Input(name, (4, 6), ("R",), 1)
+        )
+        monkeypatch.setattr("random.Random.randint", lambda self, low, high: high)
+        assert program("1", 1.0).compiles is compiles
+
+
 def test_a_planted_fault_is_found_and_minimised(
     judge: Judge, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
