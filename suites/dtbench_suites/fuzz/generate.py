@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -152,8 +152,8 @@ def program(seed: str, compiling: float, ascending: bool = False) -> Program:
     inputs = tuple(_input(rng, f"v{index}", ndim) for index in range(rng.randint(1, 3)))
     space: dict[str, Any] = names(Given("plain"), [])
     lines: list[str] = []
-    # Views of plain tensors are taken again as those of tensor subclasses are: by their ops.
-    with warnings.catch_warnings(), torch.autograd.grad_mode._force_original_view_tracking(True):
+    made: dict[str, _Forms] = {}
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.set_warn_always(True)  # or only the first program would see what is said once
         for one in inputs:
@@ -162,25 +162,27 @@ def program(seed: str, compiling: float, ascending: bool = False) -> Program:
             if (line := _statement(rng, space, ndim, len(inputs) + len(lines))) is None:
                 break
             lines.append(line)
+            made = _forms(space) | made
     torch.set_warn_always(False)
     compiled = (0, 0)
     plain = not any(line.startswith("with ") for line in lines)
-    if lines and plain and rng.random() < compiling and all(map(_replays, space.values())):
+    if lines and plain and rng.random() < compiling and made == _forms(space):
         first = rng.randrange(len(lines))
         compiled = (first, rng.randint(first + 1, len(lines)))
     return Program(mesh, inputs, tuple(lines), compiled)
 
 
-def _replays(value: object) -> bool:
-    """False for a view that, or whose base, was given another shape since (`v1 = v0.squeeze(); v0.t_()`): for a graph
-    torch takes a view of a tensor subclass again, of the base as it is now, and fails if that is not the same."""
-    if not isinstance(value, torch.Tensor) or value._base is None:
-        return True
-    try:
-        again = value._view_func_unsafe(value._base)
-    except RuntimeError:
-        return False
-    return (again.shape, again.stride()) == (value.shape, value.stride())
+_Forms: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.Size, tuple[int, ...]]
+
+
+def _forms(space: dict[str, Any]) -> dict[str, _Forms]:
+    """Of each view the shape and strides, and its base's. No part of a program is compiled in which they change
+    (`v1 = v0.squeeze(); v0.t_()`): for a graph torch takes a view of a tensor subclass again, of the base as it is by
+    then, and fails if that is not the same."""
+    views = [(name, t, t._base) for name, t in space.items() if isinstance(t, torch.Tensor)]
+    return {
+        name: (t.shape, t.stride(), base.shape, base.stride()) for name, t, base in views if base is not None
+    }
 
 
 def _input(rng: random.Random, name: str, ndim: int) -> Input:
