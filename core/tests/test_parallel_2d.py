@@ -203,6 +203,16 @@ def _fully_shard(kind: str) -> None:
     fully_shard(net, mesh=mesh["dp"])
 
 
+def _fully_shard_few_rows() -> None:
+    """torch copies a part of a parameter only on ranks that have one: none may be left waiting."""
+    mesh = mesh_of((4,))
+    fully_shard(parallelize_module(nn.Linear(4, 3), mesh, ColwiseParallel()), mesh=mesh)
+
+
+def test_fully_shard_of_fewer_rows_than_ranks_is_refused_on_every_rank(ranks: Worlds) -> None:
+    ranks.refuse(_fully_shard_few_rows, told=r"fully_shard got the parameter float32\[3, 4\]")
+
+
 @pytest.mark.parametrize("kind", ["all", "half", "no bias"])
 def test_fully_shard_names_shard_parameters(ranks: Worlds, kind: str) -> None:
     told = r"fully_shard got the parameter float32\[.*with dtbench_core\.parallel\.shard_parameters"

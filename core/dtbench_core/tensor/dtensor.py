@@ -243,10 +243,11 @@ class DTensor(Wrapper):
     def fsdp_pre_all_gather(self) -> Any:
         """torch's fully_shard asks every parameter for this, when it knows none of the class."""
         raise ArgumentTypeError(
-            f"fully_shard got the parameter {self._spec}, expected plain tensors or torch's own DTensors: spread what "
-            "tensor parallelism left over the other mesh dim with dtbench_core.parallel.shard_parameters(module, "
-            "mesh, mesh_dim)"
+            f"fully_shard got the parameter {self._spec}, expected plain tensors or torch's own DTensors: spread it "
+            "over the other mesh dim with dtbench_core.parallel.shard_parameters(module, mesh, mesh_dim)"
         )
+
+    _fsdp_orig_uid = fsdp_pre_all_gather  # asked before it sends anything
 
     @staticmethod
     def from_local(
