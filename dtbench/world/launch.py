@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,6 +124,7 @@ def start_ranks(
             str(folder),
             failures.extend,
             shutdown_s=_SHUTDOWN_S,
+            interrupted_by=ending_signals(),
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=nproc,
@@ -164,6 +165,7 @@ def run_elastic(
     on_failure: Callable[[list[tuple[int, int]]], None],
     *,
     shutdown_s: float,
+    interrupted_by: Set[signal.Signals] = frozenset({signal.SIGINT}),
     **chosen: Any,
 ) -> int:
     """Runs the command on ranks through torch's elastic launcher, without its log, which repeats what ranks say.
@@ -187,7 +189,7 @@ def run_elastic(
     config = LaunchConfig(
         rdzv_backend="c10d",
         max_restarts=0,
-        signals_to_handle=",".join(number.name for number in ending_signals() - {signal.SIGINT}),
+        signals_to_handle=",".join(number.name for number in ending_signals() - interrupted_by),
         logs_specs=DefaultLogsSpecs(log_dir=folder),
         **chosen,
     )
@@ -200,7 +202,7 @@ def run_elastic(
 
     logged = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    answered = signal.signal(signal.SIGINT, interrupt)
+    answered = {number: signal.signal(number, interrupt) for number in interrupted_by}
     try:
         # The launcher fills in `${local_rank}`, and reads `$$` as `$`.
         elastic_launch(config, command[0])(*(word.replace("$", "$$") for word in command[1:]))
@@ -214,7 +216,8 @@ def run_elastic(
         count = chosen["nproc_per_node"]
         raise WorldBrokenError(f"cannot start {count} ranks: {type(error).__name__}: {reason}") from error
     finally:
-        signal.signal(signal.SIGINT, answered)
+        for number, handler in answered.items():
+            signal.signal(number, handler)
         logging.disable(logged)
     return 0
 
