@@ -215,6 +215,15 @@ def version_of(tensor: torch.Tensor) -> int | None:
         return None if tensor.is_inference() else _version(tensor)
 
 
+def counted_together(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether torch counts the writes to `other` as writes to `tensor`."""
+    if (before := version_of(tensor)) is None or version_of(other) != before:
+        return False
+    with torch.autograd.grad_mode._unsafe_preserve_version_counter(other):
+        increment_version((other,))
+        return version_of(tensor) != before
+
+
 _COUNTING = torch._C.DispatchKey.ADInplaceOrView
 
 

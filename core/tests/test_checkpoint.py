@@ -96,6 +96,28 @@ def test_data_counts_its_writes_apart() -> None:
 
 
 @on_ranks
+@pytest.mark.parametrize("leaf", [True, False])
+def test_data_of_what_from_local_made_counts_its_writes_apart(leaf: bool) -> None:
+    """They count for the plain tensor, too, but by no other way."""
+    given = _tensor(LAYOUTS[0], (4, 2)).double()
+    plain = given.to_local().clone().requires_grad_()
+    x = DTensor.from_local(plain if leaf else plain * 1, given.device_mesh, given.placements)
+    y, of_view = x**2, x[:, :1] ** 3
+    x.data.mul_(2)
+    x[:, :1].data.add_(1)
+    (y.sum() + of_view.sum()).backward()
+    with torch.no_grad():  # both saved what x holds since
+        wanted = 2 * x
+        wanted[:, :1].add_(3 * x[:, :1] ** 2)
+    assert plain.grad is not None and torch.equal(plain.grad, wanted.to_local())
+    z = x * x
+    with torch.no_grad():
+        x.detach().mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+        z.sum().backward()
+
+
+@on_ranks
 def test_only_leaves_are_copied_as_in_torch() -> None:
     result = _tensor(LAYOUTS[0]).requires_grad_() * 2
     with pytest.raises(RuntimeError, match="graph leaves"):

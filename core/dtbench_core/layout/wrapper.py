@@ -21,7 +21,9 @@ from dtbench_core.op_types import Value
 from dtbench_core.runtime import PerRank
 from dtbench_core.torch_compat import (
     DisableTorchDispatch,
+    DisableTorchFunction,
     as_subclass,
+    counted_together,
     counter_of,
     is_fake,
     is_grad_enabled,
@@ -190,6 +192,15 @@ def lend(tensor: Wrapper, local: torch.Tensor, *, view: bool = False) -> torch.T
         made = make_subclass(torch.Tensor, tensor)
     set_data(made, local)
     return made.view_as(made) if view else made
+
+
+def data_of(tensor: Wrapped) -> Wrapped:
+    """torch's `.data`: the same memory, whose writes count apart from those of `tensor`."""
+    with DisableTorchFunction():
+        made: Wrapped = torch.Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
+    if (local := held_by(tensor)).__class__ is torch.Tensor and counted_together(tensor, local):
+        made._local_tensor = local.data
+    return made
 
 
 def share_memory(base: Wrapper, view: Wrapper, offset: int) -> Memory:

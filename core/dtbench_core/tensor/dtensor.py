@@ -43,7 +43,7 @@ from dtbench_core.layout.shard_layout import (
     even_spec,
 )
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
-from dtbench_core.layout.wrapper import Wrapper, lend, wrap, wrap_shared
+from dtbench_core.layout.wrapper import Wrapper, data_of, lend, wrap, wrap_shared
 from dtbench_core.op_types import Ctx
 from dtbench_core.redistribute.autograd import Redistribute, cast_dtype, follow, redistribute_tensor
 from dtbench_core.redistribute.copied_view import CopiedView, is_copied, parted_as, take_memory
@@ -120,8 +120,7 @@ class DTensor(Wrapper):
         """The same values outside autograd, sharing memory. May be assigned another DTensor."""
         if is_copied(self):  # knows by the count of writes whether its values are those of its base
             return self.detach()  # type: ignore[return-value]
-        with DisableTorchFunction():  # counts its writes apart from this tensor's, as torch's
-            return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+        return data_of(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
