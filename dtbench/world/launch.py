@@ -189,6 +189,7 @@ def run_elastic(
     config = LaunchConfig(
         rdzv_backend="c10d",
         max_restarts=0,
+        # The launcher passes over a name that is none, where nothing is left to it.
         signals_to_handle=",".join(number.name for number in ending_signals() - interrupted_by),
         logs_specs=DefaultLogsSpecs(log_dir=folder),
         **chosen,

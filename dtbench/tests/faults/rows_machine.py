@@ -50,6 +50,14 @@ def told_to_end(after_s: float, running: Running) -> None:
 
 V6_ONLY = "ip link set lo up; ip addr del 127.0.0.1/8 dev lo"
 
+# What a user's module that hides another does, and its text.
+MODULES = {
+    "raises": "raise ValueError('mine')\n",
+    "is another": "x = 1\n",
+    "is no Python": "print 'mine'\n",
+    "ends": "raise SystemExit(0)\n",
+}
+
 ROWS = [
     *(
         Fault(
@@ -118,33 +126,20 @@ ROWS = [
     *(
         Fault(
             f"a user's {name}.py that {what}",
-            "report r.jsonl -o p.html",
+            words,
             2,
             rf"mine/{name}\.py hides the module {name}",
             how="fresh",
             env={"PYTHONPATH": "mine"},
             given=partial(a_module, name, text),
         )
-        for name in ("json", "click", "jinja2", "typing")
-        for what, text in (
-            ("raises", "raise ValueError('mine')\n"),
-            ("is another", "x = 1\n"),
-            ("is no Python", "print 'mine'\n"),
-            ("ends", "raise SystemExit(0)\n"),
+        for words, names, kinds in (
+            ("report r.jsonl -o p.html", ("json", "click", "jinja2", "typing"), MODULES),
+            ("list dispatch", ("dtbench_suites", "dtbench_core", "torch"), ("is another", "ends")),
         )
-    ),
-    *(
-        Fault(
-            f"a user's {name}.py that {what}",
-            "list dispatch",
-            2,
-            rf"mine/{name}\.py hides the module {name}",
-            how="fresh",
-            env={"PYTHONPATH": "mine"},
-            given=partial(a_module, name, text),
-        )
-        for name in ("dtbench_suites", "dtbench_core", "torch")
-        for what, text in (("is another", "x = 1\n"), ("ends", "raise SystemExit(0)\n"))
+        for name in names
+        for what, text in MODULES.items()
+        if what in kinds
     ),
     *(
         Fault(
