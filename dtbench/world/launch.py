@@ -35,7 +35,7 @@ from dtbench.world.deaths import explain, oom_kills, other_words
 from dtbench.world.failure import INTERRUPTED, ActiveCase, Diagnosis
 from dtbench.world.parent import INTERRUPTED_MARK, LAUNCHER, NOTE
 from dtbench.world.scratch import scratch
-from dtbench.world.signals import ending_signals, how_ended
+from dtbench.world.signals import answered, ending_signals, how_ended
 
 LAUNCH = "DTBENCH_LAUNCH"  # which of the --launches this is, from 0
 AGAIN = (
@@ -203,10 +203,10 @@ def run_elastic(
 
     logged = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    answered = {number: signal.signal(number, interrupt) for number in interrupted_by}
     try:
         # The launcher fills in `${local_rank}`, and reads `$$` as `$`.
-        elastic_launch(config, command[0])(*(word.replace("$", "$$") for word in command[1:]))
+        with answered(interrupted_by, interrupt):
+            elastic_launch(config, command[0])(*(word.replace("$", "$$") for word in command[1:]))
     except ChildFailedError as error:
         found = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
         on_failure([(rank, failure.exitcode) for rank, failure in found])
@@ -217,8 +217,6 @@ def run_elastic(
         count = chosen["nproc_per_node"]
         raise WorldBrokenError(f"cannot start {count} ranks: {type(error).__name__}: {reason}") from error
     finally:
-        for number, handler in answered.items():
-            signal.signal(number, handler)
         logging.disable(logged)
     return 0
 

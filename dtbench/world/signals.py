@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
+from types import FrameType
 
 
 def ending_signals() -> frozenset[signal.Signals]:
@@ -25,6 +26,19 @@ def signals_held(*more: signal.Signals) -> Iterator[frozenset[signal.Signals]]:
         yield held
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def answered(
+    numbers: Set[signal.Signals], handler: Callable[[int, FrameType | None], object]
+) -> Iterator[None]:
+    """Within the block `handler` answers these signals."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, other in before.items():
+            signal.signal(number, other)
 
 
 def refuse_if_ending() -> None:
